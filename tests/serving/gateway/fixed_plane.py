@@ -15,7 +15,8 @@ from typing import Any
 import aiohttp
 
 from prfaas.core.deployment import Deployment, Instance
-from prfaas.core.scheduling import Decision, NoDecodeInstanceError, Route
+from prfaas.core.scheduling import Decision, NoDecodeInstanceError, RelayPlan, Route
+from prfaas.core.scheduling.relay import RelayReason
 from prfaas.serving.control.planning_inputs import kv_facts
 from prfaas.serving.own_process import LoopClock
 
@@ -36,6 +37,18 @@ class FixedWork:
 
     def measured(self) -> None:
         self.is_measured = True
+
+
+class FixedWaits:
+    """`reason`: whether prefill instances may decode on, and else why not."""
+
+    def __init__(self) -> None:
+        self.reason: RelayReason = "link-bound"
+        self.step_s = 0.05
+
+    def relay(self, decision: Decision, most_tokens: int) -> RelayPlan:
+        tokens = most_tokens if self.reason == "link-bound" else 0
+        return RelayPlan(tokens, self.reason, exposed_s=2.0, step_s=self.step_s, queue_s=3.0)
 
 
 class FixedLinks:
@@ -83,6 +96,7 @@ class FixedPlane:
         self.closed = False
         self.loop_clock = LoopClock()
         self.links = FixedLinks()
+        self.waits = FixedWaits()
         self._listeners: list[Callable[[str, str | None], None]] = []
         self._silence_listeners: list[Callable[[str, str, str], None]] = []
 

@@ -190,6 +190,9 @@ class StandInEngine:
     once all the same.
 
     `end`, `blank`: as in `generated`.
+
+    `joins`: tokens of one event of a stream. `sends_after`: `goes_on` is set with that token of a stream, or at an
+    answer's end.
     """
 
     name: str
@@ -213,6 +216,8 @@ class StandInEngine:
     trails: bool = False
     end: str | None = None
     blank: str = ""
+    joins: int = 1
+    sends_after: int | None = None
     refuses_in_stream: bool = True
     refuses_user: bool = False
     other_ids: bool = False
@@ -385,6 +390,8 @@ class StandInEngine:
             return await self._answered(request, body, ids)
         except asyncio.CancelledError:
             self.cancelled += 1
+            if self.sends_after is not None:
+                self.goes_on.set()
             raise
 
     async def _answered(
@@ -442,6 +449,8 @@ class StandInEngine:
             return await self._answered_otherwise(request, body, ids)
         if not body.get("stream"):
             await asyncio.sleep(self.whole_s)
+            if self.sends_after is not None:
+                self.goes_on.set()
             return web.json_response(self._whole_answer(body, ids))
         return await self._streamed(request, body, ids)
 
@@ -517,15 +526,27 @@ class StandInEngine:
             await say([{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}])
         answer = generated(ids, body, count, self.end, self.blank)
         count = len(answer.pieces)
-        for index, piece in enumerate(answer.pieces):
-            if self.dies and index == self.dies_after and await self._fail_in_stream(request, response):
+        names_tokens = body.get("return_tokens_as_token_ids")
+        for first in range(0, count, self.joins):
+            indices = range(first, min(first + self.joins, count))
+            ends_here = self.dies and self.dies_after in indices
+            if self.sends_after is not None and (self.sends_after < indices.stop or ends_here):
+                self.goes_on.set()
+            if ends_here and await self._fail_in_stream(request, response):
                 return response
-            reason = answer.reason if index == count - 1 else None
+            piece, ids_said = (
+                "".join(answer.pieces[first : indices.stop]),
+                answer.token_ids[first : indices.stop],
+            )
+            reason = answer.reason if indices.stop == count else None
             said: dict[str, Any] = {"delta": {"content": piece}} if chat else {"text": piece}
             if not chat or reason is not None:
                 said["stop_reason"] = answer.stop_reason if reason is not None else None
-            await say([{"index": 0, **said, "logprobs": None, "finish_reason": reason}])
+            logprobs = _logprobs(piece, ids_said) if names_tokens else None
+            await say([{"index": 0, **said, "logprobs": logprobs, "finish_reason": reason}])
             await asyncio.sleep(self.chunk_s)
+        if self.sends_after is not None:
+            self.goes_on.set()
         if self.dies == "before-usage":
             await self._die(request)
         if usage:

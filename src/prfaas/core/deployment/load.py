@@ -187,6 +187,7 @@ def _gateway(file: DeploymentFile, home: Path) -> GatewayConfig:
         route_header=gateway.route_header,
         shadow=gateway.shadow,
         first_token=gateway.first_token,
+        relay_tokens=gateway.relay_tokens,
         limits=GatewayLimits(limits.requests, limits.queue_s, limits.bodies, limits.body_values),
         cluster=gateway_cluster(file),
         tracing=_tracing(file, home),

@@ -7,7 +7,16 @@ import ipaddress
 import re
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationInfo,
+    field_validator,
+)
 
 from prfaas.core.deployment.addresses import checked_host, traces_url
 from prfaas.core.deployment.engine_args import free_arg
@@ -322,9 +331,17 @@ class GatewaySection(_Section):
     route_header: RouteDetail = "short"
     shadow: Annotated[float, Field(ge=0, le=1)] = 0.0
     first_token: FirstTokenSource = "decode"
+    relay_tokens: Annotated[int, Field(ge=0, le=1024)] = 0
     limits: Annotated[LimitsSection, _SECTION] = LimitsSection()
     tracing: Annotated[TracingSection | None, _GIVEN] = None
     cluster: Annotated[Name | None, _GIVEN] = None
+
+    @field_validator("relay_tokens")
+    @classmethod
+    def _follow_a_first_token(cls, tokens: int, info: ValidationInfo) -> int:
+        if tokens and info.data.get("first_token", "prefill") != "prefill":
+            raise ValueError("needs gateway.first_token: prefill, since these tokens follow that one; add it")
+        return tokens
 
 
 class SecuritySection(_Section):

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from prfaas.core.deployment import Instance
 from prfaas.core.prefix import PromptChains
-from prfaas.core.scheduling import Decision
+from prfaas.core.scheduling import Decision, RelayPlan
 from prfaas.serving.own_process import LoopClock
 
 
@@ -25,6 +25,19 @@ class LinkWords(Protocol):
         """Bytes that the kernels of `producer` have sent again on the link to `consumer`, all transfers' together.
 
         None: both are in one cluster, or nothing is known.
+        """
+        ...
+
+
+class RelayJudge(Protocol):
+    """Weighs what it costs a prefill instance to decode."""
+
+    def relay(self, decision: Decision, most_tokens: int) -> RelayPlan:
+        """Whether the prefill instance decodes on while its KV travels, and how far.
+
+        Args:
+            decision: its prefill is about to begin.
+            most_tokens: it decodes no more after the first token.
         """
         ...
 
@@ -138,6 +151,11 @@ class ControlPlane(Protocol):
     @property
     def links(self) -> LinkWords:
         """The links between clusters."""
+        ...
+
+    @property
+    def waits(self) -> RelayJudge:
+        """What requests will wait for, and what follows from that."""
         ...
 
     def drain(self, name: str, *, wanted: bool) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -35,6 +36,8 @@ class TransferredBytes:
     """Bytes that had arrived when the prefill ended."""
     spared_bytes: int = 0
     """By how many bytes compression made them less on the link."""
+    cached_tokens: int | None = None
+    """Tokens that the producer reused, by its own word; None: it did not say."""
 
     @property
     def overlapped_fraction(self) -> float:
@@ -62,6 +65,11 @@ class TransferSpec:
     """The prefill also samples the first token of the answer, so; None: the consumer samples it."""
     background: bool = False
     """It gets what other transfers leave of the link."""
+
+    @property
+    def most_lead_s(self) -> float:
+        """How long before the KV is complete a request for it is wanted, at most."""
+        return math.inf if self.ask is None else self.ask.lead_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +182,9 @@ class KvTransfers:
 
         if len(watchers) == 1:
             status = await self._wait(watchers[0], transfer_id, timeout_s, lead_s, soon)
-            return TransferredBytes(status.total_bytes, status.overlapped_bytes, status.spared_bytes)
+            return TransferredBytes(
+                status.total_bytes, status.overlapped_bytes, status.spared_bytes, status.cached_tokens
+            )
         try:
             async with asyncio.TaskGroup() as group:
                 waits = [
@@ -188,6 +198,7 @@ class KvTransfers:
             total_bytes=sum(status.total_bytes for status in statuses),
             overlapped_bytes=sum(status.overlapped_bytes for status in statuses),
             spared_bytes=sum(status.spared_bytes for status in statuses),
+            cached_tokens=statuses[0].cached_tokens,
         )
 
     def announced(self, consumer: str, transfer_id: bytes) -> bool:
@@ -258,3 +269,16 @@ class KvTransfers:
 def _first(failures: BaseExceptionGroup[TransferFailedError]) -> TransferFailedError:
     first = failures.exceptions[0]
     return first if isinstance(first, TransferFailedError) else _first(first)
+
+
+async def end_all(*tasks: "asyncio.Task[Any]") -> None:
+    """Cancel what is still running and wait for it, so that no task is left."""
+    open_tasks = [task for task in tasks if not task.done()]
+    for task in open_tasks:
+        task.cancel()
+    if open_tasks:
+        await asyncio.gather(*open_tasks, return_exceptions=True)
+    for task in tasks:
+        if not task.cancelled():
+            # Of two failures only the first is reported; asyncio warns of an exception that was never read.
+            task.exception()

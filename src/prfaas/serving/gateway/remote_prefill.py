@@ -11,12 +11,15 @@ from prfaas.core.scheduling import Decision
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.control_plane import PrefillWork
 from prfaas.serving.gateway.egress_bill import EgressBill
-from prfaas.serving.gateway.first_token import FirstToken, FirstTokenAsk, FirstTokenHeldError
+from prfaas.serving.gateway.first_token import FirstTokenAsk, FirstTokenHeldError, SampledTokens
 from prfaas.serving.gateway.kv_transfer import MovedPrefix, StartedTransfer, TransferDone, TransferSpec
 from prfaas.serving.gateway.prefill_hop import PrefillHop
 from prfaas.serving.gateway.prefix_moves import PrefixMoves
 from prfaas.serving.gateway.request import PreparedRequest, ServingRequest, TokenizedPrompt
 from prfaas.serving.gateway.request_log import Attempt, WaitsFor
+from prfaas.serving.gateway.token_relay import TokenRelay
+
+Told = tuple[SampledTokens, TokenRelay | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +59,10 @@ class RemotePrefills:
         self._bill.adopt(deployment)
 
     def abandon(self, prepared: PreparedRequest, reason: str) -> None:
-        """The decode engine may never take the transfer: have its staging freed."""
+        """The decode engine may never take the transfer: have its staging freed. Nothing more is relayed either."""
         transfer, arriving = prepared.transfer, prepared.arriving
+        if prepared.relay is not None:
+            prepared.relay.close()
         if arriving is not None and not arriving.cancel() and not arriving.cancelled():
             transfer = transfer if arriving.exception() is not None else arriving.result().transfer
         if transfer is not None:
@@ -87,6 +92,7 @@ class RemotePrefills:
             request.record.since("turn", begun_s)
             request.record.waits_for = WaitsFor.PREFILL
             attempt.decision = decision
+            ask = self._with_relay(ask, attempt)
             self._plane.expect(decision.prefill, prompt.chains)
             work = stack.enter_context(self._plane.prefilling(decision))
             running = _RemotePrefill(
@@ -101,6 +107,17 @@ class RemotePrefills:
             return await self._prefill_remote(running, None)
         return await self._until_soon(running)
 
+    def _with_relay(self, ask: FirstTokenAsk | None, attempt: Attempt) -> FirstTokenAsk | None:
+        """`ask` with as many tokens as the prefill instance may relay."""
+        if ask is None or not ask.relay_tokens:
+            return ask
+        attempt.relay = plan = self._plane.waits.relay(attempt.decision, ask.relay_tokens)
+        if not plan.tokens:
+            self._metrics.relays.labels(plan.reason).inc()
+            return replace(ask, relay_tokens=0)
+        # Nobody makes tokens between the hand-over and the last byte.
+        return replace(ask, relay_tokens=plan.tokens, lead_s=plan.step_s)
+
     async def _until_soon(self, running: _RemotePrefill) -> PreparedRequest:
         soon: asyncio.Future[PreparedRequest] = asyncio.get_running_loop().create_future()
         moving = await self._moving_until(running, soon, None)
@@ -110,16 +127,22 @@ class RemotePrefills:
         """Until the prefill has sampled the first token. Raises HopFailedError and FirstTokenHeldError."""
         loop = asyncio.get_running_loop()
         soon: asyncio.Future[PreparedRequest] = loop.create_future()
-        told: asyncio.Future[FirstToken] = loop.create_future()
-        moving = await self._moving_until(running, soon, told)
+        told: asyncio.Future[Told] = loop.create_future()
+        try:
+            moving = await self._moving_until(running, soon, told)
+        except BaseException:
+            if told.done() and (unread := told.result()[1]) is not None:
+                unread.close()
+            raise
         if not told.done():
             # It has failed: a prefill that ends well has told its token.
             return moving.result()
-        first = told.result()
+        first, relay = told.result()
         prepared = replace(
             _prepared(running.prompt, running.attempt.decision, None, running.moved),
             arriving=moving,
             first=first,
+            relay=relay,
             soon=soon,
         )
         held = first.held(ask)
@@ -133,7 +156,7 @@ class RemotePrefills:
         self,
         running: _RemotePrefill,
         soon: "asyncio.Future[PreparedRequest]",
-        told: "asyncio.Future[FirstToken] | None",
+        told: "asyncio.Future[Told] | None",
     ) -> "asyncio.Task[PreparedRequest]":
         """`_prefill_remote`, begun, when it is over or `told` is done; `soon` in its place if there is none."""
         moving = asyncio.get_running_loop().create_task(self._prefill_remote(running, soon, told))
@@ -165,7 +188,7 @@ class RemotePrefills:
         self,
         running: _RemotePrefill,
         soon: "asyncio.Future[PreparedRequest] | None",
-        told: "asyncio.Future[FirstToken] | None" = None,
+        told: "asyncio.Future[Told] | None" = None,
     ) -> PreparedRequest:
         """Prefill at another instance than the decode instance, and move the KV. Raises HopFailedError.
 
@@ -178,9 +201,9 @@ class RemotePrefills:
             if soon is not None and not soon.done():
                 soon.set_result(_prepared(prompt, decision, transfer, moved))
 
-        def on_first(first: FirstToken) -> None:
+        def on_first(first: SampledTokens, relay: TokenRelay | None) -> None:
             if told is not None and not told.done():
-                told.set_result(first)
+                told.set_result((first, relay))
 
         # The last token of what is decoded stays for the decode engine, which samples from it: of the prompt, or the
         # first of the answer.

@@ -255,12 +255,16 @@ class ConnectorScheduler:
         others = [group for group in self._groups if group.kind is not GroupKind.FULL]
         closing = self._runs(others, block_ids, ticket.num_tokens, 0) if final else ()
         sealed, cached_tokens = producing.sealed, producing.cached_tokens
-        return SendOrder(request.request_id, ticket, sealed, tuple(streamed), closing, final, cached_tokens)
+        decodes_on = request.max_tokens > 1
+        return SendOrder(
+            request.request_id, ticket, sealed, tuple(streamed), closing, final, cached_tokens, decodes_on
+        )
 
     def request_finished(self, request: "Request", *, aborted: bool) -> bool:
         """True where the engine must keep the blocks until the worker side reports the send as finished.
 
-        An aborted prefill's blocks are kept too, until no writer thread reads them any more.
+        An aborted prefill's blocks are kept too, until no writer thread reads them any more. Behind the prompt's last
+        chunk an abort ends the decoding alone: all KV is computed, and the transfer goes on.
         """
         consuming = self._consuming.pop(request.request_id, None)
         if consuming is not None and not consuming.settled:
@@ -271,7 +275,7 @@ class ConnectorScheduler:
         is_storing = self.pool is not None and self.pool.request_finished(request.request_id)
         if not is_storing and (producing is None or not producing.started):
             return False
-        self._orders.held[request.request_id] = aborted
+        self._orders.held[request.request_id] = aborted and not (producing is not None and producing.ended)
         return True
 
     def _full_groups(self) -> list[KvGroup]:

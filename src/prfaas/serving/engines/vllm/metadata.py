@@ -39,6 +39,8 @@ class SendOrder:
     """It is the last chunk: the end mark leaves too."""
     cached_tokens: int | None = None
     """Tokens of the prompt that were not computed for this request; None: not told."""
+    decodes_on: bool = False
+    """The engine decodes the request after its prompt: it writes over states, and gives up what leaves a window."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +104,7 @@ class TransferMetadata(KVConnectorMetadata):
     preempted: list[str] = field(default_factory=list)
     """Requests that send or store, and whose blocks are about to be reused."""
     held: dict[str, bool] = field(default_factory=dict)
-    """Finished requests whose blocks wait for our `finished_sending`; True: the request was aborted.
+    """Finished requests whose blocks wait for our `finished_sending`; True: the prefill was aborted.
 
     They wait for a transfer to another engine, for copies into the pool, or for both.
     """
