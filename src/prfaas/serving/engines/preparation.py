@@ -4,8 +4,10 @@ import errno
 import importlib.util
 import socket
 from collections.abc import Collection
+from pathlib import Path
 
-from prfaas.core.deployment import CERTIFICATE_NAMES, Deployment, is_loopback
+from prfaas.core.deployment import CERTIFICATE_NAMES, Deployment, Instance, is_loopback
+from prfaas.core.kv import FullAttention
 from prfaas.serving.engines import EngineError
 from prfaas.serving.secret_files import KeyFileError, TlsFileError
 from prfaas.serving.transport.ticket import create_key, load_key
@@ -78,6 +80,48 @@ def ensure_model(deployment: Deployment) -> None:
         raise EngineError(
             f"model.path of {deployment.path}: {model.path} has no config.json; name a Hugging Face checkpoint"
         )
+
+
+_AVX_512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
+_CPU_INFO = Path("/proc/cpuinfo")
+
+
+def ensure_cache_dtype(deployment: Deployment, instances: Collection[Instance]) -> None:
+    """Refuse a KVCache that vLLM's CPU backend can't keep: it would end engines that have just begun to start.
+
+    As in vLLM 0.32: `_get_attn_isa` in v1/attention/backends/cpu_attn.py, `CPUMLABackend` in mla/cpu_mla.py. What GPUs
+    can keep, vLLM says itself: it depends on the device.
+
+    Args:
+        deployment: its model must be there.
+        instances: those that start on this machine.
+
+    Raises:
+        EngineError: this machine's CPU, or CPUs with this model, have no KVCache of the dtype in the file.
+    """
+    dtype = deployment.model.kv_cache_dtype
+    on_cpu = any(deployment.cluster_of(each).hardware == "cpu" for each in instances)
+    if not (on_cpu and dtype.startswith("fp8")):
+        return
+    where = f"model.kv_cache_dtype of {deployment.path}"
+    if any(isinstance(group, FullAttention) and group.is_mla for group in deployment.model.kv_model().groups):
+        raise EngineError(
+            f"{where}: on cpu vLLM keeps the latents of MLA in the model's dtype, not in {dtype}; take the field out"
+        )
+    if not _has_avx_512():
+        raise EngineError(
+            f"{where}: on cpu vLLM keeps {dtype} only with AVX-512, which this machine lacks; take the field out, or "
+            "start its engines on other machines"
+        )
+
+
+def _has_avx_512() -> bool:
+    """What `torch.cpu._is_avx512_supported` says, without importing torch."""
+    try:
+        lines = _CPU_INFO.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return False
+    return any(set(line.split()) >= _AVX_512 for line in lines if line.startswith("flags"))
 
 
 def ensure_key(deployment: Deployment) -> None:
