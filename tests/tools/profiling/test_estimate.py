@@ -130,7 +130,7 @@ def test_mistakes_are_one_sentence(tmp_path: Path) -> None:
         estimate(EstimatePlan(path, "h200", 8, weights="int3"))
     with pytest.raises(ProfileError, match="aiconfigurator-core is not installed"):
         estimate(EstimatePlan(path, "h200", 8, estimator="aiconfigurator"))
-    with pytest.raises(ProfileError, match=r"nowhere: there is no such config\.json"):
+    with pytest.raises(ProfileError, match=r"nowhere: there is no such file; name"):
         estimate(EstimatePlan(tmp_path / "nowhere", "h200", 8))
     (path / "config.json").write_text('{"model_type": "rwkv"}')
     with pytest.raises(ConfigError, match="rwkv"):
