@@ -65,8 +65,8 @@ def test_an_fp8_cache_needs_avx_512(tmp_path: Path, cpu_info: Path, dtype: str) 
     with pytest.raises(EngineError) as refused:
         ensure_cache_dtype(given, given.instances)
     assert str(refused.value) == (
-        f"model.kv_cache_dtype of {tmp_path / 'file.yaml'}: on cpu vLLM has {dtype} caches only with AVX-512, which this "
-        "machine lacks; take the field out, or start its engines on other machines"
+        f"model.kv_cache_dtype of {tmp_path / 'file.yaml'}: on cpu vLLM has {dtype} caches only with AVX-512, which "
+        "this machine lacks; take the field out, or use other machines"
     )
     cpu_info.write_text(AVX_512)
     ensure_cache_dtype(given, given.instances)

@@ -110,8 +110,8 @@ def ensure_cache_dtype(deployment: Deployment, instances: Collection[Instance]) 
         )
     if not _has_avx_512():
         raise EngineError(
-            f"{where}: on cpu vLLM has {dtype} caches only with AVX-512, which this machine lacks; take the field out, or "
-            "start its engines on other machines"
+            f"{where}: on cpu vLLM has {dtype} caches only with AVX-512, which this machine lacks; take the field "
+            "out, or use other machines"
         )
 
 
