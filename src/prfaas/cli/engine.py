@@ -31,8 +31,8 @@ def engine(
     from prfaas.serving.descriptors import raise_descriptor_limit
     from prfaas.serving.engines.command import synthetic_command, vllm_command
     from prfaas.serving.engines.preparation import (
-        ensure_cache_dtype,
         ensure_certificates,
+        ensure_dtypes,
         ensure_key,
         ensure_model,
         ensure_vllm,
@@ -57,7 +57,7 @@ def engine(
         return
     if not is_synthetic:
         ensure_vllm()
-        ensure_cache_dtype(loaded, [instance])
+        ensure_dtypes(loaded, [instance])
     ensure_key(loaded)
     ensure_certificates(loaded, [name])
     typer.echo(f"open files: {raise_descriptor_limit():,} at most", err=True)

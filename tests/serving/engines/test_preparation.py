@@ -1,4 +1,4 @@
-"""What is seen before an engine starts: whether this machine's CPU can keep the KVCache that the file asks for."""
+"""What is seen before an engine starts: whether this machine's CPU has the dtypes that the file asks for."""
 
 import json
 from pathlib import Path
@@ -10,8 +10,9 @@ from tests.ports import free_ports
 
 from prfaas.core.deployment import Deployment, load_deployment
 from prfaas.serving.engines import EngineError, preparation, running
-from prfaas.serving.engines.preparation import ensure_cache_dtype
+from prfaas.serving.engines.preparation import ensure_dtypes
 from prfaas.serving.engines.running import RunningEngines
+from prfaas.serving.engines.tiny import tiny_config
 
 AVX_2 = "processor : 0\nflags\t\t: fpu sse4_2 avx2 avx512f\n"
 AVX_512 = "processor : 0\nflags\t\t: fpu avx2 avx512f avx512dq avx512bw avx512vl\n"
@@ -63,13 +64,13 @@ def cpu_info(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_an_fp8_cache_needs_avx_512(tmp_path: Path, cpu_info: Path, dtype: str) -> None:
     given = deployment(tmp_path, SEED_OSS, kv_cache_dtype=dtype)
     with pytest.raises(EngineError) as refused:
-        ensure_cache_dtype(given, given.instances)
+        ensure_dtypes(given, given.instances)
     assert str(refused.value) == (
         f"model.kv_cache_dtype of {tmp_path / 'file.yaml'}: on cpu vLLM has {dtype} caches only with AVX-512, which "
         "this machine lacks; take the field out, or use other machines"
     )
     cpu_info.write_text(AVX_512)
-    ensure_cache_dtype(given, given.instances)
+    ensure_dtypes(given, given.instances)
 
 
 def test_no_engine_is_started_then(tmp_path: Path, cpu_info: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,21 +87,33 @@ def test_latents_have_the_dtype_of_the_model(tmp_path: Path, cpu_info: Path) -> 
     cpu_info.write_text(AVX_512)
     given = deployment(tmp_path, LATENT, kv_cache_dtype="fp8")
     with pytest.raises(EngineError, match="keeps the latents of MLA in the model's dtype, not in fp8"):
-        ensure_cache_dtype(given, given.instances)
+        ensure_dtypes(given, given.instances)
 
 
 @pytest.mark.parametrize("hardware", ["h200", "synthetic"])
 def test_other_devices_are_not_judged(tmp_path: Path, cpu_info: Path, hardware: str) -> None:
     given = deployment(tmp_path, LATENT, hardware, kv_cache_dtype="fp8")
-    ensure_cache_dtype(given, given.instances)
+    ensure_dtypes(given, given.instances)
 
 
 def test_without_the_field_nothing_is_judged(tmp_path: Path, cpu_info: Path) -> None:
     cpu_info.unlink()
     given = deployment(tmp_path, LATENT, dtype="float32")
-    ensure_cache_dtype(given, given.instances)
+    ensure_dtypes(given, given.instances)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_gated_delta_net_has_one_dtype(tmp_path: Path, cpu_info: Path, dtype: str) -> None:
+    given = deployment(tmp_path, tiny_config("qwen3-next"), dtype=dtype)
+    with pytest.raises(EngineError, match=f"computes Gated DeltaNet in bfloat16 only, not in {dtype}; take"):
+        ensure_dtypes(given, given.instances)
+
+
+def test_gated_delta_net_in_its_own_dtype(tmp_path: Path, cpu_info: Path) -> None:
+    given = deployment(tmp_path, tiny_config("qwen3-next"), dtype="bfloat16")
+    ensure_dtypes(given, given.instances)
 
 
 def test_two_bytes_are_what_cpus_have(tmp_path: Path, cpu_info: Path) -> None:
     given = deployment(tmp_path, SEED_OSS, kv_cache_dtype="bfloat16")
-    ensure_cache_dtype(given, given.instances)
+    ensure_dtypes(given, given.instances)

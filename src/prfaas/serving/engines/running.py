@@ -16,8 +16,8 @@ from prfaas.serving.engines import EngineError
 from prfaas.serving.engines.command import EngineCommand, synthetic_command, vllm_command
 from prfaas.serving.engines.log_file import LogFile
 from prfaas.serving.engines.preparation import (
-    ensure_cache_dtype,
     ensure_certificates,
+    ensure_dtypes,
     ensure_key,
     ensure_model,
     ensure_vllm,
@@ -119,7 +119,7 @@ class RunningEngines:
             self._check_startable(instance)
         if self._command is None:
             ensure_model(self.deployment)
-            ensure_cache_dtype(self.deployment, instances)
+            ensure_dtypes(self.deployment, instances)
         ensure_key(self.deployment)
         ensure_certificates(self.deployment, names)
         if self._watchdog is None:
