@@ -91,6 +91,15 @@ def test_quantization_in_a_file_beside_the_config_counts(tmp_path: Path) -> None
     assert quantized.profile.decode.curve.at(64) < plain.profile.decode.curve.at(64)
 
 
+@pytest.mark.parametrize(
+    ("gpu", "ranks", "is_told"), [("h200", 8, False), ("h200", 16, True), ("gb200", 16, False)]
+)
+def test_more_gpus_than_a_machine_has_are_told(tmp_path: Path, gpu: str, ranks: int, is_told: bool) -> None:
+    made = estimate(EstimatePlan(config(tmp_path, "deepseek-r1"), gpu, ranks, estimator="roofline"))
+    told = [f"{ranks} {gpu} are more than the 8 of one machine" in note for note in made.notes]
+    assert any(told) == is_told
+
+
 def test_it_survives_the_file(tmp_path: Path) -> None:
     profile = estimate(EstimatePlan(config(tmp_path, "minimax-m2.5"), "h20", 8, name="mine")).profile
     save_profile(profile, tmp_path / "mine.yaml")

@@ -109,6 +109,11 @@ def estimate(plan: EstimatePlan) -> Estimate:
             f"not for a batch of {batches[-1]}"
         )
     notes = []
+    if plan.ranks > bound.gpu.per_machine:
+        notes.append(
+            f"{plan.ranks} {bound.gpu.name} are more than the {bound.gpu.per_machine} of one machine; the network "
+            "between machines is slower than the estimate, which has none"
+        )
     kept_in = plan.dtypes.of_kv
     times: EngineTimes = bound
     source = f"the roofline of prfaas, with the peaks of {bound.gpu.source}"
