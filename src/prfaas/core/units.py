@@ -89,7 +89,8 @@ def format_bytes(num_bytes: float) -> str:
 def format_bits_per_s(bits_per_s: float) -> str:
     """`6e7` → "60 Mbit/s"."""
     for unit in ("Tbit/s", "Gbit/s", "Mbit/s", "kbit/s"):
-        if abs(bits_per_s) >= _RATES[unit]:
+        # What would be written as 1000 of the smaller unit is 1 of this one.
+        if abs(bits_per_s) >= 0.99995 * _RATES[unit]:
             return f"{bits_per_s / _RATES[unit]:.4g} {unit}"
     return f"{bits_per_s:.4g} bit/s"
 

@@ -412,6 +412,10 @@ BAD = {
         replaced("tokens_per_s: 40", "tokens_per_s: 40\n  tpot_s: 0.03"),
         "22: slo.tokens_per_s: is the inverse of slo.tpot_s; keep one of them",
     ),
+    "price of bytes by another name": (
+        replaced("h200: 2", "egress: 2"),
+        "the clusters have h200, h20; bytes are priced by egress_per_gb",
+    ),
     "price of what isn't there": (
         replaced("h200: 2", "h100: 2"),
         "24: prices.h100: no cluster has this hardware; the clusters have h200, h20",
@@ -495,7 +499,8 @@ def test_numbers_can_be_changed(tmp_path: Path, field: str, number: float, read)
         ("nothing.here", 1, 'nothing.here: can\'t be changed: the file has no "nothing"'),
         ("workload", 1, "it is no number but a whole section"),
         ("links[0].bandwidth; x", 1, "is no field's name"),
-        ("workload[0].x", 1, 'there is no list for "[0]"'),
+        ("workload[0].x", 1, '"workload" is no list in the file'),
+        ("link[0].bandwidth", 1, '"link" is no list in the file; did you mean "links"?'),
         ("slo.speed", 1, "slo.speed: is no known field"),
         ("links[0].bandwidth", -1, "17: links[0].bandwidth: -1 is no bandwidth"),
         (

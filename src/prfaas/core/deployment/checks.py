@@ -85,8 +85,10 @@ def _check_prices(source: YamlSource, file: DeploymentFile) -> None:
     prices = file.prices.per_gpu_hour
     for hardware in prices:
         if hardware not in used:
+            hint = "; bytes are priced by egress_per_gb" if "egress" in hardware else ""
             raise source.error(
-                ("prices", hardware), f"no cluster has this hardware; the clusters have {', '.join(used)}"
+                ("prices", hardware),
+                f"no cluster has this hardware; the clusters have {', '.join(used)}{hint}",
             )
     has_prices = bool(prices) or _has_egress_price(file)
     for c, cluster in enumerate(file.clusters):

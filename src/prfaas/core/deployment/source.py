@@ -4,6 +4,7 @@ A sweep puts other numbers in place of some of a file's: `changed`.
 """
 
 import copy
+import difflib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -188,7 +189,7 @@ def _location(source: YamlSource, values: Any, field: str) -> Location:
             raise _unknown(source, field, f'"{part}" is no field\'s name')
         location.append(match[1])
         for entry in re.findall(r"\[([^\[\]]+)\]", match[2]):
-            location.append(_index(source, field, _at(values, location), entry))
+            location.append(_index(source, field, values, location, entry))
     parent, key = _at(values, location[:-1]), location[-1]
     if not isinstance(parent, dict if isinstance(key, str) else list):
         section = dotted(location[:-1])
@@ -200,9 +201,16 @@ def _location(source: YamlSource, values: Any, field: str) -> Location:
     return tuple(location)
 
 
-def _index(source: YamlSource, field: str, entries: Any, entry: str) -> int:
+def _index(source: YamlSource, field: str, values: Any, location: Sequence[str | int], entry: str) -> int:
+    entries = _at(values, location)
     if not isinstance(entries, list):
-        raise _unknown(source, field, f'there is no list for "[{entry}]"')
+        beside = _at(values, location[:-1])
+        lists = (
+            [name for name in beside if isinstance(beside[name], list)] if isinstance(beside, dict) else []
+        )
+        near = difflib.get_close_matches(str(location[-1]), lists, n=1)
+        hint = f'; did you mean "{near[0]}"?' if near else ""
+        raise _unknown(source, field, f'"{dotted(location)}" is no list in the file{hint}')
     if entry.isdecimal():
         if int(entry) < len(entries):
             return int(entry)

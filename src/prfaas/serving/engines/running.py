@@ -17,6 +17,7 @@ from prfaas.serving.engines.command import EngineCommand, synthetic_command, vll
 from prfaas.serving.engines.log_file import LogFile
 from prfaas.serving.engines.preparation import (
     ensure_certificates,
+    ensure_dtypes,
     ensure_key,
     ensure_model,
     ensure_vllm,
@@ -94,7 +95,7 @@ class RunningEngines:
         """Start one engine, or all. Returns at once: see `wait_ready`.
 
         Raises:
-            EngineError: vLLM, the model or a port is missing, or the engine runs already.
+            EngineError: vLLM, the model or a port is missing, its KVCache can't be kept here, or it runs already.
             KeyFileError: the key can't be used.
             TlsFileError: a certificate can't be used.
         """
@@ -118,6 +119,7 @@ class RunningEngines:
             self._check_startable(instance)
         if self._command is None:
             ensure_model(self.deployment)
+            ensure_dtypes(self.deployment, instances)
         ensure_key(self.deployment)
         ensure_certificates(self.deployment, names)
         if self._watchdog is None:
