@@ -34,6 +34,7 @@ def engine(
         ensure_certificates,
         ensure_key,
         ensure_model,
+        ensure_nixl,
         ensure_vllm,
     )
 
@@ -56,6 +57,7 @@ def engine(
         return
     if not is_synthetic:
         ensure_vllm()
+        ensure_nixl(loaded, [instance])
     ensure_key(loaded)
     ensure_certificates(loaded, [name])
     typer.echo(f"open files: {raise_descriptor_limit():,} at most", err=True)

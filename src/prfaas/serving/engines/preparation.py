@@ -3,9 +3,9 @@
 import errno
 import importlib.util
 import socket
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
-from prfaas.core.deployment import CERTIFICATE_NAMES, Deployment, is_loopback
+from prfaas.core.deployment import CERTIFICATE_NAMES, Deployment, Instance, is_loopback, uses_nixl
 from prfaas.serving.engines import EngineError
 from prfaas.serving.secret_files import KeyFileError, TlsFileError
 from prfaas.serving.transport.ticket import create_key, load_key
@@ -57,6 +57,20 @@ def ensure_vllm() -> None:
         raise EngineError(
             "vLLM is not installed in this environment; "
             "`make setup` installs its CPU build, `pip install vllm` the one for GPUs"
+        )
+
+
+def ensure_nixl(deployment: Deployment, instances: Iterable[Instance]) -> None:
+    """Refuse to go on without NIXL where one of these engines needs it, without importing it.
+
+    Raises:
+        EngineError: the package is not installed here.
+    """
+    needing = [instance.name for instance in instances if uses_nixl(deployment, instance)]
+    if needing and importlib.util.find_spec("nixl") is None:
+        raise EngineError(
+            f"engine {needing[0]} needs the package nixl, since engine.local_transfer is nixl; "
+            "install it here (pip install 'prfaas[nixl]'), or leave engine.local_transfer out"
         )
 
 

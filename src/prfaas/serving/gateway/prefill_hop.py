@@ -213,7 +213,7 @@ class PrefillHop:
             uses=spec.uses,
             service=self._tenants.transfer_class(request.salt, background=spec.background),
         )
-        sealed = ticket.seal(self._key)
+        sealed = spec.as_told(ticket.seal(self._key))
         return ticket, sealed, self._prefill_request(spec, request, sealed)
 
     @staticmethod
@@ -291,7 +291,7 @@ class PrefillHop:
         finally:
             del self._arriving[arrival]
             self._silent.pop(arrival, None)
-            await _end(prefilling, arrival)
+            await end_tasks(prefilling, arrival)
 
     def _arrived(self, spec: TransferSpec, arrival: "asyncio.Task[TransferredBytes]") -> TransferredBytes:
         """What a transfer that is over has moved. Raises TransferFailedError."""
@@ -395,7 +395,7 @@ def _check_compatible(rejection: str | None) -> None:
         raise TransferFailedError(INCOMPATIBLE, rejection)
 
 
-async def _end(*tasks: "asyncio.Task[Any]") -> None:
+async def end_tasks(*tasks: "asyncio.Task[Any]") -> None:
     """Cancel what is still running and wait for it, so that no task is left."""
     open_tasks = [task for task in tasks if not task.done()]
     for task in open_tasks:

@@ -12,6 +12,7 @@ from itertools import islice
 
 from aiohttp import web
 
+from prfaas.core.deployment import LocalTransfer
 from prfaas.core.route_header import REQUEST_ID_HEADER, ROUTE_HEADER, RouteHeader
 from prfaas.core.scheduling import Decision, NoDecodeInstanceError
 from prfaas.serving.gateway.bodies import ApiError
@@ -53,6 +54,8 @@ class Attempt:
     """What arrived at the decode instance."""
     cached_tokens: int | None = None
     """Tokens that the prefill engine reused, by its own word; None: it did not say."""
+    by: LocalTransfer = "prfaas"
+    """What moved it."""
 
 
 @dataclass(slots=True)
