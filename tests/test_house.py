@@ -12,7 +12,6 @@ SOURCE = Path(__file__).parents[1] / "src"
 # then policies as plug-ins, prices of egress, roles by predicted latency and by forecast, the order of prefills; what a
 # request would wait, for gateways and simulated ones. Then runs of a study that differ only in their seed, the search
 # for the largest rate, other models, and five studies. Then sites, open ports, containers, drafts of files and their
-<<<<<<< HEAD
 # questions; and what is emitted: blueprint, writing, unit, service, pod, its plan and volumes, policy, monitor. Then
 # dashboards, alert rules, series that leave, certificates' ends. Then what fits a terminal, what shells complete, the
 # demo's form, vLLM's load test and a gateway's counts beside it, and values for llm-d. Then traces: their collector,
@@ -25,8 +24,7 @@ SOURCE = Path(__file__).parents[1] / "src"
 # Then what a link has cost, and first tokens from the prefill: the token, who may have it, the answer that begins with
 # it; prefills elsewhere. Then columns of traces. Then ranks that refuse each other. Then what a prefill engine relays,
 # and whether it may.
-MOST_FILES = 506
-=======
+#@@
 # questions; and what is emitted: blueprint, writing, unit, service, pod, its plan and volumes, policy, monitor.
 # Then dashboards, alert rules, series that leave, certificates' ends. Then what fits a terminal, what shells
 # complete, the demo's form, vLLM's load test and a gateway's counts beside it, and values for llm-d.
@@ -38,8 +36,11 @@ MOST_FILES = 506
 # queues for themselves. Then dtypes of caches, their options, the model of a deployment and the one it is planned with,
 # options of engines. Then what a link has cost, and first tokens from the prefill: the token, who may have it, the
 # answer that begins with it; prefills elsewhere. Then MLPs and experts of families.
-MOST_FILES = 503
->>>>>>> w-TRY15
+=======
+# answer that begins with it; prefills elsewhere. Then what moves KV inside a cluster: the file's word, NIXL beside our
+# connector, what is handed over, and the hop whose KV is pulled.
+MOST_FILES = 511
+>>>>>>> w-NIXL
 MOST_LINES = 420
 
 

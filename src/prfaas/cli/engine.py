@@ -35,6 +35,7 @@ def engine(
         ensure_dtypes,
         ensure_key,
         ensure_model,
+        ensure_nixl,
         ensure_vllm,
     )
 
@@ -58,6 +59,7 @@ def engine(
     if not is_synthetic:
         ensure_vllm()
         ensure_dtypes(loaded, [instance])
+        ensure_nixl(loaded, [instance])
     ensure_key(loaded)
     ensure_certificates(loaded, [name])
     typer.echo(f"open files: {raise_descriptor_limit():,} at most", err=True)

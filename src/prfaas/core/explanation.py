@@ -173,6 +173,8 @@ def _bytes(told: Json) -> Iterator[str]:
     if transfer["saved_bytes"]:
         text += f"; {format_bytes(transfer['saved_bytes'])} more were there already"
     yield f"{text}."
+    if transfer.get("by") == "nixl":
+        yield "The decode instance read it out of the prefill instance's memory, by NIXL (transfer: nixl)."
 
 
 def _from_pool(told: Json) -> str:

@@ -78,6 +78,16 @@ def plain_host(host: str) -> str:
     return "127.0.0.1" if host.lower() == "localhost" else host.lower()
 
 
+def same_host(one: str, other: str) -> bool:
+    """Whether two hosts listen at the same place, as far as their spelling tells."""
+    one, other = (plain_host(host) for host in (one, other))
+    if one == other:
+        return True
+    # A wildcard listener takes the port on every address of its machine; that is only certain for loopback.
+    wildcards = {"0.0.0.0", "::"}
+    return (one in wildcards and is_loopback(other)) or (other in wildcards and is_loopback(one))
+
+
 def host_in_url(host: str) -> str:
     """A host as it stands in a URL: IPv6 addresses in brackets."""
     return f"[{host}]" if ":" in host else host

@@ -137,6 +137,7 @@ def _frozen(source: YamlSource, file: DeploymentFile, state_dir: Path) -> Deploy
             env=dict(engine.env),
             log_bytes=engine.log_size,
             log_files=engine.log_files,
+            local_transfer=engine.local_transfer,
         ),
         transfer=TransferLimits(**file.transfer.model_dump()),
         control=ControlConfig(**file.control.model_dump()),
@@ -242,6 +243,7 @@ def _cluster(source: YamlSource, index: int, file: DeploymentFile) -> Cluster:
             tensor_parallel=instance.tensor_parallel,
             events_port=instance.events_port,
             tls=speaks_tls(file, cluster, instance),
+            nixl_port=instance.nixl_port,
         )
         for instance in cluster.instances or ()
     )

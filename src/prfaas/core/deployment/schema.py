@@ -19,6 +19,7 @@ from pydantic import (
 )
 
 from prfaas.core.deployment.addresses import checked_host, traces_url
+from prfaas.core.deployment.engine import LocalTransfer
 from prfaas.core.deployment.engine_args import free_arg
 from prfaas.core.deployment.fleet_section import FleetSection
 from prfaas.core.deployment.gateway import FirstTokenSource, RouteDetail
@@ -182,6 +183,7 @@ class InstanceSection(_Section):
     kv_port: Port
     tensor_parallel: Positive = 1
     events_port: Annotated[Port | None, _GIVEN] = None
+    nixl_port: Annotated[Port | None, _GIVEN] = None
 
 
 class MachinePoolSection(_Section):
@@ -368,6 +370,7 @@ class EngineSection(_Section):
     env: dict[EnvName, EnvValue] = {}
     log_size: Annotated[Size, Field(ge=64 * 1024)] = 64 * MIB
     log_files: Annotated[int, Field(ge=1, le=1000)] = 3
+    local_transfer: LocalTransfer = "prfaas"
 
 
 class PoolSection(_Section):

@@ -56,6 +56,8 @@ class Instance:
     """Where KV-cache events are published over TCP; None: over a socket of this machine."""
     tls: bool = False
     """The gateway and the tools speak TLS with it, over HTTP and at its KV port; its HTTP server knows nothing else."""
+    nixl_port: int | None = None
+    """Where it tells engines of its cluster how NIXL reaches its memory; None: it does not."""
 
     @property
     def url(self) -> str:

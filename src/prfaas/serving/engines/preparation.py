@@ -3,10 +3,10 @@
 import errno
 import importlib.util
 import socket
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
-from prfaas.core.deployment import CERTIFICATE_NAMES, Deployment, Instance, is_loopback
+from prfaas.core.deployment import CERTIFICATE_NAMES, Deployment, Instance, is_loopback, uses_nixl
 from prfaas.core.kv import FullAttention, LinearState
 from prfaas.serving.engines import EngineError
 from prfaas.serving.secret_files import KeyFileError, TlsFileError
@@ -59,6 +59,20 @@ def ensure_vllm() -> None:
         raise EngineError(
             "vLLM is not installed in this environment; "
             "`make setup` installs its CPU build, `pip install vllm` the one for GPUs"
+        )
+
+
+def ensure_nixl(deployment: Deployment, instances: Iterable[Instance]) -> None:
+    """Refuse to go on without NIXL where one of these engines needs it, without importing it.
+
+    Raises:
+        EngineError: the package is not installed here.
+    """
+    needing = [instance.name for instance in instances if uses_nixl(deployment, instance)]
+    if needing and importlib.util.find_spec("nixl") is None:
+        raise EngineError(
+            f"engine {needing[0]} needs the package nixl, since engine.local_transfer is nixl; "
+            "install it here (pip install 'prfaas[nixl]'), or leave engine.local_transfer out"
         )
 
 

@@ -20,6 +20,7 @@ from prfaas.serving.engines.preparation import (
     ensure_dtypes,
     ensure_key,
     ensure_model,
+    ensure_nixl,
     ensure_vllm,
     port_problem,
 )
@@ -118,6 +119,7 @@ class RunningEngines:
         for instance in instances:
             self._check_startable(instance)
         if self._command is None:
+            ensure_nixl(self.deployment, instances)
             ensure_model(self.deployment)
             ensure_dtypes(self.deployment, instances)
         ensure_key(self.deployment)
@@ -304,7 +306,8 @@ class RunningEngines:
             raise EngineError(f"engine {instance.name} runs already")
         events_port = instance.events_port
         event_ports = () if events_port is None else (events_port, events_port + 1)
-        for port in (instance.http_port, *instance.kv_ports, *event_ports):
+        nixl_ports = () if instance.nixl_port is None else (instance.nixl_port,)
+        for port in (instance.http_port, *instance.kv_ports, *event_ports, *nixl_ports):
             problem = port_problem(instance.host, port)
             if problem is not None:
                 raise EngineError(f"engine {instance.name} can't start: {problem}")

@@ -7,8 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from prfaas.core.deployment import LocalTransfer
 from prfaas.core.scheduling import Decision
 from prfaas.serving.gateway.first_token import FirstTokenAsk
+from prfaas.serving.transport.handover import by_nixl, is_by_nixl
 from prfaas.serving.transport.observer import OnSoon
 from prfaas.serving.transport.ticket import Ticket
 from prfaas.serving.transport.wire import TransferPhase, TransferStatus
@@ -17,6 +19,10 @@ logger = logging.getLogger(__name__)
 
 DROPPED = "transfer-dropped"
 """The reason of a transfer that its consumer had no use for, such as one that lacks tokens it has lost."""
+
+
+TRANSFER_FAILED = "transfer-failed"
+"""The reason of a transfer of which its consumer says that it failed."""
 
 
 class TransferFailedError(Exception):
@@ -65,6 +71,12 @@ class TransferSpec:
     """The prefill also samples the first token of the answer, so; None: the consumer samples it."""
     background: bool = False
     """It gets what other transfers leave of the link."""
+    pulled: bool = False
+    """The consumer reads the KV by NIXL; else the producer sends it."""
+
+    def as_told(self, sealed_ticket: str) -> str:
+        """The ticket as the producer is told it."""
+        return by_nixl(sealed_ticket) if self.pulled else sealed_ticket
 
     @property
     def most_lead_s(self) -> float:
@@ -81,6 +93,11 @@ class StartedTransfer:
     """The ticket as engines take it."""
     cached_tokens: int | None
     """Tokens that the producer reused, by its own count; None: it did not say."""
+
+    @property
+    def by(self) -> LocalTransfer:
+        """What moves it."""
+        return "nixl" if is_by_nixl(self.sealed) else "prfaas"
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +279,7 @@ class KvTransfers:
         except OSError as error:
             raise TransferFailedError("consumer-unreachable", str(error)) from error
         if status.phase is not TransferPhase.COMPLETE:
-            raise TransferFailedError(DROPPED if status.dropped else "transfer-failed", status.reason)
+            raise TransferFailedError(DROPPED if status.dropped else TRANSFER_FAILED, status.reason)
         return status
 
 

@@ -86,6 +86,14 @@ class Metrics:
                 registry=registry,
             )
         )
+        self.transfers = CachedLabels(
+            Counter(
+                "prfaas_gateway_transfers",
+                "KV transfers to decode instances that completed, by what moved them (prfaas, nixl).",
+                ("route", "by"),
+                registry=registry,
+            )
+        )
         self.overlapped_bytes = CachedLabels(
             Counter(
                 "prfaas_gateway_hidden_bytes",

@@ -218,7 +218,7 @@ class PrefillHop:
             uses=spec.uses,
             service=self._tenants.transfer_class(request.salt, background=spec.background),
         )
-        sealed = ticket.seal(self._key)
+        sealed = spec.as_told(ticket.seal(self._key))
         return ticket, sealed, self._prefill_request(spec, request, sealed)
 
     @staticmethod

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 
-from prfaas.core.deployment import Deployment
+from prfaas.core.deployment import Deployment, pulls
 from prfaas.core.scheduling import Decision
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.control_plane import PrefillWork
@@ -38,6 +38,8 @@ class _RemotePrefill:
     """Gives the instance back."""
     ask: FirstTokenAsk | None
     """The prefill samples the first token too, so; None: the decode instance does."""
+    pulled: bool
+    """The decode engine reads the KV by NIXL."""
 
 
 class RemotePrefills:
@@ -56,6 +58,7 @@ class RemotePrefills:
     def adopt(self, deployment: Deployment) -> None:
         """Move KV as this file says from now on."""
         self._lead_s = deployment.transfer.decode_lead_s
+        self._deployment = deployment
         self._bill.adopt(deployment)
 
     def abandon(self, prepared: PreparedRequest, reason: str) -> None:
@@ -95,15 +98,21 @@ class RemotePrefills:
             ask = self._with_relay(ask, attempt)
             self._plane.expect(decision.prefill, prompt.chains)
             work = stack.enter_context(self._plane.prefilling(decision))
+            # NIXL frees the blocks after one reader, and its producer leaves the last token of some models out.
+            pulled = (
+                ask is None
+                and request.samples == 1
+                and pulls(self._deployment, decision.prefill, decision.decode)
+            )
             running = _RemotePrefill(
-                request, prompt, attempt, moved, wanted.prefill, work, stack.pop_all(), ask
+                request, prompt, attempt, moved, wanted.prefill, work, stack.pop_all(), ask, pulled
             )
         # 3. Prefill there.
         if ask is not None:
             return await (
                 self._answer_remote(running, ask) if ask.is_all else self._until_first(running, ask)
             )
-        if self._lead_s <= 0:
+        if self._lead_s <= 0 and not pulled:
             return await self._prefill_remote(running, None)
         return await self._until_soon(running)
 
@@ -206,17 +215,18 @@ class RemotePrefills:
                 told.set_result((first, relay))
 
         # The last token of what is decoded stays for the decode engine, which samples from it: of the prompt, or the
-        # first of the answer.
-        token_ids = prompt.token_ids if running.ask is not None else prompt.token_ids[:-1]
+        # first of the answer. NIXL's connectors see to that by themselves.
+        whole = running.ask is not None or running.pulled
+        token_ids = prompt.token_ids if whole else prompt.token_ids[:-1]
         async with running.stack:
             done = await self._hop.run(
                 _spec(running, token_ids),
                 request,
-                on_soon if soon is not None and self._lead_s > 0 else None,
+                on_soon if soon is not None and (self._lead_s > 0 or running.pulled) else None,
                 on_first,
             )
             running.work.measured()
-            attempt.moved, attempt.cached_tokens = done.moved, done.cached_tokens
+            attempt.moved, attempt.cached_tokens, attempt.by = done.moved, done.cached_tokens, done.by
         self._count(request, decision, done)
         return _prepared(prompt, decision, done, moved)
 
@@ -226,6 +236,7 @@ class RemotePrefills:
 
     def _count(self, request: ServingRequest, decision: Decision, done: TransferDone) -> None:
         route, metrics = str(decision.route), self._metrics
+        metrics.transfers.labels(route, done.by).inc()
         metrics.prefill_seconds.labels(route).observe(done.prefill_s)
         metrics.transfer_seconds.labels(route).observe(done.transfer_s)
         metrics.transferred_bytes.labels(route).inc(done.moved.total_bytes)
@@ -250,6 +261,7 @@ def _spec(running: _RemotePrefill, token_ids: Sequence[int]) -> TransferSpec:
         uses=running.request.samples,
         sealed_from=prefix.sealed if prefix is not None and has_prefix else None,
         ask=running.ask,
+        pulled=running.pulled,
     )
 
 

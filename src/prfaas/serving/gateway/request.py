@@ -129,6 +129,7 @@ class PreparedRequest:
             predicted_ttft_s=None if decision is None else decision.predicted_ttft_s,
             prefix_source=None if prefix is None else prefix.source,
             prefix_bytes=0 if prefix is None else prefix.moved_bytes,
+            transfer="nixl" if done is not None and done.by == "nixl" else None,
             first_token=None if self.first is None else "prefill",
             fallback=self.fallback,
             reason=self.reason,

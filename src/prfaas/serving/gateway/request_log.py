@@ -12,6 +12,7 @@ from itertools import islice
 
 from aiohttp import web
 
+from prfaas.core.deployment import LocalTransfer
 from prfaas.core.route_header import REQUEST_ID_HEADER, ROUTE_HEADER, RouteHeader
 from prfaas.core.scheduling import Decision, NoDecodeInstanceError, RelayPlan
 from prfaas.serving.gateway.bodies import ApiError
@@ -55,6 +56,8 @@ class Attempt:
     """Tokens that the prefill engine reused, by its own word; None: it did not say."""
     relay: RelayPlan | None = None
     """Whether the prefill instance was to decode on while the KV travelled; None: that was no question."""
+    by: LocalTransfer = "prfaas"
+    """What moved it."""
 
 
 @dataclass(slots=True)

@@ -32,7 +32,8 @@ def explain(record: RequestRecord, deployment: Deployment, model: KvModel | None
         "first_token": record.first_token,
         "relayed_tokens": record.relayed_tokens,
         "attempts": [_attempt(attempt, deployment) for attempt in record.attempts],
-        "transfer": _moved(_sum(record.attempts)) | {"saved_bytes": _saved_bytes(record.attempts, model)},
+        "transfer": _moved(_sum(record.attempts))
+        | {"saved_bytes": _saved_bytes(record.attempts, model), "by": _by(record.attempts)},
         "cache_transfer": None
         if record.prefix_outcome is None
         else {"outcome": record.prefix_outcome} | _moved(record.prefix_moved),
@@ -148,6 +149,11 @@ def _sum(attempts: Sequence[Attempt]) -> TransferredBytes | None:
     if not moved:
         return None
     return TransferredBytes(sum(m.total_bytes for m in moved), sum(m.overlapped_bytes for m in moved))
+
+
+def _by(attempts: Sequence[Attempt]) -> str | None:
+    """What moved the KV: `prfaas` or `nixl`; None where nothing moved."""
+    return next((attempt.by for attempt in reversed(attempts) if attempt.moved is not None), None)
 
 
 def _saved_bytes(attempts: Sequence[Attempt], model: KvModel | None) -> int | None:

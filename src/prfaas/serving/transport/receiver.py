@@ -200,6 +200,10 @@ class Receiver:
         """
         self._table.drop(transfer_id, reason)
 
+    def tell(self, transfer_id: bytes, status: TransferStatus) -> None:
+        """Tell those who watch a transfer what became of it that came another way than through here."""
+        self._table.tell(transfer_id, status)
+
     def stats(self) -> dict[str, Any]:
         """Counters and gauges; every gauge of use is 0 when no transfer is going on."""
         with self._lock:

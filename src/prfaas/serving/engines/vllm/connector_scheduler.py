@@ -123,7 +123,7 @@ class ConnectorScheduler:
         if (
             prompt is None
             or len(prompt) != ticket.num_tokens
-            or _digest(request, prompt) != ticket.prompt_digest
+            or digest_of(request, prompt) != ticket.prompt_digest
         ):
             logger.warning("request %s: its prompt is not the one of its ticket", request.request_id)
             return
@@ -135,7 +135,7 @@ class ConnectorScheduler:
         if (
             prompt is None
             or len(prompt) <= ticket.num_tokens
-            or _digest(request, prompt[: ticket.num_tokens]) != ticket.prompt_digest
+            or digest_of(request, prompt[: ticket.num_tokens]) != ticket.prompt_digest
         ):
             # vLLM announces a request that it rejected, or that its client left early, once more with the same
             # parameters and another prompt: the staging must not wait for its time to live.
@@ -293,6 +293,7 @@ class ConnectorScheduler:
         return tuple(runs)
 
 
-def _digest(request: "Request", prompt: Sequence[int]) -> bytes:
+def digest_of(request: "Request", prompt: Sequence[int]) -> bytes:
+    """The digest of ids of a request's prompt, under its tenant's salt and its adapter."""
     adapter = request.lora_request.lora_name if request.lora_request is not None else ""
     return prompt_digest(prompt, request.cache_salt or "", adapter)

@@ -56,6 +56,27 @@ class LoadOrder:
 
 
 @dataclass(frozen=True, slots=True)
+class NixlRead:
+    """A request whose KV vLLM's NIXL connector loads; our part is to tell the gateway what becomes of it."""
+
+    request_id: str
+    transfer_id: bytes
+    num_tokens: int
+    """NIXL brings the KV of tokens [local_tokens, num_tokens)."""
+    local_tokens: int
+    """Tokens whose KV the engine holds already."""
+    expires_at_s: float
+    """Unix time at which the producer may give the blocks to others."""
+    refused: bool = False
+    """Nothing is loaded: the engine computes the prompt."""
+
+    @property
+    def loads(self) -> bool:
+        """Whether there is something to wait for."""
+        return not self.refused and self.num_tokens > self.local_tokens
+
+
+@dataclass(frozen=True, slots=True)
 class PoolPages:
     """Consecutive blocks of one KV cache group of a request, and the pool's pages of them."""
 
