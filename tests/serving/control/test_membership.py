@@ -442,9 +442,11 @@ def test_a_cluster_and_its_link_are_used_once_the_engines_know_them(in_change: I
         assert prefill().startswith("home-")
         changing.take_on(WITH_WEST)
         assert plane.state()["links"]["west->home"]["configured_bits_per_s"] == 2e9
+        # Nobody has spoken of the link yet: the engines may not know it.
+        await look_at_links(changing)
+        assert not plane.state()["links"]["west->home"]["up"] and plane.state()["links"]["far->home"]["up"]
         changing.clock.now_s += 10
         await changing.probe_until(lambda: state_of(changing, "west-0")["healthy"])
-        # Nobody has spoken of the link yet: the engines may not know it.
         await look_at_links(changing)
         assert not plane.state()["links"]["west->home"]["up"] and prefill().startswith("home-")
         changing.senders["west-0"].links = {"west->home": report()}
