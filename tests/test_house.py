@@ -24,7 +24,7 @@ SOURCE = Path(__file__).parents[1] / "src"
 # Then what a link has cost, and first tokens from the prefill: the token, who may have it, the answer that begins with
 # it; prefills elsewhere. Then columns of traces. Then ranks that refuse each other. Then what a prefill engine relays,
 # and whether it may.
-#@@
+# @@
 # questions; and what is emitted: blueprint, writing, unit, service, pod, its plan and volumes, policy, monitor.
 # Then dashboards, alert rules, series that leave, certificates' ends. Then what fits a terminal, what shells
 # complete, the demo's form, vLLM's load test and a gateway's counts beside it, and values for llm-d.
@@ -35,12 +35,11 @@ SOURCE = Path(__file__).parents[1] / "src"
 # turns, metrics, its section of the file, the control plane that leads or follows, reloads that are told; prefill
 # queues for themselves. Then dtypes of caches, their options, the model of a deployment and the one it is planned with,
 # options of engines. Then what a link has cost, and first tokens from the prefill: the token, who may have it, the
-# answer that begins with it; prefills elsewhere. Then MLPs and experts of families.
-=======
-# answer that begins with it; prefills elsewhere. Then what moves KV inside a cluster: the file's word, NIXL beside our
+# answer that begins with it; prefills elsewhere. Then columns of traces, ranks that refuse each other, relays and who
+# decides on them, MLPs and experts of families. Then what moves KV inside a cluster: the file's word, NIXL beside our
 # connector, what is handed over, and the hop whose KV is pulled.
-MOST_FILES = 511
->>>>>>> w-NIXL
+# Then kinds of values in the file.
+MOST_FILES = 512
 MOST_LINES = 420
 
 

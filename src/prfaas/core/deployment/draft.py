@@ -9,8 +9,8 @@ from typing import Literal
 import yaml
 
 from prfaas.core.deployment.addresses import checked_host, is_loopback, plain_host
+from prfaas.core.deployment.field_types import NAME_PATTERN
 from prfaas.core.deployment.model import TINY_MODELS
-from prfaas.core.deployment.schema import NAME_PATTERN
 from prfaas.core.deployment.types import SYNTHETIC
 from prfaas.core.units import parse_bits_per_s
 

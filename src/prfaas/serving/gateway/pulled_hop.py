@@ -7,7 +7,6 @@ from collections.abc import Callable
 import orjson
 
 from prfaas.serving.gateway.answer import cached_tokens_of
-from prfaas.serving.gateway.first_token import FirstToken
 from prfaas.serving.gateway.hop_trace import HopTrace
 from prfaas.serving.gateway.kv_transfer import (
     StartedTransfer,
@@ -17,7 +16,7 @@ from prfaas.serving.gateway.kv_transfer import (
     TransferSpec,
     end_all,
 )
-from prfaas.serving.gateway.prefill_hop import PrefillHop
+from prfaas.serving.gateway.prefill_hop import OnFirst, PrefillHop
 from prfaas.serving.gateway.request import ServingRequest
 from prfaas.serving.transport.handover import is_by_nixl, ticket_of
 from prfaas.serving.transport.ticket import TICKET_PARAMETER, Ticket
@@ -42,7 +41,7 @@ class PulledHop(PrefillHop):
         body: bytes,
         request: ServingRequest,
         on_soon: Callable[[StartedTransfer], None] | None,
-        on_first: Callable[[FirstToken], None] | None,
+        on_first: OnFirst | None,
         spans: HopTrace | None,
     ) -> TransferDone:
         if not spec.pulled:
