@@ -246,7 +246,7 @@ def test_where_some_ends_are_alike_all_are_counted_with_their_copies(tmp_path: P
     deployment = unlike(
         tmp_path,
         8,
-        8,
+        4,
         **{"links:\n": f"  - name: away{other}links:\n", more: f"{more}{more.replace('home', 'away')}"},
     )
     assert deployment.wire_model is None and deployment.kv_copies == 4

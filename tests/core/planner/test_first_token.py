@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from prfaas.core.planner import PlanProblem, make_plan
 from prfaas.core.planner.problem import TtftTarget, all_paths
-from prfaas.core.planner.ttft import link_time
+from prfaas.core.planner.ttft import DecodeQueue, PrefillPoolLoad, TtftDistribution, Wait, link_time
 from prfaas.core.planner.ttft_target import best_within_target
 from prfaas.core.planner.two_clusters import best_point
 
@@ -90,6 +90,16 @@ def test_a_target_over_a_narrow_link_is_kept_at_a_higher_rate(seconds: float, st
     assert soon.keeps_target
     assert soon.point.lambda_max > usual.comparable_rate
     assert soon.point.lambda_max <= best_point(made).lambda_max * (1 + 1e-9)
+
+
+def test_a_token_of_the_prefill_waits_for_no_slot_but_full_slots_are_full() -> None:
+    pool = PrefillPoolLoad("home", 4, np.array([1.0]), np.array([1.0]), False)
+    decode = (DecodeQueue(1.0, 0.9, Wait(0.8, 20.0)),)
+    alone, soon = TtftDistribution((pool,), 1.0), TtftDistribution((pool,), 1.0, decode, "prefill")
+    assert (soon.mean_s(), soon.at_most(2.0)) == (alone.mean_s(), alone.at_most(2.0))
+    assert TtftDistribution((pool,), 1.0, decode).mean_s() == pytest.approx(alone.mean_s() + 16.0)
+    full = (DecodeQueue(1.0, 1.2, Wait(1.0, 1.0)),)
+    assert not TtftDistribution((pool,), 1.0, full, "prefill").is_finite
 
 
 def test_the_plan_tells_both_times_and_by_default_what_it_told() -> None:

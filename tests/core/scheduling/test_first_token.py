@@ -7,6 +7,7 @@ from hypothesis import assume, given
 
 from prfaas.core.scheduling import (
     NoDecodeInstanceError,
+    PrefixHit,
     RoutingRequest,
     View,
     make_policy,
@@ -15,7 +16,19 @@ from prfaas.core.scheduling import (
 )
 
 from .test_routing_properties import check, decided
-from .views import NOW_S, board, cases, decoder, every_policy, kv_bytes, link, pooled_cases, prefiller, small
+from .views import (
+    NOW_S,
+    board,
+    cases,
+    decoder,
+    every_policy,
+    kv_bytes,
+    linear_s,
+    link,
+    pooled_cases,
+    prefiller,
+    small,
+)
 
 Case = tuple[View, RoutingRequest]
 LEAST = policy_named("least_ttft")
@@ -108,6 +121,28 @@ def test_half_of_what_a_prefill_does_not_hide_tilts_the_threshold() -> None:
     assert soon.threshold_tokens == pytest.approx(1000 / (1 - 0.1 / 0.2))
     still = tilted.decide(early(request), slow_link(1.5))
     assert (still.prefill, still.reason) == ("prefill", "slow-link")
+
+
+def test_a_prompt_that_only_a_queue_keeps_is_told_so() -> None:
+    """The same link: too slow for a first token that waits for it, and no reason for one that does not."""
+    view = slow_link(1.2)
+    view.clusters["far"].instances[0].busy_until_s = NOW_S + 1e6
+    view.links["far", "pd"].rtt_s = 0.0
+    tilted, request = policy_named("tilted"), RoutingRequest(TOKENS)
+    assert tilted.decide(request, view).reason == "slow-link"
+    assert tilted.decide(early(request), view).reason == "busy-prfaas"
+
+
+def test_a_cache_that_moves_first_is_waited_for() -> None:
+    """And the round trip after it."""
+    held = {"prefill": PrefixHit(20_480, 20_480)}
+    links = [link("far", "pd", rtt_s=0.05), link("pd", "far")]
+    decision = policy_named("paper").decide(early(RoutingRequest(40_000, held)), small(links=links))
+    moved = decision.cache_transfer
+    assert moved is not None and decision.prefill == "remote"
+    moving_s = 8 * moved.kv_bytes / 1e11
+    prefill_s = linear_s(decision.prefill_tokens)
+    assert decision.predicted_ttft_s == pytest.approx(moving_s + prefill_s + 0.05)
 
 
 def test_a_full_link_is_not_free() -> None:

@@ -73,7 +73,7 @@ class MachinePools:
         tokens: int,
         blocks: Sequence[int],
         held: Mapping[str, PrefixHit],
-        first_from_prefill: bool,
+        first_from_prefill: bool = False,
     ) -> RoutingRequest:
         """A prompt as policies see it, given what the engines themselves hold of it."""
         hits: dict[str, PoolHit] = {}
