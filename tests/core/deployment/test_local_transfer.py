@@ -37,16 +37,17 @@ def test_nixl_is_between_engines_of_one_pd_cluster(tmp_path: Path) -> None:
     assert deployment.engine.local_transfer == "nixl"
     with_nixl = {each.name for each in deployment.instances if uses_nixl(deployment, each)}
     assert with_nixl == {"home-prefill-0", "home-decode-0"}
-    assert pulls(deployment, "home-prefill-0", "home-decode-0")
-    assert not pulls(deployment, "east-prefill-0", "home-decode-0")
-    assert not pulls(deployment, "home-prefill-0", "east-prefill-0")
+    far, near, decode = deployment.instances
+    assert pulls(deployment, near, decode)
+    assert not pulls(deployment, far, decode) and not pulls(deployment, near, far)
 
 
 def test_our_own_transport_is_the_default() -> None:
     deployment = load_deployment(EXAMPLE)
     assert deployment.engine.local_transfer == "prfaas"
     assert not any(uses_nixl(deployment, each) for each in deployment.instances)
-    assert not pulls(deployment, "home-prefill-0", "home-decode-0")
+    _, near, decode = deployment.instances
+    assert not pulls(deployment, near, decode)
 
 
 def test_its_port_is_open_inside_of_the_cluster(tmp_path: Path) -> None:

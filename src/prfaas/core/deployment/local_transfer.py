@@ -10,10 +10,9 @@ def uses_nixl(deployment: Deployment, instance: Instance) -> bool:
     return deployment.engine.local_transfer == "nixl" and deployment.cluster_of(instance).kind == "pd"
 
 
-def pulls(deployment: Deployment, producer: str, consumer: str) -> bool:
+def pulls(deployment: Deployment, producer: Instance, consumer: Instance) -> bool:
     """Whether the second instance reads KV out of the first one's memory, by NIXL."""
-    sender, receiver = deployment.instance(producer), deployment.instance(consumer)
-    return uses_nixl(deployment, receiver) and sender.cluster == receiver.cluster
+    return uses_nixl(deployment, consumer) and producer.cluster == consumer.cluster
 
 
 def check_local_transfer(source: YamlSource, file: DeploymentFile) -> None:

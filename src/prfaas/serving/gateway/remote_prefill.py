@@ -99,11 +99,7 @@ class RemotePrefills:
             self._plane.expect(decision.prefill, prompt.chains)
             work = stack.enter_context(self._plane.prefilling(decision))
             # NIXL frees the blocks after one reader, and its producer leaves the last token of some models out.
-            pulled = (
-                ask is None
-                and request.samples == 1
-                and pulls(self._deployment, decision.prefill, decision.decode)
-            )
+            pulled = ask is None and request.samples == 1 and self._reads(decision)
             running = _RemotePrefill(
                 request, prompt, attempt, moved, wanted.prefill, work, stack.pop_all(), ask, pulled
             )
@@ -126,6 +122,12 @@ class RemotePrefills:
             return replace(ask, relay_tokens=0)
         # Nobody makes tokens between the hand-over and the last byte.
         return replace(ask, relay_tokens=plan.tokens, lead_s=plan.step_s)
+
+    def _reads(self, decision: Decision) -> bool:
+        """Whether the decode engine reads the KV by NIXL."""
+        # Of the plane: an instance that has just left the file may have work to end.
+        producer, consumer = (self._plane.instance(name) for name in (decision.prefill, decision.decode))
+        return pulls(self._deployment, producer, consumer)
 
     async def _until_soon(self, running: _RemotePrefill) -> PreparedRequest:
         soon: asyncio.Future[PreparedRequest] = asyncio.get_running_loop().create_future()
