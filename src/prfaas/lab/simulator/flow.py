@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from prfaas.core.link.budget import max_min
+from prfaas.core.link.budget import STANDING_PART, max_min
 
 
 class Flow:
@@ -14,7 +14,7 @@ class Flow:
     parent: "SharedFlow | None"
     """Who divides its part among this and others."""
     productions: int
-    """Prefills that go on."""
+    """Prefills that go on, and produce something."""
     bits_per_s: float
     """Of them all. One that is not late sends as much."""
     is_late: bool
@@ -55,6 +55,8 @@ class Flow:
 
     def produce(self, bits_per_s: float) -> None:
         """A prefill begins."""
+        if not bits_per_s:
+            return
         flow: Flow = self
         while True:
             flow.productions += 1
@@ -70,6 +72,8 @@ class Flow:
 
     def cease(self, bits_per_s: float) -> None:
         """A prefill ends."""
+        if not bits_per_s:
+            return
         flow: Flow = self
         while True:
             flow.productions = productions = flow.productions - 1
@@ -170,6 +174,15 @@ class SharedFlow(Flow):
             rate += flow.rate_bits_per_s
         self.rate_bits_per_s = rate
         return next_s
+
+    def pace_of(self, member: Flow, bandwidth_bits_per_s: float) -> float:
+        """What a member with something to send is told that it may send of a bandwidth."""
+        abreast_bits_per_s, late = self.abreast_bits_per_s, len(self.late)
+        if not member.is_late:
+            abreast_bits_per_s -= member.bits_per_s
+            late += 1
+        standing = bandwidth_bits_per_s * STANDING_PART / len(self.members)
+        return max((bandwidth_bits_per_s - abreast_bits_per_s) / late, standing)
 
     def _level(self, share: float) -> float:
         """What those that are late get who can carry it, where they would have so much each if all could."""

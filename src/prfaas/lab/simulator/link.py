@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from prfaas.core.link.budget import STANDING_PART
 from prfaas.core.link.turns import turn_of_ended
 from prfaas.core.units import BITS_PER_BYTE
 from prfaas.lab.simulator.capacity import CapacityProcess
@@ -55,7 +54,7 @@ class FluidLink:
     __slots__ = (
         "_accepted_bits", "_active", "_armed_s", "_at_s", "_background", "_capacity_bits_per_s", "_events", "_filler",
         "_foreground", "_limit_bits_per_s", "_next_bits_per_s", "_next_change_s", "_number", "_pieces", "_queues",
-        "_queues_behind", "_rate_bits_per_s", "_rtt_s", "_sent_bits", "_unwatched",
+        "_queues_behind", "_rate_bits_per_s", "_rtt_s", "_senders", "_sent_bits", "_unwatched",
         "name", "open_transfers", "paced_bits_per_s",
     )  # fmt: skip
 
@@ -95,6 +94,7 @@ class FluidLink:
         self._background = SharedFlow(None, is_limited=is_limited)
         self._queues: dict[Route, SendQueue] = {}
         self._queues_behind: dict[Route, SendQueue] = {}
+        self._senders: dict[tuple[SharedFlow, str], SharedFlow] = {}
         self._filler: FluidTransfer | None = None
 
         # As of _at_s, and valid until the next event:
@@ -254,9 +254,10 @@ class FluidLink:
         """That of a sender and a consumer; made for the first transfer between them."""
         queue = queues.get(route)
         if queue is None:
-            sender = next((found.parent for (name, _), found in queues.items() if name == route[0]), None)
+            sender = self._senders.get((flow, route[0]))
             if sender is None:
                 sender = SharedFlow(flow, is_limited=self._limit_bits_per_s < math.inf)
+                self._senders[flow, route[0]] = sender
                 flow.members.append(sender)
             queues[route] = queue = SendQueue(sender, self._limit_bits_per_s)
             sender.members.append(queue)
@@ -301,15 +302,9 @@ class FluidLink:
 
     def _finish(self, transfer: FluidTransfer, left_bits: float, now_s: float) -> None:
         """Give the turn of one of which all is there."""
-        queue = transfer.queue
-        sender = queue.parent
-        flow = sender.parent
-        late = len(flow.late) + (not sender.is_late)
-        pace = max(
-            (self.paced_bits_per_s - flow.abreast_bits_per_s) / late,
-            self.paced_bits_per_s * STANDING_PART / len(flow.members),
-        )
-        queue.end(transfer, turn_of_ended(now_s, left_bits / BITS_PER_BYTE, pace, transfer.number))
+        left_bytes = left_bits / BITS_PER_BYTE
+        pace = transfer.queue.pace_bits_per_s(self.paced_bits_per_s)
+        transfer.queue.end(transfer, turn_of_ended(now_s, left_bytes, pace, transfer.number))
 
     def _sent(self, transfer: FluidTransfer) -> None:
         if self._rtt_s:

@@ -30,6 +30,7 @@ class FluidTransfer:
         "argument",
         "bits_per_s",
         "done",
+        "has_stopped",
         "is_held",
         "last_bits",
         "made_bits",
@@ -57,6 +58,8 @@ class FluidTransfer:
     """Kept while it is behind or produced. Abreast it is what has been produced."""
     is_held: bool
     """What comes at the end of production is held back."""
+    has_stopped: bool
+    """There is nothing more to come but what is held back."""
 
     def __init__(
         self,
@@ -79,7 +82,7 @@ class FluidTransfer:
         self.argument = argument
         self.state = ABREAST
         self.made_bits = self.sent_bits = 0.0
-        self.is_held = False
+        self.is_held = self.has_stopped = False
 
     def produced_bits(self, now_s: float) -> float:
         """What is there of it, while its production goes on or is held back."""
@@ -131,6 +134,12 @@ class SendQueue(Flow):
         heappush(self._ended, (turn, transfer))
         self.become_late()
 
+    def pace_bits_per_s(self, bandwidth_bits_per_s: float) -> float:
+        """What its sender is told that it may send of the link's bandwidth."""
+        sender = self.parent
+        assert sender is not None and sender.parent is not None
+        return sender.parent.pace_of(sender, bandwidth_bits_per_s)
+
     def stop(self, transfer: FluidTransfer, now_s: float) -> None:
         """Its production ends; what is left of it and when it leaves is for others to say."""
         if transfer.state == ABREAST:
@@ -149,9 +158,8 @@ class SendQueue(Flow):
             transfer.state = HELD
         else:
             self.cease(transfer.bits_per_s)
-            self.produce(0.0)
         transfer.bits_per_s = 0.0
-        transfer.start_s = now_s
+        transfer.has_stopped = True
 
     def most_bits_per_s(self) -> float:
         return self.limit_bits_per_s
@@ -216,7 +224,7 @@ class SendQueue(Flow):
         if faster_bits_per_s <= head.bits_per_s * _ROUNDING or left_bits > slack_s * faster_bits_per_s:
             return 0.0
         self.head = None
-        if head.bits_per_s:
+        if not head.has_stopped:
             head.state = ABREAST
         else:
             head.state = HELD
