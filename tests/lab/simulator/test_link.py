@@ -1,4 +1,4 @@
-"""The link against a fluid that is worked out transfer by transfer."""
+"""The link against a fluid that is worked out transfer by transfer: who shares what, and who is first."""
 
 import math
 from collections.abc import Sequence
@@ -13,14 +13,16 @@ from prfaas.core.link.budget import max_min
 from prfaas.lab.simulator.capacity import CapacityProcess, Constant, Fluctuating, Outages, Piece, Steps
 from prfaas.lab.simulator.events import Events
 from prfaas.lab.simulator.link import FluidLink
-from prfaas.lab.simulator.transfer import FluidTransfer
+from prfaas.lab.simulator.send_queue import FluidTransfer, Route
 
 MBIT = 1e6
+ROUTE: Route = ("far-0", "home-0")
+OTHER: Route = ("far-1", "home-0")
 
 
 @dataclass
 class Job:
-    """`prefill_s` 0: everything at once."""
+    """`prefill_s` 0: everything at once. `held_s`: what comes last comes so much after the prefill's end."""
 
     start_s: float
     streamed_bytes: float
@@ -28,6 +30,31 @@ class Job:
     prefill_s: float
     cancel_s: float = math.inf
     background: bool = False
+    route: Route = ROUTE
+    held_s: float = 0.0
+
+    @property
+    def total_bits(self) -> float:
+        return 8 * (self.streamed_bytes + self.last_bytes)
+
+    @property
+    def produced_s(self) -> float:
+        """When it stops to produce evenly."""
+        return self.start_s + self.prefill_s
+
+    @property
+    def ended_s(self) -> float:
+        """When all of it is there."""
+        return self.produced_s + self.held_s
+
+    def there_bits(self, now_s: float) -> float:
+        if now_s >= self.ended_s:
+            return self.total_bits
+        part = min((now_s - self.start_s) / self.prefill_s, 1.0)
+        return 8 * self.streamed_bytes * part
+
+    def production(self, now_s: float) -> float:
+        return 8 * self.streamed_bytes / self.prefill_s if now_s < self.produced_s else 0.0
 
 
 @dataclass
@@ -39,6 +66,56 @@ class Fluid:
     sent_bits: list[float] = field(default_factory=list)
 
 
+def waiting_bits(job: Job, sent_bits: float, now_s: float) -> float:
+    """There and not sent; less than a little is rounding."""
+    left_bits = job.there_bits(now_s) - sent_bits
+    return left_bits if left_bits > 1e-7 + 1e-9 * job.total_bits else 0.0
+
+
+@dataclass
+class Member:
+    """A job that is under way."""
+
+    number: int
+    job: Job
+    production: float
+    waits_bits: float
+    turn: tuple[int, float, int]
+
+
+def rates_of(members: Sequence[Member], capacity: float, limit: float) -> dict[int, float]:
+    """What each sends, by number: first what is not in the background."""
+    found: dict[int, float] = {}
+    for background in (False, True):
+        here = [each for each in members if each.job.background is background]
+        found |= shared(here, max(capacity - sum(found.values()), 0.0), limit)
+    return found
+
+
+def shared(members: Sequence[Member], bits_per_s: float, limit: float) -> dict[int, float]:
+    """Senders share alike, then the queues of each; a queue goes by turns."""
+    queues: dict[Route, list[Member]] = {}
+    for each in members:
+        queues.setdefault(each.job.route, []).append(each)
+    wants = {
+        route: limit
+        if any(each.waits_bits for each in queue)
+        else min(sum(each.production for each in queue), limit)
+        for route, queue in queues.items()
+    }
+    senders = list(dict.fromkeys(sender for sender, _ in queues))
+    of_sender = [sum(bits for route, bits in wants.items() if route[0] == sender) for sender in senders]
+    found: dict[int, float] = {}
+    for sender, part in zip(senders, max_min(bits_per_s, of_sender), strict=True):
+        routes = [route for route in queues if route[0] == sender]
+        for route, rate in zip(routes, max_min(part, [wants[route] for route in routes]), strict=True):
+            left = rate
+            for each in sorted(queues[route], key=lambda each: each.turn):
+                found[each.number] = min(left, math.inf if each.waits_bits else each.production)
+                left -= found[each.number]
+    return found
+
+
 def fluid(jobs: Sequence[Job], pieces: Sequence[Piece], limit: float) -> Fluid:
     """From breakpoint to breakpoint; every job keeps its own account of what is there and what is sent."""
     answer = Fluid(ends_s=[math.inf] * len(jobs))
@@ -47,44 +124,37 @@ def fluid(jobs: Sequence[Job], pieces: Sequence[Piece], limit: float) -> Fluid:
     now = 0.0
     fixed = {0.0, *(time for time, _ in pieces)}
     for job in jobs:
-        fixed |= {job.start_s, job.start_s + job.prefill_s, job.cancel_s}
+        fixed |= {job.start_s, job.produced_s, job.ended_s, job.cancel_s}
+    # Transfers are counted as they begin.
+    counted = {i: n for n, i in enumerate(sorted(range(len(jobs)), key=lambda i: jobs[i].start_s))}
     while True:
+        members = []
         for i, job in enumerate(jobs):
-            if i not in gone and job.cancel_s <= now:
+            if job.cancel_s <= now:
                 gone.add(i)
-        capacity = [bits for time, bits in pieces if time <= now][-1]
-        active, demands, making = [], [], []
-        for i, job in enumerate(jobs):
             if i in gone or job.start_s > now:
                 continue
-            end = job.start_s + job.prefill_s
-            rate = job.streamed_bytes * 8 / job.prefill_s if now < end else 0.0
-            there = rate * (now - job.start_s) if now < end else (job.streamed_bytes + job.last_bytes) * 8
-            # Less than this is rounding.
-            behind = there - sent[i] > 1e-7 + 1e-9 * 8 * (job.streamed_bytes + job.last_bytes)
-            if now >= end and not behind:
-                gone.add(i)
+            waits_bits, has_ended = waiting_bits(job, sent[i], now), now >= job.ended_s
+            if has_ended and not waits_bits:
                 answer.ends_s[i] = now
+                gone.add(i)
                 continue
-            active.append(i)
-            making.append((rate, max(there - sent[i], 0.0), behind))
-            demands.append(limit if behind else min(rate, limit))
-        first = [0.0 if jobs[i].background else demand for i, demand in zip(active, demands, strict=True)]
-        rates = max_min(capacity, first)
-        rest = [demand if jobs[i].background else 0.0 for i, demand in zip(active, demands, strict=True)]
-        left = max_min(max(capacity - sum(rates), 0.0), rest)
-        rates = [rate + more for rate, more in zip(rates, left, strict=True)]
+            turn = (0, job.ended_s, counted[i]) if has_ended else (1, job.start_s, counted[i])
+            members.append(Member(i, job, job.production(now), waits_bits, turn))
+        capacity = [bits for time, bits in pieces if time <= now][-1]
+        rates = rates_of(members, capacity, limit)
         answer.times_s.append(now)
         answer.sent_bits.append(sum(sent))
-        later = [time for time in fixed if time > now]
-        for (rate, backlog, behind), sending in zip(making, rates, strict=True):
-            if behind and sending > rate:
-                later.append(now + backlog / (sending - rate))
         if len(gone) == len(jobs):
             return answer
+        later = [time for time in fixed if time > now]
+        for each in members:
+            faster = rates[each.number] - each.production
+            if each.waits_bits and faster > 1e-9 * each.production:
+                later.append(now + each.waits_bits / faster)
         then = min(time for time in later if time > now)
-        for i, sending in zip(active, rates, strict=True):
-            sent[i] += sending * (then - now)
+        for number, rate in rates.items():
+            sent[number] += rate * (then - now)
         now = then
 
 
@@ -110,11 +180,22 @@ class Recorder:
     def _start(self, i: int) -> None:
         job = self.jobs[i]
         if job.prefill_s:
-            made = self.link.stream(job.streamed_bytes, job.last_bytes, job.prefill_s, self.arrived, i)
+            if job.held_s:
+                self.events.at(job.produced_s, self._hold, i)
+                self.events.at(job.ended_s, self._release, i)
+            made = self.link.stream(
+                job.route, job.streamed_bytes, job.last_bytes, job.prefill_s, self.arrived, i
+            )
         else:
             nbytes = job.streamed_bytes + job.last_bytes
-            made = self.link.send(nbytes, self.arrived, i, background=job.background)
+            made = self.link.send(job.route, nbytes, self.arrived, i, background=job.background)
         self.transfers[i] = made
+
+    def _hold(self, i: int) -> None:
+        self.link.hold(self.transfers[i])
+
+    def _release(self, i: int) -> None:
+        self.link.release(self.transfers[i])
 
     def _cancel(self, i: int) -> None:
         self.link.cancel(self.transfers[i])
@@ -139,7 +220,12 @@ def jobs_of(draw: st.DrawFn, may_cancel: bool = False) -> list[Job]:
         if not prefill_s and not streamed:
             last += 1.0
         background = not prefill_s and draw(st.booleans())
-        jobs.append(Job(start, streamed, last, prefill_s, cancel, background))
+        route = (
+            draw(st.sampled_from(["far-0", "far-1", "far-2"])),
+            draw(st.sampled_from(["home-0", "home-1"])),
+        )
+        held_s = draw(st.sampled_from([0.0, 0.0, 0.4, 2.5])) if prefill_s else 0.0
+        jobs.append(Job(start, streamed, last, prefill_s, cancel, background, route, held_s))
     return jobs
 
 
@@ -184,7 +270,7 @@ def test_arrivals_and_bits_are_those_of_the_fluid(
     assert run.link.open_transfers == 0
     assert run.link.residual_bytes == 0
     for i, job in enumerate(jobs):
-        assert run.arrived_s[i] >= job.start_s + job.prefill_s + rtt_s - 1e-9
+        assert run.arrived_s[i] >= job.ended_s + rtt_s - 1e-9
 
 
 @pytest.mark.slow
@@ -229,9 +315,14 @@ def test_random_capacities_are_followed(capacity: CapacityProcess) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("senders", [1, 64])
 @pytest.mark.parametrize(("load", "is_varied", "tolerance"), [(0.5, True, 0.045), (0.8, False, 0.08)])
-def test_mean_sojourn_of_processor_sharing(load: float, is_varied: bool, tolerance: float) -> None:
-    """M/G/1-PS: E[T] = E[S] / (1 - load) whatever the sizes; tolerances are three standard deviations of this run."""
+def test_mean_sojourn_in_turn_and_in_parallel(
+    load: float, is_varied: bool, tolerance: float, senders: int
+) -> None:
+    """One sender is M/G/1: E[T] = E[S] + load E[S²] / 2 E[S] (1 - load) (Pollaczek and Khinchine). Many of which each
+    has one transfer are M/G/1-PS: E[T] = E[S] / (1 - load) whatever the sizes. Tolerances are three standard
+    deviations of this run."""
     rng = np.random.default_rng(11)
     count, mean_bytes, capacity = 60_000, 1e6, 1e9
     starts = np.cumsum(rng.exponential(mean_bytes * 8 / capacity / load, count)).tolist()
@@ -240,10 +331,20 @@ def test_mean_sojourn_of_processor_sharing(load: float, is_varied: bool, toleran
     else:
         sizes_bytes = rng.uniform(1, 2 * mean_bytes, count)
     run = Recorder(Constant(capacity))
-    run.plan([Job(start, size, 0.0, 0.0) for start, size in zip(starts, sizes_bytes.tolist(), strict=True)])
+    run.plan(
+        [
+            Job(start, size, 0.0, 0.0, route=(f"far-{i % senders}", "home-0"))
+            for i, (start, size) in enumerate(zip(starts, sizes_bytes.tolist(), strict=True))
+        ]
+    )
     run.events.run(math.inf)
+    service_s = sizes_bytes * 8 / capacity
+    if senders == 1:
+        expected_s = service_s.mean() + load * (service_s**2).mean() / (2 * service_s.mean() * (1 - load))
+    else:
+        expected_s = service_s.mean() / (1 - load)
     sojourn_s = np.mean([run.arrived_s[i] - starts[i] for i in range(count)])
-    assert sojourn_s == pytest.approx(sizes_bytes.mean() * 8 / capacity / (1 - load), rel=tolerance)
+    assert sojourn_s == pytest.approx(expected_s, rel=tolerance)
     assert run.link.sent_bits == pytest.approx(sizes_bytes.sum() * 8, rel=1e-12)
 
 
@@ -261,7 +362,13 @@ def test_an_uncontended_stream_arrives_with_its_prefill() -> None:
 
 def test_a_transfer_gets_no_more_than_its_connections_carry() -> None:
     run = Recorder(Constant(100 * MBIT), limit=10 * MBIT)
-    run.plan([Job(0.0, 10e6 / 8, 0.0, 0.0), Job(0.0, 40e6 / 8, 0.0, 1.0), Job(5.0, 5e6 / 8, 0.0, 1.0)])
+    run.plan(
+        [
+            Job(0.0, 10e6 / 8, 0.0, 0.0),
+            Job(0.0, 40e6 / 8, 0.0, 1.0, route=OTHER),
+            Job(5.0, 5e6 / 8, 0.0, 1.0),
+        ]
+    )
     run.events.run(0.5)
     assert run.link.rate_bits_per_s == pytest.approx(20 * MBIT)
     run.events.run(math.inf)
@@ -271,7 +378,7 @@ def test_a_transfer_gets_no_more_than_its_connections_carry() -> None:
 def test_what_a_slow_production_leaves_is_for_the_others() -> None:
     """2 Mbit/s are produced; the one that has everything gets the other 8 of 10."""
     run = Recorder(Constant(10 * MBIT))
-    run.plan([Job(0.0, 20e6 / 8, 0.0, 10.0), Job(0.0, 16e6 / 8, 0.0, 0.0)])
+    run.plan([Job(0.0, 20e6 / 8, 0.0, 10.0), Job(0.0, 16e6 / 8, 0.0, 0.0, route=OTHER)])
     run.events.run(math.inf)
     assert run.arrived_s == pytest.approx({0: 10.0, 1: 2.0})
 
@@ -295,7 +402,7 @@ def test_nothing_is_scheduled_between_transfers() -> None:
     drawn = Fluctuating(10 * MBIT, 0.3, 10.0).changes(np.random.default_rng(0))
     pieces = [next(drawn) for _ in range(1002)]
     assert run.link.capacity_bits_per_s == pieces[1000][1]
-    run.link.send(1e6, run.arrived, 0)
+    run.link.send(ROUTE, 1e6, run.arrived, 0)
     run.events.run(math.inf)
     assert run.arrived_s[0] < 1010
     assert not run.events.heap
@@ -315,10 +422,10 @@ def test_done_may_cancel_and_start_others() -> None:
     def first_done(_: int) -> None:
         link.cancel(second)
         link.cancel(second)
-        link.send(1.0, run.arrived, 7)
+        link.send(ROUTE, 1.0, run.arrived, 7)
 
-    link.send(2.0, first_done, 0)
-    second = link.send(2.0, run.arrived, 1)
+    link.send(ROUTE, 2.0, first_done, 0)
+    second = link.send(OTHER, 2.0, run.arrived, 1)
     run.events.run(math.inf)
     assert run.arrived_s == pytest.approx({7: 5.0})
     link.cancel(second)
@@ -327,7 +434,7 @@ def test_done_may_cancel_and_start_others() -> None:
 
 def test_on_its_way_a_transfer_can_still_be_cancelled() -> None:
     run = Recorder(Constant(8.0), rtt_s=1.0)
-    transfer = run.link.send(1.0, run.arrived, 0)
+    transfer = run.link.send(ROUTE, 1.0, run.arrived, 0)
     run.events.run(1.5)
     assert run.link.open_transfers == 1
     assert run.link.residual_bytes == 0
@@ -351,7 +458,7 @@ def test_what_is_in_the_background_gets_what_is_left() -> None:
         [
             Job(0.0, 7.5, 0.0, 10.0),  # 6 bit/s for 10 s
             Job(0.0, 0.0, 10.0, 0.0, background=True),  # 80 bits: 4 bit/s, none from 5 s to 10 s
-            Job(5.0, 0.0, 2.0, 0.0),  # 16 bits at 5 bit/s
+            Job(5.0, 0.0, 2.0, 0.0, route=OTHER),  # 16 bits at 5 bit/s
         ]
     )
     run.events.run(math.inf)

@@ -41,7 +41,7 @@ class Line:
     def keep_full(self, until_s: float) -> None:
         def send(_: object) -> None:
             if self.events.now_s < until_s:
-                self.link.fluid.send(2_000_000, send)
+                self.link.fluid.send(("far-0", "home-0"), 2_000_000, send)
 
         for _ in range(10):
             send(None)

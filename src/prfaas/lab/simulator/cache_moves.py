@@ -62,4 +62,6 @@ class CacheMoves:
             return
         nbytes = self._kv.total_bytes(moved.reusable_tokens, moved.skip_tokens)
         self._columns.link_bytes[job.number] += nbytes
-        job.transfer = link.fluid.send(nbytes, self._is_here, job, background=True)
+        job.transfer = link.fluid.send(
+            (moved.source, job.engine.name), nbytes, self._is_here, job, background=True
+        )

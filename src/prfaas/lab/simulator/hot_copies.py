@@ -118,7 +118,8 @@ class HotCopies:
             }
             self._told.append(told)
             link = world.links[copy.source, copy.target]
-            link.fluid.send(copy.num_bytes, self._arrived, (copy, wanted, told), background=True)
+            route = copy.source, wanted.target
+            link.fluid.send(route, copy.num_bytes, self._arrived, (copy, wanted, told), background=True)
 
     def _arrived(self, argument: tuple[Copy, _Wanted, dict[str, Any]]) -> None:
         copy, wanted, told = argument

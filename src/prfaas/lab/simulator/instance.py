@@ -9,8 +9,8 @@ from prfaas.core.scheduling.decoders import learnt_slot_s
 from prfaas.core.scheduling.prefill_pool import PrefillPool
 from prfaas.lab.simulator.machine_pool import LoadedBytes
 from prfaas.lab.simulator.monitored_link import MonitoredLink
+from prfaas.lab.simulator.send_queue import FluidTransfer
 from prfaas.lab.simulator.token_clock import TokenClock
-from prfaas.lab.simulator.transfer import FluidTransfer
 
 
 class JobStage(IntEnum):
@@ -46,7 +46,6 @@ class Job:
         "early_tokens",
         "engine",
         "has_first",
-        "held_bytes",
         "is_lost",
         "is_sent",
         "is_void",
@@ -95,8 +94,6 @@ class Job:
     """Of what its prefill computes: what filled up the steps of prompts before it."""
     step_end_s: float
     """When the step ended in which the last of its tokens was one of those."""
-    held_bytes: float | None
-    """What leaves at the end of the step that it shares; None where it shares none."""
     slot_since_s: float
     """Since when it has its decode slot."""
     own_tokens: int
@@ -135,25 +132,21 @@ class Job:
         self.has_first = False
         self.is_void = self.is_lost = self.is_sent = False
         self.promised_bytes = self.early_tokens = 0
-        self.held_bytes = None
         self.load = None
         self.load_s = 0.0
         self.link = self.prefix_link = None
         self.transfer = None
         self.stage = _QUEUED
 
-    def hold_back(self, done: "Callable[[Job], None]") -> None:
-        """What would leave at the end of its prefill will not leave then; `done(job)` when the rest has arrived."""
+    def hold_back(self) -> None:
+        """What would leave at the end of its prefill will not leave then, but at the end of the step that it shares."""
         if self.link is not None and self.transfer is not None:
-            self.held_bytes = self.link.fluid.withhold(self.transfer, done)
+            self.link.fluid.hold(self.transfer)
 
-    def send_held(self, done: "Callable[[Job], None]") -> None:
-        """What was held back leaves now, if all before it has left; `done(job)` when it has arrived."""
-        if self.held_bytes is None or self.link is None or self.transfer is None:
-            return
-        if self.transfer.is_sent:
-            self.transfer = self.link.fluid.send(self.held_bytes, done, self)
-            self.held_bytes = None
+    def send_held(self) -> None:
+        """What was held back leaves now."""
+        if self.link is not None and self.transfer is not None:
+            self.link.fluid.release(self.transfer)
 
     @property
     def is_at_prefill(self) -> bool:

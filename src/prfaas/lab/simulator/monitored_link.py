@@ -58,6 +58,7 @@ class MonitoredLink:
         self.view = view
         self.fluid = fluid
         self.meter = LinkMeter(view.capacity_bits_per_s, events.now_s)
+        fluid.paced_bits_per_s = view.capacity_bits_per_s
         self.on_change = lambda: None
         self.promised_bytes = 0
         self.carried_s = 0.0
@@ -138,9 +139,10 @@ class MonitoredLink:
         arrival = ArrivalSample(now_s, arrived, arrived // _SEGMENT_BYTES, mss_bytes=_SEGMENT_BYTES)
         meter.observe({"": self._sender}, {"": arrival}, now_s)
         self._tell(now_s)
+        fluid.paced_bits_per_s = min(meter.pace_bits_per_s, meter.configured_bits_per_s)
         probe_bytes = meter.probe_bytes(now_s)
         if probe_bytes:
-            fluid.send(probe_bytes, _nothing)
+            fluid.fill(probe_bytes)
         if self._is_as_believed(capacity) and not meter.congestion:
             self._is_watched = False
             self._history = [(now_s, fluid.sent_bits)] * _LOOKS
@@ -194,7 +196,3 @@ class MonitoredLink:
             capped and off > 0 and not self.meter.is_slow
         )
         return view.up and right and abs(self._announced.bits_per_s / view.capacity_bits_per_s - 1) <= 0.3
-
-
-def _nothing(_argument: object) -> None:
-    """Filler has arrived: nobody needs it."""

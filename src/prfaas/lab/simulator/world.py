@@ -308,7 +308,9 @@ class World:
         if link is not None:
             streamed_bytes = self.kv.streamed_bytes(job.tokens - 1, job.decision.skip_tokens)
             last_bytes = job.promised_bytes - streamed_bytes
-            job.transfer = link.fluid.stream(streamed_bytes, last_bytes, service_s, self._arrived, job)
+            job.transfer = link.fluid.stream(
+                (engine.name, job.target.name), streamed_bytes, last_bytes, service_s, self._arrived, job
+            )
         if engine.sharing is not None:
             engine.sharing.join(service_s, job)
             return
@@ -324,7 +326,7 @@ class World:
         late_s = engine.fill_up(job, self.events.now_s) if engine.chunk_tokens and not job.is_void else 0.0
         if late_s > 0:
             job.stage = _SHARING
-            job.hold_back(self._send_held)
+            job.hold_back()
             self.events.at(self.events.now_s + late_s, self._computed, job)
         else:
             self._computed(job)
@@ -347,16 +349,12 @@ class World:
             job.is_void = True
         elif job.stage is _PREFILLING or job.stage is _SHARING:
             job.stage = _SENDING
-            self._send_held(job)
+            job.send_held()
             if job.link is None or job.is_sent:
                 self._arrived(job)
             elif (grace_s := self.scenario.transfer_grace_s) < math.inf:
                 late_s = late_after_s(job.promised_bytes, job.link.configured_bits_per_s, grace_s)
                 self.events.at(self.events.now_s + late_s, self._late, job)
-
-    def _send_held(self, job: Job) -> None:
-        if job.stage is _SENDING and not job.is_void:
-            job.send_held(self._arrived)
 
     def _late(self, job: Job) -> None:
         if job.stage is _SENDING and not job.is_void:

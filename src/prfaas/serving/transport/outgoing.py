@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from prfaas.core.units import BITS_PER_BYTE
+from prfaas.core.link.turns import Turn, turn_of_ended, turn_of_open
 from prfaas.serving.transport.chunk_source import ChunkSource
 from prfaas.serving.transport.coverage import Coverage
 from prfaas.serving.transport.pacing import Paced
@@ -127,9 +127,9 @@ class OutgoingTransfer:
         self.reading: dict[Chunk, Carrier] = {}
         """The chunks whose source is read or sent from at this moment, and by which connection."""
         self.service = service
-        self.place: tuple[int, float, int] = (1, opened_at_s, number)
+        self.place: Turn = turn_of_open(opened_at_s, number)
         """Its turn among the transfers of its tenant: the least is first."""
-        self.listed_at: tuple[int, float, int] | None = None
+        self.listed_at: Turn | None = None
         """The place at which the schedule has it; None: it has nothing to send there."""
         self.queued: list[Chunk] = []
         """A heap of what is to leave, once the consumer has accepted."""
@@ -177,15 +177,10 @@ class OutgoingTransfer:
         self.queue.put(self, region, offset, source, urgent=urgent)
 
     def ends(self, now_s: float, bits_per_s: float) -> None:
-        """The queue's own: its prefill has ended, so its request waits for nothing but these bytes.
-
-        It is due when its bytes would be there, had it the link for itself from now on. So short ones overtake long
-        ones, but none for ever: one that was overtaken long enough is due before all that end after it.
-        """
+        """The queue's own: its prefill has ended, so it gets the turn of one that has."""
         self.ended = True
         self.overlapped_bytes = self.acked_bytes
-        due_s = now_s + BITS_PER_BYTE * (self.total_bytes - self.acked_bytes) / bits_per_s
-        self.place = (0, due_s, self.place[2])
+        self.place = turn_of_ended(now_s, self.total_bytes - self.acked_bytes, bits_per_s, self.place[2])
 
     def end(self) -> None:
         """Prefill has finished: END goes ahead of all queued data and freezes `overlapped_bytes`. Idempotent.
