@@ -233,9 +233,7 @@ def _rates_of(split: Split, lengths: Sequence[float], n_prefill: int) -> list[fl
         lengths = [math.inf] * len(lengths)
     loads = split.loads(np.array([settled(split.problem, length) for length in lengths], dtype=np.float64))
     decode = _decode_rate(split, n_prefill)
-    return [
-        _least(decode, _capacities(split, loads, n_prefill, place)) for place in range(len(lengths))
-    ]
+    return [_least(decode, _capacities(split, loads, n_prefill, place)) for place in range(len(lengths))]
 
 
 def _decode_rate(split: Split, n_prefill: int) -> float:
