@@ -37,6 +37,20 @@ def test_lengths_are_known_to_a_bin_and_their_mean_exactly(lengths: list[int]) -
         assert exact / RATIO <= seen.quantile(q) <= exact * RATIO
 
 
+def test_the_distribution_is_kept_until_the_window_changes() -> None:
+    window = LengthWindow(60, slots=6, min_count=1)
+    window.add(100, 0.0)
+    first = window.lengths(1.0)
+    assert first is not None and window.lengths(9.0) is first
+    window.add(300, 9.0)
+    second = window.lengths(9.0)
+    assert second is not None and second.mean() == 200
+    window.add(500, 55.0)
+    # The first part of the window is over.
+    third = window.lengths(61.0)
+    assert third is not None and third.mean() == 500
+
+
 @settings(deadline=None, max_examples=100)
 @given(
     st.lists(st.tuples(st.floats(0, 20), st.integers(1, 1000)), max_size=80),

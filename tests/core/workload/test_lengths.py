@@ -203,3 +203,13 @@ def test_what_can_not_be_is_refused(make: object, words: str) -> None:
     with pytest.raises(WorkloadError) as error:
         make()  # type: ignore[operator]
     assert words in str(error.value)
+
+
+@given(st.lists(st.tuples(st.floats(1, 1e6), st.integers(1, 1 << 31)), min_size=1, max_size=50))
+def test_counted_lengths_are_those_of_the_ordinary_way(pairs: list[tuple[float, int]]) -> None:
+    lengths, counts = np.array([length for length, _ in pairs]), np.array([count for _, count in pairs])
+    for order in (np.arange(len(pairs)), np.unique(lengths, return_index=True)[1]):
+        ordinary = Empirical(lengths[order], counts[order])
+        counted = Empirical.counted(lengths[order], counts[order])
+        for field in ("lengths", "probabilities", "tail_mass", "tail_tokens"):
+            assert np.array_equal(getattr(counted, field), getattr(ordinary, field))

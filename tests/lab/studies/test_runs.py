@@ -30,6 +30,26 @@ def test_the_number_of_processes_changes_nothing(context: StudyContext) -> None:
     assert all(outcome is together[runs.index(run)] for run, outcome in told)
 
 
+def test_runs_that_differ_in_their_keys_alone_are_simulated_once(
+    context: StudyContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, other, longer = _runs(context)
+    runs = [first, other, replace(first, key=("again",)), longer, replace(longer, key=("as long",))]
+    simulated: list[StudyRun] = []
+
+    def outcome(run: Run) -> StudyOutcome:
+        simulated.append(run)
+        return StudyOutcome({"number": len(simulated)}, {}, 1.0)
+
+    monkeypatch.setattr(Run, "outcome", outcome)
+    told: list[StudyRun] = []
+    found = run_all(runs, jobs=1, on_done=lambda run, _: told.append(run))
+    assert simulated == [first, other, longer]
+    assert [each.numbers["number"] for each in found] == [1, 2, 1, 3, 3]
+    assert [each.wall_s for each in found] == [1.0, 1.0, 0.0, 1.0, 0.0]
+    assert sorted(run.key for run in told) == sorted(run.key for run in runs)
+
+
 def test_variants_of_a_seed_meet_the_same_requests(context: StudyContext) -> None:
     first, other, _ = run_all(_runs(context), jobs=1)
     assert first.numbers["simulated_s"] == other.numbers["simulated_s"]

@@ -10,7 +10,7 @@ from prfaas.core.planner.operating_point import ServiceModel
 from prfaas.core.planner.plan import best_operation
 from prfaas.core.planner.problem import PdCluster, PlanError, PlanLink, PlanProblem, PrfaasCluster, all_paths
 from prfaas.core.planner.routing import RoutingPlan, best_routing
-from prfaas.core.planner.two_clusters import best_prefill, best_rate, best_threshold_tokens, rate_at
+from prfaas.core.planner.two_clusters import best_prefill, best_rate, best_threshold_tokens, rates_at
 from prfaas.core.units import BITS_PER_BYTE
 
 if TYPE_CHECKING:
@@ -101,7 +101,11 @@ class PrefillSide:
 
     def rate(self, threshold: float) -> float:
         """Requests per second of this cluster that prefill and links can carry with a threshold."""
-        return rate_at(self.problem, threshold, self.n_prefill, self.service)
+        return self.rates([threshold])[0]
+
+    def rates(self, thresholds: Sequence[float]) -> list[float]:
+        """`rate` of each of these thresholds, which takes little longer than one."""
+        return rates_at(self.problem, thresholds, self.n_prefill, self.service)
 
 
 def prefill_sides(

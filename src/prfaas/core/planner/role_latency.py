@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from prfaas.core.planner.network import network_work
 from prfaas.core.planner.problem import PlanProblem
+from prfaas.core.planner.role_works import work_with_prefill
 from prfaas.core.planner.ttft import NO_WAIT, DecodeQueue, PrefillPoolLoad, StageWork, Wait, erlang_c, wait_of
-from prfaas.core.planner.two_clusters import work_with_prefill
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +86,7 @@ def latency_of_work(
     prefill_s = sum(pool.work_s for pool in work.pools)
     if utilisation >= 1:
         return RoleLatency(prefill, requests_per_s, utilisation, prefill_s, math.inf, math.inf)
-    prefill_wait_s = sum(
-        float(pool.weights.sum()) * _prefill_wait_s(pool, requests_per_s, queues) for pool in work.pools
-    )
+    prefill_wait_s = sum(pool.part * _prefill_wait_s(pool, requests_per_s, queues) for pool in work.pools)
     answer_s = {pd.name: pd.decode_step_s * problem.workload.output_tokens for pd in problem.pd}
     decode_wait_s = sum(
         part * _decode_wait_s(requests_per_s * part, decode_rates[name] * part, answer_s[name], queues)
@@ -147,7 +145,7 @@ def _shortest_first_factor(pool: PrefillPoolLoad, requests_per_s: float) -> floa
     """The mean wait with short ones first over that of first come, first served."""
     import numpy as np
 
-    share = float(pool.weights.sum())
+    share = pool.part
     if share <= 0:
         return 1.0
     order = np.argsort(pool.seconds)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from prfaas.core.deployment import FirstTokenSource
@@ -76,7 +77,8 @@ class LinkTime:
         return added
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+# Without slots, so that its sums are worked out once: roles are compared by little else.
+@dataclass(frozen=True, eq=False)
 class PrefillPoolLoad:
     """Equal prefill instances and what they work on."""
 
@@ -91,10 +93,15 @@ class PrefillPoolLoad:
     link: LinkTime | None = None
     """None where nothing crosses a link."""
 
-    @property
+    @cached_property
     def work_s(self) -> float:
         """Seconds of work per request of the whole system."""
         return float((self.seconds * self.weights).sum())
+
+    @cached_property
+    def part(self) -> float:
+        """Of all requests of the whole system."""
+        return float(self.weights.sum())
 
     def served_s(self, requests_per_s: float = 0.0, first_token: FirstTokenSource = "decode") -> "FloatArray":
         """Prefill and what the link adds to the TTFT, without waiting for either's turn."""
@@ -351,7 +358,7 @@ def wait_of(pool: PrefillPoolLoad, rate: float) -> Wait:
 
     First come, first served. The pool must have less work than time.
     """
-    share = float(pool.weights.sum())
+    share = pool.part
     if share <= 0:
         return NO_WAIT
     arrivals = rate * share

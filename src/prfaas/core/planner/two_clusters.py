@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from prfaas.core.planner import equations
-from prfaas.core.planner.loads import Loads, Split, pools_of, work_of
+from prfaas.core.planner.loads import Loads, Split, pools_of
 from prfaas.core.planner.operating_point import (
     CachePolicy,
     LinkUse,
@@ -17,7 +17,7 @@ from prfaas.core.planner.operating_point import (
     StageKind,
 )
 from prfaas.core.planner.problem import PlanError, PlanProblem, path
-from prfaas.core.planner.ttft import StageWork, service_ttft
+from prfaas.core.planner.ttft import service_ttft
 
 if TYPE_CHECKING:
     import numpy as np
@@ -78,7 +78,7 @@ def cheapest_point(
         split = split_of(problem, policy, service)
         if split is None:
             continue
-        lengths = np.unique(np.append(_candidate_lengths(split), length))
+        lengths = np.unique(np.append(candidate_lengths(split), length))
         egress, loads = np.zeros(len(lengths)), split.loads(lengths)
         for name, bits in loads.link_bits.items():
             egress += per_bit[name] * bits
@@ -105,27 +105,10 @@ def best_threshold_tokens(problem: PlanProblem, n_prefill: int, service: Service
     return settled(problem, length) * split.own_share if split.remote is not None else None
 
 
-def work_with_prefill(problem: PlanProblem, n_prefill: int) -> StageWork:
-    """The stages' work at `best_threshold`."""
-    return works_with_prefill(problem, [n_prefill])[n_prefill]
-
-
-def works_with_prefill(problem: PlanProblem, counts: Sequence[int]) -> dict[int, StageWork]:
-    """`work_with_prefill` by number of prefill instances; what these have in common is worked out once."""
-    split = _required(split_of(problem, "own", "mean length"))
-    candidates = _candidate_lengths(split)
-    loads = split.loads(candidates)
-    works = {}
-    for count in counts:
-        length = best_of(split, [count], candidates, loads)[1] if split.remote is not None else math.inf
-        works[count] = work_of(split, settled(problem, length), count)
-    return works
-
-
 def best_rate(problem: PlanProblem, n_prefill: int, service: ServiceModel) -> float:
     """Λ_max of `best_threshold` alone."""
     split, length = _balance(problem, n_prefill, service)
-    return _rate_of(split, length, n_prefill)
+    return _rates_of(split, [length], n_prefill)[0]
 
 
 def best_prefill(problem: PlanProblem, service: ServiceModel) -> int:
@@ -149,8 +132,18 @@ def rate_at(
     problem: PlanProblem, threshold_tokens: float, n_prefill: int, service: ServiceModel = "mean length"
 ) -> float:
     """Λ_max of `evaluate` alone. Raises as it does."""
+    return rates_at(problem, [threshold_tokens], n_prefill, service)[0]
+
+
+def rates_at(
+    problem: PlanProblem,
+    thresholds_tokens: Sequence[float],
+    n_prefill: int,
+    service: ServiceModel = "mean length",
+) -> list[float]:
+    """`rate_at` each of these thresholds, which takes little longer than one."""
     split = _given(problem, n_prefill, service)
-    return _rate_of(split, threshold_tokens / split.own_share, n_prefill)
+    return _rates_of(split, [tokens / split.own_share for tokens in thresholds_tokens], n_prefill)
 
 
 def split_of(problem: PlanProblem, policy: CachePolicy, service: ServiceModel) -> Split | None:
@@ -232,13 +225,15 @@ def point_of(split: Split, length: float, n_prefill: int) -> OperatingPoint:
     )
 
 
-def _rate_of(split: Split, length: float, n_prefill: int) -> float:
-    """Λ_max of `point_of` alone."""
+def _rates_of(split: Split, lengths: Sequence[float], n_prefill: int) -> list[float]:
+    """Λ_max of `point_of` alone, for every length."""
     import numpy as np
 
-    length = settled(split.problem, length if split.remote is not None else math.inf)
-    loads = split.loads(np.array([length], dtype=np.float64))
-    return _least(_decode_rate(split, n_prefill), _capacities(split, loads, n_prefill))
+    if split.remote is None:
+        lengths = [math.inf] * len(lengths)
+    loads = split.loads(np.array([settled(split.problem, length) for length in lengths], dtype=np.float64))
+    decode = _decode_rate(split, n_prefill)
+    return [_least(decode, _capacities(split, loads, n_prefill, place)) for place in range(len(lengths))]
 
 
 def _decode_rate(split: Split, n_prefill: int) -> float:
@@ -270,23 +265,25 @@ def policies(problem: PlanProblem) -> tuple[CachePolicy, ...]:
 
 
 def _balance(problem: PlanProblem, n_prefill: int, service: ServiceModel) -> tuple[Split, float]:
-    split = _required(split_of(problem, "own", service))
+    split = own_split(problem, service)
     return split, best_of(split, range(n_prefill, n_prefill + 1))[1]
 
 
 def _given(problem: PlanProblem, n_prefill: int, service: ServiceModel) -> Split:
-    split = _required(split_of(problem, "own", service))
+    split = own_split(problem, service)
     if not 0 <= n_prefill <= split.pd.instances:
         raise PlanError(f"{n_prefill} prefill instances of {split.pd.instances} can't be")
     return split
 
 
-def _required(split: Split | None) -> Split:
+def own_split(problem: PlanProblem, service: ServiceModel) -> Split:
+    """The two routes where every cluster uses its own cache."""
+    split = split_of(problem, "own", service)
     assert split is not None  # without the "best" policy a cluster can always prefill for itself
     return split
 
 
-def _candidate_lengths(split: Split) -> "FloatArray":
+def candidate_lengths(split: Split) -> "FloatArray":
     """Where a threshold may be: at every atom, or on a fine grid."""
     import numpy as np
 
@@ -306,14 +303,14 @@ def best_of(
 ) -> tuple[tuple[float, float], float, int]:
     """The best (Λ, prefill's own limit), and the length and number of prefill instances that give it.
 
-    `candidates`: what `_candidate_lengths` gives, with their `loads`; None: they are worked out here.
+    `candidates`: what `candidate_lengths` gives, with their `loads`; None: they are worked out here.
     """
-    candidates = _candidate_lengths(split) if candidates is None else candidates
+    candidates = candidate_lengths(split) if candidates is None else candidates
     found_merits = merits(split, loads or split.loads(candidates), splits)
     zooms = _ZOOMS if split.problem.workload.lengths.atoms() is None and len(candidates) > 2 else 0
     best: tuple[tuple[float, float], float, int] | None = None
     for n_prefill, (rates, limits) in zip(splits, found_merits, strict=True):
-        index = _highest(rates, limits)
+        index = highest(rates, limits)
         found = ((float(rates[index]), float(limits[index])), float(candidates[index]), n_prefill)
         if zooms and (best is None or found[0][0] > 0.98 * best[0][0]):
             found = _zoom(split, candidates, index, found, zooms)
@@ -338,58 +335,59 @@ def _zoom(
         high = candidates[min(index + 1, len(candidates) - 1)]
         candidates = np.unique(np.append(np.linspace(low, high, _ZOOM_POINTS), candidates[index]))
         rates, limits = merits(split, split.loads(candidates), [n_prefill])[0]
-        index = _highest(rates, limits)
+        index = highest(rates, limits)
         here = ((float(rates[index]), float(limits[index])), float(candidates[index]), n_prefill)
         if here[0] > found[0]:
             found = here
     return found
 
 
-def _highest(rates: "FloatArray", limits: "FloatArray") -> int:
+def highest(rates: "FloatArray", limits: "FloatArray") -> int:
     """Of the highest rates the last one with the highest limit."""
-    import numpy as np
-
-    equal = np.flatnonzero(rates == rates.max())
-    return int(equal[::-1][np.argmax(limits[equal][::-1])])
+    equal = (rates == rates.max()).nonzero()[0][::-1]
+    return int(equal[limits[equal].argmax()])
 
 
 def merits(split: Split, loads: Loads, splits: Sequence[int]) -> "list[tuple[FloatArray, FloatArray]]":
     """For every split: Λ, and what it would be if decode were no limit, over the lengths of the loads."""
     import numpy as np
 
-    rates = np.full(len(loads.pd_s), math.inf)
+    shared = np.full(len(loads.pd_s), math.inf)
     if split.prfaas is not None:
-        rates = np.minimum(rates, _ratio(split.prfaas.instances, loads.prfaas_s))
+        shared = np.minimum(shared, _ratio(split.prfaas.instances, loads.prfaas_s))
     for link in split.problem.links:
-        rates = np.minimum(rates, _ratio(link.bandwidth_bits_per_s, loads.link_bits[link.name]))
+        shared = np.minimum(shared, _ratio(link.bandwidth_bits_per_s, loads.link_bits[link.name]))
     per_decoder = split.pd.decode_rate(split.problem.workload.output_tokens)
-    result = []
-    for n_prefill in splits:
-        limits = np.minimum(rates, _ratio(n_prefill, loads.pd_s))
-        result.append((np.minimum(limits, (split.pd.instances - n_prefill) * per_decoder), limits))
-    return result
+    # All splits at once: a row each.
+    prefill = np.array(splits, dtype=np.float64)[:, None]
+    limits = np.minimum(shared, _ratio(prefill, loads.pd_s))
+    rates = np.minimum(limits, (split.pd.instances - prefill) * per_decoder)
+    return list(zip(rates, limits, strict=True))
 
 
-def _ratio(capacity: float, load: "FloatArray") -> "FloatArray":
+def _ratio(capacity: "float | FloatArray", load: "FloatArray") -> "FloatArray":
+    """Infinite where there is no load; a column of capacities gives a row for each."""
     import numpy as np
 
-    result = np.full(len(load), math.inf)
+    result = np.full(np.broadcast_shapes(np.shape(capacity), load.shape), math.inf)
     np.divide(capacity, load, out=result, where=load > 0)
     return result
 
 
-def _capacities(split: Split, loads: Loads, n_prefill: int) -> dict[tuple[StageKind, str], float | None]:
-    """The request rate at which each stage but decode is full; None if it has nothing to do."""
+def _capacities(
+    split: Split, loads: Loads, n_prefill: int, place: int = 0
+) -> dict[tuple[StageKind, str], float | None]:
+    """The request rate at which each stage but decode is full, by the loads at a place; None: it has nothing to do."""
     found: dict[tuple[StageKind, str], float | None] = {}
 
     def add(kind: StageKind, name: str, capacity: float, load: float) -> None:
         found[kind, name] = capacity / load if load > 0 else None
 
     if split.prfaas is not None:
-        add("prfaas prefill", split.prfaas.name, split.prfaas.instances, float(loads.prfaas_s[0]))
+        add("prfaas prefill", split.prfaas.name, split.prfaas.instances, float(loads.prfaas_s[place]))
     for link in split.problem.links:
-        add("link", link.name, link.bandwidth_bits_per_s, float(loads.link_bits[link.name][0]))
-    add("pd prefill", split.pd.name, n_prefill, float(loads.pd_s[0]))
+        add("link", link.name, link.bandwidth_bits_per_s, float(loads.link_bits[link.name][place]))
+    add("pd prefill", split.pd.name, n_prefill, float(loads.pd_s[place]))
     return found
 
 

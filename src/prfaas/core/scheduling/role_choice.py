@@ -8,7 +8,7 @@ from typing import Literal
 from prfaas.core.deployment import Role
 from prfaas.core.planner import PlanError, PlanProblem
 from prfaas.core.planner.role_latency import QueueingModel, RoleLatency, latency_of_work, latency_with_roles
-from prfaas.core.planner.two_clusters import works_with_prefill
+from prfaas.core.planner.role_works import works_with_prefill
 
 # A TTFT counts as this many times its prefill at most, so that a stage that is full for a moment can be forgotten.
 _MOST_WAIT = 10.0

@@ -70,6 +70,8 @@ class LengthWindow:
         starts = range(0, _BINS * slots, _BINS)
         self._ring = [_Slot(counts[start : start + _BINS], sums[start : start + _BINS]) for start in starts]
         self._first_s = math.inf
+        # The histograms that the last distribution was of, and this one; together, since threads may ask.
+        self._known: tuple[list[tuple[int, int, int]], Empirical] | None = None
 
     def add(self, tokens: float, now_s: float) -> None:
         """One request of `tokens` uncached tokens; less than 1 counts as 1. About 0.6 µs."""
@@ -113,8 +115,13 @@ class LengthWindow:
         import numpy as np
 
         live = self._live(now_s)
-        if sum(self._ring[row].total for row in live) < self.min_count:
+        # Histograms only grow until they begin anew, so these say what is in them.
+        held = [(row, self._ring[row].number, self._ring[row].total) for row in live]
+        if sum(total for _, _, total in held) < self.min_count:
             return None
+        known = self._known
+        if known is not None and known[0] == held:
+            return known[1]
         all_counts = np.frombuffer(self._counts, dtype=np.uint32).reshape(-1, _BINS)
         all_tokens = np.frombuffer(self._tokens, dtype=np.float64).reshape(-1, _BINS)
         if len(live) < len(self._ring):
@@ -122,7 +129,9 @@ class LengthWindow:
         counts = all_counts.sum(axis=0, dtype=np.uint64)
         seen = counts > 0
         counts = counts[seen]
-        return Empirical(all_tokens.sum(axis=0)[seen] / counts, counts)
+        found = Empirical.counted(all_tokens.sum(axis=0)[seen] / counts, counts)
+        self._known = (held, found)
+        return found
 
     def _live(self, now_s: float) -> list[int]:
         """The places in the ring of the window's histograms."""
@@ -211,7 +220,8 @@ class ThresholdOptimiser:
     ) -> bool:
         if not side.is_reached:
             return True  # infinite
-        if side.rate(best) <= side.rate(now) * (1 + self.margin):
+        rate_best, rate_now = side.rates([best, now])
+        if rate_best <= rate_now * (1 + self.margin):
             return False
         return reason != "periodic" or moved_sds(side.problem, now, best, sample_count) > self.noise_sds
 

@@ -50,9 +50,28 @@ class Empirical(_Atoms):
             probability = np.bincount(where, probability).astype(np.float64)
         kept = probability > 0
         atoms, probability = atoms[kept], probability[kept]
+        self._set(atoms, probability)
+
+    @classmethod
+    def counted(cls, lengths: "FloatArray", counts: "NDArray[np.integer]") -> "Empirical":
+        """`Empirical(lengths, counts)` of ascending lengths that are possible and counts above 0: in half the time.
+
+        Lengths that do not ascend are sorted and merged, as any other.
+        """
+        if not (lengths[1:] > lengths[:-1]).all():
+            return cls(lengths, counts)
+        weights = counts.astype(float)
+        found = cls.__new__(cls)
+        found._set(lengths, weights / weights.sum())
+        return found
+
+    def _set(self, atoms: "FloatArray", probability: "FloatArray") -> None:
+        import numpy as np
+
         # Entry k is what lies above the first k atoms: summed from the top, so that the last one is exactly 0.
-        mass = np.concatenate([np.cumsum(probability[::-1])[::-1], [0.0]])
-        tokens = np.concatenate([np.cumsum((probability * atoms)[::-1])[::-1], [0.0]])
+        mass, tokens = np.zeros(len(atoms) + 1), np.zeros(len(atoms) + 1)
+        mass[:-1] = probability[::-1].cumsum()[::-1]
+        tokens[:-1] = (probability * atoms)[::-1].cumsum()[::-1]
         _Atoms.__init__(self, atoms, probability, mass / mass[0], tokens / mass[0])
 
     @property

@@ -2,11 +2,12 @@
 
 import multiprocessing
 import os
+import pickle
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -257,24 +258,52 @@ def run_all(
 ) -> list[StudyOutcome]:
     """An outcome per run, in their order and the same for any number of `jobs`.
 
-    `on_done` is called with each as it ends, in any order. An exception of a run ends the others and passes through.
+    Runs that differ in nothing but their keys are simulated once. `on_done` is called with each as it ends, in any
+    order. An exception of a run ends the others and passes through.
     """
-    if jobs == 1:
-        return [_report(run, run.outcome(), on_done) for run in runs]
+    twins = _twins(runs)
     found: dict[int, StudyOutcome] = {}
+
+    def ended(first: int, outcome: StudyOutcome) -> None:
+        for place in twins[first]:
+            # The time was taken once.
+            found[place] = outcome if place == first else replace(outcome, wall_s=0.0)
+            if on_done is not None:
+                on_done(runs[place], found[place])
+
+    if jobs == 1:
+        for first in twins:
+            ended(first, runs[first].outcome())
+        return [found[index] for index in range(len(runs))]
     # Not forked: a caller that shows progress may have threads.
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(max_workers=jobs, mp_context=context, initializer=_leave_with_parent)
     try:
         # Long ones first, so that all end at about the same time.
-        order = sorted(range(len(runs)), key=lambda index: -runs[index].expected_requests)
+        order = sorted(twins, key=lambda index: -runs[index].expected_requests)
         numbers = {pool.submit(_outcome_of, runs[index]): index for index in order}
         for future in as_completed(numbers):
-            index = numbers[future]
-            found[index] = _report(runs[index], future.result(), on_done)
+            ended(numbers[future], future.result())
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
     return [found[index] for index in range(len(runs))]
+
+
+def _twins(runs: Sequence[StudyRun]) -> dict[int, list[int]]:
+    """By the place of the first of equal runs, the places of all of them."""
+    firsts: dict[bytes, int] = {}
+    twins: dict[int, list[int]] = {}
+    for place, run in enumerate(runs):
+        first = firsts.setdefault(_content(run), place)
+        twins.setdefault(first, []).append(place)
+    return twins
+
+
+def _content(run: StudyRun) -> bytes:
+    """Equal for runs that differ in nothing but their keys; if equal runs differ here, both are simulated."""
+    if is_dataclass(run) and any(each.name == "key" for each in fields(run)):
+        return pickle.dumps(replace(run, key=()))
+    return pickle.dumps(run)
 
 
 def _outcome_of(run: StudyRun) -> StudyOutcome:
@@ -291,14 +320,6 @@ def _leave_with_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
-
-
-def _report(
-    run: StudyRun, outcome: StudyOutcome, on_done: Callable[[StudyRun, StudyOutcome], None] | None
-) -> StudyOutcome:
-    if on_done is not None:
-        on_done(run, outcome)
-    return outcome
 
 
 def run_studies(
