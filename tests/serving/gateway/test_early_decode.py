@@ -78,7 +78,7 @@ def test_a_decode_request_may_come_after_its_transfer_has_failed(in_world: InWor
         request = asyncio.create_task(world.complete(LONG))
         await until(lambda: world.plane.open["decode"] == 1)
         world.remote.goes_on.set()
-        while not await world.metric("prfaas_gateway_background_tasks") == 0 or world.plane.open["remote"]:
+        while await world.metric("prfaas_gateway_background_tasks") != 0 or world.plane.open["remote"]:
             await asyncio.sleep(0.01)
         world.decode.frozen = False
         route, answer = await request

@@ -64,7 +64,7 @@ class _TextSeams:
     ) -> SampledTokens | None:
         """The end of the whole answer."""
         if self._ask.shows_stops and reason == "stop":
-            # Where a stop token's text ends a stop string too, only an engine that shows both says that it was the string.
+            # Where a stop token ends a stop string too, only an engine that shows both says that the string was it.
             by_token = not isinstance(stop_reason, str) or ids[-1] in self._ask.stop_token_ids
             if isinstance(stop_reason, str) and not by_token:
                 text = (self._text + text).removesuffix(stop_reason)
