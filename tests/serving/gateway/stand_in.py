@@ -142,7 +142,11 @@ def generated(
         # A model's own end is a special token, which no engine writes.
         if (reason is None or (includes and token_ids[-1] != own_end)) and character not in blank:
             text += character
-        found = next((stop for stop in stops if len(token_ids) > least and stop in text[-len(stop) :]), None)
+            looks = len(token_ids) > least
+        else:
+            # Where no text came, no stop string ends with it.
+            looks = False
+        found = next((stop for stop in stops if looks and stop in text[-len(stop) :]), None)
         if found is not None:
             reason, stop_reason = "stop", found
             text = text if includes else text.removesuffix(found)
