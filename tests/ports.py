@@ -4,6 +4,9 @@ import contextlib
 import random
 import socket
 
+EXAMPLES = range(18_000, 19_400)
+"""Ports of the examples and of the guides."""
+
 _DRAW = random.SystemRandom()
 
 
@@ -18,7 +21,7 @@ def free_ports(count: int) -> list[int]:
     with contextlib.ExitStack() as stack:
         while len(found) < count:
             port = _DRAW.randrange(12_000, 32_000)
-            if 18_000 <= port < 18_300:  # the examples' own
+            if port in EXAMPLES:
                 continue
             sock = stack.enter_context(socket.socket())
             with contextlib.suppress(OSError):

@@ -41,17 +41,22 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
         if each.file:
             (folder / each.file).write_text(each.text)
     (started, *_) = found.shell
-    with subprocess.Popen(
-        # In the shell's place, so that the signal below reaches it.
-        found.command(started.replace("prfaas up", f"exec {sys.executable} -m prfaas.cli.main up")),
-        cwd=folder,
-        env=found.environment,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
+    errors = folder / "errors.txt"
+    with (
+        errors.open("w") as told,
+        subprocess.Popen(
+            # In the shell's place, so that the signal below reaches it.
+            found.command(started.replace("prfaas up", f"exec {sys.executable} -m prfaas.cli.main up")),
+            cwd=folder,
+            env=found.environment,
+            stdout=subprocess.PIPE,
+            stderr=told,
+            text=True,
+        ) as process,
+    ):
         try:
             assert process.stdout is not None
-            assert process.stdout.readline().startswith("ready: ")
+            assert process.stdout.readline().startswith("ready: "), errors.read_text()
             yield found
         finally:
             process.send_signal(signal.SIGINT)

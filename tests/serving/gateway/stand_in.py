@@ -139,9 +139,14 @@ def generated(
         state.update(kv_of(token_ids[-1:]))
         if token_ids[-1] in ends:
             reason, stop_reason = "stop", None if token_ids[-1] == own_end else token_ids[-1]
-        if (reason is None or includes) and character not in blank:
+        # A model's own end is a special token, which no engine writes.
+        if (reason is None or (includes and token_ids[-1] != own_end)) and character not in blank:
             text += character
-        found = next((stop for stop in stops if len(token_ids) > least and stop in text[-len(stop) :]), None)
+            looks = len(token_ids) > least
+        else:
+            # Where no text came, no stop string ends with it.
+            looks = False
+        found = next((stop for stop in stops if looks and stop in text[-len(stop) :]), None)
         if found is not None:
             reason, stop_reason = "stop", found
             text = text if includes else text.removesuffix(found)
@@ -672,8 +677,9 @@ class StandInEngine:
         while status is not None and not status.phase.terminal:
             await asyncio.sleep(0.01)
             status = self.receiver.state(ticket.transfer_id)
-        # A request with no transfer at all is the gateway's fault, which `_load` says.
-        return not is_early or (status is not None and status.phase is TransferPhase.COMPLETE)
+        # One that was sent early may come after its transfer has failed. A request with no transfer at all is the
+        # gateway's fault, which `_load` says.
+        return status is None or status.phase is TransferPhase.COMPLETE
 
     def _load(self, ticket: Ticket, body: dict[str, Any], ids: list[int]) -> int:
         staged = self.receiver.take(ticket.transfer_id)

@@ -70,6 +70,25 @@ def test_what_fails_after_the_decode_request_is_prefilled_there(
     in_world(body)
 
 
+def test_a_decode_request_may_come_after_its_transfer_has_failed(in_world: InWorld) -> None:
+    """The gateway can't know that when it sends the request."""
+
+    async def body(world: World) -> None:
+        world.remote.lingers, world.decode.frozen = "aborts", True
+        request = asyncio.create_task(world.complete(LONG))
+        await until(lambda: world.plane.open["decode"] == 1)
+        world.remote.goes_on.set()
+        while await world.metric("prfaas_gateway_background_tasks") != 0 or world.plane.open["remote"]:
+            await asyncio.sleep(0.01)
+        world.decode.frozen = False
+        route, answer = await request
+        assert (route["route"], route["decode"], route["fallback"]) == ("local", "decode", "transfer-failed")
+        assert answer["choices"][0]["text"] == answer_text(LONG)
+        assert (world.decode.early, world.decode.lost, world.decode.loaded) == (0, 1, [])
+
+    in_world(body)
+
+
 def test_a_frozen_producer_costs_no_more_than_the_prefill(in_world: InWorld) -> None:
     """The decode engine need not wait for a deadline: it is told that its KV will not come."""
 

@@ -112,7 +112,7 @@ def test_after_the_last_relayed_token_the_kv_is_waited_for(in_world: InWorld) ->
     in_world(body, gateway_config=RELAYS, decode_lead_s=0.0)
 
 
-@pytest.mark.parametrize("how", ["length", "own", "stop", "stop-included", "token"])
+@pytest.mark.parametrize("how", ["length", "own", "stop", "stop-included", "token", "both"])
 def test_an_answer_that_ends_meanwhile_needs_no_kv(in_world: InWorld, how: str) -> None:
     async def body(world: World) -> None:
         relay_until(world, 99)
@@ -124,6 +124,9 @@ def test_an_answer_that_ends_meanwhile_needs_no_kv(in_world: InWorld, how: str) 
             fields |= {"stop": [text[2:4]], "include_stop_str_in_output": how == "stop-included"}
         elif how == "token":
             fields |= {"stop_token_ids": [whole().token_ids[3]], "stop": ["never"]}
+        elif how == "both":
+            # The token's text is the end of the stop string. By itself the prefill engine would say that this ended it.
+            fields |= {"stop_token_ids": [whole().token_ids[3]], "stop": [text[2:4]]}
         else:
             world.remote.end = world.decode.end = text[3]
         expected = generated(LONG, ASKED | fields, fields.get("max_tokens", 9), world.remote.end)
@@ -318,7 +321,17 @@ def test_the_client_reads_nothing_of_what_stopped_the_answer(
     assert told[-1].finish_reason is not None and told[-1].prompt_details == {"cached_tokens": 7}
 
 
-def test_which_text_a_stop_token_has_is_not_guessed() -> None:
-    ask = FirstTokenAsk({}, ("zz",), 100, 10)
-    told, failed = relayed([event([1], "a"), event([2, 3], "b!", "stop", 3), b"data: [DONE]\n\n"], ask)
+def test_a_stop_token_whose_text_ends_a_stop_string_is_what_ended_the_answer() -> None:
+    """As by an engine that hides both: it never reads the token's text, so it finds no string."""
+    ask = FirstTokenAsk({"stop_token_ids": [9, 3]}, ("bx",), 11, 10)
+    end = event([3], "x", "stop", "bx")
+    told, failed = relayed([event([1], "a"), event([2], "b"), end, b"data: [DONE]\n\n"], ask)
+    assert told == [SampledTokens((1,), "a"), SampledTokens((2, 3), "b", "stop", 3)] and not failed
+
+
+@pytest.mark.parametrize("stop_reason", [3, "b!"])
+def test_which_text_a_stop_token_has_is_not_guessed(stop_reason: int | str) -> None:
+    ask = FirstTokenAsk({"stop_token_ids": [3]}, ("zz", "b!"), 100, 10)
+    events = [event([1], "a"), event([2, 3], "b!", "stop", stop_reason), b"data: [DONE]\n\n"]
+    told, failed = relayed(events, ask)
     assert told == [SampledTokens((1,), "a")] and not failed

@@ -51,6 +51,11 @@ class FirstTokenAsk:
         """
         return bool(self.relay_tokens and self.stops) and not self.sampling.get("include_stop_str_in_output")
 
+    @property
+    def stop_token_ids(self) -> Sequence[int]:
+        """Tokens that the client has named as an answer's end."""
+        return self.sampling.get("stop_token_ids") or ()
+
     def body_fields(self) -> Json:
         """Fields of the prefill's request. Tokens' ids come back as names: asked for otherwise, vLLM would send all of
         the prompt's ids with them."""

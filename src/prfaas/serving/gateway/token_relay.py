@@ -64,12 +64,14 @@ class _TextSeams:
     ) -> SampledTokens | None:
         """The end of the whole answer."""
         if self._ask.shows_stops and reason == "stop":
-            if isinstance(stop_reason, str):
+            # Where a stop token ends a stop string too, only an engine that shows both says that the string was it.
+            by_token = not isinstance(stop_reason, str) or ids[-1] in self._ask.stop_token_ids
+            if isinstance(stop_reason, str) and not by_token:
                 text = (self._text + text).removesuffix(stop_reason)
                 self._text = ""
             elif len(ids) == 1:
                 # The text of the token that ended it is no part of the answer.
-                text = ""
+                text, stop_reason = "", ids[0] if isinstance(stop_reason, str) else stop_reason
             else:
                 # Which part of the text that token has is not known: the decode engine ends the answer.
                 return None

@@ -1,0 +1,20 @@
+"""Ports that tests draw are none of the examples'."""
+
+import re
+
+from tests.ports import EXAMPLES, free_ports
+from tests.test_own_policy_page import ROOT
+
+
+def test_no_port_of_an_example_is_drawn() -> None:
+    """A test that gives an example's ports others, one after the other, would give two of them the same."""
+    fields = re.compile(r"\b(?:\w+_)?port: (\d+)")
+    files = (*sorted((ROOT / "examples").glob("*.yaml")), *sorted((ROOT / "docs" / "guides").glob("*.md")))
+    own = {int(port) for file in files for port in fields.findall(file.read_text())}
+    assert len(own) > 50
+    drawn = free_ports(2000)
+    assert len(set(drawn)) == len(drawn)
+    lowest, highest = 12_000, 32_000
+    assert min(drawn) >= lowest and max(drawn) < highest
+    assert [port for port in sorted(own) if lowest <= port < highest and port not in EXAMPLES] == []
+    assert [port for port in drawn if port in EXAMPLES] == []
