@@ -38,8 +38,9 @@ SOURCE = Path(__file__).parents[1] / "src"
 # answer that begins with it; prefills elsewhere. Then columns of traces, ranks that refuse each other, relays and who
 # decides on them, MLPs and experts of families. Then what moves KV inside a cluster: the file's word, NIXL beside our
 # connector, what is handed over, and the hop whose KV is pulled.
-# Then kinds of values in the file.
-MOST_FILES = 512
+# Then kinds of values in the file. Then relays in simulations: who is relayed, batches of changing pace, their world;
+# and a simulated cluster.
+MOST_FILES = 516
 MOST_LINES = 420
 
 
