@@ -16,7 +16,7 @@ class Answers:
         open_jobs: By request; one that has its answer is taken out.
     """
 
-    __slots__ = ("_columns", "_events", "_open", "_overheads", "count", "squares", "tokens")
+    __slots__ = ("_behind_s", "_columns", "_events", "_open", "_overheads", "count", "squares", "tokens")
 
     count: int
     """Of answers that ended."""
@@ -32,6 +32,7 @@ class Answers:
         self._columns = columns
         self._overheads = overheads
         self._open = open_jobs
+        self._behind_s: dict[int, float] = {}
         self.count = self.tokens = self.squares = 0
 
     def begin(self, job: Job) -> None:
@@ -39,7 +40,8 @@ class Answers:
         job.slot_since_s = self._events.now_s
         if job.has_first:
             if self._columns.second_token_s is not None:
-                self._tell_next(job, self._after_arrival_s(job) + self._step_s(job))
+                behind_s = self._behind_s.get(job.number, 0.0)
+                self._tell_next(job, self._after_arrival_s(job) + behind_s + self._step_s(job))
             return
         job.has_first = True
         ttft_s = self._after_arrival_s(job)
@@ -89,6 +91,10 @@ class Answers:
         if not longest_s[number] >= gap_s:
             longest_s[number] = gap_s
 
+    def fall_behind(self, job: Job, seconds: float) -> None:
+        """Its decode instance computes what was relayed before its own first token: all of them come later."""
+        self._behind_s[job.number] = seconds
+
     def break_off(self, job: Job) -> None:
         """Its decode instance is gone: the client has what was written until now."""
         if self._columns.second_token_s is not None:
@@ -136,7 +142,8 @@ class Answers:
         view = target.view
         view.in_flight -= 1
         view.decoding -= 1
-        self._columns.e2e_s[job.number] = self._after_arrival_s(job)
+        behind_s = self._behind_s.pop(job.number, 0.0) if self._behind_s else 0.0
+        self._columns.e2e_s[job.number] = self._after_arrival_s(job) + behind_s
         self._count(job)
 
     def _count(self, job: Job) -> None:

@@ -36,11 +36,11 @@ class RelayingWorld(World):
         self.relays.begin(job)
 
     def _arrived(self, job: Job) -> None:
-        self.relays.end(job)
+        self.relays.hand_over(job)
         super()._arrived(job)
 
     def _give_up(self, job: Job) -> None:
-        self.relays.end(job)
+        self.relays.give_up(job)
         super()._give_up(job)
 
     def _relayed_all(self, job: Job) -> None:

@@ -84,9 +84,11 @@ class Relays:
             )
             for name, engine in engines.items()
         }
-        # By the number of the request: how much may be relayed, and what is.
+        # By the number of the request: how much may be relayed, and what is under way.
         self._allowed: dict[int, int] = {}
         self._open: dict[int, Relay] = {}
+        # What was relayed of those whose KV has not arrived.
+        self._told: dict[int, int] = {}
         # Whose prefill has begun and whose KV has not arrived.
         self._moving: dict[str, list[Job]] = {}
 
@@ -116,8 +118,21 @@ class Relays:
         self._open[job.number] = relay = Relay(job, min(allowed, job.left_tokens))
         self._join(here, relay)
 
+    def hand_over(self, job: Job) -> None:
+        """Its KV is there: the decode instance computes what was relayed, which crosses without KV, and goes on."""
+        self.end(job)
+        relayed = self._told.pop(job.number, 0)
+        if relayed and not job.is_void:
+            prefill_s, tokens = job.target.prefill_s, job.tokens
+            self._answers.fall_behind(job, prefill_s(tokens) - prefill_s(tokens - relayed))
+
+    def give_up(self, job: Job) -> None:
+        """All is computed again: prompt, and what was relayed."""
+        self.end(job)
+        self._told.pop(job.number, None)
+
     def end(self, job: Job) -> None:
-        """Its KV is there, or it is given up: what has been relayed is part of the answer."""
+        """Its instance decodes no more of it: what it has decoded is part of the answer."""
         self._allowed.pop(job.number, None)
         relay = self._open.pop(job.number, None)
         if relay is None:
@@ -187,6 +202,7 @@ class Relays:
         del self._open[job.number]
         self._close(here, relay)
         if not job.left_tokens:
+            del self._told[job.number]
             self._over(job)
 
     def _close(self, here: RelayingEngine, relay: Relay) -> None:
@@ -195,6 +211,7 @@ class Relays:
         job.tokens += relay.told_tokens
         job.left_tokens -= relay.told_tokens
         if relay.told_tokens:
+            self._told[job.number] = relay.told_tokens
             self._answers.tell_gap(job.number, relay.longest_step_s)
         self._set_pace(here)
 
