@@ -47,7 +47,7 @@ def relay_estimate(problem: PlanProblem, work: StageWork, requests_per_s: float)
 
     An answer is relayed by the rule of `core.scheduling.relay`: at least `WORTH_STEPS` decode steps before its KV is
     there, and with less than that of other prefills waiting. Waits are those of `ttft.wait_of`, links are shared
-    evenly.
+    evenly. Live, the rule knows what is ahead on the link, and not what will join: it relays less than is told here.
 
     """
     import numpy as np
@@ -102,8 +102,12 @@ class _Part:
         assert pool.link is not None
         step_s = max(pd.decode_step_s for pd in problem.pd)
         relay_step_s = cluster.relay_step_s or step_s
-        pauses_s = pool.link.added_s(pool.seconds, requests_per_s)
-        late = (pauses_s >= WORTH_STEPS * step_s) & (pool.weights > 0)
+        link = pool.link
+        pauses_s = link.added_s(pool.seconds, requests_per_s)
+        # The rule takes all bytes for bytes that can leave while the prefill runs.
+        sent_s = (link.streamed_s + link.late_s - link.before_s) / (1 - requests_per_s * link.busy_s)
+        predicted_s = link.round_trip_s + np.maximum(sent_s - pool.seconds, 0.0)
+        late = (predicted_s >= WORTH_STEPS * step_s) & (pool.weights > 0)
         pauses_s, weights, seconds = pauses_s[late], pool.weights[late], pool.seconds[late]
         wait = wait_of(pool, requests_per_s)
         chances = 1 - wait.chance * np.exp(-pauses_s / max(wait.mean_s, _LEAST_S))
