@@ -243,7 +243,9 @@ def relay(directory: Path, tokens: int, rounds: int, bandwidth: str, relay_token
             relayed_s.append(sorted(ours.gaps_s)[-2])
             print(f"relay {relay_tokens}: longest gap {longest_s[-1]:.3f} s", file=sys.stderr)
         with urllib.request.urlopen(f"{deployment.gateway.admin.url}/metrics") as page:
-            relayed = metric(page.read().decode(), "prfaas_gateway_relayed_tokens_total")
+            relayed = metric(page.read().decode(), "prfaas_gateway_relayed_tokens_total") / (rounds + 1)
+        home = deployment.instance(HOME).url
+        catch_up_s = [catch_up(home, number, tokens, max(round(relayed), 1)) for number in range(rounds)]
     return {
         "row": f"relay {relay_tokens}",
         "model": "dense",
@@ -253,9 +255,20 @@ def relay(directory: Path, tokens: int, rounds: int, bandwidth: str, relay_token
         "second_longest_gap_s": statistics.median(relayed_s),
         "steady_gap_s": statistics.median(steady_s),
         "gaps": statistics.median(longest_s) / statistics.median(steady_s),
-        "relayed_tokens": relayed / (rounds + 1),
+        "relayed_tokens": relayed,
+        "catch_up_s": statistics.median(catch_up_s),
         "rounds": rounds,
     }
+
+
+def catch_up(home: str, seed: int, tokens: int, relayed: int) -> float:
+    """What a decode engine takes by itself to go on after a prompt that it holds and so many tokens that it does not.
+
+    The stream pauses at least so long when it is handed over: what was relayed crosses as tokens, without its KV.
+    """
+    ids = prompt(1000 + seed, tokens)
+    streamed(home, ids, max_tokens=1)
+    return streamed(home, ids + prompt(2000 + seed, relayed), max_tokens=1).times_s[0]
 
 
 def metric(page: str, name: str) -> float:

@@ -19,6 +19,7 @@ from prfaas.core.deployment.planned import (
     LogNormalLengths,
     PlannedCluster,
     PlannedDeployment,
+    RelaySettings,
     TraceLengths,
     UniformLengths,
     WorkloadSpec,
@@ -29,15 +30,7 @@ from prfaas.core.deployment.problems import first_problem
 from prfaas.core.deployment.schema import ClusterSection, DeploymentFile, LengthsSection, MachinePoolSection
 from prfaas.core.deployment.security import Security
 from prfaas.core.deployment.source import YamlSource, changed, read_source
-from prfaas.core.deployment.types import (
-    Cluster,
-    ControlConfig,
-    Deployment,
-    Instance,
-    Link,
-    Routing,
-    Slo,
-)
+from prfaas.core.deployment.types import Cluster, ControlConfig, Deployment, Instance, Link, Routing, Slo
 from prfaas.core.kv import KvModel
 from prfaas.core.latency import ProfileError, load_profile
 
@@ -306,6 +299,9 @@ def load_planned(path: Path | str, *, changes: Mapping[str, float] | None = None
         pool=_pool_settings(file),
         dtypes=planned_dtypes(file.model),
         first_token=file.gateway.first_token,
+        relay=RelaySettings(
+            file.gateway.relay_tokens, file.engine.max_num_batched_tokens, file.engine.max_num_seqs
+        ),
         wire_model=kv_model if _are_all_unlike(links, clusters) else None,
         kv_copies=held.kv_bytes(_COMPARED_TOKENS) / kv_model.kv_bytes(_COMPARED_TOKENS),
     )

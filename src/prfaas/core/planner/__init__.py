@@ -14,6 +14,7 @@ from prfaas.core.planner.problem import (
     PrfaasCluster,
     TtftTarget,
 )
+from prfaas.core.planner.relay import RelayEstimate
 from prfaas.core.planner.ttft import TtftEstimate
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "PlanLink",
     "PlanProblem",
     "PrfaasCluster",
+    "RelayEstimate",
     "Roles",
     "RouteUse",
     "ServiceModel",

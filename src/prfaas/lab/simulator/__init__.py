@@ -8,10 +8,10 @@ from prfaas.lab.simulator.scenario import (
     Failure,
     Overheads,
     Scenario,
-    SimulatedCluster,
     SimulatedLink,
     scenario_of,
 )
+from prfaas.lab.simulator.simulated_cluster import SimulatedCluster
 from prfaas.lab.simulator.simulation import simulate
 
 __all__ = [

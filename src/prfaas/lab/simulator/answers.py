@@ -16,7 +16,7 @@ class Answers:
         open_jobs: By request; one that has its answer is taken out.
     """
 
-    __slots__ = ("_columns", "_events", "_open", "_overheads", "count", "squares", "tokens")
+    __slots__ = ("_behind_s", "_columns", "_events", "_open", "_overheads", "count", "squares", "tokens")
 
     count: int
     """Of answers that ended."""
@@ -32,23 +32,26 @@ class Answers:
         self._columns = columns
         self._overheads = overheads
         self._open = open_jobs
+        self._behind_s: dict[int, float] = {}
         self.count = self.tokens = self.squares = 0
 
     def begin(self, job: Job) -> None:
         """A request has its decode slot: what ends its TTFT, unless it had its first token already."""
         job.slot_since_s = self._events.now_s
         if job.has_first:
-            second_s = self._columns.second_token_s
-            if second_s is not None and second_s[job.number] != second_s[job.number]:
-                second_s[job.number] = self._after_arrival_s(job) + self._step_s(job)
+            if self._columns.second_token_s is not None:
+                behind_s = self._behind_s.get(job.number, 0.0)
+                self._tell_next(job, self._after_arrival_s(job) + behind_s + self._step_s(job))
             return
         job.has_first = True
         ttft_s = self._after_arrival_s(job)
         if self._overheads.first_step:
             ttft_s += self._step_s(job)
         self._columns.ttft_s[job.number] = ttft_s
-        if self._columns.second_token_s is not None and job.left_tokens > 1:
-            self._columns.second_token_s[job.number] = ttft_s + self._step_s(job)
+        if self._columns.second_token_s is not None:
+            self._columns.last_token_s[job.number] = ttft_s
+            if job.left_tokens > 1:
+                self._tell_next(job, ttft_s + self._step_s(job))
 
     def end_with_prefill(self, job: Job) -> bool:
         """Its prefill has ended and sampled a first token, which goes back to the client while the KV moves on.
@@ -67,15 +70,57 @@ class Answers:
         columns, number = self._columns, job.number
         rtt_s = 0.0 if job.link is None else job.link.view.rtt_s
         columns.ttft_s[number] = self._after_arrival_s(job) + rtt_s
+        columns.last_token_s[number] = columns.ttft_s[number]
         columns.prefilled_first[number] = 1
         if job.left_tokens:
             return False
-        columns.e2e_s[number] = columns.ttft_s[number]
+        self.end_early(job)
+        return True
+
+    def tell_relayed(self, job: Job, tokens: int, ago_s: float) -> None:
+        """Its prefill instance has decoded so many tokens by now; the last of them came `ago_s` ago."""
+        assert job.link is not None  # what stays in a cluster is never relayed
+        columns, number = self._columns, job.number
+        columns.relayed_tokens[number] = tokens
+        self._tell_second(number, self._after_arrival_s(job) + job.link.view.rtt_s - ago_s)
+
+    def tell_gap(self, number: int, gap_s: float) -> None:
+        """So long a client waited from one token to the next."""
+        longest_s = self._columns.longest_gap_s
+        # Without one it is NaN, which is less than nothing.
+        if not longest_s[number] >= gap_s:
+            longest_s[number] = gap_s
+
+    def fall_behind(self, job: Job, seconds: float) -> None:
+        """Its decode instance computes what was relayed before its own first token: all of them come later."""
+        self._behind_s[job.number] = seconds
+
+    def break_off(self, job: Job) -> None:
+        """Its decode instance is gone: the client has what was written until now."""
+        if self._columns.second_token_s is not None:
+            self._columns.last_token_s[job.number] = self._after_arrival_s(job)
+
+    def end_early(self, job: Job) -> None:
+        """The latest token was the last one, and no decode instance has written any."""
+        self._columns.e2e_s[job.number] = self._columns.last_token_s[job.number]
         view = job.target.view
         view.in_flight -= 1
         view.decoding -= 1
         self._count(job)
-        return True
+
+    def _tell_next(self, job: Job, at_s: float) -> None:
+        """The first token of a decode instance, so long after the arrival."""
+        number = job.number
+        self.tell_gap(number, max(at_s - self._columns.last_token_s[number], 0.0))
+        self._tell_second(number, at_s)
+
+    def _tell_second(self, number: int, at_s: float) -> None:
+        """A token behind the first one comes so long after the arrival."""
+        second_s = self._columns.second_token_s
+        assert second_s is not None
+        if second_s[number] != second_s[number]:
+            second_s[number] = at_s
+        self._columns.last_token_s[number] = at_s
 
     def _after_arrival_s(self, job: Job) -> float:
         """From the request's arrival to now, with what comes beside the work itself."""
@@ -97,7 +142,8 @@ class Answers:
         view = target.view
         view.in_flight -= 1
         view.decoding -= 1
-        self._columns.e2e_s[job.number] = self._after_arrival_s(job)
+        behind_s = self._behind_s.pop(job.number, 0.0) if self._behind_s else 0.0
+        self._columns.e2e_s[job.number] = self._after_arrival_s(job) + behind_s
         self._count(job)
 
     def _count(self, job: Job) -> None:

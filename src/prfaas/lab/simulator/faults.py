@@ -61,6 +61,8 @@ class Faults:
         if engine.clock is not None:
             for job, left_tokens in engine.clock.drop_all():
                 written = job.left_tokens - round(left_tokens)
+                if written:
+                    world.answers.break_off(job)
                 job.left_tokens -= written
                 job.tokens += written
                 world.restart(job)

@@ -11,7 +11,8 @@ from prfaas.core.units import BITS_PER_BYTE
 from prfaas.lab.simulator.instance import Job
 from prfaas.lab.simulator.machine_pool import LoadedBytes, MachinePool
 from prfaas.lab.simulator.result import Columns
-from prfaas.lab.simulator.scenario import Scenario, SimulatedCluster
+from prfaas.lab.simulator.scenario import Scenario
+from prfaas.lab.simulator.simulated_cluster import SimulatedCluster
 
 TIERS = ("memory", "ssd", "machine", "cluster")
 """Whence an instance loads: its machine's memory or SSD, another machine of its cluster, another cluster."""

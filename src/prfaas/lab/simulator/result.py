@@ -99,7 +99,7 @@ REFUSED = "refused"
 
 
 class Columns:
-    """What became of every request, column by column: one entry each in the order of arrival, 46 bytes in all; 55
+    """What became of every request, column by column: one entry each in the order of arrival, 46 bytes in all; 75
     where first tokens come from prefills.
 
     Times are seconds from its arrival, NaN where it never came to that.
@@ -108,11 +108,14 @@ class Columns:
     __slots__ = (
         "e2e_s",
         "hit_tokens",
+        "last_token_s",
         "link_bytes",
+        "longest_gap_s",
         "offloaded",
         "prefilled_first",
         "reason",
         "reason_codes",
+        "relayed_tokens",
         "retries",
         "second_token_s",
         "tier_tokens",
@@ -132,9 +135,12 @@ class Columns:
         self.reason_codes: dict[str, int] = {}
         # Of the hit tokens, those that came from pools, by tier; no columns without pools.
         self.tier_tokens: dict[str, array[int]] = {}
-        # Of requests whose first token came from the prefill, and the time of every second token.
+        # Whose first token came from the prefill; the times of every second token and of the latest one that was told;
+        # the longest gap between those told; what prefill instances relayed.
         self.prefilled_first = array("b")
         self.second_token_s = array("d") if first_from_prefill else None
+        self.last_token_s, self.longest_gap_s = array("d"), array("d")
+        self.relayed_tokens = array("i")
 
     def grow(self, count: int) -> None:
         """Room for `count` more requests."""
@@ -146,8 +152,10 @@ class Columns:
             tokens.frombytes(bytes(tokens.itemsize * count))
         self.retries.frombytes(bytes(count))
         if self.second_token_s is not None:
-            self.second_token_s.extend([_NOT_A_NUMBER] * count)
+            for times in (self.second_token_s, self.last_token_s, self.longest_gap_s):
+                times.extend([_NOT_A_NUMBER] * count)
             self.prefilled_first.frombytes(bytes(count))
+            self.relayed_tokens.frombytes(bytes(self.relayed_tokens.itemsize * count))
 
     @property
     def reasons(self) -> tuple[str, ...]:
@@ -210,6 +218,11 @@ class Result:
     second_token_s: FloatArray | None = None
     """From the arrival until the second token, NaN where there is none; None where first tokens come from decode
     instances, a step before it."""
+    longest_gap_s: FloatArray | None = None
+    """The longest time between two tokens up to the first one of the decode instance, whose others come a step apart;
+    NaN where there is none; None as `second_token_s`."""
+    relayed_tokens: IntArray | None = None
+    """What prefill instances decoded after the first token; None where they relay nothing."""
 
     def mean_of(self, series: str) -> float | None:
         """The mean of a series after the warm-up; None where there is none, or nothing finite in it."""
@@ -225,10 +238,18 @@ class Result:
         Columns are named as the fields are. Two differ: `request` is the number of the request from 0 on, the same
         for every policy under the same requests, and `reason` is a word. With pools, `hit_tokens_memory`, `_ssd`,
         `_machine` and `_cluster` say what of `hit_tokens` came from which tier. Where first tokens come from prefills
-        there is `second_token_s`.
+        there are `second_token_s` and `longest_gap_s`, and `relayed_tokens` where they relay.
         """
         reasons = np.array(self.reasons, dtype=object)
-        second = {} if self.second_token_s is None else {"second_token_s": self.second_token_s}
+        after_first = {
+            name: values
+            for name, values in (
+                ("second_token_s", self.second_token_s),
+                ("longest_gap_s", self.longest_gap_s),
+                ("relayed_tokens", self.relayed_tokens),
+            )
+            if values is not None
+        }
         return {
             "request": np.arange(len(self.arrival_s)),
             "counted": self.counted,
@@ -243,7 +264,7 @@ class Result:
             "retries": self.retries,
             "link_bytes": self.link_bytes,
             "ttft_s": self.ttft_s,
-            **second,
+            **after_first,
             "tpot_s": self.tpot_s,
             "e2e_s": self.e2e_s,
         }
@@ -288,11 +309,7 @@ class Result:
             "simulated_s": self.end_s,
             "arrival_rps": float(counted.sum()) / span_s,
             **_percentiles("ttft", self.ttft_s[counted]),
-            **(
-                {}
-                if self.second_token_s is None
-                else _percentiles("second_token", self.second_token_s[counted])
-            ),
+            **self._after_first(),
             **_percentiles("tpot", self.tpot_s[counted]),
             **_percentiles("e2e", self.e2e_s[counted]),
             "throughput_rps": float(in_time.sum()) / span_s,
@@ -314,6 +331,22 @@ class Result:
             },
         }
         return document | dict(self.changes)
+
+    def _after_first(self) -> dict[str, float | None]:
+        """Of the tokens behind the first ones, where those come from prefills."""
+        if self.second_token_s is None or self.longest_gap_s is None:
+            return {}
+        counted = self.counted
+        found = _percentiles("second_token", self.second_token_s[counted]) | _percentiles(
+            "longest_gap", self.longest_gap_s[counted]
+        )
+        if self.relayed_tokens is None:
+            return found
+        relayed = self.relayed_tokens[counted]
+        return found | {
+            "relayed_fraction": _mean((relayed > 0).astype(float)),
+            "relayed_tokens_mean": _mean(relayed[relayed > 0].astype(float)),
+        }
 
     def _by_tier(self, inputs: float) -> dict[str, float]:
         """Of the hit ratio what came from pools; the rest is engines' own."""

@@ -1,19 +1,17 @@
 """What is simulated: clusters, links, roles, the policy and everything that will go wrong."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 from prfaas.core.deployment import (
     ControlConfig,
     FirstTokenSource,
-    PlannedCluster,
     PlannedDeployment,
+    RelaySettings,
     Slo,
 )
 from prfaas.core.kv import KvModel
-from prfaas.core.latency.service_curve import ServiceCurve
 from prfaas.core.planner import PlanProblem, best_operation, problem_of
 from prfaas.core.planner.from_deployment import mapping_bits_per_s
 from prfaas.core.scheduling.forecast import Foresight
@@ -21,39 +19,7 @@ from prfaas.core.scheduling.threshold import ThresholdOptimiser
 from prfaas.lab.simulator.capacity import CapacityProcess, Constant, Interrupted
 from prfaas.lab.simulator.machine_pool import PoolOptions
 from prfaas.lab.simulator.prefix_caches import CacheOptions
-
-
-@dataclass(frozen=True, slots=True)
-class SimulatedCluster:
-    """Equal instances that share a network."""
-
-    name: str
-    kind: Literal["prfaas", "pd"]
-    instances: int
-    prefill_instances: int
-    """How many prefill at first, while the others decode; all in a "prfaas" cluster."""
-    curve: ServiceCurve
-    """Seconds of a prefill over uncached tokens."""
-    decode_step_s: Callable[[int], float] | None = None
-    """Seconds of a decode step over the batch; None where nothing decodes."""
-    decode_slots: int = 1
-    """Requests that decode together on one instance; the others wait."""
-    prefill_concurrency: int = 1
-    """Prefills that share an instance's time evenly, as chunked prefill can; 1: first come, first served."""
-    prefill_step_tokens: int = 0
-    """Prompts that wait are computed together up to so many uncached tokens, in the time of one prompt of as many; 0:
-    one after another."""
-    chunk_tokens: int = 0
-    """Of a prefill step: what a prompt leaves of its last steps is filled up with the next one that waits at the same
-    instance; 0: it is not."""
-    kv_block_tokens: int = 0
-    """Of a block of the KVCache: where a model has linear states, a step ends at a prompt's last full block."""
-    context_s: float = 0.0
-    """Seconds that a decode step takes longer per token of context in its batch."""
-    measured_context_tokens: float = 0.0
-    """The context per request at which `decode_step_s` holds."""
-    instance_price_per_hour: float = 0.0
-    """In the currency of the deployment's prices; 0 where it has none."""
+from prfaas.lab.simulator.simulated_cluster import SimulatedCluster, cluster_of, context_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +111,8 @@ class Scenario:
     """What crosses links where that is less than what ranks hold together: `PlannedDeployment.wire_model`."""
     first_token: FirstTokenSource = "decode"
     """Who gives every first token; "prefill": where another instance prefills than the one that decodes."""
+    relay: RelaySettings = field(default_factory=RelaySettings)
+    """What prefill instances decode after the first token while their KV travels."""
     transfer_grace_s: float = math.inf
     """The same for one transfer that is so late, on top of what its link's bandwidth explains (`late_after_s`).
     Live it is 30 s. Infinite: however late."""
@@ -165,6 +133,8 @@ class Scenario:
                     "(prefill_concurrency) and load nothing from pools"
                 )
             self._check_chunks(cluster)
+        if self.relay.tokens:
+            self._check_relay()
         names = {link.name for link in self.links} | {
             instance for cluster in self.clusters for instance in instance_names(cluster)
         }
@@ -187,6 +157,14 @@ class Scenario:
             raise ValueError(
                 f"a step of {cluster.chunk_tokens} tokens (chunk_tokens) has one KV block or more of {least} tokens or "
                 f"more, not of {cluster.kv_block_tokens} (kv_block_tokens)"
+            )
+
+    def _check_relay(self) -> None:
+        if self.first_token != "prefill":
+            raise ValueError("relayed tokens follow a first token of the prefill; set first_token to prefill")
+        if any(cluster.chunk_tokens or cluster.prefill_step_tokens for cluster in self.clusters):
+            raise ValueError(
+                "prompts don't share steps (chunk_tokens, prefill_step_tokens) with relayed tokens"
             )
 
     @property
@@ -233,6 +211,7 @@ def scenario_of(
     transfer_grace_s: float = math.inf,
     queue_limit_s: float = math.inf,
     first_token: FirstTokenSource | None = None,
+    relay_tokens: int | None = None,
 ) -> Scenario:
     """What a deployment file describes.
 
@@ -260,6 +239,7 @@ def scenario_of(
         transfer_grace_s: How late a transfer may be before it is given up.
         queue_limit_s: Requests that would wait longer are refused; infinite: none are.
         first_token: Who gives it; None takes the file's `gateway.first_token`.
+        relay_tokens: That may follow it from the prefill; None takes the file's `gateway.relay_tokens`, if any may.
 
     Raises:
         DeploymentError: as `problem_of`.
@@ -285,7 +265,7 @@ def scenario_of(
         name=planned.name,
         clusters=tuple(
             replace(
-                _cluster(cluster, prefill, problem, prefill_concurrency),
+                cluster_of(cluster, prefill, problem, prefill_concurrency),
                 instance_price_per_hour=planned.prices.get(cluster.hardware, 0.0) * cluster.gpus_per_instance,
                 prefill_step_tokens=prefill_step_tokens,
                 chunk_tokens=chunk_tokens,
@@ -294,7 +274,7 @@ def scenario_of(
                 measured_context_tokens=measured_tokens,
             )
             for cluster in planned.clusters
-            for context_s, measured_tokens in [_context_of(cluster, problem, decode_context_s)]
+            for context_s, measured_tokens in [context_of(cluster, problem, decode_context_s)]
         ),
         links=tuple(
             SimulatedLink(
@@ -326,6 +306,7 @@ def scenario_of(
         transfer_grace_s=transfer_grace_s,
         queue_limit_s=queue_limit_s,
         first_token=first_token or planned.first_token,
+        relay=planned.relay.allowing(relay_tokens, first_token or planned.first_token),
     )
 
 
@@ -355,44 +336,3 @@ def _thresholds(problem: PlanProblem, prefill: Mapping[str, int]) -> dict[str, f
     change = ThresholdOptimiser().propose(problem, prefill, {}, sample_count=1, reason="start")
     assert change is not None  # nothing was set before
     return dict(change.tokens)
-
-
-def _cluster(
-    cluster: PlannedCluster, prefill: Mapping[str, int], problem: PlanProblem, concurrency: int
-) -> SimulatedCluster:
-    curve = ServiceCurve.of_profile(cluster.profile)
-    if concurrency < 1:
-        raise ValueError(f"at least one prefill runs at a time on an instance, not {concurrency}")
-    if cluster.kind == "prfaas":
-        count = cluster.instance_count
-        return SimulatedCluster(cluster.name, "prfaas", count, count, curve, prefill_concurrency=concurrency)
-    if not 0 <= prefill[cluster.name] < cluster.instance_count:
-        raise ValueError(
-            f'cluster "{cluster.name}" has {cluster.instance_count} instances: 0 to {cluster.instance_count - 1} of '
-            f"them can prefill, not {prefill[cluster.name]}"
-        )
-    slots = next(int(pd.decode_batch) for pd in problem.pd if pd.name == cluster.name)
-    low, high = cluster.profile.range_batch
-
-    def step_s(batch: int) -> float:
-        return cluster.profile.decode_step_s(min(max(batch, low), high))
-
-    return SimulatedCluster(
-        cluster.name, "pd", cluster.instance_count, prefill[cluster.name], curve, step_s, slots, concurrency
-    )
-
-
-def _context_of(
-    cluster: PlannedCluster, problem: PlanProblem, context_s: float | None
-) -> tuple[float, float]:
-    """By how many seconds a token of context makes its decode steps longer, and beyond how many tokens a request."""
-    decode = cluster.profile.decode
-    if cluster.kind != "pd" or decode is None:
-        return 0.0, 0.0
-    if context_s is None:
-        context_s = decode.context_s
-    if not (math.isfinite(context_s) and context_s >= 0):
-        raise ValueError(f"a decode step takes 0 s or more longer per token of context, not {context_s:g} s")
-    workload = problem.workload
-    mean_tokens = workload.lengths.mean() + workload.output_tokens / 2
-    return context_s, decode.context_tokens or mean_tokens

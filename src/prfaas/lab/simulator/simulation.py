@@ -13,6 +13,7 @@ from prfaas.lab.simulator.control_loops import SlowLoops
 from prfaas.lab.simulator.faults import Faults
 from prfaas.lab.simulator.hot_copies import HotCopies
 from prfaas.lab.simulator.invariants import Invariants
+from prfaas.lab.simulator.relaying_world import world_of
 from prfaas.lab.simulator.result import FloatArray, IntArray, Result
 from prfaas.lab.simulator.scenario import Scenario
 from prfaas.lab.simulator.time_series import TimeSeries
@@ -61,7 +62,7 @@ def simulate(
     first = next(chunks, None)
     if first is None:
         raise ValueError("there is no request to simulate")
-    world = World(scenario, np.random.default_rng(seed), first.block_tokens)
+    world = world_of(scenario, np.random.default_rng(seed), first.block_tokens)
     invariants = Invariants(world) if debug else None
     loops = SlowLoops(world)
     copies = None if world.pools is None else HotCopies(world, first.block_tokens)
@@ -162,9 +163,9 @@ def _result(
     outputs = np.concatenate([output_tokens for _, _, output_tokens in arrived])
     ttft_s, e2e_s = np.array(columns.ttft_s), np.array(columns.e2e_s)
     after_first = np.maximum(outputs - 1, 1) if scenario.overheads.first_step else outputs
-    second_token_s = None
+    second_token_s = longest_gap_s = None
     if columns.second_token_s is not None:
-        second_token_s = np.array(columns.second_token_s)
+        second_token_s, longest_gap_s = np.array(columns.second_token_s), np.array(columns.longest_gap_s)
         # The decode instance had one token less to write.
         after_first = np.where(columns.prefilled_first, np.maximum(outputs - 1, 1), after_first)
     inputs = np.concatenate([input_tokens for _, input_tokens, _ in arrived])
@@ -197,6 +198,8 @@ def _result(
         changes=changes,
         answer_s=answer_s,
         second_token_s=second_token_s,
+        longest_gap_s=longest_gap_s,
+        relayed_tokens=np.array(columns.relayed_tokens, dtype=np.int64) if scenario.relay.tokens else None,
     )
 
 

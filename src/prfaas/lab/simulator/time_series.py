@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from prfaas.lab.simulator.instance import Engine
 from prfaas.lab.simulator.monitored_link import MonitoredLink
-from prfaas.lab.simulator.scenario import SimulatedCluster
+from prfaas.lab.simulator.simulated_cluster import SimulatedCluster
 from prfaas.lab.simulator.world import World
 
 MOST_SAMPLES = 512

@@ -1,0 +1,120 @@
+"""The instances of one cluster as they are simulated, from what the planner knows of them."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from prfaas.core.deployment import PlannedCluster
+from prfaas.core.latency import LatencyProfile
+from prfaas.core.latency.service_curve import ServiceCurve
+from prfaas.core.planner import PlanProblem
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedCluster:
+    """Equal instances that share a network."""
+
+    name: str
+    kind: Literal["prfaas", "pd"]
+    instances: int
+    prefill_instances: int
+    """How many prefill at first, while the others decode; all in a "prfaas" cluster."""
+    curve: ServiceCurve
+    """Seconds of a prefill over uncached tokens."""
+    decode_step_s: Callable[[int], float] | None = None
+    """Seconds of a decode step over the batch; None where nothing decodes."""
+    relay_step_s: Callable[[int], float] | None = None
+    """Seconds of a decode step over answers that a prefill instance relays; None: as `decode_step_s`."""
+    decode_slots: int = 1
+    """Requests that decode together on one instance; the others wait."""
+    prefill_concurrency: int = 1
+    """Prefills that share an instance's time evenly, as chunked prefill can; 1: first come, first served."""
+    prefill_step_tokens: int = 0
+    """Prompts that wait are computed together up to so many uncached tokens, in the time of one prompt of as many; 0:
+    one after another."""
+    chunk_tokens: int = 0
+    """Of a prefill step: what a prompt leaves of its last steps is filled up with the next one that waits at the same
+    instance; 0: it is not."""
+    kv_block_tokens: int = 0
+    """Of a block of the KVCache: where a model has linear states, a step ends at a prompt's last full block."""
+    context_s: float = 0.0
+    """Seconds that a decode step takes longer per token of context in its batch."""
+    measured_context_tokens: float = 0.0
+    """The context per request at which `decode_step_s` holds."""
+    instance_price_per_hour: float = 0.0
+    """In the currency of the deployment's prices; 0 where it has none."""
+
+
+def cluster_of(
+    cluster: PlannedCluster, prefill: Mapping[str, int], problem: PlanProblem, concurrency: int
+) -> SimulatedCluster:
+    """The instances of a deployment's cluster.
+
+    Args:
+        cluster: As the file describes it.
+        prefill: How many prefill at first, by PD cluster.
+        problem: What the planner makes of the file: it has the decode batches.
+        concurrency: Prefills that share an instance's time.
+
+    Raises:
+        ValueError: more prefill instances than there are, or a concurrency below 1.
+    """
+    curve = ServiceCurve.of_profile(cluster.profile)
+    if concurrency < 1:
+        raise ValueError(f"at least one prefill runs at a time on an instance, not {concurrency}")
+    if cluster.kind == "prfaas":
+        count = cluster.instance_count
+        return SimulatedCluster(
+            cluster.name,
+            "prfaas",
+            count,
+            count,
+            curve,
+            prefill_concurrency=concurrency,
+            relay_step_s=_relay_step_s(cluster, problem),
+        )
+    if not 0 <= prefill[cluster.name] < cluster.instance_count:
+        raise ValueError(
+            f'cluster "{cluster.name}" has {cluster.instance_count} instances: 0 to {cluster.instance_count - 1} of '
+            f"them can prefill, not {prefill[cluster.name]}"
+        )
+    slots = next(int(pd.decode_batch) for pd in problem.pd if pd.name == cluster.name)
+    return SimulatedCluster(
+        cluster.name,
+        "pd",
+        cluster.instance_count,
+        prefill[cluster.name],
+        curve,
+        _decode_step_of(cluster.profile),
+        decode_slots=slots,
+        prefill_concurrency=concurrency,
+    )
+
+
+def _relay_step_s(cluster: PlannedCluster, problem: PlanProblem) -> Callable[[int], float]:
+    """Of its own hardware; where that has no decode times, as long as the slowest decode instance takes."""
+    if cluster.profile.decode is None:
+        step_s = max(pd.decode_step_s for pd in problem.pd)
+        return lambda _batch: step_s
+    return _decode_step_of(cluster.profile)
+
+
+def _decode_step_of(profile: LatencyProfile) -> Callable[[int], float]:
+    """Seconds over the batch; beyond what was measured as at the nearest end."""
+    low, high = profile.range_batch
+    return lambda batch: profile.decode_step_s(min(max(batch, low), high))
+
+
+def context_of(cluster: PlannedCluster, problem: PlanProblem, context_s: float | None) -> tuple[float, float]:
+    """By how many seconds a token of context makes its decode steps longer, and beyond how many tokens a request."""
+    decode = cluster.profile.decode
+    if cluster.kind != "pd" or decode is None:
+        return 0.0, 0.0
+    if context_s is None:
+        context_s = decode.context_s
+    if not (math.isfinite(context_s) and context_s >= 0):
+        raise ValueError(f"a decode step takes 0 s or more longer per token of context, not {context_s:g} s")
+    workload = problem.workload
+    mean_tokens = workload.lengths.mean() + workload.output_tokens / 2
+    return context_s, decode.context_tokens or mean_tokens
