@@ -395,7 +395,7 @@ def check_open(
     theirs = body.get("regions")
     if not isinstance(theirs, list) or not all(type(nbytes) is int for nbytes in theirs):
         raise WireError("field 'regions' must be a list of sizes in bytes")
-    ours = expected_regions(layout, ticket, theirs)
+    ours = expected_regions(layout, ticket, theirs, producer, body.get("form", ""))
     if len(ours) > MAX_REGIONS or not all(0 <= nbytes <= MAX_REGION_BYTES for nbytes in ours):
         raise WireError("this side's own regions are out of bounds")
     _raise_if_different(ours, theirs, name, producer)

@@ -17,16 +17,16 @@ from prfaas.serving.transport.handshake import (
     ROLE_PRODUCER,
     Fingerprint,
     PeerIdentity,
-    bounded_sentences,
     welcome,
 )
 from prfaas.serving.transport.options import ReceiverOptions
 from prfaas.serving.transport.pacing import PaceOrder
 from prfaas.serving.transport.receiver_connection import ReceiverConnection
-from prfaas.serving.transport.region_layout import TransferLayout
+from prfaas.serving.transport.region_layout import PeerLayouts, TransferLayout
 from prfaas.serving.transport.requests import PeerRequest, refuse_request
 from prfaas.serving.transport.roster import Roster
 from prfaas.serving.transport.sealing import Sealing
+from prfaas.serving.transport.sentences import bounded_sentences
 from prfaas.serving.transport.silence import LONGEST_LOOK_S, LookClock
 from prfaas.serving.transport.sockets import HandshakeError, shut, tune
 from prfaas.serving.transport.staging import StagedTransfer, StagingArena
@@ -89,7 +89,8 @@ class Receiver:
             host: the address to listen at.
             port: the port to listen at, 0: any free one.
             arena: the staging of all transfers.
-            layout: the regions that this side expects of a transfer; or the transfers that it has asked for.
+            layout: the regions that this side expects of a transfer, of all producers or of each; or the transfers
+                that it has asked for.
             fingerprint: the KV layout, compared field by field with each producer's.
             options: deadlines and limits.
             producers: the only names that may send; None: those of `roster`, or all that have the key.
@@ -110,6 +111,7 @@ class Receiver:
         # New with each start: an observer tells a lost connection from a receiver that forgot everything.
         self._session = secrets.token_hex(8)
         self._fingerprint = dict(fingerprint)
+        self._layouts = layout if isinstance(layout, PeerLayouts) else None
         self._options = options or ReceiverOptions()
         allowed = roster.producers if producers is None and roster is not None else producers
         self._producers = None if allowed is None else frozenset(allowed)
@@ -308,6 +310,7 @@ class Receiver:
             session=self._session,
             fingerprint=self._fingerprint,
             producers=self._producers,
+            layouts=self._layouts,
             handshake_s=options.handshake_s,
             tls=self._tls,
             plain_peers=self._plain_peers,

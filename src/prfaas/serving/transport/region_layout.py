@@ -1,9 +1,11 @@
-"""Which regions a consumer lets in: those that its own layout has, or those that it has asked for."""
+"""Which regions a consumer lets in: those of its own layout, or agreed with a peer, or that it has asked for."""
 
 import threading
-from collections.abc import Sequence
-from typing import Protocol
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, Protocol, TypeVar
 
+from prfaas.serving.transport.roster import ranked
 from prfaas.serving.transport.ticket import Ticket
 from prfaas.serving.transport.wire import WireError
 
@@ -55,11 +57,105 @@ class AskedTransfers:
             )
 
 
-TransferLayout = RegionLayout | AskedTransfers
+class AgreedLayout(RegionLayout, Protocol):
+    """A layout in a form that both sides of a transfer know."""
+
+    mark: str
+    """Names the form, equal at both sides; "" where pages travel as both keep them."""
 
 
-def expected_regions(layout: TransferLayout, ticket: Ticket, announced: Sequence[int]) -> tuple[int, ...]:
+AgreedT = TypeVar("AgreedT", bound=AgreedLayout)
+
+
+class PeerLayouts(Generic[AgreedT]):
+    """The layouts that follow from what this side and each of its peers have told of their KV; thread-safe."""
+
+    # Of which it is remembered in which form they came; more are not staged at once.
+    MOST_TRANSFERS = 1 << 14
+
+    def __init__(
+        self, rank: int, told: object, agree: Callable[[object, str], AgreedT], alike: AgreedT
+    ) -> None:
+        """
+        Args:
+            rank: this side's; its peers are ranks of the same number.
+            told: what peers are told, as JSON.
+            agree: gives the layout for what a peer has told, and its name; raises ValueError if there is none.
+            alike: the layout between equal sides, which is taken for granted until a peer has told.
+        """
+        self.told = told
+        self._rank = rank
+        self._agree = agree
+        self._alike = alike
+        self._lock = threading.Lock()
+        self._agreed: dict[str, AgreedT] = {}
+        self._of_transfers: OrderedDict[bytes, AgreedT] = OrderedDict()
+
+    def hear(self, peer: str, told: object) -> str | None:
+        """Take note of what an authenticated peer tells; a sentence if no KV can travel between the two."""
+        if told == self.told:
+            agreed = self._alike
+        else:
+            try:
+                agreed = self._agree(told, peer)
+            except ValueError as error:
+                return str(error)
+        with self._lock:
+            self._agreed[peer] = agreed
+        return None
+
+    def of_instance(self, instance: str) -> AgreedT:
+        """What travels to this side's rank of an instance."""
+        with self._lock:
+            return self._agreed.get(ranked(instance, self._rank), self._alike)
+
+    def begin(self, peer: str, transfer_id: bytes, mark: object) -> AgreedT:
+        """The layout of a transfer that a peer opens in a form.
+
+        Raises:
+            WireError: it is another form than was agreed.
+        """
+        with self._lock:
+            agreed = self._agreed.get(peer, self._alike)
+            if mark != agreed.mark:
+                raise WireError(
+                    f"{peer} sends KV in form {str(mark)[:32]!r}, where {agreed.mark!r} was agreed when it connected"
+                )
+            self._of_transfers[transfer_id] = agreed
+            while len(self._of_transfers) > self.MOST_TRANSFERS:
+                self._of_transfers.popitem(last=False)
+            return agreed
+
+    def of_transfer(self, transfer_id: bytes) -> AgreedT | None:
+        """The layout with which a transfer began; None: it has not begun here, or long ago."""
+        with self._lock:
+            return self._of_transfers.get(transfer_id)
+
+
+def told_of(layouts: PeerLayouts[Any] | None) -> object:
+    """What a side tells of its KV in a handshake."""
+    return None if layouts is None else layouts.told
+
+
+def heard(layouts: PeerLayouts[Any] | None, peer: str, told: object) -> str | None:
+    """See `PeerLayouts.hear`; a side without such layouts needs to know nothing of its peers'."""
+    return None if layouts is None else layouts.hear(peer, told)
+
+
+TransferLayout = RegionLayout | AskedTransfers | PeerLayouts[Any]
+
+
+def expected_regions(
+    layout: TransferLayout, ticket: Ticket, announced: Sequence[int], producer: str, mark: object
+) -> tuple[int, ...]:
     """What a consumer expects of the transfer that a ticket allows, in bytes.
+
+    Args:
+        layout: of this side.
+        ticket: of the transfer.
+        announced: the regions that the producer names.
+        producer: its name, with its rank.
+        mark: names the form in which it sends pages.
 
     Raises:
         ValueError: there can be no such transfer.
@@ -67,4 +163,7 @@ def expected_regions(layout: TransferLayout, ticket: Ticket, announced: Sequence
     if isinstance(layout, AskedTransfers):
         layout.check(ticket.transfer_id, announced)
         return tuple(announced)
-    return tuple(layout.region_bytes(ticket.num_tokens, ticket.skip_tokens))
+    regions: RegionLayout = (
+        layout.begin(producer, ticket.transfer_id, mark) if isinstance(layout, PeerLayouts) else layout
+    )
+    return tuple(regions.region_bytes(ticket.num_tokens, ticket.skip_tokens))

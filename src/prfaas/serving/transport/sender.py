@@ -14,14 +14,15 @@ from prfaas.serving.transport.handshake import (
     ROLE_PRODUCER,
     ClientHello,
     Fingerprint,
-    bounded_sentences,
 )
 from prfaas.serving.transport.link_report import KernelTotals, link_reports
 from prfaas.serving.transport.options import Peer, SenderOptions
 from prfaas.serving.transport.outgoing import Carrier, OutgoingTransfer
 from prfaas.serving.transport.pacing import LinkPacer, PaceOrder
 from prfaas.serving.transport.peer_queue import PeerQueue
+from prfaas.serving.transport.region_layout import PeerLayouts
 from prfaas.serving.transport.sender_connection import SenderConnection
+from prfaas.serving.transport.sentences import bounded_sentences
 from prfaas.serving.transport.sockets import TcpInfo
 from prfaas.serving.transport.ticket import Ticket
 from prfaas.serving.transport.tls_identity import TlsIdentity
@@ -45,10 +46,13 @@ class Sender:
         fingerprint: Fingerprint,
         options: SenderOptions | None = None,
         tls: TlsIdentity | None = None,
+        layouts: PeerLayouts[Any] | None = None,
     ) -> None:
+        """`layouts`: None where all peers keep KV as this side does, as the fingerprint says."""
         self.name = name
         self._key = key
         self._fingerprint = dict(fingerprint)
+        self._layouts = layouts
         self._tls = tls
         self._options = options or SenderOptions()
         # New with each start: a consumer tells a producer that lost its connections from one that was
@@ -98,6 +102,7 @@ class Sender:
         sealed: str,
         region_bytes: Sequence[int],
         cached_tokens: int | None = None,
+        form: str = "",
     ) -> OutgoingTransfer:
         """Begin the transfer that a ticket allows; never blocks, never raises for the network.
 
@@ -109,6 +114,7 @@ class Sender:
             sealed: the same ticket as the consumer checks it.
             region_bytes: size of each region, in bytes, as the consumer computes them too.
             cached_tokens: tokens that this side had cached, for those who watch the transfer; None: not told.
+            form: the mark of the form in which pages travel.
         """
         peer_key = ticket.consumer
         if peer_key not in self._queues and "/" in self.name:
@@ -118,7 +124,8 @@ class Sender:
             reason = f"{self.name} has no peer named {ticket.consumer}"
             return OutgoingTransfer.failed(ticket.transfer_id, region_bytes, reason)
         self._connect(peer_key)
-        return queue.open(ticket.transfer_id, sealed, region_bytes, ticket.service, cached_tokens)
+        offer = {"cached_tokens": cached_tokens, "form": form}
+        return queue.open(ticket.transfer_id, sealed, region_bytes, ticket.service, offer)
 
     def stats(self) -> dict[str, Any]:
         """Counters and gauges, per peer; every gauge but `connections` is 0 when nothing is going on."""
@@ -272,6 +279,7 @@ class Sender:
             role=ROLE_PRODUCER,
             session=self._session,
             fingerprint=self._fingerprint,
+            layouts=self._layouts,
         )
 
     def _started(self) -> list[SenderConnection]:

@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import xxhash
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_CONTROL_BYTES = 64 << 10
 MAX_OPEN_BYTES = 1 << 20
 MAX_COPY_BYTES = 4 << 20

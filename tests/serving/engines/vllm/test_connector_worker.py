@@ -317,10 +317,19 @@ def marks(
         cache_config=SimpleNamespace(cache_dtype="auto"),
         parallel_config=SimpleNamespace(tensor_parallel_size=1),
     )
-    pages = {
-        name: [HostPages(torch.zeros((4, size), dtype=torch.uint8))] for name, size in PAGE_BYTES.items()
-    }
-    return fingerprint(KvLayout(GROUPS, pages), config, identity, "DS", page_digests=page_digests)
+    return fingerprint(kept(), config, identity, "DS", page_digests=page_digests)
+
+
+def kept(groups: Sequence[EngineGroup] = GROUPS) -> KvLayout:
+    return KvLayout(
+        groups,
+        {name: [HostPages(torch.zeros((4, size), dtype=torch.uint8))] for name, size in PAGE_BYTES.items()},
+    )
+
+
+def test_engines_that_keep_kv_otherwise_share_no_pool() -> None:
+    wider = [dataclasses.replace(group, block_tokens=64) if group is FULL else group for group in GROUPS]
+    assert pool_fingerprint(marks(), kept()) != pool_fingerprint(marks(), kept(wider))
 
 
 @pytest.mark.parametrize("field", ["weights", "tokenizer"])
@@ -329,7 +338,7 @@ def test_engines_with_other_weights_or_tokenizers_neither_send_nor_share_a_pool(
     theirs = dataclasses.replace(ours, **{field: "theirs"})
     difference = fingerprint_difference(marks(ours), marks(theirs), "home", "east")
     assert difference == f"KV layout differs in '{field}': home has 'ours', east has 'theirs'"
-    assert pool_fingerprint(marks(ours)) != pool_fingerprint(marks(theirs))
+    assert pool_fingerprint(marks(ours), kept()) != pool_fingerprint(marks(theirs), kept())
 
 
 def rotary_base(base: float) -> dict[str, Any]:
@@ -354,7 +363,7 @@ def rotary_base(base: float) -> dict[str, Any]:
 def test_another_model_is_refused_with_the_setting_and_both_values(other: dict[str, Any], told: str) -> None:
     sentence = fingerprint_difference(marks(), marks(**other), "home", "east")
     assert sentence == f"KV layout differs in {told}"
-    assert pool_fingerprint(marks()) != pool_fingerprint(marks(**other))
+    assert pool_fingerprint(marks(), kept()) != pool_fingerprint(marks(**other), kept())
 
 
 def test_a_setting_that_has_no_name_of_its_own_is_told_too() -> None:
@@ -376,4 +385,5 @@ def test_where_a_model_lies_and_who_reads_its_settings_do_not_matter() -> None:
 
 def test_what_belongs_to_transfers_alone_does_not_part_pools() -> None:
     identity = ModelIdentity("w", "t")
-    assert pool_fingerprint(marks(identity)) == pool_fingerprint(marks(identity, page_digests=False))
+    silent = marks(identity, page_digests=False)
+    assert pool_fingerprint(marks(identity), kept()) == pool_fingerprint(silent, kept())

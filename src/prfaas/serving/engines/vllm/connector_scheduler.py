@@ -170,6 +170,9 @@ class ConnectorScheduler:
             return True
         if self.pool is None or consuming.lacked_behind == local_tokens:
             return False
+        if any(skip_tokens % group.block_tokens for group in self._full_groups()):
+            # An engine with other blocks begins inside one of these, and a pool has only whole ones.
+            return False
         if self.pool.has_attention(request, local_tokens, skip_tokens):
             return True
         consuming.lacked_behind = local_tokens

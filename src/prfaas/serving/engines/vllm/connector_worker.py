@@ -20,6 +20,7 @@ from prfaas.serving.engines.vllm.producer import KvProducer
 from prfaas.serving.engines.vllm.rank_pages import pool_geometry
 from prfaas.serving.engines.vllm.settings import ConnectorSettings
 from prfaas.serving.engines.vllm.stats import ConnectorStats
+from prfaas.serving.engines.vllm.wire_layout import wire_layouts
 from prfaas.serving.transport.options import ReceiverOptions, SenderOptions
 from prfaas.serving.transport.receiver import Receiver
 from prfaas.serving.transport.roster import ranked
@@ -120,9 +121,9 @@ class ConnectorWorker:
             model.tokenizer_revision,
         )
         marks = fingerprint(layout, vllm_config, identity, get_conv_state_layout(), page_digests=digests)
-        geometry = _pool_geometry(settings, layout, vllm_config, pool_fingerprint(marks))
-        digest_plan = layout.digest_plan(rank) if digests else None
-        logger.info("KV layout of %s: %s", settings.name, marks)
+        geometry = _pool_geometry(settings, layout, vllm_config, pool_fingerprint(marks, layout))
+        wires = wire_layouts(layout, settings.name, rank, page_digests=digests)
+        logger.info("KV layout of %s: %s; pages: %s", settings.name, marks, wires.told)
         on_device = any(tensor.device.type == "cuda" for tensor in _tensors(kv_caches))
         arena = StagingArena(
             settings.staging_bytes,
@@ -146,6 +147,7 @@ class ConnectorWorker:
                 accept_deadline_s=settings.staging_wait_s + 10.0,
             ),
             tls=tls,
+            layouts=wires,
         )
         receiver = Receiver(
             name=ranked(settings.name, rank),
@@ -153,7 +155,7 @@ class ConnectorWorker:
             host=settings.kv_host,
             port=settings.kv_port + rank,
             arena=arena,
-            layout=digest_plan or layout,
+            layout=wires,
             fingerprint=marks,
             roster=roster,
             options=ReceiverOptions(
@@ -179,8 +181,8 @@ class ConnectorWorker:
         worker = cls(
             receiver,
             sender,
-            KvProducer(layout, sender, settings.lease_s, stats, digest_plan),
-            KvConsumer(layout, receiver, settings.load_wait_s, settings.staging_ttl_s, stats, digest_plan),
+            KvProducer(layout, wires, sender, settings.lease_s, stats),
+            KvConsumer(wires, receiver, settings.load_wait_s, settings.staging_ttl_s, stats),
             pool,
         )
         worker.consumer.on_end = worker._load_ended.set

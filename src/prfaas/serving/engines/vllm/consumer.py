@@ -7,13 +7,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from prfaas.serving.engines.page_digests import DigestPlan, PageDigestError
+from prfaas.serving.engines.page_digests import PageDigestError
 from prfaas.serving.engines.vllm.block_load import BlockLoad
-from prfaas.serving.engines.vllm.layout import KvLayout
 from prfaas.serving.engines.vllm.metadata import LoadOrder
 from prfaas.serving.engines.vllm.stats import ConnectorStats
+from prfaas.serving.engines.vllm.wire_layout import WireLayout
 from prfaas.serving.transport.arrival import Arrival
 from prfaas.serving.transport.receiver import Receiver
+from prfaas.serving.transport.region_layout import PeerLayouts
 from prfaas.serving.transport.staging import StagedTransfer
 from prfaas.serving.transport.wire import TransferPhase, TransferStatus
 
@@ -72,18 +73,24 @@ class KvConsumer:
 
     def __init__(
         self,
-        layout: KvLayout,
+        wires: PeerLayouts[WireLayout],
         receiver: Receiver,
         load_wait_s: float,
         staging_ttl_s: float,
         stats: ConnectorStats,
-        digest_plan: DigestPlan | None,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`digest_plan`: None where transfers come without digests of their pages."""
-        self._layout = layout
+        """
+        Args:
+            wires: what travels from each producer.
+            receiver: has it.
+            load_wait_s: a load waits that long at most for its transfer.
+            staging_ttl_s: a transfer for several requests waits that long at most for the last.
+            stats: counts what was loaded.
+            now_s: the clock.
+        """
+        self._wires = wires
         self._receiver = receiver
-        self._digest_plan = digest_plan
         self._load_wait_s = load_wait_s
         self._staging_ttl_s = staging_ttl_s
         self.stats = stats
@@ -186,32 +193,35 @@ class KvConsumer:
         """
         order = load.order
         transfer_id = order.ticket.transfer_id
-        if load.blocks is None:
-            load.blocks = BlockLoad(self._layout, order, self._digest_plan)
-        # 1. A complete transfer: its last bytes go into the blocks, all of them are checked.
-        held = self._hold(order)
-        if held is not None:
+        # 1. The form in which it travels is known once it has begun.
+        wire = self._wires.of_transfer(transfer_id)
+        if load.blocks is None and wire is not None:
+            load.blocks = BlockLoad(wire, order)
+        blocks = load.blocks
+        # 2. A complete transfer: its last bytes go into the blocks, all of them are checked.
+        held = self._hold(order) if blocks is not None else None
+        if blocks is not None and held is not None:
             try:
-                return load.blocks.finish(held.transfer)
+                return blocks.finish(held.transfer)
             finally:
                 self._stop_reading(load)
                 with self._lock:
                     held.loading -= 1
                     self._release(transfer_id, held)
-        # 2. One that will never be, or is late, makes the engine prefill.
+        # 3. One that will never be, or is late, makes the engine prefill.
         obstacle = _obstacle(self._receiver.state(transfer_id))
         if not obstacle and self._now_s() - load.ordered_at_s > self._load_wait_s:
             obstacle = f"KV still incomplete after {self._load_wait_s:g} s"
             self._receiver.drop(transfer_id, obstacle)
         if obstacle:
             raise _GivenUpError(obstacle)
-        # 3. One that arrives: what is there of it goes into the blocks meanwhile.
-        if load.arrival is None:
+        # 4. One that arrives: what is there of it goes into the blocks meanwhile.
+        if load.arrival is None and blocks is not None:
             load.arrival = self._receiver.lend(transfer_id, self._wake.set)
             # Nobody tells of what came to pass before this: look once more.
             self._wake.set()
-        if load.arrival is not None:
-            load.blocks.fill_arrived(load.arrival)
+        if load.arrival is not None and blocks is not None:
+            blocks.fill_arrived(load.arrival)
         return None
 
     def _stop_reading(self, load: _OrderedLoad) -> None:

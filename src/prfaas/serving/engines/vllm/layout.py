@@ -4,10 +4,12 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheSpec,
@@ -16,9 +18,10 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from prfaas.core.kv.groups import GroupKind, KvGroup, Region, full_attention_first, region_bytes
+from prfaas.core.kv.groups import GroupKind, KvGroup, Region, full_attention_first
+from prfaas.core.kv.page_layout import PageLayout, PagePart, told_layouts
 from prfaas.serving.engines.model_identity import ModelIdentity
-from prfaas.serving.engines.page_digests import DIGEST_FORMAT, DigestPlan
+from prfaas.serving.engines.page_digests import DIGEST_FORMAT
 from prfaas.serving.engines.vllm.device_pages import layer_pages
 from prfaas.serving.engines.vllm.pages import LayerPages, LayoutError, raw_pages
 
@@ -44,6 +47,8 @@ class EngineRegion(Region):
     """Which of the layer's tensors."""
     pages: LayerPages
     """Where the engine keeps it."""
+    layout: PageLayout
+    """How it lies in a page."""
 
 
 def read_groups(kv_cache_config: KVCacheConfig) -> tuple[EngineGroup, ...]:
@@ -95,27 +100,36 @@ class KvLayout:
         groups: Sequence[EngineGroup],
         pages: Mapping[str, Sequence[LayerPages]],
         built_order: Sequence[str] = (),
+        page_layouts: Mapping[str, Sequence[PageLayout]] | None = None,
     ) -> None:
         """
         Args:
             groups: the engine's.
             pages: of every layer of the groups by its name, one for each tensor that it has.
             built_order: the names of the model's layers as it was built; none if a step may go over a layer twice.
+            page_layouts: of the same tensors, where it is known how KV lies in them.
         """
-        parts = [
+        tensors = [
             (group, name, part, layer)
             for group in full_attention_first(groups)
             for name in group.layer_names
             for part, layer in enumerate(pages[name])
         ]
         self.regions = tuple(
-            EngineRegion(group, layer.page_bytes, index, name, part, layer)
-            for index, (group, name, part, layer) in enumerate(parts)
+            EngineRegion(
+                group,
+                layer.page_bytes,
+                index,
+                name,
+                part,
+                layer,
+                page_layouts[name][part] if page_layouts else opaque_layout(group, layer.page_bytes),
+            )
+            for index, (group, name, part, layer) in enumerate(tensors)
         )
         by_layer: dict[str, list[EngineRegion]] = {}
         for region in self.regions:
             by_layer.setdefault(region.layer_name, []).append(region)
-        self.regions_of_layer: Mapping[str, Sequence[EngineRegion]] = by_layer
         self.places = _places(tuple(by_layer), built_order)
         """Of the layers by name, in the order in which a step computes them; empty where that is not certain."""
         self.closing_layers = tuple(
@@ -139,28 +153,72 @@ class KvLayout:
             LayoutError: a group or tensor that can't be moved as pages.
         """
         pages: dict[str, list[LayerPages]] = {}
+        layouts: dict[str, list[PageLayout]] = {}
         groups = read_groups(kv_cache_config)
         for group in groups:
             spec = kv_cache_config.kv_cache_groups[group.index].kv_cache_spec
             for name in group.layer_names:
-                tensors = kv_caches[name]
-                parts = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-                whole = isinstance(spec, MambaSpec) and len(parts) == 1
+                given = kv_caches[name]
+                tensors = [given] if isinstance(given, torch.Tensor) else list(given)
+                whole = isinstance(spec, MambaSpec) and len(tensors) == 1
                 content_bytes = spec.state_content_size_bytes if whole else None
                 pages[name] = [
-                    layer_pages(raw_pages(part, kv_cache_config.num_blocks, content_bytes)) for part in parts
+                    layer_pages(raw_pages(tensor, kv_cache_config.num_blocks, content_bytes))
+                    for tensor in tensors
                 ]
-        return cls(groups, pages, built_order)
+                layouts[name] = [
+                    page_layout(group, tensor, _heads(spec, name), layer.page_bytes)
+                    for tensor, layer in zip(tensors, pages[name], strict=True)
+                ]
+        return cls(groups, pages, built_order, layouts)
 
-    def region_bytes(self, num_tokens: int, skip_tokens: int) -> list[int]:
-        """See `kv_groups.region_bytes`."""
-        return region_bytes(self.regions, num_tokens, skip_tokens)
 
-    def digest_plan(self, rank: int) -> DigestPlan:
-        """Where the digests of this layout's pages lie in a transfer of a tensor-parallel rank."""
-        return DigestPlan(
-            self.regions, [f"{region.layer_name}/{region.part}" for region in self.regions], rank
+def _heads(spec: KVCacheSpec, layer_name: str) -> int:
+    """Heads of a layer's KV on this rank; 0 for a linear state."""
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        spec = spec.kv_cache_specs[layer_name]
+    return spec.num_kv_heads if isinstance(spec, AttentionSpec) else 0
+
+
+def opaque_layout(group: KvGroup, page_bytes: int) -> PageLayout:
+    """The layout of pages that are only moved as they are."""
+    return PageLayout(group.kind, group.block_tokens, group.block_tokens, page_bytes)
+
+
+def page_layout(group: KvGroup, tensor: torch.Tensor, heads: int, page_bytes: int) -> PageLayout:
+    """How the KV of a layer lies in its pages; opaque for a linear state, and where the shape leaves a doubt.
+
+    Args:
+        group: of the layer.
+        tensor: its KV: blocks (of the kernels) in the first dimension, what a head has of a token in the last one.
+            In between are tokens, heads if there are several, and perhaps keys and values apart.
+        heads: of the layer's KV, on this rank.
+        page_bytes: of a block.
+    """
+    opaque = opaque_layout(group, page_bytes)
+    if group.kind is GroupKind.STATE or tensor.stride(-1) != 1 or heads < 1:
+        return opaque
+    item_bytes, between = tensor.element_size(), range(1, tensor.dim() - 1)
+    per_block, rest = divmod(page_bytes, tensor[0].numel() * item_bytes)
+    page_tokens, split = divmod(group.block_tokens, per_block or 1)
+    token_dims = [dim for dim in between if tensor.shape[dim] == page_tokens]
+    # Keys and values may be two as heads are; in all of vLLM's layouts they lie before the heads.
+    head_dims = [dim for dim in between if tensor.shape[dim] == heads and dim not in token_dims][-1:]
+    if rest or split or len(token_dims) != 1 or (heads > 1 and not head_dims):
+        return opaque
+    (token_dim,), head_dim = token_dims, head_dims[0] if heads > 1 else None
+    apart = [dim for dim in between if dim not in (token_dim, head_dim)]
+    parts = tuple(
+        PagePart(
+            heads,
+            tensor.shape[-1] * item_bytes,
+            sum(place * tensor.stride(dim) for place, dim in zip(places, apart, strict=True)) * item_bytes,
+            tensor.stride(token_dim) * item_bytes,
+            0 if head_dim is None else tensor.stride(head_dim) * item_bytes,
         )
+        for places in product(*(range(tensor.shape[dim]) for dim in apart))
+    )
+    return PageLayout(group.kind, group.block_tokens, page_tokens, page_bytes, parts)
 
 
 def _places(names: Sequence[str], built_order: Sequence[str]) -> Mapping[str, int]:
@@ -185,10 +243,13 @@ def fingerprint(
     *,
     page_digests: bool,
 ) -> dict[str, str | int]:
-    """What must be equal on both sides for raw pages to mean the same, by names that an error can give."""
+    """What must be equal on both sides for KV to mean the same, by names that an error can give.
+
+    How the two keep it may differ: `wire_forms` says what travels then.
+    """
     model = vllm_config.model_config
     regions = [
-        (r.layer_name, r.part, r.group.kind.value, r.group.block_tokens, r.group.window_tokens, r.page_bytes)
+        (r.layer_name, r.part, r.group.index, r.group.kind.value, r.group.window_tokens)
         for r in layout.regions
     ]
     # In the order in which a difference is looked for: what says most comes before digests of many things.
@@ -201,18 +262,21 @@ def fingerprint(
         "dtype": str(model.dtype),
         "kv_cache_dtype": str(vllm_config.cache_config.cache_dtype),
         "tensor_parallel_size": vllm_config.parallel_config.tensor_parallel_size,
-        "block_tokens": ",".join(str(b) for b in sorted({r.group.block_tokens for r in layout.regions})),
         "conv_state_layout": conv_state_layout,
         "layers": len(layout.regions),
         "model_config": _digest(_portable(model.hf_config.to_dict())),
-        "pages": _digest(regions),
+        "regions": _digest(regions),
         "page_digests": DIGEST_FORMAT if page_digests else "off",
     }
 
 
-def pool_fingerprint(marks: Mapping[str, str | int]) -> str:
-    """What must be equal for two engines to share a pool: all but what belongs to transfers alone."""
-    return _digest({name: mark for name, mark in marks.items() if name != "page_digests"})
+def pool_fingerprint(marks: Mapping[str, str | int], layout: KvLayout) -> str:
+    """What must be equal for two engines to share a pool: all but what belongs to transfers alone.
+
+    A pool's pages are those of its engines as they are, so these must keep them alike.
+    """
+    shared = {name: mark for name, mark in marks.items() if name != "page_digests"}
+    return _digest([shared, told_layouts([region.layout for region in layout.regions])])
 
 
 def _told_settings(config: Mapping[str, object]) -> dict[str, str]:

@@ -7,12 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from prfaas.core.kv.groups import GroupKind
-from prfaas.serving.engines.page_digests import DigestPlan, DigestSource
-from prfaas.serving.engines.vllm.layout import EngineRegion, KvLayout
+from prfaas.serving.engines.page_digests import DigestSource
+from prfaas.serving.engines.vllm.layout import KvLayout
 from prfaas.serving.engines.vllm.metadata import BlockRun, SendOrder
 from prfaas.serving.engines.vllm.pages import PagedSource
 from prfaas.serving.engines.vllm.stats import ConnectorStats
+from prfaas.serving.engines.vllm.wire_layout import WireLayout, WireRegion
 from prfaas.serving.transport.outgoing import OutgoingTransfer, SendPhase
+from prfaas.serving.transport.region_layout import PeerLayouts
 from prfaas.serving.transport.sender import Sender
 
 logger = logging.getLogger(__name__)
@@ -26,8 +28,10 @@ class _OpenSend:
     """One outgoing transfer and the sources that may still read the engine's blocks."""
 
     transfer: OutgoingTransfer
-    first_blocks: Mapping[int, int]
-    """The block at which each group's regions begin, by the group's index."""
+    wire: WireLayout
+    """As it was agreed with the consumer when the transfer was opened."""
+    first_blocks: Sequence[int]
+    """The wire page at which each region begins."""
     kv_bytes: int
     """Of the transfer's regions, without the digests of their pages."""
     digests: DigestSource | None
@@ -48,16 +52,24 @@ class KvProducer:
     def __init__(
         self,
         layout: KvLayout,
+        wires: PeerLayouts[WireLayout],
         sender: Sender,
         lease_s: float,
         stats: ConnectorStats,
-        digest_plan: DigestPlan | None,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`digest_plan`: None sends pages without digests."""
+        """
+        Args:
+            layout: of the engine's KV.
+            wires: what travels to each consumer.
+            sender: sends it.
+            lease_s: a finished request keeps its blocks that long at most.
+            stats: counts what was sent.
+            now_s: the clock.
+        """
         self._layout = layout
+        self._wires = wires
         self._sender = sender
-        self._digest_plan = digest_plan
         self._lease_s = lease_s
         self.stats = stats
         self._now_s = now_s
@@ -108,13 +120,15 @@ class KvProducer:
         """
         # 1. The request's transfer; the first layer of the first chunk opens it.
         open_send = self._open_sends.get(send.request_id) or self._open(send)
-        for region in self._layout.regions_of_layer.get(layer_name, ()):
-            for run in runs:
-                # 2. The blocks of this layer that the step has completed.
-                if run.group != region.group.index or not run.block_ids:
+        ticket = send.ticket
+        for region in open_send.wire.regions_of_layer.get(layer_name, ()):
+            for ordered in runs:
+                # 2. The blocks of this layer that the step has completed, as the wire pages that the transfer moves.
+                if ordered.group != region.group.index:
                     continue
-                if 0 in run.block_ids:
-                    raise RuntimeError(f"layer {layer_name}: a block to send is vLLM's null block")
+                run = region.run(ordered, ticket.num_tokens, ticket.skip_tokens)
+                if not run.block_ids:
+                    continue
                 # 3. Their pages as a source. Nothing is copied yet but a page with room behind the prompt, which
                 #    the engine may go on filling; what is read later is what the compute stream has queued to
                 #    write until now.
@@ -129,20 +143,20 @@ class KvProducer:
                     sums = region.pages.sums(run.block_ids, loaded=False)
                     open_send.digests.add(region.index, run.first_block, sums)
                 # 5. Into the queue, at their place in the layer's region.
-                offset = (run.first_block - open_send.first_blocks[run.group]) * region.page_bytes
+                offset = (run.first_block - open_send.first_blocks[region.index]) * region.page_bytes
                 open_send.transfer.put(region.index, offset, source, urgent=urgent)
         open_send.sources = [ref for ref in open_send.sources if ref() is not None]
 
     def _open(self, send: SendOrder) -> _OpenSend:
         ticket = send.ticket
         extent = (ticket.num_tokens, ticket.skip_tokens)
-        plan, kv_region_bytes = self._digest_plan, self._layout.region_bytes(*extent)
+        wire = self._wires.of_instance(ticket.consumer)
+        plan, kv_region_bytes = wire.digest_plan, wire.kv_region_bytes(*extent)
         digests = DigestSource(plan.of_transfer(ticket.transfer_id, *extent)) if plan is not None else None
         region_bytes = kv_region_bytes if digests is None else [*kv_region_bytes, digests.nbytes]
-        transfer = self._sender.open(ticket, send.sealed, region_bytes, send.cached_tokens)
-        groups = {region.group for region in self._layout.regions}
-        first_blocks = {group.index: group.first_block(*extent) for group in groups}
-        opened = _OpenSend(transfer, first_blocks, sum(kv_region_bytes), digests)
+        transfer = self._sender.open(ticket, send.sealed, region_bytes, send.cached_tokens, wire.mark)
+        first_blocks = [region.group.first_block(*extent) for region in wire.regions]
+        opened = _OpenSend(transfer, wire, first_blocks, sum(kv_region_bytes), digests)
         self._open_sends[send.request_id] = opened
         return opened
 
@@ -217,7 +231,7 @@ class KvProducer:
         return True
 
 
-def _ends_partial(send: SendOrder, region: EngineRegion, run: BlockRun) -> bool:
+def _ends_partial(send: SendOrder, region: WireRegion, run: BlockRun) -> bool:
     """Whether the last block of a run has slots behind the prompt's last token."""
     group = region.group
     if group.kind is GroupKind.STATE:
