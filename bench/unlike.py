@@ -18,7 +18,7 @@ import torch
 
 from prfaas.core.kv.groups import GroupKind, region_bytes
 from prfaas.serving.engines.vllm.consumer import KvConsumer
-from prfaas.serving.engines.vllm.layout import EngineGroup, KvLayout, page_layout
+from prfaas.serving.engines.vllm.layout import EngineGroup, KvLayout, Packing, page_layout
 from prfaas.serving.engines.vllm.metadata import BlockRun, LoadOrder, SendOrder
 from prfaas.serving.engines.vllm.pages import HostPages, raw_pages
 from prfaas.serving.engines.vllm.producer import KvProducer
@@ -46,6 +46,11 @@ class Keeping:
     block_tokens: int
     order: str = "HND"
 
+    @property
+    def packing(self) -> Packing:
+        """ "CPU" is how vLLM's CPU backend keeps it."""
+        return Packing.CPU_VECTORS if self.order == "CPU" else Packing.PLAIN
+
     def __str__(self) -> str:
         return f"{self.block_tokens} {self.order}"
 
@@ -60,6 +65,8 @@ PAIRS = (
     (Keeping(16, "NHD"), Keeping(128, "NHD")),
     (Keeping(128, "NHD"), Keeping(16, "NHD")),
     (Keeping(128), Keeping(128, "NHD")),
+    (Keeping(32, "CPU"), Keeping(128, "CPU")),
+    (Keeping(128, "CPU"), Keeping(32, "CPU")),
 )
 
 
@@ -69,16 +76,17 @@ class Engine:
     def __init__(self, keeping: Keeping, num_tokens: int, seed: int) -> None:
         self.group = EngineGroup(0, GroupKind.FULL, keeping.block_tokens, 0, LAYERS)
         blocks = -(-num_tokens // keeping.block_tokens) + 1
-        shape = (HEADS, keeping.block_tokens) if keeping.order == "HND" else (keeping.block_tokens, HEADS)
+        shape = (keeping.block_tokens, HEADS) if keeping.order == "NHD" else (HEADS, keeping.block_tokens)
         generator = torch.Generator().manual_seed(seed)
         pages, layouts = {}, {}
         for name in LAYERS:
-            tensor = torch.randint(
-                0, 256, (blocks, *shape, HEAD_BYTES), dtype=torch.uint8, generator=generator
+            memory = torch.randint(
+                0, 256, (blocks, *shape, HEAD_BYTES // 2), dtype=torch.uint8, generator=generator
             )
+            tensor = memory.permute(0, 2, 1, 3) if keeping.order == "NHD" else memory
             raw = raw_pages(tensor, blocks)
             pages[name] = [HostPages(raw)]
-            layouts[name] = [page_layout(self.group, tensor, HEADS, raw.shape[1])]
+            layouts[name] = [page_layout(self.group, tensor, keeping.packing, raw.shape[1])]
         self.layout = KvLayout([self.group], pages, page_layouts=layouts)
         # As an engine's table after a while.
         self.table = (torch.randperm(blocks - 1, generator=generator) + 1).tolist()

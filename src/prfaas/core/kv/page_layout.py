@@ -1,14 +1,14 @@
 """How engines lay out the pages of their KV, and the form in which pages travel between two that do it differently.
 
-A layer's KV is the same bytes in every engine: `width_bytes` for each token of each head. Engines differ in how many
-tokens a block has, and in the order of heads and tokens in a page. So a page that travels, a wire page, has as many
-tokens as divide both sides' pages, and one order that both sides know. Each side maps it to its own pages.
+A layer's KV is the same bytes in every engine: `width_bytes` for each token in each row of each head. Engines differ in
+how many tokens a block has, and in the order of heads and tokens in a page. So a page that travels, a wire page, has as
+many tokens as divide both sides' pages, and one order that both sides know. Each side maps it to its own pages.
 """
 
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import groupby
 from math import gcd
 
@@ -34,18 +34,22 @@ class PagePart:
 
     heads: int
     """On this rank; 1 where all heads share it, as an MLA latent."""
+    rows: int
+    """Of a head: 1 where all that it keeps of a token lies together; its elements where each lies apart."""
     width_bytes: int
-    """Of one token of one head."""
+    """Of one token in a row."""
     offset_bytes: int
-    """Of the first token of the first head, in a page."""
+    """Of the first token in the first row of the first head, in a page."""
     token_stride_bytes: int
     head_stride_bytes: int
     """0 with one head."""
+    row_stride_bytes: int
+    """0 with one row."""
 
     @property
     def tokens_outside(self) -> bool:
         """All heads of a token lie together (NHD), not all tokens of a head (HND)."""
-        return self.head_stride_bytes < self.token_stride_bytes
+        return max(self.head_stride_bytes, self.row_stride_bytes) < self.token_stride_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +124,7 @@ def _wire_form(ours: PageLayout, theirs: PageLayout, name: str, peer: str) -> Wi
     if len(ours.parts) != len(theirs.parts):
         raise _unlike("parts", where, (name, len(ours.parts)), (peer, len(theirs.parts)))
     for mine, other in zip(ours.parts, theirs.parts, strict=True):
-        for field in ("heads", "width_bytes"):
+        for field in ("heads", "rows", "width_bytes"):
             values = getattr(mine, field), getattr(other, field)
             if values[0] != values[1]:
                 raise _unlike(field, where, (name, values[0]), (peer, values[1]))
@@ -161,16 +165,7 @@ def told_layouts(layouts: Sequence[PageLayout]) -> object:
             layout.block_tokens,
             layout.page_tokens,
             layout.page_bytes,
-            [
-                [
-                    part.heads,
-                    part.width_bytes,
-                    part.offset_bytes,
-                    part.token_stride_bytes,
-                    part.head_stride_bytes,
-                ]
-                for part in layout.parts
-            ],
+            [list(astuple(part)) for part in layout.parts],
         ]
         for layout, equal in groupby(layouts)
     ]
@@ -205,9 +200,10 @@ def read_layouts(told: object) -> tuple[PageLayout, ...]:
 
 
 def _read_part(told: object) -> PagePart:
-    heads, width, *places = _fields(told, 5)
+    heads, rows, width, *places = _fields(told, 7)
     return PagePart(
         _number(heads, 1, _MOST_TOKENS),
+        _number(rows, 1, _MOST_TOKENS),
         _number(width, 1, _MOST_BYTES),
         *(_number(place, 0, _MOST_BYTES) for place in places),
     )

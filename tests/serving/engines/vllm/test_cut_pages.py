@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from prfaas.core.kv.groups import GroupKind, KvGroup
@@ -14,46 +14,39 @@ from prfaas.core.kv.page_layout import PageLayout, wire_forms
 from prfaas.serving.engines.page_digests import page_sums
 from prfaas.serving.engines.vllm.cut_pages import CutDevicePages, CutHostPages, cut_pages
 from prfaas.serving.engines.vllm.device_pages import DevicePages
-from prfaas.serving.engines.vllm.layout import page_layout
+from prfaas.serving.engines.vllm.layout import Packing, page_layout
 from prfaas.serving.engines.vllm.pages import HostPages, PagedSource, WirePages, raw_pages
 
 BACKENDS = [HostPages, DevicePages]
-TOGETHER, APART = ("HND", "NHD", "HND in memory", "MLA"), ("HND apart", "NHD apart")
+ORDERS = ("HND", "NHD", "CPU")
 
 
 @dataclass(frozen=True)
 class Memory:
-    """One layer's KV in an engine, seen as (blocks of the kernels, tokens, parts, heads, width)."""
+    """One layer's KV in an engine, and where keys and values of a token lie: (blocks, tokens, heads, elements)."""
 
     tensor: torch.Tensor
-    seen: torch.Tensor
+    seen: tuple[torch.Tensor, ...]
     layout: PageLayout
 
     @classmethod
     def of(cls, order: str, blocks: int, block_tokens: int, split: int, heads: int, width: int) -> "Memory":
-        """`split`: the kernels' blocks in one of the manager's."""
+        """`split`: the kernels' blocks in one of the manager's; `width`: elements of a head's keys and values."""
         count, tokens = blocks * split, block_tokens // split
-        if order == "MLA":
-            tensor = torch.zeros((count, tokens, width), dtype=torch.int16)
-            seen = tensor[:, :, None, None, :]
-        elif order == "HND":
-            tensor = torch.zeros((count, heads, tokens, width), dtype=torch.int16)
-            seen = tensor.permute(0, 2, 1, 3)[:, :, None]
-        elif order == "NHD":
-            tensor = torch.zeros((count, tokens, heads, width), dtype=torch.int16)
-            seen = tensor[:, :, None]
-        elif order == "HND in memory":
-            tensor = torch.zeros((count, heads, tokens, width), dtype=torch.int16).permute(0, 2, 1, 3)
-            seen = tensor[:, :, None]
-        elif order == "NHD apart":
-            tensor = torch.zeros((count, 2, tokens, heads, width), dtype=torch.int16)
-            seen = tensor.permute(0, 2, 1, 3, 4)
+        if order == "NHD":
+            tensor = torch.zeros((count, tokens, heads, width), dtype=torch.int16).permute(0, 2, 1, 3)
         else:
-            tensor = torch.zeros((count, 2, heads, tokens, width), dtype=torch.int16)
-            seen = tensor.permute(0, 3, 1, 2, 4)
+            tensor = torch.zeros((count, heads, tokens, width), dtype=torch.int16)
+        if order == "CPU":
+            size, page, head = width // 2, heads * tokens * width, tokens * width
+            keys = tensor.as_strided((count, tokens, heads, size), (page, 1, head, tokens))
+            values = tensor.as_strided((count, tokens, heads, size), (page, size, head, 1), tokens * size)
+            seen: tuple[torch.Tensor, ...] = (keys, values)
+        else:
+            seen = (tensor.permute(0, 2, 1, 3),)
         group = KvGroup(0, GroupKind.FULL, block_tokens, 0)
-        page_bytes = raw_pages(tensor, blocks).shape[1]
-        layout = page_layout(group, tensor, 1 if order == "MLA" else heads, page_bytes)
+        packing = Packing.CPU_VECTORS if order == "CPU" else Packing.PLAIN
+        layout = page_layout(group, tensor, packing, raw_pages(tensor, blocks).shape[1])
         assert layout.parts and layout.page_tokens == tokens
         return cls(tensor, seen, layout)
 
@@ -61,15 +54,7 @@ class Memory:
         """What is kept of one token of one of the manager's blocks."""
         per_block = self.layout.block_tokens // self.layout.page_tokens
         inside, row = divmod(row, self.layout.page_tokens)
-        return self.seen[block * per_block + inside, row]
-
-
-ORDERS = st.one_of(
-    st.tuples(st.sampled_from(TOGETHER[:3]), st.sampled_from(TOGETHER[:3])),
-    st.tuples(st.sampled_from(APART), st.sampled_from(APART)),
-    st.just(("MLA", "MLA")),
-)
-SPLITS = st.tuples(st.sampled_from([4, 8, 12, 20]), st.sampled_from([1, 2, 4]))
+        return torch.cat([part[block * per_block + inside, row].flatten() for part in self.seen])
 
 
 def worked_on(memory: Memory, other: Memory, blocks: int, backend: type[HostPages]) -> WirePages:
@@ -80,11 +65,19 @@ def worked_on(memory: Memory, other: Memory, blocks: int, backend: type[HostPage
 
 @given(data=st.data())
 def test_pages_are_as_if_the_other_engine_had_computed_them(data: st.DataObject) -> None:
-    orders, sides = data.draw(ORDERS), [data.draw(SPLITS), data.draw(SPLITS)]
-    heads, width = data.draw(st.sampled_from([1, 2, 3])), data.draw(st.sampled_from([1, 5, 24]))
-    # A page with as many tokens as heads could be either order: such pages are not cut.
-    assume(all(size // split not in (1, 2, heads) for size, split in sides))
-    tokens, blocks = 120, 40
+    if data.draw(st.booleans()):
+        # The CPU backend's, in blocks of multiples of 32 tokens.
+        orders = ("CPU", "CPU")
+        sides = [data.draw(st.sampled_from([(32, 1), (64, 1), (64, 2), (96, 1), (96, 3)])) for _ in range(2)]
+    else:
+        orders = tuple(data.draw(st.sampled_from(["HND", "NHD"])) for _ in range(2))
+        sides = [
+            data.draw(st.tuples(st.sampled_from([4, 8, 12, 20]), st.sampled_from([1, 2, 4])))
+            for _ in range(2)
+        ]
+    heads, width = data.draw(st.sampled_from([1, 2, 3])), data.draw(st.sampled_from([2, 10, 24]))
+    tokens = 192 if orders[0] == "CPU" else 120
+    blocks = 40
     ours, theirs = (
         Memory.of(order, blocks, block_tokens, split, heads, width)
         for order, (block_tokens, split) in zip(orders, sides, strict=True)
@@ -123,7 +116,7 @@ def test_pages_are_as_if_the_other_engine_had_computed_them(data: st.DataObject)
         else:
             assert not arrived.any()
     # Nothing but these tokens was written.
-    assert int((theirs.tensor != 0).sum()) == len(moved) * theirs.seen[0, 0].numel()
+    assert int((theirs.tensor != 0).sum()) == len(moved) * theirs.token(0, 0).numel()
     words = np.frombuffer(content, dtype=np.uint8).reshape(last - first, -1)
     expected = page_sums(np.pad(words, ((0, 0), (0, -words.shape[1] % 8))).view(np.int64)).tolist()
     assert source.sums(ids[0], loaded=False).wait().tolist() == expected
@@ -145,22 +138,53 @@ def test_nothing_is_gathered_where_wire_pages_are_rows_of_memory(
 
 
 @pytest.mark.parametrize(
-    ("shape", "heads"),
+    ("shape", "packing"),
     [
-        ((8, 16, 16, 64), 16),  # tokens or heads first?
-        ((8, 4, 8, 64), 4),  # neither is the block
-        ((8, 16, 64), 2),  # no heads
-        ((8, 2, 16, 3, 64), 4),  # other heads
+        ((8, 4, 16, 64), Packing.UNKNOWN),
+        ((8, 16, 64), Packing.PLAIN),
+        ((8, 4, 12, 64), Packing.PLAIN),  # no such blocks make one of 16
+        ((8, 4, 16, 64), Packing.CPU_VECTORS),  # too small for the packing that is known
     ],
 )
-def test_a_shape_that_leaves_a_doubt_is_moved_as_it_is(shape: tuple[int, ...], heads: int) -> None:
+def test_a_page_that_is_not_known_is_moved_as_it_is(shape: tuple[int, ...], packing: Packing) -> None:
     tensor = torch.zeros(shape, dtype=torch.int16)
-    group = KvGroup(0, GroupKind.FULL, 16, 0)
     page_bytes = tensor[0].numel() * 2
-    assert page_layout(group, tensor, heads, page_bytes) == PageLayout(GroupKind.FULL, 16, 16, page_bytes)
+    layout = page_layout(KvGroup(0, GroupKind.FULL, 16, 0), tensor, packing, page_bytes)
+    assert layout == PageLayout(GroupKind.FULL, 16, 16, page_bytes)
 
 
-def test_keys_and_values_that_are_as_many_as_heads_are_told_apart() -> None:
-    tensor = torch.zeros((8, 2, 16, 2, 64), dtype=torch.int16)
-    layout = page_layout(KvGroup(0, GroupKind.FULL, 16, 0), tensor, 2, tensor[0].numel() * 2)
-    assert [(part.offset_bytes, part.head_stride_bytes) for part in layout.parts] == [(0, 128), (4096, 128)]
+@pytest.mark.parametrize("sizes", [(32, 128), (128, 32), (64, 96)])
+def test_vllms_own_cpu_kernel_finds_each_token_in_the_other_blocks(sizes: tuple[int, int]) -> None:
+    """What the kernel writes in blocks of one size, mapped to another, is what it would have written there."""
+    ops = pytest.importorskip("vllm._custom_ops")
+    heads, elements, tokens, blocks = 2, 64, 384, 14
+    random = torch.Generator().manual_seed(1)
+    keys, values = (torch.randn((tokens, heads, elements), generator=random).bfloat16() for _ in range(2))
+    memories, layouts, tables = [], [], []
+    for size in sizes:
+        tensor = torch.zeros((blocks, heads, size, 2 * elements), dtype=torch.bfloat16)
+        table = torch.randperm(blocks - 1, generator=random)[: tokens // size] + 1
+        slots = (table[:, None] * size + torch.arange(size)).flatten()
+        both = tensor.view(blocks, heads, 2 * size, elements).chunk(2, dim=2)
+        ops.cpu_attn_reshape_and_cache(keys, values, *both, slots, "vec")
+        group = KvGroup(0, GroupKind.FULL, size, 0)
+        page_bytes = raw_pages(tensor, blocks).shape[1]
+        memories.append(tensor)
+        layouts.append(page_layout(group, tensor, Packing.CPU_VECTORS, page_bytes))
+        tables.append(table.tolist())
+    (form,) = wire_forms(layouts[:1], layouts[1:], "a", "b")
+    assert form is not None
+    expected = memories[1].clone()
+    memories[1].zero_()
+    ends = [
+        cut_pages(HostPages(raw_pages(tensor, blocks)), layout, form)
+        for tensor, layout in zip(memories, layouts, strict=True)
+    ]
+    ids = [
+        [block * (size // form.tokens) + cut for block in table for cut in range(size // form.tokens)]
+        for table, size in zip(tables, sizes, strict=True)
+    ]
+    content = memoryview(bytearray(tokens // form.tokens * ends[0].page_bytes))
+    PagedSource(ends[0], ids[0]).read_into(0, content)
+    ends[1].write_run(ids[1], [content])
+    assert torch.equal(memories[1], expected)

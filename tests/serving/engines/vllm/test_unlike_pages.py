@@ -11,7 +11,7 @@ import torch
 
 from prfaas.core.kv.groups import GroupKind, region_bytes
 from prfaas.serving.engines.vllm.consumer import KvConsumer
-from prfaas.serving.engines.vllm.layout import EngineGroup, KvLayout, opaque_layout, page_layout
+from prfaas.serving.engines.vllm.layout import EngineGroup, KvLayout, Packing, opaque_layout, page_layout
 from prfaas.serving.engines.vllm.metadata import BlockRun, LoadOrder, SendOrder
 from prfaas.serving.engines.vllm.pages import HostPages, raw_pages
 from prfaas.serving.engines.vllm.producer import KvProducer
@@ -78,15 +78,15 @@ class Engine:
                 else:
                     tensor = torch.from_numpy(
                         random.integers(1, 30000, (count, tokens, HEADS, WIDTH), dtype=np.int16)
-                    )
-                    seen = tensor
+                    ).permute(0, 2, 1, 3)
+                    seen = tensor.permute(0, 2, 1, 3)
                 raw = raw_pages(tensor, NUM_BLOCKS)
                 self.tensors[name], self.seen[name] = tensor, seen
                 pages[name] = [HostPages(raw)]
                 layouts[name] = [
                     opaque_layout(group, raw.shape[1])
                     if group is self.state
-                    else page_layout(group, tensor, HEADS, raw.shape[1])
+                    else page_layout(group, tensor, Packing.PLAIN, raw.shape[1])
                 ]
         self.layout = KvLayout(self.groups, pages, page_layouts=layouts)
         ids = random.permutation(np.arange(1, NUM_BLOCKS)).tolist()

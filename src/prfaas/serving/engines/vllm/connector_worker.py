@@ -13,7 +13,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from prfaas.core.pool.geometry import PoolGeometry, PoolGeometryError
 from prfaas.serving.engines.model_identity import ModelIdentity
 from prfaas.serving.engines.vllm.consumer import KvConsumer
-from prfaas.serving.engines.vllm.layout import KvLayout, fingerprint, pool_fingerprint
+from prfaas.serving.engines.vllm.layout import KvLayout, fingerprint, pool_fingerprint, read_packings
 from prfaas.serving.engines.vllm.metadata import PoolLoadTimes, TransferMetadata
 from prfaas.serving.engines.vllm.pool_worker import PoolWorker
 from prfaas.serving.engines.vllm.producer import KvProducer
@@ -110,7 +110,9 @@ class ConnectorWorker:
             LayoutError: a group or tensor that can't be moved as pages.
             OSError: the KV port is taken, or a file of the model can't be read.
         """
-        layout = KvLayout.of_engine(kv_cache_config, kv_caches, _built_order(vllm_config))
+        layout = KvLayout.of_engine(
+            kv_cache_config, kv_caches, _built_order(vllm_config), read_packings(vllm_config)
+        )
         digests = settings.page_digests
         model = vllm_config.model_config
         identity = ModelIdentity.of(

@@ -33,9 +33,10 @@ class _Runs:
 
     def __init__(self, part: PagePart, layout: PageLayout, form: WirePage, page_stride_bytes: int) -> None:
         """`page_stride_bytes`: from one dense page to the next."""
-        heads, tokens = (part.heads, part.head_stride_bytes), (form.tokens, part.token_stride_bytes)
-        inner = [tokens, heads] if form.tokens_outside else [heads, tokens]
-        self.nbytes = part.heads * form.tokens * part.width_bytes
+        rows = [(part.heads, part.head_stride_bytes), (part.rows, part.row_stride_bytes)]
+        tokens = [(form.tokens, part.token_stride_bytes)]
+        inner = [*tokens, *rows] if form.tokens_outside else [*rows, *tokens]
+        self.nbytes = part.heads * part.rows * form.tokens * part.width_bytes
         self.offset = part.offset_bytes
         self.outer = (
             (layout.page_tokens // form.tokens, form.tokens * part.token_stride_bytes),

@@ -4,12 +4,14 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from enum import Enum, auto
+from typing import Any
 
 import torch
 from vllm.config import VllmConfig
+from vllm.utils.torch_utils import is_quantized_kv_cache
+from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 from vllm.v1.kv_cache_interface import (
-    AttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheSpec,
@@ -27,6 +29,23 @@ from prfaas.serving.engines.vllm.pages import LayerPages, LayoutError, raw_pages
 
 # The fingerprint is part of a handshake of 8 KiB; a difference is one line.
 _MOST_TOLD_CHARS = 64
+
+
+# They split the last dimension of a block's tensor into keys and values (read in 0.32: `forward` of each).
+_PLAIN_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN")
+# Blocks of a multiple of that many tokens are packed alike.
+_CPU_BLOCK_TOKENS = 32
+
+
+class Packing(Enum):
+    """How an attention backend uses the memory of a block."""
+
+    UNKNOWN = auto()
+    """Its pages are only moved as they are."""
+    PLAIN = auto()
+    """As the tensor's shape says."""
+    CPU_VECTORS = auto()
+    """Of each head first all keys, element by element, then all values, token by token (tried in 0.32)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,14 +165,22 @@ class KvLayout:
         kv_cache_config: KVCacheConfig,
         kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]],
         built_order: Sequence[str] = (),
+        packings: Mapping[str, Packing] | None = None,
     ) -> "KvLayout":
-        """Build from what vLLM hands to `register_kv_caches`; `built_order`: see `__init__`.
+        """Build from what vLLM hands to `register_kv_caches`.
+
+        Args:
+            kv_cache_config: the engine's KV cache groups.
+            kv_caches: the KV tensor or tensors of every layer, by the layer's name.
+            built_order: see `__init__`.
+            packings: of the layers by name; those that are missing are not known.
 
         Raises:
             LayoutError: a group or tensor that can't be moved as pages.
         """
         pages: dict[str, list[LayerPages]] = {}
         layouts: dict[str, list[PageLayout]] = {}
+        known = packings or {}
         groups = read_groups(kv_cache_config)
         for group in groups:
             spec = kv_cache_config.kv_cache_groups[group.index].kv_cache_spec
@@ -167,17 +194,10 @@ class KvLayout:
                     for tensor in tensors
                 ]
                 layouts[name] = [
-                    page_layout(group, tensor, _heads(spec, name), layer.page_bytes)
+                    page_layout(group, tensor, known.get(name, Packing.UNKNOWN), layer.page_bytes)
                     for tensor, layer in zip(tensors, pages[name], strict=True)
                 ]
         return cls(groups, pages, built_order, layouts)
-
-
-def _heads(spec: KVCacheSpec, layer_name: str) -> int:
-    """Heads of a layer's KV on this rank; 0 for a linear state."""
-    if isinstance(spec, UniformTypeKVCacheSpecs):
-        spec = spec.kv_cache_specs[layer_name]
-    return spec.num_kv_heads if isinstance(spec, AttentionSpec) else 0
 
 
 def opaque_layout(group: KvGroup, page_bytes: int) -> PageLayout:
@@ -185,40 +205,57 @@ def opaque_layout(group: KvGroup, page_bytes: int) -> PageLayout:
     return PageLayout(group.kind, group.block_tokens, group.block_tokens, page_bytes)
 
 
-def page_layout(group: KvGroup, tensor: torch.Tensor, heads: int, page_bytes: int) -> PageLayout:
-    """How the KV of a layer lies in its pages; opaque for a linear state, and where the shape leaves a doubt.
+def page_layout(group: KvGroup, tensor: torch.Tensor, packing: Packing, page_bytes: int) -> PageLayout:
+    """How the KV of a layer lies in its pages; opaque where that is not known.
 
     Args:
         group: of the layer.
-        tensor: its KV: blocks (of the kernels) in the first dimension, what a head has of a token in the last one.
-            In between are tokens, heads if there are several, and perhaps keys and values apart.
-        heads: of the layer's KV, on this rank.
-        page_bytes: of a block.
+        tensor: its KV, in vLLM's logical order: blocks (of the kernels), heads, tokens, keys and values of a head.
+        packing: how the layer's attention backend uses the memory of a block.
+        page_bytes: of a block of the group.
     """
-    opaque = opaque_layout(group, page_bytes)
-    if group.kind is GroupKind.STATE or tensor.stride(-1) != 1 or heads < 1:
+    opaque, item_bytes = opaque_layout(group, page_bytes), tensor.element_size()
+    if packing is Packing.UNKNOWN or tensor.dim() != 4 or tensor.stride(-1) != 1:
         return opaque
-    item_bytes, between = tensor.element_size(), range(1, tensor.dim() - 1)
-    per_block, rest = divmod(page_bytes, tensor[0].numel() * item_bytes)
-    page_tokens, split = divmod(group.block_tokens, per_block or 1)
-    token_dims = [dim for dim in between if tensor.shape[dim] == page_tokens]
-    # Keys and values may be two as heads are; in all of vLLM's layouts they lie before the heads.
-    head_dims = [dim for dim in between if tensor.shape[dim] == heads and dim not in token_dims][-1:]
-    if rest or split or len(token_dims) != 1 or (heads > 1 and not head_dims):
+    _, heads, page_tokens, width = tensor.shape
+    per_block, rest = divmod(group.block_tokens, page_tokens)
+    if rest or page_bytes != per_block * tensor[0].numel() * item_bytes:
         return opaque
-    (token_dim,), head_dim = token_dims, head_dims[0] if heads > 1 else None
-    apart = [dim for dim in between if dim not in (token_dim, head_dim)]
-    parts = tuple(
-        PagePart(
-            heads,
-            tensor.shape[-1] * item_bytes,
-            sum(place * tensor.stride(dim) for place, dim in zip(places, apart, strict=True)) * item_bytes,
-            tensor.stride(token_dim) * item_bytes,
-            0 if head_dim is None else tensor.stride(head_dim) * item_bytes,
-        )
-        for places in product(*(range(tensor.shape[dim]) for dim in apart))
-    )
-    return PageLayout(group.kind, group.block_tokens, page_tokens, page_bytes, parts)
+    _, head_stride, token_stride, _ = (stride * item_bytes for stride in tensor.stride())
+    head_stride = head_stride if heads > 1 else 0
+    if packing is Packing.PLAIN:
+        parts = [PagePart(heads, 1, width * item_bytes, 0, token_stride, head_stride, 0)]
+    elif tensor[0].is_contiguous() and not width % 2 and not page_tokens % _CPU_BLOCK_TOKENS:
+        elements = width // 2
+        values = elements * page_tokens * item_bytes
+        parts = [
+            PagePart(heads, elements, item_bytes, 0, item_bytes, head_stride, page_tokens * item_bytes),
+            PagePart(heads, 1, elements * item_bytes, values, elements * item_bytes, head_stride, 0),
+        ]
+    else:
+        return opaque
+    return PageLayout(group.kind, group.block_tokens, page_tokens, page_bytes, tuple(parts))
+
+
+def read_packings(vllm_config: VllmConfig) -> Mapping[str, Packing]:
+    """Of the attention layers by name, as far as their backends are known."""
+    layers = getattr(vllm_config.compilation_config, "static_forward_context", {})
+    return {name: _packing(layer, vllm_config) for name, layer in layers.items()}
+
+
+def _packing(layer: Any, vllm_config: VllmConfig) -> Packing:
+    backend = getattr(layer, "attn_backend", None)
+    name = backend.get_name() if backend is not None else ""
+    quantized = is_quantized_kv_cache(str(vllm_config.cache_config.cache_dtype))
+    if quantized:
+        return Packing.UNKNOWN
+    if name in _PLAIN_BACKENDS:
+        return Packing.PLAIN
+    if name == "CPU_ATTN":
+        isa = _get_attn_isa(vllm_config.model_config.dtype, _CPU_BLOCK_TOKENS, layer.head_size)
+        is_known = isa == "vec" and layer.head_size == layer.head_size_v
+        return Packing.CPU_VECTORS if is_known else Packing.UNKNOWN
+    return Packing.UNKNOWN
 
 
 def _places(names: Sequence[str], built_order: Sequence[str]) -> Mapping[str, int]:
