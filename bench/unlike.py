@@ -86,7 +86,7 @@ class Engine:
             tensor = memory.permute(0, 2, 1, 3) if keeping.order == "NHD" else memory
             raw = raw_pages(tensor, blocks)
             pages[name] = [HostPages(raw)]
-            layouts[name] = [page_layout(self.group, tensor, keeping.packing, raw.shape[1])]
+            layouts[name] = [page_layout(self.group, tensor, HEADS, keeping.packing, raw.shape[1])]
         self.layout = KvLayout([self.group], pages, page_layouts=layouts)
         # As an engine's table after a while.
         self.table = (torch.randperm(blocks - 1, generator=generator) + 1).tolist()

@@ -46,7 +46,7 @@ class Memory:
             seen = (tensor.permute(0, 2, 1, 3),)
         group = KvGroup(0, GroupKind.FULL, block_tokens, 0)
         packing = Packing.CPU_VECTORS if order == "CPU" else Packing.PLAIN
-        layout = page_layout(group, tensor, packing, raw_pages(tensor, blocks).shape[1])
+        layout = page_layout(group, tensor, heads, packing, raw_pages(tensor, blocks).shape[1])
         assert layout.parts and layout.page_tokens == tokens
         return cls(tensor, seen, layout)
 
@@ -142,6 +142,7 @@ def test_nothing_is_gathered_where_wire_pages_are_rows_of_memory(
     [
         ((8, 4, 16, 64), Packing.UNKNOWN),
         ((8, 16, 64), Packing.PLAIN),
+        ((8, 16, 4, 64), Packing.PLAIN),  # tokens first
         ((8, 4, 12, 64), Packing.PLAIN),  # no such blocks make one of 16
         ((8, 4, 16, 64), Packing.CPU_VECTORS),  # too small for the packing that is known
     ],
@@ -149,7 +150,7 @@ def test_nothing_is_gathered_where_wire_pages_are_rows_of_memory(
 def test_a_page_that_is_not_known_is_moved_as_it_is(shape: tuple[int, ...], packing: Packing) -> None:
     tensor = torch.zeros(shape, dtype=torch.int16)
     page_bytes = tensor[0].numel() * 2
-    layout = page_layout(KvGroup(0, GroupKind.FULL, 16, 0), tensor, packing, page_bytes)
+    layout = page_layout(KvGroup(0, GroupKind.FULL, 16, 0), tensor, 4, packing, page_bytes)
     assert layout == PageLayout(GroupKind.FULL, 16, 16, page_bytes)
 
 
@@ -170,7 +171,7 @@ def test_vllms_own_cpu_kernel_finds_each_token_in_the_other_blocks(sizes: tuple[
         group = KvGroup(0, GroupKind.FULL, size, 0)
         page_bytes = raw_pages(tensor, blocks).shape[1]
         memories.append(tensor)
-        layouts.append(page_layout(group, tensor, Packing.CPU_VECTORS, page_bytes))
+        layouts.append(page_layout(group, tensor, heads, Packing.CPU_VECTORS, page_bytes))
         tables.append(table.tolist())
     (form,) = wire_forms(layouts[:1], layouts[1:], "a", "b")
     assert form is not None

@@ -86,7 +86,7 @@ class Engine:
                 layouts[name] = [
                     opaque_layout(group, raw.shape[1])
                     if group is self.state
-                    else page_layout(group, tensor, Packing.PLAIN, raw.shape[1])
+                    else page_layout(group, tensor, HEADS, Packing.PLAIN, raw.shape[1])
                 ]
         self.layout = KvLayout(self.groups, pages, page_layouts=layouts)
         ids = random.permutation(np.arange(1, NUM_BLOCKS)).tolist()

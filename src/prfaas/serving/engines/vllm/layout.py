@@ -12,6 +12,7 @@ from vllm.config import VllmConfig
 from vllm.utils.torch_utils import is_quantized_kv_cache
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheSpec,
@@ -194,10 +195,19 @@ class KvLayout:
                     for tensor in tensors
                 ]
                 layouts[name] = [
-                    page_layout(group, tensor, known.get(name, Packing.UNKNOWN), layer.page_bytes)
+                    page_layout(
+                        group, tensor, _heads(spec, name), known.get(name, Packing.UNKNOWN), layer.page_bytes
+                    )
                     for tensor, layer in zip(tensors, pages[name], strict=True)
                 ]
         return cls(groups, pages, built_order, layouts)
+
+
+def _heads(spec: KVCacheSpec, layer_name: str) -> int:
+    """Heads of a layer's KV on this rank; 0 for a linear state."""
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        spec = spec.kv_cache_specs[layer_name]
+    return spec.num_kv_heads if isinstance(spec, AttentionSpec) else 0
 
 
 def opaque_layout(group: KvGroup, page_bytes: int) -> PageLayout:
@@ -205,21 +215,24 @@ def opaque_layout(group: KvGroup, page_bytes: int) -> PageLayout:
     return PageLayout(group.kind, group.block_tokens, group.block_tokens, page_bytes)
 
 
-def page_layout(group: KvGroup, tensor: torch.Tensor, packing: Packing, page_bytes: int) -> PageLayout:
+def page_layout(
+    group: KvGroup, tensor: torch.Tensor, heads: int, packing: Packing, page_bytes: int
+) -> PageLayout:
     """How the KV of a layer lies in its pages; opaque where that is not known.
 
     Args:
         group: of the layer.
         tensor: its KV, in vLLM's logical order: blocks (of the kernels), heads, tokens, keys and values of a head.
+        heads: of the layer's KV, on this rank.
         packing: how the layer's attention backend uses the memory of a block.
         page_bytes: of a block of the group.
     """
     opaque, item_bytes = opaque_layout(group, page_bytes), tensor.element_size()
     if packing is Packing.UNKNOWN or tensor.dim() != 4 or tensor.stride(-1) != 1:
         return opaque
-    _, heads, page_tokens, width = tensor.shape
+    _, found_heads, page_tokens, width = tensor.shape
     per_block, rest = divmod(group.block_tokens, page_tokens)
-    if rest or page_bytes != per_block * tensor[0].numel() * item_bytes:
+    if rest or found_heads != heads or page_bytes != per_block * tensor[0].numel() * item_bytes:
         return opaque
     _, head_stride, token_stride, _ = (stride * item_bytes for stride in tensor.stride())
     head_stride = head_stride if heads > 1 else 0
