@@ -259,6 +259,20 @@ def test_the_pool_fills_what_a_transfer_leaves_out() -> None:
     assert stored(world.step({"r": 1}).pool_stores) == {0: [6, 7, 8, 9, 10, 11]}
 
 
+def test_what_a_transfer_leaves_out_of_a_block_is_not_filled_by_the_pool() -> None:
+    """An engine with other blocks begins to send inside one of this engine's, of which the pool has no part."""
+    world = World()
+    world.fill(PROMPT, 96)
+    request = world.new(Request("r", PROMPT, ticket_for(199, skip=90)))
+    assert world.ask(request, 32) == 0
+    world.alloc(request, 0)
+    orders = world.step()
+    assert orders.loads == orders.pool_loads == []
+    assert len(orders.drops) == 1
+    held = world.new(Request("s", PROMPT, ticket_for(199, skip=90)))
+    assert world.ask(held, 96) == 199 - 96
+
+
 def test_an_own_hit_that_is_long_enough_needs_no_pool() -> None:
     world = World()
     request = world.new(Request("r", PROMPT, ticket_for(199, skip=96)))
