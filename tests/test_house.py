@@ -22,9 +22,11 @@ SOURCE = Path(__file__).parents[1] / "src"
 # turns, metrics, its section of the file, the control plane that leads or follows, reloads that are told; prefill
 # queues for themselves. Then dtypes of caches, their options, the model of a deployment and the one it is planned with,
 # options of engines. Then what a link has cost, and first tokens from the prefill: the token, who may have it, the
-# answer that begins with it; prefills elsewhere. Then unlike engines: how pages are laid out, what travels of
-# them, wire pages cut from others; sentences about peers.
-MOST_FILES = 506
+# answer that begins with it; prefills elsewhere. Then columns of traces, ranks that refuse each other, relays and who
+# decides on them, MLPs and experts of families. Then what moves KV inside a cluster: the file's word, NIXL beside our
+# connector, what is handed over, and the hop whose KV is pulled. Then kinds of values in the file. Then unlike engines:
+# how pages are laid out, what travels of them, wire pages cut from others; sentences about peers.
+MOST_FILES = 516
 MOST_LINES = 420
 
 

@@ -19,6 +19,7 @@ from prfaas.core.deployment import (
     GatewayLimits,
     Instance,
     Link,
+    LocalTransfer,
     ModelRef,
     PoolSpace,
     Routing,
@@ -122,6 +123,7 @@ def deployment_of(
     decode_lead_s: float = 1.0,
     pool_ports: tuple[int, int] | None = None,
     egress_per_gb: float = 0.0,
+    local_transfer: LocalTransfer = "prfaas",
 ) -> Deployment:
     """A far cluster with `remote`, and one with all others, which decode if they are not called `local`.
 
@@ -153,7 +155,7 @@ def deployment_of(
         slo=Slo(None, None),
         gateway=gateway,
         security=Security(home / "key", tenant_header),
-        engine=EngineConfig(2048, 16, 1, 1 << 20, 1 << 16, None, (), {}),
+        engine=EngineConfig(2048, 16, 1, 1 << 20, 1 << 16, None, (), {}, local_transfer=local_transfer),
         transfer=TransferLimits(60.0, 30.0, 20.0, 60.0, 8.0, decode_lead_s=decode_lead_s),
         control=control,
     )
@@ -176,6 +178,7 @@ async def running_world(
     decode_lead_s: float = 1.0,
     pool_ports: tuple[int, int] | None = None,
     egress_per_gb: float = 0.0,
+    local_transfer: LocalTransfer = "prfaas",
     **decode: Any,
 ) -> AsyncIterator[World]:
     """`spare`, `third`: with more decode instances, taken when the first one is out; `decode`: its fields.
@@ -204,6 +207,7 @@ async def running_world(
         decode_lead_s=decode_lead_s,
         pool_ports=pool_ports,
         egress_per_gb=egress_per_gb,
+        local_transfer=local_transfer,
     )
     plane = FixedPlane(deployment)
     plane.prefers = "decode"

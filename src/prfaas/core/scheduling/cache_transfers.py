@@ -40,7 +40,7 @@ def sends_less(local: PrefillCandidate, there: PrefillCandidate) -> bool:
     """
     if local.cache_transfer is None:
         return True
-    return there.ttft_s <= local.ttft_s and there.kv_bytes < local.cache_transfer.kv_bytes
+    return there.delay_s <= local.delay_s and there.kv_bytes < local.cache_transfer.kv_bytes
 
 
 def with_cache(
@@ -95,7 +95,9 @@ def with_cache(
     ready_s = option.start_s - option.load_s
     start_s = (ready_s if ready_s > moved_s else moved_s) + load_s
     ttft_s = start_s + prefill_s
-    if option.link is not None:
+    if option.link is not None and request.first_from_prefill:
+        ttft_s += option.link.rtt_s
+    elif option.link is not None:
         ttft_s = streamed_s(start_s, prefill_s, option.link_wait_s, option.link_s, option.link.rtt_s)
     return PrefillCandidate(
         option.cluster,

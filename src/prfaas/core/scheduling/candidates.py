@@ -41,12 +41,29 @@ class PrefillCandidate:
     link_s: float
     """What this KV alone takes on the link."""
     ttft_s: float
-    """Until the decode instance has everything."""
+    """Until the decode instance has everything; where the prefill gives the first token, until the client has it."""
     kv_bytes: int
     """What crosses `link`; 0 without one."""
     cache_transfer: CacheTransfer | None
     load_s: float
     """Of `start_s` what it loads from its machine's pool."""
+
+    @property
+    def loaded_s(self) -> float:
+        """Until the decode instance has everything, whoever gives the first token."""
+        link = self.link
+        if link is None:
+            return self.ttft_s
+        return streamed_s(self.start_s, self.prefill_s, self.link_wait_s, self.link_s, link.rtt_s)
+
+    @property
+    def delay_s(self) -> float:
+        """What ways are compared by: the mean of `ttft_s` and `loaded_s`, equal where the first token waits for the KV.
+
+        By the first token alone links would cost nothing, and a full one would get ever more. By the mean neither
+        wait is free. The way with the least mean has its first token no later than any way has everything.
+        """
+        return (self.ttft_s + self.loaded_s) / 2.0
 
 
 def prefill_by(
@@ -105,14 +122,22 @@ def kv_bytes_to(request: RoutingRequest, view: View, decode: InstanceView) -> in
     return view.kv.bytes_to_move(request.num_tokens, skip)
 
 
-def streamed(option: PrefillCandidate, link: LinkView, now_s: float, kv_bytes: int) -> PrefillCandidate:
-    """The prefill of another cluster, its KV streamed over `link` while it is made (section 3.3)."""
+def streamed(
+    option: PrefillCandidate, link: LinkView, now_s: float, kv_bytes: int, first_from_prefill: bool = False
+) -> PrefillCandidate:
+    """The prefill of another cluster, its KV streamed over `link` while it is made (section 3.3).
+
+    With `first_from_prefill` its TTFT is that of a token which comes back while the KV is still on its way.
+    """
     link_s = BITS_PER_BYTE * kv_bytes / link.capacity_bits_per_s
     link_wait_s = link.drained_s - now_s
     if link_wait_s < 0.0:
         link_wait_s = 0.0
     start_s, prefill_s = option.start_s, option.prefill_s
-    ttft_s = streamed_s(start_s, prefill_s, link_wait_s, link_s, link.rtt_s)
+    if first_from_prefill:
+        ttft_s = start_s + prefill_s + link.rtt_s
+    else:
+        ttft_s = streamed_s(start_s, prefill_s, link_wait_s, link_s, link.rtt_s)
     return PrefillCandidate(
         option.cluster,
         option.instance,

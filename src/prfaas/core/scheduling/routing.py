@@ -252,19 +252,28 @@ def _compared(
         far_s = min((node.ttft_s for node in prefill.far), default=math.inf)
         for cluster, decode in sorted(decoders, key=_by_load):
             free_s = slot_free_s(decode, cluster.slot_s)
-            if soonest_s <= max(_least_s(request, view, cluster, decode, prefill, far_s), free_s):
+            least_s = _least_s(request, view, cluster, decode, prefill, far_s)
+            slot_s = least_s if least_s > free_s else free_s
+            if soonest_s <= ((least_s + slot_s) / 2.0 if request.first_from_prefill else slot_s):
                 continue
             able = able_to_send(request, view, decode, prefill) if view.blocked else prefill
             pd = pd_candidate_of(request, view, cluster, decode, able)
             choice = choose(request, view, pd)
-            first_s = max(choice.option.ttft_s, free_s)
-            if chosen is None or first_s < soonest_s:
-                best, chosen, here, soonest_s = choice, pd, able, first_s
+            delay_s = _delay_s(request, choice.option, decode, free_s)
+            if chosen is None or delay_s < soonest_s:
+                best, chosen, here, soonest_s = choice, pd, able, delay_s
         assert chosen is not None  # there is at least one
     if best is None or request.held:
         let_caches_move(chosen, here)
         best = choose(request, view, chosen)
     return chosen, best
+
+
+def _delay_s(request: RoutingRequest, option: PrefillCandidate, decode: InstanceView, free_s: float) -> float:
+    """`PrefillCandidate.delay_s` with the wait for a decode slot, which a first token from the prefill is spared."""
+    if not request.first_from_prefill or option.instance is decode:
+        return max(option.ttft_s, free_s)
+    return (option.ttft_s + max(option.loaded_s, free_s)) / 2.0
 
 
 def _by_load(each: tuple[ClusterView, InstanceView]) -> float:
@@ -294,10 +303,11 @@ def _least_s(
 def soonest_remote(
     request: RoutingRequest, view: View, pd: PdCandidate, remotes: Sequence[tuple[BestCandidate, LinkView]]
 ) -> PrefillCandidate:
-    """Of `remotes`, at least one, the one with the least predicted TTFT."""
+    """Of `remotes`, at least one, the one with the least predicted TTFT; by `delay_s` where that is something else."""
     kv_bytes = kv_bytes_to(request, view, pd.decode)
+    first_from_prefill = request.first_from_prefill
     if len(remotes) == 1:
-        return streamed(*remotes[0], view.now_s, kv_bytes)
+        return streamed(*remotes[0], view.now_s, kv_bytes, first_from_prefill)
     now_s, kv_bits = view.now_s, BITS_PER_BYTE * kv_bytes
     chosen: tuple[BestCandidate, LinkView] | None = None
     least_s = math.inf
@@ -312,10 +322,12 @@ def soonest_remote(
                 kv_bits / link.capacity_bits_per_s,
                 link.rtt_s,
             )
+            if first_from_prefill:
+                ttft_s = (ttft_s + node.ttft_s + link.rtt_s) / 2.0
             if chosen is None or ttft_s < least_s:
                 chosen, least_s = (node, link), ttft_s
     assert chosen is not None  # there is at least one
-    return streamed(*chosen, now_s, kv_bytes)
+    return streamed(*chosen, now_s, kv_bytes, first_from_prefill)
 
 
 def decision_of(request: RoutingRequest, view: View, decode: InstanceView, choice: Choice) -> Decision:
@@ -325,9 +337,11 @@ def decision_of(request: RoutingRequest, view: View, decode: InstanceView, choic
         here = prefill_without_hop(request, view, decode, option)
         if here is not None:
             option, reason = here, "tiny"
-    prefill, link, decode_wait_s = option.instance, option.link, 0.0
+    prefill, link, decode_wait_s, kv_wait_s = option.instance, option.link, 0.0, 0.0
+    if request.first_from_prefill:
+        kv_wait_s = option.loaded_s - option.ttft_s
     if decode.decoding >= decode.decode_slots:
-        decode_wait_s = slot_wait_s(decode, view, option.ttft_s)
+        decode_wait_s = slot_wait_s(decode, view, option.ttft_s + kv_wait_s)
     skip_tokens = kv_bytes = 0
     if prefill is not decode:
         if request.held and view.kv.can_skip:
@@ -353,6 +367,7 @@ def decision_of(request: RoutingRequest, view: View, decode: InstanceView, choic
         if request.pools
         else None,
         decode_wait_s,
+        kv_wait_s,
     )
 
 

@@ -86,7 +86,8 @@ class PeerLayouts(Generic[AgreedT]):
         self.told = told
         self._rank = rank
         self._agree = agree
-        self._alike = alike
+        self.alike = alike
+        """What travels where pages go as this side keeps them."""
         self._lock = threading.Lock()
         self._agreed: dict[str, AgreedT] = {}
         self._of_transfers: OrderedDict[bytes, AgreedT] = OrderedDict()
@@ -94,7 +95,7 @@ class PeerLayouts(Generic[AgreedT]):
     def hear(self, peer: str, told: object) -> str | None:
         """Take note of what an authenticated peer tells; a sentence if no KV can travel between the two."""
         if told == self.told:
-            agreed = self._alike
+            agreed = self.alike
         else:
             try:
                 agreed = self._agree(told, peer)
@@ -107,7 +108,7 @@ class PeerLayouts(Generic[AgreedT]):
     def of_instance(self, instance: str) -> AgreedT:
         """What travels to this side's rank of an instance."""
         with self._lock:
-            return self._agreed.get(ranked(instance, self._rank), self._alike)
+            return self._agreed.get(ranked(instance, self._rank), self.alike)
 
     def begin(self, peer: str, transfer_id: bytes, mark: object) -> AgreedT:
         """The layout of a transfer that a peer opens in a form.
@@ -116,7 +117,7 @@ class PeerLayouts(Generic[AgreedT]):
             WireError: it is another form than was agreed.
         """
         with self._lock:
-            agreed = self._agreed.get(peer, self._alike)
+            agreed = self._agreed.get(peer, self.alike)
             if mark != agreed.mark:
                 raise WireError(
                     f"{peer} sends KV in form {str(mark)[:32]!r}, where {agreed.mark!r} was agreed when it connected"

@@ -121,7 +121,7 @@ class TransferTable:
                 self._counters["refused"] += 1
                 connection.post(refuse(transfer_id, str(error)))
                 if live is None and over is None:
-                    self._record_refused(transfer_id, str(error))
+                    self._record(transfer_id, TransferStatus.refused(str(error)))
                 return
             self._counters["opened"] += 1
             self._transfers[transfer_id] = transfer
@@ -320,9 +320,12 @@ class TransferTable:
                 self._counters["dropped"] += 1
                 self._fail(transfer, reason, dropped=True)
             elif self._tombstones.get(transfer_id) is None:
-                self._record_refused(transfer_id, reason, dropped=True)
+                self._record(transfer_id, TransferStatus.refused(reason, dropped=True))
 
-    # Time
+    def tell(self, transfer_id: bytes, status: TransferStatus) -> None:
+        """See `Receiver.tell`."""
+        with self._lock:
+            self._record(transfer_id, status)
 
     def sweep(self, now_s: float) -> None:
         """Apply every deadline."""
@@ -396,9 +399,8 @@ class TransferTable:
         keep_s = max(self._options.tombstone_s, ticket.expires_at_s - time.time())
         self._tombstones.put(ticket.transfer_id, transfer.status(taken=taken), time.monotonic() + keep_s)
 
-    def _record_refused(self, transfer_id: bytes, reason: str, *, dropped: bool = False) -> None:
-        """A transfer that was never let in: those who watch it must learn that."""
-        status = TransferStatus.refused(reason, dropped=dropped)
+    def _record(self, transfer_id: bytes, status: TransferStatus) -> None:
+        """What became of a transfer that was never let in: those who watch it must learn that."""
         self._tombstones.put(transfer_id, status, time.monotonic() + self._options.tombstone_s)
         self._watchers.notify(transfer_id, status)
 
@@ -414,7 +416,5 @@ class TransferTable:
         return abort(header.transfer_id, "unknown transfer" if status is None else status.reason)
 
 
-_COUNTED = (
-    *("opened", "refused", "completed", "taken", "failed", "dropped", "expired"),
-    *("received_bytes", "checksum_failures"),
-)
+_COUNTED: tuple[str, ...] = ("opened", "refused", "completed", "taken", "failed", "dropped", "expired")
+_COUNTED += ("received_bytes", "checksum_failures")

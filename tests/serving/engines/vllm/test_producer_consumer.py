@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ import torch
 from prfaas.core.kv.groups import GroupKind, region_bytes
 from prfaas.serving.engines.vllm.consumer import KvConsumer
 from prfaas.serving.engines.vllm.layout import EngineGroup, KvLayout
-from prfaas.serving.engines.vllm.metadata import BlockRun, LoadOrder, SendOrder, TransferMetadata
+from prfaas.serving.engines.vllm.metadata import BlockRun, LoadOrder, NixlRead, SendOrder, TransferMetadata
 from prfaas.serving.engines.vllm.pages import HostPages
 from prfaas.serving.engines.vllm.producer import KvProducer
 from prfaas.serving.engines.vllm.stats import ConnectorStats
@@ -23,6 +23,7 @@ from prfaas.serving.transport.receiver import Receiver
 from prfaas.serving.transport.sender import Sender
 from prfaas.serving.transport.staging import StagingArena
 from prfaas.serving.transport.ticket import Ticket
+from prfaas.serving.transport.wire import TransferPhase
 
 KEY = b"k" * 32
 FULL = EngineGroup(0, GroupKind.FULL, 16, 0, ("a0", "a1"))
@@ -542,6 +543,44 @@ def test_slots_behind_the_prompt_may_be_filled_before_they_are_sent(
     assert ends.results() == ({"d"}, set())
     ends.east.update(computed)
     assert_moved(ends, ticket, 0, before)
+
+
+@pytest.mark.parametrize("page_digests", [True, False])
+def test_states_and_windows_are_sent_as_the_prompt_left_them(
+    page_digests: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine decodes the request: it writes over states, gives window blocks to others, and fills last pages."""
+    sending = late_reads(monkeypatch)
+    for ends in make_ends(page_digests=page_digests):
+        ticket = new_ticket(100)
+        (orders,) = sends(ticket, [100])
+        orders.sends[0] = replace(orders.sends[0], decodes_on=True)
+        computed = copy_of(ends.east)
+        ends.step(orders)
+        for name in ("g0", "g1", "g2", "w0"):
+            ends.east[name] ^= 1
+        for name in ("a0", "a1"):
+            ends.east[name][1 + 100 // 16][-8:] ^= 1
+        sending.set()
+        ends.complete(ticket)
+        before = copy_of(ends.home)
+        ends.order(load(ticket, 0))
+        assert ends.results() == ({"d"}, set())
+        ends.east.update(computed)
+        assert_moved(ends, ticket, 0, before)
+
+
+@pytest.mark.parametrize("phase", [TransferPhase.RECEIVING, TransferPhase.COMPLETE, TransferPhase.FAILED])
+def test_kv_that_nixl_loads_is_told_in_bytes_of_the_engines_own_pages(
+    ends: Ends, phase: TransferPhase
+) -> None:
+    pull = NixlRead("d", bytes(16), num_tokens=100, local_tokens=32, expires_at_s=time.time() + 60)
+    ends.consuming.tell_pulled(pull, phase)
+    status = ends.receiver.state(pull.transfer_id)
+    assert status is not None
+    total_bytes = sum(region_bytes(layout(ends.home).regions, 100, 32))
+    assert (status.phase, status.total_bytes) == (phase, total_bytes)
+    assert status.received_bytes == (total_bytes if phase is TransferPhase.COMPLETE else 0)
 
 
 def test_digests_are_no_kv_in_any_count(ends: Ends) -> None:

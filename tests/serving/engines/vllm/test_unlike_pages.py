@@ -1,7 +1,8 @@
 """Producer and consumer whose engines keep the same KV in other blocks and another order, over the real transport."""
 
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ from prfaas.core.kv.groups import GroupKind, region_bytes
 from prfaas.serving.engines.vllm.consumer import KvConsumer
 from prfaas.serving.engines.vllm.layout import EngineGroup, KvLayout, Packing, opaque_layout, page_layout
 from prfaas.serving.engines.vllm.metadata import BlockRun, LoadOrder, SendOrder
-from prfaas.serving.engines.vllm.pages import HostPages, raw_pages
+from prfaas.serving.engines.vllm.pages import HostPages, PagedSource, raw_pages
 from prfaas.serving.engines.vllm.producer import KvProducer
 from prfaas.serving.engines.vllm.stats import ConnectorStats
 from prfaas.serving.engines.vllm.wire_layout import WireLayout, wire_layouts
@@ -124,7 +125,14 @@ class Pair:
     sender: Sender
     wires: Mapping[str, PeerLayouts[WireLayout]]
 
-    def prefill(self, num_tokens: int, skip: int, chunk_ends: Sequence[int]) -> Ticket:
+    def prefill(
+        self,
+        num_tokens: int,
+        skip: int,
+        chunk_ends: Sequence[int],
+        decode_on: Callable[[], None] | None = None,
+    ) -> Ticket:
+        """`decode_on`: the engine decodes the request after this prompt, and so does this to its memory."""
         ticket = Ticket.issue(
             producer="east",
             consumer="home",
@@ -142,10 +150,13 @@ class Pair:
             sent = max(sent, end)
             others = (self.east.state, self.east.window)
             closing = tuple(self.east.moving(group, num_tokens, 0) for group in others) if final else ()
-            order = SendOrder("p", ticket, ticket.seal(KEY), streamed, closing, final)
+            sealed, decodes_on = ticket.seal(KEY), decode_on is not None
+            order = SendOrder("p", ticket, sealed, streamed, closing, final, decodes_on=decodes_on)
             for name in (*FULL_LAYERS, *WINDOW_LAYERS):
                 self.producing.save_layer([order], name)
             self.producing.end_step([order])
+        if decode_on is not None:
+            decode_on()
         self.producing.hold({"p": False})
         self._until(lambda: bool(self.producing.finished()))
         return ticket
@@ -296,6 +307,40 @@ def test_the_decode_engine_has_every_token_in_its_own_blocks(
         assert pair.consuming.stats.data["bytes_sent"] == status.received_bytes
 
 
+@pytest.mark.parametrize("page_digests", [True, False])
+@pytest.mark.parametrize("keepings", ["16 to 8", "32 to 128", "24 to 16, no multiples", "order and size"])
+def test_unlike_engines_get_states_and_windows_as_the_prompt_left_them(
+    keepings: str, page_digests: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine decodes the request: it writes over states, gives window blocks to others, and fills last pages."""
+    num_tokens, decoded, views = 100, threading.Event(), PagedSource.views
+
+    def late_views(source: PagedSource, start: int, nbytes: int) -> list[memoryview] | None:
+        decoded.wait(60)
+        return views(source, start, nbytes)
+
+    monkeypatch.setattr(PagedSource, "views", late_views)
+    with pair_of(*KEEPINGS[keepings], page_digests=page_digests) as pair:
+        east = pair.east
+        computed = {name: tensor.clone() for name, tensor in east.tensors.items()}
+
+        def decode_on() -> None:
+            for name in (*STATE_LAYERS, *WINDOW_LAYERS):
+                east.tensors[name].bitwise_not_()
+            for name in FULL_LAYERS:
+                for token in range(num_tokens, east.full.end_block(num_tokens) * east.full.block_tokens):
+                    east.token(name, east.full, token).bitwise_not_()
+            decoded.set()
+
+        pair.connected()
+        ticket = pair.prefill(num_tokens, 0, [45, num_tokens], decode_on)
+        before = {name: tensor.clone() for name, tensor in pair.home.tensors.items()}
+        assert pair.load(ticket, 0) == ({"d"}, set())
+        for name, tensor in east.tensors.items():
+            tensor.copy_(computed[name])
+        assert_moved(pair, before, num_tokens, 0)
+
+
 def test_equal_engines_move_their_pages_as_they_are() -> None:
     with pair_of(SIXTEEN, SIXTEEN) as pair:
         pair.connected()
@@ -345,7 +390,7 @@ def test_a_transfer_in_another_form_than_was_agreed_is_refused() -> None:
     """The prefill engine has not heard that the decode engine came back with other blocks."""
     with pair_of(SIXTEEN, EIGHT, page_digests=False) as pair:
         pair.connected()
-        alike = pair.wires["east"]._alike
+        alike = pair.wires["east"].alike
         agreed = pair.wires["east"]._agreed.pop("home/0")
         assert agreed.mark and not alike.mark
         ticket = pair.prefill(96, 0, [96])
