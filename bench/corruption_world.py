@@ -253,7 +253,7 @@ class Rank:
         home_layout = KvLayout(groups, home)
         wires = wire_layouts(self.layout, "east", number, page_digests=digests)
         home_wires = wire_layouts(home_layout, "home", number, page_digests=digests)
-        digest_plan = wire_layouts(self.layout, "east", number).of_instance("home").digest_plan
+        digest_plan = wire_layouts(self.layout, "east", number).towards("home/0").digest_plan
         assert digest_plan is not None
         self.digest_plan = digest_plan
         self.arena = StagingArena(staging_bytes, transfer_block_bytes)

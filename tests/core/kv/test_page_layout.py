@@ -108,7 +108,8 @@ UNKNOWN = PageLayout(GroupKind.FULL, 16, 16, 4096)
         (
             [state(16)],
             [state(16, 999)],
-            "KV layout differs in 'page_bytes' of linear_state layers: home has 1000, east has 999",
+            "KV layout differs in 'page_bytes' of linear_state layers: home has 1000, east has 999, and in which order "
+            "home keeps heads and tokens in a page is not known",
         ),
         (
             [state(16)],

@@ -118,6 +118,8 @@ def test_mismatch_is_said(said: dict[str, Any], server: dict[str, Any], why: str
 class Form:
     """A layout that only has a mark."""
 
+    part, parts = 0, 1
+
     def __init__(self, mark: str) -> None:
         self.mark = mark
 
@@ -126,27 +128,27 @@ class Form:
 
 
 def layouts(told: object, refused: str = "") -> PeerLayouts[Form]:
-    def agree(theirs: object, peer: str) -> Form:
+    def agree(theirs: object, peer: str, sends: bool) -> Form:
         if refused:
             raise ValueError(f"{refused} of {peer}")
         return Form(f"{told} and {theirs}")
 
-    return PeerLayouts(0, told, agree, Form(""))
+    return PeerLayouts(told, agree, Form(""))
 
 
 def test_both_sides_hear_how_the_other_keeps_its_kv() -> None:
     ours, theirs = layouts([16]), layouts([32])
     outcome, _ = meet(lambda sock: greet(sock, hello(layouts=ours)), layouts=theirs)
     assert outcome is None
-    assert ours.of_instance("c").mark == "[16] and [32]"
-    assert theirs.of_instance("p").mark == "[32] and [16]"
-    assert theirs.of_instance("q").mark == ""
+    assert ours.towards("c/0").mark == "[16] and [32]"
+    assert theirs.coming_from("p/0").mark == "[32] and [16]"
+    assert theirs.coming_from("q/0").mark == ""
 
 
 def test_who_keeps_it_alike_needs_no_other_form() -> None:
     ours, theirs = layouts([16]), layouts([16], refused="what")
     meet(lambda sock: greet(sock, hello(layouts=ours)), layouts=theirs)
-    assert ours.of_instance("c").mark == theirs.of_instance("p").mark == ""
+    assert ours.towards("c/0").mark == theirs.coming_from("p/0").mark == ""
 
 
 def test_a_layout_that_cannot_be_mapped_is_refused_with_its_sentence() -> None:
@@ -165,7 +167,7 @@ def test_nothing_is_heard_of_who_has_not_proved_its_key() -> None:
     theirs = layouts([32])
     outcome, _ = meet(lambda sock: greet(sock, hello(key=bytes(32), layouts=layouts([16]))), layouts=theirs)
     assert isinstance(outcome, HandshakeError)
-    assert theirs.of_instance("p").mark == ""
+    assert theirs.coming_from("p/0").mark == ""
 
 
 def test_an_observer_tells_nothing_and_is_told_nothing_of_use() -> None:
@@ -193,23 +195,24 @@ def test_a_layout_that_is_changed_on_its_way_is_no_proof(changed: str) -> None:
 
 def test_a_transfer_comes_in_the_form_that_was_agreed() -> None:
     theirs = layouts([32])
-    theirs.hear("p/0", [16])
+    theirs.hear("p/0", [16], sends=False)
     with pytest.raises(WireError, match=r"p/0 sends KV in form 'x', where '\[32\] and \[16\]' was agreed"):
         theirs.begin("p/0", b"t" * 16, "x")
-    assert theirs.of_transfer(b"t" * 16) is None
+    with pytest.raises(WireError, match="p/0 sends part 1 of a transfer, where part 0 was agreed"):
+        theirs.begin("p/0", b"t" * 16, "[32] and [16]", 1)
+    assert theirs.of_transfer(b"t" * 16) == {}
     theirs.begin("p/0", b"t" * 16, "[32] and [16]")
     # Another handshake changes nothing of what has begun.
-    theirs.hear("p/0", [64])
-    begun = theirs.of_transfer(b"t" * 16)
-    assert begun is not None and begun.mark == "[32] and [16]"
+    theirs.hear("p/0", [64], sends=False)
+    assert theirs.of_transfer(b"t" * 16)[0].mark == "[32] and [16]"
 
 
 def test_old_transfers_are_forgotten() -> None:
     theirs = layouts([32])
     for number in range(theirs.MOST_TRANSFERS + 1):
         theirs.begin("p/0", number.to_bytes(16), "")
-    assert theirs.of_transfer((0).to_bytes(16)) is None
-    assert theirs.of_transfer((1).to_bytes(16)) is not None
+    assert theirs.of_transfer((0).to_bytes(16)) == {}
+    assert theirs.of_transfer((1).to_bytes(16))
 
 
 def test_other_version_is_told_both() -> None:

@@ -64,7 +64,7 @@ class PageLayout:
     page_bytes: int
     """Of a block."""
     parts: tuple[PagePart, ...] = ()
-    """Empty for a linear state, which is one page as it is, and where the order in a page is not known."""
+    """Empty where the order in a page is not known. A linear state has one token a page."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ def wire_forms(
         UnlikePagesError: no form suits both.
     """
     if len(ours) != len(theirs):
-        raise _unlike("regions", "a transfer", (name, len(ours)), (peer, len(theirs)))
+        raise unlike_pages("regions", "a transfer", (name, len(ours)), (peer, len(theirs)))
     known: dict[tuple[PageLayout, PageLayout], WireForm] = {}
     for pair in zip(ours, theirs, strict=True):
         if pair not in known:
@@ -109,44 +109,52 @@ def _wire_form(ours: PageLayout, theirs: PageLayout, name: str, peer: str) -> Wi
         return None
     where = f"{ours.kind.value} layers"
     if ours.kind is not theirs.kind:
-        raise _unlike("kind", "a layer", (name, ours.kind.value), (peer, theirs.kind.value))
-    if ours.kind is GroupKind.STATE:
-        if ours.page_bytes != theirs.page_bytes:
-            raise _unlike("page_bytes", where, (name, ours.page_bytes), (peer, theirs.page_bytes))
+        raise unlike_pages("kind", "a layer", (name, ours.kind.value), (peer, theirs.kind.value))
+    is_state = ours.kind is GroupKind.STATE
+    if is_state and ours.page_bytes == theirs.page_bytes:
         return WirePage(gcd(ours.block_tokens, theirs.block_tokens), tokens_outside=False)
     if not ours.parts or not theirs.parts:
-        field = "block_tokens" if ours.block_tokens != theirs.block_tokens else "page_bytes"
+        is_size = not is_state and ours.block_tokens != theirs.block_tokens
+        field = "block_tokens" if is_size else "page_bytes"
         lacking = name if not ours.parts else peer
         raise UnlikePagesError(
-            f"{_unlike(field, where, (name, getattr(ours, field)), (peer, getattr(theirs, field)))}, "
+            f"{unlike_pages(field, where, (name, getattr(ours, field)), (peer, getattr(theirs, field)))}, "
             f"and in which order {lacking} keeps heads and tokens in a page is not known"
         )
     if len(ours.parts) != len(theirs.parts):
-        raise _unlike("parts", where, (name, len(ours.parts)), (peer, len(theirs.parts)))
+        raise unlike_pages("parts", where, (name, len(ours.parts)), (peer, len(theirs.parts)))
     for mine, other in zip(ours.parts, theirs.parts, strict=True):
         for field in ("heads", "rows", "width_bytes"):
             values = getattr(mine, field), getattr(other, field)
             if values[0] != values[1]:
-                raise _unlike(field, where, (name, values[0]), (peer, values[1]))
+                raise unlike_pages(field, where, (name, values[0]), (peer, values[1]))
+    if is_state:
+        return WirePage(gcd(ours.block_tokens, theirs.block_tokens), tokens_outside=False)
     return WirePage(
         gcd(ours.page_tokens, theirs.page_tokens),
         tokens_outside=all(part.tokens_outside for part in (*ours.parts, *theirs.parts)),
     )
 
 
-def _unlike(field: str, where: str, ours: tuple[str, object], theirs: tuple[str, object]) -> UnlikePagesError:
+def unlike_pages(
+    field: str, where: str, ours: tuple[str, object], theirs: tuple[str, object]
+) -> UnlikePagesError:
+    """The error for a field of a kind of layers, with the name and the value of both sides."""
     (name, mine), (peer, other) = ours, theirs
     return UnlikePagesError(
         f"KV layout differs in {field!r} of {where}: {name} has {mine!r}, {peer} has {other!r}"
     )
 
 
-def mark_of(forms: Sequence[WireForm]) -> str:
-    """Names the forms of all layers, equal at both sides; "" if all pages travel as they are."""
-    if not any(forms):
+def mark_of(forms: Sequence[WireForm], shared: object = None) -> str:
+    """Names the forms of all layers, equal at both sides; "" if all pages travel as they are.
+
+    `shared`: what else both sides know of the transfer, as JSON; None: nothing.
+    """
+    if not any(forms) and shared is None:
         return ""
     listed = [None if form is None else [form.tokens, form.tokens_outside] for form in forms]
-    return _digest(json.dumps(listed))
+    return _digest(json.dumps([listed, shared]))
 
 
 def _digest(text: str) -> str:

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from prfaas.core.deployment import LocalTransfer
+from prfaas.core.kv.rank_shares import transfers_per_rank
 from prfaas.core.scheduling import Decision
 from prfaas.serving.gateway.first_token import FirstTokenAsk
 from prfaas.serving.transport.handover import by_nixl, is_by_nixl
 from prfaas.serving.transport.observer import OnSoon
-from prfaas.serving.transport.ticket import Ticket
+from prfaas.serving.transport.ticket import Ticket, part_id
 from prfaas.serving.transport.wire import TransferPhase, TransferStatus
 
 logger = logging.getLogger(__name__)
@@ -152,7 +153,7 @@ class KvTransfers:
     """Waits for and abandons transfers at any decode engine of the deployment."""
 
     def __init__(self, watchers: Mapping[str, tuple[Watcher, ...]]) -> None:
-        """`watchers`: decode instance name → one watcher per tensor-parallel rank."""
+        """`watchers`: instance name → one watcher per tensor-parallel rank."""
         self._watchers = dict(watchers)
         self._consumers: set[str] = set()
 
@@ -178,35 +179,36 @@ class KvTransfers:
         timeout_s: float,
         lead_s: float = 0.0,
         on_soon: Callable[[int], None] | None = None,
+        producer: str = "",
     ) -> TransferredBytes:
         """Wait until every rank of `consumer` has all bytes.
 
         `on_soon` is called with the tokens that the producer had cached, once every rank expects all bytes within
-        `lead_s`; not at all where the producer does not tell them.
+        `lead_s`; not at all where the producer does not tell them. `producer`: whose transfer it is; "": each rank
+        gets one, whoever sends.
 
         Raises:
             TransferFailedError: as soon as one rank will not get them.
         """
-        watchers = self._watchers[consumer]
         self._consumers.add(consumer)
-        ranks_left = len(watchers)
+        watched = self._watched(consumer, transfer_id, producer)
+        left = len(watched)
 
         def soon(status: TransferStatus) -> None:
-            nonlocal ranks_left
-            ranks_left -= 1
-            if not ranks_left and on_soon is not None and status.cached_tokens is not None:
+            nonlocal left
+            left -= 1
+            if not left and on_soon is not None and status.cached_tokens is not None:
                 on_soon(status.cached_tokens)
 
-        if len(watchers) == 1:
-            status = await self._wait(watchers[0], transfer_id, timeout_s, lead_s, soon)
+        if left == 1:
+            status = await self._wait(*watched[0], timeout_s, lead_s, soon)
             return TransferredBytes(
                 status.total_bytes, status.overlapped_bytes, status.spared_bytes, status.cached_tokens
             )
         try:
             async with asyncio.TaskGroup() as group:
                 waits = [
-                    group.create_task(self._wait(watcher, transfer_id, timeout_s, lead_s, soon))
-                    for watcher in watchers
+                    group.create_task(self._wait(*each, timeout_s, lead_s, soon)) for each in watched
                 ]
         except* TransferFailedError as failures:
             raise _first(failures) from None
@@ -218,19 +220,28 @@ class KvTransfers:
             cached_tokens=statuses[0].cached_tokens,
         )
 
-    def announced(self, consumer: str, transfer_id: bytes) -> bool:
-        """Whether a producer has opened the transfer at every rank of `consumer`."""
-        return all(watcher.announced(transfer_id) for watcher in self._watchers[consumer])
+    def _watched(self, consumer: str, transfer_id: bytes, producer: str) -> list[tuple[Watcher, bytes]]:
+        """Every rank of a consumer with the ids under which it gets a transfer, which more ranks may send."""
+        watchers = self._watchers[consumer]
+        parts = transfers_per_rank(len(self._watchers.get(producer, ())), len(watchers))
+        return [(watcher, part_id(transfer_id, part)) for watcher in watchers for part in range(parts)]
 
-    async def abandon(self, consumer: str, transfer_id: bytes, reason: str, timeout_s: float) -> None:
+    def announced(self, consumer: str, transfer_id: bytes, producer: str = "") -> bool:
+        """Whether a producer has opened the transfer at every rank of `consumer`; see `wait`."""
+        return all(each.announced(known) for each, known in self._watched(consumer, transfer_id, producer))
+
+    async def abandon(
+        self, consumer: str, transfer_id: bytes, reason: str, timeout_s: float, producer: str = ""
+    ) -> None:
         """Free the staging of a transfer that no request will load. Never raises.
 
         It does nothing when the engine has already taken the transfer.
         """
-        for watcher in self._watchers.get(consumer, ()):
+        watched = self._watched(consumer, transfer_id, producer) if consumer in self._watchers else ()
+        for watcher, known in watched:
             try:
                 async with asyncio.timeout(timeout_s):
-                    await watcher.abandon(transfer_id, reason)
+                    await watcher.abandon(known, reason)
             except (OSError, TimeoutError) as error:
                 # The consumer's own time to live frees the staging then.
                 logger.info("could not abandon a transfer at %s: %s", consumer, error)

@@ -194,7 +194,11 @@ class PrefillHop:
         async def abandon() -> None:
             with self._metrics.background_tasks.track_inprogress():
                 await self._transfers.abandon(
-                    ticket.consumer, ticket.transfer_id, reason, self._options.abandon_timeout_s
+                    ticket.consumer,
+                    ticket.transfer_id,
+                    reason,
+                    self._options.abandon_timeout_s,
+                    ticket.producer,
                 )
 
         # In the background, since it must also happen when this request's own task is being cancelled.
@@ -299,7 +303,14 @@ class PrefillHop:
         # Two tasks and no group: each more costs every request some percent of the gateway's CPU time.
         prefilling = loop.create_task(prefill())
         arrival = loop.create_task(
-            self._transfers.wait(spec.consumer, ticket.transfer_id, prefill_timeout_s + late_s, lead_s, soon)
+            self._transfers.wait(
+                spec.consumer,
+                ticket.transfer_id,
+                prefill_timeout_s + late_s,
+                lead_s,
+                soon,
+                spec.producer,
+            )
         )
         self._arriving[arrival] = spec
         if spans is not None:
@@ -345,7 +356,7 @@ class PrefillHop:
             return
         if not await self._is_announced(spec, ticket, arrival):
             await self._ask_consumer(spec)
-            if not arrival.done() and not self._transfers.announced(spec.consumer, ticket.transfer_id):
+            if not arrival.done() and not self._announced(spec, ticket):
                 raise TransferFailedError(
                     "not-announced", f"{spec.producer} prefilled but opened no transfer to {spec.consumer}"
                 )
@@ -368,7 +379,7 @@ class PrefillHop:
         loop = asyncio.get_running_loop()
         until_s = loop.time() + self._options.announce_grace_s
         _check_compatible(self._plane.incompatible(spec.producer, spec.consumer))
-        while not self._transfers.announced(spec.consumer, ticket.transfer_id):
+        while not self._announced(spec, ticket):
             left_s = until_s - loop.time()
             # Not asked at once: most transfers are announced in a moment, and this would hold them up.
             await asyncio.wait((arrival,), timeout=min(_ASK_PRODUCER_S, max(left_s, 0.0)))
@@ -378,6 +389,9 @@ class PrefillHop:
             if left_s <= 0:
                 return False
         return True
+
+    def _announced(self, spec: TransferSpec, ticket: Ticket) -> bool:
+        return self._transfers.announced(spec.consumer, ticket.transfer_id, spec.producer)
 
     def _deadline_s(self, spec: TransferSpec) -> float:
         """Seconds after the prefill's end at which a transfer is given up.

@@ -237,7 +237,7 @@ def _introduce(stream: ByteStream, hello: ClientHello, deadline_s: float | None)
     header, challenge = receive_control(stream, deadline_s, MAX_HANDSHAKE_BYTES)
     stream.sendall(hello.answer(header, challenge))
     hello.finish(*receive_control(stream, deadline_s, MAX_HANDSHAKE_BYTES))
-    if trouble := heard(hello.layouts, hello.server_name, challenge.get("layout")):
+    if trouble := heard(hello.layouts, hello.server_name, challenge.get("layout"), sends=True):
         raise HandshakeError(trouble)
 
 
@@ -355,7 +355,7 @@ def _examine(
         if producers is not None and client not in producers:
             _reject(stream, f"{name} takes no KV from {client}: it is not among its producers", client)
         difference = fingerprint_difference(fingerprint, body.get("fingerprint"), name, client)
-        difference = difference or heard(layouts, client, body.get("layout"))
+        difference = difference or heard(layouts, client, body.get("layout"), sends=False)
         if difference is not None:
             _reject(stream, difference, client)
     return PeerIdentity(client, role, client_session)

@@ -14,7 +14,7 @@ from prfaas.serving.transport.coverage import Coverage
 from prfaas.serving.transport.options import ReceiverOptions
 from prfaas.serving.transport.region_layout import TransferLayout, expected_regions
 from prfaas.serving.transport.staging import StagedTransfer, StagingLease
-from prfaas.serving.transport.ticket import Ticket, TicketError
+from prfaas.serving.transport.ticket import MAX_PARTS, Ticket, TicketError, part_id
 from prfaas.serving.transport.wire import (
     MAX_REGION_BYTES,
     MAX_REGIONS,
@@ -22,6 +22,7 @@ from prfaas.serving.transport.wire import (
     TransferPhase,
     TransferStatus,
     WireError,
+    count_field,
     text_field,
 )
 
@@ -380,13 +381,14 @@ def check_open(
         layout: gives the regions that this side expects.
 
     Returns:
-        The ticket, and the size of each region in bytes.
+        The ticket with the id of this transfer, and the size of each region in bytes.
 
     Raises:
         ValueError: with the sentence to refuse the OPEN with.
     """
     ticket = Ticket.unseal(text_field(body, "ticket"), key, time.time())
-    if ticket.transfer_id != transfer_id:
+    part = count_field({"part": 0, **body}, "part", MAX_PARTS)
+    if part_id(ticket.transfer_id, part) != transfer_id:
         raise TicketError("ticket belongs to another transfer")
     if not _is_rank_of(name, ticket.consumer):
         raise TicketError(f"ticket names consumer {ticket.consumer}, this is {name}")
@@ -395,11 +397,11 @@ def check_open(
     theirs = body.get("regions")
     if not isinstance(theirs, list) or not all(type(nbytes) is int for nbytes in theirs):
         raise WireError("field 'regions' must be a list of sizes in bytes")
-    ours = expected_regions(layout, ticket, theirs, producer, body.get("form", ""))
+    ours = expected_regions(layout, ticket, theirs, producer, body.get("form", ""), part)
     if len(ours) > MAX_REGIONS or not all(0 <= nbytes <= MAX_REGION_BYTES for nbytes in ours):
         raise WireError("this side's own regions are out of bounds")
     _raise_if_different(ours, theirs, name, producer)
-    return ticket, ours
+    return replace(ticket, transfer_id=transfer_id), ours
 
 
 def _is_rank_of(name: str, instance: str) -> bool:

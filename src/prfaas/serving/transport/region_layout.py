@@ -2,10 +2,9 @@
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
-from prfaas.serving.transport.roster import ranked
 from prfaas.serving.transport.ticket import Ticket
 from prfaas.serving.transport.wire import WireError
 
@@ -62,6 +61,10 @@ class AgreedLayout(RegionLayout, Protocol):
 
     mark: str
     """Names the form, equal at both sides; "" where pages travel as both keep them."""
+    part: int
+    """Number of the transfer among those that bring the consumer's rank its KV."""
+    parts: int
+    """How many do."""
 
 
 AgreedT = TypeVar("AgreedT", bound=AgreedLayout)
@@ -73,64 +76,79 @@ class PeerLayouts(Generic[AgreedT]):
     # Of which it is remembered in which form they came; more are not staged at once.
     MOST_TRANSFERS = 1 << 14
 
-    def __init__(
-        self, rank: int, told: object, agree: Callable[[object, str], AgreedT], alike: AgreedT
-    ) -> None:
+    def __init__(self, told: object, agree: Callable[[object, str, bool], AgreedT], alike: AgreedT) -> None:
         """
         Args:
-            rank: this side's; its peers are ranks of the same number.
             told: what peers are told, as JSON.
-            agree: gives the layout for what a peer has told, and its name; raises ValueError if there is none.
+            agree: gives the layout for what a peer has told, its name, and whether this side sends to it; raises
+                ValueError if there is none.
             alike: the layout between equal sides, which is taken for granted until a peer has told.
         """
         self.told = told
-        self._rank = rank
         self._agree = agree
         self.alike = alike
         """What travels where pages go as this side keeps them."""
         self._lock = threading.Lock()
-        self._agreed: dict[str, AgreedT] = {}
-        self._of_transfers: OrderedDict[bytes, AgreedT] = OrderedDict()
+        self._agreed: dict[tuple[str, bool], AgreedT] = {}
+        self._of_transfers: OrderedDict[bytes, dict[int, AgreedT]] = OrderedDict()
 
-    def hear(self, peer: str, told: object) -> str | None:
-        """Take note of what an authenticated peer tells; a sentence if no KV can travel between the two."""
+    def hear(self, peer: str, told: object, *, sends: bool) -> str | None:
+        """Take note of what an authenticated peer tells; a sentence if no KV can travel between the two.
+
+        `sends`: this side sends to the peer, else the peer sends to this side.
+        """
         if told == self.told:
             agreed = self.alike
         else:
             try:
-                agreed = self._agree(told, peer)
+                agreed = self._agree(told, peer, sends)
             except ValueError as error:
                 return str(error)
         with self._lock:
-            self._agreed[peer] = agreed
+            self._agreed[peer, sends] = agreed
         return None
 
-    def of_instance(self, instance: str) -> AgreedT:
-        """What travels to this side's rank of an instance."""
+    def towards(self, peer: str) -> AgreedT:
+        """What this side sends to a peer."""
         with self._lock:
-            return self._agreed.get(ranked(instance, self._rank), self.alike)
+            return self._agreed.get((peer, True), self.alike)
 
-    def begin(self, peer: str, transfer_id: bytes, mark: object) -> AgreedT:
+    def coming_from(self, peer: str) -> AgreedT:
+        """What a peer sends to this side."""
+        with self._lock:
+            return self._agreed.get((peer, False), self.alike)
+
+    def begin(self, peer: str, transfer_id: bytes, mark: object, part: int = 0) -> AgreedT:
         """The layout of a transfer that a peer opens in a form.
 
+        Args:
+            peer: who opens it.
+            transfer_id: the ticket's.
+            mark: names the form.
+            part: which of the ticket's transfers it is.
+
         Raises:
-            WireError: it is another form than was agreed.
+            WireError: it is another form or part than was agreed.
         """
         with self._lock:
-            agreed = self._agreed.get(peer, self.alike)
+            agreed = self._agreed.get((peer, False), self.alike)
             if mark != agreed.mark:
                 raise WireError(
                     f"{peer} sends KV in form {str(mark)[:32]!r}, where {agreed.mark!r} was agreed when it connected"
                 )
-            self._of_transfers[transfer_id] = agreed
+            if part != agreed.part:
+                raise WireError(
+                    f"{peer} sends part {part} of a transfer, where part {agreed.part} was agreed"
+                )
+            self._of_transfers.setdefault(transfer_id, {})[part] = agreed
             while len(self._of_transfers) > self.MOST_TRANSFERS:
                 self._of_transfers.popitem(last=False)
             return agreed
 
-    def of_transfer(self, transfer_id: bytes) -> AgreedT | None:
-        """The layout with which a transfer began; None: it has not begun here, or long ago."""
+    def of_transfer(self, transfer_id: bytes) -> Mapping[int, AgreedT]:
+        """The layouts with which a ticket's transfers began, by part; those that have not, or long ago, are missing."""
         with self._lock:
-            return self._of_transfers.get(transfer_id)
+            return dict(self._of_transfers.get(transfer_id, {}))
 
 
 def told_of(layouts: PeerLayouts[Any] | None) -> object:
@@ -138,16 +156,21 @@ def told_of(layouts: PeerLayouts[Any] | None) -> object:
     return None if layouts is None else layouts.told
 
 
-def heard(layouts: PeerLayouts[Any] | None, peer: str, told: object) -> str | None:
+def heard(layouts: PeerLayouts[Any] | None, peer: str, told: object, *, sends: bool) -> str | None:
     """See `PeerLayouts.hear`; a side without such layouts needs to know nothing of its peers'."""
-    return None if layouts is None else layouts.hear(peer, told)
+    return None if layouts is None else layouts.hear(peer, told, sends=sends)
 
 
 TransferLayout = RegionLayout | AskedTransfers | PeerLayouts[Any]
 
 
 def expected_regions(
-    layout: TransferLayout, ticket: Ticket, announced: Sequence[int], producer: str, mark: object
+    layout: TransferLayout,
+    ticket: Ticket,
+    announced: Sequence[int],
+    producer: str,
+    mark: object,
+    part: int = 0,
 ) -> tuple[int, ...]:
     """What a consumer expects of the transfer that a ticket allows, in bytes.
 
@@ -157,14 +180,17 @@ def expected_regions(
         announced: the regions that the producer names.
         producer: its name, with its rank.
         mark: names the form in which it sends pages.
+        part: which of the ticket's transfers it is.
 
     Raises:
         ValueError: there can be no such transfer.
     """
+    if part and not isinstance(layout, PeerLayouts):
+        raise WireError(f"{producer} sends part {part} of a transfer that has one part")
     if isinstance(layout, AskedTransfers):
         layout.check(ticket.transfer_id, announced)
         return tuple(announced)
     regions: RegionLayout = (
-        layout.begin(producer, ticket.transfer_id, mark) if isinstance(layout, PeerLayouts) else layout
+        layout.begin(producer, ticket.transfer_id, mark, part) if isinstance(layout, PeerLayouts) else layout
     )
     return tuple(regions.region_bytes(ticket.num_tokens, ticket.skip_tokens))

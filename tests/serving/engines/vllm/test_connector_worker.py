@@ -315,7 +315,6 @@ def marks(
             hf_config=hf_config, hf_text_config=hf_config, dtype="bf16", quantization=quantization
         ),
         cache_config=SimpleNamespace(cache_dtype="auto"),
-        parallel_config=SimpleNamespace(tensor_parallel_size=1),
     )
     return fingerprint(kept(), config, identity, "DS", page_digests=page_digests)
 
@@ -329,7 +328,7 @@ def kept(groups: Sequence[EngineGroup] = GROUPS) -> KvLayout:
 
 def test_engines_that_keep_kv_otherwise_share_no_pool() -> None:
     wider = [dataclasses.replace(group, block_tokens=64) if group is FULL else group for group in GROUPS]
-    assert pool_fingerprint(marks(), kept()) != pool_fingerprint(marks(), kept(wider))
+    assert pool_fingerprint(marks(), kept(), 1) != pool_fingerprint(marks(), kept(wider), 1)
 
 
 @pytest.mark.parametrize("field", ["weights", "tokenizer"])
@@ -338,7 +337,7 @@ def test_engines_with_other_weights_or_tokenizers_neither_send_nor_share_a_pool(
     theirs = dataclasses.replace(ours, **{field: "theirs"})
     difference = fingerprint_difference(marks(ours), marks(theirs), "home", "east")
     assert difference == f"KV layout differs in '{field}': home has 'ours', east has 'theirs'"
-    assert pool_fingerprint(marks(ours), kept()) != pool_fingerprint(marks(theirs), kept())
+    assert pool_fingerprint(marks(ours), kept(), 1) != pool_fingerprint(marks(theirs), kept(), 1)
 
 
 def rotary_base(base: float) -> dict[str, Any]:
@@ -363,7 +362,7 @@ def rotary_base(base: float) -> dict[str, Any]:
 def test_another_model_is_refused_with_the_setting_and_both_values(other: dict[str, Any], told: str) -> None:
     sentence = fingerprint_difference(marks(), marks(**other), "home", "east")
     assert sentence == f"KV layout differs in {told}"
-    assert pool_fingerprint(marks(), kept()) != pool_fingerprint(marks(**other), kept())
+    assert pool_fingerprint(marks(), kept(), 1) != pool_fingerprint(marks(**other), kept(), 1)
 
 
 def test_a_setting_that_has_no_name_of_its_own_is_told_too() -> None:
@@ -386,4 +385,4 @@ def test_where_a_model_lies_and_who_reads_its_settings_do_not_matter() -> None:
 def test_what_belongs_to_transfers_alone_does_not_part_pools() -> None:
     identity = ModelIdentity("w", "t")
     silent = marks(identity, page_digests=False)
-    assert pool_fingerprint(marks(identity), kept()) == pool_fingerprint(silent, kept())
+    assert pool_fingerprint(marks(identity), kept(), 1) == pool_fingerprint(silent, kept(), 1)

@@ -344,8 +344,10 @@ def test_unlike_engines_get_states_and_windows_as_the_prompt_left_them(
 def test_equal_engines_move_their_pages_as_they_are() -> None:
     with pair_of(SIXTEEN, SIXTEEN) as pair:
         pair.connected()
-        for name, engine, other in (("east", pair.east, "home"), ("home", pair.home, "east")):
-            wire = pair.wires[name].of_instance(other)
+        for engine, wire in (
+            (pair.east, pair.wires["east"].towards("home/0")),
+            (pair.home, pair.wires["home"].coming_from("east/0")),
+        ):
             assert wire.mark == ""
             for region, own in zip(wire.regions, engine.layout.regions, strict=True):
                 assert region.pages is own.pages
@@ -360,7 +362,7 @@ def test_equal_engines_move_their_pages_as_they_are() -> None:
 def test_where_only_one_kind_of_layers_differs_the_others_move_as_they_are() -> None:
     with pair_of(*KEEPINGS["only full attention"]) as pair:
         pair.connected()
-        wire = pair.wires["east"].of_instance("home")
+        wire = pair.wires["east"].towards("home/0")
         as_they_are = {
             region.layer_name
             for region, own in zip(wire.regions, pair.east.layout.regions, strict=True)
@@ -391,7 +393,7 @@ def test_a_transfer_in_another_form_than_was_agreed_is_refused() -> None:
     with pair_of(SIXTEEN, EIGHT, page_digests=False) as pair:
         pair.connected()
         alike = pair.wires["east"].alike
-        agreed = pair.wires["east"]._agreed.pop("home/0")
+        agreed = pair.wires["east"]._agreed.pop(("home/0", True))
         assert agreed.mark and not alike.mark
         ticket = pair.prefill(96, 0, [96])
         assert pair.status(ticket).reason.startswith("east/0 sends KV in form '', where ")
@@ -402,13 +404,13 @@ def test_a_transfer_in_another_form_than_was_agreed_is_refused() -> None:
 def test_a_null_block_is_never_read_or_written_in_parts() -> None:
     with pair_of(SIXTEEN, EIGHT) as pair:
         pair.connected()
-        wire = pair.wires["east"].of_instance("home")
+        wire = pair.wires["east"].towards("home/0")
         (region,) = (region for region in wire.regions if region.layer_name == "a0")
         assert region.run(BlockRun(1, 0, (1, 2)), 100, 0).block_ids == (2, 3, 4, 5)
         with pytest.raises(RuntimeError, match="layer a0: a block to move is vLLM's null block"):
             region.run(BlockRun(1, 0, (1, 0)), 100, 0)
         # What a window has left behind is the null block in the table, and moves nothing.
-        wire = pair.wires["home"].of_instance("east")
+        wire = pair.wires["home"].coming_from("east/0")
         (window,) = (region for region in wire.regions if region.layer_name == "w0")
         assert window.run(BlockRun(2, 0, (0, 0, 0, 0, 0, 30, 31)), 100, 0) == BlockRun(2, 10, (60, 61, 62))
 
@@ -417,12 +419,18 @@ def test_pages_that_hold_other_kv_are_refused_by_name() -> None:
     ours, theirs = Engine(SIXTEEN, 1), Engine(EIGHT, 2)
     layouts = wire_layouts(ours.layout, "east", 0)
     told = wire_layouts(theirs.layout, "home", 0).told
-    assert isinstance(told, list)
-    assert layouts.hear("home/0", told) is None
-    told[0][5][0][0] = 4
-    assert layouts.hear("home/0", told) == (
+    assert isinstance(told, dict)
+    assert layouts.hear("home/0", told, sends=True) is None
+    told["pages"][0][5][0][0] = 4
+    assert layouts.hear("home/0", told, sends=True) == (
         "KV layout differs in 'heads' of full_attention layers: east/0 has 2, home/0 has 4"
     )
-    assert layouts.hear("home/0", None) == (
-        "the KV layout that home/0 tells east/0 can't be read: a list of at most 65536 entries is expected"
-    )
+    for wrong, sentence in (
+        (None, "an object is expected"),
+        ({"ranks": 1}, "a list of at most 65536 entries is expected"),
+        ({"ranks": 0}, "an engine has at least one rank"),
+        ({"ranks": "1"}, "field 'ranks' must be an integer within 0..1024"),
+    ):
+        said = layouts.hear("home/0", wrong, sends=True)
+        assert said is not None and said.startswith("the KV layout that home/0 tells east/0 can't be read: ")
+        assert said.endswith(sentence)

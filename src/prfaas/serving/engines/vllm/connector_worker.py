@@ -123,8 +123,11 @@ class ConnectorWorker:
             model.tokenizer_revision,
         )
         marks = fingerprint(layout, vllm_config, identity, get_conv_state_layout(), page_digests=digests)
-        geometry = _pool_geometry(settings, layout, vllm_config, pool_fingerprint(marks, layout))
-        wires = wire_layouts(layout, settings.name, rank, page_digests=digests)
+        ranks = vllm_config.parallel_config.tensor_parallel_size
+        geometry = _pool_geometry(
+            settings, layout, ranks, vllm_config, pool_fingerprint(marks, layout, ranks)
+        )
+        wires = wire_layouts(layout, settings.name, rank, ranks, page_digests=digests)
         logger.info("KV layout of %s: %s; pages: %s", settings.name, marks, wires.told)
         on_device = any(tensor.device.type == "cuda" for tensor in _tensors(kv_caches))
         arena = StagingArena(
@@ -132,7 +135,7 @@ class ConnectorWorker:
             settings.transfer_block_bytes,
             _pinned(settings.staging_bytes) if on_device else None,
         )
-        roster, tls = settings.roster(rank), settings.tls
+        roster, tls = settings.roster(rank, ranks), settings.tls
         sender = Sender(
             name=ranked(settings.name, rank),
             key=key,
@@ -270,7 +273,7 @@ class ConnectorWorker:
 
 
 def _pool_geometry(
-    settings: ConnectorSettings, layout: KvLayout, vllm_config: VllmConfig, fingerprint: str
+    settings: ConnectorSettings, layout: KvLayout, ranks: int, vllm_config: VllmConfig, fingerprint: str
 ) -> PoolGeometry | None:
     """The pages of this engine's pool; None where it has none, of which the log tells the reason."""
     if settings.pool_socket is None:
@@ -279,7 +282,7 @@ def _pool_geometry(
         logger.warning("%s uses no pool: speculative decoding rewrites blocks after a step", settings.name)
         return None
     try:
-        return pool_geometry(layout, fingerprint, vllm_config.parallel_config.tensor_parallel_size)
+        return pool_geometry(layout, fingerprint, ranks)
     except PoolGeometryError as error:
         logger.warning("%s uses no pool: %s", settings.name, error)
         return None

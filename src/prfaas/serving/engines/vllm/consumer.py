@@ -16,6 +16,7 @@ from prfaas.serving.transport.arrival import Arrival
 from prfaas.serving.transport.receiver import Receiver
 from prfaas.serving.transport.region_layout import PeerLayouts
 from prfaas.serving.transport.staging import StagedTransfer
+from prfaas.serving.transport.ticket import part_id
 from prfaas.serving.transport.wire import TransferPhase, TransferStatus
 
 logger = logging.getLogger(__name__)
@@ -37,15 +38,26 @@ class _HeldTransfer:
 
 
 @dataclass(slots=True, eq=False)
+class _LoadPart:
+    """What one transfer brings of a load: all of it, or some heads where more ranks of the producer have them."""
+
+    transfer_id: bytes
+    blocks: BlockLoad | None = None
+    """None: nothing was loaded yet."""
+    arrival: Arrival | None = None
+    """The transfer while it arrives; None before and after that."""
+    loaded_bytes: int | None = None
+    """None: it has not ended."""
+
+
+@dataclass(slots=True, eq=False)
 class _OrderedLoad:
     """A load that has not ended; the loading thread's own."""
 
     order: LoadOrder
     ordered_at_s: float
-    blocks: BlockLoad | None = None
-    """None: nothing was loaded yet."""
-    arrival: Arrival | None = None
-    """The transfer while it arrives; None before and after that."""
+    parts: list[_LoadPart]
+    """Only the first is known of until one has begun."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,14 +121,17 @@ class KvConsumer:
     def order(self, loads: Sequence[LoadOrder], drops: Sequence[tuple[bytes, str]]) -> None:
         """Accept this step's loads, and the transfers (id, reason) that a request here will not take."""
         with self._lock:
-            for transfer_id, reason in drops:
-                held = self._held.get(transfer_id)
-                if held is None:
-                    self._receiver.drop(transfer_id, reason)
-                else:
-                    held.uses_left -= 1
-                    self._release(transfer_id, held)
-            self._waiting += [_OrderedLoad(load, self._now_s()) for load in loads]
+            for ticket_id, reason in drops:
+                for transfer_id in self._transfers_of(ticket_id):
+                    held = self._held.get(transfer_id)
+                    if held is None:
+                        self._receiver.drop(transfer_id, reason)
+                    else:
+                        held.uses_left -= 1
+                        self._release(transfer_id, held)
+            self._waiting += [
+                _OrderedLoad(load, self._now_s(), [_LoadPart(load.ticket.transfer_id)]) for load in loads
+            ]
         if loads:
             self._wake.set()
 
@@ -165,8 +180,9 @@ class KvConsumer:
         self._wake.set()
         self._thread.join(timeout=10)
         for load in self._waiting:
-            if load.arrival is not None:
-                load.arrival.give_back()
+            for part in load.parts:
+                if part.arrival is not None:
+                    part.arrival.give_back()
         for held in self._held.values():
             held.transfer.free()
         self._held.clear()
@@ -201,28 +217,47 @@ class KvConsumer:
             )
         except Exception:
             logger.exception("loading the KV of request %s failed", order.request_id)
-        self._stop_reading(load)
+        for part in load.parts:
+            self._stop_reading(part)
+            # Of the parts that are in time nobody will have a use.
+            if len(load.parts) > 1:
+                self._receiver.drop(part.transfer_id, "another part of the KV did not arrive")
         return _LoadResult(order.request_id, None, digests_differ)
 
     def _load(self, load: _OrderedLoad) -> int | None:
-        """KV of one request from staging into the engine's blocks; the bytes copied, or None: more is to come.
+        """KV of one request from staging into the engine's blocks; the bytes copied, or None: more is to come."""
+        if len(load.parts) == 1:
+            _, *others = self._transfers_of(load.order.ticket.transfer_id)
+            load.parts += [_LoadPart(transfer_id) for transfer_id in others]
+        for number, part in enumerate(load.parts):
+            if part.loaded_bytes is None:
+                part.loaded_bytes = self._load_part(load, part, number)
+        loaded = [part.loaded_bytes for part in load.parts if part.loaded_bytes is not None]
+        return sum(loaded) if len(loaded) == len(load.parts) else None
+
+    def _transfers_of(self, ticket_id: bytes) -> list[bytes]:
+        """The ids of a ticket's transfers, as far as it is known that there are several."""
+        begun = self._wires.of_transfer(ticket_id)
+        return [part_id(ticket_id, part) for part in range(max((wire.parts for wire in begun.values()), default=1))]
+
+    def _load_part(self, load: _OrderedLoad, part: _LoadPart, number: int) -> int | None:
+        """What one transfer brings; the bytes copied, or None: more is to come.
 
         The way from the wire to here: `ReceiverConnection._receive_chunk`.
         """
-        order = load.order
-        transfer_id = order.ticket.transfer_id
+        order, transfer_id = load.order, part.transfer_id
         # 1. The form in which it travels is known once it has begun.
-        wire = self._wires.of_transfer(transfer_id)
-        if load.blocks is None and wire is not None:
-            load.blocks = BlockLoad(wire, order)
-        blocks = load.blocks
+        wire = self._wires.of_transfer(order.ticket.transfer_id).get(number)
+        if part.blocks is None and wire is not None:
+            part.blocks = BlockLoad(wire, order)
+        blocks = part.blocks
         # 2. A complete transfer: its last bytes go into the blocks, all of them are checked.
-        held = self._hold(order) if blocks is not None else None
+        held = self._hold(transfer_id, order.ticket.uses) if blocks is not None else None
         if blocks is not None and held is not None:
             try:
                 return blocks.finish(held.transfer)
             finally:
-                self._stop_reading(load)
+                self._stop_reading(part)
                 with self._lock:
                     held.loading -= 1
                     self._release(transfer_id, held)
@@ -234,33 +269,33 @@ class KvConsumer:
         if obstacle:
             raise _GivenUpError(obstacle)
         # 4. One that arrives: what is there of it goes into the blocks meanwhile.
-        if load.arrival is None and blocks is not None:
-            load.arrival = self._receiver.lend(transfer_id, self._wake.set)
+        if part.arrival is None and blocks is not None:
+            part.arrival = self._receiver.lend(transfer_id, self._wake.set)
             # Nobody tells of what came to pass before this: look once more.
             self._wake.set()
-        if load.arrival is not None and blocks is not None:
-            blocks.fill_arrived(load.arrival)
+        if part.arrival is not None and blocks is not None:
+            blocks.fill_arrived(part.arrival)
         return None
 
-    def _stop_reading(self, load: _OrderedLoad) -> None:
-        """No copy for this load is under way after this."""
-        if load.blocks is not None:
-            load.blocks.flush()
-        if load.arrival is not None:
-            load.arrival.give_back()
-            load.arrival = None
+    @staticmethod
+    def _stop_reading(part: _LoadPart) -> None:
+        """No copy for this part is under way after this."""
+        if part.blocks is not None:
+            part.blocks.flush()
+        if part.arrival is not None:
+            part.arrival.give_back()
+            part.arrival = None
 
-    def _hold(self, order: LoadOrder) -> _HeldTransfer | None:
+    def _hold(self, transfer_id: bytes, uses: int) -> _HeldTransfer | None:
         """A use of a complete transfer, which the caller must end; None while it is not complete."""
-        ticket = order.ticket
         with self._lock:
-            held = self._held.get(ticket.transfer_id)
+            held = self._held.get(transfer_id)
             if held is None or held.uses_left < 1:
-                transfer = self._receiver.take(ticket.transfer_id)
+                transfer = self._receiver.take(transfer_id)
                 if transfer is None:
                     return None
-                held = _HeldTransfer(transfer, ticket.uses, self._now_s() + self._staging_ttl_s)
-                self._held[ticket.transfer_id] = held
+                held = _HeldTransfer(transfer, uses, self._now_s() + self._staging_ttl_s)
+                self._held[transfer_id] = held
             held.uses_left -= 1
             held.loading += 1
             return held

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any
 
@@ -27,6 +27,7 @@ from prfaas.serving.engines.model_identity import ModelIdentity
 from prfaas.serving.engines.page_digests import DIGEST_FORMAT
 from prfaas.serving.engines.vllm.device_pages import layer_pages
 from prfaas.serving.engines.vllm.pages import LayerPages, LayoutError, raw_pages
+from prfaas.serving.engines.vllm.state_layout import state_parts
 
 # The fingerprint is part of a handshake of 8 KiB; a difference is one line.
 _MOST_TOLD_CHARS = 64
@@ -188,12 +189,16 @@ class KvLayout:
             for name in group.layer_names:
                 given = kv_caches[name]
                 tensors = [given] if isinstance(given, torch.Tensor) else list(given)
-                whole = isinstance(spec, MambaSpec) and len(tensors) == 1
-                content_bytes = spec.state_content_size_bytes if whole else None
+                state = spec if isinstance(spec, MambaSpec) and len(tensors) == 1 else None
+                content_bytes = None if state is None else state.state_content_size_bytes
                 pages[name] = [
                     layer_pages(raw_pages(tensor, kv_cache_config.num_blocks, content_bytes))
                     for tensor in tensors
                 ]
+                if state is not None:
+                    opaque = opaque_layout(group, pages[name][0].page_bytes)
+                    layouts[name] = [replace(opaque, parts=state_parts(state))]
+                    continue
                 layouts[name] = [
                     page_layout(
                         group, tensor, _heads(spec, name), known.get(name, Packing.UNKNOWN), layer.page_bytes
@@ -311,7 +316,6 @@ def fingerprint(
         "tokenizer": identity.tokenizer,
         "dtype": str(model.dtype),
         "kv_cache_dtype": str(vllm_config.cache_config.cache_dtype),
-        "tensor_parallel_size": vllm_config.parallel_config.tensor_parallel_size,
         "conv_state_layout": conv_state_layout,
         "layers": len(layout.regions),
         "model_config": _digest(_portable(model.hf_config.to_dict())),
@@ -320,13 +324,13 @@ def fingerprint(
     }
 
 
-def pool_fingerprint(marks: Mapping[str, str | int], layout: KvLayout) -> str:
+def pool_fingerprint(marks: Mapping[str, str | int], layout: KvLayout, ranks: int) -> str:
     """What must be equal for two engines to share a pool: all but what belongs to transfers alone.
 
     A pool's pages are those of its engines as they are, so these must keep them alike.
     """
     shared = {name: mark for name, mark in marks.items() if name != "page_digests"}
-    return _digest([shared, told_layouts([region.layout for region in layout.regions])])
+    return _digest([shared, ranks, told_layouts([region.layout for region in layout.regions])])
 
 
 def _told_settings(config: Mapping[str, object]) -> dict[str, str]:

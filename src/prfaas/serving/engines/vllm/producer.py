@@ -16,6 +16,7 @@ from prfaas.serving.engines.vllm.wire_layout import WireLayout, WireRegion
 from prfaas.serving.transport.outgoing import OutgoingTransfer, SendPhase
 from prfaas.serving.transport.region_layout import PeerLayouts
 from prfaas.serving.transport.sender import Sender
+from prfaas.serving.transport.ticket import part_id
 
 logger = logging.getLogger(__name__)
 
@@ -25,11 +26,11 @@ _RECALL_PATIENCE_S = 0.05
 
 @dataclass(slots=True)
 class _OpenSend:
-    """One outgoing transfer and the sources that may still read the engine's blocks."""
+    """One outgoing transfer to one rank of a consumer, and the sources that may still read the engine's blocks."""
 
     transfer: OutgoingTransfer
     wire: WireLayout
-    """As it was agreed with the consumer when the transfer was opened."""
+    """As it was agreed with that rank when the transfer was opened."""
     first_blocks: Sequence[int]
     """The wire page at which each region begins."""
     kv_bytes: int
@@ -73,7 +74,8 @@ class KvProducer:
         self._lease_s = lease_s
         self.stats = stats
         self._now_s = now_s
-        self._open_sends: dict[str, _OpenSend] = {}
+        # To each rank of the consumer that shares heads with this one.
+        self._open_sends: dict[str, tuple[_OpenSend, ...]] = {}
         self._held_since_s: dict[str, float] = {}
 
     def save_layer(self, sends: Sequence[SendOrder], layer_name: str) -> None:
@@ -90,7 +92,9 @@ class KvProducer:
                 if layer_name in self._layout.closing_layers:
                     self._close_layer(send, layer_name)
                 else:
-                    self._queue_layer(send, send.streamed, layer_name)
+                    # The first layer of the first chunk opens the request's transfers.
+                    for open_send in self._open_sends.get(send.request_id) or self._open(send):
+                        self._queue_layer(send, open_send, send.streamed, layer_name)
             except Exception:
                 self._abort_unreadable(send)
 
@@ -105,21 +109,26 @@ class KvProducer:
             self._close_layer(send, layer_name)
 
     def _close_layer(self, send: SendOrder, layer_name: str) -> None:
-        open_send = self._open_sends.get(send.request_id) or self._open(send)
-        if send.closing and layer_name not in open_send.closed_layers:
-            open_send.closed_layers.add(layer_name)
-            self._queue_layer(send, send.closing, layer_name, urgent=True)
+        for open_send in self._open_sends.get(send.request_id) or self._open(send):
+            if send.closing and layer_name not in open_send.closed_layers:
+                open_send.closed_layers.add(layer_name)
+                self._queue_layer(send, open_send, send.closing, layer_name, urgent=True)
 
     def _queue_layer(
-        self, send: SendOrder, runs: Sequence[BlockRun], layer_name: str, *, urgent: bool = False
+        self,
+        send: SendOrder,
+        open_send: _OpenSend,
+        runs: Sequence[BlockRun],
+        layer_name: str,
+        *,
+        urgent: bool = False,
     ) -> None:
-        """KV of one layer from the engine's blocks into the queue to its peer; what is urgent overtakes the rest.
+        """KV of one layer from the engine's blocks into the queue to a peer; what is urgent overtakes the rest.
 
         The way to the wire goes on in a thread of the transport, as soon as a connection is free:
         `SenderConnection._send_chunk`.
         """
-        # 1. The request's transfer; the first layer of the first chunk opens it.
-        open_send = self._open_sends.get(send.request_id) or self._open(send)
+        # 1. What this peer gets of the layer.
         ticket = send.ticket
         for region in open_send.wire.regions_of_layer.get(layer_name, ()):
             for ordered in runs:
@@ -153,18 +162,24 @@ class KvProducer:
                     offset += source.nbytes
         open_send.sources = [ref for ref in open_send.sources if ref() is not None]
 
-    def _open(self, send: SendOrder) -> _OpenSend:
-        ticket = send.ticket
-        extent = (ticket.num_tokens, ticket.skip_tokens)
-        wire = self._wires.of_instance(ticket.consumer)
-        plan, kv_region_bytes = wire.digest_plan, wire.kv_region_bytes(*extent)
-        digests = DigestSource(plan.of_transfer(ticket.transfer_id, *extent)) if plan is not None else None
-        region_bytes = kv_region_bytes if digests is None else [*kv_region_bytes, digests.nbytes]
-        transfer = self._sender.open(ticket, send.sealed, region_bytes, send.cached_tokens, wire.mark)
-        first_blocks = [region.group.first_block(*extent) for region in wire.regions]
-        opened = _OpenSend(transfer, wire, first_blocks, sum(kv_region_bytes), digests)
+    def _open(self, send: SendOrder) -> tuple[_OpenSend, ...]:
+        opened = tuple(self._open_to(send, peer) for peer in self._sender.ranks_of(send.ticket.consumer))
         self._open_sends[send.request_id] = opened
         return opened
+
+    def _open_to(self, send: SendOrder, peer: str) -> _OpenSend:
+        ticket = send.ticket
+        extent = (ticket.num_tokens, ticket.skip_tokens)
+        wire = self._wires.towards(peer)
+        transfer_id = part_id(ticket.transfer_id, wire.part)
+        plan, kv_region_bytes = wire.digest_plan, wire.kv_region_bytes(*extent)
+        digests = DigestSource(plan.of_transfer(transfer_id, *extent)) if plan is not None else None
+        region_bytes = kv_region_bytes if digests is None else [*kv_region_bytes, digests.nbytes]
+        transfer = self._sender.open(
+            ticket, send.sealed, region_bytes, send.cached_tokens, wire.mark, peer, wire.part
+        )
+        first_blocks = [region.group.first_block(*extent) for region in wire.regions]
+        return _OpenSend(transfer, wire, first_blocks, sum(kv_region_bytes), digests)
 
     def end_step(self, sends: Sequence[SendOrder]) -> None:
         """Queue what a last chunk has left of states and windows, and mark the end of the prefill."""
@@ -173,50 +188,51 @@ class KvProducer:
                 continue
             try:
                 self._close_layers(send)
-                open_send = self._open_sends.get(send.request_id) or self._open(send)
-                open_send.transfer.end()
-                if open_send.digests is not None:
-                    # Behind the end mark, so that what it says of overlapped bytes is of KV alone.
-                    open_send.transfer.put(open_send.digests.region, 0, open_send.digests, urgent=True)
+                for open_send in self._open_sends.get(send.request_id) or self._open(send):
+                    open_send.transfer.end()
+                    digests = open_send.digests
+                    # A rank that has only what others send too sends no page.
+                    if digests is not None and digests.nbytes:
+                        # Behind the end mark, so that what it says of overlapped bytes is of KV alone.
+                        open_send.transfer.put(digests.region, 0, digests, urgent=True)
             except Exception:
                 self._abort_unreadable(send)
 
     def _abort_unreadable(self, send: SendOrder) -> None:
-        """In an except clause: the exception must cost one transfer, not the engine."""
+        """In an except clause: the exception must cost one request's transfers, not the engine."""
         logger.exception("sending the KV of request %s failed", send.request_id)
-        open_send = self._open_sends.get(send.request_id)
-        if open_send is not None:
+        for open_send in self._open_sends.get(send.request_id, ()):
             open_send.transfer.abort("the prefill engine could not read its KV")
 
     def detach(self, request_ids: Sequence[str]) -> None:
         """Copy out what is unsent of preempted requests before vLLM overwrites their blocks."""
         for request_id in request_ids:
-            open_send = self._open_sends.get(request_id)
-            if open_send is None:
-                continue
-            for ref in open_send.sources:
-                source = ref()
-                if source is not None:
-                    source.detach()
-            open_send.transfer.recall(_RECALL_PATIENCE_S)
+            for open_send in self._open_sends.get(request_id, ()):
+                for ref in open_send.sources:
+                    source = ref()
+                    if source is not None:
+                        source.detach()
+                open_send.transfer.recall(_RECALL_PATIENCE_S)
 
     def hold(self, held: Mapping[str, bool]) -> None:
         """Take note of finished requests whose blocks wait for us; give up those that were aborted (True)."""
         for request_id, aborted in held.items():
             self._held_since_s[request_id] = self._now_s()
-            open_send = self._open_sends.get(request_id)
-            if aborted and open_send is not None:
-                open_send.transfer.abort("the prefill was cancelled")
+            if aborted:
+                for open_send in self._open_sends.get(request_id, ()):
+                    open_send.transfer.abort("the prefill was cancelled")
 
     def finished(self) -> set[str]:
         """Requests whose blocks vLLM may free now; each is named once."""
         done: set[str] = set()
         for request_id, since_s in list(self._held_since_s.items()):
-            open_send = self._open_sends.get(request_id)
-            if open_send is None or self._has_ended(open_send, since_s):
+            open_sends = self._open_sends.get(request_id, ())
+            if all([self._has_ended(each, since_s) for each in open_sends]):
                 done.add(request_id)
                 del self._held_since_s[request_id]
                 self._open_sends.pop(request_id, None)
+                for each in open_sends:
+                    self._count(each)
         return done
 
     def _has_ended(self, open_send: _OpenSend, held_since_s: float) -> bool:
@@ -226,15 +242,15 @@ class KvProducer:
                 return False
             transfer.abort(f"not acknowledged within the lease of {self._lease_s:g} s")
             self.stats.add("leases_expired")
-        if not transfer.idle():  # the step loop looks whether readers are gone, it never waits for them
-            return False
-        if transfer.phase is SendPhase.COMPLETE:
+        return transfer.idle()  # the step loop looks whether readers are gone, it never waits for them
+
+    def _count(self, open_send: _OpenSend) -> None:
+        if open_send.transfer.phase is SendPhase.COMPLETE:
             self.stats.add("sends_completed")
             self.stats.add("bytes_sent", open_send.kv_bytes)
         else:
             self.stats.add("sends_failed")
-            logger.warning("KV transfer failed: %s", transfer.reason)
-        return True
+            logger.warning("KV transfer failed: %s", open_send.transfer.reason)
 
 
 def _copies(region: WireRegion, run: BlockRun) -> list[PagedSource]:
