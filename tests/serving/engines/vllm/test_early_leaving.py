@@ -58,10 +58,13 @@ class ReadingSender:
         self.transfers: dict[bytes, ReadTransfer] = {}
         self.cached_tokens: int | None = None
 
+    def ranks_of(self, instance: str) -> tuple[str, ...]:
+        return (instance,)
+
     def open(
-        self, ticket: Ticket, sealed: str, region_bytes: Sequence[int], cached_tokens: int | None, form: str
+        self, ticket: Ticket, sealed: str, region_bytes: Sequence[int], cached_tokens: int | None, *way: object
     ) -> ReadTransfer:
-        assert not form
+        assert way == ("", "home", 0)
         self.cached_tokens = cached_tokens
         return self.transfers.setdefault(
             ticket.transfer_id, ReadTransfer([bytearray(nbytes) for nbytes in region_bytes])
