@@ -207,9 +207,7 @@ class KvTransfers:
             )
         try:
             async with asyncio.TaskGroup() as group:
-                waits = [
-                    group.create_task(self._wait(*each, timeout_s, lead_s, soon)) for each in watched
-                ]
+                waits = [group.create_task(self._wait(*each, timeout_s, lead_s, soon)) for each in watched]
         except* TransferFailedError as failures:
             raise _first(failures) from None
         statuses = [wait.result() for wait in waits]

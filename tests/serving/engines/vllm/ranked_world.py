@@ -201,13 +201,15 @@ class RankMemory:
 
     def assert_has(self, truth: Truth, num_tokens: int, held: int) -> None:
         for name, group, token in self.needed(num_tokens, held):
-            assert torch.equal(
-                self.token(name, group, token), self.expected(truth, name, token)
-            ), f"rank {self.rank}: token {token} of {name}"
+            assert torch.equal(self.token(name, group, token), self.expected(truth, name, token)), (
+                f"rank {self.rank}: token {token} of {name}"
+            )
 
     def moving(self, group: EngineGroup, num_tokens: int, held: int) -> BlockRun:
         blocks = group.moving_blocks(num_tokens, held)
-        return BlockRun(group.index, blocks.start, tuple(self.tables[group.index][blocks.start : blocks.stop]))
+        return BlockRun(
+            group.index, blocks.start, tuple(self.tables[group.index][blocks.start : blocks.stop])
+        )
 
 
 @dataclass

@@ -62,7 +62,12 @@ class ReadingSender:
         return (instance,)
 
     def open(
-        self, ticket: Ticket, sealed: str, region_bytes: Sequence[int], cached_tokens: int | None, *way: object
+        self,
+        ticket: Ticket,
+        sealed: str,
+        region_bytes: Sequence[int],
+        cached_tokens: int | None,
+        *way: object,
     ) -> ReadTransfer:
         assert way == ("", "home", 0)
         self.cached_tokens = cached_tokens

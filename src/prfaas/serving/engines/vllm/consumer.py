@@ -238,7 +238,10 @@ class KvConsumer:
     def _transfers_of(self, ticket_id: bytes) -> list[bytes]:
         """The ids of a ticket's transfers, as far as it is known that there are several."""
         begun = self._wires.of_transfer(ticket_id)
-        return [part_id(ticket_id, part) for part in range(max((wire.parts for wire in begun.values()), default=1))]
+        return [
+            part_id(ticket_id, part)
+            for part in range(max((wire.parts for wire in begun.values()), default=1))
+        ]
 
     def _load_part(self, load: _OrderedLoad, part: _LoadPart, number: int) -> int | None:
         """What one transfer brings; the bytes copied, or None: more is to come.
