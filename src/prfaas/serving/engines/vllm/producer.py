@@ -227,7 +227,9 @@ class KvProducer:
         done: set[str] = set()
         for request_id, since_s in list(self._held_since_s.items()):
             open_sends = self._open_sends.get(request_id, ())
-            if all([self._has_ended(each, since_s) for each in open_sends]):
+            # Each is looked at: a lease that is over ends all of them.
+            ended = [self._has_ended(each, since_s) for each in open_sends]
+            if all(ended):
                 done.add(request_id)
                 del self._held_since_s[request_id]
                 self._open_sends.pop(request_id, None)
