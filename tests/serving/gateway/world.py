@@ -122,6 +122,7 @@ def deployment_of(
     decode_lead_s: float = 1.0,
     pool_ports: tuple[int, int] | None = None,
     egress_per_gb: float = 0.0,
+    preemptible: bool = False,
 ) -> Deployment:
     """A far cluster with `remote`, and one with all others, which decode if they are not called `local`.
 
@@ -142,7 +143,11 @@ def deployment_of(
         state_dir=home,
         model=ModelRef("stand-in", 4000, model_dir, None, {"poet": home / "poet"}),
         clusters=(
-            Cluster("far", "prfaas", "any", (instance("remote", "far", "prefill"),), pool=far_pool),
+            Cluster(
+                *("far", "prfaas", "any", (instance("remote", "far", "prefill"),)),
+                pool=far_pool,
+                preemptible=preemptible,
+            ),
             Cluster("pd", "pd", hardware, (instance("local", "pd", "prefill"), *decoders), pool=pd_pool),
         ),
         links=(
@@ -176,6 +181,7 @@ async def running_world(
     decode_lead_s: float = 1.0,
     pool_ports: tuple[int, int] | None = None,
     egress_per_gb: float = 0.0,
+    preemptible: bool = False,
     **decode: Any,
 ) -> AsyncIterator[World]:
     """`spare`, `third`: with more decode instances, taken when the first one is out; `decode`: its fields.
@@ -204,6 +210,7 @@ async def running_world(
         decode_lead_s=decode_lead_s,
         pool_ports=pool_ports,
         egress_per_gb=egress_per_gb,
+        preemptible=preemptible,
     )
     plane = FixedPlane(deployment)
     plane.prefers = "decode"

@@ -169,6 +169,8 @@ class ClusterSection(_Section):
     profile: Annotated[Text | None, _GIVEN] = None
     speedup: Annotated[PositiveFloat | None, _GIVEN] = None
     prefix_hit_ratio: Annotated[Annotated[float, Field(ge=0, lt=1)] | None, _GIVEN] = None
+    preemptible: bool = False
+    kills_per_hour: Annotated[Annotated[float, Field(gt=0, le=3600)] | None, _GIVEN] = None
     pool: Annotated[MachinePoolSection | None, _SECTION] = None
 
 

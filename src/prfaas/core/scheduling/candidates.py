@@ -9,6 +9,7 @@ from operator import attrgetter, itemgetter
 from typing import Protocol
 
 from prfaas.core.scheduling.decision import CacheTransfer, PoolCopy, RoutingRequest
+from prfaas.core.scheduling.hazard import expected_loss_s
 from prfaas.core.scheduling.tiers import source_pool
 from prfaas.core.scheduling.view import (
     ClusterKind,
@@ -112,7 +113,7 @@ def streamed(option: PrefillCandidate, link: LinkView, now_s: float, kv_bytes: i
     if link_wait_s < 0.0:
         link_wait_s = 0.0
     start_s, prefill_s = option.start_s, option.prefill_s
-    ttft_s = streamed_s(start_s, prefill_s, link_wait_s, link_s, link.rtt_s)
+    ttft_s = streamed_s(start_s, prefill_s, link_wait_s, link_s, link.rtt_s, option.cluster.kills_per_s)
     return PrefillCandidate(
         option.cluster,
         option.instance,
@@ -129,14 +130,25 @@ def streamed(option: PrefillCandidate, link: LinkView, now_s: float, kv_bytes: i
     )
 
 
-def streamed_s(start_s: float, prefill_s: float, link_wait_s: float, link_s: float, rtt_s: float) -> float:
+def streamed_s(
+    start_s: float,
+    prefill_s: float,
+    link_wait_s: float,
+    link_s: float,
+    rtt_s: float,
+    kills_per_s: float = 0.0,
+) -> float:
     """Seconds until a streamed prefill has arrived.
 
-    Both are needed: the prefill's end, and this KV's bytes after those that the link has already accepted.
+    Both are needed: the prefill's end, and this KV's bytes after those that the link has already accepted. Where
+    instances are killed, what that costs on average is added: all is lost until the last byte has left.
     """
     computed_s = start_s + prefill_s
     sent_s = (start_s if start_s > link_wait_s else link_wait_s) + link_s
-    return (computed_s if computed_s > sent_s else sent_s) + rtt_s
+    left_s = computed_s if computed_s > sent_s else sent_s
+    if kills_per_s:
+        left_s += expected_loss_s(left_s - start_s, kills_per_s)
+    return left_s + rtt_s
 
 
 @dataclass(slots=True)

@@ -25,6 +25,7 @@ from prfaas.core.scheduling.decision import Decision, Route, RoutingRequest
 from prfaas.core.scheduling.decoders import decode_choices, load_of, slot_free_s, slot_wait_s, soonest_free
 from prfaas.core.scheduling.egress import is_worth_offloading
 from prfaas.core.scheduling.link_choice import usable_link
+from prfaas.core.scheduling.preemption import with_time_left
 from prfaas.core.scheduling.tiers import hit_tokens
 from prfaas.core.scheduling.view import ClusterView, InstanceView, LinkView, View
 from prfaas.core.units import BITS_PER_BYTE
@@ -224,6 +225,8 @@ def route(
     Raises:
         NoDecodeInstanceError: nothing can decode.
     """
+    if view.leaves_s:
+        view = with_time_left(request, view)
     if request.num_tokens <= 1:
         return single_token(request, view, decode_choices(request, view))
     chosen = None if request.held else lone_pd_candidate(request, view)
@@ -311,6 +314,7 @@ def soonest_remote(
                 wait_s if wait_s > 0.0 else 0.0,
                 kv_bits / link.capacity_bits_per_s,
                 link.rtt_s,
+                node.cluster.kills_per_s,
             )
             if chosen is None or ttft_s < least_s:
                 chosen, least_s = (node, link), ttft_s

@@ -122,7 +122,8 @@ class Tilted:
                 link_s, wait_s = kv_bits / link.capacity_bits_per_s, link.drained_s - now_s
                 if wait_s < 0.0:
                     wait_s = 0.0
-                ttft_s = streamed_s(node.start_s, node.prefill_s, wait_s, link_s, link.rtt_s)
+                kills_per_s = node.cluster.kills_per_s
+                ttft_s = streamed_s(node.start_s, node.prefill_s, wait_s, link_s, link.rtt_s, kills_per_s)
                 cost = ttft_s * node.prefill_s + wait_s * link_s
                 if cost < least:
                     chosen, least = (node, link), cost

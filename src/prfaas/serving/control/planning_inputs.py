@@ -79,6 +79,7 @@ def view_of(
                 curves[cluster.name].seconds,
                 slot_s=_usual_slot_s(deployment, cluster) if cluster.kind == "pd" else 0.0,
                 instance_price_per_s=cluster.instance_price_per_hour / SECONDS_PER_HOUR,
+                kills_per_s=cluster.kills_per_hour / SECONDS_PER_HOUR,
             )
             for cluster in deployment.clusters
         },

@@ -62,6 +62,8 @@ class TransferSpec:
     """The prefill also samples the first token of the answer, so; None: the consumer samples it."""
     background: bool = False
     """It gets what other transfers leave of the link."""
+    left_s: Callable[[], float] = float
+    """Seconds until its last byte has left the producer, as predicted."""
 
 
 @dataclass(frozen=True, slots=True)

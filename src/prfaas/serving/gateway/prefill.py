@@ -9,7 +9,7 @@ from prfaas.core.scheduling import Decision, NoDecodeInstanceError, Route
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.first_token import FirstTokenAsk, FirstTokenHeldError
 from prfaas.serving.gateway.kv_transfer import MovedPrefix
-from prfaas.serving.gateway.prefill_hop import INCOMPATIBLE, HopFailedError, PrefillHop
+from prfaas.serving.gateway.prefill_hop import INCOMPATIBLE, PREEMPTED, HopFailedError, PrefillHop
 from prfaas.serving.gateway.prefix_moves import PrefixMoves
 from prfaas.serving.gateway.prompts import DirectPrompt
 from prfaas.serving.gateway.remote_prefill import RemotePrefills
@@ -95,8 +95,11 @@ class PrefillOrchestrator:
                     break
                 failed.add(attempt.decision.prefill)
                 try:
-                    # Never to another remote cluster: the client has waited enough.
-                    decision = self._plane.route(num_tokens, prompt.chains, avoid=failed, offload=False)
+                    # Never to another remote cluster: the client has waited enough. Where notice was given, nothing
+                    # has gone wrong yet, and its neighbours are as fast.
+                    decision = self._plane.route(
+                        num_tokens, prompt.chains, avoid=failed, offload=fallback == PREEMPTED
+                    )
                 except NoDecodeInstanceError:
                     break
             else:

@@ -32,6 +32,8 @@ from prfaas.serving.transport.ticket import Ticket, prompt_digest
 logger = logging.getLogger(__name__)
 
 INCOMPATIBLE = "incompatible"
+PREEMPTED = "preempted"
+"""The reason of a prefill that its instance could not have ended before it is taken away."""
 _CONSUMER_FROZEN = "consumer-frozen"
 _LINK_SILENT = "link-silent"
 _LINK_SLOW = "link-slow"
@@ -41,7 +43,7 @@ _CONSUMER_SILENT = "consumer-silent"
 # A transfer between clusters that is late has moved all the time: one that stands still is ended by its receiver, and
 # that blames the producer.
 _BLAMES_NOBODY = (
-    *(FROZEN, INCOMPATIBLE, DROPPED, _LINK_SILENT, _LINK_SLOW),
+    *(FROZEN, INCOMPATIBLE, PREEMPTED, DROPPED, _LINK_SILENT, _LINK_SLOW),
     *(_CONSUMER_FROZEN, "consumer-unreachable"),
 )
 _HOPELESS = (_CONSUMER_FROZEN, _CONSUMER_SILENT, "consumer-unreachable")
@@ -85,7 +87,7 @@ class PrefillHop:
         self._abandoning: set[asyncio.Task[None]] = set()
         self._arriving: dict[asyncio.Task[TransferredBytes], TransferSpec] = {}
         self._frozen: dict[str, str] = {}
-        self._silent: dict[asyncio.Task[TransferredBytes], str] = {}
+        self._given_up: dict[asyncio.Task[TransferredBytes], TransferFailedError] = {}
 
     def adopt(self, deployment: Deployment) -> None:
         """Expect links to be as wide as this file says from now on."""
@@ -108,8 +110,20 @@ class PrefillHop:
         """The producer has given up its path to the consumer: nothing waits for what it was to send there."""
         for arrival, spec in self._arriving.items():
             if (producer, consumer) == (spec.producer, spec.consumer):
-                self._silent[arrival] = sentence
-                arrival.cancel()
+                self._give_up(arrival, _LINK_SILENT, f"{producer} to {consumer}: {sentence}")
+
+    def noticed(self, producer: str, notice_s: float) -> None:
+        """The producer is taken away in so many seconds: what it would not have sent until then goes elsewhere now."""
+        for arrival, spec in self._arriving.items():
+            if spec.producer == producer and (left_s := spec.left_s()) > notice_s:
+                sentence = (
+                    f"{producer} is taken away in {notice_s:g} s, and this would have taken {left_s:.1f} s"
+                )
+                self._give_up(arrival, PREEMPTED, sentence)
+
+    def _give_up(self, arrival: "asyncio.Task[TransferredBytes]", reason: str, sentence: str) -> None:
+        self._given_up[arrival] = TransferFailedError(reason, sentence)
+        arrival.cancel()
 
     async def sample(
         self, spec: TransferSpec, ask: FirstTokenAsk, request: ServingRequest
@@ -290,17 +304,15 @@ class PrefillHop:
             return TransferDone(ticket, sealed, cached_tokens_of(answer), moved, prefill_s, transfer_s)
         finally:
             del self._arriving[arrival]
-            self._silent.pop(arrival, None)
+            self._given_up.pop(arrival, None)
             await _end(prefilling, arrival)
 
     def _arrived(self, spec: TransferSpec, arrival: "asyncio.Task[TransferredBytes]") -> TransferredBytes:
         """What a transfer that is over has moved. Raises TransferFailedError."""
         if arrival.cancelled():
             self._check_frozen(spec)
-            if arrival in self._silent:
-                raise TransferFailedError(
-                    _LINK_SILENT, f"{spec.producer} to {spec.consumer}: {self._silent[arrival]}"
-                )
+            if arrival in self._given_up:
+                raise self._given_up[arrival]
             raise TransferFailedError(FROZEN, f"{spec.producer} or {spec.consumer} was frozen for a moment")
         return arrival.result()
 

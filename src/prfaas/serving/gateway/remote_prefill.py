@@ -227,6 +227,7 @@ def _spec(running: _RemotePrefill, token_ids: Sequence[int]) -> TransferSpec:
         uses=running.request.samples,
         sealed_from=prefix.sealed if prefix is not None and has_prefix else None,
         ask=running.ask,
+        left_s=lambda: running.work.left_s,
     )
 
 
