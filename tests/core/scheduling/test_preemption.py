@@ -20,7 +20,7 @@ PREFILL_S = linear_s(40_000)
 @given(st.floats(0, 300), st.floats(0, 300), st.floats(0, 0.02))
 def test_longer_work_loses_more(short_s: float, more_s: float, kills_per_s: float) -> None:
     short, long = (expected_loss_s(work_s, kills_per_s) for work_s in (short_s, short_s + more_s))
-    assert 0.0 <= short + 1e-9 and short <= long + 1e-9
+    assert short + 1e-9 >= 0.0 and short <= long + 1e-9
     assert math.isfinite(expected_loss_s(1e9, kills_per_s))
 
 

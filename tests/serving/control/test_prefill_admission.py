@@ -220,6 +220,7 @@ def test_who_is_taken_away_begins_only_what_ends_before(deployment: Deployment, 
             yard.asks("long", urgent(5.0, tokens=11_000, bound=True)),
             yard.asks("short", urgent(9.0, tokens=9000)),
         ]
+        await settled()
         yard.cluster_state.view.leaves_s["far-0"] = clock.now_s + 10
         yard.admission.changed("far-0")
         holds[0].set()
