@@ -13,8 +13,8 @@ from prfaas.serving.gateway.bodies import ApiError, Json
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.dialects import DATA, END_OF_EVENT, dialect_of
 from prfaas.serving.gateway.first_token import FirstToken
+from prfaas.serving.gateway.hop_failure import HopFailedError
 from prfaas.serving.gateway.prefill import PrefillOrchestrator
-from prfaas.serving.gateway.prefill_hop import HopFailedError
 from prfaas.serving.gateway.prompts import Endpoint
 from prfaas.serving.gateway.request import PreparedRequest, ServingRequest, TokenizedPrompt
 from prfaas.serving.gateway.stream_resume import (

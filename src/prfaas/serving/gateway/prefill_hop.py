@@ -14,6 +14,14 @@ from prfaas.serving.gateway.bodies import JSON_BYTES_PER_TOKEN, prefill_body
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.engine_client import FROZEN, OWN_RESOURCES, Blame, EngineCallError
 from prfaas.serving.gateway.first_token import FirstToken, FirstTokenAsk
+from prfaas.serving.gateway.hop_failure import (
+    LINK_SILENT,
+    LINK_SLOW,
+    PREEMPTED,
+    HopFailedError,
+    KeptPart,
+    kept_part,
+)
 from prfaas.serving.gateway.hop_trace import HopTrace
 from prfaas.serving.gateway.kv_transfer import (
     DROPPED,
@@ -32,18 +40,14 @@ from prfaas.serving.transport.ticket import Ticket, prompt_digest
 logger = logging.getLogger(__name__)
 
 INCOMPATIBLE = "incompatible"
-PREEMPTED = "preempted"
-"""The reason of a prefill that its instance could not have ended before it is taken away."""
 _CONSUMER_FROZEN = "consumer-frozen"
-_LINK_SILENT = "link-silent"
-_LINK_SLOW = "link-slow"
 _CONSUMER_SILENT = "consumer-silent"
 # The control plane knows of a frozen engine, and finds out by itself whether an unreachable one lives. Two that are
 # incompatible are well, each of them. So are the two of a transfer whose prefix the consumer has evicted meanwhile.
 # A transfer between clusters that is late has moved all the time: one that stands still is ended by its receiver, and
 # that blames the producer.
 _BLAMES_NOBODY = (
-    *(FROZEN, INCOMPATIBLE, PREEMPTED, DROPPED, _LINK_SILENT, _LINK_SLOW),
+    *(FROZEN, INCOMPATIBLE, PREEMPTED, DROPPED, LINK_SILENT, LINK_SLOW),
     *(_CONSUMER_FROZEN, "consumer-unreachable"),
 )
 _HOPELESS = (_CONSUMER_FROZEN, _CONSUMER_SILENT, "consumer-unreachable")
@@ -51,16 +55,6 @@ _HOPELESS = (_CONSUMER_FROZEN, _CONSUMER_SILENT, "consumer-unreachable")
 _ASK_CONSUMER_S = 1.0
 # While a transfer is not announced, its producer is asked that often whether it may send at all.
 _ASK_PRODUCER_S = 0.25
-
-
-class HopFailedError(Exception):
-    """A prefill elsewhere, or its transfer, failed. Nothing of it is left in any staging."""
-
-    def __init__(self, reason: str, *, hopeless: bool) -> None:
-        """`reason`: one word. `hopeless`: another producer would fail as well."""
-        super().__init__(reason)
-        self.reason = reason
-        self.hopeless = hopeless
 
 
 class PrefillHop:
@@ -110,7 +104,7 @@ class PrefillHop:
         """The producer has given up its path to the consumer: nothing waits for what it was to send there."""
         for arrival, spec in self._arriving.items():
             if (producer, consumer) == (spec.producer, spec.consumer):
-                self._give_up(arrival, _LINK_SILENT, f"{producer} to {consumer}: {sentence}")
+                self._give_up(arrival, LINK_SILENT, f"{producer} to {consumer}: {sentence}")
 
     def noticed(self, producer: str, notice_s: float) -> None:
         """The producer is taken away in so many seconds: what it would not have sent until then goes elsewhere now."""
@@ -156,6 +150,8 @@ class PrefillHop:
         request: ServingRequest,
         on_soon: Callable[[StartedTransfer], None] | None = None,
         on_first: Callable[[FirstToken], None] | None = None,
+        *,
+        keeps: bool = False,
     ) -> TransferDone:
         """Prefill and move the KV, until all bytes are at the consumer.
 
@@ -164,7 +160,7 @@ class PrefillHop:
         `on_first` is called with the first token, where `spec` asks for one, as soon as the producer has told it.
 
         Raises:
-            HopFailedError: the prefill or the transfer failed. What has arrived is freed.
+            HopFailedError: the prefill or the transfer failed. What has arrived is freed, or kept as `keeps` allows.
         """
         # 1. A ticket that lets the producer write at the consumer, and the producer's request.
         ticket, sealed, body = await self._json_threads.run(
@@ -174,6 +170,7 @@ class PrefillHop:
         spans = None if trace is None else HopTrace(trace, spec, self._plane)
         done: TransferDone | None = None
         failure: EngineCallError | TransferFailedError | None = None
+        kept: KeptPart | None = None
         try:
             with self._metrics.in_flight_transfers.track_inprogress():
                 try:
@@ -183,18 +180,21 @@ class PrefillHop:
                     )
                 except (EngineCallError, TransferFailedError) as error:
                     failure = error
+                    if keeps:
+                        within_s = self._options.abandon_timeout_s
+                        kept = await kept_part(self._transfers, ticket, sealed, error, within_s)
         finally:
             # Also when the client has left: no request will load what has arrived.
-            if done is None:
+            if done is None and kept is None:
                 self.abandon(ticket, str(failure) if failure is not None else "the request was cancelled")
-                if spans is not None:
-                    word = CANCELLED if failure is None else failure.reason
-                    spans.failed(word, in_transfer=isinstance(failure, TransferFailedError))
+            if done is None and spans is not None:
+                word = CANCELLED if failure is None else failure.reason
+                spans.failed(word, in_transfer=isinstance(failure, TransferFailedError))
         if done is None:
             assert failure is not None
             if failure.reason == INCOMPATIBLE:
                 request.record.note(f"{spec.producer} and {spec.consumer} are incompatible: {failure}")
-            raise self._report(spec, failure)
+            raise self._report(spec, failure).keeping(kept)
         return done
 
     def abandon(self, ticket: Ticket, reason: str) -> None:
@@ -338,7 +338,7 @@ class PrefillHop:
             await asyncio.wait((arrival,), timeout=late_s)
         if not arrival.done():
             await self._ask_consumer(spec)
-            reason = "transfer-deadline" if self._link_bits_per_s(spec) is None else _LINK_SLOW
+            reason = "transfer-deadline" if self._link_bits_per_s(spec) is None else LINK_SLOW
             raise TransferFailedError(reason, f"not complete {late_s:.0f} s after the prefill")
 
     async def _ask_consumer(self, spec: TransferSpec) -> None:

@@ -12,6 +12,7 @@ from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.control_plane import PrefillWork
 from prfaas.serving.gateway.egress_bill import EgressBill
 from prfaas.serving.gateway.first_token import FirstToken, FirstTokenAsk, FirstTokenHeldError
+from prfaas.serving.gateway.hop_failure import KeptPart
 from prfaas.serving.gateway.kv_transfer import MovedPrefix, StartedTransfer, TransferDone, TransferSpec
 from prfaas.serving.gateway.prefill_hop import PrefillHop
 from prfaas.serving.gateway.prefix_moves import PrefixMoves
@@ -54,6 +55,10 @@ class RemotePrefills:
         """Move KV as this file says from now on."""
         self._lead_s = deployment.transfer.decode_lead_s
         self._bill.adopt(deployment)
+
+    def give_up(self, kept: KeptPart, reason: str) -> None:
+        """Nobody goes on from what was kept of a broken transfer."""
+        self._hop.abandon(kept.ticket, reason)
 
     def abandon(self, prepared: PreparedRequest, reason: str) -> None:
         """The decode engine may never take the transfer: have its staging freed."""
@@ -191,6 +196,8 @@ class RemotePrefills:
                 request,
                 on_soon if soon is not None and self._lead_s > 0 else None,
                 on_first,
+                # With the first token the ticket is for one more than the decode request's prompt.
+                keeps=running.ask is None,
             )
             running.work.measured()
             attempt.moved, attempt.cached_tokens = done.moved, done.cached_tokens

@@ -182,9 +182,12 @@ class Receiver:
         """The transfer's status, also for a while after it is over; None when the id is unknown. Cheap."""
         return self._table.state(transfer_id)
 
-    def take(self, transfer_id: bytes) -> StagedTransfer | None:
-        """The staged bytes of a COMPLETE transfer, once; the caller must free them. None otherwise."""
-        return self._table.take(transfer_id)
+    def take(self, transfer_id: bytes, *, broken: bool = False) -> StagedTransfer | None:
+        """The staged bytes of a COMPLETE transfer, once; the caller must free them. None otherwise.
+
+        `broken`: those of a FAILED one; only its first `TransferStatus.usable_tokens` tokens are there.
+        """
+        return self._table.take(transfer_id, broken=broken)
 
     def lend(self, transfer_id: bytes, on_change: Callable[[], None]) -> Arrival | None:
         """A transfer to read while it arrives; None while it has no staging, or none any more.

@@ -1,8 +1,8 @@
 """Which regions a consumer lets in: those that its own layout has, or those that it has asked for."""
 
 import threading
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
 
 from prfaas.serving.transport.ticket import Ticket
 from prfaas.serving.transport.wire import WireError
@@ -16,6 +16,23 @@ class RegionLayout(Protocol):
 
         Raises:
             ValueError: there can be no such transfer.
+        """
+
+
+@runtime_checkable
+class DivisibleLayout(Protocol):
+    """A `RegionLayout` of which a part may be enough to go on from."""
+
+    def usable_tokens(self, num_tokens: int, skip_tokens: int, covered_end: Callable[[int, int], int]) -> int:
+        """How many tokens' KV a transfer has brought that broke, from the first token on.
+
+        Args:
+            num_tokens: of the transfer.
+            skip_tokens: of the transfer.
+            covered_end: (region, start) → where the bytes that have come from there on end.
+
+        Returns:
+            More than `skip_tokens`, or 0: nothing that an engine could go on from.
         """
 
 
@@ -68,3 +85,12 @@ def expected_regions(layout: TransferLayout, ticket: Ticket, announced: Sequence
         layout.check(ticket.transfer_id, announced)
         return tuple(announced)
     return tuple(layout.region_bytes(ticket.num_tokens, ticket.skip_tokens))
+
+
+def usable_tokens(
+    layout: TransferLayout, num_tokens: int, skip_tokens: int, covered_end: Callable[[int, int], int]
+) -> int:
+    """See `DivisibleLayout`; 0 for every other layout."""
+    if not isinstance(layout, DivisibleLayout):
+        return 0
+    return layout.usable_tokens(num_tokens, skip_tokens, covered_end)

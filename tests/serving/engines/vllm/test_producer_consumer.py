@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,8 +39,8 @@ def memory(seed: int) -> dict[str, np.ndarray]:
     }
 
 
-def layout(kv: dict[str, np.ndarray]) -> KvLayout:
-    return KvLayout(GROUPS, {name: [HostPages(torch.from_numpy(pages))] for name, pages in kv.items()})
+def layout(kv: dict[str, np.ndarray], groups: Sequence[EngineGroup] = GROUPS) -> KvLayout:
+    return KvLayout(groups, {name: [HostPages(torch.from_numpy(pages))] for name, pages in kv.items()})
 
 
 @dataclass
@@ -100,9 +100,11 @@ def ends() -> Iterator[Ends]:
     yield from make_ends()
 
 
-def make_ends(lease_s: float = 20.0, *, page_digests: bool = True) -> Iterator[Ends]:
+def make_ends(
+    lease_s: float = 20.0, *, page_digests: bool = True, groups: Sequence[EngineGroup] = GROUPS
+) -> Iterator[Ends]:
     east, home = memory(1), memory(2)
-    east_layout, home_layout = layout(east), layout(home)
+    east_layout, home_layout = layout(east, groups), layout(home, groups)
     east_plan = east_layout.digest_plan(0) if page_digests else None
     home_plan = home_layout.digest_plan(0) if page_digests else None
     arena = StagingArena(4 << 20, 64 << 10)

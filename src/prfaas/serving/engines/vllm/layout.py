@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,14 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from prfaas.core.kv.groups import GroupKind, KvGroup, Region, full_attention_first, region_bytes
+from prfaas.core.kv.groups import (
+    GroupKind,
+    KvGroup,
+    Region,
+    full_attention_first,
+    region_bytes,
+    usable_tokens,
+)
 from prfaas.serving.engines.model_identity import ModelIdentity
 from prfaas.serving.engines.page_digests import DIGEST_FORMAT, DigestPlan
 from prfaas.serving.engines.vllm.device_pages import layer_pages
@@ -155,6 +162,10 @@ class KvLayout:
     def region_bytes(self, num_tokens: int, skip_tokens: int) -> list[int]:
         """See `kv_groups.region_bytes`."""
         return region_bytes(self.regions, num_tokens, skip_tokens)
+
+    def usable_tokens(self, num_tokens: int, skip_tokens: int, covered_end: Callable[[int, int], int]) -> int:
+        """See `kv_groups.usable_tokens`."""
+        return usable_tokens(self.regions, num_tokens, skip_tokens, covered_end)
 
     def digest_plan(self, rank: int) -> DigestPlan:
         """Where the digests of this layout's pages lie in a transfer of a tensor-parallel rank."""
