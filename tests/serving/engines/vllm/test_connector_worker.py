@@ -165,7 +165,7 @@ def test_without_a_pool_transfers_are_as_ever_and_loads_from_one_fail_at_once() 
     assert worker.loaded() == ({"t", "both"}, {"both"})
     worker.store(TransferMetadata(pool_stores=[PoolStore("s", 1, (), False)]))
     worker.settle(TransferMetadata(preempted=["s"]))
-    assert worker.take_load_times() is None
+    assert worker.take_reports() is None
 
 
 def test_times_of_two_ranks_are_those_of_the_slower_one() -> None:
