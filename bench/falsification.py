@@ -205,7 +205,8 @@ def scenario(document: dict[str, Any], planned: PlannedDeployment, policy: str) 
         overheads=Overheads(overheads["request_s"], overheads["hop_s"], first_step=True),
         transfer_grace_s=GatewayOptions().transfer_grace_s,
         queue_limit_s=GatewayLimits().queue_s,
-        chunk_tokens=CHUNK_TOKENS,
+        # A stand-in computes one prompt at a time; the steps of real engines are filled up by the next one.
+        chunk_tokens=CHUNK_TOKENS if document["settings"]["engines"] == "vllm" else 0,
         kv_block_tokens=BLOCK_TOKENS,
     )
 

@@ -67,7 +67,6 @@ def _seconds_of(checkout: Path, python: str, requests: int) -> float:
                     "start_state.split_type=heterogeneous",
                     "performance_model=db",
                     f"trace.filename={trace.stem}",
-                    "hydra/launcher=basic",  # the default one needs Ray
                     f"output_dir={results}",
                 ],
                 cwd=checkout,

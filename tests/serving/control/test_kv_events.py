@@ -221,3 +221,25 @@ def test_many_batches_leave_the_loop_time_between(deployment: Deployment) -> Non
     asyncio.run(main())
     publisher.close()
     assert fed.batches == ["home-d0"] * 500
+
+
+def test_nobody_to_hear_costs_no_core(deployment: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A poller without sockets returns at once: it must not be asked again and again."""
+    rounds = 0
+    follow = EventFeed._follow
+
+    def counted(feed: EventFeed, *args: object) -> None:
+        nonlocal rounds
+        rounds += 1
+        follow(feed, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(EventFeed, "_follow", counted)
+    fed = Fed(deployment)
+    fed.feed.adopt({})
+
+    async def main() -> None:
+        async with running(fed):
+            await asyncio.sleep(0.5)
+
+    asyncio.run(main())
+    assert 1 <= rounds <= 10

@@ -287,6 +287,10 @@ class EventFeed:
                 if len(self._waiting) > _MOST_WAITING:
                     self._stop.wait(0.01)
                     continue
+                if not self._sources:
+                    # A poller without sockets returns at once, whatever the time it is given.
+                    self._stop.wait(_POLL_MS / 1000)
+                    continue
                 ready = dict(poller.poll(_POLL_MS))
                 now_s = time.monotonic()
                 while self._resets:
