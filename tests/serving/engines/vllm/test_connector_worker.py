@@ -68,6 +68,9 @@ class Half:
         free, self.free = self.free, set()
         return free
 
+    def take_usable_tokens(self) -> dict[str, int]:
+        return {}
+
 
 class PoolHalf:
     def __init__(self) -> None:
