@@ -12,19 +12,22 @@ SOURCE = Path(__file__).parents[1] / "src"
 # then policies as plug-ins, prices of egress, roles by predicted latency and by forecast, the order of prefills; what a
 # request would wait, for gateways and simulated ones. Then runs of a study that differ only in their seed, the search
 # for the largest rate, other models, and five studies. Then sites, open ports, containers, drafts of files and their
-# questions; and what is emitted: blueprint, writing, unit, service, pod, its plan and volumes, policy, monitor.
-# Then dashboards, alert rules, series that leave, certificates' ends. Then what fits a terminal, what shells
-# complete, the demo's form, vLLM's load test and a gateway's counts beside it, and values for llm-d.
-# Then traces: their collector, their spans, the queue of these, a request's trace, and a hop's. Then changes while
-# everything runs: difference, what is applied, rosters on the wire and of the control plane, membership, reloading,
-# engines that follow, the load of a link. Then the console: a ring, frames, changes, alarms, their history, the page's
-# answers, scenarios, and explanations in words. Then a fleet of gateways: its store, etcd, members, messages, shares,
-# turns, metrics, its section of the file, the control plane that leads or follows, reloads that are told; prefill
-# queues for themselves. Then dtypes of caches, their options, the model of a deployment and the one it is planned with,
-# options of engines. Then what a link has cost, and first tokens from the prefill: the token, who may have it, the
-# answer that begins with it; prefills elsewhere. Then instances that are taken away: their section of the file, what
-# kills cost, what is begun before, who is closed, who is told.
-MOST_FILES = 510
+# questions; and what is emitted: blueprint, writing, unit, service, pod, its plan and volumes, policy, monitor. Then
+# dashboards, alert rules, series that leave, certificates' ends. Then what fits a terminal, what shells complete, the
+# demo's form, vLLM's load test and a gateway's counts beside it, and values for llm-d. Then traces: their collector,
+# their spans, the queue of these, a request's trace, and a hop's. Then changes while everything runs: difference, what
+# is applied, rosters on the wire and of the control plane, membership, reloading, engines that follow, the load of a
+# link. Then the console: a ring, frames, changes, alarms, their history, the page's answers, scenarios, and
+# explanations in words. Then a fleet of gateways: its store, etcd, members, messages, shares, turns, metrics, its
+# section of the file, the control plane that leads or follows, reloads that are told; prefill queues for themselves.
+# Then dtypes of caches, their options, the model of a deployment and the one it is planned with, options of engines.
+# Then what a link has cost, and first tokens from the prefill: the token, who may have it, the answer that begins with
+# it; prefills elsewhere. Then columns of traces, ranks that refuse each other, relays and who decides on them, MLPs and
+# experts of families. Then what moves KV inside a cluster: the file's word, NIXL beside our connector, what is handed
+# over, and the hop whose KV is pulled. Then kinds of values in the file. Then instances that are taken away: their
+# section of the file, what kills cost, what is begun before, who is closed, who is told; and what is left of a transfer
+# that broke: in staging, in memory of those that are over, and as a failure.
+MOST_FILES = 520
 MOST_LINES = 420
 
 

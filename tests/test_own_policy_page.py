@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 from tests.ports import free_ports
 
+from prfaas import api
+
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "guides" / "own-policy.md"
 LIMIT_S = 300.0
@@ -97,6 +99,14 @@ def page(tmp_path: Path) -> Page:
 
 def test_the_policy_has_30_lines(page: Page) -> None:
     assert len((page.folder / "frugal.py").read_text().splitlines()) <= 30
+
+
+def test_what_a_way_knows_is_there() -> None:
+    table = PAGE.read_text().partition("| of a way |")[2].partition("\n\n")[0]
+    names = re.findall(r"`(\w+)`", "\n".join(line.split("|")[1] for line in table.splitlines()[2:]))
+    assert len(names) > 10
+    assert [name for name in names if not hasattr(api.PrefillOption, name)] == []
+    assert hasattr(api.RoutingRequest, "num_tokens")
 
 
 @pytest.mark.slow

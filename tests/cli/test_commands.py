@@ -89,8 +89,10 @@ def test_help_needs_nothing_heavy() -> None:
         "import prfaas.cli.main as m\n"
         "try: m.main()\n"
         "except SystemExit: pass\n"
-        "print(sorted({name.split('.')[0] for name in sys.modules} & "
-        "{'vllm', 'torch', 'aiohttp', 'pydantic', 'numpy', 'yaml', 'transformers', 'rich', 'asyncio'}))"
+        "names = {name.split('.')[0] for name in sys.modules}\n"
+        "wings = {name for name in sys.modules if name.startswith('prfaas.') and name.split('.')[1] != 'cli'}\n"
+        "print(sorted(wings | names & {'vllm', 'torch', 'aiohttp', 'pydantic', 'numpy', 'yaml', 'transformers', "
+        "'rich', 'asyncio', 'logging'}))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True

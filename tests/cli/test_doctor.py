@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -150,6 +151,28 @@ def test_healthy_engines_whose_producers_are_not_connected(
         "KV port home-decode-0/0": "has 0 of 8 connections from east-prefill-0, home-prefill-0"
     }
     assert "KV port east-prefill-0/0" in {finding.subject for finding in findings}
+
+
+def test_a_nixl_port_is_asked_for(
+    deployment: Deployment, receivers: list[Receiver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listening,
+        socket.create_server(("127.0.0.1", 0)) as closed,
+    ):
+        open_port, closed_port = (each.getsockname()[1] for each in (listening, closed))
+        closed.close()
+        far, home = deployment.clusters
+        ports = zip(home.instances, (open_port, closed_port), strict=True)
+        instances = tuple(replace(each, nixl_port=port) for each, port in ports)
+        asked = replace(deployment, clusters=(far, replace(home, instances=instances)))
+        routes = (vllm_routes(), vllm_routes(), vllm_routes())
+        findings = ask_engines(asked, receivers, monkeypatch, *routes)
+    found = problems(findings)
+    assert found["NIXL port home-decode-0"] == f"nothing answers at 127.0.0.1:{closed_port}"
+    told = {finding.subject: finding.text for finding in findings}
+    assert told["NIXL port home-prefill-0"] == f"listens at 127.0.0.1:{open_port}"
+    assert "NIXL port home-prefill-0" not in found and "NIXL port east-prefill-0" not in told
 
 
 def test_a_rejection_is_quoted(

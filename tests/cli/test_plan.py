@@ -197,7 +197,7 @@ def test_the_table_binds_what_the_verdict_names(
         ("workload.load=0.1:0.9:1e9", "the count must be a whole number from 2 to 1000"),
         ("workload.load=0.9:0.1:5", "the first value must be below the second"),
         ("workload.load=0.1:inf:5", '"inf" is no number'),
-        ("workload.load=0.5:2:4", "workload.load: must be less than 1, not 1"),
+        ("workload.load=0.5:2:4", "workload.load: must be less than 1, not 2"),
         ("links[7].bandwidth=1e9:2e9:3", "the list has only 1 entry"),
         ("slo.speed=1:2:3", "slo.speed: is no known field"),
         ("links[0].bandwidth=1:100:5", "links[0].bandwidth: 1 would be 1 bit/s; write the unit"),
@@ -212,6 +212,10 @@ def test_the_table_binds_what_the_verdict_names(
 def test_bad_sweeps(
     sweep: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    def too_late(*_: object) -> None:
+        raise AssertionError("planned before it was said")
+
+    monkeypatch.setattr("prfaas.core.planner.make_plan", too_late)
     assert run(monkeypatch, "plan", PAPER, "--sweep", sweep) == 2
     captured = capsys.readouterr()
     assert captured.out == ""

@@ -106,7 +106,7 @@ def test_mistakes_are_one_sentence(
         ((*base, "--tp", "3"), "can't be divided among 3 ranks"),
         (base, "minimax-m2.5 (fp8 weights) needs 229 GB on each of 1 h200"),
         (("--estimate", "--model", config, "--gpu", "h3000", "--tp", 8), 'there is no GPU "h3000"'),
-        (("--estimate", "--model", tmp_path, "--gpu", "h200"), "there is no such config.json"),
+        (("--estimate", "--model", tmp_path, "--gpu", "h200"), "there is no such file"),
     ):
         assert run(monkeypatch, *args) == 2, args
         captured = capsys.readouterr()

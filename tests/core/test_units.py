@@ -86,6 +86,11 @@ def test_formatting() -> None:
     assert format_bytes(5) == "5 B"
     assert format_bytes(3 * GIB) == "3.0 GiB"
     assert format_bits_per_s(6e7) == "60 Mbit/s"
+    assert [format_bits_per_s(rate) for rate in (999.9e6, 999.99999e6, 1e9)] == [
+        "999.9 Mbit/s",
+        "1 Gbit/s",
+        "1 Gbit/s",
+    ]
     assert [format_s(s) for s in (0.0123, 0.9999, 3.456, 59.999, 75)] == [
         "12.3 ms",
         "1 s",

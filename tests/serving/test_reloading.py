@@ -99,7 +99,8 @@ def test_one_field_that_cannot_change_refuses_all(setting: Setting) -> None:
         asyncio.run(setting.reloader.reload())
     assert str(refused.value) == (
         'nothing was changed: model.served_name is now "n"; it was "m", which can\'t change while everything runs: '
-        "start the gateway and all engines again; the same of clusters[home].instances[d2].http_port"
+        "start the gateway and all engines again; nor can clusters[home].instances[d2].http_port: remove the "
+        "instance, and add it under another name"
     )
     assert setting.first.adopted == [] and setting.served == setting.deployment
 

@@ -44,6 +44,7 @@ def _diagnose(path: "Path", probe: bool) -> "list[Finding]":
     from prfaas.core.deployment import DeploymentError, load_deployment
     from prfaas.tools.doctor import check_model
     from prfaas.tools.finding import ok, problem
+    from prfaas.tools.rank_facts import check_ranks
     from prfaas.tools.security_facts import check_certificates, check_key
 
     try:
@@ -55,6 +56,7 @@ def _diagnose(path: "Path", probe: bool) -> "list[Finding]":
             )
         ]
     findings = [ok("file", f"{path} is valid"), check_model(loaded), check_key(loaded)]
+    findings += check_ranks(loaded)
     findings += check_certificates(loaded)
     return findings + asyncio.run(_ask(loaded, probe))
 

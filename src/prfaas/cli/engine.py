@@ -32,8 +32,10 @@ def engine(
     from prfaas.serving.engines.command import synthetic_command, vllm_command
     from prfaas.serving.engines.preparation import (
         ensure_certificates,
+        ensure_dtypes,
         ensure_key,
         ensure_model,
+        ensure_nixl,
         ensure_vllm,
     )
 
@@ -56,6 +58,8 @@ def engine(
         return
     if not is_synthetic:
         ensure_vllm()
+        ensure_dtypes(loaded, [instance])
+        ensure_nixl(loaded, [instance])
     ensure_key(loaded)
     ensure_certificates(loaded, [name])
     typer.echo(f"open files: {raise_descriptor_limit():,} at most", err=True)

@@ -5,7 +5,6 @@ from typing import Annotated
 import typer
 
 from prfaas.cli.common import AsJson, TokenFile
-from prfaas.core.explanation import sentences
 
 _DEFAULT_URL = "http://127.0.0.1:8001"
 
@@ -34,6 +33,7 @@ def explain(
     from urllib.parse import quote
 
     from prfaas.cli.common import admin_address, fetch
+    from prfaas.core.explanation import sentences
 
     told = fetch(admin_address(where, token_file), f"/prfaas/requests/{quote(request_id, safe='')}")
     if as_json:

@@ -1,5 +1,6 @@
 """`prfaas plan`: what a deployment can do, and how to divide its work best; with `--sweep`, over one of its numbers."""
 
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -162,6 +163,9 @@ def _sweep(path: Path, text: str, plot: Path | None, as_json: bool) -> None:
         # What the file does not know is said first.
         load_planned(path, changes={sweep.field: sweep.values[0]})
         raise CliError(f"--sweep: a plan does not depend on {sweep.field}, but on {planned_fields()}")
+    for value in (sweep.values[0], sweep.values[-1]):
+        # What can't stand in the file is said before minutes of planning.
+        load_planned(path, changes={sweep.field: value})
     plans = list(_with_progress(_plans(path, sweep), f"{len(sweep.values)} plans", len(sweep.values)))
     written = []
     if plot is not None:
@@ -261,7 +265,7 @@ def _plot_sweep(planned: "PlannedDeployment", sweep: Sweep, plans: "Sequence[Pla
     plot_sweep(
         sweep.values,
         [each.optimum for each in plans],
-        [each.homogeneous.point.lambda_max for each in plans],
+        [each.homogeneous.point.lambda_max if each.homogeneous.keeps_target else math.nan for each in plans],
         path,
         title=title,
         label=words,

@@ -23,10 +23,10 @@ def reload(
 ) -> None:
     """Have the running gateway read its deployment file again, and take on what has changed.
 
-    Instances can join and leave; links' bandwidth, prices, the routing policy, thresholds, limits and periods can
-    change. Nothing is restarted, and no request is lost: an instance leaves when its work has ended. If anything in
-    the file can't change while everything runs, nothing is changed, and exit code 2 says what it was. The gateway
-    reads its own file: given another one here, it refuses.
+    Instances can join and leave; clusters and links can be added; links' bandwidth, prices, the routing policy,
+    thresholds, limits and periods can change. Nothing is restarted, and no request is lost: an instance leaves when
+    its work has ended. If anything in the file can't change while everything runs, nothing is changed, and exit code
+    2 says what it was. The gateway reads its own file: given another one here, it refuses.
 
     Example: prfaas reload examples/local.yaml --check
     """

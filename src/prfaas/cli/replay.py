@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from prfaas.cli.common import AsJson, console
+from prfaas.cli.trace_columns import columns_option
 
 if TYPE_CHECKING:
     from prfaas.cli.replay_source import FittingRequests, Source
@@ -39,14 +40,7 @@ def replay(
             rich_help_panel=_RECORDED,
         ),
     ] = None,
-    columns: Annotated[
-        str | None,
-        typer.Option(
-            metavar="arrival=A,input=B,output=C",
-            help="What the columns of a CSV trace are called; arrival in seconds or as date and time, or arrival_ms.",
-            rich_help_panel=_RECORDED,
-        ),
-    ] = None,
+    columns: Annotated[str | None, columns_option(_RECORDED)] = None,
     speed: Annotated[
         float | None, typer.Option(help="So many times as fast as recorded.", rich_help_panel=_RECORDED)
     ] = None,

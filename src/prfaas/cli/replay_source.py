@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from prfaas.cli.common import CliError
+from prfaas.cli.trace_columns import csv_columns
 
 if TYPE_CHECKING:
     from prfaas.core.workload import LengthDistribution, TracedRequest
@@ -162,12 +163,12 @@ def source_of(options: SourceOptions) -> Source:
 def _recorded(options: SourceOptions, path: Path) -> Source:
     from typing import get_args
 
-    from prfaas.core.workload import CsvColumns, TraceFormat, read_requests
+    from prfaas.core.workload import TraceFormat, read_requests
     from prfaas.core.workload.traffic import ReplayedTraffic
 
     if options.format is not None and options.format not in get_args(TraceFormat):
         raise CliError(f"--format is one of {', '.join(get_args(TraceFormat))}, not {options.format}")
-    columns = None if options.columns is None else CsvColumns.parse(options.columns)
+    columns = csv_columns(options.columns, path)
     trace = read_requests(path, options.format, columns)  # type: ignore[arg-type]
     traffic = ReplayedTraffic(
         trace,

@@ -162,21 +162,23 @@ async def _serve(
 
 
 async def reload_and_tell(reloader: "Reloader") -> None:
-    """Take the file on again, and say on stderr what became of it."""
+    """Take the file on again, and write into the log what became of it: the reloader itself writes each change."""
+    import logging
+
     from prfaas.core.deployment import DeploymentError
     from prfaas.serving.reloading import ReloadRefusedError
 
+    logger = logging.getLogger(__name__)
     try:
         outcome = await reloader.reload()
     except (DeploymentError, ReloadRefusedError) as error:
-        typer.echo(f"not reloaded: {error}", err=True)
-    except Exception as error:
+        logger.error("not reloaded: %s", error)
+    except Exception:
         # Nobody waits for this task: the old file would go on without a word.
-        typer.echo(f"not reloaded, which is a fault of prfaas: {error!r}", err=True)
+        logger.exception("not reloaded, which is a fault of prfaas")
     else:
-        sentences = [change.sentence for change in outcome.difference.changes] or ["nothing has changed"]
-        for sentence in sentences:
-            typer.echo(f"reloaded: {sentence}", err=True)
+        if not outcome.difference:
+            logger.info("reloaded: nothing has changed")
 
 
 async def _end(gateway: "asyncio.Task[None]", draining: "Draining", within_s: float) -> None:

@@ -11,6 +11,7 @@ import typer
 from prfaas.cli.common import AsJson, DeploymentPath, console, json_text, made_folder, print_json
 from prfaas.cli.completions import policy_names
 from prfaas.cli.pool_options import PoolMemory, PoolRates, PoolsAsked, PoolSsd, pools_asked
+from prfaas.cli.trace_columns import columns_option, csv_columns
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -46,14 +47,7 @@ def simulate(
             rich_help_panel=_ARRIVALS,
         ),
     ] = None,
-    columns: Annotated[
-        str | None,
-        typer.Option(
-            metavar="arrival=A,input=B,output=C",
-            help="What the columns of a CSV trace are called; arrival in seconds or as date and time, or arrival_ms.",
-            rich_help_panel=_ARRIVALS,
-        ),
-    ] = None,
+    columns: Annotated[str | None, columns_option(_ARRIVALS)] = None,
     bursts: Annotated[
         bool,
         typer.Option(
@@ -161,7 +155,6 @@ def simulate(
     """
     from prfaas.cli.simulate_inputs import (
         cache_options,
-        csv_columns,
         fluctuation,
         made_up,
         parse_changes,

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from prfaas.core.kv import KvModel
     from prfaas.core.planner import PlanProblem
     from prfaas.core.scheduling import Setting
-    from prfaas.core.workload import CsvColumns, RequestTrace
+    from prfaas.core.workload import RequestTrace
     from prfaas.core.workload.arrivals import Arrivals
     from prfaas.core.workload.traffic import ReplayedTraffic, Traffic
     from prfaas.lab.report.records import RecordsFile
@@ -147,24 +147,6 @@ def _notes(trace: "RequestTrace", traffic: "ReplayedTraffic", described: dict[st
 
 def _mean(values: list[int]) -> float:
     return sum(values) / len(values)
-
-
-def csv_columns(text: str | None, trace: Path | None) -> "CsvColumns | None":
-    """From `--columns`: what the columns of a CSV trace are called.
-
-    Raises:
-        CliError: another form, or no trace.
-    """
-    if text is None:
-        return None
-    if trace is None:
-        raise CliError("--columns names those of a CSV --trace; there is none")
-    from prfaas.core.workload import CsvColumns, WorkloadError
-
-    try:
-        return CsvColumns.parse(text)
-    except WorkloadError as error:
-        raise CliError(f"--columns: {error}") from None
 
 
 def records_file(path: Path | None) -> "RecordsFile | None":

@@ -39,6 +39,8 @@ def sentences(told: Json) -> Iterator[str]:
         yield from _attempt(number, attempt)
     if told.get("first_token") is not None:
         yield "The prefill instance sampled the answer's first token, and the client had it at once."
+    if told.get("relayed_tokens"):
+        yield f"While the KVCache was on its way, the client had {told['relayed_tokens']:,} more tokens from there."
     yield from _bytes(told)
     yield from _steps(told)
     for note in told["notes"]:
@@ -74,9 +76,33 @@ def _attempt(number: int, attempt: Json) -> Iterator[str]:
     yield f"   {prefill} had to prefill {attempt['prefill_tokens']:,}."
     yield from _pools(attempt)
     if attempt["predicted_ttft_s"] is not None:
-        wait_s = attempt["decode_wait_s"]
+        kv_s, wait_s = attempt.get("kv_wait_s", 0.0), attempt["decode_wait_s"]
+        kv = f", from the prefill; {format_s(kv_s)} more until {decode} has the KVCache" if kv_s else ""
         slot = f", and then {format_s(wait_s)} until {decode} has a decode slot" if wait_s else ""
-        yield f"   Predicted time to first token: {format_s(attempt['predicted_ttft_s'])}{slot}."
+        yield f"   Predicted time to first token: {format_s(attempt['predicted_ttft_s'])}{kv}{slot}."
+    if attempt.get("relay") is not None:
+        yield f"   {_relay(attempt)}"
+
+
+def _relay(attempt: Json) -> str:
+    """Whether the prefill instance was to decode on, and why."""
+    relay, prefill = attempt["relay"], attempt["prefill"]
+    gap = "for ever" if relay["exposed_s"] is None else format_s(relay["exposed_s"])
+    step = f"a decode step takes {format_s(relay['step_s'])}"
+    if relay["tokens"]:
+        return (
+            f"Meanwhile {prefill} was to decode {relay['tokens']:,} more tokens at most: after the prefill the KVCache "
+            f"was to be on its way for {gap}, and {step}."
+        )
+    if relay["reason"] == "busy-prefill":
+        return (
+            f"{prefill} was not to decode more than one token: prefills of {format_s(relay['queue_s'])} waited for it, "
+            f"and the KVCache was to come {gap} after the prefill."
+        )
+    return (
+        f"{prefill} was not to decode more than one token: the KVCache was to come {gap} after the prefill, "
+        f"and {step}."
+    )
 
 
 _SOURCES = {
@@ -147,6 +173,8 @@ def _bytes(told: Json) -> Iterator[str]:
     if transfer["saved_bytes"]:
         text += f"; {format_bytes(transfer['saved_bytes'])} more were there already"
     yield f"{text}."
+    if transfer.get("by") == "nixl":
+        yield "The decode instance read it out of the prefill instance's memory, by NIXL (transfer: nixl)."
 
 
 def _from_pool(told: Json) -> str:

@@ -52,6 +52,9 @@ class RouteHeader:
     prefix_bytes: int = 0
     """Bytes of that prefix."""
 
+    transfer: str | None = None
+    """`nixl`: vLLM's NIXL connector moved the KVCache; None: our own transport, or nothing moved."""
+
     first_token: str | None = None
     """`prefill`: who prefilled has sampled the answer's first token; None: who decoded."""
 
@@ -80,6 +83,8 @@ class RouteHeader:
             parts.append(f"predicted_ttft_s={self.predicted_ttft_s:.4f}")
         if self.prefix_source is not None:
             parts.append(f"cache_transfer={self.prefix_source}:{self.prefix_bytes}")
+        if self.transfer is not None:
+            parts.append(f"transfer={self.transfer}")
         if self.first_token is not None:
             parts.append(f"first_token={self.first_token}")
         if self.fallback is not None:
@@ -122,6 +127,7 @@ class RouteHeader:
             predicted_ttft_s=number("predicted_ttft_s"),
             prefix_source=prefix_source or None,
             prefix_bytes=int(prefix_bytes or "0"),
+            transfer=fields.get("transfer"),
             first_token=fields.get("first_token"),
             fallback=fields.get("fallback"),
             reason=fields.get("reason"),

@@ -42,7 +42,7 @@ def parse_bits_per_s(value: object) -> float:
     if isinstance(value, bool):
         raise ValueError(_rate_hint(value))
     if isinstance(value, int | float):
-        rate = float(value)
+        rate = _float(value)
     else:
         number, unit = _split(value)
         if unit not in _RATES:
@@ -62,7 +62,7 @@ def parse_bytes(value: object) -> int:
     if isinstance(value, bool):
         raise ValueError(_size_hint(value))
     if isinstance(value, int):
-        size = float(value)
+        size = _float(value)
     else:
         number, unit = _split(value)
         if unit not in _SIZES:
@@ -89,7 +89,8 @@ def format_bytes(num_bytes: float) -> str:
 def format_bits_per_s(bits_per_s: float) -> str:
     """`6e7` → "60 Mbit/s"."""
     for unit in ("Tbit/s", "Gbit/s", "Mbit/s", "kbit/s"):
-        if abs(bits_per_s) >= _RATES[unit]:
+        # What would be written as 1000 of the smaller unit is 1 of this one.
+        if abs(bits_per_s) >= 0.99995 * _RATES[unit]:
             return f"{bits_per_s / _RATES[unit]:.4g} {unit}"
     return f"{bits_per_s:.4g} bit/s"
 
@@ -102,6 +103,14 @@ def format_s(seconds: float) -> str:
         return f"{seconds:.3g} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest} s"
+
+
+def _float(number: float) -> float:
+    try:
+        return float(number)
+    except OverflowError:
+        # A whole number of hundreds of digits.
+        return math.inf
 
 
 def _split(value: object) -> tuple[float, str]:

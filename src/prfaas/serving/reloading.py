@@ -150,11 +150,10 @@ class Reloader:
 
 
 def refusal(difference: DeploymentDifference) -> str:
-    """One sentence on what can't be changed while everything runs, and what would do."""
-    refused = difference.refused
-    first = f"{refused[0].sentence}, which can't change while everything runs: {refused[0].needs}"
-    more = ", ".join(change.field for change in refused[1:])
-    return f"nothing was changed: {first}" + (f"; the same of {more}" if more else "")
+    """One sentence on what can't be changed while everything runs, and for each field what would do."""
+    first, *others = difference.refused
+    told = f"nothing was changed: {first.sentence}, which can't change while everything runs: {first.needs}"
+    return "; nor can ".join((told, *(f"{change.field}: {change.needs}" for change in others)))
 
 
 def digest_of(content: bytes) -> str:

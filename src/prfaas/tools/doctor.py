@@ -119,6 +119,8 @@ async def _check_engine(
     version, findings = await _check_version(deployment, instance, session, https)
     findings.append(await _check_served(deployment, instance, session, https))
     findings += await _check_kv_ports(deployment, instance, tls)
+    if instance.nixl_port is not None:
+        findings.append(await _check_nixl_port(deployment, instance, instance.nixl_port))
     return findings, version
 
 
@@ -165,6 +167,19 @@ async def _check_served(
             subject, f"takes {length} tokens, not {model.max_model_len} (model.max_model_len)", again
         )
     return ok(subject, f"serves {model.served_name} up to {length} tokens")
+
+
+async def _check_nixl_port(deployment: Deployment, instance: Instance, port: int) -> Finding:
+    subject, address = f"NIXL port {instance.name}", f"{instance.host}:{port}"
+    try:
+        async with asyncio.timeout(_KV_TIMEOUT_S):
+            _, writer = await asyncio.open_connection(instance.host, port)
+    except (OSError, TimeoutError):
+        start = f"prfaas engine {deployment.path} {instance.name}"
+        mend = f"open the port in firewalls, and start the engine with this deployment file: {start}"
+        return problem(subject, f"nothing answers at {address}", mend)
+    writer.close()
+    return ok(subject, f"listens at {address}")
 
 
 async def _check_kv_ports(

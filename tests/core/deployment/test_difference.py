@@ -170,12 +170,58 @@ def test_instances_join_leave_and_move(tmp_path: Path) -> None:
     ]
 
 
-def test_clusters_and_links_need_a_restart(base: Deployment) -> None:
+def test_links_and_clusters_are_added_live_and_removed_by_a_restart(base: Deployment) -> None:
     without = replace(base, links=base.links[:1])
-    assert [change.field for change in difference(base, without).refused] == ["links[home->far]"]
-    assert [change.field for change in difference(without, base).refused] == ["links[home->far]"]
+    (removed,) = difference(base, without).changes
+    assert (removed.field, removed.sentence) == ("links[home->far]", "link home->far is removed")
+    assert removed.needs == "start the engines again, then the gateway"
+    (added,) = difference(without, base).changes
+    assert (added.field, added.needs) == ("links[home->far]", None)
+    assert added.sentence == "link home->far is added, 10 Gbit/s"
     fewer = replace(base, clusters=base.clusters[1:], links=())
-    assert "clusters[far]" in [change.field for change in difference(base, fewer).refused]
+    gone = difference(base, fewer)
+    assert [change.field for change in gone.refused] == [
+        "clusters[far]",
+        "links[far->home]",
+        "links[home->far]",
+    ]
+    more = difference(replace(base, clusters=base.clusters[1:], links=base.links[:0]), base)
+    assert more.changes[0].sentence == "cluster far is added, with far-0, far-1"
+    assert [instance.name for instance in more.added] == ["far-0", "far-1"]
+
+
+def test_a_new_link_needs_certificates_that_engines_have_from_their_start(base: Deployment) -> None:
+    """Where it is encrypted, and one that runs already has none."""
+    plain = tuple(replace(link, encryption=False) for link in base.links)
+    alone = replace(base, links=())
+    assert not difference(alone, replace(base, links=plain)).refused
+    assert {change.needs for change in difference(alone, base).refused} == {
+        "make certificates for both ends, start the engines again, then the gateway"
+    }
+    # Those of a cluster that is added are started with the whole file.
+    home = replace(base, clusters=base.clusters[1:], links=())
+    assert [change.field for change in difference(home, base).refused] == [
+        "links[far->home]",
+        "links[home->far]",
+    ]
+    encrypted_inside = replace(home, security=replace(home.security, encrypt_inside=True))
+    whole = replace(base, security=encrypted_inside.security)
+    assert not difference(encrypted_inside, whole).refused
+
+
+def test_new_links_and_clusters_with_pools_need_a_restart(base: Deployment) -> None:
+    far, home = base.clusters
+    pooled = replace(base, clusters=(replace(far, pool=PoolSpace(1 << 30)), home))
+    added = difference(replace(base, clusters=(home,), links=()), replace(pooled, links=()))
+    (refused,) = added.refused
+    assert (refused.field, refused.needs) == (
+        "clusters[far]",
+        "start the pools and the engines again, then the gateway",
+    )
+    linked = difference(replace(pooled, links=base.links[:1]), pooled)
+    assert [(change.field, change.needs) for change in linked.refused] == [
+        ("links[home->far]", refused.needs)
+    ]
 
 
 def test_a_machine_more_would_need_other_pools(tmp_path: Path) -> None:

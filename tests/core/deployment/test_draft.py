@@ -123,8 +123,14 @@ def test_sites_and_links_are_read() -> None:
         ("east:prefill:h200:a", "write prfaas (only prefills) or pd (serves clients)"),
         ("east:prfaas:8:a", "is no hardware"),
         ("east:prfaas:h200x32:a", "more than 16 GPUs"),
-        ("east:prfaas:h200x8:http://a", "are no hosts"),
-        ("east:prfaas:h200x8:,", "are no hosts"),
+        ("east:prfaas:h200x8:http://a", 'site east: "http://a" is no host; write a name or an address'),
+        ("east:prfaas:h200x8:,", "site east has no hosts"),
+        (
+            "east:prfaas:h200x8:192.0.2.10,198.51.100.999",
+            'site east: "198.51.100.999" is no IPv4 address; write four numbers from 0 to 255, for example 192.0.2.10',
+        ),
+        ("east:prfaas:h200x8:0.0.0.0", '"0.0.0.0" is no address that others can connect to'),
+        ("east:prfaas:h200x8:::", '"::" is no address that others can connect to'),
     ],
 )
 def test_what_is_no_site_is_said(text: str, said: str) -> None:
@@ -145,6 +151,14 @@ def test_what_is_no_link_is_said(text: str) -> None:
         ({"sites": ()}, "a deployment needs a site"),
         ({"sites": (EAST,), "links": ()}, "no site serves clients"),
         ({"model": "models/x"}, "is no absolute path"),
+        (
+            {"model": "tiny:nothing"},
+            "is no model that prfaas makes; choose one of tiny:qwen3-next, tiny:gpt-oss",
+        ),
+        ({"model": "tiny:"}, "is no model that prfaas makes"),
+        ({"model": "/"}, "is the root of the file system; write the checkpoint's directory"),
+        ({"model": "//x/.."}, "is the root of the file system"),
+        ({"gateway_host": "198.51.100.999"}, '--gateway "198.51.100.999" is no IPv4 address'),
         (
             {"links": (DraftLink("west", "home", "1 Gbit/s"),)},
             'link to or from "west": the sites are east, home',

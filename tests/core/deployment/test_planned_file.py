@@ -1,9 +1,11 @@
 """Deployment files for planning: what a good one says, and where a bad one is wrong."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from prfaas.core.deployment import (
@@ -190,6 +192,66 @@ def test_a_users_own_config(tmp_path: Path, config: str) -> None:
     assert deployment.kv_model.token_bytes == token_bytes and deployment.kv_copies == 1
 
 
+def unlike(tmp_path: Path, far: int, home: int, **replacements: str) -> PlannedDeployment:
+    """A model of 3 layers and two KV heads of 32, on so many ranks of either side."""
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "qwen3", "num_hidden_layers": 3, "num_attention_heads": 2, "head_dim": 32}'
+    )
+    text = replaced("published: internal-1t", "config: config.json")
+    for ranks, count in ((far, "4\n"), (home, "8\n")):
+        text = text.replace(
+            f"    instance_count: {count}", f"    instance_count: {count}    tensor_parallel: {ranks}\n"
+        )
+    for old, new in replacements.items():
+        text = text.replace(old, new)
+    return planned(tmp_path, text)
+
+
+@pytest.mark.parametrize(
+    ("far", "home", "sent_copies", "held_copies"),
+    [(8, 8, 4, 4), (8, 4, 1, 4), (1, 8, 1, 4), (2, 1, 1, 1), (2, 2, 1, 1)],
+)
+def test_between_unlike_ranks_every_byte_crosses_once(
+    tmp_path: Path, far: int, home: int, sent_copies: int, held_copies: int
+) -> None:
+    deployment = unlike(tmp_path, far, home)
+    token_bytes = 3 * 2 * 2 * 32 * 2
+    assert deployment.sent_model.token_bytes == sent_copies * token_bytes
+    assert deployment.kv_model.token_bytes == held_copies * token_bytes
+    assert (deployment.wire_model is not None) == (far != home)
+    problem = problem_of(deployment)
+    assert problem.kv_bytes(np.array([1000.0]))[0] == 1000 * sent_copies * token_bytes
+    assert problem.streamed_token_bytes == sent_copies * token_bytes
+    scenario = scenario_of(deployment)
+    assert scenario.sent_model == deployment.sent_model and scenario.kv_model == deployment.kv_model
+
+
+def test_ranks_that_no_heads_can_be_divided_among_are_wrong_on_either_side(tmp_path: Path) -> None:
+    with pytest.raises(DeploymentError, match=r"clusters\[1\]\.tensor_parallel: .*give the tensor_parallel"):
+        unlike(tmp_path, 8, 3)
+
+
+def test_the_pace_of_mapping_counts_between_unlike_ranks_alone(tmp_path: Path) -> None:
+    mapped = {"bandwidth: 100 Gbit/s}": "bandwidth: 100 Gbit/s, mapping_bandwidth: 20 Gbit/s}"}
+    for home, limit in ((4, 20e9), (8, math.inf)):
+        deployment = unlike(tmp_path, 8, home, **mapped)
+        assert problem_of(deployment).links[0].transfer_limit_bits_per_s == limit
+        assert scenario_of(deployment).links[0].transfer_limit_bits_per_s == limit
+    assert problem_of(unlike(tmp_path, 8, 4)).links[0].transfer_limit_bits_per_s == math.inf
+
+
+def test_where_some_ends_are_alike_all_are_counted_with_their_copies(tmp_path: Path) -> None:
+    more = "  - {source: east, target: home, bandwidth: 100 Gbit/s}\n"
+    other = GOOD.split("  - name: home")[1].split("links:")[0]
+    deployment = unlike(
+        tmp_path,
+        8,
+        4,
+        **{"links:\n": f"  - name: away{other}links:\n", more: f"{more}{more.replace('home', 'away')}"},
+    )
+    assert deployment.wire_model is None and deployment.kv_copies == 4
+
+
 RUN = {
     "a published model": (GOOD, "3: model.published: is enough to plan with, not to run; give path"),
     "counted instances": (
@@ -350,6 +412,10 @@ BAD = {
         replaced("tokens_per_s: 40", "tokens_per_s: 40\n  tpot_s: 0.03"),
         "22: slo.tokens_per_s: is the inverse of slo.tpot_s; keep one of them",
     ),
+    "price of bytes by another name": (
+        replaced("h200: 2", "egress: 2"),
+        "the clusters have h200, h20; bytes are priced by egress_per_gb",
+    ),
     "price of what isn't there": (
         replaced("h200: 2", "h100: 2"),
         "24: prices.h100: no cluster has this hardware; the clusters have h200, h20",
@@ -433,7 +499,8 @@ def test_numbers_can_be_changed(tmp_path: Path, field: str, number: float, read)
         ("nothing.here", 1, 'nothing.here: can\'t be changed: the file has no "nothing"'),
         ("workload", 1, "it is no number but a whole section"),
         ("links[0].bandwidth; x", 1, "is no field's name"),
-        ("workload[0].x", 1, 'there is no list for "[0]"'),
+        ("workload[0].x", 1, '"workload" is no list in the file'),
+        ("link[0].bandwidth", 1, '"link" is no list in the file; did you mean "links"?'),
         ("slo.speed", 1, "slo.speed: is no known field"),
         ("links[0].bandwidth", -1, "17: links[0].bandwidth: -1 is no bandwidth"),
         (

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from tests.core.kv.model_cards import GEMMA_3_27B, LLAMA_4_SCOUT
 
 from prfaas.core.kv import CacheDtypes, ConfigError, KvCacheDtype
-from prfaas.core.latency.work import WEIGHT_FORMATS, Experts, SoftmaxLayers, model_work, weight_format
+from prfaas.core.latency.feed_forward import Experts
+from prfaas.core.latency.work import WEIGHT_FORMATS, SoftmaxLayers, model_work, weight_format
 
 MODELS: dict[str, dict[str, Any]] = yaml.safe_load((Path(__file__).parent / "public_models.yaml").read_text())
 

@@ -148,6 +148,10 @@ HEADER = "when,prompt,answer\n"
         ("", "is empty; the first line must name the columns when, prompt, answer"),
         (HEADER, "has no request with a prompt"),
         ("when,answer\n", ":1: the header has no prompt; it has when, answer"),
+        (
+            "when;prompt;answer\n",
+            ":1: the header has no when, prompt, answer; it has when;prompt;answer; cells must be separated by commas",
+        ),
         ("when,prompt,answer,when\n", ":1: the header has when twice"),
         (HEADER + "1,2,3\n1,2\n", ":3: has 2 values for 3 columns"),
         (

@@ -109,6 +109,17 @@ def test_kv_throughput(tmp_path: Path, figures: list[Figure]) -> None:
     assert "10 Gbit/s" in [tick.get_text() for tick in axes.get_yticklabels()]
 
 
+def test_no_two_curves_look_alike(tmp_path: Path, figures: list[Figure]) -> None:
+    """Six models of the paper, the internal one, and a deployment's own on two kinds of hardware."""
+    curves = [
+        KvThroughputCurve(f"curve {number}", [1024, 131072], [1e9, 5e9], number % 3 == 2)
+        for number in range(12)
+    ]
+    plot_kv_throughput(curves, tmp_path / "kv.png")
+    looks = {(line.get_color(), line.get_linestyle()) for line in figures[0].axes[0].lines}
+    assert len(looks) == 12
+
+
 def test_allocation_marks_the_best_split(tmp_path: Path, figures: list[Figure]) -> None:
     points = [
         point(
@@ -166,6 +177,21 @@ def test_points_that_miss_the_target_are_crossed_out(tmp_path: Path, figures: li
     crosses = figures[0].axes[0].lines[-1]
     assert crosses.get_label() == "misses the target for the TTFT"
     assert list(crosses.get_xdata()) == [VALUES[0]]
+    assert not crosses.get_clip_on()
+
+
+def test_what_misses_the_target_is_no_part_of_a_curve(tmp_path: Path, figures: list[Figure]) -> None:
+    """Else a target that can't be kept would seem to carry more than one that can."""
+    others = [float("nan"), 2.0]
+    plot_sweep(VALUES, swept(), others, tmp_path / "s.png", title="t", label="x", missed=[True, False])
+    axes = figures[0].axes[0]
+    drawn = {str(line.get_label()): [str(y) for y in line.get_ydata()] for line in axes.lines}
+    assert drawn["this deployment, best plan"] == ["nan", "2.0"]
+    assert drawn["homogeneous PD with as many GPUs"] == ["nan", "2.0"]
+    assert axes.get_ylim() == (0, pytest.approx(1.12 * 2))
+    # One point alone is no line.
+    own = next(line for line in axes.lines if line.get_label() == "this deployment, best plan")
+    assert own.get_marker() == "o"
 
 
 def test_a_short_axis_of_rates_has_more_than_one_tick(tmp_path: Path, figures: list[Figure]) -> None:

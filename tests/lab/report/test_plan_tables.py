@@ -274,4 +274,16 @@ def test_copies_and_ranks_that_differ_are_noted(deployment: PlannedDeployment) -
     )
     text = " ".join(" ".join(printed(replace(deployment, clusters=clusters, kv_copies=2.0), PLAN)).split())
     assert "an instance sends 2 times the KVCache of one rank" in text
-    assert "(east 8, home 4)" in text
+    assert "(east 8, home 4)" in text and "counts the bytes of the widest" in text
+    mapped = replace(deployment, clusters=clusters, kv_copies=2.0, wire_model=deployment.kv_model)
+    text = " ".join(" ".join(printed(mapped, PLAN)).split())
+    assert "(east 8, home 4)" in text and "counts every byte once" in text
+    assert "an instance sends" not in text
+
+
+def test_first_tokens_from_the_prefill_have_a_row_and_a_note(deployment: PlannedDeployment) -> None:
+    plan = replace(PLAN, rest_estimate=TtftEstimate("estimate", 0.7, 2.28, 3.3, 6.1, 0.7))
+    lines = printed(deployment, plan)
+    assert row(lines, "  rest can begin, queued")[:6] == ["3.3", "s", "/", "6.1", "s", "–"]
+    assert "First tokens come from the prefill" in "".join(lines)
+    assert "rest can begin" not in "".join(printed(deployment, PLAN))

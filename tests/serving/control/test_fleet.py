@@ -23,6 +23,13 @@ PREFIX = "/prfaas/test/"
 WITHOUT_D1 = "".join(line for line in FILE.splitlines(keepends=True) if "home-d1" not in line)
 
 
+def smaller(folder: Path) -> Deployment:
+    """The same deployment without home-d1, in a folder of its own."""
+    own = folder / "less"
+    own.mkdir()
+    return deployment_of(own, text=WITHOUT_D1)
+
+
 class Node:
     """A gateway's plane of which only the fleet's loops run."""
 
@@ -554,11 +561,10 @@ def test_a_second_reload_that_is_told_during_the_first_is_looked_at_too(
 
 
 def test_a_setting_of_gateways_alone_is_told_too_and_again_where_etcd_fails(
-    deployment: Deployment, clock: FakeClock, tmp_path: Path
+    deployment: Deployment, clock: FakeClock
 ) -> None:
     async def scene(stage: Stage) -> None:
         a, b = await stage.join("a", "b")
-        (tmp_path / "new").mkdir()
         said = replace(deployment, gateway=replace(deployment.gateway, shadow=0.5))
         assert file_digest(said) == file_digest(deployment)
         looked = asyncio.Event()
@@ -592,8 +598,7 @@ def test_who_joins_is_drained_where_a_mark_says_so_and_who_leaves_is_not_undrain
     async def scene(stage: Stage) -> None:
         a, b = await stage.join("a", "b")
         gone = next(each for each in deployment.instances if each.name == "home-d1")
-        (tmp_path / "less").mkdir()
-        less = deployment_of(tmp_path / "less", text=WITHOUT_D1)
+        less = smaller(tmp_path)
         membership = Membership(b.plane)
 
         def take_on(applied: AppliedDeployment) -> None:
@@ -629,8 +634,7 @@ def test_who_joins_has_the_role_that_the_leader_has_decided(
 ) -> None:
     async def scene(stage: Stage) -> None:
         (a,) = await stage.join("a")
-        (tmp_path / "less").mkdir()
-        less = deployment_of(tmp_path / "less", text=WITHOUT_D1)
+        less = smaller(tmp_path)
         (b,) = await stage.join("b", deployment=less)
         a.plane.cluster_state.set_roles("home-d1", ["prefill"])
         await until(lambda: stage.decisions().roles["home-d1"].prefills)

@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import itertools
 import json
 from typing import Any
 
@@ -232,3 +233,19 @@ def test_followers_get_every_frame_once() -> None:
         assert got == list(range(1, 8))
 
     asyncio.run(main())
+
+
+def test_who_leaves_is_not_said_to_be_drained_by_an_operator() -> None:
+    before, leaving, idle, gone = state(), state(), state(), state()
+    for each, drain in ((leaving, "draining"), (idle, "drained")):
+        each["applied"] = {"leaving": ["pd-0"]}
+        each["clusters"]["pd"]["instances"]["pd-0"] = instance(drain=drain)
+    del gone["clusters"]["pd"]["instances"]["pd-0"]
+    frames = [frame_of(each, at_s) for at_s, each in enumerate((before, leaving, idle, gone))]
+    told = [[change.what for change in changes_between(*pair)] for pair in itertools.pairwise(frames)]
+    assert told == [
+        ["pd-0 is not in the file any more, and leaves when its work has ended."],
+        [],
+        ["pd-0 left."],
+    ]
+    assert [change.what for change in changes_between(frames[2], frames[0])] == ["pd-0 takes part again."]

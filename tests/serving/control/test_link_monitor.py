@@ -325,15 +325,30 @@ def test_a_new_price_is_not_for_what_was_carried_before(
     assert cost.total(meter.carried_bytes) == 3.0
 
 
-def test_a_deployment_without_links_is_not_watched(tmp_path: Path, clock: FakeClock) -> None:
+def test_a_deployment_without_links_is_watched_once_it_has_one(tmp_path: Path, clock: FakeClock) -> None:
     from .world import FILE, cluster_state_of, deployment_of
 
     far = FILE[FILE.index("  - name: far") : FILE.index("  - name: home")]
     link = FILE[FILE.index("links:") : FILE.index("routing:")]
     alone = deployment_of(tmp_path, text=FILE.replace(far, "").replace(link, ""))
-    links = Links(alone, cluster_state_of(alone, clock), clock)
-    asyncio.run(links.telemetry.run())
-    assert links.senders == {}
+    whole = deployment_of(tmp_path)
+
+    async def check() -> None:
+        links = Links(alone, cluster_state_of(whole, clock), clock)
+        running = asyncio.create_task(links.telemetry.run())
+        await asyncio.sleep(0.3)
+        assert links.senders == {}
+        links.telemetry.adopt(whole)
+        for sender in links.senders.values():
+            sender.links = {"far->home": report()}
+        async with asyncio.timeout(20):
+            while not all(sender.asked for sender in links.senders.values()):
+                await asyncio.sleep(0.01)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        assert len(links.senders) == len(whole.instances)
+
+    asyncio.run(check())
 
 
 def test_three_failures_close_a_link_and_one_success_opens_it() -> None:

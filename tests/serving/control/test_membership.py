@@ -22,6 +22,26 @@ IDLE = b"vllm:num_requests_running 0\nvllm:num_requests_waiting 0\nprocess_start
 BUSY = IDLE.replace(b"running 0", b"running 1")
 
 
+WEST = """
+  - name: west
+    kind: prfaas
+    hardware: synthetic
+    profile: internal-1t-h200
+    instances:
+      - {name: west-0, roles: [prefill], host: 127.0.0.1, http_port: 21010, kv_port: 22010}
+"""
+WITH_WEST = FILE.replace("links:", f"{WEST}links:\n  - {{source: west, target: home, bandwidth: 2 Gbit/s}}")
+AWAY = """
+  - name: away
+    kind: pd
+    hardware: synthetic
+    profile: internal-1t-h20
+    instances:
+      - {name: away-0, roles: [prefill, decode], host: 127.0.0.1, http_port: 21012, kv_port: 22012}
+"""
+WITH_AWAY = FILE.replace("links:", f"{AWAY}links:")
+
+
 class Changing:
     """A plane with its membership, and what is applied to it."""
 
@@ -401,5 +421,111 @@ def test_a_policy_that_cannot_be_made_changes_nothing(in_change: InChange) -> No
             changing.take_on(WITH_NEW.replace("policy: paper", "policy: no_such"))
         assert "home-d2" not in changing.plane.instances
         assert changing.plane.state()["policy"] == "paper"
+
+    in_change(body)
+
+
+async def look_at_links(changing: Changing) -> None:
+    changing.plane.links.ask()
+    for _ in range(5):
+        await asyncio.sleep(0)
+    changing.plane.links.conclude()
+
+
+def test_a_cluster_and_its_link_are_used_once_the_engines_know_them(in_change: InChange) -> None:
+    async def body(changing: Changing) -> None:
+        plane = changing.plane
+        for name in ("far-0", "far-1"):
+            plane.drain(name, wanted=True)
+
+        def prefill() -> str:
+            return plane.route(20_000, plane.chains(range(20_000), "", "")).prefill
+
+        assert prefill().startswith("home-")
+        changing.take_on(WITH_WEST)
+        assert plane.state()["links"]["west->home"]["configured_bits_per_s"] == 2e9
+        # Nobody has spoken of the link yet: the engines may not know it.
+        await look_at_links(changing)
+        assert not plane.state()["links"]["west->home"]["up"] and plane.state()["links"]["far->home"]["up"]
+        changing.clock.now_s += 10
+        await changing.probe_until(lambda: state_of(changing, "west-0")["healthy"])
+        await look_at_links(changing)
+        assert not plane.state()["links"]["west->home"]["up"] and prefill().startswith("home-")
+        changing.senders["west-0"].links = {"west->home": report()}
+        await look_at_links(changing)
+        assert plane.state()["links"]["west->home"]["up"]
+        assert prefill() == "west-0"
+        # Every part knows it: admission, measured speeds, budget, breakers, metrics, the planner.
+        chains = plane.chains(range(20_000), "", "")
+        chosen = plane.route(20_000, chains)
+        async with plane.admit(chosen, chains) as admitted:
+            assert admitted.prefill == "west-0"
+            with plane.prefilling(admitted) as prefilling:
+                changing.clock.now_s += 5
+                prefilling.measured()
+        plane.budget.divide()
+        assert plane.links.breakers["west", "home"].is_up(changing.clock.now_s)
+        await plane.role_allocation.evaluate()
+        plane._gauge_writer.write()
+        assert 'prfaas_control_link_up{link="west->home"} 1.0' in generate_latest(changing.registry).decode()
+        assert plane.waits.least() >= 0
+
+    in_change(body)
+
+
+def test_a_pd_cluster_that_is_added_has_a_threshold_and_answers(in_change: InChange) -> None:
+    async def body(changing: Changing) -> None:
+        plane = changing.plane
+        changing.take_on(WITH_AWAY)
+        assert plane.cluster_state.view.threshold_tokens["away"] == 4000.0
+        changing.clock.now_s += 10
+        await changing.probe_until(lambda: state_of(changing, "away-0")["healthy"])
+        for name in ("home-d0", "home-d1"):
+            plane.drain(name, wanted=True)
+        assert changing.decodes() == {"away-0"}
+        # A link to it comes later.
+        link = "links:\n  - {source: far, target: away, bandwidth: 3 Gbit/s, encryption: false}"
+        changing.take_on(WITH_AWAY.replace("links:", link))
+        for name in ("far-0", "far-1"):
+            changing.senders[name].links = {"far->home": report(), "far->away": report()}
+        await look_at_links(changing)
+        assert plane.state()["links"]["far->away"]["up"]
+        chosen = plane.route(20_000, plane.chains(range(20_000), "", ""))
+        assert chosen.prefill.startswith("far-") and chosen.decode == "away-0"
+
+    in_change(body)
+
+
+def test_a_pd_cluster_begins_with_the_default_where_no_threshold_is_configured(tmp_path: Path) -> None:
+    async def main() -> None:
+        free = "routing: {policy: paper}"
+        changing = Changing(tmp_path, FILE.replace("routing: {policy: paper, threshold_tokens: 4000}", free))
+        changing.take_on(WITH_AWAY.replace("routing: {policy: paper, threshold_tokens: 4000}", free))
+        thresholds = changing.plane.state()["thresholds"]["history"]
+        assert (thresholds[-1]["cluster"], thresholds[-1]["reason"]) == ("away", "default")
+        assert changing.plane.cluster_state.view.threshold_tokens["away"] == 8192.0
+        await changing.plane.close()
+
+    asyncio.run(main())
+
+
+def test_nothing_is_left_of_clusters_and_links_that_not_all_could_follow(in_change: InChange) -> None:
+    async def body(changing: Changing) -> None:
+        plane, before = changing.plane, changing.applied
+        names = set(plane.state()["clusters"])
+        changing.take_on(WITH_WEST.replace("links:", f"{AWAY}links:"))
+        assert set(plane.state()["clusters"]) == names | {"west", "away"}
+        changing.membership.adopt(before)
+        assert set(plane.state()["clusters"]) == names == set(plane.curves)
+        view = plane.cluster_state.view
+        assert set(view.clusters) == names and set(view.links) == {LINK} == set(plane.links.meters)
+        assert set(view.threshold_tokens) == {"home"}
+        await look_at_links(changing)
+        plane.budget.divide()
+        assert changing.decodes() == {"home-d0", "home-d1"}
+        # The same again is taken on as if for the first time.
+        changing.applied = before
+        changing.take_on(WITH_WEST)
+        assert not plane.state()["links"]["west->home"]["up"]
 
     in_change(body)

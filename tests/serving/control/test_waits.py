@@ -7,10 +7,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prfaas.core.scheduling import ClusterView, Decision, InstanceView, KvFacts, LinkView, Route, View
+from prfaas.core.scheduling import (
+    ClusterView,
+    Decision,
+    InstanceView,
+    KvFacts,
+    LinkView,
+    RelayPlan,
+    Route,
+    View,
+)
 from prfaas.core.scheduling.view import UNKNOWN_SLOT_S
 from prfaas.serving.control.cluster_state import ClusterState
 from prfaas.serving.control.engine_monitor import EngineMeter, EngineReading, read_exposition
+from prfaas.serving.control.planning_inputs import DEFAULT_STEP_S
 from prfaas.serving.control.waits import PredictedWaits
 
 SEATS = 2
@@ -116,3 +126,17 @@ def test_an_instance_that_only_prefills_tells_nothing_of_slots() -> None:
         meter.add(reading(100 * number, 100 * number, 10.0 * number), world.now_s + number)
         world.waits.learn("near", meter)
     assert world.state.view.clusters["home"].slot_s == UNKNOWN_SLOT_S
+
+
+def test_a_prefill_instance_decodes_on_by_the_decode_engines_own_steps() -> None:
+    world = World()
+    meter = EngineMeter(60.0)
+    # A prefill of 5 s, and KV that takes 20 s on the link.
+    decision = replace(DECISION, kv_bytes=20_000)
+    assert world.waits.relay(decision, 16) == RelayPlan(16, "link-bound", 15.0, DEFAULT_STEP_S, 0.0)
+    for number in range(2):
+        meter.add(reading(100, 100, 10.0 + number), world.now_s + number)
+        world.waits.learn("decode", meter)
+    assert world.waits.relay(decision, 16).step_s == pytest.approx(0.02)
+    with world.state.prefilling(replace(decision, kv_bytes=0, prefill_tokens=2_000)):
+        assert world.waits.relay(decision, 16).reason == "busy-prefill"

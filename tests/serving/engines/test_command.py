@@ -11,7 +11,9 @@ from opentelemetry.util.re import parse_env_headers
 from prfaas.core.deployment import Deployment, PoolSpace, TracingConfig, load_deployment
 from prfaas.core.kv import ConfigError
 from prfaas.serving.certificates import CertificateFolder
+from prfaas.serving.engines import EngineError
 from prfaas.serving.engines.command import CPU_EXECUTOR, EngineCommand, vllm_command
+from prfaas.serving.engines.preparation import ensure_nixl
 from prfaas.serving.gateway import GatewayOptions
 from prfaas.serving.secret_files import TlsFileError
 
@@ -306,3 +308,65 @@ def test_engines_send_traces_where_the_gateway_does(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://other:4318")
     assert value(command(plain), "--otlp-traces-endpoint") == "http://other:4318/v1/traces"
     assert "OTEL_EXPORTER_OTLP_TRACES_HEADERS" not in command(plain).environment({})
+
+
+NIXL = {
+    "pool": ("    pool: {memory: 256 MiB, ssd: 1 GiB, kv_port: 18301}\n", ""),
+    "on": ("engine:\n", "engine:\n  local_transfer: nixl\n"),
+    "one": ("kv_port: 18201", "kv_port: 18201, nixl_port: 18501"),
+    "other": ("kv_port: 18202", "kv_port: 18202, nixl_port: 18502"),
+}
+
+
+def test_engines_of_a_pd_cluster_have_nixl_beside_our_connector(tmp_path: Path) -> None:
+    deployment = make(tmp_path, STATES, **NIXL)
+    built = command(deployment, "home-decode-0")
+    config = json.loads(value(built, "--kv-transfer-config"))
+    module = "prfaas.serving.engines.vllm.nixl_connector"
+    assert (config["kv_connector"], config["kv_connector_module_path"]) == ("PrfaasNixlConnector", module)
+    assert (config["kv_role"], config["kv_load_failure_policy"]) == ("kv_both", "recompute")
+    nixl, ours = config["kv_connector_extra_config"]["connectors"]
+    assert (nixl["kv_connector"], nixl["kv_connector_module_path"]) == ("TicketedNixlConnector", module)
+    assert (nixl["kv_buffer_device"], nixl["kv_load_failure_policy"]) == ("cpu", "recompute")
+    assert nixl["kv_connector_extra_config"] == {"kv_lease_duration": 60, "num_threads": 0}
+    assert ours["kv_connector"] == "PrfaasConnector"
+    assert set(ours["kv_connector_extra_config"]["producers"]) == {"east-prefill-0", "home-prefill-0"}
+    assert built.env["VLLM_NIXL_SIDE_CHANNEL_HOST"] == "127.0.0.1"
+    assert built.env["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "18502"
+    assert built.env["UCX_TLS"] == "tcp,self"
+
+
+def test_engines_of_all_clusters_lay_kv_out_as_nixl_wants_it(tmp_path: Path) -> None:
+    deployment = make(tmp_path, STATES, **NIXL)
+    far = command(deployment)
+    assert extra(far)["nixl_beside"] is True
+    assert "VLLM_NIXL_SIDE_CHANNEL_PORT" not in far.env and "UCX_TLS" not in far.env
+    for name in ("east-prefill-0", "home-prefill-0", "home-decode-0"):
+        assert command(deployment, name).env["VLLM_SSM_CONV_STATE_LAYOUT"] == "DS"
+
+
+def test_elsewhere_ucx_finds_its_way_by_itself(tmp_path: Path) -> None:
+    hardware = ("kind: pd\n    hardware: cpu", "kind: pd\n    hardware: h200")
+    deployment = make(tmp_path, DENSE, **NIXL, hardware=hardware)
+    built = command(deployment, "home-decode-0")
+    nixl, _ = json.loads(value(built, "--kv-transfer-config"))["kv_connector_extra_config"]["connectors"]
+    assert "kv_buffer_device" not in nixl and "UCX_TLS" not in built.env
+
+
+def test_an_engine_without_the_package_does_not_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deployment = make(tmp_path, STATES, **NIXL)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    ensure_nixl(deployment, [deployment.instance("east-prefill-0")])
+    with pytest.raises(EngineError, match=r"home-decode-0 needs the package nixl.*prfaas\[nixl\]"):
+        ensure_nixl(deployment, deployment.instances[2:])
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    ensure_nixl(deployment, deployment.instances)
+
+
+def test_nixl_is_left_out_where_the_file_does_not_ask_for_it(tmp_path: Path) -> None:
+    deployment = make(tmp_path, STATES)
+    built = command(deployment, "home-decode-0")
+    assert not [name for name in built.env if "NIXL" in name or "UCX" in name]
+    assert "nixl_beside" not in extra(built)

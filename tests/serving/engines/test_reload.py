@@ -199,6 +199,76 @@ def test_engines_come_and_go_under_load_and_nobody_is_restarted(deployment: Depl
 
 
 @pytest.mark.slow
+def test_a_cluster_and_links_are_added_under_load_and_nobody_is_restarted(deployment: Deployment) -> None:
+    http_port, kv_port = free_ports(2)
+
+    def add_west(document: dict[str, Any]) -> None:
+        west = json.loads(json.dumps(document["clusters"][0]))
+        west["name"], west["instances"] = "west", west["instances"][:1]
+        west["instances"][0].update(name="west-0", http_port=http_port, kv_port=kv_port)
+        document["clusters"].append(west)
+        document["links"].append({"source": "west", "target": "home", "bandwidth": "4 Gbit/s"})
+        # Engines of `other` have no certificates.
+        document["links"].append(
+            {"source": "far", "target": "other", "bandwidth": "4 Gbit/s", "encryption": False}
+        )
+
+    with running_up(deployment) as up:
+        load = Load(deployment)
+        try:
+            load.more()
+            pids = engine_pids(up)
+            edit(up, add_west)
+            said = prfaas(up, "reload", str(deployment.path))
+            assert said.returncode == 0, said.stderr
+            assert said.stdout.splitlines() == [
+                "cluster west is added, with west-0",
+                "link west->home is added, 4 Gbit/s",
+                "link far->other is added, 4 Gbit/s",
+                "applied",
+            ]
+            up.await_true(lambda: instances(up)["west-0"]["healthy"])
+            up.await_true(lambda: all(link["up"] for link in state(up)["links"].values()))
+            up.await_true(lambda: state(up)["applied"]["rosters_behind"] == [])
+            order(up, "drain", "far-0", "far-1", "other-0")
+            load.more()
+            seen = len(load.requests)
+            up.await_true(lambda: offloaded(up, load.requests[seen:], "west-0", "home"))
+            # The other way round: over the link that joins two clusters that were there.
+            order(up, "undrain", "far-0", "far-1", "other-0")
+            order(up, "drain", "home-0", "home-1")
+            load.more()
+            seen = len(load.requests)
+            up.await_true(lambda: offloaded(up, load.requests[seen:], "far-", "other"))
+            assert pids <= engine_pids(up), "an engine was restarted"
+        finally:
+            load.end()
+        assert load.failures == []
+        edit(up, lambda document: document["links"].pop())
+        refused = prfaas(up, "reload", str(deployment.path))
+        assert refused.returncode == 2
+        assert "link far->other is removed, which can't change while everything runs: start" in refused.stderr
+
+
+def order(up: Up, command: str, *names: str) -> None:
+    """`prfaas drain` or `undrain` of these."""
+    for name in names:
+        said = prfaas(up, command, name, str(up.deployment.path))
+        assert said.returncode == 0, said.stderr
+
+
+def offloaded(up: Up, requests: "list[str]", prefill: str, decode: str) -> bool:
+    """Whether one of these was prefilled there, and decoded in that cluster with the KV that came."""
+    told = [page(up, f"/prfaas/requests/{request}") for request in requests]
+    return any(
+        attempt["prefill"].startswith(prefill) and attempt["decode"].startswith(decode)
+        for each in told
+        if each["transfer"]["bytes"] > 0
+        for attempt in each["attempts"]
+    )
+
+
+@pytest.mark.slow
 def test_a_bad_file_leaves_everything_as_it_was(deployment: Deployment) -> None:
     with running_up(deployment) as up:
         before = state(up)["applied"]

@@ -23,6 +23,8 @@ class World:
         self.ready: set[str] = set()
         self.starts: list[tuple[float, tuple[str, ...]]] = []
         self.refuses: str | None = None
+        self.broken: set[str] = set()
+        """Which can't be started; nothing that is to be started together with them is."""
         self.told: list[str] = []
         instances = [Instance(name, "c", ("decode",), "127.0.0.1", 1, 2, 1) for name in NAMES]
         self.supervisor = Supervisor(
@@ -42,6 +44,9 @@ class World:
     def restart(self, names: Collection[str]) -> None:
         if self.refuses is not None:
             raise EngineError(self.refuses)
+        for name in names:
+            if name in self.broken:
+                raise EngineError(f"engine {name} can't start: port 1 is already in use")
         self.starts.append((self.now_s, tuple(names)))
         self.running.update(names)
 
@@ -114,6 +119,55 @@ def test_engines_that_end_together_are_started_together() -> None:
         world.end("a", "b")
         await world.pass_s(3)
         assert world.starts == [(102.0, ("a", "b"))]
+
+    asyncio.run(check())
+
+
+def test_one_that_cannot_be_started_costs_those_that_ended_with_it_nothing() -> None:
+    async def check() -> None:
+        world = World(RestartLimits(most=2))
+        world.broken.add("a")
+        world.end("a", "b")
+        await world.pass_s(20)
+        assert world.starts == [(102.0, ("b",))]
+        assert world.running == {"b"}
+        assert world.supervisor.given_up == ["a"]
+        assert [said for said in world.told if "b" in said.split()] == [
+            "engine b has ended (signal 9); restart 1 of 2 in 1 s"
+        ]
+
+    asyncio.run(check())
+
+
+def test_new_ones_are_given_up_each_for_its_own_reason() -> None:
+    async def check() -> None:
+        world = World(RestartLimits(most=2))
+        world.broken.add("c")
+        for name in ("c", "d"):
+            world.supervisor.watch(Instance(name, "c", ("decode",), "127.0.0.1", 1, 2, 1))
+        await world.pass_s(3)
+        assert world.supervisor.given_up == ["c"]
+        assert world.running == {"a", "b", "d"}
+        assert world.told == ["no restart of c: engine c can't start: port 1 is already in use"]
+
+    asyncio.run(check())
+
+
+def test_one_that_leaves_while_the_others_are_refused_is_not_started() -> None:
+    async def check() -> None:
+        world = World(RestartLimits(most=2))
+        starts = world.restart
+
+        def leaving(names: Collection[str]) -> None:
+            if len(names) > 1:
+                world.supervisor.leave("b")
+                raise EngineError("port 1 is already in use")
+            starts(names)
+
+        world.restart = leaving  # type: ignore[method-assign]
+        world.end("a", "b")
+        await world.pass_s(5)
+        assert world.running == {"a"}
 
     asyncio.run(check())
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
+from prfaas.core.deployment.model import TINY_MODELS
 from prfaas.core.kv import model_from_directory
 from prfaas.serving.engines.tiny import TINY_MODEL_NAMES, checkpoint, tiny_config, tiny_model
 from prfaas.serving.engines.tiny.checkpoint import byte_symbols
@@ -20,6 +21,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.slow
+def test_files_may_name_exactly_the_models_that_are_made() -> None:
+    assert TINY_MODELS == TINY_MODEL_NAMES
+
+
 @pytest.mark.parametrize("name", TINY_MODEL_NAMES)
 def test_checkpoint_is_the_same_every_time(name: str, models: dict[str, Path], tmp_path: Path) -> None:
     again = tiny_model(name, tmp_path)

@@ -15,7 +15,8 @@ from typing import Any
 import aiohttp
 
 from prfaas.core.deployment import Deployment, Instance
-from prfaas.core.scheduling import Decision, NoDecodeInstanceError, Route
+from prfaas.core.scheduling import Decision, NoDecodeInstanceError, RelayPlan, Route
+from prfaas.core.scheduling.relay import RelayReason
 from prfaas.serving.control.listeners import Listeners
 from prfaas.serving.control.planning_inputs import kv_facts
 from prfaas.serving.own_process import LoopClock
@@ -38,6 +39,18 @@ class FixedWork:
 
     def measured(self) -> None:
         self.is_measured = True
+
+
+class FixedWaits:
+    """`reason`: whether prefill instances may decode on, and else why not."""
+
+    def __init__(self) -> None:
+        self.reason: RelayReason = "link-bound"
+        self.step_s = 0.05
+
+    def relay(self, decision: Decision, most_tokens: int) -> RelayPlan:
+        tokens = most_tokens if self.reason == "link-bound" else 0
+        return RelayPlan(tokens, self.reason, exposed_s=2.0, step_s=self.step_s, queue_s=3.0)
 
 
 class FixedLinks:
@@ -76,6 +89,7 @@ class FixedPlane:
         self.suspected: list[tuple[str, bool]] = []
         self.rejections: dict[tuple[str, str], str] = {}
         self.asked: list[tuple[str, str]] = []
+        self.routed_early: list[bool] = []
         self.own_prefills: list[int] = []
         self.drained: list[tuple[str, bool]] = []
         self.waits_s = self.answers_s = 0.0
@@ -84,6 +98,7 @@ class FixedPlane:
         self.closed = False
         self.loop_clock = LoopClock()
         self.links = FixedLinks()
+        self.waits = FixedWaits()
         self.listeners = Listeners()
         self.notices: list[tuple[str, float]] = []
         self.left_s = 0.0
@@ -121,8 +136,10 @@ class FixedPlane:
         *,
         avoid: Collection[str] = (),
         offload: bool = True,
+        first_from_prefill: bool = False,
     ) -> Decision:
         self.offloads.append(offload)
+        self.routed_early.append(first_from_prefill)
         up = [i for i in self._instances.values() if i.name not in self._suspects and i.name not in avoid]
         held = {i.name: self._held_tokens(i.name, chains) for i in up}
 

@@ -24,12 +24,13 @@ from tokenizers.models import BPE
 
 from prfaas.serving.gateway.tokenizers import ChatTemplate
 from prfaas.serving.transport.chunk_source import BytesSource
+from prfaas.serving.transport.handover import NIXL_MARK, Handover, is_by_nixl, ticket_of
 from prfaas.serving.transport.options import Peer
 from prfaas.serving.transport.receiver import Receiver
 from prfaas.serving.transport.sender import Sender
 from prfaas.serving.transport.staging import StagingArena
 from prfaas.serving.transport.ticket import Ticket, TicketError, prompt_digest
-from prfaas.serving.transport.wire import TransferPhase
+from prfaas.serving.transport.wire import TransferPhase, TransferStatus
 
 from . import stand_in_apis
 
@@ -197,6 +198,11 @@ class StandInEngine:
     once all the same.
 
     `end`, `blank`: as in `generated`. `keeps`: it goes on from what has come of a transfer that broke.
+
+    `joins`: tokens of one event of a stream. `sends_after`: `goes_on` is set with that token of a stream, or at an
+    answer's end.
+    `hands_over`: whether it lets others read its KV by NIXL. `reads`: how its own such reads go: "well", "fails" or
+    "hangs"; `queues`: they begin when `goes_on` says so.
     """
 
     name: str
@@ -220,6 +226,8 @@ class StandInEngine:
     trails: bool = False
     end: str | None = None
     blank: str = ""
+    joins: int = 1
+    sends_after: int | None = None
     refuses_in_stream: bool = True
     refuses_user: bool = False
     other_ids: bool = False
@@ -232,11 +240,16 @@ class StandInEngine:
     staging_bytes: int = 1 << 20
     seen: list[Seen] = field(default_factory=list)
     loaded: list[int] = field(default_factory=list)
+    read: list[int] = field(default_factory=list)
+    """Tokens whose KV it has read by NIXL."""
     early: int = 0
     """Requests that came before their KV was complete."""
     lost: int = 0
     """Requests whose KV did not come, which it prefilled."""
     goes_on: asyncio.Event = field(default_factory=asyncio.Event)
+    hands_over: bool = True
+    reads: str = "well"
+    queues: bool = False
     prefixes: list[int] = field(default_factory=list)
     cancelled: int = 0
     http_port: int = 0
@@ -393,6 +406,8 @@ class StandInEngine:
             return await self._answered(request, body, ids)
         except asyncio.CancelledError:
             self.cancelled += 1
+            if self.sends_after is not None:
+                self.goes_on.set()
             raise
 
     async def _answered(
@@ -409,7 +424,10 @@ class StandInEngine:
             await stream.write(b"data: " + json.dumps({"error": error}).encode() + b"\n\ndata: [DONE]\n\n")
             return stream
         params = body.get("kv_transfer_params") or {}
-        ticket, prefix = self._ticket(params.get("prfaas")), self._ticket(params.get("prfaas_from"))
+        told = params.get("prfaas")
+        by_nixl = told is not None and is_by_nixl(told)
+        ticket = self._ticket(ticket_of(told) if by_nixl else told)
+        prefix = self._ticket(params.get("prfaas_from"))
         sends = ticket is not None and ticket.producer == self.name
         if not sends and self.dies == "before-headers":
             self.deaths += 1
@@ -426,10 +444,17 @@ class StandInEngine:
                 )
             assert ticket is not None and len(ids) == ticket.num_tokens
             assert ticket.prompt_digest == digest(body, ids)
+            if by_nixl:
+                assert told == NIXL_MARK + ticket_of(told)
+                return web.json_response(
+                    self._whole_answer(body, ids) | self._handed_over(ticket_of(told), ids)
+                )
             if self.sends:
                 await self._send(ticket, params["prfaas"], ids)
             if self.lingers == "fails":
                 return web.json_response({"error": {"message": "made to fail late"}}, status=500)
+        elif ticket is not None and ticket.consumer == self.name and by_nixl:
+            await self._read(ticket, told, body, ids)
         elif ticket is not None and ticket.consumer == self.name:
             if await self._arrived(ticket):
                 self.loaded.append(self._load(ticket, body, ids))
@@ -450,6 +475,8 @@ class StandInEngine:
             return await self._answered_otherwise(request, body, ids)
         if not body.get("stream"):
             await asyncio.sleep(self.whole_s)
+            if self.sends_after is not None:
+                self.goes_on.set()
             return web.json_response(self._whole_answer(body, ids))
         return await self._streamed(request, body, ids)
 
@@ -525,15 +552,27 @@ class StandInEngine:
             await say([{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}])
         answer = generated(ids, body, count, self.end, self.blank)
         count = len(answer.pieces)
-        for index, piece in enumerate(answer.pieces):
-            if self.dies and index == self.dies_after and await self._fail_in_stream(request, response):
+        names_tokens = body.get("return_tokens_as_token_ids")
+        for first in range(0, count, self.joins):
+            indices = range(first, min(first + self.joins, count))
+            ends_here = self.dies and self.dies_after in indices
+            if self.sends_after is not None and (self.sends_after < indices.stop or ends_here):
+                self.goes_on.set()
+            if ends_here and await self._fail_in_stream(request, response):
                 return response
-            reason = answer.reason if index == count - 1 else None
+            piece, ids_said = (
+                "".join(answer.pieces[first : indices.stop]),
+                answer.token_ids[first : indices.stop],
+            )
+            reason = answer.reason if indices.stop == count else None
             said: dict[str, Any] = {"delta": {"content": piece}} if chat else {"text": piece}
             if not chat or reason is not None:
                 said["stop_reason"] = answer.stop_reason if reason is not None else None
-            await say([{"index": 0, **said, "logprobs": None, "finish_reason": reason}])
+            logprobs = _logprobs(piece, ids_said) if names_tokens else None
+            await say([{"index": 0, **said, "logprobs": logprobs, "finish_reason": reason}])
             await asyncio.sleep(self.chunk_s)
+        if self.sends_after is not None:
+            self.goes_on.set()
         if self.dies == "before-usage":
             await self._die(request)
         if usage:
@@ -602,6 +641,36 @@ class StandInEngine:
         if payload and not self.stalls:
             outgoing.put(0, first, BytesSource(payload[first:]))
         outgoing.end()
+
+    def _handed_over(self, sealed: str, ids: list[int]) -> dict[str, Any]:
+        """What vLLM's answer has besides, if the prompt was prefilled for a read by NIXL."""
+        if not self.hands_over:
+            return {}
+        place = {"remote_host": "127.0.0.1", "remote_port": 9, "blocks": kv_of(ids)}
+        return {"kv_transfer_params": {"prfaas": Handover(sealed, place, time.time() + 60).seal(self.key)}}
+
+    async def _read(self, ticket: Ticket, told: str, body: dict[str, Any], ids: list[int]) -> None:
+        handover = Handover.unseal(told, self.key)
+        assert len(ids) == ticket.num_tokens and digest(body, ids) == ticket.prompt_digest
+        if self.queues:
+            await self.goes_on.wait()
+        nbytes = 4 * len(ids)
+
+        def tell(phase: TransferPhase, received_bytes: int = 0) -> None:
+            reason = "made to fail" if phase is TransferPhase.FAILED else ""
+            status = TransferStatus(phase, reason, received_bytes, nbytes, 0, len(ids), 0)
+            self.receiver.tell(ticket.transfer_id, status)
+
+        tell(TransferPhase.RECEIVING)
+        if self.reads == "hangs":
+            await asyncio.Event().wait()
+        if self.reads == "fails":
+            self.lost += 1
+            tell(TransferPhase.FAILED)
+            return
+        assert handover.params["blocks"] == kv_of(ids)
+        self.read.append(len(ids))
+        tell(TransferPhase.COMPLETE, nbytes)
 
     async def _arrived(self, ticket: Ticket) -> bool:
         """Wait for a transfer as engines do; False: it failed."""

@@ -147,18 +147,19 @@ def test_the_queue_is_bounded_in_predicted_seconds() -> None:
     st.floats(0.001, 50),
     st.floats(0, 7),
     st.one_of(st.just(math.nan), st.floats(0, 100)),
+    st.sampled_from([0.0, 5.0]),
     st.integers(0, 300),
 )
 def test_what_cant_be_done_in_time_is_not_begun(
-    timeout_s: float, wait_s: float, ttft_s: float, max_tokens: int
+    timeout_s: float, wait_s: float, ttft_s: float, kv_wait_s: float, max_tokens: int
 ) -> None:
     limits, waits = admission()
     headers = CIMultiDict({"x-request-timeout": repr(timeout_s)})
     with limits.admitted("", headers, 0) as request:
         waits.seconds, waits.token_s = wait_s, 0.1
-        needed_s = max(wait_s, 0.0 if math.isnan(ttft_s) else ttft_s) + 0.1 * max_tokens
+        needed_s = max(wait_s, 0.0 if math.isnan(ttft_s) else ttft_s + kv_wait_s) + 0.1 * max_tokens
         try:
-            request.check(replace(DECISION, predicted_ttft_s=ttft_s), max_tokens)
+            request.check(replace(DECISION, predicted_ttft_s=ttft_s, kv_wait_s=kv_wait_s), max_tokens)
         except ApiError as error:
             assert error.status == 429 and needed_s > (0.8 if wait_s else 1.0) * timeout_s - 1.0
         else:

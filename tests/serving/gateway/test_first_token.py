@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas.serving.gateway.first_token import NO_TEXT, STOP_SPANS, FirstToken, FirstTokenAsk
+from prfaas.serving.gateway.first_token import NO_TEXT, STOP_SPANS, FirstTokenAsk, SampledTokens
 
 
 def answer(**fields: Any) -> bytes:
@@ -17,12 +17,12 @@ def answer(**fields: Any) -> bytes:
 
 
 def test_a_token_that_the_limit_ended_goes_on_unless_it_is_all() -> None:
-    assert FirstToken.of(answer(), FirstTokenAsk({})) == FirstToken(17, "a", None, None)
-    assert FirstToken.of(answer(), FirstTokenAsk({}, is_all=True)).finish_reason == "length"
+    assert SampledTokens.of(answer(), FirstTokenAsk({})) == SampledTokens((17,), "a")
+    assert SampledTokens.of(answer(), FirstTokenAsk({}, left_tokens=1)).finish_reason == "length"
 
 
 def test_a_token_that_ends_the_answer_says_why() -> None:
-    ended = FirstToken.of(answer(text="", finish_reason="stop", stop_reason="x"), FirstTokenAsk({}))
+    ended = SampledTokens.of(answer(text="", finish_reason="stop", stop_reason="x"), FirstTokenAsk({}))
     assert (ended.finish_reason, ended.stop_reason) == ("stop", "x") and ended.held(FirstTokenAsk({})) is None
 
 
@@ -42,7 +42,7 @@ def test_a_token_that_ends_the_answer_says_why() -> None:
 )
 def test_anything_else_is_no_first_token(raw: bytes) -> None:
     with pytest.raises(ValueError, match="prefill's answer"):
-        FirstToken.of(raw, FirstTokenAsk({}))
+        SampledTokens.of(raw, FirstTokenAsk({}))
 
 
 @pytest.mark.parametrize(
@@ -60,14 +60,14 @@ def test_anything_else_is_no_first_token(raw: bytes) -> None:
 def test_it_is_held_where_the_second_token_has_a_say(
     text: str, stops: tuple[str, ...], held: str | None
 ) -> None:
-    assert FirstToken(1, text, None, None).held(FirstTokenAsk({}, stops)) == held
+    assert SampledTokens((1,), text).held(FirstTokenAsk({}, stops)) == held
 
 
 @given(
     st.text("ab", min_size=1, max_size=4), st.text("ab", max_size=4), st.text("ab", min_size=1, max_size=3)
 )
 def test_what_is_not_held_never_begins_a_stop_string(first: str, more: str, stop: str) -> None:
-    if FirstToken(1, first, None, None).held(FirstTokenAsk({}, (stop,))) is None:
+    if SampledTokens((1,), first).held(FirstTokenAsk({}, (stop,))) is None:
         whole = first + more
         spans = [
             at for at in range(len(whole)) if whole.startswith(stop, at) and at < len(first) < at + len(stop)

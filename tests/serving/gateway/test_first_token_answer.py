@@ -72,6 +72,36 @@ def test_the_client_has_it_while_the_kv_is_on_its_way(in_world: InWorld) -> None
     in_world(body, gateway_config=WANTED)
 
 
+@pytest.mark.parametrize(
+    ("fields", "is_early"),
+    [
+        ({"stream": True}, True),
+        ({"stream": False}, False),
+        ({"stream": True, "logprobs": 1}, False),
+        ({"stream": True, "seed": 1, "temperature": 0.5}, False),
+    ],
+)
+def test_routing_knows_which_clients_see_the_first_token_early(
+    in_world: InWorld, fields: dict[str, Any], is_early: bool
+) -> None:
+    async def body(world: World) -> None:
+        async with world.client.post("/v1/completions", json=ASKED | fields) as response:
+            await response.read()
+            assert response.status == 200
+        assert world.plane.routed_early[0] is is_early
+
+    in_world(body, gateway_config=WANTED)
+
+
+def test_by_default_no_first_token_is_early(in_world: InWorld) -> None:
+    async def body(world: World) -> None:
+        async with world.client.post("/v1/completions", json=ASKED | {"stream": True}) as response:
+            await response.read()
+        assert not any(world.plane.routed_early)
+
+    in_world(body)
+
+
 @pytest.mark.parametrize("lead_s", [0.0, 1.0])
 @pytest.mark.parametrize("chat", [False, True], ids=["completion", "chat"])
 def test_every_form_of_the_answer_is_as_without_it(in_world: InWorld, chat: bool, lead_s: float) -> None:
@@ -255,6 +285,7 @@ FAULTS = (
     "mid-stream",
     "error-event",
 )
+RELAY_FAULTS = ("relay-mid-stream", "relay-error-event", "relay-early-end")
 
 
 @dataclass(frozen=True)
@@ -269,6 +300,8 @@ class Case:
     dies_after: int
     end: str | None
     blank: str
+    joins: int
+    sends_after: int
 
 
 CHARACTERS = st.sampled_from("0123456789abcdef")
@@ -291,10 +324,12 @@ CASES = st.builds(
     streams=st.booleans(),
     prompt=st.integers(0, 10_000),
     fields=SAMPLING.filter(lambda fields: fields.get("min_tokens", 0) <= fields["max_tokens"]),
-    fault=st.sampled_from(FAULTS),
+    fault=st.sampled_from(FAULTS + RELAY_FAULTS),
     dies_after=st.integers(0, 3),
     end=st.none() | CHARACTERS,
     blank=st.just("") | CHARACTERS,
+    joins=st.sampled_from([1, 1, 1, 2, 3]),
+    sends_after=st.integers(0, 9),
 )
 
 
@@ -304,11 +339,14 @@ async def check(world: World, case: Case) -> None:
     # An engine that goes on after a fault knows the text, and not tokens that have none.
     blank = "" if case.fault in ("mid-stream", "error-event") else case.blank
     for engine in world.engines:
-        engine.end, engine.blank = case.end, blank
+        engine.end, engine.blank, engine.joins = case.end, blank, case.joins
     world.remote.fails = 500 if case.fault == "prefill-fails" else None
-    world.remote.lingers, world.remote.trails = (
-        ("aborts", True) if case.fault == "kv-aborts" else (None, False)
-    )
+    # The KV comes, or fails to, with a token of the prefill engine's stream, if that goes on for so long.
+    world.remote.goes_on.clear()
+    world.remote.lingers, world.remote.trails = ("aborts" if case.fault == "kv-aborts" else "ends"), True
+    world.remote.sends_after = case.sends_after
+    world.remote.dies = case.fault.removeprefix("relay-") if case.fault in RELAY_FAULTS else None
+    world.remote.dies_after = case.dies_after
     world.decode.dies = case.fault if case.fault in FAULTS[4:] else None
     world.decode.dies_after = case.dies_after
     body = {"model": "stand-in", **case.fields}
@@ -353,15 +391,17 @@ def resumes(fields: dict[str, Any]) -> bool:
 
 
 @settings(deadline=None, max_examples=12)
-@given(st.lists(CASES, min_size=6, max_size=10))
-def test_no_token_is_lost_doubled_or_different(cases: list[Case]) -> None:
+@given(st.lists(CASES, min_size=6, max_size=10), st.sampled_from([0, 1, 3, 8]), st.sampled_from([0.0, 1.0]))
+def test_no_token_is_lost_doubled_or_different(cases: list[Case], relay_tokens: int, lead_s: float) -> None:
+    wanted = replace(WANTED, relay_tokens=relay_tokens)
+
     async def main() -> None:
         with tempfile.TemporaryDirectory() as home:
             async with (
                 asyncio.timeout(240),
-                running_world(Path(home), spare=True, gateway_config=WANTED) as world,
+                running_world(Path(home), spare=True, gateway_config=wanted, decode_lead_s=lead_s) as world,
             ):
-                world.remote.goes_on.set()
+                world.remote.chunk_s = 0.001
                 for case in cases:
                     await check(world, case)
                 await world.settled()

@@ -19,6 +19,7 @@ from prfaas.core.deployment import (
     GatewayLimits,
     Instance,
     Link,
+    LocalTransfer,
     ModelRef,
     PoolSpace,
     Routing,
@@ -123,6 +124,7 @@ def deployment_of(
     pool_ports: tuple[int, int] | None = None,
     egress_per_gb: float = 0.0,
     preemptible: bool = False,
+    local_transfer: LocalTransfer = "prfaas",
 ) -> Deployment:
     """A far cluster with `remote`, and one with all others, which decode if they are not called `local`.
 
@@ -158,7 +160,7 @@ def deployment_of(
         slo=Slo(None, None),
         gateway=gateway,
         security=Security(home / "key", tenant_header),
-        engine=EngineConfig(2048, 16, 1, 1 << 20, 1 << 16, None, (), {}),
+        engine=EngineConfig(2048, 16, 1, 1 << 20, 1 << 16, None, (), {}, local_transfer=local_transfer),
         transfer=TransferLimits(60.0, 30.0, 20.0, 60.0, 8.0, decode_lead_s=decode_lead_s),
         control=control,
     )
@@ -182,6 +184,7 @@ async def running_world(
     pool_ports: tuple[int, int] | None = None,
     egress_per_gb: float = 0.0,
     preemptible: bool = False,
+    local_transfer: LocalTransfer = "prfaas",
     **decode: Any,
 ) -> AsyncIterator[World]:
     """`spare`, `third`: with more decode instances, taken when the first one is out; `decode`: its fields.
@@ -211,6 +214,7 @@ async def running_world(
         pool_ports=pool_ports,
         egress_per_gb=egress_per_gb,
         preemptible=preemptible,
+        local_transfer=local_transfer,
     )
     plane = FixedPlane(deployment)
     plane.prefers = "decode"

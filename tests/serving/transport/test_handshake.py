@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas.core.deployment.schema import NAME_PATTERN
+from prfaas.core.deployment.field_types import NAME_PATTERN
 from prfaas.serving.transport.handshake import (
     ROLE_OBSERVER,
     ROLE_PRODUCER,

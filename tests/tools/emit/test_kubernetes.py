@@ -306,6 +306,17 @@ def wrong_files() -> Iterator[tuple[str, Fields, str]]:
     yield "a long name", long, "up to 52 characters"
     nowhere = example(containers={"networks": {"west": ["10.0.0.0/8"]}})
     yield "a network of no cluster", nowhere, "there is no such cluster"
+    nixl = example(engine={"local_transfer": "nixl"})
+    for place in nixl["clusters"]:
+        place.pop("pool", None)
+        for instance in place["instances"] if place["kind"] == "pd" else ():
+            instance["nixl_port"] = 5600
+    nixl.pop("pool", None)
+    yield (
+        "ports that nobody can name",
+        nixl,
+        "engine.local_transfer: nixl listens on ports that it chooses itself",
+    )
     wrong = example(containers={"networks": {"east": ["10.0.0.1/8"]}})
     yield "no block of addresses", wrong, "is no block of addresses"
 

@@ -76,6 +76,30 @@ def test_an_fp8_cache_is_read_faster_and_more_of_it_fits(tmp_path: Path) -> None
     assert rooms[1] in (2 * rooms[0], 2 * rooms[0] + 1)
 
 
+def test_quantization_in_a_file_beside_the_config_counts(tmp_path: Path) -> None:
+    """As older checkpoints of ModelOpt have it: weights and KVCache are smaller."""
+    path = config(tmp_path, "qwen3-next-80b")
+    plain = estimate(EstimatePlan(path, "b200", 4))
+    told = {
+        "producer": {"name": "modelopt"},
+        "quantization": {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"},
+    }
+    (path / "hf_quant_config.json").write_text(json.dumps(told))
+    quantized = estimate(EstimatePlan(path, "b200", 4))
+    assert "nvfp4 weights" in quantized.profile.source
+    assert quantized.profile.decode is not None and plain.profile.decode is not None
+    assert quantized.profile.decode.curve.at(64) < plain.profile.decode.curve.at(64)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "ranks", "is_told"), [("h200", 8, False), ("h200", 16, True), ("gb200", 16, False)]
+)
+def test_more_gpus_than_a_machine_has_are_told(tmp_path: Path, gpu: str, ranks: int, is_told: bool) -> None:
+    made = estimate(EstimatePlan(config(tmp_path, "deepseek-r1"), gpu, ranks, estimator="roofline"))
+    told = [f"{ranks} {gpu} are more than the 8 of one machine" in note for note in made.notes]
+    assert any(told) == is_told
+
+
 def test_it_survives_the_file(tmp_path: Path) -> None:
     profile = estimate(EstimatePlan(config(tmp_path, "minimax-m2.5"), "h20", 8, name="mine")).profile
     save_profile(profile, tmp_path / "mine.yaml")
@@ -115,7 +139,7 @@ def test_mistakes_are_one_sentence(tmp_path: Path) -> None:
         estimate(EstimatePlan(path, "h200", 8, weights="int3"))
     with pytest.raises(ProfileError, match="aiconfigurator-core is not installed"):
         estimate(EstimatePlan(path, "h200", 8, estimator="aiconfigurator"))
-    with pytest.raises(ProfileError, match=r"nowhere: there is no such config\.json"):
+    with pytest.raises(ProfileError, match=r"nowhere: there is no such file; name"):
         estimate(EstimatePlan(tmp_path / "nowhere", "h200", 8))
     (path / "config.json").write_text('{"model_type": "rwkv"}')
     with pytest.raises(ConfigError, match="rwkv"):

@@ -4,7 +4,7 @@ from prfaas.core.deployment.addresses import EventsEndpoint, is_loopback, traces
 from prfaas.core.deployment.applied import AppliedDeployment
 from prfaas.core.deployment.containers import ContainerSettings, load_containers
 from prfaas.core.deployment.difference import DeploymentDifference, FieldChange, difference
-from prfaas.core.deployment.engine import EngineConfig, TransferLimits
+from prfaas.core.deployment.engine import EngineConfig, LocalTransfer, TransferLimits
 from prfaas.core.deployment.fleet import FleetConfig
 from prfaas.core.deployment.gateway import (
     AdminConfig,
@@ -15,6 +15,7 @@ from prfaas.core.deployment.gateway import (
     TracingConfig,
 )
 from prfaas.core.deployment.load import default_state_dir, load_deployment, load_planned
+from prfaas.core.deployment.local_transfer import pulls, uses_nixl
 from prfaas.core.deployment.model import ModelRef
 from prfaas.core.deployment.openings import CLIENTS, OPERATORS, Opening, openings_of
 from prfaas.core.deployment.planned import (
@@ -92,6 +93,7 @@ __all__ = [
     "KvPeer",
     "LengthsSpec",
     "Link",
+    "LocalTransfer",
     "LogNormalLengths",
     "Machine",
     "ModelRef",
@@ -121,7 +123,9 @@ __all__ = [
     "load_deployment",
     "load_planned",
     "openings_of",
+    "pulls",
     "site_named",
     "sites_of",
     "traces_url",
+    "uses_nixl",
 ]

@@ -2,12 +2,17 @@
 
 import hashlib
 import ipaddress
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
 TRACES_PATH = "/v1/traces"
 """Where OTLP/HTTP has traces."""
+
+
+_LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
+_HOST_NAME = re.compile(rf"(?=.{{1,253}}$){_LABEL}(\.{_LABEL})*\.?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +51,41 @@ def is_loopback(host: str) -> bool:
         return host.lower() == "localhost"
 
 
+def checked_host(host: str) -> str:
+    """A host as it was written: a name, or an IPv4 or IPv6 address. Whether it exists is not asked.
+
+    Raises:
+        ValueError: it is none; with what would be right.
+    """
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        shown = host if len(host) <= 60 else f"{host[:57]}…"
+        # No name ends with a number: resolvers take it for an address, some of them for a shortened one.
+        if re.fullmatch(r"[0-9]+", host.rstrip(".").rpartition(".")[2]):
+            raise ValueError(
+                f'"{shown}" is no IPv4 address; write four numbers from 0 to 255, for example 192.0.2.10'
+            ) from None
+        if not _HOST_NAME.fullmatch(host):
+            raise ValueError(
+                f'"{shown}" is no host; write a name or an address, without "http://", brackets or a port'
+            ) from None
+    return host
+
+
 def plain_host(host: str) -> str:
     """A host in the one spelling by which machines are compared."""
     return "127.0.0.1" if host.lower() == "localhost" else host.lower()
+
+
+def same_host(one: str, other: str) -> bool:
+    """Whether two hosts listen at the same place, as far as their spelling tells."""
+    one, other = (plain_host(host) for host in (one, other))
+    if one == other:
+        return True
+    # A wildcard listener takes the port on every address of its machine; that is only certain for loopback.
+    wildcards = {"0.0.0.0", "::"}
+    return (one in wildcards and is_loopback(other)) or (other in wildcards and is_loopback(one))
 
 
 def host_in_url(host: str) -> str:

@@ -5,10 +5,11 @@ A file that is to run and one that is to be planned share most checks; each has 
 
 from collections.abc import Iterator
 from importlib.metadata import entry_points
-from pathlib import Path
 
-from prfaas.core.deployment.addresses import is_loopback, plain_host
+from prfaas.core.deployment.addresses import is_loopback, same_host
 from prfaas.core.deployment.encryption import check_encryption
+from prfaas.core.deployment.local_transfer import check_local_transfer
+from prfaas.core.deployment.model import TINY_MODELS
 from prfaas.core.deployment.pool_checks import check_pool_sections, check_pools, pool_ports
 from prfaas.core.deployment.preemptible import check_preemptible
 from prfaas.core.deployment.schema import ClusterSection, DeploymentFile, InstanceSection, LengthsSection
@@ -86,8 +87,10 @@ def _check_prices(source: YamlSource, file: DeploymentFile) -> None:
     prices = file.prices.per_gpu_hour
     for hardware in prices:
         if hardware not in used:
+            hint = "; bytes are priced by egress_per_gb" if "egress" in hardware else ""
             raise source.error(
-                ("prices", hardware), f"no cluster has this hardware; the clusters have {', '.join(used)}"
+                ("prices", hardware),
+                f"no cluster has this hardware; the clusters have {', '.join(used)}{hint}",
             )
     has_prices = bool(prices) or _has_egress_price(file)
     for c, cluster in enumerate(file.clusters):
@@ -116,6 +119,7 @@ def check_to_run(source: YamlSource, file: DeploymentFile) -> None:
     _check_ports(source, file)
     _check_engine(source, file)
     check_pools(source, file)
+    check_local_transfer(source, file)
     _check_tenants(source, file)
     check_encryption(source, file)
     if _has_egress_price(file):
@@ -188,9 +192,10 @@ def _check_model(source: YamlSource, file: DeploymentFile) -> None:
         choices = ", ".join(f"{field} ({meaning})" for field, meaning in fields.items())
         found = f"{' and '.join(given)} are given" if given else "none is given"
         raise source.error(("model",), f"needs either {choices}; {found}")
-    if file.model.tiny is not None and Path(file.model.tiny).name != file.model.tiny:
+    if file.model.tiny not in (None, *TINY_MODELS):
+        known = ", ".join(TINY_MODELS)
         raise source.error(
-            ("model", "tiny"), f'"{file.model.tiny}" is no name; write for example "qwen3-next"'
+            ("model", "tiny"), f'there is no tiny model "{file.model.tiny}"; choose one of {known}'
         )
 
 
@@ -318,7 +323,7 @@ def _check_ports(source: YamlSource, file: DeploymentFile) -> None:
         )
     taken: list[tuple[str, int, str]] = [(gateway.host, gateway.port, "the gateway")]
     if admin.port is not None:
-        if admin.port == gateway.port and _same_host(admin.host, gateway.host):
+        if admin.port == gateway.port and same_host(admin.host, gateway.host):
             raise source.error(
                 ("gateway", "admin", "port"), f"{admin.port} is already used by the gateway; take another"
             )
@@ -334,7 +339,7 @@ def _check_ports(source: YamlSource, file: DeploymentFile) -> None:
             )
         for field, port in _ports_of(instance):
             for host, taken_port, by in taken:
-                if port == taken_port and _same_host(instance.host, host):
+                if port == taken_port and same_host(instance.host, host):
                     raise source.error(
                         (*location, field),
                         f"{port} is already used by {by}; give each instance its own ports",
@@ -342,7 +347,7 @@ def _check_ports(source: YamlSource, file: DeploymentFile) -> None:
             taken.append((instance.host, port, owner))
     for location, name, host, port in pool_ports(file):
         for taken_host, taken_port, by in taken:
-            if port == taken_port and _same_host(host, taken_host):
+            if port == taken_port and same_host(host, taken_host):
                 raise source.error(
                     location, f"{port} is already used by {by}; give the pools ports of their own"
                 )
@@ -357,6 +362,8 @@ def _ports_of(instance: InstanceSection) -> Iterator[tuple[str, int]]:
     if instance.events_port is not None:
         yield "events_port", instance.events_port
         yield "events_port", instance.events_port + 1
+    if instance.nixl_port is not None:
+        yield "nixl_port", instance.nixl_port
 
 
 def admin_port(file: DeploymentFile) -> int:
@@ -369,15 +376,6 @@ def admin_port(file: DeploymentFile) -> int:
     after, before = range(gateway.port + 1, 65536), range(gateway.port - 1, 0, -1)
     free: int = next(port for port in (*after, *before) if port not in used)
     return free
-
-
-def _same_host(one: str, other: str) -> bool:
-    one, other = (plain_host(host) for host in (one, other))
-    if one == other:
-        return True
-    # A wildcard listener takes the port on every address of its machine; that is only certain for loopback.
-    wildcards = {"0.0.0.0", "::"}
-    return (one in wildcards and is_loopback(other)) or (other in wildcards and is_loopback(one))
 
 
 def _check_engine(source: YamlSource, file: DeploymentFile) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from prfaas.core.deployment.types import Deployment, Instance
+from prfaas.core.deployment.types import Deployment, Instance, Link
 from prfaas.core.units import format_bits_per_s, format_bytes
 
 FieldPath = tuple[str, ...]
@@ -17,6 +17,7 @@ _EVERYTHING = "start the gateway and all engines again"
 _GATEWAY = "start the gateway again"
 _ENGINES = "start the engines again, then the gateway"
 _ANOTHER_NAME = "remove the instance, and add it under another name"
+_CERTIFICATES = "make certificates for both ends, start the engines again, then the gateway"
 _POOLS = "start the pools and the engines again, then the gateway"
 
 
@@ -56,6 +57,7 @@ RULES: Mapping[FieldPath, FieldRule] = {
     ("clusters", "*", "instances", "*", "kv_port"): FieldRule("kv_port", _ANOTHER_NAME),
     ("clusters", "*", "instances", "*", "tensor_parallel"): FieldRule("tensor_parallel", _ANOTHER_NAME),
     ("clusters", "*", "instances", "*", "events_port"): FieldRule("events_port", _ANOTHER_NAME),
+    ("clusters", "*", "instances", "*", "nixl_port"): FieldRule("nixl_port", _ANOTHER_NAME),
     ("clusters", "*", "instances", "*", "tls"): FieldRule("TLS, by security.engine_tls", _EVERYTHING),
     ("links", "*", "bandwidth_bits_per_s"): FieldRule("bandwidth"),
     ("links", "*", "connections"): FieldRule("connections", _ENGINES),
@@ -64,6 +66,7 @@ RULES: Mapping[FieldPath, FieldRule] = {
     ("links", "*", "encryption"): FieldRule("encryption", _ENGINES),
     ("links", "*", "compression"): FieldRule("compression", _ENGINES),
     ("links", "*", "egress_per_gb"): FieldRule("egress_per_gb"),
+    ("links", "*", "mapping_bits_per_s"): FieldRule("mapping_bandwidth"),
     ("routing", "policy"): FieldRule("routing.policy"),
     ("routing", "threshold_tokens"): FieldRule("routing.threshold_tokens"),
     ("routing", "params", "*"): FieldRule("routing.params"),
@@ -79,6 +82,7 @@ RULES: Mapping[FieldPath, FieldRule] = {
     ("gateway", "route_header"): FieldRule("gateway.route_header"),
     ("gateway", "shadow"): FieldRule("gateway.shadow"),
     ("gateway", "first_token"): FieldRule("gateway.first_token"),
+    ("gateway", "relay_tokens"): FieldRule("gateway.relay_tokens"),
     ("gateway", "first_byte_s"): FieldRule("gateway.first_byte_s"),
     ("gateway", "idle_s"): FieldRule("gateway.idle_s"),
     ("gateway", "limits", "requests"): FieldRule("gateway.limits.requests"),
@@ -103,6 +107,7 @@ RULES: Mapping[FieldPath, FieldRule] = {
     ("engine", "env", "*"): FieldRule("engine.env", _ENGINES),
     ("engine", "log_bytes"): FieldRule("engine.log_size", _ENGINES),
     ("engine", "log_files"): FieldRule("engine.log_files", _ENGINES),
+    ("engine", "local_transfer"): FieldRule("engine.local_transfer", _ENGINES),
     ("transfer", "lease_s"): FieldRule("transfer.lease_s", _ENGINES),
     ("transfer", "load_wait_s"): FieldRule("transfer.load_wait_s", _ENGINES),
     ("transfer", "staging_wait_s"): FieldRule("transfer.staging_wait_s", _ENGINES),
@@ -284,15 +289,25 @@ def _has_cluster(deployment: Deployment, name: str) -> bool:
 
 def _whole(before: Deployment, after: Deployment) -> Iterator[FieldChange]:
     """Clusters, links and instances that come, go or move."""
-    for here, there, what in ((after, before, "added"), (before, after, "removed")):
-        for cluster in here.clusters:
-            if not _has_cluster(there, cluster.name):
-                yield FieldChange(
-                    f"clusters[{cluster.name}]", f"cluster {cluster.name} is {what}", _EVERYTHING
-                )
-        for link in here.links:
-            if not _has_link(there, link.name):
-                yield FieldChange(f"links[{link.name}]", f"link {link.name} is {what}", _ENGINES)
+    for cluster in after.clusters:
+        if not _has_cluster(before, cluster.name):
+            who = ", ".join(instance.name for instance in cluster.instances)
+            # Pools learn of each other from the file that they were started with.
+            needs = None if cluster.pool is None else _POOLS
+            yield FieldChange(
+                f"clusters[{cluster.name}]", f"cluster {cluster.name} is added, with {who}", needs
+            )
+    for link in after.links:
+        if not _has_link(before, link.name):
+            bandwidth = format_bits_per_s(link.bandwidth_bits_per_s)
+            needs = _needs_of_new(link, before)
+            yield FieldChange(f"links[{link.name}]", f"link {link.name} is added, {bandwidth}", needs)
+    for cluster in before.clusters:
+        if not _has_cluster(after, cluster.name):
+            yield FieldChange(f"clusters[{cluster.name}]", f"cluster {cluster.name} is removed", _EVERYTHING)
+    for link in before.links:
+        if not _has_link(after, link.name):
+            yield FieldChange(f"links[{link.name}]", f"link {link.name} is removed", _ENGINES)
     was = {instance.name: instance for instance in before.instances}
     becomes = {instance.name: instance for instance in after.instances}
     for name, instance in becomes.items():
@@ -311,6 +326,15 @@ def _whole(before: Deployment, after: Deployment) -> Iterator[FieldChange]:
             yield FieldChange(
                 where, f"instance {name} leaves {instance.cluster} when its work has ended", None
             )
+
+
+def _needs_of_new(link: Link, before: Deployment) -> str | None:
+    """Engines are told of a new link by the gateway. Certificates and pools' peers they have from their start."""
+    ends = [cluster for cluster in before.clusters if cluster.name in (link.source, link.target)]
+    if any(cluster.pool is not None for cluster in ends):
+        return _POOLS
+    running = (instance.name for cluster in ends for instance in cluster.instances)
+    return None if not link.encryption or all(map(before.needs_certificate, running)) else _CERTIFICATES
 
 
 def _orders(before: Deployment, after: Deployment) -> Iterator[FieldChange]:

@@ -1,5 +1,6 @@
 """A deployment file to begin with: the text of one, with comments, from a few facts."""
 
+import posixpath
 import re
 from collections import Counter
 from dataclasses import dataclass
@@ -7,8 +8,9 @@ from typing import Literal
 
 import yaml
 
-from prfaas.core.deployment.addresses import is_loopback, plain_host
-from prfaas.core.deployment.schema import NAME_PATTERN
+from prfaas.core.deployment.addresses import checked_host, is_loopback, plain_host
+from prfaas.core.deployment.field_types import NAME_PATTERN
+from prfaas.core.deployment.model import TINY_MODELS
 from prfaas.core.deployment.types import SYNTHETIC
 from prfaas.core.units import parse_bits_per_s
 
@@ -17,6 +19,7 @@ _HTTP, _KV, _EVENTS = 8100, 8200, 8600
 _MOST_RANKS = 16
 _PROFILES = {"prfaas": "internal-1t-h200", "pd": "internal-1t-h20"}
 _TINY = "tiny:"
+_EVERY_ADDRESS = ("0.0.0.0", "::")
 # Engines take it at their start, and all those of a trial are on one machine.
 _TINY_STAGING = "  staging: 256 MiB"
 
@@ -68,10 +71,16 @@ class DraftSite:
                 f'"{hardware}" has more than {_MOST_RANKS} GPUs for one engine; write the file by hand'
             )
         listed = tuple(host.strip() for host in hosts.split(",") if host.strip())
-        if not listed or not all(map(_is_host, listed)):
+        if not listed:
             raise DraftError(
-                f'"{hosts}" are no hosts; write addresses or names with commas between, without blanks'
+                f"site {name} has no hosts; write addresses or names with commas between, for example 192.0.2.10"
             )
+        for host in listed:
+            _check_host(host, f"site {name}:")
+            if host in _EVERY_ADDRESS:
+                raise DraftError(
+                    f'site {name}: "{host}" is no address that others can connect to; write the machine\'s own'
+                )
         return cls(name, "prfaas" if kind == "prfaas" else "pd", count[1], gpus, listed)
 
 
@@ -129,8 +138,7 @@ class Draft:
         if not any(site.kind == "pd" for site in self.sites):
             raise DraftError("no site serves clients; give one of kind pd")
         check_model(self.model)
-        if not _is_host(self.gateway_host):
-            raise DraftError(f'--gateway "{self.gateway_host}" is no host; write an address or a name')
+        _check_host(self.gateway_host, "--gateway")
         names = {site.name for site in self.sites}
         for link in self.links:
             for end in (link.source, link.target):
@@ -290,16 +298,28 @@ def check_model(model: str) -> None:
     """Whether every machine can find the model there.
 
     Raises:
-        DraftError: it is neither an absolute path nor a model that prfaas makes.
+        DraftError: it is neither the absolute path of a directory below the root nor a model that prfaas makes.
     """
-    if not model.startswith((_TINY, "/")):
+    if model.startswith(_TINY):
+        if model.removeprefix(_TINY) not in TINY_MODELS:
+            known = ", ".join(f"{_TINY}{name}" for name in TINY_MODELS)
+            raise DraftError(f'--model "{model}" is no model that prfaas makes; choose one of {known}')
+    elif not model.startswith("/"):
         raise DraftError(
             f'--model "{model}" is no absolute path, which all machines need; or write tiny:qwen3-next'
         )
+    elif not posixpath.normpath(model).strip("/"):
+        raise DraftError(
+            f'--model "{model}" is the root of the file system; write the checkpoint\'s directory, for example '
+            "/models/qwen3-next"
+        )
 
 
-def _is_host(text: str) -> bool:
-    return not re.search(r"[\s/]", text)
+def _check_host(host: str, where: str) -> None:
+    try:
+        checked_host(host)
+    except ValueError as error:
+        raise DraftError(f"{where} {error}") from None
 
 
 def _check_name(name: str, what: str) -> None:

@@ -2,6 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
+
+LocalTransfer = Literal["prfaas", "nixl"]
+"""What moves KV between two engines of one PD cluster: our own transport, or vLLM's NIXL connector."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +28,8 @@ class EngineConfig:
     """An engine's log of more becomes an earlier part of it."""
     log_files: int = 3
     """So many earlier parts are kept."""
+    local_transfer: LocalTransfer = "prfaas"
+    """What moves KV inside a PD cluster."""
 
 
 @dataclass(frozen=True, slots=True)

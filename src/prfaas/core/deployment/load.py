@@ -102,6 +102,7 @@ def links_of(file: DeploymentFile) -> tuple[Link, ...]:
             link.encryption,
             link.compression,
             file.prices.egress_per_gb if link.egress_per_gb is None else link.egress_per_gb,
+            link.mapping_bandwidth,
         )
         for link in file.links
     )
@@ -137,6 +138,7 @@ def _frozen(source: YamlSource, file: DeploymentFile, state_dir: Path) -> Deploy
             env=dict(engine.env),
             log_bytes=engine.log_size,
             log_files=engine.log_files,
+            local_transfer=engine.local_transfer,
         ),
         transfer=TransferLimits(**file.transfer.model_dump()),
         control=ControlConfig(**file.control.model_dump()),
@@ -187,6 +189,7 @@ def _gateway(file: DeploymentFile, home: Path) -> GatewayConfig:
         route_header=gateway.route_header,
         shadow=gateway.shadow,
         first_token=gateway.first_token,
+        relay_tokens=gateway.relay_tokens,
         limits=GatewayLimits(limits.requests, limits.queue_s, limits.bodies, limits.body_values),
         cluster=gateway_cluster(file),
         tracing=_tracing(file, home),
@@ -241,6 +244,7 @@ def _cluster(source: YamlSource, index: int, file: DeploymentFile) -> Cluster:
             tensor_parallel=instance.tensor_parallel,
             events_port=instance.events_port,
             tls=speaks_tls(file, cluster, instance),
+            nixl_port=instance.nixl_port,
         )
         for instance in cluster.instances or ()
     )
@@ -283,13 +287,14 @@ def load_planned(path: Path | str, *, changes: Mapping[str, float] | None = None
     clusters = tuple(
         _planned_cluster(source, c, cluster, file.model.published) for c, cluster in enumerate(file.clusters)
     )
-    sent = _on_all_ranks(source, kv_model, clusters)
+    held = _on_all_ranks(source, kv_model, clusters)
+    links = links_of(file)
     return PlannedDeployment(
         name=file.name,
         path=path,
-        kv_model=sent,
+        kv_model=held,
         clusters=clusters,
-        links=links_of(file),
+        links=links,
         workload=WorkloadSpec(
             lengths=_lengths(path, file.workload.lengths),
             output_tokens=file.workload.output_tokens,
@@ -303,19 +308,31 @@ def load_planned(path: Path | str, *, changes: Mapping[str, float] | None = None
         source=source,
         pool=_pool_settings(file),
         dtypes=planned_dtypes(file.model),
-        kv_copies=sent.kv_bytes(_COMPARED_TOKENS) / kv_model.kv_bytes(_COMPARED_TOKENS),
+        first_token=file.gateway.first_token,
+        wire_model=kv_model if _are_all_unlike(links, clusters) else None,
+        kv_copies=held.kv_bytes(_COMPARED_TOKENS) / kv_model.kv_bytes(_COMPARED_TOKENS),
     )
 
 
 def _on_all_ranks(source: YamlSource, model: KvModel, clusters: Sequence[PlannedCluster]) -> KvModel:
-    """What the ranks of the widest instance send together: the ends of a link have as many."""
-    c, widest = max(enumerate(clusters), key=lambda each: each[1].tensor_parallel)
-    try:
-        return model.on_all_ranks(widest.tensor_parallel)
-    except ValueError as error:
-        raise source.error(
-            ("clusters", c, "tensor_parallel"), f"{error}; give the tensor_parallel that its engines run with"
-        ) from None
+    """What the ranks of the widest instance hold together, and send together to as many."""
+    held = model
+    # The widest comes last.
+    for c, cluster in sorted(enumerate(clusters), key=lambda each: each[1].tensor_parallel):
+        try:
+            held = model.on_all_ranks(cluster.tensor_parallel)
+        except ValueError as error:
+            raise source.error(
+                ("clusters", c, "tensor_parallel"),
+                f"{error}; give the tensor_parallel that its engines run with",
+            ) from None
+    return held
+
+
+def _are_all_unlike(links: Sequence[Link], clusters: Sequence[PlannedCluster]) -> bool:
+    """Whether KVCache crosses links only between unlike ends. Where some are alike all are planned with their bytes."""
+    ranks = {cluster.name: cluster.tensor_parallel for cluster in clusters}
+    return bool(links) and all(ranks[link.source] != ranks[link.target] for link in links)
 
 
 def _tensor_parallel(source: YamlSource, index: int, cluster: ClusterSection, gpus: int, default: int) -> int:

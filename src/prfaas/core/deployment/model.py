@@ -6,6 +6,9 @@ from pathlib import Path
 
 from prfaas.core.kv import CacheDtypes, KvCacheDtype, KvModel, ModelDtype, model_from_directory
 
+TINY_MODELS = ("qwen3-next", "gpt-oss", "mimo-v2-flash", "qwen3")
+"""Models that prfaas makes itself: `serving/engines/tiny/configs.py` has one for each of these names."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelRef:

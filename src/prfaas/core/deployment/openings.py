@@ -14,7 +14,7 @@ CLIENTS = "clients"
 OPERATORS = "operators"
 """Who reads metrics and state: Prometheus, and `prfaas status` from elsewhere."""
 
-Purpose = Literal["http", "kv", "events", "admin"]
+Purpose = Literal["http", "kv", "events", "nixl", "admin"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,10 @@ def _openings(deployment: Deployment) -> Iterator[Opening]:
             instance.name, "kv", tuple(instance.kv_ports), (GATEWAY, *_producers(deployment, instance))
         )
         yield from _events(instance.name, instance.events_port)
+        if instance.nixl_port is not None:
+            together = deployment.cluster_of(instance).instances
+            neighbours = tuple(other.name for other in together if other is not instance)
+            yield Opening(instance.name, "nixl", (instance.nixl_port,), neighbours)
     for pool in deployment.pools:
         # A pool connects to send, and to ask for what comes back.
         ways = (*pool_peers(deployment, pool), *pool_sources(deployment, pool))

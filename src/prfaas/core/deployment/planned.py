@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from prfaas.core.deployment.gateway import FirstTokenSource
 from prfaas.core.deployment.pool import PoolSettings, PoolSpace
 from prfaas.core.deployment.source import DeploymentError, YamlSource
 from prfaas.core.deployment.types import ClusterKind, ControlConfig, Link, Routing, Slo
@@ -123,8 +124,12 @@ class PlannedDeployment:
     pool: PoolSettings = field(default_factory=PoolSettings)
     """What all pools have in common."""
     kv_copies: float = 1.0
-    """Bytes of `kv_model`, which are those that all ranks send together, per byte of the model on one rank."""
-
+    """Bytes of `kv_model`, which are those that all ranks hold together, per byte of the model on one rank."""
+    wire_model: KvModel | None = None
+    """What crosses links whose ends have different `tensor_parallel`: every byte once, whatever ranks copy. None:
+    `kv_model` crosses them, rank to rank."""
+    first_token: FirstTokenSource = "decode"
+    """`gateway.first_token`: who gives clients their first token."""
     dtypes: CacheDtypes = DEFAULT_DTYPES
     """What `kv_model` is counted in."""
 
@@ -133,6 +138,15 @@ class PlannedDeployment:
         """The model for people, with the dtype of its KVCache where the file names one."""
         kept_in = self.dtypes.of_kv
         return self.kv_model.name if kept_in is None else f"{self.kv_model.name}, KVCache in {kept_in}"
+
+    @property
+    def sent_model(self) -> KvModel:
+        """What of a request's KVCache crosses a link."""
+        return self.kv_model if self.wire_model is None else self.wire_model
+
+    def has_unlike_ends(self, link: Link) -> bool:
+        """Whether the instances at its ends have different `tensor_parallel`, so that their KVCache must be mapped."""
+        return self.cluster(link.source).tensor_parallel != self.cluster(link.target).tensor_parallel
 
     @property
     def prfaas_clusters(self) -> tuple[PlannedCluster, ...]:

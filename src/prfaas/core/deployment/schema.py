@@ -3,114 +3,52 @@
 Only what loads and checks a file uses it: everything else sees `types.py`.
 """
 
-import ipaddress
-import re
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+)
 
 from prfaas.core.deployment.addresses import traces_url
-from prfaas.core.deployment.engine_args import free_arg
+from prfaas.core.deployment.engine import LocalTransfer
+from prfaas.core.deployment.field_types import (
+    GIVEN,
+    LABEL_PATTERN,
+    SECTION,
+    Arg,
+    Bandwidth,
+    Cidr,
+    EnvName,
+    EnvValue,
+    Finite,
+    Host,
+    HostName,
+    ImageName,
+    Name,
+    PolicyName,
+    PolicySetting,
+    Port,
+    Positive,
+    PositiveFloat,
+    Seconds,
+    Size,
+    SizeOrZero,
+    SocketSeconds,
+    Text,
+    Weight,
+)
 from prfaas.core.deployment.fleet_section import FleetSection
 from prfaas.core.deployment.gateway import FirstTokenSource, RouteDetail
 from prfaas.core.deployment.pool import EvictionName
 from prfaas.core.deployment.security import EngineTls
 from prfaas.core.deployment.types import DEFAULT_POLICY
 from prfaas.core.kv import KvCacheDtype, ModelDtype
-from prfaas.core.units import GIB, MIB, parse_bits_per_s, parse_bytes
-
-# Less without a unit is somebody who thinks in larger units.
-_LEAST_PLAIN_BITS_PER_S = 1e6
-
-NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
-
-# A label of RFC 1123, which Kubernetes asks of names.
-LABEL_PATTERN = r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$"
-
-
-def _env_name(name: str) -> str:
-    if not name or "=" in name or "\0" in name:
-        raise ValueError(f"{name!r} is no name of an environment variable")
-    return name
-
-
-def _mapping(value: object) -> object:
-    # None is only the default, so that a section whose fields were forgotten doesn't pass for one left out.
-    if value is None:
-        raise ValueError('must be a mapping ("field: value" lines), not empty')
-    return value
-
-
-def _not_empty(value: object) -> object:
-    if value is None:
-        raise ValueError("must not be empty")
-    return value
-
-
-def _env_value(value: object) -> object:
-    # YAML reads `X: 1` as a number, which is what a person means by "1" here.
-    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
-
-
-def _size_or_zero(value: object) -> int:
-    return 0 if value == 0 and not isinstance(value, bool) else parse_bytes(value)
-
-
-def _bandwidth(value: object) -> float:
-    rate = parse_bits_per_s(value)
-    if isinstance(value, int | float) and rate < _LEAST_PLAIN_BITS_PER_S:
-        raise ValueError(f'{rate:g} would be {rate:g} bit/s; write the unit, for example "{rate:g} Gbit/s"')
-    return rate
-
-
-def _host_name(name: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9._-]{1,253}", name):
-        raise ValueError(f'{name!r} is no host name; write it without "http://" and without a port')
-    return name.lower()
-
-
-def _cidr(text: str) -> str:
-    try:
-        return str(ipaddress.ip_network(text))
-    except ValueError:
-        raise ValueError(f'"{text}" is no block of addresses; write it like "10.0.1.0/24"') from None
-
-
-def _policy_name(name: str) -> str:
-    if not re.fullmatch(r"[\w.-]+(:[A-Za-z_][\w.]*)?", name):
-        raise ValueError(
-            f'"{name}" is no policy; write a name, for example "tilted", or package.module:Class'
-        )
-    return name
-
-
-def _setting(value: object) -> float | str:
-    if not isinstance(value, int | float | str) or value != value:
-        raise ValueError("must be a number, a word, or true or false")
-    return value
-
-
-Name = Annotated[str, Field(pattern=NAME_PATTERN)]
-HostName = Annotated[str, AfterValidator(_host_name)]
-Port = Annotated[int, Field(ge=1, le=65535)]
-Positive = Annotated[int, Field(gt=0)]
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Text = Annotated[str, Field(min_length=1)]
-Bandwidth = Annotated[float, BeforeValidator(_bandwidth)]
-Size = Annotated[int, BeforeValidator(parse_bytes)]
-SizeOrZero = Annotated[int, BeforeValidator(_size_or_zero)]
-Arg = Annotated[str, AfterValidator(free_arg)]
-EnvName = Annotated[str, AfterValidator(_env_name)]
-EnvValue = Annotated[str, BeforeValidator(_env_value)]
-Finite = Annotated[float, Field(allow_inf_nan=False)]
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Cidr = Annotated[str, AfterValidator(_cidr)]
-ImageName = Annotated[str, Field(pattern=r"^[a-z0-9][A-Za-z0-9._:/@-]*$")]
-PolicyName = Annotated[str, AfterValidator(_policy_name)]
-PolicySetting = Annotated[float | str, PlainValidator(_setting)]
-_GIVEN = BeforeValidator(_not_empty)
-_SECTION = BeforeValidator(_mapping)
+from prfaas.core.units import GIB, MIB
 
 
 class _Section(BaseModel):
@@ -123,8 +61,8 @@ class ModelSection(_Section):
     The last two are enough to plan with, and then the name and the length may be left out.
     """
 
-    served_name: Annotated[Text | None, _GIVEN] = None
-    max_model_len: Annotated[Positive | None, _GIVEN] = None
+    served_name: Annotated[Text | None, GIVEN] = None
+    max_model_len: Annotated[Positive | None, GIVEN] = None
     path: Text | None = None
     tiny: Text | None = None
     published: Text | None = None
@@ -139,11 +77,12 @@ class InstanceSection(_Section):
 
     name: Name
     roles: Annotated[list[Literal["prefill", "decode"]], Field(min_length=1)]
-    host: Text
+    host: Host
     http_port: Port
     kv_port: Port
     tensor_parallel: Positive = 1
-    events_port: Annotated[Port | None, _GIVEN] = None
+    events_port: Annotated[Port | None, GIVEN] = None
+    nixl_port: Annotated[Port | None, GIVEN] = None
 
 
 class MachinePoolSection(_Section):
@@ -151,9 +90,9 @@ class MachinePoolSection(_Section):
 
     memory: Annotated[Size, Field(ge=MIB)]
     ssd: SizeOrZero = 0
-    path: Annotated[Text | None, _GIVEN] = None
-    kv_port: Annotated[Port | None, _GIVEN] = None
-    events_port: Annotated[Port | None, _GIVEN] = None
+    path: Annotated[Text | None, GIVEN] = None
+    kv_port: Annotated[Port | None, GIVEN] = None
+    events_port: Annotated[Port | None, GIVEN] = None
 
 
 class ClusterSection(_Section):
@@ -162,16 +101,16 @@ class ClusterSection(_Section):
     name: Name
     kind: Literal["prfaas", "pd"]
     hardware: Text
-    instances: Annotated[Annotated[list[InstanceSection], Field(min_length=1)] | None, _GIVEN] = None
-    instance_count: Annotated[Positive | None, _GIVEN] = None
-    gpus_per_instance: Annotated[Positive | None, _GIVEN] = None
-    tensor_parallel: Annotated[Positive | None, _GIVEN] = None
-    profile: Annotated[Text | None, _GIVEN] = None
-    speedup: Annotated[PositiveFloat | None, _GIVEN] = None
-    prefix_hit_ratio: Annotated[Annotated[float, Field(ge=0, lt=1)] | None, _GIVEN] = None
+    instances: Annotated[Annotated[list[InstanceSection], Field(min_length=1)] | None, GIVEN] = None
+    instance_count: Annotated[Positive | None, GIVEN] = None
+    gpus_per_instance: Annotated[Positive | None, GIVEN] = None
+    tensor_parallel: Annotated[Positive | None, GIVEN] = None
+    profile: Annotated[Text | None, GIVEN] = None
+    speedup: Annotated[PositiveFloat | None, GIVEN] = None
+    prefix_hit_ratio: Annotated[Annotated[float, Field(ge=0, lt=1)] | None, GIVEN] = None
     preemptible: bool = False
-    kills_per_hour: Annotated[Annotated[float, Field(gt=0, le=3600)] | None, _GIVEN] = None
-    pool: Annotated[MachinePoolSection | None, _SECTION] = None
+    kills_per_hour: Annotated[Annotated[float, Field(gt=0, le=3600)] | None, GIVEN] = None
+    pool: Annotated[MachinePoolSection | None, SECTION] = None
 
 
 class LinkSection(_Section):
@@ -181,19 +120,20 @@ class LinkSection(_Section):
     target: Name
     bandwidth: Bandwidth
     connections: Annotated[int, Field(ge=1, le=64)] = 4
-    connection_bandwidth: Annotated[Bandwidth | None, _GIVEN] = None
+    connection_bandwidth: Annotated[Bandwidth | None, GIVEN] = None
     rtt_s: Annotated[float, Field(ge=0, lt=60)] = 0.0
     encryption: bool = True
     compression: bool = False
-    egress_per_gb: Annotated[Weight | None, _GIVEN] = None
+    egress_per_gb: Annotated[Weight | None, GIVEN] = None
+    mapping_bandwidth: Annotated[Bandwidth | None, GIVEN] = None
 
 
 class RoutingSection(_Section):
     """When to prefill elsewhere. Without `threshold_tokens` the threshold is found while running."""
 
     policy: PolicyName = DEFAULT_POLICY
-    threshold_tokens: Annotated[Positive | None, _GIVEN] = None
-    params: Annotated[dict[Text, PolicySetting], _SECTION] = {}
+    threshold_tokens: Annotated[Positive | None, GIVEN] = None
+    params: Annotated[dict[Text, PolicySetting], SECTION] = {}
 
 
 class ControlSection(_Section):
@@ -238,7 +178,7 @@ class WorkloadSection(_Section):
     """The traffic to plan for."""
 
     lengths: LengthsSection
-    output_tokens: Annotated[PositiveFloat | None, _GIVEN] = None
+    output_tokens: Annotated[PositiveFloat | None, GIVEN] = None
     prefix_hit_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.0
     load: Annotated[float, Field(gt=0, lt=1)] = 0.7
 
@@ -260,9 +200,9 @@ class PricesSection(_Section):
 class AdminSection(_Section):
     """Where operators connect. Without a `port`: the one after the gateway's that nothing else of the file uses."""
 
-    host: Text = "127.0.0.1"
-    port: Annotated[Port | None, _GIVEN] = None
-    token_file: Annotated[Text | None, _GIVEN] = None
+    host: Host = "127.0.0.1"
+    port: Annotated[Port | None, GIVEN] = None
+    token_file: Annotated[Text | None, GIVEN] = None
 
 
 class LimitsSection(_Section):
@@ -279,13 +219,13 @@ class TracingSection(_Section):
 
     endpoint: Annotated[Text, AfterValidator(traces_url)]
     sample_ratio: Annotated[float, Field(ge=0, le=1)] = 1.0
-    headers_file: Annotated[Text | None, _GIVEN] = None
+    headers_file: Annotated[Text | None, GIVEN] = None
 
 
 class GatewaySection(_Section):
     """Where clients and operators connect, what clients are told, and how much they get."""
 
-    host: Text = "127.0.0.1"
+    host: Host = "127.0.0.1"
     port: Port = 8000
     first_byte_s: Seconds = 1800.0
     idle_s: Seconds = 600.0
@@ -294,9 +234,17 @@ class GatewaySection(_Section):
     route_header: RouteDetail = "short"
     shadow: Annotated[float, Field(ge=0, le=1)] = 0.0
     first_token: FirstTokenSource = "decode"
-    limits: Annotated[LimitsSection, _SECTION] = LimitsSection()
-    tracing: Annotated[TracingSection | None, _GIVEN] = None
-    cluster: Annotated[Name | None, _GIVEN] = None
+    relay_tokens: Annotated[int, Field(ge=0, le=1024)] = 0
+    limits: Annotated[LimitsSection, SECTION] = LimitsSection()
+    tracing: Annotated[TracingSection | None, GIVEN] = None
+    cluster: Annotated[Name | None, GIVEN] = None
+
+    @field_validator("relay_tokens")
+    @classmethod
+    def _follow_a_first_token(cls, tokens: int, info: ValidationInfo) -> int:
+        if tokens and info.data.get("first_token", "prefill") != "prefill":
+            raise ValueError("needs gateway.first_token: prefill, since these tokens follow that one; add it")
+        return tokens
 
 
 class SecuritySection(_Section):
@@ -323,6 +271,7 @@ class EngineSection(_Section):
     env: dict[EnvName, EnvValue] = {}
     log_size: Annotated[Size, Field(ge=64 * 1024)] = 64 * MIB
     log_files: Annotated[int, Field(ge=1, le=1000)] = 3
+    local_transfer: LocalTransfer = "prfaas"
 
 
 class PoolSection(_Section):
@@ -348,8 +297,8 @@ class TransferSection(_Section):
     progress_deadline_s: Seconds = 8.0
     page_digests: bool = True
     checksums: bool = True
-    user_timeout_s: Seconds = 10.0
-    keepalive_s: Annotated[Seconds, Field(ge=1)] = 10.0
+    user_timeout_s: SocketSeconds = 10.0
+    keepalive_s: Annotated[SocketSeconds, Field(ge=1)] = 10.0
 
 
 class ContainersSection(_Section):
@@ -358,7 +307,7 @@ class ContainersSection(_Section):
     gateway_image: ImageName = "prfaas-gateway"
     engine_image: ImageName = "prfaas-engine"
     namespace: Annotated[str, Field(pattern=LABEL_PATTERN)] = "prfaas"
-    models_claim: Annotated[Annotated[str, Field(pattern=LABEL_PATTERN)] | None, _GIVEN] = None
+    models_claim: Annotated[Annotated[str, Field(pattern=LABEL_PATTERN)] | None, GIVEN] = None
     gpu_resource: Annotated[str, Field(pattern=r"^[a-z0-9.-]+/[A-Za-z0-9._-]+$")] = "nvidia.com/gpu"
     pod_monitor: bool = True
     monitoring_namespace: Annotated[str, Field(pattern=LABEL_PATTERN)] = "monitoring"
@@ -372,15 +321,15 @@ class DeploymentFile(_Section):
     model: ModelSection
     clusters: Annotated[list[ClusterSection], Field(min_length=1)]
     links: list[LinkSection] = []
-    routing: Annotated[RoutingSection, _SECTION] = RoutingSection()
-    control: Annotated[ControlSection, _SECTION] = ControlSection()
+    routing: Annotated[RoutingSection, SECTION] = RoutingSection()
+    control: Annotated[ControlSection, SECTION] = ControlSection()
     slo: SloSection = SloSection()
-    workload: Annotated[WorkloadSection | None, _SECTION] = None
+    workload: Annotated[WorkloadSection | None, SECTION] = None
     prices: PricesSection = PricesSection()
     gateway: GatewaySection = GatewaySection()
-    fleet: Annotated[FleetSection | None, _SECTION] = None
+    fleet: Annotated[FleetSection | None, SECTION] = None
     security: SecuritySection = SecuritySection()
     engine: EngineSection = EngineSection()
     transfer: TransferSection = TransferSection()
-    pool: Annotated[PoolSection, _SECTION] = PoolSection()
-    containers: Annotated[ContainersSection, _SECTION] = ContainersSection()
+    pool: Annotated[PoolSection, SECTION] = PoolSection()
+    containers: Annotated[ContainersSection, SECTION] = ContainersSection()

@@ -4,6 +4,7 @@ A sweep puts other numbers in place of some of a file's: `changed`.
 """
 
 import copy
+import difflib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,11 +13,19 @@ from typing import Any
 
 import yaml
 
+# No word of a file's own needs to be shown whole that is longer.
+_LONG_WORD = re.compile(r"""[^\s"']{300,}""")
+_SHOWN_CHARACTERS = 60
+
 
 class DeploymentError(ValueError):
-    """A deployment file can't be used. The text is `file:line: field: what is wrong; what would be right`."""
+    """A deployment file can't be used. The text is `file:line: field: what is wrong; what would be right`.
+
+    It is one line, whatever the file has: very long words of it are cut, and unprintable characters are escaped.
+    """
 
     def __init__(self, path: Path, line: int | None, field: str, problem: str) -> None:
+        field, problem = _one_line(field), _one_line(problem)
         where = f"{path}:{line}" if line is not None else f"{path}"
         super().__init__(f"{where}: {field}: {problem}" if field else f"{where}: {problem}")
         self.path = path
@@ -25,10 +34,18 @@ class DeploymentError(ValueError):
         self.problem = problem
 
 
+def _one_line(text: str) -> str:
+    short = _LONG_WORD.sub(lambda word: f"{word[0][:_SHOWN_CHARACTERS]}…", text)
+    return "".join(
+        each if each.isprintable() else each.encode("unicode_escape").decode("ascii") for each in short
+    )
+
+
 Location = tuple[str | int, ...]
 
 # Aliases are followed, so a few lines could unfold into millions of nodes; no real file comes near this.
 _MAX_NODES = 100_000
+_TOO_DEEP = "nests or repeats too much"
 
 
 def dotted(location: Sequence[str | int]) -> str:
@@ -87,6 +104,8 @@ def read_source(path: Path) -> YamlSource:
         problem = getattr(error, "problem", None) or str(error)
         line = mark.line + 1 if mark is not None else None
         raise DeploymentError(path, line, "", f"is no valid YAML ({problem})") from error
+    except RecursionError:
+        raise DeploymentError(path, None, "", _TOO_DEEP) from None
     return YamlSource(path, values, reader.lines)
 
 
@@ -102,12 +121,21 @@ class _Reader:
         self.lines.setdefault(location, line)
         self._nodes += 1
         if self._nodes > _MAX_NODES or len(location) > 50:
-            raise DeploymentError(self._path, line, dotted(location), "nests or repeats too much")
+            raise DeploymentError(self._path, line, dotted(location), _TOO_DEEP)
         if isinstance(node, yaml.MappingNode):
             return self._mapping(node, location)
         if isinstance(node, yaml.SequenceNode):
             return [self.value(item, (*location, index)) for index, item in enumerate(node.value)]
-        return self._loader.construct_object(node)
+        try:
+            return self._loader.construct_object(node)
+        except ValueError:
+            # YAML takes it for a date, or for a number with thousands of digits.
+            raise DeploymentError(
+                self._path,
+                line,
+                dotted(location),
+                "looks like a date or a number, and is none; put it into quotes if it is a text",
+            ) from None
 
     def _mapping(self, node: yaml.MappingNode, location: Location) -> dict[str, Any]:
         values: dict[str, Any] = {}
@@ -161,7 +189,7 @@ def _location(source: YamlSource, values: Any, field: str) -> Location:
             raise _unknown(source, field, f'"{part}" is no field\'s name')
         location.append(match[1])
         for entry in re.findall(r"\[([^\[\]]+)\]", match[2]):
-            location.append(_index(source, field, _at(values, location), entry))
+            location.append(_index(source, field, values, location, entry))
     parent, key = _at(values, location[:-1]), location[-1]
     if not isinstance(parent, dict if isinstance(key, str) else list):
         section = dotted(location[:-1])
@@ -173,9 +201,16 @@ def _location(source: YamlSource, values: Any, field: str) -> Location:
     return tuple(location)
 
 
-def _index(source: YamlSource, field: str, entries: Any, entry: str) -> int:
+def _index(source: YamlSource, field: str, values: Any, location: Sequence[str | int], entry: str) -> int:
+    entries = _at(values, location)
     if not isinstance(entries, list):
-        raise _unknown(source, field, f'there is no list for "[{entry}]"')
+        beside = _at(values, location[:-1])
+        lists = (
+            [name for name in beside if isinstance(beside[name], list)] if isinstance(beside, dict) else []
+        )
+        near = difflib.get_close_matches(str(location[-1]), lists, n=1)
+        hint = f'; did you mean "{near[0]}"?' if near else ""
+        raise _unknown(source, field, f'"{dotted(location)}" is no list in the file{hint}')
     if entry.isdecimal():
         if int(entry) < len(entries):
             return int(entry)

@@ -56,6 +56,8 @@ class Instance:
     """Where KV-cache events are published over TCP; None: over a socket of this machine."""
     tls: bool = False
     """The gateway and the tools speak TLS with it, over HTTP and at its KV port; its HTTP server knows nothing else."""
+    nixl_port: int | None = None
+    """Where it tells engines of its cluster how NIXL reaches its memory; None: it does not."""
 
     @property
     def url(self) -> str:
@@ -119,6 +121,9 @@ class Link:
     """Its chunks are compressed without loss, where that spares more time on the link than it costs on the CPU."""
     egress_per_gb: float = 0.0
     """What 10^9 bytes over it cost, in the currency of the file's prices."""
+    mapping_bits_per_s: float | None = None
+    """What its ends map of one transfer's KVCache where their `tensor_parallel` differ; None: it takes no time. Only
+    plans and simulations use it."""
 
     @property
     def transfer_limit_bits_per_s(self) -> float:

@@ -62,11 +62,7 @@ def model_from_file(
     Raises:
         ConfigError: an unreadable file, an unknown `model_type`, or a field that is missing or wrong.
     """
-    config = _json_object(path)
-    # Where ModelOpt up to 0.29 wrote it: vllm/transformers_utils/config.py, get_config.
-    beside = path.parent / "hf_quant_config.json"
-    if config.get("quantization_config") is None and beside.is_file():
-        config["quantization_config"] = _json_object(beside)
+    config = read_config(path)
     try:
         return model_from_config(
             config,
@@ -75,6 +71,29 @@ def model_from_file(
         )
     except ConfigError as error:
         raise type(error)(f"{path}: {error}") from None
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The fields of the `config.json` at `path`, with the quantization that older checkpoints have in a file beside it.
+
+    Raises:
+        ConfigError: one of the two files can't be read, or holds something else.
+    """
+    config = _json_object(path)
+    # Where ModelOpt up to 0.29 wrote it: vllm/transformers_utils/config.py, get_config.
+    beside = path.parent / "hf_quant_config.json"
+    if config.get("quantization_config") is None and beside.is_file():
+        config["quantization_config"] = _json_object(beside)
+    return config
+
+
+def text_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a `config.json` says of the model that reads and writes text: a multimodal one has it in a section."""
+    # InternVL calls it llm_config: vllm/transformers_utils/config.py, _CONFIG_ATTRS_MAPPING.
+    sections = ("text_config", "llm_config")
+    text = next((config[section] for section in sections if section in config), None)
+    own = {field: value for field, value in config.items() if field not in sections}
+    return {**own, **text} if isinstance(text, Mapping) else own
 
 
 def _json_object(path: Path) -> dict[str, Any]:
@@ -112,9 +131,7 @@ def model_from_config(
     Raises:
         ConfigError: the `model_type` is unknown, a field is missing or wrong, or its caches have no such dtype.
     """
-    # InternVL calls it llm_config: vllm/transformers_utils/config.py, _CONFIG_ATTRS_MAPPING.
-    text = config.get("text_config", config.get("llm_config"))
-    fields = ConfigFields({**config, **text} if isinstance(text, Mapping) else config)
+    fields = ConfigFields(text_fields(config))
     model_type = _model_type(fields)
     if dtypes.kv_cache == FP8_DS_MLA and model_type not in SPARSE_MLA:
         raise CacheDtypeError(

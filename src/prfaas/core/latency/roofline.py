@@ -46,6 +46,8 @@ class Gpu:
     """To its neighbours in the machine, one direction."""
     source: str
     fp4_flops_per_s: float | None = None
+    per_machine: int = 8
+    """GPUs that are linked so fast with each other."""
 
     def flops_per_s(self, compute: str) -> float:
         """Peak for operands of "bf16", "fp8" or "fp4"; where it has no such units, that of the next wider ones."""
@@ -90,6 +92,7 @@ _GPUS = (
         *("gb200", 2500 * _TERA, 5000 * _TERA, 186 * GIB, 8000 * GB, 900 * GB),
         "NVIDIA GB200 NVL72 datasheet, one of two GPUs; half of the figures with sparsity",
         10000 * _TERA,
+        per_machine=72,
     ),
     Gpu(
         *("l40s", 362 * _TERA, 733 * _TERA, 48 * GB, 864 * GB, 32 * GB),

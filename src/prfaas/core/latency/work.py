@@ -11,9 +11,10 @@ from typing import Any
 
 from prfaas.core.kv.config_fields import FAMILY_DEFAULTS, ConfigError, ConfigFields
 from prfaas.core.kv.dtypes import DEFAULT_DTYPES, CacheDtypes
-from prfaas.core.kv.hf_config import model_from_config
+from prfaas.core.kv.hf_config import model_from_config, text_fields
 from prfaas.core.kv.layers import FullAttention, LinearState, SlidingWindow
 from prfaas.core.kv.model import KvModel
+from prfaas.core.latency.feed_forward import Experts, feed_forward, with_usual_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,20 +41,6 @@ WEIGHT_FORMATS = {
         WeightFormat("nvfp4", 0.5625, 0.5625, "fp4"),
     )
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Experts:
-    """`layers` layers with `count` routed experts of `params` parameters each, `per_token` of which a token takes."""
-
-    layers: int
-    count: int
-    per_token: int
-    params: int
-
-    def touched(self, tokens: float) -> float:
-        """Experts of a layer that at least one of `tokens` tokens takes, if all are taken alike."""
-        return self.count * (1 - math.pow(1 - self.per_token / self.count, tokens))
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,11 +125,13 @@ def model_work(
     """
     kv = model_from_config(config, name=name, dtypes=dtypes)
     # Shapes are those of caches of two bytes: an fp8 layout may be no multiple of them.
-    shapes = model_from_config(config, name=name, dtypes=CacheDtypes("bfloat16"))
-    text = config.get("text_config")
-    fields = ConfigFields({**config, **text} if isinstance(text, Mapping) else dict(config))
-    family = str(fields.fields.get("model_type"))
-    fields = fields.with_defaults({**FAMILY_DEFAULTS.get(family, {}), **_VOCABULARY.get(family, {})})
+    # A layer that reads the cache of another one computes as much as that.
+    text = text_fields(config)
+    own_caches = {**text, "num_kv_shared_layers": 0} if "num_kv_shared_layers" in text else text
+    shapes = model_from_config(own_caches, name=name, dtypes=CacheDtypes("bfloat16"))
+    family = str(text.get("model_type"))
+    defaults = {**FAMILY_DEFAULTS.get(family, {}), **_VOCABULARY.get(family, {})}
+    fields = with_usual_names(ConfigFields(text)).with_defaults(defaults)
     hidden = fields.whole("hidden_size")
     mixers = 0
     softmax: list[SoftmaxLayers] = []
@@ -157,12 +146,12 @@ def model_work(
             params, layer = _grouped(group, fields)
             mixers += params
             softmax.append(layer)
-    feed_forward, experts = _feed_forward(fields)
+    dense, experts = feed_forward(fields)
     return ModelWork(
         name=name,
         layers=fields.layers,
         hidden_size=hidden,
-        dense_params=mixers + feed_forward,
+        dense_params=mixers + dense,
         head_params=fields.whole("vocab_size") * hidden,
         experts=experts,
         softmax=tuple(softmax),
@@ -177,12 +166,10 @@ def weight_format(config: Mapping[str, Any]) -> WeightFormat:
     Raises:
         ConfigError: it is stored in a way that is not known.
     """
-    text = config.get("text_config")
-    found = config.get("quantization_config") or (
-        text.get("quantization_config") if isinstance(text, Mapping) else None
-    )
-    if not isinstance(found, Mapping):
+    given = config.get("quantization_config") or text_fields(config).get("quantization_config")
+    if not isinstance(given, Mapping):
         return WEIGHT_FORMATS["bf16"]
+    found = _of_weights(given)
     method = str(found.get("quant_method", "")).lower()
     detail = str(found).lower()
     stored = list(_stored(found))
@@ -192,7 +179,7 @@ def weight_format(config: Mapping[str, Any]) -> WeightFormat:
         return WEIGHT_FORMATS["nvfp4"]
     if method in ("fp8", "fbgemm_fp8") or "fp8" in detail or (8, "float") in stored:
         return WEIGHT_FORMATS["fp8"]
-    if method in ("awq", "gptq", "auto-round") and found.get("bits", 4) == 4:
+    if "w4a16" in detail or (method in ("awq", "gptq", "auto-round") and found.get("bits", 4) == 4):
         return WEIGHT_FORMATS["int4"]
     if any(bits == 4 for bits, _ in stored):
         # What stays as it is is listed; in a mixture of experts, that is all but the routed ones.
@@ -200,6 +187,15 @@ def weight_format(config: Mapping[str, Any]) -> WeightFormat:
     raise ConfigError(
         f'quantization_config: how "{method}" stores weights is not known; say it: {", ".join(WEIGHT_FORMATS)}'
     )
+
+
+def _of_weights(section: Mapping[str, Any]) -> dict[str, Any]:
+    """A section on quantization, without what it says of KV caches."""
+    return {
+        field: _of_weights(value) if isinstance(value, Mapping) else value
+        for field, value in section.items()
+        if not str(field).startswith("kv_cache")
+    }
 
 
 def _stored(section: Any) -> Iterator[tuple[int, str]]:
@@ -219,8 +215,16 @@ def _grouped(group: FullAttention | SlidingWindow, fields: ConfigFields) -> tupl
         heads = fields.whole("swa_num_attention_heads", heads)
     hidden, key, value = fields.whole("hidden_size"), group.head_size_k, group.head_size_v
     gate = heads * value if _output_gate(fields) else 0
-    params = hidden * (heads * (key + value) + gate + group.kv_heads * (key + value))
+    # Step 3 projects queries in two steps: step3_text.py `Step3TextAttention`.
+    low_rank = fields.whole("share_q_dim") if fields.given("share_q_dim") else None
+    params = _query_params(hidden, heads * key, low_rank)
+    params += hidden * (heads * value + gate + group.kv_heads * (key + value))
     return group.layers * params, SoftmaxLayers(group.layers, heads * (key + value), window)
+
+
+def _query_params(hidden: int, width: int, low_rank: int | None) -> int:
+    """Parameters that make queries of `width` values, through `low_rank` values where that is not None."""
+    return hidden * width if low_rank is None else low_rank * (hidden + width)
 
 
 def _output_gate(fields: ConfigFields) -> bool:
@@ -240,8 +244,7 @@ def _latent(group: FullAttention, fields: ConfigFields) -> tuple[int, list[Softm
         params = (low_rank or hidden) * index_heads * index + hidden * (index + index_heads)
         return group.layers * params, [SoftmaxLayers(group.layers, index_heads * index)]
     key, value = fields.whole("qk_nope_head_dim", 128) + rope, fields.whole("v_head_dim", 128)
-    query = heads * key
-    params = hidden * query if low_rank is None else low_rank * (hidden + query)
+    params = _query_params(hidden, heads * key, low_rank)
     params += hidden * (latent + rope) + latent * heads * (key - rope + value) + heads * value * hidden
     sparse = fields.whole("index_topk") if fields.given("index_topk") else None
     return group.layers * params, [SoftmaxLayers(group.layers, heads * (key + value), sparse)]
@@ -250,6 +253,9 @@ def _latent(group: FullAttention, fields: ConfigFields) -> tuple[int, list[Softm
 def _linear_params(group: LinearState, fields: ConfigFields) -> int:
     """Parameters of one layer with a recurrent state, from the shapes of its state and convolution."""
     hidden = fields.whole("hidden_size")
+    if group.kind == "ShortConv":
+        # Two gates and what they gate, and the way back: vllm/model_executor/layers/mamba/short_conv.py `ShortConv`.
+        return 4 * hidden * hidden
     # LinearState counts fp32 states and bf16 convolutions of kernel - 1 columns.
     elements = group.recurrent_bytes // 4
     if not group.conv_bytes:
@@ -275,92 +281,3 @@ def _linear_params(group: LinearState, fields: ConfigFields) -> int:
 
 # Tokens that published files of Gemma 3 leave out: transformers/models/gemma3/configuration_gemma3.py.
 _VOCABULARY = {family: {"vocab_size": 262_208} for family in ("gemma3", "gemma3_text")}
-# Models with an MLP of intermediate_size beside the experts of each layer: vLLM's llama4.py `Llama4MoE`, gemma4.py
-# `Gemma4DecoderLayer`.
-_SHARED_OF_INTERMEDIATE_SIZE = ("llama4", "llama4_text", "gemma4", "gemma4_text")
-# Experts that work in a smaller space, with one projection into it and one back: nemotron_h.py, Kimi K3.
-_LATENT = ("moe_latent_size", "routed_expert_hidden_size")
-_COUNT = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
-_PER_TOKEN = (
-    "num_experts_per_tok",
-    "num_experts_per_token",
-    "experts_per_token",
-    "moe_topk",
-    "moe_top_k",
-    "moe_k",
-    "top_k_experts",
-)
-_SHARED_SIZE = (
-    "moe_shared_expert_intermediate_size",
-    "shared_expert_intermediate_size",
-    "shared_intermediate_size",
-    "share_expert_dim",
-)
-
-
-def _feed_forward(fields: ConfigFields) -> tuple[int, Experts | None]:
-    """Parameters of all MLPs and shared experts, and the routed experts."""
-    hidden = fields.whole("hidden_size")
-    gated = 2 if fields.fields.get("mlp_hidden_act") == "relu2" else 3
-    count = _first(fields, _COUNT)
-    kinds = _feed_forward_kinds(fields, count is not None)
-    dense = kinds.count("dense")
-    wide = fields.whole("intermediate_size_mlp", fields.whole("intermediate_size", 1))
-    params = dense * gated * hidden * wide if dense else 0
-    if count is None or "experts" not in kinds:
-        return params, None
-    per_token = _first(fields, _PER_TOKEN)
-    if per_token is None:
-        raise ConfigError(f"{_PER_TOKEN[0]} is missing; a mixture of experts needs it")
-    size = fields.whole("moe_intermediate_size", fields.whole("intermediate_size", 1))
-    layers = kinds.count("experts")
-    shared = _first(fields, _SHARED_SIZE)
-    if shared is None and fields.fields.get("model_type") in _SHARED_OF_INTERMEDIATE_SIZE:
-        shared = fields.whole("intermediate_size")
-    if shared is None:
-        shared = size * (_first(fields, ("n_shared_experts", "num_shared_experts")) or 0)
-    params += layers * gated * hidden * shared
-    latent = _first(fields, _LATENT)
-    if latent is not None:
-        params += layers * 2 * hidden * latent
-    return params, Experts(layers, count, min(per_token, count), gated * (latent or hidden) * size)
-
-
-def _first(fields: ConfigFields, names: tuple[str, ...]) -> int | None:
-    """The first of these fields that holds a whole number above 0; None where none does."""
-    for name in names:
-        if fields.fields.get(name):
-            return fields.whole(name)
-    return None
-
-
-def _feed_forward_kinds(fields: ConfigFields, mixture: bool) -> list[str]:
-    """Of every layer: "dense", "experts", or "" where it has no feed-forward part."""
-    layers = fields.layers
-    pattern = fields.fields.get("hybrid_override_pattern")
-    if isinstance(pattern, str):
-        return [{"-": "dense", "E": "experts"}.get(letter, "") for letter in pattern]
-    blocks = fields.entries("layers_block_type", None)
-    if blocks is not None and {"mlp", "moe"} & set(map(str, blocks)):
-        return [{"mlp": "dense", "moe": "experts"}.get(str(block), "") for block in blocks]
-    if not mixture:
-        return ["dense"] * layers
-    numbered = fields.fields.get("moe_layers_enum")
-    if isinstance(numbered, str):
-        with_experts = {int(each) for each in numbered.split(",")}
-        return ["experts" if layer in with_experts else "dense" for layer in range(layers)]
-    listed = fields.fields.get("moe_layer_freq")
-    if isinstance(listed, list):
-        return ["experts" if entry else "dense" for entry in listed[:layers]]
-    first = fields.fields.get("first_k_dense_replace") or 0
-    step = fields.whole(
-        "decoder_sparse_step",
-        fields.whole("expert_layer_period", fields.whole("interleave_moe_layer_step", 1)),
-    )
-    # Jamba counts from expert_layer_offset, the others so that the last layer of a step has the experts.
-    offset = fields.fields.get("expert_layer_offset", step - 1)
-    plain = set(fields.fields.get("mlp_only_layers") or ())
-    return [
-        "experts" if layer >= first and layer not in plain and layer % step == offset % step else "dense"
-        for layer in range(layers)
-    ]

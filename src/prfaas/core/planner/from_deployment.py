@@ -1,5 +1,6 @@
 """From a deployment file, or from a recorded trace for it, to a planning problem."""
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -7,6 +8,7 @@ from prfaas.core.deployment import (
     DeploymentError,
     EmpiricalLengths,
     FixedLengths,
+    Link,
     LogNormalLengths,
     PlannedCluster,
     PlannedDeployment,
@@ -75,20 +77,35 @@ def problem_of(deployment: PlannedDeployment) -> PlanProblem:
                 if cluster.kind == "pd"
             ),
             links=tuple(
-                PlanLink(link.source, link.target, link.bandwidth_bits_per_s, link.egress_per_gb, link.rtt_s)
+                PlanLink(
+                    link.source,
+                    link.target,
+                    link.bandwidth_bits_per_s,
+                    link.egress_per_gb,
+                    link.rtt_s,
+                    mapping_bits_per_s(deployment, link),
+                )
                 for link in deployment.links
             ),
             workload=workload,
-            kv_bytes=KvSize(deployment.kv_model),
+            kv_bytes=KvSize(deployment.sent_model),
             prices=deployment.prices,
             load=deployment.workload.load,
             ttft_target=_ttft_target(deployment.slo),
-            streamed_token_bytes=float(deployment.kv_model.token_bytes),
+            first_token=deployment.first_token,
+            streamed_token_bytes=float(deployment.sent_model.token_bytes),
         )
     except PlanError as error:
         raise deployment.error((), str(error)) from None
     _check_range(deployment, problem)
     return problem
+
+
+def mapping_bits_per_s(deployment: PlannedDeployment, link: Link) -> float:
+    """What the ends of a link map of one transfer; infinite where they are alike, or where the file does not say."""
+    if link.mapping_bits_per_s is None or not deployment.has_unlike_ends(link):
+        return math.inf
+    return link.mapping_bits_per_s
 
 
 def _ttft_target(slo: Slo) -> TtftTarget | None:

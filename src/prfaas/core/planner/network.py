@@ -191,7 +191,7 @@ def _point(routing: RoutingPlan, service: ServiceModel) -> OperatingPoint:
         links.append(
             LinkUse(link.name, link.bandwidth_bits_per_s, egress, egress / link.bandwidth_bits_per_s)
         )
-    mean_ttft, p90_ttft = service_ttft(_pools(routing))
+    mean_ttft, p90_ttft = service_ttft(_pools(routing), routing.problem.first_token)
     n_prefill = sum(prefill.values())
     output = problem.workload.output_tokens
     used_best = any(path.policy == "best" and routing.mass[k] > 0 for k, path in enumerate(routing.paths))

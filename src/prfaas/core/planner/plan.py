@@ -75,6 +75,8 @@ class Plan:
     """None without a target."""
     rate_within_target: float | None = None
     """The most requests per second at which the optimum keeps the target; None without one."""
+    rest_estimate: TtftEstimate | None = None
+    """Until decode instances can write the second token; None where first tokens come from them too."""
 
     @property
     def binding(self) -> tuple[str, ...]:
@@ -100,6 +102,7 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """Plain numbers, strings, lists and dicts; the optimum's and the baselines' fields lie flat in theirs."""
         optimum = self.optimum
+        rest = {} if self.rest_estimate is None else {"rest_estimate": asdict(self.rest_estimate)}
         return {
             "name": self.name,
             "verdict": self.verdict,
@@ -127,6 +130,7 @@ class Plan:
             "keeps_target": self.keeps_target if self.ttft_target is not None else None,
             "lambda_max_without_target": self.lambda_max_without_target,
             "rate_within_target": self.rate_within_target,
+            **rest,
         }
 
 
@@ -224,6 +228,7 @@ def make_plan(problem: PlanProblem, service: ServiceModel = "mean length") -> Pl
         keeps_target=keeps_target,
         lambda_max_without_target=None if target is None else without_target,
         rate_within_target=None if target is None else operation.rate_within(target),
+        rest_estimate=operation.rest_estimate(problem.load),
     )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from prfaas.core.deployment import FirstTokenSource
 from prfaas.core.planner.operating_point import CachePolicy
 from prfaas.core.units import format_s
 from prfaas.core.workload import Workload
@@ -85,6 +86,8 @@ class PlanLink:
     """What 10^9 bytes over it cost, in the currency of the instances' prices."""
     rtt_s: float = 0.0
     """Round trip in seconds: every request that crosses waits for one."""
+    transfer_limit_bits_per_s: float = math.inf
+    """What one transfer gets at most: what its ends can map."""
 
     @property
     def name(self) -> str:
@@ -131,6 +134,8 @@ class PlanProblem:
     """The share of Λ_max, in (0, 1), at which queueing is estimated."""
     ttft_target: TtftTarget | None = None
     """What the TTFT at `load` must keep to; None: nothing."""
+    first_token: FirstTokenSource = "decode"
+    """Who gives clients their first token; "prefill": as if every request allowed it."""
     streamed_token_bytes: float = math.inf
     """Of S_kv, the bytes per token that leave while a prefill runs; the rest leaves at its end. Infinite: all of it."""
 
@@ -180,6 +185,10 @@ def _check(problem: PlanProblem) -> None:
                 raise PlanError(f'link {link.name} names cluster "{end}", which is not there')
         if not link.bandwidth_bits_per_s > 0:
             raise PlanError(f"link {link.name} needs a bandwidth above 0, not {link.bandwidth_bits_per_s!r}")
+        if not link.transfer_limit_bits_per_s > 0:
+            raise PlanError(
+                f"one transfer on link {link.name} gets more than 0 bit/s, not {link.transfer_limit_bits_per_s!r}"
+            )
         if not 0 <= link.egress_per_gb < math.inf:
             raise PlanError(f"a price of egress is 0 or more, not {link.egress_per_gb!r} on {link.name}")
         if not 0 <= link.rtt_s < math.inf:

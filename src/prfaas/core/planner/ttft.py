@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from prfaas.core.deployment import FirstTokenSource
 from prfaas.core.planner.problem import Path, PlanProblem
 from prfaas.core.units import BITS_PER_BYTE
 
@@ -46,12 +47,19 @@ class LinkTime:
     """Seconds on the empty link of what can leave while the prefill runs."""
     late_s: "FloatArray"
     """The same of what can only leave at its end, or must be there before: states, windows, fetched prefixes."""
+    before_s: "FloatArray"
+    """Of `late_s` what must be there before."""
     round_trip_s: "FloatArray"
     busy_s: "FloatArray"
     """Seconds that the link works per request of the whole system."""
 
-    def added_s(self, prefill_s: "FloatArray", requests_per_s: float) -> "FloatArray":
+    def added_s(
+        self, prefill_s: "FloatArray", requests_per_s: float, first_token: FirstTokenSource = "decode"
+    ) -> "FloatArray":
         """Seconds from the end of the prefill to the last byte's arrival.
+
+        Where the prefill gives the first token, they are what that has waited for the link: prefixes that came before,
+        and round trips.
 
         Transfers share the link: each takes 1 / (1 − ρ) times as long as alone (M/G/1 processor sharing, Kleinrock,
         Queueing Systems II, 1976, section 4.4). The link must not be full.
@@ -59,6 +67,9 @@ class LinkTime:
         import numpy as np
 
         left = 1 - requests_per_s * self.busy_s
+        if first_token == "prefill":
+            waits: FloatArray = self.round_trip_s + self.before_s / left
+            return waits
         added: FloatArray = (
             self.round_trip_s + self.late_s / left + np.maximum(self.streamed_s / left - prefill_s, 0.0)
         )
@@ -85,11 +96,11 @@ class PrefillPoolLoad:
         """Seconds of work per request of the whole system."""
         return float((self.seconds * self.weights).sum())
 
-    def served_s(self, requests_per_s: float = 0.0) -> "FloatArray":
-        """Prefill and link together, without waiting for either's turn."""
+    def served_s(self, requests_per_s: float = 0.0, first_token: FirstTokenSource = "decode") -> "FloatArray":
+        """Prefill and what the link adds to the TTFT, without waiting for either's turn."""
         if self.link is None:
             return self.seconds
-        return self.seconds + self.link.added_s(self.seconds, requests_per_s)
+        return self.seconds + self.link.added_s(self.seconds, requests_per_s, first_token)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -142,7 +153,7 @@ def link_time(
     if not path.transfers:
         return None
     links = {link.name: link for link in problem.links}
-    streamed_s, late_s = np.zeros(len(lengths)), np.zeros(len(lengths))
+    streamed_s, late_s, before_s = (np.zeros(len(lengths)) for _ in range(3))
     round_trip_s = busy_s = 0.0
     for number, transfer in enumerate(path.transfers, start=1):
         link = links[transfer.link]
@@ -153,13 +164,15 @@ def link_time(
         streamed = (
             np.minimum(sizes, problem.streamed_token_bytes * tokens) if is_back else np.zeros(len(lengths))
         )
-        unit_s = BITS_PER_BYTE / link.bandwidth_bits_per_s
+        unit_s = BITS_PER_BYTE / min(link.bandwidth_bits_per_s, link.transfer_limit_bits_per_s)
         streamed_s += streamed * unit_s
         late_s += (sizes - streamed) * unit_s
+        if not is_back:
+            before_s += sizes * unit_s
         round_trip_s += link.rtt_s
-        busy_s = max(busy_s, float((weights * sizes).sum()) * unit_s)
+        busy_s = max(busy_s, float((weights * sizes).sum()) * BITS_PER_BYTE / link.bandwidth_bits_per_s)
     full = np.ones(len(lengths))
-    return LinkTime(streamed_s, late_s, round_trip_s * full, busy_s * full)
+    return LinkTime(streamed_s, late_s, before_s, round_trip_s * full, busy_s * full)
 
 
 def joined(parts: Sequence[LinkTime | None], counts: Sequence[int]) -> LinkTime | None:
@@ -177,14 +190,18 @@ def joined(parts: Sequence[LinkTime | None], counts: Sequence[int]) -> LinkTime 
             ]
         )
 
-    return LinkTime(every("streamed_s"), every("late_s"), every("round_trip_s"), every("busy_s"))
+    return LinkTime(
+        every("streamed_s"), every("late_s"), every("before_s"), every("round_trip_s"), every("busy_s")
+    )
 
 
-def service_ttft(pools: tuple[PrefillPoolLoad, ...], quantile: float = 0.9) -> tuple[float, float]:
+def service_ttft(
+    pools: tuple[PrefillPoolLoad, ...], first_token: FirstTokenSource = "decode", quantile: float = 0.9
+) -> tuple[float, float]:
     """Mean and quantile of prefill and link in seconds, without waiting: what Table 6 prints."""
     import numpy as np
 
-    seconds = np.concatenate([pool.served_s() for pool in pools])
+    seconds = np.concatenate([pool.served_s(0.0, first_token) for pool in pools])
     weights = np.concatenate([pool.weights for pool in pools])
     order = np.argsort(seconds)
     seconds, weights = seconds[order], weights[order] / weights.sum()
@@ -205,6 +222,7 @@ class TtftDistribution:
         pools: The prefill pools.
         requests_per_s: What arrives at the whole system.
         decode: The decode slots; none: as if nobody ever waited for one.
+        first_token: Who gives it. One of the prefill waits for no link and no slot, but all stages must keep up.
     """
 
     def __init__(
@@ -212,13 +230,14 @@ class TtftDistribution:
         pools: tuple[PrefillPoolLoad, ...],
         requests_per_s: float,
         decode: Sequence[DecodeQueue] = (),
+        first_token: FirstTokenSource = "decode",
     ) -> None:
         self._pools = pools
-        self._decode = decode or (DecodeQueue(1.0, 0.0, NO_WAIT),)
-        self.busiest_utilisation = max(_utilisations(pools, requests_per_s, self._decode), default=0.0)
+        self.busiest_utilisation = max(_utilisations(pools, requests_per_s, decode), default=0.0)
+        self._decode = decode if decode and first_token == "decode" else (DecodeQueue(1.0, 0.0, NO_WAIT),)
         self.is_finite = self.busiest_utilisation < 1
         if self.is_finite:
-            self._served_s = [pool.served_s(requests_per_s) for pool in pools]
+            self._served_s = [pool.served_s(requests_per_s, first_token) for pool in pools]
             self._waits = [wait_of(pool, requests_per_s) for pool in pools]
 
     def mean_s(self) -> float:

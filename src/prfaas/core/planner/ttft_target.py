@@ -48,15 +48,24 @@ class Operation:
 
     def waits(self, requests_per_s: float) -> TtftDistribution:
         """TTFT with waiting at a rate."""
-        prefill = {roles.cluster: roles.prefill for roles in self.point.roles}
-        return _distribution(self.problem, self.work, prefill, requests_per_s)
+        return self._waits(self.problem, requests_per_s)
 
     def estimate(self, load: float) -> TtftEstimate:
         """TTFT with waiting at a share of Λ_max."""
         requests_per_s = load * self.point.lambda_max
-        found = self.waits(requests_per_s)
-        mean_s, p90_s = (found.mean_s(), found.quantile_s(0.9)) if found.is_finite else (None, None)
-        return TtftEstimate(ESTIMATE_LABEL, load, requests_per_s, mean_s, p90_s, found.busiest_utilisation)
+        return _estimate(self.waits(requests_per_s), load, requests_per_s)
+
+    def rest_estimate(self, load: float) -> TtftEstimate | None:
+        """The same until decode instances have the KV and a slot; None where the TTFT waits for those."""
+        if self.problem.first_token == "decode":
+            return None
+        requests_per_s = load * self.point.lambda_max
+        found = self._waits(replace(self.problem, first_token="decode"), requests_per_s)
+        return _estimate(found, load, requests_per_s)
+
+    def _waits(self, problem: PlanProblem, requests_per_s: float) -> TtftDistribution:
+        prefill = {roles.cluster: roles.prefill for roles in self.point.roles}
+        return _distribution(problem, self.work, prefill, requests_per_s)
 
     @property
     def keeps_target(self) -> bool:
@@ -192,7 +201,10 @@ class _TargetSearch:
         rates = [each for each, _ in merits(self._split, self._split.loads(lengths), self._splits)]
         works = self._works(lengths)
         # Where not even a prefill that never waits is in time, no split helps.
-        hopeful = [_is_within(TtftDistribution(work.pools, 0.0), self._target) for work in works]
+        first_token = self._split.problem.first_token
+        hopeful = [
+            _is_within(TtftDistribution(work.pools, 0.0, (), first_token), self._target) for work in works
+        ]
         ranked = sorted(
             (
                 (float(rates[n][i]), i, n)
@@ -290,7 +302,12 @@ def _distribution(
     problem: PlanProblem, work: StageWork, prefill: Mapping[str, int], requests_per_s: float
 ) -> TtftDistribution:
     decode = decode_queues(problem, prefill, work, requests_per_s)
-    return TtftDistribution(work.pools, requests_per_s, decode)
+    return TtftDistribution(work.pools, requests_per_s, decode, problem.first_token)
+
+
+def _estimate(found: TtftDistribution, load: float, requests_per_s: float) -> TtftEstimate:
+    mean_s, p90_s = (found.mean_s(), found.quantile_s(0.9)) if found.is_finite else (None, None)
+    return TtftEstimate(ESTIMATE_LABEL, load, requests_per_s, mean_s, p90_s, found.busiest_utilisation)
 
 
 def _is_within(found: TtftDistribution, target: TtftTarget) -> bool:

@@ -192,7 +192,7 @@ def point_of(split: Split, length: float, n_prefill: int) -> OperatingPoint:
     local_capacity = capacities["pd prefill", pd.name]
     long_tokens = problem.workload.lengths.mean_above(length)
     short_tokens = problem.workload.lengths.mean_at_most(length)
-    mean_ttft, p90_ttft = service_ttft(pools_of(split, length, n_prefill))
+    mean_ttft, p90_ttft = service_ttft(pools_of(split, length, n_prefill), split.problem.first_token)
     stages = [
         Stage(
             f"{name} {'link' if kind == 'link' else 'prefill'}", kind, value, rate / value if value else 0.0

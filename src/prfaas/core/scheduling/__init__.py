@@ -24,6 +24,7 @@ from prfaas.core.scheduling.policy import (
     policy_class,
     policy_named,
 )
+from prfaas.core.scheduling.relay import RelayPlan, relay_plan
 from prfaas.core.scheduling.tiers import with_pools
 from prfaas.core.scheduling.view import (
     ClusterKind,
@@ -58,6 +59,7 @@ __all__ = [
     "PoolView",
     "PrefillOption",
     "PrefixHit",
+    "RelayPlan",
     "Route",
     "RoutingRequest",
     "Setting",
@@ -68,5 +70,6 @@ __all__ = [
     "parameters_of",
     "policy_class",
     "policy_named",
+    "relay_plan",
     "with_pools",
 ]

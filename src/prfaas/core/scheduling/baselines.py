@@ -48,7 +48,8 @@ class RoundRobin:
         pd, decode, cluster, instance, link = placements[request.ordinal % len(placements)]
         option = prefill_by(request, view, cluster, instance)
         if link is not None:
-            option = streamed(option, link, view.now_s, kv_bytes_to(request, view, decode))
+            kv_bytes = kv_bytes_to(request, view, decode)
+            option = streamed(option, link, view.now_s, kv_bytes, request.first_from_prefill)
         held = max(request.reusable_at(each.name) for each in pd.instances)
         threshold = view.threshold_tokens.get(pd.name, math.inf)
         choice = Choice(option, request.num_tokens - held, threshold, "turn")
@@ -140,7 +141,10 @@ class OffloadAll:
 
 @dataclass(frozen=True, slots=True)
 class LeastTtft:
-    """The smallest predicted TTFT, here or there, a cache moved first where `paper` might and that is sooner."""
+    """The smallest predicted TTFT, here or there, a cache moved first where `paper` might and that is sooner.
+
+    Where the first token comes from the prefill it is the mean of that and of when the KV has arrived.
+    """
 
     name: ClassVar[str] = "least_ttft"
     abundance: AbundanceMarks = field(default_factory=AbundanceMarks)
@@ -154,7 +158,7 @@ class LeastTtft:
         if pd.remotes:
             far = soonest_remote(request, view, pd, pd.remotes)
             far = with_cache(request, view, pd, far, self.abundance)
-            best = far if far.ttft_s < best.ttft_s else best
+            best = far if far.delay_s < best.delay_s else best
         uncached = uncached_tokens(request, view, pd, self.abundance)
         reason = pd.local_reason if best.link is None else ""
         return Choice(best, uncached, pd.threshold_tokens, reason or "soonest")

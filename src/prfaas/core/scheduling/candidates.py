@@ -9,7 +9,7 @@ from operator import attrgetter, itemgetter
 from typing import Protocol
 
 from prfaas.core.scheduling.decision import CacheTransfer, PoolCopy, RoutingRequest
-from prfaas.core.scheduling.hazard import expected_loss_s
+from prfaas.core.scheduling.hazard import streamed_s
 from prfaas.core.scheduling.tiers import source_pool
 from prfaas.core.scheduling.view import (
     ClusterKind,
@@ -42,12 +42,36 @@ class PrefillCandidate:
     link_s: float
     """What this KV alone takes on the link."""
     ttft_s: float
-    """Until the decode instance has everything."""
+    """Until the decode instance has everything; where the prefill gives the first token, until the client has it."""
     kv_bytes: int
     """What crosses `link`; 0 without one."""
     cache_transfer: CacheTransfer | None
     load_s: float
     """Of `start_s` what it loads from its machine's pool."""
+
+    @property
+    def loaded_s(self) -> float:
+        """Until the decode instance has everything, whoever gives the first token."""
+        link = self.link
+        if link is None:
+            return self.ttft_s
+        return streamed_s(
+            self.start_s,
+            self.prefill_s,
+            self.link_wait_s,
+            self.link_s,
+            link.rtt_s,
+            self.cluster.kills_per_s,
+        )
+
+    @property
+    def delay_s(self) -> float:
+        """What ways are compared by: the mean of `ttft_s` and `loaded_s`, equal where the first token waits for the KV.
+
+        By the first token alone links would cost nothing, and a full one would get ever more. By the mean neither
+        wait is free. The way with the least mean has its first token no later than any way has everything.
+        """
+        return (self.ttft_s + self.loaded_s) / 2.0
 
 
 def prefill_by(
@@ -106,14 +130,23 @@ def kv_bytes_to(request: RoutingRequest, view: View, decode: InstanceView) -> in
     return view.kv.bytes_to_move(request.num_tokens, skip)
 
 
-def streamed(option: PrefillCandidate, link: LinkView, now_s: float, kv_bytes: int) -> PrefillCandidate:
-    """The prefill of another cluster, its KV streamed over `link` while it is made (section 3.3)."""
+def streamed(
+    option: PrefillCandidate, link: LinkView, now_s: float, kv_bytes: int, first_from_prefill: bool = False
+) -> PrefillCandidate:
+    """The prefill of another cluster, its KV streamed over `link` while it is made (section 3.3).
+
+    With `first_from_prefill` its TTFT is that of a token which comes back while the KV is still on its way.
+    """
     link_s = BITS_PER_BYTE * kv_bytes / link.capacity_bits_per_s
     link_wait_s = link.drained_s - now_s
     if link_wait_s < 0.0:
         link_wait_s = 0.0
     start_s, prefill_s = option.start_s, option.prefill_s
-    ttft_s = streamed_s(start_s, prefill_s, link_wait_s, link_s, link.rtt_s, option.cluster.kills_per_s)
+    kills_per_s = option.cluster.kills_per_s
+    if first_from_prefill:
+        ttft_s = streamed_s(start_s, prefill_s, 0.0, 0.0, link.rtt_s, kills_per_s)
+    else:
+        ttft_s = streamed_s(start_s, prefill_s, link_wait_s, link_s, link.rtt_s, kills_per_s)
     return PrefillCandidate(
         option.cluster,
         option.instance,
@@ -128,27 +161,6 @@ def streamed(option: PrefillCandidate, link: LinkView, now_s: float, kv_bytes: i
         option.cache_transfer,
         option.load_s,
     )
-
-
-def streamed_s(
-    start_s: float,
-    prefill_s: float,
-    link_wait_s: float,
-    link_s: float,
-    rtt_s: float,
-    kills_per_s: float = 0.0,
-) -> float:
-    """Seconds until a streamed prefill has arrived.
-
-    Both are needed: the prefill's end, and this KV's bytes after those that the link has already accepted. Where
-    instances are killed, what that costs on average is added: all is lost until the last byte has left.
-    """
-    computed_s = start_s + prefill_s
-    sent_s = (start_s if start_s > link_wait_s else link_wait_s) + link_s
-    left_s = computed_s if computed_s > sent_s else sent_s
-    if kills_per_s:
-        left_s += expected_loss_s(left_s - start_s, kills_per_s)
-    return left_s + rtt_s
 
 
 @dataclass(slots=True)

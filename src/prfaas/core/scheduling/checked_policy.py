@@ -120,7 +120,7 @@ def _fault_of_numbers(decision: Decision, request: RoutingRequest) -> str | None
             return f"{field} must be a whole number from 0 to {most}, not {tokens!r}"
     if not isinstance(decision.kv_bytes, int) or decision.kv_bytes < 0:
         return f"kv_bytes must be a whole number from 0 on, not {decision.kv_bytes!r}"
-    for field in ("threshold_tokens", "predicted_ttft_s"):
+    for field in ("threshold_tokens", "predicted_ttft_s", "kv_wait_s"):
         number = getattr(decision, field)
         if not isinstance(number, int | float) or not number >= 0:
             return f"{field} must be a number from 0 on, not {number!r}"

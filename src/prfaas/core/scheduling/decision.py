@@ -113,6 +113,9 @@ class RoutingRequest:
     """Instance name → the prefix that is worth reading from another machine of its cluster; absent: none is."""
     own: Mapping[str, PrefixHit] = field(default_factory=dict)
     """As `held` without the pools; empty where these hold nothing."""
+    first_from_prefill: bool = False
+    """Whether the client gets the first token from the instance that prefills, where that is not the one that decodes.
+    It waits for no KV and no decode slot then; the rest of the answer does."""
 
     def reusable_at(self, instance: str) -> int:
         """Tokens that a prefill at `instance` need not compute; the last prompt token is always computed."""
@@ -199,7 +202,8 @@ class Decision:
     threshold_tokens: float
     """The threshold at that moment, adjustments included."""
     predicted_ttft_s: float
-    """Wait, prefill, and what of the transfer the prefill does not hide."""
+    """Wait, prefill, and what of the transfer the prefill does not hide. A first token of the prefill waits for no
+    transfer: that is `kv_wait_s` then."""
     cache_transfer: CacheTransfer | None = None
     urgency_s: float | None = None
     """None: the prefill goes to `prefill` at once, in the order of arrival. A number: it waits until an instance of
@@ -214,7 +218,9 @@ class Decision:
     hit: HitTokens | None = None
     """Where the tokens come from that `prefill` need not compute; None: no pool held anything."""
     decode_wait_s: float = 0.0
-    """What comes after the predicted TTFT: until `decode` has a slot for the request, as predicted."""
+    """What comes after the predicted TTFT and `kv_wait_s`: until `decode` has a slot for the request, as predicted."""
+    kv_wait_s: float = 0.0
+    """What comes after a predicted TTFT that waits for no KV: until `decode` has it and can write the second token."""
 
     @property
     def transfers(self) -> bool:

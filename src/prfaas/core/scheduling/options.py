@@ -43,8 +43,16 @@ class PrefillOption:
 
     @property
     def ttft_s(self) -> float:
-        """Predicted: the wait, the prefill, and what of the transfer the prefill does not hide."""
+        """Predicted: the wait, the prefill, and what of the transfer the prefill does not hide.
+
+        Where the prefill gives the first token (`request.first_from_prefill`) no transfer is in it.
+        """
         return self.candidate.ttft_s
+
+    @property
+    def loaded_s(self) -> float:
+        """Predicted: until the decode instance has everything; `ttft_s`, or more where the prefill gives that token."""
+        return self.candidate.loaded_s
 
     @property
     def wait_s(self) -> float:
@@ -94,8 +102,8 @@ class PrefillOption:
 
     @property
     def decode_wait_s(self) -> float:
-        """After `ttft_s`, until the decode instance has a slot, as predicted."""
-        return slot_wait_s(self.decode, self.view, self.ttft_s)
+        """After `loaded_s`, until the decode instance has a slot, as predicted."""
+        return slot_wait_s(self.decode, self.view, self.loaded_s)
 
     @property
     def _pd_instances(self) -> list[InstanceView]:
@@ -136,6 +144,6 @@ def options(request: RoutingRequest, view: View) -> list[PrefillOption]:
         for node in near.far:
             link = usable_link(view, node.cluster.name, cluster.name)
             if link is not None:
-                far = streamed(node, link, view.now_s, kv_bytes)
+                far = streamed(node, link, view.now_s, kv_bytes, request.first_from_prefill)
                 found.append(PrefillOption(request, view, far.instance, decode, link, far))
     return found

@@ -2,8 +2,8 @@
 
 import math
 
-from prfaas.core.scheduling.candidates import streamed_s
 from prfaas.core.scheduling.decision import RoutingRequest
+from prfaas.core.scheduling.hazard import streamed_s
 from prfaas.core.scheduling.view import ClusterView, InstanceView, View
 from prfaas.core.units import BITS_PER_BYTE
 

@@ -19,11 +19,11 @@ from prfaas.core.scheduling.candidates import (
     prefill_candidates,
     prefill_without_hop,
     streamed,
-    streamed_s,
 )
 from prfaas.core.scheduling.decision import Decision, Route, RoutingRequest
 from prfaas.core.scheduling.decoders import decode_choices, load_of, slot_free_s, slot_wait_s, soonest_free
 from prfaas.core.scheduling.egress import is_worth_offloading
+from prfaas.core.scheduling.hazard import streamed_s
 from prfaas.core.scheduling.link_choice import usable_link
 from prfaas.core.scheduling.preemption import with_time_left
 from prfaas.core.scheduling.tiers import hit_tokens
@@ -255,19 +255,28 @@ def _compared(
         far_s = min((node.ttft_s for node in prefill.far), default=math.inf)
         for cluster, decode in sorted(decoders, key=_by_load):
             free_s = slot_free_s(decode, cluster.slot_s)
-            if soonest_s <= max(_least_s(request, view, cluster, decode, prefill, far_s), free_s):
+            least_s = _least_s(request, view, cluster, decode, prefill, far_s)
+            slot_s = least_s if least_s > free_s else free_s
+            if soonest_s <= ((least_s + slot_s) / 2.0 if request.first_from_prefill else slot_s):
                 continue
             able = able_to_send(request, view, decode, prefill) if view.blocked else prefill
             pd = pd_candidate_of(request, view, cluster, decode, able)
             choice = choose(request, view, pd)
-            first_s = max(choice.option.ttft_s, free_s)
-            if chosen is None or first_s < soonest_s:
-                best, chosen, here, soonest_s = choice, pd, able, first_s
+            delay_s = _delay_s(request, choice.option, decode, free_s)
+            if chosen is None or delay_s < soonest_s:
+                best, chosen, here, soonest_s = choice, pd, able, delay_s
         assert chosen is not None  # there is at least one
     if best is None or request.held:
         let_caches_move(chosen, here)
         best = choose(request, view, chosen)
     return chosen, best
+
+
+def _delay_s(request: RoutingRequest, option: PrefillCandidate, decode: InstanceView, free_s: float) -> float:
+    """`PrefillCandidate.delay_s` with the wait for a decode slot, which a first token from the prefill is spared."""
+    if not request.first_from_prefill or option.instance is decode:
+        return max(option.ttft_s, free_s)
+    return (option.ttft_s + max(option.loaded_s, free_s)) / 2.0
 
 
 def _by_load(each: tuple[ClusterView, InstanceView]) -> float:
@@ -297,10 +306,11 @@ def _least_s(
 def soonest_remote(
     request: RoutingRequest, view: View, pd: PdCandidate, remotes: Sequence[tuple[BestCandidate, LinkView]]
 ) -> PrefillCandidate:
-    """Of `remotes`, at least one, the one with the least predicted TTFT."""
+    """Of `remotes`, at least one, the one with the least predicted TTFT; by `delay_s` where that is something else."""
     kv_bytes = kv_bytes_to(request, view, pd.decode)
+    first_from_prefill = request.first_from_prefill
     if len(remotes) == 1:
-        return streamed(*remotes[0], view.now_s, kv_bytes)
+        return streamed(*remotes[0], view.now_s, kv_bytes, first_from_prefill)
     now_s, kv_bits = view.now_s, BITS_PER_BYTE * kv_bytes
     chosen: tuple[BestCandidate, LinkView] | None = None
     least_s = math.inf
@@ -316,10 +326,14 @@ def soonest_remote(
                 link.rtt_s,
                 node.cluster.kills_per_s,
             )
+            if first_from_prefill:
+                kills_per_s = node.cluster.kills_per_s
+                early_s = streamed_s(node.start_s, node.prefill_s, 0.0, 0.0, link.rtt_s, kills_per_s)
+                ttft_s = (ttft_s + early_s) / 2.0
             if chosen is None or ttft_s < least_s:
                 chosen, least_s = (node, link), ttft_s
     assert chosen is not None  # there is at least one
-    return streamed(*chosen, now_s, kv_bytes)
+    return streamed(*chosen, now_s, kv_bytes, first_from_prefill)
 
 
 def decision_of(request: RoutingRequest, view: View, decode: InstanceView, choice: Choice) -> Decision:
@@ -329,9 +343,11 @@ def decision_of(request: RoutingRequest, view: View, decode: InstanceView, choic
         here = prefill_without_hop(request, view, decode, option)
         if here is not None:
             option, reason = here, "tiny"
-    prefill, link, decode_wait_s = option.instance, option.link, 0.0
+    prefill, link, decode_wait_s, kv_wait_s = option.instance, option.link, 0.0, 0.0
+    if request.first_from_prefill:
+        kv_wait_s = option.loaded_s - option.ttft_s
     if decode.decoding >= decode.decode_slots:
-        decode_wait_s = slot_wait_s(decode, view, option.ttft_s)
+        decode_wait_s = slot_wait_s(decode, view, option.ttft_s + kv_wait_s)
     skip_tokens = kv_bytes = 0
     if prefill is not decode:
         if request.held and view.kv.can_skip:
@@ -357,6 +373,7 @@ def decision_of(request: RoutingRequest, view: View, decode: InstanceView, choic
         if request.pools
         else None,
         decode_wait_s,
+        kv_wait_s,
     )
 
 

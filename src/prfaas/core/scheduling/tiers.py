@@ -18,6 +18,8 @@ def with_pools(
     pools: Mapping[str, PoolHit],
     view: View,
     ordinal: int = 0,
+    *,
+    first_from_prefill: bool = False,
 ) -> RoutingRequest:
     """The request as policies see it: every instance holds the best of its own blocks and its machine's pool.
 
@@ -32,10 +34,11 @@ def with_pools(
         pools: pool name → what it holds.
         view: tells which instances are on a pool's machine, and how fast its tiers are.
         ordinal: as in `RoutingRequest`.
+        first_from_prefill: as in `RoutingRequest`.
     """
     usable = {name: hit for name, hit in pools.items() if name in view.pools and view.pools[name].up}
     if not usable:
-        return RoutingRequest(num_tokens, held, ordinal)
+        return RoutingRequest(num_tokens, held, ordinal, first_from_prefill=first_from_prefill)
     merged, loads_s, copies = dict(held), {}, {}
     by_cluster: dict[str, dict[str, PoolHit]] = {}
     for name, hit in usable.items():
@@ -58,7 +61,7 @@ def with_pools(
                 copy = _best_copy(num_tokens, own, here, load_s, pool, own_hit, others, view)
                 if copy is not None:
                     copies[name] = copy
-    return RoutingRequest(num_tokens, merged, ordinal, loads_s, usable, copies, held)
+    return RoutingRequest(num_tokens, merged, ordinal, loads_s, usable, copies, held, first_from_prefill)
 
 
 def loading_s(kv: KvFacts, pool: PoolView, hit: PoolHit, num_tokens: int, own_tokens: int) -> float:

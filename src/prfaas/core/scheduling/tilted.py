@@ -10,9 +10,9 @@ from prfaas.core.scheduling.candidates import (
     PrefillCandidate,
     kv_bytes_to,
     streamed,
-    streamed_s,
 )
 from prfaas.core.scheduling.decision import Decision, RoutingRequest
+from prfaas.core.scheduling.hazard import streamed_s
 from prfaas.core.scheduling.link_choice import AbundanceMarks, is_stale, unpriced
 from prfaas.core.scheduling.parameters import Bounds
 from prfaas.core.scheduling.prefill_order import place_in_line_s
@@ -34,9 +34,10 @@ class Tilted:
         T_pd(t) · (u − t) / max(u, t) + β · Δ > 0   with   Δ = w_pd − (w_far · T_far + q · X) / T_pd
 
     t: the threshold; u: the uncached length, both as in `paper`; T_pd(t): a prefill of t tokens in the PD cluster.
-    T_pd, T_far: what this prefill would take on either side, each with its own cache. w: until it could start,
-    w_far with the transfer that it does not hide. q: the link's queue in seconds, which is the price of its
-    bandwidth; X: seconds of the link that this KV takes. Solved for u it is a threshold:
+    T_pd, T_far: what this prefill would take on either side, each with its own cache. w: until it could start, w_far
+    with the transfer that it does not hide, half of it where the first token does not wait for it. q: the link's queue
+    in seconds, which is the price of its bandwidth; X: seconds of the link that this KV takes. Solved for u it is a
+    threshold:
 
         t' = t · max(0, 1 − β · Δ / T_pd(t))   where Δ > 0
         t' = t / (1 + β · Δ / T_pd(t))         where Δ < 0; infinite where the divisor is not above 0
@@ -83,7 +84,8 @@ class Tilted:
             far = self._cheapest_remote(request, view, pd)
             if pd.sources:
                 far = with_cache(request, view, pd, far, self.abundance)
-            tilt_s = self.beta * self._ahead_s(local, far, view)
+            done_s = far.delay_s if request.first_from_prefill else far.ttft_s
+            tilt_s = self.beta * self._ahead_s(local, far, done_s, view)
             tilt = tilt_s / max(pd.cluster.prefill_s(threshold), _LEAST_S)
             adjusted = _tilted(threshold, tilt)
             if far.link is not None and far.link.congestion:
@@ -92,26 +94,33 @@ class Tilted:
                 reason = "long" if uncached > threshold else "busy-pd"
                 return Choice(far, uncached, adjusted, reason)
             short_by_cache = own_uncached_tokens(request, pd) > adjusted
-            if short_by_cache and (local.cache_transfer is None or far.ttft_s <= local.ttft_s):
+            if short_by_cache and (local.cache_transfer is None or far.delay_s <= local.delay_s):
                 # The cache that makes it short does not come here, or is done sooner where it is.
                 return Choice(far, uncached, adjusted, "cached-there")
         reason = pd.reason_to_stay(long=uncached > threshold)
-        if reason == "busy-prfaas" and far is not None and uncached <= self._idle_threshold(local, far, pd):
+        is_busy, early = reason == "busy-prfaas", request.first_from_prefill
+        if is_busy and far is not None and uncached <= self._idle_threshold(local, far, pd, early):
             reason = "slow-link"
         elif far is not None and not pd.local_reason and uncached > unpriced(adjusted, pd.remotes):
             reason = "congested-link"
         return Choice(local, uncached, adjusted, reason)
 
-    def _idle_threshold(self, local: PrefillCandidate, far: PrefillCandidate, pd: PdCandidate) -> float:
+    def _idle_threshold(
+        self, local: PrefillCandidate, far: PrefillCandidate, pd: PdCandidate, first_from_prefill: bool
+    ) -> float:
         """The threshold if nothing waited anywhere: only the transfer that no prefill hides tilts it then."""
-        unhidden_s = max(far.link_s - far.prefill_s, 0.0) + (far.link.rtt_s if far.link is not None else 0.0)
+        unhidden_s = max(far.link_s - far.prefill_s, 0.0)
+        if first_from_prefill:
+            unhidden_s /= 2.0  # the first token does not wait for it: `PrefillCandidate.delay_s`
+        unhidden_s += far.link.rtt_s if far.link is not None else 0.0
         tilt_s = -self.beta * unhidden_s * far.prefill_s / (local.prefill_s or _LEAST_S)
         return _tilted(pd.threshold_tokens, tilt_s / max(pd.cluster.prefill_s(pd.threshold_tokens), _LEAST_S))
 
     def _cheapest_remote(self, request: RoutingRequest, view: View, pd: PdCandidate) -> PrefillCandidate:
         kv_bytes = kv_bytes_to(request, view, pd.decode)
+        first_from_prefill = request.first_from_prefill
         if len(pd.remotes) == 1:
-            return streamed(*pd.remotes[0], view.now_s, kv_bytes)
+            return streamed(*pd.remotes[0], view.now_s, kv_bytes, first_from_prefill)
         now_s, kv_bits = view.now_s, BITS_PER_BYTE * kv_bytes
         chosen: tuple[BestCandidate, LinkView] | None = None
         least = math.inf
@@ -124,14 +133,17 @@ class Tilted:
                     wait_s = 0.0
                 kills_per_s = node.cluster.kills_per_s
                 ttft_s = streamed_s(node.start_s, node.prefill_s, wait_s, link_s, link.rtt_s, kills_per_s)
+                if first_from_prefill:
+                    early_s = streamed_s(node.start_s, node.prefill_s, 0.0, 0.0, link.rtt_s, kills_per_s)
+                    ttft_s = (ttft_s + early_s) / 2.0
                 cost = ttft_s * node.prefill_s + wait_s * link_s
                 if cost < least:
                     chosen, least = (node, link), cost
         assert chosen is not None  # there is at least one
-        return streamed(*chosen, now_s, kv_bytes)
+        return streamed(*chosen, now_s, kv_bytes, first_from_prefill)
 
-    def _ahead_s(self, local: PrefillCandidate, far: PrefillCandidate, view: View) -> float:
-        work = (far.ttft_s - far.prefill_s) * far.prefill_s + far.link_wait_s * far.link_s
+    def _ahead_s(self, local: PrefillCandidate, far: PrefillCandidate, done_s: float, view: View) -> float:
+        work = (done_s - far.prefill_s) * far.prefill_s + far.link_wait_s * far.link_s
         ahead_s = local.start_s - work / (local.prefill_s or _LEAST_S)
         if ahead_s > 0.0 and far.link is not None and is_stale(far.link, view):
             return 0.0

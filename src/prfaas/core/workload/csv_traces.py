@@ -128,8 +128,9 @@ def _requests(path: Path, columns: CsvColumns) -> Iterator[TraceRequest]:
         raise WorkloadError(f"{path}: is empty; the first line must name the columns {columns}")
     wanted = (columns.arrival, columns.input, columns.output)
     if missing := [column for column in wanted if column not in header]:
+        text = f"the header has no {', '.join(missing)}; it has {', '.join(header)}"
         raise bad_line(
-            str(path), where, f"the header has no {', '.join(missing)}; it has {', '.join(header)}"
+            str(path), where, text if len(header) > 1 else f"{text}; cells must be separated by commas"
         )
     if twice := [column for column in wanted if header.count(column) > 1]:
         raise bad_line(str(path), where, f"the header has {twice[0]} twice")

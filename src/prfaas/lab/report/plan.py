@@ -147,6 +147,7 @@ def _setups(deployment: PlannedDeployment, plan: Plan) -> "Table":
         f"  queued, {estimate.requests_per_s:.3g} req/s": [
             _waits(each) for each in (estimate, *(each.ttft_same_traffic for each in others))
         ],
+        "  rest can begin, queued": [_waits(plan.rest_estimate)],
         **_target(plan, others),
         "cost per million tokens": [
             None if each is None else f"{each.per_million_tokens:.4g}"
@@ -272,7 +273,13 @@ def _notes(deployment: PlannedDeployment, plan: Plan) -> list[str]:
         f"waiting, at {plan.ttft_estimate.load:.0%} of each column's own throughput, and of the optimum's.",
         "Instances are PrfaaS + PD prefill + PD decode, in a column without PrfaaS the latter two.",
     ]
-    if deployment.kv_copies > _MORE_THAN_ONE:
+    if plan.rest_estimate is not None:
+        notes.append(
+            "First tokens come from the prefill (gateway.first_token), as if every request allowed it: the TTFT waits "
+            "for no KVCache and no decode slot. 'Rest can begin' is when both are there; the second token is a step "
+            "later."
+        )
+    if deployment.kv_copies > _MORE_THAN_ONE and deployment.wire_model is None:
         notes.append(
             f"Ranks keep copies of what they can't divide: an instance sends {deployment.kv_copies:.3g} times the "
             "KVCache of one rank. Set tensor_parallel of the clusters if your engines run otherwise."
@@ -280,9 +287,10 @@ def _notes(deployment: PlannedDeployment, plan: Plan) -> list[str]:
     ranks = {each.name: each.tensor_parallel for each in deployment.clusters}
     if deployment.links and len(set(ranks.values())) > 1:
         listed = ", ".join(f"{name} {count}" for name, count in ranks.items())
+        counted = "the bytes of the widest" if deployment.wire_model is None else "every byte once"
         notes.append(
-            f"Engines of different tensor_parallel refuse each other's KVCache ({listed}): the plan counts the bytes "
-            "of the widest, and needs engines that are alike."
+            f"Engines of different tensor_parallel refuse each other's KVCache ({listed}): the plan is for engines "
+            f"that map it, and counts {counted}."
         )
     cheapest = plan.cheapest
     if cheapest is not None and plan.cost is not None:

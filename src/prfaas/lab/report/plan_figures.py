@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import inf, nan
+from math import inf, isnan, nan
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -128,7 +128,9 @@ def plot_kv_throughput(curves: Sequence[KvThroughputCurve], path: Path) -> None:
     with plot(path, height=4.8) as (axes,):
         for number, curve in enumerate(curves):
             colour = COLOURS[number % len(COLOURS)]
-            style = "--" if curve.is_dense else "-"
+            # Where colours come again, another style tells the curves apart.
+            comes_again = number >= len(COLOURS)
+            style = (":" if curve.is_dense else "-.") if comes_again else "--" if curve.is_dense else "-"
             axes.plot(curve.tokens, curve.bits_per_s, style, color=colour, label=curve.label)
             if curve.measured:
                 axes.plot(*zip(*curve.measured, strict=True), "o", color=colour, markersize=4.5)
@@ -316,7 +318,7 @@ def _plot_bandwidth(name: str, problem: PlanProblem, plan: Plan, path: Path) -> 
     plot_sweep(
         values,
         [operation.point for operation in operations],
-        [plan.homogeneous.point.lambda_max] * len(values),
+        [plan.homogeneous.point.lambda_max if plan.homogeneous.keeps_target else nan] * len(values),
         path,
         title=f"{name}: over the bandwidth",
         label=f"bandwidth of link {problem.links[0].name}"
@@ -347,7 +349,7 @@ def plot_sweep(
     Args:
         values: Of that number.
         points: The best operating point at each.
-        homogeneous: Requests per second of a homogeneous cluster at each.
+        homogeneous: Requests per second of a homogeneous cluster at each; NaN where it misses the target of the TTFT.
         path: The PNG to write.
         title: Of the whole picture.
         label: Of the values' axis.
@@ -362,7 +364,18 @@ def plot_sweep(
     with plot(path, panels=2 if with_threshold else 1, height=5.6 if with_threshold else 4.4) as panels:
         upper, lower = panels[0], panels[-1]
         rates = [point.lambda_max for point in points]
-        upper.plot(values, rates, color=THROUGHPUT, label="this deployment, best plan")
+        # What misses the target is no answer for its value: the curve leaves it out, and one point alone is seen.
+        kept = (
+            [nan if misses else rate for rate, misses in zip(rates, missed, strict=True)] if missed else rates
+        )
+        upper.plot(
+            values,
+            kept,
+            "o-" if any(missed) else "-",
+            color=THROUGHPUT,
+            markersize=4,
+            label="this deployment, best plan",
+        )
         upper.plot(
             values,
             homogeneous,
@@ -373,7 +386,7 @@ def plot_sweep(
         )
         if any(missed):
             mark_missed(upper, values, rates, missed)
-        highest = max(*rates, *homogeneous)
+        highest = max(*rates, *(rate for rate in homogeneous if not isnan(rate)))
         upper.set_ylim(0, 1.12 * highest if highest > 0 else 1)
         upper.set_ylabel("requests per second")
         upper.set_title(title)

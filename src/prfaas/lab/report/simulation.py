@@ -93,6 +93,8 @@ class SimulationReport:
         ]
         if self.pools:
             facts.append(("pools", "; ".join(_pools(self.pools))))
+        if self.deployment.first_token == "prefill":
+            facts.append(("first tokens", "from the prefill, for every request"))
         if self.changes_text:
             facts.append(("changed in the file", "; ".join(self.changes_text)))
         if self.params:
@@ -317,6 +319,8 @@ _ROWS: tuple[tuple[str, str, Callable[[float], str], bool], ...] = (
     ("TTFT P50", "ttft_p50_s", _seconds, False),
     ("TTFT P90", "ttft_p90_s", _seconds, True),
     ("TTFT P99", "ttft_p99_s", _seconds, True),
+    ("second token, mean", "second_token_mean_s", _seconds, True),
+    ("second token, P90", "second_token_p90_s", _seconds, True),
     ("time per further token, mean", "tpot_mean_s", _seconds, False),
     ("time per further token, P90", "tpot_p90_s", _seconds, False),
     ("whole answer, mean", "e2e_mean_s", _seconds, False),

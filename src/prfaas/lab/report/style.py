@@ -70,7 +70,9 @@ def mark_missed(
         (value, height) for value, height, misses in zip(values, heights, missed, strict=True) if misses
     ]
     crossed, at = zip(*points, strict=True)
-    axes.plot(crossed, at, "x", color=COLOURS[3], markersize=8, label="misses the target for the TTFT")
+    label = "misses the target for the TTFT"
+    # Crosses at the end of an axis are whole.
+    axes.plot(crossed, at, "x", color=COLOURS[3], markersize=8, label=label, clip_on=False, zorder=5)
 
 
 def short_tokens(tokens: float) -> str:

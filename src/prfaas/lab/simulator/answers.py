@@ -7,7 +7,7 @@ from prfaas.lab.simulator.scenario import Overheads
 
 
 class Answers:
-    """Writes down the first and the last token of every request.
+    """Writes down the first, the second and the last token of every request.
 
     Args:
         events: The simulated clock.
@@ -36,30 +36,71 @@ class Answers:
 
     def begin(self, job: Job) -> None:
         """A request has its decode slot: what ends its TTFT, unless it had its first token already."""
-        job.slot_since_s = now_s = self._events.now_s
+        job.slot_since_s = self._events.now_s
         if job.has_first:
+            second_s = self._columns.second_token_s
+            if second_s is not None and second_s[job.number] != second_s[job.number]:
+                second_s[job.number] = self._after_arrival_s(job) + self._step_s(job)
             return
         job.has_first = True
-        overheads, target = self._overheads, job.target
-        ttft_s = now_s - job.arrival_s + overheads.request_s
-        if job.engine is not target:
-            ttft_s += overheads.hop_s
-        if overheads.first_step:
-            assert target.clock is not None and target.step_s is not None
-            ttft_s += target.step_s(target.clock.batch)
+        ttft_s = self._after_arrival_s(job)
+        if self._overheads.first_step:
+            ttft_s += self._step_s(job)
         self._columns.ttft_s[job.number] = ttft_s
+        if self._columns.second_token_s is not None and job.left_tokens > 1:
+            self._columns.second_token_s[job.number] = ttft_s + self._step_s(job)
+
+    def end_with_prefill(self, job: Job) -> bool:
+        """Its prefill has ended and sampled a first token, which goes back to the client while the KV moves on.
+
+        Of a link the token needs the round trip, and nothing of its bandwidth. Nothing happens where the client has a
+        first token, or where the instance that prefills decodes too.
+
+        Returns:
+            Whether that token was the whole answer, so that the request leaves.
+        """
+        if job.has_first or job.engine is job.target:
+            return False
+        job.has_first = True
+        job.tokens += 1
+        job.left_tokens = max(job.left_tokens - 1, 0)
+        columns, number = self._columns, job.number
+        rtt_s = 0.0 if job.link is None else job.link.view.rtt_s
+        columns.ttft_s[number] = self._after_arrival_s(job) + rtt_s
+        columns.prefilled_first[number] = 1
+        if job.left_tokens:
+            return False
+        columns.e2e_s[number] = columns.ttft_s[number]
+        view = job.target.view
+        view.in_flight -= 1
+        view.decoding -= 1
+        self._count(job)
+        return True
+
+    def _after_arrival_s(self, job: Job) -> float:
+        """From the request's arrival to now, with what comes beside the work itself."""
+        overheads = self._overheads
+        after_s = self._events.now_s - job.arrival_s + overheads.request_s
+        if job.engine is not job.target:
+            after_s += overheads.hop_s
+        return after_s
+
+    def _step_s(self, job: Job) -> float:
+        target = job.target
+        assert target.clock is not None and target.step_s is not None
+        return target.step_s(target.clock.batch)
 
     def end(self, job: Job) -> None:
         """A request has its last token, and leaves."""
-        overheads, target, now_s = self._overheads, job.target, self._events.now_s
-        target.answered(now_s - job.slot_since_s)
+        target = job.target
+        target.answered(self._events.now_s - job.slot_since_s)
         view = target.view
         view.in_flight -= 1
         view.decoding -= 1
-        e2e_s = now_s - job.arrival_s + overheads.request_s
-        if job.engine is not target:
-            e2e_s += overheads.hop_s
-        self._columns.e2e_s[job.number] = e2e_s
+        self._columns.e2e_s[job.number] = self._after_arrival_s(job)
+        self._count(job)
+
+    def _count(self, job: Job) -> None:
         del self._open[job.number]
         self.count += 1
         tokens = job.left_tokens

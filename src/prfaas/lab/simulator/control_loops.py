@@ -118,7 +118,7 @@ class SlowLoops:
             world.events.now_s,
         )
         self._conversions = Conversions(world, on_end=lambda: self.ask("roles"))
-        self._kv_bytes = KvSize(scenario.kv_model)
+        self._kv_bytes = KvSize(scenario.sent_model)
         self._outlook = Outlook(world.window, scenario.foresight or foresight_of(control.forecast_period_s))
         self._queues = QueueingModel(is_shortest_first(world.policy, world.view))
         self._answers = _Answers()

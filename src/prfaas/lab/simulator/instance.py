@@ -80,7 +80,7 @@ class Job:
     blocks: list[int]
     """Of the prompt; empty: no other prompt begins alike."""
     has_first: bool
-    """The client has its first token."""
+    """The client has its first token, or will have it on its way back from the prefill."""
     decision: Decision
     computed_tokens: int
     """What its prefill computes."""

@@ -68,7 +68,12 @@ class MachinePools:
                 self._add(scenario, cluster, block_tokens)
 
     def request(
-        self, number: int, tokens: int, blocks: Sequence[int], held: Mapping[str, PrefixHit]
+        self,
+        number: int,
+        tokens: int,
+        blocks: Sequence[int],
+        held: Mapping[str, PrefixHit],
+        first_from_prefill: bool = False,
     ) -> RoutingRequest:
         """A prompt as policies see it, given what the engines themselves hold of it."""
         hits: dict[str, PoolHit] = {}
@@ -77,7 +82,7 @@ class MachinePools:
             hit = machine.pool.hit(blocks, tokens - 1)
             if hit is not None:
                 hits[name] = hit
-        return with_pools(tokens, held, hits, self._view, number)
+        return with_pools(tokens, held, hits, self._view, number, first_from_prefill=first_from_prefill)
 
     def place(self, job: Job, held: Mapping[str, PrefixHit]) -> None:
         """A job was routed: what its decision says of pools comes true."""

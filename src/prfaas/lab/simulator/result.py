@@ -99,7 +99,8 @@ REFUSED = "refused"
 
 
 class Columns:
-    """What became of every request, column by column: one entry each in the order of arrival, 46 bytes in all.
+    """What became of every request, column by column: one entry each in the order of arrival, 46 bytes in all; 55
+    where first tokens come from prefills.
 
     Times are seconds from its arrival, NaN where it never came to that.
     """
@@ -109,15 +110,17 @@ class Columns:
         "hit_tokens",
         "link_bytes",
         "offloaded",
+        "prefilled_first",
         "reason",
         "reason_codes",
         "retries",
+        "second_token_s",
         "tier_tokens",
         "ttft_s",
         "uncached_tokens",
     )
 
-    def __init__(self) -> None:
+    def __init__(self, first_from_prefill: bool = False) -> None:
         self.ttft_s = array("d")
         self.e2e_s = array("d")
         self.uncached_tokens = array("i")
@@ -129,6 +132,9 @@ class Columns:
         self.reason_codes: dict[str, int] = {}
         # Of the hit tokens, those that came from pools, by tier; no columns without pools.
         self.tier_tokens: dict[str, array[int]] = {}
+        # Of requests whose first token came from the prefill, and the time of every second token.
+        self.prefilled_first = array("b")
+        self.second_token_s = array("d") if first_from_prefill else None
 
     def grow(self, count: int) -> None:
         """Room for `count` more requests."""
@@ -139,6 +145,9 @@ class Columns:
         for tokens in self.tier_tokens.values():
             tokens.frombytes(bytes(tokens.itemsize * count))
         self.retries.frombytes(bytes(count))
+        if self.second_token_s is not None:
+            self.second_token_s.extend([_NOT_A_NUMBER] * count)
+            self.prefilled_first.frombytes(bytes(count))
 
     @property
     def reasons(self) -> tuple[str, ...]:
@@ -160,8 +169,8 @@ class Result:
 
     arrival_s: FloatArray
     ttft_s: FloatArray
-    """From the arrival until all KV was at the decode instance and a slot free there (the paper's TTFT); NaN if that
-    never happened."""
+    """From the arrival until all KV was at the decode instance and a slot free there (the paper's TTFT), or until the
+    prefill's own first token was with the client; NaN if that never happened."""
     e2e_s: FloatArray
     """From the arrival until the last token; NaN if that never came."""
     tpot_s: FloatArray
@@ -198,6 +207,9 @@ class Result:
     """What the slow loops changed: `threshold_changes`, `conversions`, and with pools `prefix_copies`."""
     answer_s: float = 0.0
     """What a request of mean lengths takes in a full batch, without waiting; 0: not known."""
+    second_token_s: FloatArray | None = None
+    """From the arrival until the second token, NaN where there is none; None where first tokens come from decode
+    instances, a step before it."""
 
     def mean_of(self, series: str) -> float | None:
         """The mean of a series after the warm-up; None where there is none, or nothing finite in it."""
@@ -212,9 +224,11 @@ class Result:
 
         Columns are named as the fields are. Two differ: `request` is the number of the request from 0 on, the same
         for every policy under the same requests, and `reason` is a word. With pools, `hit_tokens_memory`, `_ssd`,
-        `_machine` and `_cluster` say what of `hit_tokens` came from which tier.
+        `_machine` and `_cluster` say what of `hit_tokens` came from which tier. Where first tokens come from prefills
+        there is `second_token_s`.
         """
         reasons = np.array(self.reasons, dtype=object)
+        second = {} if self.second_token_s is None else {"second_token_s": self.second_token_s}
         return {
             "request": np.arange(len(self.arrival_s)),
             "counted": self.counted,
@@ -229,6 +243,7 @@ class Result:
             "retries": self.retries,
             "link_bytes": self.link_bytes,
             "ttft_s": self.ttft_s,
+            **second,
             "tpot_s": self.tpot_s,
             "e2e_s": self.e2e_s,
         }
@@ -273,6 +288,11 @@ class Result:
             "simulated_s": self.end_s,
             "arrival_rps": float(counted.sum()) / span_s,
             **_percentiles("ttft", self.ttft_s[counted]),
+            **(
+                {}
+                if self.second_token_s is None
+                else _percentiles("second_token", self.second_token_s[counted])
+            ),
             **_percentiles("tpot", self.tpot_s[counted]),
             **_percentiles("e2e", self.e2e_s[counted]),
             "throughput_rps": float(in_time.sum()) / span_s,

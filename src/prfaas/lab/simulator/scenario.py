@@ -5,10 +5,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from prfaas.core.deployment import ControlConfig, PlannedCluster, PlannedDeployment, Slo
+from prfaas.core.deployment import (
+    ControlConfig,
+    FirstTokenSource,
+    PlannedCluster,
+    PlannedDeployment,
+    Slo,
+)
 from prfaas.core.kv import KvModel
 from prfaas.core.latency.service_curve import ServiceCurve
 from prfaas.core.planner import PlanProblem, best_operation, problem_of
+from prfaas.core.planner.from_deployment import mapping_bits_per_s
 from prfaas.core.scheduling.forecast import Foresight
 from prfaas.core.scheduling.threshold import ThresholdOptimiser
 from prfaas.lab.simulator.capacity import CapacityProcess, Constant, Interrupted
@@ -137,6 +144,10 @@ class Scenario:
     stall_limit_s: float = 8.0
     """After so long without capacity a link's transfers are given up, and the requests prefilled in their PD
     cluster."""
+    wire_model: KvModel | None = None
+    """What crosses links where that is less than what ranks hold together: `PlannedDeployment.wire_model`."""
+    first_token: FirstTokenSource = "decode"
+    """Who gives every first token; "prefill": where another instance prefills than the one that decodes."""
     transfer_grace_s: float = math.inf
     """The same for one transfer that is so late, on top of what its link's bandwidth explains (`late_after_s`).
     Live it is 30 s. Infinite: however late."""
@@ -181,6 +192,11 @@ class Scenario:
                 f"more, not of {cluster.kv_block_tokens} (kv_block_tokens)"
             )
 
+    @property
+    def sent_model(self) -> KvModel:
+        """What of a request's KVCache crosses a link."""
+        return self.kv_model if self.wire_model is None else self.wire_model
+
     def capacity_of(self, link: SimulatedLink) -> CapacityProcess:
         """What a link really carries, its failures included."""
         outages = [
@@ -219,6 +235,7 @@ def scenario_of(
     decode_context_s: float | None = None,
     transfer_grace_s: float = math.inf,
     queue_limit_s: float = math.inf,
+    first_token: FirstTokenSource | None = None,
 ) -> Scenario:
     """What a deployment file describes.
 
@@ -245,6 +262,7 @@ def scenario_of(
             that its profile was measured at, or the workload's mean where it does not say. None takes the profile's.
         transfer_grace_s: How late a transfer may be before it is given up.
         queue_limit_s: Requests that would wait longer are refused; infinite: none are.
+        first_token: Who gives it; None takes the file's `gateway.first_token`.
 
     Raises:
         DeploymentError: as `problem_of`.
@@ -289,12 +307,13 @@ def scenario_of(
                 link.bandwidth_bits_per_s,
                 processes.get(link.name, Constant(link.bandwidth_bits_per_s)),
                 link.rtt_s,
-                link.transfer_limit_bits_per_s,
+                min(link.transfer_limit_bits_per_s, mapping_bits_per_s(planned, link)),
                 link.egress_per_gb,
             )
             for link in planned.links
         ),
         kv_model=planned.kv_model,
+        wire_model=planned.wire_model,
         policy=policy,
         threshold_tokens=thresholds,
         output_tokens=problem.workload.output_tokens,
@@ -310,6 +329,7 @@ def scenario_of(
         slo=planned.slo,
         transfer_grace_s=transfer_grace_s,
         queue_limit_s=queue_limit_s,
+        first_token=first_token or planned.first_token,
     )
 
 

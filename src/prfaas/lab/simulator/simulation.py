@@ -162,6 +162,11 @@ def _result(
     outputs = np.concatenate([output_tokens for _, _, output_tokens in arrived])
     ttft_s, e2e_s = np.array(columns.ttft_s), np.array(columns.e2e_s)
     after_first = np.maximum(outputs - 1, 1) if scenario.overheads.first_step else outputs
+    second_token_s = None
+    if columns.second_token_s is not None:
+        second_token_s = np.array(columns.second_token_s)
+        # The decode instance had one token less to write.
+        after_first = np.where(columns.prefilled_first, np.maximum(outputs - 1, 1), after_first)
     inputs = np.concatenate([input_tokens for _, input_tokens, _ in arrived])
     end_s = float(arrival_s[-1])
     answer_s = _answer_s(scenario, float(inputs.mean()), float(outputs.mean()))
@@ -191,6 +196,7 @@ def _result(
         series=series.arrays(end_s),
         changes=changes,
         answer_s=answer_s,
+        second_token_s=second_token_s,
     )
 
 

@@ -43,11 +43,12 @@ class World:
         """`rng` is for the links' capacities; `block_tokens`: of the traffic's prefix blocks."""
         self.scenario = scenario
         self.events = Events()
-        self.kv = KvMoves(scenario.kv_model)
+        self.kv = KvMoves(scenario.sent_model)
         policy = make_policy(scenario.policy, scenario.params)
         self.policy: Policy = policy if scenario.policy in POLICIES else CheckedPolicy(policy)
         self.view = view_of(scenario, self.kv.facts)
-        self.columns = Columns()
+        self._first_from_prefill = scenario.first_token == "prefill"
+        self.columns = Columns(self._first_from_prefill)
         self.open: dict[int, Job] = {}
         self.answers = Answers(self.events, self.columns, scenario.overheads, self.open)
         self.prefill_pools: dict[str, PrefillPool[Job]] = {
@@ -102,10 +103,7 @@ class World:
                     self.restart(job)
 
     def restart(self, job: Job, *, anywhere: bool = False) -> None:
-        """Prefill a request again, as the live system does: what was done for it is lost.
-
-        In its PD cluster, or `anywhere` where nothing has failed yet.
-        """
+        """Prefill a request again, in its PD cluster or `anywhere`, as the live system does: what was done is lost."""
         self._give_up(job)
         again = Job(job.number, job.arrival_s, job.tokens, job.left_tokens, job.blocks)
         again.has_first = job.has_first
@@ -124,10 +122,9 @@ class World:
             self._start(engine, job)
         if queue or not len(engine.pool) or not view.takes_prefills:
             return
-        while engine.at_work < engine.prefill_slots and len(engine.pool):
-            if not engine.has_time(self.events.now_s):
-                return
-            taken = engine.pool.take(engine.name, now_s=self.events.now_s)
+        now_s = self.events.now_s
+        while engine.at_work < engine.prefill_slots and len(engine.pool) and engine.has_time(now_s):
+            taken = engine.pool.take(engine.name, now_s=now_s)
             if taken is None:
                 return
             self._assign(engine, taken)
@@ -224,9 +221,10 @@ class World:
         return True
 
     def _request(self, job: Job, held: dict[str, PrefixHit]) -> RoutingRequest:
+        first = self._first_from_prefill and not job.has_first
         if self.pools is None:
-            return RoutingRequest(job.tokens, held, job.number, _NOTHING, _NOTHING, _NOTHING, _NOTHING)
-        return self.pools.request(job.number, job.tokens, job.blocks, held)
+            return RoutingRequest(job.tokens, held, job.number, _NOTHING, _NOTHING, _NOTHING, _NOTHING, first)
+        return self.pools.request(job.number, job.tokens, job.blocks, held, first)
 
     def _prefix_here(self, job: Job) -> None:
         if job.is_void:
@@ -346,7 +344,10 @@ class World:
             self.caches.insert(engine.name, job.blocks, job.tokens)
         if self.pools is not None:
             self.pools.computed(job)
-        if job.stage is _PREFILLING or job.stage is _SHARING:
+        if self._first_from_prefill and self.answers.end_with_prefill(job):
+            self._leave_link(job)
+            job.is_void = True
+        elif job.stage is _PREFILLING or job.stage is _SHARING:
             job.stage = _SENDING
             self._send_held(job)
             if job.link is None or job.is_sent:
@@ -371,11 +372,15 @@ class World:
             # It was streamed as if it had its instance for itself; nothing is there before it is made.
             job.transfer, job.is_sent = None, True
             return
+        is_over = self._first_from_prefill and self.answers.end_with_prefill(job)
         link, target = job.link, job.target
         if link is not None:
             link.settle(job.promised_bytes, self.events.now_s)
             self.columns.link_bytes[job.number] += job.promised_bytes
             job.transfer = job.link = None
+        if is_over:
+            job.stage = _DECODING
+            return
         if not target.view.healthy:
             self.restart(job)
             return
@@ -404,9 +409,12 @@ class World:
         elif job.stage is _POOLED:
             engine.pool.withdraw(job)
             engine.cluster.waiting_s = engine.pool.waiting_s
+        self._leave_link(job)
+
+    def _leave_link(self, job: Job) -> None:
         if job.transfer is not None:
             link = job.link if job.prefix_link is None else job.prefix_link
             assert link is not None
             link.fluid.cancel(job.transfer)
         if job.link is not None:
-            job.link.settle(job.promised_bytes, now_s)
+            job.link.settle(job.promised_bytes, self.events.now_s)

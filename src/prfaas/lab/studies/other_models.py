@@ -66,7 +66,11 @@ def other_models(context: StudyContext) -> Mapping[str, ModelFleet]:
             for cluster in planned.clusters
         )
         other = replace(
-            planned, kv_model=published_model(fast.model).kv_model, kv_copies=1.0, clusters=clusters
+            planned,
+            kv_model=published_model(fast.model).kv_model,
+            wire_model=None,
+            kv_copies=1.0,
+            clusters=clusters,
         )
         try:
             problem = problem_of(other)

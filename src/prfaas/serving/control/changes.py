@@ -75,7 +75,11 @@ def _instance(name: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> Iter
         yield "health", name, f"{name} left routing{f': {why}' if why else ''}."
     elif new["healthy"] and not old["healthy"]:
         yield "health", name, f"{name} is back in routing."
-    if old["drain"] != new["drain"]:
+    if new.get("leaving"):
+        # Who leaves is drained by the file, not by an operator.
+        if not old.get("leaving"):
+            yield "member", name, f"{name} is not in the file any more, and leaves when its work has ended."
+    elif old["drain"] != new["drain"]:
         state = {None: "takes part again", "draining": "is drained by an operator", "drained": "is drained"}
         yield "drain", name, f"{name} {state[new['drain']]}."
 

@@ -6,7 +6,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 from prfaas.core.deployment import Role
-from prfaas.core.scheduling import ClusterView, Decision, InstanceView, View
+from prfaas.core.scheduling import ClusterView, Decision, InstanceView, LinkView, View
 from prfaas.core.scheduling.gateway_share import NOTHING_AT_INSTANCE, GatewayShare, InstanceShare
 from prfaas.serving.control.link_load import LinkLoad
 from prfaas.serving.control.prefill_queue import PrefillQueue
@@ -111,6 +111,23 @@ class ClusterState:
     def instance(self, name: str) -> InstanceView:
         """What policies see of one instance."""
         return self._loads[name].view
+
+    def add_cluster(self, cluster: ClusterView) -> None:
+        """One more cluster, still without instances."""
+        self.view.clusters[cluster.name] = cluster
+
+    def add_link(self, link: LinkView) -> None:
+        """One more link, with nothing on it."""
+        self.view.links[link.source, link.target] = link
+        self._links[link.source, link.target] = LinkLoad()
+
+    def keep_only(self, clusters: Collection[str], links: Collection[tuple[str, str]]) -> None:
+        """Forget all other clusters and links; no instance is in the ones, and nothing is open on the others."""
+        for name in self.view.clusters.keys() - set(clusters):
+            del self.view.clusters[name]
+            self.view.threshold_tokens.pop(name, None)
+        for pair in self.view.links.keys() - set(links):
+            del self.view.links[pair], self._links[pair]
 
     def join(self, instance: InstanceView) -> None:
         """One more instance in its cluster."""

@@ -3,7 +3,7 @@
 A part that the state lacks is missing in the frame too, so that a control plane that tells less can be drawn as well.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 Json = dict[str, Any]
@@ -46,11 +46,12 @@ _DAEMON = ("bytes", "capacity_bytes", "wrong_pages", "failed_copies")
 
 def frame_of(state: Mapping[str, Any], at_s: float) -> Json:
     """The frame of one state; `at_s`: its Unix time."""
+    leaving = state.get("applied", {}).get("leaving", ())
     return {
         "at_s": round(at_s, 3),
         "requests": state.get("requests", {}),
         "routes": state.get("routes", {}),
-        "clusters": {name: _cluster(cluster) for name, cluster in state["clusters"].items()},
+        "clusters": {name: _cluster(cluster, leaving) for name, cluster in state["clusters"].items()},
         "links": {name: _picked(link, _LINK) for name, link in state.get("links", {}).items()},
         "pools": {name: _pool(pool) for name, pool in state.get("pools", {}).items()},
         "incompatible": state.get("incompatible", []),
@@ -66,8 +67,11 @@ def instances_in(frame: Mapping[str, Any]) -> dict[str, Json]:
     }
 
 
-def _cluster(cluster: Mapping[str, Any]) -> Json:
-    instances = {name: _instance(instance) for name, instance in cluster["instances"].items()}
+def _cluster(cluster: Mapping[str, Any], leaving: Collection[str]) -> Json:
+    instances = {
+        name: _instance(instance) | ({"leaving": True} if name in leaving else {})
+        for name, instance in cluster["instances"].items()
+    }
     return _picked(cluster, _CLUSTER) | {"instances": instances}
 
 

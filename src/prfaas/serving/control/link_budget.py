@@ -103,9 +103,9 @@ class LinkBudget:
         }
 
     async def run(self) -> None:
-        """Until cancelled; at once over where there is no link."""
+        """Until cancelled."""
         try:
-            while self._configured:
+            while True:
                 if not self.paused:
                     self.divide()
                     for sender, order in self.orders():

@@ -6,12 +6,12 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from prfaas.core.deployment import CONTROL, Deployment, Instance
+from prfaas.core.deployment import CONTROL, Deployment, Instance, Link
 from prfaas.core.link.announced import AnnouncedLink
 from prfaas.core.link.cost import LinkCost
 from prfaas.core.link.meter import LinkMeter
@@ -121,29 +121,31 @@ class LinkMonitor:
         self._clock = clock
         self._on_change = on_change
         self._on_answer = on_answer
-        now_s = clock()
-        self.meters = {
-            (link.source, link.target): LinkMeter(link.bandwidth_bits_per_s, now_s)
-            for link in deployment.links
-        }
-        self.breakers = {pair: LinkBreaker() for pair in self.meters}
-        self.costs = {(link.source, link.target): LinkCost(link.egress_per_gb) for link in deployment.links}
-        self._pairs = {f"{source}->{target}": (source, target) for source, target in self.meters}
-        self._announced = {
-            pair: AnnouncedLink(meter.capacity_bits_per_s) for pair, meter in self.meters.items()
-        }
+        self.meters: dict[tuple[str, str], LinkMeter] = {}
+        self.breakers: dict[tuple[str, str], LinkBreaker] = {}
+        self.costs: dict[tuple[str, str], LinkCost] = {}
+        self._pairs: dict[str, tuple[str, str]] = {}
+        self._announced: dict[tuple[str, str], AnnouncedLink] = {}
+        self._samples: dict[tuple[str, str], dict[str, SenderSample]] = {}
+        self._arrivals: dict[tuple[str, str], dict[str, ArrivalSample]] = {}
+        self._untold: set[tuple[str, str]] = set()
+        """Links that were added while everything runs, and of which no sender has spoken yet."""
         self._observer_of = observer_of
         self._pool_ports = pool_ports
         self._clusters: dict[str, str] = {}
         self._ranks: dict[str, _Rank] = {}
         self.adopt(deployment)
-        self._samples: dict[tuple[str, str], dict[str, SenderSample]] = {pair: {} for pair in self.meters}
-        self._arrivals: dict[tuple[str, str], dict[str, ArrivalSample]] = {pair: {} for pair in self.meters}
+        # Engines that are there at the start know these from their own file.
+        self._untold.clear()
         self._asked: set[asyncio.Task[None]] = set()
         self.failures = 0
 
     def adopt(self, deployment: Deployment) -> None:
-        """Ask these ranks from now on, and take the links for as wide and as dear as this file says."""
+        """Ask these ranks from now on, and take the links for as wide and as dear as this file says.
+
+        A link that is added is used once a sender has spoken of it: until then its engines may not know it.
+        """
+        self._have(deployment.links)
         self._clusters = {instance.name: instance.cluster for instance in deployment.instances}
         self._clusters |= {pool.name: pool.cluster for pool in deployment.pools}
         ends = {cluster for pair in self.meters for cluster in pair}
@@ -169,9 +171,26 @@ class LinkMonitor:
             self.costs[link.source, link.target].reprice(link.egress_per_gb, meter.carried_bytes)
         self.period_s = period_s(WANTED_S, len(self._ranks), MOST_ASKED_PER_S)
 
+    def _have(self, links: Sequence[Link]) -> None:
+        """Begin with links that are new, and forget those that are gone."""
+        now_s = self._clock()
+        self._pairs = {link.name: (link.source, link.target) for link in links}
+        for link in links:
+            pair = (link.source, link.target)
+            if pair not in self.meters:
+                self.meters[pair] = meter = LinkMeter(link.bandwidth_bits_per_s, now_s)
+                self.breakers[pair], self.costs[pair] = LinkBreaker(), LinkCost(link.egress_per_gb)
+                self._announced[pair] = AnnouncedLink(meter.capacity_bits_per_s)
+                self._samples[pair], self._arrivals[pair] = {}, {}
+                self._untold.add(pair)
+        for pair in self.meters.keys() - set(self._pairs.values()):
+            del self.meters[pair], self.breakers[pair], self.costs[pair], self._announced[pair]
+            del self._samples[pair], self._arrivals[pair]
+            self._untold.discard(pair)
+
     async def run(self) -> None:
-        """Until cancelled; at once over where there is no link."""
-        while self.meters:
+        """Until cancelled."""
+        while True:
             self.ask()
             # Answers take a fraction of the period; a slower one counts in the next round.
             await asyncio.sleep(self.period_s / 2)
@@ -267,6 +286,7 @@ class LinkMonitor:
             if pair is not None:
                 # Taken at some time after the question, which came without delay: the way here is the full one.
                 self._samples[pair][name] = SenderSample.of_report(report, asked_s)
+                self._untold.discard(pair)
         now_s, target = self._clock(), rank.cluster
         arrived: dict[tuple[str, str], list[ArrivalSample]] = {
             pair: [] for pair in self.meters if pair[1] == target
@@ -310,10 +330,10 @@ class LinkMonitor:
             capacity_bits_per_s=capacity,
         )
         show(meter, link, now_s)
-        up = meter.is_up(now_s) and self.breakers[pair].is_up(now_s)
+        up = pair not in self._untold and meter.is_up(now_s) and self.breakers[pair].is_up(now_s)
         if up != link.up:
             link.up = up
-            logger.warning("link %s->%s is %s", *pair, "up again" if up else "down: not used")
+            logger.warning("link %s->%s is %s", *pair, "up" if up else "down: not used")
         if self._announced[pair].is_due(capacity, up, now_s):
             self._on_change(f"{pair[0]}->{pair[1]}")
 

@@ -1,16 +1,23 @@
-"""Who belongs to a running control plane: instances that join, others that leave, and settings that change.
+"""Who belongs to a running control plane: clusters and links that are added, instances that join and leave, settings.
 
 Every part of the plane follows in one step of the event loop, so that no decision sees half of a change.
 """
 
 import asyncio
+from dataclasses import replace
 
-from prfaas.core.deployment import AppliedDeployment, Instance
+from prfaas.core.deployment import AppliedDeployment, Deployment, Instance
 from prfaas.core.units import GB, SECONDS_PER_HOUR
 from prfaas.serving.control.guarded_policy import guarded
 from prfaas.serving.control.kv_events import events_endpoints
 from prfaas.serving.control.plane import LivePlane
-from prfaas.serving.control.planning_inputs import instance_view, policy_of
+from prfaas.serving.control.planning_inputs import (
+    cluster_view,
+    instance_view,
+    link_view,
+    policy_of,
+    service_curve,
+)
 
 
 class Membership:
@@ -40,6 +47,7 @@ class Membership:
         gone = [
             each for name, each in plane.instances.items() if name not in {i.name for i in running.instances}
         ]
+        self._add_places(running)
         for instance in joined:
             self._join(instance, applied)
         self._close_leaving(applied)
@@ -51,6 +59,7 @@ class Membership:
         self._have_parts_follow(applied)
         for instance in gone:
             self._forget(instance)
+        self._keep_places(running)
         plane.rosters.announce()
         for instance in running.instances:
             plane.prefill_admission.changed(instance.name)
@@ -70,6 +79,27 @@ class Membership:
     async def close(self) -> None:
         """Wait until the connections to those that have left are closed."""
         await asyncio.gather(*self._closing, return_exceptions=True)
+
+    def _add_places(self, running: Deployment) -> None:
+        """Clusters, still without instances, and links, which are used once the engines know them."""
+        plane, state = self._plane, self._plane.cluster_state
+        for cluster in running.clusters:
+            if cluster.name not in state.view.clusters:
+                plane.curves[cluster.name] = curve = service_curve(cluster)
+                state.add_cluster(cluster_view(running, cluster, curve))
+        for link in running.links:
+            if (link.source, link.target) not in state.view.links:
+                state.add_link(replace(link_view(link, plane.clock()), up=False))
+        plane.prefill_admission.adopt()
+
+    def _keep_places(self, running: Deployment) -> None:
+        """Forget clusters and links that are not there: those of a file that not all parts could follow."""
+        plane = self._plane
+        clusters = {cluster.name for cluster in running.clusters}
+        plane.cluster_state.keep_only(clusters, {(link.source, link.target) for link in running.links})
+        for name in plane.curves.keys() - clusters:
+            del plane.curves[name]
+        plane.prefill_admission.adopt()
 
     def _join(self, instance: Instance, applied: AppliedDeployment) -> None:
         plane, running = self._plane, applied.running

@@ -83,9 +83,9 @@ class LivePlane:
         self._local = make_policy("local_only")
         self.metrics = ControlMetrics(registry)
         self.policy = guarded(deployment.routing.policy, policy_of(deployment), self.metrics.policy_failures)
-        self._curves = service_curves(deployment)
+        self.curves = service_curves(deployment)
         self.cluster_state = ClusterState(
-            view_of(deployment, kv_model, self._curves, clock()), clock=clock, on_service=self._on_service
+            view_of(deployment, kv_model, self.curves, clock()), clock=clock, on_service=self._on_service
         )
         endpoints = events_endpoints(deployment, deployment.instances)
         pool_endpoints = events_endpoints(deployment, deployment.pools)
@@ -136,7 +136,7 @@ class LivePlane:
         )
         self.window = LengthWindow(deployment.control.window_s)
         self.facts = facts = LiveFacts(
-            deployment, kv_model, self.cluster_state, self._curves, self.engines.meters
+            deployment, kv_model, self.cluster_state, self.curves, self.engines.meters
         )
         self.thresholds = Thresholds(
             deployment, self.cluster_state, facts, self.window, clock=clock, on_change=self._on_threshold
@@ -219,6 +219,7 @@ class LivePlane:
         *,
         avoid: Collection[str] = (),
         offload: bool = True,
+        first_from_prefill: bool = False,
     ) -> Decision:
         """Where a prompt goes; raises NoDecodeInstanceError. See `gateway.control_plane`."""
         view = self.cluster_state.at(self.clock())
@@ -231,7 +232,7 @@ class LivePlane:
             )
         match = self.prefix_knowledge.match(chains)
         self._routed.total += 1
-        request = self.prefix_knowledge.request(match, num_tokens, self._routed.total)
+        request = self.prefix_knowledge.request(match, num_tokens, self._routed.total, first_from_prefill)
         policy = self.policy if offload else self._local
         decision = match.bound(policy.decide(request, view), num_tokens, view.kv)
         self._count(decision)
@@ -384,8 +385,8 @@ class LivePlane:
             self.drain(name, wanted=False)
 
     def _on_service(self, cluster: str, tokens: int, seconds: float) -> None:
-        self.metrics.service_ratio.labels(cluster).observe(seconds / self._curves[cluster].seconds(tokens))
-        self._curves[cluster].add(tokens, seconds, self.clock())
+        self.metrics.service_ratio.labels(cluster).observe(seconds / self.curves[cluster].seconds(tokens))
+        self.curves[cluster].add(tokens, seconds, self.clock())
 
     def _on_health(self, name: str, healthy: bool) -> None:
         if not healthy:

@@ -2,10 +2,10 @@
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from prfaas.core.deployment import Cluster, Deployment, Instance
+from prfaas.core.deployment import Cluster, Deployment, Instance, Link
 from prfaas.core.deployment.source import read_source
 from prfaas.core.kv import ConfigError, KvModel
 from prfaas.core.latency.service_curve import ServiceCurve
@@ -72,32 +72,44 @@ def view_of(
     """The deployment at rest, by its file alone; `curves` by cluster."""
     return View(
         clusters={
-            cluster.name: ClusterView(
-                cluster.name,
-                cluster.kind,
-                [instance_view(deployment, cluster, instance, now_s) for instance in cluster.instances],
-                curves[cluster.name].seconds,
-                slot_s=_usual_slot_s(deployment, cluster) if cluster.kind == "pd" else 0.0,
-                instance_price_per_s=cluster.instance_price_per_hour / SECONDS_PER_HOUR,
-                kills_per_s=cluster.kills_per_hour / SECONDS_PER_HOUR,
+            cluster.name: replace(
+                cluster_view(deployment, cluster, curves[cluster.name]),
+                instances=[
+                    instance_view(deployment, cluster, instance, now_s) for instance in cluster.instances
+                ],
             )
             for cluster in deployment.clusters
         },
-        links={
-            (link.source, link.target): LinkView(
-                link.source,
-                link.target,
-                link.bandwidth_bits_per_s,
-                drained_s=now_s,
-                seen_s=now_s,
-                egress_price_per_byte=link.egress_per_gb / GB,
-            )
-            for link in deployment.links
-        },
+        links={(link.source, link.target): link_view(link, now_s) for link in deployment.links},
         kv=kv_facts(model),
         now_s=now_s,
         stale_after_s=deployment.control.stale_after_s,
         pools={node.name: PoolView(node.name, node.cluster, node.instances) for node in deployment.pools},
+    )
+
+
+def cluster_view(deployment: Deployment, cluster: Cluster, curve: ServiceCurve) -> ClusterView:
+    """A cluster at rest, still without its instances."""
+    return ClusterView(
+        cluster.name,
+        cluster.kind,
+        [],
+        curve.seconds,
+        slot_s=_usual_slot_s(deployment, cluster) if cluster.kind == "pd" else 0.0,
+        instance_price_per_s=cluster.instance_price_per_hour / SECONDS_PER_HOUR,
+        kills_per_s=cluster.kills_per_hour / SECONDS_PER_HOUR,
+    )
+
+
+def link_view(link: Link, now_s: float) -> LinkView:
+    """A link at rest, as the file has it."""
+    return LinkView(
+        link.source,
+        link.target,
+        link.bandwidth_bits_per_s,
+        drained_s=now_s,
+        seen_s=now_s,
+        egress_price_per_byte=link.egress_per_gb / GB,
     )
 
 
@@ -133,12 +145,14 @@ def policy_of(deployment: Deployment) -> Policy:
 
 def service_curves(deployment: Deployment) -> dict[str, ServiceCurve]:
     """How fast an instance of every cluster prefills, before anything is measured."""
-    return {
-        cluster.name: ServiceCurve.of_profile(cluster.profile, cluster.speedup)
-        if cluster.profile is not None
-        else ServiceCurve()
-        for cluster in deployment.clusters
-    }
+    return {cluster.name: service_curve(cluster) for cluster in deployment.clusters}
+
+
+def service_curve(cluster: Cluster) -> ServiceCurve:
+    """How fast an instance of one cluster prefills, before anything is measured."""
+    if cluster.profile is None:
+        return ServiceCurve()
+    return ServiceCurve.of_profile(cluster.profile, cluster.speedup)
 
 
 DEFAULT_STEP_S = 0.05
@@ -199,20 +213,20 @@ class LiveFacts:
     ) -> None:
         """`curves` by cluster, `engines` by instance. Without a `kv_model` links count as unlimited, since nothing is
         known of bytes."""
-        self._deployment = deployment
-        self._profiled = {
-            cluster.name: step
-            for cluster in deployment.pd_clusters
-            if (step := _profiled_decode(deployment, cluster)) is not None
-        }
+        self.adopt(deployment)
         self._cluster_state = cluster_state
         self._curves = curves
         self._engines = engines
         self._kv_bytes: OfLength = KvSize(kv_model) if kv_model is not None else _no_bytes
 
     def adopt(self, deployment: Deployment) -> None:
-        """The instances and prices of this file count from now on."""
+        """The clusters, instances and prices of this file count from now on."""
         self._deployment = deployment
+        self._profiled = {
+            cluster.name: step
+            for cluster in deployment.pd_clusters
+            if (step := _profiled_decode(deployment, cluster)) is not None
+        }
 
     def problem(self, lengths: LengthDistribution, output_tokens: float | None = None) -> PlanProblem:
         """The problem for uncached `lengths` and answers of a mean length; None takes what was measured.

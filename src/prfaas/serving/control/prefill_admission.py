@@ -48,18 +48,25 @@ class PrefillAdmission:
         self._cluster_state = cluster_state
         self._batch_tokens = batch_tokens
         self._reusable_at = reusable_at
-        self._pools: dict[str, PrefillPool[Admission]] = {
-            name: PrefillPool(waits=cluster.waits) for name, cluster in cluster_state.view.clusters.items()
-        }
+        self._pools: dict[str, PrefillPool[Admission]] = {}
+        self._served: dict[str, ServedWork] = {}
+        self.adopt()
         # Uncached tokens by instance.
         self._at_work: Counter[str] = Counter()
         # Uncached tokens of those that wait.
         self._tokens: dict[Admission, int] = {}
         self._others = OtherGateways()
         self._others_total = GatewayShare()
-        self._served = {name: ServedWork() for name in self._pools}
         # Since when an instance has had room that this gateway has left to another one.
         self._left_s: dict[str, float] = {}
+
+    def adopt(self) -> None:
+        """Admit to the clusters that the view has now. Nothing waits for one that it has no more."""
+        clusters = self._cluster_state.view.clusters
+        for name in clusters.keys() - self._pools.keys():
+            self._pools[name], self._served[name] = PrefillPool(waits=clusters[name].waits), ServedWork()
+        for name in self._pools.keys() - clusters.keys():
+            del self._pools[name], self._served[name]
 
     @asynccontextmanager
     async def admit(self, decision: Decision, chains: PromptChains) -> AsyncIterator[Decision]:

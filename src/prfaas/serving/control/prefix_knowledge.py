@@ -232,9 +232,14 @@ class PrefixKnowledge:
             held[name] = _longer(held.get(name, NOTHING), self._sent(name, PrefixHit(tokens, tokens)))
         return PrefixMatch(held, proven, pools, self._pool_of)
 
-    def request(self, match: PrefixMatch, num_tokens: int, ordinal: int) -> RoutingRequest:
+    def request(
+        self, match: PrefixMatch, num_tokens: int, ordinal: int, first_from_prefill: bool = False
+    ) -> RoutingRequest:
         """What policies see of a prompt of `num_tokens` tokens; `ordinal` counts requests."""
-        return with_pools(num_tokens, match.held, match.pools, self._cluster_state.view, ordinal)
+        view = self._cluster_state.view
+        return with_pools(
+            num_tokens, match.held, match.pools, view, ordinal, first_from_prefill=first_from_prefill
+        )
 
     def reusable_at(self, chains: PromptChains, name: str) -> int:
         """Tokens of a prompt that a prefill at instance `name` need not compute."""

@@ -82,7 +82,10 @@ class Thresholds:
         self._begin()
 
     def adopt(self, deployment: Deployment) -> None:
-        """Search as this file says from now on. A threshold that it configures otherwise counts at once."""
+        """Search as this file says from now on. A threshold that it configures otherwise counts at once.
+
+        A PD cluster that joins begins with what the file configures, or with the default.
+        """
         before, self._deployment = self._deployment.routing, deployment
         after = deployment.routing
         if after.threshold_tokens not in (None, before.threshold_tokens):
@@ -90,6 +93,10 @@ class Thresholds:
                 tokens = float(after.threshold_tokens or 0)
                 self._set(ThresholdEntry(self._clock(), cluster.name, tokens, "configured"))
                 self._on_change(cluster.name, "configured")
+        first, why = self._unplanned()
+        for name in first.keys() - self._cluster_state.view.threshold_tokens.keys():
+            self._set(ThresholdEntry(self._clock(), name, first[name], why))
+            self._has_searched = self._has_searched and why != "default"
         self._has_searched = self._has_searched and after.policy == before.policy
         self.ask("roles")
 
@@ -207,22 +214,15 @@ class Thresholds:
         ]
 
     def _begin(self) -> None:
-        routing, clusters = self._deployment.routing, self._deployment.clusters
-        if routing.threshold_tokens is not None:
-            first: Mapping[str, float] = {
-                cluster.name: float(routing.threshold_tokens) for cluster in self._deployment.pd_clusters
-            }
-            why = "configured"
-        elif all(cluster.profile is not None for cluster in clusters):
-            first, why = self._planned(), "planned from profiles"
-        else:
-            first, why = self._default(), "default"
+        first, why = self._unplanned()
+        if why == "default" and all(cluster.profile is not None for cluster in self._deployment.clusters):
+            first, why = self._planned(first), "planned from profiles"
         # A default is replaced by the first search, whatever its gain; what was planned or configured is not.
         self._has_searched = why != "default"
         for cluster, tokens in first.items():
             self._set(ThresholdEntry(self._clock(), cluster, tokens, why))
 
-    def _planned(self) -> Mapping[str, float]:
+    def _planned(self, default: Mapping[str, float]) -> Mapping[str, float]:
         longest = float(self._deployment.model.max_model_len)
         try:
             lengths = TruncatedLogNormal(_MU, _SIGMA, min(_LOW_TOKENS, longest / 2), longest)
@@ -231,12 +231,15 @@ class Thresholds:
             change = self._optimiser.propose(problem, prefill, {}, sample_count=1, reason="start")
         except (PlanError, WorkloadError) as error:
             logger.warning("no threshold can be planned from the profiles: %s", error)
-            return self._default()
-        return change.tokens if change is not None else self._default()
+            return default
+        return change.tokens if change is not None else default
 
-    def _default(self) -> dict[str, float]:
-        tokens = float(min(DEFAULT_TOKENS, self._deployment.model.max_model_len // 4))
-        return {cluster.name: tokens for cluster in self._deployment.pd_clusters}
+    def _unplanned(self) -> tuple[Mapping[str, float], str]:
+        """By PD cluster what the file configures, or the default; and which of the two it is."""
+        tokens, why = self._deployment.routing.threshold_tokens, "configured"
+        if tokens is None:
+            tokens, why = min(DEFAULT_TOKENS, self._deployment.model.max_model_len // 4), "default"
+        return {cluster.name: float(tokens) for cluster in self._deployment.pd_clusters}, why
 
     def _adopt(self, change: ThresholdChange) -> None:
         for cluster, tokens in change.tokens.items():

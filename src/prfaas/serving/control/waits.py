@@ -1,17 +1,18 @@
 """How long a new request would wait: for its prefill, for its link, and for a seat at its decode engine.
 
-And how long answers keep the slots that decode instances are chosen by.
+And how long answers keep the slots that decode instances are chosen by, and whether a prefill instance decodes on.
 """
 
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from prfaas.core.scheduling import Decision
+from prfaas.core.scheduling import ClusterView, Decision, InstanceView, LinkView, RelayPlan, relay_plan
 from prfaas.core.scheduling.decoders import learnt_slot_s
 from prfaas.core.scheduling.waits import least_prefill_wait_s, work_wait_s
 from prfaas.serving.control.cluster_state import Clock, ClusterState
 from prfaas.serving.control.engine_monitor import EngineMeter
+from prfaas.serving.control.planning_inputs import DEFAULT_STEP_S
 
 # Weight of the newest gap between two answers' ends.
 _GAP_WEIGHT = 0.1
@@ -35,6 +36,8 @@ class PredictedWaits:
         self._gap_s: dict[str, float] = {}
         # Instance → its totals of answers that ended and of their tokens, when they were last looked at.
         self._answered: dict[str, tuple[float, float]] = {}
+        # Instance → its mean decode step.
+        self._step_s: dict[str, float] = {}
 
     @contextmanager
     def decoding(self, name: str, prefill_tokens: int) -> Iterator[None]:
@@ -51,6 +54,8 @@ class PredictedWaits:
         The engine counts the answers of all gateways. Each takes its tokens times the engine's mean step.
         """
         newest, step_s = meter.newest, meter.token_gap_s
+        if step_s is not None:
+            self._step_s[name] = step_s
         if newest is None:
             return
         outputs, tokens = self._answered.get(name, (math.inf, math.inf))
@@ -69,12 +74,25 @@ class PredictedWaits:
 
     def of(self, decision: Decision) -> float:
         """Until the work of `decision` could begin everywhere: the longest of its waits."""
+        work_s = work_wait_s(decision, *self._way_of(decision), self._clock())
+        return max(work_s, self.seat_wait_s(decision.decode))
+
+    def relay(self, decision: Decision, most_tokens: int) -> RelayPlan:
+        """Whether the prefill instance of `decision`, whose work is about to begin, decodes on after the prefill."""
+        return relay_plan(
+            decision,
+            *self._way_of(decision),
+            most_tokens=most_tokens,
+            step_s=self._step_s.get(decision.decode, DEFAULT_STEP_S),
+            now_s=self._clock(),
+        )
+
+    def _way_of(self, decision: Decision) -> tuple[InstanceView, ClusterView, LinkView | None]:
+        """The prefill instance, its cluster, and the link that the KV crosses."""
         state = self._cluster_state
         instance = state.instance(decision.prefill)
         link = state.view.links.get((instance.cluster, state.instance(decision.decode).cluster))
-        cluster = state.view.clusters[instance.cluster]
-        work_s = work_wait_s(decision, instance, cluster, link, self._clock())
-        return max(work_s, self.seat_wait_s(decision.decode))
+        return instance, state.view.clusters[instance.cluster], link
 
     def least(self) -> float:
         """The least that any new request would wait."""

@@ -1,6 +1,7 @@
 """The exact commands that start the engines of a deployment: a vLLM server, or stand-ins in one process."""
 
 import json
+import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -8,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
-from prfaas.core.deployment import Deployment, Instance, KvPeer, ModelRef
+from prfaas.core.deployment import Deployment, Instance, KvPeer, ModelRef, uses_nixl
 from prfaas.core.kv import KvModel
 from prfaas.core.units import GIB
 from prfaas.serving.secret_files import load_headers
@@ -18,6 +19,9 @@ from prfaas.serving.tracing.collector import HEADERS_VARIABLE, PROTOCOL, PROTOCO
 # "SD" is what the CPU kernels read in place; vLLM's mamba/ops/cpu/gdn_attention.py copies "DS" first.
 CONV_STATE_LAYOUT = "SD"
 
+# The only one that vLLM's NIXL connector moves. Engines of other clusters have it then too, so that all are alike.
+NIXL_CONV_STATE_LAYOUT = "DS"
+
 # Also chosen by the CPU's features otherwise, and half the precision on some.
 STATE_DTYPE = "float32"
 
@@ -26,6 +30,8 @@ CPU_RETENTION_TOKENS = 256
 # By its path, since vLLM's platforms/cpu.py takes "uni" for "mp". That is there to pin OpenMP's threads, which these
 # engines have one of; a process less starts in two thirds of the time, and waits for nobody by spinning.
 CPU_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+
+NIXL_MODULE = "prfaas.serving.engines.vllm.nixl_connector"
 
 TLS_KEEPALIVE_S = 40
 """An engine keeps an idle connection with TLS for longer than the gateway does, so that no request meets its end."""
@@ -88,7 +94,10 @@ def vllm_command(deployment: Deployment, instance: Instance) -> EngineCommand:
         *(("--otlp-traces-endpoint", collector.endpoint) if collector is not None else ()),
         *engine.extra_args,
     ]
-    env = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_SSM_CONV_STATE_LAYOUT": CONV_STATE_LAYOUT}
+    conv_layout = NIXL_CONV_STATE_LAYOUT if engine.local_transfer == "nixl" else CONV_STATE_LAYOUT
+    env = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_SSM_CONV_STATE_LAYOUT": conv_layout}
+    if uses_nixl(deployment, instance):
+        env |= _nixl_env(instance, on_cpu)
     if instance.tls:
         env["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"] = str(TLS_KEEPALIVE_S)
     if on_cpu:
@@ -112,7 +121,42 @@ def synthetic_command(deployment: Deployment, names: Sequence[str]) -> EngineCom
 
 
 def kv_transfer_config(deployment: Deployment, instance: Instance) -> dict[str, object]:
-    """The value of vLLM's `--kv-transfer-config`: our connector, and all it may know of the deployment."""
+    """The value of vLLM's `--kv-transfer-config`: our connector, and NIXL's beside it where the file wants that."""
+    ours = _own_transfer_config(deployment, instance)
+    if not uses_nixl(deployment, instance):
+        return ours
+    # Whole seconds, and at least six: a sixth of it is the time between two heartbeats. Our own count ends before it.
+    settings = {"kv_lease_duration": max(6, math.ceil(deployment.transfer.lease_s))}
+    nixl: dict[str, object] = {
+        "kv_connector": "TicketedNixlConnector",
+        "kv_connector_module_path": NIXL_MODULE,
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": settings,
+    }
+    if deployment.cluster_of(instance).hardware == "cpu":
+        nixl["kv_buffer_device"] = "cpu"
+        # UCX's threads poll without rest, and here they would take the cores from the model.
+        settings["num_threads"] = 0
+    return {
+        "kv_connector": "PrfaasNixlConnector",
+        "kv_connector_module_path": NIXL_MODULE,
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": [nixl, ours]},
+    }
+
+
+def _nixl_env(instance: Instance, on_cpu: bool) -> dict[str, str]:
+    env = {
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": instance.host,
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(instance.nixl_port),
+    }
+    # Elsewhere UCX finds the best way by itself. On CPUs it would look for devices that are not there.
+    return {**env, "UCX_TLS": "tcp,self"} if on_cpu else env
+
+
+def _own_transfer_config(deployment: Deployment, instance: Instance) -> dict[str, object]:
     limits = deployment.transfer
     return {
         "kv_connector": "PrfaasConnector",
@@ -155,6 +199,7 @@ def kv_transfer_config(deployment: Deployment, instance: Instance) -> dict[str, 
             "checksums": limits.checksums,
             "user_timeout_s": limits.user_timeout_s,
             "keepalive_s": limits.keepalive_s,
+            **({"nixl_beside": True} if deployment.engine.local_transfer == "nixl" else {}),
         },
     }
 

@@ -3,9 +3,11 @@
 import errno
 import importlib.util
 import socket
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+from pathlib import Path
 
-from prfaas.core.deployment import CERTIFICATE_NAMES, Deployment, is_loopback
+from prfaas.core.deployment import CERTIFICATE_NAMES, Deployment, Instance, is_loopback, uses_nixl
+from prfaas.core.kv import FullAttention, LinearState
 from prfaas.serving.engines import EngineError
 from prfaas.serving.secret_files import KeyFileError, TlsFileError
 from prfaas.serving.transport.ticket import create_key, load_key
@@ -60,6 +62,20 @@ def ensure_vllm() -> None:
         )
 
 
+def ensure_nixl(deployment: Deployment, instances: Iterable[Instance]) -> None:
+    """Refuse to go on without NIXL where one of these engines needs it, without importing it.
+
+    Raises:
+        EngineError: the package is not installed here.
+    """
+    needing = [instance.name for instance in instances if uses_nixl(deployment, instance)]
+    if needing and importlib.util.find_spec("nixl") is None:
+        raise EngineError(
+            f"engine {needing[0]} needs the package nixl, since engine.local_transfer is nixl; "
+            "install it here (pip install 'prfaas[nixl]'), or leave engine.local_transfer out"
+        )
+
+
 def ensure_model(deployment: Deployment) -> None:
     """Make the deployment's tiny model if it names one (seconds, once); otherwise see that its checkpoint is there.
 
@@ -78,6 +94,58 @@ def ensure_model(deployment: Deployment) -> None:
         raise EngineError(
             f"model.path of {deployment.path}: {model.path} has no config.json; name a Hugging Face checkpoint"
         )
+
+
+_AVX_512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
+_CPU_INFO = Path("/proc/cpuinfo")
+
+
+def ensure_dtypes(deployment: Deployment, instances: Collection[Instance]) -> None:
+    """Refuse dtypes that vLLM's CPU backend lacks: engines would end while they start, or with their first request.
+
+    As in vLLM 0.32: `_get_attn_isa` in v1/attention/backends/cpu_attn.py, `CPUMLABackend` in mla/cpu_mla.py,
+    `cpu_gdn_attention_core` in model_executor/layers/mamba/ops/cpu/gdn_attention.py. What GPUs have, vLLM says itself:
+    it depends on the device.
+
+    Args:
+        deployment: its model must be there.
+        instances: those that start on this machine.
+
+    Raises:
+        EngineError: this machine's CPU, or CPUs with this model, don't have a dtype that the file names.
+    """
+    model = deployment.model
+    is_fp8 = model.kv_cache_dtype.startswith("fp8")
+    is_other = model.dtype not in ("auto", "bfloat16")
+    on_cpu = any(deployment.cluster_of(each).hardware == "cpu" for each in instances)
+    if not (on_cpu and (is_fp8 or is_other)):
+        return
+    groups = model.kv_model().groups
+    if is_other and any(isinstance(group, LinearState) and group.kind == "GDN" for group in groups):
+        raise EngineError(
+            f"model.dtype of {deployment.path}: on cpu vLLM computes Gated DeltaNet in bfloat16 only, not in "
+            f"{model.dtype}; take the field out"
+        )
+    where = f"model.kv_cache_dtype of {deployment.path}"
+    if is_fp8 and any(isinstance(group, FullAttention) and group.is_mla for group in groups):
+        raise EngineError(
+            f"{where}: on cpu vLLM keeps the latents of MLA in the model's dtype, not in {model.kv_cache_dtype}; take "
+            "the field out"
+        )
+    if is_fp8 and not _has_avx_512():
+        raise EngineError(
+            f"{where}: on cpu vLLM has {model.kv_cache_dtype} caches only with AVX-512, which this machine lacks; take "
+            "the field out, or use other machines"
+        )
+
+
+def _has_avx_512() -> bool:
+    """What `torch.cpu._is_avx512_supported` says, without importing torch."""
+    try:
+        lines = _CPU_INFO.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return False
+    return any(set(line.split()) >= _AVX_512 for line in lines if line.startswith("flags"))
 
 
 def ensure_key(deployment: Deployment) -> None:

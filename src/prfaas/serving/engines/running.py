@@ -17,8 +17,10 @@ from prfaas.serving.engines.command import EngineCommand, synthetic_command, vll
 from prfaas.serving.engines.log_file import LogFile
 from prfaas.serving.engines.preparation import (
     ensure_certificates,
+    ensure_dtypes,
     ensure_key,
     ensure_model,
+    ensure_nixl,
     ensure_vllm,
     port_problem,
 )
@@ -94,7 +96,7 @@ class RunningEngines:
         """Start one engine, or all. Returns at once: see `wait_ready`.
 
         Raises:
-            EngineError: vLLM, the model or a port is missing, or the engine runs already.
+            EngineError: vLLM, the model or a port is missing, its KVCache can't be kept here, or it runs already.
             KeyFileError: the key can't be used.
             TlsFileError: a certificate can't be used.
         """
@@ -117,7 +119,9 @@ class RunningEngines:
         for instance in instances:
             self._check_startable(instance)
         if self._command is None:
+            ensure_nixl(self.deployment, instances)
             ensure_model(self.deployment)
+            ensure_dtypes(self.deployment, instances)
         ensure_key(self.deployment)
         ensure_certificates(self.deployment, names)
         if self._watchdog is None:
@@ -302,7 +306,8 @@ class RunningEngines:
             raise EngineError(f"engine {instance.name} runs already")
         events_port = instance.events_port
         event_ports = () if events_port is None else (events_port, events_port + 1)
-        for port in (instance.http_port, *instance.kv_ports, *event_ports):
+        nixl_ports = () if instance.nixl_port is None else (instance.nixl_port,)
+        for port in (instance.http_port, *instance.kv_ports, *event_ports, *nixl_ports):
             problem = port_problem(instance.host, port)
             if problem is not None:
                 raise EngineError(f"engine {instance.name} can't start: {problem}")

@@ -165,7 +165,10 @@ class Supervisor(Generic[_N]):
         )
 
     async def _start(self, due: Collection[str]) -> None:
-        """All that are due together: stand-ins that shared a process share one again."""
+        """All that are due together: stand-ins that shared a process share one again.
+
+        Where that fails, one after the other: what keeps one from starting must not cost the others a restart.
+        """
         for name in due:
             self._watched[name].due_s = None
             self._watched[name].started_s = self._clock()
@@ -173,12 +176,21 @@ class Supervisor(Generic[_N]):
             # In a thread: the gateway serves in this one.
             await asyncio.to_thread(self._running.restart, due)
         except (EngineError, KeyFileError, TlsFileError, OSError) as error:
-            self._tell(f"no restart of {', '.join(due)}: {error}")
             for name in due:
-                # Of what has never run, nobody can say how it ended.
-                if name in self._watched and self._watched[name].is_new:
-                    self._watched[name].given_up = True
-                    self._watched[name].started_s = None
+                # Who has left meanwhile is not to be started any more.
+                if name not in self._watched:
+                    continue
+                if len(due) == 1:
+                    self._refused(name, error)
+                else:
+                    await self._start([name])
+
+    def _refused(self, name: str, error: Exception) -> None:
+        self._tell(f"no restart of {name}: {error}")
+        # Of what has never run, nobody can say how it ended.
+        if self._watched[name].is_new:
+            self._watched[name].given_up = True
+            self._watched[name].started_s = None
 
     async def _ask(self, name: str, each: _Watched[_N]) -> None:
         assert each.started_s is not None

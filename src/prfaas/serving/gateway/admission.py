@@ -141,7 +141,7 @@ class Admission:
         wait_s = self._plane.wait_s(decision)
         self._check_queue(wait_s)
         if left_s < math.inf:
-            predicted_s = decision.predicted_ttft_s
+            predicted_s = decision.predicted_ttft_s + decision.kv_wait_s
             # It is no number where nothing could be predicted.
             begins_s = max(wait_s, 0.0 if math.isnan(predicted_s) else predicted_s)
             ends_s = begins_s + self._plane.answer_s(decision.decode, max_tokens)

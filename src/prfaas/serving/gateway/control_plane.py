@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from prfaas.core.deployment import Instance
 from prfaas.core.prefix import PromptChains
-from prfaas.core.scheduling import Decision
+from prfaas.core.scheduling import Decision, RelayPlan
 from prfaas.serving.control.listeners import Listeners
 from prfaas.serving.own_process import LoopClock
 
@@ -35,6 +35,19 @@ class LinkWords(Protocol):
         ...
 
 
+class RelayJudge(Protocol):
+    """Weighs what it costs a prefill instance to decode."""
+
+    def relay(self, decision: Decision, most_tokens: int) -> RelayPlan:
+        """Whether the prefill instance decodes on while its KV travels, and how far.
+
+        Args:
+            decision: its prefill is about to begin.
+            most_tokens: it decodes no more after the first token.
+        """
+        ...
+
+
 class ControlPlane(Protocol):
     """The live control plane as the gateway uses it. All methods but `chains` belong to the event loop's thread."""
 
@@ -49,6 +62,7 @@ class ControlPlane(Protocol):
         *,
         avoid: Collection[str] = (),
         offload: bool = True,
+        first_from_prefill: bool = False,
     ) -> Decision:
         """Decide where a prompt of `num_tokens` tokens goes.
 
@@ -57,6 +71,7 @@ class ControlPlane(Protocol):
                 prefills itself.
             avoid: instances that have failed this request.
             offload: False: never to another cluster.
+            first_from_prefill: where another instance prefills, the client has its first token from there.
 
         Raises:
             NoDecodeInstanceError: no instance can decode.
@@ -132,6 +147,11 @@ class ControlPlane(Protocol):
     @property
     def links(self) -> LinkWords:
         """The links between clusters."""
+        ...
+
+    @property
+    def waits(self) -> RelayJudge:
+        """What requests will wait for, and what follows from that."""
         ...
 
     def drain(self, name: str, *, wanted: bool) -> None:

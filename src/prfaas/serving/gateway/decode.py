@@ -1,5 +1,6 @@
 """The request to a decode engine, from its body to the last byte of its answer at the client."""
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -19,6 +20,7 @@ from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.dialects import dialect_of
 from prfaas.serving.gateway.engine_client import Blame, EngineCallError
 from prfaas.serving.gateway.http_exchange import EngineResponse
+from prfaas.serving.gateway.kv_transfer import TRANSFER_FAILED
 from prfaas.serving.gateway.prefill import PrefillOrchestrator
 from prfaas.serving.gateway.request import PreparedRequest, ServingRequest
 from prfaas.serving.gateway.request_trace import Attributes, engine_call
@@ -77,31 +79,26 @@ class Decoder:
         Raises:
             DecodeFailedError: the engine does not answer.
         """
-        prompt = prepared.prompt
-        reuse_ids = prompt.token_ids if prompt is not None and prompt.takes_ids else None
         ended_well = False
         try:
-            body = await self._json_threads.run(
-                request.size_bytes + JSON_BYTES_PER_TOKEN * len(reuse_ids or ()),
-                decode_body,
-                request.body,
-                prepared.transfer.sealed if prepared.transfer is not None else None,
-                reuse_ids,
-                request.salt,
-                prepared.cached_tokens,
-            )
+            body = await self._body(request, prepared)
             with (
                 self._plane.decoding(prepared.decode, prepared.own_prefill_tokens),
                 engine_call(request.record.trace, "decode", request.headers, self._told(prepared)) as call,
             ):
-                answer = await self._ask(request, prepared, body, call.headers)
+                arrived: PreparedRequest | None = None
+                if _reads(prepared):
+                    answer, arrived = await self._ask_reading(request, prepared, body, call.headers)
+                else:
+                    answer = await self._ask(request, prepared, body, call.headers)
                 try:
                     call.tell({"http.response.status_code": answer.status})
                     if answer.status == 200:
                         self._prefill.delivered(prepared)
                     if answer.status == 200 and prepared.arriving is not None:
                         # The engine cannot have a token before; how the KV came goes into the client's headers.
-                        request.record.sent((await self._prefill.arrived(request, prepared)).header())
+                        arrived = arrived or await self._prefill.arrived(request, prepared)
+                        request.record.sent(arrived.header())
                     yield answer
                     ended_well = answer.status == 200
                 finally:
@@ -111,6 +108,19 @@ class Decoder:
             # The engine frees what it has taken; anything else would wait for its time to live.
             if not ended_well:
                 self._prefill.abandon(prepared, "the decode request did not end well")
+
+    async def _body(self, request: ServingRequest, prepared: PreparedRequest) -> bytes:
+        prompt = prepared.prompt
+        reuse_ids = prompt.token_ids if prompt is not None and prompt.takes_ids else None
+        return await self._json_threads.run(
+            request.size_bytes + JSON_BYTES_PER_TOKEN * len(reuse_ids or ()),
+            decode_body,
+            request.body,
+            prepared.transfer.sealed if prepared.transfer is not None else None,
+            reuse_ids,
+            request.salt,
+            prepared.cached_tokens,
+        )
 
     def report(self, request: ServingRequest, prepared: PreparedRequest, failure: DecodeFailedError) -> None:
         """Tell log, metrics and control plane what a failure says about the decode engine."""
@@ -142,3 +152,45 @@ class Decoder:
             return await self._client.open(instance, request.endpoint.path, body, headers)
         except EngineCallError as error:
             raise DecodeFailedError.of_call(error) from error
+
+    async def _ask_reading(
+        self, request: ServingRequest, prepared: PreparedRequest, body: bytes, headers: Mapping[str, str]
+    ) -> tuple[EngineResponse, PreparedRequest | None]:
+        """The answer of an engine that reads the KV by NIXL first, and what became of that; None: nothing is known.
+
+        A read can't be taken back: vLLM keeps the request's blocks until NIXL writes into them no more. So where it has
+        been given up, the same engine is asked again, for other blocks, and the first request is aborted. Raises
+        DecodeFailedError.
+        """
+        assert prepared.arriving is not None
+        asking = asyncio.get_running_loop().create_task(self._ask(request, prepared, body, headers))
+        answer: EngineResponse | None = None
+        try:
+            # A whole answer comes long after the read, a stream's head before it.
+            await asyncio.wait((asking, prepared.arriving), return_when=asyncio.FIRST_COMPLETED)
+            if asking.done() and (asking.exception() is not None or asking.result().status != 200):
+                answer = asking.result()
+                return answer, None
+            arrived = await self._prefill.arrived(request, prepared)
+            # Of a read that failed by its own word the engine computes the prompt already.
+            if arrived.transfer is not None or arrived.fallback == TRANSFER_FAILED:
+                answer = await asking
+                return answer, arrived
+        finally:
+            if answer is None:
+                await _put_an_end_to(asking)
+        body = await self._body(request, arrived)
+        return await self._ask(request, arrived, body, headers), arrived
+
+
+def _reads(prepared: PreparedRequest) -> bool:
+    """Whether the decode engine reads the request's KV by NIXL."""
+    return prepared.arriving is not None and prepared.transfer is not None and prepared.transfer.by == "nixl"
+
+
+async def _put_an_end_to(asking: "asyncio.Task[EngineResponse]") -> None:
+    """Close what a request's answer came over, or would: vLLM aborts the request."""
+    asking.cancel()
+    await asyncio.wait((asking,))
+    if not asking.cancelled() and asking.exception() is None:
+        asking.result().close()

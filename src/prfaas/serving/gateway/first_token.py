@@ -1,5 +1,6 @@
 """The first token of an answer, sampled by the engine that prefills: how it is asked for, and what is told of it."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,57 +26,90 @@ class FirstTokenAsk:
     """Fields of a text completion."""
     stops: Sequence[str] = ()
     """Stop strings."""
-    is_all: bool = False
-    """The answer may have no second token, so no KV needs to move."""
+    left_tokens: int = 2
+    """How long the answer may be. Of one token no KV needs to move."""
+    relay_tokens: int = 0
+    """Tokens that it may go on with while the KV travels."""
+    lead_s: float = math.inf
+    """How long before the KV is complete the decode engine is asked at the soonest."""
+
+    @property
+    def is_all(self) -> bool:
+        """Whether the answer may have no second token."""
+        return self.left_tokens <= 1
+
+    @property
+    def most_tokens(self) -> int:
+        """How many tokens it is asked for."""
+        return min(1 + self.relay_tokens, max(self.left_tokens, 1))
+
+    @property
+    def shows_stops(self) -> bool:
+        """Whether the engine is to write stop strings that the client must not see.
+
+        It would hold back the end of the text otherwise, and nobody could say to which token the text so far belongs.
+        """
+        return bool(self.relay_tokens and self.stops) and not self.sampling.get("include_stop_str_in_output")
 
     def body_fields(self) -> Json:
-        """Fields of the prefill's request. The token's id comes back as a name: asked for otherwise, vLLM would send
-        all of the prompt's ids with it."""
-        return {**self.sampling, "logprobs": 0, "return_tokens_as_token_ids": True}
+        """Fields of the prefill's request. Tokens' ids come back as names: asked for otherwise, vLLM would send all of
+        the prompt's ids with them."""
+        fields = {**self.sampling, "logprobs": 0, "return_tokens_as_token_ids": True}
+        if fields.get("min_tokens") is not None:
+            # vLLM takes no larger minimum than what is asked for.
+            fields["min_tokens"] = min(fields["min_tokens"], self.most_tokens)
+        if self.relay_tokens:
+            fields |= {
+                "max_tokens": self.most_tokens,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+            }
+        if self.shows_stops:
+            fields["include_stop_str_in_output"] = True
+        return fields
+
+    def goes_on(self, reason: str | None) -> bool:
+        """Whether an answer that ended for `reason` goes on, since no more tokens were asked for."""
+        return reason is None or (reason == "length" and self.most_tokens < self.left_tokens)
 
 
 @dataclass(frozen=True, slots=True)
-class FirstToken:
-    """What the prefill engine has sampled."""
+class SampledTokens:
+    """What the prefill engine has sampled, as far as it can be told: one token, or some that have a text together."""
 
-    token_id: int
+    token_ids: tuple[int, ...]
     text: str
     """What a client reads of it: nothing of a stop string or a stop token."""
-    finish_reason: str | None
+    finish_reason: str | None = None
     """None: the answer goes on."""
-    stop_reason: int | str | None
+    stop_reason: int | str | None = None
     """The stop string or token that ended the answer; None for the model's own end."""
     prompt_details: Json | None = None
     """The usage's `prompt_tokens_details`, where the engine tells them."""
 
     @classmethod
-    def of(cls, answer: bytes, ask: FirstTokenAsk) -> "FirstToken":
+    def of(cls, answer: bytes, ask: FirstTokenAsk) -> "SampledTokens":
         """The token in a completion of one. Raises ValueError for an answer that is something else."""
         try:
             told = orjson.loads(answer)
             (choice,) = told["choices"]
-            (name,) = choice["logprobs"]["tokens"]
-            token_id, text, reason = (
-                int(name.removeprefix(_TOKEN_ID)),
-                choice["text"],
-                choice["finish_reason"],
-            )
+            (token_id,) = token_ids_of(choice)
+            text, reason = choice["text"], choice["finish_reason"]
             details = told["usage"].get("prompt_tokens_details")
         except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"no first token in the prefill's answer: {type(error).__name__}") from None
         if not isinstance(text, str) or reason not in ("stop", "length"):
             raise ValueError("the prefill's answer is no whole completion of one token")
-        # One token was all that the engine was asked for, so it says that the length ended it.
-        goes_on = reason == "length" and not ask.is_all
-        return cls(token_id, text, None if goes_on else reason, choice.get("stop_reason"), details)
+        ended = None if ask.goes_on(reason) else reason
+        return cls((token_id,), text, ended, choice.get("stop_reason"), details)
 
     def held(self, ask: FirstTokenAsk) -> str | None:
-        """Why the client must not have it before the second token, in one word; None: it may."""
+        """Why the client must not have it before the next token, in one word; None: it may."""
         if self.finish_reason is not None:
             return None
-        if not self.text or _INCOMPLETE in self.text:
+        if not has_text(self.text):
             return NO_TEXT
-        return STOP_SPANS if any(_begins_in(stop, self.text) for stop in ask.stops) else None
+        return STOP_SPANS if begins_stop(self.text, ask.stops) else None
 
 
 class FirstTokenHeldError(Exception):
@@ -87,6 +121,16 @@ class FirstTokenHeldError(Exception):
         self.reason = reason
 
 
-def _begins_in(stop: str, text: str) -> bool:
-    """Whether `text` ends with a part of `stop` that is not all of it."""
-    return any(text.endswith(stop[:length]) for length in range(1, len(stop)))
+def token_ids_of(choice: Json) -> tuple[int, ...]:
+    """The tokens of a choice. Raises KeyError, TypeError or ValueError where it names none."""
+    return tuple(int(name.removeprefix(_TOKEN_ID)) for name in choice["logprobs"]["tokens"])
+
+
+def has_text(text: str) -> bool:
+    """Whether `text` is something, and whole characters only."""
+    return bool(text) and _INCOMPLETE not in text
+
+
+def begins_stop(text: str, stops: Sequence[str]) -> bool:
+    """Whether `text` ends with a part of a stop string that is not all of it."""
+    return any(text.endswith(stop[:length]) for stop in stops for length in range(1, len(stop)))

@@ -1,7 +1,11 @@
-"""Answers whose first token the prefill engine has sampled: the client has it at once, the decode engine goes on."""
+"""Answers whose first token the prefill engine has sampled: the client has it at once, and what it relays.
 
+Then the decode engine goes on.
+"""
+
+import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import orjson
@@ -11,20 +15,26 @@ from prfaas.core.scheduling import NoDecodeInstanceError
 from prfaas.serving.gateway.answer import ResponseWriter, WholeAnswer
 from prfaas.serving.gateway.bodies import ApiError, Json
 from prfaas.serving.gateway.context import GatewayContext
-from prfaas.serving.gateway.dialects import DATA, END_OF_EVENT, dialect_of
-from prfaas.serving.gateway.first_token import FirstToken
+from prfaas.serving.gateway.dialects import DATA, END_OF_EVENT
+from prfaas.serving.gateway.first_token import SampledTokens
 from prfaas.serving.gateway.hop_failure import HopFailedError
+from prfaas.serving.gateway.kv_transfer import end_all
 from prfaas.serving.gateway.prefill import PrefillOrchestrator
 from prfaas.serving.gateway.prompts import Endpoint
 from prfaas.serving.gateway.request import PreparedRequest, ServingRequest, TokenizedPrompt
 from prfaas.serving.gateway.stream_resume import (
     BegunAnswer,
     CannotResumeError,
+    KnownTokens,
     StreamResume,
     tokens_left,
     wants_usage,
 )
+from prfaas.serving.gateway.token_relay import TokenRelay
 from prfaas.serving.gateway.transcript import StreamTranscript, usage_of
+
+# How long the end of a character, or of a stop string that may have begun, is waited for once the KV is there.
+_SEAM_PATIENCE_S = 1.0
 
 
 class _Unsent:
@@ -35,7 +45,7 @@ class _Unsent:
 
 
 class FirstTokenAnswers:
-    """Writes answers that begin with a `FirstToken`."""
+    """Writes answers that begin with a token of the engine that prefilled, and perhaps with some that it relays."""
 
     def __init__(
         self, *, prefill: PrefillOrchestrator, resume: StreamResume, context: GatewayContext
@@ -50,10 +60,10 @@ class FirstTokenAnswers:
         request: ServingRequest,
         prompt: TokenizedPrompt,
         prepared: PreparedRequest,
-        first: FirstToken,
+        first: SampledTokens,
         writer: ResponseWriter,
     ) -> web.StreamResponse:
-        """Give the client its first token, and then what the decode engine makes of it.
+        """Give the client its first token, then what the prefill engine relays, then the decode engine's rest of it.
 
         Raises:
             ApiError: no engine could end an answer of which nothing was sent.
@@ -61,6 +71,7 @@ class FirstTokenAnswers:
         streams = request.body.get("stream") is True
         told = list(_opening_events(request, first))
         sink = writer if streams else _Unsent()
+        known = KnownTokens(list(first.token_ids), first.text)
         begun = BegunAnswer(
             request=request,
             body=_streamed(request.body),
@@ -68,31 +79,68 @@ class FirstTokenAnswers:
             transcript=StreamTranscript.of(request.endpoint, b"".join(told)),
             sink=sink,
             failed=[],
-            first=first,
+            known=known,
         )
         self._metrics.first_tokens.labels("prefill" if first.finish_reason is None else "whole").inc()
         try:
             for event in told:
                 await sink.write(event)
-            if first.finish_reason is None:
-                await self._go_on(begun, prompt, prepared)
+            last = first if first.finish_reason is not None else await self._relay(begun, known, prepared)
+            if last is None:
+                await self._go_on(begun, known, prompt, prepared)
             else:
-                self._prefill.abandon(prepared, "the answer ended with its first token")
-                await self._end(begun)
+                self._prefill.abandon(prepared, "the answer ended before the KV had come")
+                await self._end(begun, known, last)
         except CannotResumeError as error:
             return await self._fail(begun, error, writer if streams else None)
         except BaseException:
             self._prefill.abandon(prepared, "the request ended before its decode")
             raise
+        finally:
+            if prepared.relay is not None:
+                prepared.relay.close()
         return await writer.end() if streams else writer.send(_whole(begun))
 
-    async def _go_on(self, begun: BegunAnswer, prompt: TokenizedPrompt, prepared: PreparedRequest) -> None:
-        """Have the decode engine continue after the first token. Raises CannotResumeError."""
-        assert begun.first is not None
+    async def _relay(
+        self, begun: BegunAnswer, known: KnownTokens, prepared: PreparedRequest
+    ) -> SampledTokens | None:
+        """Pass on what the prefill engine decodes until the KV is there, or nearly.
+
+        Returns:
+            The tokens that ended the answer; None: the decode engine is to go on after `known`.
+        """
+        relay, record = prepared.relay, begun.request.record
+        if relay is None:
+            return None
+        outcome, last = "handed-over", None
+        async for tokens in _relayed(relay, prepared):
+            if tokens is None:
+                outcome = "failed" if relay.failed else "limit"
+                break
+            piece = begun.transcript.rewrite(_choice_event(tokens), len(begun.prompt_ids), len(known.ids))
+            known.ids += tokens.token_ids
+            known.text += tokens.text
+            await begun.sink.write(piece)
+            record.relayed_tokens += len(tokens.token_ids)
+            self._metrics.relayed_tokens.inc(len(tokens.token_ids))
+            if tokens.finish_reason is not None:
+                outcome, last = "ended", tokens
+                break
+        # What the engine has computed beyond is dropped.
+        relay.close()
+        self._metrics.relays.labels(outcome).inc()
+        return last
+
+    async def _go_on(
+        self, begun: BegunAnswer, known: KnownTokens, prompt: TokenizedPrompt, prepared: PreparedRequest
+    ) -> None:
+        """Have the decode engine continue after what the client has. Raises CannotResumeError."""
         request, num_tokens = begun.request, len(prompt.token_ids)
-        max_tokens = tokens_left(request.endpoint, begun.body, num_tokens, 1, self._max_model_len)
-        rest = self._resume.rest_of(begun, (begun.first.token_id,), max_tokens)
-        # The prompt's own hashes: what follows them is one token, of no whole block more.
+        max_tokens = tokens_left(
+            request.endpoint, begun.body, num_tokens, len(known.ids), self._max_model_len
+        )
+        rest = self._resume.rest_of(begun, known.ids, max_tokens)
+        # The prompt's own hashes: no other request has sent what follows them.
         rest_prompt = TokenizedPrompt(rest.token_ids, prompt.chains, exact=True, takes_ids=False)
         try:
             ready = await self._prefill.loadable(prepared, rest.request, rest_prompt)
@@ -108,15 +156,15 @@ class FirstTokenAnswers:
                 raise CannotResumeError("no-instance") from None
         await self._resume.go_on(begun, rest, ready)
 
-    async def _end(self, begun: BegunAnswer) -> None:
+    async def _end(self, begun: BegunAnswer, known: KnownTokens, last: SampledTokens) -> None:
         """Write what follows the last token of a complete answer."""
-        assert begun.first is not None
-        usage = wants_usage(begun.body)
-        details = begun.first.prompt_details
-        for event in begun.transcript.closing_events(len(begun.prompt_ids), 1, usage=usage, details=details):
+        usage, sent_tokens = wants_usage(begun.body), len(known.ids)
+        for event in begun.transcript.closing_events(
+            len(begun.prompt_ids), sent_tokens, usage=usage, details=last.prompt_details
+        ):
             await begun.sink.write(event)
         record = begun.request.record
-        record.answer_tokens, record.attempts[-1].outcome = 1, "done"
+        record.answer_tokens, record.attempts[-1].outcome = sent_tokens, "done"
 
     async def _fail(
         self, begun: BegunAnswer, error: CannotResumeError, writer: ResponseWriter | None
@@ -132,9 +180,32 @@ class FirstTokenAnswers:
         )
         if writer is None:
             raise ApiError(503, sentence, retry_after_s=1)
-        request.record.broken = True
-        await writer.write(dialect_of(request.endpoint).error_event(502, sentence, writer.latest))
+        await self._resume.break_off(request, writer, sentence)
         return await writer.end()
+
+
+async def _relayed(relay: TokenRelay, prepared: PreparedRequest) -> AsyncIterator[SampledTokens | None]:
+    """What the prefill engine decodes until the KV is there, or nearly; None: it has failed, or tells no more.
+
+    Tokens that can't be told yet are waited for then: to have them drawn again would favour others.
+    """
+    arriving, soon = prepared.arriving, prepared.soon
+    assert arriving is not None and soon is not None
+    while relay.holds or not (arriving.done() or soon.done()):
+        is_there = arriving.done() or soon.done()
+        reading = asyncio.get_running_loop().create_task(relay.next())
+        try:
+            await asyncio.wait(
+                (reading,) if is_there else (reading, arriving, soon),
+                timeout=_SEAM_PATIENCE_S if is_there else None,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+        finally:
+            await end_all(reading)
+        if not reading.cancelled():
+            yield reading.result()
+        elif is_there:
+            return
 
 
 def _streamed(body: Json) -> Json:
@@ -144,7 +215,13 @@ def _streamed(body: Json) -> Json:
     return {**body, "stream": True, "stream_options": {"include_usage": True}}
 
 
-def _opening_events(request: ServingRequest, first: FirstToken) -> Iterator[bytes]:
+def _choice_event(tokens: SampledTokens) -> Json:
+    """Tokens as an engine's event has them."""
+    ended = {"finish_reason": tokens.finish_reason, "stop_reason": tokens.stop_reason}
+    return {"choices": [{"index": 0, "text": tokens.text, **ended}]}
+
+
+def _opening_events(request: ServingRequest, first: SampledTokens) -> Iterator[bytes]:
     """The events of a stream as vLLM begins it, with the first token."""
     chat = request.endpoint is Endpoint.CHAT
     head: Json = {

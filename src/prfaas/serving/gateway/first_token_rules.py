@@ -41,6 +41,7 @@ class FirstTokenRules:
     def adopt(self, deployment: Deployment) -> None:
         """Decide by this file from now on."""
         self._wanted = deployment.gateway.first_token == "prefill"
+        self._relay_tokens = deployment.gateway.relay_tokens
         defaults = _checkpoint_defaults(deployment) if self._wanted else {}
         setting = _shaping_setting(deployment, defaults) if self._wanted else None
         self._limits_by_default = defaults.get(_DEFAULT_LIMIT) is not None
@@ -59,10 +60,20 @@ class FirstTokenRules:
         body, stop = request.body, request.body.get("stop")
         left = tokens_left(request.endpoint, body, len(prompt.token_ids), 0, self._max_model_len)
         sampling = sampling_fields(body)
-        if "min_tokens" in body and body["min_tokens"] is not None:
-            # One token is all that is asked for, and vLLM takes no larger minimum than that.
-            sampling["min_tokens"] = min(body["min_tokens"], 1)
-        return FirstTokenAsk(sampling, (stop,) if isinstance(stop, str) else tuple(stop or ()), left <= 1)
+        if body.get("min_tokens") is not None:
+            sampling["min_tokens"] = body["min_tokens"]
+        stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+        # Who reads an answer in one piece waits for its end, and not for its next token.
+        relay_tokens = self._relay_tokens if body.get("stream") is True and left > 1 else 0
+        return FirstTokenAsk(sampling, stops, left, relay_tokens)
+
+    def shows_first(self, request: ServingRequest, prompt: TokenizedPrompt) -> bool:
+        """Whether the client would see a first token of the prefill before the KV has moved: what routing goes by.
+
+        An answer in one piece shows nothing before its last token.
+        """
+        streams = request.body.get("stream") is True
+        return self._wanted and streams and self._refusal(request, prompt) is None
 
     def _refusal(self, request: ServingRequest, prompt: TokenizedPrompt) -> str | None:
         """Why the first token can't come from the prefill, in one word."""

@@ -98,7 +98,7 @@ class Generation:
                 # 2. The prompt's token ids, as the engine makes them, and the hashes of its blocks.
                 prompt = await self._tokenization.tokenize(request)
                 # 3. Decide who prefills and who decodes, and whether the wait there is bearable.
-                decision = self._decide(record, prompt)
+                decision = self._decide(record, request, prompt)
                 taken.check(decision, answer_limit(endpoint, request.body))
                 # 4. Before KV moves: would the decode engine take the request at all?
                 prompt = await self._validation.checked(request, prompt, decision)
@@ -144,7 +144,9 @@ class Generation:
             with self._admission.admitted(tenant, http.headers, http.content_length) as admitted:
                 yield admitted
 
-    def _decide(self, record: RequestRecord, prompt: TokenizedPrompt | DirectPrompt) -> Decision:
+    def _decide(
+        self, record: RequestRecord, request: ServingRequest, prompt: TokenizedPrompt | DirectPrompt
+    ) -> Decision:
         """Where the request goes. Raises NoDecodeInstanceError.
 
         The prompt's length enters the statistics from which thresholds and roles are worked out.
@@ -155,7 +157,8 @@ class Generation:
         begun_s = time.perf_counter()
         num_tokens = len(prompt.token_ids)
         record.prompt_tokens = num_tokens
-        decision = plane.route(num_tokens, prompt.chains)
+        first_from_prefill = self._first_tokens.shows_first(request, prompt)
+        decision = plane.route(num_tokens, prompt.chains, first_from_prefill=first_from_prefill)
         plane.observe(num_tokens, decision.uncached_tokens)
         decided_s = record.since("decide", begun_s)
         if record.trace is not None:

@@ -1,15 +1,27 @@
-"""How a prefill elsewhere fails, and what may be left of it."""
+"""How a prefill elsewhere fails, whom that blames, and what may be left of it."""
 
 from dataclasses import dataclass
 
 from prfaas.serving.gateway.engine_client import FROZEN, OWN_RESOURCES, EngineCallError
-from prfaas.serving.gateway.kv_transfer import KvTransfers, StartedTransfer, TransferFailedError
+from prfaas.serving.gateway.kv_transfer import DROPPED, KvTransfers, StartedTransfer, TransferFailedError
 from prfaas.serving.transport.ticket import Ticket
 
 PREEMPTED = "preempted"
 """The reason of a prefill that its instance could not have ended before it is taken away."""
+INCOMPATIBLE = "incompatible"
 LINK_SILENT = "link-silent"
 LINK_SLOW = "link-slow"
+CONSUMER_FROZEN = "consumer-frozen"
+CONSUMER_SILENT = "consumer-silent"
+# The control plane knows of a frozen engine, and finds out by itself whether an unreachable one lives. Two that are
+# incompatible are well, each of them. So are the two of a transfer whose prefix the consumer has evicted meanwhile.
+# A transfer between clusters that is late has moved all the time: one that stands still is ended by its receiver, and
+# that blames the producer.
+BLAMES_NOBODY = (
+    *(FROZEN, INCOMPATIBLE, PREEMPTED, DROPPED, LINK_SILENT, LINK_SLOW),
+    *(CONSUMER_FROZEN, "consumer-unreachable"),
+)
+HOPELESS = (CONSUMER_FROZEN, CONSUMER_SILENT, "consumer-unreachable")
 # Of the producer or its path to the consumer: what has arrived there is as good as ever.
 _LEAVES_PART = ("transfer-failed", "transfer-deadline", "not-announced", PREEMPTED, LINK_SILENT, LINK_SLOW)
 

@@ -2,12 +2,15 @@
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from prfaas.core.deployment import LocalTransfer
 from prfaas.core.scheduling import Decision
 from prfaas.serving.gateway.first_token import FirstTokenAsk
+from prfaas.serving.transport.handover import by_nixl, is_by_nixl
 from prfaas.serving.transport.observer import OnSoon
 from prfaas.serving.transport.ticket import Ticket
 from prfaas.serving.transport.wire import TransferPhase, TransferStatus
@@ -16,6 +19,10 @@ logger = logging.getLogger(__name__)
 
 DROPPED = "transfer-dropped"
 """The reason of a transfer that its consumer had no use for, such as one that lacks tokens it has lost."""
+
+
+TRANSFER_FAILED = "transfer-failed"
+"""The reason of a transfer of which its consumer says that it failed."""
 
 
 class TransferFailedError(Exception):
@@ -35,6 +42,8 @@ class TransferredBytes:
     """Bytes that had arrived when the prefill ended."""
     spared_bytes: int = 0
     """By how many bytes compression made them less on the link."""
+    cached_tokens: int | None = None
+    """Tokens that the producer reused, by its own word; None: it did not say."""
 
     @property
     def overlapped_fraction(self) -> float:
@@ -64,6 +73,17 @@ class TransferSpec:
     """It gets what other transfers leave of the link."""
     left_s: Callable[[], float] = float
     """Seconds until its last byte has left the producer, as predicted."""
+    pulled: bool = False
+    """The consumer reads the KV by NIXL; else the producer sends it."""
+
+    def as_told(self, sealed_ticket: str) -> str:
+        """The ticket as the producer is told it."""
+        return by_nixl(sealed_ticket) if self.pulled else sealed_ticket
+
+    @property
+    def most_lead_s(self) -> float:
+        """How long before the KV is complete a request for it is wanted, at most."""
+        return math.inf if self.ask is None else self.ask.lead_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +95,11 @@ class StartedTransfer:
     """The ticket as engines take it."""
     cached_tokens: int | None
     """Tokens that the producer reused, by its own count; None: it did not say."""
+
+    @property
+    def by(self) -> LocalTransfer:
+        """What moves it."""
+        return "nixl" if is_by_nixl(self.sealed) else "prfaas"
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +201,9 @@ class KvTransfers:
 
         if len(watchers) == 1:
             status = await self._wait(watchers[0], transfer_id, timeout_s, lead_s, soon)
-            return TransferredBytes(status.total_bytes, status.overlapped_bytes, status.spared_bytes)
+            return TransferredBytes(
+                status.total_bytes, status.overlapped_bytes, status.spared_bytes, status.cached_tokens
+            )
         try:
             async with asyncio.TaskGroup() as group:
                 waits = [
@@ -190,6 +217,7 @@ class KvTransfers:
             total_bytes=sum(status.total_bytes for status in statuses),
             overlapped_bytes=sum(status.overlapped_bytes for status in statuses),
             spared_bytes=sum(status.spared_bytes for status in statuses),
+            cached_tokens=statuses[0].cached_tokens,
         )
 
     def announced(self, consumer: str, transfer_id: bytes) -> bool:
@@ -272,10 +300,23 @@ class KvTransfers:
         except OSError as error:
             raise TransferFailedError("consumer-unreachable", str(error)) from error
         if status.phase is not TransferPhase.COMPLETE:
-            raise TransferFailedError(DROPPED if status.dropped else "transfer-failed", status.reason)
+            raise TransferFailedError(DROPPED if status.dropped else TRANSFER_FAILED, status.reason)
         return status
 
 
 def _first(failures: BaseExceptionGroup[TransferFailedError]) -> TransferFailedError:
     first = failures.exceptions[0]
     return first if isinstance(first, TransferFailedError) else _first(first)
+
+
+async def end_all(*tasks: "asyncio.Task[Any]") -> None:
+    """Cancel what is still running and wait for it, so that no task is left."""
+    open_tasks = [task for task in tasks if not task.done()]
+    for task in open_tasks:
+        task.cancel()
+    if open_tasks:
+        await asyncio.gather(*open_tasks, return_exceptions=True)
+    for task in tasks:
+        if not task.cancelled():
+            # Of two failures only the first is reported; asyncio warns of an exception that was never read.
+            task.exception()

@@ -86,6 +86,14 @@ class Metrics:
                 registry=registry,
             )
         )
+        self.transfers = CachedLabels(
+            Counter(
+                "prfaas_gateway_transfers",
+                "KV transfers to decode instances that completed, by what moved them (prfaas, nixl).",
+                ("route", "by"),
+                registry=registry,
+            )
+        )
         self.overlapped_bytes = CachedLabels(
             Counter(
                 "prfaas_gateway_hidden_bytes",
@@ -149,6 +157,19 @@ class Metrics:
                 ("outcome",),
                 registry=registry,
             )
+        )
+        self.relays = CachedLabels(
+            Counter(
+                "prfaas_gateway_relays",
+                "Streams in which the prefill instance might decode on while the KVCache travels, by what came of it.",
+                ("outcome",),
+                registry=registry,
+            )
+        )
+        self.relayed_tokens = Counter(
+            "prfaas_gateway_relayed_tokens",
+            "Tokens after the first one that prefill instances decoded and clients got.",
+            registry=registry,
         )
         self.shadows = CachedLabels(
             Counter(

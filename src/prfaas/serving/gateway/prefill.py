@@ -8,9 +8,9 @@ from prfaas.core.deployment import Deployment
 from prfaas.core.scheduling import Decision, NoDecodeInstanceError, Route
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.first_token import FirstTokenAsk, FirstTokenHeldError
-from prfaas.serving.gateway.hop_failure import PREEMPTED, HopFailedError, KeptPart
+from prfaas.serving.gateway.hop_failure import INCOMPATIBLE, PREEMPTED, HopFailedError, KeptPart
 from prfaas.serving.gateway.kv_transfer import MovedPrefix
-from prfaas.serving.gateway.prefill_hop import INCOMPATIBLE, PrefillHop
+from prfaas.serving.gateway.prefill_hop import PrefillHop
 from prfaas.serving.gateway.prefix_moves import PrefixMoves
 from prfaas.serving.gateway.prompts import DirectPrompt
 from prfaas.serving.gateway.remote_prefill import RemotePrefills

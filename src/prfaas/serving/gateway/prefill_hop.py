@@ -5,7 +5,6 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from typing import Any
 
 from prfaas.core.deployment import Deployment
 from prfaas.core.link.patience import late_after_s
@@ -13,8 +12,13 @@ from prfaas.serving.gateway.answer import cached_tokens_of
 from prfaas.serving.gateway.bodies import JSON_BYTES_PER_TOKEN, prefill_body
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.engine_client import FROZEN, OWN_RESOURCES, Blame, EngineCallError
-from prfaas.serving.gateway.first_token import FirstToken, FirstTokenAsk
+from prfaas.serving.gateway.first_token import FirstTokenAsk, SampledTokens
 from prfaas.serving.gateway.hop_failure import (
+    BLAMES_NOBODY,
+    CONSUMER_FROZEN,
+    CONSUMER_SILENT,
+    HOPELESS,
+    INCOMPATIBLE,
     LINK_SILENT,
     LINK_SLOW,
     PREEMPTED,
@@ -24,37 +28,29 @@ from prfaas.serving.gateway.hop_failure import (
 )
 from prfaas.serving.gateway.hop_trace import HopTrace
 from prfaas.serving.gateway.kv_transfer import (
-    DROPPED,
     KvTransfers,
     StartedTransfer,
     TransferDone,
     TransferFailedError,
     TransferredBytes,
     TransferSpec,
+    end_all,
 )
 from prfaas.serving.gateway.prompts import Endpoint
 from prfaas.serving.gateway.request import ServingRequest, Tenants
 from prfaas.serving.gateway.request_trace import CANCELLED
+from prfaas.serving.gateway.token_relay import TokenRelay, only_token
 from prfaas.serving.transport.ticket import Ticket, prompt_digest
 
 logger = logging.getLogger(__name__)
 
-INCOMPATIBLE = "incompatible"
-_CONSUMER_FROZEN = "consumer-frozen"
-_CONSUMER_SILENT = "consumer-silent"
-# The control plane knows of a frozen engine, and finds out by itself whether an unreachable one lives. Two that are
-# incompatible are well, each of them. So are the two of a transfer whose prefix the consumer has evicted meanwhile.
-# A transfer between clusters that is late has moved all the time: one that stands still is ended by its receiver, and
-# that blames the producer.
-_BLAMES_NOBODY = (
-    *(FROZEN, INCOMPATIBLE, PREEMPTED, DROPPED, LINK_SILENT, LINK_SLOW),
-    *(_CONSUMER_FROZEN, "consumer-unreachable"),
-)
-_HOPELESS = (_CONSUMER_FROZEN, _CONSUMER_SILENT, "consumer-unreachable")
 # How long a consumer may take to answer before it is blamed in place of the producer.
 _ASK_CONSUMER_S = 1.0
 # While a transfer is not announced, its producer is asked that often whether it may send at all.
 _ASK_PRODUCER_S = 0.25
+
+
+OnFirst = Callable[[SampledTokens, TokenRelay | None], None]
 
 
 class PrefillHop:
@@ -110,9 +106,7 @@ class PrefillHop:
         """The producer is taken away in so many seconds: what it would not have sent until then goes elsewhere now."""
         for arrival, spec in self._arriving.items():
             if spec.producer == producer and (left_s := spec.left_s()) > notice_s:
-                sentence = (
-                    f"{producer} is taken away in {notice_s:g} s, and this would have taken {left_s:.1f} s"
-                )
+                sentence = f"{producer} is gone in {notice_s:g} s, and this would have taken {left_s:.1f} s"
                 self._give_up(arrival, PREEMPTED, sentence)
 
     def _give_up(self, arrival: "asyncio.Task[TransferredBytes]", reason: str, sentence: str) -> None:
@@ -121,7 +115,7 @@ class PrefillHop:
 
     async def sample(
         self, spec: TransferSpec, ask: FirstTokenAsk, request: ServingRequest
-    ) -> tuple[FirstToken, float]:
+    ) -> tuple[SampledTokens, float]:
         """Prefill and sample the one token of an answer; nothing moves.
 
         Returns:
@@ -137,7 +131,7 @@ class PrefillHop:
         spans = None if trace is None else HopTrace(trace, spec, self._plane)
         try:
             self._check_frozen(spec)
-            first = _first_token(spec, ask, await self._prefill(spec, body, request, spans))
+            first = only_token(spec.producer, ask, await self._prefill(spec, body, request, spans))
         except (EngineCallError, TransferFailedError) as failure:
             if spans is not None:
                 spans.failed(failure.reason, in_transfer=False)
@@ -149,7 +143,7 @@ class PrefillHop:
         spec: TransferSpec,
         request: ServingRequest,
         on_soon: Callable[[StartedTransfer], None] | None = None,
-        on_first: Callable[[FirstToken], None] | None = None,
+        on_first: OnFirst | None = None,
         *,
         keeps: bool = False,
     ) -> TransferDone:
@@ -157,7 +151,8 @@ class PrefillHop:
 
         `on_soon` is called some time (`transfer.decode_lead_s`) before that, perhaps before the prefill's end: a
         request for the KV may be sent then. If this fails later, the consumer prefills such a request itself.
-        `on_first` is called with the first token, where `spec` asks for one, as soon as the producer has told it.
+        `on_first` is called with the first token, where `spec` asks for one, as soon as the producer has told it, and
+        with the stream of those that follow, where it asks for some: whoever gets that closes it.
 
         Raises:
             HopFailedError: the prefill or the transfer failed. What has arrived is freed, or kept as `keeps` allows.
@@ -227,7 +222,7 @@ class PrefillHop:
             uses=spec.uses,
             service=self._tenants.transfer_class(request.salt, background=spec.background),
         )
-        sealed = ticket.seal(self._key)
+        sealed = spec.as_told(ticket.seal(self._key))
         return ticket, sealed, self._prefill_request(spec, request, sealed)
 
     @staticmethod
@@ -240,6 +235,23 @@ class PrefillHop:
             sealed_from=spec.sealed_from,
             sampling=None if spec.ask is None else spec.ask.body_fields(),
         )
+
+    async def _relay(
+        self,
+        spec: TransferSpec,
+        body: bytes,
+        request: ServingRequest,
+        spans: HopTrace | None,
+        on_first: OnFirst,
+    ) -> None:
+        """Until the producer, which goes on decoding, has told its first token. Raises EngineCallError."""
+        assert spec.ask is not None
+        headers = request.headers if spans is None else spans.headers(request.headers)
+        producer, timeout_s = self._plane.instance(spec.producer), self._options.prefill_timeout_s
+        relay, first = await TokenRelay.open(self._client, producer, body, headers, timeout_s, spec.ask)
+        if spans is not None:
+            spans.prefilled(None)
+        on_first(first, relay)
 
     async def _prefill(
         self, spec: TransferSpec, body: bytes, request: ServingRequest, spans: HopTrace | None
@@ -261,7 +273,7 @@ class PrefillHop:
         body: bytes,
         request: ServingRequest,
         on_soon: Callable[[StartedTransfer], None] | None,
-        on_first: Callable[[FirstToken], None] | None,
+        on_first: OnFirst | None,
         spans: HopTrace | None,
     ) -> TransferDone:
         """The request and the transfer at the same time; the first to fail ends the other."""
@@ -272,18 +284,21 @@ class PrefillHop:
         prefill_timeout_s = self._options.prefill_timeout_s
         _check_compatible(self._plane.incompatible(spec.producer, spec.consumer))
 
-        async def prefill() -> tuple[float, bytes]:
+        async def prefill() -> tuple[float, int | None]:
+            if spec.ask is not None and spec.ask.relay_tokens and on_first is not None:
+                await self._relay(spec, body, request, spans, on_first)
+                return clock() - start_s, None
             answer = await self._prefill(spec, body, request, spans)
             prefill_s = clock() - start_s
             if spec.ask is not None and on_first is not None:
-                on_first(_first_token(spec, spec.ask, answer))
-            return prefill_s, answer
+                on_first(only_token(spec.producer, spec.ask, answer), None)
+            return prefill_s, cached_tokens_of(answer)
 
         def soon(cached_tokens: int) -> None:
             if on_soon is not None:
                 on_soon(StartedTransfer(ticket, sealed, cached_tokens))
 
-        lead_s = self._lead_s if on_soon is not None else 0.0
+        lead_s = min(self._lead_s, spec.most_lead_s) if on_soon is not None else 0.0
         loop = asyncio.get_running_loop()
         # Two tasks and no group: each more costs every request some percent of the gateway's CPU time.
         prefilling = loop.create_task(prefill())
@@ -298,14 +313,16 @@ class PrefillHop:
             if arrival.done():
                 # Raises what went wrong with it. If nothing did, only the prefill's answer is missing.
                 self._arrived(spec, arrival)
-            prefill_s, answer = await prefilling
+            prefill_s, cached_tokens = await prefilling
             await self._wait_for_arrival(spec, ticket, arrival, late_s)
             moved, transfer_s = self._arrived(spec, arrival), clock() - start_s
-            return TransferDone(ticket, sealed, cached_tokens_of(answer), moved, prefill_s, transfer_s)
+            if cached_tokens is None:
+                cached_tokens = moved.cached_tokens
+            return TransferDone(ticket, sealed, cached_tokens, moved, prefill_s, transfer_s)
         finally:
             del self._arriving[arrival]
             self._given_up.pop(arrival, None)
-            await _end(prefilling, arrival)
+            await end_all(prefilling, arrival)
 
     def _arrived(self, spec: TransferSpec, arrival: "asyncio.Task[TransferredBytes]") -> TransferredBytes:
         """What a transfer that is over has moved. Raises TransferFailedError."""
@@ -318,7 +335,7 @@ class PrefillHop:
 
     def _check_frozen(self, spec: TransferSpec) -> None:
         if spec.consumer in self._frozen:
-            raise TransferFailedError(_CONSUMER_FROZEN, f"{spec.consumer}: {self._frozen[spec.consumer]}")
+            raise TransferFailedError(CONSUMER_FROZEN, f"{spec.consumer}: {self._frozen[spec.consumer]}")
         if spec.producer in self._frozen:
             raise TransferFailedError(FROZEN, f"{spec.producer}: {self._frozen[spec.producer]}")
 
@@ -344,7 +361,7 @@ class PrefillHop:
     async def _ask_consumer(self, spec: TransferSpec) -> None:
         """Before the producer is blamed for what a consumer has not told. Raises TransferFailedError."""
         if not await self._transfers.answers(spec.consumer, _ASK_CONSUMER_S):
-            raise TransferFailedError(_CONSUMER_SILENT, f"the KV port of {spec.consumer} does not answer")
+            raise TransferFailedError(CONSUMER_SILENT, f"the KV port of {spec.consumer} does not answer")
 
     async def _is_announced(
         self, spec: TransferSpec, ticket: Ticket, arrival: "asyncio.Task[TransferredBytes]"
@@ -386,35 +403,14 @@ class PrefillHop:
                 self._plane.suspect(spec.producer, str(failure), lost_cache=lost_cache)
             hopeless = failure.is_clients_fault or failure.reason == OWN_RESOURCES
             return HopFailedError(failure.reason, hopeless=hopeless)
-        if failure.reason == _CONSUMER_SILENT:
+        if failure.reason == CONSUMER_SILENT:
             self._plane.suspect(spec.consumer, str(failure))
-        elif failure.reason not in _BLAMES_NOBODY:
+        elif failure.reason not in BLAMES_NOBODY:
             self._plane.suspect(spec.producer, str(failure))
         # No other producer could reach such a consumer either; it prefills, if it lives.
-        return HopFailedError(failure.reason, hopeless=failure.reason in _HOPELESS)
-
-
-def _first_token(spec: TransferSpec, ask: FirstTokenAsk, answer: bytes) -> FirstToken:
-    """What the producer has sampled. Raises EngineCallError."""
-    try:
-        return FirstToken.of(answer, ask)
-    except ValueError as error:
-        raise EngineCallError(spec.producer, "garbled", str(error), blame=Blame.NONE) from None
+        return HopFailedError(failure.reason, hopeless=failure.reason in HOPELESS)
 
 
 def _check_compatible(rejection: str | None) -> None:
     if rejection is not None:
         raise TransferFailedError(INCOMPATIBLE, rejection)
-
-
-async def _end(*tasks: "asyncio.Task[Any]") -> None:
-    """Cancel what is still running and wait for it, so that no task is left."""
-    open_tasks = [task for task in tasks if not task.done()]
-    for task in open_tasks:
-        task.cancel()
-    if open_tasks:
-        await asyncio.gather(*open_tasks, return_exceptions=True)
-    for task in tasks:
-        if not task.cancelled():
-            # Of two failures only the first is reported; asyncio warns of an exception that was never read.
-            task.exception()

@@ -6,18 +6,21 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 
-from prfaas.core.deployment import Deployment
+from prfaas.core.deployment import Deployment, pulls
 from prfaas.core.scheduling import Decision
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.control_plane import PrefillWork
 from prfaas.serving.gateway.egress_bill import EgressBill
-from prfaas.serving.gateway.first_token import FirstToken, FirstTokenAsk, FirstTokenHeldError
+from prfaas.serving.gateway.first_token import FirstTokenAsk, FirstTokenHeldError, SampledTokens
 from prfaas.serving.gateway.hop_failure import KeptPart
 from prfaas.serving.gateway.kv_transfer import MovedPrefix, StartedTransfer, TransferDone, TransferSpec
 from prfaas.serving.gateway.prefill_hop import PrefillHop
 from prfaas.serving.gateway.prefix_moves import PrefixMoves
 from prfaas.serving.gateway.request import PreparedRequest, ServingRequest, TokenizedPrompt
 from prfaas.serving.gateway.request_log import Attempt, WaitsFor
+from prfaas.serving.gateway.token_relay import TokenRelay
+
+Told = tuple[SampledTokens, TokenRelay | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,8 @@ class _RemotePrefill:
     """Gives the instance back."""
     ask: FirstTokenAsk | None
     """The prefill samples the first token too, so; None: the decode instance does."""
+    pulled: bool
+    """The decode engine reads the KV by NIXL."""
 
 
 class RemotePrefills:
@@ -54,6 +59,7 @@ class RemotePrefills:
     def adopt(self, deployment: Deployment) -> None:
         """Move KV as this file says from now on."""
         self._lead_s = deployment.transfer.decode_lead_s
+        self._deployment = deployment
         self._bill.adopt(deployment)
 
     def give_up(self, kept: KeptPart, reason: str) -> None:
@@ -61,8 +67,10 @@ class RemotePrefills:
         self._hop.abandon(kept.ticket, reason)
 
     def abandon(self, prepared: PreparedRequest, reason: str) -> None:
-        """The decode engine may never take the transfer: have its staging freed."""
+        """The decode engine may never take the transfer: have its staging freed. Nothing more is relayed either."""
         transfer, arriving = prepared.transfer, prepared.arriving
+        if prepared.relay is not None:
+            prepared.relay.close()
         if arriving is not None and not arriving.cancel() and not arriving.cancelled():
             transfer = transfer if arriving.exception() is not None else arriving.result().transfer
         if transfer is not None:
@@ -92,19 +100,39 @@ class RemotePrefills:
             request.record.since("turn", begun_s)
             request.record.waits_for = WaitsFor.PREFILL
             attempt.decision = decision
+            ask = self._with_relay(ask, attempt)
             self._plane.expect(decision.prefill, prompt.chains)
             work = stack.enter_context(self._plane.prefilling(decision))
+            # NIXL frees the blocks after one reader, and its producer leaves the last token of some models out.
+            pulled = ask is None and request.samples == 1 and self._reads(decision)
             running = _RemotePrefill(
-                request, prompt, attempt, moved, wanted.prefill, work, stack.pop_all(), ask
+                request, prompt, attempt, moved, wanted.prefill, work, stack.pop_all(), ask, pulled
             )
         # 3. Prefill there.
         if ask is not None:
             return await (
                 self._answer_remote(running, ask) if ask.is_all else self._until_first(running, ask)
             )
-        if self._lead_s <= 0:
+        if self._lead_s <= 0 and not pulled:
             return await self._prefill_remote(running, None)
         return await self._until_soon(running)
+
+    def _with_relay(self, ask: FirstTokenAsk | None, attempt: Attempt) -> FirstTokenAsk | None:
+        """`ask` with as many tokens as the prefill instance may relay."""
+        if ask is None or not ask.relay_tokens:
+            return ask
+        attempt.relay = plan = self._plane.waits.relay(attempt.decision, ask.relay_tokens)
+        if not plan.tokens:
+            self._metrics.relays.labels(plan.reason).inc()
+            return replace(ask, relay_tokens=0)
+        # Nobody makes tokens between the hand-over and the last byte.
+        return replace(ask, relay_tokens=plan.tokens, lead_s=plan.step_s)
+
+    def _reads(self, decision: Decision) -> bool:
+        """Whether the decode engine reads the KV by NIXL."""
+        # Of the plane: an instance that has just left the file may have work to end.
+        producer, consumer = (self._plane.instance(name) for name in (decision.prefill, decision.decode))
+        return pulls(self._deployment, producer, consumer)
 
     async def _until_soon(self, running: _RemotePrefill) -> PreparedRequest:
         soon: asyncio.Future[PreparedRequest] = asyncio.get_running_loop().create_future()
@@ -115,16 +143,22 @@ class RemotePrefills:
         """Until the prefill has sampled the first token. Raises HopFailedError and FirstTokenHeldError."""
         loop = asyncio.get_running_loop()
         soon: asyncio.Future[PreparedRequest] = loop.create_future()
-        told: asyncio.Future[FirstToken] = loop.create_future()
-        moving = await self._moving_until(running, soon, told)
+        told: asyncio.Future[Told] = loop.create_future()
+        try:
+            moving = await self._moving_until(running, soon, told)
+        except BaseException:
+            if told.done() and (unread := told.result()[1]) is not None:
+                unread.close()
+            raise
         if not told.done():
             # It has failed: a prefill that ends well has told its token.
             return moving.result()
-        first = told.result()
+        first, relay = told.result()
         prepared = replace(
             _prepared(running.prompt, running.attempt.decision, None, running.moved),
             arriving=moving,
             first=first,
+            relay=relay,
             soon=soon,
         )
         held = first.held(ask)
@@ -138,7 +172,7 @@ class RemotePrefills:
         self,
         running: _RemotePrefill,
         soon: "asyncio.Future[PreparedRequest]",
-        told: "asyncio.Future[FirstToken] | None",
+        told: "asyncio.Future[Told] | None",
     ) -> "asyncio.Task[PreparedRequest]":
         """`_prefill_remote`, begun, when it is over or `told` is done; `soon` in its place if there is none."""
         moving = asyncio.get_running_loop().create_task(self._prefill_remote(running, soon, told))
@@ -170,7 +204,7 @@ class RemotePrefills:
         self,
         running: _RemotePrefill,
         soon: "asyncio.Future[PreparedRequest] | None",
-        told: "asyncio.Future[FirstToken] | None" = None,
+        told: "asyncio.Future[Told] | None" = None,
     ) -> PreparedRequest:
         """Prefill at another instance than the decode instance, and move the KV. Raises HopFailedError.
 
@@ -183,24 +217,26 @@ class RemotePrefills:
             if soon is not None and not soon.done():
                 soon.set_result(_prepared(prompt, decision, transfer, moved))
 
-        def on_first(first: FirstToken) -> None:
+        def on_first(first: SampledTokens, relay: TokenRelay | None) -> None:
             if told is not None and not told.done():
-                told.set_result(first)
+                told.set_result((first, relay))
 
         # The last token of what is decoded stays for the decode engine, which samples from it: of the prompt, or the
-        # first of the answer.
-        token_ids = prompt.token_ids if running.ask is not None else prompt.token_ids[:-1]
+        # first of the answer. NIXL's connectors see to that by themselves.
+        whole = running.ask is not None or running.pulled
+        token_ids = prompt.token_ids if whole else prompt.token_ids[:-1]
         async with running.stack:
             done = await self._hop.run(
                 _spec(running, token_ids),
                 request,
-                on_soon if soon is not None and self._lead_s > 0 else None,
+                on_soon if soon is not None and (self._lead_s > 0 or running.pulled) else None,
                 on_first,
-                # With the first token the ticket is for one more than the decode request's prompt.
-                keeps=running.ask is None,
+                # With the first token the ticket is for one more than the decode request's prompt. What NIXL has read
+                # lies in no staging.
+                keeps=running.ask is None and not running.pulled,
             )
             running.work.measured()
-            attempt.moved, attempt.cached_tokens = done.moved, done.cached_tokens
+            attempt.moved, attempt.cached_tokens, attempt.by = done.moved, done.cached_tokens, done.by
         self._count(request, decision, done)
         return _prepared(prompt, decision, done, moved)
 
@@ -210,6 +246,7 @@ class RemotePrefills:
 
     def _count(self, request: ServingRequest, decision: Decision, done: TransferDone) -> None:
         route, metrics = str(decision.route), self._metrics
+        metrics.transfers.labels(route, done.by).inc()
         metrics.prefill_seconds.labels(route).observe(done.prefill_s)
         metrics.transfer_seconds.labels(route).observe(done.transfer_s)
         metrics.transferred_bytes.labels(route).inc(done.moved.total_bytes)
@@ -235,6 +272,7 @@ def _spec(running: _RemotePrefill, token_ids: Sequence[int]) -> TransferSpec:
         sealed_from=prefix.sealed if prefix is not None and has_prefix else None,
         ask=running.ask,
         left_s=lambda: running.work.left_s,
+        pulled=running.pulled,
     )
 
 

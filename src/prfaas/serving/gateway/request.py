@@ -16,10 +16,11 @@ from prfaas.core.route_header import REQUEST_ID_HEADER, RouteHeader
 from prfaas.core.scheduling import Decision, Route
 from prfaas.serving.gateway.bodies import ApiError, Json, parse_body, strip_owned
 from prfaas.serving.gateway.context import GatewayOptions, ThreadOffload
-from prfaas.serving.gateway.first_token import FirstToken
+from prfaas.serving.gateway.first_token import SampledTokens
 from prfaas.serving.gateway.kv_transfer import MovedPrefix, StartedTransfer, TransferDone
 from prfaas.serving.gateway.prompts import Endpoint, Prompt, prompt_of, samples_of
 from prfaas.serving.gateway.request_log import RequestRecord, WaitsFor
+from prfaas.serving.gateway.token_relay import TokenRelay
 from prfaas.serving.transport.ticket import TENANT_BYTES, TransferClass
 
 # The only client headers that an engine sees, and only in this form.
@@ -88,8 +89,10 @@ class PreparedRequest:
     """The KV that waits at the decode engine, or is about to; None when that engine prefills."""
     arriving: "asyncio.Task[PreparedRequest] | None" = None
     """Ends when all KV is there, with what is known of it then; None: it is."""
-    first: FirstToken | None = None
+    first: SampledTokens | None = None
     """The answer's first token, which the prefill instance has sampled; None: the decode instance samples it."""
+    relay: TokenRelay | None = None
+    """The prefill instance's stream, which goes on after the first token; None: it has sampled that one alone."""
     soon: "asyncio.Future[PreparedRequest] | None" = None
     """Besides `arriving`: has the transfer that the decode request may name, once that may be sent."""
     prefix: MovedPrefix | None = None
@@ -126,6 +129,7 @@ class PreparedRequest:
             predicted_ttft_s=None if decision is None else decision.predicted_ttft_s,
             prefix_source=None if prefix is None else prefix.source,
             prefix_bytes=0 if prefix is None else prefix.moved_bytes,
+            transfer="nixl" if done is not None and done.by == "nixl" else None,
             first_token=None if self.first is None else "prefill",
             fallback=self.fallback,
             reason=self.reason,
@@ -193,15 +197,15 @@ class RequestParser:
 
     def __init__(self, deployment: Deployment, options: GatewayOptions, json_threads: ThreadOffload) -> None:
         self._model = deployment.model
-        self._most_values = deployment.gateway.limits.body_values
-        # vLLM's CPU backend (0.32) ends when a prompt with a seed is prefilled in more than one chunk.
-        self._takes_seeds = all(cluster.hardware != "cpu" for cluster in deployment.pd_clusters)
+        self.adopt(deployment)
         self._most_bytes = options.max_body_bytes
         self._json_threads = json_threads
 
     def adopt(self, deployment: Deployment) -> None:
         """Take bodies as large as this file says from now on."""
         self._most_values = deployment.gateway.limits.body_values
+        # vLLM's CPU backend (0.32) ends when a prompt with a seed is prefilled in more than one chunk.
+        self._takes_seeds = all(cluster.hardware != "cpu" for cluster in deployment.pd_clusters)
 
     async def parse(
         self,

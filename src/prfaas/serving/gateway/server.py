@@ -32,8 +32,8 @@ from prfaas.serving.gateway.kv_transfer import KvTransfers
 from prfaas.serving.gateway.metrics import Metrics
 from prfaas.serving.gateway.middleware import http_logger
 from prfaas.serving.gateway.prefill import PrefillOrchestrator
-from prfaas.serving.gateway.prefill_hop import PrefillHop
 from prfaas.serving.gateway.prefix_moves import PrefixMoves
+from prfaas.serving.gateway.pulled_hop import PulledHop
 from prfaas.serving.gateway.request import RequestParser, Tenants
 from prfaas.serving.gateway.request_log import RequestLog
 from prfaas.serving.gateway.request_trace import Tracing
@@ -117,7 +117,7 @@ class Gateway:
         self._tokenization = Tokenization(local, model.served_name, context)
         security = deployment.security
         self._tenants = tenants = Tenants(key, security.tenant_header, security.tenant_weights)
-        self._hop = PrefillHop(deployment, key, self._transfers, tenants, context)
+        self._hop = PulledHop(deployment, key, self._transfers, tenants, context)
         plane.listeners.frozen.append(lambda name, reason: self._client.bar(plane.instance(name), reason))
         plane.listeners.frozen.append(self._hop.frozen)
         plane.listeners.silent.append(self._hop.silent)

@@ -19,7 +19,6 @@ from prfaas.serving.gateway.bodies import JSON_BYTES_PER_TOKEN, Json, WrittenIds
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.decode import Decoder
 from prfaas.serving.gateway.dialects import END_OF_EVENT, LAST_EVENT, dialect_of
-from prfaas.serving.gateway.first_token import FirstToken
 from prfaas.serving.gateway.prefill import PrefillOrchestrator
 from prfaas.serving.gateway.prompts import DEFAULT_COMPLETION_TOKENS, Endpoint, TokenPrompt
 from prfaas.serving.gateway.request import PreparedRequest, ServingRequest, TokenizedPrompt
@@ -156,6 +155,14 @@ class EventSink(Protocol):
     async def write(self, event: bytes, /) -> None: ...
 
 
+@dataclass(slots=True)
+class KnownTokens:
+    """The tokens that an answer's text begins with, where their ids are known; text and tokens end together."""
+
+    ids: list[int]
+    text: str
+
+
 @dataclass(frozen=True, slots=True)
 class BegunAnswer:
     """An answer of which the client has the beginning, and which an engine is to continue."""
@@ -168,8 +175,8 @@ class BegunAnswer:
     sink: EventSink
     failed: list[str]
     """All decode engines that have failed this request."""
-    first: FirstToken | None = None
-    """The first token of the transcript's text, where its id is known."""
+    known: KnownTokens | None = None
+    """Of the transcript's text; None: no token's id is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,11 +229,18 @@ class StreamResume:
         except CannotResumeError as error:
             outcome = error.outcome
             sentence = f"The decode instance {failed[-1]} died while answering."
-            event = failure.event or dialect_of(request.endpoint).error_event(502, sentence, writer.latest)
-            await writer.write(END_OF_EVENT + event if writer.kept.torn else event)
-            request.record.broken = True
+            await self.break_off(request, writer, sentence, failure.event)
         self._count(request, outcome)
         return await writer.end()
+
+    @staticmethod
+    async def break_off(
+        request: ServingRequest, writer: ResponseWriter, sentence: str, event: bytes | None = None
+    ) -> None:
+        """Write the last event of a stream that no engine can continue: `event`, or an error that says `sentence`."""
+        event = event or dialect_of(request.endpoint).error_event(502, sentence, writer.latest)
+        await writer.write(END_OF_EVENT + event if writer.kept.torn else event)
+        request.record.broken = True
 
     def rest_of(self, begun: BegunAnswer, sent_ids: Sequence[int], max_tokens: int) -> AnswerRest:
         """A request for what follows `sent_ids`, the tokens of the answer so far: `max_tokens` at most."""
@@ -295,13 +309,13 @@ class StreamResume:
 
     async def _sent_ids(self, begun: BegunAnswer) -> list[int] | None:
         """The tokens of the answer so far; None if they can't be had with certainty."""
-        first, text = begun.first, begun.transcript.text
-        if first is None:
+        known, text = begun.known, begun.transcript.text
+        if known is None:
             return await self._answer_text.ids_after(begun.prompt_ids, text)
-        # It never ends within a character (`FirstToken.held`).
-        before = (*begun.prompt_ids, first.token_id)
-        ids = await self._answer_text.ids_after(before, text[len(first.text) :])
-        return None if ids is None else [first.token_id, *ids]
+        # They never end within a character.
+        before = (*begun.prompt_ids, *known.ids)
+        ids = await self._answer_text.ids_after(before, text[len(known.text) :])
+        return None if ids is None else [*known.ids, *ids]
 
     async def _relayed(self, begun: BegunAnswer, rest: AnswerRest, prepared: PreparedRequest) -> bool:
         """Whether the decode engine has ended the answer. Raises CannotResumeError."""

@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 
 from prfaas.core.deployment import Deployment
 from prfaas.core.kv import KvModel
-from prfaas.core.scheduling import Decision
+from prfaas.core.scheduling import Decision, RelayPlan
 from prfaas.serving.gateway.bodies import Json
 from prfaas.serving.gateway.kv_transfer import TransferredBytes
 from prfaas.serving.gateway.request_log import Attempt, RequestRecord
@@ -30,8 +30,10 @@ def explain(record: RequestRecord, deployment: Deployment, model: KvModel | None
         "route": record.route_header,
         "direct_reason": record.direct_reason,
         "first_token": record.first_token,
+        "relayed_tokens": record.relayed_tokens,
         "attempts": [_attempt(attempt, deployment) for attempt in record.attempts],
-        "transfer": _moved(_sum(record.attempts)) | {"saved_bytes": _saved_bytes(record.attempts, model)},
+        "transfer": _moved(_sum(record.attempts))
+        | {"saved_bytes": _saved_bytes(record.attempts, model), "by": _by(record.attempts)},
         "cache_transfer": None
         if record.prefix_outcome is None
         else {"outcome": record.prefix_outcome} | _moved(record.prefix_moved),
@@ -88,6 +90,7 @@ def _attempt(attempt: Attempt, deployment: Deployment) -> Json:
         "skip_tokens": decision.skip_tokens,
         "held_tokens": _held_tokens(decision, attempt.prompt_tokens, deployment),
         "predicted_ttft_s": _finite(decision.predicted_ttft_s),
+        "kv_wait_s": decision.kv_wait_s,
         "decode_wait_s": decision.decode_wait_s,
         "cache_transfer": None
         if transfer is None
@@ -108,6 +111,17 @@ def _attempt(attempt: Attempt, deployment: Deployment) -> Json:
         "hit_tokens": None if decision.hit is None else decision.hit._asdict(),
         "cached_tokens": attempt.cached_tokens,
         "load_s": round(decision.load_s, 6),
+        "relay": None if attempt.relay is None else _relay(attempt.relay),
+    }
+
+
+def _relay(plan: RelayPlan) -> Json:
+    return {
+        "tokens": plan.tokens,
+        "reason": plan.reason,
+        "exposed_s": _finite(plan.exposed_s),
+        "step_s": round(plan.step_s, 6),
+        "queue_s": round(plan.queue_s, 6),
     }
 
 
@@ -135,6 +149,11 @@ def _sum(attempts: Sequence[Attempt]) -> TransferredBytes | None:
     if not moved:
         return None
     return TransferredBytes(sum(m.total_bytes for m in moved), sum(m.overlapped_bytes for m in moved))
+
+
+def _by(attempts: Sequence[Attempt]) -> str | None:
+    """What moved the KV: `prfaas` or `nixl`; None where nothing moved."""
+    return next((attempt.by for attempt in reversed(attempts) if attempt.moved is not None), None)
 
 
 def _saved_bytes(attempts: Sequence[Attempt], model: KvModel | None) -> int | None:

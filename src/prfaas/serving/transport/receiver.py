@@ -198,10 +198,12 @@ class Receiver:
         return self._table.lend(transfer_id, on_change)
 
     def drop(self, transfer_id: bytes, reason: str) -> None:
-        """Give a transfer up: frees its staging unless taken, tells the producer, refuses the id from
-        now on.
-        """
+        """Give a transfer up: frees its staging unless taken, tells the producer, refuses the id from now on."""
         self._table.drop(transfer_id, reason)
+
+    def tell(self, transfer_id: bytes, status: TransferStatus) -> None:
+        """Tell those who watch a transfer what became of it that came another way than through here."""
+        self._table.tell(transfer_id, status)
 
     def stats(self) -> dict[str, Any]:
         """Counters and gauges; every gauge of use is 0 when no transfer is going on."""
@@ -275,10 +277,8 @@ class Receiver:
             for connection in self._connections:
                 identity = connection.identity
                 if identity is not None and identity.role == ROLE_PRODUCER:
-                    arrived, sums = (
-                        connection.arrived(),
-                        found.setdefault(identity.name, dict(_NOTHING_ARRIVED)),
-                    )
+                    arrived = connection.arrived()
+                    sums = found.setdefault(identity.name, dict(_NOTHING_ARRIVED))
                     sums["bytes_total"] += arrived.bytes_received
                     sums["segments_total"] += arrived.segments
                     sums["mss_bytes"] = max(sums["mss_bytes"], arrived.mss_bytes)

@@ -124,7 +124,7 @@ class TransferTable:
                 self._counters["refused"] += 1
                 connection.post(refuse(transfer_id, str(error)))
                 if live is None and over is None:
-                    self._record_refused(transfer_id, str(error))
+                    self._record(transfer_id, TransferStatus.refused(str(error)))
                 return
             self._counters["opened"] += 1
             self._transfers[transfer_id] = transfer
@@ -286,8 +286,7 @@ class TransferTable:
 
     def state(self, transfer_id: bytes) -> TransferStatus | None:
         """Cheap and without the lock for a live transfer: an engine asks at every step."""
-        transfer = self._transfers.get(transfer_id)
-        if transfer is not None:
+        if (transfer := self._transfers.get(transfer_id)) is not None:
             return transfer.status()
         with self._lock:
             return self._status(transfer_id)
@@ -326,22 +325,26 @@ class TransferTable:
                 self._counters["dropped"] += not keep
                 self._fail(transfer, reason, how="broken" if keep else "dropped")
             elif transfer is None and self._tombstones.get(transfer_id) is None:
-                self._record_refused(transfer_id, reason, dropped=True)
+                self._record(transfer_id, TransferStatus.refused(reason, dropped=True))
             elif not keep:
                 self._remains.forget(transfer_id)
 
+    def tell(self, transfer_id: bytes, status: TransferStatus) -> None:
+        """See `Receiver.tell`."""
+        with self._lock:
+            self._record(transfer_id, status)
+
     def sweep(self, now_s: float) -> None:
         """Apply every deadline."""
-        options = self._options
         with self._lock:
             for transfer in list(self._transfers.values()):
-                reason = transfer.overdue(options, now_s)
+                reason = transfer.overdue(self._options, now_s)
                 if reason:
                     self._counters["expired"] += transfer.phase is TransferPhase.COMPLETE
                     self._counters["refused"] += transfer.phase is TransferPhase.WAITING
                     self._fail(transfer, reason, how="failed" if transfer.phase.terminal else "broken")
             for session in list(self._sessions.values()):
-                if session.is_lost(now_s, options.resume_s):
+                if session.is_lost(now_s, self._options.resume_s):
                     del self._sessions[session.key]
             self._tombstones.sweep(now_s)
             self._remains.sweep(now_s)
@@ -407,14 +410,11 @@ class TransferTable:
         keep_s = max(self._options.tombstone_s, ticket.expires_at_s - time.time())
         self._tombstones.put(ticket.transfer_id, transfer.status(taken=taken), time.monotonic() + keep_s)
 
-    def _record_refused(self, transfer_id: bytes, reason: str, *, dropped: bool = False) -> None:
-        """A transfer that was never let in: those who watch it must learn that."""
-        status = TransferStatus.refused(reason, dropped=dropped)
+    def _record(self, transfer_id: bytes, status: TransferStatus) -> None:
+        """What became of a transfer that was never let in: those who watch it must learn that."""
         self._tombstones.put(transfer_id, status, time.monotonic() + self._options.tombstone_s)
         self._watchers.notify(transfer_id, status)
 
 
-_COUNTED = (
-    *("opened", "refused", "completed", "taken", "failed", "dropped", "expired", "kept"),
-    *("received_bytes", "checksum_failures"),
-)
+_COUNTED: tuple[str, ...] = ("opened", "refused", "completed", "taken", "failed", "dropped", "expired")
+_COUNTED += ("kept", "received_bytes", "checksum_failures")

@@ -1,12 +1,12 @@
 """Profiles without a GPU: made of AIConfigurator's measurements, or of a roofline where it has none."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from prfaas.core.kv import DEFAULT_DTYPES, CacheDtypes, ConfigError
+from prfaas.core.kv.hf_config import read_config, text_fields
 from prfaas.core.latency import roofline
 from prfaas.core.latency.profile import Curve, DecodeCurve, Evidence, LatencyProfile, ProfileError
 from prfaas.core.latency.roofline import Roofline, gpu
@@ -109,6 +109,11 @@ def estimate(plan: EstimatePlan) -> Estimate:
             f"not for a batch of {batches[-1]}"
         )
     notes = []
+    if plan.ranks > bound.gpu.per_machine:
+        notes.append(
+            f"{plan.ranks} {bound.gpu.name} are more than the {bound.gpu.per_machine} of one machine; the network "
+            "between machines is slower than the estimate, which has none"
+        )
     kept_in = plan.dtypes.of_kv
     times: EngineTimes = bound
     source = f"the roofline of prfaas, with the peaks of {bound.gpu.source}"
@@ -192,15 +197,9 @@ def _config(path: Path) -> tuple[Mapping[str, Any], str]:
     """What the file holds, and the model's name: that of its directory."""
     file = path / "config.json" if path.is_dir() else path
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ProfileError(f"--model {path}: there is no such config.json") from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise ProfileError(
-            f"--model {path}: can't be read as JSON ({error}); name the config.json of a Hugging Face checkpoint"
-        ) from error
-    if not isinstance(config, dict):
-        raise ProfileError(f"--model {file}: must hold one JSON object")
+        config = read_config(file)
+    except ConfigError as error:
+        raise ProfileError(f"--model {error}") from error
     own = file.stem if file.stem != "config" else file.absolute().parent.name
     return config, own
 
@@ -214,7 +213,5 @@ def _weights(name: str | None) -> WeightFormat | None:
 
 
 def _default_lengths(config: Mapping[str, Any]) -> tuple[int, ...]:
-    text = config.get("text_config")
-    inner = text if isinstance(text, Mapping) else {}
-    longest = config.get("max_position_embeddings") or inner.get("max_position_embeddings") or _LENGTHS[-1]
+    longest = text_fields(config).get("max_position_embeddings") or _LENGTHS[-1]
     return tuple(length for length in _LENGTHS if length <= longest) or (1, int(longest))

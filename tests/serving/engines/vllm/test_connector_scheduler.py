@@ -29,6 +29,7 @@ class Request:
     cache_salt: str | None = None
     lora_request: Any = None
     kv_cache_report_mode: str = "incremental"
+    max_tokens: int = 1
 
 
 @dataclass
@@ -247,6 +248,24 @@ def test_a_started_prefill_keeps_its_blocks_until_the_worker_reports(aborted: bo
     chunks(scheduler, request, [16])
     assert scheduler.request_finished(request, aborted=aborted) is True  # type: ignore[arg-type]
     assert orders_of(scheduler).held == {"r": aborted}
+    assert live_requests(scheduler) == 0
+
+
+def test_an_abort_behind_the_last_chunk_ends_the_decoding_and_not_the_transfer() -> None:
+    """A gateway stops a request that decodes on when another engine goes on with it, or when its client leaves."""
+    prompt = list(range(40))
+    scheduler = side("east")
+    request = Request("r", prompt, {"prfaas": ticket_for(prompt)}, max_tokens=9)
+    scheduler.on_new_request(request)  # type: ignore[arg-type]
+    steps = chunks(scheduler, request, [16, 24, 1, 1])
+    assert [[(send.final, send.decodes_on) for send in step.sends] for step in steps] == [
+        [(False, True)],
+        [(True, True)],
+        [],
+        [],
+    ]
+    assert scheduler.request_finished(request, aborted=True) is True  # type: ignore[arg-type]
+    assert orders_of(scheduler).held == {"r": False}
     assert live_requests(scheduler) == 0
 
 

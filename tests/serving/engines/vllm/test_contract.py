@@ -38,7 +38,6 @@ LEFT_ALONE = {
     "get_handshake_metadata": "the KV port has its own handshake",
     "get_kv_connector_kv_cache_events": "the engine's own events say what its cache holds",
     "get_mem_pool_context": "blocks may lie anywhere",
-    "get_required_kvcache_layout": "pages move as they are; the fingerprint compares layouts",
     "has_connector_metadata": "the base class keeps the metadata",
     "has_pending_block_frees": "a held request's blocks are freed by its acknowledgement, not on demand",
     "has_pending_push_work": "held requests keep the engine stepping",

@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -538,6 +538,31 @@ def test_slots_behind_the_prompt_may_be_filled_before_they_are_sent(
     assert ends.results() == ({"d"}, set())
     ends.east.update(computed)
     assert_moved(ends, ticket, 0, before)
+
+
+@pytest.mark.parametrize("page_digests", [True, False])
+def test_states_and_windows_are_sent_as_the_prompt_left_them(
+    page_digests: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine decodes the request: it writes over states, gives window blocks to others, and fills last pages."""
+    sending = late_reads(monkeypatch)
+    for ends in make_ends(page_digests=page_digests):
+        ticket = new_ticket(100)
+        (orders,) = sends(ticket, [100])
+        orders.sends[0] = replace(orders.sends[0], decodes_on=True)
+        computed = copy_of(ends.east)
+        ends.step(orders)
+        for name in ("g0", "g1", "g2", "w0"):
+            ends.east[name] ^= 1
+        for name in ("a0", "a1"):
+            ends.east[name][1 + 100 // 16][-8:] ^= 1
+        sending.set()
+        ends.complete(ticket)
+        before = copy_of(ends.home)
+        ends.order(load(ticket, 0))
+        assert ends.results() == ({"d"}, set())
+        ends.east.update(computed)
+        assert_moved(ends, ticket, 0, before)
 
 
 def test_digests_are_no_kv_in_any_count(ends: Ends) -> None:

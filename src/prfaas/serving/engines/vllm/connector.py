@@ -24,12 +24,13 @@ from prfaas.serving.descriptors import raise_descriptor_limit
 from prfaas.serving.engines.vllm.connector_scheduler import ConnectorScheduler
 from prfaas.serving.engines.vllm.connector_worker import ConnectorWorker
 from prfaas.serving.engines.vllm.layout import read_groups
-from prfaas.serving.engines.vllm.metadata import TransferMetadata
+from prfaas.serving.engines.vllm.metadata import NixlRead, TransferMetadata
 from prfaas.serving.engines.vllm.pool_scheduler import PoolScheduler
 from prfaas.serving.engines.vllm.settings import ConnectorSettings
 from prfaas.serving.engines.vllm.stats import ConnectorPromMetrics, ConnectorStats
 from prfaas.serving.logs import LogSettings, set_up_logging
 from prfaas.serving.transport.ticket import load_key
+from prfaas.serving.transport.wire import TransferPhase
 
 if TYPE_CHECKING:
     from vllm.config.kv_transfer import KVTransferConfig
@@ -48,6 +49,9 @@ T = TypeVar("T")
 # While transfers are open and nothing is to be computed, vLLM steps a thousand times a second, which takes half of a
 # core from those that compute. So such a step waits for a load to end; a new request comes later by half of it.
 _IDLE_STEP_S = 0.01
+
+NIXL_KV_LAYOUT = "LBHNC"
+"""vLLM 0.32's `NixlBaseConnector.get_required_kvcache_layout`; layer, block, head, token, content."""
 
 COMPLETED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
@@ -89,14 +93,14 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
         # vLLM has no handler for our loggers, and would write warnings bare and nothing below them.
         set_up_logging(LogSettings.of_environment())
         logger.info("file descriptors: %d at most", raise_descriptor_limit())
-        self._settings = ConnectorSettings.parse(self._kv_transfer_config.kv_connector_extra_config)
-        self._key = load_key(self._settings.key_file)
+        self.settings = ConnectorSettings.parse(self._kv_transfer_config.kv_connector_extra_config)
+        self._key = load_key(self.settings.key_file)
         self._groups = read_groups(kv_cache_config)
         self._scheduling: ConnectorScheduler | None = None
         self._worker: ConnectorWorker | None = None
         if role is KVConnectorRole.SCHEDULER:
-            pool = PoolScheduler.of_engine(self._settings, vllm_config, kv_cache_config, self._groups)
-            self._scheduling = ConnectorScheduler(self._settings.name, self._key, self._groups, pool)
+            pool = PoolScheduler.of_engine(self.settings, vllm_config, kv_cache_config, self._groups)
+            self._scheduling = ConnectorScheduler(self.settings.name, self._key, self._groups, pool)
 
     # ---- engine properties
 
@@ -109,6 +113,15 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """`save_kv_layer` must run at every step, which a whole replayed graph would skip."""
         return True
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """Where engines of the deployment have NIXL, the layout that NIXL asks for: all engines' blocks are alike."""
+        config = vllm_config.kv_transfer_config
+        is_beside = config is not None and config.get_from_extra_config("nixl_beside", False)
+        if not is_beside or vllm_config.model_config is None or vllm_config.model_config.use_mla:
+            return None
+        return NIXL_KV_LAYOUT
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: "KVTransferConfig") -> bool:
@@ -173,7 +186,7 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._worker = ConnectorWorker.start(
-            self._settings,
+            self.settings,
             self._key,
             self._vllm_config,
             self._kv_cache_config,
@@ -243,10 +256,16 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     @_answer_on_error(None)
+    def _tell_pulled(self, pull: NixlRead, phase: TransferPhase) -> None:
+        """Tell the gateway how far KV is that another connector of this engine loads."""
+        self._ready_worker().consumer.tell_pulled(pull, phase)
+
+    @_answer_on_error(None)
     def _rest(self) -> None:
         self._ready_worker().rest(_IDLE_STEP_S)
 
     def _is_idle(self) -> bool:
+        """Whether nothing is computed in this step."""
         return self.has_connector_metadata() and _orders(self._get_connector_metadata()).is_idle
 
     def _ended(self) -> tuple[set[str], tuple[set[str], set[str]]]:

@@ -137,7 +137,7 @@ class ConnectorScheduler:
         if (
             prompt is None
             or len(prompt) != ticket.num_tokens
-            or _digest(request, prompt) != ticket.prompt_digest
+            or digest_of(request, prompt) != ticket.prompt_digest
         ):
             logger.warning("request %s: its prompt is not the one of its ticket", request.request_id)
             return
@@ -149,7 +149,7 @@ class ConnectorScheduler:
         if (
             prompt is None
             or len(prompt) <= ticket.num_tokens
-            or _digest(request, prompt[: ticket.num_tokens]) != ticket.prompt_digest
+            or digest_of(request, prompt[: ticket.num_tokens]) != ticket.prompt_digest
         ):
             # vLLM announces a request that it rejected, or that its client left early, once more with the same
             # parameters and another prompt: the staging must not wait for its time to live.
@@ -279,12 +279,16 @@ class ConnectorScheduler:
         others = [group for group in self._groups if group.kind is not GroupKind.FULL]
         closing = self._runs(others, block_ids, ticket.num_tokens, 0) if final else ()
         sealed, cached_tokens = producing.sealed, producing.cached_tokens
-        return SendOrder(request.request_id, ticket, sealed, tuple(streamed), closing, final, cached_tokens)
+        decodes_on = request.max_tokens > 1
+        return SendOrder(
+            request.request_id, ticket, sealed, tuple(streamed), closing, final, cached_tokens, decodes_on
+        )
 
     def request_finished(self, request: "Request", *, aborted: bool) -> bool:
         """True where the engine must keep the blocks until the worker side reports the send as finished.
 
-        An aborted prefill's blocks are kept too, until no writer thread reads them any more.
+        An aborted prefill's blocks are kept too, until no writer thread reads them any more. Behind the prompt's last
+        chunk an abort ends the decoding alone: all KV is computed, and the transfer goes on.
         """
         consuming = self._consuming.pop(request.request_id, None)
         if consuming is not None and not consuming.settled:
@@ -295,7 +299,7 @@ class ConnectorScheduler:
         is_storing = self.pool is not None and self.pool.request_finished(request.request_id)
         if not is_storing and (producing is None or not producing.started):
             return False
-        self._orders.held[request.request_id] = aborted
+        self._orders.held[request.request_id] = aborted and not (producing is not None and producing.ended)
         return True
 
     def _full_groups(self) -> list[KvGroup]:
@@ -313,6 +317,7 @@ class ConnectorScheduler:
         return tuple(runs)
 
 
-def _digest(request: "Request", prompt: Sequence[int]) -> bytes:
+def digest_of(request: "Request", prompt: Sequence[int]) -> bytes:
+    """The digest of ids of a request's prompt, under its tenant's salt and its adapter."""
     adapter = request.lora_request.lora_name if request.lora_request is not None else ""
     return prompt_digest(prompt, request.cache_salt or "", adapter)

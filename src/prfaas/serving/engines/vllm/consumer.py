@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from prfaas.serving.engines.page_digests import DigestPlan, PageDigestError
 from prfaas.serving.engines.vllm.block_load import BlockLoad
 from prfaas.serving.engines.vllm.layout import KvLayout
-from prfaas.serving.engines.vllm.metadata import LoadOrder
+from prfaas.serving.engines.vllm.metadata import LoadOrder, NixlRead
 from prfaas.serving.engines.vllm.stats import ConnectorStats
 from prfaas.serving.transport.arrival import Arrival
 from prfaas.serving.transport.receiver import Receiver
@@ -122,6 +122,22 @@ class KvConsumer:
             self._waiting += [_OrderedLoad(load, self._now_s()) for load in loads]
         if loads:
             self._wake.set()
+
+    def tell_pulled(self, pull: NixlRead, phase: TransferPhase) -> None:
+        """Tell the gateway how far the KV is that NIXL loads in our place."""
+        total_bytes = sum(self._layout.region_bytes(pull.num_tokens, pull.local_tokens)) if pull.loads else 0
+        is_complete, has_failed = phase is TransferPhase.COMPLETE, phase is TransferPhase.FAILED
+        status = TransferStatus(
+            phase=phase,
+            reason="NIXL did not load it; the decode engine computes the prompt" if has_failed else "",
+            received_bytes=total_bytes if is_complete else 0,
+            total_bytes=total_bytes,
+            overlapped_bytes=0,
+            num_tokens=pull.num_tokens,
+            skip_tokens=pull.local_tokens,
+            taken=is_complete,
+        )
+        self._receiver.tell(pull.transfer_id, status)
 
     def results(self) -> tuple[set[str], set[str]]:
         """What has become of the ordered loads.

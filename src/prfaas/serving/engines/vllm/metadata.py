@@ -39,6 +39,8 @@ class SendOrder:
     """It is the last chunk: the end mark leaves too."""
     cached_tokens: int | None = None
     """Tokens of the prompt that were not computed for this request; None: not told."""
+    decodes_on: bool = False
+    """The engine decodes the request after its prompt: it writes over states, and gives up what leaves a window."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,27 @@ class LoadOrder:
     """Blocks to fill, of every group: the KV of tokens [local_tokens, ticket.num_tokens)."""
     usable_tokens: int = 0
     """The transfer broke, and only so many tokens of it are to be loaded; 0: all."""
+
+
+@dataclass(frozen=True, slots=True)
+class NixlRead:
+    """A request whose KV vLLM's NIXL connector loads; our part is to tell the gateway what becomes of it."""
+
+    request_id: str
+    transfer_id: bytes
+    num_tokens: int
+    """NIXL brings the KV of tokens [local_tokens, num_tokens)."""
+    local_tokens: int
+    """Tokens whose KV the engine holds already."""
+    expires_at_s: float
+    """Unix time at which the producer may give the blocks to others."""
+    refused: bool = False
+    """Nothing is loaded: the engine computes the prompt."""
+
+    @property
+    def loads(self) -> bool:
+        """Whether there is something to wait for."""
+        return not self.refused and self.num_tokens > self.local_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +127,7 @@ class TransferMetadata(KVConnectorMetadata):
     preempted: list[str] = field(default_factory=list)
     """Requests that send or store, and whose blocks are about to be reused."""
     held: dict[str, bool] = field(default_factory=dict)
-    """Finished requests whose blocks wait for our `finished_sending`; True: the request was aborted.
+    """Finished requests whose blocks wait for our `finished_sending`; True: the prefill was aborted.
 
     They wait for a transfer to another engine, for copies into the pool, or for both.
     """

@@ -116,13 +116,16 @@ class KvProducer:
                 if 0 in run.block_ids:
                     raise RuntimeError(f"layer {layer_name}: a block to send is vLLM's null block")
                 # 3. Their pages as a source. Nothing is copied yet but a page with room behind the prompt, which
-                #    the engine may go on filling; what is read later is what the compute stream has queued to
-                #    write until now.
+                #    the engine may go on filling, and states and windows of a request that it decodes itself; what
+                #    is read later is what the compute stream has queued to write until now.
                 region.pages.mark_written()
-                partial = open_send.digests is not None and _ends_partial(send, region, run)
-                last_page = region.pages.copied(run.block_ids[-1]) if partial else None
-                source = PagedSource(region.pages, run.block_ids, last_page)
-                open_send.sources.append(weakref.ref(source))
+                if urgent and send.decodes_on:
+                    sources = _copies(region, run)
+                else:
+                    is_written_on = open_send.digests is not None or send.decodes_on
+                    partial = is_written_on and _ends_partial(send, region, run)
+                    last_page = region.pages.copied(run.block_ids[-1]) if partial else None
+                    sources = [PagedSource(region.pages, run.block_ids, last_page)]
                 # 4. Their digests, of the same moment. A device computes them behind what it writes, and nobody
                 #    waits for them before they are sent.
                 if open_send.digests is not None:
@@ -130,7 +133,10 @@ class KvProducer:
                     open_send.digests.add(region.index, run.first_block, sums, len(run.block_ids))
                 # 5. Into the queue, at their place in the layer's region.
                 offset = (run.first_block - open_send.first_blocks[run.group]) * region.page_bytes
-                open_send.transfer.put(region.index, offset, source, urgent=urgent)
+                for source in sources:
+                    open_send.sources.append(weakref.ref(source))
+                    open_send.transfer.put(region.index, offset, source, urgent=urgent)
+                    offset += source.nbytes
         open_send.sources = [ref for ref in open_send.sources if ref() is not None]
 
     def _open(self, send: SendOrder) -> _OpenSend:
@@ -221,6 +227,11 @@ class KvProducer:
             self.stats.add("sends_failed")
             logger.warning("KV transfer failed: %s", transfer.reason)
         return True
+
+
+def _copies(region: EngineRegion, run: BlockRun) -> list[PagedSource]:
+    """Each page as it is now: the next steps write over linear states, and windows leave their blocks behind."""
+    return [PagedSource(region.pages, (block,), region.pages.copied(block)) for block in run.block_ids]
 
 
 def _ends_partial(send: SendOrder, region: EngineRegion, run: BlockRun) -> bool:

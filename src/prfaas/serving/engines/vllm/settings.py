@@ -89,6 +89,9 @@ class ConnectorSettings:
     pool_timeout_s: float = 2.0
     """A call of the pool daemon that has no answer for that long has failed."""
 
+    nixl_beside: bool = False
+    """Some engines of the deployment have NIXL too: this one lays its KV out as NIXL wants it."""
+
     def roster(self, rank: int) -> Roster:
         """Who one tensor-parallel rank has to do with, until the control plane tells it."""
         peers = [_at_rank(name, peer, rank) for name, peer in self.peers.items()]

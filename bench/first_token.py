@@ -1,0 +1,311 @@
+"""How soon the first token comes from the engine that prefills, and whether relayed tokens fill the gap after it.
+
+Two real vLLM servers with tiny models and the gateway, all on this machine; the link is the deployment file's, paced by
+the senders. The models write printable characters alone, one a token, so that each token is an event of the stream.
+
+- `first token`: a hybrid's prompt over 200 Mbit/s. TTFT through the gateway against the prefill engine's own.
+- `relay`: a dense prompt over 50 Mbit/s. The longest gap between tokens against the median one, with and without relay.
+  Where the prefill takes longer than its KV on the link, nothing is relayed: then say `--dense-bandwidth`.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ports import free_ports
+from prfaas.core.deployment import Deployment, load_deployment
+from prfaas.serving.engines.running import RunningEngines
+from prfaas.serving.engines.tiny import tiny_config
+from prfaas.serving.engines.tiny.checkpoint import write_tokenizer
+from prfaas.serving.engines.tiny.weights import tiny_weights
+
+FAR, HOME = "far-prefill-0", "home-0"
+ANSWER_TOKENS = 64
+GOAL_S = 0.050
+GOAL_GAPS = 2.0
+_READY_S = 240.0
+_ASK_S = 600.0
+_PRINTABLE = range(0x20, 0x7F)
+
+# 16 KiB of KV per token: as many bytes per second of prefill as a large dense model makes.
+DENSE: Mapping[str, Any] = {
+    "hidden_size": 256,
+    "num_hidden_layers": 8,
+    "layer_types": ["full_attention"] * 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Streamed:
+    """One answer as its client had it."""
+
+    text: str
+    times_s: list[float]
+    """From the request to each token."""
+
+    @property
+    def gaps_s(self) -> list[float]:
+        """Between tokens."""
+        return [later - sooner for sooner, later in zip(self.times_s, self.times_s[1:], strict=False)]
+
+
+def checkpoint(directory: Path, model: str) -> Path:
+    """The tiny Qwen3-Next for `hybrid`, `DENSE` for `dense`. No token is likeliest that is no printable character."""
+    from safetensors.torch import save_file
+
+    family = "qwen3" if model == "dense" else "qwen3-next"
+    config = tiny_config(family) | dict(DENSE if model == "dense" else {})
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    write_tokenizer(directory, config["max_position_embeddings"])
+    weights = tiny_weights(family, config)
+    head = weights["lm_head.weight"]
+    head[: _PRINTABLE.start] = 0
+    head[_PRINTABLE.stop :] = 0
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+def write_deployment(directory: Path, model: str, bandwidth: str, gateway: Mapping[str, Any]) -> Path:
+    """One PrfaaS prefill engine, and one that decodes."""
+    ports = iter(free_ports(6))
+
+    def instance(name: str, roles: Sequence[str]) -> dict[str, object]:
+        place = {"host": "127.0.0.1", "http_port": next(ports), "kv_port": next(ports)}
+        return {"name": name, "roles": list(roles), **place}
+
+    document = {
+        "name": "first-token",
+        "model": {"served_name": "tiny", "path": str(directory / "model"), "max_model_len": 20_000},
+        "clusters": [
+            {"name": "far", "kind": "prfaas", "hardware": "cpu", "instances": [instance(FAR, ["prefill"])]},
+            {
+                "name": "home",
+                "kind": "pd",
+                "hardware": "cpu",
+                "instances": [instance(HOME, ["prefill", "decode"])],
+            },
+        ],
+        "links": [{"source": "far", "target": "home", "bandwidth": bandwidth, "connections": 4}],
+        "routing": {"policy": "offload_all"},
+        # An engine that starves on a busy machine is slow, not frozen.
+        "control": {"threshold_period_s": 3600, "allocation": False, "silence_s": 60},
+        "gateway": {"host": "127.0.0.1", "port": next(ports), "route_header": "full", **gateway},
+        "engine": {
+            "max_num_batched_tokens": 1024,
+            "max_num_seqs": 4,
+            "kv_cache_gib": 1,
+            "staging": "512 MiB",
+        },
+    }
+    checkpoint(directory / "model", model)
+    path = directory / "deployment.yaml"
+    path.write_text(json.dumps(document))  # JSON is YAML
+    return path
+
+
+@contextlib.contextmanager
+def running(path: Path, home: Path) -> Iterator[Deployment]:
+    """Engines and gateway, ready; everything has ended afterwards."""
+    deployment = load_deployment(path, state_dir=home)
+    with RunningEngines(deployment) as engines:
+        engines.wait_ready(_READY_S)
+        with (path.parent / "gateway.log").open("wb") as log:
+            gateway = subprocess.Popen(
+                [sys.executable, "-m", "prfaas.cli.main", "serve", str(path)],
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "PRFAAS_HOME": str(home)},
+            )
+        try:
+            wait_healthy(deployment)
+            yield deployment
+        finally:
+            gateway.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                gateway.wait(10)
+            gateway.kill()
+            gateway.wait()
+
+
+def wait_healthy(deployment: Deployment) -> None:
+    """Until the gateway has every engine. Raises SystemExit."""
+    deadline_s = time.monotonic() + 60
+    while time.monotonic() < deadline_s:
+        with (
+            contextlib.suppress(OSError),
+            urllib.request.urlopen(f"{deployment.gateway.url}/health", timeout=5) as answer,
+        ):
+            if set(json.load(answer)["instances"].values()) == {"up"}:
+                return
+        time.sleep(0.3)
+    raise SystemExit("the gateway did not start; its log is gateway.log")
+
+
+def prompt(seed: int, tokens: int) -> list[int]:
+    """Random printable characters: no two prompts share a prefix."""
+    draw = random.Random(seed)
+    return [draw.choice(_PRINTABLE) for _ in range(tokens)]
+
+
+def streamed(url: str, ids: Sequence[int], **fields: Any) -> Streamed:
+    """The answer of a gateway or an engine."""
+    body = {
+        "model": "tiny",
+        "prompt": list(ids),
+        "max_tokens": ANSWER_TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    request = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(body | fields).encode(), {"Content-Type": "application/json"}
+    )
+    begun_s, text, times_s = time.perf_counter(), "", []
+    with urllib.request.urlopen(request, timeout=_ASK_S) as answer:
+        for line in answer:
+            if not line.startswith(b"data: {"):
+                continue
+            event = json.loads(line[6:])
+            if "error" in event:
+                raise SystemExit(f"the answer broke off: {event}")
+            piece = event["choices"][0]["text"]
+            # A character is a token.
+            times_s += [time.perf_counter() - begun_s] * len(piece)
+            text += piece
+    return Streamed(text, times_s)
+
+
+def first_token(directory: Path, tokens: int, rounds: int, bandwidth: str) -> dict[str, Any]:
+    """TTFT through the gateway, and what the prefill engine takes by itself for a prompt of that length."""
+    path = write_deployment(directory, "hybrid", bandwidth, {"first_token": "prefill"})
+    with running(path, directory / "state") as deployment:
+        url, far, home = (
+            deployment.gateway.url,
+            deployment.instance(FAR).url,
+            deployment.instance(HOME).url,
+        )
+        # Connections, memory and code are warm afterwards.
+        streamed(url, prompt(1, tokens))
+        streamed(far, prompt(2, tokens), max_tokens=1)
+        own_s, ttft_s, second_s, equal = [], [], [], 0
+        for number in range(rounds):
+            own_s.append(streamed(far, prompt(10 + 2 * number, tokens), max_tokens=1).times_s[0])
+            ids = prompt(11 + 2 * number, tokens)
+            ours = streamed(url, ids)
+            ttft_s.append(ours.times_s[0])
+            second_s.append(ours.gaps_s[0])
+            # Not what came over the link.
+            equal += ours.text == streamed(home, ids, cache_salt="reference").text
+            print(f"first token: {ours.times_s[0]:.3f} s, alone {own_s[-1]:.3f} s", file=sys.stderr)
+    return {
+        "row": "first token",
+        "model": "hybrid",
+        "tokens": tokens,
+        "bandwidth": bandwidth,
+        "own_ttft_s": statistics.median(own_s),
+        "ttft_s": statistics.median(ttft_s),
+        "beyond_s": statistics.median(ttft_s) - statistics.median(own_s),
+        "second_token_s": statistics.median(second_s),
+        "equal_answers": equal,
+        "rounds": rounds,
+    }
+
+
+def relay(directory: Path, tokens: int, rounds: int, bandwidth: str, relay_tokens: int) -> dict[str, Any]:
+    """The gaps of a stream whose KV takes long, with so many relayed tokens at most."""
+    gateway = {"first_token": "prefill", "relay_tokens": relay_tokens}
+    path = write_deployment(directory, "dense", bandwidth, gateway)
+    with running(path, directory / "state") as deployment:
+        streamed(deployment.gateway.url, prompt(1, tokens))
+        longest_s, steady_s, relayed_s = [], [], []
+        for number in range(rounds):
+            ours = streamed(
+                deployment.gateway.url, prompt(10 + number, tokens), max_tokens=relay_tokens + ANSWER_TOKENS
+            )
+            longest_s.append(max(ours.gaps_s))
+            # The last ones are the decode engine's.
+            steady_s.append(statistics.median(ours.gaps_s[-ANSWER_TOKENS // 2 :]))
+            relayed_s.append(sorted(ours.gaps_s)[-2])
+            print(f"relay {relay_tokens}: longest gap {longest_s[-1]:.3f} s", file=sys.stderr)
+        with urllib.request.urlopen(f"{deployment.gateway.admin.url}/metrics") as page:
+            relayed = metric(page.read().decode(), "prfaas_gateway_relayed_tokens_total")
+    return {
+        "row": f"relay {relay_tokens}",
+        "model": "dense",
+        "tokens": tokens,
+        "bandwidth": bandwidth,
+        "longest_gap_s": statistics.median(longest_s),
+        "second_longest_gap_s": statistics.median(relayed_s),
+        "steady_gap_s": statistics.median(steady_s),
+        "gaps": statistics.median(longest_s) / statistics.median(steady_s),
+        "relayed_tokens": relayed / (rounds + 1),
+        "rounds": rounds,
+    }
+
+
+def metric(page: str, name: str) -> float:
+    """The sum of a series."""
+    return sum(float(line.split()[-1]) for line in page.splitlines() if line.startswith(name))
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tokens", type=int, default=16_000, metavar="N", help="of the hybrid's prompts")
+    parser.add_argument("--dense-tokens", type=int, default=16_000, metavar="N", help="of the dense prompts")
+    parser.add_argument("--dense-bandwidth", default="50 Mbit/s", metavar="B", help="slower where prefill is")
+    parser.add_argument("--rounds", type=int, default=5, metavar="N")
+    parser.add_argument("--relay-tokens", type=int, default=1024, metavar="N")
+    parser.add_argument("--row", choices=["first-token", "relay", "no-relay"], action="append")
+    parser.add_argument("--json", action="store_true")
+    asked = parser.parse_args()
+    wanted = asked.row or ["first-token", "relay", "no-relay"]
+    figures, goals = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        if "first-token" in wanted:
+            found = first_token(Path(folder) / "first", asked.tokens, asked.rounds, "200 Mbit/s")
+            figures.append(found)
+            goals.append(goal("TTFT beyond the prefill engine's own", found["beyond_s"], "s", GOAL_S))
+        for name, tokens in (("relay", asked.relay_tokens), ("no-relay", 0)):
+            if name in wanted:
+                found = relay(
+                    Path(folder) / name, asked.dense_tokens, asked.rounds, asked.dense_bandwidth, tokens
+                )
+                figures.append(found)
+                if tokens:
+                    goals.append(goal("longest gap / steady gap", found["gaps"], "", GOAL_GAPS))
+    if asked.json:
+        print(json.dumps({"figures": figures, "goals": goals}, indent=2))
+        return
+    for figure in figures:
+        print(figure["row"], f"({figure['model']}, {figure['tokens']} tokens, {figure['bandwidth']})")
+        for key, value in figure.items():
+            if isinstance(value, float):
+                print(f"  {key:24} {value:8.3f}")
+    for each in goals:
+        print(f"{each['name']}: {each['value']:.3f} {each['unit']}, goal {each['goal']}: {each['met']}")
+
+
+def goal(name: str, value: float, unit: str, limit: float) -> dict[str, Any]:
+    return {"name": name, "value": value, "unit": unit, "goal": limit, "met": value <= limit}
+
+
+if __name__ == "__main__":
+    main()

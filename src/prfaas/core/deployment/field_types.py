@@ -1,0 +1,133 @@
+"""The kinds of values in a deployment file: names, sizes, bandwidths, times, and their bounds."""
+
+import ipaddress
+import re
+from typing import Annotated
+
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
+
+from prfaas.core.deployment.addresses import checked_host
+from prfaas.core.deployment.engine_args import free_arg
+from prfaas.core.units import format_bits_per_s, parse_bits_per_s, parse_bytes
+
+# Less without a unit is somebody who thinks in larger units.
+_LEAST_PLAIN_BITS_PER_S = 1e6
+
+# More than any deployment has, and less than what a message on the wire, a socket's option or a timer can hold.
+_MOST_BITS_PER_S = 1e15
+_MOST_BYTES = 1 << 50
+_MOST_COUNT = (1 << 31) - 1
+_MOST_S = 1e9
+_MOST_SOCKET_S = 32_767.0
+_MOST_CHARACTERS = 4096
+
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
+
+# A label of RFC 1123, which Kubernetes asks of names.
+LABEL_PATTERN = r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$"
+
+
+def _env_name(name: str) -> str:
+    if not name or "=" in name or "\0" in name:
+        raise ValueError(f"{name!r} is no name of an environment variable")
+    return name
+
+
+def _without_nul(text: str) -> str:
+    # A process can't be started with one.
+    if "\0" in text:
+        raise ValueError("must not have a NUL character")
+    return text
+
+
+def _mapping(value: object) -> object:
+    # None is only the default, so that a section whose fields were forgotten doesn't pass for one left out.
+    if value is None:
+        raise ValueError('must be a mapping ("field: value" lines), not empty')
+    return value
+
+
+def _not_empty(value: object) -> object:
+    if value is None:
+        raise ValueError("must not be empty")
+    return value
+
+
+def _env_value(value: object) -> object:
+    # YAML reads `X: 1` as a number, which is what a person means by "1" here.
+    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
+def _size_or_zero(value: object) -> int:
+    return 0 if value == 0 and not isinstance(value, bool) else parse_bytes(value)
+
+
+def _line(text: str) -> str:
+    if not text.strip():
+        raise ValueError("must not be empty")
+    if not text.isprintable():
+        raise ValueError("must be one line of printable characters")
+    if len(text) > _MOST_CHARACTERS:
+        raise ValueError(f"must have at most {_MOST_CHARACTERS} characters, not {len(text)}")
+    return text
+
+
+def _bandwidth(value: object) -> float:
+    rate = parse_bits_per_s(value)
+    if rate > _MOST_BITS_PER_S:
+        raise ValueError(f"must be at most {format_bits_per_s(_MOST_BITS_PER_S)}")
+    if isinstance(value, int | float) and rate < _LEAST_PLAIN_BITS_PER_S:
+        raise ValueError(f'{rate:g} would be {rate:g} bit/s; write the unit, for example "{rate:g} Gbit/s"')
+    return rate
+
+
+def _host_name(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9._-]{1,253}", name):
+        raise ValueError(f'{name!r} is no host name; write it without "http://" and without a port')
+    return name.lower()
+
+
+def _cidr(text: str) -> str:
+    try:
+        return str(ipaddress.ip_network(text))
+    except ValueError:
+        raise ValueError(f'"{text}" is no block of addresses; write it like "10.0.1.0/24"') from None
+
+
+def _policy_name(name: str) -> str:
+    if not re.fullmatch(r"[\w.-]+(:[A-Za-z_][\w.]*)?", name):
+        raise ValueError(
+            f'"{name}" is no policy; write a name, for example "tilted", or package.module:Class'
+        )
+    return name
+
+
+def _setting(value: object) -> float | str:
+    if not isinstance(value, int | float | str) or value != value:
+        raise ValueError("must be a number, a word, or true or false")
+    return value
+
+
+Name = Annotated[str, Field(pattern=NAME_PATTERN)]
+HostName = Annotated[str, AfterValidator(_host_name)]
+Port = Annotated[int, Field(ge=1, le=65535)]
+Positive = Annotated[int, Field(gt=0, le=_MOST_COUNT)]
+Seconds = Annotated[float, Field(gt=0, le=_MOST_S, allow_inf_nan=False)]
+SocketSeconds = Annotated[float, Field(gt=0, le=_MOST_SOCKET_S, allow_inf_nan=False)]
+Text = Annotated[str, Field(min_length=1), AfterValidator(_line)]
+Host = Annotated[Text, AfterValidator(checked_host)]
+Bandwidth = Annotated[float, BeforeValidator(_bandwidth)]
+Size = Annotated[int, BeforeValidator(parse_bytes), Field(le=_MOST_BYTES)]
+SizeOrZero = Annotated[int, BeforeValidator(_size_or_zero), Field(le=_MOST_BYTES)]
+Arg = Annotated[str, AfterValidator(free_arg), AfterValidator(_without_nul)]
+EnvName = Annotated[str, AfterValidator(_env_name)]
+EnvValue = Annotated[str, BeforeValidator(_env_value), AfterValidator(_without_nul)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Cidr = Annotated[str, AfterValidator(_cidr)]
+ImageName = Annotated[str, Field(pattern=r"^[a-z0-9][A-Za-z0-9._:/@-]*$")]
+PolicyName = Annotated[str, AfterValidator(_policy_name)]
+PolicySetting = Annotated[float | str, PlainValidator(_setting)]
+GIVEN = BeforeValidator(_not_empty)
+SECTION = BeforeValidator(_mapping)

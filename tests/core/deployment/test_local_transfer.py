@@ -1,0 +1,86 @@
+"""`engine.local_transfer: nixl`: what must fit together, and between whom NIXL is used."""
+
+from pathlib import Path
+
+import pytest
+
+from prfaas.core.deployment import (
+    Deployment,
+    DeploymentError,
+    load_deployment,
+    openings_of,
+    pulls,
+    uses_nixl,
+)
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "local.yaml"
+POOL = "    pool: {memory: 256 MiB, ssd: 1 GiB, kv_port: 18301}\n"
+NIXL = {
+    POOL: "",
+    "engine:\n": "engine:\n  local_transfer: nixl\n",
+    "kv_port: 18201": "kv_port: 18201, nixl_port: 18501",
+    "kv_port: 18202": "kv_port: 18202, nixl_port: 18502",
+}
+
+
+def loaded(tmp_path: Path, **more: tuple[str, str]) -> Deployment:
+    text = EXAMPLE.read_text()
+    for old, new in (*NIXL.items(), *more.values()):
+        assert old in text, old
+        text = text.replace(old, new, 1)
+    (tmp_path / "file.yaml").write_text(text)
+    return load_deployment(tmp_path / "file.yaml", state_dir=tmp_path)
+
+
+def test_nixl_is_between_engines_of_one_pd_cluster(tmp_path: Path) -> None:
+    deployment = loaded(tmp_path)
+    assert deployment.engine.local_transfer == "nixl"
+    with_nixl = {each.name for each in deployment.instances if uses_nixl(deployment, each)}
+    assert with_nixl == {"home-prefill-0", "home-decode-0"}
+    far, near, decode = deployment.instances
+    assert pulls(deployment, near, decode)
+    assert not pulls(deployment, far, decode) and not pulls(deployment, near, far)
+
+
+def test_our_own_transport_is_the_default() -> None:
+    deployment = load_deployment(EXAMPLE)
+    assert deployment.engine.local_transfer == "prfaas"
+    assert not any(uses_nixl(deployment, each) for each in deployment.instances)
+    _, near, decode = deployment.instances
+    assert not pulls(deployment, near, decode)
+
+
+def test_its_port_is_open_inside_of_the_cluster(tmp_path: Path) -> None:
+    opened = {
+        (each.owner, each.ports, each.sources)
+        for each in openings_of(loaded(tmp_path))
+        if each.purpose == "nixl"
+    }
+    assert opened == {
+        ("home-prefill-0", (18501,), ("home-decode-0",)),
+        ("home-decode-0", (18502,), ("home-prefill-0",)),
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ((", nixl_port: 18501", ""), "needs nixl_port, since engine.local_transfer is nixl"),
+        (("  local_transfer: nixl\n", ""), "is only for instances of pd clusters with engine.local_transfer"),
+        (("kv_port: 18200", "kv_port: 18200, nixl_port: 18500"), "is only for instances of pd clusters"),
+        (("nixl_port: 18501", "nixl_port: 18202"), "is already used by"),
+        (("nixl_port: 18501", "nixl_port: 18502"), "is already used by"),
+        (("local_transfer: nixl", "local_transfer: rdma"), "prfaas"),
+    ],
+)
+def test_what_does_not_fit_is_one_sentence(tmp_path: Path, change: tuple[str, str], says: str) -> None:
+    with pytest.raises(DeploymentError, match=says):
+        loaded(tmp_path, change=change)
+
+
+def test_what_nixl_can_not_do_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DeploymentError, match="which encrypts nothing"):
+        loaded(tmp_path, change=("engine:\n", "security: {encrypt_inside: true}\nengine:\n"))
+    pool = ("kind: pd\n", "kind: pd\n" + POOL)
+    with pytest.raises(DeploymentError, match=r"does not go with engine\.local_transfer: nixl yet"):
+        loaded(tmp_path, change=pool)
