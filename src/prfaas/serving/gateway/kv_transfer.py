@@ -71,6 +71,8 @@ class TransferSpec:
     """The prefill also samples the first token of the answer, so; None: the consumer samples it."""
     background: bool = False
     """It gets what other transfers leave of the link."""
+    left_s: Callable[[], float] = float
+    """Seconds until its last byte has left the producer, as predicted."""
     pulled: bool = False
     """The consumer reads the KV by NIXL; else the producer sends it."""
 
@@ -141,7 +143,7 @@ class Watcher(Protocol):
 
     def announced(self, transfer_id: bytes) -> bool: ...
 
-    async def abandon(self, transfer_id: bytes, reason: str) -> None: ...
+    async def abandon(self, transfer_id: bytes, reason: str, *, keep: bool = False) -> None: ...
 
     async def stats(self) -> dict[str, Any]: ...
 
@@ -234,6 +236,25 @@ class KvTransfers:
             except (OSError, TimeoutError) as error:
                 # The consumer's own time to live frees the staging then.
                 logger.info("could not abandon a transfer at %s: %s", consumer, error)
+
+    async def keep(self, consumer: str, transfer_id: bytes, reason: str, timeout_s: float) -> int:
+        """End a transfer that will not complete, and have kept what has come of it. Never raises.
+
+        Returns:
+            After how many tokens the engine can go on; 0: after none.
+        """
+        usable_tokens = []
+        try:
+            async with asyncio.timeout(timeout_s):
+                for watcher in self._watchers[consumer]:
+                    await watcher.abandon(transfer_id, reason, keep=True)
+                    status = await watcher.wait(transfer_id, timeout_s)
+                    is_whole = status.phase is TransferPhase.COMPLETE
+                    usable_tokens.append(status.num_tokens if is_whole else status.usable_tokens)
+        except (OSError, TimeoutError) as error:
+            logger.info("could not have a broken transfer kept at %s: %s", consumer, error)
+            return 0
+        return min(usable_tokens)
 
     async def answers(self, consumer: str, timeout_s: float) -> bool:
         """Whether every rank of `consumer` answers now. What it has told before is known then."""

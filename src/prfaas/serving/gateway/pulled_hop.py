@@ -75,7 +75,7 @@ class PulledHop(PrefillHop):
             )
         finally:
             del self._arriving[arrival]
-            self._silent.pop(arrival, None)
+            self._given_up.pop(arrival, None)
             await end_all(prefilling, arrival)
 
     async def _wait_for_read(

@@ -3,7 +3,7 @@
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from prfaas.serving.transport.roster import ranked
 from prfaas.serving.transport.ticket import Ticket
@@ -18,6 +18,23 @@ class RegionLayout(Protocol):
 
         Raises:
             ValueError: there can be no such transfer.
+        """
+
+
+@runtime_checkable
+class DivisibleLayout(Protocol):
+    """A `RegionLayout` of which a part may be enough to go on from."""
+
+    def usable_tokens(self, num_tokens: int, skip_tokens: int, covered_end: Callable[[int, int], int]) -> int:
+        """How many tokens' KV a transfer has brought that broke, from the first token on.
+
+        Args:
+            num_tokens: of the transfer.
+            skip_tokens: of the transfer.
+            covered_end: (region, start) → where the bytes that have come from there on end.
+
+        Returns:
+            More than `skip_tokens`, or 0: nothing that an engine could go on from.
         """
 
 
@@ -168,3 +185,11 @@ def expected_regions(
         layout.begin(producer, ticket.transfer_id, mark) if isinstance(layout, PeerLayouts) else layout
     )
     return tuple(regions.region_bytes(ticket.num_tokens, ticket.skip_tokens))
+
+
+def usable_tokens(layout: TransferLayout, ticket: Ticket, covered_end: Callable[[int, int], int]) -> int:
+    """See `DivisibleLayout`, of the transfer that a ticket allows; 0 for every other layout."""
+    regions = layout.of_transfer(ticket.transfer_id) if isinstance(layout, PeerLayouts) else layout
+    if not isinstance(regions, DivisibleLayout):
+        return 0
+    return regions.usable_tokens(ticket.num_tokens, ticket.skip_tokens, covered_end)

@@ -57,10 +57,18 @@ class _LoadResult:
     """None: it failed."""
     digests_differ: bool = False
     """It failed since a page was not the one that the prefill engine computed."""
+    is_part: bool = False
+    """It loaded what had come of a transfer that broke."""
+    usable_tokens: int = 0
+    """It failed, but so many tokens' KV has come, and can be loaded by another order."""
 
 
 class _GivenUpError(Exception):
     """A load that will not be: the transfer is gone or late."""
+
+    def __init__(self, obstacle: str, usable_tokens: int = 0) -> None:
+        super().__init__(obstacle)
+        self.usable_tokens = usable_tokens
 
 
 class KvConsumer:
@@ -68,7 +76,8 @@ class KvConsumer:
 
     Blocks are filled as their bytes arrive, and the rest once the transfer is complete. Every ordered load is
     reported exactly once, as done or as failed; a failed one makes vLLM prefill the request locally
-    (`kv_load_failure_policy=recompute`). A transfer can serve several requests (`n` > 1).
+    (`kv_load_failure_policy=recompute`). A transfer can serve several requests (`n` > 1). Of a failed one whose
+    transfer broke, `take_usable_tokens` says what can still be loaded.
     """
 
     def __init__(
@@ -103,6 +112,7 @@ class KvConsumer:
         self._wake = threading.Event()
         self._closing = False
         self._results: queue.SimpleQueue[_LoadResult] = queue.SimpleQueue()
+        self._usable_tokens: dict[str, int] = {}
         self._thread = threading.Thread(target=self._run, name="prfaas-load", daemon=True)
         self._thread.start()
 
@@ -152,12 +162,19 @@ class KvConsumer:
             self.stats.add("digest_mismatches", result.digests_differ)
             if result.loaded_bytes is None:
                 failed.add(result.request_id)
+                if result.usable_tokens:
+                    self._usable_tokens[result.request_id] = result.usable_tokens
             else:
-                self.stats.add("loads_completed")
+                self.stats.add("loads_resumed" if result.is_part else "loads_completed")
                 self.stats.add("bytes_loaded", result.loaded_bytes)
         self.stats.add("loads_failed", len(failed))
         self._expire()
         return ended, failed
+
+    def take_usable_tokens(self) -> dict[str, int]:
+        """Of the failed loads that `results` has named since the last call: how many tokens can still be loaded."""
+        usable_tokens, self._usable_tokens = self._usable_tokens, {}
+        return usable_tokens
 
     def close(self) -> None:
         """Stop the loading thread and free what is still staged."""
@@ -187,12 +204,20 @@ class KvConsumer:
 
     def _advanced(self, load: _OrderedLoad) -> _LoadResult | None:
         """Load what can be loaded now; the result once that is all of it, or it has failed. Never raises."""
-        order, digests_differ = load.order, False
+        order, digests_differ, usable_tokens = load.order, False, 0
         try:
             loaded_bytes = self._load(load)
-            return None if loaded_bytes is None else _LoadResult(order.request_id, loaded_bytes)
+            if loaded_bytes is None:
+                return None
+            return _LoadResult(order.request_id, loaded_bytes, is_part=order.usable_tokens > 0)
         except _GivenUpError as error:
-            logger.warning("request %s prefills locally: %s", order.request_id, error)
+            usable_tokens = error.usable_tokens
+            if usable_tokens:
+                logger.warning(
+                    "request %s goes on from %d tokens: %s", order.request_id, usable_tokens, error
+                )
+            else:
+                logger.warning("request %s prefills locally: %s", order.request_id, error)
         except PageDigestError as error:
             digests_differ = True
             logger.error(
@@ -202,7 +227,7 @@ class KvConsumer:
         except Exception:
             logger.exception("loading the KV of request %s failed", order.request_id)
         self._stop_reading(load)
-        return _LoadResult(order.request_id, None, digests_differ)
+        return _LoadResult(order.request_id, None, digests_differ, usable_tokens=usable_tokens)
 
     def _load(self, load: _OrderedLoad) -> int | None:
         """KV of one request from staging into the engine's blocks; the bytes copied, or None: more is to come.
@@ -227,14 +252,17 @@ class KvConsumer:
                     held.loading -= 1
                     self._release(transfer_id, held)
         # 3. One that will never be, or is late, makes the engine prefill.
-        obstacle = _obstacle(self._receiver.state(transfer_id))
+        status = self._receiver.state(transfer_id)
+        # What is kept of a broken one can be taken as soon as nobody writes or reads it any more.
+        is_kept = order.usable_tokens and status is not None and status.usable_tokens
+        obstacle = "" if is_kept else _obstacle(status)
         if not obstacle and self._now_s() - load.ordered_at_s > self._load_wait_s:
             obstacle = f"KV still incomplete after {self._load_wait_s:g} s"
             self._receiver.drop(transfer_id, obstacle)
         if obstacle:
-            raise _GivenUpError(obstacle)
+            raise _GivenUpError(obstacle, status.usable_tokens if status is not None else 0)
         # 4. One that arrives: what is there of it goes into the blocks meanwhile.
-        if load.arrival is None and blocks is not None:
+        if load.arrival is None and blocks is not None and not is_kept:
             load.arrival = self._receiver.lend(transfer_id, self._wake.set)
             # Nobody tells of what came to pass before this: look once more.
             self._wake.set()
@@ -256,7 +284,7 @@ class KvConsumer:
         with self._lock:
             held = self._held.get(ticket.transfer_id)
             if held is None or held.uses_left < 1:
-                transfer = self._receiver.take(ticket.transfer_id)
+                transfer = self._receiver.take(ticket.transfer_id, broken=bool(order.usable_tokens))
                 if transfer is None:
                     return None
                 held = _HeldTransfer(transfer, ticket.uses, self._now_s() + self._staging_ttl_s)
