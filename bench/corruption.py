@@ -107,11 +107,13 @@ def layers_swapped(world: World, prompt: Prompt) -> None:
         staged.region_views(region.index, 0, region.page_bytes * len(blocks)) for region in (one, other)
     ]
     digest_views = [
-        staged.region_views(
-            digests.region,
-            DIGEST_BYTES * digests.index(region.index, blocks.start),
-            DIGEST_BYTES * len(blocks),
-        )
+        [
+            view
+            for block in blocks
+            for view in staged.region_views(
+                digests.region, DIGEST_BYTES * digests.index(region.index, block), DIGEST_BYTES
+            )
+        ]
         for region in (one, other)
     ]
     exchange(*page_views)

@@ -25,8 +25,11 @@ SOURCE = Path(__file__).parents[1] / "src"
 # answer that begins with it; prefills elsewhere. Then columns of traces, ranks that refuse each other, relays and who
 # decides on them, MLPs and experts of families. Then what moves KV inside a cluster: the file's word, NIXL beside our
 # connector, what is handed over, and the hop whose KV is pulled. Then kinds of values in the file. Then unlike engines:
-# how pages are laid out, what travels of them, wire pages cut from others; sentences about peers.
-MOST_FILES = 516
+# how pages are laid out, what travels of them, wire pages cut from others; sentences about peers. Then instances that
+# are taken away: their section of the file, what kills cost, what is begun before, who is closed, who is told; and what
+# is left of a transfer that broke: in staging, in memory of those that are over, and as a failure. Then what has
+# arrived over all connections.
+MOST_FILES = 525
 MOST_LINES = 420
 
 

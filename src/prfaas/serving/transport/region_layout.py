@@ -3,7 +3,7 @@
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from prfaas.serving.transport.ticket import Ticket
 from prfaas.serving.transport.wire import WireError
@@ -17,6 +17,23 @@ class RegionLayout(Protocol):
 
         Raises:
             ValueError: there can be no such transfer.
+        """
+
+
+@runtime_checkable
+class DivisibleLayout(Protocol):
+    """A `RegionLayout` of which a part may be enough to go on from."""
+
+    def usable_tokens(self, num_tokens: int, skip_tokens: int, covered_end: Callable[[int, int], int]) -> int:
+        """How many tokens' KV a transfer has brought that broke, from the first token on.
+
+        Args:
+            num_tokens: of the transfer.
+            skip_tokens: of the transfer.
+            covered_end: (region, start) → where the bytes that have come from there on end.
+
+        Returns:
+            More than `skip_tokens`, or 0: nothing that an engine could go on from.
         """
 
 
@@ -194,3 +211,17 @@ def expected_regions(
         layout.begin(producer, ticket.transfer_id, mark, part) if isinstance(layout, PeerLayouts) else layout
     )
     return tuple(regions.region_bytes(ticket.num_tokens, ticket.skip_tokens))
+
+
+def usable_tokens(layout: TransferLayout, ticket: Ticket, covered_end: Callable[[int, int], int]) -> int:
+    """See `DivisibleLayout`, of the transfer that a ticket allows; 0 for every other layout."""
+    if isinstance(layout, PeerLayouts):
+        regions = layout.of_transfer(ticket.transfer_id).get(0)
+        # Of several parts each may have broken elsewhere: nothing is kept of them.
+        if regions is None or regions.parts > 1:
+            return 0
+    else:
+        regions = layout
+    if not isinstance(regions, DivisibleLayout):
+        return 0
+    return regions.usable_tokens(ticket.num_tokens, ticket.skip_tokens, covered_end)

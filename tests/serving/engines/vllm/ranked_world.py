@@ -288,7 +288,8 @@ class RankedPair:
 
     def total(self, name: str) -> int:
         """A counter of all ranks."""
-        return sum(int(each.stats.data.get(name, 0)) for each in (*self.producing, *self.consuming))
+        stats = [each.stats for each in self.producing] + [each.stats for each in self.consuming]
+        return sum(int(each.data.get(name, 0)) for each in stats)
 
 
 def until(is_so: object) -> None:

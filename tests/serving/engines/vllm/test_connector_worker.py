@@ -29,9 +29,9 @@ from prfaas.serving.engines.vllm.connector_worker import ConnectorWorker
 from prfaas.serving.engines.vllm.layout import EngineGroup, KvLayout, fingerprint, pool_fingerprint
 from prfaas.serving.engines.vllm.metadata import (
     LoadOrder,
+    LoadReports,
     PoolLoad,
     PoolLoadTime,
-    PoolLoadTimes,
     PoolPages,
     PoolStore,
     TransferMetadata,
@@ -67,6 +67,9 @@ class Half:
     def finished(self) -> set[str]:
         free, self.free = self.free, set()
         return free
+
+    def take_usable_tokens(self) -> dict[str, int]:
+        return {}
 
 
 class PoolHalf:
@@ -165,16 +168,16 @@ def test_without_a_pool_transfers_are_as_ever_and_loads_from_one_fail_at_once() 
     assert worker.loaded() == ({"t", "both"}, {"both"})
     worker.store(TransferMetadata(pool_stores=[PoolStore("s", 1, (), False)]))
     worker.settle(TransferMetadata(preempted=["s"]))
-    assert worker.take_load_times() is None
+    assert worker.take_reports() is None
 
 
 def test_times_of_two_ranks_are_those_of_the_slower_one() -> None:
-    one = PoolLoadTimes({"r": PoolLoadTime(10, 0.1, 0.5, 0.9), "one": PoolLoadTime(5, 0, 0, 0)})
-    two = PoolLoadTimes({"r": PoolLoadTime(30, 0.2, 0.4, 1.0), "failed": PoolLoadTime(0, 0, 0, 0)})
+    one = LoadReports({"r": PoolLoadTime(10, 0.1, 0.5, 0.9), "one": PoolLoadTime(5, 0, 0, 0)})
+    two = LoadReports({"r": PoolLoadTime(30, 0.2, 0.4, 1.0), "failed": PoolLoadTime(0, 0, 0, 0)})
     joined = one.aggregate(two)
     assert joined.loads["r"] == PoolLoadTime(40, 0.2, 0.5, 1.0)
     assert joined.loads.keys() == {"r", "one", "failed"}
-    failed = joined.aggregate(PoolLoadTimes({"r": PoolLoadTime(0, 0, 0, 2.0)}))
+    failed = joined.aggregate(LoadReports({"r": PoolLoadTime(0, 0, 0, 2.0)}))
     assert failed.loads["r"] == PoolLoadTime(0, 0.2, 0.5, 2.0)
 
 

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,8 +41,8 @@ def memory(seed: int) -> dict[str, np.ndarray]:
     }
 
 
-def layout(kv: dict[str, np.ndarray]) -> KvLayout:
-    return KvLayout(GROUPS, {name: [HostPages(torch.from_numpy(pages))] for name, pages in kv.items()})
+def layout(kv: dict[str, np.ndarray], groups: Sequence[EngineGroup] = GROUPS) -> KvLayout:
+    return KvLayout(groups, {name: [HostPages(torch.from_numpy(pages))] for name, pages in kv.items()})
 
 
 def kv_bytes_of(ends: "Ends", num_tokens: int) -> int:
@@ -106,9 +106,11 @@ def ends() -> Iterator[Ends]:
     yield from make_ends()
 
 
-def make_ends(lease_s: float = 20.0, *, page_digests: bool = True) -> Iterator[Ends]:
+def make_ends(
+    lease_s: float = 20.0, *, page_digests: bool = True, groups: Sequence[EngineGroup] = GROUPS
+) -> Iterator[Ends]:
     east, home = memory(1), memory(2)
-    east_layout, home_layout = layout(east), layout(home)
+    east_layout, home_layout = layout(east, groups), layout(home, groups)
     east_wires = wire_layouts(east_layout, "east", 0, page_digests=page_digests)
     home_wires = wire_layouts(home_layout, "home", 0, page_digests=page_digests)
     arena = StagingArena(4 << 20, 64 << 10)

@@ -192,7 +192,7 @@ def test_what_nobody_will_load_is_dropped_whole() -> None:
         ticket = pair.prefill(100, 0, [100])
         ids = [part_id(ticket.transfer_id, part) for part in range(4)]
         for each in ids:
-            until(lambda each=each: pair.receivers[0].state(each) is not None)  # type: ignore[misc]
+            until(lambda each=each: pair.receivers[0].state(each) is not None)
         pair.consuming[0].order([], [(ticket.transfer_id, "a test")])
         for each in ids:
             state = pair.receivers[0].state(each)

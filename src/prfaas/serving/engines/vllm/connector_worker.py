@@ -14,7 +14,7 @@ from prfaas.core.pool.geometry import PoolGeometry, PoolGeometryError
 from prfaas.serving.engines.model_identity import ModelIdentity
 from prfaas.serving.engines.vllm.consumer import KvConsumer
 from prfaas.serving.engines.vllm.layout import KvLayout, fingerprint, pool_fingerprint, read_packings
-from prfaas.serving.engines.vllm.metadata import PoolLoadTimes, TransferMetadata
+from prfaas.serving.engines.vllm.metadata import LoadReports, TransferMetadata
 from prfaas.serving.engines.vllm.pool_worker import PoolWorker
 from prfaas.serving.engines.vllm.producer import KvProducer
 from prfaas.serving.engines.vllm.rank_pages import pool_geometry
@@ -248,9 +248,13 @@ class ConnectorWorker:
             self._load_ended.wait(longest_s)
             self._load_ended.clear()
 
-    def take_load_times(self) -> PoolLoadTimes | None:
-        """What the loads from the pool took that have ended since the last call."""
-        return self.pool.reader.take_times() if self.pool is not None else None
+    def take_reports(self) -> LoadReports | None:
+        """What there is to tell of the loads that have ended since the last call."""
+        times = self.pool.reader.take_times() if self.pool is not None else None
+        usable_tokens = self.consumer.take_usable_tokens()
+        if not usable_tokens:
+            return times
+        return LoadReports(times.loads if times is not None else {}, usable_tokens)
 
     def take_stats(self) -> ConnectorStats | None:
         """Counters since the last call, None when nothing happened."""

@@ -69,10 +69,18 @@ class _LoadResult:
     """None: it failed."""
     digests_differ: bool = False
     """It failed since a page was not the one that the prefill engine computed."""
+    is_part: bool = False
+    """It loaded what had come of a transfer that broke."""
+    usable_tokens: int = 0
+    """It failed, but so many tokens' KV has come, and can be loaded by another order."""
 
 
 class _GivenUpError(Exception):
     """A load that will not be: the transfer is gone or late."""
+
+    def __init__(self, obstacle: str, usable_tokens: int = 0) -> None:
+        super().__init__(obstacle)
+        self.usable_tokens = usable_tokens
 
 
 class KvConsumer:
@@ -80,7 +88,8 @@ class KvConsumer:
 
     Blocks are filled as their bytes arrive, and the rest once the transfer is complete. Every ordered load is
     reported exactly once, as done or as failed; a failed one makes vLLM prefill the request locally
-    (`kv_load_failure_policy=recompute`). A transfer can serve several requests (`n` > 1).
+    (`kv_load_failure_policy=recompute`). A transfer can serve several requests (`n` > 1). Of a failed one whose
+    transfer broke, `take_usable_tokens` says what can still be loaded.
     """
 
     def __init__(
@@ -115,6 +124,7 @@ class KvConsumer:
         self._wake = threading.Event()
         self._closing = False
         self._results: queue.SimpleQueue[_LoadResult] = queue.SimpleQueue()
+        self._usable_tokens: dict[str, int] = {}
         self._thread = threading.Thread(target=self._run, name="prfaas-load", daemon=True)
         self._thread.start()
 
@@ -167,12 +177,19 @@ class KvConsumer:
             self.stats.add("digest_mismatches", result.digests_differ)
             if result.loaded_bytes is None:
                 failed.add(result.request_id)
+                if result.usable_tokens:
+                    self._usable_tokens[result.request_id] = result.usable_tokens
             else:
-                self.stats.add("loads_completed")
+                self.stats.add("loads_resumed" if result.is_part else "loads_completed")
                 self.stats.add("bytes_loaded", result.loaded_bytes)
         self.stats.add("loads_failed", len(failed))
         self._expire()
         return ended, failed
+
+    def take_usable_tokens(self) -> dict[str, int]:
+        """Of the failed loads that `results` has named since the last call: how many tokens can still be loaded."""
+        usable_tokens, self._usable_tokens = self._usable_tokens, {}
+        return usable_tokens
 
     def close(self) -> None:
         """Stop the loading thread and free what is still staged."""
@@ -203,12 +220,20 @@ class KvConsumer:
 
     def _advanced(self, load: _OrderedLoad) -> _LoadResult | None:
         """Load what can be loaded now; the result once that is all of it, or it has failed. Never raises."""
-        order, digests_differ = load.order, False
+        order, digests_differ, usable_tokens = load.order, False, 0
         try:
             loaded_bytes = self._load(load)
-            return None if loaded_bytes is None else _LoadResult(order.request_id, loaded_bytes)
+            if loaded_bytes is None:
+                return None
+            return _LoadResult(order.request_id, loaded_bytes, is_part=order.usable_tokens > 0)
         except _GivenUpError as error:
-            logger.warning("request %s prefills locally: %s", order.request_id, error)
+            usable_tokens = error.usable_tokens
+            if usable_tokens:
+                logger.warning(
+                    "request %s goes on from %d tokens: %s", order.request_id, usable_tokens, error
+                )
+            else:
+                logger.warning("request %s prefills locally: %s", order.request_id, error)
         except PageDigestError as error:
             digests_differ = True
             logger.error(
@@ -222,7 +247,7 @@ class KvConsumer:
             # Of the parts that are in time nobody will have a use.
             if len(load.parts) > 1:
                 self._receiver.drop(part.transfer_id, "another part of the KV did not arrive")
-        return _LoadResult(order.request_id, None, digests_differ)
+        return _LoadResult(order.request_id, None, digests_differ, usable_tokens=usable_tokens)
 
     def _load(self, load: _OrderedLoad) -> int | None:
         """KV of one request from staging into the engine's blocks; the bytes copied, or None: more is to come."""
@@ -255,7 +280,7 @@ class KvConsumer:
             part.blocks = BlockLoad(wire, order)
         blocks = part.blocks
         # 2. A complete transfer: its last bytes go into the blocks, all of them are checked.
-        held = self._hold(transfer_id, order.ticket.uses) if blocks is not None else None
+        held = self._hold(transfer_id, order) if blocks is not None else None
         if blocks is not None and held is not None:
             try:
                 return blocks.finish(held.transfer)
@@ -265,14 +290,17 @@ class KvConsumer:
                     held.loading -= 1
                     self._release(transfer_id, held)
         # 3. One that will never be, or is late, makes the engine prefill.
-        obstacle = _obstacle(self._receiver.state(transfer_id))
+        status = self._receiver.state(transfer_id)
+        # What is kept of a broken one can be taken as soon as nobody writes or reads it any more.
+        is_kept = order.usable_tokens and status is not None and status.usable_tokens
+        obstacle = "" if is_kept else _obstacle(status)
         if not obstacle and self._now_s() - load.ordered_at_s > self._load_wait_s:
             obstacle = f"KV still incomplete after {self._load_wait_s:g} s"
             self._receiver.drop(transfer_id, obstacle)
         if obstacle:
-            raise _GivenUpError(obstacle)
+            raise _GivenUpError(obstacle, status.usable_tokens if status is not None else 0)
         # 4. One that arrives: what is there of it goes into the blocks meanwhile.
-        if part.arrival is None and blocks is not None:
+        if part.arrival is None and blocks is not None and not is_kept:
             part.arrival = self._receiver.lend(transfer_id, self._wake.set)
             # Nobody tells of what came to pass before this: look once more.
             self._wake.set()
@@ -289,15 +317,15 @@ class KvConsumer:
             part.arrival.give_back()
             part.arrival = None
 
-    def _hold(self, transfer_id: bytes, uses: int) -> _HeldTransfer | None:
+    def _hold(self, transfer_id: bytes, order: LoadOrder) -> _HeldTransfer | None:
         """A use of a complete transfer, which the caller must end; None while it is not complete."""
         with self._lock:
             held = self._held.get(transfer_id)
             if held is None or held.uses_left < 1:
-                transfer = self._receiver.take(transfer_id)
+                transfer = self._receiver.take(transfer_id, broken=bool(order.usable_tokens))
                 if transfer is None:
                     return None
-                held = _HeldTransfer(transfer, uses, self._now_s() + self._staging_ttl_s)
+                held = _HeldTransfer(transfer, order.ticket.uses, self._now_s() + self._staging_ttl_s)
                 self._held[transfer_id] = held
             held.uses_left -= 1
             held.loading += 1

@@ -153,7 +153,7 @@ class KvProducer:
                 #    waits for them before they are sent.
                 if open_send.digests is not None:
                     sums = region.pages.sums(run.block_ids, loaded=False)
-                    open_send.digests.add(region.index, run.first_block, sums)
+                    open_send.digests.add(region.index, run.first_block, sums, len(run.block_ids))
                 # 5. Into the queue, at their place in the layer's region.
                 offset = (run.first_block - open_send.first_blocks[region.index]) * region.page_bytes
                 for source in sources:
@@ -184,19 +184,24 @@ class KvProducer:
     def end_step(self, sends: Sequence[SendOrder]) -> None:
         """Queue what a last chunk has left of states and windows, and mark the end of the prefill."""
         for send in sends:
-            if not send.final:
-                continue
             try:
+                if not send.final:
+                    self._put_digests(send)
+                    continue
                 self._close_layers(send)
                 for open_send in self._open_sends.get(send.request_id) or self._open(send):
                     open_send.transfer.end()
-                    digests = open_send.digests
-                    # A rank that has only what others send too sends no page.
-                    if digests is not None and digests.nbytes:
-                        # Behind the end mark, so that what it says of overlapped bytes is of KV alone.
-                        open_send.transfer.put(digests.region, 0, digests, urgent=True)
+                self._put_digests(send)
             except Exception:
                 self._abort_unreadable(send)
+
+    def _put_digests(self, send: SendOrder) -> None:
+        """Queue the digests of a chunk's pages behind them; the last ones, after the end mark, overtake what waits."""
+        for open_send in self._open_sends.get(send.request_id, ()):
+            # A rank that has only what others send too sends no page.
+            if open_send.digests is not None and open_send.wire.regions:
+                for run in open_send.digests.take(final=send.final):
+                    open_send.transfer.put(open_send.digests.region, run.offset, run, urgent=send.final)
 
     def _abort_unreadable(self, send: SendOrder) -> None:
         """In an except clause: the exception must cost one request's transfers, not the engine."""

@@ -1,10 +1,11 @@
 """What travels between this engine and one other: the regions of a transfer, and this engine's pages of them."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
+from math import lcm
 
-from prfaas.core.kv.groups import GroupKind, Region, region_bytes
+from prfaas.core.kv.groups import GroupKind, Region, region_bytes, usable_tokens
 from prfaas.core.kv.page_layout import (
     PageLayout,
     UnlikePagesError,
@@ -107,6 +108,16 @@ class WireLayout:
         if self.digest_plan is not None:
             return self.digest_plan.region_bytes(num_tokens, skip_tokens)
         return self.kv_region_bytes(num_tokens, skip_tokens)
+
+    def usable_tokens(self, num_tokens: int, skip_tokens: int, covered_end: Callable[[int, int], int]) -> int:
+        """See `groups.usable_tokens`: whole blocks of this engine, with their digests where pages have them."""
+        extent = (num_tokens, skip_tokens, covered_end)
+        plan = self.digest_plan
+        tokens = plan.usable_tokens(*extent) if plan is not None else usable_tokens(self.regions, *extent)
+        if tokens:
+            # Of full attention alone, whose wire pages are parts of the engine's blocks.
+            tokens -= tokens % lcm(*(each.per_block * each.group.block_tokens for each in self.regions))
+        return tokens if tokens > skip_tokens else 0
 
 
 def wire_layouts(
