@@ -102,18 +102,18 @@ def layers_swapped(world: World, prompt: Prompt) -> None:
         raise NotApplicable
     staged = rank.receiver.take_early(ticket.transfer_id)
     blocks = one.group.moving_blocks(ticket.num_tokens, ticket.skip_tokens)
-    digests = rank.layout.digest_plan(0).of_transfer(
-        ticket.transfer_id, ticket.num_tokens, ticket.skip_tokens
-    )
+    digests = rank.digest_plan.of_transfer(ticket.transfer_id, ticket.num_tokens, ticket.skip_tokens)
     page_views = [
         staged.region_views(region.index, 0, region.page_bytes * len(blocks)) for region in (one, other)
     ]
     digest_views = [
-        staged.region_views(
-            digests.region,
-            DIGEST_BYTES * digests.index(region.index, blocks.start),
-            DIGEST_BYTES * len(blocks),
-        )
+        [
+            view
+            for block in blocks
+            for view in staged.region_views(
+                digests.region, DIGEST_BYTES * digests.index(region.index, block), DIGEST_BYTES
+            )
+        ]
         for region in (one, other)
     ]
     exchange(*page_views)
@@ -133,7 +133,7 @@ def staging_spoilt(world: World, prompt: Prompt) -> None:
 def arm_wire(world: World, prompt: Prompt) -> None:
     """A DATA frame of a region that has bytes is changed on its way, in half of the cases with a right checksum."""
     rank, rng, ticket = world.ranks[0], world.rng, prompt.ticket
-    sizes = rank.layout.digest_plan(0).region_bytes(ticket.num_tokens, ticket.skip_tokens)
+    sizes = rank.digest_plan.region_bytes(ticket.num_tokens, ticket.skip_tokens)
     region = rng.choice([index for index, size in enumerate(sizes) if size])
     rank.proxy.arm(region, lambda payload: damage(rng, payload), forge=rng.random() < 0.5)
 

@@ -21,6 +21,7 @@ from prfaas.serving.engines.vllm.metadata import BlockRun, LoadOrder, SendOrder
 from prfaas.serving.engines.vllm.pages import BlockIds, HostPages
 from prfaas.serving.engines.vllm.producer import KvProducer
 from prfaas.serving.engines.vllm.stats import ConnectorStats
+from prfaas.serving.engines.vllm.wire_layout import wire_layouts
 from prfaas.serving.transport.options import Peer, ReceiverOptions, SenderOptions
 from prfaas.serving.transport.receiver import Receiver
 from prfaas.serving.transport.sender import Sender
@@ -66,8 +67,8 @@ class EarlyReceiver(Receiver):
         self._early[transfer_id] = staged
         return staged
 
-    def take(self, transfer_id: bytes) -> StagedTransfer | None:
-        return self._early.pop(transfer_id, None) or super().take(transfer_id)
+    def take(self, transfer_id: bytes, *, broken: bool = False) -> StagedTransfer | None:
+        return self._early.pop(transfer_id, None) or super().take(transfer_id, broken=broken)
 
 
 class TamperingProxy:
@@ -250,8 +251,11 @@ class Rank:
         self.layout = KvLayout(groups, {name: [pages] for name, pages in held.items()})
         home = {name: [HostPages(torch.from_numpy(pages))] for name, pages in self.home.items()}
         home_layout = KvLayout(groups, home)
-        plan = self.layout.digest_plan(number) if digests else None
-        home_plan = home_layout.digest_plan(number) if digests else None
+        wires = wire_layouts(self.layout, "east", number, page_digests=digests)
+        home_wires = wire_layouts(home_layout, "home", number, page_digests=digests)
+        digest_plan = wire_layouts(self.layout, "east", number).towards("home/0").digest_plan
+        assert digest_plan is not None
+        self.digest_plan = digest_plan
         self.arena = StagingArena(staging_bytes, transfer_block_bytes)
         self.receiver = EarlyReceiver(
             name=f"home/{number}",
@@ -259,7 +263,7 @@ class Rank:
             host="127.0.0.1",
             port=0,
             arena=self.arena,
-            layout=home_plan or home_layout,
+            layout=home_wires,
             fingerprint={},
             producers=[f"east/{number}"],
             options=ReceiverOptions(uncounted_regions=int(digests)),
@@ -268,12 +272,17 @@ class Rank:
         self.proxy = TamperingProxy(self.receiver.port)
         peer = Peer(f"home/{number}", "127.0.0.1", self.proxy.port, "link", 2, None)
         self.sender = Sender(
-            name=f"east/{number}", key=KEY, peers={peer.name: peer}, fingerprint={}, options=SenderOptions()
+            name=f"east/{number}",
+            key=KEY,
+            peers={peer.name: peer},
+            fingerprint={},
+            options=SenderOptions(),
+            layouts=wires,
         )
         self.sender.start()
         self.stats = ConnectorStats()
-        self.producer = KvProducer(self.layout, self.sender, WAIT_S, self.stats, plan)
-        self.consumer = KvConsumer(home_layout, self.receiver, WAIT_S, WAIT_S, self.stats, home_plan)
+        self.producer = KvProducer(self.layout, wires, self.sender, WAIT_S, self.stats)
+        self.consumer = KvConsumer(home_wires, self.receiver, WAIT_S, WAIT_S, self.stats)
 
     def close(self) -> None:
         self.gate.set()
@@ -412,9 +421,7 @@ def spoil_staged(rng: random.Random, rank: Rank, prompt: Prompt) -> None:
     region, block = rng.choice(rank.loaded_pages(prompt))
     ticket = prompt.ticket
     if rng.random() < 0.1:
-        digests = rank.layout.digest_plan(0).of_transfer(
-            ticket.transfer_id, ticket.num_tokens, ticket.skip_tokens
-        )
+        digests = rank.digest_plan.of_transfer(ticket.transfer_id, ticket.num_tokens, ticket.skip_tokens)
         index, offset, size = digests.region, DIGEST_BYTES * digests.index(region.index, block), DIGEST_BYTES
     else:
         index, size = region.index, region.page_bytes

@@ -1,4 +1,4 @@
-"""Engines that would refuse each other are named before any of them starts."""
+"""Engines that can't share heads are named before any of them starts."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -29,14 +29,16 @@ def with_ranks(deployment: Deployment, kind: str, ranks: int) -> Deployment:
     return replace(deployment, clusters=clusters)
 
 
-def test_engines_that_are_alike_are_no_finding(deployment: Deployment) -> None:
+def test_engines_that_can_share_heads_are_no_finding(deployment: Deployment) -> None:
     assert check_ranks(deployment) == []
-    assert check_ranks(with_ranks(with_ranks(deployment, "prfaas", 2), "pd", 2)) == []
+    assert check_ranks(with_ranks(with_ranks(deployment, "prfaas", 3), "pd", 3)) == []
+    assert check_ranks(with_ranks(with_ranks(deployment, "prfaas", 4), "pd", 2)) == []
+    assert check_ranks(with_ranks(deployment, "pd", 8)) == []
 
 
-def test_a_pair_that_refuses_each_other_is_named(deployment: Deployment) -> None:
-    (found,) = check_ranks(with_ranks(deployment, "prfaas", 2))
+def test_a_pair_that_cannot_share_heads_is_named(deployment: Deployment) -> None:
+    (found,) = check_ranks(with_ranks(with_ranks(deployment, "prfaas", 3), "pd", 2))
     far = next(each for each in deployment.clusters if each.kind == "prfaas").instances[0].name
     assert found.level == "problem" and far in found.text
-    assert "tensor_parallel 2" in found.text and "refuse each other's KVCache" in found.text
-    assert found.mend is not None and "same tensor_parallel" in found.mend
+    assert "tensor_parallel 2" in found.text and "neither divides the other" in found.text
+    assert found.mend is not None and "one divides the other" in found.mend

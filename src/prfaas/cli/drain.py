@@ -31,6 +31,12 @@ def drain(
         float | None,
         typer.Option("--wait", metavar="SECONDS", min=0.0, help="Return when its work has ended."),
     ] = None,
+    notice_s: Annotated[
+        float | None,
+        typer.Option(
+            "--notice-s", metavar="SECONDS", min=0.1, max=3600.0, help="It is taken away in so many seconds."
+        ),
+    ] = None,
     token_file: TokenFile = None,
 ) -> None:
     """Give an instance no new work; what runs there ends.
@@ -38,10 +44,18 @@ def drain(
     `prfaas status` shows it as draining, then as drained: it can be stopped now. The gateway remembers this until
     `prfaas undrain`, or until it ends itself. With --wait, exit code 1 if work is left after so many seconds.
 
+    With --notice-s, which is for instances of a cluster with `preemptible: true`: until they go they get prefills
+    that end in time, and what would not end goes to others at once. One that comes back takes part again by itself.
+
     Example: prfaas drain home-decode-0 examples/local.yaml --wait 60
+    Example: prfaas drain east-1 deployment.yaml --notice-s 30
     """
     import time
 
+    if notice_s is not None:
+        state = _ask(where, token_file, instance, f"drain?notice_s={notice_s:g}")
+        typer.echo(f"{instance} has {notice_s:g} s of notice, {state['in_flight']} requests open")
+        return
     state = _ask(where, token_file, instance, "drain")
     deadline = time.monotonic() + (wait_s or 0.0)
     while wait_s is not None and state["drain"] == "draining" and time.monotonic() < deadline:

@@ -119,6 +119,8 @@ def _instance(instance: Json) -> Iterable[str | Text]:
 def _health(instance: Json) -> Text:
     if not instance["healthy"]:
         return Text("down", style="bold red")
+    if instance.get("leaves_in_s") is not None:
+        return Text(f"leaves in {format_s(instance['leaves_in_s'])}", style="yellow")
     if instance["drain"]:
         return Text(instance["drain"], style="yellow")
     if instance["draining"]:

@@ -1,17 +1,18 @@
-"""Whether engines that send each other KVCache divide it among as many ranks."""
+"""Whether engines that send each other KVCache can share its heads among their ranks."""
 
 from prfaas.core.deployment import Deployment
+from prfaas.core.kv.rank_shares import paired_ranks
 from prfaas.tools.finding import Finding, problem
 
 
 def check_ranks(deployment: Deployment) -> list[Finding]:
-    """What engines will refuse each other for, by the file alone; nothing where all are alike."""
+    """Engines that can't send each other anything, by the file alone; nothing where one size divides the other."""
     unlike = list(
         dict.fromkeys(
             tuple(sorted((instance, peer.instance), key=lambda each: each.name))
             for instance in deployment.instances
             for peer in deployment.peers_of(instance)
-            if instance.tensor_parallel != peer.instance.tensor_parallel
+            if not paired_ranks(0, instance.tensor_parallel, peer.instance.tensor_parallel)
         )
     )
     if not unlike:
@@ -21,9 +22,9 @@ def check_ranks(deployment: Deployment) -> list[Finding]:
     return [
         problem(
             "ranks",
-            f"{one.name} has tensor_parallel {one.tensor_parallel} and {other.name} {other.tensor_parallel}, so they "
-            f"refuse each other's KVCache{more}",
-            f"give them the same tensor_parallel in {deployment.path}; until then prompts are prefilled where they are "
-            "decoded",
+            f"{one.name} has tensor_parallel {one.tensor_parallel} and {other.name} {other.tensor_parallel}: neither "
+            f"divides the other, so no rank can map the other's KVCache{more}",
+            f"give them sizes in {deployment.path} of which one divides the other; until then prompts are prefilled "
+            "where they are decoded",
         )
     ]

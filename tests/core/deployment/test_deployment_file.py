@@ -175,6 +175,18 @@ BAD = {
         replaced("kv_port: 8200", "kv_port: 8200\n        events_port: 8202"),
         "events_port: 8202 is already used by",
     ),
+    "preemptible decoding": (
+        replaced("hardware: h20\n", "hardware: h20\n    preemptible: true\n"),
+        'clusters[1].preemptible: is for a cluster of kind "prfaas"',
+    ),
+    "kills of what stays": (
+        replaced("hardware: h200", "hardware: h200\n    kills_per_hour: 6"),
+        "10: clusters[0].kills_per_hour: goes with preemptible: true",
+    ),
+    "no kills": (
+        replaced("hardware: h200", "hardware: h200\n    preemptible: true\n    kills_per_hour: 0"),
+        "11: clusters[0].kills_per_hour: must be greater than 0",
+    ),
     "wrong kind of number": (
         replaced("tensor_parallel: 4", "tensor_parallel: four"),
         '16: clusters[0].instances[0].tensor_parallel: must be a whole number, not "four"',

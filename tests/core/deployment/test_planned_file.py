@@ -549,3 +549,21 @@ def test_a_pd_cluster_that_was_never_timed_decoding(tmp_path: Path) -> None:
     assert str(error.value).endswith(
         '15: clusters[1].profile: "prefill-only" has no decode times, which a cluster of kind "pd" needs'
     )
+
+
+@pytest.mark.parametrize(
+    ("said", "kills_per_hour"),
+    [
+        ("", 0.0),
+        ("preemptible: false", 0.0),
+        ("preemptible: true", 1.0),
+        ("preemptible: true\n    kills_per_hour: 6", 6.0),
+    ],
+)
+def test_how_often_instances_are_taken_away(tmp_path: Path, said: str, kills_per_hour: float) -> None:
+    path = tmp_path / "deployment.yaml"
+    path.write_text(GOOD.replace("hardware: h200", f"hardware: h200\n    {said}"))
+    planned = load_planned(path)
+    assert [cluster.kills_per_hour for cluster in planned.clusters] == [kills_per_hour, 0.0]
+    scenario = scenario_of(planned, policy="tilted")
+    assert [cluster.kills_per_hour for cluster in scenario.clusters] == [kills_per_hour, 0.0]

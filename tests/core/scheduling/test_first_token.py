@@ -14,6 +14,7 @@ from prfaas.core.scheduling import (
     options,
     policy_named,
 )
+from prfaas.core.scheduling.hazard import expected_loss_s
 
 from .test_routing_properties import check, decided
 from .views import (
@@ -106,6 +107,14 @@ def test_the_wait_for_the_link_comes_after_the_token() -> None:
     assert (far.ttft_s, far.loaded_s) == pytest.approx((PREFILL_S + 0.05, 2.0 + 3.0 + 0.05))
     decision = far.decision()
     assert (decision.predicted_ttft_s, decision.kv_wait_s) == pytest.approx((1.05, 4.0))
+
+
+def test_kills_cost_the_token_the_prefill_and_the_rest_all_until_its_last_byte() -> None:
+    view, kills_per_s = slow_link(3.0), 0.1
+    view.clusters["far"].kills_per_s = kills_per_s
+    (_, far) = options(early(RoutingRequest(TOKENS)), view)
+    assert far.ttft_s == pytest.approx(PREFILL_S + expected_loss_s(PREFILL_S, kills_per_s) + 0.05)
+    assert far.loaded_s == pytest.approx(3.0 + expected_loss_s(3.0, kills_per_s) + 0.05)
 
 
 def test_half_of_what_a_prefill_does_not_hide_tilts_the_threshold() -> None:

@@ -127,6 +127,34 @@ def test_an_instance_with_notice_ends_what_it_has_and_gets_nothing_new(
     assert result.ttft_s[1] == pytest.approx(home + (2.0 if not notice_s else 0.0))
 
 
+def test_what_notice_would_cut_goes_to_a_neighbour_at_once(case_study: CaseStudy) -> None:
+    """Two PrfaaS instances are up. One goes 1 s after its prefill has begun, the other has nothing to do."""
+    down = [Failure(f"east-{k}", 0.0, 1000.0) for k in (2, 3)]
+    east = scenario_of(case_study.planned).clusters[0].curve.seconds(131_072)
+    scenario = scenario_of(
+        case_study.planned,
+        policy="paper",
+        failures=[*down, Failure("east-0", 16.0, 30.0, 5.0)],
+        adapts=False,
+        allocation=False,
+    )
+    chunk = chunk_of([10.0, 10.5], [131_072] * 2)
+    result = simulate(scenario, [chunk], warmup_share=0.0, debug=True)
+    assert east > 6.0
+    # East-1 has the second one already, and does the first one after it.
+    assert result.retries.tolist() == [1, 0] and result.offloaded.tolist() == [True, True]
+    assert result.ttft_s[0] == pytest.approx(0.5 + 2 * east, abs=0.5)
+    short = chunk_of([10.0, 12.0], [131_072, 2000])
+    for policy in ("paper", "tilted"):
+        again = simulate(
+            replace(scenario, policy=policy, threshold_tokens={"home": 1000.0}),
+            [short],
+            warmup_share=0.0,
+            debug=True,
+        )
+        assert again.retries.tolist() == [1, 0] and not np.isnan(again.ttft_s).any()
+
+
 @pytest.mark.parametrize(
     ("times_s", "why"),
     [((-1.0, 1.0, 0.0), "0 s or later"), ((4.0, 1.0, 5.0), "0 s to 4 s before, not 5.0 s")],

@@ -58,7 +58,15 @@ def test_spot_capacity_is_away_as_often_as_said(context: StudyContext) -> None:
     whole = replace(context, is_quick=False)
     runs = [run for run in runs_of(whole, "spot") if run.key[0] == "tilted"]
     assert all(not run.failures for run in runs if run.key[1] == "none")
-    often = [run for run in runs if str(run.key[1]).startswith("20 per hour, notice 30 s")]
+    for run in runs:
+        kills = 0.0 if run.key[1] == "none" else float(str(run.key[1]).split(" ")[0])
+        # Policies know of it.
+        assert [each.kills_per_hour for each in run.planned.clusters] == [kills, 0.0]
+    often = [run for run in runs if run.key[1] == "20 per hour, notice 30 s, back after 120 s"]
+    spares = [run for run in runs if str(run.key[1]).endswith("with spares")]
+    # 3 of 5 are up: 7 for the 4 that are wanted.
+    assert {run.planned.clusters[0].instance_count for run in spares} == {7}
+    assert {each.what for run in spares for each in run.failures} == {f"east-{k}" for k in range(7)}
     for run in often:
         for instance in {each.what for each in run.failures}:
             own = [each for each in run.failures if each.what == instance]
@@ -94,6 +102,7 @@ def test_what_spot_capacity_costs_is_told(context: StudyContext) -> None:
     assert "Notice takes the attempts that `paper` makes again from 4 to 4 with 10 s at 2 kills" in text
     assert "4 to 0 with 30 s at 2 kills (mean TTFT 0 %)" in text
     assert "No request is lost in any run." in text
+    assert "the P99 of TTFT is, in times of that without kills, 2.00 with 0 s of notice" in text
     assert "| 20 per hour, notice 0 s, back after 120 s | 60 % |" in page
 
 

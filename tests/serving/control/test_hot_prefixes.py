@@ -39,7 +39,7 @@ class FakePool:
             raise answer
         return answer.to_body()
 
-    async def abandon(self, transfer_id: bytes, reason: str) -> None:
+    async def abandon(self, transfer_id: bytes, reason: str, *, keep: bool = False) -> None:
         self.abandoned.append(transfer_id)
 
     async def close(self) -> None:

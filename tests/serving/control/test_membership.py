@@ -217,7 +217,9 @@ def test_who_leaves_is_kept_while_a_decision_for_it_is_not_carried_out(in_change
 def test_who_leaves_frozen_leaves_its_address_to_others(in_change: InChange) -> None:
     async def body(changing: Changing) -> None:
         plane, told = changing.plane, list[tuple[int, bool]]()
-        plane.listen(lambda name, reason: told.append((plane.instance(name).http_port, reason is not None)))
+        plane.listeners.frozen.append(
+            lambda name, reason: told.append((plane.instance(name).http_port, reason is not None))
+        )
         port = plane.instance("home-d1").http_port
         changing.http.texts["home-d1"] = BUSY
         for _ in range(2):

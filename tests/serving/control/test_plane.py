@@ -270,6 +270,34 @@ def test_an_operator_drains_an_instance_and_lets_it_take_part_again(planes: Plan
     planes.run(use)
 
 
+def test_notice_is_told_and_ends_when_another_process_answers(planes: Planes) -> None:
+    def use(plane: LivePlane) -> None:
+        def told() -> tuple[Any, Any]:
+            state = plane.state()["clusters"]["far"]["instances"]["far-0"]
+            return state["leaves_in_s"], state["drain"]
+
+        heard: list[tuple[str, float]] = []
+        plane.listeners.noticed.append(lambda name, seconds: heard.append((name, seconds)))
+        decision = plane.route(10_000, plane.chains(range(10_000), "", ""))
+        assert decision.prefill == "far-0" and told() == (None, None)
+        with plane.prefilling(decision) as work:
+            before_s = work.left_s
+            assert before_s > 0.5
+            plane.give_notice("far-0", 0.5)
+            assert heard == [("far-0", 0.5)] and told() == (0.5, None)
+            assert plane.route(10_000, plane.chains(range(1, 10_001), "", "")).prefill == "far-1"
+            planes.clock.now_s += 2.0
+            assert work.left_s == pytest.approx(before_s - 2.0)
+        for started in (b"1", b"2"):
+            assert told() == (0.0, None)
+            text = b"process_start_time_seconds " + started
+            if plane.engines.meters["far-0"].add(read_exposition(text), 0.0):
+                plane._on_restart("far-0")
+        assert told() == (None, None) and plane.cluster_state.instance("far-0").takes_prefills
+
+    planes.run(use)
+
+
 def test_a_fixed_threshold_is_not_searched(tmp_path: Path, clock: FakeClock) -> None:
     planes = Planes(deployment_of(tmp_path, policy="policy: paper -> policy: static_threshold"), clock)
 

@@ -206,3 +206,30 @@ def test_it_waits_for_an_instance_whose_consumer_takes_its_kv(
         assert yard.log[1:] == ["r1 at far-0"]
 
     asyncio.run(main())
+
+
+def test_who_is_taken_away_begins_only_what_ends_before(deployment: Deployment, clock: FakeClock) -> None:
+    """1000 tokens take a second. `far-0` has ten left; what waits for it alone may go to any other."""
+
+    async def main() -> None:
+        yard = Yard(deployment, clock)
+        holds = [asyncio.Event() for _ in range(2)]
+        tasks = [yard.asks(f"r{i}", urgent(0.0), hold) for i, hold in enumerate(holds)]
+        await settled()
+        tasks += [
+            yard.asks("long", urgent(5.0, tokens=11_000, bound=True)),
+            yard.asks("short", urgent(9.0, tokens=9000)),
+        ]
+        await settled()
+        yard.cluster_state.view.leaves_s["far-0"] = clock.now_s + 10
+        yard.admission.changed("far-0")
+        holds[0].set()
+        await settled()
+        assert yard.log == ["r0 at far-0", "r1 at far-1"]
+        holds[1].set()
+        await settled()
+        assert yard.log[2] == "long at far-1"
+        await asyncio.gather(*tasks)
+        assert len(yard.log) == 4
+
+    asyncio.run(main())

@@ -131,7 +131,7 @@ def test_every_page_of_a_transfer_has_one_digest(extent: tuple[DigestPlan, int, 
         for number, region in enumerate(some_plan.regions)
         for block in region.group.moving_blocks(num_tokens, skip_tokens)
     ]
-    assert places == list(range(len(places)))
+    assert sorted(places) == list(range(len(places)))
     sizes = some_plan.region_bytes(num_tokens, skip_tokens)
     assert sizes[digests.region] == digests.nbytes == DIGEST_BYTES * len(places)
     assert sum(sizes[:-1]) == 8 * len(places)
@@ -146,6 +146,7 @@ def test_what_was_digested_passes_and_nothing_else(
     local = data.draw(st.integers(skip_tokens, num_tokens))
     digests = some_plan.of_transfer(ID, num_tokens, skip_tokens)
     source = DigestSource(digests)
+    early = data.draw(st.integers(0, len(some_plan.regions)))
     random = np.random.default_rng(0)
     sums = {}
     parts = []
@@ -157,12 +158,20 @@ def test_what_was_digested_passes_and_nothing_else(
             (number, blocks.start, sums[number][:half]),
             (number, blocks.start + half, sums[number][half:]),
         ]
-    for number, first_block, part in data.draw(st.permutations(parts)):
-        source.add(number, first_block, KnownSums(part))
+    # The first halves of some layers end a chunk; what no layer lacks leaves with it.
+    for number, first_block, part in parts[0 : 2 * early : 2]:
+        source.add(number, first_block, KnownSums(part), len(part))
+    runs = source.take(final=False)
+    for number, first_block, part in data.draw(st.permutations([*parts[2 * early :: 2], *parts[1::2]])):
+        source.add(number, first_block, KnownSums(part), len(part))
+    runs += source.take(final=True)
     sent = bytearray(source.nbytes)
-    cut = data.draw(st.integers(0, source.nbytes))
-    source.read_into(cut, memoryview(sent)[cut:])
-    source.read_into(0, memoryview(sent)[:cut])
+    for run in runs:
+        mine = memoryview(sent)[run.offset : run.offset + run.nbytes]
+        cut = data.draw(st.integers(0, run.nbytes))
+        run.read_into(cut, mine[cut:])
+        run.read_into(0, mine[:cut])
+    assert sum(run.nbytes for run in runs) == source.nbytes
 
     staged = staged_digests(some_plan, bytes(sent), num_tokens, skip_tokens)
     loaded = []
@@ -207,7 +216,36 @@ def test_a_peer_with_another_setting_or_without_digests_is_told_apart() -> None:
     ours = layout.fingerprint("m", page_digests=True)
     off = layout.fingerprint("m", page_digests=False)
     older = {field: value for field, value in ours.items() if field != "page_digests"}
-    sentence = "KV layout differs in 'page_digests': home/0 has 'v1', east/0 has "
+    sentence = "KV layout differs in 'page_digests': home/0 has 'v2', east/0 has "
     assert fingerprint_difference(ours, off, "home/0", "east/0") == sentence + "'off'"
     assert fingerprint_difference(ours, older, "home/0", "east/0") == sentence + "None"
     assert fingerprint_difference(ours, dict(ours), "home/0", "east/0") is None
+
+
+@given(
+    st.integers(1, 200).flatmap(lambda tokens: st.tuples(st.just(tokens), st.integers(0, tokens))),
+    st.lists(st.integers(0, 30), min_size=4, max_size=4),
+    st.booleans(),
+)
+def test_of_a_broken_transfer_the_blocks_count_that_are_there_with_their_digests(
+    extent: tuple[int, int], came: list[int], has_state: bool
+) -> None:
+    """Three layers of two block sizes; `came`: blocks of each layer, and of the digests of the first group."""
+    small = KvGroup(1, GroupKind.FULL, 8, 0)
+    regions = [Region(FULL, 100), Region(FULL, 100), Region(small, 24), *[Region(STATE, 64)] * has_state]
+    some_plan = DigestPlan(regions, ["a", "b", "c", "s"], 0)
+    sizes = some_plan.region_bytes(*extent)
+    first_group = 8 * 2 * len(FULL.moving_blocks(*extent))
+
+    def covered_end(region: int, start: int) -> int:
+        if region < len(regions):
+            return min(regions[region].page_bytes * came[region] + 3, sizes[region])
+        return min(start + 16 * came[3] + 15, first_group) if start == 0 else sizes[region]
+
+    num_tokens, skip_tokens = extent
+    usable = some_plan.usable_tokens(num_tokens, skip_tokens, covered_end)
+    blocks = min(came[0], came[1], came[3], len(FULL.moving_blocks(*extent)))
+    first = skip_tokens // 16
+    smaller = min(came[2], len(small.moving_blocks(*extent)))
+    tokens = min(16 * (first + blocks), 8 * (skip_tokens // 8 + smaller), num_tokens) // 16 * 16
+    assert usable == (tokens if tokens > skip_tokens and not has_state else 0)

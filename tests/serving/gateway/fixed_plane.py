@@ -17,6 +17,7 @@ import aiohttp
 from prfaas.core.deployment import Deployment, Instance
 from prfaas.core.scheduling import Decision, NoDecodeInstanceError, RelayPlan, Route
 from prfaas.core.scheduling.relay import RelayReason
+from prfaas.serving.control.listeners import Listeners
 from prfaas.serving.control.planning_inputs import kv_facts
 from prfaas.serving.own_process import LoopClock
 
@@ -34,6 +35,7 @@ class FixedWork:
     """One prefill elsewhere; whether the gateway called it a measurement."""
 
     is_measured = False
+    left_s = 0.0
 
     def measured(self) -> None:
         self.is_measured = True
@@ -97,24 +99,18 @@ class FixedPlane:
         self.loop_clock = LoopClock()
         self.links = FixedLinks()
         self.waits = FixedWaits()
-        self._listeners: list[Callable[[str, str | None], None]] = []
-        self._silence_listeners: list[Callable[[str, str, str], None]] = []
-
-    def listen(self, listener: Callable[[str, str | None], None]) -> None:
-        self._listeners.append(listener)
-
-    def listen_for_silence(self, listener: Callable[[str, str, str], None]) -> None:
-        self._silence_listeners.append(listener)
+        self.listeners = Listeners()
+        self.notices: list[tuple[str, float]] = []
+        self.left_s = 0.0
+        self.offloads: list[bool] = []
 
     def silence(self, producer: str, consumer: str, sentence: str = "nothing has come back") -> None:
         """A producer has given up the path to a consumer."""
-        for listener in self._silence_listeners:
-            listener(producer, consumer, sentence)
+        self.listeners.tell_silent(producer, consumer, sentence)
 
     def freeze(self, name: str, reason: str | None = "frozen: made to be") -> None:
         """Judge an instance frozen; with None: not any more. It stays in routing."""
-        for listener in self._listeners:
-            listener(name, reason)
+        self.listeners.tell_frozen(name, reason)
 
     def idle_decode_instance(self) -> str | None:
         return self.idle
@@ -142,6 +138,7 @@ class FixedPlane:
         offload: bool = True,
         first_from_prefill: bool = False,
     ) -> Decision:
+        self.offloads.append(offload)
         self.routed_early.append(first_from_prefill)
         up = [i for i in self._instances.values() if i.name not in self._suspects and i.name not in avoid]
         held = {i.name: self._held_tokens(i.name, chains) for i in up}
@@ -213,6 +210,7 @@ class FixedPlane:
     @contextmanager
     def prefilling(self, decision: Decision) -> Iterator[FixedWork]:
         work = FixedWork()
+        work.left_s = self.left_s
         with self._counted(decision.prefill):
             yield work
         if work.is_measured:
@@ -246,6 +244,10 @@ class FixedPlane:
 
     def drain(self, name: str, *, wanted: bool) -> None:
         self.drained.append((name, wanted))
+
+    def give_notice(self, name: str, notice_s: float) -> None:
+        self.notices.append((name, notice_s))
+        self.listeners.tell_noticed(name, notice_s)
 
     def hold_threshold(self, cluster: str, tokens: float | None) -> None:
         raise ValueError("this one is fixed")

@@ -13,7 +13,7 @@ import re
 import socket
 import time
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -165,6 +165,13 @@ class IdLayout:
         return [4 * (num_tokens - skip_tokens)]
 
 
+class PartLayout(IdLayout):
+    """The same, and every token that has come is of use."""
+
+    def usable_tokens(self, num_tokens: int, skip_tokens: int, covered_end: Callable[[int, int], int]) -> int:
+        return skip_tokens + covered_end(0, 0) // 4 if covered_end(0, 0) >= 4 else 0
+
+
 @dataclass
 class Seen:
     """One request as it arrived."""
@@ -195,7 +202,7 @@ class StandInEngine:
     `lingers` says: "ends" well, "aborts" the transfer, or the prefill "fails" too. `trails`: the prefill answers at
     once all the same.
 
-    `end`, `blank`: as in `generated`.
+    `end`, `blank`: as in `generated`. `keeps`: it goes on from what has come of a transfer that broke.
 
     `joins`: tokens of one event of a stream. `sends_after`: `goes_on` is set with that token of a stream, or at an
     answer's end.
@@ -234,6 +241,7 @@ class StandInEngine:
     other_apis: bool = False
     other_calls: bool = False
     layout: str = "ids"
+    keeps: bool = False
     staging_bytes: int = 1 << 20
     seen: list[Seen] = field(default_factory=list)
     loaded: list[int] = field(default_factory=list)
@@ -263,7 +271,7 @@ class StandInEngine:
             host="127.0.0.1",
             port=0,
             arena=self.arena,
-            layout=IdLayout(),
+            layout=PartLayout() if self.keeps else IdLayout(),
             fingerprint={"layout": self.layout},
             producers=[f"{producer}/0" for producer in self.producers],
             sender_telemetry=lambda: {"links": {}} if self.sender is None else self.sender.telemetry(),
@@ -679,17 +687,20 @@ class StandInEngine:
             status = self.receiver.state(ticket.transfer_id)
         # One that was sent early may come after its transfer has failed. A request with no transfer at all is the
         # gateway's fault, which `_load` says.
-        return status is None or status.phase is TransferPhase.COMPLETE
+        return status is None or status.phase is TransferPhase.COMPLETE or status.usable_tokens > 0
 
     def _load(self, ticket: Ticket, body: dict[str, Any], ids: list[int]) -> int:
-        staged = self.receiver.take(ticket.transfer_id)
+        status = self.receiver.state(ticket.transfer_id)
+        kept = status.usable_tokens if status is not None else 0
+        staged = self.receiver.take(ticket.transfer_id, broken=kept > 0)
         assert staged is not None, "the gateway came before the bytes"
         assert digest(body, ids[: ticket.num_tokens]) == ticket.prompt_digest
-        nbytes = 4 * (ticket.num_tokens - ticket.skip_tokens)
+        num_tokens = kept or ticket.num_tokens
+        nbytes = 4 * (num_tokens - ticket.skip_tokens)
         received = b"".join(bytes(view) for view in staged.region_views(0, 0, nbytes))
         staged.free()
-        assert received == kv_of(ids[ticket.skip_tokens : ticket.num_tokens])
-        return ticket.num_tokens - ticket.skip_tokens
+        assert received == kv_of(ids[ticket.skip_tokens : num_tokens])
+        return num_tokens - ticket.skip_tokens
 
 
 def refusal_of(body: dict[str, Any]) -> str | None:

@@ -158,3 +158,25 @@ def test_a_gateway_without_a_file_reloads_nothing(in_world: InWorld) -> None:
             assert "without a file" in (await page.json())["error"]["message"]
 
     in_world(body)
+
+
+def test_only_who_may_be_taken_away_gets_notice(in_world: InWorld) -> None:
+    async def body(world: World) -> None:
+        async def asked(name: str, notice: str) -> tuple[int, str]:
+            async with world.admin.post(
+                f"/prfaas/instances/{name}/drain", params={"notice_s": notice}
+            ) as page:
+                told = await page.json()
+                return page.status, told["error"]["message"] if page.status != 200 else ""
+
+        assert await asked("remote", "30") == (200, "")
+        assert world.plane.notices == [("remote", 30.0)] and world.plane.drained == []
+        status, sentence = await asked("decode", "30")
+        assert status == 409 and "write `preemptible: true` at cluster pd" in sentence
+        for notice in ("0", "-1", "3601", "nan", "inf", "soon", ""):
+            status, sentence = await asked("remote", notice)
+            assert status == 400 and "up to 3600" in sentence
+        assert (await asked("nobody", "30"))[0] == 404
+        assert len(world.plane.notices) == 1
+
+    in_world(body, preemptible=True)

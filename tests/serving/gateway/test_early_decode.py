@@ -9,6 +9,7 @@ import pytest
 
 from prfaas.serving.gateway.kv_transfer import KvTransfers, TransferFailedError
 from prfaas.serving.transport.observer import OnSoon
+from prfaas.serving.transport.ticket import Ticket, part_id
 from prfaas.serving.transport.wire import TransferPhase, TransferStatus
 
 from .stand_in import CACHED_TOKENS, answer_text
@@ -175,6 +176,18 @@ class Rank:
         self.on_soon(replace(COMPLETE, soon=True, cached_tokens=cached_tokens))
 
 
+def a_ticket() -> Ticket:
+    return Ticket.issue(
+        producer="east",
+        consumer="home",
+        num_tokens=10,
+        skip_tokens=0,
+        prompt_digest=bytes(16),
+        lifetime_s=60,
+        now_s=0.0,
+    )
+
+
 COMPLETE = TransferStatus(TransferPhase.COMPLETE, "", 100, 100, 40, 10, 0)
 
 
@@ -183,9 +196,7 @@ def test_all_ranks_must_expect_their_bytes_soon(cached: int | None, told: list[i
     async def main() -> None:
         ranks: Any = (Rank(), Rank())
         seen: list[int] = []
-        waiting = asyncio.create_task(
-            KvTransfers({"home": ranks}).wait("home", bytes(16), 1.0, 2.5, seen.append)
-        )
+        waiting = asyncio.create_task(KvTransfers({"home": ranks}).wait(a_ticket(), 1.0, 2.5, seen.append))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         assert [rank.lead_s for rank in ranks] == [2.5, 2.5]
@@ -197,5 +208,55 @@ def test_all_ranks_must_expect_their_bytes_soon(cached: int | None, told: list[i
         ranks[1].over.set_result(replace(COMPLETE, phase=TransferPhase.FAILED, reason="lost"))
         with pytest.raises(TransferFailedError, match="lost"):
             await waiting
+
+    asyncio.run(main())
+
+
+class Told:
+    """A rank's KV port, which tells what became of the transfers that it knows by now."""
+
+    def __init__(self) -> None:
+        self.statuses: dict[bytes, TransferStatus] = {}
+        self.asked: list[bytes] = []
+        self.abandoned: list[bytes] = []
+
+    async def wait(self, transfer_id: bytes, *_: object) -> TransferStatus:
+        self.asked.append(transfer_id)
+        while transfer_id not in self.statuses:
+            await asyncio.sleep(0)
+        return self.statuses[transfer_id]
+
+    def announced(self, transfer_id: bytes) -> bool:
+        return transfer_id in self.statuses
+
+    async def abandon(self, transfer_id: bytes, reason: str, *, keep: bool = False) -> None:
+        self.abandoned.append(transfer_id)
+
+
+def test_what_several_ranks_send_to_one_is_waited_for_and_given_up_as_a_whole() -> None:
+    async def main() -> None:
+        ticket = a_ticket()
+        home: Any = Told()
+        east: Any = (Told(), Told())
+        transfers = KvTransfers({"home": (home,), "east": east})
+        ids = [ticket.transfer_id, part_id(ticket.transfer_id, 1)]
+        waiting = asyncio.create_task(transfers.wait(ticket, 1.0))
+        home.statuses[ids[0]] = COMPLETE
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert sorted(home.asked) == sorted(ids)
+        assert not waiting.done()
+        assert not transfers.announced(ticket)
+        # NIXL's reader tells of one transfer a rank, whoever has sent.
+        assert transfers.announced(ticket, pulled=True)
+        home.statuses[ids[1]] = COMPLETE
+        assert transfers.announced(ticket)
+        assert (await waiting).total_bytes == 2 * COMPLETE.total_bytes
+        await transfers.abandon(ticket, "a test", 1.0)
+        assert home.abandoned == ids
+        # Of a part that has broken nothing is kept, so nothing can be gone on from.
+        home.statuses[ids[1]] = replace(COMPLETE, phase=TransferPhase.FAILED, reason="lost")
+        assert await transfers.keep(ticket, "a test", 1.0) == 0
+        assert home.abandoned == ids * 2
 
     asyncio.run(main())

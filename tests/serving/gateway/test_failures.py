@@ -100,6 +100,33 @@ def test_a_path_that_the_producer_has_given_up_is_not_waited_for(in_world: InWor
     in_world(body)
 
 
+@pytest.mark.parametrize(("left_s", "prefill"), [(31.0, "local"), (29.0, "remote")])
+def test_what_a_producer_with_notice_cannot_end_goes_elsewhere_at_once(
+    in_world: InWorld, left_s: float, prefill: str
+) -> None:
+    async def body(world: World) -> None:
+        world.plane.left_s, world.remote.hangs = left_s, True
+        request = asyncio.create_task(world.complete(LONG))
+        await _until(lambda: bool(world.remote.generated()))
+        world.plane.give_notice("local", 1.0)
+        world.plane.give_notice("remote", 30.0)
+        if prefill == "remote":
+            await asyncio.sleep(0.1)
+            assert not request.done()
+            request.cancel()
+            await asyncio.gather(request, return_exceptions=True)
+            return
+        route, answer = await request
+        assert (route["prefill"], route["fallback"]) == ("local", "preempted")
+        assert answer["choices"][0]["text"] == answer_text(LONG)
+        await _until(lambda: world.remote.cancelled == 1)
+        assert world.plane.suspected == []
+        # Nothing has failed, so another PrfaaS instance could have been asked.
+        assert world.plane.offloads == [True, True]
+
+    in_world(body)
+
+
 def test_a_transfer_that_its_consumer_drops_is_prefilled_elsewhere_and_blames_nobody(
     in_world: InWorld,
 ) -> None:

@@ -123,6 +123,7 @@ def deployment_of(
     decode_lead_s: float = 1.0,
     pool_ports: tuple[int, int] | None = None,
     egress_per_gb: float = 0.0,
+    preemptible: bool = False,
     local_transfer: LocalTransfer = "prfaas",
 ) -> Deployment:
     """A far cluster with `remote`, and one with all others, which decode if they are not called `local`.
@@ -144,7 +145,11 @@ def deployment_of(
         state_dir=home,
         model=ModelRef("stand-in", 4000, model_dir, None, {"poet": home / "poet"}),
         clusters=(
-            Cluster("far", "prfaas", "any", (instance("remote", "far", "prefill"),), pool=far_pool),
+            Cluster(
+                *("far", "prfaas", "any", (instance("remote", "far", "prefill"),)),
+                pool=far_pool,
+                preemptible=preemptible,
+            ),
             Cluster("pd", "pd", hardware, (instance("local", "pd", "prefill"), *decoders), pool=pd_pool),
         ),
         links=(
@@ -178,6 +183,7 @@ async def running_world(
     decode_lead_s: float = 1.0,
     pool_ports: tuple[int, int] | None = None,
     egress_per_gb: float = 0.0,
+    preemptible: bool = False,
     local_transfer: LocalTransfer = "prfaas",
     **decode: Any,
 ) -> AsyncIterator[World]:
@@ -207,6 +213,7 @@ async def running_world(
         decode_lead_s=decode_lead_s,
         pool_ports=pool_ports,
         egress_per_gb=egress_per_gb,
+        preemptible=preemptible,
         local_transfer=local_transfer,
     )
     plane = FixedPlane(deployment)

@@ -17,13 +17,14 @@ from prfaas.serving.transport.handshake import (
     ClientHello,
     HandshakeError,
     PeerIdentity,
-    bounded_sentences,
     fingerprint_difference,
     greet,
     is_peer_name,
     legible,
     welcome,
 )
+from prfaas.serving.transport.region_layout import PeerLayouts
+from prfaas.serving.transport.sentences import bounded_sentences
 from prfaas.serving.transport.sockets import ConnectionEnded, receive_control
 from prfaas.serving.transport.wire import FrameType, WireError, pack_control
 
@@ -114,20 +115,120 @@ def test_mismatch_is_said(said: dict[str, Any], server: dict[str, Any], why: str
     assert why in str(outcome)
 
 
+class Form:
+    """A layout that only has a mark."""
+
+    part, parts = 0, 1
+
+    def __init__(self, mark: str) -> None:
+        self.mark = mark
+
+    def region_bytes(self, num_tokens: int, skip_tokens: int) -> list[int]:
+        return [num_tokens - skip_tokens]
+
+
+def layouts(told: object, refused: str = "") -> PeerLayouts[Form]:
+    def agree(theirs: object, peer: str, sends: bool) -> Form:
+        if refused:
+            raise ValueError(f"{refused} of {peer}")
+        return Form(f"{told} and {theirs}")
+
+    return PeerLayouts(told, agree, Form(""))
+
+
+def test_both_sides_hear_how_the_other_keeps_its_kv() -> None:
+    ours, theirs = layouts([16]), layouts([32])
+    outcome, _ = meet(lambda sock: greet(sock, hello(layouts=ours)), layouts=theirs)
+    assert outcome is None
+    assert ours.towards("c/0").mark == "[16] and [32]"
+    assert theirs.coming_from("p/0").mark == "[32] and [16]"
+    assert theirs.coming_from("q/0").mark == ""
+
+
+def test_who_keeps_it_alike_needs_no_other_form() -> None:
+    ours, theirs = layouts([16]), layouts([16], refused="what")
+    meet(lambda sock: greet(sock, hello(layouts=ours)), layouts=theirs)
+    assert ours.towards("c/0").mark == theirs.coming_from("p/0").mark == ""
+
+
+def test_a_layout_that_cannot_be_mapped_is_refused_with_its_sentence() -> None:
+    outcome, error = meet(
+        lambda sock: greet(sock, hello(layouts=layouts([16]))), layouts=layouts([32], refused="heads")
+    )
+    assert str(outcome) == "c/0 rejected the connection: heads of p/0"
+    assert isinstance(error, HandshakeError) and error.peer == "p/0"
+    outcome, _ = meet(
+        lambda sock: greet(sock, hello(layouts=layouts([16], refused="heads"))), layouts=layouts([32])
+    )
+    assert str(outcome) == "heads of c/0"
+
+
+def test_nothing_is_heard_of_who_has_not_proved_its_key() -> None:
+    theirs = layouts([32])
+    outcome, _ = meet(lambda sock: greet(sock, hello(key=bytes(32), layouts=layouts([16]))), layouts=theirs)
+    assert isinstance(outcome, HandshakeError)
+    assert theirs.coming_from("p/0").mark == ""
+
+
+def test_an_observer_tells_nothing_and_is_told_nothing_of_use() -> None:
+    theirs = layouts([32], refused="heads")
+    observer = hello(name="gateway", role=ROLE_OBSERVER, fingerprint={})
+    assert meet(lambda sock: greet(sock, observer), layouts=theirs)[0] is None
+
+
+@pytest.mark.parametrize("changed", ["HELLO", "CHALLENGE"])
+def test_a_layout_that_is_changed_on_its_way_is_no_proof(changed: str) -> None:
+    def client(sock: socket.socket) -> Any:
+        ours = hello(layouts=layouts([16]))
+        told = {"layout": [17]} if changed == "HELLO" else {}
+        sock.sendall(pack_control(FrameType.HELLO, body=ours.body() | told))
+        header, challenge = receive_control(sock)
+        if changed == "CHALLENGE":
+            challenge["layout"] = [33]
+        sock.sendall(ours.answer(header, challenge))
+        return ours.finish(*receive_control(sock))
+
+    outcome, _ = meet(client, layouts=layouts([32]))
+    assert isinstance(outcome, HandshakeError)
+    assert "does not have this deployment's key" in str(outcome)
+
+
+def test_a_transfer_comes_in_the_form_that_was_agreed() -> None:
+    theirs = layouts([32])
+    theirs.hear("p/0", [16], sends=False)
+    with pytest.raises(WireError, match=r"p/0 sends KV in form 'x', where '\[32\] and \[16\]' was agreed"):
+        theirs.begin("p/0", b"t" * 16, "x")
+    with pytest.raises(WireError, match="p/0 sends part 1 of a transfer, where part 0 was agreed"):
+        theirs.begin("p/0", b"t" * 16, "[32] and [16]", 1)
+    assert theirs.of_transfer(b"t" * 16) == {}
+    theirs.begin("p/0", b"t" * 16, "[32] and [16]")
+    # Another handshake changes nothing of what has begun.
+    theirs.hear("p/0", [64], sends=False)
+    assert theirs.of_transfer(b"t" * 16)[0].mark == "[32] and [16]"
+
+
+def test_old_transfers_are_forgotten() -> None:
+    theirs = layouts([32])
+    for number in range(theirs.MOST_TRANSFERS + 1):
+        theirs.begin("p/0", number.to_bytes(16), "")
+    assert theirs.of_transfer((0).to_bytes(16)) == {}
+    assert theirs.of_transfer((1).to_bytes(16))
+
+
 def test_other_version_is_told_both() -> None:
     def client(sock: socket.socket) -> Any:
         sock.sendall(pack_control(FrameType.HELLO, body=hello().body() | {"version": 7}))
         return receive_control(sock)[1]["reason"]
 
     outcome, error = meet(client)
-    assert outcome == "c/0 speaks protocol version 2, the peer 7"
+    assert outcome == "c/0 speaks protocol version 3, the peer 7"
     assert isinstance(error, HandshakeError)
 
     def alien(sock: socket.socket) -> Any:
-        sock.sendall(pack_control(FrameType.HELLO, body={}, version=3))
+        sock.sendall(pack_control(FrameType.HELLO, body={}, version=4))
         return receive_control(sock)[1]["reason"]
 
-    assert meet(alien)[0] == "peer speaks protocol version 3, this side 2"
+    assert meet(alien)[0] == "peer speaks protocol version 4, this side 3"
 
 
 def test_proof_cannot_be_replayed_or_reflected() -> None:

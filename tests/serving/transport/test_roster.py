@@ -90,7 +90,10 @@ def test_the_command_line_and_the_control_plane_say_the_same(example: str, tmp_p
         assert isinstance(config, dict)
         settings = ConnectorSettings.parse(json.loads(json.dumps(config)))
         for rank in range(instance.tensor_parallel):
-            assert settings.roster(rank).digest == roster_of(deployment, instance, rank).digest
+            assert (
+                settings.roster(rank, instance.tensor_parallel).digest
+                == roster_of(deployment, instance, rank).digest
+            )
 
 
 def receiver(name: str, roster: Roster | None = None, **more: object) -> Receiver:

@@ -79,8 +79,8 @@ def test_bounds() -> None:
         unpack_header(pack_header(FrameType.DATA, region=65536))
     with pytest.raises(WireError, match="out of bounds"):
         unpack_header(pack_header(FrameType.DATA, offset=(1 << 44) + 1))
-    with pytest.raises(WireError, match="version 3, this side 2"):
-        unpack_header(pack_header(FrameType.HELLO, version=3))
+    with pytest.raises(WireError, match="version 4, this side 3"):
+        unpack_header(pack_header(FrameType.HELLO, version=4))
     with pytest.raises(WireError, match="DATA frame has flags 0x8000"):
         unpack_header(pack_header(FrameType.DATA, flags=0x8000))
     with pytest.raises(WireError, match="over 65536"):

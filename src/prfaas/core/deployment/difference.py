@@ -49,6 +49,8 @@ RULES: Mapping[FieldPath, FieldRule] = {
     ("clusters", "*", "speedup"): FieldRule("speedup", _EVERYTHING),
     ("clusters", "*", "pool"): FieldRule("pool", _POOLS),
     ("clusters", "*", "instance_price_per_hour"): FieldRule("price of an instance-hour"),
+    ("clusters", "*", "preemptible"): FieldRule("preemptible"),
+    ("clusters", "*", "kills_per_hour"): FieldRule("kills_per_hour"),
     ("clusters", "*", "instances", "*", "roles"): FieldRule("roles"),
     ("clusters", "*", "instances", "*", "host"): FieldRule("host", _ANOTHER_NAME),
     ("clusters", "*", "instances", "*", "http_port"): FieldRule("http_port", _ANOTHER_NAME),

@@ -26,6 +26,7 @@ from prfaas.core.deployment.planned import (
 )
 from prfaas.core.deployment.planned_model import planned_dtypes, planned_kv_model
 from prfaas.core.deployment.pool import PoolSettings, PoolSpace, by_machine
+from prfaas.core.deployment.preemptible import kills_per_hour
 from prfaas.core.deployment.problems import first_problem
 from prfaas.core.deployment.schema import ClusterSection, DeploymentFile, LengthsSection, MachinePoolSection
 from prfaas.core.deployment.security import Security
@@ -253,6 +254,8 @@ def _cluster(source: YamlSource, index: int, file: DeploymentFile) -> Cluster:
         speedup=cluster.speedup or 1.0,
         pool=_pool_space(cluster.pool),
         instance_price_per_hour=_instance_price_per_hour(file, cluster),
+        preemptible=cluster.preemptible,
+        kills_per_hour=kills_per_hour(cluster),
     )
 
 
@@ -391,6 +394,7 @@ def _planned_cluster(
         pool=_pool_space(cluster.pool),
         instances_per_machine=together,
         tensor_parallel=_tensor_parallel(source, index, cluster, profile.gpus_per_instance, ranks),
+        kills_per_hour=kills_per_hour(cluster),
     )
 
 

@@ -96,6 +96,8 @@ class PlannedCluster:
     """Which share a pool: by their hosts, where the file has them."""
     tensor_parallel: int = 1
     """Ranks of an instance that each send their own part of the KVCache."""
+    kills_per_hour: float = 0.0
+    """How often an instance is expected to be taken away while it is up; 0 where it is not preemptible."""
 
     @property
     def gpus(self) -> int:

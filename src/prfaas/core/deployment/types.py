@@ -91,6 +91,10 @@ class Cluster:
     """What each machine keeps of computed prefixes beside its engines; None: nothing."""
     instance_price_per_hour: float = 0.0
     """In the currency of the file's prices; 0 where it has none."""
+    preemptible: bool = False
+    """Its instances may be taken away at short notice."""
+    kills_per_hour: float = 0.0
+    """How often that is expected of one instance while it is up; 0 where it is not `preemptible`."""
 
     def with_role(self, role: Role) -> tuple[Instance, ...]:
         """The cluster's instances that have a role."""

@@ -3,7 +3,8 @@
 Every engine cuts a transfer alike, so both of its ends compute the same regions. Needs neither torch nor vLLM.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TypeVar
@@ -84,3 +85,31 @@ def region_bytes(regions: Sequence[Region], num_tokens: int, skip_tokens: int) -
     return [
         len(region.group.moving_blocks(num_tokens, skip_tokens)) * region.page_bytes for region in regions
     ]
+
+
+def usable_tokens(
+    regions: Sequence[Region], num_tokens: int, skip_tokens: int, covered_end: Callable[[int, int], int]
+) -> int:
+    """From how many tokens an engine can go on with what has come of a transfer that broke.
+
+    Whole blocks of full attention are enough, wherever the transfer broke. A linear state is one of exactly so many
+    tokens, and a window moves once, at the end: with such layers nothing is usable.
+
+    Args:
+        regions: Of the transfer, in its order.
+        num_tokens: Of the transfer.
+        skip_tokens: Of the transfer.
+        covered_end: (region, start) → where the bytes that have come from there on end.
+
+    Returns:
+        A multiple of every group's block, more than `skip_tokens`; or 0.
+    """
+    if not regions or any(region.group.kind is not GroupKind.FULL for region in regions):
+        return 0
+    tokens = num_tokens
+    for index, region in enumerate(regions):
+        group = region.group
+        blocks = group.first_block(num_tokens, skip_tokens) + covered_end(index, 0) // region.page_bytes
+        tokens = min(tokens, blocks * group.block_tokens)
+    tokens -= tokens % math.lcm(*(region.group.block_tokens for region in regions))
+    return tokens if tokens > skip_tokens else 0

@@ -1,9 +1,10 @@
 """Caches of other clusters: when they count, and when they move first (section 3.4.3 of the paper)."""
 
 from prfaas.core.prefix.index import PrefixHit
-from prfaas.core.scheduling.candidates import PooledPrefix, PrefillCandidate, PrefixSource, streamed_s
+from prfaas.core.scheduling.candidates import PooledPrefix, PrefillCandidate, PrefixSource
 from prfaas.core.scheduling.decision import CacheTransfer, RoutingRequest
 from prfaas.core.scheduling.egress import is_worth_its_bytes
+from prfaas.core.scheduling.hazard import streamed_s
 from prfaas.core.scheduling.link_choice import AbundanceMarks, abundant_link
 from prfaas.core.scheduling.routing import PdCandidate
 from prfaas.core.scheduling.tiers import pool_at, reading_s
@@ -95,10 +96,10 @@ def with_cache(
     ready_s = option.start_s - option.load_s
     start_s = (ready_s if ready_s > moved_s else moved_s) + load_s
     ttft_s = start_s + prefill_s
-    if option.link is not None and request.first_from_prefill:
-        ttft_s += option.link.rtt_s
-    elif option.link is not None:
-        ttft_s = streamed_s(start_s, prefill_s, option.link_wait_s, option.link_s, option.link.rtt_s)
+    if option.link is not None:
+        wait_s, link_s = (0.0, 0.0) if request.first_from_prefill else (option.link_wait_s, option.link_s)
+        kills_per_s = option.cluster.kills_per_s
+        ttft_s = streamed_s(start_s, prefill_s, wait_s, link_s, option.link.rtt_s, kills_per_s)
     return PrefillCandidate(
         option.cluster,
         option.instance,

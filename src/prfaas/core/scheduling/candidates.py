@@ -9,6 +9,7 @@ from operator import attrgetter, itemgetter
 from typing import Protocol
 
 from prfaas.core.scheduling.decision import CacheTransfer, PoolCopy, RoutingRequest
+from prfaas.core.scheduling.hazard import streamed_s
 from prfaas.core.scheduling.tiers import source_pool
 from prfaas.core.scheduling.view import (
     ClusterKind,
@@ -54,7 +55,14 @@ class PrefillCandidate:
         link = self.link
         if link is None:
             return self.ttft_s
-        return streamed_s(self.start_s, self.prefill_s, self.link_wait_s, self.link_s, link.rtt_s)
+        return streamed_s(
+            self.start_s,
+            self.prefill_s,
+            self.link_wait_s,
+            self.link_s,
+            link.rtt_s,
+            self.cluster.kills_per_s,
+        )
 
     @property
     def delay_s(self) -> float:
@@ -134,10 +142,11 @@ def streamed(
     if link_wait_s < 0.0:
         link_wait_s = 0.0
     start_s, prefill_s = option.start_s, option.prefill_s
+    kills_per_s = option.cluster.kills_per_s
     if first_from_prefill:
-        ttft_s = start_s + prefill_s + link.rtt_s
+        ttft_s = streamed_s(start_s, prefill_s, 0.0, 0.0, link.rtt_s, kills_per_s)
     else:
-        ttft_s = streamed_s(start_s, prefill_s, link_wait_s, link_s, link.rtt_s)
+        ttft_s = streamed_s(start_s, prefill_s, link_wait_s, link_s, link.rtt_s, kills_per_s)
     return PrefillCandidate(
         option.cluster,
         option.instance,
@@ -152,16 +161,6 @@ def streamed(
         option.cache_transfer,
         option.load_s,
     )
-
-
-def streamed_s(start_s: float, prefill_s: float, link_wait_s: float, link_s: float, rtt_s: float) -> float:
-    """Seconds until a streamed prefill has arrived.
-
-    Both are needed: the prefill's end, and this KV's bytes after those that the link has already accepted.
-    """
-    computed_s = start_s + prefill_s
-    sent_s = (start_s if start_s > link_wait_s else link_wait_s) + link_s
-    return (computed_s if computed_s > sent_s else sent_s) + rtt_s
 
 
 @dataclass(slots=True)

@@ -14,6 +14,7 @@ from prfaas.core.scheduling.candidates import (
 from prfaas.core.scheduling.decision import Decision, Route, RoutingRequest
 from prfaas.core.scheduling.decoders import decode_choices, load_of, slot_wait_s
 from prfaas.core.scheduling.link_choice import usable_link
+from prfaas.core.scheduling.preemption import with_time_left
 from prfaas.core.scheduling.routing import Choice, decision_of
 from prfaas.core.scheduling.view import InstanceView, LinkView, View
 
@@ -128,6 +129,7 @@ def options(request: RoutingRequest, view: View) -> list[PrefillOption]:
     Raises:
         NoDecodeInstanceError: nothing can decode.
     """
+    view = with_time_left(request, view)
     decoders = decode_choices(request, view)
     everywhere = prefill_candidates(request, view)
     found = []

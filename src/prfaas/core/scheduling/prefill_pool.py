@@ -80,6 +80,10 @@ class PrefillPool(Generic[T]):
             mine = shared
         return None if mine is None else mine[3]
 
+    def work_s(self, item: T) -> float:
+        """Seconds of an item that waits, as it was offered."""
+        return self._work[item][0]
+
     def withdraw(self, item: T) -> bool:
         """Let `item` wait no longer. Returns False if it wasn't waiting."""
         if item not in self._work:

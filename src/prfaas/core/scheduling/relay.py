@@ -4,8 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from prfaas.core.scheduling.candidates import streamed_s
 from prfaas.core.scheduling.decision import Decision
+from prfaas.core.scheduling.hazard import streamed_s
 from prfaas.core.scheduling.view import ClusterView, InstanceView, LinkView
 from prfaas.core.scheduling.waits import prefill_queue_s
 from prfaas.core.units import BITS_PER_BYTE

@@ -19,12 +19,13 @@ from prfaas.core.scheduling.candidates import (
     prefill_candidates,
     prefill_without_hop,
     streamed,
-    streamed_s,
 )
 from prfaas.core.scheduling.decision import Decision, Route, RoutingRequest
 from prfaas.core.scheduling.decoders import decode_choices, load_of, slot_free_s, slot_wait_s, soonest_free
 from prfaas.core.scheduling.egress import is_worth_offloading
+from prfaas.core.scheduling.hazard import streamed_s
 from prfaas.core.scheduling.link_choice import usable_link
+from prfaas.core.scheduling.preemption import with_time_left
 from prfaas.core.scheduling.tiers import hit_tokens
 from prfaas.core.scheduling.view import ClusterView, InstanceView, LinkView, View
 from prfaas.core.units import BITS_PER_BYTE
@@ -224,6 +225,8 @@ def route(
     Raises:
         NoDecodeInstanceError: nothing can decode.
     """
+    if view.leaves_s:
+        view = with_time_left(request, view)
     if request.num_tokens <= 1:
         return single_token(request, view, decode_choices(request, view))
     chosen = None if request.held else lone_pd_candidate(request, view)
@@ -321,9 +324,12 @@ def soonest_remote(
                 wait_s if wait_s > 0.0 else 0.0,
                 kv_bits / link.capacity_bits_per_s,
                 link.rtt_s,
+                node.cluster.kills_per_s,
             )
             if first_from_prefill:
-                ttft_s = (ttft_s + node.ttft_s + link.rtt_s) / 2.0
+                kills_per_s = node.cluster.kills_per_s
+                early_s = streamed_s(node.start_s, node.prefill_s, 0.0, 0.0, link.rtt_s, kills_per_s)
+                ttft_s = (ttft_s + early_s) / 2.0
             if chosen is None or ttft_s < least_s:
                 chosen, least_s = (node, link), ttft_s
     assert chosen is not None  # there is at least one

@@ -212,6 +212,8 @@ class ClusterView:
     (`decoders.learnt_slot_s`)."""
     instance_price_per_s: float = 0.0
     """What one instance costs, in the currency of the deployment file's prices."""
+    kills_per_s: float = 0.0
+    """How often an instance is taken away while it is up, as the deployment file says; 0: its owner keeps it."""
 
 
 @dataclass(slots=True)
@@ -235,6 +237,8 @@ class View:
     """(producer, consumer): the second takes no KV from the first, for they are incompatible."""
     pools: dict[str, PoolView] = field(default_factory=dict)
     """By name; empty: no machine has one."""
+    leaves_s: dict[str, float] = field(default_factory=dict)
+    """When instances that were given notice will be gone, by name; empty: nobody has notice."""
 
     def towards(self, consumer: str) -> "View":
         """The same view, but whoever cannot send to `consumer` gets nothing."""

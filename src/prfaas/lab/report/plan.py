@@ -291,8 +291,8 @@ def _notes(deployment: PlannedDeployment, plan: Plan) -> list[str]:
         listed = ", ".join(f"{name} {count}" for name, count in ranks.items())
         counted = "the bytes of the widest" if deployment.wire_model is None else "every byte once"
         notes.append(
-            f"Engines of different tensor_parallel refuse each other's KVCache ({listed}): the plan is for engines "
-            f"that map it, and counts {counted}."
+            f"Clusters have different tensor_parallel ({listed}): their engines map each other's KVCache, and the plan "
+            f"counts {counted}."
         )
     cheapest = plan.cheapest
     if cheapest is not None and plan.cost is not None:

@@ -130,6 +130,7 @@ def view_of(scenario: Scenario, kv: KvFacts) -> View:
                 cluster.curve.seconds,
                 slot_s=_planned_slot_s(cluster, scenario.output_tokens),
                 instance_price_per_s=cluster.instance_price_per_hour / SECONDS_PER_HOUR,
+                kills_per_s=cluster.kills_per_hour / SECONDS_PER_HOUR,
             )
             for cluster in scenario.clusters
         },

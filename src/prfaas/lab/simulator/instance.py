@@ -1,5 +1,6 @@
 """One simulated instance, and the requests that it works on: its prefill queue and its decode batch."""
 
+import math
 from collections import deque
 from collections.abc import Callable
 from enum import IntEnum
@@ -164,6 +165,7 @@ class Engine:
         "clock",
         "cluster",
         "free_at_s",
+        "leaves_s",
         "name",
         "pool",
         "prefill_s",
@@ -182,6 +184,8 @@ class Engine:
     """Prefills that have begun; at most `prefill_slots`."""
     free_at_s: float
     """When the last of them ends."""
+    leaves_s: float
+    """When it is taken away, where it has notice; else infinite."""
     sharing: TokenClock | None
     """How they share the instance's time evenly; None where there is only one."""
     step_tokens: int
@@ -234,6 +238,7 @@ class Engine:
         self.block_tokens = block_tokens
         self.at_work = 0
         self.free_at_s = 0.0
+        self.leaves_s = math.inf
         self.waiting = 0
         self.waiting_s = 0.0
         self.prefilled_s = 0.0
@@ -255,6 +260,20 @@ class Engine:
         self.waiting -= 1
         # Where nothing waits, nothing is left of what was rounded.
         self.waiting_s = max(self.waiting_s - service_s, 0.0) if self.waiting else 0.0
+
+    def stop(self, now_s: float) -> None:
+        """Its only prefill ends here: it goes elsewhere."""
+        self.prefilled_s -= max(self.free_at_s - now_s, 0.0)
+        self.at_work -= 1
+        self.free_at_s = now_s
+        self.view.busy_until_s = now_s + self.waiting_s
+
+    def has_time(self, now_s: float) -> bool:
+        """Whether the next of its cluster's pool would end before it is taken away."""
+        if self.leaves_s == math.inf:
+            return True
+        job = self.pool.next_of(self.name)
+        return job is None or now_s + self.prefill_s(job.computed_tokens) <= self.leaves_s
 
     def fill_up(self, job: Job, now_s: float) -> float:
         """What `job` leaves of its last steps is filled up with tokens of the prompts that wait here.

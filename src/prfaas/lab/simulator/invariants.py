@@ -86,6 +86,7 @@ class Invariants:
                 and engine.view.prefills
                 and engine.view.healthy
                 and not engine.view.draining
+                and engine.has_time(world.events.now_s)
             ]
             assert not (idle and pooled), f"{idle} idle while {len(pooled)} wait for {name}"
 

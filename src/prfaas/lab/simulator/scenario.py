@@ -53,7 +53,8 @@ class Failure:
     at_s: float
     lasts_s: float
     notice_s: float = 0.0
-    """So long before an instance is drained: it gets nothing new. A link has no notice."""
+    """So long before it is known: an instance begins only what it ends in time, and what it can't end goes to another
+    one. A link has no notice."""
 
     def __post_init__(self) -> None:
         if not (self.at_s >= 0 and self.lasts_s > 0):
@@ -267,6 +268,7 @@ def scenario_of(
             replace(
                 cluster_of(cluster, prefill, problem, prefill_concurrency),
                 instance_price_per_hour=planned.prices.get(cluster.hardware, 0.0) * cluster.gpus_per_instance,
+                kills_per_hour=cluster.kills_per_hour,
                 prefill_step_tokens=prefill_step_tokens,
                 chunk_tokens=chunk_tokens,
                 kv_block_tokens=kv_block_tokens,

@@ -44,6 +44,8 @@ class SimulatedCluster:
     """The context per request at which `decode_step_s` holds."""
     instance_price_per_hour: float = 0.0
     """In the currency of the deployment's prices; 0 where it has none."""
+    kills_per_hour: float = 0.0
+    """How often policies expect that an instance is taken away; the failures themselves are the scenario's."""
 
 
 def cluster_of(

@@ -102,13 +102,13 @@ class World:
                 for job in [job for job in self.open.values() if link in (job.link, job.prefix_link)]:
                     self.restart(job)
 
-    def restart(self, job: Job) -> None:
-        """Prefill a request again in its PD cluster, as the live system does: what was done for it is lost."""
+    def restart(self, job: Job, *, anywhere: bool = False) -> None:
+        """Prefill a request again, in its PD cluster or `anywhere`, as the live system does: what was done is lost."""
         self._give_up(job)
         again = Job(job.number, job.arrival_s, job.tokens, job.left_tokens, job.blocks)
         again.has_first = job.has_first
         self.columns.retries[job.number] += 1
-        self._route(again, self._local)
+        self._route(again, self.policy if anywhere else self._local, is_new=False)
 
     def start_next(self, engine: Engine) -> None:
         """Begin the next of an instance's queue, or of its cluster's pool, if there is room."""
@@ -122,8 +122,9 @@ class World:
             self._start(engine, job)
         if queue or not len(engine.pool) or not view.takes_prefills:
             return
-        while engine.at_work < engine.prefill_slots and len(engine.pool):
-            taken = engine.pool.take(engine.name, now_s=self.events.now_s)
+        now_s = self.events.now_s
+        while engine.at_work < engine.prefill_slots and len(engine.pool) and engine.has_time(now_s):
+            taken = engine.pool.take(engine.name, now_s=now_s)
             if taken is None:
                 return
             self._assign(engine, taken)
@@ -157,7 +158,8 @@ class World:
             job = queue.popleft()
             engine.take(job.service_s)
             return job
-        waits = pool.next_of(engine.name) if engine.view.takes_prefills and len(pool) else None
+        can_take = engine.view.takes_prefills and len(pool) and engine.has_time(self.events.now_s)
+        waits = pool.next_of(engine.name) if can_take else None
         if waits is None or waits.computed_tokens > most_tokens:
             return None
         taken = pool.take(engine.name, now_s=self.events.now_s)
@@ -182,7 +184,7 @@ class World:
         for other in others:
             self.start_next(other)
 
-    def _route(self, job: Job, policy: Policy) -> bool:
+    def _route(self, job: Job, policy: Policy, *, is_new: bool = True) -> bool:
         """Put a request where the policy says. False: it comes now, would wait too long, and is refused."""
         view, now_s, engines = self.view, self.events.now_s, self.engines
         view.now_s = now_s
@@ -190,7 +192,7 @@ class World:
         job.decision = decision = policy.decide(self._request(job, held), view)
         job.engine = engine = engines[decision.prefill]
         job.target = target = engines[decision.decode]
-        limit = self._queue_limit if policy is self.policy else None
+        limit = self._queue_limit if is_new else None
         if limit is not None and limit.refuses(decision, engine, target):
             return False
         job.computed_tokens = computed = decision.prefill_tokens

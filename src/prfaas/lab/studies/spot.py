@@ -1,11 +1,13 @@
 """Prefill capacity that is cheap because it can be taken away: PrfaaS instances that vanish and come back."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from prfaas.core.deployment import PlannedDeployment
 from prfaas.core.planner import best_operation
 from prfaas.core.units import SECONDS_PER_HOUR
 from prfaas.lab.simulator import Failure
@@ -42,17 +44,24 @@ class _Spot:
     """Of every instance while it is up; 0: never."""
     notice_s: float = 0.0
     return_s: float = _RETURN_S
+    has_spares: bool = False
+    """There are more instances, so that on average as many are up as without kills."""
 
     @property
     def label(self) -> str:
         if not self.kills_per_hour:
             return "none"
-        return f"{self.kills_per_hour:g} per hour, notice {self.notice_s:g} s, back after {self.return_s:g} s"
+        spares = ", with spares" if self.has_spares else ""
+        return f"{self.kills_per_hour:g} per hour, notice {self.notice_s:g} s, back after {self.return_s:g} s{spares}"
 
     @property
     def up_share(self) -> float:
         """The part of the time that an instance is up, on average."""
         return 1 / (1 + self.kills_per_hour * self.return_s / SECONDS_PER_HOUR)
+
+    def instances(self, wanted: int) -> int:
+        """How many there are where `wanted` should be up."""
+        return math.ceil(wanted / self.up_share) if self.has_spares else wanted
 
     def failures(self, instances: Sequence[str], until_s: float, seed: int) -> list[Failure]:
         """Up for an exponential time, then away; the same for any notice."""
@@ -73,30 +82,49 @@ class _Spot:
 _NEVER = _Spot(0.0)
 _USUAL = tuple(_Spot(kills, notice_s) for kills in _KILLS_PER_HOUR for notice_s in _NOTICES_S)
 _LONGER = tuple(_Spot(_USUAL_KILLS, 0.0, return_s) for return_s in _RETURNS_S)
-_ALL = tuple(dict.fromkeys((_NEVER, *_USUAL, *_LONGER)))
+_SPARES = tuple(_Spot(max(_KILLS_PER_HOUR), notice_s, has_spares=True) for notice_s in _NOTICES_S)
+_ALL = tuple(dict.fromkeys((_NEVER, *_USUAL, *_LONGER, *_SPARES)))
 
 
 def _runs(context: StudyContext) -> Sequence[Run]:
     cluster = context.planned.prfaas_clusters[0]
-    instances = [f"{cluster.name}-{number}" for number in range(cluster.instance_count)]
     requests = context.requests(_REQUESTS)
     traffic = context.poisson(_LOAD)
     until_s = requests / traffic.mean_per_s + _AFTER_S
     return [
         Run(
             (policy, spot.label, seed),
-            context.planned,
+            _told(context.planned, spot),
             traffic,
             requests,
             seed,
             policy=policy,
-            failures=spot.failures(instances, until_s, seed),
+            failures=spot.failures(
+                [f"{cluster.name}-{number}" for number in range(spot.instances(cluster.instance_count))],
+                until_s,
+                seed,
+            ),
             classes=context.length_classes,
         )
         for policy in _POLICIES
         for spot in _ALL
         for seed in context.seeds(_SEEDS)
     ]
+
+
+def _told(planned: PlannedDeployment, spot: _Spot) -> PlannedDeployment:
+    """The deployment with a file that says how often instances are taken away, and with spares."""
+    clusters = [
+        replace(
+            each,
+            kills_per_hour=spot.kills_per_hour,
+            instance_count=spot.instances(each.instance_count),
+        )
+        if each.kind == "prfaas"
+        else each
+        for each in planned.clusters
+    ]
+    return replace(planned, clusters=tuple(clusters))
 
 
 def _describe(context: StudyContext, outcomes: Outcomes) -> StudySection:
@@ -143,14 +171,16 @@ def _describe(context: StudyContext, outcomes: Outcomes) -> StudySection:
         setup=(
             f"{rate:.3g} req/s, {_LOAD:g} of Λ_max, {len(context.seeds(_SEEDS))} seeds of "
             f"{context.requests(_REQUESTS):,} requests. Every PrfaaS instance is up for an exponentially distributed "
-            "time and then gone. Without notice its prefills start again in the PD cluster at once. With notice it is "
-            "drained: it gets nothing new, and what it ends in time is saved. The planned Λ_max is that of instances "
-            "which are slower by as much as they are away."
+            "time and then gone. Without notice its prefills start again in the PD cluster at once. With notice it "
+            "begins only what it ends in time, and what it can't end goes to another instance at once. `tilted` knows "
+            "how often instances are taken away. The planned Λ_max is that of instances which are slower by as much "
+            "as they are away."
         ),
         findings=[
             *(_kills(found, policy) for policy in _POLICIES),
             *(_notice(found, policy) for policy in _POLICIES),
             *(_return(found, policy) for policy in _POLICIES),
+            _goal(found),
             _lost(found),
         ],
         tables=tables,
@@ -158,8 +188,7 @@ def _describe(context: StudyContext, outcomes: Outcomes) -> StudySection:
         notes=[
             "Prefilled again: attempts per 100 requests. A prompt that waits when no PrfaaS instance is left counts "
             "too, though nothing of it was computed.",
-            "A drained instance is idle until it goes. So notice that is used at once costs capacity, and is worth "
-            "most where it is used as late as the longest prefill allows.",
+            "Notice gives no capacity back: an instance that is away is away. It spares what would be computed twice.",
             "Instances come back as they were, after a fixed time. Kills are independent of each other and of the "
             "load; real ones often come together.",
         ],
@@ -227,6 +256,25 @@ def _return(found: _Found, policy: str) -> str:
         for spot in _LONGER
     ]
     return f"At {_USUAL_KILLS:g} kills per hour without notice that is {'; '.join(told)} (`{policy}`)."
+
+
+def _goal(found: _Found) -> str:
+    most, told = max(_KILLS_PER_HOUR), []
+    for policy in _POLICIES:
+        base = found[policy, _NEVER]
+        ratios = []
+        for notice_s in _NOTICES_S:
+            runs = found[policy, _Spot(most, notice_s, has_spares=True)]
+            if "grows" in (runs.verdict, base.verdict):
+                ratios.append(f"none with {notice_s:g} s, since queues grow")
+            else:
+                ratio = runs.mean("ttft_p99_s").mean / base.mean("ttft_p99_s").mean
+                ratios.append(f"{ratio:.2f} with {notice_s:g} s of notice")
+        told.append(f"{listed(ratios)} (`{policy}`)")
+    return (
+        f"At {most:g} kills per hour, with so many more instances that as many are up on average, the P99 of TTFT is, "
+        f"in times of that without kills, {listed(told)}."
+    )
 
 
 def _lost(found: _Found) -> str:

@@ -49,10 +49,18 @@ class _Load:
 class OpenPrefill:
     """A prefill elsewhere that is under way."""
 
-    __slots__ = ("is_measured",)
+    __slots__ = ("_clock", "_ends_s", "is_measured")
 
-    def __init__(self) -> None:
+    def __init__(self, ends_s: float, clock: Clock) -> None:
+        """`ends_s`: when its last byte will have left, by `clock`."""
         self.is_measured = False
+        self._ends_s = ends_s
+        self._clock = clock
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until its last byte has left, as was predicted when it began; below 0: it takes longer."""
+        return self._ends_s - self._clock()
 
     def measured(self) -> None:
         """The prefill and its transfer went well: the time until its end is a measurement of service."""
@@ -279,7 +287,7 @@ class ClusterState:
             )
             work = load.queue.add(now_s, predicted_s)
             self._predict(load, now_s)
-            prefill = OpenPrefill()
+            prefill = OpenPrefill(max(load.view.busy_until_s, link_done_s), self._clock)
             try:
                 yield prefill
             except BaseException:

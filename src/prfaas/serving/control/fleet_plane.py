@@ -78,6 +78,11 @@ class FleetPlane(LivePlane):
         super().drain(name, wanted=wanted)
         self.fleet.mark(name, wanted=wanted)
 
+    def give_notice(self, name: str, notice_s: float) -> None:
+        """An instance is gone in so many seconds: what is open here goes elsewhere, and no gateway sends more."""
+        super().give_notice(name, notice_s)
+        self.fleet.mark(name, wanted=True)
+
     def state(self) -> dict[str, Any]:
         """The deployment as it is now, ready for JSON. An instance is drained when no gateway sends it anything."""
         state = super().state()

@@ -140,6 +140,7 @@ class Membership:
         for cluster in said.clusters:
             price_per_s = cluster.instance_price_per_hour / SECONDS_PER_HOUR
             view.clusters[cluster.name].instance_price_per_s = price_per_s
+            view.clusters[cluster.name].kills_per_s = cluster.kills_per_hour / SECONDS_PER_HOUR
         for link in said.links:
             view.links[link.source, link.target].egress_price_per_byte = link.egress_per_gb / GB
 
@@ -164,6 +165,7 @@ class Membership:
     def _forget(self, instance: Instance) -> None:
         plane, name = self._plane, instance.name
         plane.prefix_knowledge.drop(name, "left")
+        plane.drains.forget(name)
         plane.cluster_state.leave(name)
         del plane.instances[name]
         ports = plane.kv_ports.pop(name)

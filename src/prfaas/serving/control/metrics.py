@@ -129,6 +129,7 @@ class ControlMetrics:
         self.instance_prefix_hit_ratio = gauge(
             "instance_prefix_hit_ratio", "Share of prompt tokens that its own cache held lately.", "instance"
         )
+        self.notices = counter("notices", "Times that an instance was to be taken away.", "instance")
         self.suspicions = counter("suspicions", "Times an instance left routing.", "instance")
         self.incompatible = gauge("incompatible_pairs", "Pairs of engines that exchange no KV.")
         self.link_up = gauge("link_up", "1 when the link is used.", "link")

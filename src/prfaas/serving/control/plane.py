@@ -17,6 +17,7 @@ from prfaas.core.scheduling import Decision, RoutingRequest, make_policy
 from prfaas.core.scheduling.threshold import LengthWindow
 from prfaas.serving.control.cluster_state import Clock, ClusterState, OpenPrefill
 from prfaas.serving.control.compatibility import Compatibility
+from prfaas.serving.control.drains import InstanceDrains
 from prfaas.serving.control.engine_monitor import EngineAccess, EngineHttp, EngineMonitor, EngineReading
 from prfaas.serving.control.guarded_policy import guarded
 from prfaas.serving.control.health import HealthWatch
@@ -24,6 +25,7 @@ from prfaas.serving.control.hot_prefixes import HotPrefixes
 from prfaas.serving.control.kv_events import EventFeed, events_endpoints
 from prfaas.serving.control.link_budget import LinkBudget
 from prfaas.serving.control.link_monitor import LinkMonitor, LinkPort, PoolPort, observer_of
+from prfaas.serving.control.listeners import Listeners
 from prfaas.serving.control.metrics import ControlMetrics, GaugeWriter
 from prfaas.serving.control.planning_inputs import LiveFacts, policy_of, service_curves, view_of
 from prfaas.serving.control.pool_monitor import PoolMonitor
@@ -77,8 +79,7 @@ class LivePlane:
         self.instances = {instance.name: instance for instance in deployment.instances}
         self._http: EngineAccess = http or EngineHttp(tls)
         self.loop_clock = LoopClock()
-        self._listeners: list[Callable[[str, str | None], None]] = []
-        self._silence_listeners: list[Callable[[str, str, str], None]] = []
+        self.listeners = listeners = Listeners()
         self._local = make_policy("local_only")
         self.metrics = ControlMetrics(registry)
         self.policy = guarded(deployment.routing.policy, policy_of(deployment), self.metrics.policy_failures)
@@ -104,13 +105,14 @@ class LivePlane:
             reusable_at=self.prefix_knowledge.reusable_at,
             clock=clock,
         )
+        self.drains = InstanceDrains(self.cluster_state, clock=clock, on_change=self._changed)
         self.event_feed = EventFeed(endpoints | pool_endpoints, apply=self._apply, drop=self._drop)
         self.engines = EngineMonitor(
             deployment,
             self._http,
             self.cluster_state,
             clock=clock,
-            on_restart=lambda name: self._lost_cache(name, "new-process"),
+            on_restart=self._on_restart,
             on_reading=self._on_reading,
         )
         self.kv_port_of = sender_of or observer_of(key, tls)
@@ -130,7 +132,7 @@ class LivePlane:
             stuck_s=lambda name: self.engines.meters[name].stuck_s,
             on_lost_cache=lambda name: self._lost_cache(name, "died"),
             on_change=self._on_health,
-            on_frozen=self._on_frozen,
+            on_frozen=listeners.tell_frozen,
         )
         self.window = LengthWindow(deployment.control.window_s)
         self.facts = facts = LiveFacts(
@@ -140,7 +142,9 @@ class LivePlane:
             deployment, self.cluster_state, facts, self.window, clock=clock, on_change=self._on_threshold
         )
         self.rosters = Rosters(deployment, self.kv_ports)
-        self.compatibility = Compatibility(deployment, self.kv_ports, self.cluster_state, self._on_silent)
+        self.compatibility = Compatibility(
+            deployment, self.kv_ports, self.cluster_state, listeners.tell_silent
+        )
         self.links = LinkMonitor(
             deployment,
             lambda instance, rank: self.kv_ports[instance.name][rank],
@@ -295,21 +299,15 @@ class LivePlane:
         """A request failed at `name`: out of routing until a probe is good."""
         self.health.suspect(name, reason, lost_cache=lost_cache)
 
-    def listen(self, listener: Callable[[str, str | None], None]) -> None:
-        """Have `listener` told who is frozen, and who is not any more. See `gateway.control_plane`."""
-        self._listeners.append(listener)
-
-    def listen_for_silence(self, listener: Callable[[str, str, str], None]) -> None:
-        """Have `listener` told which paths were given up. See `gateway.control_plane`."""
-        self._silence_listeners.append(listener)
-
     def drain(self, name: str, *, wanted: bool) -> None:
         """Let nothing new go to an instance from now on, or let it take part again."""
-        instance = self.cluster_state.instance(name)
-        if instance.closed != wanted:
-            instance.closed = wanted
-            self.prefill_admission.changed(name)
-            self.thresholds.ask("roles")
+        self.drains.drain(name, wanted=wanted)
+
+    def give_notice(self, name: str, notice_s: float) -> None:
+        """An instance is gone in so many seconds. See `gateway.control_plane`."""
+        self.drains.give_notice(name, notice_s)
+        self.metrics.notices.labels(name).inc()
+        self.listeners.tell_noticed(name, notice_s)
 
     def hold_threshold(self, cluster: str, tokens: float | None) -> None:
         """An operator's threshold. See `gateway.control_plane`."""
@@ -381,6 +379,11 @@ class LivePlane:
         self._drop(name, reason)
         self.event_feed.reset(name, reason)
 
+    def _on_restart(self, name: str) -> None:
+        self._lost_cache(name, "new-process")
+        if self.drains.has_left(name):
+            self.drain(name, wanted=False)
+
     def _on_service(self, cluster: str, tokens: int, seconds: float) -> None:
         self.metrics.service_ratio.labels(cluster).observe(seconds / self.curves[cluster].seconds(tokens))
         self.curves[cluster].add(tokens, seconds, self.clock())
@@ -388,16 +391,7 @@ class LivePlane:
     def _on_health(self, name: str, healthy: bool) -> None:
         if not healthy:
             self.metrics.suspicions.labels(name).inc()
-        self.prefill_admission.changed(name)
-        self.thresholds.ask("roles")
-
-    def _on_frozen(self, name: str, reason: str | None) -> None:
-        for listener in self._listeners:
-            listener(name, reason)
-
-    def _on_silent(self, producer: str, consumer: str, sentence: str) -> None:
-        for listener in self._silence_listeners:
-            listener(producer, consumer, sentence)
+        self._changed(name)
 
     def _on_reading(self, instance: Instance, reading: EngineReading) -> None:
         self.health.pulse.heard_http(instance.name)
@@ -410,7 +404,10 @@ class LivePlane:
 
     def _on_conversion(self, change: RoleChange) -> None:
         self.metrics.conversions.labels(change.cluster, change.to_role, change.outcome).inc()
-        self.prefill_admission.changed(change.instance)
+        self._changed(change.instance)
+
+    def _changed(self, name: str) -> None:
+        self.prefill_admission.changed(name)
         self.thresholds.ask("roles")
 
     def _count(self, decision: Decision) -> None:

@@ -97,6 +97,7 @@ def cluster_view(deployment: Deployment, cluster: Cluster, curve: ServiceCurve) 
         curve.seconds,
         slot_s=_usual_slot_s(deployment, cluster) if cluster.kind == "pd" else 0.0,
         instance_price_per_s=cluster.instance_price_per_hour / SECONDS_PER_HOUR,
+        kills_per_s=cluster.kills_per_hour / SECONDS_PER_HOUR,
     )
 
 

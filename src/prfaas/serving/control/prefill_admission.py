@@ -93,7 +93,8 @@ class PrefillAdmission:
         """An instance came, went, or has other roles."""
         cluster = self._cluster_state.instance(name).cluster
         instances = self._cluster_state.view.clusters[cluster].instances
-        if not self._cluster_state.instance(name).takes_prefills:
+        leaves = name in self._cluster_state.view.leaves_s
+        if leaves or not self._cluster_state.instance(name).takes_prefills:
             self._pools[cluster].release(name)
         if not any(each.takes_prefills for each in instances):
             self._give_up(cluster)
@@ -191,6 +192,8 @@ class PrefillAdmission:
         if not len(pool) or not self._is_free(name):
             self._left_s.pop(name, None)
         while len(pool) and instance.takes_prefills and self._is_free(name) and self._is_next(name, now_s):
+            if not self._has_time(name, pool.next_of(name), now_s):
+                break
             admission = pool.take(name, now_s=now_s)
             if admission is None:
                 break
@@ -208,6 +211,13 @@ class PrefillAdmission:
     def _is_free(self, name: str) -> bool:
         others = self._others_total.instances.get(name, NOTHING_AT_INSTANCE)
         return self._at_work[name] + others.prefill_tokens < self._batch_tokens
+
+    def _has_time(self, name: str, admission: Admission | None, now_s: float) -> bool:
+        """Whether an instance that is about to be taken away ends the prefill before."""
+        leaves_s = self._cluster_state.view.leaves_s.get(name)
+        if leaves_s is None or admission is None:
+            return True
+        return now_s + self._pools[self._cluster_state.instance(name).cluster].work_s(admission) <= leaves_s
 
     def _is_next(self, name: str, now_s: float) -> bool:
         """Whether no other gateway is to take the room at an instance before this one."""

@@ -138,6 +138,7 @@ def _instance(plane: Overview, instance: Instance, event_feed: Mapping[str, Json
         "draining": view.draining,
         "healthy": view.healthy,
         "drain": drain_state(view, meter),
+        "leaves_in_s": _leaves_in_s(cluster_state, instance.name, now_s),
         "suspicion": plane.health.reason(instance.name),
         "in_flight": view.in_flight,
         "queue": cluster_state.open_prefills(instance.name),
@@ -150,6 +151,12 @@ def _instance(plane: Overview, instance: Instance, event_feed: Mapping[str, Json
         "engine": _engine(meter),
         "events": event_feed.get(instance.name),
     }
+
+
+def _leaves_in_s(cluster_state: ClusterState, name: str, now_s: float) -> float | None:
+    """Seconds of its notice that are left; None where it has none."""
+    leaves_s = cluster_state.view.leaves_s.get(name)
+    return None if leaves_s is None else round(max(leaves_s - now_s, 0.0), 3)
 
 
 def drain_state(view: InstanceView, meter: EngineMeter) -> Literal["draining", "drained"] | None:

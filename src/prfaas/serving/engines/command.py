@@ -186,6 +186,7 @@ def _own_transfer_config(deployment: Deployment, instance: Instance) -> dict[str
             **_certificates(deployment, instance),
             **_pool(deployment, instance),
             "producers": [producer.name for producer in deployment.producers_for(instance)],
+            **_ranks_of_others(deployment, instance),
             "staging_bytes": deployment.engine.staging_bytes,
             "transfer_block_bytes": deployment.engine.transfer_block_bytes,
             "lease_s": limits.lease_s,
@@ -230,6 +231,18 @@ def _pool(deployment: Deployment, instance: Instance) -> dict[str, object]:
         "checkpoint_tokens": deployment.pool.checkpoint_tokens,
         "pool_timeout_s": deployment.pool.timeout_s,
     }
+
+
+def _ranks_of_others(deployment: Deployment, instance: Instance) -> dict[str, object]:
+    others = [peer.instance for peer in deployment.peers_of(instance)] + list(
+        deployment.producers_for(instance)
+    )
+    unlike = {
+        other.name: other.tensor_parallel
+        for other in others
+        if other.tensor_parallel != instance.tensor_parallel
+    }
+    return {"ranks_of_others": unlike} if unlike else {}
 
 
 def _share_per_rank(peer: KvPeer, instance: Instance) -> float | None:

@@ -15,21 +15,21 @@ Needs neither torch nor vLLM.
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
+from itertools import groupby
 from threading import Lock
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from prfaas.core.kv.groups import Region, region_bytes
+from prfaas.core.kv.groups import Region, region_bytes, usable_tokens
 from prfaas.serving.transport.staging import StagedTransfer
 
-DIGEST_FORMAT = "v1"
-"""Names the function above in the layout fingerprint."""
+DIGEST_FORMAT = "v2"
+"""Names the function above, and the digests' order, in the layout fingerprint."""
 DIGEST_BYTES = 8
 WORD_BYTES = 8
 
@@ -98,7 +98,10 @@ class KnownSums:
 
 
 class DigestPlan:
-    """Where the digests of pages lie in transfers: in one more region, by regions, then by blocks."""
+    """Where the digests of pages lie in transfers: in one more region, by groups, then by blocks, then by layers.
+
+    So what a chunk of a prefill completes lies together, and can leave with the chunk.
+    """
 
     def __init__(self, regions: Sequence[Region], layers: Sequence[str], rank: int) -> None:
         """
@@ -118,7 +121,19 @@ class DigestPlan:
             ValueError: there can be no such transfer.
         """
         pages = region_bytes(self.regions, num_tokens, skip_tokens)
-        return [*pages, DIGEST_BYTES * _first_pages(self.regions, num_tokens, skip_tokens)[-1]]
+        return [*pages, DIGEST_BYTES * _places(self.regions, num_tokens, skip_tokens)[1]]
+
+    def usable_tokens(self, num_tokens: int, skip_tokens: int, covered_end: Callable[[int, int], int]) -> int:
+        """See `kv.groups.usable_tokens`; pages count only with their digests."""
+        places, _ = _places(self.regions, num_tokens, skip_tokens)
+
+        def digested_end(index: int, start: int) -> int:
+            place, page_bytes = places[index], self.regions[index].page_bytes
+            first = DIGEST_BYTES * place.start
+            rows = (covered_end(len(self.regions), first) - first) // (DIGEST_BYTES * place.layers)
+            return min(covered_end(index, start), rows * page_bytes)
+
+        return usable_tokens(self.regions, num_tokens, skip_tokens, digested_end)
 
     def of_transfer(self, transfer_id: bytes, num_tokens: int, skip_tokens: int) -> "TransferDigests":
         """The plan of one transfer."""
@@ -133,17 +148,20 @@ class TransferDigests:
         """Number of the region in which they travel."""
         self._plan = plan
         self._transfer_id = transfer_id
-        self._skipped_blocks = [r.group.first_block(num_tokens, skip_tokens) for r in plan.regions]
-        self._first_pages = _first_pages(plan.regions, num_tokens, skip_tokens)
-
-    @property
-    def nbytes(self) -> int:
+        self.places, pages = _places(plan.regions, num_tokens, skip_tokens)
+        self.nbytes = DIGEST_BYTES * pages
         """Size of the region."""
-        return DIGEST_BYTES * self._first_pages[-1]
+        self._sent: Sums | None = None
 
-    def index(self, region: int, first_block: int) -> int:
-        """Index of the digest of block `first_block` of a region, among all of the transfer."""
-        return self._first_pages[region] + first_block - self._skipped_blocks[region]
+    def index(self, region: int, block: int) -> int:
+        """Index of the digest of a block of a region, among all of the transfer."""
+        place = self.places[region]
+        return place.start + (block - place.first_block) * place.layers + place.position
+
+    def indices(self, region: int, first_block: int, blocks: int) -> slice:
+        """Those of consecutive blocks."""
+        first, step = self.index(region, first_block), self.places[region].layers
+        return slice(first, first + blocks * step, step)
 
     def bind(self, region: int, first_block: int, sums: Sums) -> Sums:
         """The digests of consecutive blocks of a region with these sums."""
@@ -153,14 +171,17 @@ class TransferDigests:
         return _mix(sums ^ _mix(blocks + np.frombuffer(key, dtype="<u8")))
 
     def check(self, staged: StagedTransfer, region: int, first_block: int, sums: Sums) -> None:
-        """Compare loaded pages with the digests that came with them.
+        """Compare loaded pages with the digests that came with them, in the same staging at every call.
 
         Raises:
             PageDigestError: one differs.
         """
-        offset = DIGEST_BYTES * self.index(region, first_block)
-        sent = b"".join(staged.region_views(self.region, offset, DIGEST_BYTES * len(sums)))
-        differ = np.flatnonzero(self.bind(region, first_block, sums) != np.frombuffer(sent, dtype="<u8"))
+        if self._sent is None:
+            self._sent = np.frombuffer(
+                b"".join(staged.region_views(self.region, 0, self.nbytes)), dtype="<u8"
+            )
+        sent = self._sent[self.indices(region, first_block, len(sums))]
+        differ = np.flatnonzero(self.bind(region, first_block, sums) != sent)
         if len(differ):
             raise PageDigestError(
                 f"block {first_block + int(differ[0])} of layer {self._plan.layers[region]} is not what the prefill "
@@ -168,29 +189,48 @@ class TransferDigests:
             )
 
 
-def _first_pages(regions: Sequence[Region], num_tokens: int, skip_tokens: int) -> list[int]:
-    """Index of the first page of each region among all pages, and the number of pages."""
-    counts = (len(region.group.moving_blocks(num_tokens, skip_tokens)) for region in regions)
-    return list(accumulate(counts, initial=0))
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where the digests of one region lie among those of a transfer."""
+
+    start: int
+    """Of the first one of its group."""
+    first_block: int
+    """The block that it is of."""
+    layers: int
+    """Digests of one block: one for each region of the group."""
+    position: int
+    """Of this region among them."""
 
 
-class DigestSource:
-    """The region of digests of one transfer: gathered as pages are computed, read when all of them are."""
+def _places(regions: Sequence[Region], num_tokens: int, skip_tokens: int) -> tuple[list[_Place], int]:
+    """Where the digests of each region lie, and how many there are."""
+    places: list[_Place] = []
+    start = 0
+    for group, members in groupby(regions, key=lambda region: region.group):
+        moving, layers = group.moving_blocks(num_tokens, skip_tokens), len(list(members))
+        places += (_Place(start, moving.start, layers, position) for position in range(layers))
+        start += layers * len(moving)
+    return places, start
 
-    def __init__(self, digests: TransferDigests) -> None:
-        self.region = digests.region
-        self.nbytes = digests.nbytes
+
+class DigestRun:
+    """Neighbouring digests of a transfer, as a source: read once the pages' sums are there. Thread-safe."""
+
+    def __init__(
+        self, digests: TransferDigests, first: int, count: int, parts: Sequence[tuple[int, int, PendingSums]]
+    ) -> None:
+        """`parts`: (region, first block, sums) of the pages that [first, first + count) are the digests of."""
+        self.offset = DIGEST_BYTES * first
+        """In their region, in bytes."""
+        self.nbytes = DIGEST_BYTES * count
         self._digests = digests
-        self._parts: list[tuple[int, int, PendingSums]] = []
+        self._parts = list(parts)
         self._gathered: memoryview | None = None
         self._lock = Lock()
 
-    def add(self, region: int, first_block: int, sums: PendingSums) -> None:
-        """Note the sums of consecutive blocks; before the source is put."""
-        self._parts.append((region, first_block, sums))
-
     def views(self, start: int, nbytes: int) -> list[memoryview]:
-        """Bytes [start, start + nbytes) of the region; waits for the sums."""
+        """Bytes [start, start + nbytes) of the run; waits for the sums."""
         with self._lock:
             if self._gathered is None:
                 self._gathered = memoryview(self._gather())
@@ -198,13 +238,56 @@ class DigestSource:
         return [self._gathered[start : start + nbytes]]
 
     def read_into(self, start: int, out: memoryview) -> None:
-        """Copy bytes [start, start + len(out)) of the region; waits for the sums."""
+        """Copy bytes [start, start + len(out)) of the run; waits for the sums."""
         out[:] = self.views(start, len(out))[0]
 
     def _gather(self) -> bytes:
         gathered = np.zeros(self.nbytes // DIGEST_BYTES, dtype="<u8")
+        first = self.offset // DIGEST_BYTES
         for region, first_block, pending in self._parts:
-            digests = self._digests.bind(region, first_block, pending.wait())
-            first = self._digests.index(region, first_block)
-            gathered[first : first + len(digests)] = digests
+            bound = self._digests.bind(region, first_block, pending.wait())
+            where = self._digests.indices(region, first_block, len(bound))
+            gathered[where.start - first : where.stop - first : where.step] = bound
         return gathered.tobytes()
+
+
+class DigestSource:
+    """The digests of one transfer: noted as pages are computed, given out in runs."""
+
+    def __init__(self, digests: TransferDigests) -> None:
+        self.region = digests.region
+        self.nbytes = digests.nbytes
+        self._digests = digests
+        self._parts: list[tuple[int, int, PendingSums, int]] = []
+        # Up to where digests were given out, by the start of their group; a group of nothing has none.
+        self._given = {place.start: place.start for place in digests.places}
+
+    def add(self, region: int, first_block: int, sums: PendingSums, blocks: int) -> None:
+        """Note the sums of so many consecutive blocks, the next ones of their region."""
+        if blocks:
+            self._parts.append((region, first_block, sums, blocks))
+
+    def take(self, *, final: bool) -> list[DigestRun]:
+        """What was noted since the last call. Before the `final` one only blocks of which every layer is there."""
+        runs: list[DigestRun] = []
+        starts = sorted(self._given)
+        for start, last in zip(starts, [*starts[1:], self.nbytes // DIGEST_BYTES], strict=True):
+            begun, end = self._given[start], last if final else self._complete_end(start)
+            if end > begun:
+                mine = [part for part in self._parts if self._start_of(part[0]) == start]
+                self._parts = [part for part in self._parts if self._start_of(part[0]) != start]
+                self._given[start] = end
+                runs.append(DigestRun(self._digests, begun, end - begun, [part[:3] for part in mine]))
+        return runs
+
+    def _start_of(self, region: int) -> int:
+        return self._digests.places[region].start
+
+    def _complete_end(self, start: int) -> int:
+        """Up to where the digests of a group can be given out: all of what was noted, if all layers have as much."""
+        places = self._digests.places
+        ends = {region: self._given[start] for region, place in enumerate(places) if place.start == start}
+        for region, first_block, _, blocks in self._parts:
+            if region in ends:
+                ends[region] = self._digests.index(region, first_block + blocks) - places[region].position
+        return ends.popitem()[1] if len(set(ends.values())) == 1 else self._given[start]

@@ -9,6 +9,7 @@ COUNTERS: Mapping[str, str] = {
     "bytes_sent": "KV bytes acknowledged by decode engines",
     "loads_completed": "KV transfers loaded from staging into the engine's blocks",
     "loads_failed": "KV transfers that could not be loaded; their requests were prefilled locally",
+    "loads_resumed": "KV transfers that broke, of which the decode engine loaded what had come",
     "digest_mismatches": "KV transfers with a page that was not the one the prefill engine computed",
     "bytes_loaded": "KV bytes copied from staging into the engine's blocks",
 }

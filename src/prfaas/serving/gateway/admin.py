@@ -27,6 +27,7 @@ from prfaas.serving.reloading import Reloader, ReloadRefusedError
 
 _SAFE_METHODS = ("GET", "HEAD")
 _MOST_LEFT = 1024
+_MOST_NOTICE_S = 3600.0
 
 
 class AdminRoutes:
@@ -152,20 +153,47 @@ class AdminRoutes:
         return web.json_response(outcome.to_json())
 
     async def _drain(self, request: web.Request) -> web.Response:
-        return self._drained(request, wanted=True)
+        name = self._changeable(request)
+        notice = request.query.get("notice_s")
+        if notice is None:
+            self._plane.drain(name, wanted=True)
+        else:
+            self._plane.give_notice(name, self._notice_s(name, notice))
+        return web.json_response(instances_of(self._plane.state())[name])
 
     async def _undrain(self, request: web.Request) -> web.Response:
-        return self._drained(request, wanted=False)
+        name = self._changeable(request)
+        self._plane.drain(name, wanted=False)
+        return web.json_response(instances_of(self._plane.state())[name])
 
-    def _drained(self, request: web.Request, *, wanted: bool) -> web.Response:
+    def _notice_s(self, name: str, notice: str) -> float:
+        """Seconds of a notice that is given to an instance. Raises ApiError."""
+        running = self._applied.running
+        cluster = running.cluster_of(running.instance(name))
+        if not cluster.preemptible:
+            raise ApiError(
+                409,
+                f"Only preemptible instances are given notice; write `preemptible: true` at cluster {cluster.name}.",
+            )
+        try:
+            notice_s = float(notice)
+        except ValueError:
+            notice_s = 0.0
+        if not 0 < notice_s <= _MOST_NOTICE_S:
+            raise ApiError(
+                400, f"notice_s is {notice[:64]!r}; give the seconds until the instance is gone, up to 3600."
+            )
+        return notice_s
+
+    def _changeable(self, request: web.Request) -> str:
+        """The instance that a request names. Raises ApiError."""
         name = request.match_info["name"]
         names = [instance.name for instance in self._applied.running.instances]
         if name not in names:
             raise ApiError(404, f"No instance is called {name[:64]}; there are {', '.join(names)}.")
         if any(name == instance.name for instance in self._applied.leaving):
             raise ApiError(409, f"{name} is about to leave; put it back into the deployment file and reload.")
-        self._plane.drain(name, wanted=wanted)
-        return web.json_response(instances_of(self._plane.state())[name])
+        return name
 
     async def _request(self, request: web.Request) -> web.Response:
         request_id = request.match_info["request_id"]

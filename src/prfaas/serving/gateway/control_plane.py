@@ -1,17 +1,23 @@
 """What the gateway asks of the control plane, and what it reports to it."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from typing import Any, Protocol
 
 from prfaas.core.deployment import Instance
 from prfaas.core.prefix import PromptChains
 from prfaas.core.scheduling import Decision, RelayPlan
+from prfaas.serving.control.listeners import Listeners
 from prfaas.serving.own_process import LoopClock
 
 
 class PrefillWork(Protocol):
     """A prefill elsewhere that is under way."""
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until its last byte has left, as was predicted when it began; below 0: it takes longer."""
+        ...
 
     def measured(self) -> None:
         """The prefill and its transfer went well: its time counts as a measurement."""
@@ -128,19 +134,9 @@ class ControlPlane(Protocol):
         """
         ...
 
-    def listen(self, listener: Callable[[str, str | None], None]) -> None:
-        """Have `listener(instance, reason)` called when an instance is judged frozen, and with None when it is not any
-        more.
-
-        Whoever waits for such an instance must stop: it may never answer.
-        """
-        ...
-
-    def listen_for_silence(self, listener: Callable[[str, str, str], None]) -> None:
-        """Have `listener(producer, consumer, sentence)` called while a producer has given up the path to a consumer.
-
-        What it was to send there will not come, and its engine may not know that yet.
-        """
+    @property
+    def listeners(self) -> Listeners:
+        """Who is told when an instance is frozen or gets notice, and when a path is given up."""
         ...
 
     @property
@@ -160,6 +156,14 @@ class ControlPlane(Protocol):
 
     def drain(self, name: str, *, wanted: bool) -> None:
         """Let nothing new go to the instance called `name`, which the deployment has; or let it take part again."""
+        ...
+
+    def give_notice(self, name: str, notice_s: float) -> None:
+        """The instance called `name` is taken away in so many seconds.
+
+        It begins only what it ends until then, and gets nothing more from then on. `listeners.noticed` are told. It
+        takes part again when another process answers in its place, or with `drain(name, wanted=False)`.
+        """
         ...
 
     def hold_threshold(self, cluster: str, tokens: float | None) -> None:

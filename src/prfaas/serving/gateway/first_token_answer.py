@@ -17,9 +17,9 @@ from prfaas.serving.gateway.bodies import ApiError, Json
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.dialects import DATA, END_OF_EVENT
 from prfaas.serving.gateway.first_token import SampledTokens
+from prfaas.serving.gateway.hop_failure import HopFailedError
 from prfaas.serving.gateway.kv_transfer import end_all
 from prfaas.serving.gateway.prefill import PrefillOrchestrator
-from prfaas.serving.gateway.prefill_hop import HopFailedError
 from prfaas.serving.gateway.prompts import Endpoint
 from prfaas.serving.gateway.request import PreparedRequest, ServingRequest, TokenizedPrompt
 from prfaas.serving.gateway.stream_resume import (

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from prfaas.core.deployment import LocalTransfer
+from prfaas.core.kv.rank_shares import transfers_per_rank
 from prfaas.core.scheduling import Decision
 from prfaas.serving.gateway.first_token import FirstTokenAsk
 from prfaas.serving.transport.handover import by_nixl, is_by_nixl
 from prfaas.serving.transport.observer import OnSoon
-from prfaas.serving.transport.ticket import Ticket
+from prfaas.serving.transport.ticket import Ticket, part_id
 from prfaas.serving.transport.wire import TransferPhase, TransferStatus
 
 logger = logging.getLogger(__name__)
@@ -71,6 +72,8 @@ class TransferSpec:
     """The prefill also samples the first token of the answer, so; None: the consumer samples it."""
     background: bool = False
     """It gets what other transfers leave of the link."""
+    left_s: Callable[[], float] = float
+    """Seconds until its last byte has left the producer, as predicted."""
     pulled: bool = False
     """The consumer reads the KV by NIXL; else the producer sends it."""
 
@@ -141,7 +144,7 @@ class Watcher(Protocol):
 
     def announced(self, transfer_id: bytes) -> bool: ...
 
-    async def abandon(self, transfer_id: bytes, reason: str) -> None: ...
+    async def abandon(self, transfer_id: bytes, reason: str, *, keep: bool = False) -> None: ...
 
     async def stats(self) -> dict[str, Any]: ...
 
@@ -152,7 +155,7 @@ class KvTransfers:
     """Waits for and abandons transfers at any decode engine of the deployment."""
 
     def __init__(self, watchers: Mapping[str, tuple[Watcher, ...]]) -> None:
-        """`watchers`: decode instance name → one watcher per tensor-parallel rank."""
+        """`watchers`: instance name → one watcher per tensor-parallel rank."""
         self._watchers = dict(watchers)
         self._consumers: set[str] = set()
 
@@ -173,41 +176,39 @@ class KvTransfers:
 
     async def wait(
         self,
-        consumer: str,
-        transfer_id: bytes,
+        ticket: Ticket,
         timeout_s: float,
         lead_s: float = 0.0,
         on_soon: Callable[[int], None] | None = None,
+        *,
+        pulled: bool = False,
     ) -> TransferredBytes:
-        """Wait until every rank of `consumer` has all bytes.
+        """Wait until every rank of the ticket's consumer has all bytes.
 
         `on_soon` is called with the tokens that the producer had cached, once every rank expects all bytes within
-        `lead_s`; not at all where the producer does not tell them.
+        `lead_s`; not at all where the producer does not tell them. `pulled`: the consumer's ranks read it with NIXL.
 
         Raises:
             TransferFailedError: as soon as one rank will not get them.
         """
-        watchers = self._watchers[consumer]
-        self._consumers.add(consumer)
-        ranks_left = len(watchers)
+        self._consumers.add(ticket.consumer)
+        watched = self._watched(ticket, pulled=pulled)
+        left = len(watched)
 
         def soon(status: TransferStatus) -> None:
-            nonlocal ranks_left
-            ranks_left -= 1
-            if not ranks_left and on_soon is not None and status.cached_tokens is not None:
+            nonlocal left
+            left -= 1
+            if not left and on_soon is not None and status.cached_tokens is not None:
                 on_soon(status.cached_tokens)
 
-        if len(watchers) == 1:
-            status = await self._wait(watchers[0], transfer_id, timeout_s, lead_s, soon)
+        if left == 1:
+            status = await self._wait(*watched[0], timeout_s, lead_s, soon)
             return TransferredBytes(
                 status.total_bytes, status.overlapped_bytes, status.spared_bytes, status.cached_tokens
             )
         try:
             async with asyncio.TaskGroup() as group:
-                waits = [
-                    group.create_task(self._wait(watcher, transfer_id, timeout_s, lead_s, soon))
-                    for watcher in watchers
-                ]
+                waits = [group.create_task(self._wait(*each, timeout_s, lead_s, soon)) for each in watched]
         except* TransferFailedError as failures:
             raise _first(failures) from None
         statuses = [wait.result() for wait in waits]
@@ -218,22 +219,49 @@ class KvTransfers:
             cached_tokens=statuses[0].cached_tokens,
         )
 
-    def announced(self, consumer: str, transfer_id: bytes) -> bool:
-        """Whether a producer has opened the transfer at every rank of `consumer`."""
-        return all(watcher.announced(transfer_id) for watcher in self._watchers[consumer])
+    def _watched(self, ticket: Ticket, *, pulled: bool = False) -> list[tuple[Watcher, bytes]]:
+        """Every rank of the consumer with the ids under which it gets the transfer: several ranks may send to one."""
+        watchers = self._watchers[ticket.consumer]
+        senders = () if pulled else self._watchers.get(ticket.producer, ())
+        parts = range(transfers_per_rank(len(senders), len(watchers)))
+        return [(watcher, part_id(ticket.transfer_id, part)) for watcher in watchers for part in parts]
 
-    async def abandon(self, consumer: str, transfer_id: bytes, reason: str, timeout_s: float) -> None:
+    def announced(self, ticket: Ticket, *, pulled: bool = False) -> bool:
+        """Whether the producer has opened the transfer at every rank of the consumer; see `wait`."""
+        return all(each.announced(known) for each, known in self._watched(ticket, pulled=pulled))
+
+    async def abandon(self, ticket: Ticket, reason: str, timeout_s: float) -> None:
         """Free the staging of a transfer that no request will load. Never raises.
 
         It does nothing when the engine has already taken the transfer.
         """
-        for watcher in self._watchers.get(consumer, ()):
+        watched = self._watched(ticket) if ticket.consumer in self._watchers else ()
+        for watcher, known in watched:
             try:
                 async with asyncio.timeout(timeout_s):
-                    await watcher.abandon(transfer_id, reason)
+                    await watcher.abandon(known, reason)
             except (OSError, TimeoutError) as error:
                 # The consumer's own time to live frees the staging then.
-                logger.info("could not abandon a transfer at %s: %s", consumer, error)
+                logger.info("could not abandon a transfer at %s: %s", ticket.consumer, error)
+
+    async def keep(self, ticket: Ticket, reason: str, timeout_s: float) -> int:
+        """End a transfer that will not complete, and have kept what has come of it. Never raises.
+
+        Returns:
+            After how many tokens the engine can go on; 0: after none.
+        """
+        usable_tokens = []
+        try:
+            async with asyncio.timeout(timeout_s):
+                for watcher, known in self._watched(ticket):
+                    await watcher.abandon(known, reason, keep=True)
+                    status = await watcher.wait(known, timeout_s)
+                    is_whole = status.phase is TransferPhase.COMPLETE
+                    usable_tokens.append(status.num_tokens if is_whole else status.usable_tokens)
+        except (OSError, TimeoutError) as error:
+            logger.info("could not have a broken transfer kept at %s: %s", ticket.consumer, error)
+            return 0
+        return min(usable_tokens)
 
     async def answers(self, consumer: str, timeout_s: float) -> bool:
         """Whether every rank of `consumer` answers now. What it has told before is known then."""

@@ -102,6 +102,11 @@ class Metrics:
                 registry=registry,
             )
         )
+        self.kept_tokens = Counter(
+            "prfaas_gateway_kept_tokens",
+            "Tokens of broken transfers that decode engines could go on from.",
+            registry=registry,
+        )
         self.fallbacks = CachedLabels(
             Counter(
                 "prfaas_gateway_fallbacks",

@@ -8,8 +8,9 @@ from prfaas.core.deployment import Deployment
 from prfaas.core.scheduling import Decision, NoDecodeInstanceError, Route
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.first_token import FirstTokenAsk, FirstTokenHeldError
+from prfaas.serving.gateway.hop_failure import INCOMPATIBLE, PREEMPTED, HopFailedError, KeptPart
 from prfaas.serving.gateway.kv_transfer import MovedPrefix
-from prfaas.serving.gateway.prefill_hop import INCOMPATIBLE, HopFailedError, PrefillHop
+from prfaas.serving.gateway.prefill_hop import PrefillHop
 from prfaas.serving.gateway.prefix_moves import PrefixMoves
 from prfaas.serving.gateway.prompts import DirectPrompt
 from prfaas.serving.gateway.remote_prefill import RemotePrefills
@@ -91,12 +92,19 @@ class PrefillOrchestrator:
                 fallback = failure.reason
                 request.record.fell_back(attempt, fallback)
                 self._metrics.fallbacks.labels(fallback).inc()
+                if failure.kept is not None:
+                    if self._is_worth_it(failure, num_tokens):
+                        return self._from_kept(request, prompt, attempt.decision, failure.kept, fallback)
+                    self._remote.give_up(failure.kept, "another engine prefills all of it")
                 if failure.hopeless:
                     break
                 failed.add(attempt.decision.prefill)
                 try:
-                    # Never to another remote cluster: the client has waited enough.
-                    decision = self._plane.route(num_tokens, prompt.chains, avoid=failed, offload=False)
+                    # Never to another remote cluster: the client has waited enough. Where notice was given, nothing
+                    # has gone wrong yet, and its neighbours are as fast.
+                    decision = self._plane.route(
+                        num_tokens, prompt.chains, avoid=failed, offload=fallback == PREEMPTED
+                    )
                 except NoDecodeInstanceError:
                     break
             else:
@@ -171,10 +179,42 @@ class PrefillOrchestrator:
             request.record.fell_back(attempt, failure.reason)
             self._metrics.fallbacks.labels(failure.reason).inc()
             assert isinstance(prompt, TokenizedPrompt) and decision is not None
+            if failure.kept is not None:
+                # The decode engine has the ticket, and finds what has come by itself.
+                kept = self._from_kept(request, prompt, decision, failure.kept, failure.reason)
+                return replace(kept, first=prepared.first)
             local = self._at_decode(request, prompt, decision, "fallback", failure.reason)
             return replace(local, first=prepared.first)
         attempt.outcome = "done"
         return done
+
+    @staticmethod
+    def _is_worth_it(failure: HopFailedError, num_tokens: int) -> bool:
+        """Whether the decode engine goes on from what was kept, and not another one from the beginning.
+
+        What has come is not computed and sent again: a client has waited for it. Where nothing has failed yet, another
+        PrfaaS instance is as fast as the first, and is asked unless less is left than has come.
+        """
+        assert failure.kept is not None
+        return failure.reason != PREEMPTED or 2 * failure.kept.usable_tokens >= num_tokens
+
+    def _from_kept(
+        self,
+        request: ServingRequest,
+        prompt: TokenizedPrompt,
+        decision: Decision,
+        kept: KeptPart,
+        fallback: str,
+    ) -> PreparedRequest:
+        """The decode engine loads what has come of a broken transfer, and computes the rest."""
+        left_tokens = len(prompt.token_ids) - kept.usable_tokens
+        self._metrics.kept_tokens.inc(kept.usable_tokens - kept.ticket.skip_tokens)
+        request.record.note(f"{decision.decode} goes on after {kept.usable_tokens} tokens that had come")
+        local = self._at_decode(request, prompt, decision, "kept", fallback)
+        assert local.decision is not None
+        mine = replace(local.decision, prefill_tokens=left_tokens)
+        request.record.attempts[-1].decision = mine
+        return replace(local, decision=mine, transfer=kept, own_prefill_tokens=left_tokens)
 
     def delivered(self, prepared: PreparedRequest) -> None:
         """The decode engine answers, so it holds the prompt now."""

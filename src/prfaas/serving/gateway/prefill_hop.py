@@ -13,9 +13,21 @@ from prfaas.serving.gateway.bodies import JSON_BYTES_PER_TOKEN, prefill_body
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.engine_client import FROZEN, OWN_RESOURCES, Blame, EngineCallError
 from prfaas.serving.gateway.first_token import FirstTokenAsk, SampledTokens
+from prfaas.serving.gateway.hop_failure import (
+    BLAMES_NOBODY,
+    CONSUMER_FROZEN,
+    CONSUMER_SILENT,
+    HOPELESS,
+    INCOMPATIBLE,
+    LINK_SILENT,
+    LINK_SLOW,
+    PREEMPTED,
+    HopFailedError,
+    KeptPart,
+    kept_part,
+)
 from prfaas.serving.gateway.hop_trace import HopTrace
 from prfaas.serving.gateway.kv_transfer import (
-    DROPPED,
     KvTransfers,
     StartedTransfer,
     TransferDone,
@@ -32,20 +44,6 @@ from prfaas.serving.transport.ticket import Ticket, prompt_digest
 
 logger = logging.getLogger(__name__)
 
-INCOMPATIBLE = "incompatible"
-_CONSUMER_FROZEN = "consumer-frozen"
-_LINK_SILENT = "link-silent"
-_LINK_SLOW = "link-slow"
-_CONSUMER_SILENT = "consumer-silent"
-# The control plane knows of a frozen engine, and finds out by itself whether an unreachable one lives. Two that are
-# incompatible are well, each of them. So are the two of a transfer whose prefix the consumer has evicted meanwhile.
-# A transfer between clusters that is late has moved all the time: one that stands still is ended by its receiver, and
-# that blames the producer.
-_BLAMES_NOBODY = (
-    *(FROZEN, INCOMPATIBLE, DROPPED, _LINK_SILENT, _LINK_SLOW),
-    *(_CONSUMER_FROZEN, "consumer-unreachable"),
-)
-_HOPELESS = (_CONSUMER_FROZEN, _CONSUMER_SILENT, "consumer-unreachable")
 # How long a consumer may take to answer before it is blamed in place of the producer.
 _ASK_CONSUMER_S = 1.0
 # While a transfer is not announced, its producer is asked that often whether it may send at all.
@@ -53,16 +51,6 @@ _ASK_PRODUCER_S = 0.25
 
 
 OnFirst = Callable[[SampledTokens, TokenRelay | None], None]
-
-
-class HopFailedError(Exception):
-    """A prefill elsewhere, or its transfer, failed. Nothing of it is left in any staging."""
-
-    def __init__(self, reason: str, *, hopeless: bool) -> None:
-        """`reason`: one word. `hopeless`: another producer would fail as well."""
-        super().__init__(reason)
-        self.reason = reason
-        self.hopeless = hopeless
 
 
 class PrefillHop:
@@ -89,7 +77,7 @@ class PrefillHop:
         self._abandoning: set[asyncio.Task[None]] = set()
         self._arriving: dict[asyncio.Task[TransferredBytes], TransferSpec] = {}
         self._frozen: dict[str, str] = {}
-        self._silent: dict[asyncio.Task[TransferredBytes], str] = {}
+        self._given_up: dict[asyncio.Task[TransferredBytes], TransferFailedError] = {}
 
     def adopt(self, deployment: Deployment) -> None:
         """Expect links to be as wide as this file says from now on."""
@@ -112,8 +100,18 @@ class PrefillHop:
         """The producer has given up its path to the consumer: nothing waits for what it was to send there."""
         for arrival, spec in self._arriving.items():
             if (producer, consumer) == (spec.producer, spec.consumer):
-                self._silent[arrival] = sentence
-                arrival.cancel()
+                self._give_up(arrival, LINK_SILENT, f"{producer} to {consumer}: {sentence}")
+
+    def noticed(self, producer: str, notice_s: float) -> None:
+        """The producer is taken away in so many seconds: what it would not have sent until then goes elsewhere now."""
+        for arrival, spec in self._arriving.items():
+            if spec.producer == producer and (left_s := spec.left_s()) > notice_s:
+                sentence = f"{producer} is gone in {notice_s:g} s, and this would have taken {left_s:.1f} s"
+                self._give_up(arrival, PREEMPTED, sentence)
+
+    def _give_up(self, arrival: "asyncio.Task[TransferredBytes]", reason: str, sentence: str) -> None:
+        self._given_up[arrival] = TransferFailedError(reason, sentence)
+        arrival.cancel()
 
     async def sample(
         self, spec: TransferSpec, ask: FirstTokenAsk, request: ServingRequest
@@ -146,6 +144,8 @@ class PrefillHop:
         request: ServingRequest,
         on_soon: Callable[[StartedTransfer], None] | None = None,
         on_first: OnFirst | None = None,
+        *,
+        keeps: bool = False,
     ) -> TransferDone:
         """Prefill and move the KV, until all bytes are at the consumer.
 
@@ -155,7 +155,7 @@ class PrefillHop:
         with the stream of those that follow, where it asks for some: whoever gets that closes it.
 
         Raises:
-            HopFailedError: the prefill or the transfer failed. What has arrived is freed.
+            HopFailedError: the prefill or the transfer failed. What has arrived is freed, or kept as `keeps` allows.
         """
         # 1. A ticket that lets the producer write at the consumer, and the producer's request.
         ticket, sealed, body = await self._json_threads.run(
@@ -165,6 +165,7 @@ class PrefillHop:
         spans = None if trace is None else HopTrace(trace, spec, self._plane)
         done: TransferDone | None = None
         failure: EngineCallError | TransferFailedError | None = None
+        kept: KeptPart | None = None
         try:
             with self._metrics.in_flight_transfers.track_inprogress():
                 try:
@@ -174,18 +175,21 @@ class PrefillHop:
                     )
                 except (EngineCallError, TransferFailedError) as error:
                     failure = error
+                    if keeps:
+                        within_s = self._options.abandon_timeout_s
+                        kept = await kept_part(self._transfers, ticket, sealed, error, within_s)
         finally:
             # Also when the client has left: no request will load what has arrived.
-            if done is None:
+            if done is None and kept is None:
                 self.abandon(ticket, str(failure) if failure is not None else "the request was cancelled")
-                if spans is not None:
-                    word = CANCELLED if failure is None else failure.reason
-                    spans.failed(word, in_transfer=isinstance(failure, TransferFailedError))
+            if done is None and spans is not None:
+                word = CANCELLED if failure is None else failure.reason
+                spans.failed(word, in_transfer=isinstance(failure, TransferFailedError))
         if done is None:
             assert failure is not None
             if failure.reason == INCOMPATIBLE:
                 request.record.note(f"{spec.producer} and {spec.consumer} are incompatible: {failure}")
-            raise self._report(spec, failure)
+            raise self._report(spec, failure).keeping(kept)
         return done
 
     def abandon(self, ticket: Ticket, reason: str) -> None:
@@ -193,9 +197,7 @@ class PrefillHop:
 
         async def abandon() -> None:
             with self._metrics.background_tasks.track_inprogress():
-                await self._transfers.abandon(
-                    ticket.consumer, ticket.transfer_id, reason, self._options.abandon_timeout_s
-                )
+                await self._transfers.abandon(ticket, reason, self._options.abandon_timeout_s)
 
         # In the background, since it must also happen when this request's own task is being cancelled.
         task = asyncio.get_running_loop().create_task(abandon())
@@ -298,9 +300,7 @@ class PrefillHop:
         loop = asyncio.get_running_loop()
         # Two tasks and no group: each more costs every request some percent of the gateway's CPU time.
         prefilling = loop.create_task(prefill())
-        arrival = loop.create_task(
-            self._transfers.wait(spec.consumer, ticket.transfer_id, prefill_timeout_s + late_s, lead_s, soon)
-        )
+        arrival = loop.create_task(self._transfers.wait(ticket, prefill_timeout_s + late_s, lead_s, soon))
         self._arriving[arrival] = spec
         if spans is not None:
             arrival.add_done_callback(spans.arrived)
@@ -317,23 +317,21 @@ class PrefillHop:
             return TransferDone(ticket, sealed, cached_tokens, moved, prefill_s, transfer_s)
         finally:
             del self._arriving[arrival]
-            self._silent.pop(arrival, None)
+            self._given_up.pop(arrival, None)
             await end_all(prefilling, arrival)
 
     def _arrived(self, spec: TransferSpec, arrival: "asyncio.Task[TransferredBytes]") -> TransferredBytes:
         """What a transfer that is over has moved. Raises TransferFailedError."""
         if arrival.cancelled():
             self._check_frozen(spec)
-            if arrival in self._silent:
-                raise TransferFailedError(
-                    _LINK_SILENT, f"{spec.producer} to {spec.consumer}: {self._silent[arrival]}"
-                )
+            if arrival in self._given_up:
+                raise self._given_up[arrival]
             raise TransferFailedError(FROZEN, f"{spec.producer} or {spec.consumer} was frozen for a moment")
         return arrival.result()
 
     def _check_frozen(self, spec: TransferSpec) -> None:
         if spec.consumer in self._frozen:
-            raise TransferFailedError(_CONSUMER_FROZEN, f"{spec.consumer}: {self._frozen[spec.consumer]}")
+            raise TransferFailedError(CONSUMER_FROZEN, f"{spec.consumer}: {self._frozen[spec.consumer]}")
         if spec.producer in self._frozen:
             raise TransferFailedError(FROZEN, f"{spec.producer}: {self._frozen[spec.producer]}")
 
@@ -345,7 +343,7 @@ class PrefillHop:
             return
         if not await self._is_announced(spec, ticket, arrival):
             await self._ask_consumer(spec)
-            if not arrival.done() and not self._transfers.announced(spec.consumer, ticket.transfer_id):
+            if not arrival.done() and not self._transfers.announced(ticket):
                 raise TransferFailedError(
                     "not-announced", f"{spec.producer} prefilled but opened no transfer to {spec.consumer}"
                 )
@@ -353,13 +351,13 @@ class PrefillHop:
             await asyncio.wait((arrival,), timeout=late_s)
         if not arrival.done():
             await self._ask_consumer(spec)
-            reason = "transfer-deadline" if self._link_bits_per_s(spec) is None else _LINK_SLOW
+            reason = "transfer-deadline" if self._link_bits_per_s(spec) is None else LINK_SLOW
             raise TransferFailedError(reason, f"not complete {late_s:.0f} s after the prefill")
 
     async def _ask_consumer(self, spec: TransferSpec) -> None:
         """Before the producer is blamed for what a consumer has not told. Raises TransferFailedError."""
         if not await self._transfers.answers(spec.consumer, _ASK_CONSUMER_S):
-            raise TransferFailedError(_CONSUMER_SILENT, f"the KV port of {spec.consumer} does not answer")
+            raise TransferFailedError(CONSUMER_SILENT, f"the KV port of {spec.consumer} does not answer")
 
     async def _is_announced(
         self, spec: TransferSpec, ticket: Ticket, arrival: "asyncio.Task[TransferredBytes]"
@@ -368,7 +366,7 @@ class PrefillHop:
         loop = asyncio.get_running_loop()
         until_s = loop.time() + self._options.announce_grace_s
         _check_compatible(self._plane.incompatible(spec.producer, spec.consumer))
-        while not self._transfers.announced(spec.consumer, ticket.transfer_id):
+        while not self._transfers.announced(ticket):
             left_s = until_s - loop.time()
             # Not asked at once: most transfers are announced in a moment, and this would hold them up.
             await asyncio.wait((arrival,), timeout=min(_ASK_PRODUCER_S, max(left_s, 0.0)))
@@ -401,12 +399,12 @@ class PrefillHop:
                 self._plane.suspect(spec.producer, str(failure), lost_cache=lost_cache)
             hopeless = failure.is_clients_fault or failure.reason == OWN_RESOURCES
             return HopFailedError(failure.reason, hopeless=hopeless)
-        if failure.reason == _CONSUMER_SILENT:
+        if failure.reason == CONSUMER_SILENT:
             self._plane.suspect(spec.consumer, str(failure))
-        elif failure.reason not in _BLAMES_NOBODY:
+        elif failure.reason not in BLAMES_NOBODY:
             self._plane.suspect(spec.producer, str(failure))
         # No other producer could reach such a consumer either; it prefills, if it lives.
-        return HopFailedError(failure.reason, hopeless=failure.reason in _HOPELESS)
+        return HopFailedError(failure.reason, hopeless=failure.reason in HOPELESS)
 
 
 def _check_compatible(rejection: str | None) -> None:

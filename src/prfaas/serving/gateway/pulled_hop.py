@@ -55,7 +55,7 @@ class PulledHop(PrefillHop):
         loop = asyncio.get_running_loop()
         prefilling = loop.create_task(self._prefill(spec, body, request, spans))
         longest_s = self._options.prefill_timeout_s + late_s
-        arrival = loop.create_task(self._transfers.wait(spec.consumer, ticket.transfer_id, longest_s))
+        arrival = loop.create_task(self._transfers.wait(ticket, longest_s, pulled=True))
         self._arriving[arrival] = spec
         if spans is not None:
             arrival.add_done_callback(spans.arrived)
@@ -75,7 +75,7 @@ class PulledHop(PrefillHop):
             )
         finally:
             del self._arriving[arrival]
-            self._silent.pop(arrival, None)
+            self._given_up.pop(arrival, None)
             await end_all(prefilling, arrival)
 
     async def _wait_for_read(
@@ -88,7 +88,7 @@ class PulledHop(PrefillHop):
         Raises:
             TransferFailedError: it has not ended in time.
         """
-        while not arrival.done() and not self._transfers.announced(spec.consumer, ticket.transfer_id):
+        while not arrival.done() and not self._transfers.announced(ticket, pulled=True):
             await asyncio.wait((arrival,), timeout=_LOOK_S)
         if not arrival.done():
             await asyncio.wait((arrival,), timeout=late_s)

@@ -12,6 +12,7 @@ from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.control_plane import PrefillWork
 from prfaas.serving.gateway.egress_bill import EgressBill
 from prfaas.serving.gateway.first_token import FirstTokenAsk, FirstTokenHeldError, SampledTokens
+from prfaas.serving.gateway.hop_failure import KeptPart
 from prfaas.serving.gateway.kv_transfer import MovedPrefix, StartedTransfer, TransferDone, TransferSpec
 from prfaas.serving.gateway.prefill_hop import PrefillHop
 from prfaas.serving.gateway.prefix_moves import PrefixMoves
@@ -60,6 +61,10 @@ class RemotePrefills:
         self._lead_s = deployment.transfer.decode_lead_s
         self._deployment = deployment
         self._bill.adopt(deployment)
+
+    def give_up(self, kept: KeptPart, reason: str) -> None:
+        """Nobody goes on from what was kept of a broken transfer."""
+        self._hop.abandon(kept.ticket, reason)
 
     def abandon(self, prepared: PreparedRequest, reason: str) -> None:
         """The decode engine may never take the transfer: have its staging freed. Nothing more is relayed either."""
@@ -226,6 +231,9 @@ class RemotePrefills:
                 request,
                 on_soon if soon is not None and (self._lead_s > 0 or running.pulled) else None,
                 on_first,
+                # With the first token the ticket is for one more than the decode request's prompt. What NIXL has read
+                # lies in no staging.
+                keeps=running.ask is None and not running.pulled,
             )
             running.work.measured()
             attempt.moved, attempt.cached_tokens, attempt.by = done.moved, done.cached_tokens, done.by
@@ -263,6 +271,7 @@ def _spec(running: _RemotePrefill, token_ids: Sequence[int]) -> TransferSpec:
         uses=running.request.samples,
         sealed_from=prefix.sealed if prefix is not None and has_prefix else None,
         ask=running.ask,
+        left_s=lambda: running.work.left_s,
         pulled=running.pulled,
     )
 

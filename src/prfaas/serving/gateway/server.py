@@ -118,9 +118,10 @@ class Gateway:
         security = deployment.security
         self._tenants = tenants = Tenants(key, security.tenant_header, security.tenant_weights)
         self._hop = PulledHop(deployment, key, self._transfers, tenants, context)
-        plane.listen(lambda name, reason: self._client.bar(plane.instance(name), reason))
-        plane.listen(self._hop.frozen)
-        plane.listen_for_silence(self._hop.silent)
+        plane.listeners.frozen.append(lambda name, reason: self._client.bar(plane.instance(name), reason))
+        plane.listeners.frozen.append(self._hop.frozen)
+        plane.listeners.silent.append(self._hop.silent)
+        plane.listeners.noticed.append(self._hop.noticed)
         self._copier = PoolCopier(deployment, key, pool_observers(deployment, GATEWAY, key, tls))
         self._prefixes = PrefixMoves(deployment, self._hop, self._copier, tenants, context)
         self._prefill = prefill = PrefillOrchestrator(deployment, self._hop, self._prefixes, context)

@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from prfaas.serving.transport.region_layout import PeerLayouts, heard, told_of
 from prfaas.serving.transport.sealing import SECRET_BYTES, Sealing
 from prfaas.serving.transport.sockets import (
     ByteStream,
@@ -52,9 +53,6 @@ NONCE_BYTES = 16
 MAX_HANDSHAKE_BYTES = 8 << 10
 """The longest payload that is read of someone who has proved nothing yet."""
 MAX_SENTENCE_CHARS = 400
-# What all sentences of one report may take: it shares a STATS frame of 64 KiB with others.
-_ALL_SENTENCES_CHARS = 16 << 10
-_MIN_SENTENCE_CHARS = 60
 
 Fingerprint = Mapping[str, str | int]
 
@@ -101,15 +99,25 @@ class ClientHello:
     nonce: str
     """16 random bytes as hex."""
     fingerprint: Fingerprint
-    """The client's KV layout."""
+    """What must be equal at both sides."""
+    layouts: PeerLayouts[Any] | None = None
+    """What the client tells of its KV, and hears of the server's."""
 
     @classmethod
     def new(
-        cls, *, key: bytes, name: str, server_name: str, role: str, session: str, fingerprint: Fingerprint
+        cls,
+        *,
+        key: bytes,
+        name: str,
+        server_name: str,
+        role: str,
+        session: str,
+        fingerprint: Fingerprint,
+        layouts: PeerLayouts[Any] | None = None,
     ) -> "ClientHello":
         """A hello with a fresh nonce."""
         nonce = secrets.token_hex(NONCE_BYTES)
-        return cls(key, name, server_name, role, session, nonce, dict(fingerprint))
+        return cls(key, name, server_name, role, session, nonce, dict(fingerprint), layouts)
 
     def body(self) -> dict[str, Any]:
         """The fields of the HELLO frame."""
@@ -121,6 +129,7 @@ class ClientHello:
             "session": self.session,
             "nonce": self.nonce,
             "fingerprint": dict(self.fingerprint),
+            "layout": told_of(self.layouts),
         }
 
     def frame(self) -> bytes:
@@ -144,11 +153,10 @@ class ClientHello:
             raise HandshakeError(
                 f"expected {self.server_name} at this address and found {legible(name, 100)}"
             )
-        if not _proved(self.key, "server", self.body(), nonce, text_field(body, "proof")):
+        said = (self.body(), nonce, body.get("layout"))
+        if not _proved(self.key, "server", *said, text_field(body, "proof")):
             raise HandshakeError(f"{self.server_name} does not have this deployment's key")
-        return pack_control(
-            FrameType.AUTH, body={"proof": _proof(self.key, "client", self.body(), nonce).hex()}
-        )
+        return pack_control(FrameType.AUTH, body={"proof": _proof(self.key, "client", *said).hex()})
 
     def finish(self, header: Header, body: Mapping[str, Any]) -> str:
         """Check that the last answer is WELCOME.
@@ -226,8 +234,11 @@ def greet(
 
 def _introduce(stream: ByteStream, hello: ClientHello, deadline_s: float | None) -> None:
     stream.sendall(hello.frame())
-    stream.sendall(hello.answer(*receive_control(stream, deadline_s, MAX_HANDSHAKE_BYTES)))
+    header, challenge = receive_control(stream, deadline_s, MAX_HANDSHAKE_BYTES)
+    stream.sendall(hello.answer(header, challenge))
     hello.finish(*receive_control(stream, deadline_s, MAX_HANDSHAKE_BYTES))
+    if trouble := heard(hello.layouts, hello.server_name, challenge.get("layout"), sends=True):
+        raise HandshakeError(trouble)
 
 
 def welcome(
@@ -238,6 +249,7 @@ def welcome(
     session: str,
     fingerprint: Fingerprint,
     producers: Collection[str] | None,
+    layouts: PeerLayouts[Any] | None = None,
     handshake_s: float = 5.0,
     tls: TlsIdentity | None = None,
     plain_peers: Collection[str] = (),
@@ -250,8 +262,9 @@ def welcome(
         key: of the deployment, 32 bytes.
         name: this side's.
         session: this side's, new with each start.
-        fingerprint: this side's KV layout.
+        fingerprint: what must be equal at both sides.
         producers: the only names that may send; None: all that have the key.
+        layouts: what this side tells of its KV, and hears of producers; None: they keep it as this side does.
         handshake_s: for all of it, however many bytes the client sends one by one.
         tls: encrypted connections are taken, with this identity; None: all connections are plain.
         plain_peers: with `tls`, the only instances whose connections may be plain.
@@ -280,7 +293,7 @@ def welcome(
         if encrypted and tls is not None:
             stream = opened = TlsStream(sock, tls.server_context(), server_side=True, deadline_s=deadline_s)
             certificate = opened.certificate()
-        identity = _examine(stream, key, name, fingerprint, producers, deadline_s, certificate)
+        identity = _examine(stream, key, name, fingerprint, producers, layouts, deadline_s, certificate)
     except (ssl.SSLError, NotTlsError) as error:
         drain(sock, deadline_s)
         raise tls_trouble(error, "the client") from None
@@ -301,6 +314,7 @@ def _examine(
     name: str,
     fingerprint: Fingerprint,
     producers: Collection[str] | None,
+    layouts: PeerLayouts[Any] | None,
     deadline_s: float,
     certificate: Mapping[str, Any] | None,
 ) -> PeerIdentity:
@@ -323,12 +337,11 @@ def _examine(
     if server != name:
         _reject(stream, f"this is {name}, not {legible(server, 80)}")
     nonce = secrets.token_hex(NONCE_BYTES)
-    proof = _proof(key, "server", body, nonce).hex()
-    stream.sendall(pack_control(FrameType.CHALLENGE, body={"name": name, "nonce": nonce, "proof": proof}))
+    told = (body, nonce, told_of(layouts))
+    challenge = {"name": name, "nonce": nonce, "layout": told[2], "proof": _proof(key, "server", *told).hex()}
+    stream.sendall(pack_control(FrameType.CHALLENGE, body=challenge))
     header, auth = receive_control(stream, deadline_s, MAX_HANDSHAKE_BYTES)
-    if header.kind is not FrameType.AUTH or not _proved(
-        key, "client", body, nonce, text_field(auth, "proof")
-    ):
+    if header.kind is not FrameType.AUTH or not _proved(key, "client", *told, text_field(auth, "proof")):
         _reject(stream, f"{client} does not have this deployment's key")
     limit(stream, deadline_s)
     if certificate is not None and not names_instance(certificate, client):
@@ -342,18 +355,10 @@ def _examine(
         if producers is not None and client not in producers:
             _reject(stream, f"{name} takes no KV from {client}: it is not among its producers", client)
         difference = fingerprint_difference(fingerprint, body.get("fingerprint"), name, client)
+        difference = difference or heard(layouts, client, body.get("layout"), sends=False)
         if difference is not None:
             _reject(stream, difference, client)
     return PeerIdentity(client, role, client_session)
-
-
-def bounded_sentences(sentences: Mapping[str, str]) -> dict[str, str]:
-    """Peer → sentence as it is reported: the more peers, the shorter each; at most some hundred."""
-    most = _ALL_SENTENCES_CHARS // _MIN_SENTENCE_CHARS
-    each_chars = max(
-        _MIN_SENTENCE_CHARS, min(MAX_SENTENCE_CHARS, _ALL_SENTENCES_CHARS // (len(sentences) or 1))
-    )
-    return {peer: legible(sentence, each_chars) for peer, sentence in list(sentences.items())[:most]}
 
 
 def fingerprint_difference(ours: Fingerprint, theirs: object, name: str, peer: str) -> str | None:
@@ -399,14 +404,17 @@ def _raise_if_rejected(header: Header, body: Mapping[str, Any], server_name: str
         raise HandshakeError(f"{server_name} rejected the connection: {reason}")
 
 
-def _proof(key: bytes, side: str, hello: Mapping[str, Any], server_nonce: str) -> bytes:
-    # Canonical JSON of the whole HELLO: names, role, version, fingerprint and the client's nonce are all
-    # covered.
-    sent = json.dumps([side, server_nonce, dict(hello)], sort_keys=True, separators=(",", ":"))
+def _proof(
+    key: bytes, side: str, hello: Mapping[str, Any], server_nonce: str, server_layout: object
+) -> bytes:
+    # Canonical JSON of the whole HELLO: names, role, version, fingerprint, layout and nonce are all covered.
+    said = [side, server_nonce, server_layout, dict(hello)]
+    sent = json.dumps(said, sort_keys=True, separators=(",", ":"))
     return hmac.digest(key, b"prfaas handshake\x00" + sent.encode(), "sha256")
 
 
-def _proved(key: bytes, side: str, hello: Mapping[str, Any], server_nonce: str, proof: str) -> bool:
-    return hmac.compare_digest(
-        _proof(key, side, hello, server_nonce).hex().encode(), proof.encode(errors="replace")
-    )
+def _proved(
+    key: bytes, side: str, hello: Mapping[str, Any], server_nonce: str, server_layout: object, proof: str
+) -> bool:
+    ours = _proof(key, side, hello, server_nonce, server_layout).hex().encode()
+    return hmac.compare_digest(ours, proof.encode(errors="replace"))

@@ -1,11 +1,9 @@
 """One transfer on the consumer's side: its regions, its staging, what has arrived, and its phase.
 
-Also the parts of the transfer table around it: the check of an OPEN, and the ids of transfers that are over. None
-of the classes here is thread-safe: the table's lock guards them.
+Also the check of an OPEN. None of the classes here is thread-safe: the transfer table's lock guards them.
 """
 
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -14,7 +12,7 @@ from prfaas.serving.transport.coverage import Coverage
 from prfaas.serving.transport.options import ReceiverOptions
 from prfaas.serving.transport.region_layout import TransferLayout, expected_regions
 from prfaas.serving.transport.staging import StagedTransfer, StagingLease
-from prfaas.serving.transport.ticket import Ticket, TicketError
+from prfaas.serving.transport.ticket import MAX_PARTS, Ticket, TicketError, part_id
 from prfaas.serving.transport.wire import (
     MAX_REGION_BYTES,
     MAX_REGIONS,
@@ -22,49 +20,12 @@ from prfaas.serving.transport.wire import (
     TransferPhase,
     TransferStatus,
     WireError,
+    count_field,
     text_field,
 )
 
 MAX_PIECES = 1 << 16
 """What has arrived of a transfer is remembered in so many intervals; an honest producer needs few per region."""
-_MAX_REASON_CHARS = 512
-
-
-class Tombstones:
-    """Transfers that are over, kept for a while so that no late frame can start one again.
-
-    A bounded map: transfer id → (last status, when to forget).
-    """
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._entries: OrderedDict[bytes, tuple[TransferStatus, float]] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def get(self, transfer_id: bytes) -> TransferStatus | None:
-        """The last status of a transfer that is over; None: no such transfer is remembered."""
-        entry = self._entries.get(transfer_id)
-        return None if entry is None else entry[0]
-
-    def put(self, transfer_id: bytes, status: TransferStatus, forget_at_s: float) -> None:
-        """Remember a transfer until `forget_at_s` (time.monotonic()); the oldest one makes room for it."""
-        # An observer's words are among the reasons.
-        status = replace(status, reason=status.reason[:_MAX_REASON_CHARS])
-        self._entries[transfer_id] = (status, forget_at_s)
-        while len(self._entries) > self._limit:
-            self._entries.popitem(last=False)
-
-    def sweep(self, now_s: float) -> None:
-        """Forget what is due. Lifetimes differ little, so only the oldest entries are looked at."""
-        while self._entries:
-            transfer_id, (_, forget_at_s) = next(iter(self._entries.items()))
-            if forget_at_s > now_s:
-                return
-            del self._entries[transfer_id]
-
-
 _ALIGN_BYTES = 64
 
 
@@ -97,6 +58,11 @@ class ProducerSession:
     def key(self) -> tuple[str, str]:
         """Name and session."""
         return self.name, self.session
+
+    def tell(self, frame: bytes) -> None:
+        """On every connection: any may be dead without a word, and hearing it twice changes nothing."""
+        for connection in self.connections:
+            connection.post(frame)
 
     def same(self, other: "ProducerSession") -> bool:
         """Whether both are the same run of the same producer."""
@@ -162,6 +128,8 @@ class IncomingTransfer:
         """Those of them that the producer knew to be there when the prefill ended."""
         self.ended = False
         """END has come."""
+        self.usable_tokens = 0
+        """Of a broken one whose staging is kept: tokens that an engine can go on from."""
         self.opened_at_s = now_s
         self.progressed_at_s = now_s
         """When the phase changed last or a verified chunk came."""
@@ -190,6 +158,7 @@ class IncomingTransfer:
             cached_tokens=self._cached_tokens,
             dropped=self._dropped,
             spared_bytes=self._spared_bytes,
+            usable_tokens=self.usable_tokens,
         )
 
     def accept(self, lease: StagingLease, now_s: float) -> None:
@@ -238,6 +207,13 @@ class IncomingTransfer:
     def _tell_engine(self) -> None:
         for on_change in self._lent.values():
             on_change()
+
+    def end(self, overlapped_bytes: int) -> None:
+        """END has come, which says how many bytes were there by then."""
+        if not self.ended:
+            self.ended = True
+            # The producer counts what it has sent of digests before its last chunk; a status counts KV alone.
+            self.overlapped_bytes = max(overlapped_bytes - self._received_uncounted_bytes, 0)
 
     def becomes_soon(self, lead_s: float, now_s: float) -> bool:
         """Whether it is to complete within `lead_s` by its pace until now; True once, at the first time.
@@ -353,11 +329,16 @@ class IncomingTransfer:
 
     def release(self) -> None:
         """Free the staging unless a connection still writes into it (then `unpin` does), the engine reads it (then
-        `give_back` does), or it was handed over.
+        `give_back` does), it was handed over, or it is kept (`Remains`).
         """
-        if self.lease is not None and not self._arriving and not self._lent:
+        if self.lease is not None and not self.is_used and not self.usable_tokens:
             self.lease.free()
             self.lease = None
+
+    @property
+    def is_used(self) -> bool:
+        """Whether a connection writes into its staging, or the engine reads it."""
+        return bool(self._arriving or self._lent)
 
 
 def check_open(
@@ -380,13 +361,14 @@ def check_open(
         layout: gives the regions that this side expects.
 
     Returns:
-        The ticket, and the size of each region in bytes.
+        The ticket with the id of this transfer, and the size of each region in bytes.
 
     Raises:
         ValueError: with the sentence to refuse the OPEN with.
     """
     ticket = Ticket.unseal(text_field(body, "ticket"), key, time.time())
-    if ticket.transfer_id != transfer_id:
+    part = count_field({"part": 0, **body}, "part", MAX_PARTS)
+    if part_id(ticket.transfer_id, part) != transfer_id:
         raise TicketError("ticket belongs to another transfer")
     if not _is_rank_of(name, ticket.consumer):
         raise TicketError(f"ticket names consumer {ticket.consumer}, this is {name}")
@@ -395,11 +377,11 @@ def check_open(
     theirs = body.get("regions")
     if not isinstance(theirs, list) or not all(type(nbytes) is int for nbytes in theirs):
         raise WireError("field 'regions' must be a list of sizes in bytes")
-    ours = expected_regions(layout, ticket, theirs)
+    ours = expected_regions(layout, ticket, theirs, producer, body.get("form", ""), part)
     if len(ours) > MAX_REGIONS or not all(0 <= nbytes <= MAX_REGION_BYTES for nbytes in ours):
         raise WireError("this side's own regions are out of bounds")
     _raise_if_different(ours, theirs, name, producer)
-    return ticket, ours
+    return replace(ticket, transfer_id=transfer_id), ours
 
 
 def _is_rank_of(name: str, instance: str) -> bool:

@@ -150,14 +150,16 @@ class Observer:
         """Whether the receiver knows a transfer that a `wait` of this observer is for."""
         return transfer_id in self._announced
 
-    async def abandon(self, transfer_id: bytes, reason: str) -> None:
+    async def abandon(self, transfer_id: bytes, reason: str, *, keep: bool = False) -> None:
         """Ask the receiver to drop a transfer, or to refuse it if it has not come yet.
+
+        `keep`: what has come of it is kept for a while, and a complete one is not dropped.
 
         Raises:
             ConnectionError: it cannot be reached; its own deadlines drop the transfer then.
         """
         await self.connect()
-        self._send(pack_control(FrameType.ABANDON, transfer_id, {"reason": reason[:4096]}))
+        self._send(pack_control(FrameType.ABANDON, transfer_id, {"reason": reason[:4096], "keep": keep}))
         if self._writer is None or self._writer.is_closing():
             raise ConnectionError(f"connection to {self.peer_name} is lost")
 

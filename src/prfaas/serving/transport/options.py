@@ -57,6 +57,8 @@ class ReceiverOptions:
     """Before END (prefill may be slow), a transfer must gain a byte that often."""
     ttl_s: float = 120.0
     """A complete transfer that the engine does not take is dropped after that time."""
+    keep_s: float = 15.0
+    """What has come of a broken transfer is kept so long for the engine that may go on from it."""
     tombstone_s: float = 300.0
     """A finished transfer's id is remembered at least that long, and until its ticket expires."""
     handshake_s: float = 5.0

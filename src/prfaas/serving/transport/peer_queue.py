@@ -98,12 +98,12 @@ class PeerQueue:
         sealed: str,
         region_bytes: Sequence[int],
         service: TransferClass = DEFAULT_CLASS,
-        cached_tokens: int | None = None,
+        offer: Mapping[str, object] | None = None,
     ) -> OutgoingTransfer:
-        """Begin a transfer; whatever is wrong shows in its phase and reason."""
+        """Begin a transfer, whose OPEN also says `offer`; whatever is wrong shows in its phase and reason."""
         now_s, number = time.monotonic(), next(self._numbers)
         transfer = OutgoingTransfer(self, transfer_id, region_bytes, now_s, service, number)
-        transfer.offer = {"ticket": sealed, "regions": transfer.region_bytes, "cached_tokens": cached_tokens}
+        transfer.offer = {"ticket": sealed, "regions": transfer.region_bytes, **(offer or {})}
         try:
             frame = transfer.open_frame()
         except WireError as error:

@@ -13,20 +13,21 @@ from prfaas import __version__
 from prfaas.core.deployment import CONTROL
 from prfaas.serving.logs import PEER
 from prfaas.serving.transport.arrival import Arrival
+from prfaas.serving.transport.arrival_sums import ArrivalSums
 from prfaas.serving.transport.handshake import (
     ROLE_PRODUCER,
     Fingerprint,
     PeerIdentity,
-    bounded_sentences,
     welcome,
 )
 from prfaas.serving.transport.options import ReceiverOptions
 from prfaas.serving.transport.pacing import PaceOrder
 from prfaas.serving.transport.receiver_connection import ReceiverConnection
-from prfaas.serving.transport.region_layout import TransferLayout
+from prfaas.serving.transport.region_layout import PeerLayouts, TransferLayout
 from prfaas.serving.transport.requests import PeerRequest, refuse_request
 from prfaas.serving.transport.roster import Roster
 from prfaas.serving.transport.sealing import Sealing
+from prfaas.serving.transport.sentences import bounded_sentences
 from prfaas.serving.transport.silence import LONGEST_LOOK_S, LookClock
 from prfaas.serving.transport.sockets import HandshakeError, shut, tune
 from prfaas.serving.transport.staging import StagedTransfer, StagingArena
@@ -37,14 +38,6 @@ from prfaas.serving.transport.wire import TransferStatus, WireError
 
 log = logging.getLogger(__name__)
 
-_NOTHING_ARRIVED: dict[str, Any] = {
-    "bytes_total": 0,
-    "segments_total": 0,
-    "mss_bytes": 0,
-    "unread_bytes": 0,
-    "rtt_s": 0.0,
-    "connections": 0,
-}
 _TICK_S = 0.2
 _ACCEPT_BACKLOG = 128
 # The machine, not the peer, is the cause: wait for something to be given back, and go on.
@@ -89,7 +82,8 @@ class Receiver:
             host: the address to listen at.
             port: the port to listen at, 0: any free one.
             arena: the staging of all transfers.
-            layout: the regions that this side expects of a transfer; or the transfers that it has asked for.
+            layout: the regions that this side expects of a transfer, of all producers or of each; or the transfers
+                that it has asked for.
             fingerprint: the KV layout, compared field by field with each producer's.
             options: deadlines and limits.
             producers: the only names that may send; None: those of `roster`, or all that have the key.
@@ -110,6 +104,7 @@ class Receiver:
         # New with each start: an observer tells a lost connection from a receiver that forgot everything.
         self._session = secrets.token_hex(8)
         self._fingerprint = dict(fingerprint)
+        self._layouts = layout if isinstance(layout, PeerLayouts) else None
         self._options = options or ReceiverOptions()
         allowed = roster.producers if producers is None and roster is not None else producers
         self._producers = None if allowed is None else frozenset(allowed)
@@ -133,8 +128,7 @@ class Receiver:
         self._listener: socket.socket | None = None
         self._threads: list[threading.Thread] = []
         self._closing = threading.Event()
-        # By producer, of connections that have ended.
-        self._arrived_bytes: dict[str, tuple[int, int]] = {}
+        self._arrival_sums = ArrivalSums()
         self._failed_connections = 0
         self._forged_frames = 0
         self._accept_failures = 0
@@ -182,9 +176,12 @@ class Receiver:
         """The transfer's status, also for a while after it is over; None when the id is unknown. Cheap."""
         return self._table.state(transfer_id)
 
-    def take(self, transfer_id: bytes) -> StagedTransfer | None:
-        """The staged bytes of a COMPLETE transfer, once; the caller must free them. None otherwise."""
-        return self._table.take(transfer_id)
+    def take(self, transfer_id: bytes, *, broken: bool = False) -> StagedTransfer | None:
+        """The staged bytes of a COMPLETE transfer, once; the caller must free them. None otherwise.
+
+        `broken`: those of a FAILED one; only its first `TransferStatus.usable_tokens` tokens are there.
+        """
+        return self._table.take(transfer_id, broken=broken)
 
     def lend(self, transfer_id: bytes, on_change: Callable[[], None]) -> Arrival | None:
         """A transfer to read while it arrives; None while it has no staging, or none any more.
@@ -195,9 +192,7 @@ class Receiver:
         return self._table.lend(transfer_id, on_change)
 
     def drop(self, transfer_id: bytes, reason: str) -> None:
-        """Give a transfer up: frees its staging unless taken, tells the producer, refuses the id from
-        now on.
-        """
+        """Give a transfer up: frees its staging unless taken, tells the producer, refuses the id from now on."""
         self._table.drop(transfer_id, reason)
 
     def tell(self, transfer_id: bytes, status: TransferStatus) -> None:
@@ -235,8 +230,10 @@ class Receiver:
 
         `{"arrivals": {producer: fields of ArrivalSample but the time}, "sender": Sender.telemetry()}`
         """
+        with self._lock:
+            arrivals = self._arrival_sums.with_open(self._connections)
         return {
-            "arrivals": self._arrivals(),
+            "arrivals": arrivals,
             "sender": self._sender_telemetry() if self._sender_telemetry is not None else {"links": {}},
         }
 
@@ -267,27 +264,6 @@ class Receiver:
         for connection in gone:
             connection.shut()
 
-    def _arrivals(self) -> dict[str, dict[str, Any]]:
-        with self._lock:
-            found = {
-                name: _NOTHING_ARRIVED | {"bytes_total": nbytes, "segments_total": segments}
-                for name, (nbytes, segments) in self._arrived_bytes.items()
-            }
-            for connection in self._connections:
-                identity = connection.identity
-                if identity is not None and identity.role == ROLE_PRODUCER:
-                    arrived, sums = (
-                        connection.arrived(),
-                        found.setdefault(identity.name, dict(_NOTHING_ARRIVED)),
-                    )
-                    sums["bytes_total"] += arrived.bytes_received
-                    sums["segments_total"] += arrived.segments
-                    sums["mss_bytes"] = max(sums["mss_bytes"], arrived.mss_bytes)
-                    sums["unread_bytes"] += arrived.unread_bytes
-                    sums["rtt_s"] = max(sums["rtt_s"], arrived.rtt_s)
-                    sums["connections"] += 1
-        return found
-
     def _shake_hands(
         self, connection: ReceiverConnection, sock: socket.socket
     ) -> tuple[PeerIdentity, Sealing | None]:
@@ -312,6 +288,7 @@ class Receiver:
             session=self._session,
             fingerprint=self._fingerprint,
             producers=self._producers,
+            layouts=self._layouts,
             handshake_s=options.handshake_s,
             tls=self._tls,
             plain_peers=self._plain_peers,
@@ -373,14 +350,7 @@ class Receiver:
                 self._strangers.leave(sock)
                 with self._lock:
                     del self._connections[connection]
-                    identity = connection.identity
-                    if identity is not None and identity.role == ROLE_PRODUCER:
-                        arrived = connection.arrived()
-                        nbytes, segments = self._arrived_bytes.get(identity.name, (0, 0))
-                        self._arrived_bytes[identity.name] = (
-                            nbytes + arrived.bytes_received,
-                            segments + arrived.segments,
-                        )
+                    self._arrival_sums.end(connection)
                     self._failed_connections += bool(connection.failure)
                     self._forged_frames += connection.forged
 

@@ -280,7 +280,8 @@ class ReceiverConnection:
                     lead_s = seconds_field(body, "lead_s", _MAX_LEAD_S)
                     self._table.watch(self, header.transfer_id, lead_s)
                 elif header.kind is FrameType.ABANDON:
-                    self._table.drop(header.transfer_id, text_field(body, "reason"))
+                    keep = body.get("keep") is True
+                    self._table.drop(header.transfer_id, text_field(body, "reason"), keep=keep)
                 elif header.kind is FrameType.STATS:
                     self.post(pack_control(FrameType.STATS, body=self._stats(body.get("of") == "links")))
                 elif header.kind is FrameType.PACE:

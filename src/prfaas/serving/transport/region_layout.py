@@ -1,8 +1,9 @@
-"""Which regions a consumer lets in: those that its own layout has, or those that it has asked for."""
+"""Which regions a consumer lets in: those of its own layout, or agreed with a peer, or that it has asked for."""
 
 import threading
-from collections.abc import Sequence
-from typing import Protocol
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from prfaas.serving.transport.ticket import Ticket
 from prfaas.serving.transport.wire import WireError
@@ -16,6 +17,23 @@ class RegionLayout(Protocol):
 
         Raises:
             ValueError: there can be no such transfer.
+        """
+
+
+@runtime_checkable
+class DivisibleLayout(Protocol):
+    """A `RegionLayout` of which a part may be enough to go on from."""
+
+    def usable_tokens(self, num_tokens: int, skip_tokens: int, covered_end: Callable[[int, int], int]) -> int:
+        """How many tokens' KV a transfer has brought that broke, from the first token on.
+
+        Args:
+            num_tokens: of the transfer.
+            skip_tokens: of the transfer.
+            covered_end: (region, start) → where the bytes that have come from there on end.
+
+        Returns:
+            More than `skip_tokens`, or 0: nothing that an engine could go on from.
         """
 
 
@@ -55,16 +73,155 @@ class AskedTransfers:
             )
 
 
-TransferLayout = RegionLayout | AskedTransfers
+class AgreedLayout(RegionLayout, Protocol):
+    """A layout in a form that both sides of a transfer know."""
+
+    mark: str
+    """Names the form, equal at both sides; "" where pages travel as both keep them."""
+    part: int
+    """Number of the transfer among those that bring the consumer's rank its KV."""
+    parts: int
+    """How many do."""
 
 
-def expected_regions(layout: TransferLayout, ticket: Ticket, announced: Sequence[int]) -> tuple[int, ...]:
+AgreedT = TypeVar("AgreedT", bound=AgreedLayout)
+
+
+class PeerLayouts(Generic[AgreedT]):
+    """The layouts that follow from what this side and each of its peers have told of their KV; thread-safe."""
+
+    # Of which it is remembered in which form they came; more are not staged at once.
+    MOST_TRANSFERS = 1 << 14
+
+    def __init__(self, told: object, agree: Callable[[object, str, bool], AgreedT], alike: AgreedT) -> None:
+        """
+        Args:
+            told: what peers are told, as JSON.
+            agree: gives the layout for what a peer has told, its name, and whether this side sends to it; raises
+                ValueError if there is none.
+            alike: the layout between equal sides, which is taken for granted until a peer has told.
+        """
+        self.told = told
+        self._agree = agree
+        self.alike = alike
+        """What travels where pages go as this side keeps them."""
+        self._lock = threading.Lock()
+        self._agreed: dict[tuple[str, bool], AgreedT] = {}
+        self._of_transfers: OrderedDict[bytes, dict[int, AgreedT]] = OrderedDict()
+
+    def hear(self, peer: str, told: object, *, sends: bool) -> str | None:
+        """Take note of what an authenticated peer tells; a sentence if no KV can travel between the two.
+
+        `sends`: this side sends to the peer, else the peer sends to this side.
+        """
+        if told == self.told:
+            agreed = self.alike
+        else:
+            try:
+                agreed = self._agree(told, peer, sends)
+            except ValueError as error:
+                return str(error)
+        with self._lock:
+            self._agreed[peer, sends] = agreed
+        return None
+
+    def towards(self, peer: str) -> AgreedT:
+        """What this side sends to a peer."""
+        with self._lock:
+            return self._agreed.get((peer, True), self.alike)
+
+    def coming_from(self, peer: str) -> AgreedT:
+        """What a peer sends to this side."""
+        with self._lock:
+            return self._agreed.get((peer, False), self.alike)
+
+    def begin(self, peer: str, transfer_id: bytes, mark: object, part: int = 0) -> AgreedT:
+        """The layout of a transfer that a peer opens in a form.
+
+        Args:
+            peer: who opens it.
+            transfer_id: the ticket's.
+            mark: names the form.
+            part: which of the ticket's transfers it is.
+
+        Raises:
+            WireError: it is another form or part than was agreed.
+        """
+        with self._lock:
+            agreed = self._agreed.get((peer, False), self.alike)
+            if mark != agreed.mark:
+                raise WireError(
+                    f"{peer} sends KV in form {str(mark)[:32]!r}, where {agreed.mark!r} was agreed when it connected"
+                )
+            if part != agreed.part:
+                raise WireError(
+                    f"{peer} sends part {part} of a transfer, where part {agreed.part} was agreed"
+                )
+            self._of_transfers.setdefault(transfer_id, {})[part] = agreed
+            while len(self._of_transfers) > self.MOST_TRANSFERS:
+                self._of_transfers.popitem(last=False)
+            return agreed
+
+    def of_transfer(self, transfer_id: bytes) -> Mapping[int, AgreedT]:
+        """The layouts with which a ticket's transfers began, by part; those that have not, or long ago, are missing."""
+        with self._lock:
+            return dict(self._of_transfers.get(transfer_id, {}))
+
+
+def told_of(layouts: PeerLayouts[Any] | None) -> object:
+    """What a side tells of its KV in a handshake."""
+    return None if layouts is None else layouts.told
+
+
+def heard(layouts: PeerLayouts[Any] | None, peer: str, told: object, *, sends: bool) -> str | None:
+    """See `PeerLayouts.hear`; a side without such layouts needs to know nothing of its peers'."""
+    return None if layouts is None else layouts.hear(peer, told, sends=sends)
+
+
+TransferLayout = RegionLayout | AskedTransfers | PeerLayouts[Any]
+
+
+def expected_regions(
+    layout: TransferLayout,
+    ticket: Ticket,
+    announced: Sequence[int],
+    producer: str,
+    mark: object,
+    part: int = 0,
+) -> tuple[int, ...]:
     """What a consumer expects of the transfer that a ticket allows, in bytes.
+
+    Args:
+        layout: of this side.
+        ticket: of the transfer.
+        announced: the regions that the producer names.
+        producer: its name, with its rank.
+        mark: names the form in which it sends pages.
+        part: which of the ticket's transfers it is.
 
     Raises:
         ValueError: there can be no such transfer.
     """
+    if part and not isinstance(layout, PeerLayouts):
+        raise WireError(f"{producer} sends part {part} of a transfer that has one part")
     if isinstance(layout, AskedTransfers):
         layout.check(ticket.transfer_id, announced)
         return tuple(announced)
-    return tuple(layout.region_bytes(ticket.num_tokens, ticket.skip_tokens))
+    regions: RegionLayout = (
+        layout.begin(producer, ticket.transfer_id, mark, part) if isinstance(layout, PeerLayouts) else layout
+    )
+    return tuple(regions.region_bytes(ticket.num_tokens, ticket.skip_tokens))
+
+
+def usable_tokens(layout: TransferLayout, ticket: Ticket, covered_end: Callable[[int, int], int]) -> int:
+    """See `DivisibleLayout`, of the transfer that a ticket allows; 0 for every other layout."""
+    if isinstance(layout, PeerLayouts):
+        regions = layout.of_transfer(ticket.transfer_id).get(0)
+        # Of several parts each may have broken elsewhere: nothing is kept of them.
+        if regions is None or regions.parts > 1:
+            return 0
+    else:
+        regions = layout
+    if not isinstance(regions, DivisibleLayout):
+        return 0
+    return regions.usable_tokens(ticket.num_tokens, ticket.skip_tokens, covered_end)

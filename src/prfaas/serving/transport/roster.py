@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from prfaas.core.deployment import Deployment, Instance, KvPeer
+from prfaas.core.kv.rank_shares import paired_ranks
 from prfaas.serving.transport.options import Peer
 from prfaas.serving.transport.wire import MAX_LINK_CHARS, WireError, count_field, text_field
 
@@ -74,23 +75,41 @@ def ranked(name: str, rank: int) -> str:
     return f"{name}/{rank}"
 
 
+def rank_of(name: str) -> int:
+    """The number in a rank's name on the wire.
+
+    Raises:
+        ValueError: it has none.
+    """
+    return int(name.rpartition("/")[2])
+
+
 def roster_of(deployment: Deployment, instance: Instance, rank: int) -> Roster:
-    """What a deployment says of one rank of an instance. Every rank has to do with the others' same rank."""
-    peers = [_peer_of(peer, instance.tensor_parallel, rank) for peer in deployment.peers_of(instance)]
-    producers = (ranked(producer.name, rank) for producer in deployment.producers_for(instance))
+    """What a deployment says of one rank of an instance. A rank has to do with those that share its heads."""
+    ranks = instance.tensor_parallel
+    peers = [
+        _peer_of(peer, ranks, other)
+        for peer in deployment.peers_of(instance)
+        for other in paired_ranks(rank, ranks, peer.instance.tensor_parallel)
+    ]
+    producers = (
+        ranked(producer.name, other)
+        for producer in deployment.producers_for(instance)
+        for other in paired_ranks(rank, ranks, producer.tensor_parallel)
+    )
     plain = (
         deployment.plain_peers_of(instance) if deployment.needs_certificate(instance.name) else frozenset()
     )
     return Roster({peer.name: peer for peer in peers}, frozenset(producers), plain)
 
 
-def _peer_of(peer: KvPeer, ranks: int, rank: int) -> Peer:
+def _peer_of(peer: KvPeer, ranks: int, other: int) -> Peer:
     # Every rank sends its own part of a transfer, all at the same time.
     share = None if peer.share_bits_per_s is None else peer.share_bits_per_s / ranks
     return Peer(
-        name=ranked(peer.instance.name, rank),
+        name=ranked(peer.instance.name, other),
         host=peer.instance.host,
-        port=peer.instance.kv_port + rank,
+        port=peer.instance.kv_port + other,
         link=peer.link,
         connections=peer.connections,
         bandwidth_bits_per_s=peer.bandwidth_bits_per_s,

@@ -14,16 +14,17 @@ from prfaas.serving.transport.handshake import (
     ROLE_PRODUCER,
     ClientHello,
     Fingerprint,
-    bounded_sentences,
 )
 from prfaas.serving.transport.link_report import KernelTotals, link_reports
 from prfaas.serving.transport.options import Peer, SenderOptions
 from prfaas.serving.transport.outgoing import Carrier, OutgoingTransfer
 from prfaas.serving.transport.pacing import LinkPacer, PaceOrder
 from prfaas.serving.transport.peer_queue import PeerQueue
+from prfaas.serving.transport.region_layout import PeerLayouts
 from prfaas.serving.transport.sender_connection import SenderConnection
+from prfaas.serving.transport.sentences import bounded_sentences
 from prfaas.serving.transport.sockets import TcpInfo
-from prfaas.serving.transport.ticket import Ticket
+from prfaas.serving.transport.ticket import Ticket, part_id
 from prfaas.serving.transport.tls_identity import TlsIdentity
 
 log = logging.getLogger(__name__)
@@ -45,10 +46,13 @@ class Sender:
         fingerprint: Fingerprint,
         options: SenderOptions | None = None,
         tls: TlsIdentity | None = None,
+        layouts: PeerLayouts[Any] | None = None,
     ) -> None:
+        """`layouts`: None where all peers keep KV as this side does, as the fingerprint says."""
         self.name = name
         self._key = key
         self._fingerprint = dict(fingerprint)
+        self._layouts = layouts
         self._tls = tls
         self._options = options or SenderOptions()
         # New with each start: a consumer tells a producer that lost its connections from one that was
@@ -98,27 +102,38 @@ class Sender:
         sealed: str,
         region_bytes: Sequence[int],
         cached_tokens: int | None = None,
+        form: str = "",
+        peer: str = "",
+        part: int = 0,
     ) -> OutgoingTransfer:
         """Begin the transfer that a ticket allows; never blocks, never raises for the network.
 
-        A consumer that is not among the peers gives a transfer that is FAILED already. A ticket names an
-        instance; of its ranks this sender's own rank is meant ("p/1" sends to "c/1").
+        A consumer that is not among the peers gives a transfer that is FAILED already.
 
         Args:
             ticket: whose transfer it is.
             sealed: the same ticket as the consumer checks it.
             region_bytes: size of each region, in bytes, as the consumer computes them too.
             cached_tokens: tokens that this side had cached, for those who watch the transfer; None: not told.
+            form: the mark of the form in which pages travel.
+            peer: which of `ranks_of` the consumer it goes to; "": the first.
+            part: which of the ticket's transfers it is.
         """
-        peer_key = ticket.consumer
-        if peer_key not in self._queues and "/" in self.name:
-            peer_key = f"{ticket.consumer}/{self.name.rpartition('/')[2]}"
+        transfer_id = part_id(ticket.transfer_id, part)
+        peer_key = peer or next(iter(self.ranks_of(ticket.consumer)))
         queue = self._queues.get(peer_key)
         if queue is None:
             reason = f"{self.name} has no peer named {ticket.consumer}"
-            return OutgoingTransfer.failed(ticket.transfer_id, region_bytes, reason)
+            return OutgoingTransfer.failed(transfer_id, region_bytes, reason)
         self._connect(peer_key)
-        return queue.open(ticket.transfer_id, sealed, region_bytes, ticket.service, cached_tokens)
+        offer = {"cached_tokens": cached_tokens, "form": form} | ({"part": part} if part else {})
+        return queue.open(transfer_id, sealed, region_bytes, ticket.service, offer)
+
+    def ranks_of(self, instance: str) -> tuple[str, ...]:
+        """The peers that are ranks of an instance, which a ticket names; its own name if there are none."""
+        known = self._queues
+        ranks = tuple(key for key in known if key.rpartition("/")[0] == instance)
+        return ranks if ranks and instance not in known else (instance,)
 
     def stats(self) -> dict[str, Any]:
         """Counters and gauges, per peer; every gauge but `connections` is 0 when nothing is going on."""
@@ -272,6 +287,7 @@ class Sender:
             role=ROLE_PRODUCER,
             session=self._session,
             fingerprint=self._fingerprint,
+            layouts=self._layouts,
         )
 
     def _started(self) -> list[SenderConnection]:

@@ -90,6 +90,7 @@ def load_key(path: Path) -> bytes:
 TRANSFER_ID_BYTES = 16
 DIGEST_BYTES = 16
 MAX_TOKENS = 1 << 30
+MAX_PARTS = 1 << 10
 MAX_NAME_BYTES = 255
 MAX_SEALED_CHARS = 1024
 
@@ -122,6 +123,16 @@ def prompt_digest(token_ids: Sequence[int], salt: str = "", adapter: str = "") -
         ids.byteswap()
     key = hashlib.blake2b(f"{salt}\x00{adapter}".encode()).digest() if salt or adapter else b""
     return hashlib.blake2b(ids, digest_size=DIGEST_BYTES, key=key).digest()
+
+
+def part_id(transfer_id: bytes, part: int) -> bytes:
+    """The id under which one of the transfers of a ticket travels; the ticket's own is that of part 0.
+
+    One rank of a consumer gets its KV in several where more ranks of the producer have it.
+    """
+    if not part:
+        return transfer_id
+    return hashlib.blake2b(transfer_id + part.to_bytes(2), digest_size=TRANSFER_ID_BYTES).digest()
 
 
 @dataclass(frozen=True, slots=True)

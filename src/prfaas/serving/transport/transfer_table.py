@@ -7,7 +7,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from prfaas.serving.transport.arrival import Arrival
 from prfaas.serving.transport.handshake import PeerIdentity
@@ -16,12 +16,13 @@ from prfaas.serving.transport.incoming import (
     FrameSink,
     IncomingTransfer,
     ProducerSession,
-    Tombstones,
     check_open,
 )
 from prfaas.serving.transport.options import ReceiverOptions
 from prfaas.serving.transport.region_layout import TransferLayout
+from prfaas.serving.transport.remains import Remains
 from prfaas.serving.transport.staging import StagedTransfer, StagingArena
+from prfaas.serving.transport.tombstones import Tombstones
 from prfaas.serving.transport.watchers import Watchers
 from prfaas.serving.transport.wire import (
     MAX_TRANSFER_BYTES,
@@ -41,6 +42,7 @@ from prfaas.serving.transport.wire import (
 )
 
 _OVERLAP_WAIT_S = 5.0
+_Ending = Literal["failed", "dropped", "broken"]
 
 
 class TransferTable:
@@ -59,6 +61,7 @@ class TransferTable:
         self._transfers: dict[bytes, IncomingTransfer] = {}
         self._waiting: deque[IncomingTransfer] = deque()
         self._tombstones = Tombstones(options.max_tombstones)
+        self._remains = Remains(layout, options.keep_s)
         self._watchers = Watchers()
         self._sessions: dict[tuple[str, str], ProducerSession] = {}
         self._counters: Counter[str] = Counter()
@@ -86,7 +89,7 @@ class TransferTable:
             for transfer in self._transfers.values():
                 # An ACCEPT may have been lost with it; a second one changes nothing.
                 if transfer.session is session and transfer.phase is TransferPhase.RECEIVING:
-                    self._tell_producer(transfer, pack_control(FrameType.ACCEPT, transfer.ticket.transfer_id))
+                    transfer.session.tell(pack_control(FrameType.ACCEPT, transfer.ticket.transfer_id))
 
     def awaited(self) -> set[tuple[str, str]]:
         """Name and session of the producers that have a transfer to finish: they must give signs of life."""
@@ -151,12 +154,14 @@ class TransferTable:
         while self._waiting:
             transfer = next((each for each in self._waiting if not each.background), self._waiting[0])
             lease = self._arena.allocate(transfer.lease_bytes)
+            if lease is None and self._remains.make_room():
+                continue
             if lease is None:
                 return
             self._waiting.remove(transfer)
             transfer.accept(lease, time.monotonic())
             transfer_id = transfer.ticket.transfer_id
-            self._tell_producer(transfer, pack_control(FrameType.ACCEPT, transfer_id))
+            transfer.session.tell(pack_control(FrameType.ACCEPT, transfer_id))
             self._watchers.notify(transfer_id, transfer.status())
 
     def place_chunk(self, session: ProducerSession, connection: FrameSink, header: Header) -> ChunkPlace:
@@ -171,7 +176,7 @@ class TransferTable:
             while True:
                 transfer = self._transfers.get(header.transfer_id)
                 if transfer is None:
-                    return ChunkPlace(header, connection, answer=self._answer_after_end(header))
+                    return ChunkPlace(header, connection, answer=self._tombstones.answer(header))
                 if not transfer.session.same(session):
                     raise WireError(f"{session.name} sent DATA of another producer's transfer")
                 try:
@@ -234,7 +239,7 @@ class TransferTable:
         with self._lock:
             transfer = self._transfers.get(header.transfer_id)
             if transfer is None:
-                connection.post(self._answer_after_end(header))
+                connection.post(self._tombstones.answer(header))
                 return
             if not transfer.session.same(session):
                 raise WireError(f"{session.name} sent END of another producer's transfer")
@@ -243,8 +248,7 @@ class TransferTable:
                 self._fail(transfer, reason)
                 raise WireError(reason)
             if not transfer.ended:
-                transfer.ended = True
-                transfer.overlapped_bytes = overlapped
+                transfer.end(overlapped)
                 transfer.session.progressed_at_s = time.monotonic()
             self._complete_if_done(transfer)
             connection.post(ack(header))
@@ -257,7 +261,7 @@ class TransferTable:
             # An abort that crossed the last byte changes nothing: what is complete, is.
             if transfer is None or not transfer.session.same(session) or transfer.phase.terminal:
                 return
-            self._fail(transfer, f"producer aborted: {reason}", tell_producer=False)
+            self._fail(transfer, f"producer aborted: {reason}", tell_producer=False, how="broken")
 
     # Observers
 
@@ -282,15 +286,16 @@ class TransferTable:
 
     def state(self, transfer_id: bytes) -> TransferStatus | None:
         """Cheap and without the lock for a live transfer: an engine asks at every step."""
-        transfer = self._transfers.get(transfer_id)
-        if transfer is not None:
+        if (transfer := self._transfers.get(transfer_id)) is not None:
             return transfer.status()
         with self._lock:
             return self._status(transfer_id)
 
-    def take(self, transfer_id: bytes) -> StagedTransfer | None:
-        """Hand a complete transfer over, once."""
+    def take(self, transfer_id: bytes, *, broken: bool = False) -> StagedTransfer | None:
+        """Hand a complete transfer over, once; or what is kept of a broken one."""
         with self._lock:
+            if broken:
+                return self._remains.take(transfer_id, self.admit)
             transfer = self._transfers.get(transfer_id)
             if transfer is None or transfer.phase is not TransferPhase.COMPLETE:
                 return None
@@ -312,15 +317,17 @@ class TransferTable:
         with self._lock:
             self._admit()
 
-    def drop(self, transfer_id: bytes, reason: str) -> None:
-        """Forget a transfer in whatever phase, or forbid one that has not come yet; idempotent."""
+    def drop(self, transfer_id: bytes, reason: str, *, keep: bool = False) -> None:
+        """Forget a transfer in any phase, or forbid one that has not come; `keep`: but for what an engine can use."""
         with self._lock:
             transfer = self._transfers.get(transfer_id)
-            if transfer is not None:
-                self._counters["dropped"] += 1
-                self._fail(transfer, reason, dropped=True)
-            elif self._tombstones.get(transfer_id) is None:
+            if transfer is not None and not (keep and transfer.phase is TransferPhase.COMPLETE):
+                self._counters["dropped"] += not keep
+                self._fail(transfer, reason, how="broken" if keep else "dropped")
+            elif transfer is None and self._tombstones.get(transfer_id) is None:
                 self._record(transfer_id, TransferStatus.refused(reason, dropped=True))
+            elif not keep:
+                self._remains.forget(transfer_id)
 
     def tell(self, transfer_id: bytes, status: TransferStatus) -> None:
         """See `Receiver.tell`."""
@@ -329,24 +336,26 @@ class TransferTable:
 
     def sweep(self, now_s: float) -> None:
         """Apply every deadline."""
-        options = self._options
         with self._lock:
             for transfer in list(self._transfers.values()):
-                reason = transfer.overdue(options, now_s)
+                reason = transfer.overdue(self._options, now_s)
                 if reason:
                     self._counters["expired"] += transfer.phase is TransferPhase.COMPLETE
                     self._counters["refused"] += transfer.phase is TransferPhase.WAITING
-                    self._fail(transfer, reason)
+                    self._fail(transfer, reason, how="failed" if transfer.phase.terminal else "broken")
             for session in list(self._sessions.values()):
-                if session.is_lost(now_s, options.resume_s):
+                if session.is_lost(now_s, self._options.resume_s):
                     del self._sessions[session.key]
             self._tombstones.sweep(now_s)
+            self._remains.sweep(now_s)
+            self._admit()
 
     def close(self) -> None:
         """Fail and free everything; every connection thread must have ended."""
         with self._lock:
             for transfer in list(self._transfers.values()):
                 self._fail(transfer, f"{self._name} shuts down")
+            self._remains.clear()
             self._watchers.clear()
             self._sessions.clear()
 
@@ -367,7 +376,8 @@ class TransferTable:
 
     def _status(self, transfer_id: bytes) -> TransferStatus | None:
         transfer = self._transfers.get(transfer_id)
-        return self._tombstones.get(transfer_id) if transfer is None else transfer.status()
+        status = self._tombstones.get(transfer_id) if transfer is None else transfer.status()
+        return self._remains.as_it_is(transfer_id, status)
 
     def _complete_if_done(self, transfer: IncomingTransfer) -> None:
         if transfer.phase is TransferPhase.RECEIVING and transfer.ended and transfer.covered:
@@ -376,17 +386,18 @@ class TransferTable:
             self._watchers.notify(transfer.ticket.transfer_id, transfer.status())
 
     def _fail(
-        self, transfer: IncomingTransfer, reason: str, *, tell_producer: bool = True, dropped: bool = False
+        self, transfer: IncomingTransfer, reason: str, *, tell_producer: bool = True, how: _Ending = "failed"
     ) -> None:
         was = transfer.phase
-        transfer.fail(reason, dropped=dropped)
+        self._counters["kept"] += how == "broken" and self._remains.keep(transfer, time.monotonic())
+        transfer.fail(reason, dropped=how == "dropped")
         self._counters["failed"] += 1
         transfer_id = transfer.ticket.transfer_id
         if was is TransferPhase.WAITING:
             self._waiting.remove(transfer)
         frame_of = {TransferPhase.WAITING: refuse, TransferPhase.RECEIVING: abort}.get(was)
         if tell_producer and frame_of is not None:
-            self._tell_producer(transfer, frame_of(transfer_id, reason))
+            transfer.session.tell(frame_of(transfer_id, reason))
         self._record_ended(transfer, taken=False)
         self._watchers.notify(transfer_id, transfer.status())
         transfer.release()
@@ -404,17 +415,6 @@ class TransferTable:
         self._tombstones.put(transfer_id, status, time.monotonic() + self._options.tombstone_s)
         self._watchers.notify(transfer_id, status)
 
-    def _tell_producer(self, transfer: IncomingTransfer, frame: bytes) -> None:
-        """On every connection: any may be dead without a word, and hearing it twice changes nothing."""
-        for connection in transfer.session.connections:
-            connection.post(frame)
-
-    def _answer_after_end(self, header: Header) -> bytes:
-        status = self._tombstones.get(header.transfer_id)
-        if status is not None and status.phase is TransferPhase.COMPLETE:
-            return ack(header)
-        return abort(header.transfer_id, "unknown transfer" if status is None else status.reason)
-
 
 _COUNTED: tuple[str, ...] = ("opened", "refused", "completed", "taken", "failed", "dropped", "expired")
-_COUNTED += ("received_bytes", "checksum_failures")
+_COUNTED += ("kept", "received_bytes", "checksum_failures")

@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import xxhash
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_CONTROL_BYTES = 64 << 10
 MAX_OPEN_BYTES = 1 << 20
 MAX_COPY_BYTES = 4 << 20
@@ -347,6 +347,8 @@ class TransferStatus:
     """It FAILED since the consumer's engine, or an observer, had no use for it: no fault of the producer."""
     spared_bytes: int = 0
     """By how many bytes compression has made `received_bytes` less on the link."""
+    usable_tokens: int = 0
+    """Tokens of one that FAILED whose KV has come and is kept for a while: an engine can go on from there."""
 
     @classmethod
     def refused(cls, reason: str, *, dropped: bool = False) -> Self:
@@ -368,6 +370,7 @@ class TransferStatus:
             "cached_tokens": self.cached_tokens,
             "dropped": self.dropped,
             "spared_bytes": self.spared_bytes,
+            "usable_tokens": self.usable_tokens,
         }
 
     @classmethod
@@ -395,4 +398,5 @@ class TransferStatus:
             dropped=body.get("dropped") is True,
             # Consumers of an earlier version do not tell it.
             spared_bytes=count_field({"spared_bytes": 0} | dict(body), "spared_bytes", MAX_TRANSFER_BYTES),
+            usable_tokens=count_field({"usable_tokens": 0} | dict(body), "usable_tokens", 1 << 30),
         )

@@ -1,6 +1,7 @@
 """The scheduler side, driven as vLLM 0.32 drives it (the order of calls is in the connector notes)."""
 
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from prfaas.core.kv.groups import GroupKind, KvGroup
 from prfaas.serving.engines.vllm.connector_scheduler import ConnectorScheduler
-from prfaas.serving.engines.vllm.metadata import TransferMetadata
+from prfaas.serving.engines.vllm.metadata import LoadReports, TransferMetadata
 from prfaas.serving.transport.ticket import Ticket, prompt_digest
 
 KEY = b"k" * 32
@@ -341,3 +342,41 @@ def test_only_a_step_that_computes_nothing_is_idle() -> None:
     (computing,) = chunks(scheduler, request, [32])
     assert not computing.is_idle
     assert orders_of(scheduler).is_idle
+
+
+def usable(request_id: str, tokens: int) -> Any:
+    return SimpleNamespace(
+        kv_connector_worker_meta=LoadReports({}, {request_id: tokens}), failed_recving={request_id}
+    )
+
+
+@pytest.mark.parametrize(("local", "usable_tokens"), [(0, 64), (32, 48), (64, 64), (80, 64)])
+def test_after_a_broken_transfer_what_has_come_is_offered(local: int, usable_tokens: int) -> None:
+    """vLLM asks again for a request whose load has failed; it may hold another prefix by then."""
+    scheduler = ConnectorScheduler("home", KEY, (FULL,), now_s=lambda: 1000.0)
+    prompt = list(range(101))
+    request = Request("r", prompt, {"prfaas": ticket_for(prompt[:100])})
+    scheduler.on_new_request(request)  # type: ignore[arg-type]
+    assert scheduler.num_external_tokens(request, 0) == 100  # type: ignore[arg-type]
+    scheduler.update_after_alloc(request, Blocks(tables(101)), 100)  # type: ignore[arg-type]
+    (whole,) = scheduler.build_metadata(Output({}, BlockState({}))).loads  # type: ignore[arg-type]
+    assert whole.usable_tokens == 0
+    scheduler.update(usable("somebody else", 16))
+    assert scheduler.num_external_tokens(request, 0) == 0  # type: ignore[arg-type]
+    scheduler.update(usable("r", usable_tokens + 16))
+    # Another rank has less.
+    scheduler.update(usable("r", usable_tokens))
+    offered = max(usable_tokens - local, 0)
+    assert scheduler.num_external_tokens(request, local) == offered  # type: ignore[arg-type]
+    scheduler.update_after_alloc(request, Blocks(tables(101, base=300)), offered)  # type: ignore[arg-type]
+    orders = scheduler.build_metadata(Output({}, BlockState({})))  # type: ignore[arg-type]
+    if not offered:
+        assert not orders.loads and len(orders.drops) == 1
+        return
+    (part,) = orders.loads
+    assert (part.usable_tokens, part.local_tokens) == (usable_tokens, local)
+    (run,) = part.runs
+    assert run.first_block == local // 16
+    assert run.block_ids == tuple(600 + block for block in range(local // 16, usable_tokens // 16))
+    # It is asked no third time.
+    assert scheduler.num_external_tokens(request, 0) == 0  # type: ignore[arg-type]

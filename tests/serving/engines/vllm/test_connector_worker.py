@@ -29,9 +29,9 @@ from prfaas.serving.engines.vllm.connector_worker import ConnectorWorker
 from prfaas.serving.engines.vllm.layout import EngineGroup, KvLayout, fingerprint, pool_fingerprint
 from prfaas.serving.engines.vllm.metadata import (
     LoadOrder,
+    LoadReports,
     PoolLoad,
     PoolLoadTime,
-    PoolLoadTimes,
     PoolPages,
     PoolStore,
     TransferMetadata,
@@ -67,6 +67,9 @@ class Half:
     def finished(self) -> set[str]:
         free, self.free = self.free, set()
         return free
+
+    def take_usable_tokens(self) -> dict[str, int]:
+        return {}
 
 
 class PoolHalf:
@@ -165,16 +168,16 @@ def test_without_a_pool_transfers_are_as_ever_and_loads_from_one_fail_at_once() 
     assert worker.loaded() == ({"t", "both"}, {"both"})
     worker.store(TransferMetadata(pool_stores=[PoolStore("s", 1, (), False)]))
     worker.settle(TransferMetadata(preempted=["s"]))
-    assert worker.take_load_times() is None
+    assert worker.take_reports() is None
 
 
 def test_times_of_two_ranks_are_those_of_the_slower_one() -> None:
-    one = PoolLoadTimes({"r": PoolLoadTime(10, 0.1, 0.5, 0.9), "one": PoolLoadTime(5, 0, 0, 0)})
-    two = PoolLoadTimes({"r": PoolLoadTime(30, 0.2, 0.4, 1.0), "failed": PoolLoadTime(0, 0, 0, 0)})
+    one = LoadReports({"r": PoolLoadTime(10, 0.1, 0.5, 0.9), "one": PoolLoadTime(5, 0, 0, 0)})
+    two = LoadReports({"r": PoolLoadTime(30, 0.2, 0.4, 1.0), "failed": PoolLoadTime(0, 0, 0, 0)})
     joined = one.aggregate(two)
     assert joined.loads["r"] == PoolLoadTime(40, 0.2, 0.5, 1.0)
     assert joined.loads.keys() == {"r", "one", "failed"}
-    failed = joined.aggregate(PoolLoadTimes({"r": PoolLoadTime(0, 0, 0, 2.0)}))
+    failed = joined.aggregate(LoadReports({"r": PoolLoadTime(0, 0, 0, 2.0)}))
     assert failed.loads["r"] == PoolLoadTime(0, 0.2, 0.5, 2.0)
 
 
@@ -315,12 +318,20 @@ def marks(
             hf_config=hf_config, hf_text_config=hf_config, dtype="bf16", quantization=quantization
         ),
         cache_config=SimpleNamespace(cache_dtype="auto"),
-        parallel_config=SimpleNamespace(tensor_parallel_size=1),
     )
-    pages = {
-        name: [HostPages(torch.zeros((4, size), dtype=torch.uint8))] for name, size in PAGE_BYTES.items()
-    }
-    return fingerprint(KvLayout(GROUPS, pages), config, identity, "DS", page_digests=page_digests)
+    return fingerprint(kept(), config, identity, "DS", page_digests=page_digests)
+
+
+def kept(groups: Sequence[EngineGroup] = GROUPS) -> KvLayout:
+    return KvLayout(
+        groups,
+        {name: [HostPages(torch.zeros((4, size), dtype=torch.uint8))] for name, size in PAGE_BYTES.items()},
+    )
+
+
+def test_engines_that_keep_kv_otherwise_share_no_pool() -> None:
+    wider = [dataclasses.replace(group, block_tokens=64) if group is FULL else group for group in GROUPS]
+    assert pool_fingerprint(marks(), kept(), 1) != pool_fingerprint(marks(), kept(wider), 1)
 
 
 @pytest.mark.parametrize("field", ["weights", "tokenizer"])
@@ -329,7 +340,7 @@ def test_engines_with_other_weights_or_tokenizers_neither_send_nor_share_a_pool(
     theirs = dataclasses.replace(ours, **{field: "theirs"})
     difference = fingerprint_difference(marks(ours), marks(theirs), "home", "east")
     assert difference == f"KV layout differs in '{field}': home has 'ours', east has 'theirs'"
-    assert pool_fingerprint(marks(ours)) != pool_fingerprint(marks(theirs))
+    assert pool_fingerprint(marks(ours), kept(), 1) != pool_fingerprint(marks(theirs), kept(), 1)
 
 
 def rotary_base(base: float) -> dict[str, Any]:
@@ -354,7 +365,7 @@ def rotary_base(base: float) -> dict[str, Any]:
 def test_another_model_is_refused_with_the_setting_and_both_values(other: dict[str, Any], told: str) -> None:
     sentence = fingerprint_difference(marks(), marks(**other), "home", "east")
     assert sentence == f"KV layout differs in {told}"
-    assert pool_fingerprint(marks()) != pool_fingerprint(marks(**other))
+    assert pool_fingerprint(marks(), kept(), 1) != pool_fingerprint(marks(**other), kept(), 1)
 
 
 def test_a_setting_that_has_no_name_of_its_own_is_told_too() -> None:
@@ -376,4 +387,5 @@ def test_where_a_model_lies_and_who_reads_its_settings_do_not_matter() -> None:
 
 def test_what_belongs_to_transfers_alone_does_not_part_pools() -> None:
     identity = ModelIdentity("w", "t")
-    assert pool_fingerprint(marks(identity)) == pool_fingerprint(marks(identity, page_digests=False))
+    silent = marks(identity, page_digests=False)
+    assert pool_fingerprint(marks(identity), kept(), 1) == pool_fingerprint(silent, kept(), 1)

@@ -17,6 +17,7 @@ from prfaas.serving.engines.vllm.metadata import BlockRun, SendOrder
 from prfaas.serving.engines.vllm.pages import HostPages
 from prfaas.serving.engines.vllm.producer import KvProducer
 from prfaas.serving.engines.vllm.stats import ConnectorStats
+from prfaas.serving.engines.vllm.wire_layout import wire_layouts
 from prfaas.serving.transport.chunk_source import ChunkSource
 from prfaas.serving.transport.ticket import Ticket
 
@@ -57,9 +58,18 @@ class ReadingSender:
         self.transfers: dict[bytes, ReadTransfer] = {}
         self.cached_tokens: int | None = None
 
+    def ranks_of(self, instance: str) -> tuple[str, ...]:
+        return (instance,)
+
     def open(
-        self, ticket: Ticket, sealed: str, region_bytes: Sequence[int], cached_tokens: int | None
+        self,
+        ticket: Ticket,
+        sealed: str,
+        region_bytes: Sequence[int],
+        cached_tokens: int | None,
+        *way: object,
     ) -> ReadTransfer:
+        assert way == ("", "home", 0)
         self.cached_tokens = cached_tokens
         return self.transfers.setdefault(
             ticket.transfer_id, ReadTransfer([bytearray(nbytes) for nbytes in region_bytes])
@@ -94,7 +104,13 @@ class Model:
         self.layout = KvLayout(self.groups, pages, tuple(self.kinds) if ordered else ())
         self.sender = ReadingSender()
         sender: Any = self.sender
-        self.producer = KvProducer(self.layout, sender, 60.0, ConnectorStats(), None)
+        self.producer = KvProducer(
+            self.layout,
+            wire_layouts(self.layout, "east", 0, page_digests=False),
+            sender,
+            60.0,
+            ConnectorStats(),
+        )
 
     def step(self, sends: Sequence[SendOrder], spans: Sequence[tuple[int, int, int]]) -> list[dict[int, int]]:
         """One step over (first block of memory, first token, end token) of each request.
@@ -118,7 +134,7 @@ class Model:
         return seen
 
     def region(self, name: str) -> int:
-        return self.layout.regions_of_layer[name][0].index
+        return next(region.index for region in self.layout.regions if region.layer_name == name)
 
 
 def ticket_of(num_tokens: int) -> Ticket:
@@ -174,7 +190,7 @@ def test_what_leaves_is_final_and_leaves_as_soon_as_it_can(
         transfer = model.sender.transfers[ticket.transfer_id]
         assert transfer.has_ended
         for name in names:
-            region = model.layout.regions_of_layer[name][0]
+            region = model.layout.regions[model.region(name)]
             moving = region.group.moving_blocks(num_tokens, 0)
             expected = model.memory[name][base + moving.start : base + moving.stop].tobytes()
             assert bytes(transfer.regions[region.index]) == expected

@@ -16,7 +16,7 @@ from tests.serving.engines.vllm.pool_world import (
 from prfaas.core.kv.groups import GroupKind, KvGroup
 from prfaas.core.pool.keys import KeyChain, page_id
 from prfaas.serving.engines.vllm.connector_scheduler import ConnectorScheduler
-from prfaas.serving.engines.vllm.metadata import PoolLoadTime, PoolLoadTimes, TransferMetadata
+from prfaas.serving.engines.vllm.metadata import LoadReports, PoolLoadTime, TransferMetadata
 from prfaas.serving.engines.vllm.pool_scheduler import PIN_S, PoolScheduler
 from prfaas.serving.pool.protocol import PageRef
 from prfaas.serving.transport.ticket import Ticket, prompt_digest
@@ -259,6 +259,20 @@ def test_the_pool_fills_what_a_transfer_leaves_out() -> None:
     assert stored(world.step({"r": 1}).pool_stores) == {0: [6, 7, 8, 9, 10, 11]}
 
 
+def test_what_a_transfer_leaves_out_of_a_block_is_not_filled_by_the_pool() -> None:
+    """An engine with other blocks begins to send inside one of this engine's, of which the pool has no part."""
+    world = World()
+    world.fill(PROMPT, 96)
+    request = world.new(Request("r", PROMPT, ticket_for(199, skip=90)))
+    assert world.ask(request, 32) == 0
+    world.alloc(request, 0)
+    orders = world.step()
+    assert orders.loads == orders.pool_loads == []
+    assert len(orders.drops) == 1
+    held = world.new(Request("s", PROMPT, ticket_for(199, skip=90)))
+    assert world.ask(held, 96) == 199 - 96
+
+
 def test_an_own_hit_that_is_long_enough_needs_no_pool() -> None:
     world = World()
     request = world.new(Request("r", PROMPT, ticket_for(199, skip=96)))
@@ -302,7 +316,7 @@ def test_loads_that_take_longer_than_computing_are_not_made() -> None:
         world.alloc(request, found or 0)
         world.step()
         size = BYTES[0] * (found or 0) // 16 + BYTES[1]
-        times = PoolLoadTimes({name: PoolLoadTime(size, 0.0, 0.02, 0.02 + size / 1e6)})
+        times = LoadReports({name: PoolLoadTime(size, 0.0, 0.02, 0.02 + size / 1e6)})
         world.report(request, times=times)
     # A token takes a millisecond: 32 of them 32, their load 27.
     for tokens in (50, 100):

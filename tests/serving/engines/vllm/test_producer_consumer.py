@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,18 +10,20 @@ import numpy as np
 import pytest
 import torch
 
-from prfaas.core.kv.groups import GroupKind
+from prfaas.core.kv.groups import GroupKind, region_bytes
 from prfaas.serving.engines.vllm.consumer import KvConsumer
 from prfaas.serving.engines.vllm.layout import EngineGroup, KvLayout
-from prfaas.serving.engines.vllm.metadata import BlockRun, LoadOrder, SendOrder, TransferMetadata
+from prfaas.serving.engines.vllm.metadata import BlockRun, LoadOrder, NixlRead, SendOrder, TransferMetadata
 from prfaas.serving.engines.vllm.pages import HostPages
 from prfaas.serving.engines.vllm.producer import KvProducer
 from prfaas.serving.engines.vllm.stats import ConnectorStats
+from prfaas.serving.engines.vllm.wire_layout import wire_layouts
 from prfaas.serving.transport.options import Peer, ReceiverOptions, SenderOptions
 from prfaas.serving.transport.receiver import Receiver
 from prfaas.serving.transport.sender import Sender
 from prfaas.serving.transport.staging import StagingArena
 from prfaas.serving.transport.ticket import Ticket
+from prfaas.serving.transport.wire import TransferPhase
 
 KEY = b"k" * 32
 FULL = EngineGroup(0, GroupKind.FULL, 16, 0, ("a0", "a1"))
@@ -39,8 +41,12 @@ def memory(seed: int) -> dict[str, np.ndarray]:
     }
 
 
-def layout(kv: dict[str, np.ndarray]) -> KvLayout:
-    return KvLayout(GROUPS, {name: [HostPages(torch.from_numpy(pages))] for name, pages in kv.items()})
+def layout(kv: dict[str, np.ndarray], groups: Sequence[EngineGroup] = GROUPS) -> KvLayout:
+    return KvLayout(groups, {name: [HostPages(torch.from_numpy(pages))] for name, pages in kv.items()})
+
+
+def kv_bytes_of(ends: "Ends", num_tokens: int) -> int:
+    return sum(region_bytes(layout(ends.east).regions, num_tokens, 0))
 
 
 @dataclass
@@ -100,11 +106,13 @@ def ends() -> Iterator[Ends]:
     yield from make_ends()
 
 
-def make_ends(lease_s: float = 20.0, *, page_digests: bool = True) -> Iterator[Ends]:
+def make_ends(
+    lease_s: float = 20.0, *, page_digests: bool = True, groups: Sequence[EngineGroup] = GROUPS
+) -> Iterator[Ends]:
     east, home = memory(1), memory(2)
-    east_layout, home_layout = layout(east), layout(home)
-    east_plan = east_layout.digest_plan(0) if page_digests else None
-    home_plan = home_layout.digest_plan(0) if page_digests else None
+    east_layout, home_layout = layout(east, groups), layout(home, groups)
+    east_wires = wire_layouts(east_layout, "east", 0, page_digests=page_digests)
+    home_wires = wire_layouts(home_layout, "home", 0, page_digests=page_digests)
     arena = StagingArena(4 << 20, 64 << 10)
     receiver = Receiver(
         name="home/0",
@@ -112,7 +120,7 @@ def make_ends(lease_s: float = 20.0, *, page_digests: bool = True) -> Iterator[E
         host="127.0.0.1",
         port=0,
         arena=arena,
-        layout=home_plan or home_layout,
+        layout=home_wires,
         fingerprint={"layers": 6},
         producers=["east/0"],
         options=ReceiverOptions(resume_s=0.3, uncounted_regions=int(page_digests)),
@@ -124,11 +132,12 @@ def make_ends(lease_s: float = 20.0, *, page_digests: bool = True) -> Iterator[E
         peers={"home/0": Peer("home/0", "127.0.0.1", receiver.port, "east->home", 2, None)},
         fingerprint={"layers": 6},
         options=SenderOptions(resume_s=0.3),
+        layouts=east_wires,
     )
     sender.start()
     stats = ConnectorStats()
-    producing = KvProducer(east_layout, sender, lease_s, stats, east_plan)
-    consuming = KvConsumer(home_layout, receiver, 2.0, 5.0, stats, home_plan)
+    producing = KvProducer(east_layout, east_wires, sender, lease_s, stats)
+    consuming = KvConsumer(home_wires, receiver, 2.0, 5.0, stats)
     try:
         yield Ends(east, home, producing, consuming, receiver, sender, arena)
     finally:
@@ -305,7 +314,7 @@ def test_blocks_are_filled_while_the_rest_is_still_arriving(ends: Ends) -> None:
     ends.step(last)
     ended, failed = ends.results(2)
     assert ended == {"d", "e"} and len(failed) == 1
-    assert ends.consuming.stats.data["bytes_loaded"] == sum(layout(ends.east).region_bytes(100, 0))
+    assert ends.consuming.stats.data["bytes_loaded"] == kv_bytes_of(ends, 100)
 
 
 def test_requests_that_share_a_transfer_are_all_filled_while_it_arrives(ends: Ends) -> None:
@@ -563,13 +572,26 @@ def test_states_and_windows_are_sent_as_the_prompt_left_them(
         assert_moved(ends, ticket, 0, before)
 
 
+@pytest.mark.parametrize("phase", [TransferPhase.RECEIVING, TransferPhase.COMPLETE, TransferPhase.FAILED])
+def test_kv_that_nixl_loads_is_told_in_bytes_of_the_engines_own_pages(
+    ends: Ends, phase: TransferPhase
+) -> None:
+    pull = NixlRead("d", bytes(16), num_tokens=100, local_tokens=32, expires_at_s=time.time() + 60)
+    ends.consuming.tell_pulled(pull, phase)
+    status = ends.receiver.state(pull.transfer_id)
+    assert status is not None
+    total_bytes = sum(region_bytes(layout(ends.home).regions, 100, 32))
+    assert (status.phase, status.total_bytes) == (phase, total_bytes)
+    assert status.received_bytes == (total_bytes if phase is TransferPhase.COMPLETE else 0)
+
+
 def test_digests_are_no_kv_in_any_count(ends: Ends) -> None:
     ticket = new_ticket(100)
     (orders,) = sends(ticket, [100])
     ends.step(orders)
     ends.complete(ticket)
     status = ends.receiver.state(ticket.transfer_id)
-    kv_bytes = sum(layout(ends.east).region_bytes(100, 0))
+    kv_bytes = kv_bytes_of(ends, 100)
     assert status is not None
     assert (status.received_bytes, status.total_bytes) == (kv_bytes, kv_bytes)
     assert status.overlapped_bytes <= kv_bytes

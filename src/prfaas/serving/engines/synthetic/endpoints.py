@@ -77,12 +77,12 @@ class PrefillSend:
     def chunk_done(self, end_tokens: int) -> None:
         """All layers have come to `end_tokens`."""
         self._sent_blocks = max(self._sent_blocks, self._end_block(end_tokens))
-        if end_tokens < self._ticket.num_tokens:
-            return
-        self.transfer.end()
+        final = end_tokens >= self._ticket.num_tokens
+        if final:
+            self.transfer.end()
         if self._digests is not None:
-            # Behind the end mark, so that what it says of overlapped bytes is of KV alone.
-            self.transfer.put(self._digests.region, 0, self._digests, urgent=True)
+            for run in self._digests.take(final=final):
+                self.transfer.put(self._digests.region, run.offset, run, urgent=final)
 
     def _end_block(self, end_tokens: int) -> int:
         full = self._layout.full
@@ -96,7 +96,7 @@ class PrefillSend:
             skipped = region.group.first_block(ticket.num_tokens, ticket.skip_tokens)
             offset = (first - skipped) * region.page_bytes
             if self._digests is not None:
-                self._digests.add(index, first, held_sums(digests))
+                self._digests.add(index, first, held_sums(digests), end - first)
             self.transfer.put(index, offset, PageSource(digests, region.page_bytes), urgent=urgent)
 
 
@@ -203,12 +203,14 @@ class Endpoints:
         return PrefillSend(self._layout, transfer, ticket, context, digests)
 
     async def arrival(self, ticket: Ticket) -> str:
-        """Wait until a transfer is complete; "" then, else why it will not be."""
+        """Wait until a transfer is complete, or broken with something left; "" then, else why it will not be."""
         deadline_s = time.monotonic() + self._load_wait_s
         while True:
             status = self.receiver.state(ticket.transfer_id)
             if status is None:
                 return "its transfer is unknown or has expired"
+            if status.usable_tokens:
+                return ""
             if status.phase is TransferPhase.FAILED:
                 return f"its transfer failed: {status.reason}"
             if status.phase is TransferPhase.COMPLETE:
@@ -219,18 +221,30 @@ class Endpoints:
                 return reason
             await asyncio.sleep(_POLL_S)
 
-    async def load(self, ticket: Ticket, context: Context, held_tokens: int) -> bool:
-        """Read a complete transfer into `context`, which holds the first `held_tokens` tokens; frees its staging.
+    def tokens_of(self, ticket: Ticket) -> int:
+        """How many tokens' KV a transfer gives that is over: fewer than its ticket says where it broke."""
+        status = self.receiver.state(ticket.transfer_id)
+        return (status.usable_tokens if status is not None else 0) or ticket.num_tokens
+
+    async def load(self, ticket: Ticket, context: Context, held_tokens: int, num_tokens: int) -> bool:
+        """Read the first `num_tokens` tokens of a transfer into `context`, which holds `held_tokens`; frees its memory.
 
         False if the transfer is gone, or a page is not what the prefill engine computed.
         """
-        staged = self.receiver.take(ticket.transfer_id)
+        staged = self.receiver.take(ticket.transfer_id, broken=num_tokens < ticket.num_tokens)
         if staged is None:
             return False
         try:
             # Shielded: the thread owns the staging and frees it, also when the request is cancelled meanwhile.
             found = await asyncio.shield(
-                asyncio.to_thread(_read_pages, staged, self._layout, context, held_tokens, self._digest_plan)
+                asyncio.to_thread(
+                    _read_pages,
+                    staged,
+                    self._layout,
+                    context,
+                    range(held_tokens, num_tokens),
+                    self._digest_plan,
+                )
             )
         except PageDigestError as error:
             logger.error("a request prefills locally: in its KV from %s, %s", ticket.producer, error)
@@ -241,7 +255,7 @@ class Endpoints:
             return False
         for group, block, deviations in found:
             context.use(group, block, deviations)
-        self.counts.bytes_loaded += sum(self._layout.region_bytes(ticket.num_tokens, held_tokens))
+        self.counts.bytes_loaded += sum(self._layout.region_bytes(num_tokens, held_tokens))
         return True
 
     def drop(self, ticket: Ticket, reason: str) -> None:
@@ -276,10 +290,10 @@ def _read_pages(
     staged: StagedTransfer,
     layout: SyntheticLayout,
     context: Context,
-    held_tokens: int,
+    tokens: range,
     digest_plan: DigestPlan | None,
 ) -> list[tuple[SyntheticGroup, int, Deviations]]:
-    """Every page of a transfer that is to be loaded, with its deviations; frees the staging.
+    """Every page of these `tokens` of a transfer, with its deviations; frees the staging.
 
     Raises:
         PageDigestError: a page is not what the prefill engine computed.
@@ -291,7 +305,7 @@ def _read_pages(
         for index, region in enumerate(layout.regions):
             group, num_tokens = region.group, staged.num_tokens
             staged_first = group.first_block(num_tokens, staged.skip_tokens)
-            blocks = group.moving_blocks(num_tokens, held_tokens)
+            blocks = group.moving_blocks(tokens.stop, tokens.start)
             loaded = np.empty(len(blocks), dtype=np.uint64)
             for position, block in enumerate(blocks):
                 offset = (block - staged_first) * region.page_bytes

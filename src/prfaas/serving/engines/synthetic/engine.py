@@ -224,7 +224,8 @@ class SyntheticEngine:
     ) -> _RequestState:
         """Load all but the last token of the prompt into a context, or prefill all of it."""
         load = roles.load if roles.load is not None and await self._await_arrival(roles.load) else None
-        if load is not None and load.num_tokens == len(chain) - 1 and roles.send is None:
+        is_whole = load is not None and self.endpoints.tokens_of(load) == len(chain) - 1
+        if load is not None and is_whole and roles.send is None:
             state = await self._admit(work, chain, held)
             if await self._load(load, state):
                 if work.cached_tokens is not None:
@@ -243,7 +244,7 @@ class SyntheticEngine:
                 self._reuse(state, len(chain) - 1)
             elif load is not None:
                 # The rest of a prompt whose beginning another engine held.
-                state.cached_tokens = load.num_tokens
+                state.cached_tokens = state.done_tokens
             with self._running():
                 await self._prefill(state, roles.send, queued=queued)
         return state
@@ -271,20 +272,22 @@ class SyntheticEngine:
         hit = cache.hit(context, len(context.chain) - 1)
         blocks = hit.usable_blocks if cache.layout.has_window else hit.attention_blocks
         held_tokens = blocks * cache.layout.block_tokens
-        if not ticket.skip_tokens <= held_tokens < ticket.num_tokens:
+        num_tokens = self.endpoints.tokens_of(ticket)
+        if not ticket.skip_tokens <= held_tokens < num_tokens:
             self.endpoints.drop(ticket, f"{held_tokens} tokens are held, {ticket.skip_tokens} were skipped")
             return False
         cache.reuse(context, state.lease, blocks, attention_only=True)
         taint = context.taint
-        if not await self.endpoints.load(ticket, context, held_tokens):
+        if not await self.endpoints.load(ticket, context, held_tokens, num_tokens):
             self.endpoints.counts.loads_failed += 1
             return False
-        self.endpoints.counts.loads_completed += 1
+        self.endpoints.counts.loads_completed += num_tokens == ticket.num_tokens
+        self.endpoints.counts.loads_resumed += num_tokens < ticket.num_tokens
         self.counts.damaged_loads += context.taint != taint
         self.counts.prefix_hits += held_tokens
-        state.done_tokens, state.cached_tokens = ticket.num_tokens, held_tokens
-        cache.store(context, state.lease, held_tokens, ticket.num_tokens, states=False)
-        state.stored_tokens = ticket.num_tokens
+        state.done_tokens, state.cached_tokens = num_tokens, held_tokens
+        cache.store(context, state.lease, held_tokens, num_tokens, states=False)
+        state.stored_tokens = num_tokens
         return True
 
     def _reuse(self, state: _RequestState, limit_tokens: int) -> None:

@@ -2,11 +2,18 @@
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from prfaas.core.kv import ChunkedWindow, FullAttention, KvModel, LinearState, SlidingWindow
-from prfaas.core.kv.groups import GroupKind, KvGroup, Region, full_attention_first, region_bytes
+from prfaas.core.kv.groups import (
+    GroupKind,
+    KvGroup,
+    Region,
+    full_attention_first,
+    region_bytes,
+    usable_tokens,
+)
 from prfaas.serving.engines import EngineError
 from prfaas.serving.engines.page_digests import DIGEST_FORMAT, DigestPlan
 
@@ -137,6 +144,10 @@ class SyntheticLayout:
     def region_bytes(self, num_tokens: int, skip_tokens: int) -> list[int]:
         """See `kv_groups.region_bytes`."""
         return region_bytes(self.regions, num_tokens, skip_tokens)
+
+    def usable_tokens(self, num_tokens: int, skip_tokens: int, covered_end: Callable[[int, int], int]) -> int:
+        """See `kv_groups.usable_tokens`."""
+        return usable_tokens(self.regions, num_tokens, skip_tokens, covered_end)
 
     def digest_plan(self) -> DigestPlan:
         """Where the digests of this layout's pages lie in a transfer."""

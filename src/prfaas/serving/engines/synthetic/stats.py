@@ -17,6 +17,7 @@ class TransferCounts:
     bytes_sent: int = 0
     loads_completed: int = 0
     loads_failed: int = 0
+    loads_resumed: int = 0
     digest_mismatches: int = 0
     bytes_loaded: int = 0
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from prfaas.serving.engines.page_digests import DigestPlan, PendingSums
-from prfaas.serving.engines.vllm.layout import EngineRegion, KvLayout
+from prfaas.serving.engines.page_digests import PendingSums
 from prfaas.serving.engines.vllm.metadata import LoadOrder
+from prfaas.serving.engines.vllm.wire_layout import WireLayout, WireRegion
 from prfaas.serving.transport.arrival import Arrival
 from prfaas.serving.transport.staging import StagedRegions, StagedTransfer
 
@@ -16,9 +16,9 @@ from prfaas.serving.transport.staging import StagedRegions, StagedTransfer
 class _Part:
     """What is to be loaded of one layer."""
 
-    region: EngineRegion
+    region: WireRegion
     first_block: int
-    """Index of the first block in the request's block table."""
+    """Index of the first block in the prompt."""
     block_ids: Sequence[int]
     offset: int
     """Of the first block in the region, in bytes."""
@@ -48,24 +48,21 @@ class _Part:
 class BlockLoad:
     """Fills the blocks of each layer in their order, as far as their bytes are there. Not thread-safe."""
 
-    def __init__(self, layout: KvLayout, order: LoadOrder, digest_plan: DigestPlan | None) -> None:
+    def __init__(self, wire: WireLayout, order: LoadOrder) -> None:
         """
         Args:
-            layout: of the engine's KV.
+            wire: of the transfer.
             order: the blocks to fill, which the engine does not hold already.
-            digest_plan: None where transfers come without digests of their pages.
 
         Raises:
             RuntimeError: a block is one that no request may write.
         """
-        self._digest_plan = digest_plan
+        self._digest_plan = wire.digest_plan
         self._parts: list[_Part] = []
         ticket = order.ticket
         runs = {run.group: run for run in order.runs}
-        for region in layout.regions:
-            run = runs[region.group.index]
-            if 0 in run.block_ids:
-                raise RuntimeError(f"layer {region.layer_name}: a block to load is vLLM's null block")
+        for region in wire.regions:
+            run = region.run(runs[region.group.index], ticket.num_tokens, ticket.skip_tokens)
             # The region may begin earlier than the run.
             skipped = region.group.first_block(ticket.num_tokens, ticket.skip_tokens)
             offset = (run.first_block - skipped) * region.page_bytes

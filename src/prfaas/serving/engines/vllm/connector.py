@@ -166,9 +166,10 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_answer_on_error(None)
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
-        pool = self._scheduler().pool
-        if pool is not None:
-            pool.update(connector_output)
+        scheduler = self._scheduler()
+        scheduler.update(connector_output)
+        if scheduler.pool is not None:
+            scheduler.pool.update(connector_output)
 
     def request_finished(
         self, request: "Request", block_ids: list[int]
@@ -280,7 +281,7 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_answer_on_error(None)
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        return self._ready_worker().take_load_times()
+        return self._ready_worker().take_reports()
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         if self._worker is not None:

@@ -7,7 +7,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from prfaas.core.kv.groups import GroupKind, KvGroup
-from prfaas.serving.engines.vllm.metadata import BlockRun, LoadOrder, SendOrder, TransferMetadata
+from prfaas.serving.engines.vllm.metadata import (
+    BlockRun,
+    LoadOrder,
+    LoadReports,
+    SendOrder,
+    TransferMetadata,
+)
 from prfaas.serving.engines.vllm.pool_scheduler import PoolScheduler
 from prfaas.serving.transport.ticket import (
     PREFIX_TICKET_PARAMETER,
@@ -20,6 +26,7 @@ from prfaas.serving.transport.ticket import (
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
@@ -60,6 +67,13 @@ class ConsumingRequest:
     """The engine's own hit when it was last decided to load the transfer; None: not to."""
     lacked_behind: int = -1
     """With an own hit of so many tokens, the pool lacked what the transfer leaves out."""
+    usable_tokens: int = 0
+    """The transfer broke, and the KV of so many tokens can still be loaded; 0: it has not broken."""
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens' KV the transfer gives."""
+        return self.usable_tokens or self.ticket.num_tokens
 
 
 class ConnectorScheduler:
@@ -154,12 +168,11 @@ class ConnectorScheduler:
         """
         consuming = self._consuming.get(request.request_id)
         if consuming is not None and not consuming.settled:
-            ticket = consuming.ticket
-            if ticket.num_tokens <= local_tokens:
+            if consuming.num_tokens <= local_tokens:
                 return 0
             if self._can_load(request, consuming, local_tokens):
                 consuming.local_tokens = local_tokens
-                return ticket.num_tokens - local_tokens
+                return consuming.num_tokens - local_tokens
             consuming.local_tokens = None
         return self.pool.hit_tokens(request, local_tokens) if self.pool is not None else 0
 
@@ -169,6 +182,9 @@ class ConnectorScheduler:
         if local_tokens >= skip_tokens:
             return True
         if self.pool is None or consuming.lacked_behind == local_tokens:
+            return False
+        if any(skip_tokens % group.block_tokens for group in self._full_groups()):
+            # An engine with other blocks begins inside one of these, and a pool has only whole ones.
             return False
         if self.pool.has_attention(request, local_tokens, skip_tokens):
             return True
@@ -182,7 +198,7 @@ class ConnectorScheduler:
             consuming.settled = True
             ticket, local_tokens = consuming.ticket, consuming.local_tokens
             if external_tokens and local_tokens is not None:
-                self._load_transfer(request, blocks, ticket, local_tokens)
+                self._load_transfer(request, blocks, consuming, local_tokens)
                 return
             self._orders.drops.append(
                 (
@@ -197,18 +213,29 @@ class ConnectorScheduler:
             else:
                 self.pool.give_up(request.request_id)
 
+    def update(self, output: "KVConnectorOutput") -> None:
+        """A load has failed since its transfer broke: vLLM asks for its request again, and is offered what has come."""
+        reports = output.kv_connector_worker_meta
+        if isinstance(reports, LoadReports):
+            for request_id, usable_tokens in reports.usable_tokens.items():
+                consuming = self._consuming.get(request_id)
+                if consuming is not None:
+                    consuming.usable_tokens = min(usable_tokens, consuming.num_tokens)
+                    consuming.settled = False
+
     def _load_transfer(
-        self, request: "Request", blocks: "KVCacheBlocks", ticket: Ticket, local_tokens: int
+        self, request: "Request", blocks: "KVCacheBlocks", consuming: ConsumingRequest, local_tokens: int
     ) -> None:
         """Order the load of a transfer, and of what it leaves out and only the pool has."""
-        table = blocks.get_block_ids()
+        table, ticket = blocks.get_block_ids(), consuming.ticket
         held_tokens = max(local_tokens, ticket.skip_tokens)
         if self.pool is not None:
             if local_tokens < ticket.skip_tokens:
                 self.pool.load(request, table)
             self.pool.begin_behind(request, held_tokens)
-        runs = self._runs(self._groups, table, ticket.num_tokens, held_tokens)
-        self._orders.loads.append(LoadOrder(request.request_id, ticket, held_tokens, runs))
+        runs = self._runs(self._groups, table, consuming.num_tokens, held_tokens)
+        order = LoadOrder(request.request_id, ticket, held_tokens, runs, consuming.usable_tokens)
+        self._orders.loads.append(order)
 
     def build_metadata(self, output: "SchedulerOutput") -> TransferMetadata:
         """This step's orders; runs before vLLM advances `num_computed_tokens`."""

@@ -13,13 +13,14 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from prfaas.core.pool.geometry import PoolGeometry, PoolGeometryError
 from prfaas.serving.engines.model_identity import ModelIdentity
 from prfaas.serving.engines.vllm.consumer import KvConsumer
-from prfaas.serving.engines.vllm.layout import KvLayout, fingerprint, pool_fingerprint
-from prfaas.serving.engines.vllm.metadata import PoolLoadTimes, TransferMetadata
+from prfaas.serving.engines.vllm.layout import KvLayout, fingerprint, pool_fingerprint, read_packings
+from prfaas.serving.engines.vllm.metadata import LoadReports, TransferMetadata
 from prfaas.serving.engines.vllm.pool_worker import PoolWorker
 from prfaas.serving.engines.vllm.producer import KvProducer
 from prfaas.serving.engines.vllm.rank_pages import pool_geometry
 from prfaas.serving.engines.vllm.settings import ConnectorSettings
 from prfaas.serving.engines.vllm.stats import ConnectorStats
+from prfaas.serving.engines.vllm.wire_layout import wire_layouts
 from prfaas.serving.transport.options import ReceiverOptions, SenderOptions
 from prfaas.serving.transport.receiver import Receiver
 from prfaas.serving.transport.roster import ranked
@@ -109,7 +110,9 @@ class ConnectorWorker:
             LayoutError: a group or tensor that can't be moved as pages.
             OSError: the KV port is taken, or a file of the model can't be read.
         """
-        layout = KvLayout.of_engine(kv_cache_config, kv_caches, _built_order(vllm_config))
+        layout = KvLayout.of_engine(
+            kv_cache_config, kv_caches, _built_order(vllm_config), read_packings(vllm_config)
+        )
         digests = settings.page_digests
         model = vllm_config.model_config
         identity = ModelIdentity.of(
@@ -120,16 +123,19 @@ class ConnectorWorker:
             model.tokenizer_revision,
         )
         marks = fingerprint(layout, vllm_config, identity, get_conv_state_layout(), page_digests=digests)
-        geometry = _pool_geometry(settings, layout, vllm_config, pool_fingerprint(marks))
-        digest_plan = layout.digest_plan(rank) if digests else None
-        logger.info("KV layout of %s: %s", settings.name, marks)
+        ranks = vllm_config.parallel_config.tensor_parallel_size
+        geometry = _pool_geometry(
+            settings, layout, ranks, vllm_config, pool_fingerprint(marks, layout, ranks)
+        )
+        wires = wire_layouts(layout, settings.name, rank, ranks, page_digests=digests)
+        logger.info("KV layout of %s: %s; pages: %s", settings.name, marks, wires.told)
         on_device = any(tensor.device.type == "cuda" for tensor in _tensors(kv_caches))
         arena = StagingArena(
             settings.staging_bytes,
             settings.transfer_block_bytes,
             _pinned(settings.staging_bytes) if on_device else None,
         )
-        roster, tls = settings.roster(rank), settings.tls
+        roster, tls = settings.roster(rank, ranks), settings.tls
         sender = Sender(
             name=ranked(settings.name, rank),
             key=key,
@@ -146,6 +152,7 @@ class ConnectorWorker:
                 accept_deadline_s=settings.staging_wait_s + 10.0,
             ),
             tls=tls,
+            layouts=wires,
         )
         receiver = Receiver(
             name=ranked(settings.name, rank),
@@ -153,7 +160,7 @@ class ConnectorWorker:
             host=settings.kv_host,
             port=settings.kv_port + rank,
             arena=arena,
-            layout=digest_plan or layout,
+            layout=wires,
             fingerprint=marks,
             roster=roster,
             options=ReceiverOptions(
@@ -179,8 +186,8 @@ class ConnectorWorker:
         worker = cls(
             receiver,
             sender,
-            KvProducer(layout, sender, settings.lease_s, stats, digest_plan),
-            KvConsumer(layout, receiver, settings.load_wait_s, settings.staging_ttl_s, stats, digest_plan),
+            KvProducer(layout, wires, sender, settings.lease_s, stats),
+            KvConsumer(wires, receiver, settings.load_wait_s, settings.staging_ttl_s, stats),
             pool,
         )
         worker.consumer.on_end = worker._load_ended.set
@@ -241,9 +248,13 @@ class ConnectorWorker:
             self._load_ended.wait(longest_s)
             self._load_ended.clear()
 
-    def take_load_times(self) -> PoolLoadTimes | None:
-        """What the loads from the pool took that have ended since the last call."""
-        return self.pool.reader.take_times() if self.pool is not None else None
+    def take_reports(self) -> LoadReports | None:
+        """What there is to tell of the loads that have ended since the last call."""
+        times = self.pool.reader.take_times() if self.pool is not None else None
+        usable_tokens = self.consumer.take_usable_tokens()
+        if not usable_tokens:
+            return times
+        return LoadReports(times.loads if times is not None else {}, usable_tokens)
 
     def take_stats(self) -> ConnectorStats | None:
         """Counters since the last call, None when nothing happened."""
@@ -266,7 +277,7 @@ class ConnectorWorker:
 
 
 def _pool_geometry(
-    settings: ConnectorSettings, layout: KvLayout, vllm_config: VllmConfig, fingerprint: str
+    settings: ConnectorSettings, layout: KvLayout, ranks: int, vllm_config: VllmConfig, fingerprint: str
 ) -> PoolGeometry | None:
     """The pages of this engine's pool; None where it has none, of which the log tells the reason."""
     if settings.pool_socket is None:
@@ -275,7 +286,7 @@ def _pool_geometry(
         logger.warning("%s uses no pool: speculative decoding rewrites blocks after a step", settings.name)
         return None
     try:
-        return pool_geometry(layout, fingerprint, vllm_config.parallel_config.tensor_parallel_size)
+        return pool_geometry(layout, fingerprint, ranks)
     except PoolGeometryError as error:
         logger.warning("%s uses no pool: %s", settings.name, error)
         return None

@@ -7,14 +7,16 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from prfaas.serving.engines.page_digests import DigestPlan, PageDigestError
+from prfaas.serving.engines.page_digests import PageDigestError
 from prfaas.serving.engines.vllm.block_load import BlockLoad
-from prfaas.serving.engines.vllm.layout import KvLayout
 from prfaas.serving.engines.vllm.metadata import LoadOrder, NixlRead
 from prfaas.serving.engines.vllm.stats import ConnectorStats
+from prfaas.serving.engines.vllm.wire_layout import WireLayout
 from prfaas.serving.transport.arrival import Arrival
 from prfaas.serving.transport.receiver import Receiver
+from prfaas.serving.transport.region_layout import PeerLayouts
 from prfaas.serving.transport.staging import StagedTransfer
+from prfaas.serving.transport.ticket import part_id
 from prfaas.serving.transport.wire import TransferPhase, TransferStatus
 
 logger = logging.getLogger(__name__)
@@ -36,15 +38,26 @@ class _HeldTransfer:
 
 
 @dataclass(slots=True, eq=False)
+class _LoadPart:
+    """What one transfer brings of a load: all of it, or some heads where more ranks of the producer have them."""
+
+    transfer_id: bytes
+    blocks: BlockLoad | None = None
+    """None: nothing was loaded yet."""
+    arrival: Arrival | None = None
+    """The transfer while it arrives; None before and after that."""
+    loaded_bytes: int | None = None
+    """None: it has not ended."""
+
+
+@dataclass(slots=True, eq=False)
 class _OrderedLoad:
     """A load that has not ended; the loading thread's own."""
 
     order: LoadOrder
     ordered_at_s: float
-    blocks: BlockLoad | None = None
-    """None: nothing was loaded yet."""
-    arrival: Arrival | None = None
-    """The transfer while it arrives; None before and after that."""
+    parts: list[_LoadPart]
+    """Only the first is known of until one has begun."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +69,18 @@ class _LoadResult:
     """None: it failed."""
     digests_differ: bool = False
     """It failed since a page was not the one that the prefill engine computed."""
+    is_part: bool = False
+    """It loaded what had come of a transfer that broke."""
+    usable_tokens: int = 0
+    """It failed, but so many tokens' KV has come, and can be loaded by another order."""
 
 
 class _GivenUpError(Exception):
     """A load that will not be: the transfer is gone or late."""
+
+    def __init__(self, obstacle: str, usable_tokens: int = 0) -> None:
+        super().__init__(obstacle)
+        self.usable_tokens = usable_tokens
 
 
 class KvConsumer:
@@ -67,23 +88,30 @@ class KvConsumer:
 
     Blocks are filled as their bytes arrive, and the rest once the transfer is complete. Every ordered load is
     reported exactly once, as done or as failed; a failed one makes vLLM prefill the request locally
-    (`kv_load_failure_policy=recompute`). A transfer can serve several requests (`n` > 1).
+    (`kv_load_failure_policy=recompute`). A transfer can serve several requests (`n` > 1). Of a failed one whose
+    transfer broke, `take_usable_tokens` says what can still be loaded.
     """
 
     def __init__(
         self,
-        layout: KvLayout,
+        wires: PeerLayouts[WireLayout],
         receiver: Receiver,
         load_wait_s: float,
         staging_ttl_s: float,
         stats: ConnectorStats,
-        digest_plan: DigestPlan | None,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`digest_plan`: None where transfers come without digests of their pages."""
-        self._layout = layout
+        """
+        Args:
+            wires: what travels from each producer.
+            receiver: has it.
+            load_wait_s: a load waits that long at most for its transfer.
+            staging_ttl_s: a transfer for several requests waits that long at most for the last.
+            stats: counts what was loaded.
+            now_s: the clock.
+        """
+        self._wires = wires
         self._receiver = receiver
-        self._digest_plan = digest_plan
         self._load_wait_s = load_wait_s
         self._staging_ttl_s = staging_ttl_s
         self.stats = stats
@@ -96,26 +124,32 @@ class KvConsumer:
         self._wake = threading.Event()
         self._closing = False
         self._results: queue.SimpleQueue[_LoadResult] = queue.SimpleQueue()
+        self._usable_tokens: dict[str, int] = {}
         self._thread = threading.Thread(target=self._run, name="prfaas-load", daemon=True)
         self._thread.start()
 
     def order(self, loads: Sequence[LoadOrder], drops: Sequence[tuple[bytes, str]]) -> None:
         """Accept this step's loads, and the transfers (id, reason) that a request here will not take."""
         with self._lock:
-            for transfer_id, reason in drops:
-                held = self._held.get(transfer_id)
-                if held is None:
-                    self._receiver.drop(transfer_id, reason)
-                else:
-                    held.uses_left -= 1
-                    self._release(transfer_id, held)
-            self._waiting += [_OrderedLoad(load, self._now_s()) for load in loads]
+            for ticket_id, reason in drops:
+                for transfer_id in self._transfers_of(ticket_id):
+                    held = self._held.get(transfer_id)
+                    if held is None:
+                        self._receiver.drop(transfer_id, reason)
+                    else:
+                        held.uses_left -= 1
+                        self._release(transfer_id, held)
+            self._waiting += [
+                _OrderedLoad(load, self._now_s(), [_LoadPart(load.ticket.transfer_id)]) for load in loads
+            ]
         if loads:
             self._wake.set()
 
     def tell_pulled(self, pull: NixlRead, phase: TransferPhase) -> None:
         """Tell the gateway how far the KV is that NIXL loads in our place."""
-        total_bytes = sum(self._layout.region_bytes(pull.num_tokens, pull.local_tokens)) if pull.loads else 0
+        total_bytes = (
+            sum(self._wires.alike.kv_region_bytes(pull.num_tokens, pull.local_tokens)) if pull.loads else 0
+        )
         is_complete, has_failed = phase is TransferPhase.COMPLETE, phase is TransferPhase.FAILED
         status = TransferStatus(
             phase=phase,
@@ -143,12 +177,19 @@ class KvConsumer:
             self.stats.add("digest_mismatches", result.digests_differ)
             if result.loaded_bytes is None:
                 failed.add(result.request_id)
+                if result.usable_tokens:
+                    self._usable_tokens[result.request_id] = result.usable_tokens
             else:
-                self.stats.add("loads_completed")
+                self.stats.add("loads_resumed" if result.is_part else "loads_completed")
                 self.stats.add("bytes_loaded", result.loaded_bytes)
         self.stats.add("loads_failed", len(failed))
         self._expire()
         return ended, failed
+
+    def take_usable_tokens(self) -> dict[str, int]:
+        """Of the failed loads that `results` has named since the last call: how many tokens can still be loaded."""
+        usable_tokens, self._usable_tokens = self._usable_tokens, {}
+        return usable_tokens
 
     def close(self) -> None:
         """Stop the loading thread and free what is still staged."""
@@ -156,8 +197,9 @@ class KvConsumer:
         self._wake.set()
         self._thread.join(timeout=10)
         for load in self._waiting:
-            if load.arrival is not None:
-                load.arrival.give_back()
+            for part in load.parts:
+                if part.arrival is not None:
+                    part.arrival.give_back()
         for held in self._held.values():
             held.transfer.free()
         self._held.clear()
@@ -178,12 +220,20 @@ class KvConsumer:
 
     def _advanced(self, load: _OrderedLoad) -> _LoadResult | None:
         """Load what can be loaded now; the result once that is all of it, or it has failed. Never raises."""
-        order, digests_differ = load.order, False
+        order, digests_differ, usable_tokens = load.order, False, 0
         try:
             loaded_bytes = self._load(load)
-            return None if loaded_bytes is None else _LoadResult(order.request_id, loaded_bytes)
+            if loaded_bytes is None:
+                return None
+            return _LoadResult(order.request_id, loaded_bytes, is_part=order.usable_tokens > 0)
         except _GivenUpError as error:
-            logger.warning("request %s prefills locally: %s", order.request_id, error)
+            usable_tokens = error.usable_tokens
+            if usable_tokens:
+                logger.warning(
+                    "request %s goes on from %d tokens: %s", order.request_id, usable_tokens, error
+                )
+            else:
+                logger.warning("request %s prefills locally: %s", order.request_id, error)
         except PageDigestError as error:
             digests_differ = True
             logger.error(
@@ -192,63 +242,91 @@ class KvConsumer:
             )
         except Exception:
             logger.exception("loading the KV of request %s failed", order.request_id)
-        self._stop_reading(load)
-        return _LoadResult(order.request_id, None, digests_differ)
+        for part in load.parts:
+            self._stop_reading(part)
+            # Of the parts that are in time nobody will have a use.
+            if len(load.parts) > 1:
+                self._receiver.drop(part.transfer_id, "another part of the KV did not arrive")
+        return _LoadResult(order.request_id, None, digests_differ, usable_tokens=usable_tokens)
 
     def _load(self, load: _OrderedLoad) -> int | None:
-        """KV of one request from staging into the engine's blocks; the bytes copied, or None: more is to come.
+        """KV of one request from staging into the engine's blocks; the bytes copied, or None: more is to come."""
+        if len(load.parts) == 1:
+            _, *others = self._transfers_of(load.order.ticket.transfer_id)
+            load.parts += [_LoadPart(transfer_id) for transfer_id in others]
+        for number, part in enumerate(load.parts):
+            if part.loaded_bytes is None:
+                part.loaded_bytes = self._load_part(load, part, number)
+        loaded = [part.loaded_bytes for part in load.parts if part.loaded_bytes is not None]
+        return sum(loaded) if len(loaded) == len(load.parts) else None
+
+    def _transfers_of(self, ticket_id: bytes) -> list[bytes]:
+        """The ids of a ticket's transfers, as far as it is known that there are several."""
+        begun = self._wires.of_transfer(ticket_id)
+        return [
+            part_id(ticket_id, part)
+            for part in range(max((wire.parts for wire in begun.values()), default=1))
+        ]
+
+    def _load_part(self, load: _OrderedLoad, part: _LoadPart, number: int) -> int | None:
+        """What one transfer brings; the bytes copied, or None: more is to come.
 
         The way from the wire to here: `ReceiverConnection._receive_chunk`.
         """
-        order = load.order
-        transfer_id = order.ticket.transfer_id
-        if load.blocks is None:
-            load.blocks = BlockLoad(self._layout, order, self._digest_plan)
-        # 1. A complete transfer: its last bytes go into the blocks, all of them are checked.
-        held = self._hold(order)
-        if held is not None:
+        order, transfer_id = load.order, part.transfer_id
+        # 1. The form in which it travels is known once it has begun.
+        wire = self._wires.of_transfer(order.ticket.transfer_id).get(number)
+        if part.blocks is None and wire is not None:
+            part.blocks = BlockLoad(wire, order)
+        blocks = part.blocks
+        # 2. A complete transfer: its last bytes go into the blocks, all of them are checked.
+        held = self._hold(transfer_id, order) if blocks is not None else None
+        if blocks is not None and held is not None:
             try:
-                return load.blocks.finish(held.transfer)
+                return blocks.finish(held.transfer)
             finally:
-                self._stop_reading(load)
+                self._stop_reading(part)
                 with self._lock:
                     held.loading -= 1
                     self._release(transfer_id, held)
-        # 2. One that will never be, or is late, makes the engine prefill.
-        obstacle = _obstacle(self._receiver.state(transfer_id))
+        # 3. One that will never be, or is late, makes the engine prefill.
+        status = self._receiver.state(transfer_id)
+        # What is kept of a broken one can be taken as soon as nobody writes or reads it any more.
+        is_kept = order.usable_tokens and status is not None and status.usable_tokens
+        obstacle = "" if is_kept else _obstacle(status)
         if not obstacle and self._now_s() - load.ordered_at_s > self._load_wait_s:
             obstacle = f"KV still incomplete after {self._load_wait_s:g} s"
             self._receiver.drop(transfer_id, obstacle)
         if obstacle:
-            raise _GivenUpError(obstacle)
-        # 3. One that arrives: what is there of it goes into the blocks meanwhile.
-        if load.arrival is None:
-            load.arrival = self._receiver.lend(transfer_id, self._wake.set)
+            raise _GivenUpError(obstacle, status.usable_tokens if status is not None else 0)
+        # 4. One that arrives: what is there of it goes into the blocks meanwhile.
+        if part.arrival is None and blocks is not None and not is_kept:
+            part.arrival = self._receiver.lend(transfer_id, self._wake.set)
             # Nobody tells of what came to pass before this: look once more.
             self._wake.set()
-        if load.arrival is not None:
-            load.blocks.fill_arrived(load.arrival)
+        if part.arrival is not None and blocks is not None:
+            blocks.fill_arrived(part.arrival)
         return None
 
-    def _stop_reading(self, load: _OrderedLoad) -> None:
-        """No copy for this load is under way after this."""
-        if load.blocks is not None:
-            load.blocks.flush()
-        if load.arrival is not None:
-            load.arrival.give_back()
-            load.arrival = None
+    @staticmethod
+    def _stop_reading(part: _LoadPart) -> None:
+        """No copy for this part is under way after this."""
+        if part.blocks is not None:
+            part.blocks.flush()
+        if part.arrival is not None:
+            part.arrival.give_back()
+            part.arrival = None
 
-    def _hold(self, order: LoadOrder) -> _HeldTransfer | None:
+    def _hold(self, transfer_id: bytes, order: LoadOrder) -> _HeldTransfer | None:
         """A use of a complete transfer, which the caller must end; None while it is not complete."""
-        ticket = order.ticket
         with self._lock:
-            held = self._held.get(ticket.transfer_id)
+            held = self._held.get(transfer_id)
             if held is None or held.uses_left < 1:
-                transfer = self._receiver.take(ticket.transfer_id)
+                transfer = self._receiver.take(transfer_id, broken=bool(order.usable_tokens))
                 if transfer is None:
                     return None
-                held = _HeldTransfer(transfer, ticket.uses, self._now_s() + self._staging_ttl_s)
-                self._held[ticket.transfer_id] = held
+                held = _HeldTransfer(transfer, order.ticket.uses, self._now_s() + self._staging_ttl_s)
+                self._held[transfer_id] = held
             held.uses_left -= 1
             held.loading += 1
             return held

@@ -101,9 +101,10 @@ class DevicePages:
     SUM_BYTES = _GATHER_BYTES
     WRITE_BYTES = _GATHER_BYTES
 
-    def __init__(self, raw: torch.Tensor) -> None:
-        self.page_bytes = raw.shape[1]
-        self._raw = raw
+    def __init__(self, raw: torch.Tensor, page_bytes: int = 0) -> None:
+        """`page_bytes`: of pages that are gathered otherwise than as rows of `raw`."""
+        self.page_bytes = page_bytes or raw.shape[1]
+        self.raw = raw
         self._on_device = raw.device.type == "cuda"
         self._lane = _lane_of(raw.device)
         self._weights = _weights(-(-self.page_bytes // WORD_BYTES), raw.device)
@@ -117,7 +118,7 @@ class DevicePages:
     def mark_written(self) -> None:
         if self._on_device:
             event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(self._raw.device))
+            event.record(torch.cuda.current_stream(self.raw.device))
             self._written = event
 
     def views(self, blocks: BlockIds, start: int, nbytes: int) -> list[memoryview]:
@@ -147,8 +148,7 @@ class DevicePages:
                 ids = lane.ids(np.array(blocks[first : first + most], dtype=np.int64))
                 pages = lane.gathered(len(ids) * self.page_bytes)
                 _fill(pages, waiting)
-                words = pages.view(self._words.dtype).view(len(ids), -1)
-                self._words.index_copy_(0, ids, words)
+                self._put(ids, pages)
 
     def load_from(self, places: ArenaPages, start: int) -> None:
         pages = (places.arena[offset + start :][: self.page_bytes] for offset in places.offsets)
@@ -171,7 +171,7 @@ class DevicePages:
             return _DeviceSums(parts[0] if len(parts) == 1 else torch.cat(parts))
 
     def _sum(self, blocks: torch.Tensor) -> torch.Tensor:
-        words = self._words.index_select(0, blocks)
+        words = self._gather(blocks)
         if words.dtype is torch.uint8:
             missing = -self.page_bytes % WORD_BYTES
             words = torch.nn.functional.pad(words, (0, missing)).view(torch.int64)
@@ -180,7 +180,7 @@ class DevicePages:
         return sums
 
     def copied(self, block: int) -> PageCopy:
-        page = self._raw[block].clone()
+        page = self._page(block)
         self.mark_written()
         return _DevicePageCopy(self, page)
 
@@ -196,14 +196,28 @@ class DevicePages:
     def _run(self, blocks: BlockIds) -> torch.Tensor:
         """The pages of `blocks`, one behind the other on the device; neighbours need not be gathered."""
         first, count = int(blocks[0]), len(blocks)
-        if self._raw.is_contiguous() and (count == 1 or bool((np.diff(blocks) == 1).all())):
-            return self._raw[first : first + count].view(-1)
+        if self.raw.is_contiguous() and (count == 1 or bool((np.diff(blocks) == 1).all())):
+            return self.raw[first : first + count].view(-1)
         if count == 1:
-            return self._raw[first]
+            return self.raw[first]
         gathered = self._lane.gathered(count * self.page_bytes)
         rows = gathered.view(self._words.dtype).view(count, -1)
         torch.index_select(self._words, 0, self._lane.ids(blocks), out=rows)
         return gathered
+
+    # How pages lie in the engine's memory.
+
+    def _gather(self, blocks: torch.Tensor) -> torch.Tensor:
+        """A copy of pages: int64, or uint8 where they don't lie on words; one row each."""
+        return self._words.index_select(0, blocks)
+
+    def _put(self, blocks: torch.Tensor, pages: torch.Tensor) -> None:
+        """Fill pages from bytes one behind the other."""
+        self._words.index_copy_(0, blocks, pages.view(self._words.dtype).view(len(blocks), -1))
+
+    def _page(self, block: int) -> torch.Tensor:
+        """A copy of one."""
+        return self.raw[block].clone()
 
     def _after_writes(self) -> None:
         if self._lane.stream is not None and self._written is not None:

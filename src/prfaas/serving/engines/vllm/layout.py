@@ -3,11 +3,16 @@
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+from typing import Any
 
 import torch
 from vllm.config import VllmConfig
+from vllm.utils.torch_utils import is_quantized_kv_cache
+from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheSpec,
@@ -16,14 +21,33 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from prfaas.core.kv.groups import GroupKind, KvGroup, Region, full_attention_first, region_bytes
+from prfaas.core.kv.groups import GroupKind, KvGroup, Region, full_attention_first
+from prfaas.core.kv.page_layout import PageLayout, PagePart, told_layouts
 from prfaas.serving.engines.model_identity import ModelIdentity
-from prfaas.serving.engines.page_digests import DIGEST_FORMAT, DigestPlan
+from prfaas.serving.engines.page_digests import DIGEST_FORMAT
 from prfaas.serving.engines.vllm.device_pages import layer_pages
 from prfaas.serving.engines.vllm.pages import LayerPages, LayoutError, raw_pages
+from prfaas.serving.engines.vllm.state_layout import state_parts
 
 # The fingerprint is part of a handshake of 8 KiB; a difference is one line.
 _MOST_TOLD_CHARS = 64
+
+
+# They split the last dimension of a block's tensor into keys and values (read in 0.32: `forward` of each).
+_PLAIN_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN")
+# Blocks of a multiple of that many tokens are packed alike.
+_CPU_BLOCK_TOKENS = 32
+
+
+class Packing(Enum):
+    """How an attention backend uses the memory of a block."""
+
+    UNKNOWN = auto()
+    """Its pages are only moved as they are."""
+    PLAIN = auto()
+    """As the tensor's shape says."""
+    CPU_VECTORS = auto()
+    """Of each head first all keys, element by element, then all values, token by token (tried in 0.32)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +68,8 @@ class EngineRegion(Region):
     """Which of the layer's tensors."""
     pages: LayerPages
     """Where the engine keeps it."""
+    layout: PageLayout
+    """How it lies in a page."""
 
 
 def read_groups(kv_cache_config: KVCacheConfig) -> tuple[EngineGroup, ...]:
@@ -95,27 +121,36 @@ class KvLayout:
         groups: Sequence[EngineGroup],
         pages: Mapping[str, Sequence[LayerPages]],
         built_order: Sequence[str] = (),
+        page_layouts: Mapping[str, Sequence[PageLayout]] | None = None,
     ) -> None:
         """
         Args:
             groups: the engine's.
             pages: of every layer of the groups by its name, one for each tensor that it has.
             built_order: the names of the model's layers as it was built; none if a step may go over a layer twice.
+            page_layouts: of the same tensors, where it is known how KV lies in them.
         """
-        parts = [
+        tensors = [
             (group, name, part, layer)
             for group in full_attention_first(groups)
             for name in group.layer_names
             for part, layer in enumerate(pages[name])
         ]
         self.regions = tuple(
-            EngineRegion(group, layer.page_bytes, index, name, part, layer)
-            for index, (group, name, part, layer) in enumerate(parts)
+            EngineRegion(
+                group,
+                layer.page_bytes,
+                index,
+                name,
+                part,
+                layer,
+                page_layouts[name][part] if page_layouts else opaque_layout(group, layer.page_bytes),
+            )
+            for index, (group, name, part, layer) in enumerate(tensors)
         )
         by_layer: dict[str, list[EngineRegion]] = {}
         for region in self.regions:
             by_layer.setdefault(region.layer_name, []).append(region)
-        self.regions_of_layer: Mapping[str, Sequence[EngineRegion]] = by_layer
         self.places = _places(tuple(by_layer), built_order)
         """Of the layers by name, in the order in which a step computes them; empty where that is not certain."""
         self.closing_layers = tuple(
@@ -132,35 +167,113 @@ class KvLayout:
         kv_cache_config: KVCacheConfig,
         kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]],
         built_order: Sequence[str] = (),
+        packings: Mapping[str, Packing] | None = None,
     ) -> "KvLayout":
-        """Build from what vLLM hands to `register_kv_caches`; `built_order`: see `__init__`.
+        """Build from what vLLM hands to `register_kv_caches`.
+
+        Args:
+            kv_cache_config: the engine's KV cache groups.
+            kv_caches: the KV tensor or tensors of every layer, by the layer's name.
+            built_order: see `__init__`.
+            packings: of the layers by name; those that are missing are not known.
 
         Raises:
             LayoutError: a group or tensor that can't be moved as pages.
         """
         pages: dict[str, list[LayerPages]] = {}
+        layouts: dict[str, list[PageLayout]] = {}
+        known = packings or {}
         groups = read_groups(kv_cache_config)
         for group in groups:
             spec = kv_cache_config.kv_cache_groups[group.index].kv_cache_spec
             for name in group.layer_names:
-                tensors = kv_caches[name]
-                parts = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-                whole = isinstance(spec, MambaSpec) and len(parts) == 1
-                content_bytes = spec.state_content_size_bytes if whole else None
+                given = kv_caches[name]
+                tensors = [given] if isinstance(given, torch.Tensor) else list(given)
+                state = spec if isinstance(spec, MambaSpec) and len(tensors) == 1 else None
+                content_bytes = None if state is None else state.state_content_size_bytes
                 pages[name] = [
-                    layer_pages(raw_pages(part, kv_cache_config.num_blocks, content_bytes)) for part in parts
+                    layer_pages(raw_pages(tensor, kv_cache_config.num_blocks, content_bytes))
+                    for tensor in tensors
                 ]
-        return cls(groups, pages, built_order)
+                if state is not None:
+                    opaque = opaque_layout(group, pages[name][0].page_bytes)
+                    layouts[name] = [replace(opaque, parts=state_parts(state))]
+                    continue
+                layouts[name] = [
+                    page_layout(
+                        group, tensor, _heads(spec, name), known.get(name, Packing.UNKNOWN), layer.page_bytes
+                    )
+                    for tensor, layer in zip(tensors, pages[name], strict=True)
+                ]
+        return cls(groups, pages, built_order, layouts)
 
-    def region_bytes(self, num_tokens: int, skip_tokens: int) -> list[int]:
-        """See `kv_groups.region_bytes`."""
-        return region_bytes(self.regions, num_tokens, skip_tokens)
 
-    def digest_plan(self, rank: int) -> DigestPlan:
-        """Where the digests of this layout's pages lie in a transfer of a tensor-parallel rank."""
-        return DigestPlan(
-            self.regions, [f"{region.layer_name}/{region.part}" for region in self.regions], rank
-        )
+def _heads(spec: KVCacheSpec, layer_name: str) -> int:
+    """Heads of a layer's KV on this rank; 0 for a linear state."""
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        spec = spec.kv_cache_specs[layer_name]
+    return spec.num_kv_heads if isinstance(spec, AttentionSpec) else 0
+
+
+def opaque_layout(group: KvGroup, page_bytes: int) -> PageLayout:
+    """The layout of pages that are only moved as they are."""
+    return PageLayout(group.kind, group.block_tokens, group.block_tokens, page_bytes)
+
+
+def page_layout(
+    group: KvGroup, tensor: torch.Tensor, heads: int, packing: Packing, page_bytes: int
+) -> PageLayout:
+    """How the KV of a layer lies in its pages; opaque where that is not known.
+
+    Args:
+        group: of the layer.
+        tensor: its KV, in vLLM's logical order: blocks (of the kernels), heads, tokens, keys and values of a head.
+        heads: of the layer's KV, on this rank.
+        packing: how the layer's attention backend uses the memory of a block.
+        page_bytes: of a block of the group.
+    """
+    opaque, item_bytes = opaque_layout(group, page_bytes), tensor.element_size()
+    if packing is Packing.UNKNOWN or tensor.dim() != 4 or tensor.stride(-1) != 1:
+        return opaque
+    _, found_heads, page_tokens, width = tensor.shape
+    per_block, rest = divmod(group.block_tokens, page_tokens)
+    if rest or found_heads != heads or page_bytes != per_block * tensor[0].numel() * item_bytes:
+        return opaque
+    _, head_stride, token_stride, _ = (stride * item_bytes for stride in tensor.stride())
+    head_stride = head_stride if heads > 1 else 0
+    if packing is Packing.PLAIN:
+        parts = [PagePart(heads, 1, width * item_bytes, 0, token_stride, head_stride, 0)]
+    elif tensor[0].is_contiguous() and not width % 2 and not page_tokens % _CPU_BLOCK_TOKENS:
+        elements = width // 2
+        values = elements * page_tokens * item_bytes
+        parts = [
+            PagePart(heads, elements, item_bytes, 0, item_bytes, head_stride, page_tokens * item_bytes),
+            PagePart(heads, 1, elements * item_bytes, values, elements * item_bytes, head_stride, 0),
+        ]
+    else:
+        return opaque
+    return PageLayout(group.kind, group.block_tokens, page_tokens, page_bytes, tuple(parts))
+
+
+def read_packings(vllm_config: VllmConfig) -> Mapping[str, Packing]:
+    """Of the attention layers by name, as far as their backends are known."""
+    layers = getattr(vllm_config.compilation_config, "static_forward_context", {})
+    return {name: _packing(layer, vllm_config) for name, layer in layers.items()}
+
+
+def _packing(layer: Any, vllm_config: VllmConfig) -> Packing:
+    backend = getattr(layer, "attn_backend", None)
+    name = backend.get_name() if backend is not None else ""
+    quantized = is_quantized_kv_cache(str(vllm_config.cache_config.cache_dtype))
+    if quantized:
+        return Packing.UNKNOWN
+    if name in _PLAIN_BACKENDS:
+        return Packing.PLAIN
+    if name == "CPU_ATTN":
+        isa = _get_attn_isa(vllm_config.model_config.dtype, _CPU_BLOCK_TOKENS, layer.head_size)
+        is_known = isa == "vec" and layer.head_size == layer.head_size_v
+        return Packing.CPU_VECTORS if is_known else Packing.UNKNOWN
+    return Packing.UNKNOWN
 
 
 def _places(names: Sequence[str], built_order: Sequence[str]) -> Mapping[str, int]:
@@ -185,10 +298,13 @@ def fingerprint(
     *,
     page_digests: bool,
 ) -> dict[str, str | int]:
-    """What must be equal on both sides for raw pages to mean the same, by names that an error can give."""
+    """What must be equal on both sides for KV to mean the same, by names that an error can give.
+
+    How the two keep it may differ: `wire_forms` says what travels then.
+    """
     model = vllm_config.model_config
     regions = [
-        (r.layer_name, r.part, r.group.kind.value, r.group.block_tokens, r.group.window_tokens, r.page_bytes)
+        (r.layer_name, r.part, r.group.index, r.group.kind.value, r.group.window_tokens)
         for r in layout.regions
     ]
     # In the order in which a difference is looked for: what says most comes before digests of many things.
@@ -200,19 +316,21 @@ def fingerprint(
         "tokenizer": identity.tokenizer,
         "dtype": str(model.dtype),
         "kv_cache_dtype": str(vllm_config.cache_config.cache_dtype),
-        "tensor_parallel_size": vllm_config.parallel_config.tensor_parallel_size,
-        "block_tokens": ",".join(str(b) for b in sorted({r.group.block_tokens for r in layout.regions})),
         "conv_state_layout": conv_state_layout,
         "layers": len(layout.regions),
         "model_config": _digest(_portable(model.hf_config.to_dict())),
-        "pages": _digest(regions),
+        "regions": _digest(regions),
         "page_digests": DIGEST_FORMAT if page_digests else "off",
     }
 
 
-def pool_fingerprint(marks: Mapping[str, str | int]) -> str:
-    """What must be equal for two engines to share a pool: all but what belongs to transfers alone."""
-    return _digest({name: mark for name, mark in marks.items() if name != "page_digests"})
+def pool_fingerprint(marks: Mapping[str, str | int], layout: KvLayout, ranks: int) -> str:
+    """What must be equal for two engines to share a pool: all but what belongs to transfers alone.
+
+    A pool's pages are those of its engines as they are, so these must keep them alike.
+    """
+    shared = {name: mark for name, mark in marks.items() if name != "page_digests"}
+    return _digest([shared, ranks, told_layouts([region.layout for region in layout.regions])])
 
 
 def _told_settings(config: Mapping[str, object]) -> dict[str, str]:

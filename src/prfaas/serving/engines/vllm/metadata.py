@@ -53,6 +53,8 @@ class LoadOrder:
     """Tokens whose KV the engine holds already."""
     runs: tuple[BlockRun, ...]
     """Blocks to fill, of every group: the KV of tokens [local_tokens, ticket.num_tokens)."""
+    usable_tokens: int = 0
+    """The transfer broke, and only so many tokens of it are to be loaded; 0: all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,17 +162,23 @@ class PoolLoadTime:
 
 
 @dataclass(slots=True)
-class PoolLoadTimes(KVConnectorWorkerMetadata):
-    """What the worker side measured of the pool loads that ended in this step, by request."""
+class LoadReports(KVConnectorWorkerMetadata):
+    """What the worker side tells of loads that ended in this step, by request."""
 
     loads: dict[str, PoolLoadTime] = field(default_factory=dict)
+    """What those from the pool took."""
+    usable_tokens: dict[str, int] = field(default_factory=dict)
+    """Of those whose transfer broke: how many tokens' KV has come, and can still be loaded."""
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> "PoolLoadTimes":
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "LoadReports":
         """Both ranks' figures."""
-        if not isinstance(other, PoolLoadTimes):
+        if not isinstance(other, LoadReports):
             raise TypeError(f"worker metadata of another connector: {type(other).__name__}")
         joined = dict(self.loads)
         for request_id, time in other.loads.items():
             known = joined.get(request_id)
             joined[request_id] = time if known is None else known.joined(time)
-        return PoolLoadTimes(joined)
+        usable_tokens = dict(self.usable_tokens)
+        for request_id, tokens in other.usable_tokens.items():
+            usable_tokens[request_id] = min(usable_tokens.get(request_id, tokens), tokens)
+        return LoadReports(joined, usable_tokens)

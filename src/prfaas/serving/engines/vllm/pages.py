@@ -35,8 +35,8 @@ class PageCopy(Protocol):
         ...
 
 
-class LayerPages(Protocol):
-    """KV of one layer: equal pages, one a block, in whatever memory the engine keeps them."""
+class WirePages(Protocol):
+    """KV of one layer as it travels: equal pages, in whatever memory the engine keeps them."""
 
     page_bytes: int
 
@@ -60,14 +60,6 @@ class LayerPages(Protocol):
         """Fill pages one after the other from consecutive host pieces; done for sure only after `flush`."""
         ...
 
-    def load_from(self, places: ArenaPages, start: int) -> None:
-        """Fill pages from host memory, where each begins `start` bytes behind a place; sure only after `flush`."""
-        ...
-
-    def store_to(self, places: ArenaPages, start: int) -> None:
-        """Copy whole pages to the same places in host memory; returns when they are there."""
-        ...
-
     def flush(self) -> None:
         """Wait until every write so far is in place."""
         ...
@@ -81,6 +73,21 @@ class LayerPages(Protocol):
 
     def copied(self, block: int) -> PageCopy:
         """A copy of one page as it is now, on the same device; doesn't wait for it."""
+        ...
+
+
+class LayerPages(WirePages, Protocol):
+    """The pages of an engine's own blocks, one a block; a pool takes and gives them too."""
+
+    raw: torch.Tensor
+    """uint8, shape (blocks, bytes of a page), in the engine's memory."""
+
+    def load_from(self, places: ArenaPages, start: int) -> None:
+        """Fill pages from host memory, where each begins `start` bytes behind a place; sure only after `flush`."""
+        ...
+
+    def store_to(self, places: ArenaPages, start: int) -> None:
+        """Copy whole pages to the same places in host memory; returns when they are there."""
         ...
 
 
@@ -130,7 +137,7 @@ def raw_pages(tensor: torch.Tensor, num_blocks: int, content_bytes: int | None =
     )
 
 
-def _pages_of(page_bytes: int, pieces: Sequence[memoryview]) -> Iterator[tuple[int, int, Bytes2D]]:
+def whole_pages(page_bytes: int, pieces: Sequence[memoryview]) -> Iterator[tuple[int, int, Bytes2D]]:
     """Cut a run of pages that lies in pieces into (index of a page, offset in it, whole pages or a part of one)."""
     done = 0
     for piece in pieces:
@@ -148,7 +155,9 @@ def _dense_extent(block: torch.Tensor) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(block.shape, block.stride(), strict=True))
 
 
-class _HostPageCopy:
+class HostPageCopy:
+    """A page that was copied in host memory. Satisfies `PageCopy`."""
+
     def __init__(self, page: Bytes2D) -> None:
         self._page = page
 
@@ -171,6 +180,7 @@ class HostPages:
     SUM_BYTES = 1024 * 1024
 
     def __init__(self, raw: torch.Tensor) -> None:
+        self.raw = raw
         self.page_bytes = raw.shape[1]
         self._pages: Bytes2D = raw.numpy()
         self._stride_bytes = raw.stride(0)
@@ -219,7 +229,7 @@ class HostPages:
             done += len(piece)
 
     def write_run(self, blocks: Sequence[int], pieces: Sequence[memoryview]) -> None:
-        for index, start, pages in _pages_of(self.page_bytes, pieces):
+        for index, start, pages in whole_pages(self.page_bytes, pieces):
             if start or pages.shape[1] < self.page_bytes:
                 self._pages[blocks[index], start : start + pages.shape[1]] = pages[0]
             else:
@@ -260,7 +270,7 @@ class HostPages:
         return KnownSums(sums)
 
     def copied(self, block: int) -> PageCopy:
-        return _HostPageCopy(self._pages[block].copy())
+        return HostPageCopy(self._pages[block].copy())
 
 
 class PagedSource:
@@ -270,7 +280,7 @@ class PagedSource:
     left to private memory.
     """
 
-    def __init__(self, pages: LayerPages, blocks: Sequence[int], last_page: PageCopy | None = None) -> None:
+    def __init__(self, pages: WirePages, blocks: Sequence[int], last_page: PageCopy | None = None) -> None:
         """`last_page`: a copy of the last page to read in its place, from `LayerPages.copied`."""
         self.nbytes = len(blocks) * pages.page_bytes
         self._pages = pages

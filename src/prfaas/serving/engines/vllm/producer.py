@@ -7,13 +7,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from prfaas.core.kv.groups import GroupKind
-from prfaas.serving.engines.page_digests import DigestPlan, DigestSource
-from prfaas.serving.engines.vllm.layout import EngineRegion, KvLayout
+from prfaas.serving.engines.page_digests import DigestSource
+from prfaas.serving.engines.vllm.layout import KvLayout
 from prfaas.serving.engines.vllm.metadata import BlockRun, SendOrder
 from prfaas.serving.engines.vllm.pages import PagedSource
 from prfaas.serving.engines.vllm.stats import ConnectorStats
+from prfaas.serving.engines.vllm.wire_layout import WireLayout, WireRegion
 from prfaas.serving.transport.outgoing import OutgoingTransfer, SendPhase
+from prfaas.serving.transport.region_layout import PeerLayouts
 from prfaas.serving.transport.sender import Sender
+from prfaas.serving.transport.ticket import part_id
 
 logger = logging.getLogger(__name__)
 
@@ -23,11 +26,13 @@ _RECALL_PATIENCE_S = 0.05
 
 @dataclass(slots=True)
 class _OpenSend:
-    """One outgoing transfer and the sources that may still read the engine's blocks."""
+    """One outgoing transfer to one rank of a consumer, and the sources that may still read the engine's blocks."""
 
     transfer: OutgoingTransfer
-    first_blocks: Mapping[int, int]
-    """The block at which each group's regions begin, by the group's index."""
+    wire: WireLayout
+    """As it was agreed with that rank when the transfer was opened."""
+    first_blocks: Sequence[int]
+    """The wire page at which each region begins."""
     kv_bytes: int
     """Of the transfer's regions, without the digests of their pages."""
     digests: DigestSource | None
@@ -48,20 +53,29 @@ class KvProducer:
     def __init__(
         self,
         layout: KvLayout,
+        wires: PeerLayouts[WireLayout],
         sender: Sender,
         lease_s: float,
         stats: ConnectorStats,
-        digest_plan: DigestPlan | None,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`digest_plan`: None sends pages without digests."""
+        """
+        Args:
+            layout: of the engine's KV.
+            wires: what travels to each consumer.
+            sender: sends it.
+            lease_s: a finished request keeps its blocks that long at most.
+            stats: counts what was sent.
+            now_s: the clock.
+        """
         self._layout = layout
+        self._wires = wires
         self._sender = sender
-        self._digest_plan = digest_plan
         self._lease_s = lease_s
         self.stats = stats
         self._now_s = now_s
-        self._open_sends: dict[str, _OpenSend] = {}
+        # To each rank of the consumer that shares heads with this one.
+        self._open_sends: dict[str, tuple[_OpenSend, ...]] = {}
         self._held_since_s: dict[str, float] = {}
 
     def save_layer(self, sends: Sequence[SendOrder], layer_name: str) -> None:
@@ -78,7 +92,9 @@ class KvProducer:
                 if layer_name in self._layout.closing_layers:
                     self._close_layer(send, layer_name)
                 else:
-                    self._queue_layer(send, send.streamed, layer_name)
+                    # The first layer of the first chunk opens the request's transfers.
+                    for open_send in self._open_sends.get(send.request_id) or self._open(send):
+                        self._queue_layer(send, open_send, send.streamed, layer_name)
             except Exception:
                 self._abort_unreadable(send)
 
@@ -93,28 +109,35 @@ class KvProducer:
             self._close_layer(send, layer_name)
 
     def _close_layer(self, send: SendOrder, layer_name: str) -> None:
-        open_send = self._open_sends.get(send.request_id) or self._open(send)
-        if send.closing and layer_name not in open_send.closed_layers:
-            open_send.closed_layers.add(layer_name)
-            self._queue_layer(send, send.closing, layer_name, urgent=True)
+        for open_send in self._open_sends.get(send.request_id) or self._open(send):
+            if send.closing and layer_name not in open_send.closed_layers:
+                open_send.closed_layers.add(layer_name)
+                self._queue_layer(send, open_send, send.closing, layer_name, urgent=True)
 
     def _queue_layer(
-        self, send: SendOrder, runs: Sequence[BlockRun], layer_name: str, *, urgent: bool = False
+        self,
+        send: SendOrder,
+        open_send: _OpenSend,
+        runs: Sequence[BlockRun],
+        layer_name: str,
+        *,
+        urgent: bool = False,
     ) -> None:
-        """KV of one layer from the engine's blocks into the queue to its peer; what is urgent overtakes the rest.
+        """KV of one layer from the engine's blocks into the queue to a peer; what is urgent overtakes the rest.
 
         The way to the wire goes on in a thread of the transport, as soon as a connection is free:
         `SenderConnection._send_chunk`.
         """
-        # 1. The request's transfer; the first layer of the first chunk opens it.
-        open_send = self._open_sends.get(send.request_id) or self._open(send)
-        for region in self._layout.regions_of_layer.get(layer_name, ()):
-            for run in runs:
-                # 2. The blocks of this layer that the step has completed.
-                if run.group != region.group.index or not run.block_ids:
+        # 1. What this peer gets of the layer.
+        ticket = send.ticket
+        for region in open_send.wire.regions_of_layer.get(layer_name, ()):
+            for ordered in runs:
+                # 2. The blocks of this layer that the step has completed, as the wire pages that the transfer moves.
+                if ordered.group != region.group.index:
                     continue
-                if 0 in run.block_ids:
-                    raise RuntimeError(f"layer {layer_name}: a block to send is vLLM's null block")
+                run = region.run(ordered, ticket.num_tokens, ticket.skip_tokens)
+                if not run.block_ids:
+                    continue
                 # 3. Their pages as a source. Nothing is copied yet but a page with room behind the prompt, which
                 #    the engine may go on filling, and states and windows of a request that it decodes itself; what
                 #    is read later is what the compute stream has queued to write until now.
@@ -130,79 +153,93 @@ class KvProducer:
                 #    waits for them before they are sent.
                 if open_send.digests is not None:
                     sums = region.pages.sums(run.block_ids, loaded=False)
-                    open_send.digests.add(region.index, run.first_block, sums)
+                    open_send.digests.add(region.index, run.first_block, sums, len(run.block_ids))
                 # 5. Into the queue, at their place in the layer's region.
-                offset = (run.first_block - open_send.first_blocks[run.group]) * region.page_bytes
+                offset = (run.first_block - open_send.first_blocks[region.index]) * region.page_bytes
                 for source in sources:
                     open_send.sources.append(weakref.ref(source))
                     open_send.transfer.put(region.index, offset, source, urgent=urgent)
                     offset += source.nbytes
         open_send.sources = [ref for ref in open_send.sources if ref() is not None]
 
-    def _open(self, send: SendOrder) -> _OpenSend:
-        ticket = send.ticket
-        extent = (ticket.num_tokens, ticket.skip_tokens)
-        plan, kv_region_bytes = self._digest_plan, self._layout.region_bytes(*extent)
-        digests = DigestSource(plan.of_transfer(ticket.transfer_id, *extent)) if plan is not None else None
-        region_bytes = kv_region_bytes if digests is None else [*kv_region_bytes, digests.nbytes]
-        transfer = self._sender.open(ticket, send.sealed, region_bytes, send.cached_tokens)
-        groups = {region.group for region in self._layout.regions}
-        first_blocks = {group.index: group.first_block(*extent) for group in groups}
-        opened = _OpenSend(transfer, first_blocks, sum(kv_region_bytes), digests)
+    def _open(self, send: SendOrder) -> tuple[_OpenSend, ...]:
+        opened = tuple(self._open_to(send, peer) for peer in self._sender.ranks_of(send.ticket.consumer))
         self._open_sends[send.request_id] = opened
         return opened
+
+    def _open_to(self, send: SendOrder, peer: str) -> _OpenSend:
+        ticket = send.ticket
+        extent = (ticket.num_tokens, ticket.skip_tokens)
+        wire = self._wires.towards(peer)
+        transfer_id = part_id(ticket.transfer_id, wire.part)
+        plan, kv_region_bytes = wire.digest_plan, wire.kv_region_bytes(*extent)
+        digests = DigestSource(plan.of_transfer(transfer_id, *extent)) if plan is not None else None
+        region_bytes = kv_region_bytes if digests is None else [*kv_region_bytes, digests.nbytes]
+        transfer = self._sender.open(
+            ticket, send.sealed, region_bytes, send.cached_tokens, wire.mark, peer, wire.part
+        )
+        first_blocks = [region.group.first_block(*extent) for region in wire.regions]
+        return _OpenSend(transfer, wire, first_blocks, sum(kv_region_bytes), digests)
 
     def end_step(self, sends: Sequence[SendOrder]) -> None:
         """Queue what a last chunk has left of states and windows, and mark the end of the prefill."""
         for send in sends:
-            if not send.final:
-                continue
             try:
+                if not send.final:
+                    self._put_digests(send)
+                    continue
                 self._close_layers(send)
-                open_send = self._open_sends.get(send.request_id) or self._open(send)
-                open_send.transfer.end()
-                if open_send.digests is not None:
-                    # Behind the end mark, so that what it says of overlapped bytes is of KV alone.
-                    open_send.transfer.put(open_send.digests.region, 0, open_send.digests, urgent=True)
+                for open_send in self._open_sends.get(send.request_id) or self._open(send):
+                    open_send.transfer.end()
+                self._put_digests(send)
             except Exception:
                 self._abort_unreadable(send)
 
+    def _put_digests(self, send: SendOrder) -> None:
+        """Queue the digests of a chunk's pages behind them; the last ones, after the end mark, overtake what waits."""
+        for open_send in self._open_sends.get(send.request_id, ()):
+            # A rank that has only what others send too sends no page.
+            if open_send.digests is not None and open_send.wire.regions:
+                for run in open_send.digests.take(final=send.final):
+                    open_send.transfer.put(open_send.digests.region, run.offset, run, urgent=send.final)
+
     def _abort_unreadable(self, send: SendOrder) -> None:
-        """In an except clause: the exception must cost one transfer, not the engine."""
+        """In an except clause: the exception must cost one request's transfers, not the engine."""
         logger.exception("sending the KV of request %s failed", send.request_id)
-        open_send = self._open_sends.get(send.request_id)
-        if open_send is not None:
+        for open_send in self._open_sends.get(send.request_id, ()):
             open_send.transfer.abort("the prefill engine could not read its KV")
 
     def detach(self, request_ids: Sequence[str]) -> None:
         """Copy out what is unsent of preempted requests before vLLM overwrites their blocks."""
         for request_id in request_ids:
-            open_send = self._open_sends.get(request_id)
-            if open_send is None:
-                continue
-            for ref in open_send.sources:
-                source = ref()
-                if source is not None:
-                    source.detach()
-            open_send.transfer.recall(_RECALL_PATIENCE_S)
+            for open_send in self._open_sends.get(request_id, ()):
+                for ref in open_send.sources:
+                    source = ref()
+                    if source is not None:
+                        source.detach()
+                open_send.transfer.recall(_RECALL_PATIENCE_S)
 
     def hold(self, held: Mapping[str, bool]) -> None:
         """Take note of finished requests whose blocks wait for us; give up those that were aborted (True)."""
         for request_id, aborted in held.items():
             self._held_since_s[request_id] = self._now_s()
-            open_send = self._open_sends.get(request_id)
-            if aborted and open_send is not None:
-                open_send.transfer.abort("the prefill was cancelled")
+            if aborted:
+                for open_send in self._open_sends.get(request_id, ()):
+                    open_send.transfer.abort("the prefill was cancelled")
 
     def finished(self) -> set[str]:
         """Requests whose blocks vLLM may free now; each is named once."""
         done: set[str] = set()
         for request_id, since_s in list(self._held_since_s.items()):
-            open_send = self._open_sends.get(request_id)
-            if open_send is None or self._has_ended(open_send, since_s):
+            open_sends = self._open_sends.get(request_id, ())
+            # Each is looked at: a lease that is over ends all of them.
+            ended = [self._has_ended(each, since_s) for each in open_sends]
+            if all(ended):
                 done.add(request_id)
                 del self._held_since_s[request_id]
                 self._open_sends.pop(request_id, None)
+                for each in open_sends:
+                    self._count(each)
         return done
 
     def _has_ended(self, open_send: _OpenSend, held_since_s: float) -> bool:
@@ -212,23 +249,23 @@ class KvProducer:
                 return False
             transfer.abort(f"not acknowledged within the lease of {self._lease_s:g} s")
             self.stats.add("leases_expired")
-        if not transfer.idle():  # the step loop looks whether readers are gone, it never waits for them
-            return False
-        if transfer.phase is SendPhase.COMPLETE:
+        return transfer.idle()  # the step loop looks whether readers are gone, it never waits for them
+
+    def _count(self, open_send: _OpenSend) -> None:
+        if open_send.transfer.phase is SendPhase.COMPLETE:
             self.stats.add("sends_completed")
             self.stats.add("bytes_sent", open_send.kv_bytes)
         else:
             self.stats.add("sends_failed")
-            logger.warning("KV transfer failed: %s", transfer.reason)
-        return True
+            logger.warning("KV transfer failed: %s", open_send.transfer.reason)
 
 
-def _copies(region: EngineRegion, run: BlockRun) -> list[PagedSource]:
+def _copies(region: WireRegion, run: BlockRun) -> list[PagedSource]:
     """Each page as it is now: the next steps write over linear states, and windows leave their blocks behind."""
     return [PagedSource(region.pages, (block,), region.pages.copied(block)) for block in run.block_ids]
 
 
-def _ends_partial(send: SendOrder, region: EngineRegion, run: BlockRun) -> bool:
+def _ends_partial(send: SendOrder, region: WireRegion, run: BlockRun) -> bool:
     """Whether the last block of a run has slots behind the prompt's last token."""
     group = region.group
     if group.kind is GroupKind.STATE:

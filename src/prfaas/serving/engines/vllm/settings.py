@@ -1,10 +1,11 @@
 """The settings of one engine's connector, as its command line gives them."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from prfaas.core.kv.rank_shares import paired_ranks
 from prfaas.serving.transport.options import Peer
 from prfaas.serving.transport.roster import Roster, ranked
 from prfaas.serving.transport.tls_identity import TlsIdentity
@@ -89,13 +90,19 @@ class ConnectorSettings:
     pool_timeout_s: float = 2.0
     """A call of the pool daemon that has no answer for that long has failed."""
 
+    ranks_of_others: Mapping[str, int] = field(default_factory=dict)
+    """Tensor-parallel ranks of the peers and producers that have more or fewer than this engine."""
     nixl_beside: bool = False
     """Some engines of the deployment have NIXL too: this one lays its KV out as NIXL wants it."""
 
-    def roster(self, rank: int) -> Roster:
-        """Who one tensor-parallel rank has to do with, until the control plane tells it."""
-        peers = [_at_rank(name, peer, rank) for name, peer in self.peers.items()]
-        producers = frozenset(ranked(name, rank) for name in self.producers)
+    def roster(self, rank: int, ranks: int) -> Roster:
+        """Who one of the engine's tensor-parallel ranks has to do with, until the control plane tells it."""
+
+        def paired(name: str) -> range:
+            return paired_ranks(rank, ranks, self.ranks_of_others.get(name, ranks))
+
+        peers = [_at_rank(name, peer, other) for name, peer in self.peers.items() for other in paired(name)]
+        producers = frozenset(ranked(name, other) for name in self.producers for other in paired(name))
         return Roster({peer.name: peer for peer in peers}, producers, self.plain_peers)
 
     @property

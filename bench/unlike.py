@@ -1,0 +1,244 @@
+"""What it costs that two engines keep the same KV in other blocks: processor time of a whole transfer over loopback.
+
+    python bench/unlike.py [--json] [--rounds N] [--tokens N]
+
+Pages are computed digests of, sent, received, loaded and checked in one process. Each round does the same transfer
+between equal engines and between unlike ones, in turn; ratios are medians over rounds of paired measurements.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from prfaas.core.kv.groups import GroupKind, region_bytes
+from prfaas.serving.engines.vllm.consumer import KvConsumer
+from prfaas.serving.engines.vllm.layout import EngineGroup, KvLayout, Packing, page_layout
+from prfaas.serving.engines.vllm.metadata import BlockRun, LoadOrder, SendOrder
+from prfaas.serving.engines.vllm.pages import HostPages, raw_pages
+from prfaas.serving.engines.vllm.producer import KvProducer
+from prfaas.serving.engines.vllm.stats import ConnectorStats
+from prfaas.serving.engines.vllm.wire_layout import wire_layouts
+from prfaas.serving.transport import Ticket
+from prfaas.serving.transport.options import Peer, ReceiverOptions, SenderOptions
+from prfaas.serving.transport.receiver import Receiver
+from prfaas.serving.transport.sender import Sender
+from prfaas.serving.transport.staging import StagingArena
+
+KEY = bytes(32)
+LAYERS = tuple(f"layer.{number}" for number in range(8))
+# Keys and values of a token: as of a model with 8 heads of 128 elements in bf16.
+HEADS, HEAD_BYTES = 8, 512
+CHUNK_TOKENS = 2048
+WAIT_S = 120.0
+MOST_RATIO = 1.10
+
+
+@dataclass(frozen=True, slots=True)
+class Keeping:
+    """How an engine keeps KV."""
+
+    block_tokens: int
+    order: str = "HND"
+
+    @property
+    def packing(self) -> Packing:
+        """ "CPU" is how vLLM's CPU backend keeps it."""
+        return Packing.CPU_VECTORS if self.order == "CPU" else Packing.PLAIN
+
+    def __str__(self) -> str:
+        return f"{self.block_tokens} {self.order}"
+
+
+PAIRS = (
+    (Keeping(16), Keeping(32)),
+    (Keeping(16), Keeping(128)),
+    (Keeping(32), Keeping(128)),
+    (Keeping(32), Keeping(16)),
+    (Keeping(128), Keeping(16)),
+    (Keeping(128), Keeping(32)),
+    (Keeping(16, "NHD"), Keeping(128, "NHD")),
+    (Keeping(128, "NHD"), Keeping(16, "NHD")),
+    (Keeping(128), Keeping(128, "NHD")),
+    (Keeping(32, "CPU"), Keeping(128, "CPU")),
+    (Keeping(128, "CPU"), Keeping(32, "CPU")),
+)
+
+
+class Engine:
+    """Memory of an engine that holds one prompt."""
+
+    def __init__(self, keeping: Keeping, num_tokens: int, seed: int) -> None:
+        self.group = EngineGroup(0, GroupKind.FULL, keeping.block_tokens, 0, LAYERS)
+        blocks = -(-num_tokens // keeping.block_tokens) + 1
+        shape = (keeping.block_tokens, HEADS) if keeping.order == "NHD" else (HEADS, keeping.block_tokens)
+        generator = torch.Generator().manual_seed(seed)
+        pages, layouts = {}, {}
+        for name in LAYERS:
+            memory = torch.randint(
+                0, 256, (blocks, *shape, HEAD_BYTES // 2), dtype=torch.uint8, generator=generator
+            )
+            tensor = memory.permute(0, 2, 1, 3) if keeping.order == "NHD" else memory
+            raw = raw_pages(tensor, blocks)
+            pages[name] = [HostPages(raw)]
+            layouts[name] = [page_layout(self.group, tensor, HEADS, keeping.packing, raw.shape[1])]
+        self.layout = KvLayout([self.group], pages, page_layouts=layouts)
+        # As an engine's table after a while.
+        self.table = (torch.randperm(blocks - 1, generator=generator) + 1).tolist()
+
+    def run(self, first: int, end: int) -> tuple[BlockRun, ...]:
+        return (BlockRun(0, first, tuple(self.table[first:end])),)
+
+
+class Way:
+    """Two engines and the transport between them."""
+
+    def __init__(self, ours: Keeping, theirs: Keeping, num_tokens: int) -> None:
+        self.num_tokens = num_tokens
+        self.east, self.home = Engine(ours, num_tokens, 1), Engine(theirs, num_tokens, 2)
+        self.kv_bytes = sum(region_bytes(self.east.layout.regions, num_tokens, 0))
+        sending = wire_layouts(self.east.layout, "east", 0)
+        loading = wire_layouts(self.home.layout, "home", 0)
+        self.receiver = Receiver(
+            name="home/0",
+            key=KEY,
+            host="127.0.0.1",
+            port=0,
+            arena=StagingArena(self.kv_bytes + (16 << 20), 1 << 20),
+            layout=loading,
+            fingerprint={},
+            options=ReceiverOptions(uncounted_regions=1),
+        )
+        self.receiver.start()
+        self.sender = Sender(
+            name="east/0",
+            key=KEY,
+            peers={"home/0": Peer("home/0", "127.0.0.1", self.receiver.port, "link", 2, None)},
+            fingerprint={},
+            options=SenderOptions(),
+            layouts=sending,
+        )
+        self.sender.start()
+        self._await(lambda: self.sender.stats()["peers"]["home/0"]["connections"] == 2)
+        stats = ConnectorStats()
+        self.producer = KvProducer(self.east.layout, sending, self.sender, WAIT_S, stats)
+        self.consumer = KvConsumer(loading, self.receiver, WAIT_S, WAIT_S, stats)
+
+    def close(self) -> None:
+        self.consumer.close()
+        self.sender.close()
+        self.receiver.close()
+
+    def transfer(self) -> float:
+        """Prefill, move and load the prompt; processor seconds of all threads."""
+        ticket = Ticket.issue(
+            producer="east",
+            consumer="home",
+            num_tokens=self.num_tokens,
+            skip_tokens=0,
+            prompt_digest=bytes(16),
+            lifetime_s=WAIT_S,
+            now_s=time.time(),
+        )
+        began_s, sealed, sent = time.process_time(), ticket.seal(KEY), 0
+        for end_tokens in range(CHUNK_TOKENS, self.num_tokens + CHUNK_TOKENS, CHUNK_TOKENS):
+            final = end_tokens >= self.num_tokens
+            end = (
+                self.east.group.end_block(self.num_tokens)
+                if final
+                else end_tokens // self.east.group.block_tokens
+            )
+            orders = [SendOrder("p", ticket, sealed, self.east.run(sent, end), (), final)]
+            for name in LAYERS:
+                self.producer.save_layer(orders, name)
+            self.producer.end_step(orders)
+            sent = end
+        self.producer.hold({"p": False})
+        runs = self.home.run(0, self.home.group.end_block(self.num_tokens))
+        self._await(lambda: bool(self.producer.finished()))
+        self.consumer.order([LoadOrder("d", ticket, 0, runs)], [])
+        results: list[tuple[set[str], set[str]]] = []
+
+        def ended() -> bool:
+            results.append(self.consumer.results())
+            return bool(results[-1][0])
+
+        self._await(ended)
+        if results[-1][1]:
+            raise RuntimeError("a transfer was not loaded")
+        return time.process_time() - began_s
+
+    @staticmethod
+    def _await(is_so: "object") -> None:
+        deadline_s = time.monotonic() + WAIT_S
+        while not is_so():  # type: ignore[operator]
+            if time.monotonic() > deadline_s:
+                raise TimeoutError("a transfer took too long")
+            time.sleep(0.005)
+
+
+@contextmanager
+def ways(ours: Keeping, theirs: Keeping, num_tokens: int) -> Iterator[tuple[Way, Way]]:
+    """Between engines that keep KV as `ours`, and from one of these to `theirs`."""
+    alike = Way(ours, ours, num_tokens)
+    try:
+        unlike = Way(ours, theirs, num_tokens)
+        try:
+            yield alike, unlike
+        finally:
+            unlike.close()
+    finally:
+        alike.close()
+
+
+def measure(ours: Keeping, theirs: Keeping, num_tokens: int, rounds: int) -> dict[str, object]:
+    """Medians of one pair of engines."""
+    took: list[tuple[float, float]] = []
+    with ways(ours, theirs, num_tokens) as (alike, unlike):
+        for number in range(rounds + 1):
+            if number % 2:
+                equal_s, unlike_s = alike.transfer(), unlike.transfer()
+            else:
+                unlike_s, equal_s = unlike.transfer(), alike.transfer()
+            took.append((equal_s, unlike_s))
+        gigabytes = alike.kv_bytes / 1e9
+    # The first round touches memory for the first time.
+    took = took[1:]
+    ratios = [unlike_s / equal_s for equal_s, unlike_s in took]
+    return {
+        "from": str(ours),
+        "to": str(theirs),
+        "equal_s_per_gb": round(statistics.median(equal_s for equal_s, _ in took) / gigabytes, 3),
+        "unlike_s_per_gb": round(statistics.median(unlike_s for _, unlike_s in took) / gigabytes, 3),
+        "ratio": round(statistics.median(ratios), 3),
+        "goal_met": statistics.median(ratios) <= MOST_RATIO,
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure all pairs."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true", help="figures as JSON")
+    parser.add_argument("--rounds", type=int, default=7, help="paired transfers of each pair of engines")
+    parser.add_argument("--tokens", type=int, default=4096, help="tokens of the prompt")
+    arguments = parser.parse_args(argv)
+    rows = [measure(ours, theirs, arguments.tokens, arguments.rounds) for ours, theirs in PAIRS]
+    if arguments.json:
+        print(json.dumps({"most_ratio": MOST_RATIO, "rows": rows}, indent=2))
+        return 0
+    print("blocks: tokens and order | equal, s/GB | unlike, s/GB | ratio")
+    for row in rows:
+        print(
+            f"{row['from']:>8} to {row['to']:<8} | {row['equal_s_per_gb']:11} | {row['unlike_s_per_gb']:12} | "
+            f"{row['ratio']:5}{'' if row['goal_met'] else f' above the goal of {MOST_RATIO}'}"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

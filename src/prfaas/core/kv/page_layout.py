@@ -1,0 +1,236 @@
+"""How engines lay out the pages of their KV, and the form in which pages travel between two that do it differently.
+
+A layer's KV is the same bytes in every engine: `width_bytes` for each token in each row of each head. Engines differ in
+how many tokens a block has, and in the order of heads and tokens in a page. So a page that travels, a wire page, has as
+many tokens as divide both sides' pages, and one order that both sides know. Each side maps it to its own pages.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from itertools import groupby
+from math import gcd
+
+from prfaas.core.kv.groups import GroupKind
+
+# Bounds of what another side may tell.
+_MOST_TOKENS = 1 << 24
+_MOST_BYTES = 1 << 40
+_MOST_PARTS = 64
+_MOST_LAYOUTS = 1 << 16
+# Of the 8 KiB of a handshake's payload, which has a fingerprint too.
+_MOST_TOLD_CHARS = 4096
+_KINDS = {kind.value: kind for kind in GroupKind}
+
+
+class UnlikePagesError(ValueError):
+    """Pages that do not hold the same KV; the sentence has the field and both values."""
+
+
+@dataclass(frozen=True, slots=True)
+class PagePart:
+    """KV in a page whose rows lie at equal distances: keys and values together, keys alone, a latent."""
+
+    heads: int
+    """On this rank; 1 where all heads share it, as an MLA latent."""
+    rows: int
+    """Of a head: 1 where all that it keeps of a token lies together; its elements where each lies apart."""
+    width_bytes: int
+    """Of one token in a row."""
+    offset_bytes: int
+    """Of the first token in the first row of the first head, in a page."""
+    token_stride_bytes: int
+    head_stride_bytes: int
+    """0 with one head."""
+    row_stride_bytes: int
+    """0 with one row."""
+
+    @property
+    def tokens_outside(self) -> bool:
+        """All heads of a token lie together (NHD), not all tokens of a head (HND)."""
+        return max(self.head_stride_bytes, self.row_stride_bytes) < self.token_stride_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PageLayout:
+    """The pages of one layer, or of one tensor of a layer that has several, on one rank."""
+
+    kind: GroupKind
+    block_tokens: int
+    """Of one block of the engine's block table."""
+    page_tokens: int
+    """Tokens that lie in one dense page: a block's, or a whole fraction of them (the kernels' blocks)."""
+    page_bytes: int
+    """Of a block."""
+    parts: tuple[PagePart, ...] = ()
+    """Empty where the order in a page is not known. A linear state has one token a page."""
+
+
+@dataclass(frozen=True, slots=True)
+class WirePage:
+    """The form of the pages of a layer that both sides keep differently."""
+
+    tokens: int
+    """Of one wire page; of a linear state, the unit in which its place in the prompt is counted."""
+    tokens_outside: bool
+    """The order of each part in it: tokens, then heads; else heads, then tokens."""
+
+
+# What travels of a layer: None: the engines' pages as they are.
+WireForm = WirePage | None
+
+
+def wire_forms(
+    ours: Sequence[PageLayout], theirs: Sequence[PageLayout], name: str, peer: str
+) -> tuple[WireForm, ...]:
+    """The form for each layer, which is the same from whichever side one looks.
+
+    Args:
+        ours: of each region of a transfer, in its order.
+        theirs: the same of the other side.
+        name: this side's, for the sentence.
+        peer: the other side's.
+
+    Raises:
+        UnlikePagesError: no form suits both.
+    """
+    if len(ours) != len(theirs):
+        raise unlike_pages("regions", "a transfer", (name, len(ours)), (peer, len(theirs)))
+    known: dict[tuple[PageLayout, PageLayout], WireForm] = {}
+    for pair in zip(ours, theirs, strict=True):
+        if pair not in known:
+            known[pair] = _wire_form(*pair, name, peer)
+    return tuple(known[pair] for pair in zip(ours, theirs, strict=True))
+
+
+def _wire_form(ours: PageLayout, theirs: PageLayout, name: str, peer: str) -> WireForm:
+    if ours == theirs:
+        return None
+    where = f"{ours.kind.value} layers"
+    if ours.kind is not theirs.kind:
+        raise unlike_pages("kind", "a layer", (name, ours.kind.value), (peer, theirs.kind.value))
+    is_state = ours.kind is GroupKind.STATE
+    if is_state and ours.page_bytes == theirs.page_bytes:
+        return WirePage(gcd(ours.block_tokens, theirs.block_tokens), tokens_outside=False)
+    if not ours.parts or not theirs.parts:
+        is_size = not is_state and ours.block_tokens != theirs.block_tokens
+        field = "block_tokens" if is_size else "page_bytes"
+        lacking = name if not ours.parts else peer
+        raise UnlikePagesError(
+            f"{unlike_pages(field, where, (name, getattr(ours, field)), (peer, getattr(theirs, field)))}, "
+            f"and in which order {lacking} keeps heads and tokens in a page is not known"
+        )
+    if len(ours.parts) != len(theirs.parts):
+        raise unlike_pages("parts", where, (name, len(ours.parts)), (peer, len(theirs.parts)))
+    for mine, other in zip(ours.parts, theirs.parts, strict=True):
+        for field in ("heads", "rows", "width_bytes"):
+            values = getattr(mine, field), getattr(other, field)
+            if values[0] != values[1]:
+                raise unlike_pages(field, where, (name, values[0]), (peer, values[1]))
+    if is_state:
+        return WirePage(gcd(ours.block_tokens, theirs.block_tokens), tokens_outside=False)
+    return WirePage(
+        gcd(ours.page_tokens, theirs.page_tokens),
+        tokens_outside=all(part.tokens_outside for part in (*ours.parts, *theirs.parts)),
+    )
+
+
+def unlike_pages(
+    field: str, where: str, ours: tuple[str, object], theirs: tuple[str, object]
+) -> UnlikePagesError:
+    """The error for a field of a kind of layers, with the name and the value of both sides."""
+    (name, mine), (peer, other) = ours, theirs
+    return UnlikePagesError(
+        f"KV layout differs in {field!r} of {where}: {name} has {mine!r}, {peer} has {other!r}"
+    )
+
+
+def mark_of(forms: Sequence[WireForm], shared: object = None) -> str:
+    """Names the forms of all layers, equal at both sides; "" if all pages travel as they are.
+
+    `shared`: what else both sides know of the transfer, as JSON; None: nothing.
+    """
+    if not any(forms) and shared is None:
+        return ""
+    listed = [None if form is None else [form.tokens, form.tokens_outside] for form in forms]
+    return _digest(json.dumps([listed, shared]))
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def told_layouts(layouts: Sequence[PageLayout]) -> object:
+    """What the other side is told, as JSON: equal layouts that follow each other once, with their number.
+
+    So many different ones that a handshake has no room for them are a digest: only an equal side can read that.
+    """
+    told = [
+        [
+            len(list(equal)),
+            layout.kind.value,
+            layout.block_tokens,
+            layout.page_tokens,
+            layout.page_bytes,
+            [list(astuple(part)) for part in layout.parts],
+        ]
+        for layout, equal in groupby(layouts)
+    ]
+    text = json.dumps(told)
+    return told if len(text) <= _MOST_TOLD_CHARS else _digest(text)
+
+
+def read_layouts(told: object) -> tuple[PageLayout, ...]:
+    """The layouts that another side tells, each as often as it says.
+
+    Raises:
+        ValueError: it is no such list, or a number is out of bounds.
+    """
+    layouts: list[PageLayout] = []
+    for entry in _list(told, _MOST_LAYOUTS):
+        count, kind, block_tokens, page_tokens, page_bytes, parts = _fields(entry, 6)
+        if _number(block_tokens, 1, _MOST_TOKENS) % _number(page_tokens, 1, _MOST_TOKENS):
+            raise ValueError("a block has a whole number of pages")
+        if str(kind) not in _KINDS:
+            raise ValueError(f"a kind of layer is one of {', '.join(_KINDS)}")
+        layout = PageLayout(
+            _KINDS[str(kind)],
+            _number(block_tokens, 1, _MOST_TOKENS),
+            _number(page_tokens, 1, _MOST_TOKENS),
+            _number(page_bytes, 1, _MOST_BYTES),
+            tuple(_read_part(part) for part in _list(parts, _MOST_PARTS)),
+        )
+        if len(layouts) + _number(count, 1, _MOST_LAYOUTS) > _MOST_LAYOUTS:
+            raise ValueError(f"more than {_MOST_LAYOUTS} layers")
+        layouts += [layout] * _number(count, 1, _MOST_LAYOUTS)
+    return tuple(layouts)
+
+
+def _read_part(told: object) -> PagePart:
+    heads, rows, width, *places = _fields(told, 7)
+    return PagePart(
+        _number(heads, 1, _MOST_TOKENS),
+        _number(rows, 1, _MOST_TOKENS),
+        _number(width, 1, _MOST_BYTES),
+        *(_number(place, 0, _MOST_BYTES) for place in places),
+    )
+
+
+def _list(value: object, most: int) -> list[object]:
+    if not isinstance(value, list) or len(value) > most:
+        raise ValueError(f"a list of at most {most} entries is expected")
+    return value
+
+
+def _fields(value: object, count: int) -> list[object]:
+    if not isinstance(value, list) or len(value) != count:
+        raise ValueError(f"a list of {count} fields is expected")
+    return value
+
+
+def _number(value: object, least: int, most: int) -> int:
+    # Booleans are integers in Python.
+    if type(value) is not int or not least <= value <= most:
+        raise ValueError(f"a number from {least} to {most} is expected")
+    return value

@@ -1,0 +1,134 @@
+"""Which heads a rank of one engine has in common with a rank of another that is divided into more or fewer.
+
+vLLM gives consecutive heads to each rank. Heads that there are too few of are copied: ranks that follow each other have
+the same one. So where one size divides the other, each rank of the smaller side shares its heads with as many ranks of
+the larger side as that is larger, which follow each other too.
+"""
+
+from dataclasses import dataclass, replace
+
+from prfaas.core.kv.groups import GroupKind
+from prfaas.core.kv.page_layout import PageLayout, PagePart, unlike_pages
+
+
+def paired_ranks(rank: int, ranks: int, others: int) -> range:
+    """The ranks of an engine of `others` ranks that share heads with this rank of `ranks`; none where no size divides
+    the other."""
+    if others % ranks == 0:
+        each = others // ranks
+        return range(rank * each, (rank + 1) * each)
+    if ranks % others == 0:
+        return range(rank * others // ranks, rank * others // ranks + 1)
+    return range(0)
+
+
+def transfers_per_rank(producer_ranks: int, consumer_ranks: int) -> int:
+    """How many transfers, each of another rank, bring one rank of a consumer its KV."""
+    return max(1, producer_ranks // consumer_ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class RankPair:
+    """A rank that sends, and one that it sends to."""
+
+    producer: int
+    producer_ranks: int
+    consumer: int
+    consumer_ranks: int
+
+    def __post_init__(self) -> None:
+        """Raises ValueError: the two share no heads."""
+        if self.consumer not in paired_ranks(self.producer, self.producer_ranks, self.consumer_ranks):
+            raise ValueError(
+                f"rank {self.producer} of {self.producer_ranks} and rank {self.consumer} of {self.consumer_ranks} "
+                "have no heads in common"
+            )
+
+    @property
+    def is_alike(self) -> bool:
+        """Both sides are divided among as many ranks."""
+        return self.producer_ranks == self.consumer_ranks
+
+    @property
+    def transfers(self) -> int:
+        """How many bring this consumer's rank its KV."""
+        return transfers_per_rank(self.producer_ranks, self.consumer_ranks)
+
+    @property
+    def number(self) -> int:
+        """Of this pair's transfer among them."""
+        return self.producer % self.transfers
+
+    @property
+    def finer_rank(self) -> int:
+        """The rank on the side that has more: no other pair of the two engines has it."""
+        return max(self.producer, self.consumer)
+
+    def share(
+        self, sent: PageLayout, kept: PageLayout, producer: str, consumer: str
+    ) -> tuple[PageLayout, PageLayout] | None:
+        """The part of a layer's pages that goes from this producer's rank to this consumer's rank.
+
+        Args:
+            sent: how the producer keeps the layer.
+            kept: how the consumer does.
+            producer: its name, for the sentence.
+            consumer: its name.
+
+        Returns:
+            At either side; None: another rank sends what both have.
+
+        Raises:
+            UnlikePagesError: the heads can't be divided so.
+        """
+        if self.is_alike:
+            return sent, kept
+        copied = sent == kept or (sent.kind is GroupKind.STATE and sent.page_bytes == kept.page_bytes)
+        if copied or not sent.parts or len(sent.parts) != len(kept.parts):
+            # What all ranks have as a whole leaves from the first. All else is for `wire_forms` to refuse.
+            return None if self.number else (sent, kept)
+        ours: list[PagePart] = []
+        theirs: list[PagePart] = []
+        for mine, other in zip(sent.parts, kept.parts, strict=True):
+            found = self._heads(mine.heads, other.heads)
+            if found is None:
+                raise unlike_pages(
+                    "heads",
+                    f"{sent.kind.value} layers on {self.producer_ranks} and {self.consumer_ranks} ranks",
+                    (producer, mine.heads),
+                    (consumer, other.heads),
+                )
+            first_sent, first_kept, heads = found
+            if heads:
+                ours.append(_narrowed(mine, first_sent, heads))
+                theirs.append(_narrowed(other, first_kept, heads))
+        if not ours:
+            return None
+        return replace(sent, parts=tuple(ours)), replace(kept, parts=tuple(theirs))
+
+    def _heads(self, sent: int, kept: int) -> tuple[int, int, int] | None:
+        """(First head at the producer, at the consumer, how many) of what this pair moves; None: it does not fit."""
+        if self.producer_ranks >= self.consumer_ranks:
+            if sent * self.transfers == kept:
+                return 0, self.number * sent, sent
+            if sent == 1 and self.transfers % kept == 0:
+                copies = self.transfers // kept
+                head, copy = divmod(self.number, copies)
+                return 0, head, int(copy == 0)
+            return None
+        receivers = self.consumer_ranks // self.producer_ranks
+        place = self.consumer % receivers
+        if kept * receivers == sent:
+            return place * kept, 0, kept
+        if kept == 1 and receivers % sent == 0:
+            return place // (receivers // sent), 0, 1
+        return None
+
+
+def _narrowed(part: PagePart, first_head: int, heads: int) -> PagePart:
+    return replace(
+        part,
+        heads=heads,
+        offset_bytes=part.offset_bytes + first_head * part.head_stride_bytes,
+        head_stride_bytes=part.head_stride_bytes if heads > 1 else 0,
+    )

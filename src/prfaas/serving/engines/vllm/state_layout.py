@@ -1,0 +1,71 @@
+"""How the heads of a linear state lie in its page, so that ranks can divide it."""
+
+from math import prod
+
+from vllm.utils.torch_utils import get_dtype_size
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+from vllm.v1.kv_cache_interface import MambaSpec
+
+from prfaas.core.kv.page_layout import PagePart
+
+
+def state_parts(spec: MambaSpec) -> tuple[PagePart, ...]:
+    """The parts of a page, each with its heads; none where vLLM's kind of state is not known.
+
+    A page has the states one behind the other (read in 0.32: `MambaBase.bind_kv_cache`). Gated delta nets have a
+    convolution's state, of all query heads, then all key heads, then all value heads, and a recurrent state by heads.
+    Lightning attention has a recurrent state only.
+    """
+    if spec.tp_replicated:
+        return ()
+    if spec.mamba_type is MambaAttentionBackendEnum.LINEAR and len(spec.shapes) == 1:
+        return _recurrent(spec, 0, 0)
+    if spec.mamba_type is MambaAttentionBackendEnum.GDN_ATTN and len(spec.shapes) == 2:
+        convolution = _convolution(spec)
+        nbytes = prod(spec.shapes[0]) * get_dtype_size(spec.dtypes[0])
+        return (*convolution, *_recurrent(spec, 1, nbytes)) if convolution else ()
+    return ()
+
+
+def _recurrent(spec: MambaSpec, index: int, offset_bytes: int) -> tuple[PagePart, ...]:
+    heads, *per_head = spec.shapes[index]
+    return (_part(heads, 1, prod(per_head) * get_dtype_size(spec.dtypes[index]), offset_bytes, 0, 0),)
+
+
+def _convolution(spec: MambaSpec) -> tuple[PagePart, ...]:
+    """Of queries, keys and values. vLLM lays the channels of a state's row together, or the rows of a channel."""
+    heads, value_width, key_width = spec.shapes[1]
+    item_bytes = get_dtype_size(spec.dtypes[0])
+    rows, channels = sorted(spec.shapes[0])
+    keys, rest = divmod(channels - heads * value_width, 2 * key_width)
+    if rest or keys < 1 or heads % keys:
+        return ()
+    channels_outside = spec.shapes[0] == (channels, rows)
+    parts, first_channel = [], 0
+    for count, width in ((keys, key_width), (keys, key_width), (heads, value_width)):
+        if channels_outside:
+            nbytes = width * rows * item_bytes
+            parts.append(_part(count, 1, nbytes, first_channel * rows * item_bytes, nbytes, 0))
+        else:
+            nbytes = width * item_bytes
+            parts.append(
+                _part(count, rows, nbytes, first_channel * item_bytes, nbytes, channels * item_bytes)
+            )
+        first_channel += count * width
+    return tuple(parts)
+
+
+def _part(
+    heads: int, rows: int, width_bytes: int, offset_bytes: int, head_stride_bytes: int, row_stride_bytes: int
+) -> PagePart:
+    stride = head_stride_bytes or width_bytes
+    return PagePart(
+        heads,
+        rows,
+        width_bytes,
+        offset_bytes,
+        # One token a page: it has no next one.
+        0,
+        stride if heads > 1 else 0,
+        row_stride_bytes if rows > 1 else 0,
+    )

@@ -1,0 +1,75 @@
+"""What has come of transfers that broke: kept for a while, since an engine can go on from it.
+
+Not thread-safe: the transfer table's lock guards it.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from prfaas.serving.transport.incoming import IncomingTransfer
+from prfaas.serving.transport.region_layout import TransferLayout, usable_tokens
+from prfaas.serving.transport.staging import StagedTransfer
+from prfaas.serving.transport.wire import TransferStatus
+
+
+class Remains:
+    """Broken transfers with their staging, the oldest first.
+
+    They are in nobody's way: who needs their staging has it.
+    """
+
+    def __init__(self, layout: TransferLayout, keep_s: float) -> None:
+        """`keep_s`: an engine that has not taken one by then does not want it."""
+        self._layout = layout
+        self._keep_s = keep_s
+        self._kept: dict[bytes, tuple[IncomingTransfer, float]] = {}
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def keep(self, transfer: IncomingTransfer, now_s: float) -> bool:
+        """Keep what has come of a transfer that is about to fail. False: nobody could go on from it."""
+        if transfer.lease is None:
+            return False
+        ticket = transfer.ticket
+        transfer.usable_tokens = usable_tokens(self._layout, ticket, transfer.covered_end)
+        if transfer.usable_tokens:
+            self._kept[ticket.transfer_id] = (transfer, now_s + self._keep_s)
+        return bool(transfer.usable_tokens)
+
+    def take(self, transfer_id: bytes, on_free: Callable[[], None]) -> StagedTransfer | None:
+        """Hand the staging over, once; None while a connection still writes into it, or the engine reads it."""
+        found = self._kept.get(transfer_id)
+        if found is None or found[0].is_used:
+            return None
+        del self._kept[transfer_id]
+        return found[0].hand_over(on_free)
+
+    def forget(self, transfer_id: bytes) -> bool:
+        """Nobody will take it. Returns whether it was kept."""
+        found = self._kept.pop(transfer_id, None)
+        if found is not None:
+            found[0].usable_tokens = 0
+            found[0].release()
+        return found is not None
+
+    def as_it_is(self, transfer_id: bytes, status: TransferStatus | None) -> TransferStatus | None:
+        """The status of a transfer that is over, without tokens that are no longer kept."""
+        if status is None or not status.usable_tokens or transfer_id in self._kept:
+            return status
+        return replace(status, usable_tokens=0)
+
+    def make_room(self) -> bool:
+        """Forget the oldest; False if there is none."""
+        return bool(self._kept) and self.forget(next(iter(self._kept)))
+
+    def sweep(self, now_s: float) -> None:
+        """Forget what nobody has taken."""
+        for transfer_id, (_, until_s) in list(self._kept.items()):
+            if now_s > until_s:
+                self.forget(transfer_id)
+
+    def clear(self) -> None:
+        """Forget all."""
+        while self.make_room():
+            pass

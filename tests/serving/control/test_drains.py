@@ -1,0 +1,53 @@
+"""Notice: what an instance still gets, when it is closed, and how it comes back."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from prfaas.serving.control.cluster_state import ClusterState
+from prfaas.serving.control.drains import InstanceDrains
+
+from .world import FakeClock, cluster_state_of, deployment_of
+
+NOTICE_S = 30.0
+
+
+@pytest.fixture
+def cluster_state(tmp_path: Path, clock: FakeClock) -> ClusterState:
+    return cluster_state_of(deployment_of(tmp_path), clock)
+
+
+def test_notice_closes_an_instance_when_it_is_over(cluster_state: ClusterState, clock: FakeClock) -> None:
+    async def main() -> None:
+        told: list[str] = []
+        drains = InstanceDrains(cluster_state, clock=clock, on_change=told.append)
+        view = cluster_state.instance("far-0")
+        drains.give_notice("far-0", NOTICE_S)
+        drains.give_notice("far-0", 0.05)
+        assert cluster_state.view.leaves_s == {"far-0": clock.now_s + 0.05}
+        assert view.takes_prefills and told == ["far-0", "far-0"] and not drains.has_left("far-0")
+        clock.now_s += 0.05
+        await asyncio.sleep(0.2)
+        assert view.closed and not cluster_state.view.leaves_s and told[2:] == ["far-0"]
+        # Only who was given notice comes back by itself.
+        assert drains.has_left("far-0") and not drains.has_left("far-1")
+        drains.drain("far-0", wanted=False)
+        assert view.takes_prefills and not drains.has_left("far-0")
+
+    asyncio.run(main())
+
+
+def test_an_operator_takes_notice_back(cluster_state: ClusterState, clock: FakeClock) -> None:
+    async def main() -> None:
+        told: list[str] = []
+        drains = InstanceDrains(cluster_state, clock=clock, on_change=told.append)
+        drains.give_notice("far-0", 0.05)
+        drains.drain("far-0", wanted=False)
+        assert not cluster_state.view.leaves_s and told == ["far-0", "far-0"]
+        await asyncio.sleep(0.1)
+        assert cluster_state.instance("far-0").takes_prefills
+        drains.drain("far-0", wanted=False)
+        assert len(told) == 2
+
+    asyncio.run(main())

@@ -1,0 +1,82 @@
+"""A stand-in that prefills dies; the decode engine goes on from what has come."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from tests.serving.engines.synthetic_world import World, random_ids, running, write_deployment
+
+from prfaas.serving.transport import Ticket, TransferPhase
+
+TOKENS, CHUNK, BLOCK = 8192 + 300, 1024, 128
+
+
+async def _killed_at(world: World, ticket: Ticket, ids: list[int], share: float) -> int:
+    """Kill the producer once so much has come, and have kept what is of use; how many tokens that is."""
+    sealed = ticket.seal(world.key)
+    asked = asyncio.create_task(world.complete("far-0", ids, sealed, max_tokens=1))
+    receiver = world.nodes["home-0"].engine.endpoints.receiver
+    while (status := receiver.state(ticket.transfer_id)) is None or (
+        status.received_bytes < share * status.total_bytes
+    ):
+        await asyncio.sleep(0.005)
+    world.nodes["far-0"]._kill()
+    await asyncio.gather(asked, return_exceptions=True)
+    observer = world._observer(ticket)
+    await observer.abandon(ticket.transfer_id, "its prefill engine is dead", keep=True)
+    status = await world.arrival(ticket)
+    assert status.phase is TransferPhase.FAILED
+    came_tokens = TOKENS * status.received_bytes // status.total_bytes
+    assert came_tokens - CHUNK - BLOCK <= status.usable_tokens <= came_tokens + BLOCK
+    return status.usable_tokens
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5, 0.75, 0.95])
+@pytest.mark.parametrize("page_digests", [True, False])
+def test_what_is_lost_is_a_chunk_and_what_had_not_arrived(
+    tmp_path: Path, share: float, page_digests: bool
+) -> None:
+    deployment = write_deployment(
+        tmp_path, model="qwen3", speedup=0.3, page_digests=page_digests, staging="64 MiB"
+    )
+
+    async def check() -> None:
+        ids = random_ids(TOKENS + 1, 5)
+        async with running(deployment, "far-0", "home-0", "other-0") as world:
+            local = (await world.complete("other-0", ids)).ids
+            ticket = world.ticket("far-0", "home-0", ids[:-1])
+            usable_tokens = await _killed_at(world, ticket, ids[:-1], share)
+            assert usable_tokens > (share - 0.01) * TOKENS - CHUNK - BLOCK
+            answer = await world.complete("home-0", ids, ticket.seal(world.key))
+            assert answer.ids == local
+            counts = world.nodes["home-0"].engine.counts
+            assert counts.prefilled_tokens == TOKENS + 1 - usable_tokens
+            assert counts.damaged_loads == 0
+            assert await world.metric("home-0", "prfaas_loads_resumed_total") == 1
+            await world.settled()
+
+    asyncio.run(check())
+
+
+def test_with_states_the_prompt_is_computed_from_its_beginning(tmp_path: Path) -> None:
+    deployment = write_deployment(tmp_path, speedup=0.3, staging="64 MiB")
+
+    async def check() -> None:
+        ids = random_ids(TOKENS + 1, 5)
+        async with running(deployment, "far-0", "home-0") as world:
+            ticket = world.ticket("far-0", "home-0", ids[:-1])
+            asked = asyncio.create_task(
+                world.complete("far-0", ids[:-1], ticket.seal(world.key), max_tokens=1)
+            )
+            receiver = world.nodes["home-0"].engine.endpoints.receiver
+            while (status := receiver.state(ticket.transfer_id)) is None or not status.received_bytes:
+                await asyncio.sleep(0.005)
+            world.nodes["far-0"]._kill()
+            await asyncio.gather(asked, return_exceptions=True)
+            await world._observer(ticket).abandon(ticket.transfer_id, "dead", keep=True)
+            assert (await world.arrival(ticket)).usable_tokens == 0
+            assert (await world.complete("home-0", ids, ticket.seal(world.key))).status == 200
+            assert world.nodes["home-0"].engine.counts.prefilled_tokens == TOKENS + 1
+            await world.settled()
+
+    asyncio.run(check())

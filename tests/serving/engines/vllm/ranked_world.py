@@ -1,0 +1,358 @@
+"""Engines whose KV is divided among ranks, in memory: what a model computed, and where each rank keeps its heads."""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+from vllm.v1.kv_cache_interface import MambaSpec
+
+from prfaas.core.kv.groups import GroupKind
+from prfaas.core.kv.page_layout import PageLayout
+from prfaas.core.kv.rank_shares import paired_ranks
+from prfaas.serving.engines.vllm.consumer import KvConsumer
+from prfaas.serving.engines.vllm.layout import EngineGroup, KvLayout, Packing, opaque_layout, page_layout
+from prfaas.serving.engines.vllm.metadata import BlockRun, LoadOrder, SendOrder
+from prfaas.serving.engines.vllm.pages import HostPages, LayerPages, raw_pages
+from prfaas.serving.engines.vllm.producer import KvProducer
+from prfaas.serving.engines.vllm.state_layout import state_parts
+from prfaas.serving.engines.vllm.stats import ConnectorStats
+from prfaas.serving.engines.vllm.wire_layout import WireLayout, wire_layouts
+from prfaas.serving.transport.options import Peer, ReceiverOptions, SenderOptions
+from prfaas.serving.transport.receiver import Receiver
+from prfaas.serving.transport.region_layout import PeerLayouts
+from prfaas.serving.transport.sender import Sender
+from prfaas.serving.transport.staging import StagingArena
+from prfaas.serving.transport.ticket import Ticket
+
+KEY = b"k" * 32
+WIDTH, WINDOW_TOKENS, NUM_BLOCKS, MOST_TOKENS = 12, 20, 40, 130
+LATENT_TOKENS, LATENT_WIDTH = 16, 9
+KEY_WIDTH, VALUE_WIDTH, CONVOLVED = 4, 6, 3
+
+
+@dataclass(frozen=True)
+class Model:
+    """Heads of all ranks together."""
+
+    full_heads: int = 8
+    window_heads: int = 4
+    state_keys: int = 4
+    state_heads: int = 8
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """How an engine keeps KV."""
+
+    ranks: int
+    full_tokens: int = 16
+    window_tokens: int = 16
+    state_tokens: int = 16
+    order: str = "HND"
+    channels_outside: bool = True
+
+    @property
+    def groups(self) -> tuple[EngineGroup, ...]:
+        return (
+            EngineGroup(0, GroupKind.STATE, self.state_tokens, 0, ("g0",)),
+            EngineGroup(1, GroupKind.FULL, self.full_tokens, 0, ("a0", "a1")),
+            EngineGroup(2, GroupKind.WINDOW, self.window_tokens, WINDOW_TOKENS, ("w0",)),
+            EngineGroup(3, GroupKind.FULL, LATENT_TOKENS, 0, ("m0",)),
+        )
+
+
+def heads_of(heads: int, rank: int, ranks: int) -> range:
+    """vLLM's: consecutive ones, or a copy of one."""
+    first = rank * heads // ranks
+    return range(first, max(first + 1, (rank + 1) * heads // ranks))
+
+
+class Truth:
+    """What a model has computed of a prompt: each layer's KV of each token, and the state after the last."""
+
+    def __init__(self, model: Model, seed: int) -> None:
+        random = np.random.default_rng(seed)
+
+        def some(*shape: int) -> torch.Tensor:
+            return torch.from_numpy(random.integers(1, 30000, shape, dtype=np.int16))
+
+        self.model = model
+        self.tokens = {
+            "a0": some(MOST_TOKENS, model.full_heads, WIDTH),
+            "a1": some(MOST_TOKENS, model.full_heads, WIDTH),
+            "w0": some(MOST_TOKENS, model.window_heads, WIDTH),
+            "m0": some(MOST_TOKENS, 1, LATENT_WIDTH),
+        }
+        self.queries = some(model.state_keys, KEY_WIDTH, CONVOLVED)
+        self.keys = some(model.state_keys, KEY_WIDTH, CONVOLVED)
+        self.values = some(model.state_heads, VALUE_WIDTH, CONVOLVED)
+        self.recurrent = some(model.state_heads, VALUE_WIDTH, KEY_WIDTH)
+
+    def state(self, rank: int, keeping: Keeping) -> torch.Tensor:
+        """One rank's state, as bytes of a page."""
+        keys = heads_of(self.model.state_keys, rank, keeping.ranks)
+        heads = heads_of(self.model.state_heads, rank, keeping.ranks)
+        parts = [self.queries[list(keys)], self.keys[list(keys)], self.values[list(heads)]]
+        convolved = torch.cat([part.reshape(-1, CONVOLVED) for part in parts])
+        if not keeping.channels_outside:
+            convolved = convolved.T
+        return torch.cat([convolved.reshape(-1), self.recurrent[list(heads)].reshape(-1)])
+
+
+class RankMemory:
+    """KV of one rank of an engine, and the blocks that a request has."""
+
+    def __init__(self, model: Model, keeping: Keeping, rank: int, seed: int) -> None:
+        self.model, self.keeping, self.rank = model, keeping, rank
+        self.groups = keeping.groups
+        self.state = self.groups[0]
+        random = np.random.default_rng(seed)
+        self.seen: dict[str, torch.Tensor] = {}
+        self.heads = {
+            "a0": heads_of(model.full_heads, rank, keeping.ranks),
+            "a1": heads_of(model.full_heads, rank, keeping.ranks),
+            "w0": heads_of(model.window_heads, rank, keeping.ranks),
+            "m0": range(1),
+        }
+        pages: dict[str, list[LayerPages]] = {}
+        layouts: dict[str, list[PageLayout]] = {}
+        for group in self.groups:
+            for name in group.layer_names:
+                tensor, layout = self._tensor(group, name, random)
+                raw = raw_pages(tensor, NUM_BLOCKS)
+                pages[name], layouts[name] = [HostPages(raw)], [layout]
+        self.layout = KvLayout(self.groups, pages, page_layouts=layouts)
+        ids = np.random.default_rng(seed // 100).permutation(np.arange(1, NUM_BLOCKS)).tolist()
+        self.tables = {group.index: ids for group in self.groups}
+
+    def _tensor(
+        self, group: EngineGroup, name: str, random: np.random.Generator
+    ) -> tuple[torch.Tensor, PageLayout]:
+        tokens = group.block_tokens
+        if name == "g0":
+            spec = self._spec()
+            items = spec.state_content_size_bytes // 2
+            tensor = torch.from_numpy(random.integers(1, 30000, (NUM_BLOCKS, items), dtype=np.int16))
+            self.seen[name] = tensor
+            layout = opaque_layout(group, 2 * items)
+            return tensor, PageLayout(
+                layout.kind, layout.block_tokens, layout.page_tokens, layout.page_bytes, state_parts(spec)
+            )
+        if name == "m0":
+            tensor = torch.from_numpy(
+                random.integers(1, 30000, (NUM_BLOCKS, tokens, LATENT_WIDTH), dtype=np.int16)
+            )
+            self.seen[name] = tensor[:, :, None]
+            return tensor, opaque_layout(group, 2 * tokens * LATENT_WIDTH)
+        heads = len(self.heads[name])
+        if self.keeping.order == "HND":
+            tensor = torch.from_numpy(
+                random.integers(1, 30000, (NUM_BLOCKS, heads, tokens, WIDTH), dtype=np.int16)
+            )
+        else:
+            plain = random.integers(1, 30000, (NUM_BLOCKS, tokens, heads, WIDTH), dtype=np.int16)
+            tensor = torch.from_numpy(plain).permute(0, 2, 1, 3)
+        self.seen[name] = tensor.permute(0, 2, 1, 3)
+        page_bytes = 2 * tokens * heads * WIDTH
+        return tensor, page_layout(group, tensor, heads, Packing.PLAIN, page_bytes)
+
+    def _spec(self) -> MambaSpec:
+        keys = len(heads_of(self.model.state_keys, self.rank, self.keeping.ranks))
+        heads = len(heads_of(self.model.state_heads, self.rank, self.keeping.ranks))
+        channels = 2 * keys * KEY_WIDTH + heads * VALUE_WIDTH
+        convolved = (channels, CONVOLVED) if self.keeping.channels_outside else (CONVOLVED, channels)
+        return MambaSpec(
+            block_size=self.keeping.state_tokens,
+            shapes=(convolved, (heads, VALUE_WIDTH, KEY_WIDTH)),
+            dtypes=(torch.int16, torch.int16),
+            mamba_type=MambaAttentionBackendEnum.GDN_ATTN,
+        )
+
+    def token(self, name: str, group: EngineGroup, token: int) -> torch.Tensor:
+        """What a layer keeps of one token; a linear state's: the state after it."""
+        block, row = divmod(token, group.block_tokens)
+        found = self.seen[name][self.tables[group.index][block]]
+        return found if group is self.state else found[row]
+
+    def expected(self, truth: Truth, name: str, token: int) -> torch.Tensor:
+        if name == "g0":
+            return truth.state(self.rank, self.keeping)
+        return truth.tokens[name][token, list(self.heads[name])]
+
+    def needed(self, num_tokens: int, held: int) -> Iterator[tuple[str, EngineGroup, int]]:
+        """Layers and tokens without which the prompt can't be continued."""
+        for group in self.groups:
+            first = {
+                GroupKind.STATE: num_tokens - 1,
+                GroupKind.WINDOW: max(0, num_tokens - WINDOW_TOKENS + 1),
+                GroupKind.FULL: held,
+            }[group.kind]
+            for name in group.layer_names:
+                for token in range(first, num_tokens):
+                    yield name, group, token
+
+    def compute(self, truth: Truth, num_tokens: int) -> None:
+        for name, group, token in self.needed(num_tokens, 0):
+            self.token(name, group, token).copy_(self.expected(truth, name, token))
+
+    def assert_has(self, truth: Truth, num_tokens: int, held: int) -> None:
+        for name, group, token in self.needed(num_tokens, held):
+            assert torch.equal(self.token(name, group, token), self.expected(truth, name, token)), (
+                f"rank {self.rank}: token {token} of {name}"
+            )
+
+    def moving(self, group: EngineGroup, num_tokens: int, held: int) -> BlockRun:
+        blocks = group.moving_blocks(num_tokens, held)
+        return BlockRun(
+            group.index, blocks.start, tuple(self.tables[group.index][blocks.start : blocks.stop])
+        )
+
+
+@dataclass
+class RankedPair:
+    """A prefill and a decode engine of several ranks each, over the real transport."""
+
+    east: list[RankMemory]
+    home: list[RankMemory]
+    producing: list[KvProducer]
+    consuming: list[KvConsumer]
+    receivers: list[Receiver]
+    senders: list[Sender]
+    wires: dict[str, list[PeerLayouts[WireLayout]]] = field(default_factory=dict)
+
+    def prefill(self, num_tokens: int, skip: int, chunk_ends: Sequence[int]) -> Ticket:
+        ticket = Ticket.issue(
+            producer="east",
+            consumer="home",
+            num_tokens=num_tokens,
+            skip_tokens=skip,
+            prompt_digest=bytes(16),
+            lifetime_s=60,
+            now_s=time.time(),
+        )
+        for memory, producing in zip(self.east, self.producing, strict=True):
+            full = [group for group in memory.groups if group.kind is GroupKind.FULL]
+            sent = {group.index: group.first_block(num_tokens, skip) for group in full}
+            for end_tokens in chunk_ends:
+                final = end_tokens == num_tokens
+                streamed = []
+                for group in full:
+                    end = group.end_block(num_tokens) if final else end_tokens // group.block_tokens
+                    first = sent[group.index]
+                    if end > first:
+                        ids = tuple(memory.tables[group.index][first:end])
+                        streamed.append(BlockRun(group.index, first, ids))
+                        sent[group.index] = end
+                others = [group for group in memory.groups if group not in full]
+                closing = tuple(memory.moving(group, num_tokens, 0) for group in others) if final else ()
+                order = SendOrder("p", ticket, ticket.seal(KEY), tuple(streamed), closing, final)
+                for name in ("a0", "a1", "w0", "m0"):
+                    producing.save_layer([order], name)
+                producing.end_step([order])
+        return ticket
+
+    def sent(self) -> None:
+        """All ranks have sent, or given up."""
+        for producing in self.producing:
+            producing.hold({"p": False})
+            until(lambda each=producing: bool(each.finished()))  # type: ignore[misc]
+
+    def load(self, ticket: Ticket, local_tokens: int) -> list[tuple[set[str], set[str]]]:
+        """What becomes of it at each rank."""
+        results = []
+        for memory, consuming in zip(self.home, self.consuming, strict=True):
+            runs = tuple(memory.moving(group, ticket.num_tokens, local_tokens) for group in memory.groups)
+            consuming.order([LoadOrder("d", ticket, local_tokens, runs)], [])
+        for consuming in self.consuming:
+            found: list[tuple[set[str], set[str]]] = []
+
+            def ended(of: KvConsumer = consuming, into: list[tuple[set[str], set[str]]] = found) -> bool:
+                into.append(of.results())
+                return bool(into[-1][0])
+
+            until(ended)
+            results.append(found[-1])
+        return results
+
+    def connected(self) -> None:
+        for sender in self.senders:
+            until(
+                lambda each=sender: all(  # type: ignore[misc]
+                    peer["connections"] for peer in each.stats()["peers"].values()
+                )
+            )
+
+    def total(self, name: str) -> int:
+        """A counter of all ranks."""
+        stats = [each.stats for each in self.producing] + [each.stats for each in self.consuming]
+        return sum(int(each.data.get(name, 0)) for each in stats)
+
+
+def until(is_so: object) -> None:
+    deadline_s = time.monotonic() + 60
+    while not is_so():  # type: ignore[operator]
+        assert time.monotonic() < deadline_s
+        time.sleep(0.002)
+
+
+@contextmanager
+def ranked_pair(
+    model: Model, ours: Keeping, theirs: Keeping, *, page_digests: bool = True
+) -> Iterator[RankedPair]:
+    """`ours`: the prefill engine's, `theirs`: the decode engine's."""
+    east = [RankMemory(model, ours, rank, 100 + rank) for rank in range(ours.ranks)]
+    home = [RankMemory(model, theirs, rank, 200 + rank) for rank in range(theirs.ranks)]
+    wires = {
+        name: [
+            wire_layouts(memory.layout, name, rank, len(memories), page_digests=page_digests)
+            for rank, memory in enumerate(memories)
+        ]
+        for name, memories in (("east", east), ("home", home))
+    }
+    pair = RankedPair(east, home, [], [], [], [], wires)
+    arenas = [StagingArena(2 << 20, 16 << 10) for _ in home]
+    with ExitStack() as stack:
+        for rank, arena in enumerate(arenas):
+            receiver = Receiver(
+                name=f"home/{rank}",
+                key=KEY,
+                host="127.0.0.1",
+                port=0,
+                arena=arena,
+                layout=wires["home"][rank],
+                fingerprint={},
+                producers=[f"east/{each}" for each in paired_ranks(rank, theirs.ranks, ours.ranks)],
+                options=ReceiverOptions(resume_s=0.3, uncounted_regions=int(page_digests)),
+            )
+            receiver.start()
+            stack.callback(receiver.close)
+            pair.receivers.append(receiver)
+            consuming = KvConsumer(wires["home"][rank], receiver, 2.0, 5.0, ConnectorStats())
+            stack.callback(consuming.close)
+            pair.consuming.append(consuming)
+        for rank, memory in enumerate(east):
+            peers = {
+                f"home/{each}": Peer(
+                    f"home/{each}", "127.0.0.1", pair.receivers[each].port, "east->home", 1, None
+                )
+                for each in paired_ranks(rank, ours.ranks, theirs.ranks)
+            }
+            sender = Sender(
+                name=f"east/{rank}",
+                key=KEY,
+                peers=peers,
+                fingerprint={},
+                options=SenderOptions(resume_s=0.3),
+                layouts=wires["east"][rank],
+            )
+            sender.start()
+            stack.callback(sender.close)
+            pair.senders.append(sender)
+            stats = ConnectorStats()
+            pair.producing.append(KvProducer(memory.layout, wires["east"][rank], sender, 20.0, stats))
+        yield pair
+    assert [arena.used_blocks for arena in arenas] == [0] * len(arenas)

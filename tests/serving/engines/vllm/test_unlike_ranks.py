@@ -1,0 +1,255 @@
+"""Engines that are divided among unlike numbers of ranks exchange KV: heads are parted and joined."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.serving.engines.vllm.ranked_world import (
+    KEY,
+    Keeping,
+    Model,
+    RankMemory,
+    Truth,
+    ranked_pair,
+    until,
+)
+
+from prfaas.core.kv.groups import region_bytes
+from prfaas.core.kv.rank_shares import paired_ranks
+from prfaas.serving.engines.vllm.wire_layout import wire_layouts
+from prfaas.serving.transport.ticket import part_id
+
+SIZES = [(1, 2), (2, 1), (1, 4), (4, 1), (2, 4), (4, 2), (8, 2), (1, 8)]
+HEADS = [1, 2, 4, 8]
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> tuple[Model, Keeping, Keeping]:
+    ours, theirs = draw(st.sampled_from(SIZES))
+    model = Model(
+        full_heads=draw(st.sampled_from(HEADS)),
+        window_heads=draw(st.sampled_from(HEADS)),
+        state_keys=(keys := draw(st.sampled_from(HEADS))),
+        state_heads=keys * draw(st.sampled_from([1, 2])),
+    )
+    channels_outside = draw(st.booleans())
+    keepings = [
+        Keeping(
+            ranks,
+            draw(st.sampled_from([4, 8, 16, 24])),
+            draw(st.sampled_from([8, 16])),
+            draw(st.sampled_from([8, 32])),
+            draw(st.sampled_from(["HND", "NHD"])),
+            channels_outside,
+        )
+        for ranks in (ours, theirs)
+    ]
+    return model, keepings[0], keepings[1]
+
+
+@settings(deadline=None, max_examples=60)
+@given(world=worlds(), num_tokens=st.integers(1, 100), skip_share=st.floats(0, 1))
+def test_every_rank_gets_its_heads_and_each_byte_once(
+    world: tuple[Model, Keeping, Keeping], num_tokens: int, skip_share: float
+) -> None:
+    model, ours, theirs = world
+    skip = int(skip_share * num_tokens)
+    truth = Truth(model, 1)
+    east = [RankMemory(model, ours, rank, 100 + rank) for rank in range(ours.ranks)]
+    home = [RankMemory(model, theirs, rank, 200 + rank) for rank in range(theirs.ranks)]
+    for memory in east:
+        memory.compute(truth, num_tokens)
+    for memory in home:
+        receives = 0
+        for rank in paired_ranks(memory.rank, theirs.ranks, ours.ranks):
+            sending = wire_layouts(east[rank].layout, "east", rank, ours.ranks)
+            loading = wire_layouts(memory.layout, "home", memory.rank, theirs.ranks)
+            assert sending.hear(f"home/{memory.rank}", loading.told, sends=True) is None
+            assert loading.hear(f"east/{rank}", sending.told, sends=False) is None
+            sent, kept = sending.towards(f"home/{memory.rank}"), loading.coming_from(f"east/{rank}")
+            assert (sent.mark, sent.part, sent.parts) == (kept.mark, kept.part, kept.parts)
+            extent = (num_tokens, skip)
+            assert sent.region_bytes(*extent) == kept.region_bytes(*extent)
+            receives += sum(sent.kv_region_bytes(*extent))
+            for here, there in zip(sent.regions, kept.regions, strict=True):
+                assert (here.layer_name, here.index) == (there.layer_name, there.index)
+                group, other = here.group, there.group
+                ours_run = here.run(east[rank].moving(east[rank].groups[group.index], *extent), *extent)
+                theirs_run = there.run(memory.moving(memory.groups[other.index], *extent), *extent)
+                assert ours_run.first_block == theirs_run.first_block
+                assert len(ours_run.block_ids) == len(theirs_run.block_ids)
+                out = memoryview(bytearray(len(ours_run.block_ids) * here.page_bytes))
+                here.pages.read(np.array(ours_run.block_ids, dtype=np.int64), 0, out)
+                there.pages.write_run(theirs_run.block_ids, [out])
+        memory.assert_has(truth, num_tokens, skip)
+        # No byte twice: at most what the coarser blocks of this rank take.
+        assert receives <= max(
+            sum(region_bytes(_as_kept(memory, keeping).layout.regions, num_tokens, skip))
+            for keeping in (ours, theirs)
+        )
+
+
+def _as_kept(memory: RankMemory, blocks: Keeping) -> RankMemory:
+    keeping = replace(
+        memory.keeping,
+        full_tokens=max(memory.keeping.full_tokens, blocks.full_tokens),
+        window_tokens=max(memory.keeping.window_tokens, blocks.window_tokens),
+    )
+    return RankMemory(memory.model, keeping, memory.rank, 1)
+
+
+WORLDS = {
+    "2 to 1": (Model(), Keeping(2), Keeping(1)),
+    "1 to 2": (Model(), Keeping(1), Keeping(2)),
+    "4 to 2": (Model(), Keeping(4), Keeping(2)),
+    "2 to 4, other blocks and order": (Model(), Keeping(2, 32, 32, 32), Keeping(4, 8, 16, 8, "NHD")),
+    "4 to 1, other blocks": (Model(), Keeping(4, 16, 16, 16), Keeping(1, 24, 8, 32)),
+    "4 to 1, copied heads": (Model(2, 1, 4, 4), Keeping(4), Keeping(1)),
+    "1 to 4, copied heads": (Model(2, 1, 4, 4), Keeping(1), Keeping(4)),
+    "2 to 2": (Model(), Keeping(2), Keeping(2)),
+}
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize(
+    ("num_tokens", "skip", "chunk_ends"), [(100, 0, [37, 64, 100]), (129, 48, [129]), (7, 0, [7])]
+)
+def test_the_decode_ranks_have_every_token(
+    world: str, num_tokens: int, skip: int, chunk_ends: list[int]
+) -> None:
+    model, ours, theirs = WORLDS[world]
+    truth = Truth(model, 2)
+    with ranked_pair(model, ours, theirs) as pair:
+        pair.connected()
+        for memory in pair.east:
+            memory.compute(truth, num_tokens)
+        ticket = pair.prefill(num_tokens, skip, chunk_ends)
+        pair.sent()
+        assert pair.load(ticket, skip) == [({"d"}, set())] * theirs.ranks
+        for memory in pair.home:
+            memory.assert_has(truth, num_tokens, skip)
+        assert pair.total("bytes_sent") == pair.total("bytes_loaded") > 0
+        assert pair.total("digest_mismatches") == 0
+        assert pair.total("sends_completed") == max(ours.ranks, theirs.ranks)
+
+
+def test_latents_and_copied_heads_are_sent_by_one_rank() -> None:
+    model = Model(1, 1, 2, 2)
+    with ranked_pair(model, Keeping(2), Keeping(1)) as pair:
+        pair.connected()
+        moved = [
+            {region.layer_name for region in wires.towards("home/0").regions} for wires in pair.wires["east"]
+        ]
+        assert moved == [{"a0", "a1", "w0", "m0", "g0"}, {"g0"}]
+
+
+def test_a_rank_that_has_only_copies_ends_its_transfer_all_the_same() -> None:
+    """Without linear states rank 1 has nothing of its own to send."""
+    model = Model(1, 1, 1, 1)
+    truth = Truth(model, 3)
+    with ranked_pair(model, Keeping(2), Keeping(1)) as pair:
+        pair.connected()
+        assert pair.wires["east"][1].towards("home/0").regions == ()
+        for memory in pair.east:
+            memory.compute(truth, 50)
+        ticket = pair.prefill(50, 0, [50])
+        pair.sent()
+        assert pair.load(ticket, 0) == [({"d"}, set())]
+        pair.home[0].assert_has(truth, 50, 0)
+
+
+def test_equal_sizes_move_the_engines_own_pages() -> None:
+    with ranked_pair(Model(), Keeping(2), Keeping(2)) as pair:
+        pair.connected()
+        for rank, memory in enumerate(pair.east):
+            wire = pair.wires["east"][rank].towards(f"home/{rank}")
+            assert wire is pair.wires["east"][rank].alike
+            assert [region.pages for region in wire.regions] == [
+                region.pages for region in memory.layout.regions
+            ]
+
+
+def test_a_part_that_does_not_come_fails_the_load_and_frees_the_others() -> None:
+    model = Model()
+    with ranked_pair(model, Keeping(2), Keeping(1)) as pair:
+        pair.connected()
+        ticket = pair.prefill(100, 0, [100])
+        second = part_id(ticket.transfer_id, 1)
+        until(lambda: pair.receivers[0].state(second) is not None)
+        until(lambda: pair.receivers[0].state(ticket.transfer_id) is not None)
+        pair.receivers[0].drop(second, "a test")
+        assert pair.load(ticket, 0) == [({"d"}, {"d"})]
+        state = pair.receivers[0].state(ticket.transfer_id)
+        assert state is not None and (state.taken or state.reason == "another part of the KV did not arrive")
+        pair.sent()
+
+
+def test_what_nobody_will_load_is_dropped_whole() -> None:
+    with ranked_pair(Model(), Keeping(4), Keeping(1)) as pair:
+        pair.connected()
+        ticket = pair.prefill(100, 0, [100])
+        ids = [part_id(ticket.transfer_id, part) for part in range(4)]
+        for each in ids:
+            until(lambda each=each: pair.receivers[0].state(each) is not None)
+        pair.consuming[0].order([], [(ticket.transfer_id, "a test")])
+        for each in ids:
+            state = pair.receivers[0].state(each)
+            assert state is not None and state.reason.endswith("a test")
+        pair.sent()
+
+
+def test_a_part_must_be_the_one_of_its_rank() -> None:
+    with ranked_pair(Model(), Keeping(2), Keeping(1)) as pair:
+        pair.connected()
+        ticket = pair.prefill(100, 0, [40])
+        wire = pair.wires["east"][1].towards("home/0")
+        transfer = pair.senders[1].open(
+            replace(ticket, transfer_id=b"o" * 16),
+            replace(ticket, transfer_id=b"o" * 16).seal(KEY),
+            wire.region_bytes(100, 0),
+            None,
+            wire.mark,
+            "home/0",
+            0,
+        )
+        until(lambda: transfer.phase.terminal)
+        assert "sends part 0 of a transfer, where part 1 was agreed" in transfer.reason
+        for producing in pair.producing:
+            producing.hold({"p": True})
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "sentence"),
+    [
+        (Keeping(2), Keeping(1), ""),
+        (
+            Keeping(3),
+            Keeping(2),
+            "the KV layout that home/0 tells east/0 can't be read: rank 0 of 3 and rank 0 of 2 have no heads in "
+            "common",
+        ),
+        (
+            Keeping(2),
+            Keeping(1, channels_outside=False),
+            "KV layout differs in 'rows' of linear_state layers: east/0 has 1, home/0 has 3",
+        ),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(ours: Keeping, theirs: Keeping, sentence: str) -> None:
+    model = Model(6, 6, 6, 6)
+    sending = wire_layouts(RankMemory(model, ours, 0, 1).layout, "east", 0, ours.ranks)
+    told = wire_layouts(RankMemory(model, theirs, 0, 2).layout, "home", 0, theirs.ranks).told
+    assert (sending.hear("home/0", told, sends=True) or "") == sentence
+
+
+def test_other_heads_are_refused_with_both_numbers() -> None:
+    ours = wire_layouts(RankMemory(Model(8), Keeping(2), 0, 1).layout, "east", 0, 2)
+    theirs = wire_layouts(RankMemory(Model(6), Keeping(1), 0, 2).layout, "home", 0, 1)
+    assert ours.hear("home/0", theirs.told, sends=True) == (
+        "KV layout differs in 'heads' of full_attention layers on 2 and 1 ranks: east/0 has 4, home/0 has 6"
+    )
+    assert theirs.hear("east/0", ours.told, sends=False) == (
+        "KV layout differs in 'heads' of full_attention layers on 2 and 1 ranks: east/0 has 4, home/0 has 6"
+    )
