@@ -38,8 +38,8 @@ SOURCE = Path(__file__).parents[1] / "src"
 # answer that begins with it; prefills elsewhere. Then columns of traces, ranks that refuse each other, relays and who
 # decides on them, MLPs and experts of families. Then what moves KV inside a cluster: the file's word, NIXL beside our
 # connector, what is handed over, and the hop whose KV is pulled.
-# Then kinds of values in the file.
-MOST_FILES = 512
+# Then kinds of values in the file; turns of transfers, and flows and queues of the simulated link.
+MOST_FILES = 514
 MOST_LINES = 420
 
 
