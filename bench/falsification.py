@@ -27,7 +27,7 @@ from rich.console import Console
 
 import cpu_share
 from falsification_live import CHUNK_TOKENS, THRESHOLD_PERIOD_S, measured, reconfigured, run_policy, running
-from falsification_phases import PHASES, STATIC, LinkPhase, TraceSlice, pieces_of
+from falsification_phases import PHASES, STATIC, LinkPhase, TraceSlice, pieces_of, telemetry_bits_per_s
 from falsification_report import compared, plots_of, table_of, verdict_of
 from fidelity import (
     DECODE_STEP_LIMIT_S,
@@ -191,8 +191,9 @@ def simulate_drives(document: dict[str, Any]) -> None:
 
 
 def scenario(document: dict[str, Any], planned: PlannedDeployment, policy: str) -> Scenario:
-    """The deployment with the line as it was, under a policy."""
+    """The deployment with the line as it was, less the telemetry on it, under a policy."""
     overheads = document["measured"]
+    beside = telemetry_bits_per_s(document["drives"][policy]["carried"])
     return scenario_of(
         planned,
         policy=policy,
@@ -201,7 +202,7 @@ def scenario(document: dict[str, Any], planned: PlannedDeployment, policy: str) 
         adapts=policy != STATIC,
         allocation=False,
         control=ControlConfig(threshold_period_s=THRESHOLD_PERIOD_S, allocation=False),
-        links={LINK: Steps(tuple((at_s, bits) for at_s, bits in document["pieces"]))},
+        links={LINK: Steps(tuple((at_s, max(bits - beside, 0.0)) for at_s, bits in document["pieces"]))},
         overheads=Overheads(overheads["request_s"], overheads["hop_s"], first_step=True),
         transfer_grace_s=GatewayOptions().transfer_grace_s,
         queue_limit_s=GatewayLimits().queue_s,

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from prfaas.core.planner import PlanProblem, best_operation
 from prfaas.core.planner.two_clusters import rate_at
+from prfaas.core.units import BITS_PER_BYTE
 from prfaas.core.workload import RequestTrace, TracedRequest
 from prfaas.core.workload.requests import blocks_begun
 from prfaas.lab.simulator.capacity import Fluctuating, Piece
@@ -21,6 +22,7 @@ CORRELATION_S = 10.0
 STEP_S = 1.0
 
 SHORTEST_TOKENS, LONGEST_TOKENS = 512, 12_000
+_QUIET_S = 5.0
 FEWEST_ANSWER, MOST_ANSWER = 2, 8
 STATIC = "static_threshold"
 
@@ -198,6 +200,14 @@ def phase_of(arrival_s: NDArray[np.float64], phases: int, phase_s: float) -> NDA
     """The number of the phase in which each request came; what comes later belongs to the last one."""
     found: NDArray[np.int64] = np.minimum((arrival_s // phase_s).astype(np.int64), phases - 1)
     return found
+
+
+def telemetry_bits_per_s(carried: Sequence[tuple[float, int]]) -> float:
+    """What the line carries while nobody sends KVCache: in the quietest five seconds, from readings (second, bytes)."""
+    at_s, so_far = (np.array(column, dtype=np.float64) for column in zip(*carried, strict=True))
+    starts_s = at_s[at_s <= at_s[-1] - _QUIET_S]
+    grown = np.interp(starts_s + _QUIET_S, at_s, so_far) - so_far[: len(starts_s)]
+    return float(grown.min(initial=math.inf)) * BITS_PER_BYTE / _QUIET_S if len(starts_s) else 0.0
 
 
 def bytes_between(carried: Sequence[tuple[float, int]], start_s: float, end_s: float) -> float:

@@ -25,13 +25,14 @@ SOURCE = Path(__file__).parents[1] / "src"
 # it; prefills elsewhere. Then columns of traces. Then ranks that refuse each other. Then what a prefill engine relays,
 # and whether it may. Then columns of traces, ranks that refuse each other, relays and who decides on them, MLPs and
 # experts of families. Then what moves KV inside a cluster: the file's word, NIXL beside our connector, what is handed
-# over, and the hop whose KV is pulled. Then kinds of values in the file, and what stages do with some roles. Then
-# kinds of values in the file. Then relays in simulations: who is relayed, batches of changing pace, their world; a
-# simulated cluster, and relays in plans. Then unlike engines: how pages are laid out, what travels of them, wire pages
-# cut from others; sentences about peers. Then instances that are taken away: their section of the file, what kills
-# cost, what is begun before, who is closed, who is told; and what is left of a transfer that broke: in staging, in
-# memory of those that are over, and as a failure. Then what has arrived over all connections. Then ranks that share
-# heads, and states that ranks divide.
+# over, and the hop whose KV is pulled. Then kinds of values in the file, and what stages do with some roles. Then kinds
+# of values in the file. Then relays in simulations: who is relayed, batches of changing pace, their world; a simulated
+# cluster, and relays in plans. Then unlike engines: how pages are laid out, what travels of them, wire pages cut from
+# others; sentences about peers. Then instances that are taken away: their section of the file, what kills cost, what is
+# begun before, who is closed, who is told; and what is left of a transfer that broke: in staging, in memory of those
+# that are over, and as a failure. Then what has arrived over all connections. Then ranks that share heads, and states
+# that ranks divide. @@ questions; and what is emitted: blueprint, writing, unit, service, pod, its plan and volumes,
+# policy, monitor. Then kinds of values in the file; turns of transfers, and flows and queues of the simulated link.
 MOST_FILES = 535
 MOST_LINES = 420
 

@@ -26,6 +26,7 @@ from falsification_phases import (
     mean_bits_per_s,
     phase_of,
     pieces_of,
+    telemetry_bits_per_s,
 )
 from falsification_report import compared, plots_of, table_of, verdict_of
 from fidelity_stack import EAST
@@ -163,6 +164,14 @@ def test_requests_and_bytes_belong_to_their_phase() -> None:
     carried = [(0.0, 100), (10.0, 200), (30.0, 1000)]
     assert bytes_between(carried, 5.0, 20.0) == pytest.approx(600 - 150)
     assert bytes_between([], 0.0, 10.0) == 0.0
+
+
+def test_telemetry_is_what_the_line_carries_when_it_is_quietest() -> None:
+    """100 bytes/s all the time, 5,000 more from 10 s to 30 s: quiet at both ends."""
+    carried = [(float(s), 100 * s + 5000 * min(max(s - 10, 0), 20)) for s in range(37)]
+    assert telemetry_bits_per_s(carried) == pytest.approx(800.0)
+    assert telemetry_bits_per_s(carried[11:30]) == pytest.approx(8 * 5100.0)
+    assert telemetry_bits_per_s(carried[:3]) == 0.0
 
 
 def test_the_default_policy_is_one_that_exists() -> None:

@@ -464,3 +464,40 @@ def test_what_is_in_the_background_gets_what_is_left() -> None:
     run.events.run(math.inf)
     assert run.arrived_s == pytest.approx({2: 8.2, 0: 10.0, 1: 15.6})
     assert run.link.residual_bytes == 0
+
+
+def test_of_one_sender_those_whose_prefill_has_ended_go_first_and_short_ones_overtake() -> None:
+    """At 8 bit/s. The stream of 2 bit/s waits from 1 s on. The short one is due at 2 + 1 s, the long one at 1 + 4 s."""
+    run = Recorder(Constant(8.0))
+    run.link.paced_bits_per_s = 8.0
+    run.plan([Job(0.0, 2.0, 0.0, 8.0), Job(1.0, 0.0, 4.0, 0.0), Job(2.0, 0.0, 1.0, 0.0)])
+    run.events.run(math.inf)
+    assert run.arrived_s == pytest.approx({2: 3.0, 1: 6.0, 0: 8.0})
+
+
+def test_what_is_held_back_keeps_its_turn_until_it_is_released() -> None:
+    """At 8 bit/s: its stream is behind when it stops, and the other one follows it until the rest comes."""
+    run = Recorder(Constant(8.0))
+    run.plan([Job(0.0, 2.0, 1.0, 1.0, held_s=2.0), Job(0.5, 40.0, 0.0, 10.0)])
+    run.events.run(2.5)
+    assert run.link.open_transfers == 2
+    run.events.run(math.inf)
+    assert run.arrived_s[0] == pytest.approx(4.0)
+    run.link.release(run.transfers[0])
+    assert run.link.open_transfers == 0
+
+
+def test_a_transfer_ends_filler() -> None:
+    run = Recorder(Constant(8.0))
+    run.link.fill(100.0)
+    run.events.run(1.0)
+    assert run.link.is_full
+    run.link.send(ROUTE, 2.0, run.arrived, 0)
+    run.link.fill(100.0)
+    run.events.run(math.inf)
+    assert run.arrived_s == pytest.approx({0: 3.0})
+    assert run.link.sent_bits == pytest.approx(8.0 + 16.0)
+    assert run.link.open_transfers == 0
+    run.link.fill(1.0)
+    run.events.run(math.inf)
+    assert run.link.sent_bits == pytest.approx(8.0 + 16.0 + 8.0)

@@ -72,6 +72,8 @@ def test_without_load_a_recovery_is_found_by_filler() -> None:
     line.keep_full(20.0)
     line.events.run(29.9)
     assert line.capacity_at(29.9) == pytest.approx(CONFIGURED / 10, rel=0.25)
+    # Senders have seen what comes through, so probes fill no queue.
+    assert {condition for at_s, _, _, condition in line.seen if 24 < at_s < 30} == {"slow"}
     line.events.run(40.0)
     assert line.capacity_at(40.0) >= 0.75 * CONFIGURED
 

@@ -1,7 +1,6 @@
 """What is sent as one and gets one part of a link: a queue, a sender with its queues, all senders together."""
 
 import math
-from typing import Any
 
 from prfaas.core.link.budget import STANDING_PART, max_min
 
@@ -34,23 +33,6 @@ class Flow:
 
     def serve(self, bits_per_s: float, now_s: float) -> float:
         """Divide what a late one gets from now on; returns when that changes by itself."""
-        raise NotImplementedError
-
-    def advance(self, passed_s: float) -> None:
-        """So much time has passed since the last `serve` or `advance`."""
-        raise NotImplementedError
-
-    def settle(self, now_s: float, slack_s: float, over: list[Any]) -> float:
-        """See who has sent all that is there, or will in a moment.
-
-        Args:
-            now_s: Now; `advance` was called.
-            slack_s: The moment.
-            over: Transfers of which all is sent are added.
-
-        Returns:
-            Bits that were still to be sent, and count as sent.
-        """
         raise NotImplementedError
 
     def produce(self, bits_per_s: float) -> None:
@@ -139,13 +121,10 @@ class SharedFlow(Flow):
         self.peak_bits_per_s = 0.0
         self._is_limited = is_limited
 
-    @property
-    def abreast_bits_per_s(self) -> float:
-        """What those send that are not late."""
-        return max(self.bits_per_s - self.late_bits_per_s, 0.0)
-
     def most_bits_per_s(self) -> float:
-        return self.abreast_bits_per_s + sum(flow.most_bits_per_s() for flow in self.late)
+        return max(self.bits_per_s - self.late_bits_per_s, 0.0) + sum(
+            flow.most_bits_per_s() for flow in self.late
+        )
 
     def serve(self, bits_per_s: float, now_s: float) -> float:
         late = self.late
@@ -177,12 +156,13 @@ class SharedFlow(Flow):
 
     def pace_of(self, member: Flow, bandwidth_bits_per_s: float) -> float:
         """What a member with something to send is told that it may send of a bandwidth."""
-        abreast_bits_per_s, late = self.abreast_bits_per_s, len(self.late)
+        abreast_bits_per_s, late = self.bits_per_s - self.late_bits_per_s, len(self.late)
         if not member.is_late:
             abreast_bits_per_s -= member.bits_per_s
             late += 1
         standing = bandwidth_bits_per_s * STANDING_PART / len(self.members)
-        return max((bandwidth_bits_per_s - abreast_bits_per_s) / late, standing)
+        part = (bandwidth_bits_per_s - abreast_bits_per_s) / late
+        return part if part > standing else standing
 
     def _level(self, share: float) -> float:
         """What those that are late get who can carry it, where they would have so much each if all could."""
@@ -198,13 +178,6 @@ class SharedFlow(Flow):
             self.peak_bits_per_s = 0.0 if fastest is None else fastest.bits_per_s
         else:
             fastest.become_late()
-
-    def advance(self, passed_s: float) -> None:
-        for flow in self.late:
-            flow.advance(passed_s)
-
-    def settle(self, now_s: float, slack_s: float, over: list[Any]) -> float:
-        return sum([flow.settle(now_s, slack_s, over) for flow in list(self.late)])
 
 
 def _production_rate(flow: Flow) -> float:

@@ -53,8 +53,8 @@ class FluidLink:
 
     __slots__ = (
         "_accepted_bits", "_active", "_armed_s", "_at_s", "_background", "_capacity_bits_per_s", "_events", "_filler",
-        "_foreground", "_limit_bits_per_s", "_next_bits_per_s", "_next_change_s", "_number", "_pieces", "_queues",
-        "_queues_behind", "_rate_bits_per_s", "_rtt_s", "_senders", "_sent_bits", "_unwatched",
+        "_foreground", "_late_queues", "_limit_bits_per_s", "_next_bits_per_s", "_next_change_s", "_number", "_pieces",
+        "_queues", "_queues_behind", "_rate_bits_per_s", "_rtt_s", "_senders", "_sent_bits", "_unwatched",
         "name", "open_transfers", "paced_bits_per_s",
     )  # fmt: skip
 
@@ -92,6 +92,7 @@ class FluidLink:
         is_limited = transfer_limit_bits_per_s < math.inf
         self._foreground = SharedFlow(None, is_limited=is_limited)
         self._background = SharedFlow(None, is_limited=is_limited)
+        self._late_queues: dict[SendQueue, None] = {}
         self._queues: dict[Route, SendQueue] = {}
         self._queues_behind: dict[Route, SendQueue] = {}
         self._senders: dict[tuple[SharedFlow, str], SharedFlow] = {}
@@ -259,7 +260,7 @@ class FluidLink:
                 sender = SharedFlow(flow, is_limited=self._limit_bits_per_s < math.inf)
                 self._senders[flow, route[0]] = sender
                 flow.members.append(sender)
-            queues[route] = queue = SendQueue(sender, self._limit_bits_per_s)
+            queues[route] = queue = SendQueue(sender, self._limit_bits_per_s, self._late_queues)
             sender.members.append(queue)
         return queue
 
@@ -326,10 +327,10 @@ class FluidLink:
         passed_s = now_s - self._at_s
         self._at_s = now_s
         self._sent_bits += self._rate_bits_per_s * passed_s
-        if self._foreground.is_late:
-            self._foreground.advance(passed_s)
-        if self._background.is_late:
-            self._background.advance(passed_s)
+        for queue in self._late_queues:
+            head = queue.head
+            if head is not None:
+                head.sent_bits += queue.head_bits_per_s * passed_s
 
     def _share(self, now_s: float) -> None:
         """Divide the capacity from now on, and put an event for when that changes."""
@@ -359,9 +360,8 @@ class FluidLink:
         self._advance(armed_s)
         slack_s = _SLACK_S + armed_s * _SLACK
         over: list[FluidTransfer] = []
-        self._sent_bits += self._foreground.settle(armed_s, slack_s, over)
-        if self._background.is_late:
-            self._sent_bits += self._background.settle(armed_s, slack_s, over)
+        for queue in list(self._late_queues):
+            self._sent_bits += queue.settle(armed_s, slack_s, over)
         self._active -= len(over)
         self._share(armed_s)
         for transfer in over:

@@ -22,8 +22,10 @@ _LOOKS = 4
 _AS_BELIEVED = 0.1
 _CONNECTIONS = 4
 _SEGMENT_BYTES = 1000
-# Senders that are paced so much above what the network carries fill its queue.
+# Senders that send so much more than the network carries fill its queue.
 _QUEUES_FROM = 1.2
+# BBR sends what was delivered at most in so many round trips (N. Cardwell et al., "BBR", ACM Queue 2016).
+_REMEMBERED_ROUND_TRIPS = 10
 
 
 class MonitoredLink:
@@ -31,12 +33,15 @@ class MonitoredLink:
 
     The view's capacity is what the live meter believes. It gets samples of the fluid, ten times a second while the
     link is not what it is believed to be. While it is, nothing could be learned, and nothing is computed.
-    A network that carries less than its senders' pace holds as many bytes as the configured bandwidth carries in a
-    round trip, and drops what is more: that gives the round trips and retransmissions of the samples.
+    A network that carries less than its senders send holds as many bytes as the configured bandwidth carries in a
+    round trip, and drops what is more: that gives the round trips and retransmissions of the samples. Senders send no
+    more than their pace, nor than what they have seen delivered: so they send too much after a fall, for ten round
+    trips, and not for ever. Between transfers and probes they remember.
     """
 
     __slots__ = (
-        "_announced", "_events", "_history", "_is_watched", "_resent_bytes", "_sender", "_sent_bytes", "_watched_s",
+        "_announced", "_delivered_bits_per_s", "_events", "_excess_s", "_history", "_is_watched", "_resent_bytes",
+        "_sender", "_sent_bytes",
         "carried_s", "fluid", "meter", "on_change", "promised_bytes", "view",
     )  # fmt: skip
 
@@ -66,8 +71,9 @@ class MonitoredLink:
         self._announced = AnnouncedLink(view.capacity_bits_per_s)
         self._history = [(0.0, 0.0)] * _LOOKS
         self._is_watched = False
-        self._watched_s = 0.0
         self._sent_bytes = self._resent_bytes = 0.0
+        self._delivered_bits_per_s = view.capacity_bits_per_s
+        self._excess_s = 0.0
         self._sender = SenderSample(
             at_s=events.now_s,
             pace_bits_per_s=view.capacity_bits_per_s,
@@ -155,7 +161,7 @@ class MonitoredLink:
         fluid, configured = self.fluid, self.meter.configured_bits_per_s
         pace = min(self.meter.pace_bits_per_s, configured)
         sent_bytes = fluid.sent_bits / BITS_PER_BYTE
-        excess = pace / capacity_bits_per_s if is_full else 1.0
+        excess = self._excess(pace, capacity_bits_per_s) if is_full else 1.0
         rtt_s = self._sender.least_rtt_s
         if excess > _QUEUES_FROM:
             self._resent_bytes += (excess - 1) * (sent_bytes - self._sent_bytes)
@@ -173,6 +179,18 @@ class MonitoredLink:
             sent_bytes_total=int(sent_bytes + self._resent_bytes),
             resent_bytes_total=int(self._resent_bytes),
         )
+
+    def _excess(self, pace_bits_per_s: float, capacity_bits_per_s: float) -> float:
+        """How much more is sent than carried while the link is full, as a ratio: congestion control takes time."""
+        if capacity_bits_per_s < self._delivered_bits_per_s:
+            self._excess_s += WATCH_S
+        if (
+            capacity_bits_per_s >= self._delivered_bits_per_s
+            or self._excess_s > _REMEMBERED_ROUND_TRIPS * self._sender.rtt_s
+        ):
+            self._delivered_bits_per_s = capacity_bits_per_s
+            self._excess_s = 0.0
+        return min(pace_bits_per_s, self._delivered_bits_per_s) / capacity_bits_per_s
 
     def _tell(self, now_s: float) -> None:
         view, meter = self.view, self.meter

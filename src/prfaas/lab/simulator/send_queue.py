@@ -102,7 +102,7 @@ class SendQueue(Flow):
     them one gets the rest: the head.
     """
 
-    __slots__ = ("_ended", "_head_bits_per_s", "head", "limit_bits_per_s", "streams")
+    __slots__ = ("_ended", "_late_queues", "head", "head_bits_per_s", "limit_bits_per_s", "streams")
 
     limit_bits_per_s: float
     """What the connections between the two carry."""
@@ -110,14 +110,30 @@ class SendQueue(Flow):
     """Those that are still produced, or held back with something to send, in the order in which they were opened."""
     head: FluidTransfer | None
     """Who gets what those abreast leave."""
+    head_bits_per_s: float
+    """That."""
 
-    def __init__(self, parent: SharedFlow, limit_bits_per_s: float) -> None:
+    def __init__(
+        self, parent: SharedFlow, limit_bits_per_s: float, late_queues: "dict[SendQueue, None]"
+    ) -> None:
+        """`late_queues`: those of the link, which this one enters and leaves."""
         super().__init__(parent)
+        self._late_queues = late_queues
         self.limit_bits_per_s = limit_bits_per_s
         self.streams = {}
         self.head = None
-        self._head_bits_per_s = 0.0
+        self.head_bits_per_s = 0.0
         self._ended: list[tuple[Turn, FluidTransfer]] = []
+
+    def become_late(self) -> None:
+        if not self.is_late:
+            self._late_queues[self] = None
+            super().become_late()
+
+    def become_abreast(self) -> None:
+        if self.is_late:
+            del self._late_queues[self]
+            super().become_abreast()
 
     def begin(self, transfer: FluidTransfer) -> None:
         """A prefill begins."""
@@ -171,7 +187,7 @@ class SendQueue(Flow):
         self.rate_bits_per_s = bits_per_s
         if ended:
             self.head = head = ended[0][1]
-            self._head_bits_per_s = bits_per_s
+            self.head_bits_per_s = bits_per_s
             for stream in self.streams:
                 if stream.state == ABREAST:
                     stream.fall_behind(now_s)
@@ -191,36 +207,42 @@ class SendQueue(Flow):
                 stream.fall_behind(now_s)
             if self.head is None:
                 self.head = stream
-                self._head_bits_per_s = bits_per_s
+                self.head_bits_per_s = bits_per_s
         head = self.head
         if head is None:
             # Rounding: it was late by the sum of its production. The last one waits.
             self.head = head = next(reversed(self.streams))
             head.fall_behind(now_s)
-            self._head_bits_per_s = bits_per_s = bits_per_s + head.bits_per_s
+            self.head_bits_per_s = bits_per_s = bits_per_s + head.bits_per_s
         faster_bits_per_s = bits_per_s - head.bits_per_s
         if faster_bits_per_s <= head.bits_per_s * _ROUNDING or not bits_per_s:
             return math.inf
         return now_s + (head.produced_bits(now_s) - head.sent_bits) / faster_bits_per_s
 
-    def advance(self, passed_s: float) -> None:
-        if self.head is not None:
-            self.head.sent_bits += self._head_bits_per_s * passed_s
-
     def settle(self, now_s: float, slack_s: float, over: list[FluidTransfer]) -> float:
+        """See who has sent all that is there, or will in a moment.
+
+        Args:
+            now_s: Now.
+            slack_s: The moment.
+            over: Transfers of which all is sent are added.
+
+        Returns:
+            Bits that were still to be sent, and count as sent.
+        """
         head = self.head
         if head is None:
             return 0.0
         if head.state == PRODUCED:
             left_bits = head.total_bits - head.sent_bits
-            if left_bits > slack_s * self._head_bits_per_s:
+            if left_bits > slack_s * self.head_bits_per_s:
                 return 0.0
             head.state = ARRIVING
             over.append(head)
             self.forget()
             return left_bits
         left_bits = head.produced_bits(now_s) - head.sent_bits
-        faster_bits_per_s = self._head_bits_per_s - head.bits_per_s
+        faster_bits_per_s = self.head_bits_per_s - head.bits_per_s
         if faster_bits_per_s <= head.bits_per_s * _ROUNDING or left_bits > slack_s * faster_bits_per_s:
             return 0.0
         self.head = None
