@@ -21,7 +21,7 @@ DOCS_STAMP := $(DOCS_VENV)/.docs-setup
 
 DEBIAN := requirements/debian.txt
 
-.PHONY: help setup system fast machine demo check test test-fast test-docs test-explore test-extras bench docs clean
+.PHONY: help setup system fast studies machine demo check test test-fast test-docs test-explore test-extras bench docs clean
 
 help:
 	@echo "make demo   one long and several short prompts through two clusters on this machine, compared with plain vLLM"
@@ -36,6 +36,7 @@ help:
 	@echo "make setup  only the virtual environment"
 	@echo "make system Debian packages that some tests use (as root; without them those tests are skipped)"
 	@echo "make fast   a compiled copy of the package in build/fast, for long simulations (minutes; needs a C compiler)"
+	@echo "make studies   docs/explanation/studies.md anew, by the compiled copy (minutes; needs a C compiler)"
 
 setup: $(STAMP)
 
@@ -56,6 +57,10 @@ system:
 
 fast: setup
 	$(BIN)/python requirements/compiled.py build/fast
+
+# Compiled or not, the numbers are the same; compiled they come sooner.
+studies: fast
+	PYTHONPATH=build/fast $(BIN)/prfaas study all --out docs/explanation
 
 # First whether it can work here; disk only where something is to be installed.
 machine:

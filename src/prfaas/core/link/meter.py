@@ -3,7 +3,6 @@
 from collections import deque
 from collections.abc import Mapping
 from math import inf
-from operator import sub
 from statistics import fmean, median
 from typing import Literal
 
@@ -266,20 +265,19 @@ class LinkMeter:
 
         By the words of senders; of late ones while not all has come that they spoke of.
         """
-        late = [
-            sample
-            for name, sample in self._senders.items()
-            if sample not in fresh
-            and sample.ready_bytes > self.carried_bytes - self._carried_then.get(name, 0)
-        ]
-        # In a network whose queue is long all may be on its way, and again: none waits in a sender's kernel then.
-        flow_bits_per_s = min(self._flow_bits_per_s(_BURST_S), self._flow_bits_per_s(_LONGEST_FULL_S))
-        in_network_bytes = flow_bits_per_s / BITS_PER_BYTE * self.network.rtt_s
+        words = fresh
+        if len(fresh) < len(self._senders):
+            late = [(name, sample) for name, sample in self._senders.items() if sample not in fresh]
+            come = {name: self.carried_bytes - self._carried_then.get(name, 0) for name, _ in late}
+            words = fresh + [sample for name, sample in late if sample.ready_bytes > come[name]]
+        in_network_bytes = inf
+        if self.network.signal.is_queueing:
+            # Where its queue is long all may be on its way, and again: none waits in a sender's kernel then.
+            flow_bits_per_s = min(self._flow_bits_per_s(_BURST_S), self._flow_bits_per_s(_LONGEST_FULL_S))
+            in_network_bytes = flow_bits_per_s / BITS_PER_BYTE * self.network.rtt_s
         shares = [
-            (sample, 1.0)
-            if self.network.signal.is_queueing and sample.ready_bytes > _MORE * in_network_bytes
-            else (sample, sample.filled_share)
-            for sample in (*fresh, *late)
+            (sample, 1.0 if sample.ready_bytes > _MORE * in_network_bytes else sample.filled_share)
+            for sample in words
         ]
         shares = [(sample, share) for sample, share in shares if share]
         if not shares:
@@ -335,10 +333,11 @@ class LinkMeter:
 
     def _flow_bits_per_s(self, window_s: float) -> float:
         """What came in the last so many seconds, or a little more, per second; 0 where less is known."""
-        end_s, *end = self._flow[-1]
-        for start_s, *start in reversed(self._flow):
+        end_s, end_bytes, end_segments = self._flow[-1]
+        for start_s, start_bytes, start_segments in reversed(self._flow):
             if end_s - start_s >= window_s - _SLACK_S:
-                return float(BITS_PER_BYTE * max(map(sub, end, start)) / (end_s - start_s))
+                more = max(end_bytes - start_bytes, end_segments - start_segments)
+                return float(BITS_PER_BYTE * more / (end_s - start_s))
         return 0.0
 
     def _take(self, bits_per_s: float, pace_bits_per_s: float, now_s: float) -> None:

@@ -69,6 +69,8 @@ class _Tier:
         if page in self.pages:
             self.policy.touched(page)
             return True
+        if size_bytes > self.capacity_bytes and not self.pages:
+            return False  # without asking what could go: many machines have no SSD
         while self.policy.used_bytes + size_bytes > self.capacity_bytes:
             victim = self.policy.victim(may_go)
             if victim is None:
@@ -192,12 +194,17 @@ class MachinePool:
             states |= self._inner_states(blocks, end, computed_from // self._block_tokens)
         pages = self._chain(blocks, end, states if self._state_bytes else set())
         used = {page for page, _, _, _ in pages}
+        memory, ssd = self._memory, self._ssd
+
+        def may_go(page: int) -> bool:
+            return page not in used
+
         for page, size, group, parent in pages:
-            if page in self._ssd.pages and page not in self._memory.pages:
-                self._ssd.policy.touched(page)
+            if page in ssd.pages and page not in memory.pages:
+                ssd.policy.touched(page)
                 continue
-            if self._memory.put(page, size, group, parent, lambda each: each not in used):
-                self._ssd.put(page, size, group, parent, lambda each: each not in used)
+            if memory.put(page, size, group, parent, may_go):
+                ssd.put(page, size, group, parent, may_go)
             elif group == _ATTENTION:
                 return
 

@@ -1,7 +1,6 @@
 """A link as the simulated deployment uses it: the fluid that carries, and what policies are told of it."""
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from prfaas.core.link.announced import AnnouncedLink
 from prfaas.core.link.meter import LinkMeter
@@ -41,7 +40,7 @@ class MonitoredLink:
 
     __slots__ = (
         "_announced", "_delivered_bits_per_s", "_events", "_excess_s", "_history", "_is_watched", "_resent_bytes",
-        "_sender", "_sent_bytes",
+        "_rtt_s", "_sender", "_sent_bytes",
         "carried_s", "fluid", "meter", "on_change", "promised_bytes", "view",
     )  # fmt: skip
 
@@ -74,25 +73,8 @@ class MonitoredLink:
         self._sent_bytes = self._resent_bytes = 0.0
         self._delivered_bits_per_s = view.capacity_bits_per_s
         self._excess_s = 0.0
-        self._sender = SenderSample(
-            at_s=events.now_s,
-            pace_bits_per_s=view.capacity_bits_per_s,
-            queued_bytes=0,
-            waiting_bytes=0,
-            open_bytes=0,
-            acked_bytes_total=0,
-            unsent_bytes=0,
-            filled_connections=0,
-            delivery_bits_per_s=0.0,
-            rtt_s=view.rtt_s,
-            least_rtt_s=view.rtt_s,
-            sent_bytes_total=0,
-            resent_bytes_total=0,
-            busy_s_total=0.0,
-            receiver_limited_s_total=0.0,
-            connections_up=_CONNECTIONS,
-            connections=_CONNECTIONS,
-        )
+        self._rtt_s = view.rtt_s
+        self._sender = self._word(events.now_s, view.capacity_bits_per_s, view.rtt_s, False)
 
     @property
     def configured_bits_per_s(self) -> float:
@@ -162,22 +144,34 @@ class MonitoredLink:
         pace = min(self.meter.pace_bits_per_s, configured)
         sent_bytes = fluid.sent_bits / BITS_PER_BYTE
         excess = self._excess(pace, capacity_bits_per_s) if is_full else 1.0
-        rtt_s = self._sender.least_rtt_s
+        rtt_s = self._rtt_s
         if excess > _QUEUES_FROM:
             self._resent_bytes += (excess - 1) * (sent_bytes - self._sent_bytes)
             rtt_s *= 1 + configured / capacity_bits_per_s
         self._sent_bytes = sent_bytes
-        self._sender = replace(
-            self._sender,
+        self._sender = self._word(now_s, pace, rtt_s, is_full)
+
+    def _word(self, now_s: float, pace_bits_per_s: float, rtt_s: float, is_full: bool) -> SenderSample:
+        """Of all senders together."""
+        open_bytes = int(self.fluid.residual_bytes)
+        return SenderSample(
             at_s=now_s,
-            pace_bits_per_s=pace,
-            queued_bytes=int(fluid.residual_bytes) if is_full else 0,
-            open_bytes=int(fluid.residual_bytes),
+            pace_bits_per_s=pace_bits_per_s,
+            queued_bytes=open_bytes if is_full else 0,
+            waiting_bytes=0,
+            open_bytes=open_bytes,
+            acked_bytes_total=0,
             unsent_bytes=_SEGMENT_BYTES if is_full else 0,
             filled_connections=_CONNECTIONS if is_full else 0,
+            delivery_bits_per_s=0.0,
             rtt_s=rtt_s,
-            sent_bytes_total=int(sent_bytes + self._resent_bytes),
+            least_rtt_s=self._rtt_s,
+            sent_bytes_total=int(self._sent_bytes + self._resent_bytes),
             resent_bytes_total=int(self._resent_bytes),
+            busy_s_total=0.0,
+            receiver_limited_s_total=0.0,
+            connections_up=_CONNECTIONS,
+            connections=_CONNECTIONS,
         )
 
     def _excess(self, pace_bits_per_s: float, capacity_bits_per_s: float) -> float:
