@@ -35,6 +35,7 @@ from prfaas.serving.transport.wire import TransferPhase, TransferStatus
 from . import stand_in_apis
 
 BLOCK_TOKENS = 16
+_OWN_PREFILL_S = 0.05
 CACHED_TOKENS = 48
 """What an engine that `lingers` says it had cached."""
 CHAT_TEMPLATE = (
@@ -465,6 +466,8 @@ class StandInEngine:
                 self.loaded.append(self._load(ticket, body, ids))
             else:
                 self.lost += 1
+                # A prefill takes a while, in which the engine sees whether its client has left.
+                await asyncio.sleep(_OWN_PREFILL_S)
         if not sends and self.dies is not None:
             self.deaths += 1
             if self.dies == "http-500":

@@ -5,15 +5,18 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import aiohttp
 import pytest
 
+from prfaas.core.deployment import FirstTokenSource
 from prfaas.serving.gateway.kv_transfer import KvTransfers, TransferFailedError
+from prfaas.serving.gateway.remote_prefill import RemotePrefills
 from prfaas.serving.transport.observer import OnSoon
 from prfaas.serving.transport.ticket import Ticket, part_id
 from prfaas.serving.transport.wire import TransferPhase, TransferStatus
 
 from .stand_in import CACHED_TOKENS, answer_text
-from .world import World
+from .world import GATEWAY, World
 
 InWorld = Callable[..., None]
 LONG = list(range(50, 250)) * 5
@@ -119,6 +122,37 @@ def test_a_client_that_leaves_ends_the_prefill_too(in_world: InWorld) -> None:
         assert world.plane.suspected == []  # what the gateway gives up itself is nobody's fault
 
     in_world(body)
+
+
+@pytest.mark.parametrize("first_token", ["decode", "prefill"])
+def test_a_client_that_leaves_in_the_moment_in_which_the_kv_is_there_leaves_none(
+    in_world: InWorld, monkeypatch: pytest.MonkeyPatch, first_token: FirstTokenSource
+) -> None:
+    """The prefill elsewhere has ended well, and nobody has been told yet."""
+    begin, prefill = RemotePrefills.begin, RemotePrefills._prefill_remote
+    handlers: list[asyncio.Task[Any] | None] = []
+
+    async def begun(self: RemotePrefills, *args: Any) -> Any:
+        handlers.append(asyncio.current_task())
+        return await begin(self, *args)
+
+    async def prefilled(self: RemotePrefills, *args: Any) -> Any:
+        prepared = await prefill(self, *args)
+        # As aiohttp does it.
+        (handler,) = handlers
+        assert handler is not None
+        handler.cancel()
+        return prepared
+
+    async def body(world: World) -> None:
+        with pytest.raises(aiohttp.ClientError):
+            await world.complete(LONG, temperature=0)
+        await world.settled()
+        assert world.decode.generated() == [] and world.plane.suspected == []
+
+    monkeypatch.setattr(RemotePrefills, "begin", begun)
+    monkeypatch.setattr(RemotePrefills, "_prefill_remote", prefilled)
+    in_world(body, gateway_config=replace(GATEWAY, first_token=first_token))
 
 
 def test_another_decode_engine_gets_kv_of_its_own(in_world: InWorld) -> None:

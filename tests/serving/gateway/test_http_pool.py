@@ -19,7 +19,7 @@ from prfaas.serving.gateway.http_exchange import (
     EngineResponse,
     ServerSilentError,
 )
-from prfaas.serving.gateway.http_pool import HttpPool
+from prfaas.serving.gateway.http_pool import HttpPool, _Connection
 from prfaas.serving.own_process import LoopClock, on_time_timeout
 
 Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -94,6 +94,31 @@ async def post(pool: HttpPool, port: int, body: bytes = b"{}") -> EngineResponse
 
 SMALL = b"HTTP/1.1 200 OK\r\nContent-Type: text/x\r\nContent-Length: 5\r\n\r\nhello"
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n6\r\n world\r\n0\r\n\r\n"
+
+
+def test_who_leaves_when_its_answer_has_come_cuts_nobody_who_has_the_connection_now(
+    loop_run: Callable[[Coroutine[Any, Any, None]], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body() -> None:
+        received = _Connection.data_received
+        tasks: list[asyncio.Task[EngineResponse]] = []
+
+        def received_before_another(connection: _Connection, data: bytes) -> None:
+            # The second request has its turn before the first one reads its answer, and is given up then.
+            if len(tasks) == 1:
+                tasks.append(asyncio.create_task(post(pool, port, b"second")))
+            received(connection, data)
+            tasks[0].cancel()
+
+        monkeypatch.setattr(_Connection, "data_received", received_before_another)
+        async with serving(says(SMALL)) as (server, pool, port):
+            tasks.append(asyncio.create_task(post(pool, port, b"first")))
+            await asyncio.wait(tasks)
+            assert tasks[0].cancelled()
+            assert await (await tasks[1]).read() == b"hello"
+            assert (server.connections, len(server.requests)) == (1, 2)
+
+    loop_run(body())
 
 
 def test_a_connection_carries_one_exchange_after_the_other(

@@ -13,12 +13,12 @@ from typing import Any
 import aiohttp
 import pytest
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
+from tests.trace_collector import Collector, SeenSpan, running_collector
 
 from prfaas.core.deployment import TracingConfig
 from prfaas.serving.gateway.request_trace import error_word, finish_reasons
 from prfaas.serving.tracing import otel
 
-from .collector import Collector, SeenSpan, running_collector
 from .stand_in import answer_text
 from .world import GATEWAY, World, route_of, running_world
 

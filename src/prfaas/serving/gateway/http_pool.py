@@ -234,7 +234,7 @@ class _Connection(asyncio.Protocol):
         """Send a request; its answer once the head has come. Raises AnswerCutError."""
         self.heard, self._head_bytes = False, 0
         self._heard_s = self._pool.clock()
-        self._answer = EngineResponse(self)
+        self._answer = answer = EngineResponse(self)
         begun: asyncio.Future[EngineResponse] = self.loop.create_future()
         self._begun = begun
         self._transport.write(head)
@@ -243,7 +243,9 @@ class _Connection(asyncio.Protocol):
         try:
             return await begun
         except BaseException:
-            self.abort(AnswerCutError("the request was given up"))
+            # After a whole answer the connection is free, or carries another exchange by now.
+            if not answer.complete:
+                self.abort(AnswerCutError("the request was given up"))
             raise
 
     def abort(self, error: AnswerCutError) -> None:

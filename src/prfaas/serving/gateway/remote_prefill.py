@@ -184,10 +184,19 @@ class RemotePrefills:
         finally:
             if not begun:
                 moving.cancel()
+                # It may have ended well in this very moment, with a transfer that nobody will load.
+                moving.add_done_callback(self._abandon_done)
                 await asyncio.wait((moving,))
                 # One that was cancelled before it began has given nothing back.
                 await running.stack.aclose()
         return moving
+
+    def _abandon_done(self, moving: "asyncio.Task[PreparedRequest]") -> None:
+        if moving.cancelled() or moving.exception() is not None:
+            return
+        transfer = moving.result().transfer
+        if transfer is not None:
+            self._hop.abandon(transfer.ticket, "the request was cancelled")
 
     async def _answer_remote(self, running: _RemotePrefill, ask: FirstTokenAsk) -> PreparedRequest:
         """Prefill at another instance, and sample the only token of the answer there. Raises HopFailedError."""

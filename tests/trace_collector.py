@@ -25,6 +25,8 @@ class SeenSpan:
     attributes: dict[str, Any]
     events: list[tuple[str, dict[str, Any]]]
     is_error: bool
+    resource: dict[str, Any]
+    """Who sent it."""
 
 
 @dataclass
@@ -51,9 +53,10 @@ class Collector:
             await asyncio.Event().wait()
         told = ExportTraceServiceRequest.FromString(body)
         for resource in told.resource_spans:
-            self.resources.append(_attributes(resource.resource.attributes))
+            sender = _attributes(resource.resource.attributes)
+            self.resources.append(sender)
             for scope in resource.scope_spans:
-                self.spans += [_seen(span) for span in scope.spans]
+                self.spans += [_seen(span, sender) for span in scope.spans]
         return web.Response(status=self.status)
 
     async def until(self, condition: Callable[[], bool]) -> None:
@@ -99,7 +102,7 @@ def _attributes(attributes: Any) -> dict[str, Any]:
     return {each.key: _value(each.value) for each in attributes}
 
 
-def _seen(span: Any) -> SeenSpan:
+def _seen(span: Any, resource: dict[str, Any]) -> SeenSpan:
     return SeenSpan(
         name=span.name,
         trace_id=span.trace_id.hex(),
@@ -111,4 +114,5 @@ def _seen(span: Any) -> SeenSpan:
         attributes=_attributes(span.attributes),
         events=[(event.name, _attributes(event.attributes)) for event in span.events],
         is_error=span.status.code == 2,
+        resource=resource,
     )
