@@ -202,6 +202,25 @@ def test_what_relayed_answers_cost_a_prefill(case_study: CaseStudy) -> None:
     assert world.engines["east-0"].prefilled_s == pytest.approx(prefill_s * (2 + step_s / chunk_s))
 
 
+def test_relayed_tokens_wait_for_the_chunks_of_a_prompt(case_study: CaseStudy) -> None:
+    """Some tokens come before the next prompt, one after each of its chunks then."""
+    shown = scenario(case_study, far_instances=1)
+    result = run(shown, [(0.0, TOKENS, 21), (2.9, TOKENS, 2000)])
+    prefill_s, step_s = shown.clusters[0].curve.seconds(TOKENS), far_step_s(shown)
+    before = (2.9 - prefill_s) / step_s
+    assert 5 < before < 10
+    between_s = prefill_s * CHUNK_TOKENS / TOKENS + step_s
+    assert result.e2e_s[0] == pytest.approx(2.9 + (20 - before) * between_s + RTT_S)
+
+
+def test_an_own_prefill_is_no_other_work(case_study: CaseStudy) -> None:
+    """The pause is shorter than the prefill that comes before it."""
+    shown = scenario(case_study, bits_per_s=2e9)
+    assert kv_s(shown, 2e9) < 2 * shown.clusters[0].curve.seconds(TOKENS)
+    result = run(shown, [(0.0, TOKENS, 1000)])
+    assert result.relayed_tokens is not None and result.relayed_tokens[0] > 50
+
+
 def test_relayed_answers_share_steps(case_study: CaseStudy) -> None:
     """Two seats: the third answer is not relayed."""
     planned = scenario(case_study, far_instances=1)
