@@ -335,6 +335,20 @@ def test_a_prefill_instance_that_fails_leaves_what_it_relayed(case_study: CaseSt
     assert result.longest_gap_s[0] == pytest.approx(prefill_s + 1.0 + again_s + home_step_s(shown) - told_s)
 
 
+def test_a_decode_instance_that_fails_makes_one_gap(case_study: CaseStudy) -> None:
+    """Until then its tokens come one by one; after it, prompt and answer so far are prefilled again."""
+    shown = scenario(case_study, policy="local_only")
+    home = replace(shown.clusters[1], instances=3, prefill_instances=1)
+    shown = replace(shown, clusters=(home,), links=())
+    prefill_s, step_s = home.curve.seconds(TOKENS), home_step_s(replace(shown, clusters=(home, home)))
+    result = run(
+        replace(shown, failures=[Failure("home-1", prefill_s + 400 * step_s, 100.0)]), [(0.0, TOKENS, 1000)]
+    )
+    assert result.retries[0] == 1 and result.longest_gap_s is not None
+    again_s = home.curve.seconds(TOKENS + 401)
+    assert result.longest_gap_s[0] == pytest.approx(again_s + step_s, abs=2 * step_s)
+
+
 def test_the_file_says_it(tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml"
     gateway = "gateway: {first_token: prefill, relay_tokens: 96}\n"
