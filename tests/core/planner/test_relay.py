@@ -77,6 +77,10 @@ def test_what_it_costs() -> None:
     )
     assert 0 < estimate.prefill_loss <= busy * STEP_S / chunk_s * (1 + 1e-6)
     assert estimate.prefill_loss == pytest.approx(busy * STEP_S / chunk_s, rel=0.2)
+    # Now and then other prefills wait longer than the pause takes.
+    assert estimate.relayed_fraction < estimate.pausing_fraction
+    few = best_within_target(replace(slow, relay=RelaySettings(8, CHUNK_TOKENS, 16))).relay_estimate(0.95)
+    assert few is not None and few.prefill_loss < 0.5 * estimate.prefill_loss
 
 
 def test_where_nothing_pauses_nothing_is_relayed() -> None:
@@ -85,6 +89,8 @@ def test_where_nothing_pauses_nothing_is_relayed() -> None:
     estimate = found(made)
     assert estimate == RelayEstimate(64, 0.0, None, None, 0.0, 0.0, 0.0, 0.0)
     (home,) = made.pd
+    soon = found(problem(64, 1000e9, rtt_s=0.9 * WORTH_STEPS * home.decode_step_s), 0.01)
+    assert soon.pausing_fraction == 0
     late = found(problem(64, 1000e9, rtt_s=WORTH_STEPS * home.decode_step_s), 0.01)
     assert late.pausing_fraction == pytest.approx(best_within_target(made).point.offloaded_fraction, rel=0.05)
 

@@ -45,6 +45,15 @@ def test_who_leaves_tells_what_it_lacks() -> None:
     assert steps.clock.batch == 0 and steps.clock.lacking_tokens == 0
 
 
+def test_who_has_left_is_no_member() -> None:
+    steps = Steps()
+    steps.clock.join(3, "a")
+    number = steps.clock.join(10, "b")
+    steps.events.run(1.0)
+    steps.clock.leave(number)
+    assert list(steps.clock.members) == ["a"] and steps.clock.lacking_tokens == pytest.approx(2.0)
+
+
 @given(
     st.lists(st.tuples(st.floats(0.01, 5.0), st.floats(0.1, 4.0)), max_size=6),
     st.lists(st.integers(1, 30), min_size=1, max_size=5),

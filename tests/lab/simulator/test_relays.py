@@ -202,6 +202,25 @@ def test_what_relayed_answers_cost_a_prefill(case_study: CaseStudy) -> None:
     assert world.engines["east-0"].prefilled_s == pytest.approx(prefill_s * (2 + step_s / chunk_s))
 
 
+def test_relayed_tokens_wait_for_the_chunks_of_a_prompt(case_study: CaseStudy) -> None:
+    """Some tokens come before the next prompt, one after each of its chunks then."""
+    shown = scenario(case_study, far_instances=1)
+    result = run(shown, [(0.0, TOKENS, 21), (2.9, TOKENS, 2000)])
+    prefill_s, step_s = shown.clusters[0].curve.seconds(TOKENS), far_step_s(shown)
+    before = (2.9 - prefill_s) / step_s
+    assert 5 < before < 10
+    between_s = prefill_s * CHUNK_TOKENS / TOKENS + step_s
+    assert result.e2e_s[0] == pytest.approx(2.9 + (20 - before) * between_s + RTT_S)
+
+
+def test_an_own_prefill_is_no_other_work(case_study: CaseStudy) -> None:
+    """The pause is shorter than the prefill that comes before it."""
+    shown = scenario(case_study, bits_per_s=2e9)
+    assert kv_s(shown, 2e9) < 2 * shown.clusters[0].curve.seconds(TOKENS)
+    result = run(shown, [(0.0, TOKENS, 1000)])
+    assert result.relayed_tokens is not None and result.relayed_tokens[0] > 50
+
+
 def test_relayed_answers_share_steps(case_study: CaseStudy) -> None:
     """Two seats: the third answer is not relayed."""
     planned = scenario(case_study, far_instances=1)
@@ -314,6 +333,20 @@ def test_a_prefill_instance_that_fails_leaves_what_it_relayed(case_study: CaseSt
     assert result.longest_gap_s is not None
     told_s = prefill_s + RTT_S + relayed * step_s
     assert result.longest_gap_s[0] == pytest.approx(prefill_s + 1.0 + again_s + home_step_s(shown) - told_s)
+
+
+def test_a_decode_instance_that_fails_makes_one_gap(case_study: CaseStudy) -> None:
+    """Until then its tokens come one by one; after it, prompt and answer so far are prefilled again."""
+    shown = scenario(case_study, policy="local_only")
+    home = replace(shown.clusters[1], instances=3, prefill_instances=1)
+    shown = replace(shown, clusters=(home,), links=())
+    prefill_s, step_s = home.curve.seconds(TOKENS), home_step_s(replace(shown, clusters=(home, home)))
+    result = run(
+        replace(shown, failures=[Failure("home-1", prefill_s + 400 * step_s, 100.0)]), [(0.0, TOKENS, 1000)]
+    )
+    assert result.retries[0] == 1 and result.longest_gap_s is not None
+    again_s = home.curve.seconds(TOKENS + 401)
+    assert result.longest_gap_s[0] == pytest.approx(again_s + step_s, abs=2 * step_s)
 
 
 def test_the_file_says_it(tmp_path: Path) -> None:

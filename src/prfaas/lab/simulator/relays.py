@@ -97,7 +97,7 @@ class Relays:
         here = self._engines[job.engine.name]
         chunks = max(job.computed_tokens / self._settings.chunk_tokens, 1.0)
         here.chunk_s = job.service_s / chunks
-        if job.link is not None and not job.has_first:
+        if job.link is not None:
             plan = self._plan(job, job.link)
             if plan.tokens:
                 self._allowed[job.number] = plan.tokens
