@@ -388,7 +388,7 @@ def test_a_page_that_is_changed_on_its_way_is_seen_between_unlike_engines() -> N
         ticket = pair.prefill(100, 0, [100])
         take = pair.receiver.take
 
-        def spoilt(transfer_id: bytes, *, broken: bool) -> StagedTransfer | None:
+        def spoilt(transfer_id: bytes, *, broken: bool = False) -> StagedTransfer | None:
             staged = take(transfer_id, broken=broken)
             assert staged is not None
             staged.region_views(1, 700, 1)[0][0] ^= 1
