@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -18,13 +18,14 @@ from prfaas.serving.engines.vllm.pages import HostPages, PagedSource, raw_pages
 from prfaas.serving.engines.vllm.producer import KvProducer
 from prfaas.serving.engines.vllm.stats import ConnectorStats
 from prfaas.serving.engines.vllm.wire_layout import WireLayout, wire_layouts
+from prfaas.serving.transport import region_layout
 from prfaas.serving.transport.options import Peer, ReceiverOptions, SenderOptions
 from prfaas.serving.transport.receiver import Receiver
 from prfaas.serving.transport.region_layout import PeerLayouts
 from prfaas.serving.transport.sender import Sender
 from prfaas.serving.transport.staging import StagedTransfer, StagingArena
 from prfaas.serving.transport.ticket import Ticket
-from prfaas.serving.transport.wire import TransferStatus
+from prfaas.serving.transport.wire import TransferPhase, TransferStatus
 
 KEY = b"k" * 32
 HEADS, WIDTH, WINDOW_TOKENS, STATE_BYTES = 2, 40, 20, 1000
@@ -42,6 +43,8 @@ class Keeping:
     order: str = "HND"
     split: int = 1
     """The kernels' blocks in one of the manager's, of full attention."""
+    is_dense: bool = False
+    """There is full attention only."""
 
     @property
     def groups(self) -> tuple[EngineGroup, EngineGroup, EngineGroup]:
@@ -89,7 +92,8 @@ class Engine:
                     if group is self.state
                     else page_layout(group, tensor, HEADS, Packing.PLAIN, raw.shape[1])
                 ]
-        self.layout = KvLayout(self.groups, pages, page_layouts=layouts)
+        groups = (self.full,) if keeping.is_dense else self.groups
+        self.layout = KvLayout(groups, pages, page_layouts=layouts)
         ids = random.permutation(np.arange(1, NUM_BLOCKS)).tolist()
         self.tables = {
             group.index: ids[20 * number : 20 * (number + 1)] for number, group in enumerate(self.groups)
@@ -133,7 +137,17 @@ class Pair:
         decode_on: Callable[[], None] | None = None,
     ) -> Ticket:
         """`decode_on`: the engine decodes the request after this prompt, and so does this to its memory."""
-        ticket = Ticket.issue(
+        ticket = self.ticket(num_tokens, skip)
+        self.compute(ticket, chunk_ends, decodes_on=decode_on is not None)
+        if decode_on is not None:
+            decode_on()
+        self.producing.hold({"p": False})
+        self.until(lambda: bool(self.producing.finished()))
+        return ticket
+
+    @staticmethod
+    def ticket(num_tokens: int, skip: int) -> Ticket:
+        return Ticket.issue(
             producer="east",
             consumer="home",
             num_tokens=num_tokens,
@@ -142,6 +156,9 @@ class Pair:
             lifetime_s=60,
             now_s=time.time(),
         )
+
+    def compute(self, ticket: Ticket, chunk_ends: Sequence[int], *, decodes_on: bool = False) -> None:
+        num_tokens, skip = ticket.num_tokens, ticket.skip_tokens
         full, sent = self.east.full, self.east.full.first_block(num_tokens, skip)
         for end_tokens in chunk_ends:
             final = end_tokens == num_tokens
@@ -150,27 +167,23 @@ class Pair:
             sent = max(sent, end)
             others = (self.east.state, self.east.window)
             closing = tuple(self.east.moving(group, num_tokens, 0) for group in others) if final else ()
-            sealed, decodes_on = ticket.seal(KEY), decode_on is not None
-            order = SendOrder("p", ticket, sealed, streamed, closing, final, decodes_on=decodes_on)
+            order = SendOrder("p", ticket, ticket.seal(KEY), streamed, closing, final, decodes_on=decodes_on)
             for name in (*FULL_LAYERS, *WINDOW_LAYERS):
                 self.producing.save_layer([order], name)
             self.producing.end_step([order])
-        if decode_on is not None:
-            decode_on()
-        self.producing.hold({"p": False})
-        self._until(lambda: bool(self.producing.finished()))
-        return ticket
 
-    def load(self, ticket: Ticket, local_tokens: int) -> tuple[set[str], set[str]]:
-        runs = tuple(self.home.moving(group, ticket.num_tokens, local_tokens) for group in self.home.groups)
-        self.consuming.order([LoadOrder("d", ticket, local_tokens, runs)], [])
+    def load(self, ticket: Ticket, local_tokens: int, usable_tokens: int = 0) -> tuple[set[str], set[str]]:
+        """`usable_tokens`: of a transfer that broke; 0: load a whole one."""
+        num_tokens = usable_tokens or ticket.num_tokens
+        runs = tuple(self.home.moving(group, num_tokens, local_tokens) for group in self.home.groups)
+        self.consuming.order([LoadOrder("d", ticket, local_tokens, runs, usable_tokens)], [])
         found: list[tuple[set[str], set[str]]] = []
 
         def ended() -> bool:
             found.append(self.consuming.results())
             return bool(found[-1][0])
 
-        self._until(ended)
+        self.until(ended)
         return found[-1]
 
     def status(self, ticket: Ticket) -> TransferStatus:
@@ -179,10 +192,10 @@ class Pair:
         return status
 
     def connected(self) -> None:
-        self._until(lambda: self.sender.stats()["peers"]["home/0"]["connections"] == 2)
+        self.until(lambda: self.sender.stats()["peers"]["home/0"]["connections"] == 2)
 
     @staticmethod
-    def _until(is_so: object) -> None:
+    def until(is_so: object) -> None:
         deadline_s = time.monotonic() + 60
         while not is_so():  # type: ignore[operator]
             assert time.monotonic() < deadline_s
@@ -377,8 +390,8 @@ def test_a_page_that_is_changed_on_its_way_is_seen_between_unlike_engines() -> N
         ticket = pair.prefill(100, 0, [100])
         take = pair.receiver.take
 
-        def spoilt(transfer_id: bytes) -> StagedTransfer | None:
-            staged = take(transfer_id)
+        def spoilt(transfer_id: bytes, *, broken: bool) -> StagedTransfer | None:
+            staged = take(transfer_id, broken=broken)
             assert staged is not None
             staged.region_views(1, 700, 1)[0][0] ^= 1
             return staged
@@ -386,6 +399,45 @@ def test_a_page_that_is_changed_on_its_way_is_seen_between_unlike_engines() -> N
         pair.receiver.take = spoilt  # type: ignore[method-assign]
         assert pair.load(ticket, 0) == ({"d"}, {"d"})
         assert pair.consuming.stats.data["digest_mismatches"] == 1
+
+
+@pytest.mark.parametrize("page_digests", [True, False])
+@pytest.mark.parametrize("keepings", ["32 to 128", "128 to 32", "24 to 16, no multiples", "order and size"])
+@pytest.mark.parametrize(("skip", "local"), [(0, 0), (100, 128)])
+def test_of_a_broken_transfer_whole_blocks_of_the_decode_engine_are_loaded(
+    keepings: str, skip: int, local: int, page_digests: bool
+) -> None:
+    ours, theirs = (replace(keeping, is_dense=True) for keeping in KEEPINGS[keepings])
+    num_tokens, computed = 600, 330
+    with pair_of(ours, theirs, page_digests=page_digests) as pair:
+        pair.connected()
+        ticket = pair.ticket(num_tokens, skip)
+        pair.compute(ticket, [70, 200, computed])
+        # What leaves is whole blocks of the prefill engine; an engine goes on from whole blocks of its own.
+        left_tokens = computed // ours.full_tokens * ours.full_tokens
+        usable_tokens = left_tokens // theirs.full_tokens * theirs.full_tokens
+
+        def has_come() -> bool:
+            transfer = pair.receiver._table._transfers.get(ticket.transfer_id)
+            if transfer is None or transfer.lease is None:
+                return False
+            layouts = pair.receiver._table._layout
+            return usable_tokens == region_layout.usable_tokens(layouts, ticket, transfer.covered_end)
+
+        pair.until(has_come)
+        pair.sender.close()
+        pair.until(lambda: pair.status(ticket).phase is TransferPhase.FAILED)
+        assert pair.status(ticket).usable_tokens == usable_tokens > local
+        before = {name: tensor.clone() for name, tensor in pair.home.tensors.items()}
+        assert pair.load(ticket, local, usable_tokens) == ({"d"}, set())
+        for name in FULL_LAYERS:
+            for token in range(local, usable_tokens):
+                arrived = pair.home.token(name, pair.home.full, token)
+                assert torch.equal(arrived, pair.east.token(name, pair.east.full, token)), (name, token)
+            loaded = pair.home.tables[1][local // theirs.full_tokens : usable_tokens // theirs.full_tokens]
+            untouched = [block for block in range(NUM_BLOCKS) if block not in loaded]
+            now, then = (each.reshape(NUM_BLOCKS, -1) for each in (pair.home.tensors[name], before[name]))
+            assert torch.equal(now[untouched], then[untouched]), name
 
 
 def test_a_transfer_in_another_form_than_was_agreed_is_refused() -> None:
