@@ -19,6 +19,7 @@ OLDEST, TOO_NEW = (3, 11), (3, 14)
 _LAST_LINES = 15
 _LOOK_EVERY_S = 0.5
 _LINE_CHARACTERS = 96
+_COMPILE = "import compileall, sysconfig; compileall.compile_dir(sysconfig.get_path('purelib'), quiet=2, workers=0)"
 
 
 class SetUpError(Exception):
@@ -30,15 +31,16 @@ def phases(environment: Path, pip_options: Sequence[str]) -> list[tuple[str, lis
 
     The lock is complete and installed without dependency resolution: it leaves out torchvision, torchaudio and
     torchcodec, which vLLM's CPU build names but which don't load beside the CPU build of torch. It says why torch is
-    apart.
+    apart. pip would compile every file on one core; `compileall` takes all.
     """
     python = environment / "bin" / "python"
-    install: list[object] = [python, "-m", "pip", "install", "--disable-pip-version-check", "--no-deps"]
+    install: list[object] = [python, "-m", "pip", "install", "--disable-pip-version-check", "--no-deps", "--no-compile"]
     made = [] if python.exists() else [("virtual environment", [sys.executable, "-m", "venv", environment])]
     return [
         *made,
         ("PyTorch's CPU build", [*install, *pip_options, "-r", HERE / "torch.txt"]),
         ("vLLM and what it needs", [*install, "--require-hashes", "-r", HERE / "cpu.lock"]),
+        ("bytecode", [python, "-c", _COMPILE]),
         ("prfaas itself", [*install, "--no-build-isolation", "--editable", HERE.parent]),
     ]
 

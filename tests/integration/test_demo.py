@@ -31,6 +31,7 @@ def test_the_demo_succeeds_with_every_kind_of_cache(
             str(deployment),
             "--model",
             model,
+            "--restart",
             "--json",
             str(result),
         ],

@@ -41,11 +41,18 @@ def demo(
             autocompletion=tiny_model_names,
         ),
     ] = None,
+    restart: Annotated[
+        bool,
+        typer.Option(
+            "--restart",
+            help="Also kill and start every engine in between, and ask again: pools keep prefixes.",
+        ),
+    ] = False,
     ready_timeout_s: ReadyTimeout = None,
 ) -> None:
     """Send six prompts through two clusters on this machine, then through one plain vLLM, and compare.
 
-    With pools, in between: kill every engine, start all again, and send the same prompts. The pools begin empty.
+    The pools of the deployment begin empty.
     Ends with 0 if no answer differs and at least five of six are exactly equal (the others up to a tie).
 
     Example: prfaas demo --model gpt-oss --json demo.json
@@ -63,7 +70,8 @@ def demo(
         loaded = _with_tiny_model(loaded, model)
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        outcome = run_demo(loaded, _Shown(Console(stderr=True)), ready_timeout_s or READY_TIMEOUT_S)
+        shown = _Shown(Console(stderr=True))
+        outcome = run_demo(loaded, shown, ready_timeout_s or READY_TIMEOUT_S, restart=restart)
     except DemoError as error:
         raise CliError(str(error)) from error
     except KeyboardInterrupt:

@@ -79,6 +79,6 @@ def test_what_to_try_next_are_commands_that_exist(deployment: Deployment) -> Non
     names = {command.callback.__name__ for command in app.registered_commands if command.callback}
     lines = list(next_steps(is_on_path=True))
     commands = [line.split()[1] for line in lines if line.strip().startswith("prfaas ")]
-    assert len(commands) == 4 and set(commands) <= names
+    assert len(commands) == 5 and set(commands) <= names
     assert not any("activate" in line for line in lines)
     assert "  . .venv/bin/activate" in list(next_steps(is_on_path=False))

@@ -8,7 +8,7 @@ from prfaas.tools.demo.prompts import corpus, demo_prompts
 
 
 def test_lengths_in_byte_tokens() -> None:
-    assert [len(prompt.text.encode()) for prompt in demo_prompts()] == [100, 1500, 9000, 3000, 12144, 16000]
+    assert [len(prompt.text.encode()) for prompt in demo_prompts()] == [100, 1000, 4600, 2000, 6604, 8000]
 
 
 def _shared(one: str, other: str) -> int:
@@ -20,7 +20,7 @@ def _shared(one: str, other: str) -> int:
 def test_exactly_two_share_a_long_beginning() -> None:
     texts = [prompt.text for prompt in demo_prompts()]
     shared = {(i, j): _shared(texts[i], texts[j]) for i, j in combinations(range(len(texts)), 2)}
-    assert shared.pop((2, 4)) == 6144
+    assert shared.pop((2, 4)) == 2304
     # Less than any engine's block, so that nothing is reused by accident.
     assert max(shared.values()) < 16
 
@@ -36,9 +36,9 @@ def test_the_same_every_time_and_all_english() -> None:
 
 
 def test_longer_tokens_make_longer_texts() -> None:
-    assert [len(prompt.text) for prompt in demo_prompts(4.0)] == [400, 6000, 36000, 12000, 48576, 64000]
+    assert [len(prompt.text) for prompt in demo_prompts(4.0)] == [400, 4000, 18400, 8000, 26416, 32000]
 
 
 def test_text_that_is_too_short_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"too few at 50\.0 per token"):
-        demo_prompts(50.0)
+    with pytest.raises(ValueError, match=r"too few at 100\.0 per token"):
+        demo_prompts(100.0)

@@ -54,20 +54,28 @@ class Stages(Protocol):
         ...
 
 
-def run_demo(deployment: Deployment, stages: Stages, ready_timeout_s: float = READY_TIMEOUT_S) -> DemoOutcome:
+def run_demo(
+    deployment: Deployment, stages: Stages, ready_timeout_s: float = READY_TIMEOUT_S, *, restart: bool = False
+) -> DemoOutcome:
     """Runs everything, one after the other, and leaves nothing running.
 
+    `restart`: with a second act, in which every engine is killed and the pools answer for their caches.
     `ready_timeout_s`: how long the deployment's engines may take to start, and then the plain one.
 
     Raises:
-        DemoError: a prompt got no answer from the gateway or the plain engine, or the gateway failed.
+        DemoError: `restart` without pools; a prompt got no answer from the gateway or the plain engine; the gateway
+            failed.
         EngineError, KeyFileError, ConfigError: engines can't be started.
     """
+    if restart and not deployment.pools:
+        raise DemoError(
+            "the deployment has no pools, so nothing is left of a prefix after a restart; add `pools:`"
+        )
     ensure_model(deployment)
     kv_model = deployment.model.kv_model()
     prompts = demo_prompts(_chars_per_token(deployment))
     try:
-        answers, seconds = _two_acts(deployment, prompts, stages, ready_timeout_s)
+        answers, seconds = _acts(deployment, prompts, stages, ready_timeout_s, restart=restart)
         plain = reference_deployment(deployment)
         with RunningEngines(plain, command=reference_command) as engines:
             with stages.starting(engines) as show:
@@ -86,8 +94,13 @@ def run_demo(deployment: Deployment, stages: Stages, ready_timeout_s: float = RE
     return outcome_of(deployment, kv_model, prompts, answers, references, seconds, repeated)
 
 
-def _two_acts(
-    deployment: Deployment, prompts: Sequence[DemoPrompt], stages: Stages, ready_timeout_s: float
+def _acts(
+    deployment: Deployment,
+    prompts: Sequence[DemoPrompt],
+    stages: Stages,
+    ready_timeout_s: float,
+    *,
+    restart: bool,
 ) -> tuple[tuple[DemoAnswer, ...], tuple[PooledAnswer, ...]]:
     with RunningPools(deployment) as pools:
         pools.wait_ready()
@@ -100,7 +113,7 @@ def _two_acts(
                 with stages.asking("two clusters", prompts) as answered:
                     first = asyncio.run(_ask_gateway(deployment, prompts, answered, watch))
                 answers = tuple(each.answer for each in first)
-                if not deployment.pools:
+                if not restart:
                     return answers, ()
                 watch.settle(_SETTLE_S)
                 for name in engines.names:
