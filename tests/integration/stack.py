@@ -273,7 +273,12 @@ class Stack:
         return call(self.url(engine, "/v1/completions"), body)
 
     def plain(
-        self, prompt: Sequence[int], max_tokens: int = 24, salt: str = "plain", **fields: Any
+        self,
+        prompt: Sequence[int],
+        max_tokens: int = 24,
+        salt: str = "plain",
+        engine: str = "home-prefill-0",
+        **fields: Any,
     ) -> DemoAnswer:
         """What an engine answers that prefills the whole prompt itself."""
         body = completion_body(
@@ -283,7 +288,7 @@ class Stack:
             vllm_xargs={FORCED_TOKENS_ARG: []},
             **LOGITS,
         )
-        return call(self.url("home-prefill-0", "/v1/completions"), body | fields)
+        return call(self.url(engine, "/v1/completions"), body | fields)
 
     def check_answer(self, answer: DemoAnswer, reference: DemoAnswer) -> None:
         """For answers whose prompts were split alike: equal tokens, or a first difference within bf16 rounding.
