@@ -40,5 +40,5 @@ def test_a_pair_that_cannot_share_heads_is_named(deployment: Deployment) -> None
     (found,) = check_ranks(with_ranks(with_ranks(deployment, "prfaas", 3), "pd", 2))
     far = next(each for each in deployment.clusters if each.kind == "prfaas").instances[0].name
     assert found.level == "problem" and far in found.text
-    assert "tensor_parallel 2" in found.text and "neither divides the other" in found.text
+    assert "tensor_parallel 3" in found.text and "neither divides the other" in found.text
     assert found.mend is not None and "one divides the other" in found.mend

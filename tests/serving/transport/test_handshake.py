@@ -23,9 +23,10 @@ from prfaas.serving.transport.handshake import (
     legible,
     welcome,
 )
-from prfaas.serving.transport.region_layout import PeerLayouts
+from prfaas.serving.transport.region_layout import PeerLayouts, usable_tokens
 from prfaas.serving.transport.sentences import bounded_sentences
 from prfaas.serving.transport.sockets import ConnectionEnded, receive_control
+from prfaas.serving.transport.ticket import Ticket
 from prfaas.serving.transport.wire import FrameType, WireError, pack_control
 
 KEY = bytes(range(32))
@@ -205,6 +206,30 @@ def test_a_transfer_comes_in_the_form_that_was_agreed() -> None:
     # Another handshake changes nothing of what has begun.
     theirs.hear("p/0", [64], sends=False)
     assert theirs.of_transfer(b"t" * 16)[0].mark == "[32] and [16]"
+
+
+class Divisible(Form):
+    def usable_tokens(self, num_tokens: int, skip_tokens: int, covered_end: Callable[[int, int], int]) -> int:
+        return 7
+
+
+@pytest.mark.parametrize(("parts", "kept"), [(1, 7), (2, 0)])
+def test_of_a_broken_transfer_in_several_parts_nothing_is_kept(parts: int, kept: int) -> None:
+    form = Divisible("")
+    form.parts = parts
+    theirs = PeerLayouts([32], lambda _told, _peer, _sends: form, form)
+    ticket = Ticket.issue(
+        producer="p",
+        consumer="c",
+        num_tokens=10,
+        skip_tokens=0,
+        prompt_digest=bytes(16),
+        lifetime_s=60,
+        now_s=0.0,
+    )
+    assert usable_tokens(theirs, ticket, lambda _region, _start: 0) == 0
+    theirs.begin("p/0", ticket.transfer_id, "")
+    assert usable_tokens(theirs, ticket, lambda _region, _start: 0) == kept
 
 
 def test_old_transfers_are_forgotten() -> None:

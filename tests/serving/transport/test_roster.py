@@ -96,6 +96,33 @@ def test_the_command_line_and_the_control_plane_say_the_same(example: str, tmp_p
             )
 
 
+def test_ranks_of_unlike_engines_have_to_do_with_those_that_share_their_heads(tmp_path: Path) -> None:
+    deployment = load_deployment(example_path("local.yaml"), state_dir=tmp_path)
+    sizes = {"prfaas": 1, "pd": 2}
+    clusters = tuple(
+        replace(
+            cluster,
+            instances=tuple(replace(each, tensor_parallel=sizes[cluster.kind]) for each in cluster.instances),
+        )
+        for cluster in deployment.clusters
+    )
+    deployment = replace(deployment, clusters=clusters)
+    far = next(each for each in deployment.instances if each.name == "east-prefill-0")
+    home = next(each for each in deployment.instances if each.name == "home-decode-0")
+    peers = roster_of(deployment, far, 0).peers
+    for rank in range(2):
+        assert peers[f"home-decode-0/{rank}"].port == home.kv_port + rank
+        roster = roster_of(deployment, home, rank)
+        assert {"east-prefill-0/0", f"home-prefill-0/{rank}"} == roster.producers
+    for instance in (far, home):
+        config = kv_transfer_config(deployment, instance)["kv_connector_extra_config"]
+        assert isinstance(config, dict)
+        settings = ConnectorSettings.parse(json.loads(json.dumps(config)))
+        for rank in range(instance.tensor_parallel):
+            told = roster_of(deployment, instance, rank)
+            assert settings.roster(rank, instance.tensor_parallel).digest == told.digest
+
+
 def receiver(name: str, roster: Roster | None = None, **more: object) -> Receiver:
     made = Receiver(
         name=name,

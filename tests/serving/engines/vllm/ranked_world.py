@@ -259,7 +259,7 @@ class RankedPair:
         """All ranks have sent, or given up."""
         for producing in self.producing:
             producing.hold({"p": False})
-            until(lambda each=producing: bool(each.finished()))  # type: ignore[misc]
+            until(lambda each=producing: bool(each.finished()))
 
     def load(self, ticket: Ticket, local_tokens: int) -> list[tuple[set[str], set[str]]]:
         """What becomes of it at each rank."""
@@ -280,11 +280,7 @@ class RankedPair:
 
     def connected(self) -> None:
         for sender in self.senders:
-            until(
-                lambda each=sender: all(  # type: ignore[misc]
-                    peer["connections"] for peer in each.stats()["peers"].values()
-                )
-            )
+            until(lambda each=sender: all(peer["connections"] for peer in each.stats()["peers"].values()))
 
     def total(self, name: str) -> int:
         """A counter of all ranks."""

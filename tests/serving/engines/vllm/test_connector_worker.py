@@ -332,6 +332,7 @@ def kept(groups: Sequence[EngineGroup] = GROUPS) -> KvLayout:
 def test_engines_that_keep_kv_otherwise_share_no_pool() -> None:
     wider = [dataclasses.replace(group, block_tokens=64) if group is FULL else group for group in GROUPS]
     assert pool_fingerprint(marks(), kept(), 1) != pool_fingerprint(marks(), kept(wider), 1)
+    assert pool_fingerprint(marks(), kept(), 1) != pool_fingerprint(marks(), kept(), 2)
 
 
 @pytest.mark.parametrize("field", ["weights", "tokenizer"])
