@@ -22,17 +22,15 @@ SOURCE = Path(__file__).parents[1] / "src"
 # section of the file, the control plane that leads or follows, reloads that are told; prefill queues for themselves.
 # Then dtypes of caches, their options, the model of a deployment and the one it is planned with, options of engines.
 # Then what a link has cost, and first tokens from the prefill: the token, who may have it, the answer that begins with
-# it; prefills elsewhere. Then columns of traces. Then ranks that refuse each other. Then what a prefill engine relays,
-# and whether it may. Then columns of traces, ranks that refuse each other, relays and who decides on them, MLPs and
+# it; prefills elsewhere. Then columns of traces, ranks that refuse each other, relays and who decides on them, MLPs and
 # experts of families. Then what moves KV inside a cluster: the file's word, NIXL beside our connector, what is handed
-# over, and the hop whose KV is pulled. Then kinds of values in the file, and what stages do with some roles. Then kinds
-# of values in the file. Then relays in simulations: who is relayed, batches of changing pace, their world; a simulated
-# cluster, and relays in plans. Then unlike engines: how pages are laid out, what travels of them, wire pages cut from
-# others; sentences about peers. Then instances that are taken away: their section of the file, what kills cost, what is
-# begun before, who is closed, who is told; and what is left of a transfer that broke: in staging, in memory of those
-# that are over, and as a failure. Then what has arrived over all connections. Then ranks that share heads, and states
-# that ranks divide. @@ questions; and what is emitted: blueprint, writing, unit, service, pod, its plan and volumes,
-# policy, monitor. Then kinds of values in the file; turns of transfers, and flows and queues of the simulated link.
+# over, and the hop whose KV is pulled. Then kinds of values in the file, and what stages do with some roles. Then
+# relays in simulations: who is relayed, batches of changing pace, their world; a simulated cluster, and relays in
+# plans. Then unlike engines: how pages are laid out, what travels of them, wire pages cut from others; sentences about
+# peers. Then instances that are taken away: their section of the file, what kills cost, what is begun before, who is
+# closed, who is told; and what is left of a transfer that broke: in staging, in memory of those that are over, and as a
+# failure. Then what has arrived over all connections. Then ranks that share heads, and states that ranks divide. Then
+# turns of transfers, and flows and queues of the simulated link.
 MOST_FILES = 535
 MOST_LINES = 420
 
