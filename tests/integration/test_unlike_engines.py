@@ -2,16 +2,12 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from prfaas.core.deployment import Deployment, Instance
 from prfaas.core.kv.hf_config import model_from_directory
-from prfaas.serving.engines.command import EngineCommand, vllm_command
 from prfaas.serving.engines.preparation import ensure_model
-from prfaas.serving.engines.running import RunningEngines
 
 from .stack import LOGITS, MODEL, Stack, prompt, write_deployment
 
@@ -29,18 +25,12 @@ def unlike(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     path = write_deployment(tmp_path_factory.mktemp(f"prfaas-unlike-{model}"), bandwidth="1 Gbit/s")
     document: dict[str, Any] = json.loads(path.read_text())
     document["model"]["tiny"] = model
+    (east,) = (cluster for cluster in document["clusters"] if cluster["kind"] == "prfaas")
+    retained = ["--prefix-cache-retention-interval", str(max(256, block_tokens))]
+    east["extra_args"] = ["--block-size", str(block_tokens), *retained]
     path.write_text(json.dumps(document))
-
-    def command(deployment: Deployment, instance: Instance) -> EngineCommand:
-        plain = vllm_command(deployment, instance)
-        if instance.name != "east-prefill-0":
-            return plain
-        retained = ("--prefix-cache-retention-interval", str(max(256, block_tokens)))
-        return replace(plain, argv=(*plain.argv, "--block-size", str(block_tokens), *retained))
-
     stack = Stack(path)
     ensure_model(stack.deployment)
-    stack.engines = RunningEngines(stack.deployment, extra_env={"VLLM_SERVER_DEV_MODE": "1"}, command=command)
     with stack:
         yield stack
 

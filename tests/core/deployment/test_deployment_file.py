@@ -187,6 +187,10 @@ BAD = {
         replaced("hardware: h200", "hardware: h200\n    preemptible: true\n    kills_per_hour: 0"),
         "11: clusters[0].kills_per_hour: must be greater than 0",
     ),
+    "a cluster's own option that the file has a field for": (
+        replaced("hardware: h200", "hardware: h200\n    extra_args: [--dtype, float16]"),
+        "10: clusters[0].extra_args[0]: '--dtype' can't be given here; give model.dtype",
+    ),
     "wrong kind of number": (
         replaced("tensor_parallel: 4", "tensor_parallel: four"),
         '16: clusters[0].instances[0].tensor_parallel: must be a whole number, not "four"',

@@ -238,6 +238,18 @@ def test_the_file_s_own_options_come_last(tmp_path: Path) -> None:
     assert value(built, "--prefix-cache-retention-interval") == "512"
 
 
+def test_a_cluster_s_own_options_come_after_those_of_all(tmp_path: Path) -> None:
+    deployment = make(
+        tmp_path,
+        STATES,
+        a=("  staging: 256 MiB", "  staging: 256 MiB\n  extra_args: [--seed, '7']"),
+        b=("    kind: prfaas\n", "    kind: prfaas\n    extra_args: [--block-size, '32']\n"),
+    )
+    assert command(deployment, "east-prefill-0").argv[-4:] == ("--seed", "7", "--block-size", "32")
+    for name in ("home-prefill-0", "home-decode-0"):
+        assert command(deployment, name).argv[-2:] == ("--seed", "7")
+
+
 def test_a_missing_model_is_named(tmp_path: Path) -> None:
     deployment = make(tmp_path, STATES)
     (tmp_path / "model" / "config.json").unlink()

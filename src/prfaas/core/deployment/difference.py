@@ -51,6 +51,7 @@ RULES: Mapping[FieldPath, FieldRule] = {
     ("clusters", "*", "instance_price_per_hour"): FieldRule("price of an instance-hour"),
     ("clusters", "*", "preemptible"): FieldRule("preemptible"),
     ("clusters", "*", "kills_per_hour"): FieldRule("kills_per_hour"),
+    ("clusters", "*", "extra_args"): FieldRule("extra_args", _ENGINES),
     ("clusters", "*", "instances", "*", "roles"): FieldRule("roles"),
     ("clusters", "*", "instances", "*", "host"): FieldRule("host", _ANOTHER_NAME),
     ("clusters", "*", "instances", "*", "http_port"): FieldRule("http_port", _ANOTHER_NAME),

@@ -256,6 +256,7 @@ def _cluster(source: YamlSource, index: int, file: DeploymentFile) -> Cluster:
         instance_price_per_hour=_instance_price_per_hour(file, cluster),
         preemptible=cluster.preemptible,
         kills_per_hour=kills_per_hour(cluster),
+        extra_args=tuple(cluster.extra_args),
     )
 
 

@@ -110,6 +110,7 @@ class ClusterSection(_Section):
     prefix_hit_ratio: Annotated[Annotated[float, Field(ge=0, lt=1)] | None, GIVEN] = None
     preemptible: bool = False
     kills_per_hour: Annotated[Annotated[float, Field(gt=0, le=3600)] | None, GIVEN] = None
+    extra_args: list[Arg] = []
     pool: Annotated[MachinePoolSection | None, SECTION] = None
 
 

@@ -95,6 +95,8 @@ class Cluster:
     """Its instances may be taken away at short notice."""
     kills_per_hour: float = 0.0
     """How often that is expected of one instance while it is up; 0 where it is not `preemptible`."""
+    extra_args: tuple[str, ...] = ()
+    """Further options of its vLLM servers, after those of all."""
 
     def with_role(self, role: Role) -> tuple[Instance, ...]:
         """The cluster's instances that have a role."""

@@ -93,6 +93,7 @@ def vllm_command(deployment: Deployment, instance: Instance) -> EngineCommand:
         *_adapters(deployment),
         *(("--otlp-traces-endpoint", collector.endpoint) if collector is not None else ()),
         *engine.extra_args,
+        *deployment.cluster_of(instance).extra_args,
     ]
     conv_layout = NIXL_CONV_STATE_LAYOUT if engine.local_transfer == "nixl" else CONV_STATE_LAYOUT
     env = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_SSM_CONV_STATE_LAYOUT": conv_layout}

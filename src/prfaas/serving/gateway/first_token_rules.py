@@ -1,6 +1,7 @@
 """Which requests may have their first token from the engine that prefills."""
 
 import logging
+from itertools import chain
 
 import orjson
 
@@ -94,7 +95,8 @@ class FirstTokenRules:
 
 def _shaping_setting(deployment: Deployment, defaults: Json) -> str | None:
     """The setting of the engines or of the checkpoint that rules first tokens from the prefill out."""
-    for argument in deployment.engine.extra_args:
+    of_clusters = (cluster.extra_args for cluster in deployment.clusters)
+    for argument in chain(deployment.engine.extra_args, *of_clusters):
         name = argument.partition("=")[0]
         if name in _SHAPING_ARGS:
             return name
