@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from prfaas.core.deployment import RelaySettings, load_planned
 from prfaas.core.deployment.examples import example_path
 from prfaas.core.planner import PlanProblem, RelayEstimate, make_plan, problem_of
+from prfaas.core.planner.relay import WORTH_STEPS
 from prfaas.core.planner.ttft_target import best_within_target
-from prfaas.core.scheduling.relay import WORTH_STEPS
 from prfaas.core.workload import Workload, fixed
 
 from .problems import kv_bytes_1t, paper_problem

@@ -5,6 +5,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prfaas.core.planner.relay import WORTH_STEPS
 from prfaas.core.scheduling import (
     ClusterView,
     Decision,
@@ -14,7 +15,6 @@ from prfaas.core.scheduling import (
     Route,
     relay_plan,
 )
-from prfaas.core.scheduling.relay import WORTH_STEPS
 
 NOW_S = 100.0
 DECISION = Decision(Route.OFFLOAD, "east", "home", 8000, 8000, 0, 10_000_000, "long", 1000.0, 9.0)

@@ -6,13 +6,15 @@ from typing import TYPE_CHECKING
 
 from prfaas.core.planner.problem import PlanProblem, PrfaasCluster
 from prfaas.core.planner.ttft import PrefillPoolLoad, StageWork, wait_of
-from prfaas.core.scheduling.relay import WORTH_STEPS
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
     FloatArray = NDArray[np.float64]
+
+WORTH_STEPS = 3.0
+"""A gap of fewer decode steps is hardly seen, and to leave one engine for another costs about a step."""
 
 _MOST = 0.9
 # A shorter wait is none.

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from prfaas.core.planner.relay import WORTH_STEPS
 from prfaas.core.scheduling.decision import Decision
 from prfaas.core.scheduling.hazard import streamed_s
 from prfaas.core.scheduling.view import ClusterView, InstanceView, LinkView
@@ -11,9 +12,6 @@ from prfaas.core.scheduling.waits import prefill_queue_s
 from prfaas.core.units import BITS_PER_BYTE
 
 RelayReason = Literal["link-bound", "short-gap", "busy-prefill"]
-
-# A gap of fewer decode steps is hardly seen, and to leave one engine for another costs about a step.
-WORTH_STEPS = 3.0
 
 
 @dataclass(frozen=True, slots=True)
