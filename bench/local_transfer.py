@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import importlib.util
 import json
+import os
 import random
 import statistics
 import subprocess
@@ -170,7 +171,8 @@ def running(folder: Path, way: str, model: str) -> Iterator[str]:
         engines.wait_ready(READY_S)
         with (folder / "gateway.log").open("wb") as log:
             command = [sys.executable, "-m", "prfaas.cli.main", "serve", str(deployment.path)]
-            gateway = subprocess.Popen(command, stdout=log, stderr=log)
+            environment = gateway_environment(deployment)
+            gateway = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
         try:
             url = f"http://127.0.0.1:{deployment.gateway.port}"
             await_gateway(url, gateway)
@@ -181,6 +183,11 @@ def running(folder: Path, way: str, model: str) -> Iterator[str]:
                 gateway.wait(20)
             gateway.kill()
             gateway.wait()
+
+
+def gateway_environment(deployment: Deployment) -> dict[str, str]:
+    """With the state of this run: elsewhere the gateway would make a key that the engines don't know."""
+    return {**os.environ, "PRFAAS_HOME": str(deployment.state_dir)}
 
 
 def await_gateway(url: str, gateway: "subprocess.Popen[bytes]") -> None:
