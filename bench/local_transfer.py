@@ -40,6 +40,7 @@ ANSWER_TOKENS = 16
 READY_S = 600.0
 REQUEST_S = 300.0
 LONGEST_TOKENS = 32768
+TOLD_LINES = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +120,7 @@ def measure(
     with running(folder, way, model) as url:
         found: dict[int, list[Answered]] = {}
         for tokens in lengths:
-            # On a busy machine the first one may fall back: connections are opened for it.
-            with contextlib.suppress(SystemExit):
-                ask(url, way, prompt(tokens, -1))
+            ask(url, way, prompt(tokens, -1))
             found[tokens] = [ask(url, way, prompt(tokens, number)) for number in range(rounds)]
             print(f"{way}: {tokens} tokens measured", file=sys.stderr, flush=True)
         return found
@@ -177,6 +176,10 @@ def running(folder: Path, way: str, model: str) -> Iterator[str]:
             url = f"http://127.0.0.1:{deployment.gateway.port}"
             await_gateway(url, gateway)
             yield url
+        except SystemExit:
+            # The folder is gone when somebody reads why the bench has ended.
+            tell_end(folder / "gateway.log")
+            raise
         finally:
             gateway.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -190,6 +193,12 @@ def gateway_environment(deployment: Deployment) -> dict[str, str]:
     return {**os.environ, "PRFAAS_HOME": str(deployment.state_dir)}
 
 
+def tell_end(log: Path) -> None:
+    """The last lines of a log, on stderr."""
+    lines = log.read_text(errors="replace").splitlines()[-TOLD_LINES:]
+    print(f"the end of {log.name}:", *lines, sep="\n", file=sys.stderr, flush=True)
+
+
 def await_gateway(url: str, gateway: "subprocess.Popen[bytes]") -> None:
     deadline_s = time.monotonic() + READY_S
     session = requests.Session()
@@ -200,7 +209,7 @@ def await_gateway(url: str, gateway: "subprocess.Popen[bytes]") -> None:
             if told.status_code == 200 and set(told.json()["instances"].values()) == {"up"}:
                 return
         time.sleep(0.3)
-    raise SystemExit("the gateway did not start; see its log")
+    raise SystemExit("the gateway did not start")
 
 
 def written(folder: Path, way: str, model: str) -> Deployment:
