@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import importlib.util
 import json
+import os
 import random
 import statistics
 import subprocess
@@ -39,6 +40,7 @@ ANSWER_TOKENS = 16
 READY_S = 600.0
 REQUEST_S = 300.0
 LONGEST_TOKENS = 32768
+TOLD_LINES = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +120,7 @@ def measure(
     with running(folder, way, model) as url:
         found: dict[int, list[Answered]] = {}
         for tokens in lengths:
-            # On a busy machine the first one may fall back: connections are opened for it.
-            with contextlib.suppress(SystemExit):
-                ask(url, way, prompt(tokens, -1))
+            ask(url, way, prompt(tokens, -1))
             found[tokens] = [ask(url, way, prompt(tokens, number)) for number in range(rounds)]
             print(f"{way}: {tokens} tokens measured", file=sys.stderr, flush=True)
         return found
@@ -170,17 +170,33 @@ def running(folder: Path, way: str, model: str) -> Iterator[str]:
         engines.wait_ready(READY_S)
         with (folder / "gateway.log").open("wb") as log:
             command = [sys.executable, "-m", "prfaas.cli.main", "serve", str(deployment.path)]
-            gateway = subprocess.Popen(command, stdout=log, stderr=log)
+            environment = gateway_environment(deployment)
+            gateway = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
         try:
             url = f"http://127.0.0.1:{deployment.gateway.port}"
             await_gateway(url, gateway)
             yield url
+        except SystemExit:
+            # The folder is gone when somebody reads why the bench has ended.
+            tell_end(folder / "gateway.log")
+            raise
         finally:
             gateway.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 gateway.wait(20)
             gateway.kill()
             gateway.wait()
+
+
+def gateway_environment(deployment: Deployment) -> dict[str, str]:
+    """With the state of this run: elsewhere the gateway would make a key that the engines don't know."""
+    return {**os.environ, "PRFAAS_HOME": str(deployment.state_dir)}
+
+
+def tell_end(log: Path) -> None:
+    """The last lines of a log, on stderr."""
+    lines = log.read_text(errors="replace").splitlines()[-TOLD_LINES:]
+    print(f"the end of {log.name}:", *lines, sep="\n", file=sys.stderr, flush=True)
 
 
 def await_gateway(url: str, gateway: "subprocess.Popen[bytes]") -> None:
@@ -193,7 +209,7 @@ def await_gateway(url: str, gateway: "subprocess.Popen[bytes]") -> None:
             if told.status_code == 200 and set(told.json()["instances"].values()) == {"up"}:
                 return
         time.sleep(0.3)
-    raise SystemExit("the gateway did not start; see its log")
+    raise SystemExit("the gateway did not start")
 
 
 def written(folder: Path, way: str, model: str) -> Deployment:
