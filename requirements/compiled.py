@@ -23,6 +23,7 @@ COMPILED = (
     "core/scheduling/candidates.py",
     "core/scheduling/decision.py",
     "core/scheduling/decoders.py",
+    "core/scheduling/hazard.py",
     "core/scheduling/prefill_order.py",
     "core/scheduling/prefill_pool.py",
     "core/scheduling/routing.py",

@@ -23,7 +23,7 @@ from prfaas.core.scheduling.candidates import (
 from prfaas.core.scheduling.decision import Decision, Route, RoutingRequest
 from prfaas.core.scheduling.decoders import decode_choices, load_of, slot_free_s, slot_wait_s, soonest_free
 from prfaas.core.scheduling.egress import is_worth_offloading
-from prfaas.core.scheduling.hazard import streamed_s
+from prfaas.core.scheduling.hazard import streamed_delay_s
 from prfaas.core.scheduling.link_choice import usable_link
 from prfaas.core.scheduling.preemption import with_time_left
 from prfaas.core.scheduling.tiers import hit_tokens
@@ -318,20 +318,17 @@ def soonest_remote(
         # No KV arrives before it has been computed.
         if chosen is None or node.ttft_s < least_s:
             wait_s = link.drained_s - now_s
-            ttft_s = streamed_s(
+            delay_s = streamed_delay_s(
                 node.start_s,
                 node.prefill_s,
                 wait_s if wait_s > 0.0 else 0.0,
                 kv_bits / link.capacity_bits_per_s,
                 link.rtt_s,
                 node.cluster.kills_per_s,
+                first_from_prefill,
             )
-            if first_from_prefill:
-                kills_per_s = node.cluster.kills_per_s
-                early_s = streamed_s(node.start_s, node.prefill_s, 0.0, 0.0, link.rtt_s, kills_per_s)
-                ttft_s = (ttft_s + early_s) / 2.0
-            if chosen is None or ttft_s < least_s:
-                chosen, least_s = (node, link), ttft_s
+            if chosen is None or delay_s < least_s:
+                chosen, least_s = (node, link), delay_s
     assert chosen is not None  # there is at least one
     return streamed(*chosen, now_s, kv_bytes, first_from_prefill)
 

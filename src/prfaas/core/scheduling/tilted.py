@@ -12,7 +12,7 @@ from prfaas.core.scheduling.candidates import (
     streamed,
 )
 from prfaas.core.scheduling.decision import Decision, RoutingRequest
-from prfaas.core.scheduling.hazard import streamed_s
+from prfaas.core.scheduling.hazard import streamed_delay_s
 from prfaas.core.scheduling.link_choice import AbundanceMarks, is_stale, unpriced
 from prfaas.core.scheduling.parameters import Bounds
 from prfaas.core.scheduling.prefill_order import place_in_line_s
@@ -131,12 +131,16 @@ class Tilted:
                 link_s, wait_s = kv_bits / link.capacity_bits_per_s, link.drained_s - now_s
                 if wait_s < 0.0:
                     wait_s = 0.0
-                kills_per_s = node.cluster.kills_per_s
-                ttft_s = streamed_s(node.start_s, node.prefill_s, wait_s, link_s, link.rtt_s, kills_per_s)
-                if first_from_prefill:
-                    early_s = streamed_s(node.start_s, node.prefill_s, 0.0, 0.0, link.rtt_s, kills_per_s)
-                    ttft_s = (ttft_s + early_s) / 2.0
-                cost = ttft_s * node.prefill_s + wait_s * link_s
+                delay_s = streamed_delay_s(
+                    node.start_s,
+                    node.prefill_s,
+                    wait_s,
+                    link_s,
+                    link.rtt_s,
+                    node.cluster.kills_per_s,
+                    first_from_prefill,
+                )
+                cost = delay_s * node.prefill_s + wait_s * link_s
                 if cost < least:
                     chosen, least = (node, link), cost
         assert chosen is not None  # there is at least one

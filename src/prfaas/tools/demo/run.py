@@ -69,7 +69,7 @@ def run_demo(
     """
     if restart and not deployment.pools:
         raise DemoError(
-            "the deployment has no pools, so nothing is left of a prefix after a restart; add `pools:`"
+            "the deployment has no pools, so nothing is left of a prefix after a restart; give clusters a `pool`"
         )
     ensure_model(deployment)
     kv_model = deployment.model.kv_model()
