@@ -5,6 +5,9 @@ from collections.abc import Callable
 
 import pytest
 
+from prfaas.serving.gateway.kv_transfer import KvTransfers
+from prfaas.serving.transport import Ticket
+
 from .stand_in import answer_text
 from .world import World
 
@@ -55,6 +58,33 @@ def test_what_has_come_is_not_computed_again(
         await world.settled()
 
     in_world(body, decode_lead_s=lead_s, keeps=True)
+
+
+def test_what_an_engine_took_before_the_gateway_asked_is_counted(
+    in_world: InWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body(world: World) -> None:
+        keep = KvTransfers.keep
+
+        async def keep_late(transfers: KvTransfers, ticket: Ticket, reason: str, timeout_s: float) -> int:
+            await _until(lambda: bool(world.decode.loaded))
+            return await keep(transfers, ticket, reason, timeout_s)
+
+        monkeypatch.setattr(KvTransfers, "keep", keep_late)
+        world.remote.lingers = "aborts"
+        request = asyncio.create_task(world.complete(LONG))
+        await _until(lambda: _came(world))
+        # The decode engine waits for the rest before it breaks.
+        await _until(lambda: world.decode.early > 0)
+        world.remote.goes_on.set()
+        route, answer = await request
+        assert answer["choices"][0]["text"] == answer_text(LONG)
+        assert (route["prefill"], route["fallback"]) == ("decode", "transfer-failed")
+        assert world.decode.loaded == [CAME] and world.decode.lost == 0
+        assert await world.metric("prfaas_gateway_kept_tokens_total") == CAME
+        await world.settled()
+
+    in_world(body, decode_lead_s=1.0, keeps=True)
 
 
 def test_a_decode_engine_that_cannot_go_on_has_it_prefilled(in_world: InWorld) -> None:

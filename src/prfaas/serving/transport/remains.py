@@ -9,6 +9,7 @@ from dataclasses import replace
 from prfaas.serving.transport.incoming import IncomingTransfer
 from prfaas.serving.transport.region_layout import TransferLayout, usable_tokens
 from prfaas.serving.transport.staging import StagedTransfer
+from prfaas.serving.transport.tombstones import Tombstones
 from prfaas.serving.transport.wire import TransferStatus
 
 
@@ -18,10 +19,11 @@ class Remains:
     They are in nobody's way: who needs their staging has it.
     """
 
-    def __init__(self, layout: TransferLayout, keep_s: float) -> None:
-        """`keep_s`: an engine that has not taken one by then does not want it."""
+    def __init__(self, layout: TransferLayout, keep_s: float, tombstones: Tombstones) -> None:
+        """`keep_s`: an engine that has not taken one by then does not want it. `tombstones`: learn of what is taken."""
         self._layout = layout
         self._keep_s = keep_s
+        self._tombstones = tombstones
         self._kept: dict[bytes, tuple[IncomingTransfer, float]] = {}
 
     def __len__(self) -> int:
@@ -43,6 +45,7 @@ class Remains:
         if found is None or found[0].is_used:
             return None
         del self._kept[transfer_id]
+        self._tombstones.mark_taken(transfer_id)
         return found[0].hand_over(on_free)
 
     def forget(self, transfer_id: bytes) -> bool:
@@ -54,7 +57,13 @@ class Remains:
         return found is not None
 
     def as_it_is(self, transfer_id: bytes, status: TransferStatus | None) -> TransferStatus | None:
-        """The status of a transfer that is over, without tokens that are no longer kept."""
+        """The status of a transfer that is over, without tokens that are neither kept nor with an engine."""
+        if status is None or not status.usable_tokens or status.taken or transfer_id in self._kept:
+            return status
+        return replace(status, usable_tokens=0)
+
+    def offered(self, transfer_id: bytes, status: TransferStatus | None) -> TransferStatus | None:
+        """The same for the engine, which cannot take them twice."""
         if status is None or not status.usable_tokens or transfer_id in self._kept:
             return status
         return replace(status, usable_tokens=0)

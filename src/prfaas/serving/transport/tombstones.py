@@ -34,6 +34,12 @@ class Tombstones:
         while len(self._entries) > self._limit:
             self._entries.popitem(last=False)
 
+    def mark_taken(self, transfer_id: bytes) -> None:
+        """An engine has taken what was kept of a broken transfer."""
+        entry = self._entries.get(transfer_id)
+        if entry is not None:
+            self._entries[transfer_id] = (replace(entry[0], taken=True), entry[1])
+
     def sweep(self, now_s: float) -> None:
         """Forget what is due. Lifetimes differ little, so only the oldest entries are looked at."""
         while self._entries:

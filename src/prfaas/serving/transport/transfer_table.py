@@ -61,7 +61,7 @@ class TransferTable:
         self._transfers: dict[bytes, IncomingTransfer] = {}
         self._waiting: deque[IncomingTransfer] = deque()
         self._tombstones = Tombstones(options.max_tombstones)
-        self._remains = Remains(layout, options.keep_s)
+        self._remains = Remains(layout, options.keep_s, self._tombstones)
         self._watchers = Watchers()
         self._sessions: dict[tuple[str, str], ProducerSession] = {}
         self._counters: Counter[str] = Counter()
@@ -289,7 +289,7 @@ class TransferTable:
         if (transfer := self._transfers.get(transfer_id)) is not None:
             return transfer.status()
         with self._lock:
-            return self._status(transfer_id)
+            return self._remains.offered(transfer_id, self._status(transfer_id))
 
     def take(self, transfer_id: bytes, *, broken: bool = False) -> StagedTransfer | None:
         """Hand a complete transfer over, once; or what is kept of a broken one."""

@@ -348,7 +348,7 @@ class TransferStatus:
     spared_bytes: int = 0
     """By how many bytes compression has made `received_bytes` less on the link."""
     usable_tokens: int = 0
-    """Tokens of one that FAILED whose KV has come and is kept for a while: an engine can go on from there."""
+    """Tokens of one that FAILED whose KV has come: an engine can go on from there, or does (`taken`)."""
 
     @classmethod
     def refused(cls, reason: str, *, dropped: bool = False) -> Self:

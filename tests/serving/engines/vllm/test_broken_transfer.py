@@ -96,7 +96,10 @@ def test_what_has_come_is_loaded_and_the_rest_is_not_touched(dense: Ends, steps:
         assert np.array_equal(dense.home[name][40:], expected[40:]), name
     assert dense.arena.used_blocks == 0
     assert dense.consuming.stats.data["loads_resumed"] == 1
-    # It is there once.
+    # It is there once; an observer that asks later still learns what it was.
+    assert failed(dense, ticket).usable_tokens == 0
+    told = dense.receiver._table._status(ticket.transfer_id)
+    assert told is not None and (told.taken, told.usable_tokens) == (True, end_tokens)
     dense.order(part(ticket, 32, end_tokens))
     assert dense.results() == ({"d"}, {"d"})
     assert dense.consuming.take_usable_tokens() == {}
