@@ -56,17 +56,16 @@ class Remains:
             found[0].release()
         return found is not None
 
-    def as_it_is(self, transfer_id: bytes, status: TransferStatus | None) -> TransferStatus | None:
-        """The status of a transfer that is over, without tokens that are neither kept nor with an engine."""
-        if status is None or not status.usable_tokens or status.taken or transfer_id in self._kept:
-            return status
-        return replace(status, usable_tokens=0)
+    def as_it_is(
+        self, transfer_id: bytes, status: TransferStatus | None, *, to_engine: bool
+    ) -> TransferStatus | None:
+        """The status of a transfer that is over, without tokens that are neither kept nor with an engine.
 
-    def offered(self, transfer_id: bytes, status: TransferStatus | None) -> TransferStatus | None:
-        """The same for the engine, which cannot take them twice."""
+        `to_engine`: nor with those that it has taken, since it cannot take them twice.
+        """
         if status is None or not status.usable_tokens or transfer_id in self._kept:
             return status
-        return replace(status, usable_tokens=0)
+        return status if status.taken and not to_engine else replace(status, usable_tokens=0)
 
     def make_room(self) -> bool:
         """Forget the oldest; False if there is none."""

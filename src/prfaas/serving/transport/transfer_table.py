@@ -289,7 +289,7 @@ class TransferTable:
         if (transfer := self._transfers.get(transfer_id)) is not None:
             return transfer.status()
         with self._lock:
-            return self._remains.offered(transfer_id, self._status(transfer_id))
+            return self._status(transfer_id, to_engine=True)
 
     def take(self, transfer_id: bytes, *, broken: bool = False) -> StagedTransfer | None:
         """Hand a complete transfer over, once; or what is kept of a broken one."""
@@ -374,10 +374,10 @@ class TransferTable:
 
     # Under the lock
 
-    def _status(self, transfer_id: bytes) -> TransferStatus | None:
+    def _status(self, transfer_id: bytes, *, to_engine: bool = False) -> TransferStatus | None:
         transfer = self._transfers.get(transfer_id)
         status = self._tombstones.get(transfer_id) if transfer is None else transfer.status()
-        return self._remains.as_it_is(transfer_id, status)
+        return self._remains.as_it_is(transfer_id, status, to_engine=to_engine)
 
     def _complete_if_done(self, transfer: IncomingTransfer) -> None:
         if transfer.phase is TransferPhase.RECEIVING and transfer.ended and transfer.covered:
