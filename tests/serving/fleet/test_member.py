@@ -199,6 +199,19 @@ def test_a_leader_that_was_thought_dead_writes_nothing_and_comes_back_as_the_you
     play(scene)
 
 
+def test_it_ends_when_it_is_told_to_at_the_moment_at_which_the_store_goes() -> None:
+    async def scene(etcd: MemoryEtcd, clock: Time) -> list[Node]:
+        (a,) = await fleet(etcd, "a")
+        await until(lambda: a.member.is_connected)
+        etcd.stop()
+        async with asyncio.timeout(LIMIT_S):
+            await a.die()
+        assert a.task.cancelled()
+        return []
+
+    play(scene)
+
+
 def test_two_of_one_name_are_told_apart(caplog: pytest.LogCaptureFixture) -> None:
     async def scene(etcd: MemoryEtcd, clock: Time) -> list[Node]:
         (a,) = await fleet(etcd, "a")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from prfaas.serving.fleet.store import CompactedError, Entry, Store, StoreChange, StoreError
+from prfaas.serving.tasks import run_together
 
 logger = logging.getLogger(__name__)
 
@@ -108,10 +109,7 @@ class FleetMember:
         while True:
             try:
                 await self._session()
-            except* StoreError as group:
-                error = group.exceptions[0]
-                while isinstance(error, BaseExceptionGroup):
-                    error = error.exceptions[0]
+            except StoreError as error:
                 self._lost(str(error))
             await asyncio.sleep(_RETRY_S)
 
@@ -146,9 +144,7 @@ class FleetMember:
         if self._lease is None or not await self._store.keep(self._lease):
             self._lease = await self._store.grant(self._lease_s)
         await self._join(self._lease)
-        async with asyncio.TaskGroup() as group:
-            for work in (self._keep(self._lease), self._follow(), self._publish(self._lease)):
-                group.create_task(work)
+        await run_together(self._keep(self._lease), self._follow(), self._publish(self._lease))
 
     async def _join(self, lease: int) -> None:
         key = self._prefix + GATEWAYS + self.name

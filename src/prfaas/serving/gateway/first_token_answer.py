@@ -18,7 +18,6 @@ from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.dialects import DATA, END_OF_EVENT
 from prfaas.serving.gateway.first_token import SampledTokens
 from prfaas.serving.gateway.hop_failure import HopFailedError
-from prfaas.serving.gateway.kv_transfer import end_all
 from prfaas.serving.gateway.prefill import PrefillOrchestrator
 from prfaas.serving.gateway.prompts import Endpoint
 from prfaas.serving.gateway.request import PreparedRequest, ServingRequest, TokenizedPrompt
@@ -32,6 +31,7 @@ from prfaas.serving.gateway.stream_resume import (
 )
 from prfaas.serving.gateway.token_relay import TokenRelay
 from prfaas.serving.gateway.transcript import StreamTranscript, usage_of
+from prfaas.serving.tasks import end_all
 
 # How long the end of a character, or of a stop string that may have begun, is waited for once the KV is there.
 _SEAM_PATIENCE_S = 1.0

@@ -11,6 +11,7 @@ from prfaas.core.deployment import LocalTransfer
 from prfaas.core.kv.rank_shares import transfers_per_rank
 from prfaas.core.scheduling import Decision
 from prfaas.serving.gateway.first_token import FirstTokenAsk
+from prfaas.serving.tasks import run_together
 from prfaas.serving.transport.handover import by_nixl, is_by_nixl
 from prfaas.serving.transport.observer import OnSoon
 from prfaas.serving.transport.ticket import Ticket, part_id
@@ -206,12 +207,7 @@ class KvTransfers:
             return TransferredBytes(
                 status.total_bytes, status.overlapped_bytes, status.spared_bytes, status.cached_tokens
             )
-        try:
-            async with asyncio.TaskGroup() as group:
-                waits = [group.create_task(self._wait(*each, timeout_s, lead_s, soon)) for each in watched]
-        except* TransferFailedError as failures:
-            raise _first(failures) from None
-        statuses = [wait.result() for wait in waits]
+        statuses = await run_together(*(self._wait(*each, timeout_s, lead_s, soon) for each in watched))
         return TransferredBytes(
             total_bytes=sum(status.total_bytes for status in statuses),
             overlapped_bytes=sum(status.overlapped_bytes for status in statuses),
@@ -309,21 +305,3 @@ class KvTransfers:
         if status.phase is not TransferPhase.COMPLETE:
             raise TransferFailedError(DROPPED if status.dropped else TRANSFER_FAILED, status.reason)
         return status
-
-
-def _first(failures: BaseExceptionGroup[TransferFailedError]) -> TransferFailedError:
-    first = failures.exceptions[0]
-    return first if isinstance(first, TransferFailedError) else _first(first)
-
-
-async def end_all(*tasks: "asyncio.Task[Any]") -> None:
-    """Cancel what is still running and wait for it, so that no task is left."""
-    open_tasks = [task for task in tasks if not task.done()]
-    for task in open_tasks:
-        task.cancel()
-    if open_tasks:
-        await asyncio.gather(*open_tasks, return_exceptions=True)
-    for task in tasks:
-        if not task.cancelled():
-            # Of two failures only the first is reported; asyncio warns of an exception that was never read.
-            task.exception()

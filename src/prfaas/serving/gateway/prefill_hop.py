@@ -34,12 +34,12 @@ from prfaas.serving.gateway.kv_transfer import (
     TransferFailedError,
     TransferredBytes,
     TransferSpec,
-    end_all,
 )
 from prfaas.serving.gateway.prompts import Endpoint
 from prfaas.serving.gateway.request import ServingRequest, Tenants
 from prfaas.serving.gateway.request_trace import CANCELLED
 from prfaas.serving.gateway.token_relay import TokenRelay, only_token
+from prfaas.serving.tasks import end_all
 from prfaas.serving.transport.ticket import Ticket, prompt_digest
 
 logger = logging.getLogger(__name__)

@@ -14,10 +14,10 @@ from prfaas.serving.gateway.kv_transfer import (
     TransferFailedError,
     TransferredBytes,
     TransferSpec,
-    end_all,
 )
 from prfaas.serving.gateway.prefill_hop import OnFirst, PrefillHop
 from prfaas.serving.gateway.request import ServingRequest
+from prfaas.serving.tasks import end_all
 from prfaas.serving.transport.handover import is_by_nixl, ticket_of
 from prfaas.serving.transport.ticket import TICKET_PARAMETER, Ticket
 

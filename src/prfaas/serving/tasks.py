@@ -1,0 +1,45 @@
+"""asyncio tasks that end together."""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+async def end_all(*tasks: "asyncio.Task[Any]") -> None:
+    """Cancel what is still running and wait for it, so that no task is left."""
+    open_tasks = [task for task in tasks if not task.done()]
+    for task in open_tasks:
+        task.cancel()
+    if open_tasks:
+        await asyncio.gather(*open_tasks, return_exceptions=True)
+    for task in tasks:
+        if not task.cancelled():
+            # Of two failures only the first is reported; asyncio warns of an exception that was never read.
+            task.exception()
+
+
+async def run_together(*works: Coroutine[Any, Any, T]) -> list[T]:
+    """Run all at once, and end the others as soon as one fails.
+
+    Unlike `asyncio.TaskGroup` before Python 3.13, it never loses a cancellation that comes as one of them fails
+    (https://github.com/python/cpython/issues/116720): who handles the failure and goes on could not be ended then.
+
+    Returns:
+        What each returned, in the order of `works`.
+
+    Raises:
+        CancelledError: this task was cancelled, whatever has failed besides.
+        Exception: of the first that failed, as it is.
+    """
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+    finally:
+        await end_all(*tasks)
+    for task in tasks:
+        if task in done:
+            # A failure, before those that are only ended because of it.
+            task.result()
+    return [task.result() for task in tasks]
