@@ -6,7 +6,8 @@ import math
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from prfaas.serving.control.engine_monitor import EngineMeter, EngineReading, read_exposition
+from prfaas.serving.control.engine_monitor import EngineMeter
+from prfaas.serving.control.engine_reading import EngineReading, read_exposition
 
 TEXT = b"""# HELP vllm:num_requests_running Number of requests in model execution batches.
 # TYPE vllm:num_requests_running gauge

@@ -15,7 +15,8 @@ from prfaas.core.deployment import Deployment, DeploymentError, Instance
 from prfaas.core.prefix.events import EventBatch, StoredBlocks
 from prfaas.core.scheduling import NoDecodeInstanceError, Route, make_policy
 from prfaas.serving.control import metrics
-from prfaas.serving.control.engine_monitor import EngineHttp, read_exposition
+from prfaas.serving.control.engine_http import EngineHttp
+from prfaas.serving.control.engine_reading import read_exposition
 from prfaas.serving.control.plane import LivePlane
 from prfaas.serving.control.planning_inputs import kv_model_of, policy_of
 from prfaas.serving.control.state import Overview, state_of

@@ -18,7 +18,8 @@ from prfaas.core.prefix.events import EventBatch
 from prfaas.core.scheduling import CacheTransfer
 from prfaas.serving.control import metrics
 from prfaas.serving.control.cluster_state import ClusterState
-from prfaas.serving.control.engine_monitor import EngineMeter, read_exposition
+from prfaas.serving.control.engine_monitor import EngineMeter
+from prfaas.serving.control.engine_reading import read_exposition
 from prfaas.serving.control.plane import LivePlane
 from prfaas.serving.control.planning_inputs import kv_model_of
 from prfaas.serving.control.pool_monitor import PoolMonitor, PoolReading

@@ -7,7 +7,7 @@ from prfaas.core.prefix import GlobalIndex, PrefixHit
 from prfaas.core.prefix.events import EventBatch, StoredBlocks
 from prfaas.core.scheduling import CacheTransfer
 from prfaas.serving.control.cluster_state import ClusterState
-from prfaas.serving.control.engine_monitor import read_exposition
+from prfaas.serving.control.engine_reading import read_exposition
 from prfaas.serving.control.prefix_knowledge import PrefixKnowledge
 
 from .world import BYTES_PER_TOKEN, FakeClock, decision, kv_facts

@@ -12,7 +12,8 @@ from prfaas.core.deployment import Deployment
 from prfaas.core.planner.two_clusters import best_threshold
 from prfaas.core.scheduling import Decision
 from prfaas.core.scheduling.threshold import LengthWindow, ThresholdOptimiser
-from prfaas.serving.control.engine_monitor import EngineMeter, read_exposition
+from prfaas.serving.control.engine_monitor import EngineMeter
+from prfaas.serving.control.engine_reading import read_exposition
 from prfaas.serving.control.planning_inputs import (
     DEFAULT_OUTPUT_TOKENS,
     DEFAULT_STEP_S,

@@ -19,7 +19,8 @@ from prfaas.core.scheduling import (
 )
 from prfaas.core.scheduling.view import UNKNOWN_SLOT_S
 from prfaas.serving.control.cluster_state import ClusterState
-from prfaas.serving.control.engine_monitor import EngineMeter, EngineReading, read_exposition
+from prfaas.serving.control.engine_monitor import EngineMeter
+from prfaas.serving.control.engine_reading import EngineReading, read_exposition
 from prfaas.serving.control.planning_inputs import DEFAULT_STEP_S
 from prfaas.serving.control.waits import PredictedWaits
 

@@ -16,7 +16,7 @@ from tests.serving.transport.authority import Authority
 
 from prfaas.core.deployment import GATEWAY, TOOLS, Deployment, load_deployment
 from prfaas.serving.certificates import CertificateFolder, https_options, identity_of
-from prfaas.serving.control.engine_monitor import EngineHttp
+from prfaas.serving.control.engine_http import EngineHttp
 from prfaas.serving.engines.running import RunningEngines
 from prfaas.serving.live import serve_live
 from prfaas.serving.transport.tls_identity import TlsIdentity

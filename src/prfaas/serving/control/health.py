@@ -9,7 +9,7 @@ from typing import Any
 
 from prfaas.core.deployment import Deployment
 from prfaas.serving.control.cluster_state import Clock, ClusterState
-from prfaas.serving.control.engine_monitor import EngineAccess
+from prfaas.serving.control.engine_http import EngineAccess
 from prfaas.serving.control.pulse import KvPort, Pulse
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,9 @@ from prfaas.core.scheduling.threshold import LengthWindow
 from prfaas.serving.control.cluster_state import Clock, ClusterState, OpenPrefill
 from prfaas.serving.control.compatibility import Compatibility
 from prfaas.serving.control.drains import InstanceDrains
-from prfaas.serving.control.engine_monitor import EngineAccess, EngineHttp, EngineMonitor, EngineReading
+from prfaas.serving.control.engine_http import EngineAccess, EngineHttp
+from prfaas.serving.control.engine_monitor import EngineMonitor
+from prfaas.serving.control.engine_reading import EngineReading
 from prfaas.serving.control.guarded_policy import guarded
 from prfaas.serving.control.health import HealthWatch
 from prfaas.serving.control.hot_prefixes import HotPrefixes

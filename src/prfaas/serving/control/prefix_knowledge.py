@@ -21,7 +21,7 @@ from prfaas.core.prefix import (
 from prfaas.core.prefix.events import Event, EventBatch, RemovedBlocks, StoredBlocks
 from prfaas.core.scheduling import Decision, KvFacts, RoutingRequest, with_pools
 from prfaas.serving.control.cluster_state import Clock, ClusterState
-from prfaas.serving.control.engine_monitor import EngineReading
+from prfaas.serving.control.engine_reading import EngineReading
 
 LIFETIME_S = 5.0
 MOST_BLOCKS = 1 << 15

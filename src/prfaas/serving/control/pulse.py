@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from prfaas.core.deployment import Instance
 from prfaas.serving.control.cluster_state import Clock
-from prfaas.serving.control.engine_monitor import EngineAccess
+from prfaas.serving.control.engine_http import EngineAccess
 from prfaas.serving.own_process import lacks_descriptors, on_time_timeout
 from prfaas.serving.transport.pacing import PaceOrder
 from prfaas.serving.transport.roster import Roster

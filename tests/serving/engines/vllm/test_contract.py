@@ -227,8 +227,8 @@ def test_every_function_option_and_series_that_is_used_is_there(version: str) ->
         for option in re.findall(r'"(--[a-z][a-z-]+)"', command)
     }
     assert used - options <= STAND_INS_OPTIONS
-    monitor = PLUGIN.parents[1] / "control" / "engine_monitor.py"
-    for series in re.findall(r'"(vllm:[a-z_]+)"', monitor.read_text(encoding="utf-8")):
+    reading = PLUGIN.parents[1] / "control" / "engine_reading.py"
+    for series in re.findall(r'"(vllm:[a-z_]+)"', reading.read_text(encoding="utf-8")):
         plain = re.sub(r"_(total|sum|count)$", "", series)
         ours = plain.removeprefix("vllm:prfaas_") in {**COUNTERS, **POOL_COUNTERS}
         assert ours or {series, plain} & set(contract["series"]), series

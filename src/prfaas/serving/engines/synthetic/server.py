@@ -29,7 +29,7 @@ from prfaas.serving.engines.synthetic.conversation_bodies import (
     parse_response,
 )
 from prfaas.serving.engines.synthetic.engine import GeneratedAnswer, SyntheticEngine, Work
-from prfaas.serving.engines.synthetic.stats import CacheFacts, exposition
+from prfaas.serving.engines.synthetic.stats import CacheFacts, chosen, exposition
 from prfaas.serving.engines.synthetic.text import Text
 from prfaas.serving.transport.tls_identity import TlsIdentity
 
@@ -95,6 +95,7 @@ class EngineServer:
             "/v1/models": self._list_models,
             "/version": self._version,
             "/metrics": self._metrics,
+            "/metrics/": self._metrics,
         }
         for path, handler in posts.items():
             app.router.add_post(path, handler)
@@ -252,7 +253,7 @@ class EngineServer:
         ]
         return _json({"object": "list", "data": cards})
 
-    async def _metrics(self, _request: web.Request) -> web.StreamResponse:
+    async def _metrics(self, request: web.Request) -> web.StreamResponse:
         engine = self._engine
         engine.clock.steps()
         layout, pool = engine.cache.layout, engine.cache.pool
@@ -268,7 +269,7 @@ class EngineServer:
             clock.request_seconds,
             clock.tokens,
         )
-        return web.Response(text=text, content_type="text/plain")
+        return web.Response(text=chosen(text, request.query.getall("name[]", [])), content_type="text/plain")
 
 
 def _json(value: object) -> web.Response:

@@ -1,6 +1,8 @@
 """What a stand-in counts, and the vLLM series that gateways and controllers read it from."""
 
+import re
 import resource
+from collections.abc import Collection
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -115,3 +117,12 @@ def exposition(
         counter(f"prfaas_{each.name}", COUNTERS[each.name], getattr(transfers, each.name))
     counter("prfaas_damaged_loads", "KV transfers whose bytes were not sound", counts.damaged_loads)
     return "\n".join(lines) + "\n"
+
+
+def chosen(text: str, names: Collection[str]) -> str:
+    """Of an exposition the samples of these names, or all where none is named, as prometheus_client does it."""
+    if not names:
+        return text
+    return "".join(
+        line + "\n" for line in text.splitlines() if re.split(r"[{ ]", line, maxsplit=1)[0] in names
+    )

@@ -1,0 +1,133 @@
+"""What an engine says of itself at one moment, read from its /metrics."""
+
+import math
+import re
+from dataclasses import dataclass
+
+SERIES = (
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "vllm:kv_cache_usage_perc",
+    "vllm:prefix_cache_queries_total",
+    "vllm:prefix_cache_hits_total",
+    "vllm:inter_token_latency_seconds_sum",
+    "vllm:inter_token_latency_seconds_count",
+    "vllm:request_generation_tokens_sum",
+    "vllm:request_generation_tokens_count",
+    "vllm:prompt_tokens_total",
+    "vllm:generation_tokens_total",
+    "vllm:prfaas_pool_hit_tokens_memory_total",
+    "vllm:prfaas_pool_hit_tokens_ssd_total",
+    "vllm:prfaas_pool_bytes_loaded_total",
+    "vllm:prfaas_pool_load_seconds_total",
+    "process_start_time_seconds",
+)
+"""What is read as a sum of all samples of a name."""
+CACHE_SERIES = "vllm:cache_config_info"
+"""What is read by its labels."""
+_SAMPLE = re.compile(
+    rb"^(" + b"|".join(re.escape(name.encode()) for name in SERIES) + rb")(?:\{[^\n]*\})? (\S+)",
+    re.MULTILINE,
+)
+_CACHE_CONFIG = re.compile(rb"^vllm:cache_config_info\{([^\n]*)\}", re.MULTILINE)
+_COUNT_DIGITS = 20
+_LABEL = re.compile(rb'(\w+)="([^"]*)"')
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReading:
+    """An engine's own counters at one moment, summed over its data-parallel engines.
+
+    Totals start again with the process. An absent metric is 0; absent facts of the process and its cache are None.
+    """
+
+    running: int
+    waiting: int
+    kv_usage: float
+    prefix_queries: float
+    prefix_hits: float
+    token_gaps_s: float
+    token_gaps: float
+    output_tokens: float
+    outputs: float
+    started_at_s: float | None
+    """Unix time of the process's start."""
+    block_tokens: int | None
+    cache_tokens: int | None
+    cache_blocks: int | None = None
+    """Blocks of the engine, of all its KV groups together."""
+    tokens: float = 0.0
+    """Prompt tokens and generated ones."""
+    pool_memory_tokens: float = 0.0
+    """Prompt tokens that its machine's pool held in memory."""
+    pool_ssd_tokens: float = 0.0
+    """Prompt tokens that its machine's pool held on SSD only."""
+    pool_loaded_bytes: float = 0.0
+    """KV bytes loaded from its machine's pool."""
+    pool_load_s: float = 0.0
+    """What these loads took, summed over ranks."""
+
+    def got_on(self, before: "EngineReading") -> bool:
+        """Whether the engine has got on with its work since the reading `before`."""
+        # A prompt that is prefilled in many steps only takes up more of the cache meanwhile. So does a new request.
+        filled = self.kv_usage != before.kv_usage and self.running == before.running
+        return filled or (self.tokens, self.token_gaps, self.output_tokens, self.outputs) != (
+            before.tokens,
+            before.token_gaps,
+            before.output_tokens,
+            before.outputs,
+        )
+
+
+def read_exposition(text: bytes) -> EngineReading:
+    """Never raises: what can't be read counts as absent."""
+    sums = dict.fromkeys(SERIES, 0.0)
+    seen: set[str] = set()
+    for match in _SAMPLE.finditer(text):
+        value = _number(match.group(2))
+        name = match.group(1).decode()
+        if value is not None and math.isfinite(sums[name] + value):
+            sums[name] += value
+            seen.add(name)
+    found = _CACHE_CONFIG.search(text)
+    labels = dict(_LABEL.findall(found.group(1))) if found else {}
+    block_tokens = _positive(labels.get(b"block_size"))
+    blocks = _positive(labels.get(b"num_gpu_blocks"))
+    cache_tokens = _positive(labels.get(b"kv_cache_size_tokens"))
+    if cache_tokens is None and block_tokens is not None and blocks is not None:
+        cache_tokens = block_tokens * blocks
+    return EngineReading(
+        running=int(sums["vllm:num_requests_running"]),
+        waiting=int(sums["vllm:num_requests_waiting"]),
+        kv_usage=sums["vllm:kv_cache_usage_perc"],
+        prefix_queries=sums["vllm:prefix_cache_queries_total"],
+        prefix_hits=sums["vllm:prefix_cache_hits_total"],
+        token_gaps_s=sums["vllm:inter_token_latency_seconds_sum"],
+        token_gaps=sums["vllm:inter_token_latency_seconds_count"],
+        output_tokens=sums["vllm:request_generation_tokens_sum"],
+        outputs=sums["vllm:request_generation_tokens_count"],
+        started_at_s=sums["process_start_time_seconds"] if "process_start_time_seconds" in seen else None,
+        block_tokens=block_tokens,
+        cache_tokens=cache_tokens,
+        tokens=sums["vllm:prompt_tokens_total"] + sums["vllm:generation_tokens_total"],
+        cache_blocks=blocks,
+        pool_memory_tokens=sums["vllm:prfaas_pool_hit_tokens_memory_total"],
+        pool_ssd_tokens=sums["vllm:prfaas_pool_hit_tokens_ssd_total"],
+        pool_loaded_bytes=sums["vllm:prfaas_pool_bytes_loaded_total"],
+        pool_load_s=sums["vllm:prfaas_pool_load_seconds_total"],
+    )
+
+
+def _number(text: bytes) -> float | None:
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
+
+
+def _positive(text: bytes | None) -> int | None:
+    # Python refuses to read numbers of thousands of digits.
+    if text is None or not text.isdigit() or len(text) > _COUNT_DIGITS:
+        return None
+    return int(text) if 0 < int(text) < 1 << 40 else None
