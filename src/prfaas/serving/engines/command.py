@@ -46,6 +46,8 @@ class EngineCommand:
     """What is added to the environment."""
     trace_headers_file: Path | None = None
     """Its secrets are added too, but only when the process is started."""
+    is_forkable: bool = False
+    """A process that has imported vLLM may fork in place of starting it: see `template.py`."""
 
     def environment(self, base: Mapping[str, str] | None = None) -> dict[str, str]:
         """`base` (default: this process's environment) with `env` laid over it, and the headers for traces.
@@ -107,7 +109,8 @@ def vllm_command(deployment: Deployment, instance: Instance) -> EngineCommand:
     if collector is not None:
         env |= _tracing(deployment, instance)
     headers_file = None if collector is None else collector.headers_file
-    return EngineCommand(tuple(argv), {**env, **engine.env}, headers_file)
+    # On GPUs nothing is to be other than with `vllm serve`, and imports are a small part of a start there.
+    return EngineCommand(tuple(argv), {**env, **engine.env}, headers_file, is_forkable=on_cpu)
 
 
 def synthetic_command(deployment: Deployment, names: Sequence[str]) -> EngineCommand:
