@@ -129,7 +129,7 @@ def test_the_connector_is_told_whom_it_may_know(tmp_path: Path) -> None:
     # Its role may change.
     assert set(consumer["peers"]) == {"home-prefill-0"}
     assert consumer["producers"] == ["east-prefill-0", "home-prefill-0"]
-    assert consumer["staging_bytes"] == 256 * 1024**2
+    assert consumer["staging_bytes"] == 64 * 1024**2
     assert consumer["key_file"] == str(tmp_path / "state" / "local" / "key")
 
 

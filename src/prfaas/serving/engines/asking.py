@@ -9,7 +9,7 @@ from prfaas.serving.transport.tls_identity import TlsIdentity
 _ANSWER_S = 2.0
 
 
-class EngineHttp:
+class EngineQuestions:
     """Asks the engines of one deployment."""
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ from typing import Literal, Self
 
 from prfaas.core.deployment import Deployment, Instance
 from prfaas.serving.engines import EngineError
-from prfaas.serving.engines.asking import EngineHttp
+from prfaas.serving.engines.asking import EngineQuestions
 from prfaas.serving.engines.command import EngineCommand, synthetic_command, vllm_command
 from prfaas.serving.engines.log_file import LogFile
 from prfaas.serving.engines.preparation import (
@@ -82,7 +82,7 @@ class RunningEngines:
         self._keeps_templates = templates is not None
         self._templates = templates or EngineTemplates()
         self._watchdog: Watchdog | None = None
-        self._http = EngineHttp()
+        self._questions = EngineQuestions()
 
     def __enter__(self) -> Self:
         self.start()
@@ -216,7 +216,7 @@ class RunningEngines:
 
     def answers_health(self, instance: Instance) -> bool:
         """True if the instance's server says that it is healthy."""
-        return self._http.ask(self.deployment, instance, "GET", "/health") == 200
+        return self._questions.ask(self.deployment, instance, "GET", "/health") == 200
 
     def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
         """End every engine: asked first, killed after `timeout_s` in all. Idempotent."""
@@ -260,7 +260,7 @@ class RunningEngines:
         name = instance.name
         group = self._group(name)
         if self._shares(name):
-            self._http.ask(self.deployment, instance, "POST", "/synthetic/die")
+            self._questions.ask(self.deployment, instance, "POST", "/synthetic/die")
             self._killed.add(name)
         else:
             group.kill()
