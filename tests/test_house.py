@@ -30,8 +30,8 @@ SOURCE = Path(__file__).parents[1] / "src"
 # peers. Then instances that are taken away: their section of the file, what kills cost, what is begun before, who is
 # closed, who is told; and what is left of a transfer that broke: in staging, in memory of those that are over, and as a
 # failure. Then what has arrived over all connections. Then ranks that share heads, and states that ranks divide. Then
-# turns of transfers, and flows and queues of the simulated link. Then the template that engines on CPUs are forks of: its
-# handle, the process, its standby; and what an engine is asked by HTTP.
+# turns of transfers, and flows and queues of the simulated link. Then the template of engines on CPUs:
+# its handle, the process, its standby; and what an engine is asked by HTTP.
 MOST_FILES = 540
 MOST_LINES = 420
 

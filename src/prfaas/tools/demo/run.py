@@ -96,27 +96,29 @@ def _acts(
     *,
     restart: bool,
 ) -> tuple[tuple[DemoAnswer, ...], tuple[PooledAnswer, ...]]:
-    with RunningPools(deployment) as pools:
+    with (
+        RunningPools(deployment) as pools,
+        RunningEngines(deployment, templates=templates) as engines,
+    ):
         pools.wait_ready()
-        with RunningEngines(deployment, templates=templates) as engines:
+        with stages.starting(engines) as show:
+            engines.wait_ready(ready_timeout_s, show)
+        # Pools know what pages look like from their first engine on.
+        with watched_pools(deployment) as watch:
+            watch.empty()
+            with stages.asking("two clusters", prompts) as answered:
+                first = asyncio.run(_ask_gateway(deployment, prompts, answered, watch))
+            answers = tuple(each.answer for each in first)
+            if not restart:
+                return answers, ()
+            watch.settle(_SETTLE_S)
+            for name in engines.names:
+                engines.kill(name)
+            engines.start()
             with stages.starting(engines) as show:
                 engines.wait_ready(ready_timeout_s, show)
-            # Pools know what pages look like from their first engine on.
-            with watched_pools(deployment) as watch:
-                watch.empty()
-                with stages.asking("two clusters", prompts) as answered:
-                    first = asyncio.run(_ask_gateway(deployment, prompts, answered, watch))
-                answers = tuple(each.answer for each in first)
-                if not restart:
-                    return answers, ()
-                watch.settle(_SETTLE_S)
-                for name in engines.names:
-                    engines.kill(name)
-                engines.start()
-                with stages.starting(engines) as show:
-                    engines.wait_ready(ready_timeout_s, show)
-                with stages.asking("the same clusters, restarted", prompts) as answered:
-                    return answers, asyncio.run(_ask_gateway(deployment, prompts, answered, watch))
+            with stages.asking("the same clusters, restarted", prompts) as answered:
+                return answers, asyncio.run(_ask_gateway(deployment, prompts, answered, watch))
 
 
 def _plain_answers(
