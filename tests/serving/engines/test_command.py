@@ -76,7 +76,7 @@ def test_a_server_on_cpu(tmp_path: Path) -> None:
     assert "--enforce-eager" in built.argv
     assert "--tensor-parallel-size" not in built.argv
     assert value(built, "--distributed-executor-backend") == CPU_EXECUTOR
-    assert built.env["VLLM_CPU_KVCACHE_SPACE"] == "1"
+    assert value(built, "--kv-cache-memory-bytes") == str(1024**3 // 4)
     assert built.env["VLLM_SSM_CONV_STATE_LAYOUT"] == "SD"
     assert "PYTHONPATH" not in built.env
 
@@ -96,7 +96,7 @@ def test_other_hardware_finds_its_own_settings(tmp_path: Path) -> None:
     peer = extra(built)["peers"]["home-decode-0"]
     assert peer["bandwidth_bits_per_s"] == deployment.links[0].bandwidth_bits_per_s
     assert 2 * peer["share_bits_per_s"] == deployment.links[0].bandwidth_bits_per_s
-    assert value(built, "--kv-cache-memory-bytes") == str(1024**3)
+    assert value(built, "--kv-cache-memory-bytes") == str(1024**3 // 4)
     assert not [name for name in built.env if "CPU" in name or "OMP" in name]
 
 
@@ -129,7 +129,7 @@ def test_the_connector_is_told_whom_it_may_know(tmp_path: Path) -> None:
     # Its role may change.
     assert set(consumer["peers"]) == {"home-prefill-0"}
     assert consumer["producers"] == ["east-prefill-0", "home-prefill-0"]
-    assert consumer["staging_bytes"] == 256 * 1024**2
+    assert consumer["staging_bytes"] == 64 * 1024**2
     assert consumer["key_file"] == str(tmp_path / "state" / "local" / "key")
 
 
@@ -227,7 +227,7 @@ def test_the_file_s_own_options_come_last(tmp_path: Path) -> None:
         tmp_path,
         STATES,
         a=(
-            "  staging: 256 MiB",
+            "  staging: 64 MiB",
             "  extra_args: [--seed, '7']\n  env: {OMP_NUM_THREADS: 2}\n  prefix_cache_retention_tokens: 512",
         ),
     )
@@ -242,7 +242,7 @@ def test_a_cluster_s_own_options_come_after_those_of_all(tmp_path: Path) -> None
     deployment = make(
         tmp_path,
         STATES,
-        a=("  staging: 256 MiB", "  staging: 256 MiB\n  extra_args: [--seed, '7']"),
+        a=("  staging: 64 MiB", "  staging: 64 MiB\n  extra_args: [--seed, '7']"),
         b=("    kind: prfaas\n", "    kind: prfaas\n    extra_args: [--block-size, '32']\n"),
     )
     assert command(deployment, "east-prefill-0").argv[-4:] == ("--seed", "7", "--block-size", "32")

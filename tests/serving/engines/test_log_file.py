@@ -82,7 +82,7 @@ def test_a_group_keeps_its_log_small(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(log_file, "_POLL_S", 0.01)
     path = tmp_path / "e.log"
     code = "import sys, time\nwhile True: print('x' * 99, flush=True); time.sleep(0.001)"
-    group = ProcessGroup(
+    group = ProcessGroup.start(
         [sys.executable, "-c", code], os.environ, LogFile(path, max_bytes=2000, kept_files=3)
     )
     try:

@@ -14,7 +14,7 @@ class EngineConfig:
 
     max_num_batched_tokens: int
     max_num_seqs: int
-    kv_cache_gib: int | None
+    kv_cache_gib: float | None
     """None leaves the size to vLLM, which is not possible on CPUs."""
     staging_bytes: int
     """Memory for KVCache that has arrived before the engine has blocks for it."""

@@ -264,7 +264,7 @@ class EngineSection(_Section):
 
     max_num_batched_tokens: Positive = 2048
     max_num_seqs: Positive = 16
-    kv_cache_gib: Positive | None = None
+    kv_cache_gib: Annotated[PositiveFloat, Field(le=1 << 20)] | None = None
     staging: Size = 4 * GIB
     transfer_block: Annotated[Size, Field(ge=64 * 1024, le=64 * MIB)] = MIB
     prefix_cache_retention_tokens: Annotated[int, Field(ge=0)] | None = None

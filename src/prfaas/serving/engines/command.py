@@ -46,6 +46,8 @@ class EngineCommand:
     """What is added to the environment."""
     trace_headers_file: Path | None = None
     """Its secrets are added too, but only when the process is started."""
+    is_forkable: bool = False
+    """A process that has imported vLLM may fork in place of starting it: see `template.py`."""
 
     def environment(self, base: Mapping[str, str] | None = None) -> dict[str, str]:
         """`base` (default: this process's environment) with `env` laid over it, and the headers for traces.
@@ -86,7 +88,7 @@ def vllm_command(deployment: Deployment, instance: Instance) -> EngineCommand:
         *(("--mamba-ssm-cache-dtype", STATE_DTYPE) if kv_model.has_linear_state else ()),
         *("--no-enable-log-requests", "--disable-uvicorn-access-log"),
         *(("--enforce-eager",) if on_cpu else ()),
-        *_kv_memory(deployment, on_cpu),
+        *_kv_memory(deployment),
         *_ranks(instance, on_cpu),
         *("--kv-transfer-config", json.dumps(kv_transfer_config(deployment, instance))),
         *_events(deployment, instance),
@@ -103,11 +105,11 @@ def vllm_command(deployment: Deployment, instance: Instance) -> EngineCommand:
         env["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"] = str(TLS_KEEPALIVE_S)
     if on_cpu:
         env |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-        env["VLLM_CPU_KVCACHE_SPACE"] = str(engine.kv_cache_gib)
     if collector is not None:
         env |= _tracing(deployment, instance)
     headers_file = None if collector is None else collector.headers_file
-    return EngineCommand(tuple(argv), {**env, **engine.env}, headers_file)
+    # On GPUs nothing is to be other than with `vllm serve`, and imports are a small part of a start there.
+    return EngineCommand(tuple(argv), {**env, **engine.env}, headers_file, is_forkable=on_cpu)
 
 
 def synthetic_command(deployment: Deployment, names: Sequence[str]) -> EngineCommand:
@@ -280,11 +282,11 @@ def _dtypes(model: ModelRef) -> tuple[str, ...]:
     return tuple(word for option, dtype in given.items() if dtype != "auto" for word in (option, dtype))
 
 
-def _kv_memory(deployment: Deployment, on_cpu: bool) -> tuple[str, ...]:
+def _kv_memory(deployment: Deployment) -> tuple[str, ...]:
     gib = deployment.engine.kv_cache_gib
-    if on_cpu or gib is None:
+    if gib is None:
         return ()
-    return ("--kv-cache-memory-bytes", str(gib * GIB))
+    return ("--kv-cache-memory-bytes", str(round(gib * GIB)))
 
 
 def _ranks(instance: Instance, on_cpu: bool) -> tuple[str, ...]:

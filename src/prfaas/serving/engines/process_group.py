@@ -12,13 +12,37 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 if TYPE_CHECKING:
     from prfaas.serving.engines.log_file import LogFile
 
 _POLL_S = 0.05
 _TERM_WAIT_S = 10.0
+
+
+class _Child(Protocol):
+    """As much of `subprocess.Popen` as is needed."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def returncode(self) -> int | Any: ...
+
+    def wait(self) -> int: ...
+
+
+class _AdoptedChild:
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def wait(self) -> int:
+        if self.returncode is None:
+            _, status = os.waitpid(self.pid, 0)
+            self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
 
 
 class ProcessGroup:
@@ -28,18 +52,39 @@ class ProcessGroup:
     process that happens to get the number later.
     """
 
-    def __init__(self, argv: Sequence[str], env: Mapping[str, str], log: "LogFile") -> None:
+    def __init__(self, child: "_Child", log: "LogFile") -> None:
+        """Of a child that leads a session, and whose output goes to `log` already."""
         self.log = log
+        self._child = child
+        log.keep_small()
+
+    @classmethod
+    def start(
+        cls,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        log: "LogFile",
+        *,
+        stdin: int = subprocess.DEVNULL,
+        pass_fds: Sequence[int] = (),
+    ) -> Self:
+        """Start a child; `stdin` and `pass_fds` as `subprocess` has them."""
         with log.open() as file:
-            self._child = subprocess.Popen(
+            child = subprocess.Popen(
                 argv,
                 env=dict(env),
-                stdin=subprocess.DEVNULL,
+                stdin=stdin,
                 stdout=file,
                 stderr=subprocess.STDOUT,
+                pass_fds=pass_fds,
                 start_new_session=True,
             )
-        log.keep_small()
+        return cls(child, log)
+
+    @classmethod
+    def adopt(cls, pid: int, log: "LogFile") -> Self:
+        """Take over a child of this process that another one has started."""
+        return cls(_AdoptedChild(pid), log)
 
     @property
     def pid(self) -> int:

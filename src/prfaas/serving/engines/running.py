@@ -1,7 +1,5 @@
 """The engines of a deployment as child processes of this one."""
 
-import contextlib
-import http.client
 import signal
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -10,9 +8,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
-from prfaas.core.deployment import TOOLS, Deployment, Instance
-from prfaas.serving.certificates import identity_of
+from prfaas.core.deployment import Deployment, Instance
 from prfaas.serving.engines import EngineError
+from prfaas.serving.engines.asking import EngineQuestions
 from prfaas.serving.engines.command import EngineCommand, synthetic_command, vllm_command
 from prfaas.serving.engines.log_file import LogFile
 from prfaas.serving.engines.preparation import (
@@ -25,7 +23,7 @@ from prfaas.serving.engines.preparation import (
     port_problem,
 )
 from prfaas.serving.engines.process_group import ProcessGroup, Watchdog
-from prfaas.serving.transport.tls_identity import TlsIdentity
+from prfaas.serving.engines.template import EngineStart, EngineTemplates
 
 # Seconds are usual; three engines that start at once on a loaded machine were seen to need more than five minutes.
 READY_TIMEOUT_S = 1200.0
@@ -33,7 +31,6 @@ STOP_TIMEOUT_S = 20.0
 STAND_INS_PER_PROCESS = 16
 _POLL_S = 0.3
 _DEATH_S = 10.0
-_ANSWER_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +57,7 @@ class RunningEngines:
         *,
         command: Callable[[Deployment, Instance], EngineCommand] | None = None,
         stand_ins_per_process: int = STAND_INS_PER_PROCESS,
+        templates: EngineTemplates | None = None,
     ) -> None:
         """Nothing is started yet.
 
@@ -69,6 +67,7 @@ class RunningEngines:
             extra_env: laid over the environment of each.
             command: starts every instance in a process of its own; None: vLLM, or stand-ins that share processes.
             stand_ins_per_process: how many stand-ins share a process at most.
+            templates: of engines on CPUs, kept for those that are started later; None: none are kept.
         """
         self.deployment = deployment
         self.names: Sequence[str] = (
@@ -80,8 +79,10 @@ class RunningEngines:
         self._groups: dict[str, ProcessGroup] = {}
         self._killed: set[str] = set()
         self._started_s: dict[str, float] = {}
+        self._keeps_templates = templates is not None
+        self._templates = templates or EngineTemplates()
         self._watchdog: Watchdog | None = None
-        self._tls: TlsIdentity | None = None
+        self._questions = EngineQuestions()
 
     def __enter__(self) -> Self:
         self.start()
@@ -128,14 +129,20 @@ class RunningEngines:
             self._watchdog = Watchdog()
         launched: list[str] = []
         try:
+            forks: list[EngineStart] = []
             for together, command in self._commands(instances):
-                self._start_process(together, command)
                 launched += together
+                if command.is_forkable:
+                    forks += self._fork_of(together, command)
+                else:
+                    self._start_process(together, command)
+            self._groups |= self._templates.order(forks, lambda: self._log("template"))
         except BaseException:
+            self._templates.give_up()
             for name in launched:
-                group = self._groups.pop(name)
-                group.kill()
-                self._forget(group)
+                if (group := self._groups.pop(name, None)) is not None:
+                    group.kill()
+                    self._forget(group)
             if not self._groups:
                 self.stop()
             raise
@@ -161,9 +168,9 @@ class RunningEngines:
 
         Others in its process go on.
         """
-        group = self._groups.get(instance.name)
-        if group is None:
+        if instance.name not in self._groups:
             return
+        group = self._group(instance.name)
         if not self._shares(instance.name):
             group.ask_to_end()
             group.wait(timeout_s)
@@ -188,6 +195,7 @@ class RunningEngines:
         begin = time.monotonic()
         waiting = list(self._groups)
         while waiting:
+            self._take_born()
             for name in tuple(waiting):
                 elapsed_s = time.monotonic() - self._started_s[name]
                 self._check_alive(name)
@@ -208,15 +216,14 @@ class RunningEngines:
 
     def answers_health(self, instance: Instance) -> bool:
         """True if the instance's server says that it is healthy."""
-        try:
-            return self._ask(instance, "GET", "/health") == 200
-        except (OSError, http.client.HTTPException):
-            return False
+        return self._questions.ask(self.deployment, instance, "GET", "/health") == 200
 
     def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
         """End every engine: asked first, killed after `timeout_s` in all. Idempotent."""
         deadline = time.monotonic() + timeout_s
         try:
+            self._take_born()
+            self._templates.give_up()
             groups = set(self._groups.values())
             for group in groups:
                 group.ask_to_end()
@@ -253,8 +260,7 @@ class RunningEngines:
         name = instance.name
         group = self._group(name)
         if self._shares(name):
-            with contextlib.suppress(OSError, http.client.HTTPException):
-                self._ask(instance, "POST", "/synthetic/die")
+            self._questions.ask(self.deployment, instance, "POST", "/synthetic/die")
             self._killed.add(name)
         else:
             group.kill()
@@ -267,9 +273,9 @@ class RunningEngines:
 
     def is_running(self, name: str) -> bool:
         """True if an engine has been started and not ended."""
-        group = self._groups.get(name)
-        if group is None:
+        if name not in self._groups:
             return False
+        group = self._group(name)
         if group.is_running:
             return name not in self._killed
         self._forget(group)
@@ -299,6 +305,7 @@ class RunningEngines:
     def _group(self, name: str) -> ProcessGroup:
         if name not in self._groups:
             raise EngineError(f"engine {name} has not been started")
+        self._take_born()
         return self._groups[name]
 
     def _check_startable(self, instance: Instance) -> None:
@@ -326,18 +333,41 @@ class RunningEngines:
             yield together, synthetic_command(self.deployment, together)
 
     def _start_process(self, names: Sequence[str], command: EngineCommand) -> None:
-        env = {**command.environment(), **self._extra_env}
         log_name = names[0] if len(names) == 1 else f"{names[0]}-to-{names[-1]}"
-        log = LogFile(
-            self.deployment.logs_dir / f"{log_name}.log",
-            max_bytes=self.deployment.engine.log_bytes,
-            kept_files=self.deployment.engine.log_files,
-        )
-        group = ProcessGroup(command.argv, env, log)
+        group = ProcessGroup.start(command.argv, self._environment(command), self._log(log_name))
         for name in names:
             self._groups[name] = group
-            self._started_s[name] = time.monotonic()
-            self._killed.discard(name)
+            self._begins(name)
+        self._watch(group)
+
+    def _fork_of(self, names: Sequence[str], command: EngineCommand) -> Iterator[EngineStart]:
+        for name in names:
+            self._begins(name)
+            yield EngineStart(name, command.argv, self._environment(command), self._log(name))
+
+    def _begins(self, name: str) -> None:
+        self._started_s[name] = time.monotonic()
+        self._killed.discard(name)
+
+    def _take_born(self) -> None:
+        """Engines that a template has forked are processes of their own from now on."""
+        for name, group in self._templates.born(self._watch).items():
+            self._groups[name] = group
+            if name in self._killed:
+                group.kill()
+                self._forget(group)
+        if not self._keeps_templates and not self._templates.is_busy:
+            self._templates.close()
+
+    def _environment(self, command: EngineCommand) -> dict[str, str]:
+        return {**command.environment(), **self._extra_env}
+
+    def _log(self, name: str) -> LogFile:
+        engine = self.deployment.engine
+        path = self.deployment.logs_dir / f"{name}.log"
+        return LogFile(path, max_bytes=engine.log_bytes, kept_files=engine.log_files)
+
+    def _watch(self, group: ProcessGroup) -> None:
         assert self._watchdog is not None
         self._watchdog.watch(group)
 
@@ -372,23 +402,6 @@ class RunningEngines:
             raise EngineError(
                 f"engine {name} {how} before it was ready; the end of {group.log.path}:\n{group.log.tail(20)}"
             )
-
-    def _ask(self, instance: Instance, method: str, path: str) -> int:
-        # Not urllib: it would take a proxy of the environment for a server on this machine.
-        if instance.tls:
-            self._tls = self._tls or identity_of(self.deployment, TOOLS)
-            assert self._tls is not None
-            context = self._tls.https_context()
-            connection: http.client.HTTPConnection = http.client.HTTPSConnection(
-                instance.host, instance.http_port, timeout=_ANSWER_S, context=context
-            )
-        else:
-            connection = http.client.HTTPConnection(instance.host, instance.http_port, timeout=_ANSWER_S)
-        try:
-            connection.request(method, path)
-            return connection.getresponse().status
-        finally:
-            connection.close()
 
     def _forget(self, group: ProcessGroup) -> None:
         if self._watchdog is not None:

@@ -100,7 +100,7 @@ class RunningPools:
         for node in nodes:
             command = pool_command(self.deployment, node)
             env = {**command.environment(), **self._extra_env}
-            group = ProcessGroup(command.argv, env, self._log(node.name))
+            group = ProcessGroup.start(command.argv, env, self._log(node.name))
             self._groups[node.name] = group
             self._watchdog.watch(group)
 

@@ -13,6 +13,7 @@ from prfaas.core.deployment import TOOLS, AdminConfig, Deployment
 from prfaas.serving.certificates import https_options, identity_of
 from prfaas.serving.engines.preparation import ensure_model, port_problem
 from prfaas.serving.engines.running import READY_TIMEOUT_S, EngineProgress, RunningEngines
+from prfaas.serving.engines.template import EngineTemplates
 from prfaas.serving.live import serve_live
 from prfaas.serving.pool.running import RunningPools
 from prfaas.tools.demo.client import DemoAnswer, RequestFailedError, stream_completion
@@ -75,20 +76,12 @@ def run_demo(
     kv_model = deployment.model.kv_model()
     prompts = demo_prompts(_chars_per_token(deployment))
     try:
-        answers, seconds = _acts(deployment, prompts, stages, ready_timeout_s, restart=restart)
-        plain = reference_deployment(deployment)
-        with RunningEngines(plain, command=reference_command) as engines:
-            with stages.starting(engines) as show:
-                engines.wait_ready(ready_timeout_s, show)
-            asyncio.run(_warm_up(plain))
-            with stages.asking("one plain engine", prompts) as answered:
-                references = asyncio.run(_ask_reference(plain, prompts, answers, answered))
-            repeated: tuple[ReferenceAnswer, ...] = ()
-            if seconds:
-                # Its own cache splits a prompt as a pool does: what is behind the last whole block is computed.
-                again = tuple(each.answer for each in seconds)
-                with stages.asking("the plain engine, from its cache", prompts) as answered:
-                    repeated = asyncio.run(_ask_reference(plain, prompts, again, answered))
+        # What has imported vLLM for the engines becomes the plain one too.
+        with EngineTemplates() as templates:
+            answers, seconds = _acts(deployment, prompts, stages, ready_timeout_s, templates, restart=restart)
+            references, repeated = _plain_answers(
+                deployment, prompts, answers, seconds, stages, ready_timeout_s, templates
+            )
     except (RequestFailedError, ReferenceFailedError) as error:
         raise DemoError(f"{error}; the engines' logs are in {deployment.logs_dir}") from error
     return outcome_of(deployment, kv_model, prompts, answers, references, seconds, repeated)
@@ -99,30 +92,58 @@ def _acts(
     prompts: Sequence[DemoPrompt],
     stages: Stages,
     ready_timeout_s: float,
+    templates: EngineTemplates,
     *,
     restart: bool,
 ) -> tuple[tuple[DemoAnswer, ...], tuple[PooledAnswer, ...]]:
-    with RunningPools(deployment) as pools:
+    with (
+        RunningPools(deployment) as pools,
+        RunningEngines(deployment, templates=templates) as engines,
+    ):
         pools.wait_ready()
-        with RunningEngines(deployment) as engines:
+        with stages.starting(engines) as show:
+            engines.wait_ready(ready_timeout_s, show)
+        # Pools know what pages look like from their first engine on.
+        with watched_pools(deployment) as watch:
+            watch.empty()
+            with stages.asking("two clusters", prompts) as answered:
+                first = asyncio.run(_ask_gateway(deployment, prompts, answered, watch))
+            answers = tuple(each.answer for each in first)
+            if not restart:
+                return answers, ()
+            watch.settle(_SETTLE_S)
+            for name in engines.names:
+                engines.kill(name)
+            engines.start()
             with stages.starting(engines) as show:
                 engines.wait_ready(ready_timeout_s, show)
-            # Pools know what pages look like from their first engine on.
-            with watched_pools(deployment) as watch:
-                watch.empty()
-                with stages.asking("two clusters", prompts) as answered:
-                    first = asyncio.run(_ask_gateway(deployment, prompts, answered, watch))
-                answers = tuple(each.answer for each in first)
-                if not restart:
-                    return answers, ()
-                watch.settle(_SETTLE_S)
-                for name in engines.names:
-                    engines.kill(name)
-                engines.start()
-                with stages.starting(engines) as show:
-                    engines.wait_ready(ready_timeout_s, show)
-                with stages.asking("the same clusters, restarted", prompts) as answered:
-                    return answers, asyncio.run(_ask_gateway(deployment, prompts, answered, watch))
+            with stages.asking("the same clusters, restarted", prompts) as answered:
+                return answers, asyncio.run(_ask_gateway(deployment, prompts, answered, watch))
+
+
+def _plain_answers(
+    deployment: Deployment,
+    prompts: Sequence[DemoPrompt],
+    answers: Sequence[DemoAnswer],
+    seconds: Sequence[PooledAnswer],
+    stages: Stages,
+    ready_timeout_s: float,
+    templates: EngineTemplates,
+) -> tuple[tuple[ReferenceAnswer, ...], tuple[ReferenceAnswer, ...]]:
+    """The plain engine's answers to be compared with those of the first act and of the second."""
+    plain = reference_deployment(deployment)
+    with RunningEngines(plain, command=reference_command, templates=templates) as engines:
+        with stages.starting(engines) as show:
+            engines.wait_ready(ready_timeout_s, show)
+        asyncio.run(_warm_up(plain))
+        with stages.asking("one plain engine", prompts) as answered:
+            references = asyncio.run(_ask_reference(plain, prompts, answers, answered))
+        if not seconds:
+            return references, ()
+        # Its own cache splits a prompt as a pool does: what is behind the last whole block is computed.
+        again = tuple(each.answer for each in seconds)
+        with stages.asking("the plain engine, from its cache", prompts) as answered:
+            return references, asyncio.run(_ask_reference(plain, prompts, again, answered))
 
 
 def _chars_per_token(deployment: Deployment) -> float:

@@ -49,7 +49,7 @@ class SyntheticNode:
         publish: Callable[[Sequence[Event]], None] = (
             self._publisher.publish if self._publisher is not None else lambda _events: None
         )
-        capacity_bytes = (deployment.engine.kv_cache_gib or _DEFAULT_CACHE_GIB) * GIB
+        capacity_bytes = round((deployment.engine.kv_cache_gib or _DEFAULT_CACHE_GIB) * GIB)
         longest = layout.pages_for(deployment.model.max_model_len)
         cache = PrefixCache(
             layout, max(capacity_bytes // layout.page_bytes, longest), secrets.randbits(64), publish

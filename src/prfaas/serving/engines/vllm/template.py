@@ -1,0 +1,155 @@
+"""A process that has imported vLLM, and becomes engines by forks: `serving/engines/template.py` starts it.
+
+Three engines on one machine would import vLLM six times: each in its API server and in its engine core. On two slow
+cores that was half of the time until they were ready. What an engine is then is what `python -m MODULE …` would have
+been: the same module with the same arguments, environment, log and parent, in a session of its own.
+
+It reads orders from stdin, a line each, and writes to the descriptor that is its argument:
+
+1. order: `{"engines": [{"name": …, "argv": […], "log": PATH}, …]}`;
+2. report, once for each engine: `NAME PID`, from the fork itself, which waits then;
+3. order: `go`, after which all of them run.
+
+When stdin ends, it ends, and with it forks that were not told to go.
+"""
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import runpy
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from prfaas.serving.engines.vllm.standby import stand_by
+
+# What an API server and an engine core on CPUs import until they are ready, by their first modules.
+_IMPORTED = (
+    "vllm.entrypoints.launchers.api_server.entry",
+    "vllm.entrypoints.launchers.cli_args",
+    "vllm.v1.engine.async_llm",
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.uniproc_executor",
+    "vllm.v1.worker.cpu_worker",
+    "prfaas.serving.engines.vllm.connector",
+)
+_LOOK_S = 0.001
+
+
+@dataclass(frozen=True, slots=True)
+class _Engine:
+    name: str
+    argv: Sequence[str]
+    log: Path
+
+
+def main() -> None:
+    """Import, then fork as ordered. Returns in forks too, as engines that have ended."""
+    report, parent = int(sys.argv[1]), os.getppid()
+    _import_modules(_IMPORTED)
+    orders: BinaryIO = open(0, "rb", buffering=0, closefd=False)  # noqa: SIM115 (as long as this process)
+    while line := orders.readline():
+        engines = [
+            _Engine(each["name"], each["argv"], Path(each["log"])) for each in json.loads(line)["engines"]
+        ]
+        for engine in engines:
+            _import_model(engine.argv)
+        # Of several threads only one would be in a fork, and what the others hold would be held for ever.
+        can_fork = len([*Path("/proc/self/task").iterdir()]) == 1
+        own = _fork_all(engines, orders, report, parent)
+        if own is not None:
+            _run(own, anew=not can_fork)
+            return
+    # What was imported has much to say when it is unloaded.
+    os._exit(0)
+
+
+def _import_modules(names: Sequence[str]) -> None:
+    for name in names:
+        # Another version of vLLM may have it elsewhere: the engine will find it.
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+
+
+def _import_model(argv: Sequence[str]) -> None:
+    """The code of the model that `--model` names, if it is a folder."""
+    # Whatever is wrong with it, the engine says so.
+    with contextlib.suppress(Exception):
+        config = Path(argv[argv.index("--model") + 1]) / "config.json"
+        architectures = json.loads(config.read_text(encoding="utf-8"))["architectures"]
+        from vllm.model_executor.models import ModelRegistry
+
+        for architecture in architectures:
+            registered: Any = ModelRegistry.models[architecture]
+            registered.load_model_cls()
+
+
+def _fork_all(engines: Sequence[_Engine], orders: BinaryIO, report: int, parent: int) -> _Engine | None:
+    """None in this process, which has told them to go; in each fork its engine, once it may go."""
+    go, start = os.pipe()
+    # Objects that are never looked at again stay in memory that all share.
+    gc.collect()
+    gc.freeze()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    for engine in engines:
+        between = os.fork()
+        if between == 0:
+            between = os.getpid()
+            if os.fork() != 0:
+                os._exit(0)
+            os.close(start)
+            _settle(engine, report, between, parent)
+            if os.read(go, 1) == b"":
+                os._exit(0)
+            os.close(go)
+            return engine
+        os.waitpid(between, 0)
+    if orders.readline():
+        os.write(start, b"." * len(engines))
+    os.close(start)
+    os.close(go)
+    return None
+
+
+def _settle(engine: _Engine, report: int, between: int, parent: int) -> None:
+    """A session, an output and no input; then tell the parent, once it is that."""
+    os.setsid()
+    log = os.open(engine.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for descriptor, number in ((nothing, 0), (log, 1), (log, 2)):
+        os.dup2(descriptor, number)
+    os.close(log)
+    os.close(nothing)
+    # Who forked this ends at once, and the nearest ancestor that takes orphans takes it: the one that gives orders.
+    while os.getppid() == between:
+        time.sleep(_LOOK_S)
+    if os.getppid() != parent:
+        os._exit(1)
+    os.write(report, f"{engine.name} {os.getpid()}\n".encode())
+    os.close(report)
+
+
+def _run(engine: _Engine, *, anew: bool) -> None:
+    """Be `python -m MODULE …`; `anew`: by a new interpreter."""
+    if anew:
+        os.execv(engine.argv[0], [*engine.argv])
+    with contextlib.suppress(ImportError):
+        import setproctitle  # vLLM brings it
+
+        setproctitle.setproctitle(" ".join(engine.argv))
+    program = stand_by()
+    if program is not None:
+        exec(program, {"__name__": "__main__"})
+        return
+    sys.argv = list(engine.argv[2:])
+    runpy.run_module(engine.argv[2], run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

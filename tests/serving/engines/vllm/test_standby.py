@@ -1,0 +1,120 @@
+"""The fork that becomes a spawned child: which process that is, what it gets, and when it ends."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# Tells of three children: the fork, and two that are spawned. LATE is set after the fork.
+PROGRAM = """
+import json, multiprocessing, os, sys
+from prfaas.serving.engines.vllm.standby import stand_by
+
+MARK = []
+
+def child(queue, lock):
+    with lock:
+        told = {"pid": os.getpid(), "parent": os.getppid(), "group": os.getpgid(0)}
+        told |= {"late": os.environ.get("LATE"), "argv": sys.argv, "was_marked": bool(MARK)}
+        queue.put(told)
+
+def main():
+    program = stand_by()
+    if program is not None:
+        exec(program, {"__name__": "__main__"})
+        return
+    (fork,) = map(int, open(f"/proc/self/task/{os.getpid()}/children").read().split())
+    MARK.append(1)
+    os.environ["LATE"] = "set"
+    spawn = multiprocessing.get_context("spawn")
+    # Descriptors that the fork does not have, at numbers that it may use otherwise.
+    more = [os.pipe() for _ in range(8)]
+    queue, lock = spawn.Queue(), spawn.Lock()
+    told = []
+    if "--gone" in sys.argv:
+        os.kill(fork, 9)
+        os.waitpid(fork, 0)
+    for _ in range(2):
+        process = spawn.Process(target=child, args=(queue, lock))
+        process.start()
+        told.append(queue.get(timeout=60))
+        process.join(60)
+        told[-1]["code"] = process.exitcode
+    print(json.dumps({"fork": fork, "pid": os.getpid(), "group": os.getpgid(0), "told": told}))
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def outcome(tmp_path: Path, *args: str) -> dict[str, Any]:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    done = subprocess.run(
+        [sys.executable, str(program), *args], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    told: dict[str, Any] = json.loads(done.stdout)
+    return told
+
+
+def test_the_fork_is_the_first_child_and_the_second_is_spawned(tmp_path: Path) -> None:
+    told = outcome(tmp_path)
+    first, second = told["told"]
+    assert first["pid"] == told["fork"]
+    assert second["pid"] != told["fork"]
+    for each in (first, second):
+        assert each["parent"] == told["pid"]
+        assert each["group"] == told["group"]
+        assert each["late"] == "set"
+        assert each["code"] == 0
+        assert not each["was_marked"]
+    assert first["argv"] == second["argv"]
+
+
+def test_without_the_fork_both_are_spawned(tmp_path: Path) -> None:
+    told = outcome(tmp_path, "--gone")
+    assert [each["code"] for each in told["told"]] == [0, 0]
+    assert told["fork"] not in [each["pid"] for each in told["told"]]
+
+
+def test_an_unused_fork_ends_with_its_parent() -> None:
+    program = (
+        "from prfaas.serving.engines.vllm.standby import stand_by\nstand_by()\nprint('first', flush=True)"
+    )
+    # Its output ends when the last process that has it open has ended.
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "first\n"), done.stderr
+
+
+@pytest.mark.parametrize("wanted", [(40, 41), (41, 40), (40, 41, 42)])
+def test_descriptors_get_the_numbers_of_the_other_process(wanted: tuple[int, ...]) -> None:
+    """Also where the numbers are those of other descriptors that were received."""
+    from prfaas.serving.engines.vllm.standby import _renumber
+
+    middle = os.fork()
+    if middle == 0:
+        os._exit(_renumbered(wanted, _renumber))
+    _, status = os.waitpid(middle, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
+def _renumbered(wanted: tuple[int, ...], renumber: Any) -> int:
+    """0 if each pipe is found at its number; in a process of its own, whose descriptors don't matter."""
+    try:
+        received = []
+        for number, text in zip((41, 42, 40), wanted, strict=False):
+            read, write = os.pipe()
+            os.write(write, str(text).encode())
+            os.dup2(read, number)
+            received.append(number)
+        renumber(received, wanted)
+        return int([int(os.read(number, 9)) for number in wanted] != list(wanted))
+    except BaseException:
+        return 2
