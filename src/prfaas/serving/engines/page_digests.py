@@ -15,7 +15,7 @@ Needs neither torch nor vLLM.
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
@@ -123,7 +123,13 @@ class DigestPlan:
         pages = region_bytes(self.regions, num_tokens, skip_tokens)
         return [*pages, DIGEST_BYTES * _places(self.regions, num_tokens, skip_tokens)[1]]
 
-    def usable_tokens(self, num_tokens: int, skip_tokens: int, covered_end: Callable[[int, int], int]) -> int:
+    def usable_tokens(
+        self,
+        num_tokens: int,
+        skip_tokens: int,
+        covered_end: Callable[[int, int], int],
+        checkpoints: Collection[int] = (),
+    ) -> int:
         """See `kv.groups.usable_tokens`; pages count only with their digests."""
         places, _ = _places(self.regions, num_tokens, skip_tokens)
 
@@ -133,7 +139,7 @@ class DigestPlan:
             rows = (covered_end(len(self.regions), first) - first) // (DIGEST_BYTES * place.layers)
             return min(covered_end(index, start), rows * page_bytes)
 
-        return usable_tokens(self.regions, num_tokens, skip_tokens, digested_end)
+        return usable_tokens(self.regions, num_tokens, skip_tokens, digested_end, checkpoints)
 
     def of_transfer(self, transfer_id: bytes, num_tokens: int, skip_tokens: int) -> "TransferDigests":
         """The plan of one transfer."""

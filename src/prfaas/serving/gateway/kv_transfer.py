@@ -77,6 +77,8 @@ class TransferSpec:
     """Seconds until its last byte has left the producer, as predicted."""
     pulled: bool = False
     """The consumer reads the KV by NIXL; else the producer sends it."""
+    checkpoint_tokens: int = 0
+    """See `Ticket`."""
 
     def as_told(self, sealed_ticket: str) -> str:
         """The ticket as the producer is told it."""
