@@ -18,14 +18,14 @@ import json
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import groupby
+from itertools import compress, groupby
 from threading import Lock
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from prfaas.core.kv.groups import Region, region_bytes, usable_tokens
+from prfaas.core.kv.groups import GroupKind, Region, region_bytes, usable_tokens
 from prfaas.serving.transport.staging import StagedTransfer
 
 DIGEST_FORMAT = "v2"
@@ -140,6 +140,23 @@ class DigestPlan:
             return min(covered_end(index, start), rows * page_bytes)
 
         return usable_tokens(self.regions, num_tokens, skip_tokens, digested_end, checkpoints)
+
+    def checkpoint(self) -> "DigestPlan":
+        """The plan of a checkpoint: of layers with a state or a window alone.
+
+        Raises:
+            ValueError: there are none.
+        """
+        kinds = [region.group.kind is not GroupKind.FULL for region in self.regions]
+        if not any(kinds):
+            raise ValueError("these layers have no checkpoints")
+        return DigestPlan(
+            tuple(compress(self.regions, kinds)), tuple(compress(self.layers, kinds)), self.rank
+        )
+
+    def checkpoint_bytes(self, num_tokens: int) -> list[int]:
+        """Sizes of all regions of a checkpoint after so many tokens; raises as `checkpoint`."""
+        return self.checkpoint().region_bytes(num_tokens, 0)
 
     def of_transfer(self, transfer_id: bytes, num_tokens: int, skip_tokens: int) -> "TransferDigests":
         """The plan of one transfer."""
