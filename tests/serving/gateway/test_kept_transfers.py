@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -10,7 +11,7 @@ from prfaas.serving.gateway.kv_transfer import KvTransfers
 from prfaas.serving.transport import Ticket
 
 from .stand_in import answer_text
-from .world import World
+from .world import GATEWAY, World
 
 InWorld = Callable[..., None]
 LONG = list(range(50, 250)) * 5
@@ -74,7 +75,7 @@ def test_the_ticket_tells_how_far_checkpoints_are_apart(
         sealed = body.body["kv_transfer_params"]["prfaas"]
         assert Ticket.unseal(sealed, world.decode.key, time.time()).checkpoint_tokens == told
 
-    in_world(body, first_token=first_token)
+    in_world(body, gateway_config=replace(GATEWAY, first_token=first_token))
 
 
 def test_what_an_engine_took_before_the_gateway_asked_is_counted(

@@ -8,8 +8,8 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from prfaas.core.link.checkpoints import checkpoint_every_tokens
 from prfaas.core.scheduling import ClusterView, Decision, InstanceView, LinkView, RelayPlan, relay_plan
-from prfaas.core.scheduling.checkpoints import checkpoint_every_tokens
 from prfaas.core.scheduling.decoders import learnt_slot_s
 from prfaas.core.scheduling.waits import least_prefill_wait_s, work_wait_s
 from prfaas.serving.control.cluster_state import Clock, ClusterState

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prfaas.core.kv.groups import GroupKind, KvGroup
-from prfaas.core.scheduling.checkpoints import is_checkpoint_due
+from prfaas.core.link.checkpoints import is_checkpoint_due
 from prfaas.serving.engines.vllm.connector_scheduler import ConnectorScheduler
 from prfaas.serving.engines.vllm.metadata import LoadReports, TransferMetadata
 from prfaas.serving.transport.ticket import Ticket, prompt_digest

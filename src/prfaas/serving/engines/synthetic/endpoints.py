@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from prfaas.core.deployment import Deployment, Instance
-from prfaas.core.scheduling.checkpoints import is_checkpoint_due
+from prfaas.core.link.checkpoints import is_checkpoint_due
 from prfaas.serving.engines.page_digests import DigestPlan, DigestSource, PageDigestError, TransferDigests
 from prfaas.serving.engines.synthetic.cache import Context, Deviations
 from prfaas.serving.engines.synthetic.content import (

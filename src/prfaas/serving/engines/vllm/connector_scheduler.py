@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from prfaas.core.kv.groups import GroupKind, KvGroup, checkpoint_step_tokens
-from prfaas.core.scheduling.checkpoints import is_checkpoint_due
+from prfaas.core.link.checkpoints import is_checkpoint_due
 from prfaas.serving.engines.vllm.metadata import (
     BlockRun,
     LoadOrder,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas.core.scheduling.checkpoints import (
+from prfaas.core.link.checkpoints import (
     checkpoint_every_tokens,
     checkpoint_interval_s,
     is_checkpoint_due,
