@@ -261,7 +261,8 @@ class RemotePrefills:
         metrics.prefill_seconds.labels(route).observe(done.prefill_s)
         metrics.transfer_seconds.labels(route).observe(done.transfer_s)
         metrics.transferred_bytes.labels(route).inc(done.moved.total_bytes)
-        self._bill.add(decision.prefill, decision.decode, done.moved.total_bytes)
+        sent_bytes = done.moved.total_bytes + done.moved.checkpoint_bytes
+        self._bill.add(decision.prefill, decision.decode, sent_bytes)
         metrics.overlapped_bytes.labels(route).inc(done.moved.overlapped_bytes)
         # Both begin at once, and the transfer has just ended.
         begun_s = time.perf_counter() - done.transfer_s

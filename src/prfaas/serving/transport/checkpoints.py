@@ -36,6 +36,7 @@ class Checkpoints:
             checkpoint.discard()
             return
         owner.checkpoints[checkpoint.ticket.num_tokens] = checkpoint
+        owner.checkpoint_bytes += checkpoint.status().received_bytes
         usable = usable_tokens(self._layout, owner.ticket, owner.covered_end, owner.checkpoints)
         owner.discard_checkpoints(tokens for tokens in owner.checkpoints if tokens < usable)
 

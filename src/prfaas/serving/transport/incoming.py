@@ -134,6 +134,8 @@ class IncomingTransfer:
         self.checkpoint_of = checkpoint_of
         self.checkpoints: dict[int, IncomingTransfer] = {}
         """What an engine may go on from if this one breaks: complete ones, by their tokens."""
+        self.checkpoint_bytes = 0
+        """Of all that have come, without the digests of their pages."""
         self._coverage = [Coverage() for _ in region_bytes]
         self._pieces = 0
         self._arriving: list[ChunkPlace] = []
@@ -155,6 +157,7 @@ class IncomingTransfer:
             dropped=self._dropped,
             spared_bytes=self._spared_bytes,
             usable_tokens=self.usable_tokens,
+            checkpoint_bytes=self.checkpoint_bytes,
         )
 
     def accept(self, lease: StagingLease, now_s: float) -> None:
