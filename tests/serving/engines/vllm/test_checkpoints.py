@@ -25,7 +25,9 @@ from tests.serving.engines.vllm.test_producer_consumer import (
 
 from prfaas.core.kv.groups import region_bytes
 from prfaas.serving.engines.vllm.metadata import BlockRun, LoadOrder, TransferMetadata
-from prfaas.serving.transport.ticket import Ticket
+from prfaas.serving.engines.vllm.pages import PagedSource
+from prfaas.serving.transport.outgoing import OutgoingTransfer
+from prfaas.serving.transport.ticket import Ticket, checkpoint_id
 from prfaas.serving.transport.wire import TransferPhase
 
 __all__ = ["ends"]
@@ -218,6 +220,8 @@ def test_a_complete_transfer_needs_none(ends: Ends) -> None:
     ends.complete(prefill.ticket)
     transfer = ends.receiver._table._transfers[prefill.ticket.transfer_id]
     assert transfer.phase is TransferPhase.COMPLETE and transfer.checkpoints == {}
+    # Each has a page of three linear layers, and three of the window.
+    assert transfer.status().checkpoint_bytes == 3 * (3 * 1000 + 3 * 512)
     ends.order(load(prefill.ticket, 0))
     assert ends.results() == ({"d"}, set())
     assert_moved(ends, prefill.ticket, 0, before)
@@ -332,6 +336,34 @@ def test_one_that_is_late_is_not_followed_by_another(ends: Ends) -> None:
     for orders in steps_of(prefill.ticket)[2:5]:
         ends.step(orders)
     assert sent == [160]
+
+
+def test_what_leaves_is_what_was_there_when_the_chunk_ended(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill = engine(ends)
+    put: list[tuple[int, PagedSource]] = []
+    queued = OutgoingTransfer.put
+
+    def late(
+        transfer: OutgoingTransfer, region: int, offset: int, source: PagedSource, *, urgent: bool = False
+    ) -> None:
+        if transfer.transfer_id == checkpoint_id(prefill.ticket.transfer_id, 80) and region < 4:
+            put.append((region, source))
+        queued(transfer, region, offset, source, urgent=urgent)
+
+    monkeypatch.setattr(OutgoingTransfer, "put", late)
+    prefill.run(2)
+    for name in (*STATE.layer_names, *WINDOW.layer_names):
+        ends.east[name][:] = 0
+    found: dict[int, bytearray] = {}
+    for region, source in put:
+        page = bytearray(source.nbytes)
+        source.read_into(0, memoryview(page))
+        found.setdefault(region, bytearray()).extend(page)
+    then = prefill.then[80]
+    expected = [then[name][5] for name in STATE.layer_names] + [then["w0"][8:11]]
+    assert [bytes(found[region]) for region in range(4)] == [pages.tobytes() for pages in expected]
 
 
 def test_a_page_that_cannot_be_read_costs_the_checkpoint_alone(
