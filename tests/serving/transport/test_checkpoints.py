@@ -1,14 +1,23 @@
 """Checkpoints on the wire: who may send one, when it leaves, and what becomes of it."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import pytest
 
 from prfaas.core.link.turns import turn_of_checkpoint, turn_of_ended, turn_of_open
-from prfaas.serving.transport import BytesSource, OutgoingTransfer, Ticket, TransferPhase
+from prfaas.serving.transport import BytesSource, OutgoingTransfer, StagingArena, Ticket, TransferPhase
 from prfaas.serving.transport.ticket import checkpoint_id, part_id
 
-from .harness import KEY, PATIENCE_S, SizesByTokens, World, await_over, await_true
+from .harness import (
+    KEY,
+    PATIENCE_S,
+    SizesByTokens,
+    World,
+    await_over,
+    await_true,
+    make_receiver,
+    make_sender,
+)
 
 UNIT = 4096
 
@@ -32,9 +41,12 @@ class Checkpointed(SizesByTokens):
 
 
 @pytest.fixture
-def world(make_world: Callable[..., World], monkeypatch: pytest.MonkeyPatch) -> World:
-    monkeypatch.setattr("tests.serving.transport.conftest.SizesByTokens", Checkpointed)
-    return make_world()
+def world() -> Iterator[World]:
+    arena, layout = StagingArena(4 << 20, 64 << 10), Checkpointed()
+    receiver = make_receiver(arena, layout=layout)
+    world = World(receiver, make_sender(receiver.port), arena, layout)
+    yield world
+    world.close()
 
 
 def receiving(world: World) -> tuple[Ticket, OutgoingTransfer, list[bytes]]:

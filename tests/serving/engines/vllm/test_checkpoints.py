@@ -26,7 +26,7 @@ from tests.serving.engines.vllm.test_producer_consumer import (
 from prfaas.core.kv.groups import region_bytes
 from prfaas.serving.engines.vllm.metadata import BlockRun, LoadOrder, TransferMetadata
 from prfaas.serving.engines.vllm.pages import PagedSource
-from prfaas.serving.transport.outgoing import OutgoingTransfer
+from prfaas.serving.transport.outgoing import OutgoingTransfer, SendPhase
 from prfaas.serving.transport.ticket import Ticket, checkpoint_id
 from prfaas.serving.transport.wire import TransferPhase
 
@@ -70,7 +70,7 @@ def part(ticket: Ticket, local_tokens: int, usable_tokens: int, base: int = 30) 
 
 
 def await_true(is_true: Callable[[], bool], what: str) -> None:
-    deadline_s = time.monotonic() + 60
+    deadline_s = time.monotonic() + 20
     while not is_true():
         assert time.monotonic() < deadline_s, what
         time.sleep(0.002)
@@ -84,6 +84,19 @@ def checkpoints(ends: Ends) -> int:
 
 def await_checkpoints(ends: Ends, count: int) -> None:
     await_true(lambda: checkpoints(ends) >= count, f"{count} checkpoints have come")
+
+
+def await_ready(ends: Ends, request_id: str = "p") -> None:
+    """Until the producer knows that its transfer was let in, and that its last checkpoint has come."""
+    open_send = ends.producing._open_sends[request_id][0]
+
+    def is_ready() -> bool:
+        checkpoint = open_send.checkpoint
+        return open_send.transfer.phase is SendPhase.SENDING and (
+            checkpoint is None or checkpoint.transfer.phase.terminal
+        )
+
+    await_true(is_ready, "a checkpoint may follow")
 
 
 def usable_tokens(ends: Ends, ticket: Ticket) -> int:
@@ -127,6 +140,8 @@ class Engine:
         for end, orders in list(zip(CHUNK_ENDS, steps_of(self.ticket, at), strict=True))[:steps]:
             for name in (*STATE.layer_names, *WINDOW.layer_names):
                 self.ends.east[name][:] = random.integers(0, 256, self.ends.east[name].shape, dtype=np.uint8)
+            if end in at:
+                await_ready(self.ends)
             self.ends.step(orders)
             self.then[end] = copy_of(self.ends.east)
             if end in at:
@@ -188,6 +203,7 @@ def test_a_checkpoint_before_its_full_attention_does_not_count(ends: Ends) -> No
     prefill = engine(ends)
     prefill.run(2)
     orders = steps_of(prefill.ticket)[2]
+    await_ready(ends)
     ends.producing.save_layer(orders.sends, "a0")
     ends.producing._put_checkpoints(orders.sends[0])
     await_true(lambda: checkpoints(ends) == 2, "the second checkpoint has come")
@@ -207,6 +223,7 @@ def test_only_the_newest_is_kept_while_the_prefill_goes_on(ends: Ends) -> None:
     prefill.run(3)
     transfer = ends.receiver._table._transfers[prefill.ticket.transfer_id]
     await_usable(ends, prefill.ticket, 160)
+    await_ready(ends)
     ends.step(steps_of(prefill.ticket)[3])
     await_true(lambda: checkpoints(ends) == 3, "the third checkpoint has come")
     # Of the second one nothing is needed once the third can be used; until then both are there.
@@ -232,7 +249,7 @@ def test_a_complete_transfer_needs_none(ends: Ends) -> None:
     assert (stats["checkpoints_sent"], stats["sends_completed"], stats["sends_failed"]) == (3, 1, 0)
     received = ends.receiver.stats()
     assert [received[name] for name in ("opened", "completed", "failed", "refused")] == [1, 1, 0, 0]
-    assert ends.sender.stats()["peers"]["home/0"]["transfers"] == 0
+    assert not ends.sender.stats()["peers"]["home/0"]["transfers"]
 
 
 def test_without_digests_checkpoints_are_loaded_too() -> None:
@@ -278,7 +295,8 @@ def test_one_that_nobody_takes_is_freed(ends: Ends) -> None:
     prefill.run(3)
     await_usable(ends, prefill.ticket, 160)
     assert broken(ends, prefill.ticket) == 160
-    assert ends.arena.used_blocks == 2
+    # Three of the transfer, one of the checkpoint.
+    assert ends.arena.used_blocks == 4
     ends.receiver.drop(prefill.ticket.transfer_id, "the client has left")
     assert ends.arena.used_blocks == 0
 
@@ -291,14 +309,14 @@ def test_a_cancelled_prefill_takes_its_checkpoint_with_it(ends: Ends) -> None:
     ends.step(steps_of(prefill.ticket)[3])
     ends.step(TransferMetadata(held={"p": True}))
     assert ends.finished() == {"p"}
-    await_true(lambda: ends.sender.stats()["peers"]["home/0"]["transfers"] == 0, "nothing is open")
+    await_true(lambda: not ends.sender.stats()["peers"]["home/0"]["transfers"], "nothing is open")
     assert ends.arena.used_blocks == 0
 
 
 def test_whoever_needs_the_staging_has_it(ends: Ends) -> None:
     """Staging of 4 MiB, given out by 64 KiB; the pages of 320 tokens take three of these, a checkpoint one."""
     prefill = engine(ends)
-    prefill.run(3)
+    prefill.run(3, at=(160,))
     transfer = ends.receiver._table._transfers[prefill.ticket.transfer_id]
     others = [new_ticket(TOKENS) for _ in range(21)]
     free = ends.arena.total_blocks - ends.arena.used_blocks
@@ -311,6 +329,7 @@ def test_whoever_needs_the_staging_has_it(ends: Ends) -> None:
     await_true(lambda: transfer.checkpoints == {}, "the checkpoint has made room")
     assert usable_tokens(ends, prefill.ticket) == 0
     # With no room left a checkpoint is refused at once, and the transfer goes on.
+    await_ready(ends)
     ends.step(steps_of(prefill.ticket)[3])
     open_send = ends.producing._open_sends["p"][0]
     assert open_send.checkpoint is not None
@@ -333,6 +352,7 @@ def test_one_that_is_late_is_not_followed_by_another(ends: Ends) -> None:
         return found
 
     ends.sender.open_checkpoint = slow  # type: ignore[method-assign]
+    await_ready(ends)
     for orders in steps_of(prefill.ticket)[2:5]:
         ends.step(orders)
     assert sent == [160]
@@ -367,14 +387,17 @@ def test_what_leaves_is_what_was_there_when_the_chunk_ended(
 
 
 def test_a_page_that_cannot_be_read_costs_the_checkpoint_alone(
-    ends: Ends, monkeypatch: pytest.MonkeyPatch
+    ends: Ends, caplog: pytest.LogCaptureFixture
 ) -> None:
     prefill = engine(ends)
     orders = steps_of(prefill.ticket)
     nowhere = tuple(replace(run, block_ids=(0,) * len(run.block_ids)) for run in checkpoint_runs(80))
     orders[1].sends[0] = replace(orders[1].sends[0], checkpoint=nowhere)
-    for each in orders:
+    ends.step(orders[0])
+    await_ready(ends)
+    for each in orders[1:]:
         ends.step(each)
+    assert "request p sends no checkpoint" in caplog.text
     ends.complete(prefill.ticket)
     status = ends.receiver.state(prefill.ticket.transfer_id)
     assert status is not None and status.phase is TransferPhase.COMPLETE

@@ -173,7 +173,7 @@ def test_checkpoints_are_ordered_at_ends_of_whole_blocks(
         assert found[2].block_ids == tuple(300 + block for block in range(first, end // 8))
 
 
-@pytest.mark.parametrize(("sizes", "ends"), [([64] * 5, [64, 128, 192, 256, 0]), ([60] * 5 + [20], [0] * 6)])
+@pytest.mark.parametrize(("sizes", "ends"), [([64] * 5, [64, 128, 192, 256, 0]), ([50] * 6 + [20], [0] * 7)])
 def test_a_chunk_that_ends_inside_a_block_has_no_checkpoint(sizes: list[int], ends: list[int]) -> None:
     prompt = list(range(320))
     for scheduler, expected in (

@@ -214,9 +214,9 @@ class KvProducer:
             before, wire = open_send.checkpoint, open_send.wire
             # Of several parts nothing is kept. One that has not left by now says that the link has no room for more.
             is_late = before is not None and not before.transfer.phase.terminal
-            if not (
-                wire.checkpoint is None or wire.parts > 1 or is_late or open_send.transfer.phase.terminal
-            ):
+            # The consumer must have let the transfer in: it takes a checkpoint of no other.
+            is_sending = open_send.transfer.phase is SendPhase.SENDING
+            if wire.checkpoint is not None and wire.parts == 1 and is_sending and not is_late:
                 self._put_checkpoint(send, open_send, wire.checkpoint)
 
     def _put_checkpoint(self, send: SendOrder, open_send: _OpenSend, wire: WireLayout) -> None:
