@@ -125,6 +125,19 @@ def test_each_checkpoint_has_an_id_of_its_own() -> None:
     assert len(ids) == 400 and checkpoint_id(whole, 0) == whole
 
 
+def test_a_producer_that_is_lost_takes_all_of_them_with_it(world: World) -> None:
+    """The sweep ends the transfer, and so the checkpoint that was under way, before it comes to that one."""
+    ticket, transfer, _ = receiving(world)
+    half = opened(world, transfer, 20)
+    half.put(0, 0, BytesSource(bytes(50)))
+    await_true(lambda: half.acked_bytes == 50, PATIENCE_S, lambda: "half of it")
+    world.sender.close()
+    world.await_phase(ticket, TransferPhase.FAILED)
+    await_true(lambda: world.arena.used_blocks == 0, PATIENCE_S, lambda: str(world.receiver.stats()))
+    assert world.receiver.stats()["failed"] == 1
+    assert world.receiver.stats()["thread_errors"] == 0
+
+
 @pytest.mark.parametrize("covered", [10, 20, 40])
 def test_the_newest_that_can_be_used_is_handed_over(world: World, covered: int) -> None:
     ticket, transfer, content = receiving(world)
@@ -152,11 +165,16 @@ def test_one_that_breaks_with_its_transfer_leaves_nothing(world: World) -> None:
     transfer.put(0, 0, BytesSource(content[0]))
     world.await_received(ticket, UNIT)
     await_true(lambda: half.acked_bytes == 50, PATIENCE_S, lambda: "half of it")
-    world.sender.close()
-    assert world.await_phase(ticket, TransferPhase.FAILED).usable_tokens == 10
+    world.receiver._table.drop(ticket.transfer_id, "its engine is dead", keep=True)
+    assert world.status(ticket).usable_tokens == 10
+    # The transfer's own, and the checkpoint's: nothing of the one that had not come.
+    assert world.arena.used_blocks == 2
+    await_over(half)
+    assert "the transfer that it is a checkpoint of has failed" in half.reason
     world.receiver.drop(ticket.transfer_id, "the client has left")
-    await_true(lambda: world.arena.used_blocks == 0, PATIENCE_S, lambda: str(world.receiver.stats()))
+    assert world.arena.used_blocks == 0
     assert world.receiver.stats()["checkpoints"] == 1
+    assert world.receiver.stats()["failed"] == 1
 
 
 def test_a_checkpoint_leaves_before_the_rest_of_its_transfer_alone() -> None:

@@ -40,6 +40,11 @@ class Checkpoints:
         usable = usable_tokens(self._layout, owner.ticket, owner.covered_end, owner.checkpoints)
         owner.discard_checkpoints(tokens for tokens in owner.checkpoints if tokens < usable)
 
+    def under_way(self, owner: IncomingTransfer) -> list[IncomingTransfer]:
+        """Those of a transfer that have not come."""
+        owner_id = owner.ticket.transfer_id
+        return [each for each in self._transfers.values() if each.checkpoint_of == owner_id]
+
     def make_room(self, wanting: IncomingTransfer) -> bool:
         """Free one for a transfer that is no checkpoint; False if there is none."""
         for owner in self._transfers.values():

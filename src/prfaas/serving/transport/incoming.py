@@ -253,6 +253,8 @@ class IncomingTransfer:
     def overdue(self, options: ReceiverOptions, now_s: float) -> str:
         """Why the transfer must end now, as a sentence; "" as long as every deadline is kept."""
         session = self.session
+        if self.phase is TransferPhase.FAILED:
+            return ""
         if self.phase is TransferPhase.COMPLETE:
             late = now_s - self.progressed_at_s > options.ttl_s
             return f"nobody took it within {options.ttl_s:g} s" if late else ""

@@ -121,12 +121,11 @@ class TransferTable:
                 if live is None and over is None:
                     self._record(transfer_id, TransferStatus.refused(str(error)))
                 return
-            is_checkpoint = transfer.checkpoint_of is not None
-            self._counters["opened"] += not is_checkpoint
+            self._counters["opened"] += transfer.checkpoint_of is None
             self._transfers[transfer_id] = transfer
             self._waiting.append(transfer)
             self._admit()
-            if transfer.phase is TransferPhase.WAITING and is_checkpoint:
+            if transfer.phase is TransferPhase.WAITING and transfer.checkpoint_of is not None:
                 self._fail(transfer, "no staging is free for a checkpoint")
             elif transfer.phase is TransferPhase.WAITING:
                 self._watchers.notify(transfer_id, transfer.status())
@@ -293,10 +292,9 @@ class TransferTable:
             transfer = self._transfers.get(transfer_id)
             if transfer is None or transfer.phase is not TransferPhase.COMPLETE:
                 return None
-            staged = transfer.hand_over(self.admit)
             self._record_ended(transfer, taken=True)
             self._counters["taken"] += 1
-            return staged
+            return transfer.hand_over(self.admit)
 
     def lend(self, transfer_id: bytes, on_change: Callable[[], None]) -> Arrival | None:
         """See `Receiver.lend`."""
@@ -347,8 +345,8 @@ class TransferTable:
     def close(self) -> None:
         """Fail and free everything; every connection thread must have ended."""
         with self._lock:
-            for transfer in list(self._transfers.values()):
-                self._fail(transfer, f"{self._name} shuts down")
+            while self._transfers:
+                self._fail(next(iter(self._transfers.values())), f"{self._name} shuts down")
             self._remains.clear()
             self._watchers.clear()
             self._sessions.clear()
@@ -401,6 +399,8 @@ class TransferTable:
         self._record_ended(transfer, taken=False)
         self._watchers.notify(transfer_id, transfer.status())
         transfer.release()
+        for checkpoint in self._checkpoints.under_way(transfer):
+            self._fail(checkpoint, "the transfer that it is a checkpoint of has failed")
         self._admit()
 
     def _record_ended(self, transfer: IncomingTransfer, *, taken: bool) -> None:
