@@ -61,6 +61,22 @@ def test_the_longest_of_queue_and_link_counts() -> None:
     assert world.waits.of(DECISION) == 0.0
 
 
+def test_checkpoints_follow_kills_link_and_state() -> None:
+    """2,000 bytes at 8,000 bit/s take 2 s; at a kill per 100 s that is worth 20 s of work."""
+    world, long = World(), replace(DECISION, prefill_tokens=10_000, kv_bytes=10_000)
+    view = world.state.view
+    assert world.waits.checkpoint_tokens(long) == 0
+    view.clusters["east"].kills_per_s = 0.01
+    assert world.waits.checkpoint_tokens(long) == 0  # no layer has a state
+    view.kv = replace(view.kv, checkpoint_bytes=2000)
+    assert world.waits.checkpoint_tokens(long) == 2000
+    # The link takes twice as long as the prefill.
+    assert world.waits.checkpoint_tokens(replace(long, kv_bytes=200_000)) == 1000
+    assert world.waits.checkpoint_tokens(replace(long, prefill_tokens=2900)) == 0
+    # Inside of a cluster, whose network is no link.
+    assert world.waits.checkpoint_tokens(replace(long, prefill="near")) == 0
+
+
 @settings(deadline=None)
 @given(st.floats(0.01, 5), st.integers(3, 30))
 def test_requests_beyond_the_seats_wait_as_long_as_answers_take_to_end(gap_s: float, beyond: int) -> None:

@@ -1,6 +1,7 @@
 """A stand-in that prefills dies; the decode engine goes on from what has come."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,8 @@ async def _killed_at(world: World, ticket: Ticket, ids: list[int], share: float)
     status = await world.arrival(ticket)
     assert status.phase is TransferPhase.FAILED
     came_tokens = TOKENS * status.received_bytes // status.total_bytes
-    assert came_tokens - CHUNK - BLOCK <= status.usable_tokens <= came_tokens + BLOCK
+    if not ticket.checkpoint_tokens:
+        assert came_tokens - CHUNK - BLOCK <= status.usable_tokens <= came_tokens + BLOCK
     return status.usable_tokens
 
 
@@ -58,7 +60,39 @@ def test_what_is_lost_is_a_chunk_and_what_had_not_arrived(
     asyncio.run(check())
 
 
-def test_with_states_the_prompt_is_computed_from_its_beginning(tmp_path: Path) -> None:
+@pytest.mark.parametrize("share", [0.25, 0.5, 0.75, 0.9])
+@pytest.mark.parametrize(
+    ("model", "page_digests"), [("qwen3-next", True), ("gpt-oss", True), ("qwen3-next", False)]
+)
+def test_with_states_and_windows_it_goes_on_from_a_checkpoint(
+    tmp_path: Path, model: str, page_digests: bool, share: float
+) -> None:
+    """One at each chunk's end: what is lost is a chunk, and what had not arrived."""
+    deployment = write_deployment(
+        tmp_path, model=model, speedup=0.3, page_digests=page_digests, staging="64 MiB"
+    )
+
+    async def check() -> None:
+        ids = random_ids(TOKENS + 1, 5)
+        async with running(deployment, "far-0", "home-0", "other-0") as world:
+            local = (await world.complete("other-0", ids)).ids
+            ticket = replace(world.ticket("far-0", "home-0", ids[:-1]), checkpoint_tokens=1)
+            usable_tokens = await _killed_at(world, ticket, ids[:-1], share)
+            assert usable_tokens % CHUNK == 0 or usable_tokens > TOKENS - CHUNK
+            # The checkpoint of the last whole chunk may not have arrived.
+            assert share * TOKENS - 2 * CHUNK < usable_tokens < TOKENS
+            answer = await world.complete("home-0", ids, ticket.seal(world.key))
+            assert answer.ids == local
+            counts = world.nodes["home-0"].engine.counts
+            assert counts.prefilled_tokens == TOKENS + 1 - usable_tokens
+            assert counts.damaged_loads == 0
+            assert await world.metric("home-0", "prfaas_loads_resumed_total") == 1
+            await world.settled()
+
+    asyncio.run(check())
+
+
+def test_with_states_and_no_checkpoint_the_prompt_is_computed_from_its_beginning(tmp_path: Path) -> None:
     deployment = write_deployment(tmp_path, speedup=0.3, staging="64 MiB")
 
     async def check() -> None:

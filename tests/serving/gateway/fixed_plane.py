@@ -42,11 +42,15 @@ class FixedWork:
 
 
 class FixedWaits:
-    """`reason`: whether prefill instances may decode on, and else why not."""
+    """`reason`: whether prefill instances may decode on, and else why not. `every_tokens`: between checkpoints."""
 
     def __init__(self) -> None:
+        self.every_tokens = 0
         self.reason: RelayReason = "link-bound"
         self.step_s = 0.05
+
+    def checkpoint_tokens(self, decision: Decision) -> int:
+        return self.every_tokens
 
     def relay(self, decision: Decision, most_tokens: int) -> RelayPlan:
         tokens = most_tokens if self.reason == "link-bound" else 0

@@ -13,7 +13,7 @@ import re
 import socket
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -169,7 +169,13 @@ class IdLayout:
 class PartLayout(IdLayout):
     """The same, and every token that has come is of use."""
 
-    def usable_tokens(self, num_tokens: int, skip_tokens: int, covered_end: Callable[[int, int], int]) -> int:
+    def usable_tokens(
+        self,
+        num_tokens: int,
+        skip_tokens: int,
+        covered_end: Callable[[int, int], int],
+        checkpoints: Collection[int] = (),
+    ) -> int:
         return skip_tokens + covered_end(0, 0) // 4 if covered_end(0, 0) >= 4 else 0
 
 

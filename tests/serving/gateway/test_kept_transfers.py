@@ -1,7 +1,9 @@
 """A prefill elsewhere fails in the middle: the decode engine goes on from what has come, where it can."""
 
 import asyncio
+import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -9,7 +11,7 @@ from prfaas.serving.gateway.kv_transfer import KvTransfers
 from prfaas.serving.transport import Ticket
 
 from .stand_in import answer_text
-from .world import World
+from .world import GATEWAY, World
 
 InWorld = Callable[..., None]
 LONG = list(range(50, 250)) * 5
@@ -58,6 +60,22 @@ def test_what_has_come_is_not_computed_again(
         await world.settled()
 
     in_world(body, decode_lead_s=lead_s, keeps=True)
+
+
+@pytest.mark.parametrize(("first_token", "told"), [("decode", 512), ("prefill", 0)])
+def test_the_ticket_tells_how_far_checkpoints_are_apart(
+    in_world: InWorld, first_token: str, told: int
+) -> None:
+    """Where the prefill samples the first token, nothing is kept of a transfer that breaks."""
+
+    async def body(world: World) -> None:
+        world.plane.waits.every_tokens = 512
+        await world.complete(LONG)
+        (body,) = world.remote.generated()
+        sealed = body.body["kv_transfer_params"]["prfaas"]
+        assert Ticket.unseal(sealed, world.decode.key, time.time()).checkpoint_tokens == told
+
+    in_world(body, gateway_config=replace(GATEWAY, first_token=first_token))
 
 
 def test_what_an_engine_took_before_the_gateway_asked_is_counted(

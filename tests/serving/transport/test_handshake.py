@@ -3,7 +3,7 @@
 import re
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import pytest
@@ -209,7 +209,13 @@ def test_a_transfer_comes_in_the_form_that_was_agreed() -> None:
 
 
 class Divisible(Form):
-    def usable_tokens(self, num_tokens: int, skip_tokens: int, covered_end: Callable[[int, int], int]) -> int:
+    def usable_tokens(
+        self,
+        num_tokens: int,
+        skip_tokens: int,
+        covered_end: Callable[[int, int], int],
+        checkpoints: Collection[int] = (),
+    ) -> int:
         return 7
 
 

@@ -33,6 +33,7 @@ tickets = st.builds(
     producer=names,
     consumer=names,
     expires_at_s=st.floats(1, 1e12),
+    checkpoint_tokens=st.integers(0, 1 << 30),
     service=st.builds(
         TransferClass,
         tenant=st.binary(min_size=8, max_size=8),
@@ -92,6 +93,8 @@ def test_expiry_and_issue() -> None:
         {"num_tokens": (1 << 30) + 1},
         {"skip_tokens": 11},
         {"skip_tokens": -1},
+        {"checkpoint_tokens": -1},
+        {"checkpoint_tokens": (1 << 30) + 1},
         {"producer": ""},
         {"consumer": "x" * 256},
         {"transfer_id": b"short"},

@@ -4,7 +4,7 @@ Every engine cuts a transfer alike, so both of its ends compute the same regions
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TypeVar
@@ -88,28 +88,45 @@ def region_bytes(regions: Sequence[Region], num_tokens: int, skip_tokens: int) -
 
 
 def usable_tokens(
-    regions: Sequence[Region], num_tokens: int, skip_tokens: int, covered_end: Callable[[int, int], int]
+    regions: Sequence[Region],
+    num_tokens: int,
+    skip_tokens: int,
+    covered_end: Callable[[int, int], int],
+    checkpoints: Collection[int] = (),
 ) -> int:
     """From how many tokens an engine can go on with what has come of a transfer that broke.
 
     Whole blocks of full attention are enough, wherever the transfer broke. A linear state is one of exactly so many
-    tokens, and a window moves once, at the end: with such layers nothing is usable.
+    tokens, and a window moves once, at the end. So with such layers an engine goes on from a checkpoint, which has
+    both, of tokens whose full attention is there.
 
     Args:
         regions: Of the transfer, in its order.
         num_tokens: Of the transfer.
         skip_tokens: Of the transfer.
         covered_end: (region, start) → where the bytes that have come from there on end.
+        checkpoints: After how many tokens there is one, with whole blocks before it.
 
     Returns:
-        A multiple of every group's block, more than `skip_tokens`; or 0.
+        A multiple of every full-attention group's block, more than `skip_tokens`; or 0.
     """
-    if not regions or any(region.group.kind is not GroupKind.FULL for region in regions):
+    if not regions:
         return 0
-    tokens = num_tokens
+    tokens, blocks_tokens, is_cut = num_tokens, [1], False
     for index, region in enumerate(regions):
         group = region.group
+        if group.kind is not GroupKind.FULL:
+            is_cut = True
+            continue
         blocks = group.first_block(num_tokens, skip_tokens) + covered_end(index, 0) // region.page_bytes
         tokens = min(tokens, blocks * group.block_tokens)
-    tokens -= tokens % math.lcm(*(region.group.block_tokens for region in regions))
+        blocks_tokens.append(group.block_tokens)
+    if is_cut:
+        tokens = max((end for end in checkpoints if end <= tokens), default=0)
+    tokens -= tokens % math.lcm(*blocks_tokens)
     return tokens if tokens > skip_tokens else 0
+
+
+def checkpoint_step_tokens(groups: Iterable[KvGroup]) -> int:
+    """Of what a checkpoint's tokens are a multiple: before it, full attention and windows have whole blocks."""
+    return math.lcm(*(group.block_tokens for group in groups if group.kind is not GroupKind.STATE))

@@ -1,5 +1,7 @@
 """Whose turn it is among the transfers of one sender to one consumer, live and in simulations."""
 
+import math
+
 from prfaas.core.units import BITS_PER_BYTE
 
 Turn = tuple[int, float, int]
@@ -29,3 +31,13 @@ def turn_of_ended(now_s: float, left_bytes: float, pace_bits_per_s: float, numbe
         number: counts the sender's transfers.
     """
     return (0, now_s + BITS_PER_BYTE * left_bytes / pace_bits_per_s, number)
+
+
+def turn_of_checkpoint(of: Turn, own: Turn) -> Turn:
+    """Just before the transfer that it is a checkpoint of: without that one's bytes until there it is of no use.
+
+    Args:
+        of: the turn of the transfer.
+        own: what the checkpoint would have as a transfer by itself.
+    """
+    return (of[0], math.nextafter(of[1], -math.inf), own[2])

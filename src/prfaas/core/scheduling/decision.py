@@ -30,6 +30,8 @@ class KvFacts:
     prefix_bytes_to_move: Callable[[int, int], int]
     """`(num_tokens, skip_tokens)`: KV bytes of the first `num_tokens` tokens, less those of the first `skip_tokens`:
     what a cache transfer moves."""
+    checkpoint_bytes: int = 0
+    """What layers with a state or a window hold after any number of tokens: a checkpoint; 0: there are none."""
 
     @classmethod
     def of_model(cls, model: KvModel, *, block_tokens: int = 1, sends_last_token: bool = True) -> "KvFacts":
@@ -42,7 +44,10 @@ class KvFacts:
         """
         prefix_bytes = _prefix_bytes(model, block_tokens)
         to_move = prefix_bytes if sends_last_token else _without_last_token(prefix_bytes)
-        return cls(model.is_hybrid, not model.has_window, to_move, prefix_bytes)
+        # With whole blocks held of what is cut at any of their ends.
+        many_tokens = block_tokens << 20
+        checkpoint_bytes = model.bytes_to_move(many_tokens, many_tokens, block_tokens)
+        return cls(model.is_hybrid, not model.has_window, to_move, prefix_bytes, checkpoint_bytes)
 
 
 def _prefix_bytes(model: KvModel, block_tokens: int) -> Callable[[int, int], int]:

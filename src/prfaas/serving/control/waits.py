@@ -1,12 +1,14 @@
 """How long a new request would wait: for its prefill, for its link, and for a seat at its decode engine.
 
-And how long answers keep the slots that decode instances are chosen by, and whether a prefill instance decodes on.
+And how long answers keep the slots that decode instances are chosen by, whether a prefill instance decodes on, and how
+often it sends what another engine could go on from.
 """
 
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from prfaas.core.link.checkpoints import checkpoint_every_tokens
 from prfaas.core.scheduling import ClusterView, Decision, InstanceView, LinkView, RelayPlan, relay_plan
 from prfaas.core.scheduling.decoders import learnt_slot_s
 from prfaas.core.scheduling.waits import least_prefill_wait_s, work_wait_s
@@ -85,6 +87,20 @@ class PredictedWaits:
             most_tokens=most_tokens,
             step_s=self._step_s.get(decision.decode, DEFAULT_STEP_S),
             now_s=self._clock(),
+        )
+
+    def checkpoint_tokens(self, decision: Decision) -> int:
+        """About how many tokens the prefill of `decision` computes between two checkpoints; 0: it sends none."""
+        _, cluster, link = self._way_of(decision)
+        if link is None or not cluster.kills_per_s:
+            return 0
+        return checkpoint_every_tokens(
+            decision.prefill_tokens,
+            cluster.prefill_s(decision.prefill_tokens),
+            decision.kv_bytes,
+            self._cluster_state.view.kv.checkpoint_bytes,
+            link.capacity_bits_per_s,
+            cluster.kills_per_s,
         )
 
     def _way_of(self, decision: Decision) -> tuple[InstanceView, ClusterView, LinkView | None]:

@@ -15,17 +15,17 @@ Needs neither torch nor vLLM.
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import groupby
+from itertools import compress, groupby
 from threading import Lock
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from prfaas.core.kv.groups import Region, region_bytes, usable_tokens
+from prfaas.core.kv.groups import GroupKind, Region, region_bytes, usable_tokens
 from prfaas.serving.transport.staging import StagedTransfer
 
 DIGEST_FORMAT = "v2"
@@ -123,7 +123,13 @@ class DigestPlan:
         pages = region_bytes(self.regions, num_tokens, skip_tokens)
         return [*pages, DIGEST_BYTES * _places(self.regions, num_tokens, skip_tokens)[1]]
 
-    def usable_tokens(self, num_tokens: int, skip_tokens: int, covered_end: Callable[[int, int], int]) -> int:
+    def usable_tokens(
+        self,
+        num_tokens: int,
+        skip_tokens: int,
+        covered_end: Callable[[int, int], int],
+        checkpoints: Collection[int] = (),
+    ) -> int:
         """See `kv.groups.usable_tokens`; pages count only with their digests."""
         places, _ = _places(self.regions, num_tokens, skip_tokens)
 
@@ -133,7 +139,24 @@ class DigestPlan:
             rows = (covered_end(len(self.regions), first) - first) // (DIGEST_BYTES * place.layers)
             return min(covered_end(index, start), rows * page_bytes)
 
-        return usable_tokens(self.regions, num_tokens, skip_tokens, digested_end)
+        return usable_tokens(self.regions, num_tokens, skip_tokens, digested_end, checkpoints)
+
+    def checkpoint(self) -> "DigestPlan":
+        """The plan of a checkpoint: of layers with a state or a window alone.
+
+        Raises:
+            ValueError: there are none.
+        """
+        kinds = [region.group.kind is not GroupKind.FULL for region in self.regions]
+        if not any(kinds):
+            raise ValueError("these layers have no checkpoints")
+        return DigestPlan(
+            tuple(compress(self.regions, kinds)), tuple(compress(self.layers, kinds)), self.rank
+        )
+
+    def checkpoint_bytes(self, num_tokens: int) -> list[int]:
+        """Sizes of all regions of a checkpoint after so many tokens; raises as `checkpoint`."""
+        return self.checkpoint().region_bytes(num_tokens, 0)
 
     def of_transfer(self, transfer_id: bytes, num_tokens: int, skip_tokens: int) -> "TransferDigests":
         """The plan of one transfer."""

@@ -7,6 +7,7 @@ COUNTERS: Mapping[str, str] = {
     "sends_failed": "KV transfers that this engine gave up sending",
     "leases_expired": "KV transfers given up because nobody acknowledged them within the lease",
     "bytes_sent": "KV bytes acknowledged by decode engines",
+    "checkpoints_sent": "Checkpoints of states and windows, put on their way while a prefill went on",
     "loads_completed": "KV transfers loaded from staging into the engine's blocks",
     "loads_failed": "KV transfers that could not be loaded; their requests were prefilled locally",
     "loads_resumed": "KV transfers that broke, of which the decode engine loaded what had come",

@@ -36,7 +36,11 @@ class LinkWords(Protocol):
 
 
 class RelayJudge(Protocol):
-    """Weighs what it costs a prefill instance to decode."""
+    """Weighs what it costs a prefill instance to decode, and to send checkpoints."""
+
+    def checkpoint_tokens(self, decision: Decision) -> int:
+        """About how many tokens the prefill computes between two checkpoints (see `checkpoints`); 0: it sends none."""
+        ...
 
     def relay(self, decision: Decision, most_tokens: int) -> RelayPlan:
         """Whether the prefill instance decodes on while its KV travels, and how far.

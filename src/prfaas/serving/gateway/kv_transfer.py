@@ -46,6 +46,8 @@ class TransferredBytes:
     """By how many bytes compression made them less on the link."""
     cached_tokens: int | None = None
     """Tokens that the producer reused, by its own word; None: it did not say."""
+    checkpoint_bytes: int = 0
+    """What checkpoints moved beside it."""
 
     @property
     def overlapped_fraction(self) -> float:
@@ -77,6 +79,8 @@ class TransferSpec:
     """Seconds until its last byte has left the producer, as predicted."""
     pulled: bool = False
     """The consumer reads the KV by NIXL; else the producer sends it."""
+    checkpoint_tokens: int = 0
+    """See `Ticket`."""
 
     def as_told(self, sealed_ticket: str) -> str:
         """The ticket as the producer is told it."""
@@ -205,7 +209,8 @@ class KvTransfers:
         if left == 1:
             status = await self._wait(*watched[0], timeout_s, lead_s, soon)
             return TransferredBytes(
-                status.total_bytes, status.overlapped_bytes, status.spared_bytes, status.cached_tokens
+                *(status.total_bytes, status.overlapped_bytes, status.spared_bytes, status.cached_tokens),
+                checkpoint_bytes=status.checkpoint_bytes,
             )
         statuses = await run_together(*(self._wait(*each, timeout_s, lead_s, soon) for each in watched))
         return TransferredBytes(
@@ -213,6 +218,7 @@ class KvTransfers:
             overlapped_bytes=sum(status.overlapped_bytes for status in statuses),
             spared_bytes=sum(status.spared_bytes for status in statuses),
             cached_tokens=statuses[0].cached_tokens,
+            checkpoint_bytes=sum(status.checkpoint_bytes for status in statuses),
         )
 
     def _watched(self, ticket: Ticket, *, pulled: bool = False) -> list[tuple[Watcher, bytes]]:

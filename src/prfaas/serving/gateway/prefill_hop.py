@@ -219,6 +219,7 @@ class PrefillHop:
             now_s=time.time(),
             uses=spec.uses,
             service=self._tenants.transfer_class(request.salt, background=spec.background),
+            checkpoint_tokens=spec.checkpoint_tokens,
         )
         sealed = spec.as_told(ticket.seal(self._key))
         return ticket, sealed, self._prefill_request(spec, request, sealed)

@@ -234,15 +234,17 @@ class RemotePrefills:
         # first of the answer. NIXL's connectors see to that by themselves.
         whole = running.ask is not None or running.pulled
         token_ids = prompt.token_ids if whole else prompt.token_ids[:-1]
+        # With the first token the ticket is for one more than the decode request's prompt. What NIXL has read lies in
+        # no staging.
+        keeps = running.ask is None and not running.pulled
+        checkpoint_tokens = self._plane.waits.checkpoint_tokens(decision) if keeps else 0
         async with running.stack:
             done = await self._hop.run(
-                _spec(running, token_ids),
+                replace(_spec(running, token_ids), checkpoint_tokens=checkpoint_tokens),
                 request,
                 on_soon if soon is not None and (self._lead_s > 0 or running.pulled) else None,
                 on_first,
-                # With the first token the ticket is for one more than the decode request's prompt. What NIXL has read
-                # lies in no staging.
-                keeps=running.ask is None and not running.pulled,
+                keeps=keeps,
             )
             running.work.measured()
             attempt.moved, attempt.cached_tokens, attempt.by = done.moved, done.cached_tokens, done.by
@@ -259,7 +261,8 @@ class RemotePrefills:
         metrics.prefill_seconds.labels(route).observe(done.prefill_s)
         metrics.transfer_seconds.labels(route).observe(done.transfer_s)
         metrics.transferred_bytes.labels(route).inc(done.moved.total_bytes)
-        self._bill.add(decision.prefill, decision.decode, done.moved.total_bytes)
+        sent_bytes = done.moved.total_bytes + done.moved.checkpoint_bytes
+        self._bill.add(decision.prefill, decision.decode, sent_bytes)
         metrics.overlapped_bytes.labels(route).inc(done.moved.overlapped_bytes)
         # Both begin at once, and the transfer has just ended.
         begun_s = time.perf_counter() - done.transfer_s

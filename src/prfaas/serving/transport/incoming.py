@@ -1,28 +1,17 @@
 """One transfer on the consumer's side: its regions, its staging, what has arrived, and its phase.
 
-Also the check of an OPEN. None of the classes here is thread-safe: the transfer table's lock guards them.
+None of the classes here is thread-safe: the transfer table's lock guards them.
 """
 
-import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
 
 from prfaas.serving.transport.coverage import Coverage
 from prfaas.serving.transport.options import ReceiverOptions
-from prfaas.serving.transport.region_layout import TransferLayout, expected_regions
 from prfaas.serving.transport.staging import StagedTransfer, StagingLease
-from prfaas.serving.transport.ticket import MAX_PARTS, Ticket, TicketError, part_id
-from prfaas.serving.transport.wire import (
-    MAX_REGION_BYTES,
-    MAX_REGIONS,
-    Header,
-    TransferPhase,
-    TransferStatus,
-    WireError,
-    count_field,
-    text_field,
-)
+from prfaas.serving.transport.ticket import Ticket
+from prfaas.serving.transport.wire import Header, TransferPhase, TransferStatus, WireError
 
 MAX_PIECES = 1 << 16
 """What has arrived of a transfer is remembered in so many intervals; an honest producer needs few per region."""
@@ -101,8 +90,12 @@ class IncomingTransfer:
         now_s: float,
         uncounted_regions: int = 0,
         cached_tokens: int | None = None,
+        checkpoint_of: bytes | None = None,
     ) -> None:
-        """`uncounted_regions`: see `ReceiverOptions`; `cached_tokens`: see `TransferStatus`."""
+        """`uncounted_regions`: see `ReceiverOptions`; `cached_tokens`: see `TransferStatus`.
+
+        `checkpoint_of`: the transfer that this one is a checkpoint of; None: it is none.
+        """
         self.ticket = ticket
         self.region_bytes = region_bytes
         self.session = session
@@ -138,6 +131,11 @@ class IncomingTransfer:
         held_tokens = min(cached_tokens or 0, ticket.num_tokens) - ticket.skip_tokens
         self._cached_bytes = self.total_bytes * max(held_tokens, 0) // ticket.num_tokens
         self._soon = self._dropped = False
+        self.checkpoint_of = checkpoint_of
+        self.checkpoints: dict[int, IncomingTransfer] = {}
+        """What an engine may go on from if this one breaks: complete ones, by their tokens."""
+        self.checkpoint_bytes = 0
+        """Of all that have come, without the digests of their pages."""
         self._coverage = [Coverage() for _ in region_bytes]
         self._pieces = 0
         self._arriving: list[ChunkPlace] = []
@@ -159,6 +157,7 @@ class IncomingTransfer:
             dropped=self._dropped,
             spared_bytes=self._spared_bytes,
             usable_tokens=self.usable_tokens,
+            checkpoint_bytes=self.checkpoint_bytes,
         )
 
     def accept(self, lease: StagingLease, now_s: float) -> None:
@@ -171,6 +170,7 @@ class IncomingTransfer:
         """RECEIVING → COMPLETE."""
         self.phase = TransferPhase.COMPLETE
         self.progressed_at_s = now_s
+        self.discard_checkpoints(self.checkpoints)
         self._tell_engine()
 
     def fail(self, reason: str, *, dropped: bool = False) -> None:
@@ -181,9 +181,10 @@ class IncomingTransfer:
         self._tell_engine()
 
     def hand_over(self, on_free: Callable[[], None]) -> StagedTransfer:
-        """A complete transfer's staging becomes the engine's; `on_free` is called when it is free again."""
+        """Its staging becomes the engine's, with its checkpoint's; `on_free` is called when it is free again."""
         lease, self.lease = self.lease, None
         assert lease is not None
+        checkpoint = self.checkpoints.pop(self.usable_tokens, None)
         return StagedTransfer(
             transfer_id=self.ticket.transfer_id,
             num_tokens=self.ticket.num_tokens,
@@ -193,6 +194,7 @@ class IncomingTransfer:
             region_bytes=self.region_bytes,
             lease=lease,
             on_free=on_free,
+            checkpoint=None if checkpoint is None else checkpoint.hand_over(on_free),
         )
 
     def lend(self, loan: object, on_change: Callable[[], None]) -> None:
@@ -251,6 +253,8 @@ class IncomingTransfer:
     def overdue(self, options: ReceiverOptions, now_s: float) -> str:
         """Why the transfer must end now, as a sentence; "" as long as every deadline is kept."""
         session = self.session
+        if self.phase is TransferPhase.FAILED:
+            return ""
         if self.phase is TransferPhase.COMPLETE:
             late = now_s - self.progressed_at_s > options.ttl_s
             return f"nobody took it within {options.ttl_s:g} s" if late else ""
@@ -334,64 +338,19 @@ class IncomingTransfer:
         if self.lease is not None and not self.is_used and not self.usable_tokens:
             self.lease.free()
             self.lease = None
+            self.discard_checkpoints(self.checkpoints)
+
+    def discard(self) -> None:
+        """A checkpoint that is complete, and of no use any more."""
+        self.fail("it is of no use any more", dropped=True)
+        self.release()
+
+    def discard_checkpoints(self, ends: Iterable[int]) -> None:
+        """Those after so many tokens are of no use any more."""
+        for tokens in tuple(ends):
+            self.checkpoints.pop(tokens).discard()
 
     @property
     def is_used(self) -> bool:
         """Whether a connection writes into its staging, or the engine reads it."""
         return bool(self._arriving or self._lent)
-
-
-def check_open(
-    body: Mapping[str, Any],
-    *,
-    transfer_id: bytes,
-    name: str,
-    producer: str,
-    key: bytes,
-    layout: TransferLayout,
-) -> tuple[Ticket, tuple[int, ...]]:
-    """Check the ticket of an OPEN, the names in it, and the regions that both sides expect.
-
-    Args:
-        body: of the OPEN frame.
-        transfer_id: of its header.
-        name: this side's.
-        producer: the authenticated peer's.
-        key: of the deployment, 32 bytes.
-        layout: gives the regions that this side expects.
-
-    Returns:
-        The ticket with the id of this transfer, and the size of each region in bytes.
-
-    Raises:
-        ValueError: with the sentence to refuse the OPEN with.
-    """
-    ticket = Ticket.unseal(text_field(body, "ticket"), key, time.time())
-    part = count_field({"part": 0, **body}, "part", MAX_PARTS)
-    if part_id(ticket.transfer_id, part) != transfer_id:
-        raise TicketError("ticket belongs to another transfer")
-    if not _is_rank_of(name, ticket.consumer):
-        raise TicketError(f"ticket names consumer {ticket.consumer}, this is {name}")
-    if not _is_rank_of(producer, ticket.producer):
-        raise TicketError(f"ticket names producer {ticket.producer}, the peer is {producer}")
-    theirs = body.get("regions")
-    if not isinstance(theirs, list) or not all(type(nbytes) is int for nbytes in theirs):
-        raise WireError("field 'regions' must be a list of sizes in bytes")
-    ours = expected_regions(layout, ticket, theirs, producer, body.get("form", ""), part)
-    if len(ours) > MAX_REGIONS or not all(0 <= nbytes <= MAX_REGION_BYTES for nbytes in ours):
-        raise WireError("this side's own regions are out of bounds")
-    _raise_if_different(ours, theirs, name, producer)
-    return replace(ticket, transfer_id=transfer_id), ours
-
-
-def _is_rank_of(name: str, instance: str) -> bool:
-    """Whether `name` is `instance` itself or one of its ranks ("pd-0/1" of "pd-0")."""
-    return name == instance or name.rpartition("/")[0] == instance
-
-
-def _raise_if_different(ours: tuple[int, ...], theirs: list[int], name: str, peer: str) -> None:
-    if len(ours) != len(theirs):
-        raise WireError(f"{peer} announced {len(theirs)} regions, {name} expects {len(ours)}")
-    for index, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
-        if mine != other:
-            raise WireError(f"{peer} announced {other} bytes in region {index}, {name} expects {mine}")

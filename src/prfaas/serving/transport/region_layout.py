@@ -2,7 +2,7 @@
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from prfaas.serving.transport.ticket import Ticket
@@ -24,16 +24,35 @@ class RegionLayout(Protocol):
 class DivisibleLayout(Protocol):
     """A `RegionLayout` of which a part may be enough to go on from."""
 
-    def usable_tokens(self, num_tokens: int, skip_tokens: int, covered_end: Callable[[int, int], int]) -> int:
+    def usable_tokens(
+        self,
+        num_tokens: int,
+        skip_tokens: int,
+        covered_end: Callable[[int, int], int],
+        checkpoints: Collection[int] = (),
+    ) -> int:
         """How many tokens' KV a transfer has brought that broke, from the first token on.
 
         Args:
             num_tokens: of the transfer.
             skip_tokens: of the transfer.
             covered_end: (region, start) → where the bytes that have come from there on end.
+            checkpoints: after how many tokens a checkpoint has come.
 
         Returns:
             More than `skip_tokens`, or 0: nothing that an engine could go on from.
+        """
+
+
+@runtime_checkable
+class CheckpointedLayout(Protocol):
+    """A `RegionLayout` with layers of which an engine can go on from a checkpoint only."""
+
+    def checkpoint_bytes(self, num_tokens: int) -> Sequence[int]:
+        """Sizes in bytes of the regions of a checkpoint after so many tokens.
+
+        Raises:
+            ValueError: there can be none.
         """
 
 
@@ -188,6 +207,7 @@ def expected_regions(
     producer: str,
     mark: object,
     part: int = 0,
+    checkpoint_tokens: int = 0,
 ) -> tuple[int, ...]:
     """What a consumer expects of the transfer that a ticket allows, in bytes.
 
@@ -198,22 +218,33 @@ def expected_regions(
         producer: its name, with its rank.
         mark: names the form in which it sends pages.
         part: which of the ticket's transfers it is.
+        checkpoint_tokens: it is a checkpoint of that one, after so many tokens; 0: it is none.
 
     Raises:
         ValueError: there can be no such transfer.
     """
     if part and not isinstance(layout, PeerLayouts):
         raise WireError(f"{producer} sends part {part} of a transfer that has one part")
-    if isinstance(layout, AskedTransfers):
+    if isinstance(layout, AskedTransfers) and not checkpoint_tokens:
         layout.check(ticket.transfer_id, announced)
         return tuple(announced)
-    regions: RegionLayout = (
+    regions: RegionLayout | AskedTransfers = (
         layout.begin(producer, ticket.transfer_id, mark, part) if isinstance(layout, PeerLayouts) else layout
     )
+    if checkpoint_tokens:
+        if not isinstance(regions, CheckpointedLayout) or not checkpoint_tokens < ticket.num_tokens:
+            raise WireError(f"there is no checkpoint of this transfer after {checkpoint_tokens} tokens")
+        return tuple(regions.checkpoint_bytes(checkpoint_tokens))
+    assert not isinstance(regions, AskedTransfers)
     return tuple(regions.region_bytes(ticket.num_tokens, ticket.skip_tokens))
 
 
-def usable_tokens(layout: TransferLayout, ticket: Ticket, covered_end: Callable[[int, int], int]) -> int:
+def usable_tokens(
+    layout: TransferLayout,
+    ticket: Ticket,
+    covered_end: Callable[[int, int], int],
+    checkpoints: Collection[int] = (),
+) -> int:
     """See `DivisibleLayout`, of the transfer that a ticket allows; 0 for every other layout."""
     if isinstance(layout, PeerLayouts):
         regions = layout.of_transfer(ticket.transfer_id).get(0)
@@ -224,4 +255,4 @@ def usable_tokens(layout: TransferLayout, ticket: Ticket, covered_end: Callable[
         regions = layout
     if not isinstance(regions, DivisibleLayout):
         return 0
-    return regions.usable_tokens(ticket.num_tokens, ticket.skip_tokens, covered_end)
+    return regions.usable_tokens(ticket.num_tokens, ticket.skip_tokens, covered_end, checkpoints)

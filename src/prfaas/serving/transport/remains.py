@@ -31,10 +31,11 @@ class Remains:
 
     def keep(self, transfer: IncomingTransfer, now_s: float) -> bool:
         """Keep what has come of a transfer that is about to fail. False: nobody could go on from it."""
-        if transfer.lease is None:
+        if transfer.lease is None or transfer.checkpoint_of is not None:
             return False
-        ticket = transfer.ticket
-        transfer.usable_tokens = usable_tokens(self._layout, ticket, transfer.covered_end)
+        ticket, ends = transfer.ticket, transfer.checkpoints
+        transfer.usable_tokens = usable_tokens(self._layout, ticket, transfer.covered_end, ends)
+        transfer.discard_checkpoints(tokens for tokens in ends if tokens != transfer.usable_tokens)
         if transfer.usable_tokens:
             self._kept[ticket.transfer_id] = (transfer, now_s + self._keep_s)
         return bool(transfer.usable_tokens)

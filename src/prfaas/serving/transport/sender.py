@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
+from prfaas.core.link.turns import turn_of_checkpoint
 from prfaas.serving.transport.handshake import (
     ROLE_PRODUCER,
     ClientHello,
@@ -24,7 +25,7 @@ from prfaas.serving.transport.region_layout import PeerLayouts
 from prfaas.serving.transport.sender_connection import SenderConnection
 from prfaas.serving.transport.sentences import bounded_sentences
 from prfaas.serving.transport.sockets import TcpInfo
-from prfaas.serving.transport.ticket import Ticket, part_id
+from prfaas.serving.transport.ticket import Ticket, checkpoint_id, part_id
 from prfaas.serving.transport.tls_identity import TlsIdentity
 
 log = logging.getLogger(__name__)
@@ -128,6 +129,25 @@ class Sender:
         self._connect(peer_key)
         offer = {"cached_tokens": cached_tokens, "form": form} | ({"part": part} if part else {})
         return queue.open(transfer_id, sealed, region_bytes, ticket.service, offer)
+
+    def open_checkpoint(
+        self, transfer: OutgoingTransfer, num_tokens: int, region_bytes: Sequence[int], peer: str
+    ) -> OutgoingTransfer:
+        """Begin a checkpoint of a transfer to a peer, after so many of its tokens; see `checkpoints`.
+
+        It leaves before what the transfer has still to send. Never blocks, never raises for the network.
+        """
+        transfer_id = checkpoint_id(transfer.transfer_id, num_tokens)
+        queue = self._queues.get(peer)
+        if queue is None:
+            return OutgoingTransfer.failed(transfer_id, region_bytes, f"{self.name} has no peer named {peer}")
+        offer = {**transfer.offer, "checkpoint": num_tokens}
+        sealed = str(offer.pop("ticket"))
+        del offer["regions"]
+        checkpoint = queue.open(transfer_id, sealed, region_bytes, transfer.service, offer)
+        # It has nothing to send yet, so nobody looks at its place.
+        checkpoint.place = turn_of_checkpoint(transfer.place, checkpoint.place)
+        return checkpoint
 
     def ranks_of(self, instance: str) -> tuple[str, ...]:
         """The peers that are ranks of an instance, which a ticket names; its own name if there are none."""

@@ -231,8 +231,11 @@ class StagedTransfer(StagedRegions):
         region_bytes: Sequence[int],
         lease: StagingLease,
         on_free: Callable[[], None],
+        checkpoint: "StagedTransfer | None" = None,
     ) -> None:
         super().__init__(lease, region_starts, region_bytes)
+        self.checkpoint = checkpoint
+        """Of a transfer that broke: what layers with a state or a window hold after its usable tokens."""
         self.transfer_id = transfer_id
         self.num_tokens = num_tokens
         self.skip_tokens = skip_tokens
@@ -246,4 +249,6 @@ class StagedTransfer(StagedRegions):
             RuntimeError: it was given back already.
         """
         self._lease.free()
+        if self.checkpoint is not None:
+            self.checkpoint.free()
         self._on_free()

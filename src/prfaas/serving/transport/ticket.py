@@ -94,15 +94,15 @@ MAX_PARTS = 1 << 10
 MAX_NAME_BYTES = 255
 MAX_SEALED_CHARS = 1024
 
-_VERSION = 2
+_VERSION = 3
 _MAC_BYTES = 16
 _PURPOSE = b"prfaas ticket\x00"
 MAX_USES = 1024
 MAX_WEIGHT = 65535
 TENANT_BYTES = 8
-# version, transfer id, num_tokens, skip_tokens, uses, expires_at_s, prompt digest, background, tenant, weight, name
-# lengths
-_FIXED = struct.Struct("<B16sIIHd16sB8sHBB")
+# version, transfer id, num_tokens, skip_tokens, uses, expires_at_s, prompt digest, background, tenant, weight,
+# checkpoint_tokens, name lengths
+_FIXED = struct.Struct("<B16sIIHd16sB8sHIBB")
 
 
 class TicketError(ValueError):
@@ -133,6 +133,15 @@ def part_id(transfer_id: bytes, part: int) -> bytes:
     if not part:
         return transfer_id
     return hashlib.blake2b(transfer_id + part.to_bytes(2), digest_size=TRANSFER_ID_BYTES).digest()
+
+
+def checkpoint_id(transfer_id: bytes, num_tokens: int) -> bytes:
+    """The id under which a checkpoint of a transfer travels, after so many tokens; the transfer's own is that of 0."""
+    if not num_tokens:
+        return transfer_id
+    return hashlib.blake2b(
+        transfer_id + num_tokens.to_bytes(4), digest_size=TRANSFER_ID_BYTES, person=b"checkpoint"
+    ).digest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +186,8 @@ class Ticket:
     """Requests of the consumer that load the transfer (vLLM makes `n` requests of one with `n` > 1)."""
     service: TransferClass = DEFAULT_CLASS
     """How it shares the link."""
+    checkpoint_tokens: int = 0
+    """The producer is to send a checkpoint about every so many tokens (see `checkpoints.is_due`); 0: none."""
 
     def __post_init__(self) -> None:
         if len(self.transfer_id) != TRANSFER_ID_BYTES:
@@ -187,6 +198,10 @@ class Ticket:
             raise TicketError(f"ticket's num_tokens is {self.num_tokens}, not within 1..{MAX_TOKENS}")
         if not 0 <= self.skip_tokens <= self.num_tokens:
             raise TicketError(f"ticket's skip_tokens is {self.skip_tokens}, not within 0..{self.num_tokens}")
+        if not 0 <= self.checkpoint_tokens <= MAX_TOKENS:
+            raise TicketError(
+                f"ticket's checkpoint_tokens is {self.checkpoint_tokens}, not within 0..{MAX_TOKENS}"
+            )
         if not 1 <= self.uses <= MAX_USES:
             raise TicketError(f"ticket's uses is {self.uses}, not within 1..{MAX_USES}")
         if not math.isfinite(self.expires_at_s):
@@ -208,6 +223,7 @@ class Ticket:
         now_s: float,
         uses: int = 1,
         service: TransferClass = DEFAULT_CLASS,
+        checkpoint_tokens: int = 0,
     ) -> Self:
         """A new ticket with a random id, good until `now_s + lifetime_s`."""
         return cls(
@@ -220,6 +236,7 @@ class Ticket:
             expires_at_s=now_s + lifetime_s,
             uses=uses,
             service=service,
+            checkpoint_tokens=checkpoint_tokens,
         )
 
     def seal(self, key: bytes) -> str:
@@ -236,6 +253,7 @@ class Ticket:
             self.service.background,
             self.service.tenant,
             self.service.weight,
+            self.checkpoint_tokens,
             len(producer),
             len(consumer),
         )
@@ -264,6 +282,7 @@ class Ticket:
             background,
             tenant,
             weight,
+            checkpoint_tokens,
             producer_len,
             consumer_len,
         ) = _FIXED.unpack_from(body)
@@ -279,8 +298,10 @@ class Ticket:
         if background > 1:
             raise TicketError(f"ticket's background is {background}, not 0 or 1")
         service = TransferClass(tenant, weight, bool(background))
+        sizes = num_tokens, skip_tokens
         ticket = cls(
-            transfer_id, producer, consumer, num_tokens, skip_tokens, digest, expires_at_s, uses, service
+            *(transfer_id, producer, consumer, *sizes, digest, expires_at_s, uses, service),
+            checkpoint_tokens=checkpoint_tokens,
         )
         if ticket.expires_at_s <= now_s:
             raise TicketError(f"ticket expired {now_s - ticket.expires_at_s:.1f} s ago")

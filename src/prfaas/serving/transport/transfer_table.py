@@ -10,14 +10,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from prfaas.serving.transport.arrival import Arrival
+from prfaas.serving.transport.checkpoints import Checkpoints
 from prfaas.serving.transport.handshake import PeerIdentity
-from prfaas.serving.transport.incoming import (
-    ChunkPlace,
-    FrameSink,
-    IncomingTransfer,
-    ProducerSession,
-    check_open,
-)
+from prfaas.serving.transport.incoming import ChunkPlace, FrameSink, IncomingTransfer, ProducerSession
+from prfaas.serving.transport.opening import OpenCheck
 from prfaas.serving.transport.options import ReceiverOptions
 from prfaas.serving.transport.region_layout import TransferLayout
 from prfaas.serving.transport.remains import Remains
@@ -33,7 +29,6 @@ from prfaas.serving.transport.wire import (
     WireError,
     abort,
     ack,
-    cached_tokens_of,
     count_field,
     nack,
     pack_control,
@@ -52,13 +47,13 @@ class TransferTable:
         self, *, name: str, key: bytes, arena: StagingArena, layout: TransferLayout, options: ReceiverOptions
     ) -> None:
         self._name = name
-        self._key = key
+        self._open_check = OpenCheck(name, key, layout, options)
         self._arena = arena
-        self._layout = layout
         self._options = options
         self._lock = threading.Lock()
         self._unpinned = threading.Condition(self._lock)
         self._transfers: dict[bytes, IncomingTransfer] = {}
+        self._checkpoints = Checkpoints(layout, self._transfers)
         self._waiting: deque[IncomingTransfer] = deque()
         self._tombstones = Tombstones(options.max_tombstones)
         self._remains = Remains(layout, options.keep_s, self._tombstones)
@@ -121,27 +116,25 @@ class TransferTable:
                     raise WireError("this transfer id was used already")
                 transfer = self._admissible(session, transfer_id, body)
             except ValueError as error:
-                self._counters["refused"] += 1
+                self._counters["refused"] += "checkpoint" not in body
                 connection.post(refuse(transfer_id, str(error)))
                 if live is None and over is None:
                     self._record(transfer_id, TransferStatus.refused(str(error)))
                 return
-            self._counters["opened"] += 1
+            self._counters["opened"] += transfer.checkpoint_of is None
             self._transfers[transfer_id] = transfer
             self._waiting.append(transfer)
             self._admit()
-            if transfer.phase is TransferPhase.WAITING:
+            if transfer.phase is TransferPhase.WAITING and transfer.checkpoint_of is not None:
+                self._fail(transfer, "no staging is free for a checkpoint")
+            elif transfer.phase is TransferPhase.WAITING:
                 self._watchers.notify(transfer_id, transfer.status())
 
     def _admissible(
         self, session: ProducerSession, transfer_id: bytes, body: Mapping[str, Any]
     ) -> IncomingTransfer:
-        names = {"name": self._name, "producer": session.name}
-        ticket, regions = check_open(
-            body, transfer_id=transfer_id, key=self._key, layout=self._layout, **names
-        )
-        uncounted, cached_tokens = self._options.uncounted_regions, cached_tokens_of(body)
-        transfer = IncomingTransfer(ticket, regions, session, time.monotonic(), uncounted, cached_tokens)
+        transfer = self._open_check.transfer(session, transfer_id, body)
+        self._checkpoints.check(transfer)
         if self._arena.blocks_for(transfer.lease_bytes) > self._arena.total_blocks:
             most = self._arena.total_bytes
             raise WireError(f"{transfer.total_bytes} bytes can never fit into staging of {most}")
@@ -154,7 +147,7 @@ class TransferTable:
         while self._waiting:
             transfer = next((each for each in self._waiting if not each.background), self._waiting[0])
             lease = self._arena.allocate(transfer.lease_bytes)
-            if lease is None and self._remains.make_room():
+            if lease is None and (self._remains.make_room() or self._checkpoints.make_room(transfer)):
                 continue
             if lease is None:
                 return
@@ -299,10 +292,9 @@ class TransferTable:
             transfer = self._transfers.get(transfer_id)
             if transfer is None or transfer.phase is not TransferPhase.COMPLETE:
                 return None
-            staged = transfer.hand_over(self.admit)
             self._record_ended(transfer, taken=True)
             self._counters["taken"] += 1
-            return staged
+            return transfer.hand_over(self.admit)
 
     def lend(self, transfer_id: bytes, on_change: Callable[[], None]) -> Arrival | None:
         """See `Receiver.lend`."""
@@ -353,8 +345,8 @@ class TransferTable:
     def close(self) -> None:
         """Fail and free everything; every connection thread must have ended."""
         with self._lock:
-            for transfer in list(self._transfers.values()):
-                self._fail(transfer, f"{self._name} shuts down")
+            while self._transfers:
+                self._fail(next(iter(self._transfers.values())), f"{self._name} shuts down")
             self._remains.clear()
             self._watchers.clear()
             self._sessions.clear()
@@ -382,8 +374,14 @@ class TransferTable:
     def _complete_if_done(self, transfer: IncomingTransfer) -> None:
         if transfer.phase is TransferPhase.RECEIVING and transfer.ended and transfer.covered:
             transfer.complete(time.monotonic())
-            self._counters["completed"] += 1
-            self._watchers.notify(transfer.ticket.transfer_id, transfer.status())
+            if transfer.checkpoint_of is not None:
+                self._counters["checkpoints"] += 1
+                self._record_ended(transfer, taken=True)
+                self._checkpoints.keep(transfer)
+            else:
+                self._counters["completed"] += 1
+                self._watchers.notify(transfer.ticket.transfer_id, transfer.status())
+            self._admit()
 
     def _fail(
         self, transfer: IncomingTransfer, reason: str, *, tell_producer: bool = True, how: _Ending = "failed"
@@ -391,7 +389,7 @@ class TransferTable:
         was = transfer.phase
         self._counters["kept"] += how == "broken" and self._remains.keep(transfer, time.monotonic())
         transfer.fail(reason, dropped=how == "dropped")
-        self._counters["failed"] += 1
+        self._counters["failed"] += transfer.checkpoint_of is None
         transfer_id = transfer.ticket.transfer_id
         if was is TransferPhase.WAITING:
             self._waiting.remove(transfer)
@@ -401,6 +399,8 @@ class TransferTable:
         self._record_ended(transfer, taken=False)
         self._watchers.notify(transfer_id, transfer.status())
         transfer.release()
+        for checkpoint in self._checkpoints.under_way(transfer):
+            self._fail(checkpoint, "the transfer that it is a checkpoint of has failed")
         self._admit()
 
     def _record_ended(self, transfer: IncomingTransfer, *, taken: bool) -> None:
@@ -417,4 +417,4 @@ class TransferTable:
 
 
 _COUNTED: tuple[str, ...] = ("opened", "refused", "completed", "taken", "failed", "dropped", "expired")
-_COUNTED += ("kept", "received_bytes", "checksum_failures")
+_COUNTED += ("kept", "checkpoints", "received_bytes", "checksum_failures")

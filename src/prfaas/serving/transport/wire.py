@@ -349,6 +349,8 @@ class TransferStatus:
     """By how many bytes compression has made `received_bytes` less on the link."""
     usable_tokens: int = 0
     """Tokens of one that FAILED whose KV has come: an engine can go on from there, or does (`taken`)."""
+    checkpoint_bytes: int = 0
+    """Of checkpoints that have come beside it."""
 
     @classmethod
     def refused(cls, reason: str, *, dropped: bool = False) -> Self:
@@ -371,6 +373,7 @@ class TransferStatus:
             "dropped": self.dropped,
             "spared_bytes": self.spared_bytes,
             "usable_tokens": self.usable_tokens,
+            "checkpoint_bytes": self.checkpoint_bytes,
         }
 
     @classmethod
@@ -399,4 +402,5 @@ class TransferStatus:
             # Consumers of an earlier version do not tell it.
             spared_bytes=count_field({"spared_bytes": 0} | dict(body), "spared_bytes", MAX_TRANSFER_BYTES),
             usable_tokens=count_field({"usable_tokens": 0} | dict(body), "usable_tokens", 1 << 30),
+            checkpoint_bytes=count_field({"checkpoint_bytes": 0} | dict(body), "checkpoint_bytes", 1 << 62),
         )

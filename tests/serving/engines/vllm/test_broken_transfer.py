@@ -54,7 +54,10 @@ def arrived(ends: Ends, ticket: Ticket, usable_tokens: int) -> None:
         if arrival is not None:
             covered = ends.receiver._table._transfers[ticket.transfer_id].covered_end
             arrival.give_back()
-            if region_layout.usable_tokens(ends.receiver._table._layout, ticket, covered) >= usable_tokens:
+            if (
+                region_layout.usable_tokens(ends.receiver._table._open_check.layout, ticket, covered)
+                >= usable_tokens
+            ):
                 return
         time.sleep(0.002)
     raise AssertionError("it has not come")

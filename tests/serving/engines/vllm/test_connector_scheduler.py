@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prfaas.core.kv.groups import GroupKind, KvGroup
+from prfaas.core.link.checkpoints import is_checkpoint_due
 from prfaas.serving.engines.vllm.connector_scheduler import ConnectorScheduler
 from prfaas.serving.engines.vllm.metadata import LoadReports, TransferMetadata
 from prfaas.serving.transport.ticket import Ticket, prompt_digest
@@ -55,7 +56,7 @@ class Blocks:
         return self.ids
 
 
-def ticket_for(prompt: list[int], skip: int = 0, **names: str) -> str:
+def ticket_for(prompt: list[int], skip: int = 0, every_tokens: int = 0, **names: str) -> str:
     ends = {"producer": "east", "consumer": "home", **names}
     ticket = Ticket.issue(
         num_tokens=len(prompt),
@@ -63,6 +64,7 @@ def ticket_for(prompt: list[int], skip: int = 0, **names: str) -> str:
         prompt_digest=prompt_digest(prompt),
         lifetime_s=60,
         now_s=1000.0,
+        checkpoint_tokens=every_tokens,
         **ends,
     )
     return ticket.seal(KEY)
@@ -131,6 +133,58 @@ def test_every_block_leaves_exactly_once_whatever_the_chunks(
     assert closing[2].first_block == max(0, num_tokens - 20 + 1) // 8
     assert not any(send.closing for send in sends[:-1])
     assert {send.cached_tokens for send in sends} == {cached_tokens}
+
+
+@given(
+    num_tokens=st.integers(1, 400),
+    skip_share=st.floats(0, 1),
+    every_tokens=st.integers(0, 100),
+    data=st.data(),
+)
+def test_checkpoints_are_ordered_at_ends_of_whole_blocks(
+    num_tokens: int, skip_share: float, every_tokens: int, data: st.DataObject
+) -> None:
+    """Invariant: each has the state and the window after its tokens, and they are as far apart as the ticket says."""
+    prompt = list(range(num_tokens))
+    skip = int(num_tokens * skip_share)
+    scheduler = side("east")
+    request = Request("r", prompt, {"prfaas": ticket_for(prompt, skip, every_tokens)})
+    scheduler.on_new_request(request)  # type: ignore[arg-type]
+    sizes, left = [], num_tokens
+    while left:
+        sizes.append(data.draw(st.one_of(st.integers(1, left), st.just(min(16, left)))))
+        left -= sizes[-1]
+    sends = [send for step in chunks(scheduler, request, sizes) for send in step.sends]
+    last = skip
+    for send in sends:
+        end = send.checkpoint_tokens
+        if not end:
+            assert send.checkpoint == ()
+            continue
+        assert not send.final and end % 16 == 0 and end < num_tokens
+        assert end - last >= every_tokens > 0
+        assert is_checkpoint_due(every_tokens, last, end, num_tokens)
+        last = end
+        found = {run.group: run for run in send.checkpoint}
+        assert found.keys() == {0, 2}
+        assert found[0].block_ids == (100 + end // 16 - 1,)
+        first = max(0, end - 20 + 1) // 8
+        assert found[2].first_block == first
+        assert found[2].block_ids == tuple(300 + block for block in range(first, end // 8))
+
+
+@pytest.mark.parametrize(("sizes", "ends"), [([64] * 5, [64, 128, 192, 256, 0]), ([50] * 6 + [20], [0] * 7)])
+def test_a_chunk_that_ends_inside_a_block_has_no_checkpoint(sizes: list[int], ends: list[int]) -> None:
+    prompt = list(range(320))
+    for scheduler, expected in (
+        (side("east"), ends),
+        (ConnectorScheduler("east", KEY, GROUPS, now_s=lambda: 1000.0, checkpoints=False), [0] * len(ends)),
+        (ConnectorScheduler("east", KEY, (FULL,), now_s=lambda: 1000.0), [0] * len(ends)),
+    ):
+        request = Request("r", prompt, {"prfaas": ticket_for(prompt, 0, 64)})
+        scheduler.on_new_request(request)  # type: ignore[arg-type]
+        steps = chunks(scheduler, request, sizes)
+        assert [send.checkpoint_tokens for step in steps for send in step.sends] == expected
 
 
 def test_a_preempted_prefill_resends_nothing() -> None:

@@ -421,7 +421,7 @@ def test_of_a_broken_transfer_whole_blocks_of_the_decode_engine_are_loaded(
             transfer = pair.receiver._table._transfers.get(ticket.transfer_id)
             if transfer is None or transfer.lease is None:
                 return False
-            layouts = pair.receiver._table._layout
+            layouts = pair.receiver._table._open_check.layout
             return usable_tokens == region_layout.usable_tokens(layouts, ticket, transfer.covered_end)
 
         pair.until(has_come)

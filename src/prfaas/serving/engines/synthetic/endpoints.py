@@ -3,13 +3,14 @@
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from prfaas.core.deployment import Deployment, Instance
-from prfaas.serving.engines.page_digests import DigestPlan, DigestSource, PageDigestError
+from prfaas.core.link.checkpoints import is_checkpoint_due
+from prfaas.serving.engines.page_digests import DigestPlan, DigestSource, PageDigestError, TransferDigests
 from prfaas.serving.engines.synthetic.cache import Context, Deviations
 from prfaas.serving.engines.synthetic.content import (
     PageSource,
@@ -54,10 +55,12 @@ class PrefillSend:
     ) -> None:
         """`digests`: None where pages are not digested."""
         self.transfer = transfer
+        self.ticket = ticket
+        self.context = context
+        self.checkpoint_tokens = ticket.skip_tokens
+        """Where the last checkpoint was."""
         self._digests = digests
         self._layout = layout
-        self._ticket = ticket
-        self._context = context
         self._sent_blocks = layout.full.first_block(ticket.num_tokens, ticket.skip_tokens)
 
     def layers_done(self, layers: range, end_tokens: int) -> None:
@@ -67,17 +70,17 @@ class PrefillSend:
         """
         for index in layers:
             self._put(index, self._sent_blocks, self._end_block(end_tokens))
-        if end_tokens >= self._ticket.num_tokens:
+        if end_tokens >= self.ticket.num_tokens:
             full = len(self._layout.full.layers)
             others = len(self._layout.regions) - full
             for index in range(full + others * layers.start // full, full + others * layers.stop // full):
-                moving = self._layout.regions[index].group.moving_blocks(self._ticket.num_tokens, 0)
+                moving = self._layout.regions[index].group.moving_blocks(self.ticket.num_tokens, 0)
                 self._put(index, moving.start, moving.stop, urgent=True)
 
     def chunk_done(self, end_tokens: int) -> None:
         """All layers have come to `end_tokens`."""
         self._sent_blocks = max(self._sent_blocks, self._end_block(end_tokens))
-        final = end_tokens >= self._ticket.num_tokens
+        final = end_tokens >= self.ticket.num_tokens
         if final:
             self.transfer.end()
         if self._digests is not None:
@@ -86,13 +89,13 @@ class PrefillSend:
 
     def _end_block(self, end_tokens: int) -> int:
         full = self._layout.full
-        whole = end_tokens < self._ticket.num_tokens
-        return end_tokens // full.block_tokens if whole else full.end_block(self._ticket.num_tokens)
+        whole = end_tokens < self.ticket.num_tokens
+        return end_tokens // full.block_tokens if whole else full.end_block(self.ticket.num_tokens)
 
     def _put(self, index: int, first: int, end: int, *, urgent: bool = False) -> None:
-        region, ticket = self._layout.regions[index], self._ticket
+        region, ticket = self._layout.regions[index], self.ticket
         if end > first:
-            digests = _page_digests(region, self._context, range(first, end), ticket.num_tokens)
+            digests = _page_digests(region, self.context, range(first, end), ticket.num_tokens)
             skipped = region.group.first_block(ticket.num_tokens, ticket.skip_tokens)
             offset = (first - skipped) * region.page_bytes
             if self._digests is not None:
@@ -202,6 +205,31 @@ class Endpoints:
         self._has_sends.set()
         return PrefillSend(self._layout, transfer, ticket, context, digests)
 
+    def put_checkpoint(self, sending: PrefillSend, end_tokens: int) -> None:
+        """Send what states and windows hold after a chunk, if that is due."""
+        ticket, regions = sending.ticket, self._layout.checkpoint_regions
+        last = sending.checkpoint_tokens
+        if not regions or not is_checkpoint_due(
+            ticket.checkpoint_tokens, last, end_tokens, ticket.num_tokens
+        ):
+            return
+        sending.checkpoint_tokens = end_tokens
+        plan = self._digest_plan.checkpoint() if self._digest_plan is not None else None
+        sizes = plan.region_bytes(end_tokens, 0) if plan else self._layout.checkpoint_bytes(end_tokens)
+        peer = self.sender.ranks_of(ticket.consumer)[0]
+        transfer = self.sender.open_checkpoint(sending.transfer, end_tokens, sizes, peer)
+        digests = DigestSource(plan.of_transfer(transfer.transfer_id, end_tokens, 0)) if plan else None
+        for index, region in enumerate(regions):
+            moving = region.group.moving_blocks(end_tokens, 0)
+            words = _page_digests(region, sending.context, moving, end_tokens)
+            if digests is not None:
+                digests.add(index, moving.start, held_sums(words), len(moving))
+            transfer.put(index, 0, PageSource(words, region.page_bytes))
+        for run in digests.take(final=True) if digests is not None else ():
+            transfer.put(len(regions), run.offset, run)
+        transfer.end()
+        self.counts.checkpoints_sent += 1
+
     async def arrival(self, ticket: Ticket) -> str:
         """Wait until a transfer is complete, or broken with something left; "" then, else why it will not be."""
         deadline_s = time.monotonic() + self._load_wait_s
@@ -299,19 +327,23 @@ def _read_pages(
         PageDigestError: a page is not what the prefill engine computed.
     """
     try:
-        extent = (staged.transfer_id, staged.num_tokens, staged.skip_tokens)
-        digests = digest_plan.of_transfer(*extent) if digest_plan is not None else None
+        # What broke has its states and windows in a transfer of their own.
+        wholes = [(layout.regions, staged, digest_plan)]
+        if staged.checkpoint is not None:
+            plan = digest_plan.checkpoint() if digest_plan is not None else None
+            full = layout.regions[: len(layout.full.layers)]
+            wholes = [(full, staged, digest_plan), (layout.checkpoint_regions, staged.checkpoint, plan)]
         deviations: dict[tuple[int, int], list[int]] = {}
-        for index, region in enumerate(layout.regions):
-            group, num_tokens = region.group, staged.num_tokens
-            staged_first = group.first_block(num_tokens, staged.skip_tokens)
+        for index, region, source, digests in _staged_regions(wholes):
+            group, num_tokens = region.group, source.num_tokens
+            staged_first = group.first_block(num_tokens, source.skip_tokens)
             blocks = group.moving_blocks(tokens.stop, tokens.start)
             loaded = np.empty(len(blocks), dtype=np.uint64)
             for position, block in enumerate(blocks):
                 offset = (block - staged_first) * region.page_bytes
-                loaded[position] = reduce_page(join(staged.region_views(index, offset, region.page_bytes)))
+                loaded[position] = reduce_page(join(source.region_views(index, offset, region.page_bytes)))
             if digests is not None and len(loaded):
-                digests.check(staged, index, blocks.start, held_sums(loaded).wait())
+                digests.check(source, index, blocks.start, held_sums(loaded).wait())
             expected = _page_digests(region, context, blocks, num_tokens)
             for block, deviation in zip(blocks, (loaded ^ expected).tolist(), strict=True):
                 deviations.setdefault((group.index, block), []).append(deviation)
@@ -321,6 +353,17 @@ def _read_pages(
         (layout.groups[group], block, tuple(layers) if any(layers) else ())
         for (group, block), layers in deviations.items()
     ]
+
+
+def _staged_regions(
+    wholes: Sequence[tuple[Sequence[SyntheticRegion], StagedTransfer, DigestPlan | None]],
+) -> Iterator[tuple[int, SyntheticRegion, StagedTransfer, TransferDigests | None]]:
+    """Each region with its number in the transfer that it came in."""
+    for regions, staged, plan in wholes:
+        extent = (staged.transfer_id, staged.num_tokens, staged.skip_tokens)
+        digests = plan.of_transfer(*extent) if plan is not None else None
+        for index, region in enumerate(regions):
+            yield index, region, staged, digests
 
 
 def _page_digests(region: SyntheticRegion, context: Context, blocks: Sequence[int], num_tokens: int) -> Words:

@@ -337,6 +337,7 @@ class SyntheticEngine:
                 sending.layers_done(range(first, last), end_tokens)
         if sending is not None:
             sending.chunk_done(end_tokens)
+            self.endpoints.put_checkpoint(sending, end_tokens)
 
     def _chunk_ends(self, start_tokens: int, num_tokens: int) -> list[int]:
         """Chunks end on block boundaries, as vLLM cuts them for linear state; the last boundary is one of them."""

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from prfaas.core.kv import ChunkedWindow, FullAttention, KvModel, LinearState, SlidingWindow
@@ -145,9 +145,30 @@ class SyntheticLayout:
         """See `kv_groups.region_bytes`."""
         return region_bytes(self.regions, num_tokens, skip_tokens)
 
-    def usable_tokens(self, num_tokens: int, skip_tokens: int, covered_end: Callable[[int, int], int]) -> int:
+    @property
+    def checkpoint_regions(self) -> tuple[SyntheticRegion, ...]:
+        """What a checkpoint has, in its order: the regions of linear state and of windows."""
+        return self.regions[len(self.full.layers) :]
+
+    def checkpoint_bytes(self, num_tokens: int) -> list[int]:
+        """Sizes of the regions of a checkpoint after so many tokens.
+
+        Raises:
+            ValueError: the model has neither state nor window.
+        """
+        if not self.others:
+            raise ValueError("these layers have no checkpoints")
+        return region_bytes(self.checkpoint_regions, num_tokens, 0)
+
+    def usable_tokens(
+        self,
+        num_tokens: int,
+        skip_tokens: int,
+        covered_end: Callable[[int, int], int],
+        checkpoints: Collection[int] = (),
+    ) -> int:
         """See `kv_groups.usable_tokens`."""
-        return usable_tokens(self.regions, num_tokens, skip_tokens, covered_end)
+        return usable_tokens(self.regions, num_tokens, skip_tokens, covered_end, checkpoints)
 
     def digest_plan(self) -> DigestPlan:
         """Where the digests of this layout's pages lie in a transfer."""

@@ -17,6 +17,7 @@ class TransferCounts:
     sends_failed: int = 0
     leases_expired: int = 0
     bytes_sent: int = 0
+    checkpoints_sent: int = 0
     loads_completed: int = 0
     loads_failed: int = 0
     loads_resumed: int = 0

@@ -1,10 +1,11 @@
 """One request's KV on its way from staging into the blocks that vLLM gave the request."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from prfaas.core.kv.groups import GroupKind
 from prfaas.serving.engines.page_digests import PendingSums
 from prfaas.serving.engines.vllm.metadata import LoadOrder
 from prfaas.serving.engines.vllm.wire_layout import WireLayout, WireRegion
@@ -58,10 +59,18 @@ class BlockLoad:
             RuntimeError: a block is one that no request may write.
         """
         self._digest_plan = wire.digest_plan
+        self._num_tokens = order.usable_tokens
         self._parts: list[_Part] = []
         ticket = order.ticket
         runs = {run.group: run for run in order.runs}
-        for region in wire.regions:
+        self._checkpoint: BlockLoad | None = None
+        regions: Sequence[WireRegion] = wire.regions
+        if order.usable_tokens and wire.checkpoint is not None:
+            # Of the broken transfer full attention alone; the checkpoint is loaded like a transfer of its tokens.
+            regions = [region for region in regions if region.group.kind is GroupKind.FULL]
+            whole = replace(ticket, num_tokens=order.usable_tokens, skip_tokens=0)
+            self._checkpoint = BlockLoad(wire.checkpoint, replace(order, ticket=whole, usable_tokens=0))
+        for region in regions:
             run = region.run(runs[region.group.index], ticket.num_tokens, ticket.skip_tokens)
             # The region may begin earlier than the run.
             skipped = region.group.first_block(ticket.num_tokens, ticket.skip_tokens)
@@ -78,13 +87,19 @@ class BlockLoad:
                 part.fill(arrival, blocks, digested=self._digest_plan is not None)
 
     def finish(self, staged: StagedTransfer) -> int:
-        """Fill the rest from a complete transfer, and check all of it; returns the bytes loaded.
+        """Fill the rest from what was handed over, and check all of it; returns the bytes loaded.
 
         The request may run then: every copy is in place, and every page is what the prefill engine computed.
 
         Raises:
             PageDigestError: a page is another one.
+            RuntimeError: the checkpoint is another one.
         """
+        loaded_bytes = 0
+        if self._checkpoint is not None:
+            if staged.checkpoint is None or staged.checkpoint.num_tokens != self._num_tokens:
+                raise RuntimeError(f"what was kept has no checkpoint after {self._num_tokens} tokens")
+            loaded_bytes = self._checkpoint.finish(staged.checkpoint)
         for part in self._parts:
             if part.left:
                 part.fill(staged, part.left, digested=self._digest_plan is not None)
@@ -96,7 +111,7 @@ class BlockLoad:
                 if part.sums:
                     sums = np.concatenate([pending.wait() for pending in part.sums])
                     digests.check(staged, part.region.index, part.first_block, sums)
-        return sum(part.loaded * part.region.page_bytes for part in self._parts)
+        return loaded_bytes + sum(part.loaded * part.region.page_bytes for part in self._parts)
 
     def flush(self) -> None:
         """Wait until no copy into the blocks is under way."""

@@ -100,7 +100,10 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: ConnectorWorker | None = None
         if role is KVConnectorRole.SCHEDULER:
             pool = PoolScheduler.of_engine(self.settings, vllm_config, kv_cache_config, self._groups)
-            self._scheduling = ConnectorScheduler(self.settings.name, self._key, self._groups, pool)
+            # Speculative decoding rewrites states after a step.
+            checkpoints = vllm_config.speculative_config is None
+            name, groups = self.settings.name, self._groups
+            self._scheduling = ConnectorScheduler(name, self._key, groups, pool, checkpoints=checkpoints)
 
     # ---- engine properties
 

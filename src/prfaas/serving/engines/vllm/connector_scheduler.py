@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from prfaas.core.kv.groups import GroupKind, KvGroup
+from prfaas.core.kv.groups import GroupKind, KvGroup, checkpoint_step_tokens
+from prfaas.core.link.checkpoints import is_checkpoint_due
 from prfaas.serving.engines.vllm.metadata import (
     BlockRun,
     LoadOrder,
@@ -54,6 +55,8 @@ class ProducingRequest:
     """Some chunk was ordered to be sent."""
     ended: bool = False
     """The last chunk was."""
+    checkpoint_tokens: int = 0
+    """Where the last checkpoint was ordered; 0: none was."""
 
 
 @dataclass(slots=True)
@@ -90,11 +93,15 @@ class ConnectorScheduler:
         groups: Sequence[KvGroup],
         pool: PoolScheduler | None = None,
         now_s: Callable[[], float] = time.time,
+        *,
+        checkpoints: bool = True,
     ) -> None:
-        """`pool`: None where the machine has none."""
+        """`pool`: None where the machine has none. `checkpoints`: states are final when their step ends."""
         self._name = name
         self._key = key
         self._groups = groups
+        # Tokens between places where a checkpoint may be; 0: nowhere.
+        self._checkpoint_step = checkpoint_step_tokens(groups) if checkpoints and self._cut_groups() else 0
         self.pool = pool
         self._now_s = now_s
         self._producing: dict[str, ProducingRequest] = {}
@@ -279,13 +286,31 @@ class ConnectorScheduler:
             if end > first:
                 streamed.append(BlockRun(group.index, first, tuple(block_ids[group.index][first:end])))
                 producing.sent_blocks[group.index] = end
-        others = [group for group in self._groups if group.kind is not GroupKind.FULL]
-        closing = self._runs(others, block_ids, ticket.num_tokens, 0) if final else ()
-        sealed, cached_tokens = producing.sealed, producing.cached_tokens
-        decodes_on = request.max_tokens > 1
+        closing = self._runs(self._cut_groups(), block_ids, ticket.num_tokens, 0) if final else ()
+        is_due = not final and self._is_checkpoint_due(producing, end_tokens)
         return SendOrder(
-            request.request_id, ticket, sealed, tuple(streamed), closing, final, cached_tokens, decodes_on
+            request.request_id,
+            ticket,
+            producing.sealed,
+            tuple(streamed),
+            closing,
+            final,
+            producing.cached_tokens,
+            decodes_on=request.max_tokens > 1,
+            checkpoint_tokens=end_tokens if is_due else 0,
+            checkpoint=self._runs(self._cut_groups(), block_ids, end_tokens, 0) if is_due else (),
         )
+
+    def _is_checkpoint_due(self, producing: ProducingRequest, end_tokens: int) -> bool:
+        """Whether a chunk that is not the last ends where the other engine could go on, and that pays."""
+        ticket = producing.ticket
+        if not self._checkpoint_step or end_tokens % self._checkpoint_step:
+            return False
+        last = max(producing.checkpoint_tokens, ticket.skip_tokens)
+        is_due = is_checkpoint_due(ticket.checkpoint_tokens, last, end_tokens, ticket.num_tokens)
+        if is_due:
+            producing.checkpoint_tokens = end_tokens
+        return is_due
 
     def request_finished(self, request: "Request", *, aborted: bool) -> bool:
         """True where the engine must keep the blocks until the worker side reports the send as finished.
@@ -307,6 +332,10 @@ class ConnectorScheduler:
 
     def _full_groups(self) -> list[KvGroup]:
         return [group for group in self._groups if group.kind is GroupKind.FULL]
+
+    def _cut_groups(self) -> list[KvGroup]:
+        """Of which a request needs what they hold after exactly so many tokens: states and windows."""
+        return [group for group in self._groups if group.kind is not GroupKind.FULL]
 
     @staticmethod
     def _runs(

@@ -41,6 +41,10 @@ class SendOrder:
     """Tokens of the prompt that were not computed for this request; None: not told."""
     decodes_on: bool = False
     """The engine decodes the request after its prompt: it writes over states, and gives up what leaves a window."""
+    checkpoint_tokens: int = 0
+    """What states and windows hold after so many tokens, the chunk's last, leaves as a checkpoint; 0: nothing does."""
+    checkpoint: tuple[BlockRun, ...] = ()
+    """Where they hold it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from prfaas.core.kv.groups import GroupKind
 from prfaas.serving.engines.page_digests import DigestSource
@@ -40,6 +40,10 @@ class _OpenSend:
     sources: "list[weakref.ref[PagedSource]]" = field(default_factory=list)
     closed_layers: set[str] = field(default_factory=set)
     """Whose linear state or window is in the queue."""
+    peer: str = ""
+    """To whom it goes."""
+    checkpoint: "_OpenSend | None" = None
+    """The newest one."""
 
 
 class KvProducer:
@@ -179,7 +183,7 @@ class KvProducer:
             ticket, send.sealed, region_bytes, send.cached_tokens, wire.mark, peer, wire.part
         )
         first_blocks = [region.group.first_block(*extent) for region in wire.regions]
-        return _OpenSend(transfer, wire, first_blocks, sum(kv_region_bytes), digests)
+        return _OpenSend(transfer, wire, first_blocks, sum(kv_region_bytes), digests, peer=peer)
 
     def end_step(self, sends: Sequence[SendOrder]) -> None:
         """Queue what a last chunk has left of states and windows, and mark the end of the prefill."""
@@ -187,6 +191,7 @@ class KvProducer:
             try:
                 if not send.final:
                     self._put_digests(send)
+                    self._put_checkpoints(send)
                     continue
                 self._close_layers(send)
                 for open_send in self._open_sends.get(send.request_id) or self._open(send):
@@ -202,6 +207,40 @@ class KvProducer:
             if open_send.digests is not None and open_send.wire.regions:
                 for run in open_send.digests.take(final=send.final):
                     open_send.transfer.put(open_send.digests.region, run.offset, run, urgent=send.final)
+
+    def _put_checkpoints(self, send: SendOrder) -> None:
+        """Have states and windows leave as they are after this chunk: copies, since the next one writes over them."""
+        for open_send in self._open_sends.get(send.request_id, ()) if send.checkpoint_tokens else ():
+            before, wire = open_send.checkpoint, open_send.wire
+            # Of several parts nothing is kept. One that has not left by now says that the link has no room for more.
+            is_late = before is not None and not before.transfer.phase.terminal
+            # The consumer must have let the transfer in: it takes a checkpoint of no other.
+            is_sending = open_send.transfer.phase is SendPhase.SENDING
+            if wire.checkpoint is not None and wire.parts == 1 and is_sending and not is_late:
+                self._put_checkpoint(send, open_send, wire.checkpoint)
+
+    def _put_checkpoint(self, send: SendOrder, open_send: _OpenSend, wire: WireLayout) -> None:
+        ticket = replace(send.ticket, num_tokens=send.checkpoint_tokens, skip_tokens=0)
+        extent, plan = (ticket.num_tokens, 0), wire.digest_plan
+        transfer = self._sender.open_checkpoint(
+            open_send.transfer, ticket.num_tokens, wire.region_bytes(*extent), open_send.peer
+        )
+        digests = DigestSource(plan.of_transfer(transfer.transfer_id, *extent)) if plan is not None else None
+        first_blocks = [region.group.first_block(*extent) for region in wire.regions]
+        open_send.checkpoint = checkpoint = _OpenSend(transfer, wire, first_blocks, 0, digests)
+        try:
+            for layer_name in self._layout.closing_layers:
+                order = replace(send, ticket=ticket, decodes_on=True)
+                self._queue_layer(order, checkpoint, send.checkpoint, layer_name, urgent=True)
+            if digests is not None:
+                for run in digests.take(final=True):
+                    transfer.put(digests.region, run.offset, run)
+            transfer.end()
+            self.stats.add("checkpoints_sent")
+        except Exception:
+            # It is of use only if this engine dies: the transfer goes on without.
+            logger.exception("request %s sends no checkpoint", send.request_id)
+            transfer.abort("the prefill engine could not read it")
 
     def _abort_unreadable(self, send: SendOrder) -> None:
         """In an except clause: the exception must cost one request's transfers, not the engine."""
@@ -240,6 +279,8 @@ class KvProducer:
                 self._open_sends.pop(request_id, None)
                 for each in open_sends:
                     self._count(each)
+                    if each.checkpoint is not None:
+                        each.checkpoint.transfer.abort("its transfer is over")
         return done
 
     def _has_ended(self, open_send: _OpenSend, held_since_s: float) -> bool:

@@ -1,7 +1,7 @@
 """What travels between this engine and one other: the regions of a transfer, and this engine's pages of them."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from math import lcm
 
@@ -94,6 +94,12 @@ class WireLayout:
         names = [f"{region.layer_name}/{region.part}" for region in self.regions]
         self.digest_plan = DigestPlan(self.regions, names, pair.finer_rank) if page_digests else None
         """None sends pages without digests."""
+        cut = [region for region in self.regions if region.group.kind is not GroupKind.FULL]
+        self.checkpoint: WireLayout | None = None
+        """Of a checkpoint: linear states and windows alone. None where there are none, or nothing else."""
+        if 0 < len(cut) < len(self.regions):
+            cut = [replace(region, index=index) for index, region in enumerate(cut)]
+            self.checkpoint = WireLayout(cut, mark, pair, page_digests=page_digests)
 
     def kv_region_bytes(self, num_tokens: int, skip_tokens: int) -> list[int]:
         """See `groups.region_bytes`: without digests."""
@@ -109,14 +115,32 @@ class WireLayout:
             return self.digest_plan.region_bytes(num_tokens, skip_tokens)
         return self.kv_region_bytes(num_tokens, skip_tokens)
 
-    def usable_tokens(self, num_tokens: int, skip_tokens: int, covered_end: Callable[[int, int], int]) -> int:
+    def checkpoint_bytes(self, num_tokens: int) -> list[int]:
+        """Sizes of all regions of a checkpoint after so many tokens.
+
+        Raises:
+            ValueError: there can be none.
+        """
+        if self.checkpoint is None:
+            raise ValueError("these layers have no checkpoints")
+        return self.checkpoint.region_bytes(num_tokens, 0)
+
+    def usable_tokens(
+        self,
+        num_tokens: int,
+        skip_tokens: int,
+        covered_end: Callable[[int, int], int],
+        checkpoints: Collection[int] = (),
+    ) -> int:
         """See `groups.usable_tokens`: whole blocks of this engine, with their digests where pages have them."""
-        extent = (num_tokens, skip_tokens, covered_end)
+        # Wire pages of a token range are parts of the engine's blocks; a state is one page, whatever its tokens.
+        ranges = [each for each in self.regions if each.group.kind is not GroupKind.STATE]
+        block_tokens = lcm(*(each.per_block * each.group.block_tokens for each in ranges))
+        ends = [end for end in checkpoints if end % block_tokens == 0]
+        extent = (num_tokens, skip_tokens, covered_end, ends)
         plan = self.digest_plan
         tokens = plan.usable_tokens(*extent) if plan is not None else usable_tokens(self.regions, *extent)
-        if tokens:
-            # Of full attention alone, whose wire pages are parts of the engine's blocks.
-            tokens -= tokens % lcm(*(each.per_block * each.group.block_tokens for each in self.regions))
+        tokens -= tokens % block_tokens
         return tokens if tokens > skip_tokens else 0
 
 

@@ -1,0 +1,60 @@
+"""Checkpoints at the consumer: what layers with a state or a window hold after some tokens of a transfer.
+
+With such layers an engine can't go on from just any token of a transfer that broke. A checkpoint is a small transfer
+beside that one, sent while its prefill goes on. Once complete it belongs to the transfer: it is freed with it, or
+handed over with what is left of it.
+"""
+
+from collections.abc import Mapping
+
+from prfaas.serving.transport.incoming import IncomingTransfer
+from prfaas.serving.transport.region_layout import TransferLayout, usable_tokens
+from prfaas.serving.transport.wire import TransferPhase, WireError
+
+
+class Checkpoints:
+    """Those of the transfers of one table. Not thread-safe: the table's lock guards them."""
+
+    def __init__(self, layout: TransferLayout, transfers: Mapping[bytes, IncomingTransfer]) -> None:
+        """`transfers`: the table's live ones, by id."""
+        self._layout = layout
+        self._transfers = transfers
+
+    def check(self, checkpoint: IncomingTransfer) -> None:
+        """Whether a transfer may be sent, if it is a checkpoint.
+
+        Raises:
+            WireError: its producer does not send what it is a checkpoint of.
+        """
+        if checkpoint.checkpoint_of is not None and self._owner(checkpoint) is None:
+            raise WireError("the transfer that it is a checkpoint of is not under way")
+
+    def keep(self, checkpoint: IncomingTransfer) -> None:
+        """One has come: those before it are freed, if the engine could go on from it now."""
+        owner = self._owner(checkpoint)
+        if owner is None:
+            checkpoint.discard()
+            return
+        owner.checkpoints[checkpoint.ticket.num_tokens] = checkpoint
+        owner.checkpoint_bytes += checkpoint.status().received_bytes
+        usable = usable_tokens(self._layout, owner.ticket, owner.covered_end, owner.checkpoints)
+        owner.discard_checkpoints(tokens for tokens in owner.checkpoints if tokens < usable)
+
+    def under_way(self, owner: IncomingTransfer) -> list[IncomingTransfer]:
+        """Those of a transfer that have not come."""
+        owner_id = owner.ticket.transfer_id
+        return [each for each in self._transfers.values() if each.checkpoint_of == owner_id]
+
+    def make_room(self, wanting: IncomingTransfer) -> bool:
+        """Free one for a transfer that is no checkpoint; False if there is none."""
+        for owner in self._transfers.values():
+            if owner.checkpoints and wanting.checkpoint_of is None:
+                owner.discard_checkpoints([min(owner.checkpoints)])
+                return True
+        return False
+
+    def _owner(self, checkpoint: IncomingTransfer) -> IncomingTransfer | None:
+        owner = self._transfers.get(checkpoint.checkpoint_of or b"")
+        if owner is None or owner.phase is not TransferPhase.RECEIVING:
+            return None
+        return owner if owner.session.same(checkpoint.session) else None
