@@ -57,8 +57,10 @@ class Memory:
         return torch.cat([part[block * per_block + inside, row].flatten() for part in self.seen])
 
 
-def worked_on(memory: Memory, other: Memory, blocks: int, backend: type[HostPages]) -> WirePages:
-    (form,) = wire_forms([memory.layout], [other.layout], "a", "b")
+def worked_on(
+    memory: Memory, other: Memory, blocks: int, backend: type[HostPages], *, sends: bool = True
+) -> WirePages:
+    (form,) = wire_forms([memory.layout], [other.layout], "a", "b", sends=sends)
     pages = backend(raw_pages(memory.tensor, blocks))
     return pages if form is None else cut_pages(pages, memory.layout, form)
 
@@ -85,7 +87,10 @@ def test_pages_are_as_if_the_other_engine_had_computed_them(data: st.DataObject)
     random = np.random.default_rng(data.draw(st.integers(0, 99)))
     ours.tensor.copy_(torch.from_numpy(random.integers(1, 30000, ours.tensor.shape, dtype=np.int16)))
     here, there = (data.draw(st.sampled_from(BACKENDS)) for _ in range(2))
-    source, target = worked_on(ours, theirs, blocks, here), worked_on(theirs, ours, blocks, there)
+    source, target = (
+        worked_on(ours, theirs, blocks, here),
+        worked_on(theirs, ours, blocks, there, sends=False),
+    )
     assert source.page_bytes == target.page_bytes
     # A request's block tables at both sides, and the wire pages of its tokens.
     tables = [random.permutation(np.arange(1, blocks))[: tokens // size] for size, _ in sides]
@@ -173,7 +178,7 @@ def test_vllms_own_cpu_kernel_finds_each_token_in_the_other_blocks(sizes: tuple[
         memories.append(tensor)
         layouts.append(page_layout(group, tensor, heads, Packing.CPU_VECTORS, page_bytes))
         tables.append(table.tolist())
-    (form,) = wire_forms(layouts[:1], layouts[1:], "a", "b")
+    (form,) = wire_forms(layouts[:1], layouts[1:], "a", "b", sends=True)
     assert form is not None
     expected = memories[1].clone()
     memories[1].zero_()

@@ -5,9 +5,11 @@ gathered from runs of equal length at equal distances, and spread over them.
 """
 
 from collections.abc import Iterator, Sequence
-from math import gcd, prod
+from math import gcd
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from prfaas.core.kv.page_layout import PageLayout, PagePart, WirePage
@@ -26,58 +28,69 @@ from prfaas.serving.engines.vllm.pages import (
 
 # For their sums, pages are gathered in the processor's cache.
 _STEP_BYTES = 256 << 10
+# A longer run is copied faster word by word.
+_SHORT_RUN_BYTES = 256
+
+HostView = npt.NDArray[Any]
 
 
 class _Runs:
-    """Where the bytes of one part of each wire page lie."""
+    """Where the bytes of one part of each wire page lie, in the engine's memory and in the wire page."""
 
-    def __init__(self, part: PagePart, layout: PageLayout, form: WirePage, page_stride_bytes: int) -> None:
-        """`page_stride_bytes`: from one dense page to the next."""
-        rows = [(part.heads, part.head_stride_bytes), (part.rows, part.row_stride_bytes)]
-        tokens = [(form.tokens, part.token_stride_bytes)]
-        inner = [*tokens, *rows] if form.tokens_outside else [*rows, *tokens]
-        self.nbytes = part.heads * part.rows * form.tokens * part.width_bytes
-        self.offset = part.offset_bytes
-        self.outer = (
-            (layout.page_tokens // form.tokens, form.tokens * part.token_stride_bytes),
-            page_stride_bytes,
-        )
-        self.inner = _joined([*inner, (part.width_bytes, 1)])
-        """(number, distance in bytes), the last of them of bytes that lie together."""
+    def __init__(
+        self, part: PagePart, wire: PagePart, layout: PageLayout, tokens: int, page_stride_bytes: int
+    ) -> None:
+        """
+        Args:
+            part: in a dense page of the engine.
+            wire: the same in a wire page.
+            layout: of the engine's pages.
+            tokens: of a wire page.
+            page_stride_bytes: from one dense page to the next.
+        """
+        self.nbytes = part.heads * part.rows * tokens * part.width_bytes
+        self.offset, self.wire_offset = part.offset_bytes, wire.offset_bytes
+        self.outer = (layout.page_tokens // tokens, tokens * part.token_stride_bytes, page_stride_bytes)
+        """Wire pages in a dense page; from one to the next; from one dense page to the next."""
+        own, there = part.strides(tokens), wire.strides(tokens)
+        dimensions = [
+            (number, stride, wire_stride)
+            for (number, stride), (_, wire_stride) in zip(own, there, strict=True)
+            if number > 1
+        ]
+        outside_in = sorted(dimensions, key=lambda dimension: -dimension[2])
+        *self.inner, (self.run_bytes, _, _) = _joined([*outside_in, (part.width_bytes, 1, 1)])
+        """(number, distance in bytes, distance in the wire page), and the bytes that lie together in both."""
 
     @property
     def grain_bytes(self) -> int:
         """Divides all lengths and distances."""
-        (_, cut_stride), page_stride = self.outer
-        run_bytes = self.inner[-1][0]
-        return gcd(
-            run_bytes, self.offset, cut_stride, page_stride, *(stride for _, stride in self.inner[:-1])
-        )
+        strides = [stride for _, *both in self.inner for stride in both]
+        return gcd(self.run_bytes, self.offset, self.wire_offset, *self.outer[1:], *strides)
 
-    def shape(self, pages: int, item_bytes: int) -> tuple[int, ...]:
-        """(pages, wire pages in one, …) in items."""
-        (cuts, _), _ = self.outer
-        *numbers, run_bytes = (number for number, _ in self.inner)
-        return (pages, cuts, *numbers, run_bytes // item_bytes)
+    def shape(self, item_bytes: int) -> tuple[int, ...]:
+        """Of the part in one wire page, in items."""
+        return (*(number for number, _, _ in self.inner), self.run_bytes // item_bytes)
 
-    def strides(self, item_bytes: int) -> tuple[int, ...]:
-        """Of that shape, in items."""
-        (_, cut_stride), page_stride = self.outer
-        strides = (page_stride, cut_stride, *(stride for _, stride in self.inner[:-1]))
-        return (*(stride // item_bytes for stride in strides), 1)
+    def strides(self) -> tuple[int, ...]:
+        """Of (pages, wire pages in one, …) in the engine's memory, in bytes, without the last one."""
+        _, cut_stride, page_stride = self.outer
+        return (page_stride, cut_stride, *(stride for _, stride, _ in self.inner))
+
+    def wire_strides(self) -> tuple[int, ...]:
+        """The same in a wire page."""
+        return tuple(stride for _, _, stride in self.inner)
 
 
-def _joined(dimensions: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The same bytes in fewer dimensions: (number, distance), from outside in."""
-    joined: list[tuple[int, int]] = [dimensions[-1]]
-    for number, stride in reversed(dimensions[:-1]):
-        inside, inside_stride = joined[0]
-        if number == 1:
-            continue
-        if stride == inside * inside_stride:
-            joined[0] = (number * inside, inside_stride)
+def _joined(dimensions: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """The same bytes in fewer dimensions: (number, distance here, and there), from outside in."""
+    joined = [dimensions[-1]]
+    for number, stride, wire_stride in reversed(dimensions[:-1]):
+        inside, inside_stride, inside_wire = joined[0]
+        if (stride, wire_stride) == (inside * inside_stride, inside * inside_wire):
+            joined[0] = (number * inside, inside_stride, inside_wire)
         else:
-            joined.insert(0, (number, stride))
+            joined.insert(0, (number, stride, wire_stride))
     return joined
 
 
@@ -92,61 +105,60 @@ def cut_pages(pages: LayerPages, layout: PageLayout, form: WirePage) -> WirePage
     raw = pages.raw
     per_block = layout.block_tokens // layout.page_tokens
     page_stride = raw.stride(0) // per_block
-    runs = [_Runs(part, layout, form, page_stride) for part in layout.parts]
-    count = raw.shape[0] * per_block
-    (cuts, cut_stride), _ = runs[0].outer
-    if len(runs) == 1 and len(runs[0].inner) == 1 and (cuts == 1 or page_stride == cuts * cut_stride):
-        size = (count * cuts, runs[0].nbytes)
+    runs = [
+        _Runs(part, wire, layout, form.tokens, page_stride)
+        for part, wire in zip(layout.parts, form.parts, strict=True)
+    ]
+    count, page_bytes = raw.shape[0] * per_block, sum(each.nbytes for each in runs)
+    cuts, cut_stride, _ = runs[0].outer
+    one_behind_other = cuts == 1 or (len(runs) == 1 and page_stride == cuts * cut_stride)
+    if one_behind_other and _are_rows(runs):
+        size = (count * cuts, page_bytes)
         stride = page_stride if cuts == 1 else cut_stride
-        rows = raw.as_strided(size, (stride, 1), raw.storage_offset() + runs[0].offset)
+        rows = raw.as_strided(size, (stride, 1), raw.storage_offset() + runs[0].offset - runs[0].wire_offset)
         return HostPages(rows) if isinstance(pages, HostPages) else DevicePages(rows)
     return (
         CutHostPages(raw, runs, count) if isinstance(pages, HostPages) else CutDevicePages(raw, runs, count)
     )
 
 
-class _Parts:
-    """The parts of all wire pages, as shapes over the engine's memory."""
+def _are_rows(runs: Sequence[_Runs]) -> bool:
+    """Wire pages lie in memory as they travel."""
+    return len({each.offset - each.wire_offset for each in runs}) == 1 and all(
+        stride == wire_stride for each in runs for _, stride, wire_stride in each.inner
+    )
 
-    def __init__(self, raw: torch.Tensor, runs: Sequence[_Runs], pages: int) -> None:
-        grain = gcd(WORD_BYTES, raw.storage_offset(), raw.data_ptr(), *(each.grain_bytes for each in runs))
-        dtype = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[grain]
-        # Words are copied faster than bytes.
-        memory = torch.empty(0, dtype=dtype, device=raw.device).set_(
-            raw.untyped_storage(), 0, (raw.untyped_storage().nbytes() // grain,), (1,)
-        )
-        self.item_bytes = grain
-        self.cuts = runs[0].outer[0][0]
-        """Wire pages in one dense page."""
-        self.page_bytes = sum(each.nbytes for each in runs)
-        self.views = [
-            memory.as_strided(
-                each.shape(pages, grain),
-                each.strides(grain),
-                (raw.storage_offset() + each.offset) // grain,
-            )
-            for each in runs
-        ]
 
-    def places(self, shapes: Sequence[tuple[int, ...]]) -> Iterator[slice]:
-        """Where each part of these shapes lies in a wire page, in items."""
-        begin = 0
-        for shape in shapes:
-            items = prod(shape[2:])
-            yield slice(begin, begin + items)
-            begin += items
+def _grain_bytes(raw: torch.Tensor, runs: Sequence[_Runs]) -> int:
+    """The longest words that all runs consist of: words are copied faster than bytes."""
+    page_bytes = sum(each.nbytes for each in runs)
+    return gcd(
+        WORD_BYTES, page_bytes, raw.storage_offset(), raw.data_ptr(), *(each.grain_bytes for each in runs)
+    )
 
 
 class CutHostPages:
     """Wire pages in host memory. Satisfies `WirePages`."""
 
     def __init__(self, raw: torch.Tensor, runs: Sequence[_Runs], pages: int) -> None:
-        parts = _Parts(raw, runs, pages)
-        self.page_bytes = parts.page_bytes
-        self._cuts = parts.cuts
-        views = [view.numpy() for view in parts.views]
-        self._dtype = views[0].dtype
-        self._parts = list(zip(views, parts.places([view.shape for view in views]), strict=True))
+        self.page_bytes = sum(each.nbytes for each in runs)
+        self._cuts = runs[0].outer[0]
+        memory = torch.empty(0, dtype=torch.uint8).set_(
+            raw.untyped_storage(), 0, (raw.untyped_storage().nbytes(),), (1,)
+        )
+        word = np.dtype(f"u{_grain_bytes(raw, runs)}")
+        self._parts: list[tuple[HostView, _Runs]] = []
+        for each in runs:
+            # A short run as one item is copied without a loop over its words.
+            item = np.dtype(f"V{each.run_bytes}") if each.run_bytes <= _SHORT_RUN_BYTES else word
+            view: HostView = np.ndarray(
+                (pages, self._cuts, *each.shape(item.itemsize)),
+                item,
+                memory.numpy().data,
+                raw.storage_offset() + each.offset,
+                (*each.strides(), item.itemsize),
+            )
+            self._parts.append((view, each))
 
     def mark_written(self) -> None:
         """Nothing to remember: host kernels have finished when the hook runs."""
@@ -224,43 +236,79 @@ class CutHostPages:
 
     def _gather(self, ids: BlockIds, out: Bytes2D) -> None:
         # Page by page, without a copy on the way.
-        words, stretches = out.view(self._dtype), self._stretches(ids)
-        for view, place in self._parts:
-            inner = words[:, place].reshape(len(ids), *view.shape[2:])
+        stretches = self._stretches(ids)
+        for view, run in self._parts:
+            inner = self._within(out, view, run)
             for which, page, cuts in stretches:
                 inner[which] = view[page, cuts]
 
     def _spread(self, ids: BlockIds, pages: Bytes2D) -> None:
-        words, stretches = np.ascontiguousarray(pages).view(self._dtype), self._stretches(ids)
-        for view, place in self._parts:
-            inner = words[:, place].reshape(len(ids), *view.shape[2:])
+        pages, stretches = np.ascontiguousarray(pages), self._stretches(ids)
+        for view, run in self._parts:
+            inner = self._within(pages, view, run)
             for which, page, cuts in stretches:
                 view[page, cuts] = inner[which]
+
+    def _within(self, pages: Bytes2D, view: HostView, run: _Runs) -> HostView:
+        """A part of wire pages that lie one behind the other."""
+        strides = (self.page_bytes, *run.wire_strides(), view.itemsize)
+        return np.ndarray((len(pages), *view.shape[2:]), view.dtype, pages.data, run.wire_offset, strides)
 
 
 class CutDevicePages(DevicePages):
     """Wire pages in accelerator memory: as `DevicePages`, but for how pages are gathered and spread."""
 
     def __init__(self, raw: torch.Tensor, runs: Sequence[_Runs], pages: int) -> None:
-        parts = _Parts(raw, runs, pages)
-        super().__init__(raw, parts.page_bytes)
-        self._cuts = parts.cuts
-        self._parts = list(zip(parts.views, parts.places([view.shape for view in parts.views]), strict=True))
+        super().__init__(raw, sum(each.nbytes for each in runs))
+        self._cuts = runs[0].outer[0]
+        grain = _grain_bytes(raw, runs)
+        dtype = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[grain]
+        memory = torch.empty(0, dtype=dtype, device=raw.device).set_(
+            raw.untyped_storage(), 0, (raw.untyped_storage().nbytes() // grain,), (1,)
+        )
+        self._parts = [
+            (
+                memory.as_strided(
+                    (pages, self._cuts, *each.shape(grain)),
+                    (*(stride // grain for stride in each.strides()), 1),
+                    (raw.storage_offset() + each.offset) // grain,
+                ),
+                each,
+            )
+            for each in runs
+        ]
 
     def _run(self, blocks: BlockIds) -> torch.Tensor:
         return self._gather(self._lane.ids(blocks)).view(torch.uint8).view(-1)
 
     def _gather(self, blocks: torch.Tensor) -> torch.Tensor:
         page, cut = blocks // self._cuts, blocks % self._cuts
-        found = [view[page, cut].reshape(len(blocks), -1) for view, _ in self._parts]
-        whole = found[0] if len(found) == 1 else torch.cat(found, dim=1)
+        ((view, _), *others) = self._parts
+        if others:
+            whole = torch.empty(
+                (len(blocks), self.page_bytes // view.itemsize), dtype=view.dtype, device=view.device
+            )
+            for view, run in self._parts:
+                self._within(whole, view, run).copy_(view[page, cut])
+        else:
+            # A single part has no gaps.
+            whole = view[page, cut].reshape(len(blocks), -1)
         return whole.view(torch.uint8 if self.page_bytes % WORD_BYTES else torch.int64)
 
     def _put(self, blocks: torch.Tensor, pages: torch.Tensor) -> None:
         page, cut = blocks // self._cuts, blocks % self._cuts
-        for view, place in self._parts:
-            items = pages.view(view.dtype).view(len(blocks), -1)[:, place]
-            view[page, cut] = items.reshape(len(blocks), *view.shape[2:])
+        for view, run in self._parts:
+            view[page, cut] = self._within(pages.view(view.dtype).view(len(blocks), -1), view, run)
+
+    def _within(self, pages: torch.Tensor, view: torch.Tensor, run: _Runs) -> torch.Tensor:
+        """A part of wire pages that lie one behind the other."""
+        item_bytes = view.itemsize
+        strides = (self.page_bytes, *run.wire_strides(), item_bytes)
+        return pages.as_strided(
+            (len(pages), *view.shape[2:]),
+            tuple(stride // item_bytes for stride in strides),
+            pages.storage_offset() + run.wire_offset // item_bytes,
+        )
 
     def _page(self, block: int) -> torch.Tensor:
         return self._run(np.array([block], dtype=np.int64))
