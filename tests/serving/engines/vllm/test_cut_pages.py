@@ -1,6 +1,6 @@
 """Wire pages of engines that keep the same KV differently: read from one, written to the other."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from prfaas.core.kv.groups import GroupKind, KvGroup
 from prfaas.core.kv.page_layout import PageLayout, wire_forms
+from prfaas.core.kv.rank_shares import RankPair, paired_ranks
 from prfaas.serving.engines.page_digests import page_sums
 from prfaas.serving.engines.vllm.cut_pages import CutDevicePages, CutHostPages, cut_pages
 from prfaas.serving.engines.vllm.device_pages import DevicePages
@@ -126,6 +127,81 @@ def test_pages_are_as_if_the_other_engine_had_computed_them(data: st.DataObject)
     expected = page_sums(np.pad(words, ((0, 0), (0, -words.shape[1] % 8))).view(np.int64)).tolist()
     assert source.sums(ids[0], loaded=False).wait().tolist() == expected
     assert target.sums(ids[1], loaded=True).wait().tolist() == expected
+
+
+@given(data=st.data())
+def test_of_unlike_ranks_the_heads_that_both_have_arrive(data: st.DataObject) -> None:
+    ranks = data.draw(st.sampled_from([(1, 2), (2, 1), (1, 4), (4, 1), (2, 4)]))
+    all_heads, blocks = data.draw(st.sampled_from([4, 8])), 10
+    is_cpu = data.draw(st.booleans())
+    orders = ("CPU", "CPU") if is_cpu else data.draw(st.tuples(*[st.sampled_from(["HND", "NHD"])] * 2))
+    sizes = data.draw(st.tuples(*[st.sampled_from([32, 64, 96] if is_cpu else [4, 8, 12])] * 2))
+    width = data.draw(st.sampled_from([2, 8, 24]))
+    ours, theirs = (
+        Memory.of(order, blocks, size, 1, all_heads // count, width)
+        for order, size, count in zip(orders, sizes, ranks, strict=True)
+    )
+    random = np.random.default_rng(data.draw(st.integers(0, 99)))
+    ours.tensor.copy_(torch.from_numpy(random.integers(1, 30000, ours.tensor.shape, dtype=np.int16)))
+    producer = data.draw(st.integers(0, ranks[0] - 1))
+    pair = RankPair(producer, ranks[0], data.draw(st.sampled_from(paired_ranks(producer, *ranks))), ranks[1])
+    both = pair.share(ours.layout, theirs.layout, "a", "b")
+    assert both is not None
+    forms = [wire_forms(both[:1], both[1:], "a", "b", sends=True)]
+    forms.append(wire_forms(both[1:], both[:1], "b", "a", sends=False))
+    assert forms[0] == forms[1]
+    ((form,), _) = forms
+    assert form is not None
+    backends = data.draw(st.tuples(*[st.sampled_from(BACKENDS)] * 2))
+    source, target = (
+        cut_pages(backend(raw_pages(memory.tensor, blocks)), layout, form)
+        for backend, memory, layout in zip(backends, (ours, theirs), both, strict=True)
+    )
+    tokens = form.tokens * data.draw(st.integers(1, 2 * min(sizes) // form.tokens))
+    tables = [random.permutation(np.arange(1, blocks)) for _ in ranks]
+    ids = [
+        [
+            int(table[first // size]) * (size // form.tokens) + first % size // form.tokens
+            for first in range(0, tokens, form.tokens)
+        ]
+        for table, size in zip(tables, sizes, strict=True)
+    ]
+    content = memoryview(bytearray(len(ids[0]) * source.page_bytes))
+    PagedSource(source, ids[0]).read_into(0, content)
+    target.write_run(ids[1], [content])
+    first_sent, first_kept, heads = pair._heads(all_heads // ranks[0], all_heads // ranks[1]) or (0, 0, 0)
+    for token in range(tokens):
+        (mine, row), (other, place) = (divmod(token, size) for size in sizes)
+        for sent, kept in zip(ours.seen, theirs.seen, strict=True):
+            leaves = sent[int(tables[0][mine]), row, first_sent : first_sent + heads]
+            assert torch.equal(kept[int(tables[1][other]), place, first_kept : first_kept + heads], leaves)
+    assert int((theirs.tensor != 0).sum()) == tokens * heads * width
+    words = np.frombuffer(content, dtype=np.uint8).reshape(len(ids[0]), -1)
+    expected = page_sums(np.pad(words, ((0, 0), (0, -words.shape[1] % 8))).view(np.int64)).tolist()
+    assert source.sums(ids[0], loaded=False).wait().tolist() == expected
+    assert target.sums(ids[1], loaded=True).wait().tolist() == expected
+
+
+def test_keys_and_values_of_a_head_lie_together_on_the_wire_too() -> None:
+    """So a side whose pages are as small has them as they travel, whichever of its heads it shares."""
+    wide, narrow = (Memory.of("CPU", 8, size, 1, heads, 24) for size, heads in ((64, 2), (32, 4)))
+    (form,) = wire_forms([wide.layout], [narrow_heads(narrow)], "a", "b", sends=True)
+    assert form is not None
+    keys, values = form.parts
+    assert keys.head_stride_bytes == values.head_stride_bytes == 32 * 24 * 2
+    assert (keys.offset_bytes, values.offset_bytes) == (0, 32 * 12 * 2)
+    pages = HostPages(raw_pages(narrow.tensor, 8))
+    assert isinstance(cut_pages(pages, narrow_heads(narrow), form), HostPages)
+    assert isinstance(cut_pages(HostPages(raw_pages(wide.tensor, 8)), wide.layout, form), CutHostPages)
+
+
+def narrow_heads(memory: Memory) -> PageLayout:
+    """The last two of a layout's four heads."""
+    parts = (
+        replace(part, heads=2, offset_bytes=part.offset_bytes + 2 * part.head_stride_bytes)
+        for part in memory.layout.parts
+    )
+    return replace(memory.layout, parts=tuple(parts))
 
 
 @pytest.mark.parametrize(("backend", "cut"), [(HostPages, CutHostPages), (DevicePages, CutDevicePages)])

@@ -12,9 +12,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from prfaas.core.kv.page_layout import PageLayout, PagePart, WirePage
+from prfaas.core.kv.page_layout import PageLayout, WirePage
 from prfaas.serving.engines.page_digests import WORD_BYTES, KnownSums, PendingSums, Sums, page_sums
 from prfaas.serving.engines.vllm.arena_pages import Bytes2D
+from prfaas.serving.engines.vllm.dense_sums import DenseSums, Words
 from prfaas.serving.engines.vllm.device_pages import DevicePages
 from prfaas.serving.engines.vllm.pages import (
     BlockIds,
@@ -25,73 +26,14 @@ from prfaas.serving.engines.vllm.pages import (
     WirePages,
     whole_pages,
 )
+from prfaas.serving.engines.vllm.part_runs import PartRuns
 
 # For their sums, pages are gathered in the processor's cache.
-_STEP_BYTES = 256 << 10
+_STEP_BYTES = 1 << 20
 # A longer run is copied faster word by word.
 _SHORT_RUN_BYTES = 256
 
 HostView = npt.NDArray[Any]
-
-
-class _Runs:
-    """Where the bytes of one part of each wire page lie, in the engine's memory and in the wire page."""
-
-    def __init__(
-        self, part: PagePart, wire: PagePart, layout: PageLayout, tokens: int, page_stride_bytes: int
-    ) -> None:
-        """
-        Args:
-            part: in a dense page of the engine.
-            wire: the same in a wire page.
-            layout: of the engine's pages.
-            tokens: of a wire page.
-            page_stride_bytes: from one dense page to the next.
-        """
-        self.nbytes = part.heads * part.rows * tokens * part.width_bytes
-        self.offset, self.wire_offset = part.offset_bytes, wire.offset_bytes
-        self.outer = (layout.page_tokens // tokens, tokens * part.token_stride_bytes, page_stride_bytes)
-        """Wire pages in a dense page; from one to the next; from one dense page to the next."""
-        own, there = part.strides(tokens), wire.strides(tokens)
-        dimensions = [
-            (number, stride, wire_stride)
-            for (number, stride), (_, wire_stride) in zip(own, there, strict=True)
-            if number > 1
-        ]
-        outside_in = sorted(dimensions, key=lambda dimension: -dimension[2])
-        *self.inner, (self.run_bytes, _, _) = _joined([*outside_in, (part.width_bytes, 1, 1)])
-        """(number, distance in bytes, distance in the wire page), and the bytes that lie together in both."""
-
-    @property
-    def grain_bytes(self) -> int:
-        """Divides all lengths and distances."""
-        strides = [stride for _, *both in self.inner for stride in both]
-        return gcd(self.run_bytes, self.offset, self.wire_offset, *self.outer[1:], *strides)
-
-    def shape(self, item_bytes: int) -> tuple[int, ...]:
-        """Of the part in one wire page, in items."""
-        return (*(number for number, _, _ in self.inner), self.run_bytes // item_bytes)
-
-    def strides(self) -> tuple[int, ...]:
-        """Of (pages, wire pages in one, …) in the engine's memory, in bytes, without the last one."""
-        _, cut_stride, page_stride = self.outer
-        return (page_stride, cut_stride, *(stride for _, stride, _ in self.inner))
-
-    def wire_strides(self) -> tuple[int, ...]:
-        """The same in a wire page."""
-        return tuple(stride for _, _, stride in self.inner)
-
-
-def _joined(dimensions: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """The same bytes in fewer dimensions: (number, distance here, and there), from outside in."""
-    joined = [dimensions[-1]]
-    for number, stride, wire_stride in reversed(dimensions[:-1]):
-        inside, inside_stride, inside_wire = joined[0]
-        if (stride, wire_stride) == (inside * inside_stride, inside * inside_wire):
-            joined[0] = (number * inside, inside_stride, inside_wire)
-        else:
-            joined.insert(0, (number, stride, wire_stride))
-    return joined
 
 
 def cut_pages(pages: LayerPages, layout: PageLayout, form: WirePage) -> WirePages:
@@ -106,30 +48,30 @@ def cut_pages(pages: LayerPages, layout: PageLayout, form: WirePage) -> WirePage
     per_block = layout.block_tokens // layout.page_tokens
     page_stride = raw.stride(0) // per_block
     runs = [
-        _Runs(part, wire, layout, form.tokens, page_stride)
+        PartRuns.of(part, wire, layout, form.tokens, page_stride)
         for part, wire in zip(layout.parts, form.parts, strict=True)
     ]
     count, page_bytes = raw.shape[0] * per_block, sum(each.nbytes for each in runs)
-    cuts, cut_stride, _ = runs[0].outer
+    cuts, cut_stride = runs[0].cuts, runs[0].cut_stride_bytes
     one_behind_other = cuts == 1 or (len(runs) == 1 and page_stride == cuts * cut_stride)
     if one_behind_other and _are_rows(runs):
         size = (count * cuts, page_bytes)
         stride = page_stride if cuts == 1 else cut_stride
-        rows = raw.as_strided(size, (stride, 1), raw.storage_offset() + runs[0].offset - runs[0].wire_offset)
+        begin = raw.storage_offset() + runs[0].offset_bytes - runs[0].wire_offset_bytes
+        rows = raw.as_strided(size, (stride, 1), begin)
         return HostPages(rows) if isinstance(pages, HostPages) else DevicePages(rows)
     return (
         CutHostPages(raw, runs, count) if isinstance(pages, HostPages) else CutDevicePages(raw, runs, count)
     )
 
 
-def _are_rows(runs: Sequence[_Runs]) -> bool:
+def _are_rows(runs: Sequence[PartRuns]) -> bool:
     """Wire pages lie in memory as they travel."""
-    return len({each.offset - each.wire_offset for each in runs}) == 1 and all(
-        stride == wire_stride for each in runs for _, stride, wire_stride in each.inner
-    )
+    distances = {each.offset_bytes - each.wire_offset_bytes for each in runs}
+    return len(distances) == 1 and all(each.is_as_travels for each in runs)
 
 
-def _grain_bytes(raw: torch.Tensor, runs: Sequence[_Runs]) -> int:
+def _grain_bytes(raw: torch.Tensor, runs: Sequence[PartRuns]) -> int:
     """The longest words that all runs consist of: words are copied faster than bytes."""
     page_bytes = sum(each.nbytes for each in runs)
     return gcd(
@@ -137,28 +79,39 @@ def _grain_bytes(raw: torch.Tensor, runs: Sequence[_Runs]) -> int:
     )
 
 
+def _steps(ids: BlockIds, page_bytes: int) -> Iterator[BlockIds]:
+    """As many pages at a time as stay in the processor's cache."""
+    step = max(1, _STEP_BYTES // page_bytes)
+    for first in range(0, len(ids), step):
+        yield ids[first : first + step]
+
+
 class CutHostPages:
     """Wire pages in host memory. Satisfies `WirePages`."""
 
-    def __init__(self, raw: torch.Tensor, runs: Sequence[_Runs], pages: int) -> None:
+    def __init__(self, raw: torch.Tensor, runs: Sequence[PartRuns], pages: int) -> None:
         self.page_bytes = sum(each.nbytes for each in runs)
-        self._cuts = runs[0].outer[0]
+        self._cuts = runs[0].cuts
         memory = torch.empty(0, dtype=torch.uint8).set_(
             raw.untyped_storage(), 0, (raw.untyped_storage().nbytes(),), (1,)
         )
+        self._memory = memory.numpy().data
         word = np.dtype(f"u{_grain_bytes(raw, runs)}")
-        self._parts: list[tuple[HostView, _Runs]] = []
+        self._parts: list[tuple[HostView, PartRuns]] = []
         for each in runs:
             # A short run as one item is copied without a loop over its words.
             item = np.dtype(f"V{each.run_bytes}") if each.run_bytes <= _SHORT_RUN_BYTES else word
             view: HostView = np.ndarray(
                 (pages, self._cuts, *each.shape(item.itemsize)),
                 item,
-                memory.numpy().data,
-                raw.storage_offset() + each.offset,
+                self._memory,
+                raw.storage_offset() + each.offset_bytes,
                 (*each.strides(), item.itemsize),
             )
             self._parts.append((view, each))
+        in_words = word.itemsize == WORD_BYTES and DenseSums.suit(runs)
+        self._dense = DenseSums(self._memory, raw.storage_offset(), pages, runs) if in_words else None
+        """None: the sums of wire pages are computed of copies."""
 
     def mark_written(self) -> None:
         """Nothing to remember: host kernels have finished when the hook runs."""
@@ -201,21 +154,27 @@ class CutHostPages:
 
     def sums(self, blocks: Sequence[int], *, loaded: bool) -> PendingSums:
         del loaded  # host kernels and host copies have finished alike
+        ids = np.array(blocks, dtype=np.int64)
+        pages, cuts = np.divmod(ids, self._cuts)
+        begins = np.diff(pages, prepend=-1) != 0
+        # Of a page of which few are wanted, only these are read.
+        if self._dense is not None and 2 * len(ids) > np.count_nonzero(begins) * self._cuts:
+            found = self._sums_of_dense(self._dense, pages[begins])
+            return KnownSums(found[np.cumsum(begins) - 1, cuts].view(np.uint64))
         sums: list[Sums] = []
-        for ids in self._steps(np.array(blocks, dtype=np.int64)):
-            pages = self._gathered(ids)
+        for some in _steps(ids, self.page_bytes):
+            gathered = self._gathered(some)
             if missing := -self.page_bytes % WORD_BYTES:
-                pages = np.pad(pages, ((0, 0), (0, missing)))
-            sums.append(page_sums(pages.view(np.int64), overwrite=True))
+                gathered = np.pad(gathered, ((0, 0), (0, missing)))
+            sums.append(page_sums(gathered.view(np.int64), overwrite=True))
         return KnownSums(np.concatenate(sums) if sums else np.empty(0, dtype=np.uint64))
+
+    @staticmethod
+    def _sums_of_dense(dense: DenseSums, pages: BlockIds) -> Words:
+        return np.concatenate([dense.of(some) for some in _steps(pages, dense.page_bytes)])
 
     def copied(self, block: int) -> PageCopy:
         return HostPageCopy(self._gathered(np.array([block]))[0])
-
-    def _steps(self, blocks: BlockIds) -> Iterator[BlockIds]:
-        step = max(1, _STEP_BYTES // self.page_bytes)
-        for first in range(0, len(blocks), step):
-            yield blocks[first : first + step]
 
     def _stretches(self, ids: BlockIds) -> list[tuple[slice, int, slice]]:
         """Neighbours in one dense page: which of `ids`, the page, and which of its wire pages."""
@@ -249,18 +208,20 @@ class CutHostPages:
             for which, page, cuts in stretches:
                 view[page, cuts] = inner[which]
 
-    def _within(self, pages: Bytes2D, view: HostView, run: _Runs) -> HostView:
+    def _within(self, pages: Bytes2D, view: HostView, run: PartRuns) -> HostView:
         """A part of wire pages that lie one behind the other."""
         strides = (self.page_bytes, *run.wire_strides(), view.itemsize)
-        return np.ndarray((len(pages), *view.shape[2:]), view.dtype, pages.data, run.wire_offset, strides)
+        return np.ndarray(
+            (len(pages), *view.shape[2:]), view.dtype, pages.data, run.wire_offset_bytes, strides
+        )
 
 
 class CutDevicePages(DevicePages):
     """Wire pages in accelerator memory: as `DevicePages`, but for how pages are gathered and spread."""
 
-    def __init__(self, raw: torch.Tensor, runs: Sequence[_Runs], pages: int) -> None:
+    def __init__(self, raw: torch.Tensor, runs: Sequence[PartRuns], pages: int) -> None:
         super().__init__(raw, sum(each.nbytes for each in runs))
-        self._cuts = runs[0].outer[0]
+        self._cuts = runs[0].cuts
         grain = _grain_bytes(raw, runs)
         dtype = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[grain]
         memory = torch.empty(0, dtype=dtype, device=raw.device).set_(
@@ -271,7 +232,7 @@ class CutDevicePages(DevicePages):
                 memory.as_strided(
                     (pages, self._cuts, *each.shape(grain)),
                     (*(stride // grain for stride in each.strides()), 1),
-                    (raw.storage_offset() + each.offset) // grain,
+                    (raw.storage_offset() + each.offset_bytes) // grain,
                 ),
                 each,
             )
@@ -300,14 +261,14 @@ class CutDevicePages(DevicePages):
         for view, run in self._parts:
             view[page, cut] = self._within(pages.view(view.dtype).view(len(blocks), -1), view, run)
 
-    def _within(self, pages: torch.Tensor, view: torch.Tensor, run: _Runs) -> torch.Tensor:
+    def _within(self, pages: torch.Tensor, view: torch.Tensor, run: PartRuns) -> torch.Tensor:
         """A part of wire pages that lie one behind the other."""
         item_bytes = view.itemsize
         strides = (self.page_bytes, *run.wire_strides(), item_bytes)
         return pages.as_strided(
             (len(pages), *view.shape[2:]),
             tuple(stride // item_bytes for stride in strides),
-            pages.storage_offset() + run.wire_offset // item_bytes,
+            pages.storage_offset() + run.wire_offset_bytes // item_bytes,
         )
 
     def _page(self, block: int) -> torch.Tensor:
