@@ -134,8 +134,8 @@ def test_of_unlike_ranks_the_heads_that_both_have_arrive(data: st.DataObject) ->
     ranks = data.draw(st.sampled_from([(1, 2), (2, 1), (1, 4), (4, 1), (2, 4)]))
     all_heads, blocks = data.draw(st.sampled_from([4, 8])), 10
     is_cpu = data.draw(st.booleans())
-    orders = ("CPU", "CPU") if is_cpu else data.draw(st.tuples(*[st.sampled_from(["HND", "NHD"])] * 2))
-    sizes = data.draw(st.tuples(*[st.sampled_from([32, 64, 96] if is_cpu else [4, 8, 12])] * 2))
+    orders = ["CPU", "CPU"] if is_cpu else [data.draw(st.sampled_from(["HND", "NHD"])) for _ in ranks]
+    sizes = [data.draw(st.sampled_from([32, 64, 96] if is_cpu else [4, 8, 12])) for _ in ranks]
     width = data.draw(st.sampled_from([2, 8, 24]))
     ours, theirs = (
         Memory.of(order, blocks, size, 1, all_heads // count, width)
@@ -152,7 +152,7 @@ def test_of_unlike_ranks_the_heads_that_both_have_arrive(data: st.DataObject) ->
     assert forms[0] == forms[1]
     ((form,), _) = forms
     assert form is not None
-    backends = data.draw(st.tuples(*[st.sampled_from(BACKENDS)] * 2))
+    backends = [data.draw(st.sampled_from(BACKENDS)) for _ in ranks]
     source, target = (
         cut_pages(backend(raw_pages(memory.tensor, blocks)), layout, form)
         for backend, memory, layout in zip(backends, (ours, theirs), both, strict=True)

@@ -110,7 +110,7 @@ class CutHostPages:
             )
             self._parts.append((view, each))
         in_words = word.itemsize == WORD_BYTES and DenseSums.suit(runs)
-        self._dense = DenseSums(self._memory, raw.storage_offset(), pages, runs) if in_words else None
+        self._dense = DenseSums(self._memory, int(raw.storage_offset()), pages, runs) if in_words else None
         """None: the sums of wire pages are computed of copies."""
 
     def mark_written(self) -> None:

@@ -7,6 +7,7 @@ order of the engine's pages. Then all wire pages in a page cost what the sum of 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import gcd
 
 import numpy as np
 import numpy.typing as npt
@@ -18,8 +19,10 @@ Words = npt.NDArray[np.int64]
 
 # Bytes that are gathered for nothing, between the parts of wire pages that hold some of an engine's heads.
 _MOST_GAPS = 0.25
-# Sums are added up along the innermost words; fewer of these than that would take longer than what they spare.
+# A sum over fewer words that lie together takes longer to begin than to add up. So what some rows of them have at the
+# same place is added up first.
 _FEW_WORDS = 32
+_ROWS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +36,8 @@ class _Weighed:
     offset_bytes: int
     """In what is gathered of a dense page."""
     cut_axis: int
-    keeps_words: bool
-    """The innermost words, behind the dimension of wire pages, are added up at the end."""
+    kept_axes: range
+    """What lies in these is added up at the end, but for wire pages."""
     low: Weights
     high: Weights
 
@@ -43,9 +46,10 @@ class _Weighed:
         pages, *axes = range(len(self.shape) + 1)
         strides = (rows.strides[0], *self.strides)
         words: Words = np.ndarray((len(rows), *self.shape), np.int64, rows.data, self.offset_bytes, strides)
-        kept = axes[self.cut_axis :] if self.keeps_words else [axes[self.cut_axis]]
+        kept = [axes[axis] for axis in self.kept_axes]
         sums: Words = np.einsum(words, [pages, *axes], weights, axes, [pages, *kept])
-        return sums.sum(axis=2) if self.keeps_words else sums
+        cut = axes[self.cut_axis]
+        return sums.sum(axis=tuple(place for place, axis in enumerate(kept, 1) if axis != cut))
 
 
 class DenseSums:
@@ -127,15 +131,24 @@ def _part(runs: PartRuns, begin_bytes: int, low: Weights, high: Weights) -> _Wei
     inside = [each for each, within in zip(dimensions, is_inside, strict=True) if within]
     outside = [each for each, within in zip(dimensions, is_inside, strict=True) if not within]
     before, behind = _joined(outside), _joined(inside)
-    found = [*before, (runs.cuts, runs.cut_stride_bytes), *behind]
-    shape, strides = (tuple(each) for each in zip(*found, strict=True))
+    cut_axis = len(before)
+    kept_axes = range(cut_axis, cut_axis + 1)
+    if before and len(behind) == 1 and behind[0][0] < _FEW_WORDS:
+        number, stride = before.pop()
+        rows = gcd(number, _ROWS)
+        before += [(number // rows, rows * stride), (rows, stride)]
+        kept_axes = range(cut_axis, cut_axis + 3)
+        cut_axis += 1
+    shape, strides = (
+        tuple(each) for each in zip(*before, (runs.cuts, runs.cut_stride_bytes), *behind, strict=True)
+    )
     at = runs.offset_bytes - begin_bytes
     return _Weighed(
         shape,
         strides,
         at,
-        cut_axis=len(before),
-        keeps_words=len(behind) == 1 and behind[0][0] < _FEW_WORDS,
+        cut_axis,
+        kept_axes,
         low=_words(low, shape, strides, at),
         high=_words(high, shape, strides, at),
     )
