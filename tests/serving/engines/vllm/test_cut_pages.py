@@ -68,9 +68,9 @@ def worked_on(
 
 @given(data=st.data())
 def test_pages_are_as_if_the_other_engine_had_computed_them(data: st.DataObject) -> None:
+    orders: tuple[str, ...] = ("CPU", "CPU")
     if data.draw(st.booleans()):
         # The CPU backend's, in blocks of multiples of 32 tokens.
-        orders = ("CPU", "CPU")
         sides = [data.draw(st.sampled_from([(32, 1), (64, 1), (64, 2), (96, 1), (96, 3)])) for _ in range(2)]
     else:
         orders = tuple(data.draw(st.sampled_from(["HND", "NHD"])) for _ in range(2))
@@ -270,3 +270,38 @@ def test_vllms_own_cpu_kernel_finds_each_token_in_the_other_blocks(sizes: tuple[
     PagedSource(ends[0], ids[0]).read_into(0, content)
     ends[1].write_run(ids[1], [content])
     assert torch.equal(memories[1], expected)
+
+
+@pytest.mark.parametrize(
+    ("orders", "sizes", "heads"), [(("HND", "HND"), (512, 128), 2), (("HND", "HND"), (512, 256), 1)]
+)
+def test_long_runs_are_sent_from_where_they_lie(
+    orders: tuple[str, str], sizes: tuple[int, int], heads: int
+) -> None:
+    """Of 16 KiB and more: 128 tokens of 128 bytes."""
+    blocks, per_page = 5, sizes[0] // sizes[1]
+    ours, theirs = (
+        Memory.of(order, blocks, size, 1, heads, 64) for order, size in zip(orders, sizes, strict=True)
+    )
+    random = np.random.default_rng(3)
+    ours.tensor.copy_(torch.from_numpy(random.integers(1, 30000, ours.tensor.shape, dtype=np.int16)))
+    source = worked_on(ours, theirs, blocks, HostPages)
+    ids = np.array([page * per_page + cut for page in (3, 1, 4) for cut in range(per_page)])
+    whole = memoryview(bytearray(len(ids) * source.page_bytes))
+    source.read(ids, 0, whole)
+    assert bytes(whole) != bytes(len(whole))
+    for start, end in [(0, len(whole)), (5, 6), (100, 40000), (16383, 16385), (40000, len(whole) - 7)]:
+        pieces = source.views(ids, start, end - start)
+        assert pieces is not None
+        assert b"".join(pieces) == bytes(whole[start:end])
+        # No copies: what is written later is seen.
+        ours.tensor.bitwise_not_()
+        assert b"".join(pieces) != bytes(whole[start:end])
+        ours.tensor.bitwise_not_()
+
+
+def test_short_runs_are_copied_before_they_are_sent() -> None:
+    ours, theirs = (Memory.of("HND", 5, size, 1, 2, 64) for size in (512, 64))
+    source = worked_on(ours, theirs, 5, HostPages)
+    assert isinstance(source, CutHostPages)
+    assert source.views(np.array([1, 2]), 0, 2 * source.page_bytes) is None

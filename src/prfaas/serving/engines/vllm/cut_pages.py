@@ -5,6 +5,7 @@ gathered from runs of equal length at equal distances, and spread over them.
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import product
 from math import gcd
 from typing import Any
 
@@ -79,6 +80,26 @@ def _grain_bytes(raw: torch.Tensor, runs: Sequence[PartRuns]) -> int:
     )
 
 
+def _long_runs(runs: Sequence[PartRuns], offset_bytes: int) -> list[tuple[int, int, int, tuple[int, int]]]:
+    """Where runs lie that are sent one by one, from the first to the last of a wire page; none if one is too short.
+
+    Returns:
+        (Place in the wire page, bytes, place in memory of those of the first wire page, distances from one dense page
+        and from one wire page in it to the next).
+    """
+    if min(each.run_bytes for each in runs) < HostPages.MIN_PIECE_BYTES:
+        return []
+    found: list[tuple[int, int, int, tuple[int, int]]] = []
+    for each in runs:
+        strides = (each.page_stride_bytes, each.cut_stride_bytes)
+        for numbers in product(*(range(number) for number, _, _ in each.inner)):
+            own = sum(number * stride for number, (_, stride, _) in zip(numbers, each.inner, strict=True))
+            wire = sum(number * stride for number, (_, _, stride) in zip(numbers, each.inner, strict=True))
+            at = offset_bytes + each.offset_bytes + own
+            found.append((each.wire_offset_bytes + wire, each.run_bytes, at, strides))
+    return sorted(found)
+
+
 def _steps(ids: BlockIds, page_bytes: int) -> Iterator[BlockIds]:
     """As many pages at a time as stay in the processor's cache."""
     step = max(1, _STEP_BYTES // page_bytes)
@@ -109,6 +130,7 @@ class CutHostPages:
                 (*each.strides(), item.itemsize),
             )
             self._parts.append((view, each))
+        self._long_runs = _long_runs(runs, int(raw.storage_offset()))
         in_words = word.itemsize == WORD_BYTES and DenseSums.suit(runs)
         self._dense = DenseSums(self._memory, int(raw.storage_offset()), pages, runs) if in_words else None
         """None: the sums of wire pages are computed of copies."""
@@ -117,7 +139,19 @@ class CutHostPages:
         """Nothing to remember: host kernels have finished when the hook runs."""
 
     def views(self, blocks: BlockIds, start: int, nbytes: int) -> list[memoryview] | None:
-        """None: they lie in many small pieces."""
+        if not self._long_runs:
+            return None
+        end, page_bytes = start + nbytes, self.page_bytes
+        pieces: list[memoryview] = []
+        for index in range(start // page_bytes, -(-end // page_bytes)):
+            page, cut = divmod(int(blocks[index]), self._cuts)
+            for place, run_bytes, offset, (page_stride, cut_stride) in self._long_runs:
+                begins = index * page_bytes + place
+                first, last = max(start - begins, 0), min(end - begins, run_bytes)
+                if first < last:
+                    at = offset + page * page_stride + cut * cut_stride
+                    pieces.append(self._memory[at + first : at + last])
+        return pieces
 
     def read(self, blocks: BlockIds, start: int, out: memoryview) -> None:
         page_bytes = self.page_bytes

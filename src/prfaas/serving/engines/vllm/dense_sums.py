@@ -48,8 +48,9 @@ class _Weighed:
         words: Words = np.ndarray((len(rows), *self.shape), np.int64, rows.data, self.offset_bytes, strides)
         kept = [axes[axis] for axis in self.kept_axes]
         sums: Words = np.einsum(words, [pages, *axes], weights, axes, [pages, *kept])
-        cut = axes[self.cut_axis]
-        return sums.sum(axis=tuple(place for place, axis in enumerate(kept, 1) if axis != cut))
+        inside = tuple(place for place, axis in enumerate(self.kept_axes, 1) if axis != self.cut_axis)
+        found: Words = sums.sum(axis=inside)
+        return found
 
 
 class DenseSums:
