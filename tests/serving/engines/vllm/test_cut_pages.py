@@ -273,19 +273,21 @@ def test_vllms_own_cpu_kernel_finds_each_token_in_the_other_blocks(sizes: tuple[
 
 
 @pytest.mark.parametrize(
-    ("orders", "sizes", "heads"), [(("HND", "HND"), (512, 128), 2), (("HND", "HND"), (512, 256), 1)]
+    ("orders", "sizes", "heads"), [(("HND", "HND"), (512, 128), 2), (("HND", "HND"), (768, 512), 3)]
 )
 def test_long_runs_are_sent_from_where_they_lie(
     orders: tuple[str, str], sizes: tuple[int, int], heads: int
 ) -> None:
     """Of 16 KiB and more: 128 tokens of 128 bytes."""
-    blocks, per_page = 5, sizes[0] // sizes[1]
+    blocks = 5
     ours, theirs = (
         Memory.of(order, blocks, size, 1, heads, 64) for order, size in zip(orders, sizes, strict=True)
     )
     random = np.random.default_rng(3)
     ours.tensor.copy_(torch.from_numpy(random.integers(1, 30000, ours.tensor.shape, dtype=np.int16)))
     source = worked_on(ours, theirs, blocks, HostPages)
+    assert isinstance(source, CutHostPages)
+    per_page = ours.layout.page_bytes // source.page_bytes
     ids = np.array([page * per_page + cut for page in (3, 1, 4) for cut in range(per_page)])
     whole = memoryview(bytearray(len(ids) * source.page_bytes))
     source.read(ids, 0, whole)
