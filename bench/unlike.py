@@ -81,7 +81,11 @@ class Engine:
         pages, layouts = {}, {}
         for name in LAYERS:
             memory = torch.randint(
-                0, 256, (blocks, *shape, HEAD_BYTES // 2), dtype=torch.uint8, generator=generator
+                -(1 << 15),
+                1 << 15,
+                (blocks, *shape, HEAD_BYTES // 2),
+                dtype=torch.int16,
+                generator=generator,
             )
             tensor = memory.permute(0, 2, 1, 3) if keeping.order == "NHD" else memory
             raw = raw_pages(tensor, blocks)

@@ -45,13 +45,17 @@ SIDES = st.lists(LAYOUTS, min_size=4, max_size=4)
 
 @given(SIDES, SIDES)
 def test_both_sides_come_to_the_same_form(ours: list[PageLayout], theirs: list[PageLayout]) -> None:
-    forms = wire_forms(ours, theirs, "a", "b")
-    assert forms == wire_forms(theirs, ours, "b", "a")
+    forms = wire_forms(ours, theirs, "a", "b", sends=True)
+    assert forms == wire_forms(theirs, ours, "b", "a", sends=False)
     for mine, other, form in zip(ours, theirs, forms, strict=True):
         assert (form is None) == (mine == other)
         if form is not None:
             assert form.tokens == gcd(mine.page_tokens, other.page_tokens)
-            assert form.tokens_outside == (mine.parts[0].tokens_outside and other.parts[0].tokens_outside)
+            (part,) = form.parts
+            # A side whose pages are as small has them as they travel; if both have, the one that sends.
+            finer = other if other.page_tokens == form.tokens < mine.page_tokens else mine
+            is_outside = finer.parts[0].token_stride_bytes > finer.parts[0].head_stride_bytes
+            assert part == attention(form.tokens, "NHD" if is_outside else "HND").parts[0]
     assert (mark_of(forms) == "") == (ours == theirs)
 
 
@@ -59,7 +63,7 @@ def test_both_sides_come_to_the_same_form(ours: list[PageLayout], theirs: list[P
 def test_another_form_has_another_mark(
     ours: list[PageLayout], theirs: list[PageLayout], others: list[PageLayout]
 ) -> None:
-    first, second = wire_forms(ours, theirs, "a", "b"), wire_forms(ours, others, "a", "b")
+    first, second = (wire_forms(ours, sides, "a", "b", sends=True) for sides in (theirs, others))
     assert (mark_of(first) == mark_of(second)) == (first == second)
 
 
@@ -81,7 +85,7 @@ def test_a_model_of_many_equal_layers_is_told_in_few_words() -> None:
 
 
 def test_a_state_is_one_page_whatever_a_block_has() -> None:
-    assert wire_forms([state(24)], [state(16)], "a", "b") == (WirePage(8, tokens_outside=False),)
+    assert wire_forms([state(24)], [state(16)], "a", "b", sends=True) == (WirePage(8),)
 
 
 UNKNOWN = PageLayout(GroupKind.FULL, 16, 16, 4096)
@@ -139,7 +143,7 @@ def test_what_cannot_be_mapped_is_told_with_both_values(
     ours: list[PageLayout], theirs: list[PageLayout], sentence: str
 ) -> None:
     with pytest.raises(UnlikePagesError) as caught:
-        wire_forms(ours, theirs, "home", "east")
+        wire_forms(ours, theirs, "home", "east", sends=True)
     assert str(caught.value) == sentence
 
 

@@ -8,8 +8,8 @@ many tokens as divide both sides' pages, and one order that both sides know. Eac
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
-from itertools import groupby
+from dataclasses import astuple, dataclass, replace
+from itertools import accumulate, groupby
 from math import gcd
 
 from prfaas.core.kv.groups import GroupKind
@@ -46,10 +46,13 @@ class PagePart:
     row_stride_bytes: int
     """0 with one row."""
 
-    @property
-    def tokens_outside(self) -> bool:
-        """All heads of a token lie together (NHD), not all tokens of a head (HND)."""
-        return max(self.head_stride_bytes, self.row_stride_bytes) < self.token_stride_bytes
+    def strides(self, tokens: int) -> list[tuple[int, int]]:
+        """(number, distance in bytes) of its tokens, heads and rows; the distance of a single one means nothing."""
+        return [
+            (tokens, self.token_stride_bytes),
+            (self.heads, self.head_stride_bytes),
+            (self.rows, self.row_stride_bytes),
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +76,8 @@ class WirePage:
 
     tokens: int
     """Of one wire page; of a linear state, the unit in which its place in the prompt is counted."""
-    tokens_outside: bool
-    """The order of each part in it: tokens, then heads; else heads, then tokens."""
+    parts: tuple[PagePart, ...] = ()
+    """How KV lies in it, without gaps; empty for a linear state that travels as it is."""
 
 
 # What travels of a layer: None: the engines' pages as they are.
@@ -82,15 +85,19 @@ WireForm = WirePage | None
 
 
 def wire_forms(
-    ours: Sequence[PageLayout], theirs: Sequence[PageLayout], name: str, peer: str
+    ours: Sequence[PageLayout], theirs: Sequence[PageLayout], name: str, peer: str, *, sends: bool
 ) -> tuple[WireForm, ...]:
     """The form for each layer, which is the same from whichever side one looks.
+
+    It is the order of a side whose pages are no larger than wire pages, which then has nothing to copy more. Where both
+    or none are, it is the producer's: a consumer copies what it loads in any case.
 
     Args:
         ours: of each region of a transfer, in its order.
         theirs: the same of the other side.
         name: this side's, for the sentence.
         peer: the other side's.
+        sends: this side is the producer.
 
     Raises:
         UnlikePagesError: no form suits both.
@@ -100,11 +107,11 @@ def wire_forms(
     known: dict[tuple[PageLayout, PageLayout], WireForm] = {}
     for pair in zip(ours, theirs, strict=True):
         if pair not in known:
-            known[pair] = _wire_form(*pair, name, peer)
+            known[pair] = _wire_form(*pair, name, peer, sends=sends)
     return tuple(known[pair] for pair in zip(ours, theirs, strict=True))
 
 
-def _wire_form(ours: PageLayout, theirs: PageLayout, name: str, peer: str) -> WireForm:
+def _wire_form(ours: PageLayout, theirs: PageLayout, name: str, peer: str, *, sends: bool) -> WireForm:
     if ours == theirs:
         return None
     where = f"{ours.kind.value} layers"
@@ -112,7 +119,7 @@ def _wire_form(ours: PageLayout, theirs: PageLayout, name: str, peer: str) -> Wi
         raise unlike_pages("kind", "a layer", (name, ours.kind.value), (peer, theirs.kind.value))
     is_state = ours.kind is GroupKind.STATE
     if is_state and ours.page_bytes == theirs.page_bytes:
-        return WirePage(gcd(ours.block_tokens, theirs.block_tokens), tokens_outside=False)
+        return WirePage(gcd(ours.block_tokens, theirs.block_tokens))
     if not ours.parts or not theirs.parts:
         is_size = not is_state and ours.block_tokens != theirs.block_tokens
         field = "block_tokens" if is_size else "page_bytes"
@@ -128,11 +135,44 @@ def _wire_form(ours: PageLayout, theirs: PageLayout, name: str, peer: str) -> Wi
             values = getattr(mine, field), getattr(other, field)
             if values[0] != values[1]:
                 raise unlike_pages(field, where, (name, values[0]), (peer, values[1]))
+    sent, kept = (ours, theirs) if sends else (theirs, ours)
     if is_state:
-        return WirePage(gcd(ours.block_tokens, theirs.block_tokens), tokens_outside=False)
-    return WirePage(
-        gcd(ours.page_tokens, theirs.page_tokens),
-        tokens_outside=all(part.tokens_outside for part in (*ours.parts, *theirs.parts)),
+        return WirePage(gcd(ours.block_tokens, theirs.block_tokens), _dense_parts(sent.parts, 1))
+    tokens = gcd(ours.page_tokens, theirs.page_tokens)
+    is_finer = kept.page_tokens == tokens < sent.page_tokens
+    return WirePage(tokens, _dense_parts((kept if is_finer else sent).parts, tokens))
+
+
+def _dense_parts(parts: Sequence[PagePart], tokens: int) -> tuple[PagePart, ...]:
+    """The same in the same order, of so many tokens and without gaps.
+
+    One part lies behind the other, in a page or, where the engine has it so, in each head.
+    """
+    first = parts[0]
+    head_stride = first.head_stride_bytes
+    is_by_head = first.heads > 1 and all(
+        (part.heads, part.head_stride_bytes) == (first.heads, head_stride)
+        and abs(part.offset_bytes - first.offset_bytes) < head_stride
+        and max(part.token_stride_bytes, part.row_stride_bytes) < head_stride
+        for part in parts
+    )
+    # Of one head, or of all.
+    bytes_of = [part.rows * tokens * part.width_bytes * (1 if is_by_head else part.heads) for part in parts]
+    offsets = accumulate(bytes_of, initial=0)
+    dense = [_dense_part(part, tokens, offset) for part, offset in zip(parts, offsets, strict=False)]
+    return tuple(replace(part, head_stride_bytes=sum(bytes_of)) if is_by_head else part for part in dense)
+
+
+def _dense_part(part: PagePart, tokens: int, offset_bytes: int) -> PagePart:
+    numbers, strides = zip(*part.strides(tokens), strict=True)
+    dense, nbytes = [0, 0, 0], part.width_bytes
+    for place in sorted(range(3), key=lambda place: strides[place]):
+        if numbers[place] > 1:
+            dense[place] = nbytes
+            nbytes *= numbers[place]
+    token_stride, head_stride, row_stride = dense
+    return PagePart(
+        part.heads, part.rows, part.width_bytes, offset_bytes, token_stride, head_stride, row_stride
     )
 
 
@@ -153,7 +193,9 @@ def mark_of(forms: Sequence[WireForm], shared: object = None) -> str:
     """
     if not any(forms) and shared is None:
         return ""
-    listed = [None if form is None else [form.tokens, form.tokens_outside] for form in forms]
+    listed = [
+        None if form is None else [form.tokens, [astuple(part) for part in form.parts]] for form in forms
+    ]
     return _digest(json.dumps([listed, shared]))
 
 

@@ -18,6 +18,7 @@ from tests.serving.engines.vllm.ranked_world import (
 
 from prfaas.core.kv.groups import region_bytes
 from prfaas.core.kv.rank_shares import paired_ranks
+from prfaas.serving.engines.page_digests import page_sums
 from prfaas.serving.engines.vllm.wire_layout import wire_layouts
 from prfaas.serving.transport.ticket import part_id
 
@@ -83,12 +84,21 @@ def test_every_rank_gets_its_heads_and_each_byte_once(
                 out = memoryview(bytearray(len(ours_run.block_ids) * here.page_bytes))
                 here.pages.read(np.array(ours_run.block_ids, dtype=np.int64), 0, out)
                 there.pages.write_run(theirs_run.block_ids, [out])
+                sums = here.pages.sums(ours_run.block_ids, loaded=False).wait()
+                assert sums.tolist() == sums_of(out, here.page_bytes)
+                assert sums.tolist() == there.pages.sums(theirs_run.block_ids, loaded=True).wait().tolist()
         memory.assert_has(truth, num_tokens, skip)
         # No byte twice: at most what the coarser blocks of this rank take.
         assert receives <= max(
             sum(region_bytes(_as_kept(memory, keeping).layout.regions, num_tokens, skip))
             for keeping in (ours, theirs)
         )
+
+
+def sums_of(content: memoryview, page_bytes: int) -> list[int]:
+    pages = np.frombuffer(content, dtype=np.uint8).reshape(-1, page_bytes)
+    found: list[int] = page_sums(np.pad(pages, ((0, 0), (0, -page_bytes % 8))).view(np.int64)).tolist()
+    return found
 
 
 def _as_kept(memory: RankMemory, blocks: Keeping) -> RankMemory:

@@ -5,14 +5,18 @@ gathered from runs of equal length at equal distances, and spread over them.
 """
 
 from collections.abc import Iterator, Sequence
-from math import gcd, prod
+from itertools import product
+from math import gcd
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from prfaas.core.kv.page_layout import PageLayout, PagePart, WirePage
+from prfaas.core.kv.page_layout import PageLayout, WirePage
 from prfaas.serving.engines.page_digests import WORD_BYTES, KnownSums, PendingSums, Sums, page_sums
 from prfaas.serving.engines.vllm.arena_pages import Bytes2D
+from prfaas.serving.engines.vllm.dense_sums import DenseSums, Words
 from prfaas.serving.engines.vllm.device_pages import DevicePages
 from prfaas.serving.engines.vllm.pages import (
     BlockIds,
@@ -23,62 +27,14 @@ from prfaas.serving.engines.vllm.pages import (
     WirePages,
     whole_pages,
 )
+from prfaas.serving.engines.vllm.part_runs import PartRuns
 
 # For their sums, pages are gathered in the processor's cache.
-_STEP_BYTES = 256 << 10
+_STEP_BYTES = 1 << 20
+# A longer run is copied faster word by word.
+_SHORT_RUN_BYTES = 256
 
-
-class _Runs:
-    """Where the bytes of one part of each wire page lie."""
-
-    def __init__(self, part: PagePart, layout: PageLayout, form: WirePage, page_stride_bytes: int) -> None:
-        """`page_stride_bytes`: from one dense page to the next."""
-        rows = [(part.heads, part.head_stride_bytes), (part.rows, part.row_stride_bytes)]
-        tokens = [(form.tokens, part.token_stride_bytes)]
-        inner = [*tokens, *rows] if form.tokens_outside else [*rows, *tokens]
-        self.nbytes = part.heads * part.rows * form.tokens * part.width_bytes
-        self.offset = part.offset_bytes
-        self.outer = (
-            (layout.page_tokens // form.tokens, form.tokens * part.token_stride_bytes),
-            page_stride_bytes,
-        )
-        self.inner = _joined([*inner, (part.width_bytes, 1)])
-        """(number, distance in bytes), the last of them of bytes that lie together."""
-
-    @property
-    def grain_bytes(self) -> int:
-        """Divides all lengths and distances."""
-        (_, cut_stride), page_stride = self.outer
-        run_bytes = self.inner[-1][0]
-        return gcd(
-            run_bytes, self.offset, cut_stride, page_stride, *(stride for _, stride in self.inner[:-1])
-        )
-
-    def shape(self, pages: int, item_bytes: int) -> tuple[int, ...]:
-        """(pages, wire pages in one, …) in items."""
-        (cuts, _), _ = self.outer
-        *numbers, run_bytes = (number for number, _ in self.inner)
-        return (pages, cuts, *numbers, run_bytes // item_bytes)
-
-    def strides(self, item_bytes: int) -> tuple[int, ...]:
-        """Of that shape, in items."""
-        (_, cut_stride), page_stride = self.outer
-        strides = (page_stride, cut_stride, *(stride for _, stride in self.inner[:-1]))
-        return (*(stride // item_bytes for stride in strides), 1)
-
-
-def _joined(dimensions: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The same bytes in fewer dimensions: (number, distance), from outside in."""
-    joined: list[tuple[int, int]] = [dimensions[-1]]
-    for number, stride in reversed(dimensions[:-1]):
-        inside, inside_stride = joined[0]
-        if number == 1:
-            continue
-        if stride == inside * inside_stride:
-            joined[0] = (number * inside, inside_stride)
-        else:
-            joined.insert(0, (number, stride))
-    return joined
+HostView = npt.NDArray[Any]
 
 
 def cut_pages(pages: LayerPages, layout: PageLayout, form: WirePage) -> WirePages:
@@ -92,67 +48,110 @@ def cut_pages(pages: LayerPages, layout: PageLayout, form: WirePage) -> WirePage
     raw = pages.raw
     per_block = layout.block_tokens // layout.page_tokens
     page_stride = raw.stride(0) // per_block
-    runs = [_Runs(part, layout, form, page_stride) for part in layout.parts]
-    count = raw.shape[0] * per_block
-    (cuts, cut_stride), _ = runs[0].outer
-    if len(runs) == 1 and len(runs[0].inner) == 1 and (cuts == 1 or page_stride == cuts * cut_stride):
-        size = (count * cuts, runs[0].nbytes)
+    runs = [
+        PartRuns.of(part, wire, layout, form.tokens, page_stride)
+        for part, wire in zip(layout.parts, form.parts, strict=True)
+    ]
+    count, page_bytes = raw.shape[0] * per_block, sum(each.nbytes for each in runs)
+    cuts, cut_stride = runs[0].cuts, runs[0].cut_stride_bytes
+    one_behind_other = cuts == 1 or (len(runs) == 1 and page_stride == cuts * cut_stride)
+    if one_behind_other and _are_rows(runs):
+        size = (count * cuts, page_bytes)
         stride = page_stride if cuts == 1 else cut_stride
-        rows = raw.as_strided(size, (stride, 1), raw.storage_offset() + runs[0].offset)
+        begin = raw.storage_offset() + runs[0].offset_bytes - runs[0].wire_offset_bytes
+        rows = raw.as_strided(size, (stride, 1), begin)
         return HostPages(rows) if isinstance(pages, HostPages) else DevicePages(rows)
     return (
         CutHostPages(raw, runs, count) if isinstance(pages, HostPages) else CutDevicePages(raw, runs, count)
     )
 
 
-class _Parts:
-    """The parts of all wire pages, as shapes over the engine's memory."""
+def _are_rows(runs: Sequence[PartRuns]) -> bool:
+    """Wire pages lie in memory as they travel."""
+    distances = {each.offset_bytes - each.wire_offset_bytes for each in runs}
+    return len(distances) == 1 and all(each.is_as_travels for each in runs)
 
-    def __init__(self, raw: torch.Tensor, runs: Sequence[_Runs], pages: int) -> None:
-        grain = gcd(WORD_BYTES, raw.storage_offset(), raw.data_ptr(), *(each.grain_bytes for each in runs))
-        dtype = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[grain]
-        # Words are copied faster than bytes.
-        memory = torch.empty(0, dtype=dtype, device=raw.device).set_(
-            raw.untyped_storage(), 0, (raw.untyped_storage().nbytes() // grain,), (1,)
-        )
-        self.item_bytes = grain
-        self.cuts = runs[0].outer[0][0]
-        """Wire pages in one dense page."""
-        self.page_bytes = sum(each.nbytes for each in runs)
-        self.views = [
-            memory.as_strided(
-                each.shape(pages, grain),
-                each.strides(grain),
-                (raw.storage_offset() + each.offset) // grain,
-            )
-            for each in runs
-        ]
 
-    def places(self, shapes: Sequence[tuple[int, ...]]) -> Iterator[slice]:
-        """Where each part of these shapes lies in a wire page, in items."""
-        begin = 0
-        for shape in shapes:
-            items = prod(shape[2:])
-            yield slice(begin, begin + items)
-            begin += items
+def _grain_bytes(raw: torch.Tensor, runs: Sequence[PartRuns]) -> int:
+    """The longest words that all runs consist of: words are copied faster than bytes."""
+    page_bytes = sum(each.nbytes for each in runs)
+    return gcd(
+        WORD_BYTES, page_bytes, raw.storage_offset(), raw.data_ptr(), *(each.grain_bytes for each in runs)
+    )
+
+
+def _long_runs(runs: Sequence[PartRuns], offset_bytes: int) -> list[tuple[int, int, int, tuple[int, int]]]:
+    """Where runs lie that are sent one by one, from the first to the last of a wire page; none if one is too short.
+
+    Returns:
+        (Place in the wire page, bytes, place in memory of those of the first wire page, distances from one dense page
+        and from one wire page in it to the next).
+    """
+    if min(each.run_bytes for each in runs) < HostPages.MIN_PIECE_BYTES:
+        return []
+    found: list[tuple[int, int, int, tuple[int, int]]] = []
+    for each in runs:
+        strides = (each.page_stride_bytes, each.cut_stride_bytes)
+        for numbers in product(*(range(number) for number, _, _ in each.inner)):
+            own = sum(number * stride for number, (_, stride, _) in zip(numbers, each.inner, strict=True))
+            wire = sum(number * stride for number, (_, _, stride) in zip(numbers, each.inner, strict=True))
+            at = offset_bytes + each.offset_bytes + own
+            found.append((each.wire_offset_bytes + wire, each.run_bytes, at, strides))
+    return sorted(found)
+
+
+def _steps(ids: BlockIds, page_bytes: int) -> Iterator[BlockIds]:
+    """As many pages at a time as stay in the processor's cache."""
+    step = max(1, _STEP_BYTES // page_bytes)
+    for first in range(0, len(ids), step):
+        yield ids[first : first + step]
 
 
 class CutHostPages:
     """Wire pages in host memory. Satisfies `WirePages`."""
 
-    def __init__(self, raw: torch.Tensor, runs: Sequence[_Runs], pages: int) -> None:
-        parts = _Parts(raw, runs, pages)
-        self.page_bytes = parts.page_bytes
-        self._cuts = parts.cuts
-        views = [view.numpy() for view in parts.views]
-        self._dtype = views[0].dtype
-        self._parts = list(zip(views, parts.places([view.shape for view in views]), strict=True))
+    def __init__(self, raw: torch.Tensor, runs: Sequence[PartRuns], pages: int) -> None:
+        self.page_bytes = sum(each.nbytes for each in runs)
+        self._cuts = runs[0].cuts
+        memory = torch.empty(0, dtype=torch.uint8).set_(
+            raw.untyped_storage(), 0, (raw.untyped_storage().nbytes(),), (1,)
+        )
+        self._memory = memory.numpy().data
+        word = np.dtype(f"u{_grain_bytes(raw, runs)}")
+        self._parts: list[tuple[HostView, PartRuns]] = []
+        for each in runs:
+            # A short run as one item is copied without a loop over its words.
+            item = np.dtype(f"V{each.run_bytes}") if each.run_bytes <= _SHORT_RUN_BYTES else word
+            view: HostView = np.ndarray(
+                (pages, self._cuts, *each.shape(item.itemsize)),
+                item,
+                self._memory,
+                raw.storage_offset() + each.offset_bytes,
+                (*each.strides(), item.itemsize),
+            )
+            self._parts.append((view, each))
+        self._long_runs = _long_runs(runs, int(raw.storage_offset()))
+        in_words = word.itemsize == WORD_BYTES and DenseSums.suit(runs)
+        self._dense = DenseSums(self._memory, int(raw.storage_offset()), pages, runs) if in_words else None
+        """None: the sums of wire pages are computed of copies."""
 
     def mark_written(self) -> None:
         """Nothing to remember: host kernels have finished when the hook runs."""
 
     def views(self, blocks: BlockIds, start: int, nbytes: int) -> list[memoryview] | None:
-        """None: they lie in many small pieces."""
+        if not self._long_runs:
+            return None
+        end, page_bytes = start + nbytes, self.page_bytes
+        pieces: list[memoryview] = []
+        for index in range(start // page_bytes, -(-end // page_bytes)):
+            page, cut = divmod(int(blocks[index]), self._cuts)
+            for place, run_bytes, offset, (page_stride, cut_stride) in self._long_runs:
+                begins = index * page_bytes + place
+                first, last = max(start - begins, 0), min(end - begins, run_bytes)
+                if first < last:
+                    at = offset + page * page_stride + cut * cut_stride
+                    pieces.append(self._memory[at + first : at + last])
+        return pieces
 
     def read(self, blocks: BlockIds, start: int, out: memoryview) -> None:
         page_bytes = self.page_bytes
@@ -189,21 +188,27 @@ class CutHostPages:
 
     def sums(self, blocks: Sequence[int], *, loaded: bool) -> PendingSums:
         del loaded  # host kernels and host copies have finished alike
+        ids = np.array(blocks, dtype=np.int64)
+        pages, cuts = np.divmod(ids, self._cuts)
+        begins = np.diff(pages, prepend=-1) != 0
+        # Of a page of which few are wanted, only these are read.
+        if self._dense is not None and 2 * len(ids) > np.count_nonzero(begins) * self._cuts:
+            found = self._sums_of_dense(self._dense, pages[begins])
+            return KnownSums(found[np.cumsum(begins) - 1, cuts].view(np.uint64))
         sums: list[Sums] = []
-        for ids in self._steps(np.array(blocks, dtype=np.int64)):
-            pages = self._gathered(ids)
+        for some in _steps(ids, self.page_bytes):
+            gathered = self._gathered(some)
             if missing := -self.page_bytes % WORD_BYTES:
-                pages = np.pad(pages, ((0, 0), (0, missing)))
-            sums.append(page_sums(pages.view(np.int64), overwrite=True))
+                gathered = np.pad(gathered, ((0, 0), (0, missing)))
+            sums.append(page_sums(gathered.view(np.int64), overwrite=True))
         return KnownSums(np.concatenate(sums) if sums else np.empty(0, dtype=np.uint64))
+
+    @staticmethod
+    def _sums_of_dense(dense: DenseSums, pages: BlockIds) -> Words:
+        return np.concatenate([dense.of(some) for some in _steps(pages, dense.page_bytes)])
 
     def copied(self, block: int) -> PageCopy:
         return HostPageCopy(self._gathered(np.array([block]))[0])
-
-    def _steps(self, blocks: BlockIds) -> Iterator[BlockIds]:
-        step = max(1, _STEP_BYTES // self.page_bytes)
-        for first in range(0, len(blocks), step):
-            yield blocks[first : first + step]
 
     def _stretches(self, ids: BlockIds) -> list[tuple[slice, int, slice]]:
         """Neighbours in one dense page: which of `ids`, the page, and which of its wire pages."""
@@ -224,43 +229,81 @@ class CutHostPages:
 
     def _gather(self, ids: BlockIds, out: Bytes2D) -> None:
         # Page by page, without a copy on the way.
-        words, stretches = out.view(self._dtype), self._stretches(ids)
-        for view, place in self._parts:
-            inner = words[:, place].reshape(len(ids), *view.shape[2:])
+        stretches = self._stretches(ids)
+        for view, run in self._parts:
+            inner = self._within(out, view, run)
             for which, page, cuts in stretches:
                 inner[which] = view[page, cuts]
 
     def _spread(self, ids: BlockIds, pages: Bytes2D) -> None:
-        words, stretches = np.ascontiguousarray(pages).view(self._dtype), self._stretches(ids)
-        for view, place in self._parts:
-            inner = words[:, place].reshape(len(ids), *view.shape[2:])
+        pages, stretches = np.ascontiguousarray(pages), self._stretches(ids)
+        for view, run in self._parts:
+            inner = self._within(pages, view, run)
             for which, page, cuts in stretches:
                 view[page, cuts] = inner[which]
+
+    def _within(self, pages: Bytes2D, view: HostView, run: PartRuns) -> HostView:
+        """A part of wire pages that lie one behind the other."""
+        strides = (self.page_bytes, *run.wire_strides(), view.itemsize)
+        return np.ndarray(
+            (len(pages), *view.shape[2:]), view.dtype, pages.data, run.wire_offset_bytes, strides
+        )
 
 
 class CutDevicePages(DevicePages):
     """Wire pages in accelerator memory: as `DevicePages`, but for how pages are gathered and spread."""
 
-    def __init__(self, raw: torch.Tensor, runs: Sequence[_Runs], pages: int) -> None:
-        parts = _Parts(raw, runs, pages)
-        super().__init__(raw, parts.page_bytes)
-        self._cuts = parts.cuts
-        self._parts = list(zip(parts.views, parts.places([view.shape for view in parts.views]), strict=True))
+    def __init__(self, raw: torch.Tensor, runs: Sequence[PartRuns], pages: int) -> None:
+        super().__init__(raw, sum(each.nbytes for each in runs))
+        self._cuts = runs[0].cuts
+        grain = _grain_bytes(raw, runs)
+        dtype = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[grain]
+        memory = torch.empty(0, dtype=dtype, device=raw.device).set_(
+            raw.untyped_storage(), 0, (raw.untyped_storage().nbytes() // grain,), (1,)
+        )
+        self._parts = [
+            (
+                memory.as_strided(
+                    (pages, self._cuts, *each.shape(grain)),
+                    (*(stride // grain for stride in each.strides()), 1),
+                    (raw.storage_offset() + each.offset_bytes) // grain,
+                ),
+                each,
+            )
+            for each in runs
+        ]
 
     def _run(self, blocks: BlockIds) -> torch.Tensor:
         return self._gather(self._lane.ids(blocks)).view(torch.uint8).view(-1)
 
     def _gather(self, blocks: torch.Tensor) -> torch.Tensor:
         page, cut = blocks // self._cuts, blocks % self._cuts
-        found = [view[page, cut].reshape(len(blocks), -1) for view, _ in self._parts]
-        whole = found[0] if len(found) == 1 else torch.cat(found, dim=1)
+        ((view, _), *others) = self._parts
+        if others:
+            whole = torch.empty(
+                (len(blocks), self.page_bytes // view.itemsize), dtype=view.dtype, device=view.device
+            )
+            for view, run in self._parts:
+                self._within(whole, view, run).copy_(view[page, cut])
+        else:
+            # A single part has no gaps.
+            whole = view[page, cut].reshape(len(blocks), -1)
         return whole.view(torch.uint8 if self.page_bytes % WORD_BYTES else torch.int64)
 
     def _put(self, blocks: torch.Tensor, pages: torch.Tensor) -> None:
         page, cut = blocks // self._cuts, blocks % self._cuts
-        for view, place in self._parts:
-            items = pages.view(view.dtype).view(len(blocks), -1)[:, place]
-            view[page, cut] = items.reshape(len(blocks), *view.shape[2:])
+        for view, run in self._parts:
+            view[page, cut] = self._within(pages.view(view.dtype).view(len(blocks), -1), view, run)
+
+    def _within(self, pages: torch.Tensor, view: torch.Tensor, run: PartRuns) -> torch.Tensor:
+        """A part of wire pages that lie one behind the other."""
+        item_bytes = view.itemsize
+        strides = (self.page_bytes, *run.wire_strides(), item_bytes)
+        return pages.as_strided(
+            (len(pages), *view.shape[2:]),
+            tuple(stride // item_bytes for stride in strides),
+            pages.storage_offset() + run.wire_offset_bytes // item_bytes,
+        )
 
     def _page(self, block: int) -> torch.Tensor:
         return self._run(np.array([block], dtype=np.int64))

@@ -178,7 +178,7 @@ def wire_layouts(
         except ValueError as error:
             raise UnlikePagesError(f"the KV layout that {peer} tells {me} can't be read: {error}") from None
         shares, kept = _shares(layout.regions, layouts, pair, (me, peer), sends=sends)
-        forms = wire_forms([share.layout for share in shares], kept, me, peer)
+        forms = wire_forms([share.layout for share in shares], kept, me, peer, sends=sends)
         wire = of_shares(shares, forms, pair)
         if wire.mark:
             logger.info("%s and %s keep their KV differently: it travels in form %s", me, peer, wire.mark)
