@@ -34,7 +34,6 @@ COMPILED = (
     "core/scheduling/prefill_order.py",
     "core/scheduling/prefill_pool.py",
     "core/scheduling/routing.py",
-    "core/scheduling/threshold.py",
     "core/scheduling/tilted.py",
     "core/scheduling/view.py",
     "lab/simulator/answers.py",

@@ -99,7 +99,7 @@ def with_native_classes(text: str) -> str:
                 )
                 del lines[each.lineno - 1 : each.end_lineno]
             elif isinstance(each, ast.AnnAssign) and _head_of(each.annotation) == "Annotated":
-                place = f"{node.name}.__annotations__[{ast.unparse(each.target)!r}]"
+                place = f"getattr({node.name}, '__annotations__')[{ast.unparse(each.target)!r}]"
                 behind.append(f"{place} = {ast.unparse(each.annotation)}")
         written = ", ".join(f"{name}={value}" for name, value in options.items())
         lines[decorator.lineno - 1] = f"@dataclass({written})"
