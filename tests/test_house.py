@@ -30,8 +30,9 @@ SOURCE = Path(__file__).parents[1] / "src"
 # peers. Then instances that are taken away: their section of the file, what kills cost, what is begun before, who is
 # closed, who is told; and what is left of a transfer that broke: in staging, in memory of those that are over, and as a
 # failure. Then what has arrived over all connections. Then ranks that share heads, and states that ranks divide. Then
-# turns of transfers, and flows and queues of the simulated link. Then the columns of a simulation.
-MOST_FILES = 536
+# turns of transfers, and flows and queues of the simulated link. Then the columns of a
+# simulation, and what reads a service curve.
+MOST_FILES = 538
 MOST_LINES = 420
 
 
