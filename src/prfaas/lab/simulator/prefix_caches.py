@@ -144,9 +144,7 @@ class PrefixCaches:
             found[name] = self._answer(reusable, count) if answer is None else answer
         return found
 
-    def insert(
-        self, name: str, block_ids: list[int], num_tokens: int, *, with_states: bool = True
-    ) -> None:
+    def insert(self, name: str, block_ids: list[int], num_tokens: int, *, with_states: bool = True) -> None:
         """An instance has this prompt: it holds all of it, as far as there is room. `block_ids` are kept.
 
         `with_states`: it computed the prompt, or got it up to a block's end.
