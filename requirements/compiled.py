@@ -4,43 +4,56 @@
     PYTHONPATH=build/fast prfaas simulate examples/paper.yaml
 
 The files below, which are most of a simulation's time, are compiled by mypyc, which comes with mypy; a C compiler and
-Python's headers are needed. The source stays as it is: in the copy alone data classes lose `slots=True`, which mypyc
-doesn't know. Results are the same to the last bit (`python -m tests.lab.simulator.golden_decisions --results`).
+Python's headers are needed. The source stays as it is: in the copy alone it is rewritten (`native_source.py`).
+Results are the same to the last bit (`python -m tests.lab.simulator.golden_decisions --results`).
 The copy is for simulations, plans and studies; engines and gateways are not tested with it.
 """
 
 import argparse
 import os
-import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+from native_source import native_source
+
 SOURCE = Path(__file__).resolve().parent.parent / "src" / "prfaas"
 COMPILED = (
+    "core/latency/curve_reader.py",
+    "core/link/turns.py",
+    "core/scheduling/baselines.py",
     "core/scheduling/cache_transfers.py",
     "core/scheduling/candidates.py",
     "core/scheduling/decision.py",
     "core/scheduling/decoders.py",
+    "core/scheduling/egress.py",
     "core/scheduling/hazard.py",
+    "core/scheduling/link_choice.py",
+    "core/scheduling/paper.py",
     "core/scheduling/prefill_order.py",
     "core/scheduling/prefill_pool.py",
     "core/scheduling/routing.py",
+    "core/scheduling/tilted.py",
+    "core/scheduling/view.py",
     "lab/simulator/answers.py",
+    "lab/simulator/cache_moves.py",
+    "lab/simulator/columns.py",
     "lab/simulator/events.py",
     "lab/simulator/flow.py",
     "lab/simulator/instance.py",
     "lab/simulator/link.py",
+    "lab/simulator/monitored_link.py",
+    "lab/simulator/paced_clock.py",
     "lab/simulator/prefix_caches.py",
+    "lab/simulator/relaying_world.py",
+    "lab/simulator/relays.py",
     "lab/simulator/send_queue.py",
     "lab/simulator/simulation.py",
+    "lab/simulator/time_series.py",
     "lab/simulator/token_clock.py",
     "lab/simulator/transfer.py",
     "lab/simulator/world.py",
-)
-_SLOTS = re.compile(
-    r"@dataclass\((frozen=True, )?slots=True\)|@dataclass\(frozen=True, slots=True, eq=False\)"
 )
 
 
@@ -53,7 +66,7 @@ def build(target: Path) -> None:
     shutil.copytree(examples, target / "prfaas" / "examples", dirs_exist_ok=True)
     for name in COMPILED:
         path = target / "prfaas" / name
-        path.write_text(_without_slots(path.read_text(encoding="utf-8")), encoding="utf-8")
+        path.write_text(native_source(path.read_text(encoding="utf-8")), encoding="utf-8")
     environment = {**os.environ, "MYPYC_OPT_LEVEL": "2", "MYPYPATH": ".", "PYTHONPATH": "."}
     subprocess.run(
         [
@@ -70,10 +83,6 @@ def build(target: Path) -> None:
         check=True,
     )
     shutil.rmtree(target / "build", ignore_errors=True)
-
-
-def _without_slots(text: str) -> str:
-    return _SLOTS.sub(lambda found: "@dataclass(frozen=True)" if "frozen" in found[0] else "@dataclass", text)
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 import math
 import re
+from typing import Final
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -10,7 +11,7 @@ GB = 10**9
 SECONDS_PER_HOUR = 3600.0
 TIB = 1024 * GIB
 
-BITS_PER_BYTE = 8
+BITS_PER_BYTE: Final = 8
 
 _QUANTITY = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z/]+)\s*")
 _RATES = {

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -32,6 +32,7 @@ class Job:
     background: bool = False
     route: Route = ROUTE
     held_s: float = 0.0
+    ends_by_itself: bool = True
 
     @property
     def total_bits(self) -> float:
@@ -184,8 +185,16 @@ class Recorder:
                 self.events.at(job.produced_s, self._hold, i)
                 self.events.at(job.ended_s, self._release, i)
             made = self.link.stream(
-                job.route, job.streamed_bytes, job.last_bytes, job.prefill_s, self.arrived, i
+                job.route,
+                job.streamed_bytes,
+                job.last_bytes,
+                job.prefill_s,
+                self.arrived,
+                i,
+                job.ends_by_itself,
             )
+            if not job.ends_by_itself:
+                self.events.at(job.produced_s, self.link.end_production, made)
         else:
             nbytes = job.streamed_bytes + job.last_bytes
             made = self.link.send(job.route, nbytes, self.arrived, i, background=job.background)
@@ -225,8 +234,31 @@ def jobs_of(draw: st.DrawFn, may_cancel: bool = False) -> list[Job]:
             draw(st.sampled_from(["home-0", "home-1"])),
         )
         held_s = draw(st.sampled_from([0.0, 0.0, 0.4, 2.5])) if prefill_s else 0.0
-        jobs.append(Job(start, streamed, last, prefill_s, cancel, background, route, held_s))
+        ends = draw(st.booleans())
+        jobs.append(Job(start, streamed, last, prefill_s, cancel, background, route, held_s, ends))
     return jobs
+
+
+@given(st.data())
+def test_who_ends_a_stream_changes_no_bit(data: st.DataObject) -> None:
+    jobs = data.draw(jobs_of(may_cancel=True))
+    ended = [data.draw(st.booleans()) for _ in jobs]
+    found = []
+    for some in ([True] * len(jobs), ended):
+        recorder = Recorder(Constant(20.0), rtt_s=0.3)
+        recorder.plan([replace(job, ends_by_itself=own) for job, own in zip(jobs, some, strict=True)])
+        recorder.events.run(math.inf)
+        found.append((recorder.arrived_s, recorder.link.sent_bits, recorder.link.open_transfers))
+    assert found[0] == found[1]
+
+
+def test_a_stream_that_came_all_at_once_has_no_end_of_its_own() -> None:
+    recorder = Recorder(Constant(8.0))
+    made = recorder.link.stream(ROUTE, 3.0, 2.0, 0.0, recorder.arrived, 0, ends_by_itself=False)
+    recorder.link.end_production(made)
+    recorder.events.run(math.inf)
+    recorder.link.end_production(made)
+    assert recorder.arrived_s == {0: pytest.approx(5.0)}
 
 
 @st.composite

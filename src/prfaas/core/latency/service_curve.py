@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from prfaas.core.latency import LatencyProfile
+from prfaas.core.latency.curve_reader import curve_reader
 
 if TYPE_CHECKING:
     import numpy as np
@@ -107,7 +108,7 @@ class ServiceCurve:
         self._slopes: list[float]
         self._values, self._slopes = self._lines(self._base)
         self._base_values, self._base_slopes = self._values.copy(), self._slopes.copy()
-        self.seconds = _reader(self._knots, self._starts, self._values, self._slopes)
+        self.seconds = curve_reader(self._knots, self._starts, self._values, self._slopes)
         self._at_rest: PrefillSeconds | None = None
         self.samples = 0
 
@@ -132,7 +133,7 @@ class ServiceCurve:
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
-        self.seconds = _reader(self._knots, self._starts, self._values, self._slopes)
+        self.seconds = curve_reader(self._knots, self._starts, self._values, self._slopes)
 
     def at_rest(self) -> PrefillSeconds:
         """The curve as it is now, for arrays: for a `PlanProblem`, in any thread."""
@@ -196,19 +197,6 @@ class ServiceCurve:
     def _base_at(self, tokens: float) -> float:
         piece = bisect_right(self._knots, tokens)
         return self._base_values[piece] + self._base_slopes[piece] * (tokens - self._starts[piece])
-
-
-def _reader(
-    knots: list[float], starts: list[float], values: list[float], slopes: list[float]
-) -> "Callable[[float], float]":
-    """A closure and no method, which would take half as long again: every decision calls it several times."""
-
-    def seconds(tokens: float) -> float:
-        tokens = tokens + 0.0  # whole numbers take thrice as long to compare with floating-point ones
-        piece = bisect_right(knots, tokens)
-        return values[piece] + slopes[piece] * (tokens - starts[piece])
-
-    return seconds
 
 
 def extended(

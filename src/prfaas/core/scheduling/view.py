@@ -8,7 +8,6 @@ All times are seconds of one clock, `View.now_s`.
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from operator import attrgetter
 from typing import Literal
 
 from prfaas.core.link.meter import LinkCondition, LinkMeter
@@ -22,6 +21,13 @@ class NoDecodeInstanceError(LookupError):
     """No instance can decode."""
 
 
+# Not read of the class: a compiled one has no slots.
+_INSTANCE_FIELDS = (
+    "_closed", "_decodes", "_draining", "_healthy", "_prefills", "busy_until_s", "cluster", "decode_slots",
+    "decoding", "in_flight", "name", "seen_s", "takes_decodes", "takes_prefills",
+)  # fmt: skip
+
+
 class InstanceView:
     """One engine instance.
 
@@ -29,10 +35,7 @@ class InstanceView:
     out at every read: a decision reads them of every instance, and the flags that they follow from rarely change.
     """
 
-    __slots__ = (
-        "_closed", "_decodes", "_draining", "_healthy", "_prefills", "busy_until_s", "cluster", "decode_slots",
-        "decoding", "in_flight", "name", "seen_s", "takes_decodes", "takes_prefills",
-    )  # fmt: skip
+    __slots__ = _INSTANCE_FIELDS
 
     def __init__(
         self,
@@ -70,52 +73,68 @@ class InstanceView:
         self.takes_prefills = is_open and self._prefills
         self.takes_decodes = is_open and self._decodes
 
-    def _set_prefills(self, prefills: bool) -> None:
-        self._prefills = prefills
-        self._update()
-
-    def _set_decodes(self, decodes: bool) -> None:
-        self._decodes = decodes
-        self._update()
-
-    def _set_healthy(self, healthy: bool) -> None:
-        self._healthy = healthy
-        self._update()
-
-    def _set_draining(self, draining: bool) -> None:
-        self._draining = draining
-        self._update()
-
-    def _set_closed(self, closed: bool) -> None:
-        self._closed = closed
-        self._update()
-
     @property
     def available(self) -> bool:
         """Whether it counts for what the deployment can do: it answers, and no operator has closed it."""
         return self._healthy and not self._closed
 
-    # To read one must cost as little as a plain attribute.
-    prefills = property(attrgetter("_prefills"), _set_prefills)
-    """Whether it has the prefill role."""
-    decodes = property(attrgetter("_decodes"), _set_decodes)
-    """Whether it has the decode role."""
-    healthy = property(attrgetter("_healthy"), _set_healthy)
-    """Whether it answers."""
-    draining = property(attrgetter("_draining"), _set_draining)
-    """Whether its role is being changed: it finishes what it has and gets nothing new."""
-    closed = property(attrgetter("_closed"), _set_closed)
-    """Whether an operator drains it: it finishes what it has and gets nothing new, whatever else can answer."""
+    @property
+    def prefills(self) -> bool:
+        """Whether it has the prefill role."""
+        return self._prefills
+
+    @prefills.setter
+    def prefills(self, prefills: bool) -> None:
+        self._prefills = prefills
+        self._update()
+
+    @property
+    def decodes(self) -> bool:
+        """Whether it has the decode role."""
+        return self._decodes
+
+    @decodes.setter
+    def decodes(self, decodes: bool) -> None:
+        self._decodes = decodes
+        self._update()
+
+    @property
+    def healthy(self) -> bool:
+        """Whether it answers."""
+        return self._healthy
+
+    @healthy.setter
+    def healthy(self, healthy: bool) -> None:
+        self._healthy = healthy
+        self._update()
+
+    @property
+    def draining(self) -> bool:
+        """Whether its role is being changed: it finishes what it has and gets nothing new."""
+        return self._draining
+
+    @draining.setter
+    def draining(self, draining: bool) -> None:
+        self._draining = draining
+        self._update()
+
+    @property
+    def closed(self) -> bool:
+        """Whether an operator drains it: it finishes what it has and gets nothing new, whatever else can answer."""
+        return self._closed
+
+    @closed.setter
+    def closed(self, closed: bool) -> None:
+        self._closed = closed
+        self._update()
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, InstanceView):
             return NotImplemented
-        return all(getattr(self, field) == getattr(other, field) for field in self.__slots__)
-
-    __hash__ = None  # type: ignore[assignment]  # it changes
+        return all(getattr(self, field) == getattr(other, field) for field in _INSTANCE_FIELDS)
 
     def __repr__(self) -> str:
-        return f"InstanceView({', '.join(f'{field}={getattr(self, field)!r}' for field in self.__slots__)})"
+        return f"InstanceView({', '.join(f'{field}={getattr(self, field)!r}' for field in _INSTANCE_FIELDS)})"
 
 
 @dataclass(slots=True)

@@ -1,8 +1,8 @@
 """When the answers of requests begin and end, and what is known of those that ended."""
 
+from prfaas.lab.simulator.columns import Columns
 from prfaas.lab.simulator.events import Events
 from prfaas.lab.simulator.instance import Job
-from prfaas.lab.simulator.result import Columns
 from prfaas.lab.simulator.scenario import Overheads
 
 
@@ -16,7 +16,18 @@ class Answers:
         open_jobs: By request; one that has its answer is taken out.
     """
 
-    __slots__ = ("_behind_s", "_columns", "_events", "_open", "_overheads", "count", "squares", "tokens")
+    __slots__ = (
+        "_behind_s",
+        "_columns",
+        "_events",
+        "_has_first_step",
+        "_hop_s",
+        "_open",
+        "_request_s",
+        "count",
+        "squares",
+        "tokens",
+    )
 
     count: int
     """Of answers that ended."""
@@ -30,7 +41,9 @@ class Answers:
     ) -> None:
         self._events = events
         self._columns = columns
-        self._overheads = overheads
+        self._request_s = overheads.request_s
+        self._hop_s = overheads.hop_s
+        self._has_first_step = overheads.first_step
         self._open = open_jobs
         self._behind_s: dict[int, float] = {}
         self.count = self.tokens = self.squares = 0
@@ -45,7 +58,7 @@ class Answers:
             return
         job.has_first = True
         ttft_s = self._after_arrival_s(job)
-        if self._overheads.first_step:
+        if self._has_first_step:
             ttft_s += self._step_s(job)
         self._columns.ttft_s[job.number] = ttft_s
         if self._columns.second_token_s is not None:
@@ -124,10 +137,9 @@ class Answers:
 
     def _after_arrival_s(self, job: Job) -> float:
         """From the request's arrival to now, with what comes beside the work itself."""
-        overheads = self._overheads
-        after_s = self._events.now_s - job.arrival_s + overheads.request_s
+        after_s = self._events.now_s - job.arrival_s + self._request_s
         if job.engine is not job.target:
-            after_s += overheads.hop_s
+            after_s += self._hop_s
         return after_s
 
     def _step_s(self, job: Job) -> float:

@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Mapping
 
+from prfaas.lab.simulator.columns import Columns
 from prfaas.lab.simulator.events import Events
 from prfaas.lab.simulator.instance import Engine, Job
 from prfaas.lab.simulator.monitored_link import MonitoredLink
 from prfaas.lab.simulator.pools import MachinePools
-from prfaas.lab.simulator.result import Columns
 from prfaas.lab.simulator.transfer import KvMoves
 
 

@@ -70,30 +70,32 @@ class Flow:
 
     def become_late(self) -> None:
         """From now on it takes all that it gets."""
-        if self.is_late:
-            return
-        self.is_late = True
-        parent = self.parent
-        if parent is not None:
-            parent.late[self] = None
-            parent.late_bits_per_s += self.bits_per_s
-            parent.become_late()
+        flow: Flow = self
+        while not flow.is_late:
+            flow.is_late = True
+            parent = flow.parent
+            if parent is None:
+                return
+            parent.late[flow] = None
+            parent.late_bits_per_s += flow.bits_per_s
+            flow = parent
 
     def become_abreast(self) -> None:
         """All that is there is sent."""
-        if not self.is_late:
-            return
-        self.is_late = False
-        parent = self.parent
-        if parent is None:
-            return
-        del parent.late[self]
-        parent.late_bits_per_s -= self.bits_per_s
-        if self.bits_per_s > parent.peak_bits_per_s:
-            parent.peak_bits_per_s = self.bits_per_s
-        if not parent.late:
+        flow: Flow = self
+        while flow.is_late:
+            flow.is_late = False
+            parent = flow.parent
+            if parent is None:
+                return
+            del parent.late[flow]
+            parent.late_bits_per_s -= flow.bits_per_s
+            if flow.bits_per_s > parent.peak_bits_per_s:
+                parent.peak_bits_per_s = flow.bits_per_s
+            if parent.late:
+                return
             parent.late_bits_per_s = 0.0
-            parent.become_abreast()
+            flow = parent
 
 
 class SharedFlow(Flow):

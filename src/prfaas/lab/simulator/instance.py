@@ -164,6 +164,7 @@ class Engine:
         "chunk_tokens",
         "clock",
         "cluster",
+        "ends_streams",
         "free_at_s",
         "leaves_s",
         "name",
@@ -194,6 +195,8 @@ class Engine:
     """Of a step, where the next prompts fill up what a prompt leaves of its last ones; 0: they don't."""
     block_tokens: int
     """A step takes so many tokens of a prompt, or twice, three times as many, before the prompt's last full block."""
+    ends_streams: bool
+    """What a prompt sends ends with its prefill: none has an instance's time or a step beside others, to end later."""
     queue: "deque[Job]"
     """Waits for this instance alone, in the order of arrival."""
     waiting: int
@@ -236,6 +239,7 @@ class Engine:
         self.step_tokens = step_tokens
         self.chunk_tokens = chunk_tokens
         self.block_tokens = block_tokens
+        self.ends_streams = sharing is None and not chunk_tokens
         self.at_work = 0
         self.free_at_s = 0.0
         self.leaves_s = math.inf

@@ -9,7 +9,7 @@ import numpy as np
 from prfaas.core.link.turns import turn_of_ended
 from prfaas.core.units import BITS_PER_BYTE
 from prfaas.lab.simulator.capacity import CapacityProcess
-from prfaas.lab.simulator.events import Events
+from prfaas.lab.simulator.events import Callback, Events
 from prfaas.lab.simulator.flow import SharedFlow
 from prfaas.lab.simulator.send_queue import (
     ABREAST,
@@ -55,6 +55,7 @@ class FluidLink:
         "_accepted_bits", "_active", "_armed_s", "_at_s", "_background", "_capacity_bits_per_s", "_events", "_filler",
         "_foreground", "_late_queues", "_limit_bits_per_s", "_next_bits_per_s", "_next_change_s", "_number", "_pieces",
         "_queues", "_queues_behind", "_rate_bits_per_s", "_rtt_s", "_senders", "_sent_bits", "_unwatched",
+        "_when_arrived", "_when_due",
         "name", "open_transfers", "paced_bits_per_s",
     )  # fmt: skip
 
@@ -97,6 +98,9 @@ class FluidLink:
         self._queues_behind: dict[Route, SendQueue] = {}
         self._senders: dict[tuple[SharedFlow, str], SharedFlow] = {}
         self._filler: FluidTransfer | None = None
+        # Bound once: every event would make another.
+        self._when_arrived: Callback = self._arrive
+        self._when_due: Callback = self._wake
 
         # As of _at_s, and valid until the next event:
         self._at_s = events.now_s
@@ -142,10 +146,12 @@ class FluidLink:
         prefill_s: float,
         done: Callable[[Any], None],
         argument: Any = None,
+        ends_by_itself: bool = True,
     ) -> FluidTransfer:
         """A prefill starts: `streamed_bytes` come evenly over `prefill_s`, `last_bytes` all at its end.
 
-        `done(argument)` is called when all of it has arrived.
+        `done(argument)` is called when all of it has arrived. Where a stream does not end by itself, its caller has an
+        event for the end of the prefill anyway, and calls `end_production` first in it.
         """
         if prefill_s <= 0:
             return self.send(route, streamed_bytes + last_bytes, done, argument)
@@ -175,7 +181,8 @@ class FluidLink:
             self._share(now_s)
         else:
             self._rate_bits_per_s = rate
-        self._events.at(now_s + prefill_s, self._end_production, transfer)
+        if ends_by_itself:
+            self._events.at(now_s + prefill_s, self.end_production, transfer)
         return transfer
 
     def send(
@@ -203,7 +210,7 @@ class FluidLink:
         self.open_transfers += 1
         if not bits:
             transfer.state = ARRIVING
-            self._events.at(now_s + self._rtt_s, self._arrive, transfer)
+            self._events.at(now_s + self._rtt_s, self._when_arrived, transfer)
             return transfer
         self._accepted_bits += bits
         self._active += 1
@@ -216,6 +223,19 @@ class FluidLink:
         """Send filler, to see what the link carries. The next transfer ends it."""
         if not self._active:
             self._filler = self.send(_FILLER, num_bytes, self._filled)
+
+    def end_production(self, transfer: FluidTransfer) -> None:
+        """The prefill of a stream ends now. Nothing happens where the stream was cancelled, or came all at once."""
+        if transfer.state >= PRODUCED:
+            return
+        now_s = self._events.now_s
+        self._advance(now_s)
+        if transfer.is_held:
+            transfer.queue.hold(transfer, now_s)
+            transfer.queue.forget()
+            self._share(now_s)
+        else:
+            self._end(transfer, now_s)
 
     def hold(self, transfer: FluidTransfer) -> None:
         """What would come at the end of its production waits for `release`, and it keeps its turn until then."""
@@ -264,18 +284,6 @@ class FluidLink:
             sender.members.append(queue)
         return queue
 
-    def _end_production(self, transfer: FluidTransfer) -> None:
-        if transfer.state == OVER:
-            return
-        now_s = self._events.now_s
-        self._advance(now_s)
-        if transfer.is_held:
-            transfer.queue.hold(transfer, now_s)
-            transfer.queue.forget()
-            self._share(now_s)
-        else:
-            self._end(transfer, now_s)
-
     def _end(self, transfer: FluidTransfer, now_s: float) -> None:
         """All of a stream is there."""
         state, queue = transfer.state, transfer.queue
@@ -309,7 +317,7 @@ class FluidLink:
 
     def _sent(self, transfer: FluidTransfer) -> None:
         if self._rtt_s:
-            self._events.at(self._events.now_s + self._rtt_s, self._arrive, transfer)
+            self._events.at(self._events.now_s + self._rtt_s, self._when_arrived, transfer)
         else:
             self._arrive(transfer)
 
@@ -351,7 +359,7 @@ class FluidLink:
         # An event that comes too early will put another.
         if next_s < self._armed_s:
             self._armed_s = next_s = next_s if next_s > now_s else now_s
-            self._events.at(next_s, self._wake, next_s)
+            self._events.at(next_s, self._when_due, next_s)
 
     def _wake(self, armed_s: float) -> None:
         if armed_s != self._armed_s:

@@ -8,9 +8,9 @@ from prfaas.core.prefix.index import NOTHING, PoolHit, PrefixHit
 from prfaas.core.scheduling import CacheTransfer, PoolView, RoutingRequest, View
 from prfaas.core.scheduling.tiers import with_pools
 from prfaas.core.units import BITS_PER_BYTE
+from prfaas.lab.simulator.columns import Columns
 from prfaas.lab.simulator.instance import Job
 from prfaas.lab.simulator.machine_pool import LoadedBytes, MachinePool
-from prfaas.lab.simulator.result import Columns
 from prfaas.lab.simulator.scenario import Scenario
 from prfaas.lab.simulator.simulated_cluster import SimulatedCluster
 

@@ -23,7 +23,7 @@ class _Cache:
     """By block, the number of the prompt that used it last."""
     states: set[int]
     """Blocks with a state."""
-    uses: deque[tuple[int, Sequence[int], int]]
+    uses: deque[tuple[int, list[int], int]]
     """The prompts that used it, oldest first: number, blocks, and how many of the first blocks may still have that
     number. A later use of a block is one of all blocks before it too, so those are the first ones."""
 
@@ -33,7 +33,7 @@ class _Cache:
         self.states = set()
         self.uses = deque()
 
-    def count(self, blocks: Sequence[int], most: int) -> int:
+    def count(self, blocks: list[int], most: int) -> int:
         """How many of the first `most` blocks are here, given that two are."""
         here = self.last_use
         low, high = 2, 4
@@ -117,7 +117,7 @@ class PrefixCaches:
         # Of an instance that holds one block, with the state to go on from there and without.
         self._one_block = PrefixHit(block_tokens, block_tokens), PrefixHit(0, block_tokens)
 
-    def held(self, block_ids: Sequence[int], num_tokens: int) -> dict[str, PrefixHit]:
+    def held(self, block_ids: list[int], num_tokens: int) -> dict[str, PrefixHit]:
         """What each instance holds of a prompt; those that hold nothing are left out."""
         found: dict[str, PrefixHit] = {}
         most = min(len(block_ids), num_tokens // self._block_tokens)
@@ -144,9 +144,7 @@ class PrefixCaches:
             found[name] = self._answer(reusable, count) if answer is None else answer
         return found
 
-    def insert(
-        self, name: str, block_ids: Sequence[int], num_tokens: int, *, with_states: bool = True
-    ) -> None:
+    def insert(self, name: str, block_ids: list[int], num_tokens: int, *, with_states: bool = True) -> None:
         """An instance has this prompt: it holds all of it, as far as there is room. `block_ids` are kept.
 
         `with_states`: it computed the prompt, or got it up to a block's end.
@@ -194,10 +192,13 @@ class PrefixCaches:
         last_use, states, uses = cache.last_use, cache.states, cache.uses
         while excess_tokens > 0:
             number, blocks, left = uses[0]
+            if last_use.get(blocks[left - 1]) != number:
+                uses.popleft()  # all of it was used later
+                continue
             needed = -(-excess_tokens // self._block_tokens)
             first = _first_of(number, blocks, max(left - needed, 0), left, last_use)
             tail = blocks[first:left]
-            held = [] if states.isdisjoint(tail) else [block in states for block in tail]
+            held = [block in states for block in tail] if states and not states.isdisjoint(tail) else []
             count, freed_tokens = self._enough(len(tail), held, excess_tokens)
             excess_tokens -= freed_tokens
             gone = tail[len(tail) - count :]
@@ -228,12 +229,14 @@ class PrefixCaches:
         return count, freed_tokens
 
 
-def _first_of(number: int, blocks: Sequence[int], low: int, high: int, last_use: Mapping[int, int]) -> int:
-    """The first of blocks [low, high) that was used last by prompt `number`; all after it were, too."""
-    use = last_use.get
+def _first_of(number: int, blocks: list[int], low: int, high: int, last_use: dict[int, int]) -> int:
+    """The first of blocks [low, high) that was used last by prompt `number`; all after it were, and the last one is."""
+    high -= 1
+    if last_use.get(blocks[low]) == number:
+        return low  # as in most cases
     while low < high:
         middle = (low + high) >> 1
-        if use(blocks[middle]) == number:
+        if last_use.get(blocks[middle]) == number:
             high = middle
         else:
             low = middle + 1

@@ -128,12 +128,12 @@ class SendQueue(Flow):
     def become_late(self) -> None:
         if not self.is_late:
             self._late_queues[self] = None
-            super().become_late()
+            Flow.become_late(self)
 
     def become_abreast(self) -> None:
         if self.is_late:
             del self._late_queues[self]
-            super().become_abreast()
+            Flow.become_abreast(self)
 
     def begin(self, transfer: FluidTransfer) -> None:
         """A prefill begins."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from heapq import heappop, heappush
 from typing import Any
 
-from prfaas.lab.simulator.events import Events
+from prfaas.lab.simulator.events import Callback, Events
 
 # A request this close to its end has reached it: clocks are floating-point numbers.
 _SLACK_S = 1e-9
@@ -47,6 +47,7 @@ class TokenClock:
         "_tokens",
         "_tokens_per_s",
         "_waiting_gone",
+        "_when_due",
         "batch",
     )
 
@@ -83,6 +84,8 @@ class TokenClock:
         self._gone: set[int] = set()
         self._waiting_gone = 0
         self._armed_s = math.inf
+        # Bound once: every event would make another.
+        self._when_due: Callback = self._wake
 
     @property
     def waiting(self) -> int:
@@ -161,7 +164,7 @@ class TokenClock:
             end_s = now_s + tokens / self._tokens_per_s[batch]
             if end_s < self._armed_s:
                 self._armed_s = end_s
-                self._events.at(end_s, self._wake, end_s)
+                self._events.at(end_s, self._when_due, end_s)
         self._started(argument)
 
     def _wake(self, armed_s: float) -> None:
@@ -175,18 +178,16 @@ class TokenClock:
         self._tokens = tokens = self._tokens + passed_s * rate
         members = self._members
         reached = tokens + (_SLACK_S + armed_s * _SLACK) * rate
-        finished = None
+        gone = self._gone
+        finished = []
         while members and members[0][0] <= reached:
             _, number, argument = heappop(members)
-            if number in self._gone:
-                self._gone.discard(number)
+            if gone and number in gone:
+                gone.discard(number)
                 continue
             self.batch -= 1
-            if finished is None:
-                finished = [argument]
-            else:
-                finished.append(argument)
-        if finished is not None:
+            finished.append(argument)
+        if finished:
             if not self.batch:
                 self._tokens = 0.0
             for argument in finished:
@@ -214,7 +215,7 @@ class TokenClock:
             end_s = self._at_s + (members[0][0] - self._tokens) / self._tokens_per_s[self.batch]
             if end_s < self._armed_s:
                 self._armed_s = end_s = max(end_s, self._at_s)
-                self._events.at(end_s, self._wake, end_s)
+                self._events.at(end_s, self._when_due, end_s)
 
     def _forget_members(self) -> None:
         # Without a batch, who is still a member was removed: its end is by another count of tokens.
@@ -352,7 +353,7 @@ class ContextClock(TokenClock):
             end_s = self._at_s + left * (self._now_s + self._context_s * self.batch * left / 2)
             if end_s < self._armed_s:
                 self._armed_s = end_s
-                self._events.at(end_s, self._wake, end_s)
+                self._events.at(end_s, self._when_due, end_s)
 
     def _advance(self) -> None:
         now_s, batch = self._events.now_s, self.batch

@@ -13,13 +13,13 @@ from prfaas.core.scheduling.prefill_pool import PrefillPool
 from prfaas.core.scheduling.threshold import LengthWindow
 from prfaas.lab.simulator.answers import Answers
 from prfaas.lab.simulator.cache_moves import CacheMoves
-from prfaas.lab.simulator.events import Events
+from prfaas.lab.simulator.columns import REFUSED, Columns
+from prfaas.lab.simulator.events import Callback, Events
 from prfaas.lab.simulator.fleet import engines_of, links_of, view_of
 from prfaas.lab.simulator.instance import Engine, Job, JobStage
 from prfaas.lab.simulator.monitored_link import LOOK_S
 from prfaas.lab.simulator.pools import pools_of
 from prfaas.lab.simulator.queue_limit import QueueLimit
-from prfaas.lab.simulator.result import REFUSED, Columns
 from prfaas.lab.simulator.scenario import Scenario
 from prfaas.lab.simulator.transfer import KvMoves
 
@@ -69,6 +69,8 @@ class World:
         self._local: Policy = make_policy("local_only")
         self._watches_lengths = scenario.adapts or scenario.allocation
         self._next_look_s = 0.0
+        self._when_prefilled: Callback = self._prefilled  # bound once: every event would make another
+        self._when_arrived: Callback = self._arrived
 
     def arrive(self, number: int, tokens: int, answer_tokens: int, blocks: list[int]) -> None:
         """A request comes now: `tokens` of prompt in prefix `blocks` (empty: unknown), an answer of so many tokens."""
@@ -76,11 +78,10 @@ class World:
         if now_s >= self._next_look_s:
             self.look()
         job = Job(number, now_s, tokens, answer_tokens, blocks)
-        is_accepted = self._route(job, self.policy)
-        decision, columns = job.decision, self.columns
-        if not is_accepted:
-            columns.reason[number] = columns.code(REFUSED)
+        if not self._route(job, self.policy):
+            self.columns.reason[number] = self.columns.code(REFUSED)
             return
+        decision, columns = job.decision, self.columns
         uncached = decision.uncached_tokens
         if self._watches_lengths:
             self.window.add(uncached, now_s)
@@ -306,24 +307,25 @@ class World:
         engine.view.busy_until_s = end_s + engine.waiting_s
         if engine.chunk_tokens:
             # Before its stream ends: what its last bytes are held back by is known then.
-            events.at(end_s, self._prefilled, job)
+            events.at(end_s, self._when_prefilled, job)
         if link is not None:
             streamed_bytes = self.kv.streamed_bytes(job.tokens - 1, job.decision.skip_tokens)
-            last_bytes = job.promised_bytes - streamed_bytes
+            last_bytes, route = job.promised_bytes - streamed_bytes, (engine.name, job.target.name)
             job.transfer = link.fluid.stream(
-                (engine.name, job.target.name), streamed_bytes, last_bytes, service_s, self._arrived, job
+                route, streamed_bytes, last_bytes, service_s, self._when_arrived, job, not engine.ends_streams
             )
         if engine.sharing is not None:
             engine.sharing.join(service_s, job)
-            return
-        if not engine.chunk_tokens:
+        elif not engine.chunk_tokens:
             events.number = number = events.number + 1
-            heappush(events.heap, (end_s, number, self._prefilled, job))
+            heappush(events.heap, (end_s, number, self._when_prefilled, job))
 
     def _prefilled(self, job: Job) -> None:
+        engine = job.engine
+        if job.transfer is not None and job.link is not None and engine.ends_streams:
+            job.link.fluid.end_production(job.transfer)
         if job.is_lost:
             return
-        engine = job.engine
         engine.at_work -= 1
         late_s = engine.fill_up(job, self.events.now_s) if engine.chunk_tokens and not job.is_void else 0.0
         if late_s > 0:

@@ -1,0 +1,77 @@
+"""What became of every request while a simulation goes on."""
+
+from array import array
+
+_NOT_A_NUMBER = float("nan")
+
+REFUSED = "refused"
+"""The reason of requests that would have waited too long (`Scenario.queue_limit_s`); they have no times."""
+
+
+class Columns:
+    """What became of every request, column by column: one entry each in the order of arrival, 46 bytes in all; 75
+    where first tokens come from prefills.
+
+    Times are seconds from its arrival, NaN where it never came to that.
+    """
+
+    __slots__ = (
+        "e2e_s",
+        "hit_tokens",
+        "last_token_s",
+        "link_bytes",
+        "longest_gap_s",
+        "offloaded",
+        "prefilled_first",
+        "reason",
+        "reason_codes",
+        "relayed_tokens",
+        "retries",
+        "second_token_s",
+        "tier_tokens",
+        "ttft_s",
+        "uncached_tokens",
+    )
+
+    def __init__(self, first_from_prefill: bool = False) -> None:
+        self.ttft_s = array("d")
+        self.e2e_s = array("d")
+        self.uncached_tokens = array("i")
+        self.hit_tokens = array("i")
+        self.link_bytes = array("d")
+        self.offloaded = array("b")
+        self.reason = array("b")  # index into `reasons`
+        self.retries = array("b")
+        self.reason_codes: dict[str, int] = {}
+        # Of the hit tokens, those that came from pools, by tier; no columns without pools.
+        self.tier_tokens: dict[str, array[int]] = {}
+        # Whose first token came from the prefill; the times of every second token and of the latest one that was told;
+        # the longest gap between those told; what prefill instances relayed.
+        self.prefilled_first = array("b")
+        self.second_token_s = array("d") if first_from_prefill else None
+        self.last_token_s, self.longest_gap_s = array("d"), array("d")
+        self.relayed_tokens = array("i")
+
+    def grow(self, count: int) -> None:
+        """Room for `count` more requests."""
+        for times in (self.ttft_s, self.e2e_s):
+            times.extend([_NOT_A_NUMBER] * count)
+        for column in (self.uncached_tokens, self.hit_tokens, self.link_bytes, self.offloaded, self.reason):
+            column.frombytes(bytes(column.itemsize * count))
+        for tokens in self.tier_tokens.values():
+            tokens.frombytes(bytes(tokens.itemsize * count))
+        self.retries.frombytes(bytes(count))
+        if self.second_token_s is not None:
+            for times in (self.second_token_s, self.last_token_s, self.longest_gap_s):
+                times.extend([_NOT_A_NUMBER] * count)
+            self.prefilled_first.frombytes(bytes(count))
+            self.relayed_tokens.frombytes(bytes(self.relayed_tokens.itemsize * count))
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """The reasons that the column `reason` counts from 0."""
+        return tuple(self.reason_codes)
+
+    def code(self, reason: str) -> int:
+        """The number of a reason, a new one if it was not seen before."""
+        return self.reason_codes.setdefault(reason, len(self.reason_codes))

@@ -1,0 +1,110 @@
+"""The rewritten source that `make fast` compiles: it is the same program, in a form that mypyc makes fast."""
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any, get_type_hints
+
+import pytest
+
+REQUIREMENTS = Path(__file__).parents[1] / "requirements"
+
+SOURCE = '''"""A module."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar
+
+LIMIT = 3.0
+_FAR: float = math.inf
+_ONE, _TWO = 1, 2
+Alias = tuple[int, int]
+
+
+@dataclass(slots=True)
+class Part:
+    """A part."""
+
+    size: int
+    names: dict[str, int] = field(default_factory=dict)
+    far_s: float = math.inf
+    urgency: float | None = field(default=None, kw_only=True)
+
+    @property
+    def doubled(self) -> int:
+        return 2 * self.size
+
+
+@dataclass(slots=True)
+class Whole(Part):
+    left: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    name: ClassVar[str] = "rule"
+    mark: Annotated[float, "bounds"] = 0.5
+'''
+
+
+@pytest.fixture
+def tool(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    monkeypatch.syspath_prepend(str(REQUIREMENTS))
+    yield importlib.import_module("native_source")
+    sys.modules.pop("native_source", None)
+
+
+def executed(text: str, name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    module = ModuleType(name)
+    monkeypatch.setitem(sys.modules, name, module)
+    exec(compile(text, name, "exec"), module.__dict__)
+    return module
+
+
+@pytest.fixture
+def rewritten(tool: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Any:
+    return executed(tool.native_source(SOURCE), "rewritten_module", monkeypatch)
+
+
+def test_objects_are_made_as_before(rewritten: Any) -> None:
+    part = rewritten.Part(4, urgency=2.0)
+    assert (part.size, part.names, part.far_s, part.urgency, part.doubled) == (4, {}, float("inf"), 2.0, 8)
+    assert part.names is not rewritten.Part(4).names
+    assert part == rewritten.Part(4, urgency=2.0) != rewritten.Part(5, urgency=2.0)
+    assert repr(part) == "Part(size=4, names={}, far_s=inf, urgency=2.0)"
+    assert replace(part, size=1).size == 1
+
+
+def test_fields_of_the_base_come_first(rewritten: Any) -> None:
+    assert [each.name for each in fields(rewritten.Whole)] == ["size", "names", "far_s", "urgency", "left"]
+    assert rewritten.Whole(4, {}, 1.0, 9).left == 9
+
+
+def test_parameters_keep_their_bounds_and_class_variables_are_none(rewritten: Any) -> None:
+    assert rewritten.Rule.name == "rule"
+    assert [each.name for each in fields(rewritten.Rule)] == ["mark"]
+    assert get_type_hints(rewritten.Rule, include_extras=True)["mark"].__metadata__ == ("bounds",)
+
+
+def test_constants_are_final_and_aliases_are_not(tool: ModuleType, rewritten: Any) -> None:
+    assert (3.0, float("inf"), 1, 2) == (rewritten.LIMIT, rewritten._FAR, rewritten._ONE, rewritten._TWO)
+    text = tool.native_source(SOURCE)
+    assert "LIMIT: Final = 3.0" in text
+    assert "_FAR: Final[float] = _INFINITE" in text
+    assert "Alias = tuple[int, int]" in text
+    assert "math.inf" not in text
+
+
+def test_every_file_that_is_compiled_can_be_rewritten(
+    tool: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = importlib.import_module("compiled")
+    for name in compiled.COMPILED:
+        text = (compiled.SOURCE / name).read_text(encoding="utf-8")
+        rewritten = tool.native_source(text)
+        compile(rewritten, name, "exec")
+        assert "slots=True" not in rewritten
+    sys.modules.pop("compiled")
