@@ -17,7 +17,7 @@ from prfaas.serving.engines.command import EngineCommand
 from prfaas.serving.engines.running import RunningEngines
 from prfaas.serving.engines.template import EngineTemplates
 
-READY_S = 120.0
+READY_S = 40.0
 ROOT = Path(__file__).parents[3]
 LIGHT = "tests.serving.engines.light_template"
 
