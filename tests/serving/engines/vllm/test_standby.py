@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from prfaas.serving.engines.vllm import standby
+
 # Tells of three children: the fork, and two that are spawned. LATE is set after the fork.
 PROGRAM = """
 import json, multiprocessing, os, sys
@@ -93,28 +95,32 @@ def test_an_unused_fork_ends_with_its_parent() -> None:
     assert (done.returncode, done.stdout) == (0, "first\n"), done.stderr
 
 
-@pytest.mark.parametrize("wanted", [(40, 41), (41, 40), (40, 41, 42)])
-def test_descriptors_get_the_numbers_of_the_other_process(wanted: tuple[int, ...]) -> None:
-    """Also where the numbers are those of other descriptors that were received."""
-    from prfaas.serving.engines.vllm.standby import _renumber
-
-    middle = os.fork()
-    if middle == 0:
-        os._exit(_renumbered(wanted, _renumber))
-    _, status = os.waitpid(middle, 0)
+@pytest.mark.parametrize("wanted", [(40, 41), (41, 40), (40, 41, 42), "free"])
+def test_descriptors_get_the_numbers_of_the_other_process(wanted: tuple[int, ...] | str) -> None:
+    """Also where the numbers are those of other descriptors that were received, or the next that are free."""
+    child = os.fork()
+    if child == 0:
+        # In a process of its own, whose descriptors don't matter.
+        os._exit(_renumbered(wanted))
+    _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0
 
 
-def _renumbered(wanted: tuple[int, ...], renumber: Any) -> int:
-    """0 if each pipe is found at its number; in a process of its own, whose descriptors don't matter."""
+def _renumbered(wanted: tuple[int, ...] | str) -> int:
+    """0 if each pipe is found at its number."""
     try:
-        received = []
-        for number, text in zip((41, 42, 40), wanted, strict=False):
+        low, high = os.pipe()
+        os.close(low)
+        os.close(high)
+        numbers = (high, low) if isinstance(wanted, str) else wanted
+        received = (41, 42, 40)[: len(numbers)]
+        for index, number in enumerate(received):
             read, write = os.pipe()
-            os.write(write, str(text).encode())
+            os.write(write, str(index).encode())
             os.dup2(read, number)
-            received.append(number)
-        renumber(received, wanted)
-        return int([int(os.read(number, 9)) for number in wanted] != list(wanted))
+            os.close(read)
+            os.close(write)
+        standby._renumber(received, numbers)
+        return int([int(os.read(number, 9)) for number in numbers] != [*range(len(numbers))])
     except BaseException:
         return 2
