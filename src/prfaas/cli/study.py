@@ -82,6 +82,7 @@ def _simulate(chosen: "Sequence[Study]", context: "StudyContext", jobs: int) -> 
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     from prfaas.lab.studies import run_studies
+    from prfaas.lab.studies.study import LostProcessError
 
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f} %"))
@@ -102,7 +103,10 @@ def _simulate(chosen: "Sequence[Study]", context: "StudyContext", jobs: int) -> 
             count += 1
             progress.update(task, completed=requests)
 
-        outcomes = run_studies(chosen, context, jobs=jobs, on_begin=begin, on_done=done)
+        try:
+            outcomes = run_studies(chosen, context, jobs=jobs, on_begin=begin, on_done=done)
+        except LostProcessError as error:
+            raise CliError(str(error)) from error
     took_s = time.perf_counter() - started_s
     for name, found in outcomes.items():
         wall_s = sum(outcome.wall_s for outcome in found.values())

@@ -1,11 +1,13 @@
 """Runs on several processes."""
 
-from dataclasses import replace
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 
 from prfaas.lab.studies import STUDIES, StudyContext, page_of, run_studies
-from prfaas.lab.studies.study import Run, StudyOutcome, StudyRun, run_all
+from prfaas.lab.studies.study import LostProcessError, Run, StudyOutcome, StudyRun, run_all
 
 
 def _runs(context: StudyContext) -> list[Run]:
@@ -72,6 +74,44 @@ def test_what_a_run_raises_passes_through(context: StudyContext, jobs: int) -> N
     good, *_ = _runs(context)
     with pytest.raises(ValueError, match="no policy"):
         run_all([good, replace(good, policy="none such"), good], jobs=jobs)
+
+
+@dataclass(frozen=True)
+class FatalRun:
+    """Its process ends by itself, as one that the kernel ends; if `once` is a file, only until that exists."""
+
+    key: tuple[str, ...]
+    once: Path | None = None
+    expected_requests: float = 1e9
+
+    def outcome(self) -> StudyOutcome:
+        if self.once is None:
+            os._exit(9)
+        if not self.once.exists():
+            self.once.touch()
+            os._exit(9)
+        return StudyOutcome({}, {}, 0.5)
+
+
+@pytest.mark.slow
+def test_what_a_lost_process_had_not_simulated_is_simulated_again(
+    context: StudyContext, tmp_path: Path
+) -> None:
+    good, *_ = _runs(context)
+    told: list[StudyRun] = []
+    found = run_all(
+        [good, FatalRun(("once",), tmp_path / "died")], jobs=2, on_done=lambda run, _: told.append(run)
+    )
+    assert found[0].numbers == good.outcome().numbers
+    assert found[1].wall_s == 0.5
+    assert sorted(run.key for run in told) == [("first",), ("once",)]
+
+
+@pytest.mark.slow
+def test_a_run_that_always_loses_its_process_is_named(context: StudyContext) -> None:
+    good, *_ = _runs(context)
+    with pytest.raises(LostProcessError, match="'always'"):
+        run_all([good, FatalRun(("always",))], jobs=2)
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, Literal, Protocol
 
@@ -28,6 +29,10 @@ from prfaas.lab.simulator.result import FloatArray
 from prfaas.lab.studies.context import LengthClasses, StudyContext
 
 Key = tuple[str | float, ...]
+
+
+class LostProcessError(Exception):
+    """A process that simulated is gone; the text says with what."""
 
 
 class StudyRun(Protocol):
@@ -259,7 +264,11 @@ def run_all(
     """An outcome per run, in their order and the same for any number of `jobs`.
 
     Runs that differ in nothing but their keys are simulated once. `on_done` is called with each as it ends, in any
-    order. An exception of a run ends the others and passes through.
+    order. An exception of a run ends the others and passes through. What a process that ended by itself had not
+    simulated is simulated again, one at a time.
+
+    Raises:
+        LostProcessError: a process ended by itself with one run alone.
     """
     twins = _twins(runs)
     found: dict[int, StudyOutcome] = {}
@@ -275,18 +284,42 @@ def run_all(
         for first in twins:
             ended(first, runs[first].outcome())
         return [found[index] for index in range(len(runs))]
+    # Long ones first, so that all end at about the same time.
+    left = sorted(twins, key=lambda index: -runs[index].expected_requests)
+    for processes in (jobs, 1):
+        left = _on_processes(runs, left, processes, ended)
+        if not left:
+            return [found[index] for index in range(len(runs))]
+    raise LostProcessError(
+        f"a process ended by itself while it simulated {runs[left[0]].key}, also when it was the only one; "
+        "most often the machine has too little memory for it"
+    )
+
+
+def _on_processes(
+    runs: Sequence[StudyRun],
+    places: Sequence[int],
+    processes: int,
+    ended: Callable[[int, StudyOutcome], None],
+) -> list[int]:
+    """Simulate the runs at `places`, and return those whose process was lost, in their order.
+
+    When one process ends by itself, as the kernel ends one for want of memory, the pool loses them all.
+    """
     # Not forked: a caller that shows progress may have threads.
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(max_workers=jobs, mp_context=context, initializer=_leave_with_parent)
+    pool = ProcessPoolExecutor(max_workers=processes, mp_context=context, initializer=_leave_with_parent)
+    lost = set()
     try:
-        # Long ones first, so that all end at about the same time.
-        order = sorted(twins, key=lambda index: -runs[index].expected_requests)
-        numbers = {pool.submit(_outcome_of, runs[index]): index for index in order}
+        numbers = {pool.submit(_outcome_of, runs[place]): place for place in places}
         for future in as_completed(numbers):
-            ended(numbers[future], future.result())
+            try:
+                ended(numbers[future], future.result())
+            except BrokenProcessPool:
+                lost.add(numbers[future])
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
-    return [found[index] for index in range(len(runs))]
+    return [place for place in places if place in lost]
 
 
 def _twins(runs: Sequence[StudyRun]) -> dict[int, list[int]]:
