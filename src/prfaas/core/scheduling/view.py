@@ -133,6 +133,22 @@ class InstanceView:
             return NotImplemented
         return all(getattr(self, field) == getattr(other, field) for field in _INSTANCE_FIELDS)
 
+    def __copy__(self) -> "InstanceView":
+        return InstanceView(
+            self.name,
+            self.cluster,
+            self._prefills,
+            self._decodes,
+            self._healthy,
+            self._draining,
+            self.in_flight,
+            self.busy_until_s,
+            self.decoding,
+            self.decode_slots,
+            self.seen_s,
+            self._closed,
+        )
+
     def __repr__(self) -> str:
         return f"InstanceView({', '.join(f'{field}={getattr(self, field)!r}' for field in _INSTANCE_FIELDS)})"
 

@@ -156,9 +156,11 @@ class PrefixCaches:
             return
         cache = self._caches[name]
         self._uses = number = self._uses + 1
-        cache.last_use.update(dict.fromkeys(block_ids, number))
+        last_use = cache.last_use
+        for block in block_ids:
+            last_use[block] = number
         cache.uses.append((number, block_ids, len(block_ids)))
-        used_tokens = len(cache.last_use) * self._block_tokens
+        used_tokens = len(last_use) * self._block_tokens
         every = self._checkpoint_blocks
         if every is not None:
             if with_states:
@@ -168,7 +170,7 @@ class PrefixCaches:
             used_tokens += len(cache.states) * self._state_tokens
         if used_tokens > cache.capacity_tokens:
             self._evict(cache, used_tokens - cache.capacity_tokens)
-        elif len(cache.uses) > len(cache.last_use) + _MOST_OVERTAKEN:
+        elif len(cache.uses) > len(last_use) + _MOST_OVERTAKEN:
             cache.forget_overtaken()
 
     def used_tokens(self, name: str) -> int:
@@ -190,43 +192,26 @@ class PrefixCaches:
     def _evict(self, cache: _Cache, excess_tokens: int) -> None:
         """Make room, from the least recent block on."""
         last_use, states, uses = cache.last_use, cache.states, cache.uses
+        block_tokens, state_tokens = self._block_tokens, self._state_tokens
         while excess_tokens > 0:
             number, blocks, left = uses[0]
             if last_use.get(blocks[left - 1]) != number:
                 uses.popleft()  # all of it was used later
                 continue
-            needed = -(-excess_tokens // self._block_tokens)
+            needed = -(-excess_tokens // block_tokens)
             first = _first_of(number, blocks, max(left - needed, 0), left, last_use)
-            tail = blocks[first:left]
-            held = [block in states for block in tail] if states and not states.isdisjoint(tail) else []
-            count, freed_tokens = self._enough(len(tail), held, excess_tokens)
-            excess_tokens -= freed_tokens
-            gone = tail[len(tail) - count :]
-            deque(map(last_use.__delitem__, gone), maxlen=0)
-            if held:
-                states.difference_update(gone)
-            left -= count
+            while left > first and excess_tokens > 0:
+                left -= 1
+                block = blocks[left]
+                del last_use[block]
+                excess_tokens -= block_tokens
+                if block in states:
+                    states.remove(block)
+                    excess_tokens -= state_tokens
             if left and excess_tokens <= 0:
                 uses[0] = (number, blocks, left)
             else:
                 uses.popleft()
-
-    def _enough(self, most: int, held: Sequence[bool], excess_tokens: int) -> tuple[int, int]:
-        """How many of the last of `most` blocks free `excess_tokens`, or all; and what they free with their states.
-
-        `held`: whether each has a state; empty: none has.
-        """
-        block_tokens = self._block_tokens
-        if not held:
-            count = min(-(-excess_tokens // block_tokens), most)
-            return count, count * block_tokens
-        freed_tokens = count = 0
-        while count < most and freed_tokens < excess_tokens:
-            count += 1
-            freed_tokens += block_tokens
-            if held[-count]:
-                freed_tokens += self._state_tokens
-        return count, freed_tokens
 
 
 def _first_of(number: int, blocks: list[int], low: int, high: int, last_use: dict[int, int]) -> int:
