@@ -37,7 +37,7 @@ class EngineAccess(Protocol):
 class EngineHttp:
     """One pooled session for all engines. Make it inside a running event loop.
 
-    Engines are asked for the series that are read, not for all: vLLM's whole text is some 70 KB a second, which for an
+    Engines are asked for the series that are read, not for all: vLLM's whole text is some 60 KB a second, which for an
     engine behind a link of few Mbit/s is a good part of it. vLLM serves `/metrics` itself and what lies below by
     prometheus_client, which knows the `name[]` of a question. One that answers without the series (with several API
     servers it does) is asked for its whole text from then on.
