@@ -157,7 +157,7 @@ def test_what_one_has_open_all_count_until_it_dies(deployment: Deployment, clock
             await stage.kill(a)
             await until(lambda: c.plane.cluster_state.residual_bytes(LINK) == 0)
             assert c.plane.cluster_state.instance("home-d0").decoding == 1
-            assert b.plane.cluster_state.instance("far-0").in_flight == 0
+            await until(lambda: b.plane.cluster_state.instance("far-0").in_flight == 0)
 
     play(deployment, clock, scene)
 
