@@ -89,8 +89,10 @@ class EngineTemplate:
         Args:
             watch: called with each before it runs.
         """
+        if not self.is_busy:
+            return {}
         pids = self._read_reports()
-        if not self.is_busy or len(pids) < len(self._starts):
+        if len(pids) < len(self._starts):
             return {}
         groups = {name: ProcessGroup.adopt(pids[name], start.log) for name, start in self._starts.items()}
         for group in groups.values():
