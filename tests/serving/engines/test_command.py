@@ -79,6 +79,7 @@ def test_a_server_on_cpu(tmp_path: Path) -> None:
     assert value(built, "--kv-cache-memory-bytes") == str(1024**3 // 4)
     assert built.env["VLLM_SSM_CONV_STATE_LAYOUT"] == "SD"
     assert "PYTHONPATH" not in built.env
+    assert built.is_forkable
 
 
 def test_other_hardware_finds_its_own_settings(tmp_path: Path) -> None:
@@ -98,6 +99,7 @@ def test_other_hardware_finds_its_own_settings(tmp_path: Path) -> None:
     assert 2 * peer["share_bits_per_s"] == deployment.links[0].bandwidth_bits_per_s
     assert value(built, "--kv-cache-memory-bytes") == str(1024**3 // 4)
     assert not [name for name in built.env if "CPU" in name or "OMP" in name]
+    assert not built.is_forkable
 
 
 def test_the_connector_is_told_whom_it_may_know(tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ def test_an_unused_fork_ends_with_its_parent() -> None:
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
     )
-    assert (done.returncode, done.stdout) == (0, "first\n"), done.stderr
+    assert (done.returncode, done.stdout, done.stderr) == (0, "first\n", "")
 
 
 @pytest.mark.parametrize("wanted", [(40, 41), (41, 40), (40, 41, 42), "free"])
