@@ -228,7 +228,7 @@ class Laboratory:
         """
         assert self._watchdog is not None, "the laboratory is not open"
         with self.inside(host, cpus):
-            group = ProcessGroup(
+            group = ProcessGroup.start(
                 argv, {**os.environ, **(env or {})}, LogFile(log, max_bytes=_LOG_BYTES, kept_files=1)
             )
         self._processes.append(group)

@@ -8,6 +8,8 @@ from dataclasses import replace
 import pytest
 
 from prfaas.serving.transport import SendPhase
+from prfaas.serving.transport.sender_connection import SenderConnection
+from prfaas.serving.transport.wire import FrameType, Header
 
 from .harness import FAST_RECEIVER, FAST_SENDER, World, await_over, await_true
 from .proxy import FaultyProxy
@@ -115,3 +117,28 @@ class SlowMemory(Memory):
         self.asked.set()
         assert self.go_on.wait(60)
         return super().views(start, nbytes)
+
+
+def test_memory_is_not_free_while_a_damaged_chunk_and_its_second_sending_read_it(
+    make_world: MakeWorld,
+) -> None:
+    """The consumer may report a chunk before its writer is done with it; another connection sends it again."""
+    world = make_world(connections=2)
+    world.layout.regions = 1
+    ticket, transfer, (content,) = world.open(1000)
+    await_true(lambda: world.sender.stats()["peers"]["c/0"]["connects"] == 2, 5.0, world.sender.stats)
+    source = SlowMemory(content)
+    transfer.put(0, 0, source)
+    assert source.asked.wait(60)
+    [(chunk, carrier)] = transfer.reading.items()
+    assert isinstance(carrier, SenderConnection)
+    [window] = [each for each in carrier.queue._windows if each.connection is carrier]
+    carrier.queue.nacked(window, Header(FrameType.NACK, ticket.transfer_id, chunk.region, chunk.start, 0, 0))
+    await_true(lambda: len(set(transfer.reading.values())) == 2, 5.0, lambda: transfer.reading)
+    source.go_on.set()
+    transfer.end()
+    await_over(transfer)
+    assert world.take(ticket) == [content]
+    assert world.sender.stats()["thread_errors"] == 0
+    stats = world.sender.stats()["peers"]["c/0"]
+    assert (stats["connects"], stats["resent_chunks"]) == (2, 1)

@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from prfaas.serving.transport.chunk_schedule import ChunkSchedule
@@ -302,11 +303,12 @@ class PeerQueue:
             if chunk is None:
                 return
             self._counters["resent_chunks"] += 1
-            chunk.resends += 1
-            if chunk.resends > self._options.max_resends:
-                self._fail(chunk.transfer, f"a chunk arrived damaged {chunk.resends} times")
+            # One of its own: the writer of the damaged one may not be done with it, and another connection sends it.
+            again = replace(chunk, resends=chunk.resends + 1)
+            if again.resends > self._options.max_resends:
+                self._fail(again.transfer, f"a chunk arrived damaged {again.resends} times")
             else:
-                self._schedule.add(chunk)
+                self._schedule.add(again)
                 self._ready.notify()
 
     def accepted(self, header: Header) -> None:
