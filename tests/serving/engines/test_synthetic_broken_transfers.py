@@ -33,6 +33,15 @@ async def _killed_at(world: World, ticket: Ticket, ids: list[int], share: float)
     return status.usable_tokens
 
 
+async def _went_on_after(world: World, usable_tokens: int) -> None:
+    """home-0 has computed what was not kept, nothing of which was damaged."""
+    counts = world.nodes["home-0"].engine.counts
+    assert counts.prefilled_tokens == TOKENS + 1 - usable_tokens
+    assert counts.damaged_loads == 0
+    assert await world.metric("home-0", "prfaas_loads_resumed_total") == 1
+    await world.settled()
+
+
 @pytest.mark.parametrize("share", [0.25, 0.5, 0.75, 0.95])
 @pytest.mark.parametrize("page_digests", [True, False])
 def test_what_is_lost_is_a_chunk_and_what_had_not_arrived(
@@ -51,11 +60,7 @@ def test_what_is_lost_is_a_chunk_and_what_had_not_arrived(
             assert usable_tokens > (share - 0.01) * TOKENS - CHUNK - BLOCK
             answer = await world.complete("home-0", ids, ticket.seal(world.key))
             assert answer.ids == local
-            counts = world.nodes["home-0"].engine.counts
-            assert counts.prefilled_tokens == TOKENS + 1 - usable_tokens
-            assert counts.damaged_loads == 0
-            assert await world.metric("home-0", "prfaas_loads_resumed_total") == 1
-            await world.settled()
+            await _went_on_after(world, usable_tokens)
 
     asyncio.run(check())
 
@@ -83,11 +88,7 @@ def test_with_states_and_windows_it_goes_on_from_a_checkpoint(
             assert share * TOKENS - 2 * CHUNK < usable_tokens < TOKENS
             answer = await world.complete("home-0", ids, ticket.seal(world.key))
             assert answer.ids == local
-            counts = world.nodes["home-0"].engine.counts
-            assert counts.prefilled_tokens == TOKENS + 1 - usable_tokens
-            assert counts.damaged_loads == 0
-            assert await world.metric("home-0", "prfaas_loads_resumed_total") == 1
-            await world.settled()
+            await _went_on_after(world, usable_tokens)
 
     asyncio.run(check())
 
