@@ -38,7 +38,7 @@ from fidelity import (
     unshared,
 )
 from fidelity_live import Depth, profile_files
-from fidelity_stack import EAST, HIDDEN_SIZE, wider_model
+from fidelity_stack import EAST, HIDDEN_SIZE, LAYERS, wider_model
 from fidelity_traffic import BLOCK_TOKENS
 from prfaas.core.deployment import ControlConfig, PlannedDeployment
 from prfaas.core.deployment.gateway import GatewayLimits
@@ -69,10 +69,13 @@ def run(document: dict[str, Any], options: argparse.Namespace, path: Path) -> No
         directory = options.keep or Path(name)
         directory.mkdir(parents=True, exist_ok=True)
         stand_ins = options.engines == "synthetic"
-        with running(directory, bandwidth_bits_per_s, options.hidden_size, stand_ins=stand_ins) as stack:
+        with running(
+            directory, bandwidth_bits_per_s, options.hidden_size, options.layers, stand_ins=stand_ins
+        ) as stack:
             if "measured" not in document:
                 document["measured"] = measured(stack, QUICK if options.quick else Depth())
             document["engines"] = options.engines
+            document["layers"] = LAYERS if stand_ins else options.layers
             document["machine"] = {
                 "cores": len(os.sched_getaffinity(0)),
                 "load_average": os.getloadavg()[0],
@@ -99,6 +102,7 @@ def plan(document: dict[str, Any], options: argparse.Namespace, directory: Path)
     """Rate, threshold and need by the planner from the measured profiles; the line over time."""
     settings = {
         "engines": options.engines,
+        "layers": document["layers"],
         "load": options.load,
         "bandwidth": options.bandwidth,
         "start_s": options.start,
@@ -156,7 +160,8 @@ def planned_of(document: dict[str, Any], directory: Path) -> PlannedDeployment:
     """What planner and simulator read of the deployment that ran."""
     folder = directory / "planned"
     folder.mkdir(exist_ok=True)
-    model = document["deployment"]["model"] | {"path": str(wider_model(folder / "model", with_weights=False))}
+    config = wider_model(folder / "model", layers=document.get("layers", LAYERS), with_weights=False)
+    model = document["deployment"]["model"] | {"path": str(config)}
     sections = document["planning"] | {"model": model}
     own = reconfigured(document["deployment"], sections, _profiles(document, folder))
     path = folder / "wan.yaml"
@@ -264,6 +269,13 @@ def main() -> int:
     parser.add_argument("--mean-tokens", type=int, default=MEAN_TOKENS, help="of a prompt")
     parser.add_argument(
         "--hidden-size", type=int, default=HIDDEN_SIZE, help="of the model; 128 where the CPU has no AVX-512"
+    )
+    parser.add_argument(
+        "--layers",
+        type=int,
+        choices=(4, 8),
+        default=LAYERS,
+        help="of real engines' model; 4 where prefill takes too long even so",
     )
     parser.add_argument("--start", type=float, default=600.0, help="of the slice, in the trace's seconds")
     parser.add_argument(
