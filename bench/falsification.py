@@ -98,11 +98,16 @@ def run(document: dict[str, Any], options: argparse.Namespace, path: Path) -> No
                 path.write_text(json.dumps(document) + "\n")
 
 
+def _layers(document: dict[str, Any]) -> int:
+    """Of the model that ran; files of before it could be chosen do not say it."""
+    return int(document.get("layers", LAYERS))
+
+
 def plan(document: dict[str, Any], options: argparse.Namespace, directory: Path) -> None:
     """Rate, threshold and need by the planner from the measured profiles; the line over time."""
     settings = {
         "engines": options.engines,
-        "layers": document["layers"],
+        "layers": _layers(document),
         "load": options.load,
         "bandwidth": options.bandwidth,
         "start_s": options.start,
@@ -160,7 +165,7 @@ def planned_of(document: dict[str, Any], directory: Path) -> PlannedDeployment:
     """What planner and simulator read of the deployment that ran."""
     folder = directory / "planned"
     folder.mkdir(exist_ok=True)
-    config = wider_model(folder / "model", layers=document.get("layers", LAYERS), with_weights=False)
+    config = wider_model(folder / "model", layers=_layers(document), with_weights=False)
     model = document["deployment"]["model"] | {"path": str(config)}
     sections = document["planning"] | {"model": model}
     own = reconfigured(document["deployment"], sections, _profiles(document, folder))
