@@ -303,12 +303,11 @@ class PeerQueue:
             if chunk is None:
                 return
             self._counters["resent_chunks"] += 1
-            # One of its own: the writer of the damaged one may not be done with it, and another connection sends it.
-            again = replace(chunk, resends=chunk.resends + 1)
-            if again.resends > self._options.max_resends:
-                self._fail(again.transfer, f"a chunk arrived damaged {again.resends} times")
+            if chunk.resends >= self._options.max_resends:
+                self._fail(chunk.transfer, f"a chunk arrived damaged {chunk.resends + 1} times")
             else:
-                self._schedule.add(again)
+                # One of its own: the writer of the damaged one may not be done with that.
+                self._schedule.add(replace(chunk, resends=chunk.resends + 1))
                 self._ready.notify()
 
     def accepted(self, header: Header) -> None:
