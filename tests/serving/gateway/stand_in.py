@@ -13,7 +13,7 @@ import re
 import socket
 import time
 from array import array
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,21 +45,6 @@ CHAT_TEMPLATE = (
 )
 
 
-def write_tokenizer(directory: Path) -> Path:
-    """A byte-level tokenizer with two special tokens and a chat template, as a checkpoint has them."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
-    directory.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(directory / "tokenizer.json"))
-    (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE)
-    (directory / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
-    (directory / "config.json").write_text(json.dumps(HYBRID_CONFIG))
-    return directory
-
-
 HYBRID_CONFIG = {
     "model_type": "qwen3_next",
     "dtype": "bfloat16",
@@ -75,6 +60,31 @@ HYBRID_CONFIG = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
 }
+
+DENSE_CONFIG = {
+    "model_type": "qwen3",
+    "dtype": "bfloat16",
+    "hidden_size": 256,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+}
+
+
+def write_tokenizer(directory: Path, config: Mapping[str, object] = HYBRID_CONFIG) -> Path:
+    """A byte-level tokenizer with two special tokens and a chat template, as a checkpoint has them."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    (directory / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
 
 
 def kv_of(ids: Sequence[int]) -> bytes:

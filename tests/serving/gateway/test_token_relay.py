@@ -112,6 +112,79 @@ def test_after_the_last_relayed_token_the_kv_is_waited_for(in_world: InWorld) ->
     in_world(body, gateway_config=RELAYS, decode_lead_s=0.0)
 
 
+RELAYS_MANY = replace(WANTED, relay_tokens=60)
+MANY = STREAMED | {"max_tokens": 64}
+
+
+def computed(world: World) -> list[tuple[int, bool]]:
+    """Of each request to the decode engine: how many tokens of the answer its prompt has, and whether it loads KV."""
+    return [
+        (len(seen.body["prompt"]) - len(LONG), "prfaas" in seen.body["kv_transfer_params"])
+        for seen in world.decode.generated()
+    ]
+
+
+def test_the_decode_engine_computes_what_was_relayed_while_the_relay_goes_on(in_world: InWorld) -> None:
+    async def body(world: World) -> None:
+        relay_until(world, 20)
+        _, events = await stream(world, "/v1/completions", MANY)
+        assert text_of(events) == generated(LONG, ASKED, 64).text
+        assert events[-2]["usage"] == USAGE | {
+            "prompt_tokens": len(LONG),
+            "completion_tokens": 64,
+            "total_tokens": len(LONG) + 64,
+        }
+        first, *_, last = asked = world.decode.generated()
+        assert (first.body["max_tokens"], last.body["max_tokens"]) == (1, 64 - computed(world)[-1][0])
+        assert all(
+            seen.body["kv_transfer_params"]["remote_prefill_cached_tokens"] == CACHED_TOKENS for seen in asked
+        )
+        # Each has what the one before had, and more; the KV is loaded once.
+        sent, loads = zip(*computed(world), strict=True)
+        assert list(sent) == sorted(sent) and sent[0] >= 20
+        assert loads == (True, *[False] * (len(loads) - 1)) and len(loads) <= 5
+        assert (world.decode.loaded, world.decode.lost) == ([len(LONG)], 0)
+        await world.settled()
+
+    in_world(body, gateway_config=RELAYS_MANY, decode_lead_s=0.0, dense=True)
+
+
+def test_an_engine_that_goes_on_at_a_few_places_only_is_asked_once(in_world: InWorld) -> None:
+    async def body(world: World) -> None:
+        relay_until(world, 20)
+        _, events = await stream(world, "/v1/completions", MANY)
+        assert text_of(events) == generated(LONG, ASKED, 64).text
+        assert [loads for _, loads in computed(world)] == [True]
+
+    in_world(body, gateway_config=RELAYS_MANY, decode_lead_s=0.0)
+
+
+@pytest.mark.parametrize("dies", ["before-headers", "http-500"])
+def test_a_decode_engine_that_dies_while_it_computes_costs_no_token(in_world: InWorld, dies: str) -> None:
+    async def body(world: World) -> None:
+        relay_until(world, 20)
+        world.decode.dies = dies
+        _, events = await stream(world, "/v1/completions", MANY)
+        assert text_of(events) == generated(LONG, ASKED, 64).text
+        assert events[-2]["usage"]["completion_tokens"] == 64
+        await world.settled()
+
+    in_world(body, gateway_config=RELAYS_MANY, decode_lead_s=0.0, dense=True, spare=True)
+
+
+def test_an_answer_that_ends_while_relayed_tokens_are_computed_ends_that(in_world: InWorld) -> None:
+    async def body(world: World) -> None:
+        relay_until(world, 20)
+        world.decode.chunk_s = 30.0
+        _, events = await stream(world, "/v1/completions", MANY | {"max_tokens": 40})
+        assert text_of(events) == generated(LONG, ASKED, 40).text
+        assert await world.metric('prfaas_gateway_relays_total{outcome="ended"}') == 1
+        await until(lambda: world.decode.cancelled == 1)
+        await world.settled()
+
+    in_world(body, gateway_config=RELAYS_MANY, decode_lead_s=0.0, dense=True)
+
+
 @pytest.mark.parametrize("how", ["length", "own", "stop", "stop-included", "token", "both"])
 def test_an_answer_that_ends_meanwhile_needs_no_kv(in_world: InWorld, how: str) -> None:
     async def body(world: World) -> None:

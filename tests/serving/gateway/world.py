@@ -34,7 +34,7 @@ from prfaas.serving.gateway import Draining, GatewayOptions, serve_gateway
 from prfaas.serving.transport.ticket import create_key
 
 from .fixed_plane import FixedPlane
-from .stand_in import StandInEngine, write_tokenizer
+from .stand_in import DENSE_CONFIG, HYBRID_CONFIG, StandInEngine, write_tokenizer
 
 OPTIONS = GatewayOptions(
     transfer_grace_s=1.0,
@@ -185,13 +185,14 @@ async def running_world(
     egress_per_gb: float = 0.0,
     preemptible: bool = False,
     local_transfer: LocalTransfer = "prfaas",
+    dense: bool = False,
     **decode: Any,
 ) -> AsyncIterator[World]:
     """`spare`, `third`: with more decode instances, taken when the first one is out; `decode`: its fields.
 
-    `live`: with the real control plane in place of the tests'.
+    `live`: with the real control plane in place of the tests'. `dense`: a model without linear states.
     """
-    model_dir = write_tokenizer(home / "model")
+    model_dir = write_tokenizer(home / "model", DENSE_CONFIG if dense else HYBRID_CONFIG)
     key = create_key(home / "key")
     names = ("remote", "local", "decode", *(("spare",) if spare else ()), *(("third",) if third else ()))
     engines = {

@@ -217,10 +217,10 @@ def decode_body(
     params: Json = {}
     if sealed_ticket is not None:
         params[TICKET_PARAMETER] = sealed_ticket
-        if cached_tokens is not None:
-            # vLLM's own names: v1/engine/output_processor.py, `RequestState.from_new_request`.
-            params[REMOTE_PREFILL_PARAMETER] = True
-            params[CACHED_TOKENS_PARAMETER] = cached_tokens
+    if cached_tokens is not None:
+        # vLLM's own names: v1/engine/output_processor.py, `RequestState.from_new_request`.
+        params[REMOTE_PREFILL_PARAMETER] = True
+        params[CACHED_TOKENS_PARAMETER] = cached_tokens
     if reuse_ids is not None:
         params["prompt_token_ids"] = orjson.Fragment(ids_json(reuse_ids))
     ours: Json = {}

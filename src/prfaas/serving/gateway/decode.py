@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 from aiohttp import web
 
@@ -52,7 +53,7 @@ class Decoder:
         Raises:
             DecodeFailedError: perhaps after a part of the answer.
         """
-        async with self.open(request, prepared) as answer:
+        async with self.open(request, prepared) as (answer, _):
             kind = answer.content_type
             if kind.startswith(EVENT_STREAM):
                 stream = EventStream(answer, prepared.decode, dialect_of(request.endpoint))
@@ -69,9 +70,29 @@ class Decoder:
                 self._note_refusal(request, prepared, whole.status)
             return writer.send(whole)
 
+    async def compute(self, request: ServingRequest, prepared: PreparedRequest) -> PreparedRequest:
+        """Have the decode engine compute the prompt of a stream, and drop what it samples.
+
+        Returns:
+            What a request is prepared as whose prompt begins with this one: the engine's prefix cache has it.
+
+        Raises:
+            DecodeFailedError: the engine does not answer, or not well.
+        """
+        async with self.open(request, prepared) as (answer, ready):
+            if answer.status != 200:
+                detail = f"{prepared.decode} answered {answer.status}"
+                raise DecodeFailedError(f"http-{answer.status}", detail, lost=False)
+            stream = EventStream(answer, prepared.decode)
+            while await stream.read():
+                pass
+        return replace(ready, loaded=True, arriving=None, own_prefill_tokens=0)
+
     @asynccontextmanager
-    async def open(self, request: ServingRequest, prepared: PreparedRequest) -> AsyncIterator[EngineResponse]:
-        """The decode engine's answer, its headers read.
+    async def open(
+        self, request: ServingRequest, prepared: PreparedRequest
+    ) -> AsyncIterator[tuple[EngineResponse, PreparedRequest]]:
+        """The decode engine's answer, its headers read, and the request as it is prepared by then.
 
         What is still staged at the engine is freed unless the answer has status 200 and the body ends without an
         exception.
@@ -99,7 +120,7 @@ class Decoder:
                         # The engine cannot have a token before; how the KV came goes into the client's headers.
                         arrived = arrived or await self._prefill.arrived(request, prepared)
                         request.record.sent(arrived.header())
-                    yield answer
+                    yield answer, arrived or prepared
                     ended_well = answer.status == 200
                 finally:
                     # Closing an unfinished answer is what makes vLLM abort the request.
@@ -116,7 +137,7 @@ class Decoder:
             request.size_bytes + JSON_BYTES_PER_TOKEN * len(reuse_ids or ()),
             decode_body,
             request.body,
-            prepared.transfer.sealed if prepared.transfer is not None else None,
+            prepared.transfer.sealed if prepared.transfer is not None and not prepared.loaded else None,
             reuse_ids,
             request.salt,
             prepared.cached_tokens,

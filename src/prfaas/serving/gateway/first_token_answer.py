@@ -6,22 +6,27 @@ Then the decode engine goes on.
 import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from typing import Any
 
 import orjson
 from aiohttp import web
 
+from prfaas.core.deployment import Deployment
+from prfaas.core.kv import KvModel
 from prfaas.core.scheduling import NoDecodeInstanceError
 from prfaas.serving.gateway.answer import ResponseWriter, WholeAnswer
 from prfaas.serving.gateway.bodies import ApiError, Json
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.dialects import DATA, END_OF_EVENT
 from prfaas.serving.gateway.first_token import SampledTokens
+from prfaas.serving.gateway.first_token_rules import reuses_any_prefix
 from prfaas.serving.gateway.hop_failure import HopFailedError
 from prfaas.serving.gateway.prefill import PrefillOrchestrator
 from prfaas.serving.gateway.prompts import Endpoint
 from prfaas.serving.gateway.request import PreparedRequest, ServingRequest, TokenizedPrompt
 from prfaas.serving.gateway.stream_resume import (
+    AnswerRest,
     BegunAnswer,
     CannotResumeError,
     KnownTokens,
@@ -32,6 +37,11 @@ from prfaas.serving.gateway.stream_resume import (
 from prfaas.serving.gateway.token_relay import TokenRelay
 from prfaas.serving.gateway.transcript import StreamTranscript, usage_of
 from prfaas.serving.tasks import end_all
+
+# Fewer tokens are computed in little more than a step.
+_CATCH_UP_TOKENS = 8
+# With each there are fewer left: so many as the prefill engine makes while the decode engine computes those before.
+_MOST_CATCH_UPS = 4
 
 # How long the end of a character, or of a stop string that may have begun, is waited for once the KV is there.
 _SEAM_PATIENCE_S = 1.0
@@ -48,8 +58,15 @@ class FirstTokenAnswers:
     """Writes answers that begin with a token of the engine that prefilled, and perhaps with some that it relays."""
 
     def __init__(
-        self, *, prefill: PrefillOrchestrator, resume: StreamResume, context: GatewayContext
+        self,
+        deployment: Deployment,
+        kv_model: KvModel | None,
+        *,
+        prefill: PrefillOrchestrator,
+        resume: StreamResume,
+        context: GatewayContext,
     ) -> None:
+        self._catches_up = reuses_any_prefix(deployment, kv_model)
         self._prefill = prefill
         self._resume = resume
         self._metrics = context.metrics
@@ -85,10 +102,10 @@ class FirstTokenAnswers:
         try:
             for event in told:
                 await sink.write(event)
-            last = first if first.finish_reason is not None else await self._relay(begun, known, prepared)
-            if last is None:
-                await self._go_on(begun, known, prompt, prepared)
-            else:
+            last = first
+            if first.finish_reason is None:
+                last = await self._after_first(begun, known, prompt, prepared)
+            if last is not None:
                 self._prefill.abandon(prepared, "the answer ended before the KV had come")
                 await self._end(begun, known, last)
         except CannotResumeError as error:
@@ -101,10 +118,60 @@ class FirstTokenAnswers:
                 prepared.relay.close()
         return await writer.end() if streams else writer.send(_whole(begun))
 
-    async def _relay(
-        self, begun: BegunAnswer, known: KnownTokens, prepared: PreparedRequest
+    async def _after_first(
+        self, begun: BegunAnswer, known: KnownTokens, prompt: TokenizedPrompt, prepared: PreparedRequest
     ) -> SampledTokens | None:
-        """Pass on what the prefill engine decodes until the KV is there, or nearly.
+        """Give the client what follows its first token.
+
+        Returns:
+            The relayed tokens that ended the answer; None: the decode engine has ended it.
+        """
+        handing = asyncio.get_running_loop().create_task(self._hand_over(begun, known, prompt, prepared))
+        try:
+            last = await self._relay(begun, known, prepared, handing)
+            if last is None:
+                await self._go_on(begun, known, prompt, prepared, handing)
+        finally:
+            await end_all(handing)
+        return last
+
+    async def _hand_over(
+        self, begun: BegunAnswer, known: KnownTokens, prompt: TokenizedPrompt, prepared: PreparedRequest
+    ) -> PreparedRequest | None:
+        """Wait for the KV, and while tokens are relayed have the decode engine compute those that were.
+
+        Returns:
+            What the rest of the answer is prepared as; None: no engine has computed anything.
+
+        Raises:
+            HopFailedError: the KV does not come.
+        """
+        arriving, soon, relay = prepared.arriving, prepared.soon, prepared.relay
+        assert arriving is not None and soon is not None
+        await asyncio.wait((arriving, soon), return_when=asyncio.FIRST_COMPLETED)
+        ready, computed_tokens = None, 0
+        for _ in range(_MOST_CATCH_UPS if self._catches_up else 0):
+            known_tokens = len(known.ids)
+            if relay is None or relay.closed or known_tokens < computed_tokens + _CATCH_UP_TOKENS:
+                break
+            rest = self._resume.rest_of(begun, known.ids, 1)
+            rest_prompt = _continued(rest, prompt)
+            if ready is None:
+                ready = await self._prefill.loadable(prepared, rest.request, rest_prompt)
+            ready = await self._resume.compute(begun, rest, replace(ready, prompt=rest_prompt))
+            if ready is None:
+                break
+            computed_tokens = known_tokens
+        return ready
+
+    async def _relay(
+        self,
+        begun: BegunAnswer,
+        known: KnownTokens,
+        prepared: PreparedRequest,
+        handing: "asyncio.Task[PreparedRequest | None]",
+    ) -> SampledTokens | None:
+        """Pass on what the prefill engine decodes until `handing` is over.
 
         Returns:
             The tokens that ended the answer; None: the decode engine is to go on after `known`.
@@ -113,7 +180,7 @@ class FirstTokenAnswers:
         if relay is None:
             return None
         outcome, last = "handed-over", None
-        async for tokens in _relayed(relay, prepared):
+        async for tokens in _relayed(relay, handing):
             if tokens is None:
                 outcome = "failed" if relay.failed else "limit"
                 break
@@ -132,7 +199,12 @@ class FirstTokenAnswers:
         return last
 
     async def _go_on(
-        self, begun: BegunAnswer, known: KnownTokens, prompt: TokenizedPrompt, prepared: PreparedRequest
+        self,
+        begun: BegunAnswer,
+        known: KnownTokens,
+        prompt: TokenizedPrompt,
+        prepared: PreparedRequest,
+        handing: "asyncio.Task[PreparedRequest | None]",
     ) -> None:
         """Have the decode engine continue after what the client has. Raises CannotResumeError."""
         request, num_tokens = begun.request, len(prompt.token_ids)
@@ -140,10 +212,13 @@ class FirstTokenAnswers:
             request.endpoint, begun.body, num_tokens, len(known.ids), self._max_model_len
         )
         rest = self._resume.rest_of(begun, known.ids, max_tokens)
-        # The prompt's own hashes: no other request has sent what follows them.
-        rest_prompt = TokenizedPrompt(rest.token_ids, prompt.chains, exact=True, takes_ids=False)
+        rest_prompt = _continued(rest, prompt)
         try:
-            ready = await self._prefill.loadable(prepared, rest.request, rest_prompt)
+            computed = await handing
+            if computed is None:
+                ready = await self._prefill.loadable(prepared, rest.request, rest_prompt)
+            else:
+                ready = replace(computed, prompt=rest_prompt)
         except HopFailedError as failure:
             try:
                 ready = await self._prefill.prepare_near(
@@ -184,19 +259,24 @@ class FirstTokenAnswers:
         return await writer.end()
 
 
-async def _relayed(relay: TokenRelay, prepared: PreparedRequest) -> AsyncIterator[SampledTokens | None]:
-    """What the prefill engine decodes until the KV is there, or nearly; None: it has failed, or tells no more.
+def _continued(rest: AnswerRest, prompt: TokenizedPrompt) -> TokenizedPrompt:
+    """The prompt of `rest`, with the hashes of the one that it continues: no other request has sent what follows."""
+    return TokenizedPrompt(rest.token_ids, prompt.chains, exact=True, takes_ids=False)
+
+
+async def _relayed(
+    relay: TokenRelay, handing: "asyncio.Task[PreparedRequest | None]"
+) -> AsyncIterator[SampledTokens | None]:
+    """What the prefill engine decodes until `handing` is over; None: it has failed, or tells no more.
 
     Tokens that can't be told yet are waited for then: to have them drawn again would favour others.
     """
-    arriving, soon = prepared.arriving, prepared.soon
-    assert arriving is not None and soon is not None
-    while relay.holds or not (arriving.done() or soon.done()):
-        is_there = arriving.done() or soon.done()
+    while relay.holds or not handing.done():
+        is_there = handing.done()
         reading = asyncio.get_running_loop().create_task(relay.next())
         try:
             await asyncio.wait(
-                (reading,) if is_there else (reading, arriving, soon),
+                (reading,) if is_there else (reading, handing),
                 timeout=_SEAM_PATIENCE_S if is_there else None,
                 return_when=asyncio.FIRST_COMPLETED,
             )

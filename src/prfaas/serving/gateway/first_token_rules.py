@@ -1,11 +1,13 @@
 """Which requests may have their first token from the engine that prefills."""
 
 import logging
+from collections.abc import Iterator
 from itertools import chain
 
 import orjson
 
 from prfaas.core.deployment import Deployment
+from prfaas.core.kv import KvModel, LinearState
 from prfaas.serving.gateway.bodies import Json
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.first_token import FirstTokenAsk
@@ -27,6 +29,7 @@ _SHAPING_ARGS = (
 # vLLM takes these as defaults from the checkpoint. The penalties count the tokens of the answer alone, and to the
 # decode engine the first token is one of the prompt's.
 _SHAPING_DEFAULTS = ("frequency_penalty", "presence_penalty")
+_WITHOUT_PREFIXES = "--no-enable-prefix-caching"
 _DEFAULT_LIMIT = "max_new_tokens"
 _DEFAULTS_FILE = "generation_config.json"
 
@@ -93,11 +96,23 @@ class FirstTokenRules:
         return None if can_resume(request.endpoint, {**request.body, "stream": True}) else "parameters"
 
 
-def _shaping_setting(deployment: Deployment, defaults: Json) -> str | None:
-    """The setting of the engines or of the checkpoint that rules first tokens from the prefill out."""
+def reuses_any_prefix(deployment: Deployment, kv_model: KvModel | None) -> bool:
+    """Whether engines go on wherever a cached prompt ends, to the block. Linear states they keep at a few places."""
+    if kv_model is None or any(isinstance(group, LinearState) for group in kv_model.groups):
+        return False
+    return _WITHOUT_PREFIXES not in _arguments(deployment)
+
+
+def _arguments(deployment: Deployment) -> Iterator[str]:
+    """The names of the arguments that the file gives engines."""
     of_clusters = (cluster.extra_args for cluster in deployment.clusters)
     for argument in chain(deployment.engine.extra_args, *of_clusters):
-        name = argument.partition("=")[0]
+        yield argument.partition("=")[0]
+
+
+def _shaping_setting(deployment: Deployment, defaults: Json) -> str | None:
+    """The setting of the engines or of the checkpoint that rules first tokens from the prefill out."""
+    for name in _arguments(deployment):
         if name in _SHAPING_ARGS:
             return name
     return next((f"{_DEFAULTS_FILE}: {name}" for name in _SHAPING_DEFAULTS if defaults.get(name)), None)

@@ -68,7 +68,7 @@ class RemotePrefills:
 
     def abandon(self, prepared: PreparedRequest, reason: str) -> None:
         """The decode engine may never take the transfer: have its staging freed. Nothing more is relayed either."""
-        transfer, arriving = prepared.transfer, prepared.arriving
+        transfer, arriving = None if prepared.loaded else prepared.transfer, prepared.arriving
         if prepared.relay is not None:
             prepared.relay.close()
         if arriving is not None and not arriving.cancel() and not arriving.cancelled():

@@ -87,6 +87,8 @@ class PreparedRequest:
     """Tokens that the decode engine prefills itself; 0 when it is not known, or none."""
     transfer: StartedTransfer | None = None
     """The KV that waits at the decode engine, or is about to; None when that engine prefills."""
+    loaded: bool = False
+    """The decode engine has taken `transfer` already, for a request with the same prompt."""
     arriving: "asyncio.Task[PreparedRequest] | None" = None
     """Ends when all KV is there, with what is known of it then; None: it is."""
     first: SampledTokens | None = None

@@ -275,6 +275,20 @@ class StreamResume:
                 raise
             self._count(begun.request, outcome)
 
+    async def compute(
+        self, begun: BegunAnswer, rest: AnswerRest, prepared: PreparedRequest
+    ) -> PreparedRequest | None:
+        """Have the decode engine compute what `rest` continues.
+
+        Returns:
+            What a rest that begins with that is prepared as; None: the engine does not answer.
+        """
+        try:
+            return await self._decoder.compute(rest.request, prepared)
+        except DecodeFailedError as failure:
+            self._decoder.report(begun.request, prepared, failure)
+            return None
+
     def _count(self, request: ServingRequest, outcome: str) -> None:
         self._metrics.continuations.labels(outcome).inc()
         request.record.note(f"continuation: {outcome}")
@@ -331,7 +345,7 @@ class StreamResume:
 
     async def _relay_rest(self, begun: BegunAnswer, rest: AnswerRest, prepared: PreparedRequest) -> None:
         """Pass the decode engine's stream on in the first one's form. Raises DecodeFailedError and NotPlainError."""
-        async with self._decoder.open(rest.request, prepared) as answer:
+        async with self._decoder.open(rest.request, prepared) as (answer, _):
             if answer.status != 200 or not answer.content_type.startswith(EVENT_STREAM):
                 detail = f"{prepared.decode} answered {answer.status}"
                 raise DecodeFailedError(f"http-{answer.status}", detail, lost=False)

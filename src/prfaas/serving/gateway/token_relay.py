@@ -97,6 +97,7 @@ class TokenRelay:
         self._end: SampledTokens | None = None
         self.failed = False
         """Whether it ended by a failure of the engine."""
+        self.closed = False
 
     @classmethod
     async def open(
@@ -157,6 +158,7 @@ class TokenRelay:
 
     def close(self) -> None:
         """Have the engine stop. The KV that it has not sent goes on its way all the same."""
+        self.closed = True
         self._answer.close()
 
     async def _next(self) -> SampledTokens | None:
