@@ -43,13 +43,13 @@ def _outcome(
     """Six requests of which the first ones differ from the reference at token 3."""
     kv_model = _model(model)
     answers, references = [], []
-    for index, (prompt, cached) in enumerate(zip(demo_prompts(), (0, 0, 0, 0, 2304, 0), strict=True)):
+    for index, (prompt, cached) in enumerate(zip(demo_prompts(), (0, 0, 0, 0, 1280, 0), strict=True)):
         tokens = len(prompt.text)
         ours = ANSWER if index >= ties + noes else (*ANSWER[:3], 99, *ANSWER[4:])
         margin_nats = 0.0625 if index < ties else 1.0
         route = RouteHeader(
-            route="offload" if tokens > 4000 else "local",
-            prefill="east-prefill-0" if tokens > 4000 else "home-prefill-0",
+            route="offload" if tokens > 2000 else "local",
+            prefill="east-prefill-0" if tokens > 2000 else "home-prefill-0",
             decode="home-decode-0",
             cached_tokens=cached,
             kv_bytes=PAGES.bytes_to_move(kv_model, tokens - 1, cached),
@@ -95,7 +95,7 @@ def test_json_has_the_keys_of_the_issue(deployment: Deployment) -> None:
 def test_bytes_are_those_of_all_but_the_last_prompt_token(deployment: Deployment) -> None:
     outcome = _outcome(deployment)
     assert outcome.pages == PAGES
-    assert outcome.rows[4].exact_bytes == (6_603 - 2304) * 1024 + 6 * 68_608
+    assert outcome.rows[4].exact_bytes == (3_429 - 1280) * 1024 + 6 * 68_608
 
 
 def test_bytes_that_nothing_explains_are_shown_as_such(deployment: Deployment) -> None:
@@ -119,7 +119,7 @@ def test_table_for_people(deployment: Deployment) -> None:
     outcome = _outcome(deployment, noes=1)
     console.print(outcome_table(outcome))
     text = console.export_text()
-    for part in ("8,000", "2,304", "offload", "local", "80%", "exact", "in pages", "2.8 s", "1.25 s"):
+    for part in ("4,000", "1,280", "offload", "local", "80%", "exact", "in pages", "2.8 s", "1.25 s"):
         assert part in text
     assert "a question: no at token 3 (1.000 nat, bound 0.125)." in footnotes(outcome)
 
@@ -146,11 +146,11 @@ def test_the_tie_bound_is_stated(deployment: Deployment) -> None:
 
 def test_closing_sentences(deployment: Deployment) -> None:
     hybrid = closing(_outcome(deployment))
-    assert hybrid.startswith("3 of 6 prompts, those over 4,000 uncached tokens")
+    assert hybrid.startswith("3 of 6 prompts, those over 2,000 uncached tokens")
     assert "6 of 6 answers are equal" in hybrid
     dense = closing(_outcome(deployment, model="qwen3"))
     assert "6,144 B of KV per token, 6 times the 1,024 B of qwen3-next" in dense
-    assert "6.55 s of the 60 Mbit/s link" in dense
+    assert "3.28 s of the 60 Mbit/s link" in dense
     assert dense.endswith("its prefill 2.5 s: it should stay home.")
 
 

@@ -6,12 +6,12 @@ The text is Python's own language reference as `help()` knows it (`pydoc_data.to
 import functools
 from dataclasses import dataclass
 
-# Tokens of a prompt that stands for itself, in the order of sending; 4,600 comes before what shares its beginning.
-# Three are over the 4,000 uncached tokens of examples/local.yaml; slow cores prefill 500 tokens in a second.
-_SHORT = (100, 1000, 2000)
-_FIRST_LONG = 4600
-_SHARED, _OWN = 2304, 4300
-_LONGEST = 8000
+# Tokens of a prompt that stands for itself, in the order of sending; 2,300 comes before what shares its beginning.
+# Three are over the 2,000 uncached tokens of examples/local.yaml; slow cores prefill 600 tokens in a second.
+_SHORT = (100, 600, 1200)
+_FIRST_LONG = 2300
+_SHARED, _OWN = 1280, 2150
+_LONGEST = 4000
 
 _TYPOGRAPHIC = str.maketrans({"’": "'", "‘": "'", "“": '"', "”": '"', "…": "...", "–": "-", "—": "--"})
 
@@ -25,9 +25,9 @@ class DemoPrompt:
 
 
 def demo_prompts(chars_per_token: float = 1.0) -> tuple[DemoPrompt, ...]:
-    """Six prompts of 100 to 8,000 tokens, for a tokenizer that makes a token of `chars_per_token` characters.
+    """Six prompts of 100 to 4,000 tokens, for a tokenizer that makes a token of `chars_per_token` characters.
 
-    With a byte-level tokenizer (1.0) the lengths are exact. Two prompts share their first 2,304 tokens; no others
+    With a byte-level tokenizer (1.0) the lengths are exact. Two prompts share their first 1,280 tokens; no others
     share anything.
 
     Raises:
