@@ -146,7 +146,8 @@ class TamperingProxy:
 
 def random_groups(rng: random.Random) -> tuple[tuple[EngineGroup, ...], dict[str, int]]:
     """KV groups of all kinds, and the page size of every layer; two layers of each kind have equal pages."""
-    groups, page_bytes = [], {}
+    groups: list[EngineGroup] = []
+    page_bytes: dict[str, int] = {}
     kinds = [GroupKind.STATE, GroupKind.FULL, GroupKind.WINDOW]
     rng.shuffle(kinds)
     for index, kind in enumerate(kinds):

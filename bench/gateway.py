@@ -53,9 +53,9 @@ from prfaas.serving.logs import LogSettings, set_up_logging
 from prfaas.serving.transport.ticket import create_key
 
 # The stand-in engine is the tests'; the product has none.
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "serving"))
-from gateway.stand_in import StandInEngine, write_tokenizer
-from gateway.world import deployment_of
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+from tests.serving.gateway.stand_in import StandInEngine, write_tokenizer
+from tests.serving.gateway.world import deployment_of
 
 THRESHOLD_TOKENS = 1000
 IDLE_S = 3.0

@@ -37,6 +37,7 @@ from prfaas.core.prefix import (
     StoredBlocks,
     decode_batch,
 )
+from prfaas.core.prefix.events import EngineHash
 
 INSTANCES = 64
 BLOCK_TOKENS = 16
@@ -69,7 +70,7 @@ class Prompt:
 
     instance: str
     token_ids: list[int]
-    hashes: list[int]
+    hashes: list[EngineHash]
 
     def events(self, *, with_states: bool = False) -> list[list[StoredBlocks]]:
         """One batch per prefill step of 32 blocks."""
@@ -172,7 +173,9 @@ def apply_all(index: GlobalIndex, prompt: Prompt, *, with_states: bool = False) 
 def measure_events(index: GlobalIndex, rounds: int = 8, per_round: int = 128) -> list[Row]:
     """Batches with one event of 32 blocks each, into a full index; then their removal."""
     hasher = BlockHasher(block_tokens=BLOCK_TOKENS, seed=1)
-    decoding, hashing, applying, removing, removing_singly = [], [], [], [], []
+    decoding, hashing, applying = [], [], []
+    removing: list[float] = []
+    removing_singly: list[float] = []
     for number in range(rounds):
         some = [prompt for (prompt,) in prompts(per_round, seed=100 + number)]
         payloads = [
@@ -286,7 +289,8 @@ def measure_matches(index: GlobalIndex, blocks: int) -> list[Row]:
 
 def measure_hybrid_matches(count: int = 512) -> list[Row]:
     index = GlobalIndex(seed=1, needs_states=True)
-    one, decoding = [], []
+    one: list[PromptChains] = []
+    decoding: list[PromptChains] = []
     for number, (prompt,) in enumerate(prompts(count, seed=6)):
         apply_all(index, prompt, with_states=number % 2 == 0)
         (decoding if number % 2 else one).append(whole_chain(index, prompt.token_ids))

@@ -134,7 +134,7 @@ def prompt(tokens: int, number: int) -> list[int]:
 
 def ask(url: str, way: str, ids: list[int]) -> Answered:
     """One streamed answer; raises SystemExit where it went another way."""
-    body = {
+    body: dict[str, Any] = {
         "model": "tiny",
         "prompt": ids,
         "max_tokens": ANSWER_TOKENS,

@@ -18,6 +18,7 @@ from prfaas.serving.engines.vllm.layout import EngineGroup, KvLayout
 from prfaas.serving.engines.vllm.pages import HostPages
 from prfaas.serving.engines.vllm.rank_pages import pool_geometry
 from prfaas.serving.pool.client import PoolClient
+from prfaas.serving.pool.protocol import SessionKind
 from prfaas.serving.pool.running import RunningPools
 
 MIB = 1 << 20
@@ -112,10 +113,10 @@ def running_pool(deployment: Deployment) -> Iterator[RunningPools]:
 
 
 @contextmanager
-def session(deployment: Deployment, kind: str, geometry: PoolGeometry | None) -> Iterator[PoolClient]:
+def session(deployment: Deployment, kind: SessionKind, geometry: PoolGeometry | None) -> Iterator[PoolClient]:
     """A client of the only pool, whose memory has been touched."""
     (node,) = deployment.pools
-    client = PoolClient(deployment.pool_socket(node), kind, geometry, engine_id="bench")  # type: ignore[arg-type]
+    client = PoolClient(deployment.pool_socket(node), kind, geometry, engine_id="bench")
     try:
         if not client.connect():
             raise RuntimeError(f"the pool refuses this bench; see {deployment.logs_dir}")

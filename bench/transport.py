@@ -23,14 +23,16 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from wan.laboratory import Laboratory, LaboratoryError, LineSettings
 
 HERE = Path(__file__).parent
-sys.path.append(str(HERE.parent / "tests" / "serving" / "transport"))
-from authority import Authority  # noqa: E402
+# The tests' authority signs here too.
+sys.path.append(str(HERE.parent))
+from tests.serving.transport.authority import Authority  # noqa: E402
 
 MIB = 1 << 20
 FAR, HOME = "far-0", "home-0"
@@ -202,10 +204,7 @@ def best_of(place: Place, python: str, kind: str, nbytes: int) -> tuple[str, Cal
     """The setting of a peer that is fastest here; None: the peer is not there."""
     found: list[tuple[float, str, Callable[[], Pair]]] = []
     for name, blocks, env in settings_of(kind):
-
-        def start(blocks: int = blocks, env: Mapping[str, str] = env) -> Pair:
-            return peer(place, python, kind, blocks, nbytes, env)
-
+        start = partial(peer, place, python, kind, blocks, nbytes, env)
         try:
             pair = start()
         except (RuntimeError, OSError):
@@ -220,8 +219,8 @@ def best_of(place: Place, python: str, kind: str, nbytes: int) -> tuple[str, Cal
             pair.close()
         say(f"{name}: {rate:.1f} Gbit/s")
         found.append((rate, name, start))
-    _, name, start = max(found, key=lambda each: each[0])
-    return name, start
+    _, fastest, start_fastest = max(found, key=lambda each: each[0])
+    return fastest, start_fastest
 
 
 def compare(starts: Mapping[str, Callable[[], Pair]], rounds: int, sends: int) -> dict[str, list[Sent]]:
@@ -276,7 +275,7 @@ def loopback(options: argparse.Namespace, place: Place, folder: Path) -> dict[st
         "encrypted": lambda: ours(place, connections, nbytes, certificates=str(certificates)),
     }
     for source in options.sources:
-        starts[source] = lambda source=source: ours(place, connections, nbytes, source=source)  # type: ignore[misc]
+        starts[source] = partial(ours, place, connections, nbytes, source=source)
     peers: dict[str, str] = {}
     for kind in ("mooncake", "nixl") if options.peers_python else ():
         best = best_of(place, options.peers_python, kind, nbytes)

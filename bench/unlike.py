@@ -10,7 +10,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -178,9 +178,9 @@ class Way:
         return time.process_time() - began_s
 
     @staticmethod
-    def _await(is_so: "object") -> None:
+    def _await(is_so: Callable[[], object]) -> None:
         deadline_s = time.monotonic() + WAIT_S
-        while not is_so():  # type: ignore[operator]
+        while not is_so():
             if time.monotonic() > deadline_s:
                 raise TimeoutError("a transfer took too long")
             time.sleep(0.005)

@@ -208,7 +208,7 @@ class Site:
             layout=_OneRegion(),
             fingerprint=FINGERPRINT,
             sender_telemetry=None if sender is None else sender.telemetry,
-            **({} if sender is None else {"on_pace": sender.pace}),
+            on_pace=(lambda _order: None) if sender is None else sender.pace,
         )
         with self._laboratory.inside(name):
             receiver.start()

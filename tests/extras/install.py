@@ -102,8 +102,8 @@ def _built(directory: Path) -> Path:
         "--no-deps",
         "--no-build-isolation",
         "-w",
-        directory,
-        ROOT,
+        str(directory),
+        str(ROOT),
     ]
     subprocess.run(command, check=True)
     (wheel,) = directory.glob("prfaas-*.whl")

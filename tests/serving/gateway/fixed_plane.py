@@ -7,14 +7,14 @@ import asyncio
 import itertools
 import math
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
 
 from prfaas.core.deployment import Deployment, Instance
+from prfaas.core.prefix import PromptChains
 from prfaas.core.scheduling import Decision, NoDecodeInstanceError, RelayPlan, Route
 from prfaas.core.scheduling.relay import RelayReason
 from prfaas.serving.control.listeners import Listeners
@@ -22,13 +22,6 @@ from prfaas.serving.control.planning_inputs import kv_facts
 from prfaas.serving.own_process import LoopClock
 
 BLOCK_TOKENS = 256
-
-
-@dataclass(frozen=True)
-class Chains:
-    """The blocks of one prompt less its last token, under its tenant's salt and its adapter."""
-
-    hashes: tuple[Hashable, ...]
 
 
 class FixedWork:
@@ -82,7 +75,7 @@ class FixedPlane:
         self._suspect_s = suspect_s
         self._can_skip = can_skip
         self._kv = kv_facts(deployment.model.kv_model())
-        self._held: dict[str, set[Hashable]] = {name: set() for name in self._instances}
+        self._held: dict[str, set[int]] = {name: set() for name in self._instances}
         self._suspects: dict[str, float] = {}
         self.prefers: str | None = None
         self.edit: Callable[[Decision], Decision] = lambda decision: decision
@@ -127,16 +120,16 @@ class FixedPlane:
         """Prefills and decodes that the gateway has begun and not ended."""
         return sum(self.open.values())
 
-    def chains(self, token_ids: Sequence[int], salt: str, adapter: str) -> Chains:
-        chain: list[Hashable] = [(salt, adapter)]
+    def chains(self, token_ids: Sequence[int], salt: str, adapter: str) -> PromptChains:
+        chain = [hash((salt, adapter))]
         for begin in range(0, len(token_ids) - BLOCK_TOKENS, BLOCK_TOKENS):
             chain.append(hash((chain[-1], *token_ids[begin : begin + BLOCK_TOKENS])))
-        return Chains(tuple(chain[1:]))
+        return PromptChains(len(token_ids), {BLOCK_TOKENS: tuple(chain[1:])})
 
     def route(
         self,
         num_tokens: int,
-        chains: Chains | None,
+        chains: PromptChains | None,
         *,
         avoid: Collection[str] = (),
         offload: bool = True,
@@ -188,8 +181,8 @@ class FixedPlane:
             )
         )
 
-    def _held_tokens(self, name: str, chains: Chains | None) -> int:
-        hashes = chains.hashes if chains is not None else ()
+    def _held_tokens(self, name: str, chains: PromptChains | None) -> int:
+        hashes = chains.by_block_tokens[BLOCK_TOKENS] if chains is not None else ()
         return BLOCK_TOKENS * sum(1 for _ in itertools.takewhile(self._held[name].__contains__, hashes))
 
     def wait_s(self, decision: Decision | None) -> float:
@@ -202,7 +195,7 @@ class FixedPlane:
         return self._instances[name]
 
     @asynccontextmanager
-    async def admit(self, decision: Decision, chains: Chains) -> AsyncIterator[Decision]:
+    async def admit(self, decision: Decision, chains: PromptChains) -> AsyncIterator[Decision]:
         yield decision
 
     @contextmanager
@@ -234,8 +227,8 @@ class FixedPlane:
         finally:
             self.open[name] -= 1
 
-    def expect(self, name: str, chains: Chains) -> None:
-        self._held[name].update(chains.hashes)
+    def expect(self, name: str, chains: PromptChains) -> None:
+        self._held[name].update(chains.by_block_tokens[BLOCK_TOKENS])
 
     def observe(self, num_tokens: int, uncached_tokens: int) -> None:
         self.observed.append((num_tokens, uncached_tokens))

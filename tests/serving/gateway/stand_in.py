@@ -446,8 +446,8 @@ class StandInEngine:
             await stream.write(b"data: " + json.dumps({"error": error}).encode() + b"\n\ndata: [DONE]\n\n")
             return stream
         params = body.get("kv_transfer_params") or {}
-        told = params.get("prfaas")
-        by_nixl = told is not None and is_by_nixl(told)
+        told: str = params.get("prfaas") or ""
+        by_nixl = is_by_nixl(told)
         ticket = self._ticket(ticket_of(told) if by_nixl else told)
         prefix = self._ticket(params.get("prfaas_from"))
         sends = ticket is not None and ticket.producer == self.name

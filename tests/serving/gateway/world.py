@@ -232,7 +232,8 @@ async def running_world(
         draining=draining,
     )
     gateway = asyncio.create_task(served)
-    done, _ = await asyncio.wait({gateway, port}, return_when=asyncio.FIRST_COMPLETED)
+    either: set[asyncio.Future[Any]] = {gateway, port}
+    done, _ = await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
     if gateway in done:
         gateway.result()
     client = aiohttp.ClientSession(f"http://127.0.0.1:{port.result()}")
