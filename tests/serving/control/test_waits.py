@@ -47,6 +47,20 @@ class World:
         self.waits = PredictedWaits(self.state, seats=SEATS, clock=lambda: self.now_s)
 
 
+@pytest.mark.parametrize(("waiting", "usage", "keeps"), [(0, 0.5, True), (1, 0.5, False), (0, 0.95, False)])
+def test_an_engine_keeps_what_it_has_computed_while_nobody_waits_for_blocks(
+    waiting: int, usage: float, keeps: bool
+) -> None:
+    world, meter = World(), EngineMeter(60.0)
+    assert not world.waits.keeps("decode")
+    meter.add(
+        read_exposition(f"vllm:num_requests_waiting {waiting}\nvllm:kv_cache_usage_perc {usage}\n".encode()),
+        world.now_s,
+    )
+    world.waits.learn("decode", meter)
+    assert world.waits.keeps("decode") is keeps
+
+
 def test_the_longest_of_queue_and_link_counts() -> None:
     world = World()
     assert (world.waits.of(DECISION), world.waits.least()) == (0.0, 0.0)

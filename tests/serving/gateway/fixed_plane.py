@@ -35,15 +35,22 @@ class FixedWork:
 
 
 class FixedWaits:
-    """`reason`: whether prefill instances may decode on, and else why not. `every_tokens`: between checkpoints."""
+    """`reason`: whether prefill instances may decode on, and else why not. `every_tokens`: between checkpoints.
+
+    `calm`: whether decode instances keep what they have computed.
+    """
 
     def __init__(self) -> None:
         self.every_tokens = 0
         self.reason: RelayReason = "link-bound"
         self.step_s = 0.05
+        self.calm = True
 
     def checkpoint_tokens(self, decision: Decision) -> int:
         return self.every_tokens
+
+    def keeps(self, name: str) -> bool:
+        return self.calm
 
     def relay(self, decision: Decision, most_tokens: int) -> RelayPlan:
         tokens = most_tokens if self.reason == "link-bound" else 0

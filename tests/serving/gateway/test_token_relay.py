@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -10,14 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prfaas.core.kv import model_from_config
 from prfaas.serving.gateway.first_token import FirstTokenAsk, SampledTokens, begins_stop
+from prfaas.serving.gateway.first_token_rules import reuses_any_prefix
 from prfaas.serving.gateway.token_relay import TokenRelay
 
-from .stand_in import CACHED_TOKENS, generated
+from .stand_in import CACHED_TOKENS, DENSE_CONFIG, HYBRID_CONFIG, StandInEngine, generated
 from .test_decode_deaths import stream, text_of
 from .test_early_decode import until
 from .test_first_token_answer import ASKED, LONG, USAGE, WANTED, whole
-from .world import World, route_of
+from .world import World, deployment_of, route_of
 
 InWorld = Callable[..., None]
 RELAYS = replace(WANTED, relay_tokens=5)
@@ -149,14 +152,27 @@ def test_the_decode_engine_computes_what_was_relayed_while_the_relay_goes_on(in_
     in_world(body, gateway_config=RELAYS_MANY, decode_lead_s=0.0, dense=True)
 
 
-def test_an_engine_that_goes_on_at_a_few_places_only_is_asked_once(in_world: InWorld) -> None:
+@pytest.mark.parametrize("why", ["linear states", "others wait"])
+def test_an_engine_that_may_not_have_it_any_more_is_asked_once(in_world: InWorld, why: str) -> None:
     async def body(world: World) -> None:
+        world.plane.waits.calm = why != "others wait"
         relay_until(world, 20)
         _, events = await stream(world, "/v1/completions", MANY)
         assert text_of(events) == generated(LONG, ASKED, 64).text
         assert [loads for _, loads in computed(world)] == [True]
 
-    in_world(body, gateway_config=RELAYS_MANY, decode_lead_s=0.0)
+    in_world(body, gateway_config=RELAYS_MANY, decode_lead_s=0.0, dense=why != "linear states")
+
+
+def test_which_engines_go_on_anywhere_in_what_they_have_computed(tmp_path: Path) -> None:
+    dense, hybrid = (model_from_config(config, name="m") for config in (DENSE_CONFIG, HYBRID_CONFIG))
+    names = ("remote", "local", "decode")
+    engines = {name: StandInEngine(name, tmp_path, b"key") for name in names}
+    deployment = deployment_of(tmp_path, engines, tmp_path)
+    assert reuses_any_prefix(deployment, dense)
+    assert not reuses_any_prefix(deployment, hybrid) and not reuses_any_prefix(deployment, None)
+    without = replace(deployment.engine, extra_args=("--no-enable-prefix-caching",))
+    assert not reuses_any_prefix(replace(deployment, engine=without), dense)
 
 
 @pytest.mark.parametrize("dies", ["before-headers", "http-500"])

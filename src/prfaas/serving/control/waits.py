@@ -18,6 +18,8 @@ from prfaas.serving.control.planning_inputs import DEFAULT_STEP_S
 
 # Weight of the newest gap between two answers' ends.
 _GAP_WEIGHT = 0.1
+# An engine with more of its KV in use may soon need the blocks of a request that has ended.
+_CALM_USAGE = 0.9
 
 
 class PredictedWaits:
@@ -40,6 +42,8 @@ class PredictedWaits:
         self._answered: dict[str, tuple[float, float]] = {}
         # Instance → its mean decode step.
         self._step_s: dict[str, float] = {}
+        # Those in which no request waited for blocks when they were last looked at.
+        self._calm: set[str] = set()
 
     @contextmanager
     def decoding(self, name: str, prefill_tokens: int) -> Iterator[None]:
@@ -56,6 +60,10 @@ class PredictedWaits:
         The engine counts the answers of all gateways. Each takes its tokens times the engine's mean step.
         """
         newest, step_s = meter.newest, meter.token_gap_s
+        if newest is not None and not newest.waiting and newest.kv_usage <= _CALM_USAGE:
+            self._calm.add(name)
+        else:
+            self._calm.discard(name)
         if step_s is not None:
             self._step_s[name] = step_s
         if newest is None:
@@ -88,6 +96,13 @@ class PredictedWaits:
             step_s=self._step_s.get(decision.decode, DEFAULT_STEP_S),
             now_s=self._clock(),
         )
+
+    def keeps(self, name: str) -> bool:
+        """Whether an engine still has what it computes for a request when the next one comes, right after.
+
+        Blocks of a request that has ended stay until others need them. Who waits in the engine may take them at once.
+        """
+        return name in self._calm and not self.seat_wait_s(name)
 
     def checkpoint_tokens(self, decision: Decision) -> int:
         """About how many tokens the prefill of `decision` computes between two checkpoints; 0: it sends none."""

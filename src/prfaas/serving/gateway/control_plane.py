@@ -51,6 +51,10 @@ class RelayJudge(Protocol):
         """
         ...
 
+    def keeps(self, name: str) -> bool:
+        """Whether a decode instance still has what it computes for a request when the next one comes, right after."""
+        ...
+
 
 class ControlPlane(Protocol):
     """The live control plane as the gateway uses it. All methods but `chains` belong to the event loop's thread."""

@@ -69,6 +69,7 @@ class FirstTokenAnswers:
         self._catches_up = reuses_any_prefix(deployment, kv_model)
         self._prefill = prefill
         self._resume = resume
+        self._waits = context.plane.waits
         self._metrics = context.metrics
         self._max_model_len = context.max_model_len
 
@@ -153,6 +154,8 @@ class FirstTokenAnswers:
         for _ in range(_MOST_CATCH_UPS if self._catches_up else 0):
             known_tokens = len(known.ids)
             if relay is None or relay.closed or known_tokens < computed_tokens + _CATCH_UP_TOKENS:
+                break
+            if not self._waits.keeps(prepared.decode):
                 break
             rest = self._resume.rest_of(begun, known.ids, 1)
             rest_prompt = _continued(rest, prompt)
