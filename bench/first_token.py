@@ -264,7 +264,7 @@ def relay(directory: Path, tokens: int, rounds: int, bandwidth: str, relay_token
 def catch_up(home: str, seed: int, tokens: int, relayed: int) -> float:
     """What a decode engine takes by itself to go on after a prompt that it holds and so many tokens that it does not.
 
-    The stream pauses at least so long when it is handed over: what was relayed crosses as tokens, without its KV.
+    What was relayed crosses as tokens, without its KV. Most of this passes while the relay goes on.
     """
     ids = prompt(1000 + seed, tokens)
     streamed(home, ids, max_tokens=1)
