@@ -55,7 +55,9 @@ def test_what_is_at_risk_of_full_attention_is_twice_what_is_lost_on_average(
     work_s = max(prefill_s, wait_s + link_s)
     moments_s = (np.arange(4000) + 0.5) / 4000 * work_s
     mean_s = float(np.mean([lost_s(at_s, prefill_s, wait_s, link_s) for at_s in moments_s]))
-    assert at_risk_s(prefill_s, wait_s, link_s, KILLS_PER_S, 0.0) == pytest.approx(2 * mean_s, abs=1e-3 * work_s)
+    assert at_risk_s(prefill_s, wait_s, link_s, KILLS_PER_S, 0.0) == pytest.approx(
+        2 * mean_s, abs=1e-3 * work_s
+    )
 
 
 @pytest.mark.parametrize("checkpoint_s", [0.02, 0.15])
@@ -87,16 +89,22 @@ def test_kept_work_never_makes_a_way_longer(
 
 
 @given(st.floats(0, 60), st.floats(0, 90), st.floats(0, 60), st.floats(0, 60))
-def test_waiting_is_no_work_at_risk(start_s: float, link_wait_s: float, prefill_s: float, link_s: float) -> None:
+def test_waiting_is_no_work_at_risk(
+    start_s: float, link_wait_s: float, prefill_s: float, link_s: float
+) -> None:
     """Nothing is lost of a prefill that has not begun, nor of a link's queue that is over by then."""
     assume(link_wait_s <= start_s)
     found_s = streamed_s(start_s, prefill_s, link_wait_s, link_s, 0.0, KILLS_PER_S, math.inf)
-    assert found_s == pytest.approx(start_s + streamed_s(0.0, prefill_s, 0.0, link_s, 0.0, KILLS_PER_S, math.inf))
+    assert found_s == pytest.approx(
+        start_s + streamed_s(0.0, prefill_s, 0.0, link_s, 0.0, KILLS_PER_S, math.inf)
+    )
     kept_s = streamed_s(start_s, prefill_s, link_wait_s, link_s, 0.0, KILLS_PER_S, 0.0)
     assert kept_s == pytest.approx(start_s + max(prefill_s, link_s))
 
 
-def spot(*, checkpoint_bytes: int = 0, keeps: bool = True, hybrid: bool = False, drained_s: float = 0.0) -> View:
+def spot(
+    *, checkpoint_bytes: int = 0, keeps: bool = True, hybrid: bool = False, drained_s: float = 0.0
+) -> View:
     """A PrfaaS instance that may be taken away once a minute, and a PD instance with a queue."""
     view = board(
         prefiller("remote", "far"),
