@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prfaas.core.link.checkpoints import (
+    checkpoint_count,
     checkpoint_every_tokens,
     checkpoint_interval_s,
     is_checkpoint_due,
@@ -82,3 +83,12 @@ def test_near_the_end_none_is_due() -> None:
     # More is at stake, so less need be left.
     assert is_checkpoint_due(1000, 0, 4000, 4125)
     assert not is_checkpoint_due(1000, 0, 4000, 4124)
+
+
+@given(st.integers(0, 300), st.integers(0, 3000))
+def test_the_count_is_that_of_chunks_of_one_token(every_tokens: int, num_tokens: int) -> None:
+    last, taken = 0, 0
+    for end in range(1, num_tokens + 1):
+        if is_checkpoint_due(every_tokens, last, end, num_tokens):
+            last, taken = end, taken + 1
+    assert checkpoint_count(every_tokens, num_tokens) == taken

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from prfaas.core.scheduling import POLICIES, RoutingRequest, make_policy, options
 from prfaas.core.scheduling.hazard import expected_loss_s
-from prfaas.core.scheduling.preemption import ends_in_s, with_time_left
+from prfaas.core.scheduling.preemption import ends_in_s, goes_on_at_decode, with_time_left
 
 from .views import NOW_S, board, decoder, kv_bytes, linear_s, link, prefiller
 
@@ -103,3 +103,12 @@ def test_of_two_clusters_the_safe_one_is_taken() -> None:
         assert decide(LONG, view).prefill == "spot"
         view.clusters["far"].kills_per_s = 0.2
         assert decide(LONG, view).prefill == "own"
+
+
+@pytest.mark.parametrize(
+    ("kept_tokens", "is_preempted", "expected"),
+    [(0, False, False), (1, False, True), (0, True, False), (4999, True, False), (5000, True, True)],
+)
+def test_who_goes_on_from_what_has_come(kept_tokens: int, is_preempted: bool, expected: bool) -> None:
+    """With notice a neighbour begins again, unless less is left than has come."""
+    assert goes_on_at_decode(kept_tokens, 10_000, is_preempted=is_preempted) is expected

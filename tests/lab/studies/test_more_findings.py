@@ -64,9 +64,11 @@ def test_spot_capacity_is_away_as_often_as_said(context: StudyContext) -> None:
         assert [each.kills_per_hour for each in run.planned.clusters] == [kills, 0.0]
     often = [run for run in runs if run.key[1] == "20 per hour, notice 30 s, back after 120 s"]
     spares = [run for run in runs if str(run.key[1]).endswith("with spares")]
-    # 3 of 5 are up: 7 for the 4 that are wanted.
-    assert {run.planned.clusters[0].instance_count for run in spares} == {7}
-    assert {each.what for run in spares for each in run.failures} == {f"east-{k}" for k in range(7)}
+    # 3 of 5 are up: 7 for the 4 that are wanted. Back after 30 s, 6 of 7 are: 5.
+    for return_s, instances in ((120, 7), (30, 5)):
+        back = [run for run in spares if f"back after {return_s} s" in str(run.key[1])]
+        assert {run.planned.clusters[0].instance_count for run in back} == {instances}
+        assert {each.what for run in back for each in run.failures} == {f"east-{k}" for k in range(instances)}
     for run in often:
         for instance in {each.what for each in run.failures}:
             own = [each for each in run.failures if each.what == instance]
@@ -92,18 +94,38 @@ def test_the_same_kills_come_with_any_notice(context: StudyContext) -> None:
 
 def test_what_spot_capacity_costs_is_told(context: StudyContext) -> None:
     def found(run: Run) -> StudyOutcome:
-        label = str(run.key[1])
+        label, way = str(run.key[1]), run.key[3]
         kills = 0.0 if label == "none" else float(label.split(" ")[0])
-        base = outcome(context, (2.0 + kills / 10) * (1 + 0.001 * run.seed))
+        assert run.keeps_transfers is (way == "kept")
+        more_s = kills / (40 if way == "kept" else 10)
+        base = outcome(context, (2.0 + more_s) * (1 + 0.001 * run.seed))
         return replace(base, numbers={**base.numbers, "retries": 0 if "notice 30 s" in label else kills})
 
     text, page = told(context, "spot", found)
-    assert "+10 ± 0 % mean, +10 ± 0 % P99.9 at 2 kills per hour" in text
+    assert "where all is lost, by +10 ± 0 % mean, +10 ± 0 % P99.9 at 2 kills per hour" in text
+    assert "where what has come is kept, by +2 ± 0 % mean, +2 ± 0 % P99.9 at 2 kills per hour" in text
+    assert "−38 ± 0 % mean, −38 ± 0 % P99.9 at 20 kills per hour, against losing it" in text
     assert "Notice takes the attempts that `paper` makes again from 4 to 4 with 10 s at 2 kills" in text
     assert "4 to 0 with 30 s at 2 kills (mean TTFT 0 %)" in text
     assert "No request is lost in any run." in text
-    assert "the P99 of TTFT is, in times of that without kills, 2.00 with 0 s of notice" in text
+    assert "Where all is lost, and without notice, it is 2.00 ± 0.00 times (not met) with `paper`" in text
+    assert (
+        "Where what has come is kept, and without notice, it is 1.25 ± 0.00 times (met) with `paper`" in text
+    )
     assert "| 20 per hour, notice 0 s, back after 120 s | 60 % |" in page
+    assert "| 6 per hour, notice 0 s, back after 120 s | 2.61 ± 0.01 |" in page
+
+
+@pytest.mark.parametrize(("spread", "verdict"), [(0.001, "(met)"), (0.2, "(open)")])
+def test_the_goal_is_open_where_seeds_can_not_tell(
+    context: StudyContext, spread: float, verdict: str
+) -> None:
+    def found(run: Run) -> StudyOutcome:
+        more = 0.0 if run.key[1] == "none" else 0.25 + spread * (run.seed - context.seed - 0.5)
+        return outcome(context, 2.0 * (1 + more))
+
+    text, _ = told(context, "spot", found)
+    assert f"1.25 ± {'0.01' if spread < 0.1 else '1.27'} times {verdict}" in text
 
 
 def test_a_lost_request_is_not_hidden(context: StudyContext) -> None:

@@ -48,6 +48,12 @@ def checkpoint_every_tokens(
     return math.ceil(prefill_tokens * interval_s / work_s)
 
 
+def checkpoint_count(every_tokens: int, num_tokens: int) -> int:
+    """How many a prefill of so many tokens sends at most: those of `is_checkpoint_due` if every token ended a chunk."""
+    # Before the last ones less than half an interval is left.
+    return max(2 * num_tokens - every_tokens, 0) // (2 * every_tokens) if every_tokens else 0
+
+
 def is_checkpoint_due(every_tokens: int, last_tokens: int, end_tokens: int, num_tokens: int) -> bool:
     """Whether a checkpoint at the end of a chunk spares more than it costs, on average.
 

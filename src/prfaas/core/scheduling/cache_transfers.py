@@ -95,11 +95,15 @@ def with_cache(
             return option
     ready_s = option.start_s - option.load_s
     start_s = (ready_s if ready_s > moved_s else moved_s) + load_s
-    ttft_s = start_s + prefill_s
+    ttft_s = loaded_s = start_s + prefill_s
     if option.link is not None:
-        wait_s, link_s = (0.0, 0.0) if request.first_from_prefill else (option.link_wait_s, option.link_s)
-        kills_per_s = option.cluster.kills_per_s
-        ttft_s = streamed_s(start_s, prefill_s, wait_s, link_s, option.link.rtt_s, kills_per_s)
+        wait_s, link_s, rtt_s = option.link_wait_s, option.link_s, option.link.rtt_s
+        early, kills_per_s = request.first_from_prefill, option.cluster.kills_per_s
+        checkpoint_s = view.checkpoint_s(option.link, early)
+        loaded_s = streamed_s(start_s, prefill_s, wait_s, link_s, rtt_s, kills_per_s, checkpoint_s)
+        ttft_s = loaded_s
+        if early:
+            ttft_s = streamed_s(start_s, prefill_s, 0.0, 0.0, rtt_s, kills_per_s, checkpoint_s)
     return PrefillCandidate(
         option.cluster,
         option.instance,
@@ -110,6 +114,7 @@ def with_cache(
         option.link_wait_s,
         option.link_s,
         ttft_s,
+        loaded_s,
         option.kv_bytes,
         CacheTransfer(holder.name, sent_tokens, skip, kv_bytes, pooled),
         load_s,

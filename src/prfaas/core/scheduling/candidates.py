@@ -43,26 +43,13 @@ class PrefillCandidate:
     """What this KV alone takes on the link."""
     ttft_s: float
     """Until the decode instance has everything; where the prefill gives the first token, until the client has it."""
+    loaded_s: float
+    """Until the decode instance has everything, whoever gives the first token."""
     kv_bytes: int
     """What crosses `link`; 0 without one."""
     cache_transfer: CacheTransfer | None
     load_s: float
     """Of `start_s` what it loads from its machine's pool."""
-
-    @property
-    def loaded_s(self) -> float:
-        """Until the decode instance has everything, whoever gives the first token."""
-        link = self.link
-        if link is None:
-            return self.ttft_s
-        return streamed_s(
-            self.start_s,
-            self.prefill_s,
-            self.link_wait_s,
-            self.link_s,
-            link.rtt_s,
-            self.cluster.kills_per_s,
-        )
 
     @property
     def delay_s(self) -> float:
@@ -91,6 +78,7 @@ def prefill_by(
         None,
         0.0,
         0.0,
+        start_s + prefill_s,
         start_s + prefill_s,
         0,
         None,
@@ -131,22 +119,24 @@ def kv_bytes_to(request: RoutingRequest, view: View, decode: InstanceView) -> in
 
 
 def streamed(
-    option: PrefillCandidate, link: LinkView, now_s: float, kv_bytes: int, first_from_prefill: bool = False
+    option: PrefillCandidate, link: LinkView, view: View, kv_bytes: int, first_from_prefill: bool = False
 ) -> PrefillCandidate:
     """The prefill of another cluster, its KV streamed over `link` while it is made (section 3.3).
 
     With `first_from_prefill` its TTFT is that of a token which comes back while the KV is still on its way.
     """
     link_s = BITS_PER_BYTE * kv_bytes / link.capacity_bits_per_s
-    link_wait_s = link.drained_s - now_s
+    link_wait_s = link.drained_s - view.now_s
     if link_wait_s < 0.0:
         link_wait_s = 0.0
-    start_s, prefill_s = option.start_s, option.prefill_s
-    kills_per_s = option.cluster.kills_per_s
+    start_s, prefill_s, rtt_s = option.start_s, option.prefill_s, link.rtt_s
+    kills_per_s, checkpoint_s = option.cluster.kills_per_s, math.inf
+    if kills_per_s:
+        checkpoint_s = view.checkpoint_s(link, first_from_prefill)
+    loaded_s = streamed_s(start_s, prefill_s, link_wait_s, link_s, rtt_s, kills_per_s, checkpoint_s)
+    ttft_s = loaded_s
     if first_from_prefill:
-        ttft_s = streamed_s(start_s, prefill_s, 0.0, 0.0, link.rtt_s, kills_per_s)
-    else:
-        ttft_s = streamed_s(start_s, prefill_s, link_wait_s, link_s, link.rtt_s, kills_per_s)
+        ttft_s = streamed_s(start_s, prefill_s, 0.0, 0.0, rtt_s, kills_per_s, checkpoint_s)
     return PrefillCandidate(
         option.cluster,
         option.instance,
@@ -157,6 +147,7 @@ def streamed(
         link_wait_s,
         link_s,
         ttft_s,
+        loaded_s,
         kv_bytes,
         option.cache_transfer,
         option.load_s,
@@ -240,6 +231,7 @@ def best_candidate(request: RoutingRequest, cluster: ClusterView, view: View) ->
         0.0,
         0.0,
         done_s,
+        done_s,
         0,
         None,
         0.0,
@@ -288,6 +280,7 @@ def _best_with_pools(request: RoutingRequest, cluster: ClusterView, view: View) 
         0.0,
         0.0,
         start_s + prefill_s,
+        start_s + prefill_s,
         0,
         moved,
         load_s,
@@ -325,7 +318,7 @@ def least_queued(request: RoutingRequest, cluster: ClusterView, view: View) -> B
         wait_s += shared_s
         done_s += shared_s
     return BestCandidate(
-        cluster, chosen, 0, wait_s, prefill_s, None, 0.0, 0.0, done_s, 0, None, 0.0, wait_s, holder, 0
+        cluster, chosen, 0, wait_s, prefill_s, None, 0.0, 0.0, done_s, done_s, 0, None, 0.0, wait_s, holder, 0
     )
 
 

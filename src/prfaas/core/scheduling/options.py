@@ -144,6 +144,6 @@ def options(request: RoutingRequest, view: View) -> list[PrefillOption]:
         for node in near.far:
             link = usable_link(view, node.cluster.name, cluster.name)
             if link is not None:
-                far = streamed(node, link, view.now_s, kv_bytes, request.first_from_prefill)
+                far = streamed(node, link, view, kv_bytes, request.first_from_prefill)
                 found.append(PrefillOption(request, view, far.instance, decode, link, far))
     return found

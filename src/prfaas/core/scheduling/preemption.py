@@ -21,6 +21,20 @@ def ends_in_s(request: RoutingRequest, view: View, cluster: ClusterView, instanc
     return ends_s
 
 
+def goes_on_at_decode(kept_tokens: int, num_tokens: int, *, is_preempted: bool) -> bool:
+    """Whether the decode instance goes on from what has come of a prefill, and no other one begins it again.
+
+    What has come is not computed and sent again: a client has waited for it. With notice nothing has failed yet, and
+    another PrfaaS instance is as fast as the first: that one is asked unless less is left than has come.
+
+    Args:
+        kept_tokens: Of the prompt, those after which the decode instance can go on.
+        num_tokens: Of the whole prompt.
+        is_preempted: Its instance has notice, and could not have ended it in time.
+    """
+    return kept_tokens > 0 and (not is_preempted or 2 * kept_tokens >= num_tokens)
+
+
 def with_time_left(request: RoutingRequest, view: View) -> View:
     """The same view, but instances get nothing that has not left them by the time of their notice."""
     if not view.leaves_s:

@@ -310,27 +310,28 @@ def soonest_remote(
     kv_bytes = kv_bytes_to(request, view, pd.decode)
     first_from_prefill = request.first_from_prefill
     if len(remotes) == 1:
-        return streamed(*remotes[0], view.now_s, kv_bytes, first_from_prefill)
+        return streamed(*remotes[0], view, kv_bytes, first_from_prefill)
     now_s, kv_bits = view.now_s, BITS_PER_BYTE * kv_bytes
     chosen: tuple[BestCandidate, LinkView] | None = None
     least_s = math.inf
     for node, link in remotes:
         # No KV arrives before it has been computed.
         if chosen is None or node.ttft_s < least_s:
-            wait_s = link.drained_s - now_s
+            wait_s, kills_per_s = link.drained_s - now_s, node.cluster.kills_per_s
             delay_s = streamed_delay_s(
                 node.start_s,
                 node.prefill_s,
                 wait_s if wait_s > 0.0 else 0.0,
                 kv_bits / link.capacity_bits_per_s,
                 link.rtt_s,
-                node.cluster.kills_per_s,
+                kills_per_s,
+                view.checkpoint_s(link, first_from_prefill) if kills_per_s else math.inf,
                 first_from_prefill,
             )
             if chosen is None or delay_s < least_s:
                 chosen, least_s = (node, link), delay_s
     assert chosen is not None  # there is at least one
-    return streamed(*chosen, now_s, kv_bytes, first_from_prefill)
+    return streamed(*chosen, view, kv_bytes, first_from_prefill)
 
 
 def decision_of(request: RoutingRequest, view: View, decode: InstanceView, choice: Choice) -> Decision:

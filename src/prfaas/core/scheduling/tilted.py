@@ -120,7 +120,7 @@ class Tilted:
         kv_bytes = kv_bytes_to(request, view, pd.decode)
         first_from_prefill = request.first_from_prefill
         if len(pd.remotes) == 1:
-            return streamed(*pd.remotes[0], view.now_s, kv_bytes, first_from_prefill)
+            return streamed(*pd.remotes[0], view, kv_bytes, first_from_prefill)
         now_s, kv_bits = view.now_s, BITS_PER_BYTE * kv_bytes
         chosen: tuple[BestCandidate, LinkView] | None = None
         least = math.inf
@@ -131,20 +131,22 @@ class Tilted:
                 link_s, wait_s = kv_bits / link.capacity_bits_per_s, link.drained_s - now_s
                 if wait_s < 0.0:
                     wait_s = 0.0
+                kills_per_s = node.cluster.kills_per_s
                 delay_s = streamed_delay_s(
                     node.start_s,
                     node.prefill_s,
                     wait_s,
                     link_s,
                     link.rtt_s,
-                    node.cluster.kills_per_s,
+                    kills_per_s,
+                    view.checkpoint_s(link, first_from_prefill) if kills_per_s else math.inf,
                     first_from_prefill,
                 )
                 cost = delay_s * node.prefill_s + wait_s * link_s
                 if cost < least:
                     chosen, least = (node, link), cost
         assert chosen is not None  # there is at least one
-        return streamed(*chosen, now_s, kv_bytes, first_from_prefill)
+        return streamed(*chosen, view, kv_bytes, first_from_prefill)
 
     def _ahead_s(self, local: PrefillCandidate, far: PrefillCandidate, done_s: float, view: View) -> float:
         work = (done_s - far.prefill_s) * far.prefill_s + far.link_wait_s * far.link_s

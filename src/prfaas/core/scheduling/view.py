@@ -13,6 +13,7 @@ from typing import Literal
 from prfaas.core.link.meter import LinkCondition, LinkMeter
 from prfaas.core.scheduling.decision import KvFacts
 from prfaas.core.scheduling.prefill_order import PrefillWaits
+from prfaas.core.units import BITS_PER_BYTE
 
 ClusterKind = Literal["prfaas", "pd"]
 
@@ -274,6 +275,20 @@ class View:
     """By name; empty: no machine has one."""
     leaves_s: dict[str, float] = field(default_factory=dict)
     """When instances that were given notice will be gone, by name; empty: nobody has notice."""
+    keeps_transfers: bool = True
+    """What has arrived of a transfer is kept when it breaks, and the decode instance goes on from there, as live. Only
+    simulations can say that it is lost."""
+
+    def checkpoint_s(self, link: LinkView, first_from_prefill: bool) -> float:
+        """What a checkpoint takes on a link; 0: the model needs none; infinite: a broken transfer is not kept.
+
+        A transfer whose prefill gives the first token never is: its ticket has a token more than the decode request.
+        Nor is one of a hybrid model that nothing else is known of.
+        """
+        size_bytes = self.kv.checkpoint_bytes
+        if first_from_prefill or not self.keeps_transfers or (self.kv.is_hybrid and not size_bytes):
+            return math.inf
+        return BITS_PER_BYTE * size_bytes / link.capacity_bits_per_s
 
     def towards(self, consumer: str) -> "View":
         """The same view, but whoever cannot send to `consumer` gets nothing."""

@@ -149,6 +149,7 @@ def view_of(scenario: Scenario, kv: KvFacts) -> View:
         kv=kv,
         threshold_tokens=dict(scenario.threshold_tokens),
         stale_after_s=scenario.control.stale_after_s,
+        keeps_transfers=scenario.keeps_transfers,
     )
 
 

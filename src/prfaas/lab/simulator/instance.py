@@ -42,10 +42,12 @@ class Job:
     __slots__ = (
         "arrival_s",
         "blocks",
+        "checkpoint_bytes",
         "computed_tokens",
         "decision",
         "early_tokens",
         "engine",
+        "every_tokens",
         "has_first",
         "is_lost",
         "is_sent",
@@ -109,6 +111,10 @@ class Job:
     """Between the two; None inside a cluster."""
     promised_bytes: int
     """What was promised to that link."""
+    every_tokens: int
+    """What its prefill computes between two checkpoints; 0: it sends none."""
+    checkpoint_bytes: int
+    """Of all its checkpoints, which come on top of what was promised."""
     prefix_link: MonitoredLink | None
     """On which its prefix comes."""
     transfer: FluidTransfer | None
@@ -132,7 +138,7 @@ class Job:
         self.blocks = blocks
         self.has_first = False
         self.is_void = self.is_lost = self.is_sent = False
-        self.promised_bytes = self.early_tokens = 0
+        self.promised_bytes = self.early_tokens = self.every_tokens = self.checkpoint_bytes = 0
         self.load = None
         self.load_s = 0.0
         self.link = self.prefix_link = None
@@ -148,6 +154,15 @@ class Job:
         """What was held back leaves now."""
         if self.link is not None and self.transfer is not None:
             self.link.fluid.release(self.transfer)
+
+    def leave_link(self, now_s: float) -> None:
+        """Nothing more of it is sent."""
+        if self.transfer is not None:
+            link = self.link if self.prefix_link is None else self.prefix_link
+            assert link is not None
+            link.fluid.cancel(self.transfer)
+        if self.link is not None:
+            self.link.settle(self.promised_bytes, now_s)
 
     @property
     def is_at_prefill(self) -> bool:

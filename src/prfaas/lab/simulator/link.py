@@ -250,6 +250,16 @@ class FluidLink:
         self._advance(now_s)
         self._end(transfer, now_s)
 
+    def sent_bytes(self, transfer: FluidTransfer) -> float:
+        """What of it has left by now, and will arrive whatever becomes of its sender."""
+        now_s = self._events.now_s
+        self._advance(now_s)
+        if transfer.state == ABREAST:
+            bits = transfer.produced_bits(now_s)
+        else:
+            bits = transfer.total_bits if transfer.state >= ARRIVING else transfer.sent_bits
+        return min(bits, transfer.total_bits) / BITS_PER_BYTE
+
     def cancel(self, transfer: FluidTransfer) -> None:
         """It ends here, and its `done` is not called. Nothing happens where it has been called already."""
         state = transfer.state

@@ -46,7 +46,7 @@ class RelayingWorld(World):
     def _relayed_all(self, job: Job) -> None:
         """Its answer has ended at its prefill instance: nobody needs its KV any more."""
         self.answers.end_early(job)
-        self._leave_link(job)
+        job.leave_link(self.events.now_s)
         job.is_void = True
 
 

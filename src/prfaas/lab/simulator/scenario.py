@@ -120,6 +120,8 @@ class Scenario:
     queue_limit_s: float = math.inf
     """Requests that would wait longer are refused when they come. Live it is `gateway.limits.queue_s`, 60 s if the file
     says nothing. Infinite: none are."""
+    keeps_transfers: bool = True
+    """Decode instances go on from what has arrived of a prefill that was lost, as live. False: all of it is lost."""
 
     def __post_init__(self) -> None:
         unknown = sorted(set(self.pools) - {cluster.name for cluster in self.clusters})
@@ -213,6 +215,7 @@ def scenario_of(
     queue_limit_s: float = math.inf,
     first_token: FirstTokenSource | None = None,
     relay_tokens: int | None = None,
+    keeps_transfers: bool = True,
 ) -> Scenario:
     """What a deployment file describes.
 
@@ -241,6 +244,7 @@ def scenario_of(
         queue_limit_s: Requests that would wait longer are refused; infinite: none are.
         first_token: Who gives it; None takes the file's `gateway.first_token`.
         relay_tokens: That may follow it from the prefill; None takes the file's `gateway.relay_tokens`, if any may.
+        keeps_transfers: Whether decode instances go on from what has arrived of a prefill that was lost, as live.
 
     Raises:
         DeploymentError: as `problem_of`.
@@ -309,6 +313,7 @@ def scenario_of(
         queue_limit_s=queue_limit_s,
         first_token=first_token or planned.first_token,
         relay=planned.relay.allowing(relay_tokens, first_token or planned.first_token),
+        keeps_transfers=keeps_transfers,
     )
 
 

@@ -3,6 +3,9 @@
 from prfaas.core.kv import FullAttention, KvModel, LinearState
 from prfaas.core.scheduling import KvFacts
 
+# More than any window has.
+_MANY_TOKENS = 1 << 20
+
 
 class KvMoves:
     """`KvModel.bytes_to_move`, divided by when the bytes are there.
@@ -26,7 +29,13 @@ class KvMoves:
             if all(isinstance(group, FullAttention | LinearState) for group in model.groups)
             else None
         )
-        self.facts = KvFacts(model.is_hybrid, not model.has_window, self.total_bytes, self.total_bytes)
+        self.facts = KvFacts(
+            model.is_hybrid,
+            not model.has_window,
+            self.total_bytes,
+            self.total_bytes,
+            model.bytes_to_move(_MANY_TOKENS, _MANY_TOKENS),
+        )
 
     def total_bytes(self, num_tokens: int, skip_tokens: int) -> int:
         """As `KvModel.bytes_to_move`; a skip beyond the end counts as the end."""

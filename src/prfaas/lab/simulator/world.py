@@ -17,6 +17,7 @@ from prfaas.lab.simulator.columns import REFUSED, Columns
 from prfaas.lab.simulator.events import Callback, Events
 from prfaas.lab.simulator.fleet import engines_of, links_of, view_of
 from prfaas.lab.simulator.instance import Engine, Job, JobStage
+from prfaas.lab.simulator.kept_transfers import KeptTransfers
 from prfaas.lab.simulator.monitored_link import LOOK_S
 from prfaas.lab.simulator.pools import pools_of
 from prfaas.lab.simulator.queue_limit import QueueLimit
@@ -67,6 +68,7 @@ class World:
         self._queue_limit = QueueLimit.of(scenario.queue_limit_s, self.view)
         self.window = LengthWindow(scenario.control.window_s)
         self._local: Policy = make_policy("local_only")
+        self._kept = KeptTransfers(scenario, self.kv)
         self._watches_lengths = scenario.adapts or scenario.allocation
         self._next_look_s = 0.0
         self._when_prefilled: Callback = self._prefilled  # bound once: every event would make another
@@ -104,12 +106,13 @@ class World:
                     self.restart(job)
 
     def restart(self, job: Job, *, anywhere: bool = False) -> None:
-        """Prefill a request again, in its PD cluster or `anywhere`, as the live system does: what was done is lost."""
+        """Prefill a request again, in its PD cluster or `anywhere`, or from what was kept of it, as the live system."""
+        policy = self._kept.policy(job, self.events.now_s, is_preempted=anywhere)
         self._give_up(job)
         again = Job(job.number, job.arrival_s, job.tokens, job.left_tokens, job.blocks)
         again.has_first = job.has_first
         self.columns.retries[job.number] += 1
-        self._route(again, self.policy if anywhere else self._local, is_new=False)
+        self._route(again, policy or (self.policy if anywhere else self._local), is_new=False)
 
     def start_next(self, engine: Engine) -> None:
         """Begin the next of an instance's queue, or of its cluster's pool, if there is room."""
@@ -311,6 +314,8 @@ class World:
         if link is not None:
             streamed_bytes = self.kv.streamed_bytes(job.tokens - 1, job.decision.skip_tokens)
             last_bytes, route = job.promised_bytes - streamed_bytes, (engine.name, job.target.name)
+            if engine.cluster.kills_per_s:
+                streamed_bytes += self._kept.checkpoint_bytes(job, link.view.capacity_bits_per_s)
             job.transfer = link.fluid.stream(
                 route, streamed_bytes, last_bytes, service_s, self._when_arrived, job, not engine.ends_streams
             )
@@ -349,7 +354,7 @@ class World:
         if self.pools is not None:
             self.pools.computed(job)
         if self._first_from_prefill and self.answers.end_with_prefill(job):
-            self._leave_link(job)
+            job.leave_link(self.events.now_s)
             job.is_void = True
         elif job.stage is _PREFILLING or job.stage is _SHARING:
             job.stage = _SENDING
@@ -376,7 +381,7 @@ class World:
         link, target = job.link, job.target
         if link is not None:
             link.settle(job.promised_bytes, self.events.now_s)
-            self.columns.link_bytes[job.number] += job.promised_bytes
+            self.columns.link_bytes[job.number] += job.promised_bytes + job.checkpoint_bytes
             job.transfer = job.link = None
         if is_over:
             job.stage = _DECODING
@@ -409,12 +414,4 @@ class World:
         elif job.stage is _POOLED:
             engine.pool.withdraw(job)
             engine.cluster.waiting_s = engine.pool.waiting_s
-        self._leave_link(job)
-
-    def _leave_link(self, job: Job) -> None:
-        if job.transfer is not None:
-            link = job.link if job.prefix_link is None else job.prefix_link
-            assert link is not None
-            link.fluid.cancel(job.transfer)
-        if job.link is not None:
-            job.link.settle(job.promised_bytes, self.events.now_s)
+        job.leave_link(now_s)

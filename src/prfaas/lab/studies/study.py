@@ -74,6 +74,8 @@ class Run:
     links: Mapping[str, CapacityProcess] = field(default_factory=dict)
     """Capacity over time by link; that of other links is constant."""
     failures: Sequence[Failure] = ()
+    keeps_transfers: bool = True
+    """Whether decode instances go on from what has come of a prefill that was lost."""
     adapts: bool = True
     """Whether thresholds are searched again while it runs."""
     allocation: bool = True
@@ -112,6 +114,7 @@ class Run:
             pools=self.pools,
             links=self.links,
             failures=self.failures,
+            keeps_transfers=self.keeps_transfers,
         )
         result = simulate(
             scenario,

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from prfaas.core.deployment import Deployment
 from prfaas.core.scheduling import Decision, NoDecodeInstanceError, Route
+from prfaas.core.scheduling.preemption import goes_on_at_decode
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.first_token import FirstTokenAsk, FirstTokenHeldError
 from prfaas.serving.gateway.hop_failure import INCOMPATIBLE, PREEMPTED, HopFailedError, KeptPart
@@ -93,7 +94,8 @@ class PrefillOrchestrator:
                 request.record.fell_back(attempt, fallback)
                 self._metrics.fallbacks.labels(fallback).inc()
                 if failure.kept is not None:
-                    if self._is_worth_it(failure, num_tokens):
+                    kept_tokens, is_preempted = failure.kept.usable_tokens, fallback == PREEMPTED
+                    if goes_on_at_decode(kept_tokens, num_tokens, is_preempted=is_preempted):
                         return self._from_kept(request, prompt, attempt.decision, failure.kept, fallback)
                     self._remote.give_up(failure.kept, "another engine prefills all of it")
                 if failure.hopeless:
@@ -187,16 +189,6 @@ class PrefillOrchestrator:
             return replace(local, first=prepared.first)
         attempt.outcome = "done"
         return done
-
-    @staticmethod
-    def _is_worth_it(failure: HopFailedError, num_tokens: int) -> bool:
-        """Whether the decode engine goes on from what was kept, and not another one from the beginning.
-
-        What has come is not computed and sent again: a client has waited for it. Where nothing has failed yet, another
-        PrfaaS instance is as fast as the first, and is asked unless less is left than has come.
-        """
-        assert failure.kept is not None
-        return failure.reason != PREEMPTED or 2 * failure.kept.usable_tokens >= num_tokens
 
     def _from_kept(
         self,
