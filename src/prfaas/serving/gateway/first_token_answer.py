@@ -103,9 +103,8 @@ class FirstTokenAnswers:
         try:
             for event in told:
                 await sink.write(event)
-            last = first
-            if first.finish_reason is None:
-                last = await self._after_first(begun, known, prompt, prepared)
+            ended = first.finish_reason is not None
+            last = first if ended else await self._after_first(begun, known, prompt, prepared)
             if last is not None:
                 self._prefill.abandon(prepared, "the answer ended before the KV had come")
                 await self._end(begun, known, last)
