@@ -150,11 +150,11 @@ class FirstTokenAnswers:
         assert arriving is not None and soon is not None
         await asyncio.wait((arriving, soon), return_when=asyncio.FIRST_COMPLETED)
         ready, computed_tokens = None, 0
-        for _ in range(_MOST_CATCH_UPS if self._catches_up else 0):
+        # Asked once: from then on this request is one that waits there.
+        catches_up = self._catches_up and self._waits.keeps(prepared.decode)
+        for _ in range(_MOST_CATCH_UPS if catches_up else 0):
             known_tokens = len(known.ids)
             if relay is None or relay.closed or known_tokens < computed_tokens + _CATCH_UP_TOKENS:
-                break
-            if not self._waits.keeps(prepared.decode):
                 break
             rest = self._resume.rest_of(begun, known.ids, 1)
             rest_prompt = _continued(rest, prompt)
