@@ -185,7 +185,7 @@ def test_status_shows_all_there_is(
         "local",
         "prfaas-east (prfaas)",
         "home (pd)",
-        "threshold: 4,000 tokens",
+        "threshold: 2,000 tokens",
         "east-prefill-0",
         "3 requests",
         "drained",
