@@ -2,6 +2,7 @@
 
 - mypyc doesn't know `slots=True`, and calls the `__init__` that `dataclass` makes as interpreted code, attribute by
   attribute through descriptors. So each data class that isn't frozen gets one that is written out.
+- The state of a pickled object it sets attribute by attribute, which frozen ones refuse: those are made anew.
 - It takes every annotation of a data class for a field's plain type. Class variables go behind the class, and
   `Annotated` is put back there.
 - It looks up every name of a module in a dictionary, unless it is `Final`: constants become that.
@@ -91,6 +92,8 @@ def with_native_classes(text: str) -> str:
         if "frozen" not in options and "init" not in options:
             options["init"] = "False"
             lines[node.end_lineno : node.end_lineno] = _constructor(node, classes)
+        if "frozen" in options:
+            lines[node.end_lineno : node.end_lineno] = _reduction(node, classes)
         for each in reversed(node.body):
             if isinstance(each, ast.AnnAssign) and _head_of(each.annotation) == "ClassVar":
                 assert each.value is not None and each.end_lineno is not None
@@ -121,6 +124,13 @@ def _constructor(node: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> list[s
     parameters = ["self", *plain, *(["*", *named] if named else [])]
     body = [f"        {each.assignment}" for each in fields]
     return ["", f"    def __init__({', '.join(parameters)}) -> None:", *body]
+
+
+def _reduction(node: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> list[str]:
+    fields = {each.name: each for each in _fields(node, classes)}.values()
+    assert not any(each.is_keyword for each in fields), f"{node.name} has a field that is given by name alone"
+    values = "".join(f"self.{each.name}, " for each in fields)
+    return ["", '    def __reduce__(self) -> "tuple[object, ...]":', f"        return type(self), ({values})"]
 
 
 def _fields(node: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> Iterator[_Field]:

@@ -1,6 +1,7 @@
 """The rewritten source that `make fast` compiles: it is the same program, in a form that mypyc makes fast."""
 
 import importlib.util
+import pickle
 import sys
 from collections.abc import Iterator
 from dataclasses import fields, replace
@@ -87,6 +88,11 @@ def test_parameters_keep_their_bounds_and_class_variables_are_none(rewritten: An
     assert rewritten.Rule.name == "rule"
     assert [each.name for each in fields(rewritten.Rule)] == ["mark"]
     assert get_type_hints(rewritten.Rule, include_extras=True)["mark"].__metadata__ == ("bounds",)
+
+
+def test_frozen_objects_are_pickled_as_what_makes_them_anew(rewritten: Any) -> None:
+    assert rewritten.Rule(0.7).__reduce__() == (rewritten.Rule, (0.7,))
+    assert pickle.loads(pickle.dumps(rewritten.Rule(0.7))) == rewritten.Rule(0.7)
 
 
 def test_constants_are_final_and_aliases_are_not(tool: ModuleType, rewritten: Any) -> None:
