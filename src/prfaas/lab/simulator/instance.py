@@ -318,7 +318,7 @@ class Engine:
         left_tokens = sum(steps)
         for tokens in steps:
             filled = self._fill_step(tokens, now_s + late_s - left_tokens * token_s)
-            late_s += sum(_seconds_of(other, tokens) for other, tokens in filled)
+            late_s += sum((_seconds_of(other, tokens) for other, tokens in filled), 0.0)
             left_tokens -= tokens
             for other, _ in filled:
                 other.step_end_s = now_s + late_s - left_tokens * token_s
