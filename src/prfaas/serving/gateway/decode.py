@@ -79,14 +79,21 @@ class Decoder:
         Raises:
             DecodeFailedError: the engine does not answer, or not well.
         """
-        async with self.open(request, prepared) as (answer, ready):
-            if answer.status != 200:
-                detail = f"{prepared.decode} answered {answer.status}"
-                raise DecodeFailedError(f"http-{answer.status}", detail, lost=False)
-            stream = EventStream(answer, prepared.decode)
+        async with self.stream(request, prepared) as (stream, ready):
             while await stream.read():
                 pass
         return replace(ready, loaded=True, arriving=None, own_prefill_tokens=0)
+
+    @asynccontextmanager
+    async def stream(
+        self, request: ServingRequest, prepared: PreparedRequest
+    ) -> AsyncIterator[tuple[EventStream, PreparedRequest]]:
+        """As `open`, for an answer that must be a stream. Raises DecodeFailedError where it is none."""
+        async with self.open(request, prepared) as (answer, ready):
+            if answer.status != 200 or not answer.content_type.startswith(EVENT_STREAM):
+                detail = f"{prepared.decode} answered {answer.status}"
+                raise DecodeFailedError(f"http-{answer.status}", detail, lost=False)
+            yield EventStream(answer, prepared.decode), ready
 
     @asynccontextmanager
     async def open(

@@ -9,9 +9,7 @@ from aiohttp import web
 
 from prfaas.core.scheduling import NoDecodeInstanceError
 from prfaas.serving.gateway.answer import (
-    EVENT_STREAM,
     DecodeFailedError,
-    EventStream,
     ResponseWriter,
     note_answer_tokens,
 )
@@ -345,11 +343,7 @@ class StreamResume:
 
     async def _relay_rest(self, begun: BegunAnswer, rest: AnswerRest, prepared: PreparedRequest) -> None:
         """Pass the decode engine's stream on in the first one's form. Raises DecodeFailedError and NotPlainError."""
-        async with self._decoder.open(rest.request, prepared) as (answer, _):
-            if answer.status != 200 or not answer.content_type.startswith(EVENT_STREAM):
-                detail = f"{prepared.decode} answered {answer.status}"
-                raise DecodeFailedError(f"http-{answer.status}", detail, lost=False)
-            stream = EventStream(answer, prepared.decode)
+        async with self._decoder.stream(rest.request, prepared) as (stream, _):
             while chunk := await stream.read():
                 for event in events(chunk):
                     if event is None:
