@@ -46,6 +46,7 @@ COMPILED = (
     "lab/simulator/monitored_link.py",
     "lab/simulator/paced_clock.py",
     "lab/simulator/prefix_caches.py",
+    "lab/simulator/prefix_tree.py",
     "lab/simulator/relaying_world.py",
     "lab/simulator/relays.py",
     "lab/simulator/send_queue.py",
