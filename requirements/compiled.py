@@ -46,7 +46,6 @@ COMPILED = (
     "lab/simulator/monitored_link.py",
     "lab/simulator/paced_clock.py",
     "lab/simulator/prefix_caches.py",
-    "lab/simulator/prefix_tree.py",
     "lab/simulator/relaying_world.py",
     "lab/simulator/relays.py",
     "lab/simulator/send_queue.py",
