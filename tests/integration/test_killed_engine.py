@@ -8,7 +8,7 @@ import pytest
 
 from prfaas.core.kv.hf_config import model_from_directory
 
-from .stack import MODEL, PATIENCE_S, DemoAnswer, Stack, prompt, running, wait_until, write_deployment
+from .stack import MODEL, PATIENCE_S, DemoAnswer, Stack, call, prompt, running, wait_until, write_deployment
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 
@@ -46,67 +46,74 @@ def cut(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     yield from running(path)
 
 
-def prompt_tokens(stack: Stack, source: str) -> float:
-    """By where the decode engine has their KV from."""
-    return stack.metric("home-decode-0", "vllm:prompt_tokens_by_source_total", f'source="{source}"')
+FAR, HOME = "east-prefill-0", "home-decode-0"
+# Of the KV, by which the prefill engine is killed.
+SHARES = (0.25, 0.5, 0.75, 0.95)
 
 
-def test_what_had_come_is_loaded_and_the_rest_computed(dense: Stack) -> None:
-    kv_model = model_from_directory(dense.deployment.model.path, name=MODEL)
-    ids = prompt(30, TOKENS)
-    plain = dense.plain(ids, engine="home-decode-0")
-    computed, loaded = (prompt_tokens(dense, source) for source in ("local_compute", "external_kv_transfer"))
+def counters(stack: Stack) -> dict[str, float]:
+    """What tells how the decode engine came by a prompt's KV."""
+    names = ("loads_resumed", "digest_mismatches")
+    told = {name: stack.metric(HOME, f"vllm:prfaas_{name}_total") for name in names}
+    for source in ("local_compute", "external_kv_transfer"):
+        told[source] = stack.metric(HOME, "vllm:prompt_tokens_by_source_total", f'source="{source}"')
+    return told | {"kept": stack.metric("gateway", "prfaas_gateway_kept_tokens_total")}
+
+
+def kill_at(stack: Stack, share: float, *, checkpoints: int) -> dict[str, float]:
+    """Kill the prefill engine once that share of a prompt's KV has come; the answer must be a plain engine's.
+
+    Returns:
+        What `counters` have risen by.
+    """
+    if not stack.engines.is_running(FAR):
+        stack.engines.start(FAR)
+        stack.engines.wait_ready()
+        health = stack.url("gateway", "/health")
+        wait_until(lambda: call(health).body["instances"][FAR] == "up", PATIENCE_S, f"{FAR} is back")
+    ids = prompt(30 + round(100 * share), TOKENS)
+    plain = stack.plain(ids, engine=HOME)
+    before, stats_before = counters(stack), stack.kv_stats(HOME)
+    kv_model = model_from_directory(stack.deployment.model.path, name=MODEL)
+    share_bytes = share * kv_model.bytes_to_move(TOKENS - 1)
     answers: list[DemoAnswer] = []
-    client = threading.Thread(target=lambda: answers.append(dense.complete(ids)))
+    client = threading.Thread(target=lambda: answers.append(stack.complete(ids)))
     client.start()
-    third_bytes = kv_model.bytes_to_move(TOKENS - 1, 0) // 3
-    wait_until(
-        lambda: dense.kv_stats("home-decode-0")["received_bytes"] > third_bytes,
-        PATIENCE_S,
-        "a third of the KV has come",
-    )
-    dense.engines.kill("east-prefill-0")
+
+    def has_come() -> bool:
+        stats = stack.kv_stats(HOME)
+        risen = {name: stats[name] - stats_before[name] for name in ("received_bytes", "checkpoints")}
+        return risen["received_bytes"] > share_bytes and risen["checkpoints"] >= checkpoints
+
+    wait_until(has_come, PATIENCE_S, f"{share:.0%} of the KV has come")
+    stack.engines.kill(FAR)
     client.join(PATIENCE_S)
     assert not client.is_alive()
     (answer,) = answers
-    dense.check_answer(answer, plain)
-    assert (answer.route["prefill"], answer.route["reason"]) == ("home-decode-0", "kept")
-    assert "fallback" in answer.route
-    # When a third of all has come, so have all layers of the first chunk.
-    kept_tokens = dense.metric("gateway", "prfaas_gateway_kept_tokens_total")
-    assert CHUNK_TOKENS <= kept_tokens < TOKENS
-    assert prompt_tokens(dense, "external_kv_transfer") - loaded == kept_tokens
-    assert prompt_tokens(dense, "local_compute") - computed == TOKENS - kept_tokens
-    assert dense.metric("home-decode-0", "vllm:prfaas_loads_resumed_total") == 1
-    assert dense.metric("home-decode-0", "vllm:prfaas_digest_mismatches_total") == 0
+    stack.check_answer(answer, plain)
+    assert (answer.route["prefill"], answer.route["reason"]) == (HOME, "kept")
+    stack.wait_clean()
+    now = counters(stack)
+    return {name: now[name] - before[name] for name in before}
 
 
-def test_with_states_or_windows_it_goes_on_from_a_checkpoint(cut: Stack) -> None:
-    ids = prompt(30, TOKENS)
-    plain = cut.plain(ids, engine="home-decode-0")
-    computed, loaded = (prompt_tokens(cut, source) for source in ("local_compute", "external_kv_transfer"))
-    answers: list[DemoAnswer] = []
-    client = threading.Thread(target=lambda: answers.append(cut.complete(ids)))
-    client.start()
-    half_bytes = model_from_directory(cut.deployment.model.path, name=MODEL).bytes_to_move(TOKENS - 1, 0) // 2
+@pytest.mark.parametrize("share", SHARES)
+def test_what_had_come_is_loaded_and_the_rest_computed(dense: Stack, share: float) -> None:
+    risen = kill_at(dense, share, checkpoints=0)
+    # Lost is what had not come, and at most what had of the chunk that was on its way.
+    assert share * TOKENS - CHUNK_TOKENS <= risen["kept"] < TOKENS
+    assert risen["external_kv_transfer"] == risen["kept"]
+    assert risen["local_compute"] == TOKENS - risen["kept"]
+    assert (risen["loads_resumed"], risen["digest_mismatches"]) == (1, 0)
 
-    def is_half_way() -> bool:
-        stats = cut.kv_stats("home-decode-0")
-        return bool(stats["checkpoints"] and stats["received_bytes"] > half_bytes)
 
-    wait_until(is_half_way, PATIENCE_S, "half of the KV and a checkpoint have come")
-    cut.engines.kill("east-prefill-0")
-    client.join(PATIENCE_S)
-    assert not client.is_alive()
-    (answer,) = answers
-    cut.check_answer(answer, plain)
-    assert (answer.route["prefill"], answer.route["reason"]) == ("home-decode-0", "kept")
-    kept_tokens = cut.metric("gateway", "prfaas_gateway_kept_tokens_total")
-    assert CHUNK_TOKENS <= kept_tokens < TOKENS
-    assert kept_tokens % 128 == 0
-    assert prompt_tokens(cut, "external_kv_transfer") - loaded == kept_tokens
-    assert prompt_tokens(cut, "local_compute") - computed == TOKENS - kept_tokens
-    assert cut.metric("home-decode-0", "vllm:prfaas_loads_resumed_total") == 1
-    assert cut.metric("home-decode-0", "vllm:prfaas_digest_mismatches_total") == 0
-    stats = cut.kv_stats("home-decode-0")
-    assert stats["staging_used_blocks"] == 0
+@pytest.mark.parametrize("share", SHARES)
+def test_with_states_or_windows_it_goes_on_from_a_checkpoint(cut: Stack, share: float) -> None:
+    risen = kill_at(cut, share, checkpoints=1)
+    print("kept", share, risen["kept"])
+    assert CHUNK_TOKENS <= risen["kept"] < TOKENS
+    assert risen["kept"] % 128 == 0
+    assert risen["external_kv_transfer"] == risen["kept"]
+    assert risen["local_compute"] == TOKENS - risen["kept"]
+    assert (risen["loads_resumed"], risen["digest_mismatches"]) == (1, 0)
+    assert cut.kv_stats(HOME)["staging_used_blocks"] == 0

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.serving.jumping_loop import JumpingLoop
 
 from prfaas.core.kv import ChunkedWindow, FullAttention, KvModel, LinearState, model_from_config
 from prfaas.core.kv.groups import GroupKind
@@ -209,23 +210,6 @@ def test_times_are_the_profiles() -> None:
     assert pace.step_s(1) == pace.step_s(20) == 0.025 / 4
     assert pace.step_s(40) == pytest.approx(2 * 0.025 / 4)
     assert Pace(replace(h200, decode=None), 2.0).step_s(7) == DEFAULT_STEP_S / 2
-
-
-class JumpingLoop(asyncio.SelectorEventLoop):
-    """An event loop whose clock jumps to the next timer in place of waiting for it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._ahead_s = 0.0
-
-    def time(self) -> float:
-        return self._ahead_s
-
-    def _run_once(self) -> None:
-        timers = [timer.when() for timer in self._scheduled if not timer.cancelled()]  # type: ignore[attr-defined]
-        if not self._ready and timers:  # type: ignore[attr-defined]
-            self._ahead_s = max(self._ahead_s, min(timers))
-        super()._run_once()  # type: ignore[misc]
 
 
 @given(

@@ -235,7 +235,7 @@ class GatewaySection(_Section):
     route_header: RouteDetail = "short"
     shadow: Annotated[float, Field(ge=0, le=1)] = 0.0
     first_token: FirstTokenSource = "decode"
-    relay_tokens: Annotated[int, Field(ge=0, le=1024)] = 0
+    relay_tokens: Annotated[int, Field(ge=0, le=4096)] = 0
     limits: Annotated[LimitsSection, SECTION] = LimitsSection()
     tracing: Annotated[TracingSection | None, GIVEN] = None
     cluster: Annotated[Name | None, GIVEN] = None

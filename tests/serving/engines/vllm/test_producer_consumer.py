@@ -347,6 +347,8 @@ def test_a_transfer_that_fails_after_blocks_were_filled_fails_its_loads_once(end
     assert ends.results() == ({"d"}, {"d"})
     assert ends.consuming.results() == (set(), set())
     assert ends.arena.used_blocks == 0
+    # Nobody waits for what was dropped: no request is prefilled in its place.
+    assert ends.consuming.stats.data["loads_failed"] == (how != "dropped")
 
 
 def test_a_load_that_waits_keeps_no_other_waiting(ends: Ends) -> None:
@@ -360,6 +362,7 @@ def test_a_load_that_waits_keeps_no_other_waiting(ends: Ends) -> None:
     assert ends.results() == ({"e"}, set())
     # The other one is given up after `load_wait_s`.
     assert ends.results() == ({"d"}, {"d"})
+    assert ends.consuming.stats.data["loads_failed"] == 1
 
 
 def test_a_page_that_changes_between_its_arrival_and_its_load_is_seen(ends: Ends) -> None:

@@ -73,14 +73,17 @@ class _LoadResult:
     """It loaded what had come of a transfer that broke."""
     usable_tokens: int = 0
     """It failed, but so many tokens' KV has come, and can be loaded by another order."""
+    unwanted: bool = False
+    """It failed since nobody waits for its request any more."""
 
 
 class _GivenUpError(Exception):
-    """A load that will not be: the transfer is gone or late."""
+    """A load that will not be: the transfer is gone, late or of no use."""
 
-    def __init__(self, obstacle: str, usable_tokens: int = 0) -> None:
+    def __init__(self, obstacle: str, usable_tokens: int = 0, *, unwanted: bool = False) -> None:
         super().__init__(obstacle)
         self.usable_tokens = usable_tokens
+        self.unwanted = unwanted
 
 
 class KvConsumer:
@@ -171,18 +174,20 @@ class KvConsumer:
         """
         ended: set[str] = set()
         failed: set[str] = set()
+        unwanted = 0
         while not self._results.empty():
             result = self._results.get()
             ended.add(result.request_id)
             self.stats.add("digest_mismatches", result.digests_differ)
             if result.loaded_bytes is None:
                 failed.add(result.request_id)
+                unwanted += result.unwanted
                 if result.usable_tokens:
                     self._usable_tokens[result.request_id] = result.usable_tokens
             else:
                 self.stats.add("loads_resumed" if result.is_part else "loads_completed")
                 self.stats.add("bytes_loaded", result.loaded_bytes)
-        self.stats.add("loads_failed", len(failed))
+        self.stats.add("loads_failed", len(failed) - unwanted)
         self._expire()
         return ended, failed
 
@@ -220,15 +225,17 @@ class KvConsumer:
 
     def _advanced(self, load: _OrderedLoad) -> _LoadResult | None:
         """Load what can be loaded now; the result once that is all of it, or it has failed. Never raises."""
-        order, digests_differ, usable_tokens = load.order, False, 0
+        order, digests_differ, usable_tokens, unwanted = load.order, False, 0, False
         try:
             loaded_bytes = self._load(load)
             if loaded_bytes is None:
                 return None
             return _LoadResult(order.request_id, loaded_bytes, is_part=order.usable_tokens > 0)
         except _GivenUpError as error:
-            usable_tokens = error.usable_tokens
-            if usable_tokens:
+            usable_tokens, unwanted = error.usable_tokens, error.unwanted
+            if unwanted:
+                logger.info("the KV of request %s is not loaded: %s", order.request_id, error)
+            elif usable_tokens:
                 logger.warning(
                     "request %s goes on from %d tokens: %s", order.request_id, usable_tokens, error
                 )
@@ -247,7 +254,9 @@ class KvConsumer:
             # Of the parts that are in time nobody will have a use.
             if len(load.parts) > 1:
                 self._receiver.drop(part.transfer_id, "another part of the KV did not arrive")
-        return _LoadResult(order.request_id, None, digests_differ, usable_tokens=usable_tokens)
+        return _LoadResult(
+            order.request_id, None, digests_differ, usable_tokens=usable_tokens, unwanted=unwanted
+        )
 
     def _load(self, load: _OrderedLoad) -> int | None:
         """KV of one request from staging into the engine's blocks; the bytes copied, or None: more is to come."""
@@ -294,11 +303,15 @@ class KvConsumer:
         # What is kept of a broken one can be taken as soon as nobody writes or reads it any more.
         is_kept = order.usable_tokens and status is not None and status.usable_tokens
         obstacle = "" if is_kept else _obstacle(status)
-        if not obstacle and self._now_s() - load.ordered_at_s > self._load_wait_s:
+        is_late = self._now_s() - load.ordered_at_s > self._load_wait_s
+        if not obstacle and is_late:
             obstacle = f"KV still incomplete after {self._load_wait_s:g} s"
             self._receiver.drop(transfer_id, obstacle)
         if obstacle:
-            raise _GivenUpError(obstacle, status.usable_tokens if status is not None else 0)
+            if status is None:
+                raise _GivenUpError(obstacle)
+            # What a load in time finds dropped, the gateway has dropped: the client has left, or has its whole answer.
+            raise _GivenUpError(obstacle, status.usable_tokens, unwanted=status.dropped and not is_late)
         # 4. One that arrives: what is there of it goes into the blocks meanwhile.
         if part.arrival is None and blocks is not None and not is_kept:
             part.arrival = self._receiver.lend(transfer_id, self._wake.set)
