@@ -26,6 +26,7 @@ from zlib import crc32
 from rich.console import Console
 
 import cpu_share
+import measured_model
 from falsification_live import CHUNK_TOKENS, THRESHOLD_PERIOD_S, measured, reconfigured, run_policy, running
 from falsification_phases import PHASES, STATIC, LinkPhase, TraceSlice, pieces_of, telemetry_bits_per_s
 from falsification_report import compared, plots_of, table_of, verdict_of
@@ -38,8 +39,8 @@ from fidelity import (
     unshared,
 )
 from fidelity_live import Depth, profile_files
-from fidelity_stack import EAST, HIDDEN_SIZE, LAYERS, wider_model
-from fidelity_traffic import BLOCK_TOKENS
+from fidelity_stack import EAST
+from measured_model import MeasuredModel
 from prfaas.core.deployment import ControlConfig, PlannedDeployment
 from prfaas.core.deployment.gateway import GatewayLimits
 from prfaas.core.deployment.load import load_planned
@@ -69,13 +70,12 @@ def run(document: dict[str, Any], options: argparse.Namespace, path: Path) -> No
         directory = options.keep or Path(name)
         directory.mkdir(parents=True, exist_ok=True)
         stand_ins = options.engines == "synthetic"
-        with running(
-            directory, bandwidth_bits_per_s, options.hidden_size, options.layers, stand_ins=stand_ins
-        ) as stack:
+        model = MeasuredModel() if stand_ins else MeasuredModel.chosen(options)
+        with running(directory, bandwidth_bits_per_s, model, stand_ins=stand_ins) as stack:
             if "measured" not in document:
                 document["measured"] = measured(stack, QUICK if options.quick else Depth())
             document["engines"] = options.engines
-            document["layers"] = LAYERS if stand_ins else options.layers
+            document["model"] = model.to_document()
             document["machine"] = {
                 "cores": len(os.sched_getaffinity(0)),
                 "load_average": os.getloadavg()[0],
@@ -98,16 +98,11 @@ def run(document: dict[str, Any], options: argparse.Namespace, path: Path) -> No
                 path.write_text(json.dumps(document) + "\n")
 
 
-def _layers(document: dict[str, Any]) -> int:
-    """Of the model that ran; files of before it could be chosen do not say it."""
-    return int(document.get("layers", LAYERS))
-
-
 def plan(document: dict[str, Any], options: argparse.Namespace, directory: Path) -> None:
     """Rate, threshold and need by the planner from the measured profiles; the line over time."""
     settings = {
         "engines": options.engines,
-        "layers": _layers(document),
+        "model": MeasuredModel.of(document).to_document(),
         "load": options.load,
         "bandwidth": options.bandwidth,
         "start_s": options.start,
@@ -165,7 +160,7 @@ def planned_of(document: dict[str, Any], directory: Path) -> PlannedDeployment:
     """What planner and simulator read of the deployment that ran."""
     folder = directory / "planned"
     folder.mkdir(exist_ok=True)
-    config = wider_model(folder / "model", layers=_layers(document), with_weights=False)
+    config = MeasuredModel.of(document).write(folder / "model", with_weights=False)
     model = document["deployment"]["model"] | {"path": str(config)}
     sections = document["planning"] | {"model": model}
     own = reconfigured(document["deployment"], sections, _profiles(document, folder))
@@ -218,7 +213,7 @@ def scenario(document: dict[str, Any], planned: PlannedDeployment, policy: str) 
         queue_limit_s=GatewayLimits().queue_s,
         # A stand-in computes one prompt at a time; the steps of real engines are filled up by the next one.
         chunk_tokens=CHUNK_TOKENS if document["settings"]["engines"] == "vllm" else 0,
-        kv_block_tokens=BLOCK_TOKENS,
+        kv_block_tokens=MeasuredModel.of(document).block_tokens,
     )
 
 
@@ -272,16 +267,7 @@ def main() -> int:
     parser.add_argument("--load", type=float, default=0.5, help="of the planner's capacity with --bandwidth")
     parser.add_argument("--bandwidth", default="60 Mbit/s", help="of the link in the deployment file")
     parser.add_argument("--mean-tokens", type=int, default=MEAN_TOKENS, help="of a prompt")
-    parser.add_argument(
-        "--hidden-size", type=int, default=HIDDEN_SIZE, help="of the model; 128 where the CPU has no AVX-512"
-    )
-    parser.add_argument(
-        "--layers",
-        type=int,
-        choices=(4, 8),
-        default=LAYERS,
-        help="of real engines' model; 4 where prefill takes too long even so",
-    )
+    measured_model.add_arguments(parser)
     parser.add_argument("--start", type=float, default=600.0, help="of the slice, in the trace's seconds")
     parser.add_argument(
         "--quick", action="store_true", help="fewer points and repeats of the profile, to try it"

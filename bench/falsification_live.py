@@ -20,8 +20,8 @@ from fidelity_stack import (
     cpu_s,
     engine_section,
     limited_prefill,
-    wider_model,
 )
+from measured_model import MeasuredModel
 from prfaas.core.latency import Curve, DecodeCurve, LatencyProfile, profile_text
 from prfaas.core.workload import TracedRequest
 from prfaas.lab.simulator.capacity import Piece
@@ -76,15 +76,14 @@ class LineStack:
 
 @contextlib.contextmanager
 def running(
-    directory: Path, bandwidth_bits_per_s: float, hidden_size: int, layers: int, *, stand_ins: bool
+    directory: Path, bandwidth_bits_per_s: float, model: MeasuredModel, *, stand_ins: bool
 ) -> Iterator[LineStack]:
     """Engines and gateway, ready; each real prefill engine with a part of a core of its own, as in `fidelity_stack`.
 
     Args:
         directory: For all files.
         bandwidth_bits_per_s: Payload that the line carries at first, and what the deployment file says.
-        hidden_size: Of the real engines' model; its KVCache does not depend on it.
-        layers: Of the same model.
+        model: Of real engines.
         stand_ins: Engines that wait in place of computing, and send real bytes.
     """
     line = LineSettings.of_round_trip(bandwidth_bits_per_s / GOODPUT_SHARE, RTT_S)
@@ -100,7 +99,7 @@ def running(
             routing={"policy": "static_threshold", "threshold_tokens": OFFLOADED_ABOVE},
             # An engine that starves on a busy machine is slow, not frozen.
             control={"threshold_period_s": THRESHOLD_PERIOD_S, "allocation": False, "silence_s": 60},
-            **(_stand_ins(directory) if stand_ins else _real_engines(directory, hidden_size, layers)),
+            **(_stand_ins(directory) if stand_ins else _real_engines(directory, model)),
         )
         wan = WanStack(laboratory, deployment, engines)
         with wan.started():
@@ -109,9 +108,9 @@ def running(
                 yield LineStack(wan)
 
 
-def _real_engines(directory: Path, hidden_size: int, layers: int) -> dict[str, Any]:
+def _real_engines(directory: Path, model: MeasuredModel) -> dict[str, Any]:
     return {
-        "model": wider_model(directory / "model", hidden_size, layers, with_weights=True),
+        "model": model.write(directory / "model", with_weights=True),
         "clusters": {FAR: {"hardware": "cpu"}, HOME: {"hardware": "cpu"}},
         "engine": engine_section(CHUNK_TOKENS),
     }

@@ -32,6 +32,7 @@ from rich.console import Console
 from rich.table import Table
 
 import cpu_share
+import measured_model
 from fidelity_live import (
     OFFLOADED_ABOVE,
     PROBE_TOKENS,
@@ -43,9 +44,8 @@ from fidelity_live import (
     profiled,
 )
 from fidelity_recorded import compared, errors_of, limits_of, table_of
-from fidelity_stack import HIDDEN_SIZE, HOME, KV_CACHE_GIB, NEVER_S, running, write_deployment
+from fidelity_stack import HOME, KV_CACHE_GIB, NEVER_S, running, write_deployment
 from fidelity_traffic import (
-    BLOCK_TOKENS,
     HIGH_ANSWER,
     KINDS,
     LOW_ANSWER,
@@ -54,6 +54,7 @@ from fidelity_traffic import (
     planned_lengths,
     requests_at,
 )
+from measured_model import MeasuredModel
 from prfaas.core.deployment import ControlConfig, PlannedDeployment
 from prfaas.core.deployment.load import load_planned
 from prfaas.core.latency import Curve, DecodeCurve, LatencyProfile
@@ -83,10 +84,11 @@ def profile(document: dict[str, Any], options: argparse.Namespace) -> None:
             bandwidth=options.bandwidth,
             policy="static_threshold",
             threshold_tokens=OFFLOADED_ABOVE,
-            hidden_size=options.hidden_size,
+            model=MeasuredModel.chosen(options),
         )
         with running(path, directory) as stack:
             document["measured"] = asyncio.run(profiled(stack, QUICK if options.quick else Depth()))
+    document["model"] = MeasuredModel.chosen(options).to_document()
     document["bandwidth"] = options.bandwidth
     document["machine"] = {"cores": len(os.sched_getaffinity(0)), "load_average": os.getloadavg()[1]}
 
@@ -113,7 +115,7 @@ def _drive(document: dict[str, Any], options: argparse.Namespace, kind: Kind, di
         threshold_tokens=threshold,
         threshold_period_s=THRESHOLD_PERIOD_S[kind],
         profiles=profile_files(document["measured"]["profiles"], directory),
-        hidden_size=options.hidden_size,
+        model=MeasuredModel.of(document),
         **_to_plan(kind),
     )
     with running(path, directory) as stack:
@@ -180,7 +182,7 @@ def _scenario(
         caches=replace(caches, checkpoint_tokens=CHUNK_TOKENS),
         overheads=Overheads(measured["request_s"], measured["hop_s"], first_step=True),
         chunk_tokens=CHUNK_TOKENS,
-        kv_block_tokens=BLOCK_TOKENS,
+        kv_block_tokens=MeasuredModel.of(document).block_tokens,
     )
 
 
@@ -243,6 +245,7 @@ def planned_of(document: dict[str, Any], kind: Kind, directory: Path) -> Planned
         bandwidth=document["bandwidth"],
         policy="paper",
         profiles=profile_files(document["measured"]["profiles"], folder),
+        model=MeasuredModel.of(document),
         to_run=False,
         **_to_plan(kind),
     )
@@ -333,9 +336,7 @@ def main() -> int:
     parser.add_argument("--duration-s", type=float, default=180.0, help="of the arrivals at each load")
     parser.add_argument("--bandwidth", default="100 Mbit/s", help="of the link")
     parser.add_argument("--policy", default="paper")
-    parser.add_argument(
-        "--hidden-size", type=int, default=HIDDEN_SIZE, help="of the model; 128 where the CPU has no AVX-512"
-    )
+    measured_model.add_arguments(parser)
     parser.add_argument("--quick", action="store_true", help="fewer points and repeats, to try it")
     parser.add_argument("--json", action="store_true", help="the report as JSON")
     options = parser.parse_args()

@@ -2,7 +2,6 @@
 with a part of a core of its own."""
 
 import contextlib
-import json
 import os
 import subprocess
 import sys
@@ -17,23 +16,15 @@ from urllib.request import ProxyHandler, build_opener
 import yaml
 
 from cpu_share import limited
+from measured_model import MeasuredModel
 from ports import free_ports
 from prfaas.core.deployment import Deployment, load_deployment
 from prfaas.serving.engines.running import RunningEngines
-from prfaas.serving.engines.tiny import tiny_config
-from prfaas.serving.engines.tiny.checkpoint import write_tokenizer
-from prfaas.serving.engines.tiny.weights import tiny_weights
 
 EAST, HOME = "east", "home"
 EAST_PREFILL, HOME_PREFILL, HOME_DECODE = "east-prefill-0", "home-prefill-0", "home-decode-0"
 PREFILL_ENGINES = (EAST_PREFILL, HOME_PREFILL)
 SERVED_NAME = "tiny"
-
-HIDDEN_SIZE = 768
-"""Of the measured model where the CPU has AVX-512. Without it bf16 takes so long that 128 is wide enough."""
-
-LAYERS = 8
-"""Of the measured model. With half of them prefill and KVCache are half as much."""
 
 # Decode, gateway and client stand for machines of their own. Prefill comes before them on its core, up to a limit: it
 # always gets the same, whatever they do at the moment, and what is left is more than they use.
@@ -107,7 +98,7 @@ def write_deployment(
     workload: Mapping[str, Any] | None = None,
     step_limit_s: float | None = None,
     threshold_period_s: float = NEVER_S,
-    hidden_size: int = HIDDEN_SIZE,
+    model: MeasuredModel = MeasuredModel(),
     to_run: bool = True,
 ) -> Path:
     """One PrfaaS prefill, one PD prefill and one PD decode engine on free ports of this machine.
@@ -130,7 +121,7 @@ def write_deployment(
     def profile(cluster: str) -> dict[str, str]:
         return {} if profiles is None else {"profile": str(profiles[cluster].resolve())}
 
-    path = wider_model(directory.resolve() / "model", hidden_size, with_weights=to_run)
+    path = model.write(directory.resolve() / "model", with_weights=to_run)
     document: dict[str, Any] = {
         "name": "fidelity",
         "model": {"served_name": SERVED_NAME, "path": str(path), "max_model_len": max_model_len},
@@ -175,29 +166,6 @@ def engine_section(chunk_tokens: int) -> dict[str, Any]:
         "kv_cache_gib": KV_CACHE_GIB,
         "staging": "256 MiB",
     }
-
-
-def wider_model(
-    directory: Path, hidden_size: int = HIDDEN_SIZE, layers: int = LAYERS, *, with_weights: bool
-) -> Path:
-    """The tiny Qwen3-Next with wider layers: the same KVCache, several times the prefill work, so that what its
-    transfer and the HTTP around it cost weighs as little beside prefill as it does on real machines.
-
-    `layers`: a multiple of 4; the fourth of them has attention, the others have linear states.
-    """
-    inner = dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), hidden_size)
-    config = tiny_config("qwen3-next") | inner | {"hidden_size": hidden_size, "num_experts_per_tok": 4}
-    config |= {"num_hidden_layers": layers, "layer_types": config["layer_types"][:layers]}
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(config))
-    if with_weights and not (directory / "model.safetensors").exists():
-        from safetensors.torch import save_file
-
-        write_tokenizer(directory, config["max_position_embeddings"])
-        save_file(
-            tiny_weights("qwen3-next", config), directory / "model.safetensors", metadata={"format": "pt"}
-        )
-    return directory
 
 
 @contextlib.contextmanager

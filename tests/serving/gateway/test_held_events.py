@@ -102,7 +102,7 @@ def test_a_pause_that_was_announced_is_not_seen(before: int, pause_s: float) -> 
             index += 1
             await asyncio.sleep(STEP_S)
         # Held back is no longer than that takes.
-        assert (index - before) * STEP_S <= 2 * pause_s + 5 * STEP_S
+        assert (index - before) * STEP_S <= 4 * pause_s + 8 * STEP_S
         await asyncio.sleep(pause_s - STEP_S)
         for after in range(10):
             await events.write(number(index + after))
@@ -120,12 +120,12 @@ def test_nobody_waits_for_events_that_do_not_come() -> None:
         events.hold(0.1)
         begun_s = loop.time()
         await events.filled()
-        assert 0.1 <= loop.time() - begun_s <= 0.5
+        assert 0.1 <= loop.time() - begun_s <= 1
         waiting = asyncio.ensure_future(events.filled())
         await asyncio.sleep(0)
         events.end_filling()
         await waiting
-        assert loop.time() - begun_s <= 0.5
+        assert loop.time() - begun_s <= 1
 
     in_time(work)
 

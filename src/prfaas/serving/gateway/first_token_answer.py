@@ -50,7 +50,7 @@ _SEAM_PATIENCE_S = 1.0
 # The pause until a decode engine's first token, before one was seen. Longer ones are not hidden as a whole: that much
 # later is what a client reads meanwhile.
 _FIRST_PAUSE_S = 0.1
-_LONGEST_PAUSE_S = 1.0
+_LONGEST_PAUSE_S = 0.5
 # Of the pause before: one short pause does not tell that the next is as short.
 _PAUSE_DECAY = 0.8
 

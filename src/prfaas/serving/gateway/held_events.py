@@ -10,11 +10,12 @@ from collections.abc import Callable
 from prfaas.serving.gateway.stream_resume import EventSink
 from prfaas.serving.tasks import end_all
 
-# How much further apart events leave than they come, before a pause and in it. A reader notices twice as far.
-STRETCH = 1.5
+# How much further apart events leave than they come, before a pause and in it. A reader notices twice as far, and
+# busy machines add to it.
+STRETCH = 1.25
 
-# At a steady pace twice the pause and three events are enough, by `STRETCH`.
-_PATIENCE = 4.0
+# At a steady pace four times the pause and five events are enough, by `STRETCH`.
+_PATIENCE = 6.0
 
 # The pace of a stream is the median of its latest intervals.
 _INTERVALS = 32
