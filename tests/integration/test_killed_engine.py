@@ -92,7 +92,8 @@ def kill_at(stack: Stack, share: float, *, checkpoints: int) -> dict[str, float]
     (answer,) = answers
     stack.check_answer(answer, plain)
     assert (answer.route["prefill"], answer.route["reason"]) == (HOME, "kept")
-    stack.wait_clean()
+    # The other engine is dead: nobody can ask whether that is clean.
+    wait_until(lambda: stack.kv_stats(HOME)["staging_used_blocks"] == 0, PATIENCE_S, "its staging is free")
     now = counters(stack)
     return {name: now[name] - before[name] for name in before}
 
@@ -110,10 +111,9 @@ def test_what_had_come_is_loaded_and_the_rest_computed(dense: Stack, share: floa
 @pytest.mark.parametrize("share", SHARES)
 def test_with_states_or_windows_it_goes_on_from_a_checkpoint(cut: Stack, share: float) -> None:
     risen = kill_at(cut, share, checkpoints=1)
-    print("kept", share, risen["kept"])
+    print(f"killed at {share:.0%}: {risen['kept']:.0f} of {TOKENS} tokens kept")
     assert CHUNK_TOKENS <= risen["kept"] < TOKENS
     assert risen["kept"] % 128 == 0
     assert risen["external_kv_transfer"] == risen["kept"]
     assert risen["local_compute"] == TOKENS - risen["kept"]
     assert (risen["loads_resumed"], risen["digest_mismatches"]) == (1, 0)
-    assert cut.kv_stats(HOME)["staging_used_blocks"] == 0
