@@ -140,7 +140,7 @@ def _names_for_checkers(text: str) -> set[str]:
 
 def _is_written(annotation: ast.expr, names: set[str]) -> bool:
     """Whether it is a string with one of these names."""
-    if not isinstance(annotation, ast.Constant):
+    if not (isinstance(annotation, ast.Constant) and isinstance(annotation.value, str)):
         return False
     return any(
         isinstance(each, ast.Name) and each.id in names for each in ast.walk(ast.parse(annotation.value))

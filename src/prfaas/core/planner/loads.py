@@ -102,7 +102,9 @@ class _MeanLength:
         """P(part) × f(share × E[L | part]), 0 for parts of probability zero."""
         import numpy as np
 
-        return np.where(self.some, self.mass * f(share * self.means), 0.0)
+        # Live lengths are uncached ones, of which nothing is spared.
+        means = self.means if share == 1 else share * self.means
+        return np.where(self.some, self.mass * f(means), 0.0)
 
 
 def _mean_length(

@@ -78,7 +78,7 @@ class LinkTime:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ServiceTimes:
-    """Service times with their weights and products, of which several pools can have parts: all arrays of one length."""
+    """Service times with their weights and products: arrays of one length, of which several pools have parts."""
 
     seconds: "FloatArray"
     weights: "FloatArray"

@@ -364,7 +364,7 @@ def _ratio(capacity: "float | FloatArray", load: "FloatArray") -> "FloatArray":
 
 
 def _capacities(split: Split, loads: Loads, n_prefill: int) -> dict[tuple[StageKind, str], float | None]:
-    """The request rate at which each stage but decode is full, by the first of the loads; None: it has nothing to do."""
+    """The request rate at which each stage but decode is full, by the first loads; None: it has nothing to do."""
     found: dict[tuple[StageKind, str], float | None] = {}
 
     def add(kind: StageKind, name: str, capacity: float, load: float) -> None:

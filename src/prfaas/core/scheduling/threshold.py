@@ -6,7 +6,7 @@ what a running deployment knows of itself; `ThresholdOptimiser` searches it.
 
 import math
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -15,7 +15,7 @@ from prfaas.core.planner import PdCluster, PlanError, PlanLink, PlanProblem, Prf
 from prfaas.core.planner.fixed_roles import PrefillSide, even_spread, prefill_sides
 from prfaas.core.planner.threshold_rates import ThresholdRates
 from prfaas.core.scheduling.view import ClusterKind, InstanceView
-from prfaas.core.workload import Bins, Empirical, LengthDistribution, Workload
+from prfaas.core.workload import Empirical, LengthDistribution, Workload
 
 if TYPE_CHECKING:
     import numpy as np
@@ -232,24 +232,37 @@ class ThresholdOptimiser:
             return True  # infinite
         if rates.rate(best) <= rates.rate(now) * (1 + self.margin):
             return False
-        return reason != "periodic" or moved_sds(side.problem, now, best, sample_count) > self.noise_sds
+        return reason != "periodic" or is_more_than_noise(
+            side.problem, now, best, sample_count, self.noise_sds
+        )
 
 
-def moved_sds(problem: PlanProblem, before: float, after: float, sample_count: int) -> float:
-    """How far a threshold moves the balance of Eq. 7, in standard deviations of what two samples differ by.
+def is_more_than_noise(
+    problem: PlanProblem, before: float, after: float, sample_count: int, sds: float
+) -> bool:
+    """Whether the balance of Eq. 7 moves by more than `sds` standard deviations of what two samples differ by.
 
     The balance is log(work offloaded / work kept), which at the best threshold is what the instances' numbers allow.
-    The work of the PrfaaS cluster and of the link are both looked at; what moves less counts.
+    The work of the PrfaaS cluster and of the link must both have moved so far.
     """
     bins = problem.workload.lengths.fine_bins()
     stays = problem.pd[0].prefill_s(bins.lengths)
-    goes = [work(bins.lengths) for work in (problem.prfaas[0].prefill_s, problem.kv_bytes)]
-    goes = [work for work in goes if work.any()]
-    then, now = (balances(bins, stays, goes, tokens) for tokens in (before, after))
-    return min(_moved(one, other, sample_count) for one, other in zip(then, now, strict=True))
+    are_long = [bins.lengths > threshold for threshold in (before, after)]
+    kept = [moments(stays * ~is_long, bins.weights) for is_long in are_long]
+    for work in (problem.prfaas[0].prefill_s, problem.kv_bytes):
+        goes = work(bins.lengths)
+        if not goes.any():
+            continue
+        offloaded = [moments(goes * is_long, bins.weights) for is_long in are_long]
+        then, now = (balance(one, other) for one, other in zip(offloaded, kept, strict=True))
+        # Mostly the first kind of work has not moved, and the second need not be looked at.
+        if _moved(then, now, sample_count) <= sds:
+            return False
+    return True
 
 
 def _moved(then: tuple[float, float], now: tuple[float, float], sample_count: int) -> float:
+    """From one balance to the other, in standard deviations."""
     if not (math.isfinite(then[0]) and math.isfinite(now[0])):
         return math.inf
     # Both samples err: the one that the present threshold is from, and this one.
@@ -257,30 +270,21 @@ def _moved(then: tuple[float, float], now: tuple[float, float], sample_count: in
     return abs(now[0] - then[0]) / error
 
 
-def balances(
-    bins: Bins, stays: "FloatArray", goes: "Sequence[FloatArray]", threshold: float
-) -> list[tuple[float, float]]:
-    """For each kind of work that goes: log(work offloaded / work kept), and n times its variance in a sample of n.
+def moments(work: "FloatArray", weights: "FloatArray") -> tuple[float, float]:
+    """E[X] of the work X of a request, and E[X²] / E[X]²."""
+    mean = float((work * weights).sum())
+    return mean, float((work**2 * weights).sum()) / mean**2 if mean > 0 else math.inf
+
+
+def balance(offloaded: tuple[float, float], kept: tuple[float, float]) -> tuple[float, float]:
+    """log(work offloaded / work kept), and n times its variance in a sample of n lengths; given the moments of both.
 
     By the delta method: with X the work of a request if it is offloaded (else 0) and Y if it stays (else 0) the
     variance is (E[X²] / E[X]² + E[Y²] / E[Y]²) / n. Infinite where one side has nothing.
     """
-    is_long = bins.lengths > threshold
-    mean_y, square_y = _moments(stays * ~is_long, bins.weights)
-    found = []
-    for work in goes:
-        mean_x, square_x = _moments(work * is_long, bins.weights)
-        if mean_x <= 0 or mean_y <= 0:
-            found.append((math.inf if mean_x > 0 else -math.inf, math.inf))
-        else:
-            found.append((math.log(mean_x / mean_y), square_x + square_y))
-    return found
-
-
-def _moments(work: "FloatArray", weights: "FloatArray") -> tuple[float, float]:
-    """E[X], and E[X²] / E[X]²."""
-    mean = float((work * weights).sum())
-    return mean, float((work**2 * weights).sum()) / mean**2 if mean > 0 else math.inf
+    if offloaded[0] <= 0 or kept[0] <= 0:
+        return (math.inf if offloaded[0] > 0 else -math.inf), math.inf
+    return math.log(offloaded[0] / kept[0]), offloaded[1] + kept[1]
 
 
 if TYPE_CHECKING:

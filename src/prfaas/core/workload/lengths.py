@@ -88,7 +88,7 @@ class LengthDistribution(ABC):
         return None
 
     def steps(self) -> "FloatArray | None":
-        """0 and the atoms: any threshold divides the lengths as one of these does; None for a continuous distribution."""
+        """0 and the atoms: any threshold divides the lengths as one of these does; None without atoms."""
         import numpy as np
 
         atoms = self.atoms()
