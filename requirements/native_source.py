@@ -1,10 +1,11 @@
 """Rewrites a module's source so that what mypyc makes of it is fast: for the copy of `compiled.py` alone.
 
 - mypyc doesn't know `slots=True`, and calls the `__init__` that `dataclass` makes as interpreted code, attribute by
-  attribute through descriptors. So each data class that isn't frozen gets one that is written out.
-- The state of a pickled object it sets attribute by attribute, which frozen ones refuse: those are made anew.
+  attribute through descriptors. So each data class gets one that is written out. Frozen ones are not frozen in the
+  copy, where nothing checks that, or this `__init__` could not set their fields. They keep their hash.
+- What was frozen is pickled as what makes it anew.
 - It takes every annotation of a data class for a field's plain type. Class variables go behind the class, and
-  `Annotated` is put back there.
+  `Annotated` is put back there. It also evaluates them: those of names that only type checkers know become `Any`.
 - It looks up every name of a module in a dictionary, unless it is `Final`: constants become that.
 """
 
@@ -21,6 +22,8 @@ class _Field:
     default: str | None
     factory: str | None
     is_keyword: bool
+    is_given: bool
+    """False: it is no parameter, and `__post_init__` sets it where there is no default."""
 
     @property
     def parameter(self) -> str:
@@ -31,6 +34,8 @@ class _Field:
 
     @property
     def assignment(self) -> str:
+        if not self.is_given:
+            return f"self.{self.name} = {self.default or f'{self.factory}()'}"
         if self.factory is None:
             return f"self.{self.name} = {self.name}"
         return f"self.{self.name} = {self.factory}() if {self.name} is None else {self.name}"
@@ -53,7 +58,7 @@ def with_constants(text: str) -> str:
         if isinstance(node, ast.Assign) or (isinstance(node, ast.AnnAssign) and node.value is not None):
             lines[node.lineno - 1] = _with_final(node, lines[node.lineno - 1])
     imports = [node for node in body if isinstance(node, ast.Import | ast.ImportFrom)]
-    added = ["from typing import Final"]
+    added = ["from typing import Any, Final"]
     if "math.inf" in text:
         lines = [re.sub(r"\bmath\.inf\b", _INFINITE, line) for line in lines]
         added.append(f'{_INFINITE}: Final = float("inf")')
@@ -80,6 +85,7 @@ def _with_final(node: ast.Assign | ast.AnnAssign, line: str) -> str:
 def with_native_classes(text: str) -> str:
     """The module's text with its data classes rewritten."""
     lines = text.splitlines()
+    unknown = _names_for_checkers(text)
     classes = {node.name: node for node in ast.parse(text).body if isinstance(node, ast.ClassDef)}
     behind: list[str] = []
     # From the last one on, so that the lines of those before stay where they are.
@@ -89,11 +95,14 @@ def with_native_classes(text: str) -> str:
             continue
         options = {each.arg: ast.unparse(each.value) for each in decorator.keywords}
         options.pop("slots", None)
-        if "frozen" not in options and "init" not in options:
+        is_frozen = options.pop("frozen", None) is not None
+        if is_frozen:
+            if "eq" not in options:
+                options["unsafe_hash"] = "True"
+            lines[node.end_lineno : node.end_lineno] = _reduction(node, classes)
+        if "init" not in options:
             options["init"] = "False"
             lines[node.end_lineno : node.end_lineno] = _constructor(node, classes)
-        if "frozen" in options:
-            lines[node.end_lineno : node.end_lineno] = _reduction(node, classes)
         for each in reversed(node.body):
             if isinstance(each, ast.AnnAssign) and _head_of(each.annotation) == "ClassVar":
                 assert each.value is not None and each.end_lineno is not None
@@ -104,9 +113,38 @@ def with_native_classes(text: str) -> str:
             elif isinstance(each, ast.AnnAssign) and _head_of(each.annotation) == "Annotated":
                 place = f"getattr({node.name}, '__annotations__')[{ast.unparse(each.target)!r}]"
                 behind.append(f"{place} = {ast.unparse(each.annotation)}")
+            elif isinstance(each, ast.AnnAssign) and _is_written(each.annotation, unknown):
+                line = lines[each.lineno - 1]
+                start, end = each.annotation.col_offset, each.annotation.end_col_offset
+                lines[each.lineno - 1] = f"{line[:start]}Any{line[end:]}"
         written = ", ".join(f"{name}={value}" for name, value in options.items())
         lines[decorator.lineno - 1] = f"@dataclass({written})"
     return "\n".join([*lines, *reversed(behind), ""])
+
+
+def _names_for_checkers(text: str) -> set[str]:
+    """What is defined where `TYPE_CHECKING` holds."""
+    blocks = [
+        node
+        for node in ast.parse(text).body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    ]
+    found: set[str] = set()
+    for each in [each for block in blocks for each in block.body]:
+        if isinstance(each, ast.Assign):
+            found |= {ast.unparse(target) for target in each.targets}
+        elif isinstance(each, ast.Import | ast.ImportFrom):
+            found |= {alias.asname or alias.name for alias in each.names}
+    return found
+
+
+def _is_written(annotation: ast.expr, names: set[str]) -> bool:
+    """Whether it is a string with one of these names."""
+    if not (isinstance(annotation, ast.Constant) and isinstance(annotation.value, str)):
+        return False
+    return any(
+        isinstance(each, ast.Name) and each.id in names for each in ast.walk(ast.parse(annotation.value))
+    )
 
 
 def _dataclass_of(node: ast.ClassDef) -> ast.Call | None:
@@ -119,15 +157,19 @@ def _dataclass_of(node: ast.ClassDef) -> ast.Call | None:
 
 def _constructor(node: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> list[str]:
     fields = {each.name: each for each in _fields(node, classes)}.values()
-    plain = [each.parameter for each in fields if not each.is_keyword]
-    named = [each.parameter for each in fields if each.is_keyword]
+    plain = [each.parameter for each in fields if each.is_given and not each.is_keyword]
+    named = [each.parameter for each in fields if each.is_given and each.is_keyword]
     parameters = ["self", *plain, *(["*", *named] if named else [])]
-    body = [f"        {each.assignment}" for each in fields]
+    is_set = [each for each in fields if each.is_given or each.default or each.factory]
+    body = [f"        {each.assignment}" for each in is_set]
+    if any(isinstance(each, ast.FunctionDef) and each.name == "__post_init__" for each in node.body):
+        body.append("        self.__post_init__()")
+    body = body or ["        pass"]
     return ["", f"    def __init__({', '.join(parameters)}) -> None:", *body]
 
 
 def _reduction(node: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> list[str]:
-    fields = {each.name: each for each in _fields(node, classes)}.values()
+    fields = [each for each in {each.name: each for each in _fields(node, classes)}.values() if each.is_given]
     assert not any(each.is_keyword for each in fields), f"{node.name} has a field that is given by name alone"
     values = "".join(f"self.{each.name}, " for each in fields)
     return ["", '    def __reduce__(self) -> "tuple[object, ...]":', f"        return type(self), ({values})"]
@@ -142,14 +184,19 @@ def _fields(node: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> Iterator[_F
         if not isinstance(each, ast.AnnAssign) or _head_of(each.annotation) == "ClassVar":
             continue
         annotation = each.annotation
+        if _head_of(annotation) == "Annotated":
+            assert isinstance(annotation, ast.Subscript) and isinstance(annotation.slice, ast.Tuple)
+            annotation = annotation.slice.elts[0]
         kind = annotation.value if isinstance(annotation, ast.Constant) else ast.unparse(annotation)
         default = None if each.value is None else ast.unparse(each.value)
-        factory, is_keyword = None, False
+        factory, is_keyword, is_given = None, False, True
         if isinstance(each.value, ast.Call) and ast.unparse(each.value.func) == "field":
             given = {option.arg: ast.unparse(option.value) for option in each.value.keywords}
             default, factory = given.get("default"), given.get("default_factory")
             is_keyword = given.get("kw_only") == "True"
-        yield _Field(ast.unparse(each.target), str(kind).replace('"', "'"), default, factory, is_keyword)
+            is_given = given.get("init") != "False"
+        name = ast.unparse(each.target)
+        yield _Field(name, str(kind).replace('"', "'"), default, factory, is_keyword, is_given)
 
 
 def _head_of(annotation: ast.expr) -> str:

@@ -17,7 +17,12 @@ SOURCE = '''"""A module."""
 
 import math
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Row = NDArray[float]
 
 LIMIT = 3.0
 _FAR: float = math.inf
@@ -48,6 +53,18 @@ class Whole(Part):
 class Rule:
     name: ClassVar[str] = "rule"
     mark: Annotated[float, "bounds"] = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    parts: tuple[int, ...]
+    total: int = field(init=False)
+    row: "Row" = field(init=False, default=(), compare=False)
+    flags: "NDArray[bool]" = field(init=False, default=(), compare=False)
+    seen: list[int] = field(init=False, default_factory=list, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "total", sum(self.parts))
 '''
 
 
@@ -93,6 +110,21 @@ def test_parameters_keep_their_bounds_and_class_variables_are_none(rewritten: An
 def test_frozen_objects_are_pickled_as_what_makes_them_anew(rewritten: Any) -> None:
     assert rewritten.Rule(0.7).__reduce__() == (rewritten.Rule, (0.7,))
     assert pickle.loads(pickle.dumps(rewritten.Rule(0.7))) == rewritten.Rule(0.7)
+
+
+def test_fields_that_are_not_given_are_worked_out(rewritten: Any) -> None:
+    found = rewritten.Sum((1, 2))
+    assert (found.total, found.seen) == (3, [])
+    assert found.seen is not rewritten.Sum((1, 2)).seen
+    # No type that is there in a checker alone is looked up.
+    hints = get_type_hints(rewritten.Sum)
+    assert hints["row"] is hints["flags"] is Any
+    assert pickle.loads(pickle.dumps(found)).total == 3
+
+
+def test_frozen_objects_keep_their_hash(rewritten: Any) -> None:
+    assert {rewritten.Sum((1, 2)), rewritten.Sum((1, 2))} == {rewritten.Sum((1, 2))}
+    assert len({rewritten.Rule(0.1), rewritten.Rule(0.2)}) == 2
 
 
 def test_constants_are_final_and_aliases_are_not(tool: ModuleType, rewritten: Any) -> None:

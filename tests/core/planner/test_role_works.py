@@ -5,13 +5,12 @@ from collections.abc import Callable
 
 import numpy as np
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from prfaas.core.planner import PlanProblem
 from prfaas.core.planner.loads import work_of
 from prfaas.core.planner.role_works import work_with_prefill, works_with_prefill
 from prfaas.core.planner.ttft import StageWork
-from prfaas.core.planner.two_clusters import best_of, own_split, rate_at, rates_at, settled
+from prfaas.core.planner.two_clusters import best_of, own_split, settled
 
 from .oracle import TwoClusters
 from .problems import continuous, two_clusters
@@ -54,14 +53,3 @@ def test_what_is_shared_changes_nothing(case: Case) -> None:
 def test_nor_does_it_where_lengths_have_no_atoms(case: Case) -> None:
     problem, _ = case
     assert same(work_with_prefill(problem, 1), alone(problem, 1))
-
-
-@settings(deadline=None, max_examples=150)
-@given(two_clusters(), st.lists(st.floats(0, 1e5), min_size=1, max_size=4), st.booleans())
-def test_rates_of_several_thresholds_are_those_of_each(
-    case: Case, thresholds: list[float], by_length: bool
-) -> None:
-    problem, _ = case
-    service = "by length" if by_length else "mean length"
-    found = rates_at(problem, thresholds, 1, service)
-    assert found == [rate_at(problem, tokens, 1, service) for tokens in thresholds]

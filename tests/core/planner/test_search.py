@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from prfaas.core.planner import PlanError, PlanProblem, ServiceModel
 from prfaas.core.planner.equations import lambda_max, theta_pd_d, theta_pd_p, theta_prfaas
+from prfaas.core.planner.threshold_rates import ThresholdRates
 from prfaas.core.planner.two_clusters import (
     best_point,
     best_prefill,
     best_rate,
     best_threshold,
-    best_threshold_tokens,
     evaluate,
     rate_at,
 )
@@ -228,7 +228,7 @@ def test_single_numbers_are_those_of_whole_points(case: Case, by_length: bool, q
     service: ServiceModel = "by length" if by_length else "mean length"
     best = best_threshold(problem, n_prefill, service)
     assert best_rate(problem, n_prefill, service) == best.lambda_max
-    assert best_threshold_tokens(problem, n_prefill, service) == best.threshold_tokens
+    assert ThresholdRates.of(problem, n_prefill, service).best_tokens() == best.threshold_tokens
     assert best_prefill(problem, service) == best_point(problem, service).n_prefill
     threshold = problem.workload.lengths.quantile(q)
     point = evaluate(problem, threshold, n_prefill, service)

@@ -26,6 +26,8 @@ _REACH_OCTAVES = 1.0
 _PRIOR_SAMPLES = 2.0
 _FIRST_SAMPLES = 16
 _PAUSES = 20
+# No length is longer.
+_FAR_TOKENS = 2.0**50
 
 DEFAULT_POINTS = ((1.0, 0.05), (1024.0, 0.35), (8192.0, 2.4), (32768.0, 11.0), (131072.0, 66.0))
 """(tokens, seconds) without a profile and before anything is measured: a slow instance, so that predictions are not too
@@ -43,15 +45,17 @@ class PrefillSeconds:
     def __post_init__(self) -> None:
         import numpy as np
 
-        object.__setattr__(self, "_arrays", (np.array(self.tokens), np.array(self.seconds)))
+        # The last piece goes on far beyond the table, so that one interpolation does for all lengths.
+        slope = (self.seconds[-1] - self.seconds[-2]) / (self.tokens[-1] - self.tokens[-2])
+        beyond_s = self.seconds[-1] + (_FAR_TOKENS - self.tokens[-1]) * slope
+        arrays = np.array([*self.tokens, _FAR_TOKENS]), np.array([*self.seconds, beyond_s])
+        object.__setattr__(self, "_arrays", arrays)
 
     def __call__(self, tokens: "FloatArray") -> "FloatArray":
         """Seconds for arrays of tokens, of the same shape; see `ServiceCurve` for lengths outside the table."""
         import numpy as np
 
-        last = (self.seconds[-1] - self.seconds[-2]) / (self.tokens[-1] - self.tokens[-2])
-        beyond = np.maximum(np.asarray(tokens, dtype=np.float64) - self.tokens[-1], 0.0)
-        return np.interp(tokens, *self._arrays) + beyond * last
+        return np.interp(tokens, *self._arrays)
 
 
 class ServiceCurve:

@@ -10,7 +10,8 @@ from prfaas.core.planner.operating_point import ServiceModel
 from prfaas.core.planner.plan import best_operation
 from prfaas.core.planner.problem import PdCluster, PlanError, PlanLink, PlanProblem, PrfaasCluster, all_paths
 from prfaas.core.planner.routing import RoutingPlan, best_routing
-from prfaas.core.planner.two_clusters import best_prefill, best_rate, best_threshold_tokens, rates_at
+from prfaas.core.planner.threshold_rates import ThresholdRates
+from prfaas.core.planner.two_clusters import best_prefill, best_rate
 from prfaas.core.units import BITS_PER_BYTE
 
 if TYPE_CHECKING:
@@ -82,30 +83,20 @@ class PrefillSide:
         target = self.problem.pd[0].name
         return any(link.target == target for link in self.problem.links)
 
-    def best_threshold(self) -> float:
-        """The threshold of the balance of Eq. 7; infinite where nothing should be, or nothing can be, offloaded.
+    def threshold_rates(self) -> ThresholdRates:
+        """Requests per second of this cluster that prefill and links can carry, over thresholds.
 
-        Where lengths have atoms it is half way (in proportion) to the next one: both ends route what is known alike.
+        The best one is that of the balance of Eq. 7.
         """
-        import numpy as np
+        return ThresholdRates.of(self.problem, self.n_prefill, self.service)
 
-        found = best_threshold_tokens(self.problem, self.n_prefill, self.service)
-        lengths, share = self.problem.workload.lengths, 1 - self.problem.hit_ratio(self.problem.pd[0])
-        if found is None or found >= lengths.high * share:
-            return math.inf
-        atoms = lengths.atoms()
-        if found <= 0 or atoms is None:
-            return found
-        above = np.searchsorted(atoms * share, found * (1 + 1e-12), side="right")
-        return math.sqrt(found * float(atoms[above]) * share)
+    def best_threshold(self) -> float:
+        """The best one alone."""
+        return self.threshold_rates().best_threshold()
 
     def rate(self, threshold: float) -> float:
-        """Requests per second of this cluster that prefill and links can carry with a threshold."""
-        return self.rates([threshold])[0]
-
-    def rates(self, thresholds: Sequence[float]) -> list[float]:
-        """`rate` of each of these thresholds, which takes little longer than one."""
-        return rates_at(self.problem, thresholds, self.n_prefill, self.service)
+        """The rate with one threshold alone."""
+        return self.threshold_rates().rate(threshold)
 
 
 def prefill_sides(

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from prfaas.core.planner.problem import Path, PdCluster, PlanProblem, PrfaasCluster
-from prfaas.core.planner.ttft import PrefillPoolLoad, StageWork, link_time
+from prfaas.core.planner.ttft import PrefillPoolLoad, ServiceTimes, StageWork, link_time
 from prfaas.core.units import BITS_PER_BYTE
 from prfaas.core.workload import Bins
 
@@ -102,7 +102,9 @@ class _MeanLength:
         """P(part) × f(share × E[L | part]), 0 for parts of probability zero."""
         import numpy as np
 
-        return np.where(self.some, self.mass * f(share * self.means), 0.0)
+        # Live lengths are uncached ones, of which nothing is spared.
+        means = self.means if share == 1 else share * self.means
+        return np.where(self.some, self.mass * f(means), 0.0)
 
 
 def _mean_length(
@@ -173,9 +175,9 @@ def pools_of_parts(split: Split, short: Bins, long: Bins, n_prefill: int) -> tup
     pools = []
 
     def add(cluster: PrfaasCluster | PdCluster, instances: int, path: Path, bins: Bins) -> None:
-        seconds = cluster.prefill_s(path.share * bins.lengths)
+        times = ServiceTimes.of(cluster.prefill_s(path.share * bins.lengths), bins.weights)
         link = link_time(split.problem, path, bins.lengths, bins.weights)
-        pools.append(PrefillPoolLoad(cluster.name, instances, seconds, bins.weights, smooth, link))
+        pools.append(PrefillPoolLoad(cluster.name, instances, times, smooth, link))
 
     if len(short.weights):
         add(split.pd, n_prefill, split.local, short)

@@ -8,7 +8,7 @@ from prfaas.core.planner.linear_programs import BinnedLengths, Programme, Resour
 from prfaas.core.planner.operating_point import LinkUse, OperatingPoint, Roles, RouteUse, ServiceModel, Stage
 from prfaas.core.planner.problem import Path, PlanError, PlanProblem, all_paths
 from prfaas.core.planner.routing import RoutingPlan, best_routing, cleaned
-from prfaas.core.planner.ttft import PrefillPoolLoad, StageWork, joined, link_time, service_ttft
+from prfaas.core.planner.ttft import PrefillPoolLoad, ServiceTimes, StageWork, joined, link_time, service_ttft
 
 if TYPE_CHECKING:
     import numpy as np
@@ -164,8 +164,7 @@ def _pools(routing: RoutingPlan) -> tuple[PrefillPoolLoad, ...]:
                 PrefillPoolLoad(
                     cluster.name,
                     instances,
-                    np.concatenate(seconds),
-                    np.concatenate(weights),
+                    ServiceTimes.of(np.concatenate(seconds), np.concatenate(weights)),
                     smooth,
                     joined(links, [len(each) for each in seconds]),
                 )

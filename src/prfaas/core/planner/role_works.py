@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from prfaas.core.planner.loads import Split, work_of
 from prfaas.core.planner.problem import PlanProblem
-from prfaas.core.planner.ttft import PrefillPoolLoad, StageWork
+from prfaas.core.planner.ttft import PrefillPoolLoad, ServiceTimes, StageWork
 from prfaas.core.planner.two_clusters import (
     best_of,
     candidate_lengths,
@@ -30,8 +30,8 @@ def works_with_prefill(problem: PlanProblem, counts: Sequence[int]) -> dict[int,
         return _works_at_atoms(split, counts)
     candidates = candidate_lengths(split)
     loads = split.loads(candidates)
-    lengths = {count: best_of(split, [count], candidates, loads)[1] for count in counts}
-    return {count: work_of(split, settled(problem, length), count) for count, length in lengths.items()}
+    best = {count: best_of(split, [count], candidates, loads)[1] for count in counts}
+    return {count: work_of(split, settled(problem, length), count) for count, length in best.items()}
 
 
 def _works_at_atoms(split: Split, counts: Sequence[int]) -> dict[int, StageWork]:
@@ -40,22 +40,24 @@ def _works_at_atoms(split: Split, counts: Sequence[int]) -> dict[int, StageWork]
     problem = split.problem
     candidates, bins = candidate_lengths(split), problem.workload.lengths.fine_bins()
     loads = split.loads(candidates)
-    stays_s = split.pd.prefill_s(split.local.share * bins.lengths)
-    goes_s = split.prfaas.prefill_s(split.remote.share * bins.lengths)
-    works = {}
-    for count, (rates, limits) in zip(counts, merits(split, loads, counts), strict=True):
-        length = settled(problem, float(candidates[highest(rates, limits)]))
-        index, cut = int(candidates.searchsorted(length)), int(bins.upper.searchsorted(length, side="right"))
+    stays = ServiceTimes.of(split.pd.prefill_s(split.local.share * bins.lengths), bins.weights)
+    goes = ServiceTimes.of(split.prfaas.prefill_s(split.remote.share * bins.lengths), bins.weights)
+    lengths = [
+        settled(problem, float(candidates[place]), float(loads.offloaded[place]))
+        for place in highest(*merits(split, loads, counts))
+    ]
+    places, cuts = candidates.searchsorted(lengths), bins.upper.searchsorted(lengths, side="right")
+    works, count_of_bins, far = {}, len(bins.weights), split.prfaas
+    for count, place, cut in zip(counts, places.tolist(), cuts.tolist(), strict=True):
         pools = []
         if cut:
-            pools.append(PrefillPoolLoad(split.pd.name, count, stays_s[:cut], bins.weights[:cut], False))
-        if cut < len(bins.weights):
-            far = split.prfaas
-            pools.append(PrefillPoolLoad(far.name, far.instances, goes_s[cut:], bins.weights[cut:], False))
+            pools.append(PrefillPoolLoad(split.pd.name, count, stays.part(0, cut), False))
+        if cut < count_of_bins:
+            pools.append(PrefillPoolLoad(far.name, far.instances, goes.part(cut, count_of_bins), False))
         link_rates = {
             link.name: link.bandwidth_bits_per_s / bits
             for link in problem.links
-            if (bits := float(loads.link_bits[link.name][index])) > 0
+            if (bits := float(loads.link_bits[link.name][place])) > 0
         }
         works[count] = StageWork(tuple(pools), link_rates, {split.pd.name: 1.0})
     return works

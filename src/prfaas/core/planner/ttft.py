@@ -2,8 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from prfaas.core.deployment import FirstTokenSource
@@ -77,31 +76,58 @@ class LinkTime:
         return added
 
 
-# Without slots, so that its sums are worked out once: roles are compared by little else.
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
+class ServiceTimes:
+    """Service times with their weights and products: arrays of one length, of which several pools have parts."""
+
+    seconds: "FloatArray"
+    weights: "FloatArray"
+    work: "FloatArray"
+    """seconds × weights."""
+    squares: "FloatArray"
+    """seconds² × weights."""
+
+    @classmethod
+    def of(cls, seconds: "FloatArray", weights: "FloatArray") -> "ServiceTimes":
+        return cls(seconds, weights, seconds * weights, seconds**2 * weights)
+
+    def part(self, start: int, end: int) -> "ServiceTimes":
+        """Those from one place on, up to another."""
+        cut = slice(start, end)
+        return ServiceTimes(self.seconds[cut], self.weights[cut], self.work[cut], self.squares[cut])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class PrefillPoolLoad:
     """Equal prefill instances and what they work on."""
 
     name: str
     instances: int
-    seconds: "FloatArray"
-    """Service times."""
-    weights: "FloatArray"
-    """The probability that a request of the whole system has that service time here."""
+    times: ServiceTimes
+    """Weights: the probability that a request of the whole system has that service time here."""
     smooth: bool
     """False if the service times are the only values that occur."""
     link: LinkTime | None = None
     """None where nothing crosses a link."""
+    work_s: float = field(init=False)
+    """Seconds of work per request of the whole system."""
+    part: float = field(init=False)
+    """Of all requests of the whole system."""
 
-    @cached_property
-    def work_s(self) -> float:
-        """Seconds of work per request of the whole system."""
-        return float((self.seconds * self.weights).sum())
+    def __post_init__(self) -> None:
+        # Roles are compared by little else.
+        object.__setattr__(self, "work_s", float(self.times.work.sum()))
+        object.__setattr__(self, "part", float(self.times.weights.sum()))
 
-    @cached_property
-    def part(self) -> float:
-        """Of all requests of the whole system."""
-        return float(self.weights.sum())
+    @property
+    def seconds(self) -> "FloatArray":
+        """Service times."""
+        return self.times.seconds
+
+    @property
+    def weights(self) -> "FloatArray":
+        """The probability that a request of the whole system has that service time here."""
+        return self.times.weights
 
     def served_s(self, requests_per_s: float = 0.0, first_token: FirstTokenSource = "decode") -> "FloatArray":
         """Prefill and what the link adds to the TTFT, without waiting for either's turn."""
@@ -349,7 +375,8 @@ def erlang_c(servers: int, offered: float) -> float:
     """The chance to wait in M/M/k with `offered` < `servers` Erlang, by the stable recursion of Erlang B."""
     blocked = 1.0
     for k in range(1, servers + 1):
-        blocked = offered * blocked / (k + offered * blocked)
+        carried = offered * blocked
+        blocked = carried / (k + carried)
     return blocked / (1 - offered / servers * (1 - blocked))
 
 
@@ -363,7 +390,7 @@ def wait_of(pool: PrefillPoolLoad, rate: float) -> Wait:
         return NO_WAIT
     arrivals = rate * share
     service_s = pool.work_s / share
-    second_moment = float((pool.seconds**2 * pool.weights).sum()) / share
+    second_moment = float(pool.times.squares.sum()) / share
     variation = max(second_moment / service_s**2 - 1, 0.0)
     offered = arrivals * service_s
     chance = erlang_c(pool.instances, offered)

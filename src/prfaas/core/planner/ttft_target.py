@@ -206,7 +206,7 @@ class _TargetSearch:
 
     def _best_of(self, lengths: "FloatArray") -> tuple[float, float, int]:
         """The highest rate that keeps the target, and the length of those given and the split that have it."""
-        rates = [each for each, _ in merits(self._split, self._split.loads(lengths), self._splits)]
+        rates, _ = merits(self._split, self._split.loads(lengths), self._splits)
         works = self._works(lengths)
         # Where not even a prefill that never waits is in time, no split helps.
         first_token = self._split.problem.first_token

@@ -83,7 +83,7 @@ def cheapest_point(
         for name, bits in loads.link_bits.items():
             egress += per_bit[name] * bits
         splits = range(split.pd.instances + 1)
-        for count, (rates, _) in zip(splits, merits(split, loads, splits), strict=True):
+        for count, rates in zip(splits, merits(split, loads, splits)[0], strict=True):
             costs = egress + _ratio(instances_per_s, rates)
             index = int(np.argmin(costs))
             if costs[index] < least:
@@ -99,16 +99,10 @@ def best_threshold(
     return point_of(split, length, n_prefill)
 
 
-def best_threshold_tokens(problem: PlanProblem, n_prefill: int, service: ServiceModel) -> float | None:
-    """The threshold of `best_threshold` alone, which takes a fraction of the time."""
-    split, length = _balance(problem, n_prefill, service)
-    return settled(problem, length) * split.own_share if split.remote is not None else None
-
-
 def best_rate(problem: PlanProblem, n_prefill: int, service: ServiceModel) -> float:
     """Λ_max of `best_threshold` alone."""
     split, length = _balance(problem, n_prefill, service)
-    return _rates_of(split, [length], n_prefill)[0]
+    return _rate_of(split, length, n_prefill)
 
 
 def best_prefill(problem: PlanProblem, service: ServiceModel) -> int:
@@ -132,18 +126,8 @@ def rate_at(
     problem: PlanProblem, threshold_tokens: float, n_prefill: int, service: ServiceModel = "mean length"
 ) -> float:
     """Λ_max of `evaluate` alone. Raises as it does."""
-    return rates_at(problem, [threshold_tokens], n_prefill, service)[0]
-
-
-def rates_at(
-    problem: PlanProblem,
-    thresholds_tokens: Sequence[float],
-    n_prefill: int,
-    service: ServiceModel = "mean length",
-) -> list[float]:
-    """`rate_at` each of these thresholds, which takes little longer than one."""
     split = _given(problem, n_prefill, service)
-    return _rates_of(split, [tokens / split.own_share for tokens in thresholds_tokens], n_prefill)
+    return _rate_of(split, threshold_tokens / split.own_share, n_prefill)
 
 
 def split_of(problem: PlanProblem, policy: CachePolicy, service: ServiceModel) -> Split | None:
@@ -225,15 +209,13 @@ def point_of(split: Split, length: float, n_prefill: int) -> OperatingPoint:
     )
 
 
-def _rates_of(split: Split, lengths: Sequence[float], n_prefill: int) -> list[float]:
-    """Λ_max of `point_of` alone, for every length."""
+def _rate_of(split: Split, length: float, n_prefill: int) -> float:
+    """Λ_max of `point_of` alone."""
     import numpy as np
 
-    if split.remote is None:
-        lengths = [math.inf] * len(lengths)
-    loads = split.loads(np.array([settled(split.problem, length) for length in lengths], dtype=np.float64))
-    decode = _decode_rate(split, n_prefill)
-    return [_least(decode, _capacities(split, loads, n_prefill, place)) for place in range(len(lengths))]
+    length = settled(split.problem, length if split.remote is not None else math.inf)
+    loads = split.loads(np.array([length], dtype=np.float64))
+    return _least(_decode_rate(split, n_prefill), _capacities(split, loads, n_prefill))
 
 
 def _decode_rate(split: Split, n_prefill: int) -> float:
@@ -251,10 +233,13 @@ def _least(decode: float, capacities: "Mapping[tuple[StageKind, str], float | No
     return min([decode, *(value for value in capacities.values() if value is not None)])
 
 
-def settled(problem: PlanProblem, length: float) -> float:
-    """0 if (almost) every prompt is longer, the longest prompt if (almost) none is."""
+def settled(problem: PlanProblem, length: float, longer: float | None = None) -> float:
+    """0 if (almost) every prompt is longer, the longest prompt if (almost) none is.
+
+    `longer`: the part of the prompts that are longer than `length`; None: it is looked up.
+    """
     lengths = problem.workload.lengths
-    p = lengths.tail(length)
+    p = lengths.tail(length) if longer is None else longer
     return lengths.high if p < _NO_REQUESTS else 0.0 if p > 1 - _NO_REQUESTS else length
 
 
@@ -288,11 +273,11 @@ def candidate_lengths(split: Split) -> "FloatArray":
     import numpy as np
 
     lengths = split.problem.workload.lengths
-    atoms = lengths.atoms()
     if split.remote is None:
         return np.array([lengths.high])
-    if atoms is not None:
-        return np.concatenate([[0.0], atoms])
+    steps = lengths.steps()
+    if steps is not None:
+        return steps
     quantiles = [lengths.quantile(k / _GRID) for k in range(1, _GRID)]
     grid = np.geomspace(lengths.low, lengths.high, _GRID)
     return np.unique(np.concatenate([[0.0], quantiles, grid]))
@@ -306,12 +291,12 @@ def best_of(
     `candidates`: what `candidate_lengths` gives, with their `loads`; None: they are worked out here.
     """
     candidates = candidate_lengths(split) if candidates is None else candidates
-    found_merits = merits(split, loads or split.loads(candidates), splits)
+    rates, limits = merits(split, loads or split.loads(candidates), splits)
     zooms = _ZOOMS if split.problem.workload.lengths.atoms() is None and len(candidates) > 2 else 0
     best: tuple[tuple[float, float], float, int] | None = None
-    for n_prefill, (rates, limits) in zip(splits, found_merits, strict=True):
-        index = highest(rates, limits)
-        found = ((float(rates[index]), float(limits[index])), float(candidates[index]), n_prefill)
+    for row, (n_prefill, index) in enumerate(zip(splits, highest(rates, limits), strict=True)):
+        merit = (float(rates[row, index]), float(limits[row, index]))
+        found = (merit, float(candidates[index]), n_prefill)
         if zooms and (best is None or found[0][0] > 0.98 * best[0][0]):
             found = _zoom(split, candidates, index, found, zooms)
         if best is None or found[0] > best[0]:
@@ -334,60 +319,62 @@ def _zoom(
         low = candidates[max(index - 1, 0)]
         high = candidates[min(index + 1, len(candidates) - 1)]
         candidates = np.unique(np.append(np.linspace(low, high, _ZOOM_POINTS), candidates[index]))
-        rates, limits = merits(split, split.loads(candidates), [n_prefill])[0]
-        index = highest(rates, limits)
-        here = ((float(rates[index]), float(limits[index])), float(candidates[index]), n_prefill)
+        rates, limits = merits(split, split.loads(candidates), [n_prefill])
+        (index,) = highest(rates, limits)
+        here = ((float(rates[0, index]), float(limits[0, index])), float(candidates[index]), n_prefill)
         if here[0] > found[0]:
             found = here
     return found
 
 
-def highest(rates: "FloatArray", limits: "FloatArray") -> int:
-    """Of the highest rates the last one with the highest limit."""
-    equal = (rates == rates.max()).nonzero()[0][::-1]
-    return int(equal[limits[equal].argmax()])
-
-
-def merits(split: Split, loads: Loads, splits: Sequence[int]) -> "list[tuple[FloatArray, FloatArray]]":
-    """For every split: Λ, and what it would be if decode were no limit, over the lengths of the loads."""
+def highest(rates: "FloatArray", limits: "FloatArray") -> list[int]:
+    """In every row, of the highest rates the last one with the highest limit."""
     import numpy as np
 
-    shared = np.full(len(loads.pd_s), math.inf)
-    if split.prfaas is not None:
-        shared = np.minimum(shared, _ratio(split.prfaas.instances, loads.prfaas_s))
+    # No limit is below 0.
+    best = np.where(rates == rates.max(axis=1)[:, None], limits, -1.0)
+    last = best.shape[1] - 1
+    places: list[int] = (last - best[:, ::-1].argmax(axis=1)).tolist()
+    return places
+
+
+def merits(split: Split, loads: Loads, splits: Sequence[int]) -> "tuple[FloatArray, FloatArray]":
+    """Λ, and what it would be if decode were no limit: a row for every split, over the lengths of the loads."""
+    import numpy as np
+
+    # What every split has.
+    shared = _ratio(0 if split.prfaas is None else split.prfaas.instances, loads.prfaas_s)
     for link in split.problem.links:
         shared = np.minimum(shared, _ratio(link.bandwidth_bits_per_s, loads.link_bits[link.name]))
     per_decoder = split.pd.decode_rate(split.problem.workload.output_tokens)
     # All splits at once: a row each.
     prefill = np.array(splits, dtype=np.float64)[:, None]
     limits = np.minimum(shared, _ratio(prefill, loads.pd_s))
-    rates = np.minimum(limits, (split.pd.instances - prefill) * per_decoder)
-    return list(zip(rates, limits, strict=True))
+    return np.minimum(limits, (split.pd.instances - prefill) * per_decoder), limits
 
 
 def _ratio(capacity: "float | FloatArray", load: "FloatArray") -> "FloatArray":
     """Infinite where there is no load; a column of capacities gives a row for each."""
     import numpy as np
 
-    result = np.full(np.broadcast_shapes(np.shape(capacity), load.shape), math.inf)
+    shape = load.shape if isinstance(capacity, int | float) else (len(capacity), len(load))
+    result = np.full(shape, math.inf)
     np.divide(capacity, load, out=result, where=load > 0)
     return result
 
 
-def _capacities(
-    split: Split, loads: Loads, n_prefill: int, place: int = 0
-) -> dict[tuple[StageKind, str], float | None]:
-    """The request rate at which each stage but decode is full, by the loads at a place; None: it has nothing to do."""
+def _capacities(split: Split, loads: Loads, n_prefill: int) -> dict[tuple[StageKind, str], float | None]:
+    """The request rate at which each stage but decode is full, by the first loads; None: it has nothing to do."""
     found: dict[tuple[StageKind, str], float | None] = {}
 
     def add(kind: StageKind, name: str, capacity: float, load: float) -> None:
         found[kind, name] = capacity / load if load > 0 else None
 
     if split.prfaas is not None:
-        add("prfaas prefill", split.prfaas.name, split.prfaas.instances, float(loads.prfaas_s[place]))
+        add("prfaas prefill", split.prfaas.name, split.prfaas.instances, float(loads.prfaas_s[0]))
     for link in split.problem.links:
-        add("link", link.name, link.bandwidth_bits_per_s, float(loads.link_bits[link.name][place]))
-    add("pd prefill", split.pd.name, n_prefill, float(loads.pd_s[place]))
+        add("link", link.name, link.bandwidth_bits_per_s, float(loads.link_bits[link.name][0]))
+    add("pd prefill", split.pd.name, n_prefill, float(loads.pd_s[0]))
     return found
 
 

@@ -196,10 +196,8 @@ class Allocator:
         if expected is None or expected.requests_per_s <= 0:
             return None
         found = latencies_of(problem, [roles, *_options(loads, roles)], expected)
-        quick, steady = (
-            self._chosen([RolePrediction.of(each) for each in found]),
-            self._chosen(self._averaged(found)),
-        )
+        predictions = [RolePrediction.of(each) for each in found]
+        quick, steady = self._chosen(predictions), self._chosen(self._averaged(predictions))
         best = quick.best or steady.best
         self.outlook = RoleOutlook(
             "throughput" if best is None else "latency",
@@ -245,12 +243,12 @@ class Allocator:
             return False
         return choice.is_short or choice.gain > needed
 
-    def _averaged(self, found: Sequence[RoleLatency]) -> list[RolePrediction]:
+    def _averaged(self, found: Sequence[RolePrediction]) -> list[RolePrediction]:
         """Each with its average over the evaluations in which these roles were looked at."""
         known, self._averages = self._averages, {}
-        for latency in found:
-            key = tuple(sorted(latency.prefill.items()))
-            self._averages[key] = RolePrediction.of(latency).after(known.get(key), self.memory)
+        for prediction in found:
+            key = tuple(sorted(prediction.latency.prefill.items()))
+            self._averages[key] = prediction.after(known.get(key), self.memory)
         return list(self._averages.values())
 
     def _conversion(

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 from prfaas.core.deployment import Role
@@ -80,15 +80,11 @@ class RolePrediction:
             return self
         count = min(before.count + 1, memory)
         part = 1 / count
+        ttft_s = before.ttft_s + part * (self.ttft_s - before.ttft_s)
         utilisation = before.utilisation + part * (self.utilisation - before.utilisation)
         if not math.isfinite(utilisation):
             utilisation = self.utilisation
-        return replace(
-            self,
-            count=count,
-            ttft_s=before.ttft_s + part * (self.ttft_s - before.ttft_s),
-            utilisation=utilisation,
-        )
+        return RolePrediction(self.latency, ttft_s, utilisation, count)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Literal
 from prfaas.core.latency.service_curve import ServiceCurve
 from prfaas.core.planner import PdCluster, PlanError, PlanLink, PlanProblem, PrfaasCluster, ServiceModel
 from prfaas.core.planner.fixed_roles import PrefillSide, even_spread, prefill_sides
+from prfaas.core.planner.threshold_rates import ThresholdRates
 from prfaas.core.scheduling.view import ClusterKind, InstanceView
-from prfaas.core.workload import Bins, Empirical, LengthDistribution, Workload
+from prfaas.core.workload import Empirical, LengthDistribution, Workload
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,21 +30,22 @@ _BINS = _BINS_PER_OCTAVE * _OCTAVES
 # Rates over less than this would be those of single requests.
 _LEAST_SPAN_S = 1.0
 _NEVER = -(1 << 62)
+_EMPTY = array("d", bytes(8 * _BINS))
 
 
-@dataclass(slots=True)
 class _Slot:
     """The histogram of one part of the window: how many lengths fell into each bin, and their sum in tokens."""
 
-    counts: "memoryview[int]"
-    tokens: "memoryview[float]"
-    number: int = _NEVER
-    total: int = 0
+    __slots__ = ("counts", "number", "tokens", "total")
+
+    def __init__(self, counts: "memoryview[float]", tokens: "memoryview[float]") -> None:
+        # Counts are whole numbers, but floating-point ones are summed in a fraction of the time.
+        self.counts, self.tokens = counts, tokens
+        self.number, self.total = _NEVER, 0
 
     def restart(self, number: int) -> None:
         self.number, self.total = number, 0
-        self.counts[:] = array("I", bytes(4 * _BINS))
-        self.tokens[:] = array("d", bytes(8 * _BINS))
+        self.counts[:] = self.tokens[:] = _EMPTY
 
 
 class LengthWindow:
@@ -51,7 +53,7 @@ class LengthWindow:
 
     The window is a ring of `slots` histograms, and the oldest goes as a whole: what is answered covers between
     (slots − 1) / slots and all of `window_s`. Bins are geometric, 64 to an octave from 1 to 4 million tokens: a
-    length is known to 1.1 %, the mean of each bin, and so that of all, exactly. Memory: 17 KB per slot, whatever
+    length is known to 1.1 %, the mean of each bin, and so that of all, exactly. Memory: 22 KB per slot, whatever
     comes. Below `min_count` lengths there is no distribution.
     Times are seconds of any one clock and may come a little out of order.
     """
@@ -62,13 +64,13 @@ class LengthWindow:
         self.window_s = window_s
         self.min_count = max(min_count, 1)
         self._slot_s = window_s / slots
-        # All slots in one piece each, so that they are summed at once.
-        self._counts = array("I", bytes(4 * _BINS * slots))
-        self._tokens = array("d", bytes(8 * _BINS * slots))
-        counts: memoryview[int] = memoryview(self._counts)
-        sums: memoryview[float] = memoryview(self._tokens).cast("B").cast("d")
-        starts = range(0, _BINS * slots, _BINS)
-        self._ring = [_Slot(counts[start : start + _BINS], sums[start : start + _BINS]) for start in starts]
+        # All slots in one piece, each its counts and then its tokens, so that they are summed at once.
+        self._histograms = array("d", bytes(2 * 8 * _BINS * slots))
+        parts: memoryview[float] = memoryview(self._histograms).cast("B").cast("d")
+        self._ring = [
+            _Slot(parts[start : start + _BINS], parts[start + _BINS : start + 2 * _BINS])
+            for start in range(0, 2 * _BINS * slots, 2 * _BINS)
+        ]
         self._first_s = math.inf
         # The histograms that the last distribution was of, and this one; together, since threads may ask.
         self._known: tuple[list[tuple[int, int, int]], Empirical] | None = None
@@ -104,16 +106,12 @@ class LengthWindow:
 
     def histogram(self, now_s: float) -> list[int]:
         """How many lengths of the window lie in each half octave: from 1, from √2, from 2 tokens on, and so on."""
-        import numpy as np
-
-        counts = np.frombuffer(self._counts, dtype=np.uint32).reshape(-1, _BINS)[self._live(now_s)]
-        halves = counts.sum(axis=0, dtype=np.int64).reshape(-1, _BINS_PER_OCTAVE // 2).sum(axis=1)
+        counts, _ = self._sums(self._live(now_s))
+        halves = counts.reshape(-1, _BINS_PER_OCTAVE // 2).sum(axis=1)
         return [int(count) for count in halves]
 
     def lengths(self, now_s: float) -> Empirical | None:
         """The distribution of the window's lengths, one atom per bin at its mean; None below `min_count`."""
-        import numpy as np
-
         live = self._live(now_s)
         # Histograms only grow until they begin anew, so these say what is in them.
         held = [(row, self._ring[row].number, self._ring[row].total) for row in live]
@@ -122,16 +120,21 @@ class LengthWindow:
         known = self._known
         if known is not None and known[0] == held:
             return known[1]
-        all_counts = np.frombuffer(self._counts, dtype=np.uint32).reshape(-1, _BINS)
-        all_tokens = np.frombuffer(self._tokens, dtype=np.float64).reshape(-1, _BINS)
-        if len(live) < len(self._ring):
-            all_counts, all_tokens = all_counts[live], all_tokens[live]
-        counts = all_counts.sum(axis=0, dtype=np.uint64)
-        seen = counts > 0
-        counts = counts[seen]
-        found = Empirical.counted(all_tokens.sum(axis=0)[seen] / counts, counts)
+        sums = self._sums(live)
+        counts, tokens = sums.take(sums[0].nonzero()[0], axis=1)
+        found = Empirical.counted(tokens / counts, counts)
         self._known = (held, found)
         return found
+
+    def _sums(self, live: list[int]) -> "FloatArray":
+        """Two rows, over the window's histograms: lengths in each bin, and their tokens."""
+        import numpy as np
+
+        histograms = np.frombuffer(self._histograms).reshape(-1, 2, _BINS)
+        if len(live) < len(self._ring):
+            histograms = histograms[live]
+        sums: FloatArray = histograms.sum(axis=0)
+        return sums
 
     def _live(self, now_s: float) -> list[int]:
         """The places in the ring of the window's histograms."""
@@ -198,72 +201,90 @@ class ThresholdOptimiser:
         """
         spread = spread if spread is not None else even_spread(problem, prefill)
         sides = prefill_sides(problem, prefill, spread, self.service)
+        rates = {name: side.threshold_rates() for name, side in sides.items()}
         tokens: dict[str, float] = {}
         for name, side in sides.items():
             now = current_tokens.get(name)
-            best = side.best_threshold()
-            if now is not None and not self._is_better(side, now, best, sample_count, reason):
+            best = rates[name].best_threshold()
+            if now is not None and not self._is_better(side, rates[name], now, best, sample_count, reason):
                 best = now
             tokens[name] = best
         if all(tokens[name] == current_tokens.get(name) for name in tokens):
             return None
         known = [
-            side.rate(current_tokens[name]) / side.part
+            rates[name].rate(current_tokens[name]) / side.part
             for name, side in sides.items()
             if name in current_tokens
         ]
-        after = min(side.rate(tokens[name]) / side.part for name, side in sides.items())
+        after = min(rates[name].rate(tokens[name]) / side.part for name, side in sides.items())
         return ThresholdChange(tokens, reason, min(known) if len(known) == len(sides) else None, after)
 
     def _is_better(
-        self, side: PrefillSide, now: float, best: float, sample_count: int, reason: Reason
+        self,
+        side: PrefillSide,
+        rates: ThresholdRates,
+        now: float,
+        best: float,
+        sample_count: int,
+        reason: Reason,
     ) -> bool:
         if not side.is_reached:
             return True  # infinite
-        rate_best, rate_now = side.rates([best, now])
-        if rate_best <= rate_now * (1 + self.margin):
+        if rates.rate(best) <= rates.rate(now) * (1 + self.margin):
             return False
-        return reason != "periodic" or moved_sds(side.problem, now, best, sample_count) > self.noise_sds
+        return reason != "periodic" or is_more_than_noise(
+            side.problem, now, best, sample_count, self.noise_sds
+        )
 
 
-def moved_sds(problem: PlanProblem, before: float, after: float, sample_count: int) -> float:
-    """How far a threshold moves the balance of Eq. 7, in standard deviations of what two samples differ by.
+def is_more_than_noise(
+    problem: PlanProblem, before: float, after: float, sample_count: int, sds: float
+) -> bool:
+    """Whether the balance of Eq. 7 moves by more than `sds` standard deviations of what two samples differ by.
 
     The balance is log(work offloaded / work kept), which at the best threshold is what the instances' numbers allow.
-    The work of the PrfaaS cluster and of the link are both looked at; what moves less counts.
+    The work of the PrfaaS cluster and of the link must both have moved so far.
     """
     bins = problem.workload.lengths.fine_bins()
     stays = problem.pd[0].prefill_s(bins.lengths)
-    goes = [work(bins.lengths) for work in (problem.prfaas[0].prefill_s, problem.kv_bytes)]
-    return min(
-        _moved(bins, stays, offloaded, before, after, sample_count) for offloaded in goes if offloaded.any()
-    )
+    are_long = [bins.lengths > threshold for threshold in (before, after)]
+    kept = [moments(stays * ~is_long, bins.weights) for is_long in are_long]
+    for work in (problem.prfaas[0].prefill_s, problem.kv_bytes):
+        goes = work(bins.lengths)
+        if not goes.any():
+            continue
+        offloaded = [moments(goes * is_long, bins.weights) for is_long in are_long]
+        then, now = (balance(one, other) for one, other in zip(offloaded, kept, strict=True))
+        # Mostly the first kind of work has not moved, and the second need not be looked at.
+        if _moved(then, now, sample_count) <= sds:
+            return False
+    return True
 
 
-def _moved(
-    bins: Bins, stays: "FloatArray", goes: "FloatArray", before: float, after: float, sample_count: int
-) -> float:
-    balances = [balance(bins, stays, goes, tokens) for tokens in (before, after)]
-    if not all(math.isfinite(value) for value, _ in balances):
+def _moved(then: tuple[float, float], now: tuple[float, float], sample_count: int) -> float:
+    """From one balance to the other, in standard deviations."""
+    if not (math.isfinite(then[0]) and math.isfinite(now[0])):
         return math.inf
     # Both samples err: the one that the present threshold is from, and this one.
-    error = math.sqrt(2 * balances[0][1] / max(sample_count, 1))
-    return abs(balances[1][0] - balances[0][0]) / error
+    error = math.sqrt(2 * then[1] / max(sample_count, 1))
+    return abs(now[0] - then[0]) / error
 
 
-def balance(bins: Bins, stays: "FloatArray", goes: "FloatArray", threshold: float) -> tuple[float, float]:
-    """log(work offloaded / work kept), and n times its variance in a sample of n lengths.
+def moments(work: "FloatArray", weights: "FloatArray") -> tuple[float, float]:
+    """E[X] of the work X of a request, and E[X²] / E[X]²."""
+    mean = float((work * weights).sum())
+    return mean, float((work**2 * weights).sum()) / mean**2 if mean > 0 else math.inf
+
+
+def balance(offloaded: tuple[float, float], kept: tuple[float, float]) -> tuple[float, float]:
+    """log(work offloaded / work kept), and n times its variance in a sample of n lengths; given the moments of both.
 
     By the delta method: with X the work of a request if it is offloaded (else 0) and Y if it stays (else 0) the
     variance is (E[X²] / E[X]² + E[Y²] / E[Y]²) / n. Infinite where one side has nothing.
     """
-    is_long = bins.lengths > threshold
-    x, y = goes * is_long, stays * ~is_long
-    mean_x, mean_y = float((x * bins.weights).sum()), float((y * bins.weights).sum())
-    if mean_x <= 0 or mean_y <= 0:
-        return (math.inf if mean_x > 0 else -math.inf), math.inf
-    squares = float((x**2 * bins.weights).sum()) / mean_x**2, float((y**2 * bins.weights).sum()) / mean_y**2
-    return math.log(mean_x / mean_y), sum(squares)
+    if offloaded[0] <= 0 or kept[0] <= 0:
+        return (math.inf if offloaded[0] > 0 else -math.inf), math.inf
+    return math.log(offloaded[0] / kept[0]), offloaded[1] + kept[1]
 
 
 if TYPE_CHECKING:

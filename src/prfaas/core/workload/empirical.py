@@ -22,10 +22,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Atoms(LengthDistribution):
+    edges: "FloatArray"
+    """0 and the lengths."""
     lengths: "FloatArray"
     probabilities: "FloatArray"
     tail_mass: "FloatArray"
+    """P(L > t) for each t of `edges`."""
     tail_tokens: "FloatArray"
+    """E[L; L > t] likewise."""
 
 
 class Empirical(_Atoms):
@@ -53,26 +57,27 @@ class Empirical(_Atoms):
         self._set(atoms, probability)
 
     @classmethod
-    def counted(cls, lengths: "FloatArray", counts: "NDArray[np.integer]") -> "Empirical":
+    def counted(cls, lengths: "FloatArray", counts: "FloatArray") -> "Empirical":
         """`Empirical(lengths, counts)` of ascending lengths that are possible and counts above 0: in half the time.
 
         Lengths that do not ascend are sorted and merged, as any other.
         """
         if not (lengths[1:] > lengths[:-1]).all():
             return cls(lengths, counts)
-        weights = counts.astype(float)
         found = cls.__new__(cls)
-        found._set(lengths, weights / weights.sum())
+        found._set(lengths, counts / counts.sum())
         return found
 
     def _set(self, atoms: "FloatArray", probability: "FloatArray") -> None:
         import numpy as np
 
+        edges, mass, tokens = np.zeros((3, len(atoms) + 1))
+        edges[1:] = atoms
         # Entry k is what lies above the first k atoms: summed from the top, so that the last one is exactly 0.
-        mass, tokens = np.zeros(len(atoms) + 1), np.zeros(len(atoms) + 1)
-        mass[:-1] = probability[::-1].cumsum()[::-1]
-        tokens[:-1] = (probability * atoms)[::-1].cumsum()[::-1]
-        _Atoms.__init__(self, atoms, probability, mass / mass[0], tokens / mass[0])
+        probability[::-1].cumsum(out=mass[-2::-1])
+        (probability * atoms)[::-1].cumsum(out=tokens[-2::-1])
+        total = mass[0]
+        _Atoms.__init__(self, edges, edges[1:], probability, mass / total, tokens / total)
 
     @property
     def low(self) -> float:
@@ -86,11 +91,20 @@ class Empirical(_Atoms):
         """The distinct lengths, ascending."""
         return self.lengths
 
+    def steps(self) -> "FloatArray":
+        """See `LengthDistribution.steps`."""
+        return self.edges
+
+    def mean(self) -> float:
+        """See `LengthDistribution.mean`."""
+        return float(self.tail_tokens[0])
+
     def above(self, thresholds: "FloatArray") -> "tuple[FloatArray, FloatArray]":
         """See `LengthDistribution.above`."""
-        import numpy as np
-
-        index = np.searchsorted(self.lengths, thresholds, side="right")
+        if thresholds is self.edges:
+            # Every search asks for these: nothing has to be looked up.
+            return self.tail_mass, self.tail_tokens
+        index = self.lengths.searchsorted(thresholds, side="right")
         return self.tail_mass[index], self.tail_tokens[index]
 
     def fine_bins(self, above: float = 0.0, up_to: float = float("inf")) -> Bins:

@@ -87,6 +87,13 @@ class LengthDistribution(ABC):
         """The only lengths that occur, ascending; None for a continuous distribution."""
         return None
 
+    def steps(self) -> "FloatArray | None":
+        """0 and the atoms: any threshold divides the lengths as one of these does; None without atoms."""
+        import numpy as np
+
+        atoms = self.atoms()
+        return None if atoms is None else np.concatenate([[0.0], atoms])
+
     def tail(self, t: float) -> float:
         """P(L > t)."""
         return self._above(t)[0]

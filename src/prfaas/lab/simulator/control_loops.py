@@ -124,6 +124,12 @@ class SlowLoops:
         self._answers = _Answers()
         self._answers_at_s = 0.0
         self._output_tokens = scenario.output_tokens
+        self._step_s = {
+            cluster.name: 1.0
+            if cluster.decode_step_s is None
+            else cluster.decode_step_s(cluster.decode_slots)
+            for cluster in scenario.clusters
+        }
         for link in world.links.values():
             link.on_change = lambda: self.ask("link")
         if scenario.adapts:
@@ -206,10 +212,14 @@ class SlowLoops:
         for cluster in self._scenario.clusters:
             view = world.view.clusters[cluster.name]
             healthy = sum(instance.healthy for instance in view.instances)
-            step_s = 1.0 if cluster.decode_step_s is None else cluster.decode_step_s(cluster.decode_slots)
             clusters.append(
                 ClusterFacts(
-                    cluster.name, cluster.kind, healthy, cluster.curve, float(cluster.decode_slots), step_s
+                    cluster.name,
+                    cluster.kind,
+                    healthy,
+                    cluster.curve,
+                    float(cluster.decode_slots),
+                    self._step_s[cluster.name],
                 )
             )
         links = [
