@@ -3,12 +3,14 @@
 import re
 import socket
 import threading
+import time
 from collections.abc import Callable, Collection
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.serving.transport.harness import await_true
 
 from prfaas.core.deployment.field_types import NAME_PATTERN
 from prfaas.serving.transport.handshake import (
@@ -23,9 +25,13 @@ from prfaas.serving.transport.handshake import (
     legible,
     welcome,
 )
+from prfaas.serving.transport.options import Peer, SenderOptions
+from prfaas.serving.transport.receiver import Receiver
 from prfaas.serving.transport.region_layout import PeerLayouts, usable_tokens
+from prfaas.serving.transport.sender import Sender
 from prfaas.serving.transport.sentences import bounded_sentences
 from prfaas.serving.transport.sockets import ConnectionEnded, receive_control
+from prfaas.serving.transport.staging import StagingArena
 from prfaas.serving.transport.ticket import Ticket
 from prfaas.serving.transport.wire import FrameType, WireError, pack_control
 
@@ -162,6 +168,62 @@ def test_a_layout_that_cannot_be_mapped_is_refused_with_its_sentence() -> None:
         lambda sock: greet(sock, hello(layouts=layouts([16], refused="heads"))), layouts=layouts([32])
     )
     assert str(outcome) == "heads of c/0"
+
+
+def sender_to(port: int, ours: PeerLayouts[Form]) -> Sender:
+    peer = Peer("c/0", "127.0.0.1", port, "wan", 2, None, on_demand=True)
+    sender = Sender(
+        name="p/0",
+        key=KEY,
+        peers={"c/0": peer},
+        fingerprint=LAYOUT,
+        options=SenderOptions(backoff_max_s=0.1),
+        layouts=ours,
+    )
+    sender.start()
+    return sender
+
+
+@pytest.mark.parametrize("refused", ["", "heads"])
+def test_a_sender_meets_a_peer_on_demand_before_the_first_transfer(refused: str) -> None:
+    theirs = layouts([32], refused)
+    receiver = Receiver(
+        name="c/0",
+        key=KEY,
+        host="127.0.0.1",
+        port=0,
+        arena=StagingArena(1 << 20, 1 << 16),
+        layout=theirs,
+        fingerprint=LAYOUT,
+    )
+    receiver.start()
+    ours = layouts([16])
+    sender = sender_to(receiver.port, ours)
+    try:
+        assert sender.stats()["peers"]["c/0"]["connects"] == 0
+        assert not sender.meet("c")
+        if refused:
+            await_true(lambda: sender.meet("c"), 10, lambda: "it has rejected this side")
+            assert sender.telemetry()["rejected"] == {"c/0": "c/0 rejected the connection: heads of p/0"}
+        else:
+            assert sender.meet("c", 10)
+            assert ours.towards("c/0").mark == "[16] and [32]"
+        assert sender.meet("nobody")
+    finally:
+        sender.close()
+        receiver.close()
+
+
+def test_a_peer_that_is_not_there_is_waited_for_so_long_as_is_said() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    sender = sender_to(port, layouts([16]))
+    try:
+        began_s = time.monotonic()
+        assert not sender.meet("c", 0.2)
+        assert 0.2 <= time.monotonic() - began_s < 5
+    finally:
+        sender.close()
 
 
 def test_nothing_is_heard_of_who_has_not_proved_its_key() -> None:

@@ -125,6 +125,8 @@ class PeerLayouts(Generic[AgreedT]):
         self.alike = alike
         """What travels where pages go as this side keeps them."""
         self._lock = threading.Lock()
+        self._told = threading.Condition(self._lock)
+        self._heard: set[tuple[str, bool]] = set()
         self._agreed: dict[tuple[str, bool], AgreedT] = {}
         self._of_transfers: OrderedDict[bytes, dict[int, AgreedT]] = OrderedDict()
 
@@ -133,16 +135,23 @@ class PeerLayouts(Generic[AgreedT]):
 
         `sends`: this side sends to the peer, else the peer sends to this side.
         """
-        if told == self.told:
-            agreed = self.alike
-        else:
+        agreed, trouble = self.alike, None
+        if told != self.told:
             try:
                 agreed = self._agree(told, peer, sends)
             except ValueError as error:
-                return str(error)
+                trouble = str(error)
         with self._lock:
-            self._agreed[peer, sends] = agreed
-        return None
+            if trouble is None:
+                self._agreed[peer, sends] = agreed
+            self._heard.add((peer, sends))
+            self._told.notify_all()
+        return trouble
+
+    def await_told(self, peers: Collection[str], timeout_s: float) -> bool:
+        """Wait until each of these, to which this side sends, has told of its KV; False on timeout."""
+        with self._lock:
+            return self._told.wait_for(lambda: all((peer, True) in self._heard for peer in peers), timeout_s)
 
     def towards(self, peer: str) -> AgreedT:
         """What this side sends to a peer."""

@@ -297,9 +297,9 @@ def until(is_so: object) -> None:
 
 @contextmanager
 def ranked_pair(
-    model: Model, ours: Keeping, theirs: Keeping, *, page_digests: bool = True
+    model: Model, ours: Keeping, theirs: Keeping, *, page_digests: bool = True, on_demand: bool = False
 ) -> Iterator[RankedPair]:
-    """`ours`: the prefill engine's, `theirs`: the decode engine's."""
+    """`ours`: the prefill engine's, `theirs`: the decode engine's, `on_demand`: met by the first transfer."""
     east = [RankMemory(model, ours, rank, 100 + rank) for rank in range(ours.ranks)]
     home = [RankMemory(model, theirs, rank, 200 + rank) for rank in range(theirs.ranks)]
     wires = {
@@ -333,7 +333,7 @@ def ranked_pair(
         for rank, memory in enumerate(east):
             peers = {
                 f"home/{each}": Peer(
-                    f"home/{each}", "127.0.0.1", pair.receivers[each].port, "east->home", 1, None
+                    f"home/{each}", "127.0.0.1", pair.receivers[each].port, "east->home", 1, None, on_demand
                 )
                 for each in paired_ranks(rank, ours.ranks, theirs.ranks)
             }
