@@ -5,6 +5,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -32,7 +33,7 @@ from prfaas.serving.transport.sender import Sender
 from prfaas.serving.transport.sentences import bounded_sentences
 from prfaas.serving.transport.sockets import ConnectionEnded, receive_control
 from prfaas.serving.transport.staging import StagingArena
-from prfaas.serving.transport.ticket import Ticket
+from prfaas.serving.transport.ticket import Ticket, part_id
 from prfaas.serving.transport.wire import FrameType, WireError, pack_control
 
 KEY = bytes(range(32))
@@ -263,11 +264,11 @@ def test_a_transfer_comes_in_the_form_that_was_agreed() -> None:
         theirs.begin("p/0", b"t" * 16, "x")
     with pytest.raises(WireError, match="p/0 sends part 1 of a transfer, where part 0 was agreed"):
         theirs.begin("p/0", b"t" * 16, "[32] and [16]", 1)
-    assert theirs.of_transfer(b"t" * 16) == {}
+    assert theirs.of_ticket(b"t" * 16) == {}
     theirs.begin("p/0", b"t" * 16, "[32] and [16]")
     # Another handshake changes nothing of what has begun.
     theirs.hear("p/0", [64], sends=False)
-    assert theirs.of_transfer(b"t" * 16)[0].mark == "[32] and [16]"
+    assert theirs.of_ticket(b"t" * 16)[0].mark == "[32] and [16]"
 
 
 class Divisible(Form):
@@ -281,10 +282,10 @@ class Divisible(Form):
         return 7
 
 
-@pytest.mark.parametrize(("parts", "kept"), [(1, 7), (2, 0)])
-def test_of_a_broken_transfer_in_several_parts_nothing_is_kept(parts: int, kept: int) -> None:
+@pytest.mark.parametrize("part", [0, 1])
+def test_what_has_come_of_a_broken_transfer_is_that_of_its_part(part: int) -> None:
     form = Divisible("")
-    form.parts = parts
+    form.part, form.parts = part, 2
     theirs = PeerLayouts([32], lambda _told, _peer, _sends: form, form)
     ticket = Ticket.issue(
         producer="p",
@@ -295,17 +296,23 @@ def test_of_a_broken_transfer_in_several_parts_nothing_is_kept(parts: int, kept:
         lifetime_s=60,
         now_s=0.0,
     )
-    assert usable_tokens(theirs, ticket, lambda _region, _start: 0) == 0
-    theirs.begin("p/0", ticket.transfer_id, "")
-    assert usable_tokens(theirs, ticket, lambda _region, _start: 0) == kept
+    mine, other = (
+        replace(ticket, transfer_id=part_id(ticket.transfer_id, each)) for each in (part, 1 - part)
+    )
+    assert usable_tokens(theirs, mine, lambda _region, _start: 0) == 0
+    theirs.begin("p/0", ticket.transfer_id, "", part)
+    assert usable_tokens(theirs, mine, lambda _region, _start: 0) == 7
+    assert usable_tokens(theirs, other, lambda _region, _start: 0) == 0
 
 
 def test_old_transfers_are_forgotten() -> None:
     theirs = layouts([32])
     for number in range(theirs.MOST_TRANSFERS + 1):
         theirs.begin("p/0", number.to_bytes(16), "")
-    assert theirs.of_transfer((0).to_bytes(16)) == {}
-    assert theirs.of_transfer((1).to_bytes(16))
+    assert theirs.of_ticket((0).to_bytes(16)) == {}
+    assert theirs.of_transfer((0).to_bytes(16)) is None
+    assert theirs.of_ticket((1).to_bytes(16))
+    assert theirs.of_transfer((1).to_bytes(16)) is not None
 
 
 def test_other_version_is_told_both() -> None:
