@@ -85,7 +85,7 @@ def goes_on(pair: RankedPair, truth: Truth, ticket: Ticket, tokens: int) -> None
         ((TWO, ONE), {0: [37, TOKENS], 1: [37, 70]}, {0: TOKENS, 1: 64}, 64),
         ((TWO, ONE), {0: [70], 1: [TOKENS]}, {0: 64, 1: TOKENS}, 64),
         # A place where the blocks of every part end.
-        ((TWO, ODD), {0: [97], 1: [73]}, {0: 96, 1: 72}, 48),
+        ((TWO, ODD), {0: [97], 1: [81]}, {0: 96, 1: 72}, 48),
         (
             (Keeping(4, is_dense=True), Keeping(2, is_dense=True)),
             {rank: [70] for rank in range(4)},
