@@ -3,12 +3,15 @@
 import re
 import socket
 import threading
+import time
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.serving.transport.harness import await_true
 
 from prfaas.core.deployment.field_types import NAME_PATTERN
 from prfaas.serving.transport.handshake import (
@@ -23,10 +26,14 @@ from prfaas.serving.transport.handshake import (
     legible,
     welcome,
 )
+from prfaas.serving.transport.options import Peer, SenderOptions
+from prfaas.serving.transport.receiver import Receiver
 from prfaas.serving.transport.region_layout import PeerLayouts, usable_tokens
+from prfaas.serving.transport.sender import Sender
 from prfaas.serving.transport.sentences import bounded_sentences
 from prfaas.serving.transport.sockets import ConnectionEnded, receive_control
-from prfaas.serving.transport.ticket import Ticket
+from prfaas.serving.transport.staging import StagingArena
+from prfaas.serving.transport.ticket import Ticket, part_id
 from prfaas.serving.transport.wire import FrameType, WireError, pack_control
 
 KEY = bytes(range(32))
@@ -164,6 +171,62 @@ def test_a_layout_that_cannot_be_mapped_is_refused_with_its_sentence() -> None:
     assert str(outcome) == "heads of c/0"
 
 
+def sender_to(port: int, ours: PeerLayouts[Form]) -> Sender:
+    peer = Peer("c/0", "127.0.0.1", port, "wan", 2, None, on_demand=True)
+    sender = Sender(
+        name="p/0",
+        key=KEY,
+        peers={"c/0": peer},
+        fingerprint=LAYOUT,
+        options=SenderOptions(backoff_max_s=0.1),
+        layouts=ours,
+    )
+    sender.start()
+    return sender
+
+
+@pytest.mark.parametrize("refused", ["", "heads"])
+def test_a_sender_meets_a_peer_on_demand_before_the_first_transfer(refused: str) -> None:
+    theirs = layouts([32], refused)
+    receiver = Receiver(
+        name="c/0",
+        key=KEY,
+        host="127.0.0.1",
+        port=0,
+        arena=StagingArena(1 << 20, 1 << 16),
+        layout=theirs,
+        fingerprint=LAYOUT,
+    )
+    receiver.start()
+    ours = layouts([16])
+    sender = sender_to(receiver.port, ours)
+    try:
+        assert sender.stats()["peers"]["c/0"]["connects"] == 0
+        assert not sender.meet("c")
+        if refused:
+            await_true(lambda: sender.meet("c"), 10, lambda: "it has rejected this side")
+            assert sender.telemetry()["rejected"] == {"c/0": "c/0 rejected the connection: heads of p/0"}
+        else:
+            assert sender.meet("c", 10)
+            assert ours.towards("c/0").mark == "[16] and [32]"
+        assert sender.meet("nobody")
+    finally:
+        sender.close()
+        receiver.close()
+
+
+def test_a_peer_that_is_not_there_is_waited_for_so_long_as_is_said() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    sender = sender_to(port, layouts([16]))
+    try:
+        began_s = time.monotonic()
+        assert not sender.meet("c", 0.2)
+        assert 0.2 <= time.monotonic() - began_s < 5
+    finally:
+        sender.close()
+
+
 def test_nothing_is_heard_of_who_has_not_proved_its_key() -> None:
     theirs = layouts([32])
     outcome, _ = meet(lambda sock: greet(sock, hello(key=bytes(32), layouts=layouts([16]))), layouts=theirs)
@@ -201,11 +264,11 @@ def test_a_transfer_comes_in_the_form_that_was_agreed() -> None:
         theirs.begin("p/0", b"t" * 16, "x")
     with pytest.raises(WireError, match="p/0 sends part 1 of a transfer, where part 0 was agreed"):
         theirs.begin("p/0", b"t" * 16, "[32] and [16]", 1)
-    assert theirs.of_transfer(b"t" * 16) == {}
+    assert theirs.of_ticket(b"t" * 16) == {}
     theirs.begin("p/0", b"t" * 16, "[32] and [16]")
     # Another handshake changes nothing of what has begun.
     theirs.hear("p/0", [64], sends=False)
-    assert theirs.of_transfer(b"t" * 16)[0].mark == "[32] and [16]"
+    assert theirs.of_ticket(b"t" * 16)[0].mark == "[32] and [16]"
 
 
 class Divisible(Form):
@@ -219,10 +282,10 @@ class Divisible(Form):
         return 7
 
 
-@pytest.mark.parametrize(("parts", "kept"), [(1, 7), (2, 0)])
-def test_of_a_broken_transfer_in_several_parts_nothing_is_kept(parts: int, kept: int) -> None:
+@pytest.mark.parametrize("part", [0, 1])
+def test_what_has_come_of_a_broken_transfer_is_that_of_its_part(part: int) -> None:
     form = Divisible("")
-    form.parts = parts
+    form.part, form.parts = part, 2
     theirs = PeerLayouts([32], lambda _told, _peer, _sends: form, form)
     ticket = Ticket.issue(
         producer="p",
@@ -233,17 +296,23 @@ def test_of_a_broken_transfer_in_several_parts_nothing_is_kept(parts: int, kept:
         lifetime_s=60,
         now_s=0.0,
     )
-    assert usable_tokens(theirs, ticket, lambda _region, _start: 0) == 0
-    theirs.begin("p/0", ticket.transfer_id, "")
-    assert usable_tokens(theirs, ticket, lambda _region, _start: 0) == kept
+    mine, other = (
+        replace(ticket, transfer_id=part_id(ticket.transfer_id, each)) for each in (part, 1 - part)
+    )
+    assert usable_tokens(theirs, mine, lambda _region, _start: 0) == 0
+    theirs.begin("p/0", ticket.transfer_id, "", part)
+    assert usable_tokens(theirs, mine, lambda _region, _start: 0) == 7
+    assert usable_tokens(theirs, other, lambda _region, _start: 0) == 0
 
 
 def test_old_transfers_are_forgotten() -> None:
     theirs = layouts([32])
     for number in range(theirs.MOST_TRANSFERS + 1):
         theirs.begin("p/0", number.to_bytes(16), "")
-    assert theirs.of_transfer((0).to_bytes(16)) == {}
-    assert theirs.of_transfer((1).to_bytes(16))
+    assert theirs.of_ticket((0).to_bytes(16)) == {}
+    assert theirs.of_transfer((0).to_bytes(16)) is None
+    assert theirs.of_ticket((1).to_bytes(16))
+    assert theirs.of_transfer((1).to_bytes(16)) is not None
 
 
 def test_other_version_is_told_both() -> None:

@@ -191,9 +191,12 @@ class Receiver:
         """
         return self._table.lend(transfer_id, on_change)
 
-    def drop(self, transfer_id: bytes, reason: str) -> None:
-        """Give a transfer up: frees its staging unless taken, tells the producer, refuses the id from now on."""
-        self._table.drop(transfer_id, reason)
+    def drop(self, transfer_id: bytes, reason: str, *, keep: bool = False) -> None:
+        """Give a transfer up: frees its staging unless taken, tells the producer, refuses the id from now on.
+
+        `keep`: a complete one stays, and what an engine can go on from of one that is not.
+        """
+        self._table.drop(transfer_id, reason, keep=keep)
 
     def tell(self, transfer_id: bytes, status: TransferStatus) -> None:
         """Tell those who watch a transfer what became of it that came another way than through here."""

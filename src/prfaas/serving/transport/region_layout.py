@@ -5,7 +5,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
-from prfaas.serving.transport.ticket import Ticket
+from prfaas.serving.transport.ticket import Ticket, part_id
 from prfaas.serving.transport.wire import WireError
 
 
@@ -125,24 +125,34 @@ class PeerLayouts(Generic[AgreedT]):
         self.alike = alike
         """What travels where pages go as this side keeps them."""
         self._lock = threading.Lock()
+        self._told = threading.Condition(self._lock)
+        self._heard: set[tuple[str, bool]] = set()
         self._agreed: dict[tuple[str, bool], AgreedT] = {}
-        self._of_transfers: OrderedDict[bytes, dict[int, AgreedT]] = OrderedDict()
+        self._of_tickets: OrderedDict[bytes, dict[int, AgreedT]] = OrderedDict()
+        self._of_transfers: OrderedDict[bytes, AgreedT] = OrderedDict()
 
     def hear(self, peer: str, told: object, *, sends: bool) -> str | None:
         """Take note of what an authenticated peer tells; a sentence if no KV can travel between the two.
 
         `sends`: this side sends to the peer, else the peer sends to this side.
         """
-        if told == self.told:
-            agreed = self.alike
-        else:
+        agreed, trouble = self.alike, None
+        if told != self.told:
             try:
                 agreed = self._agree(told, peer, sends)
             except ValueError as error:
-                return str(error)
+                trouble = str(error)
         with self._lock:
-            self._agreed[peer, sends] = agreed
-        return None
+            if trouble is None:
+                self._agreed[peer, sends] = agreed
+            self._heard.add((peer, sends))
+            self._told.notify_all()
+        return trouble
+
+    def await_told(self, peers: Collection[str], timeout_s: float) -> bool:
+        """Wait until each of these, to which this side sends, has told of its KV; False on timeout."""
+        with self._lock:
+            return self._told.wait_for(lambda: all((peer, True) in self._heard for peer in peers), timeout_s)
 
     def towards(self, peer: str) -> AgreedT:
         """What this side sends to a peer."""
@@ -176,15 +186,22 @@ class PeerLayouts(Generic[AgreedT]):
                 raise WireError(
                     f"{peer} sends part {part} of a transfer, where part {agreed.part} was agreed"
                 )
-            self._of_transfers.setdefault(transfer_id, {})[part] = agreed
-            while len(self._of_transfers) > self.MOST_TRANSFERS:
-                self._of_transfers.popitem(last=False)
+            self._of_tickets.setdefault(transfer_id, {})[part] = agreed
+            self._of_transfers[part_id(transfer_id, part)] = agreed
+            for begun in (self._of_tickets, self._of_transfers):
+                while len(begun) > self.MOST_TRANSFERS:
+                    begun.popitem(last=False)
             return agreed
 
-    def of_transfer(self, transfer_id: bytes) -> Mapping[int, AgreedT]:
+    def of_ticket(self, ticket_id: bytes) -> Mapping[int, AgreedT]:
         """The layouts with which a ticket's transfers began, by part; those that have not, or long ago, are missing."""
         with self._lock:
-            return dict(self._of_transfers.get(transfer_id, {}))
+            return dict(self._of_tickets.get(ticket_id, {}))
+
+    def of_transfer(self, transfer_id: bytes) -> AgreedT | None:
+        """The layout with which one of them began, by its own id; None: it has not, or long ago."""
+        with self._lock:
+            return self._of_transfers.get(transfer_id)
 
 
 def told_of(layouts: PeerLayouts[Any] | None) -> object:
@@ -245,14 +262,11 @@ def usable_tokens(
     covered_end: Callable[[int, int], int],
     checkpoints: Collection[int] = (),
 ) -> int:
-    """See `DivisibleLayout`, of the transfer that a ticket allows; 0 for every other layout."""
-    if isinstance(layout, PeerLayouts):
-        regions = layout.of_transfer(ticket.transfer_id).get(0)
-        # Of several parts each may have broken elsewhere: nothing is kept of them.
-        if regions is None or regions.parts > 1:
-            return 0
-    else:
-        regions = layout
+    """See `DivisibleLayout`, of the transfer that a ticket allows; 0 for every other layout.
+
+    Of several parts each may have broken elsewhere: the engine goes on from what it has of all of them.
+    """
+    regions = layout.of_transfer(ticket.transfer_id) if isinstance(layout, PeerLayouts) else layout
     if not isinstance(regions, DivisibleLayout):
         return 0
     return regions.usable_tokens(ticket.num_tokens, ticket.skip_tokens, covered_end, checkpoints)

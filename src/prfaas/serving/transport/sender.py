@@ -97,6 +97,20 @@ class Sender:
         if self._supervisor.ident is not None:
             self._supervisor.join()
 
+    def meet(self, instance: str, timeout_s: float = 0.0) -> bool:
+        """Connect to a consumer, and wait until all its ranks have told how they keep KV.
+
+        Returns:
+            Whether there is nothing more to wait for: they have told, will not have this side, or are no peers.
+        """
+        if self._layouts is None:
+            return True
+        queues = self._queues
+        ranks = [peer for peer in self.ranks_of(instance) if peer in queues and not queues[peer].rejection]
+        for peer_key in ranks:
+            self._connect(peer_key)
+        return self._layouts.await_told(ranks, timeout_s)
+
     def open(
         self,
         ticket: Ticket,

@@ -1,7 +1,7 @@
 """Engines whose KV is divided among ranks, in memory: what a model computed, and where each rank keeps its heads."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
@@ -54,15 +54,18 @@ class Keeping:
     state_tokens: int = 16
     order: str = "HND"
     channels_outside: bool = True
+    is_dense: bool = False
+    """There is full attention only."""
 
     @property
     def groups(self) -> tuple[EngineGroup, ...]:
-        return (
+        groups = (
             EngineGroup(0, GroupKind.STATE, self.state_tokens, 0, ("g0",)),
             EngineGroup(1, GroupKind.FULL, self.full_tokens, 0, ("a0", "a1")),
             EngineGroup(2, GroupKind.WINDOW, self.window_tokens, WINDOW_TOKENS, ("w0",)),
             EngineGroup(3, GroupKind.FULL, LATENT_TOKENS, 0, ("m0",)),
         )
+        return tuple(group for group in groups if group.kind is GroupKind.FULL or not self.is_dense)
 
 
 def heads_of(heads: int, rank: int, ranks: int) -> range:
@@ -109,7 +112,6 @@ class RankMemory:
     def __init__(self, model: Model, keeping: Keeping, rank: int, seed: int) -> None:
         self.model, self.keeping, self.rank = model, keeping, rank
         self.groups = keeping.groups
-        self.state = self.groups[0]
         random = np.random.default_rng(seed)
         self.seen: dict[str, torch.Tensor] = {}
         self.heads = {
@@ -176,7 +178,7 @@ class RankMemory:
         """What a layer keeps of one token; a linear state's: the state after it."""
         block, row = divmod(token, group.block_tokens)
         found = self.seen[name][self.tables[group.index][block]]
-        return found if group is self.state else found[row]
+        return found if group.kind is GroupKind.STATE else found[row]
 
     def expected(self, truth: Truth, name: str, token: int) -> torch.Tensor:
         if name == "g0":
@@ -224,7 +226,14 @@ class RankedPair:
     senders: list[Sender]
     wires: dict[str, list[PeerLayouts[WireLayout]]] = field(default_factory=dict)
 
-    def prefill(self, num_tokens: int, skip: int, chunk_ends: Sequence[int]) -> Ticket:
+    def prefill(
+        self,
+        num_tokens: int,
+        skip: int,
+        chunk_ends: Sequence[int],
+        others: Mapping[int, Sequence[int]] | None = None,
+    ) -> Ticket:
+        """`others`: where the chunks of some ranks end, which send more or less before they break."""
         ticket = Ticket.issue(
             producer="east",
             consumer="home",
@@ -235,9 +244,10 @@ class RankedPair:
             now_s=time.time(),
         )
         for memory, producing in zip(self.east, self.producing, strict=True):
+            ends = (others or {}).get(memory.rank, chunk_ends)
             full = [group for group in memory.groups if group.kind is GroupKind.FULL]
             sent = {group.index: group.first_block(num_tokens, skip) for group in full}
-            for end_tokens in chunk_ends:
+            for end_tokens in ends:
                 final = end_tokens == num_tokens
                 streamed = []
                 for group in full:
@@ -247,8 +257,8 @@ class RankedPair:
                         ids = tuple(memory.tables[group.index][first:end])
                         streamed.append(BlockRun(group.index, first, ids))
                         sent[group.index] = end
-                others = [group for group in memory.groups if group not in full]
-                closing = tuple(memory.moving(group, num_tokens, 0) for group in others) if final else ()
+                cut = [group for group in memory.groups if group not in full]
+                closing = tuple(memory.moving(group, num_tokens, 0) for group in cut) if final else ()
                 order = SendOrder("p", ticket, ticket.seal(KEY), tuple(streamed), closing, final)
                 for name in ("a0", "a1", "w0", "m0"):
                     producing.save_layer([order], name)
@@ -261,12 +271,21 @@ class RankedPair:
             producing.hold({"p": False})
             until(lambda each=producing: bool(each.finished()))
 
-    def load(self, ticket: Ticket, local_tokens: int) -> list[tuple[set[str], set[str]]]:
-        """What becomes of it at each rank."""
-        results = []
+    def load(
+        self, ticket: Ticket, local_tokens: int, usable_tokens: int = 0
+    ) -> list[tuple[set[str], set[str]]]:
+        """What becomes of it at each rank; `usable_tokens`: of a transfer that broke, 0: load a whole one."""
+        self.order(ticket, local_tokens, usable_tokens)
+        return self.results()
+
+    def order(self, ticket: Ticket, local_tokens: int, usable_tokens: int = 0) -> None:
+        num_tokens = usable_tokens or ticket.num_tokens
         for memory, consuming in zip(self.home, self.consuming, strict=True):
-            runs = tuple(memory.moving(group, ticket.num_tokens, local_tokens) for group in memory.groups)
-            consuming.order([LoadOrder("d", ticket, local_tokens, runs)], [])
+            runs = tuple(memory.moving(group, num_tokens, local_tokens) for group in memory.groups)
+            consuming.order([LoadOrder("d", ticket, local_tokens, runs, usable_tokens)], [])
+
+    def results(self) -> list[tuple[set[str], set[str]]]:
+        results = []
         for consuming in self.consuming:
             found: list[tuple[set[str], set[str]]] = []
 
@@ -297,9 +316,9 @@ def until(is_so: object) -> None:
 
 @contextmanager
 def ranked_pair(
-    model: Model, ours: Keeping, theirs: Keeping, *, page_digests: bool = True
+    model: Model, ours: Keeping, theirs: Keeping, *, page_digests: bool = True, on_demand: bool = False
 ) -> Iterator[RankedPair]:
-    """`ours`: the prefill engine's, `theirs`: the decode engine's."""
+    """`ours`: the prefill engine's, `theirs`: the decode engine's, `on_demand`: met by the first transfer."""
     east = [RankMemory(model, ours, rank, 100 + rank) for rank in range(ours.ranks)]
     home = [RankMemory(model, theirs, rank, 200 + rank) for rank in range(theirs.ranks)]
     wires = {
@@ -333,7 +352,7 @@ def ranked_pair(
         for rank, memory in enumerate(east):
             peers = {
                 f"home/{each}": Peer(
-                    f"home/{each}", "127.0.0.1", pair.receivers[each].port, "east->home", 1, None
+                    f"home/{each}", "127.0.0.1", pair.receivers[each].port, "east->home", 1, None, on_demand
                 )
                 for each in paired_ranks(rank, ours.ranks, theirs.ranks)
             }

@@ -106,7 +106,7 @@ def usable_tokens(ends: Ends, ticket: Ticket) -> int:
         transfer = table._transfers.get(ticket.transfer_id)
         if transfer is None or transfer.lease is None:
             return 0
-        layout = table._open_check.layout.of_transfer(ticket.transfer_id)[0]  # type: ignore[union-attr]
+        layout = table._open_check.layout.of_transfer(ticket.transfer_id)  # type: ignore[union-attr]
         end = layout.usable_tokens(
             ticket.num_tokens, ticket.skip_tokens, transfer.covered_end, transfer.checkpoints
         )

@@ -61,6 +61,9 @@ class ReadingSender:
     def ranks_of(self, instance: str) -> tuple[str, ...]:
         return (instance,)
 
+    def meet(self, instance: str) -> bool:
+        return True
+
     def open(
         self,
         ticket: Ticket,

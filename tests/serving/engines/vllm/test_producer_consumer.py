@@ -135,6 +135,8 @@ def make_ends(
         layouts=east_wires,
     )
     sender.start()
+    # The first transfer to who is not met waits for the engine's next step.
+    assert sender.meet("home", 60)
     stats = ConnectorStats()
     producing = KvProducer(east_layout, east_wires, sender, lease_s, stats)
     consuming = KvConsumer(home_wires, receiver, 2.0, 5.0, stats)

@@ -157,9 +157,13 @@ class Pair:
             now_s=time.time(),
         )
 
-    def compute(self, ticket: Ticket, chunk_ends: Sequence[int], *, decodes_on: bool = False) -> None:
+    def compute(
+        self, ticket: Ticket, chunk_ends: Sequence[int], *, begun: int = 0, decodes_on: bool = False
+    ) -> None:
+        """`begun`: so many tokens were computed before."""
         num_tokens, skip = ticket.num_tokens, ticket.skip_tokens
-        full, sent = self.east.full, self.east.full.first_block(num_tokens, skip)
+        full = self.east.full
+        sent = max(full.first_block(num_tokens, skip), begun // full.block_tokens)
         for end_tokens in chunk_ends:
             final = end_tokens == num_tokens
             end = full.end_block(num_tokens) if final else end_tokens // full.block_tokens
@@ -203,7 +207,10 @@ class Pair:
 
 
 @contextmanager
-def pair_of(ours: Keeping, theirs: Keeping, *, page_digests: bool = True) -> Iterator[Pair]:
+def pair_of(
+    ours: Keeping, theirs: Keeping, *, page_digests: bool = True, on_demand: bool = False
+) -> Iterator[Pair]:
+    """`on_demand`: they meet when the first transfer is to go."""
     east, home = Engine(ours, 1), Engine(theirs, 2)
     wires = {
         name: wire_layouts(engine.layout, name, 0, page_digests=page_digests)
@@ -225,7 +232,7 @@ def pair_of(ours: Keeping, theirs: Keeping, *, page_digests: bool = True) -> Ite
     sender = Sender(
         name="east/0",
         key=KEY,
-        peers={"home/0": Peer("home/0", "127.0.0.1", receiver.port, "east->home", 2, None)},
+        peers={"home/0": Peer("home/0", "127.0.0.1", receiver.port, "east->home", 2, None, on_demand)},
         fingerprint={},
         options=SenderOptions(resume_s=0.3),
         layouts=wires["east"],

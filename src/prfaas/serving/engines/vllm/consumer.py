@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import lcm
 
 from prfaas.serving.engines.page_digests import PageDigestError
 from prfaas.serving.engines.vllm.block_load import BlockLoad
@@ -23,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 # Deadlines, and transfers that have no staging yet, are looked after that often while a load waits.
 _LOOK_S = 0.05
+_LACKS_A_PART = "another part of the KV did not arrive"
 
 
 @dataclass(slots=True)
@@ -252,8 +254,8 @@ class KvConsumer:
         for part in load.parts:
             self._stop_reading(part)
             # Of the parts that are in time nobody will have a use.
-            if len(load.parts) > 1:
-                self._receiver.drop(part.transfer_id, "another part of the KV did not arrive")
+            if len(load.parts) > 1 and not usable_tokens:
+                self._receiver.drop(part.transfer_id, _LACKS_A_PART)
         return _LoadResult(
             order.request_id, None, digests_differ, usable_tokens=usable_tokens, unwanted=unwanted
         )
@@ -263,33 +265,71 @@ class KvConsumer:
         if len(load.parts) == 1:
             _, *others = self._transfers_of(load.order.ticket.transfer_id)
             load.parts += [_LoadPart(transfer_id) for transfer_id in others]
+        # A part is taken once all are there: if another one breaks, the request goes on from what has come of both.
+        takes = len(load.parts) == 1 or all(self._is_there(part, load.order) for part in load.parts)
         for number, part in enumerate(load.parts):
             if part.loaded_bytes is None:
-                part.loaded_bytes = self._load_part(load, part, number)
+                try:
+                    part.loaded_bytes = self._load_part(load, part, number, takes=takes)
+                except _GivenUpError as error:
+                    if len(load.parts) == 1 or error.unwanted:
+                        raise
+                    raise _GivenUpError(str(error), self._usable_tokens_of(load)) from None
         loaded = [part.loaded_bytes for part in load.parts if part.loaded_bytes is not None]
         return sum(loaded) if len(loaded) == len(load.parts) else None
 
+    def _is_there(self, part: _LoadPart, order: LoadOrder) -> bool:
+        """Whether all that an order loads of a part can be taken, or is."""
+        if part.loaded_bytes is not None or self._is_complete(part):
+            return True
+        status = self._receiver.state(part.transfer_id)
+        return status is not None and 0 < order.usable_tokens <= status.usable_tokens
+
+    def _is_complete(self, part: _LoadPart) -> bool:
+        with self._lock:
+            held = self._held.get(part.transfer_id)
+            if held is not None and held.uses_left > 0:
+                return True
+        status = self._receiver.state(part.transfer_id)
+        return status is not None and status.phase is TransferPhase.COMPLETE and not status.taken
+
+    def _usable_tokens_of(self, load: _OrderedLoad) -> int:
+        """A part will not be: after how many tokens the request can go on with what has come of every part.
+
+        What still arrives is ended, since it is of no use behind what has come of that one.
+        """
+        ticket = load.order.ticket
+        wires, tokens = self._wires.of_ticket(ticket.transfer_id), ticket.num_tokens
+        for part in load.parts:
+            self._receiver.drop(part.transfer_id, _LACKS_A_PART, keep=True)
+            if not self._is_complete(part):
+                status = self._receiver.state(part.transfer_id)
+                tokens = min(tokens, 0 if status is None else status.usable_tokens)
+        # Parts may have layers of other blocks.
+        tokens -= tokens % lcm(*(wire.step_tokens for wire in wires.values()))
+        return tokens if tokens > ticket.skip_tokens else 0
+
     def _transfers_of(self, ticket_id: bytes) -> list[bytes]:
         """The ids of a ticket's transfers, as far as it is known that there are several."""
-        begun = self._wires.of_transfer(ticket_id)
+        begun = self._wires.of_ticket(ticket_id)
         return [
             part_id(ticket_id, part)
             for part in range(max((wire.parts for wire in begun.values()), default=1))
         ]
 
-    def _load_part(self, load: _OrderedLoad, part: _LoadPart, number: int) -> int | None:
-        """What one transfer brings; the bytes copied, or None: more is to come.
+    def _load_part(self, load: _OrderedLoad, part: _LoadPart, number: int, *, takes: bool) -> int | None:
+        """What one transfer brings; the bytes copied, or None: more is to come. `takes`: it is taken if complete.
 
         The way from the wire to here: `ReceiverConnection._receive_chunk`.
         """
         order, transfer_id = load.order, part.transfer_id
         # 1. The form in which it travels is known once it has begun.
-        wire = self._wires.of_transfer(order.ticket.transfer_id).get(number)
+        wire = self._wires.of_ticket(order.ticket.transfer_id).get(number)
         if part.blocks is None and wire is not None:
             part.blocks = BlockLoad(wire, order)
         blocks = part.blocks
         # 2. A complete transfer: its last bytes go into the blocks, all of them are checked.
-        held = self._hold(transfer_id, order) if blocks is not None else None
+        held = self._hold(transfer_id, order) if blocks is not None and takes else None
         if blocks is not None and held is not None:
             try:
                 return blocks.finish(held.transfer)
@@ -336,6 +376,9 @@ class KvConsumer:
             held = self._held.get(transfer_id)
             if held is None or held.uses_left < 1:
                 transfer = self._receiver.take(transfer_id, broken=bool(order.usable_tokens))
+                if transfer is None and order.usable_tokens:
+                    # Another part broke.
+                    transfer = self._receiver.take(transfer_id)
                 if transfer is None:
                     return None
                 held = _HeldTransfer(transfer, order.ticket.uses, self._now_s() + self._staging_ttl_s)

@@ -11,6 +11,7 @@ from prfaas.serving.engines.page_digests import DigestSource
 from prfaas.serving.engines.vllm.layout import KvLayout
 from prfaas.serving.engines.vllm.metadata import BlockRun, SendOrder
 from prfaas.serving.engines.vllm.pages import PagedSource
+from prfaas.serving.engines.vllm.postponed import PostponedSends
 from prfaas.serving.engines.vllm.stats import ConnectorStats
 from prfaas.serving.engines.vllm.wire_layout import WireLayout, WireRegion
 from prfaas.serving.transport.outgoing import OutgoingTransfer, SendPhase
@@ -80,6 +81,7 @@ class KvProducer:
         self._now_s = now_s
         # To each rank of the consumer that shares heads with this one.
         self._open_sends: dict[str, tuple[_OpenSend, ...]] = {}
+        self._postponed = PostponedSends(sender, now_s)
         self._held_since_s: dict[str, float] = {}
 
     def save_layer(self, sends: Sequence[SendOrder], layer_name: str) -> None:
@@ -88,19 +90,40 @@ class KvProducer:
         vLLM calls this for attention only. But layers are computed in order: what a last chunk leaves in the linear
         layers before this one is final, on a device in what the compute stream has queued.
         """
-        place = self._layout.places.get(layer_name)
         for send in sends:
-            try:
-                if place is not None:
-                    self._close_layers(send, before=place)
-                if layer_name in self._layout.closing_layers:
-                    self._close_layer(send, layer_name)
-                else:
-                    # The first layer of the first chunk opens the request's transfers.
-                    for open_send in self._open_sends.get(send.request_id) or self._open(send):
-                        self._queue_layer(send, open_send, send.streamed, layer_name)
-            except Exception:
-                self._abort_unreadable(send)
+            if not self._is_postponed(send, layer_name):
+                self._save_layer(send, layer_name)
+
+    def _save_layer(self, send: SendOrder, layer_name: str) -> None:
+        place = self._layout.places.get(layer_name)
+        try:
+            if place is not None:
+                self._close_layers(send, before=place)
+            if layer_name in self._layout.closing_layers:
+                self._close_layer(send, layer_name)
+            else:
+                # The first layer of the first chunk opens the request's transfers.
+                for open_send in self._open_sends.get(send.request_id) or self._open(send):
+                    self._queue_layer(send, open_send, send.streamed, layer_name)
+        except Exception:
+            self._abort_unreadable(send)
+
+    def _is_postponed(self, send: SendOrder, layer_name: str = "") -> bool:
+        """Whether an order is kept for later, since it is not known yet what travels to its consumer."""
+        if send.request_id in self._open_sends:
+            return False
+        if self._postponed.is_due(send.request_id):
+            self._resume(send.request_id)
+            return False
+        return self._postponed.add(send, layer_name)
+
+    def _resume(self, request_id: str, *, wait: bool = False) -> None:
+        """Do what was postponed of a request; `wait`: its blocks are about to change."""
+        for send, layer_name in self._postponed.take(request_id, wait=wait):
+            if layer_name:
+                self._save_layer(send, layer_name)
+            else:
+                self._end_chunk(send)
 
     def _close_layers(self, send: SendOrder, before: int | None = None) -> None:
         """Queue states and windows of a last chunk; `before`: only those of layers before this place."""
@@ -188,17 +211,24 @@ class KvProducer:
     def end_step(self, sends: Sequence[SendOrder]) -> None:
         """Queue what a last chunk has left of states and windows, and mark the end of the prefill."""
         for send in sends:
-            try:
-                if not send.final:
-                    self._put_digests(send)
-                    self._put_checkpoints(send)
-                    continue
-                self._close_layers(send)
-                for open_send in self._open_sends.get(send.request_id) or self._open(send):
-                    open_send.transfer.end()
+            if not self._is_postponed(send):
+                self._end_chunk(send)
+            elif send.closing and send.decodes_on:
+                # The next step writes over states, and gives away what leaves a window.
+                self._resume(send.request_id, wait=True)
+
+    def _end_chunk(self, send: SendOrder) -> None:
+        try:
+            if not send.final:
                 self._put_digests(send)
-            except Exception:
-                self._abort_unreadable(send)
+                self._put_checkpoints(send)
+                return
+            self._close_layers(send)
+            for open_send in self._open_sends.get(send.request_id) or self._open(send):
+                open_send.transfer.end()
+            self._put_digests(send)
+        except Exception:
+            self._abort_unreadable(send)
 
     def _put_digests(self, send: SendOrder) -> None:
         """Queue the digests of a chunk's pages behind them; the last ones, after the end mark, overtake what waits."""
@@ -212,7 +242,8 @@ class KvProducer:
         """Have states and windows leave as they are after this chunk: copies, since the next one writes over them."""
         for open_send in self._open_sends.get(send.request_id, ()) if send.checkpoint_tokens else ():
             before, wire = open_send.checkpoint, open_send.wire
-            # Of several parts nothing is kept. One that has not left by now says that the link has no room for more.
+            # Of several parts each would need the same one.
+            # One that has not left by now says that the link has no room for more.
             is_late = before is not None and not before.transfer.phase.terminal
             # The consumer must have let the transfer in: it takes a checkpoint of no other.
             is_sending = open_send.transfer.phase is SendPhase.SENDING
@@ -251,6 +282,7 @@ class KvProducer:
     def detach(self, request_ids: Sequence[str]) -> None:
         """Copy out what is unsent of preempted requests before vLLM overwrites their blocks."""
         for request_id in request_ids:
+            self._resume(request_id, wait=True)
             for open_send in self._open_sends.get(request_id, ()):
                 for ref in open_send.sources:
                     source = ref()
@@ -263,13 +295,19 @@ class KvProducer:
         for request_id, aborted in held.items():
             self._held_since_s[request_id] = self._now_s()
             if aborted:
+                # What was not opened has nobody to be told of its end.
+                self._postponed.take(request_id)
                 for open_send in self._open_sends.get(request_id, ()):
                     open_send.transfer.abort("the prefill was cancelled")
 
     def finished(self) -> set[str]:
         """Requests whose blocks vLLM may free now; each is named once."""
+        for request_id in self._postponed.due():
+            self._resume(request_id)
         done: set[str] = set()
         for request_id, since_s in list(self._held_since_s.items()):
+            if request_id in self._postponed:
+                continue
             open_sends = self._open_sends.get(request_id, ())
             # Each is looked at: a lease that is over ends all of them.
             ended = [self._has_ended(each, since_s) for each in open_sends]

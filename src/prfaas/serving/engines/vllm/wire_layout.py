@@ -92,6 +92,10 @@ class WireLayout:
             by_layer.setdefault(region.layer_name, []).append(region)
         self.regions_of_layer: Mapping[str, Sequence[WireRegion]] = by_layer
         names = [f"{region.layer_name}/{region.part}" for region in self.regions]
+        # Wire pages of a token range are parts of the engine's blocks; a state is one page, whatever its tokens.
+        ranges = [each for each in self.regions if each.group.kind is not GroupKind.STATE]
+        self.step_tokens = lcm(*(each.per_block * each.group.block_tokens for each in ranges))
+        """Whole blocks of this engine have a multiple of so many tokens."""
         self.digest_plan = DigestPlan(self.regions, names, pair.finer_rank) if page_digests else None
         """None sends pages without digests."""
         cut = [region for region in self.regions if region.group.kind is not GroupKind.FULL]
@@ -133,14 +137,14 @@ class WireLayout:
         checkpoints: Collection[int] = (),
     ) -> int:
         """See `groups.usable_tokens`: whole blocks of this engine, with their digests where pages have them."""
-        # Wire pages of a token range are parts of the engine's blocks; a state is one page, whatever its tokens.
-        ranges = [each for each in self.regions if each.group.kind is not GroupKind.STATE]
-        block_tokens = lcm(*(each.per_block * each.group.block_tokens for each in ranges))
-        ends = [end for end in checkpoints if end % block_tokens == 0]
+        if not self.regions:
+            # Whatever other ranks send, nothing is missing of this one's.
+            return num_tokens if num_tokens > skip_tokens else 0
+        ends = [end for end in checkpoints if end % self.step_tokens == 0]
         extent = (num_tokens, skip_tokens, covered_end, ends)
         plan = self.digest_plan
         tokens = plan.usable_tokens(*extent) if plan is not None else usable_tokens(self.regions, *extent)
-        tokens -= tokens % block_tokens
+        tokens -= tokens % self.step_tokens
         return tokens if tokens > skip_tokens else 0
 
 

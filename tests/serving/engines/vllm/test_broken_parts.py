@@ -1,0 +1,180 @@
+"""Ranks of a prefill engine die in the middle: a decode rank goes on from what it has of all of them."""
+
+from collections.abc import Mapping, Sequence
+
+import pytest
+import torch
+from tests.serving.engines.vllm.ranked_world import (
+    Keeping,
+    Model,
+    RankedPair,
+    Truth,
+    ranked_pair,
+    until,
+)
+
+from prfaas.core.kv.rank_shares import paired_ranks
+from prfaas.serving.transport import region_layout
+from prfaas.serving.transport.ticket import Ticket, part_id
+from prfaas.serving.transport.wire import TransferPhase
+
+TOKENS = 100
+MODEL = Model()
+TWO, ONE = Keeping(2, is_dense=True), Keeping(1, is_dense=True)
+# Blocks of 24 tokens, and latents of 16 that only the first rank sends.
+ODD = Keeping(1, 24, is_dense=True)
+
+
+def has_come(pair: RankedPair, ticket: Ticket, tokens: Mapping[int, int]) -> None:
+    """Wait until so many tokens of each producer's rank have come, with their digests."""
+    for memory, receiver in zip(pair.home, pair.receivers, strict=True):
+        ranks = paired_ranks(memory.rank, len(pair.home), len(pair.east))
+        for part, rank in enumerate(ranks):
+            if rank in tokens:
+                until(
+                    lambda to=receiver, its=part_id(ticket.transfer_id, part), least=tokens[rank]: (
+                        usable(to, its) >= least
+                    )
+                )
+
+
+def usable(receiver: object, transfer_id: bytes) -> int:
+    table = receiver._table  # type: ignore[attr-defined]
+    transfer = table._transfers.get(transfer_id)
+    if transfer is None:
+        return 0
+    if transfer.phase is TransferPhase.COMPLETE:
+        return int(transfer.ticket.num_tokens)
+    return region_layout.usable_tokens(table._open_check.layout, transfer.ticket, transfer.covered_end)
+
+
+def killed(pair: RankedPair) -> None:
+    for sender in pair.senders:
+        sender.close()
+
+
+def content(pair: RankedPair) -> list[dict[str, torch.Tensor]]:
+    return [{name: seen.clone() for name, seen in memory.seen.items()} for memory in pair.home]
+
+
+def goes_on(pair: RankedPair, truth: Truth, ticket: Ticket, tokens: int) -> None:
+    """The broken load says from where, and another one loads exactly that."""
+    for consuming in pair.consuming:
+        assert consuming.take_usable_tokens() == {"d": tokens}
+    for memory in pair.home:
+        for seen in memory.seen.values():
+            seen.fill_(-1)
+    assert pair.load(ticket, 0, tokens) == [({"d"}, set())] * len(pair.home)
+    for memory in pair.home:
+        memory.assert_has(truth, tokens, 0)
+        for group in memory.groups:
+            for name in group.layer_names:
+                for token in range(-(-tokens // group.block_tokens) * group.block_tokens, TOKENS):
+                    assert (memory.token(name, group, token) == -1).all(), (name, token)
+    assert pair.total("loads_resumed") == len(pair.home)
+    assert pair.total("digest_mismatches") == 0
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize(
+    ("keepings", "chunk_ends", "come", "tokens"),
+    [
+        ((TWO, ONE), {0: [37, 64], 1: [37]}, {0: 64, 1: 32}, 32),
+        ((TWO, ONE), {0: [37], 1: [37, 64, 90]}, {0: 32, 1: 80}, 32),
+        # One part is complete.
+        ((TWO, ONE), {0: [37, TOKENS], 1: [37, 70]}, {0: TOKENS, 1: 64}, 64),
+        ((TWO, ONE), {0: [70], 1: [TOKENS]}, {0: 64, 1: TOKENS}, 64),
+        # A place where the blocks of every part end.
+        ((TWO, ODD), {0: [97], 1: [81]}, {0: 96, 1: 72}, 48),
+        (
+            (Keeping(4, is_dense=True), Keeping(2, is_dense=True)),
+            {rank: [70] for rank in range(4)},
+            {3: 64},
+            64,
+        ),
+    ],
+)
+def test_a_rank_goes_on_from_what_has_come_of_every_part(
+    keepings: tuple[Keeping, Keeping],
+    chunk_ends: Mapping[int, Sequence[int]],
+    come: Mapping[int, int],
+    tokens: int,
+    when: str,
+) -> None:
+    """`when`: the load is ordered before or after the ranks die."""
+    truth = Truth(MODEL, 4)
+    with ranked_pair(MODEL, *keepings) as pair:
+        pair.connected()
+        for memory in pair.east:
+            memory.compute(truth, TOKENS)
+        ticket = pair.prefill(TOKENS, 0, [], chunk_ends)
+        has_come(pair, ticket, {rank: come.get(rank, tokens) for rank in range(keepings[0].ranks)})
+        if when == "before":
+            pair.order(ticket, 0)
+            killed(pair)
+            assert pair.results() == [({"d"}, {"d"})] * len(pair.home)
+        else:
+            killed(pair)
+            assert pair.load(ticket, 0) == [({"d"}, {"d"})] * len(pair.home)
+        goes_on(pair, truth, ticket, tokens)
+
+
+def test_a_part_that_still_arrives_is_ended_where_another_one_broke() -> None:
+    truth = Truth(MODEL, 5)
+    with ranked_pair(MODEL, TWO, ONE) as pair:
+        pair.connected()
+        for memory in pair.east:
+            memory.compute(truth, TOKENS)
+        ticket = pair.prefill(TOKENS, 0, [], {0: [70], 1: [50]})
+        has_come(pair, ticket, {0: 64, 1: 48})
+        pair.senders[0].close()
+        assert pair.load(ticket, 0) == [({"d"}, {"d"})]
+        # Rank 1 lives, and is told.
+        transfer = pair.producing[1]._open_sends["p"][0].transfer
+        until(lambda: transfer.phase.terminal)
+        assert "another part of the KV did not arrive" in transfer.reason
+        goes_on(pair, truth, ticket, 48)
+
+
+def test_where_a_part_has_brought_nothing_nothing_is_kept() -> None:
+    with ranked_pair(MODEL, TWO, ONE) as pair:
+        pair.connected()
+        ticket = pair.prefill(TOKENS, 0, [], {0: [70], 1: [10]})
+        has_come(pair, ticket, {0: 64})
+        second = part_id(ticket.transfer_id, 1)
+        until(lambda: pair.receivers[0].state(second) is not None)
+        killed(pair)
+        assert pair.load(ticket, 0) == [({"d"}, {"d"})]
+        assert pair.consuming[0].take_usable_tokens() == {}
+        for each in (ticket.transfer_id, second):
+            state = pair.receivers[0].state(each)
+            assert state is not None and not state.usable_tokens
+
+
+def test_a_rank_that_sends_only_copies_does_not_count() -> None:
+    """Its share of the layers is empty: nothing of it can be missing."""
+    model = Model(1, 1, 1, 1)
+    truth = Truth(model, 6)
+    with ranked_pair(model, TWO, ONE) as pair:
+        pair.connected()
+        for memory in pair.east:
+            memory.compute(truth, TOKENS)
+        ticket = pair.prefill(TOKENS, 0, [70])
+        has_come(pair, ticket, {0: 64})
+        second = part_id(ticket.transfer_id, 1)
+        until(lambda: pair.receivers[0].state(second) is not None)
+        killed(pair)
+        assert pair.load(ticket, 0) == [({"d"}, {"d"})]
+        goes_on(pair, truth, ticket, 64)
+
+
+def test_with_states_or_windows_nothing_is_kept_of_several_parts() -> None:
+    with ranked_pair(MODEL, Keeping(2), Keeping(1)) as pair:
+        pair.connected()
+        ticket = pair.prefill(TOKENS, 0, [70])
+        for part in range(2):
+            each = part_id(ticket.transfer_id, part)
+            until(lambda its=each: pair.receivers[0].state(its) is not None)
+        killed(pair)
+        assert pair.load(ticket, 0) == [({"d"}, {"d"})]
+        assert pair.consuming[0].take_usable_tokens() == {}
