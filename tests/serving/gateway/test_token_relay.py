@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prfaas.core.kv import model_from_config
+from prfaas.serving.gateway import first_token_answer
 from prfaas.serving.gateway.first_token import FirstTokenAsk, SampledTokens, begins_stop
 from prfaas.serving.gateway.first_token_rules import reuses_any_prefix
 from prfaas.serving.gateway.token_relay import TokenRelay
@@ -150,6 +151,39 @@ def test_the_decode_engine_computes_what_was_relayed_while_the_relay_goes_on(in_
         await world.settled()
 
     in_world(body, gateway_config=RELAYS_MANY, decode_lead_s=0.0, dense=True)
+
+
+def test_tokens_are_held_back_for_the_pause_until_the_decode_engine_goes_on(
+    in_world: InWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some of them when it is asked. With its first token all have left."""
+    monkeypatch.setattr(first_token_answer, "_FIRST_PAUSE_S", 0.5)
+
+    async def body(world: World) -> None:
+        relay_until(world, 20)
+        told: list[bytes] = []
+        has_read: list[int] = []
+        async with world.client.post("/v1/completions", json=MANY) as response:
+
+            async def read() -> None:
+                async for line in response.content:
+                    told.extend([line] if line.startswith(b"data: {") else [])
+
+            asked = world.decode._streamed
+
+            async def count(*args: Any) -> Any:
+                has_read.append(len(told))
+                return await asked(*args)
+
+            monkeypatch.setattr(world.decode, "_streamed", count)
+            await read()
+        ((sent, _),) = computed(world)
+        # Eight by the pause; one or two may be on their way in any case.
+        assert has_read[0] <= sent - 4
+        events = [orjson.loads(line[6:]) for line in told]
+        assert text_of(events) == generated(LONG, ASKED, 64).text
+
+    in_world(body, gateway_config=RELAYS_MANY, decode_lead_s=0.0)
 
 
 @pytest.mark.parametrize("why", ["linear states", "others wait"])
