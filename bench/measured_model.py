@@ -25,7 +25,7 @@ class MeasuredModel:
     """
 
     family: str = HYBRID
-    """`DENSE` where the CPU has no AMX: without it vLLM computes linear states and experts ten times slower."""
+    """`DENSE` where the CPU has no AMX: without it vLLM computes linear states and experts several times slower."""
     hidden_size: int = HIDDEN_SIZE
     layers: int = LAYERS
     """A multiple of 4. Of a hybrid each fourth has attention, the others have linear states."""
