@@ -56,7 +56,7 @@ def even_spread(problem: PlanProblem, prefill: Mapping[str, int]) -> dict[str, f
     """
     output = problem.workload.output_tokens
     rates = {pd.name: max(pd.instances - prefill[pd.name], 1) * pd.decode_rate(output) for pd in problem.pd}
-    total = sum(rates.values())
+    total = sum(rates.values(), 0.0)
     if total <= 0:
         return {name: 1 / len(rates) for name in rates}
     return {name: rate / total for name, rate in rates.items()}
@@ -118,7 +118,7 @@ def prefill_sides(
         name = problem.pd[0].name
         return {name: PrefillSide(without, prefill[name], 1.0, service)}
     parts = {pd.name: max(spread[pd.name], _LEAST_PART) for pd in problem.pd}
-    parts = {name: part / sum(parts.values()) for name, part in parts.items()}
+    parts = {name: part / sum(parts.values(), 0.0) for name, part in parts.items()}
     granted = _granted(without, prefill, parts, service)
     return {pd.name: _side(without, pd, granted, parts[pd.name], service) for pd in without.pd}
 
@@ -151,10 +151,10 @@ def _granted(
         time_s = {name: parts[name] for name in reached}
         if found is not None:
             used = {name: _time_s(found[0], cluster, name) for name in reached}
-            total = sum(used.values())
+            total = sum(used.values(), 0.0)
             if total > 0:
                 time_s = {name: used[name] if used[name] > _NO_TIME * total else 0.0 for name in reached}
-        total = sum(time_s.values())
+        total = sum(time_s.values(), 0.0)
         for name in reached:
             granted[cluster.name, name] = instances[cluster.name] * time_s[name] / total
     return granted
@@ -163,9 +163,12 @@ def _granted(
 def _time_s(routing: RoutingPlan, cluster: PrfaasCluster | PdCluster, decode: str) -> float:
     """Seconds of `cluster` per request of the deployment, on requests that `decode` decodes."""
     return sum(
-        float((routing.shares[:, k] * routing.lengths.means(cluster.prefill_s, path.share)).sum())
-        for k, path in enumerate(routing.paths)
-        if path.prefill == cluster.name and path.decode == decode
+        (
+            float((routing.shares[:, k] * routing.lengths.means(cluster.prefill_s, path.share)).sum())
+            for k, path in enumerate(routing.paths)
+            if path.prefill == cluster.name and path.decode == decode
+        ),
+        0.0,
     )
 
 

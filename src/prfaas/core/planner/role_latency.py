@@ -83,15 +83,20 @@ def latency_of_work(
     )
     least = min(full_rates)
     utilisation = requests_per_s / least if least > 0 else math.inf
-    prefill_s = sum(pool.work_s for pool in work.pools)
+    prefill_s = sum((pool.work_s for pool in work.pools), 0.0)
     if utilisation >= 1:
         return RoleLatency(prefill, requests_per_s, utilisation, prefill_s, math.inf, math.inf)
-    prefill_wait_s = sum(pool.part * _prefill_wait_s(pool, requests_per_s, queues) for pool in work.pools)
+    prefill_wait_s = sum(
+        (pool.part * _prefill_wait_s(pool, requests_per_s, queues) for pool in work.pools), 0.0
+    )
     answer_s = {pd.name: pd.decode_step_s * problem.workload.output_tokens for pd in problem.pd}
     decode_wait_s = sum(
-        part * _decode_wait_s(requests_per_s * part, decode_rates[name] * part, answer_s[name], queues)
-        for name, part in work.decode_parts.items()
-        if part > 0
+        (
+            part * _decode_wait_s(requests_per_s * part, decode_rates[name] * part, answer_s[name], queues)
+            for name, part in work.decode_parts.items()
+            if part > 0
+        ),
+        0.0,
     )
     return RoleLatency(prefill, requests_per_s, utilisation, prefill_s, prefill_wait_s, decode_wait_s)
 

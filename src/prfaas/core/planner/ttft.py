@@ -277,10 +277,13 @@ class TtftDistribution:
         """Infinite if some stage is full."""
         if not self.is_finite:
             return math.inf
-        decode_s = sum(queue.part * queue.wait.chance * queue.wait.mean_s for queue in self._decode)
+        decode_s = sum((queue.part * queue.wait.chance * queue.wait.mean_s for queue in self._decode), 0.0)
         return decode_s + sum(
-            float((pool.weights * (served_s + wait.chance * wait.mean_s)).sum())
-            for pool, served_s, wait in zip(self._pools, self._served_s, self._waits, strict=True)
+            (
+                float((pool.weights * (served_s + wait.chance * wait.mean_s)).sum())
+                for pool, served_s, wait in zip(self._pools, self._served_s, self._waits, strict=True)
+            ),
+            0.0,
         )
 
     def at_most(self, seconds: float) -> float:
@@ -288,9 +291,12 @@ class TtftDistribution:
         if not self.is_finite:
             return 0.0
         return sum(
-            queue.part * float((pool.weights * _in_time(seconds - served_s, wait, queue.wait)).sum())
-            for pool, served_s, wait in zip(self._pools, self._served_s, self._waits, strict=True)
-            for queue in self._decode
+            (
+                queue.part * float((pool.weights * _in_time(seconds - served_s, wait, queue.wait)).sum())
+                for pool, served_s, wait in zip(self._pools, self._served_s, self._waits, strict=True)
+                for queue in self._decode
+            ),
+            0.0,
         )
 
     def quantile_s(self, quantile: float) -> float:
