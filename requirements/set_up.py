@@ -19,9 +19,7 @@ OLDEST, TOO_NEW = (3, 11), (3, 14)
 _LAST_LINES = 15
 _LOOK_EVERY_S = 0.5
 _LINE_CHARACTERS = 96
-_COMPILE = (
-    "import compileall, sysconfig; compileall.compile_dir(sysconfig.get_path('purelib'), quiet=2, workers=0)"
-)
+_COMPILE = "import compileall, sysconfig; compileall.compile_dir(sysconfig.get_path('purelib'), quiet=2, workers=0)"
 
 
 class SetUpError(Exception):
@@ -36,15 +34,7 @@ def phases(environment: Path, pip_options: Sequence[str]) -> list[tuple[str, lis
     apart. pip would compile every file on one core; `compileall` takes all.
     """
     python = environment / "bin" / "python"
-    install: list[object] = [
-        python,
-        "-m",
-        "pip",
-        "install",
-        "--disable-pip-version-check",
-        "--no-deps",
-        "--no-compile",
-    ]
+    install: list[object] = [python, "-m", "pip", "install", "--disable-pip-version-check", "--no-deps", "--no-compile"]
     made = [] if python.exists() else [("virtual environment", [sys.executable, "-m", "venv", environment])]
     return [
         *made,
@@ -89,7 +79,9 @@ def _run(title: str, command: Sequence[str], log: TextIO, log_path: Path, out: T
     _show(f"{title}: {took}", out, is_last=True)
 
 
-def _wait(process: subprocess.Popen[bytes], title: str, started_s: float, log_path: Path, out: TextIO) -> int:
+def _wait(
+    process: subprocess.Popen[bytes], title: str, started_s: float, log_path: Path, out: TextIO
+) -> int:
     while True:
         try:
             return process.wait(_LOOK_EVERY_S)
@@ -110,12 +102,7 @@ def _latest(log_path: Path) -> str:
 
 def _show(line: str, out: TextIO, is_last: bool) -> None:
     if out.isatty():
-        print(
-            f"\r{line[:_LINE_CHARACTERS]:<{_LINE_CHARACTERS}}",
-            end="\n" if is_last else "",
-            file=out,
-            flush=True,
-        )
+        print(f"\r{line[:_LINE_CHARACTERS]:<{_LINE_CHARACTERS}}", end="\n" if is_last else "", file=out, flush=True)
     else:
         print(line, file=out, flush=True)
 
