@@ -35,17 +35,13 @@ class HeldEvents:
         self._events: deque[bytes] = deque()
         self._intervals_s: deque[float] = deque(maxlen=_INTERVALS)
         self._came_s: float | None = None
-        self._pause_s = 0.0
-        self._seen_pause_s: float | None = None
+        self._cover_s = 0.0
+        self.pause_s: float | None = None
+        """How long nothing had been added when something was first written; None: nothing was yet."""
         self._leaving: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
         self._filled = asyncio.Event()
         self._released = False
-
-    @property
-    def pause_s(self) -> float | None:
-        """How long nothing had been added when something was first written; None: nothing was yet."""
-        return self._seen_pause_s
 
     async def add(self, event: bytes) -> None:
         """Give on an event that may be held. Raises what the sink raises, perhaps for an event before it."""
@@ -64,14 +60,14 @@ class HeldEvents:
 
     async def write(self, event: bytes, /) -> None:
         """Give on an event that leaves now, behind all that are held. Raises what the sink raises."""
-        if self._seen_pause_s is None and self._came_s is not None:
-            self._seen_pause_s = self._now_s() - self._came_s
+        if self.pause_s is None and self._came_s is not None:
+            self.pause_s = self._now_s() - self._came_s
         await self.release()
         await self._sink.write(event)
 
     def hold(self, pause_s: float) -> None:
         """Begin to hold events back for a pause of so many seconds."""
-        self._pause_s = pause_s
+        self._cover_s = pause_s
         self._note_filling()
         if self._leaving is None and not self._released:
             self._leaving = asyncio.get_running_loop().create_task(self._leave(self._came_s or 0.0))
@@ -79,7 +75,7 @@ class HeldEvents:
     async def filled(self) -> None:
         """Wait until what is held lasts as long as the pause, or no more is to come, or too slowly."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_PATIENCE * (self._pause_s + self._pace_s())):
+            async with asyncio.timeout(_PATIENCE * (self._cover_s + self._pace_s())):
                 await self._filled.wait()
 
     def end_filling(self) -> None:
@@ -127,7 +123,7 @@ class HeldEvents:
 
     def _lasts(self, pace_s: float) -> bool:
         # The next one leaves within an interval, perhaps at once. With none held, the last one has just left.
-        return max(len(self._events), 1) * STRETCH * pace_s >= self._pause_s
+        return max(len(self._events), 1) * STRETCH * pace_s >= self._cover_s
 
     def _note_filling(self) -> None:
         if self._lasts(self._pace_s()):
