@@ -1,13 +1,26 @@
 """Ports for servers that tests start."""
 
 import contextlib
+import os
 import random
 import socket
 
 EXAMPLES = range(18_000, 19_400)
 """Ports of the examples and of the guides."""
 
-_DRAW = random.SystemRandom()
+_ALL = [port for port in range(12_000, 32_000) if port not in EXAMPLES]
+
+
+def own() -> list[int]:
+    """Those of this worker of pytest-xdist, in the order in which they are given."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    each = len(_ALL) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    own = _ALL[worker * each : (worker + 1) * each]
+    random.SystemRandom().shuffle(own)
+    return own
+
+
+_OWN = own()
 
 
 def free_ports(count: int) -> list[int]:
@@ -15,14 +28,13 @@ def free_ports(count: int) -> list[int]:
 
     They lie below the range that outgoing connections take theirs from, so nothing takes one before its server is
     started, or while it is started anew and others keep trying to reach it. None is one of the examples' ports: a test
-    may change some of an example's ports and leave the others.
+    may change some of an example's ports and leave the others. No port is given twice in a test run, by whichever of
+    its workers: its server may not have been started yet.
     """
     found: list[int] = []
     with contextlib.ExitStack() as stack:
         while len(found) < count:
-            port = _DRAW.randrange(12_000, 32_000)
-            if port in EXAMPLES:
-                continue
+            port = _OWN.pop()
             sock = stack.enter_context(socket.socket())
             with contextlib.suppress(OSError):
                 sock.bind(("127.0.0.1", port))
