@@ -117,6 +117,20 @@ def test_the_last_bytes_of_an_offloaded_prompt_leave_later(case_study: CaseStudy
     assert shared.link_bytes.tolist() == plain.link_bytes.tolist()
 
 
+def test_an_offloaded_prompt_whose_bytes_have_all_left_is_answered_once(case_study: CaseStudy) -> None:
+    """Without states nothing is left to send when the shared step ends, and without a round trip it is there then."""
+    tokens, results = [30_000, 20_000], []
+    for chunk_tokens in (0, CHUNK_TOKENS):
+        shown = offloading(case_study, chunk_tokens)
+        links = tuple(replace(link, rtt_s=0.0) for link in shown.links)
+        dense = KvModel("dense", (FullAttention(6, 8, 128, 128),))
+        results.append(run(replace(shown, kv_model=dense, links=links), tokens))
+    plain, shared = results
+    seconds = offloading(case_study, 0).clusters[0].curve.seconds
+    late_s = [seconds(20_000) * (1024 - 30_000 % 1024) / 20_000, 0.0]
+    assert np.subtract(ends_s(shared), ends_s(plain)).tolist() == pytest.approx(late_s, abs=1e-6)
+
+
 def test_nobody_waits_and_nothing_changes(case_study: CaseStudy) -> None:
     arrivals_s, tokens = [0.0, 100.0, 200.0], [30_000, 20_000, 3819]
     plain, shared = (run(offloading(case_study, chunk), tokens, arrivals_s) for chunk in (0, CHUNK_TOKENS))

@@ -358,10 +358,12 @@ class World:
             job.is_void = True
         elif job.stage is _PREFILLING or job.stage is _SHARING:
             job.stage = _SENDING
+            stays = job.link is None
+            # It may all be there with that: then it has arrived by now.
             job.send_held()
-            if job.link is None or job.is_sent:
+            if stays or job.is_sent:
                 self._arrived(job)
-            elif (grace_s := self.scenario.transfer_grace_s) < math.inf:
+            elif job.link is not None and (grace_s := self.scenario.transfer_grace_s) < math.inf:
                 late_s = late_after_s(job.promised_bytes, job.link.configured_bits_per_s, grace_s)
                 self.events.at(self.events.now_s + late_s, self._late, job)
 
