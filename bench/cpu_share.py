@@ -11,6 +11,8 @@ from pathlib import Path
 _ROOT = Path("/sys/fs/cgroup")
 # Short beside a step of an engine, so that its own threads seldom wait for their share.
 _PERIOD_US = 20_000
+# That of one process, and the greatest. Cgroups of version 1 count in other units.
+_WEIGHT, _FIRST, _SHARES_OF_WEIGHT = 100, 10_000, 10
 
 
 def missing() -> str | None:
@@ -23,8 +25,10 @@ def missing() -> str | None:
 
 
 @contextlib.contextmanager
-def limited(groups: Sequence[Sequence[int]], share: float) -> Iterator[None]:
+def limited(groups: Sequence[Sequence[int]], share: float, *, first: bool = False) -> Iterator[None]:
     """Meanwhile each group of processes, and what they start, gets at most `share` of one core's time.
+
+    `first`: before all that is not limited so.
 
     Raises:
         OSError: the kernel does not give shares here; `missing` often knows why.
@@ -32,11 +36,11 @@ def limited(groups: Sequence[Sequence[int]], share: float) -> Iterator[None]:
     parent = _parent()
     made: list[Path] = []
     try:
-        for place, processes in enumerate(groups):
-            group = parent / f"prfaas-bench-{os.getpid()}-{place}"
+        for processes in groups:
+            group = parent / f"prfaas-bench-{os.getpid()}-{processes[0]}"
             group.mkdir()
             made.append(group)
-            _limit(group, share)
+            _limit(group, share, _FIRST if first else _WEIGHT)
             _move(processes, group)
         yield
     finally:
@@ -50,12 +54,15 @@ def _parent() -> Path:
     return _ROOT if (_ROOT / "cgroup.controllers").exists() else _ROOT / "cpu"
 
 
-def _limit(group: Path, share: float) -> None:
+def _limit(group: Path, share: float, weight: int) -> None:
     quota_us = round(share * _PERIOD_US)
+    # A group counts as one process beside those outside it, whatever the niceness of its own.
     if group.parent == _ROOT:
         (_ROOT / "cgroup.subtree_control").write_text("+cpu")
+        (group / "cpu.weight").write_text(str(weight))
         (group / "cpu.max").write_text(f"{quota_us} {_PERIOD_US}")
     else:
+        (group / "cpu.shares").write_text(str(_SHARES_OF_WEIGHT * weight))
         (group / "cpu.cfs_period_us").write_text(str(_PERIOD_US))
         (group / "cpu.cfs_quota_us").write_text(str(quota_us))
 

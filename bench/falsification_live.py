@@ -14,12 +14,12 @@ import aiohttp
 from fidelity_live import OFFLOADED_ABOVE, Depth, driven, probes, profiled
 from fidelity_stack import (
     EAST_PREFILL,
+    ENGINES,
     HOME_DECODE,
     HOME_PREFILL,
-    PREFILL_ENGINES,
     cpu_s,
     engine_section,
-    limited_prefill,
+    limited_engines,
 )
 from measured_model import MeasuredModel
 from prfaas.core.latency import Curve, DecodeCurve, LatencyProfile, profile_text
@@ -78,7 +78,7 @@ class LineStack:
 def running(
     directory: Path, bandwidth_bits_per_s: float, model: MeasuredModel, *, stand_ins: bool
 ) -> Iterator[LineStack]:
-    """Engines and gateway, ready; each real prefill engine with a part of a core of its own, as in `fidelity_stack`.
+    """Engines and gateway, ready; each real engine with a part of a core, as in `fidelity_stack`.
 
     Args:
         directory: For all files.
@@ -103,8 +103,8 @@ def running(
         )
         wan = WanStack(laboratory, deployment, engines)
         with wan.started():
-            groups = {engine: wan.running[_NAMES[engine]].pid(_NAMES[engine]) for engine in PREFILL_ENGINES}
-            with contextlib.nullcontext() if stand_ins else limited_prefill(groups):
+            groups = {engine: wan.running[_NAMES[engine]].pid(_NAMES[engine]) for engine in ENGINES}
+            with contextlib.nullcontext() if stand_ins else limited_engines(groups):
                 yield LineStack(wan)
 
 

@@ -2,8 +2,8 @@
 
 Live: three vLLM servers and the gateway on this machine. `profile` measures them one request at a time, `drive` sends
 Poisson traffic at three loads through the gateway, `simulate` gives the same requests and the measured profile to the
-simulator, `report` compares. All of it is in one JSON file, so the last two need no engine. Each prefill engine gets a
-part of a core (cgroups), and the rest is enough for the others: nobody takes time from it, as on machines of their own.
+simulator, `report` compares. All of it is in one JSON file, so the last two need no engine. Each engine gets a part
+of a core (cgroups), and the rest is enough for the others: nobody takes time from it, as on machines of their own.
 
 Traffic is of two kinds. Independent prompts have nothing in common, and the threshold stays. Conversations hit prefix
 caches, and the threshold is optimised all the time.
@@ -170,6 +170,9 @@ def _scenario(
     measured = document["measured"]
     planned = slower(plans[kind], pace)
     caches = CacheOptions.of_memory(planned.kv_model, KV_CACHE_GIB * GIB)
+    if caches.checkpoint_tokens is not None:
+        # An engine keeps a state at the end of each chunk of a prefill.
+        caches = replace(caches, checkpoint_tokens=CHUNK_TOKENS)
     return scenario_of(
         planned,
         policy=document["policy"],
@@ -178,8 +181,7 @@ def _scenario(
         adapts=THRESHOLD_PERIOD_S[kind] < NEVER_S,
         allocation=False,
         control=ControlConfig(threshold_period_s=THRESHOLD_PERIOD_S[kind], allocation=False),
-        # An engine keeps a state at the end of each chunk of a prefill.
-        caches=replace(caches, checkpoint_tokens=CHUNK_TOKENS),
+        caches=caches,
         overheads=Overheads(measured["request_s"], measured["hop_s"], first_step=True),
         chunk_tokens=CHUNK_TOKENS,
         kv_block_tokens=MeasuredModel.of(document).block_tokens,

@@ -1,5 +1,5 @@
-"""The deployment that `fidelity.py` measures: three vLLM servers and the gateway on this machine, each prefill engine
-with a part of a core of its own."""
+"""The deployment that `fidelity.py` measures: three vLLM servers and the gateway on this machine, each engine with
+a part of a core."""
 
 import contextlib
 import os
@@ -23,13 +23,13 @@ from prfaas.serving.engines.running import RunningEngines
 
 EAST, HOME = "east", "home"
 EAST_PREFILL, HOME_PREFILL, HOME_DECODE = "east-prefill-0", "home-prefill-0", "home-decode-0"
-PREFILL_ENGINES = (EAST_PREFILL, HOME_PREFILL)
+ENGINES = (EAST_PREFILL, HOME_PREFILL, HOME_DECODE)
 SERVED_NAME = "tiny"
 
-# Decode, gateway and client stand for machines of their own. Prefill comes before them on its core, up to a limit: it
-# always gets the same, whatever they do at the moment, and what is left is more than they use.
-PREFILL_NICENESS = -10
-PREFILL_SHARE = 0.6
+# Engines, gateway and client stand for machines of their own. Those that prefill come before all else, up to a limit:
+# they always get the same, whatever others do at the moment. The decode engine has that limit too: it may prefill. What
+# three of them leave is more than gateway and client use.
+ENGINE_SHARE = 0.6
 _READY_S = 240.0
 
 NEVER_S = 3600.0
@@ -82,7 +82,7 @@ class Stack:
 
     def cpu_s(self) -> dict[str, float]:
         """Seconds of processor time so far: of each engine, the gateway, and this process."""
-        used = {name: cpu_s(self.engines.pid(name)) for name in (*PREFILL_ENGINES, HOME_DECODE)}
+        used = {name: cpu_s(self.engines.pid(name)) for name in ENGINES}
         return used | {"gateway": _cpu_of(self.gateway_pid), "client": time.process_time()}
 
 
@@ -170,7 +170,7 @@ def engine_section(chunk_tokens: int) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def running(path: Path, directory: Path) -> Iterator[Stack]:
-    """Engines and gateway, ready, each prefill engine with its part of a core.
+    """Engines and gateway, ready, each engine with its part of a core.
 
     Everything has ended afterwards, whatever happened meanwhile.
     """
@@ -187,7 +187,7 @@ def running(path: Path, directory: Path) -> Iterator[Stack]:
             )
         try:
             _wait_healthy(deployment, gateway, log_path)
-            with limited_prefill({name: engines.pid(name) for name in PREFILL_ENGINES}):
+            with limited_engines({name: engines.pid(name) for name in ENGINES}):
                 yield Stack(deployment, engines, gateway.pid)
         finally:
             gateway.terminate()
@@ -198,27 +198,27 @@ def running(path: Path, directory: Path) -> Iterator[Stack]:
 
 
 @contextlib.contextmanager
-def limited_prefill(groups: Mapping[str, int]) -> Iterator[None]:
-    """Meanwhile each prefill engine has a part of a core of its own.
+def limited_engines(groups: Mapping[str, int]) -> Iterator[None]:
+    """Meanwhile each engine has a part of a core; those that prefill have it on cores of their own.
 
     Args:
-        groups: The process groups of `PREFILL_ENGINES`.
+        groups: The process groups of `ENGINES`.
     """
     cores = sorted(os.sched_getaffinity(0))
     processes = {name: _processes_of(group) for name, group in groups.items()}
     for name, core in ((EAST_PREFILL, cores[0]), (HOME_PREFILL, cores[-1])):
         _pin(processes[name], core)
-    with limited(list(processes.values()), PREFILL_SHARE):
+    decode = processes.pop(HOME_DECODE)
+    with limited(list(processes.values()), ENGINE_SHARE, first=True), limited([decode], ENGINE_SHARE):
         yield
 
 
 def _pin(processes: Sequence[int], core: int) -> None:
-    """All threads of these to one core, before everything else there."""
+    """All threads of these to one core."""
     for process in processes:
         for thread in Path(f"/proc/{process}/task").iterdir():
             with contextlib.suppress(ProcessLookupError, FileNotFoundError):
                 os.sched_setaffinity(int(thread.name), {core})
-                os.setpriority(os.PRIO_PROCESS, int(thread.name), PREFILL_NICENESS)
 
 
 def cpu_s(group: int) -> float:

@@ -1,53 +1,123 @@
-"""Real vLLM engines that keep the same KV in blocks of other sizes: the answers are those of equal engines."""
+"""Real vLLM engines that keep the same KV otherwise, in other blocks or divided among other numbers of ranks."""
 
+import contextlib
 import json
+import socket
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from tests.ports import free_ports
 
 from prfaas.core.kv.hf_config import model_from_directory
+from prfaas.serving.engines.command import CPU_RETENTION_TOKENS
 from prfaas.serving.engines.preparation import ensure_model
 
 from .stack import LOGITS, MODEL, Stack, prompt, write_deployment
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 
-# Tokens of a block at the prefill engine, and at the decode engine, which has vLLM's own.
-UNLIKE = {"gpt-oss": (32, 128)}
+PREFILL, DECODE = "east-prefill-0", "home-decode-0"
 
 
-@pytest.fixture(scope="module", params=UNLIKE)
-def unlike(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """As `stack`, with other blocks at the remote prefill."""
-    model: str = request.param
-    block_tokens, _ = UNLIKE[model]
-    path = write_deployment(tmp_path_factory.mktemp(f"prfaas-unlike-{model}"), bandwidth="1 Gbit/s")
+@dataclass(frozen=True)
+class Side:
+    """How an engine keeps its KV."""
+
+    ranks: int
+    block_tokens: int
+
+
+@dataclass(frozen=True)
+class Unlike:
+    """The remote prefill engine and the decode engine; the prefill engine beside it is as the decode engine, of one
+    rank."""
+
+    model: str
+    prefill: Side
+    decode: Side
+
+    def __str__(self) -> str:
+        sides = (f"{side.ranks}x{side.block_tokens}" for side in (self.prefill, self.decode))
+        return f"{self.model}-{'-to-'.join(sides)}"
+
+
+# Blocks become larger and smaller, ranks fewer and more. Attention alone, windows, windows of more heads, states.
+CASES = (
+    Unlike("qwen3", Side(1, 32), Side(1, 128)),
+    Unlike("qwen3", Side(2, 128), Side(2, 32)),
+    Unlike("qwen3", Side(1, 128), Side(2, 128)),
+    Unlike("gpt-oss", Side(1, 32), Side(1, 128)),
+    Unlike("gpt-oss", Side(1, 128), Side(2, 32)),
+    Unlike("mimo-v2-flash", Side(1, 32), Side(1, 128)),
+    Unlike("mimo-v2-flash", Side(2, 32), Side(1, 128)),
+    # Its states set the least size.
+    Unlike("qwen3-next", Side(2, 256), Side(1, 512)),
+    Unlike("qwen3-next", Side(1, 512), Side(2, 256)),
+)
+
+
+def two_ports() -> int:
+    """The first of two neighbours that are free: rank 1 listens at the second."""
+    while True:
+        (port,) = free_ports(1)
+        with socket.socket() as sock, contextlib.suppress(OSError):
+            sock.bind(("127.0.0.1", port + 1))
+            return port
+
+
+@pytest.fixture(scope="module", params=CASES, ids=str)
+def unlike(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Unlike, Stack]]:
+    """As `stack`, with other blocks and ranks."""
+    case: Unlike = request.param
+    path = write_deployment(tmp_path_factory.mktemp(f"prfaas-{case}"), bandwidth="1 Gbit/s")
     document: dict[str, Any] = json.loads(path.read_text())
-    document["model"]["tiny"] = model
-    (east,) = (cluster for cluster in document["clusters"] if cluster["kind"] == "prfaas")
-    retained = ["--prefix-cache-retention-interval", str(max(256, block_tokens))]
-    east["extra_args"] = ["--block-size", str(block_tokens), *retained]
+    document["model"]["tiny"] = case.model
+    for cluster in document["clusters"]:
+        side = case.prefill if cluster["kind"] == "prfaas" else case.decode
+        cluster["extra_args"] = ["--block-size", str(side.block_tokens)]
+        if case.model != "qwen3":
+            retained = str(max(CPU_RETENTION_TOKENS, side.block_tokens))
+            cluster["extra_args"] += ["--prefix-cache-retention-interval", retained]
+        for instance in cluster["instances"]:
+            if side.ranks > 1 and instance["name"] in (PREFILL, DECODE):
+                instance |= {"tensor_parallel": side.ranks, "kv_port": two_ports()}
     path.write_text(json.dumps(document))
     stack = Stack(path)
     ensure_model(stack.deployment)
     with stack:
-        yield stack
+        yield case, stack
 
 
-def test_answers_and_bytes_are_those_of_equal_engines(unlike: Stack) -> None:
-    kv_model = model_from_directory(unlike.deployment.model.path, name=MODEL)
-    ours, theirs = UNLIKE[unlike.deployment.model.tiny or ""]
-    wire_tokens = min(ours, theirs)
+def test_answers_and_bytes_are_those_of_equal_engines(unlike: tuple[Unlike, Stack]) -> None:
+    case, stack = unlike
+    kv_model = model_from_directory(stack.deployment.model.path, name=MODEL)
+    wire_tokens = min(case.prefill.block_tokens, case.decode.block_tokens)
+    answered = []
     # Ends inside blocks of both, of one, and of none.
     for seed, tokens in enumerate((2600, 3075, 4097)):
         ids = prompt(900 + seed, tokens)
-        answer = unlike.complete(ids, **LOGITS)
-        assert (answer.route["route"], answer.route["prefill"]) == ("offload", "east-prefill-0")
+        answer = stack.complete(ids, **LOGITS)
+        assert (answer.route["route"], answer.route["prefill"]) == ("offload", PREFILL)
         assert "fallback" not in answer.route
-        assert int(answer.route["bytes"]) == kv_model.bytes_to_move(tokens - 1, 0, block_tokens=wire_tokens)
-        unlike.check_answer(answer, unlike.reference(ids, engine="home-prefill-0"))
-        unlike.wait_clean()
-    assert unlike.metric("home-decode-0", "vllm:prfaas_loads_completed_total") == 3
-    assert unlike.metric("home-decode-0", "vllm:prfaas_digest_mismatches_total") == 0
-    assert unlike.state()["incompatible"] == []
+        # Every byte once. Where windows have more heads, vLLM makes other layers' blocks so much longer.
+        most_tokens = 2 * wire_tokens if case.model == "mimo-v2-flash" else wire_tokens
+        least, most = (
+            kv_model.bytes_to_move(tokens - 1, 0, block_tokens=each) for each in (wire_tokens, most_tokens)
+        )
+        assert least <= int(answer.route["bytes"]) <= most
+        answered.append((ids, answer))
+        stack.wait_clean()
+    if case.model != "qwen3-next" and case.prefill.ranks == case.decode.ranks == 1:
+        for ids, answer in answered:
+            stack.check_answer(answer, stack.reference(ids, engine="home-prefill-0"))
+    else:
+        # Ranks add their sums up in another order, and with states chunks end where blocks do.
+        stack.check_likely(*((ids, answer.token_ids) for ids, answer in answered))
+    assert stack.metric(DECODE, "vllm:prfaas_loads_completed_total") == 3 * case.decode.ranks
+    assert stack.metric(DECODE, "vllm:prfaas_loads_failed_total") == 0
+    assert stack.metric(DECODE, "vllm:prfaas_digest_mismatches_total") == 0
+    assert stack.state()["incompatible"] == []
