@@ -323,6 +323,8 @@ def main() -> None:
         for key, value in figure.items():
             if isinstance(value, float):
                 print(f"  {key:24} {value:8.3f}")
+        if "equal_answers" in figure:
+            print(f"  {'equal answers':24} {figure['equal_answers']:8} of {figure['rounds']}")
     for each in goals:
         print(f"{each['name']}: {each['value']:.3f} {each['unit']}, goal {each['goal']}: {each['met']}")
 
