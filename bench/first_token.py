@@ -233,8 +233,7 @@ def first_token(directory: Path, tokens: int, rounds: int, bandwidth: str) -> di
 
 def engine_ttft_s(url: str) -> float:
     """Seconds from an engine's requests to their first tokens, as it counts them itself, of all requests so far."""
-    with urllib.request.urlopen(f"{url}/metrics") as page:
-        return metric(page.read().decode(), "vllm:time_to_first_token_seconds_sum")
+    return metric(url, "vllm:time_to_first_token_seconds_sum")
 
 
 def relay(directory: Path, tokens: int, rounds: int, bandwidth: str, relay_tokens: int) -> dict[str, Any]:
@@ -253,8 +252,7 @@ def relay(directory: Path, tokens: int, rounds: int, bandwidth: str, relay_token
             steady_s.append(statistics.median(ours.gaps_s[-ANSWER_TOKENS // 2 :]))
             relayed_s.append(sorted(ours.gaps_s)[-2])
             print(f"relay {relay_tokens}: longest gap {longest_s[-1]:.3f} s", file=sys.stderr)
-        with urllib.request.urlopen(f"{deployment.gateway.admin.url}/metrics") as page:
-            relayed = metric(page.read().decode(), "prfaas_gateway_relayed_tokens_total") / (rounds + 1)
+        relayed = metric(deployment.gateway.admin.url, "prfaas_gateway_relayed_tokens_total") / (rounds + 1)
         home = deployment.instance(HOME).url
         catch_up_s = [catch_up(home, number, tokens, max(round(relayed), 1)) for number in range(rounds)]
     return {
@@ -282,9 +280,11 @@ def catch_up(home: str, seed: int, tokens: int, relayed: int) -> float:
     return streamed(home, ids + prompt(2000 + seed, relayed), max_tokens=1).times_s[0]
 
 
-def metric(page: str, name: str) -> float:
-    """The sum of a series."""
-    return sum(float(line.split()[-1]) for line in page.splitlines() if line.startswith(name))
+def metric(url: str, name: str) -> float:
+    """The sum of a series that a server tells."""
+    with urllib.request.urlopen(f"{url}/metrics") as page:
+        lines = page.read().decode().splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
 
 
 def main() -> None:

@@ -40,3 +40,14 @@ def free_ports(count: int) -> list[int]:
                 sock.bind(("127.0.0.1", port))
                 found.append(port)
     return found
+
+
+def two_neighbours() -> int:
+    """The first of two free ports, one behind the other: rank 1 of an engine listens at the second."""
+    while True:
+        (port,) = free_ports(1)
+        with socket.socket() as sock, contextlib.suppress(OSError, ValueError):
+            sock.bind(("127.0.0.1", port + 1))
+            # Raises where it was given, or is another worker's.
+            _OWN.remove(port + 1)
+            return port

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.ports import free_ports
+from tests.ports import free_ports, two_neighbours
 
 from prfaas.core.deployment import Deployment, load_deployment
 from prfaas.serving.engines.preparation import port_problem
@@ -37,20 +37,20 @@ def write_pooled(
     max_model_len: int = 16384,
 ) -> Path:
     """Two engines of one machine, which share a pool."""
-    ports = free_ports(4 + 2 * tensor_parallel)
+    ports = free_ports(4)
     instances = [
         {
             "name": name,
             "roles": ["prefill", "decode"],
             "host": "127.0.0.1",
             "http_port": ports[index],
-            "kv_port": ports[2 + index],
+            # The second rank listens at the next port.
+            "kv_port": two_neighbours(),
             "tensor_parallel": tensor_parallel,
         }
         for index, name in enumerate(("one", "two"))
     ]
     if tensor_parallel > 1:
-        # The second rank listens at the next port.
         del instances[1]
     deployment = {
         "name": directory.name,

@@ -1,14 +1,12 @@
 """Real vLLM engines that keep the same KV otherwise, in other blocks or divided among other numbers of ranks."""
 
-import contextlib
 import json
-import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from tests.ports import free_ports
+from tests.ports import two_neighbours
 
 from prfaas.core.kv.hf_config import model_from_directory
 from prfaas.serving.engines.command import CPU_RETENTION_TOKENS
@@ -58,15 +56,6 @@ CASES = (
 )
 
 
-def two_ports() -> int:
-    """The first of two neighbours that are free: rank 1 listens at the second."""
-    while True:
-        (port,) = free_ports(1)
-        with socket.socket() as sock, contextlib.suppress(OSError):
-            sock.bind(("127.0.0.1", port + 1))
-            return port
-
-
 @pytest.fixture(scope="module", params=CASES, ids=str)
 def unlike(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
@@ -76,15 +65,15 @@ def unlike(
     path = write_deployment(tmp_path_factory.mktemp(f"prfaas-{case}"), bandwidth="1 Gbit/s")
     document: dict[str, Any] = json.loads(path.read_text())
     document["model"]["tiny"] = case.model
+    # A multiple of both sides' blocks.
+    retained_tokens = max(CPU_RETENTION_TOKENS, case.prefill.block_tokens, case.decode.block_tokens)
+    document["engine"]["prefix_cache_retention_tokens"] = retained_tokens
     for cluster in document["clusters"]:
         side = case.prefill if cluster["kind"] == "prfaas" else case.decode
         cluster["extra_args"] = ["--block-size", str(side.block_tokens)]
-        if case.model != "qwen3":
-            retained = str(max(CPU_RETENTION_TOKENS, side.block_tokens))
-            cluster["extra_args"] += ["--prefix-cache-retention-interval", retained]
         for instance in cluster["instances"]:
             if side.ranks > 1 and instance["name"] in (PREFILL, DECODE):
-                instance |= {"tensor_parallel": side.ranks, "kv_port": two_ports()}
+                instance |= {"tensor_parallel": side.ranks, "kv_port": two_neighbours()}
     path.write_text(json.dumps(document))
     stack = Stack(path)
     ensure_model(stack.deployment)
