@@ -5,6 +5,7 @@ import math
 import pytest
 
 from prfaas.core.scheduling import (
+    Decision,
     LinkView,
     NoDecodeInstanceError,
     Policy,
@@ -17,6 +18,7 @@ from prfaas.core.scheduling.view import UNKNOWN_SLOT_S
 
 from .views import NOW_S, board, decoder, every_policy, kv_bytes, link, prefiller, small
 
+LOCAL = policy_named("local_only")
 STATIC = policy_named("static_threshold", threshold_tokens=1000)
 OFFLOADING = [policy for name, policy in every_policy().items() if name not in ("local_only", "round_robin")]
 THRESHOLDS = [policy_named("paper"), policy_named("tilted"), STATIC]
@@ -52,6 +54,27 @@ def test_a_decode_instance_that_can_reuse_most_prefills_the_rest_itself(policy: 
     decision = policy.decide(RoutingRequest(2000, {"decode": PrefixHit(1536, 1536)}), small(hybrid=False))
     assert (decision.route, decision.prefill, decision.reason) == (Route.LOCAL, "decode", "held-by-decode")
     assert (decision.uncached_tokens, decision.skip_tokens, decision.transfers) == (464, 0, False)
+
+
+def test_what_new_tokens_attend_to_in_a_cached_prefix_is_counted() -> None:
+    """1,000 tokens behind 31,000 take what 32,000 take longer than 31,000, at the instance that holds those."""
+
+    def dense_s(tokens: float) -> float:
+        return tokens**2 / 1e8
+
+    def decided(queue_s: float) -> Decision:
+        there, idle = prefiller("holds", busy_until_s=NOW_S + queue_s), prefiller("idle")
+        view = board(there, idle, decoder("decode"), prefill_s=dense_s)
+        return LOCAL.decide(RoutingRequest(32_000, {"holds": PrefixHit(31_000, 31_000)}), view)
+
+    behind_s = dense_s(32_000) - dense_s(31_000)
+    assert behind_s == pytest.approx(0.63)
+    decision = decided(0.0)
+    assert (decision.prefill, decision.prefill_tokens, decision.reused_tokens) == ("holds", 1000, 31_000)
+    assert decision.predicted_ttft_s == pytest.approx(behind_s)
+    # 10.24 s for the whole prompt elsewhere: it waits for the one that holds most of it as long as that spares.
+    assert decided(10.24 - 0.63 - 0.01).prefill == "holds"
+    assert decided(10.24 - 0.63 + 0.01).prefill == "idle"
 
 
 def test_it_does_not_when_its_own_queue_would_take_longer() -> None:

@@ -63,8 +63,12 @@ def lone_prefill_s(shown: Scenario) -> float:
 def kept_tokens(shown: Scenario, result: Result, at_s: float) -> int:
     """What the decode instance did not compute, by the time that it took for the rest."""
     left_s = result.ttft_s[0] - at_s
-    seconds = shown.clusters[1].curve.seconds
-    return TOKENS - min(range(1, TOKENS + 1, 16), key=lambda tokens: abs(seconds(tokens) - left_s))
+    return min(range(0, TOKENS, 16), key=lambda tokens: abs(rest_s(shown, tokens) - left_s))
+
+
+def rest_s(shown: Scenario, kept: int) -> float:
+    """What the decode instance takes for the rest behind so many tokens."""
+    return shown.clusters[1].curve.after_prefix_s(TOKENS - kept, kept)
 
 
 @pytest.mark.parametrize("share", [0.25, 0.5, 0.75, 0.95])
@@ -76,11 +80,9 @@ def test_full_attention_is_kept_to_the_last_byte(
     dies = Failure("east-0", share * prefill_s, 1e6)
     shown = scenario(case_study, model=DENSE, kills_per_hour=kills_per_hour, failures=[dies])
     result = one(shown)
-    left_tokens = TOKENS - math.floor(share * (TOKENS - 1))
+    left_s = rest_s(shown, math.floor(share * (TOKENS - 1)))
     assert result.retries[0] == 1
-    assert result.ttft_s[0] == pytest.approx(
-        dies.at_s + shown.clusters[1].curve.seconds(left_tokens), rel=1e-4
-    )
+    assert result.ttft_s[0] == pytest.approx(dies.at_s + left_s, rel=1e-4)
 
 
 def test_what_the_link_had_not_carried_is_lost(case_study: CaseStudy) -> None:
@@ -91,8 +93,7 @@ def test_what_the_link_had_not_carried_is_lost(case_study: CaseStudy) -> None:
     token_bytes = shown.kv_model.bytes_to_move(2) - shown.kv_model.bytes_to_move(1)
     come = math.floor(bits_per_s / BITS_PER_BYTE * dies.at_s / token_bytes)
     assert 0 < come < TOKENS * dies.at_s / lone_prefill_s(shown) / 2
-    left_s = shown.clusters[1].curve.seconds(TOKENS - come)
-    assert one(shown).ttft_s[0] == pytest.approx(dies.at_s + left_s, rel=1e-4)
+    assert one(shown).ttft_s[0] == pytest.approx(dies.at_s + rest_s(shown, come), rel=1e-4)
 
 
 @pytest.mark.parametrize("share", [0.4, 0.7, 0.9])
@@ -157,7 +158,7 @@ def test_what_has_left_wholly_is_not_computed_again(case_study: CaseStudy) -> No
     dies = Failure("east-0", whole_s - shown.links[0].rtt_s / 2, 1e6)
     result = one(scenario(case_study, failures=[dies]))
     assert result.retries[0] == 1
-    assert result.ttft_s[0] == pytest.approx(dies.at_s + shown.clusters[1].curve.seconds(1))
+    assert result.ttft_s[0] == pytest.approx(dies.at_s + rest_s(shown, TOKENS - 1))
 
 
 @pytest.mark.parametrize(("share", "goes_on"), [(0.4, False), (0.7, True)])
@@ -169,8 +170,8 @@ def test_with_notice_a_neighbour_begins_again_what_has_come_less_than_half(
     leaves = Failure("east-0", noticed_s + 0.1, 1e6, 0.1)
     shown = scenario(case_study, up=2, model=DENSE, failures=[leaves])
     result = one(shown)
-    left = TOKENS - math.floor(share * (TOKENS - 1))
-    again_s = shown.clusters[1].curve.seconds(left) if goes_on else prefill_s + shown.links[0].rtt_s
+    kept = math.floor(share * (TOKENS - 1))
+    again_s = rest_s(shown, kept) if goes_on else prefill_s + shown.links[0].rtt_s
     assert result.retries[0] == 1
     assert result.ttft_s[0] == pytest.approx(noticed_s + again_s, rel=1e-3)
 
@@ -182,9 +183,8 @@ def test_a_link_that_stays_down_leaves_what_it_had_carried(case_study: CaseStudy
         for keeps in (False, True)
     )
     come = math.floor(2.0 / lone_prefill_s(kept) * (TOKENS - 1))
-    seconds = kept.clusters[1].curve.seconds
     spared_s = one(lost).ttft_s[0] - one(kept).ttft_s[0]
-    assert spared_s == pytest.approx(seconds(TOKENS) - seconds(TOKENS - come), rel=1e-3)
+    assert spared_s == pytest.approx(rest_s(kept, 0) - rest_s(kept, come), rel=1e-3)
 
 
 @pytest.mark.parametrize(("model", "share"), [("", 0.0), (DENSE, 0.5)])
@@ -195,9 +195,9 @@ def test_inside_a_cluster_only_full_attention_is_kept(
     alone = replace(whole, clusters=(whole.clusters[1],), links=(), policy="local_only", failures=())
     seconds = alone.clusters[0].curve.seconds
     dies = Failure("home-0", seconds(TOKENS) / 2, 1e6)
-    left = TOKENS - math.floor(share * (TOKENS - 1))
+    kept = math.floor(share * (TOKENS - 1))
     result = one(replace(alone, failures=[dies]))
-    assert result.ttft_s[0] == pytest.approx(dies.at_s + seconds(left), rel=1e-4)
+    assert result.ttft_s[0] == pytest.approx(dies.at_s + rest_s(whole, kept), rel=1e-4)
 
 
 def test_the_bytes_of_checkpoints_cross_the_link(case_study: CaseStudy) -> None:

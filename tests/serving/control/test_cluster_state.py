@@ -59,7 +59,7 @@ def test_a_cache_transfer_keeps_no_other_bytes_waiting(tmp_path: Path, clock: Fa
 
 
 def test_only_clean_ends_at_the_head_are_measured(deployment: Deployment, clock: FakeClock) -> None:
-    measured: list[tuple[str, int, float]] = []
+    measured: list[tuple[str, int, int, float]] = []
     cluster_state = cluster_state_of(deployment, clock, on_service=lambda *what: measured.append(what))
     with pytest.raises(OSError), cluster_state.prefilling(decision("far-0", "home-d0")) as work:
         clock.now_s += 5
@@ -69,7 +69,7 @@ def test_only_clean_ends_at_the_head_are_measured(deployment: Deployment, clock:
         clock.now_s += 5
     assert measured == []
     first = cluster_state.prefilling(decision("far-0", "home-d0"))
-    second = cluster_state.prefilling(decision("far-0", "home-d1", prefill_tokens=3000))
+    second = cluster_state.prefilling(decision("far-0", "home-d1", prefill_tokens=3000, num_tokens=5000))
     first.__enter__().measured()
     clock.now_s += 1
     second.__enter__().measured()
@@ -77,13 +77,13 @@ def test_only_clean_ends_at_the_head_are_measured(deployment: Deployment, clock:
     first.__exit__(None, None, None)
     clock.now_s += 4
     second.__exit__(None, None, None)
-    assert measured == [("far", 1000, 2.0), ("far", 3000, 4.0)]
+    assert measured == [("far", 1000, 0, 2.0), ("far", 3000, 2000, 4.0)]
 
 
 def test_what_the_link_explains_is_not_measured(deployment: Deployment, clock: FakeClock) -> None:
     measured: list[float] = []
     cluster_state = cluster_state_of(
-        deployment, clock, on_service=lambda _cluster, _tokens, s: measured.append(s)
+        deployment, clock, on_service=lambda _cluster, _tokens, _reused, s: measured.append(s)
     )
     cluster_state.set_link(LINK, delivered_bytes=0, measured_bytes=0, capacity_bits_per_s=8e5)
     with cluster_state.prefilling(decision("far-0", "home-d0")) as work:
@@ -168,7 +168,9 @@ class Accounting(RuleBasedStateMachine):
         self.folder = tempfile.TemporaryDirectory()
         self.clock = FakeClock()
         self.cluster_state = cluster_state_of(
-            deployment_of(Path(self.folder.name)), self.clock, on_service=lambda _c, _t, s: self.measured(s)
+            deployment_of(Path(self.folder.name)),
+            self.clock,
+            on_service=lambda _c, _t, _r, s: self.measured(s),
         )
         self.open: list[AbstractContextManager[None]] = []
 

@@ -138,6 +138,26 @@ def test_who_goes_away_leaves_nothing_behind(deployment: Deployment, clock: Fake
     asyncio.run(main())
 
 
+def test_a_request_that_goes_just_before_its_turn_breaks_no_other(
+    deployment: Deployment, clock: FakeClock
+) -> None:
+    async def main() -> None:
+        yard = Yard(deployment, clock)
+        hold = asyncio.Event()
+        held = [yard.asks(name, urgent(0.0), hold) for name in "ab"]
+        await settled()
+        gone, stays = yard.asks("gone", urgent(1.0)), yard.asks("stays", urgent(2.0))
+        await settled()
+        # Those that hold an instance wake up first, and find a request that is cancelled but has not run yet.
+        hold.set()
+        gone.cancel()
+        await asyncio.wait_for(asyncio.gather(*held, stays), 60)
+        assert gone.cancelled()
+        assert yard.cluster_state.view.clusters["far"].waiting_s == 0.0
+
+    asyncio.run(main())
+
+
 def test_a_turn_that_comes_as_its_request_goes_is_passed_on(deployment: Deployment, clock: FakeClock) -> None:
     async def main() -> None:
         yard = Yard(deployment, clock)

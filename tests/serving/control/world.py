@@ -108,8 +108,9 @@ def decision(
     prefill_tokens: int = 1000,
     skip_tokens: int = 0,
     cache_transfer: CacheTransfer | None = None,
+    num_tokens: int = 0,
 ) -> Decision:
-    """Nothing of the prompt is cached where it is prefilled, and its last token is not sent."""
+    """Its last token is not sent. Without `num_tokens` nothing of the prompt is cached where it is prefilled."""
     route = Route.OFFLOAD if prefill.startswith("far") else Route.LOCAL
     return Decision(
         route,
@@ -123,6 +124,7 @@ def decision(
         4000.0,
         1.0,
         cache_transfer,
+        num_tokens=num_tokens,
     )
 
 

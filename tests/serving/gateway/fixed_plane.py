@@ -221,8 +221,8 @@ class FixedPlane:
             self.measured.append(decision.prefill)
 
     @contextmanager
-    def decoding(self, name: str, prefill_tokens: int) -> Iterator[None]:
-        self.own_prefills.append(prefill_tokens)
+    def decoding(self, name: str, tokens: int, reused_tokens: int = 0) -> Iterator[None]:
+        self.own_prefills.append(tokens)
         with self._counted(name):
             yield
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from prfaas.core.latency import LatencyProfile
+from prfaas.core.latency.cached_prefix import after_prefix_s
 from prfaas.core.latency.curve_reader import curve_reader
 
 if TYPE_CHECKING:
@@ -153,11 +154,18 @@ class ServiceCurve:
         """Seconds of a prefill over tokens [start, end) of a prompt, from those over its beginnings."""
         return self.seconds(end_tokens) - self.seconds(start_tokens)
 
-    def add(self, tokens: float, seconds: float, now_s: float) -> None:
+    def after_prefix_s(self, uncached_tokens: float, reused_tokens: float) -> float:
+        """Seconds of computing `uncached_tokens` behind `reused_tokens` that need not be computed."""
+        return after_prefix_s(self.seconds, uncached_tokens, reused_tokens)
+
+    def add(self, tokens: float, seconds: float, now_s: float, reused_tokens: float = 0.0) -> None:
         """Take one measured prefill: `seconds` of service, without waiting. Impossible values are ignored.
 
+        Of a prefill behind `reused_tokens` the curve learns how much longer it took than predicted.
         About 1.5 µs, and 0.2 ms when the table is made again.
         """
+        if reused_tokens and tokens >= 1:
+            seconds *= self.seconds(tokens) / self.after_prefix_s(tokens, reused_tokens)
         if not (tokens >= 1 and 0 < seconds < math.inf):
             return
         bin_ = min(int(math.log2(tokens) * _BINS_PER_OCTAVE), len(self._filled) - 1)

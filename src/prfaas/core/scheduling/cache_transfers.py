@@ -86,7 +86,7 @@ def with_cache(
     load_s = option.load_s
     if request.pools:
         moved_s, load_s = _from_tiers(request, view, option, source, tokens, skip, moved_s)
-    prefill_s = option.cluster.prefill_s(request.num_tokens - tokens)
+    prefill_s = option.cluster.after_prefix_s(request.num_tokens - tokens, tokens)
     if moved_s + load_s >= option.load_s + option.prefill_s - prefill_s:
         return option
     if link.egress_price_per_byte:

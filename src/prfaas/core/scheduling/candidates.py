@@ -68,7 +68,7 @@ def prefill_by(
     held_tokens = request.reusable_at(instance.name) if request.held else 0
     load_s = request.loads_s.get(instance.name, 0.0) if request.loads_s else 0.0
     start_s = max(instance.busy_until_s - view.now_s, 0.0) + load_s
-    prefill_s = cluster.prefill_s(request.num_tokens - held_tokens)
+    prefill_s = cluster.after_prefix_s(request.num_tokens - held_tokens, held_tokens)
     return PrefillCandidate(
         cluster,
         instance,
@@ -207,7 +207,7 @@ def best_candidate(request: RoutingRequest, cluster: ClusterView, view: View) ->
             if queue_s > done_s:
                 continue
             if tokens != asked_tokens:
-                asked_tokens, seconds = tokens, cluster.prefill_s(num_tokens - tokens)
+                asked_tokens, seconds = tokens, cluster.after_prefix_s(num_tokens - tokens, tokens)
             end_s = queue_s + seconds
             if end_s > done_s or (end_s == done_s and tokens < reusable):
                 continue
@@ -253,12 +253,13 @@ def _best_with_pools(request: RoutingRequest, cluster: ClusterView, view: View) 
         tokens, load_s = request.reusable_at(name), request.loads_s.get(name, 0.0)
         if tokens > longest:
             holder, longest = instance, tokens
-        done_s = queue_s + load_s + cluster.prefill_s(num_tokens - tokens)
+        done_s = queue_s + load_s + cluster.after_prefix_s(num_tokens - tokens, tokens)
         options.append(((done_s, -tokens, instance.in_flight), instance, tokens, queue_s, load_s, None))
         copy = request.copies.get(name)
         if copy is not None:
             start_s = max(queue_s, copy.copy_s)
-            done_s = start_s + copy.load_s + cluster.prefill_s(num_tokens - copy.num_tokens)
+            prefill_s = cluster.after_prefix_s(num_tokens - copy.num_tokens, copy.num_tokens)
+            done_s = start_s + copy.load_s + prefill_s
             rank = (done_s, -copy.num_tokens, instance.in_flight)
             options.append((rank, instance, copy.num_tokens, start_s, copy.load_s, copy))
     if holder is None:
@@ -266,7 +267,7 @@ def _best_with_pools(request: RoutingRequest, cluster: ClusterView, view: View) 
     _, chosen, reusable, ready_s, load_s, copy = min(options, key=itemgetter(0))
     shared_s = cluster.waiting_s / len(prefillers(cluster, view)) if cluster.waiting_s > 0.0 else 0.0
     start_s = ready_s + load_s + shared_s
-    prefill_s = cluster.prefill_s(num_tokens - reusable)
+    prefill_s = cluster.after_prefix_s(num_tokens - reusable, reusable)
     moved = None
     if copy is not None:
         moved = CacheTransfer(copy.source, copy.num_tokens, copy.skip_tokens, copy.kv_bytes, from_pool=True)

@@ -226,6 +226,13 @@ class Decision:
     """What comes after the predicted TTFT and `kv_wait_s`: until `decode` has a slot for the request, as predicted."""
     kv_wait_s: float = 0.0
     """What comes after a predicted TTFT that waits for no KV: until `decode` has it and can write the second token."""
+    num_tokens: int = 0
+    """Tokens of the whole prompt; 0: nothing is known of a cached prefix."""
+
+    @property
+    def reused_tokens(self) -> int:
+        """Leading tokens of the prompt that `prefill` need not compute: `prefill_tokens` follow them."""
+        return max(self.num_tokens - self.prefill_tokens, 0)
 
     @property
     def transfers(self) -> bool:

@@ -11,7 +11,8 @@ from prfaas.core.units import BITS_PER_BYTE
 def ends_in_s(request: RoutingRequest, view: View, cluster: ClusterView, instance: InstanceView) -> float:
     """Seconds until a prefill that is routed to `instance` now has left it, by prediction: over its slowest link."""
     start_s = max(instance.busy_until_s - view.now_s, 0.0)
-    prefill_s = cluster.prefill_s(request.num_tokens - request.reusable_at(instance.name))
+    reused_tokens = request.reusable_at(instance.name)
+    prefill_s = cluster.after_prefix_s(request.num_tokens - reused_tokens, reused_tokens)
     ends_s = start_s + prefill_s
     kv_bits = BITS_PER_BYTE * view.kv.bytes_to_move(request.num_tokens, 0)
     for link in view.links.values():

@@ -69,7 +69,7 @@ def _exposed_s(decision: Decision, cluster: ClusterView, link: LinkView, now_s: 
     """What of a transfer its prefill does not hide."""
     if link.capacity_bits_per_s <= 0:
         return math.inf
-    prefill_s = cluster.prefill_s(decision.prefill_tokens)
+    prefill_s = cluster.after_prefix_s(decision.prefill_tokens, decision.reused_tokens)
     link_s = BITS_PER_BYTE * decision.kv_bytes / link.capacity_bits_per_s
     wait_s = max(link.drained_s - now_s, 0.0)
     return streamed_s(0.0, prefill_s, wait_s, link_s, link.rtt_s) - prefill_s

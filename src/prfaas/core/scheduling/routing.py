@@ -372,6 +372,7 @@ def decision_of(request: RoutingRequest, view: View, decode: InstanceView, choic
         else None,
         decode_wait_s,
         kv_wait_s,
+        request.num_tokens,
     )
 
 

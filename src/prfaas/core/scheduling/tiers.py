@@ -137,7 +137,8 @@ def _with_own_pool(
     if reusable <= own_tokens:
         return PrefixHit(own.reusable_tokens, attention_tokens), 0.0
     load_s = loading_s(kv, pool, hit, reusable, own.reusable_tokens)
-    if load_s + cluster.prefill_s(num_tokens - reusable) >= cluster.prefill_s(num_tokens - own_tokens):
+    own_s = cluster.after_prefix_s(num_tokens - own_tokens, own_tokens)
+    if load_s + cluster.after_prefix_s(num_tokens - reusable, reusable) >= own_s:
         return PrefixHit(own.reusable_tokens, attention_tokens), 0.0
     return PrefixHit(there.reusable_tokens, attention_tokens), load_s
 
@@ -153,7 +154,7 @@ def _best_copy(
     view: View,
 ) -> PoolCopy | None:
     """The prefix of another machine of the pool's cluster that an instance would be done sooner with than `here`."""
-    kv, prefill_s = view.kv, view.clusters[pool.cluster].prefill_s
+    kv, cluster = view.kv, view.clusters[pool.cluster]
     held_in_pool = 0 if own_hit is None else own_hit.every_tier.attention_tokens
     best: PoolCopy | None = None
     least_s = math.inf
@@ -162,7 +163,8 @@ def _best_copy(
         if tokens <= here.reusable_tokens or tokens > num_tokens - 2:
             continue
         if least_s == math.inf:
-            least_s = load_s + prefill_s(num_tokens - _below_last(here.reusable_tokens, num_tokens))
+            reused_tokens = _below_last(here.reusable_tokens, num_tokens)
+            least_s = load_s + cluster.after_prefix_s(num_tokens - reused_tokens, reused_tokens)
         source = view.pools[name]
         skip = min(held_in_pool, tokens) if kv.can_skip else 0
         kv_bytes = kv.prefix_bytes_to_move(tokens, skip)
@@ -170,7 +172,7 @@ def _best_copy(
         copy_s = _HOP_S + max(moved_s, reading_s(kv, source, hit, tokens, skip))
         loaded_bytes = kv.prefix_bytes_to_move(tokens, min(own.reusable_tokens, tokens))
         loaded_s = BITS_PER_BYTE * loaded_bytes / pool.memory_bits_per_s
-        done_s = copy_s + loaded_s + prefill_s(num_tokens - tokens)
+        done_s = copy_s + loaded_s + cluster.after_prefix_s(num_tokens - tokens, tokens)
         if done_s < least_s:
             least_s = done_s
             best = PoolCopy(name, tokens, skip, kv_bytes, copy_s, loaded_s)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from prfaas.core.latency.cached_prefix import after_prefix_s
 from prfaas.core.link.meter import LinkCondition, LinkMeter
 from prfaas.core.scheduling.decision import KvFacts
 from prfaas.core.scheduling.prefill_order import PrefillWaits
@@ -250,6 +251,10 @@ class ClusterView:
     """What one instance costs, in the currency of the deployment file's prices."""
     kills_per_s: float = 0.0
     """How often an instance is taken away while it is up, as the deployment file says; 0: its owner keeps it."""
+
+    def after_prefix_s(self, uncached_tokens: float, reused_tokens: float) -> float:
+        """Seconds of computing `uncached_tokens` behind `reused_tokens` that an instance need not compute."""
+        return after_prefix_s(self.prefill_s, uncached_tokens, reused_tokens)
 
 
 @dataclass(slots=True)

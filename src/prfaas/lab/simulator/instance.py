@@ -174,6 +174,7 @@ class Engine:
     """One instance. Its view is what policies read of it."""
 
     __slots__ = (
+        "after_prefix_s",
         "at_work",
         "block_tokens",
         "chunk_tokens",
@@ -245,6 +246,7 @@ class Engine:
         self.name = view.name
         self.cluster = cluster
         self.prefill_s = cluster.prefill_s
+        self.after_prefix_s = cluster.after_prefix_s
         self.pool = pool
         self.clock = clock
         self.step_s = step_s
@@ -292,7 +294,20 @@ class Engine:
         if self.leaves_s == math.inf:
             return True
         job = self.pool.next_of(self.name)
-        return job is None or now_s + self.prefill_s(job.computed_tokens) <= self.leaves_s
+        if job is None:
+            return True
+        return (
+            now_s + self.after_prefix_s(job.computed_tokens, job.tokens - job.computed_tokens)
+            <= self.leaves_s
+        )
+
+    def together_s(self, jobs: "list[Job]") -> float:
+        """Seconds of computing prompts in one step, each of which would take its `service_s` alone."""
+        alone_s = sum((job.service_s for job in jobs), 0.0)
+        tokens_s = self.prefill_s(sum(job.computed_tokens for job in jobs))
+        prefixes_s = alone_s - sum((self.prefill_s(job.computed_tokens) for job in jobs), 0.0)
+        # A curve counts what one long prompt attends to in itself; several short ones take no longer than in turn.
+        return min(tokens_s + prefixes_s, alone_s)
 
     def fill_up(self, job: Job, now_s: float) -> float:
         """What `job` leaves of its last steps is filled up with tokens of the prompts that wait here.

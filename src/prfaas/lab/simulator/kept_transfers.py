@@ -27,7 +27,7 @@ class KeptTransfers:
             return 0
         job.every_tokens = checkpoint_every_tokens(
             job.computed_tokens,
-            engine.prefill_s(job.computed_tokens),
+            engine.after_prefix_s(job.computed_tokens, job.tokens - job.computed_tokens),
             job.promised_bytes,
             size_bytes,
             link_bits_per_s,
@@ -101,7 +101,8 @@ class _GoesOn:
             0,
             "kept",
             before.threshold_tokens,
-            target.prefill_s(left_tokens),
+            target.after_prefix_s(left_tokens, self._kept_tokens),
+            num_tokens=request.num_tokens,
         )
 
 

@@ -145,9 +145,7 @@ class World:
             left_tokens -= job.computed_tokens
         if not jobs:
             return
-        alone_s = [job.service_s for job in jobs]
-        # A curve counts what one long prompt attends to in itself; several short ones take no longer than in turn.
-        step_s = min(engine.prefill_s(sum(job.computed_tokens for job in jobs)), sum(alone_s))
+        step_s = engine.together_s(jobs)
         for job in jobs:
             job.service_s = step_s
             self._start(engine, job)
@@ -200,7 +198,7 @@ class World:
         if limit is not None and limit.refuses(decision, engine, target):
             return False
         job.computed_tokens = computed = decision.prefill_tokens
-        job.service_s = engine.prefill_s(computed)
+        job.service_s = engine.after_prefix_s(computed, job.tokens - computed)
         if self.pools is not None:
             self.pools.place(job, held)
         self.open[job.number] = job
@@ -290,7 +288,7 @@ class World:
         request = self._request(job, held)
         reusable = request.reusable_at(engine.name)
         job.computed_tokens = job.tokens - reusable
-        job.service_s = engine.prefill_s(job.computed_tokens)
+        job.service_s = engine.after_prefix_s(job.computed_tokens, reusable)
         if self.pools is not None:
             self.pools.settle(job, held, reusable, request.loads_s.get(engine.name, 0.0))
         self.columns.hit_tokens[job.number] = reusable

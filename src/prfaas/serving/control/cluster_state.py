@@ -12,7 +12,7 @@ from prfaas.serving.control.link_load import LinkLoad
 from prfaas.serving.control.prefill_queue import PrefillQueue
 
 Clock = Callable[[], float]
-OnService = Callable[[str, int, float], None]
+OnService = Callable[[str, int, int, float], None]
 
 # A measured service time is one of the prefill only if the link was done well before.
 _LINK_SHARE = 0.8
@@ -82,7 +82,7 @@ class ClusterState:
         Args:
             view: the deployment at rest, with its clock at now.
             clock: seconds that never go back.
-            on_service: called with (cluster, uncached tokens, seconds) for every measured prefill.
+            on_service: called with (cluster, uncached tokens, reused ones, seconds) for every measured prefill.
         """
         self.view = view
         self._clock = clock
@@ -281,7 +281,8 @@ class ClusterState:
             target = self._loads[decision.decode]
             open_here.enter_context(self._arriving(target))
             link_done_s = open_here.enter_context(self._on_link(load, target, decision.kv_bytes))
-            predicted_s = load.cluster.prefill_s(decision.prefill_tokens)
+            tokens, reused_tokens = decision.prefill_tokens, decision.reused_tokens
+            predicted_s = load.cluster.after_prefix_s(tokens, reused_tokens)
             load.typical_s += (
                 _TYPICAL_WEIGHT * (predicted_s - load.typical_s) if load.typical_s else predicted_s
             )
@@ -298,7 +299,7 @@ class ClusterState:
                 service_s = load.queue.remove(end_s, work)
                 self._predict(load, end_s)
                 if prefill.is_measured and service_s and link_done_s <= end_s - (1 - _LINK_SHARE) * service_s:
-                    self._on_service(load.cluster.name, decision.prefill_tokens, service_s)
+                    self._on_service(load.cluster.name, tokens, reused_tokens, service_s)
 
     @contextmanager
     def planned(self, decision: Decision) -> Iterator[None]:
@@ -321,13 +322,13 @@ class ClusterState:
             yield
 
     @contextmanager
-    def decoding(self, name: str, prefill_tokens: int) -> Iterator[None]:
-        """A request is open at its decode instance, which prefills `prefill_tokens` >= 0 of it."""
+    def decoding(self, name: str, tokens: int, reused_tokens: int = 0) -> Iterator[None]:
+        """A request is open at its decode instance, which prefills `tokens` >= 0 of it behind `reused_tokens`."""
         load = self._loads[name]
         work = None
-        if prefill_tokens > 0:
+        if tokens > 0:
             now_s = self._clock()
-            work = load.queue.add(now_s, load.cluster.prefill_s(prefill_tokens), timed=True)
+            work = load.queue.add(now_s, load.cluster.after_prefix_s(tokens, reused_tokens), timed=True)
             self._predict(load, now_s)
         with self._in_flight(load):
             self._decode(load, 1)

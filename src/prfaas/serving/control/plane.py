@@ -285,9 +285,9 @@ class LivePlane:
         """What an answer takes from its first token to its last. See `gateway.control_plane`."""
         return self.engines.meters[decode].answer_s(max_tokens)
 
-    def decoding(self, name: str, prefill_tokens: int) -> AbstractContextManager[None]:
+    def decoding(self, name: str, tokens: int, reused_tokens: int = 0) -> AbstractContextManager[None]:
         """While a request is open at its decode instance. See `gateway.control_plane`."""
-        return self.waits.decoding(name, prefill_tokens)
+        return self.waits.decoding(name, tokens, reused_tokens)
 
     def expect(self, name: str, chains: PromptChains) -> None:
         """The instance will hold this prompt in a moment."""
@@ -386,9 +386,10 @@ class LivePlane:
         if self.drains.has_left(name):
             self.drain(name, wanted=False)
 
-    def _on_service(self, cluster: str, tokens: int, seconds: float) -> None:
-        self.metrics.service_ratio.labels(cluster).observe(seconds / self.curves[cluster].seconds(tokens))
-        self.curves[cluster].add(tokens, seconds, self.clock())
+    def _on_service(self, cluster: str, tokens: int, reused_tokens: int, seconds: float) -> None:
+        predicted_s = self.curves[cluster].after_prefix_s(tokens, reused_tokens)
+        self.metrics.service_ratio.labels(cluster).observe(seconds / predicted_s)
+        self.curves[cluster].add(tokens, seconds, self.clock(), reused_tokens)
 
     def _on_health(self, name: str, healthy: bool) -> None:
         if not healthy:

@@ -150,7 +150,7 @@ class PrefillAdmission:
         cluster = view.clusters[self._cluster_state.instance(decision.prefill).cluster]
         pool = self._pools[cluster.name]
         admission: Admission = asyncio.get_running_loop().create_future()
-        work_s = cluster.prefill_s(decision.prefill_tokens)
+        work_s = cluster.after_prefix_s(decision.prefill_tokens, decision.reused_tokens)
         # Another instance of the cluster may be one whose KV the decode instance does not take.
         may_send = {
             each.name for each in cluster.instances if (each.name, decision.decode) not in view.blocked
@@ -192,15 +192,16 @@ class PrefillAdmission:
         if not len(pool) or not self._is_free(name):
             self._left_s.pop(name, None)
         while len(pool) and instance.takes_prefills and self._is_free(name) and self._is_next(name, now_s):
-            if not self._has_time(name, pool.next_of(name), now_s):
+            admission = pool.next_of(name)
+            if admission is not None and admission.cancelled():
+                # Its request has gone, and has not run yet to take it back.
+                pool.withdraw(admission)
+                continue
+            if admission is None or not self._has_time(name, admission, now_s):
                 break
-            admission = pool.take(name, now_s=now_s)
-            if admission is None:
-                break
-            tokens = self._tokens[admission]
-            self._at_work[name] += tokens
-            work_s = self._cluster_state.view.clusters[instance.cluster].prefill_s(tokens)
-            self._served[instance.cluster].add(work_s, now_s)
+            self._served[instance.cluster].add(pool.work_s(admission), now_s)
+            pool.take(name, now_s=now_s)
+            self._at_work[name] += self._tokens[admission]
             admission.set_result(name)
         self._show_waiting(instance.cluster)
 
@@ -212,10 +213,10 @@ class PrefillAdmission:
         others = self._others_total.instances.get(name, NOTHING_AT_INSTANCE)
         return self._at_work[name] + others.prefill_tokens < self._batch_tokens
 
-    def _has_time(self, name: str, admission: Admission | None, now_s: float) -> bool:
+    def _has_time(self, name: str, admission: Admission, now_s: float) -> bool:
         """Whether an instance that is about to be taken away ends the prefill before."""
         leaves_s = self._cluster_state.view.leaves_s.get(name)
-        if leaves_s is None or admission is None:
+        if leaves_s is None:
             return True
         return now_s + self._pools[self._cluster_state.instance(name).cluster].work_s(admission) <= leaves_s
 

@@ -46,9 +46,9 @@ class PredictedWaits:
         self._calm: set[str] = set()
 
     @contextmanager
-    def decoding(self, name: str, prefill_tokens: int) -> Iterator[None]:
+    def decoding(self, name: str, tokens: int, reused_tokens: int = 0) -> Iterator[None]:
         """While a request is open at its decode instance."""
-        with self._cluster_state.decoding(name, prefill_tokens):
+        with self._cluster_state.decoding(name, tokens, reused_tokens):
             try:
                 yield
             finally:
@@ -111,7 +111,7 @@ class PredictedWaits:
             return 0
         return checkpoint_every_tokens(
             decision.prefill_tokens,
-            cluster.prefill_s(decision.prefill_tokens),
+            cluster.after_prefix_s(decision.prefill_tokens, decision.reused_tokens),
             decision.kv_bytes,
             self._cluster_state.view.kv.checkpoint_bytes,
             link.capacity_bits_per_s,

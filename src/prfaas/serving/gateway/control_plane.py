@@ -123,8 +123,9 @@ class ControlPlane(Protocol):
         """
         ...
 
-    def decoding(self, name: str, prefill_tokens: int) -> AbstractContextManager[None]:
-        """While a request is open at its decode instance, which also prefills `prefill_tokens` tokens of it."""
+    def decoding(self, name: str, tokens: int, reused_tokens: int = 0) -> AbstractContextManager[None]:
+        """While a request is open at its decode instance, which also prefills `tokens` tokens of it, behind
+        `reused_tokens` that it has."""
         ...
 
     def expect(self, name: str, chains: PromptChains) -> None:

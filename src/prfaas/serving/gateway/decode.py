@@ -111,7 +111,9 @@ class Decoder:
         try:
             body = await self._body(request, prepared)
             with (
-                self._plane.decoding(prepared.decode, prepared.own_prefill_tokens),
+                self._plane.decoding(
+                    prepared.decode, prepared.own_prefill_tokens, prepared.own_reused_tokens
+                ),
                 engine_call(request.record.trace, "decode", request.headers, self._told(prepared)) as call,
             ):
                 arrived: PreparedRequest | None = None

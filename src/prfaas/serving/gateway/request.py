@@ -103,6 +103,11 @@ class PreparedRequest:
     """Why an earlier prefill elsewhere failed, in one word."""
 
     @property
+    def own_reused_tokens(self) -> int:
+        """Tokens that the decode engine has of a prompt that it prefills itself; 0 when it is not known, or none."""
+        return self.decision.reused_tokens if self.decision is not None and self.own_prefill_tokens else 0
+
+    @property
     def cached_tokens(self) -> int | None:
         """Tokens of the prompt that an engine held before this request; None where the decode engine's count is right.
 

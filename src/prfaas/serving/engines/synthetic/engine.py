@@ -311,7 +311,7 @@ class SyntheticEngine:
         try:
             for end_tokens in self._chunk_ends(start_tokens, len(context.chain)):
                 context.compute(self.cache.layout.groups, state.done_tokens, end_tokens)
-                from_s, at_s = at_s, begin_s + self._pace.prefill_s(end_tokens - start_tokens)
+                from_s, at_s = at_s, begin_s + self._pace.prefill_s(end_tokens - start_tokens, start_tokens)
                 await self._compute_chunk(sending, end_tokens, from_s, at_s)
                 self.cache.store(context, state.lease, state.stored_tokens, end_tokens, states=True)
                 self.counts.prefilled_tokens += end_tokens - state.done_tokens

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from itertools import count
 
 from prfaas.core.latency import LatencyProfile
+from prfaas.core.latency.cached_prefix import after_prefix_s
 
 DEFAULT_STEP_S = 0.025
 """One decode step where a profile has no decode times: the paper's 40 tokens/s."""
@@ -21,11 +22,14 @@ class Pace:
         self._profile = profile
         self._speedup = speedup
 
-    def prefill_s(self, uncached_tokens: int) -> float:
-        """Seconds from a prefill's start until `uncached_tokens` tokens are done."""
+    def prefill_s(self, uncached_tokens: int, reused_tokens: int = 0) -> float:
+        """Seconds from a prefill's start until `uncached_tokens` tokens are done, behind `reused_tokens`."""
+        return after_prefix_s(self._whole_s, uncached_tokens, reused_tokens)
+
+    def _whole_s(self, tokens: float) -> float:
         low, high = self._profile.range_tokens
-        inside = min(max(uncached_tokens, low), high)
-        return self._profile.prefill_s(inside) * max(uncached_tokens / high, 1.0) / self._speedup
+        inside = min(max(tokens, low), high)
+        return self._profile.prefill_s(inside) * max(tokens / high, 1.0) / self._speedup
 
     def step_s(self, batch: int) -> float:
         """Seconds of one decode step."""
