@@ -17,8 +17,20 @@ def after_prefix_s(
         uncached_tokens: l − p.
         reused_tokens: p, at least 0.
     """
-    alone_s = prefill_s(uncached_tokens)
     if not reused_tokens:
-        return alone_s
-    longer_s = prefill_s(uncached_tokens + reused_tokens) - prefill_s(reused_tokens)
-    return longer_s if longer_s > alone_s else alone_s
+        return prefill_s(uncached_tokens)
+    return rest_reader(prefill_s, uncached_tokens + reused_tokens)(reused_tokens)
+
+
+def rest_reader(prefill_s: Callable[[float], float], num_tokens: float) -> Callable[[float], float]:
+    """`after_prefix_s` of one prompt over its reused tokens, for a decision that asks it of many instances."""
+    whole_s = prefill_s(num_tokens)
+
+    def rest_s(reused_tokens: float) -> float:
+        if not reused_tokens:
+            return whole_s
+        alone_s = prefill_s(num_tokens - reused_tokens)
+        longer_s = whole_s - prefill_s(reused_tokens)
+        return longer_s if longer_s > alone_s else alone_s
+
+    return rest_s

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from operator import attrgetter, itemgetter
 from typing import Protocol
 
+from prfaas.core.latency.cached_prefix import rest_reader
 from prfaas.core.scheduling.decision import CacheTransfer, PoolCopy, RoutingRequest
 from prfaas.core.scheduling.hazard import streamed_s
 from prfaas.core.scheduling.tiers import source_pool
@@ -178,7 +179,8 @@ def best_candidate(request: RoutingRequest, cluster: ClusterView, view: View) ->
     if request.loads_s or request.copies:
         return _best_with_pools(request, cluster, view)
     now_s, avoid, num_tokens = view.now_s, view.avoid, request.num_tokens
-    held_at = request.held.get
+    held_at, prefill = request.held.get, cluster.prefill_s
+    whole_s = prefill(num_tokens)
     chosen: InstanceView | None = None
     holder: InstanceView | None = None
     # No instance holds so little: the first one is not compared with anything.
@@ -207,7 +209,13 @@ def best_candidate(request: RoutingRequest, cluster: ClusterView, view: View) ->
             if queue_s > done_s:
                 continue
             if tokens != asked_tokens:
-                asked_tokens, seconds = tokens, cluster.after_prefix_s(num_tokens - tokens, tokens)
+                # As `after_prefix_s`, in line, and no further than it may still win.
+                longer_s = whole_s - prefill(tokens)
+                if queue_s + longer_s > done_s:
+                    continue
+                asked_tokens, seconds = tokens, prefill(num_tokens - tokens)
+                if longer_s > seconds:
+                    seconds = longer_s
             end_s = queue_s + seconds
             if end_s > done_s or (end_s == done_s and tokens < reusable):
                 continue
@@ -243,7 +251,7 @@ def best_candidate(request: RoutingRequest, cluster: ClusterView, view: View) ->
 
 def _best_with_pools(request: RoutingRequest, cluster: ClusterView, view: View) -> BestCandidate | None:
     """`best_candidate` where instances load from pools, or have a prefix copied from another machine first."""
-    now_s, num_tokens = view.now_s, request.num_tokens
+    now_s, rest_s = view.now_s, rest_reader(cluster.prefill_s, request.num_tokens)
     holder: InstanceView | None = None
     longest, least_wait_s = -1, math.inf
     options: list[tuple[tuple[float, int, int], InstanceView, int, float, float, PoolCopy | None]] = []
@@ -253,13 +261,12 @@ def _best_with_pools(request: RoutingRequest, cluster: ClusterView, view: View) 
         tokens, load_s = request.reusable_at(name), request.loads_s.get(name, 0.0)
         if tokens > longest:
             holder, longest = instance, tokens
-        done_s = queue_s + load_s + cluster.after_prefix_s(num_tokens - tokens, tokens)
+        done_s = queue_s + load_s + rest_s(tokens)
         options.append(((done_s, -tokens, instance.in_flight), instance, tokens, queue_s, load_s, None))
         copy = request.copies.get(name)
         if copy is not None:
             start_s = max(queue_s, copy.copy_s)
-            prefill_s = cluster.after_prefix_s(num_tokens - copy.num_tokens, copy.num_tokens)
-            done_s = start_s + copy.load_s + prefill_s
+            done_s = start_s + copy.load_s + rest_s(copy.num_tokens)
             rank = (done_s, -copy.num_tokens, instance.in_flight)
             options.append((rank, instance, copy.num_tokens, start_s, copy.load_s, copy))
     if holder is None:
@@ -267,7 +274,7 @@ def _best_with_pools(request: RoutingRequest, cluster: ClusterView, view: View) 
     _, chosen, reusable, ready_s, load_s, copy = min(options, key=itemgetter(0))
     shared_s = cluster.waiting_s / len(prefillers(cluster, view)) if cluster.waiting_s > 0.0 else 0.0
     start_s = ready_s + load_s + shared_s
-    prefill_s = cluster.after_prefix_s(num_tokens - reusable, reusable)
+    prefill_s = rest_s(reusable)
     moved = None
     if copy is not None:
         moved = CacheTransfer(copy.source, copy.num_tokens, copy.skip_tokens, copy.kv_bytes, from_pool=True)
