@@ -2,6 +2,7 @@
 
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
@@ -20,6 +21,7 @@ from ..stack import (
     call,
     completion_body,
     prompt,
+    wait_until,
 )
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
@@ -272,3 +274,18 @@ def test_no_page_of_all_these_had_another_digest(stack: Stack) -> None:
     assert stack.metric("home-decode-0", "vllm:prfaas_loads_completed_total") > 0
     for instance in stack.deployment.instances:
         assert stack.metric(instance.name, "vllm:prfaas_digest_mismatches_total") == 0
+
+
+def test_a_decode_engine_that_prefills_keeps_no_other_request_out(stack: Stack) -> None:
+    """A prompt that is computed where it is decoded takes whole steps, but for a token of each other request."""
+    decode = "home-decode-0"
+    long, short = prompt(9, 30_000), prompt(10, 300)
+    reference = stack.reference(short)
+    with ThreadPoolExecutor(1) as pool:
+        prefill = pool.submit(call, stack.url(decode, "/v1/completions"), completion_body(long, 1))
+        wait_until(lambda: stack.metric(decode, "vllm:num_requests_running") > 0, 60, "its prefill begins")
+        answer = stack.complete(short, max_tokens=4)
+        assert not prefill.done()
+    assert prefill.result().status == 200
+    assert answer.route["decode"] == decode
+    assert answer.token_ids == reference.token_ids[1:5]
