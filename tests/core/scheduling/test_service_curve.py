@@ -33,19 +33,6 @@ def test_starts_as_the_profile(profile, speedup) -> None:  # type: ignore[no-unt
         assert curve.seconds(tokens) == pytest.approx(profile.prefill_s(tokens) / speedup, rel=1e-3)
 
 
-def test_behind_a_prefix_it_learns_how_far_the_prediction_was_off() -> None:
-    slower, usual = ServiceCurve(), ServiceCurve()
-    predicted_s = usual.after_prefix_s(2000, 100_000)
-    assert predicted_s > 1.3 * usual.seconds(2000)
-    for i in range(50):
-        slower.add(2000, 2 * predicted_s, float(i), 100_000)
-        usual.add(2000, predicted_s, float(i), 100_000)
-    for tokens in (500, 2000, 8000, 32_000):
-        assert usual.seconds(tokens) == pytest.approx(ServiceCurve().seconds(tokens))
-        assert slower.seconds(tokens) == pytest.approx(2 * usual.seconds(tokens), rel=0.05)
-    assert slower.after_prefix_s(2000, 100_000) == pytest.approx(2 * predicted_s, rel=0.05)
-
-
 def test_outside_the_profile() -> None:
     curve = ServiceCurve.of_profile(H20)
     low, high = H20.range_tokens

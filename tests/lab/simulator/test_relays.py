@@ -15,8 +15,9 @@ from prfaas.core.scheduling import POLICIES
 from prfaas.core.workload.traffic import RequestChunk
 from prfaas.lab.simulator import CacheOptions, Failure, Result, Scenario, scenario_of, simulate
 from prfaas.lab.simulator.invariants import Invariants
-from prfaas.lab.simulator.relaying_world import RelayingWorld, world_of
+from prfaas.lab.simulator.relaying_world import RelayingWorld
 from prfaas.lab.simulator.world import World
+from prfaas.lab.simulator.worlds import world_of
 
 TOKENS, RTT_S = 50_000, 0.063
 CHUNK_TOKENS = 2048

@@ -20,7 +20,7 @@ from prfaas.serving.control.planning_inputs import (
     LiveFacts,
     decode_slots,
     policy_of,
-    service_curves,
+    prefill_curves,
 )
 from prfaas.serving.control.role_allocation import RoleAllocation, RoleChanges, stage_utilisation
 from prfaas.serving.control.thresholds import DEFAULT_TOKENS, Thresholds
@@ -33,7 +33,7 @@ class Slow:
 
     def __init__(self, deployment: Deployment, clock: FakeClock) -> None:
         self.deployment, self.clock = deployment, clock
-        self.curves = service_curves(deployment)
+        self.curves = prefill_curves(deployment)
         self.cluster_state = cluster_state_of(deployment, clock)
         self.engines = {name: EngineMeter(60.0) for name in self.cluster_state.names}
         self.window = LengthWindow(600.0)

@@ -7,7 +7,7 @@ from typing import Any
 from prfaas.core.deployment import Deployment, Instance, load_deployment
 from prfaas.core.scheduling import CacheTransfer, Decision, KvFacts, Route
 from prfaas.serving.control.cluster_state import ClusterState
-from prfaas.serving.control.planning_inputs import service_curves, view_of
+from prfaas.serving.control.planning_inputs import prefill_curves, view_of
 from prfaas.serving.transport.pacing import PaceOrder
 from prfaas.serving.transport.roster import Roster
 
@@ -92,7 +92,7 @@ def cluster_state_of(
     on_service: Callable[[str, int, float], None] = lambda *_: None,
 ) -> ClusterState:
     """A cluster_state whose instances prefill 1000 tokens a second."""
-    view = view_of(deployment, None, service_curves(deployment), clock())
+    view = view_of(deployment, None, prefill_curves(deployment), clock())
     view.kv = kv_facts()
     for cluster in view.clusters.values():
         cluster.prefill_s = prefill_s

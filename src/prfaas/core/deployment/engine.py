@@ -8,6 +8,18 @@ LocalTransfer = Literal["prfaas", "nixl"]
 """What moves KV between two engines of one PD cluster: our own transport, or vLLM's NIXL connector."""
 
 
+def mixed_chunk_tokens(step_tokens: int, seats: int) -> int:
+    """Of a prompt in a step that it shares with answers: half of what their next tokens leave of it, at least 1.
+
+    So two prompts and all answers fit into a step, and a request that comes to them need not wait for a prompt's end.
+
+    Args:
+        step_tokens: `engine.max_num_batched_tokens`.
+        seats: `engine.max_num_seqs`, a token of a step for each.
+    """
+    return max((step_tokens - seats) // 2, 1)
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """How every vLLM server is started."""
@@ -30,6 +42,11 @@ class EngineConfig:
     """So many earlier parts are kept."""
     local_transfer: LocalTransfer = "prfaas"
     """What moves KV inside a PD cluster."""
+
+    @property
+    def mixed_chunk_tokens(self) -> int:
+        """Of a prompt in one step of an engine that decodes too."""
+        return mixed_chunk_tokens(self.max_num_batched_tokens, self.max_num_seqs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,13 +51,16 @@ class Answers:
     def begin(self, job: Job) -> None:
         """A request has its decode slot: what ends its TTFT, unless it had its first token already."""
         job.slot_since_s = self._events.now_s
+        late_s, uncounted_s = job.target.late_s(self._events.now_s)
+        behind_s = self._behind_s.get(job.number, 0.0) if self._behind_s else 0.0
+        if uncounted_s:
+            self._behind_s[job.number] = behind_s + uncounted_s
         if job.has_first:
             if self._columns.second_token_s is not None:
-                behind_s = self._behind_s.get(job.number, 0.0)
-                self._tell_next(job, self._after_arrival_s(job) + behind_s + self._step_s(job))
+                self._tell_next(job, self._after_arrival_s(job) + behind_s + late_s + self._step_s(job))
             return
         job.has_first = True
-        ttft_s = self._after_arrival_s(job)
+        ttft_s = self._after_arrival_s(job) + late_s
         if self._has_first_step:
             ttft_s += self._step_s(job)
         self._columns.ttft_s[job.number] = ttft_s

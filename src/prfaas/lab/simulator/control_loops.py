@@ -217,7 +217,7 @@ class SlowLoops:
                     cluster.name,
                     cluster.kind,
                     healthy,
-                    cluster.curve,
+                    world.usual.get(cluster.name, cluster.curve),
                     float(cluster.decode_slots),
                     self._step_s[cluster.name],
                 )

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
+from prfaas.core.latency.service_curve import ServiceCurve
 from prfaas.core.scheduling import ClusterView, InstanceView, KvFacts, LinkView, View
 from prfaas.core.scheduling.prefill_pool import PrefillPool
 from prfaas.core.units import GB, SECONDS_PER_HOUR
@@ -62,6 +63,7 @@ def engines_of(
             cluster.prefill_step_tokens,
             cluster.chunk_tokens,
             cluster.kv_block_tokens if scenario.kv_model.is_hybrid else 1,
+            cluster.mixed_tokens,
         )
         for cluster in scenario.clusters
         for instance in view.clusters[cluster.name].instances
@@ -151,6 +153,16 @@ def view_of(scenario: Scenario, kv: KvFacts) -> View:
         stale_after_s=scenario.control.stale_after_s,
         keeps_transfers=scenario.keeps_transfers,
     )
+
+
+def usual_curves(scenario: Scenario) -> dict[str, ServiceCurve]:
+    """By cluster, what prefills of so many uncached tokens take with the prefixes behind which they are, as the live
+    `PrefillCurves.usual`: for the slow loops. None where these don't run, or no prompt has a cached prefix."""
+    if not (scenario.adapts or scenario.allocation) or (scenario.caches is None and not scenario.pools):
+        return {}
+    control = scenario.control
+    rebuild_s = min(control.threshold_period_s, control.allocation_period_s) / 2
+    return {cluster.name: cluster.curve.copied(rebuild_s) for cluster in scenario.clusters}
 
 
 def _planned_slot_s(cluster: SimulatedCluster, output_tokens: float) -> float:

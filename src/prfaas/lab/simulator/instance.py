@@ -177,12 +177,15 @@ class Engine:
         "after_prefix_s",
         "at_work",
         "block_tokens",
+        "chunk_s",
         "chunk_tokens",
+        "chunked_s",
         "clock",
         "cluster",
         "ends_streams",
         "free_at_s",
         "leaves_s",
+        "mixed_tokens",
         "name",
         "pool",
         "prefill_s",
@@ -211,6 +214,12 @@ class Engine:
     """Of a step, where the next prompts fill up what a prompt leaves of its last ones; 0: they don't."""
     block_tokens: int
     """A step takes so many tokens of a prompt, or twice, three times as many, before the prompt's last full block."""
+    mixed_tokens: int
+    """Of a prompt, computed with each step of the answers that are written here; 0: answers go on undisturbed."""
+    chunk_s: float
+    """What so many of the present prompt take; 0 without `mixed_tokens`."""
+    chunked_s: float
+    """When the first of its chunks began."""
     ends_streams: bool
     """What a prompt sends ends with its prefill: none has an instance's time or a step beside others, to end later."""
     queue: "deque[Job]"
@@ -241,6 +250,7 @@ class Engine:
         step_tokens: int = 0,
         chunk_tokens: int = 0,
         block_tokens: int = 1,
+        mixed_tokens: int = 0,
     ) -> None:
         self.view = view
         self.name = view.name
@@ -256,6 +266,8 @@ class Engine:
         self.step_tokens = step_tokens
         self.chunk_tokens = chunk_tokens
         self.block_tokens = block_tokens
+        self.mixed_tokens = mixed_tokens
+        self.chunk_s = self.chunked_s = 0.0
         self.ends_streams = sharing is None and not chunk_tokens
         self.at_work = 0
         self.free_at_s = 0.0
@@ -354,6 +366,23 @@ class Engine:
             if taken:
                 filled.append((other, taken))
         return filled
+
+    def late_s(self, now_s: float) -> tuple[float, float]:
+        """What a request that gets its decode slot now waits for by the prompts that are computed here.
+
+        Its token is in the first step that begins behind the present one, and so is a chunk if any is left.
+
+        Returns:
+            Seconds by which its next token comes later, and how much of that its slot's clock does not count: the clock
+            has all get a token per step from the moment they join.
+        """
+        if not (self.chunk_s and self.at_work and self.clock is not None and self.step_s is not None):
+            return 0.0, 0.0
+        step_s = self.chunk_s + self.step_s(max(self.clock.batch, 1))
+        rest_s = step_s - (now_s - self.chunked_s) % step_s
+        left_s = self.free_at_s - now_s + self.waiting_s
+        late_s = rest_s + self.chunk_s if left_s > rest_s else left_s
+        return late_s, late_s - self.chunk_s * min(left_s / step_s, 1.0)
 
     def answered(self, slot_s: float) -> None:
         """An answer has ended that kept its decode slot for so long: what anybody sees of an engine."""

@@ -55,9 +55,3 @@ def _relay_step_of(cluster: SimulatedCluster) -> StepTime:
     if step_s is None:
         raise ValueError(f'cluster "{cluster.name}" may relay tokens, and needs decode times (relay_step_s)')
     return step_s
-
-
-def world_of(scenario: Scenario, rng: np.random.Generator, block_tokens: int) -> World:
-    """The empty world of a scenario; `rng` is for the links' capacities."""
-    kind = RelayingWorld if scenario.relay.tokens else World
-    return kind(scenario, rng, block_tokens)

@@ -165,9 +165,12 @@ class Scenario:
     def _check_relay(self) -> None:
         if self.first_token != "prefill":
             raise ValueError("relayed tokens follow a first token of the prefill; set first_token to prefill")
-        if any(cluster.chunk_tokens or cluster.prefill_step_tokens for cluster in self.clusters):
+        if any(
+            cluster.chunk_tokens or cluster.prefill_step_tokens or cluster.mixed_tokens
+            for cluster in self.clusters
+        ):
             raise ValueError(
-                "prompts don't share steps (chunk_tokens, prefill_step_tokens) with relayed tokens"
+                "prompts don't share steps (chunk_tokens, prefill_step_tokens, mixed_tokens) with relayed tokens"
             )
 
     @property
@@ -210,6 +213,7 @@ def scenario_of(
     prefill_step_tokens: int = 0,
     chunk_tokens: int = 0,
     kv_block_tokens: int = 0,
+    mixed_tokens: int = 0,
     decode_context_s: float | None = None,
     transfer_grace_s: float = math.inf,
     queue_limit_s: float = math.inf,
@@ -238,6 +242,8 @@ def scenario_of(
         prefill_step_tokens: Prompts that wait are computed together up to so many uncached tokens; 0: none are.
         chunk_tokens: Of a prefill step, whose rest the next prompt fills up; 0: it does not.
         kv_block_tokens: Of a block of the KVCache; needed with `chunk_tokens` where a model has linear states.
+        mixed_tokens: Of a prompt that a decode instance computes in each step of its answers
+            (`EngineConfig.mixed_chunk_tokens`); 0: answers go on undisturbed by prompts that are computed there.
         decode_context_s: Seconds that a decode step takes longer per token of context in its batch, beyond the context
             that its profile was measured at, or the workload's mean where it does not say. None takes the profile's.
         transfer_grace_s: How late a transfer may be before it is given up.
@@ -276,6 +282,7 @@ def scenario_of(
                 prefill_step_tokens=prefill_step_tokens,
                 chunk_tokens=chunk_tokens,
                 kv_block_tokens=kv_block_tokens,
+                mixed_tokens=mixed_tokens,
                 context_s=context_s,
                 measured_context_tokens=measured_tokens,
             )

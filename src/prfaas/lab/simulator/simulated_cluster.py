@@ -38,6 +38,8 @@ class SimulatedCluster:
     instance; 0: it is not."""
     kv_block_tokens: int = 0
     """Of a block of the KVCache: where a model has linear states, a step ends at a prompt's last full block."""
+    mixed_tokens: int = 0
+    """Of a prompt that an instance computes in each step of its answers; 0: answers go on undisturbed."""
     context_s: float = 0.0
     """Seconds that a decode step takes longer per token of context in its batch."""
     measured_context_tokens: float = 0.0

@@ -13,11 +13,11 @@ from prfaas.lab.simulator.control_loops import SlowLoops
 from prfaas.lab.simulator.faults import Faults
 from prfaas.lab.simulator.hot_copies import HotCopies
 from prfaas.lab.simulator.invariants import Invariants
-from prfaas.lab.simulator.relaying_world import world_of
 from prfaas.lab.simulator.result import FloatArray, IntArray, Result
 from prfaas.lab.simulator.scenario import Scenario
 from prfaas.lab.simulator.time_series import TimeSeries
 from prfaas.lab.simulator.world import World
+from prfaas.lab.simulator.worlds import world_of
 
 _NO_BLOCKS: list[int] = []
 # An empty deployment has filled after this many times what an answer takes.

@@ -44,6 +44,7 @@ class TokenClock:
         "_slots",
         "_started",
         "_started_number",
+        "_steps_s",
         "_tokens",
         "_tokens_per_s",
         "_waiting_gone",
@@ -65,14 +66,15 @@ class TokenClock:
         self._slots = slots
         self._started = started
         self._done = done
-        self._tokens_per_s = [0.0]
+        self._steps_s: list[float] = []
         for batch in range(1, slots + 1):
             seconds = float(step_s(batch))
             if not (math.isfinite(seconds) and seconds > 0):
                 raise ValueError(
                     f"A decode step takes more than 0 s and not for ever: {seconds:g} s at {batch}."
                 )
-            self._tokens_per_s.append(1 / seconds)
+            self._steps_s.append(seconds)
+        self._tokens_per_s = [0.0, *(1 / seconds for seconds in self._steps_s)]
         self.batch = 0
         self._tokens = 0.0  # what a member from the start would have at _at_s
         self._at_s = events.now_s
@@ -105,6 +107,13 @@ class TokenClock:
         else:
             self._enter(number, tokens, argument)
         return number
+
+    def lengthen(self, chunk_s: float) -> None:
+        """Every step takes so much longer from now on, for what else is computed in it. What is done stays done."""
+        self._advance()
+        self._tokens_per_s = [0.0, *(1 / (seconds + chunk_s) for seconds in self._steps_s)]
+        if self.batch:
+            self._arm()
 
     def remove(self, number: int) -> None:
         """Take out a request before its end; it is not called back."""
@@ -253,7 +262,7 @@ class ContextClock(TokenClock):
         ValueError: as `TokenClock`; or contexts of `measured_tokens` would take longer than a whole step.
     """
 
-    __slots__ = ("_bare_s", "_context_of", "_context_s", "_contexts", "_origins")
+    __slots__ = ("_bare_s", "_chunk_s", "_context_of", "_context_s", "_contexts", "_origins")
 
     def __init__(
         self,
@@ -279,6 +288,7 @@ class ContextClock(TokenClock):
                     f"can't take {context_s * batch * measured_tokens:g} s of it."
                 )
             self._bare_s.append(seconds)
+        self._chunk_s = 0.0
         self._contexts = 0.0  # tokens of all members, as of _at_s
         self._origins: dict[int, float] = {}  # by number: a context less _tokens, which stays as it is
 
@@ -315,6 +325,13 @@ class ContextClock(TokenClock):
         heappush(self._members, (self._tokens + tokens, number, argument))
         self._arm()
         self._started(argument)
+
+    def lengthen(self, chunk_s: float) -> None:
+        """See `TokenClock`."""
+        self._advance()
+        self._chunk_s = chunk_s
+        if self.batch:
+            self._arm()
 
     def _leave(self, number: int) -> None:
         self._contexts = max(self._contexts - self._origins.pop(number) - self._tokens, 0.0)
@@ -371,4 +388,4 @@ class ContextClock(TokenClock):
     @property
     def _now_s(self) -> float:
         """Seconds of a step of the batch as of `_at_s`."""
-        return self._bare_s[self.batch] + self._context_s * self._contexts
+        return self._bare_s[self.batch] + self._context_s * self._contexts + self._chunk_s

@@ -15,7 +15,7 @@ from prfaas.lab.simulator.answers import Answers
 from prfaas.lab.simulator.cache_moves import CacheMoves
 from prfaas.lab.simulator.columns import REFUSED, Columns
 from prfaas.lab.simulator.events import Callback, Events
-from prfaas.lab.simulator.fleet import engines_of, links_of, view_of
+from prfaas.lab.simulator.fleet import engines_of, links_of, usual_curves, view_of
 from prfaas.lab.simulator.instance import Engine, Job, JobStage
 from prfaas.lab.simulator.kept_transfers import KeptTransfers
 from prfaas.lab.simulator.monitored_link import LOOK_S
@@ -44,6 +44,7 @@ class World:
         """`rng` is for the links' capacities; `block_tokens`: of the traffic's prefix blocks."""
         self.scenario = scenario
         self.events = Events()
+        self.usual = usual_curves(scenario)
         self.kv = KvMoves(scenario.sent_model)
         policy = make_policy(scenario.policy, scenario.params)
         self.policy: Policy = policy if scenario.policy in POLICIES else CheckedPolicy(policy)
@@ -298,6 +299,8 @@ class World:
         if self.pools is not None:
             job.service_s = self.pools.service_s(job, events.now_s)
         service_s = job.service_s
+        if self.usual:
+            self.usual[engine.cluster.name].add(job.computed_tokens, service_s, events.now_s)
         end_s = events.now_s + service_s
         job.stage = _PREFILLING
         if engine.sharing is not None and engine.at_work and engine.free_at_s > events.now_s:

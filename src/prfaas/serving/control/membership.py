@@ -13,10 +13,10 @@ from prfaas.serving.control.kv_events import events_endpoints
 from prfaas.serving.control.plane import LivePlane
 from prfaas.serving.control.planning_inputs import (
     cluster_view,
+    curves_of,
     instance_view,
     link_view,
     policy_of,
-    service_curve,
 )
 
 
@@ -85,8 +85,8 @@ class Membership:
         plane, state = self._plane, self._plane.cluster_state
         for cluster in running.clusters:
             if cluster.name not in state.view.clusters:
-                plane.curves[cluster.name] = curve = service_curve(cluster)
-                state.add_cluster(cluster_view(running, cluster, curve))
+                plane.curves[cluster.name] = curves = curves_of(cluster)
+                state.add_cluster(cluster_view(running, cluster, curves))
         for link in running.links:
             if (link.source, link.target) not in state.view.links:
                 state.add_link(replace(link_view(link, plane.clock()), up=False))

@@ -29,7 +29,7 @@ from prfaas.serving.control.link_budget import LinkBudget
 from prfaas.serving.control.link_monitor import LinkMonitor, LinkPort, PoolPort, observer_of
 from prfaas.serving.control.listeners import Listeners
 from prfaas.serving.control.metrics import ControlMetrics, GaugeWriter
-from prfaas.serving.control.planning_inputs import LiveFacts, policy_of, service_curves, view_of
+from prfaas.serving.control.planning_inputs import LiveFacts, policy_of, prefill_curves, view_of
 from prfaas.serving.control.pool_monitor import PoolMonitor
 from prfaas.serving.control.prefill_admission import PrefillAdmission
 from prfaas.serving.control.prefix_knowledge import PrefixKnowledge, empty_index, seed_of
@@ -85,7 +85,7 @@ class LivePlane:
         self._local = make_policy("local_only")
         self.metrics = ControlMetrics(registry)
         self.policy = guarded(deployment.routing.policy, policy_of(deployment), self.metrics.policy_failures)
-        self.curves = service_curves(deployment)
+        self.curves = prefill_curves(deployment)
         self.cluster_state = ClusterState(
             view_of(deployment, kv_model, self.curves, clock()), clock=clock, on_service=self._on_service
         )
@@ -387,9 +387,8 @@ class LivePlane:
             self.drain(name, wanted=False)
 
     def _on_service(self, cluster: str, tokens: int, reused_tokens: int, seconds: float) -> None:
-        predicted_s = self.curves[cluster].after_prefix_s(tokens, reused_tokens)
-        self.metrics.service_ratio.labels(cluster).observe(seconds / predicted_s)
-        self.curves[cluster].add(tokens, seconds, self.clock(), reused_tokens)
+        ratio = self.curves[cluster].add(tokens, reused_tokens, seconds, self.clock())
+        self.metrics.service_ratio.labels(cluster).observe(ratio)
 
     def _on_health(self, name: str, healthy: bool) -> None:
         if not healthy:

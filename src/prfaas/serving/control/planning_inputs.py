@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from prfaas.core.deployment import Cluster, Deployment, Instance, Link
 from prfaas.core.deployment.source import read_source
 from prfaas.core.kv import ConfigError, KvModel
+from prfaas.core.latency.prefill_curves import PrefillCurves
 from prfaas.core.latency.service_curve import ServiceCurve
 from prfaas.core.planner import KvSize, PlanProblem
 from prfaas.core.scheduling import (
@@ -67,7 +68,7 @@ def _no_transfer(_tokens: int, _skip_tokens: int) -> int:
 
 
 def view_of(
-    deployment: Deployment, model: KvModel | None, curves: Mapping[str, ServiceCurve], now_s: float
+    deployment: Deployment, model: KvModel | None, curves: Mapping[str, PrefillCurves], now_s: float
 ) -> View:
     """The deployment at rest, by its file alone; `curves` by cluster."""
     return View(
@@ -88,13 +89,13 @@ def view_of(
     )
 
 
-def cluster_view(deployment: Deployment, cluster: Cluster, curve: ServiceCurve) -> ClusterView:
+def cluster_view(deployment: Deployment, cluster: Cluster, curves: PrefillCurves) -> ClusterView:
     """A cluster at rest, still without its instances."""
     return ClusterView(
         cluster.name,
         cluster.kind,
         [],
-        curve.seconds,
+        curves.alone.seconds,
         slot_s=_usual_slot_s(deployment, cluster) if cluster.kind == "pd" else 0.0,
         instance_price_per_s=cluster.instance_price_per_hour / SECONDS_PER_HOUR,
         kills_per_s=cluster.kills_per_hour / SECONDS_PER_HOUR,
@@ -143,13 +144,17 @@ def policy_of(deployment: Deployment) -> Policy:
         raise read_source(deployment.path).error(("routing", *field), str(error)) from error
 
 
-def service_curves(deployment: Deployment) -> dict[str, ServiceCurve]:
+def prefill_curves(deployment: Deployment) -> dict[str, PrefillCurves]:
     """How fast an instance of every cluster prefills, before anything is measured."""
-    return {cluster.name: service_curve(cluster) for cluster in deployment.clusters}
+    return {cluster.name: curves_of(cluster) for cluster in deployment.clusters}
 
 
-def service_curve(cluster: Cluster) -> ServiceCurve:
+def curves_of(cluster: Cluster) -> PrefillCurves:
     """How fast an instance of one cluster prefills, before anything is measured."""
+    return PrefillCurves(lambda: _profiled_curve(cluster))
+
+
+def _profiled_curve(cluster: Cluster) -> ServiceCurve:
     if cluster.profile is None:
         return ServiceCurve()
     return ServiceCurve.of_profile(cluster.profile, cluster.speedup)
@@ -208,7 +213,7 @@ class LiveFacts:
         deployment: Deployment,
         kv_model: KvModel | None,
         cluster_state: ClusterState,
-        curves: Mapping[str, ServiceCurve],
+        curves: Mapping[str, PrefillCurves],
         engines: Mapping[str, EngineMeter],
     ) -> None:
         """`curves` by cluster, `engines` by instance. Without a `kv_model` links count as unlimited, since nothing is
@@ -281,7 +286,7 @@ class LiveFacts:
 
     def _cluster(self, cluster: Cluster) -> ClusterFacts:
         instances = sum(i.available for i in self._cluster_state.view.clusters[cluster.name].instances)
-        curve = self._curves[cluster.name]
+        curve = self._curves[cluster.name].usual
         if cluster.kind == "prfaas":
             return ClusterFacts(cluster.name, cluster.kind, instances, curve)
         decode = self.decode(cluster)

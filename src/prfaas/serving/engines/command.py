@@ -81,7 +81,7 @@ def vllm_command(deployment: Deployment, instance: Instance) -> EngineCommand:
         *("--max-model-len", str(deployment.model.max_model_len)),
         *("--max-num-batched-tokens", str(engine.max_num_batched_tokens)),
         *("--max-num-seqs", str(engine.max_num_seqs)),
-        *_seats_beside_prefills(deployment, instance),
+        *_mixed_chunks(deployment, instance),
         "--enable-prefix-caching",
         "--enable-prompt-tokens-details",
         *_retention(deployment, kv_model, on_cpu),
@@ -278,16 +278,15 @@ def _retention(deployment: Deployment, kv_model: KvModel, on_cpu: bool) -> tuple
     return ("--prefix-cache-retention-interval", str(tokens))
 
 
-def _seats_beside_prefills(deployment: Deployment, instance: Instance) -> tuple[str, ...]:
-    """A prefill leaves one token of a step to every other request of an engine that decodes.
+def _mixed_chunks(deployment: Deployment, instance: Instance) -> tuple[str, ...]:
+    """On an engine that decodes a prompt leaves room in each step for others; while it is alone it has whole steps.
 
-    vLLM serves what runs before what waits. A prefill that takes whole steps would so keep all out whose KVCache has
-    come, until its end. It has whole steps while it is alone.
+    vLLM serves what runs before what waits. A prompt that took whole steps would keep all out whose KVCache has come,
+    until its end. A second one would be next in the queue, and take what the first leaves.
     """
     if not instance.has_role("decode"):
         return ()
-    step, seats = deployment.engine.max_num_batched_tokens, deployment.engine.max_num_seqs
-    longest = min(max(step - seats, step // 2), deployment.model.max_model_len)
+    longest = min(deployment.engine.mixed_chunk_tokens, deployment.model.max_model_len)
     return ("--long-prefill-token-threshold", str(longest))
 
 

@@ -1,0 +1,17 @@
+"""Which kind of simulated deployment a scenario has."""
+
+import numpy as np
+
+from prfaas.lab.simulator.mixed_world import MixedWorld
+from prfaas.lab.simulator.relaying_world import RelayingWorld
+from prfaas.lab.simulator.scenario import Scenario
+from prfaas.lab.simulator.world import World
+
+
+def world_of(scenario: Scenario, rng: np.random.Generator, block_tokens: int) -> World:
+    """The empty world of a scenario; `rng` is for the links' capacities."""
+    if scenario.relay.tokens:
+        return RelayingWorld(scenario, rng, block_tokens)
+    if any(cluster.mixed_tokens for cluster in scenario.clusters):
+        return MixedWorld(scenario, rng, block_tokens)
+    return World(scenario, rng, block_tokens)
