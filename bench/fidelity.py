@@ -44,7 +44,7 @@ from fidelity_live import (
     profiled,
 )
 from fidelity_recorded import compared, errors_of, limits_of, table_of
-from fidelity_stack import HOME, KV_CACHE_GIB, NEVER_S, running, write_deployment
+from fidelity_stack import HOME, KV_CACHE_GIB, NEVER_S, SEATS, running, write_deployment
 from fidelity_traffic import (
     HIGH_ANSWER,
     KINDS,
@@ -53,12 +53,14 @@ from fidelity_traffic import (
     chunk_of,
     planned_lengths,
     requests_at,
+    sample_of,
 )
 from measured_model import MeasuredModel
 from prfaas.core.deployment import ControlConfig, PlannedDeployment
+from prfaas.core.deployment.engine import mixed_chunk_tokens
 from prfaas.core.deployment.load import load_planned
 from prfaas.core.latency import Curve, DecodeCurve, LatencyProfile
-from prfaas.core.planner import best_operation, problem_of
+from prfaas.core.planner import best_operation, problem_of, problem_of_trace, range_tokens
 from prfaas.core.units import GIB
 from prfaas.core.workload.traffic import RequestChunk
 from prfaas.lab.simulator import CacheOptions, Overheads, Result, Scenario, scenario_of, simulate
@@ -102,8 +104,12 @@ def drive(document: dict[str, Any], options: argparse.Namespace) -> None:
 
 def _drive(document: dict[str, Any], options: argparse.Namespace, kind: Kind, directory: Path) -> None:
     planned = planned_of(document, kind, directory)
-    capacity_per_s = best_operation(problem_of(planned)).lambda_max
-    threshold = round(scenario_of(planned).threshold_tokens[HOME])
+    problem = problem_of(planned)
+    if kind == "conversations":
+        problem = problem_of_trace(problem, sample_of(kind), range_tokens(planned), are_cached=True)
+    best = best_operation(problem)
+    assert best.threshold_tokens is not None  # there are two clusters
+    capacity_per_s, threshold = best.lambda_max, round(best.threshold_tokens)
     print(f"{kind}: capacity {capacity_per_s:.3f} requests/s, threshold {threshold} tokens", file=sys.stderr)
     document["points"][kind] = {"capacity_per_s": capacity_per_s, "threshold_tokens": threshold}
     path = write_deployment(
@@ -185,6 +191,7 @@ def _scenario(
         overheads=Overheads(measured["request_s"], measured["hop_s"], first_step=True),
         chunk_tokens=CHUNK_TOKENS,
         kv_block_tokens=MeasuredModel.of(document).block_tokens,
+        mixed_tokens=mixed_chunk_tokens(CHUNK_TOKENS, SEATS),
     )
 
 

@@ -65,9 +65,13 @@ def planned_lengths(kind: Kind) -> dict[str, Any]:
             "low": LOW_TOKENS,
             "high": HIGH_TOKENS,
         }
-    sample = RequestTrace.of(kind, requests_at(kind, 1.0, _SAMPLE_S, 0), "tokens")
-    uncached = np.clip(sample.uncached_tokens(), SHORTEST_TOKENS, HIGH_TOKENS)
+    uncached = np.clip(sample_of(kind).uncached_tokens(), SHORTEST_TOKENS, HIGH_TOKENS)
     return {"distribution": "empirical", "lengths": uncached.tolist()}
+
+
+def sample_of(kind: Kind) -> RequestTrace:
+    """What a plan is made of."""
+    return RequestTrace.of(kind, requests_at(kind, 1.0, _SAMPLE_S, 0), "tokens")
 
 
 def chunk_of(requests: Sequence[TracedRequest]) -> RequestChunk:

@@ -30,7 +30,7 @@ from prfaas.core.link.samples import ArrivalSample, SenderSample
 from prfaas.serving.control.cluster_state import ClusterState
 from prfaas.serving.control.link_budget import LinkBudget
 from prfaas.serving.control.link_monitor import LinkMonitor
-from prfaas.serving.control.planning_inputs import service_curves, view_of
+from prfaas.serving.control.planning_inputs import prefill_curves, view_of
 from prfaas.serving.transport import (
     BytesSource,
     Observer,
@@ -232,7 +232,7 @@ async def watched(
     )
     path.write_text(text)
     deployment = load_deployment(path, state_dir=folder / "state")
-    view = view_of(deployment, None, service_curves(deployment), time.monotonic())
+    view = view_of(deployment, None, prefill_curves(deployment), time.monotonic())
     state = ClusterState(view, clock=time.monotonic, on_service=lambda *_: None)
     changes: list[tuple[float, float]] = []
     ports = {

@@ -25,7 +25,7 @@ from prfaas.core.deployment import Deployment, load_deployment
 from prfaas.serving.control.cluster_state import ClusterState
 from prfaas.serving.control.link_budget import LinkBudget
 from prfaas.serving.control.link_monitor import LinkMonitor, observer_of
-from prfaas.serving.control.planning_inputs import service_curves, view_of
+from prfaas.serving.control.planning_inputs import prefill_curves, view_of
 from prfaas.serving.transport import (
     BytesSource,
     OutgoingTransfer,
@@ -218,7 +218,7 @@ class Site:
 async def _control(deployment: Deployment, ended: threading.Event) -> None:
     clock = time.monotonic
     state = ClusterState(
-        view_of(deployment, None, service_curves(deployment), clock()),
+        view_of(deployment, None, prefill_curves(deployment), clock()),
         clock=clock,
         on_service=lambda *_: None,
     )

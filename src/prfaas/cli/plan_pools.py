@@ -98,7 +98,7 @@ def _left(problem: "PlanProblem", lengths: "LengthDistribution") -> "PlanProblem
 def _replayed(
     planned: "PlannedDeployment", problem: "PlanProblem", pools: "Mapping[str, PoolOptions]", path: Path
 ) -> "tuple[PlanProblem, PlanProblem, float]":
-    from prfaas.core.planner import problem_of_trace, range_tokens
+    from prfaas.core.planner import problem_of_trace, range_tokens, with_prefixes
     from prfaas.core.workload import Empirical, read_requests
     from prfaas.lab.simulator.machine_pool import replayed
 
@@ -108,7 +108,8 @@ def _replayed(
     reuses = list(replayed(trace.requests, _machines(planned, pools, trace.block_tokens)))
     left = [each.input_tokens - each.reused_tokens for each in reuses]
     ratio = 1 - sum(left) / sum(each.input_tokens for each in reuses)
-    return plain, _left(plain, Empirical(left).clipped(*lengths)), ratio
+    behind = with_prefixes(plain, left, [each.reused_tokens for each in reuses], lengths)
+    return plain, _left(behind, Empirical(left).clipped(*lengths)), ratio
 
 
 def _machines(

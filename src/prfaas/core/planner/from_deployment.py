@@ -17,6 +17,7 @@ from prfaas.core.deployment import (
     UniformLengths,
 )
 from prfaas.core.latency import ProfileError
+from prfaas.core.planner.cached_prefixes import with_prefixes
 from prfaas.core.planner.equations import KvSize
 from prfaas.core.planner.problem import (
     PdCluster,
@@ -134,9 +135,14 @@ def problem_of_trace(
         problem: The deployment's own. Hit ratios that it gives to clusters are left out.
         trace: Its prompts and the mean of its answers.
         range_tokens: Lengths outside count as the nearest end.
-        are_cached: Whether lengths are what a prefix cache that forgets nothing leaves of the prompts.
+        are_cached: Whether lengths are what a prefix cache that forgets nothing leaves of the prompts. Prefills take
+            what they take behind their prefixes.
     """
-    tokens = trace.uncached_tokens() if are_cached else [each.input_tokens for each in trace.requests]
+    tokens = whole = [each.input_tokens for each in trace.requests]
+    if are_cached:
+        tokens = trace.uncached_tokens()
+        reused = [length - left for length, left in zip(whole, tokens, strict=True)]
+        problem = with_prefixes(problem, tokens, reused, range_tokens)
     answers = sum(each.output_tokens for each in trace.requests) / len(trace.requests)
     return replace(
         problem,
