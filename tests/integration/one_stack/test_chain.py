@@ -276,16 +276,20 @@ def test_no_page_of_all_these_had_another_digest(stack: Stack) -> None:
         assert stack.metric(instance.name, "vllm:prfaas_digest_mismatches_total") == 0
 
 
-def test_a_decode_engine_that_prefills_keeps_no_other_request_out(stack: Stack) -> None:
-    """A prompt that is computed where it is decoded takes whole steps, but for a token of each other request."""
+@pytest.mark.parametrize("prompts", [1, 2])
+def test_a_decode_engine_that_prefills_keeps_no_other_request_out(stack: Stack, prompts: int) -> None:
+    """Prompts that are computed where they are decoded leave room in each step for others."""
     decode = "home-decode-0"
-    long, short = prompt(9, 30_000), prompt(10, 300)
+    short = prompt(10 + prompts, 300)
     reference = stack.reference(short)
-    with ThreadPoolExecutor(1) as pool:
-        prefill = pool.submit(call, stack.url(decode, "/v1/completions"), completion_body(long, 1))
-        wait_until(lambda: stack.metric(decode, "vllm:num_requests_running") > 0, 60, "its prefill begins")
+    with ThreadPoolExecutor(prompts) as pool:
+        bodies = [completion_body(prompt(20 * prompts + number, 30_000), 1) for number in range(prompts)]
+        prefills = [pool.submit(call, stack.url(decode, "/v1/completions"), body) for body in bodies]
+        wait_until(
+            lambda: stack.metric(decode, "vllm:num_requests_running") == prompts, 60, "the prefills begin"
+        )
         answer = stack.complete(short, max_tokens=4)
-        assert not prefill.done()
-    assert prefill.result().status == 200
+        assert not any(prefill.done() for prefill in prefills)
+    assert all(prefill.result().status == 200 for prefill in prefills)
     assert answer.route["decode"] == decode
     assert answer.token_ids == reference.token_ids[1:5]
