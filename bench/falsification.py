@@ -211,7 +211,9 @@ def scenario(document: dict[str, Any], planned: PlannedDeployment, policy: str) 
         overheads=Overheads(overheads["request_s"], overheads["hop_s"], first_step=True),
         transfer_grace_s=GatewayOptions().transfer_grace_s,
         queue_limit_s=GatewayLimits().queue_s,
-        # A stand-in computes one prompt at a time; the steps of real engines are filled up by the next one.
+        # A stand-in computes one prompt at a time, and answers go on meanwhile; the steps of real engines are filled up
+        # by the next one, and have a token of each answer.
+        mixed_tokens=None if document["settings"]["engines"] == "vllm" else 0,
         chunk_tokens=CHUNK_TOKENS if document["settings"]["engines"] == "vllm" else 0,
         kv_block_tokens=MeasuredModel.of(document).block_tokens,
     )
