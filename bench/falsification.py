@@ -17,6 +17,7 @@ import json
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -40,6 +41,7 @@ from fidelity import (
 )
 from fidelity_live import Depth, profile_files
 from fidelity_stack import EAST
+from machine_pace import metered, pace_between, readings_in
 from measured_model import MeasuredModel
 from prfaas.core.deployment import ControlConfig, PlannedDeployment
 from prfaas.core.deployment.gateway import GatewayLimits
@@ -71,9 +73,15 @@ def run(document: dict[str, Any], options: argparse.Namespace, path: Path) -> No
         directory.mkdir(parents=True, exist_ok=True)
         stand_ins = options.engines == "synthetic"
         model = MeasuredModel() if stand_ins else MeasuredModel.chosen(options)
-        with running(directory, bandwidth_bits_per_s, model, stand_ins=stand_ins) as stack:
+        meter = directory / "machine-pace.txt"
+        with (
+            metered(meter),
+            running(directory, bandwidth_bits_per_s, model, stand_ins=stand_ins) as stack,
+        ):
             if "measured" not in document:
+                began_s = time.monotonic()
                 document["measured"] = measured(stack, QUICK if options.quick else Depth())
+                document["work_readings"] = readings_in(meter, began_s, time.monotonic())
             document["engines"] = options.engines
             document["model"] = model.to_document()
             document["machine"] = {
@@ -93,7 +101,9 @@ def run(document: dict[str, Any], options: argparse.Namespace, path: Path) -> No
                 routing = {"policy": policy, "threshold_tokens": round(document["threshold_tokens"])}
                 sections = document["planning"] | {"routing": routing}
                 own = reconfigured(document["deployment"], sections, profiles)
+                began_s = time.monotonic()
                 document["drives"][policy] = run_policy(stack, own, pieces, requests)
+                document["drives"][policy]["work_readings"] = readings_in(meter, began_s, time.monotonic())
                 document["drives"][policy]["load_average"] = os.getloadavg()[0]
                 path.write_text(json.dumps(document) + "\n")
 
@@ -179,7 +189,8 @@ def simulate_drives(document: dict[str, Any]) -> None:
     with tempfile.TemporaryDirectory(prefix="prfaas-falsification-") as name:
         planned = planned_of(document, Path(name))
     for policy, drive in document["drives"].items():
-        drive["pace"] = pace_of(drive, planned)
+        metered_pace = pace_between(document.get("work_readings", ()), drive.get("work_readings", ()))
+        drive["pace"] = metered_pace or pace_of(drive, planned)
         result = result_of(
             scenario(document, slower(planned, drive["pace"]), policy), unshared(drive["requests"])
         )
@@ -211,7 +222,9 @@ def scenario(document: dict[str, Any], planned: PlannedDeployment, policy: str) 
         overheads=Overheads(overheads["request_s"], overheads["hop_s"], first_step=True),
         transfer_grace_s=GatewayOptions().transfer_grace_s,
         queue_limit_s=GatewayLimits().queue_s,
-        # A stand-in computes one prompt at a time; the steps of real engines are filled up by the next one.
+        # A stand-in computes one prompt at a time, and answers go on meanwhile; the steps of real engines are filled up
+        # by the next one, and have a token of each answer.
+        mixed_tokens=None if document["settings"]["engines"] == "vllm" else 0,
         chunk_tokens=CHUNK_TOKENS if document["settings"]["engines"] == "vllm" else 0,
         kv_block_tokens=MeasuredModel.of(document).block_tokens,
     )

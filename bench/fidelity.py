@@ -44,7 +44,7 @@ from fidelity_live import (
     profiled,
 )
 from fidelity_recorded import compared, errors_of, limits_of, table_of
-from fidelity_stack import HOME, KV_CACHE_GIB, NEVER_S, SEATS, running, write_deployment
+from fidelity_stack import HOME, KV_CACHE_GIB, NEVER_S, running, write_deployment
 from fidelity_traffic import (
     HIGH_ANSWER,
     KINDS,
@@ -57,7 +57,6 @@ from fidelity_traffic import (
 )
 from measured_model import MeasuredModel
 from prfaas.core.deployment import ControlConfig, PlannedDeployment
-from prfaas.core.deployment.engine import mixed_chunk_tokens
 from prfaas.core.deployment.load import load_planned
 from prfaas.core.latency import Curve, DecodeCurve, LatencyProfile
 from prfaas.core.planner import best_operation, problem_of, problem_of_trace, range_tokens
@@ -191,7 +190,6 @@ def _scenario(
         overheads=Overheads(measured["request_s"], measured["hop_s"], first_step=True),
         chunk_tokens=CHUNK_TOKENS,
         kv_block_tokens=MeasuredModel.of(document).block_tokens,
-        mixed_tokens=mixed_chunk_tokens(CHUNK_TOKENS, SEATS),
     )
 
 

@@ -36,7 +36,6 @@ NEVER_S = 3600.0
 """A period of the slow loops that no run lasts."""
 
 KV_CACHE_GIB = 1
-SEATS = 16
 
 
 class MeasuredStack(Protocol):
@@ -163,7 +162,7 @@ def engine_section(chunk_tokens: int) -> dict[str, Any]:
     """How a deployment file starts these engines."""
     return {
         "max_num_batched_tokens": chunk_tokens,
-        "max_num_seqs": SEATS,
+        "max_num_seqs": 16,
         "kv_cache_gib": KV_CACHE_GIB,
         "staging": "256 MiB",
     }

@@ -11,6 +11,7 @@ from prfaas.core.deployment import (
     RelaySettings,
     Slo,
 )
+from prfaas.core.deployment.engine import mixed_chunk_tokens
 from prfaas.core.kv import KvModel
 from prfaas.core.planner import PlanProblem, best_operation, problem_of
 from prfaas.core.planner.from_deployment import mapping_bits_per_s
@@ -213,7 +214,7 @@ def scenario_of(
     prefill_step_tokens: int = 0,
     chunk_tokens: int = 0,
     kv_block_tokens: int = 0,
-    mixed_tokens: int = 0,
+    mixed_tokens: int | None = None,
     decode_context_s: float | None = None,
     transfer_grace_s: float = math.inf,
     queue_limit_s: float = math.inf,
@@ -243,7 +244,8 @@ def scenario_of(
         chunk_tokens: Of a prefill step, whose rest the next prompt fills up; 0: it does not.
         kv_block_tokens: Of a block of the KVCache; needed with `chunk_tokens` where a model has linear states.
         mixed_tokens: Of a prompt that a decode instance computes in each step of its answers
-            (`EngineConfig.mixed_chunk_tokens`); 0: answers go on undisturbed by prompts that are computed there.
+            (`EngineConfig.mixed_chunk_tokens`); 0: answers go on undisturbed by prompts that are computed there. None
+            takes what the file's engines are started with, and 0 where tokens are relayed.
         decode_context_s: Seconds that a decode step takes longer per token of context in its batch, beyond the context
             that its profile was measured at, or the workload's mean where it does not say. None takes the profile's.
         transfer_grace_s: How late a transfer may be before it is given up.
@@ -266,6 +268,9 @@ def scenario_of(
     given = dict(params or {})
     if policy == "static_threshold" and "threshold_tokens" not in given:
         given["threshold_tokens"] = min(thresholds.values())
+    relay = planned.relay.allowing(relay_tokens, first_token or planned.first_token)
+    if mixed_tokens is None:
+        mixed_tokens = 0 if relay.tokens else mixed_chunk_tokens(relay.chunk_tokens, relay.seats)
     processes = dict(links or {})
     unknown = sorted(set(processes) - {link.name for link in planned.links})
     if unknown:
@@ -319,7 +324,7 @@ def scenario_of(
         transfer_grace_s=transfer_grace_s,
         queue_limit_s=queue_limit_s,
         first_token=first_token or planned.first_token,
-        relay=planned.relay.allowing(relay_tokens, first_token or planned.first_token),
+        relay=relay,
         keeps_transfers=keeps_transfers,
     )
 
