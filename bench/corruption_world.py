@@ -67,8 +67,8 @@ class EarlyReceiver(Receiver):
         self._early[transfer_id] = staged
         return staged
 
-    def take(self, transfer_id: bytes, *, broken: bool = False) -> StagedTransfer | None:
-        return self._early.pop(transfer_id, None) or super().take(transfer_id, broken=broken)
+    def take(self, transfer_id: bytes, *, broken_tokens: int = 0) -> StagedTransfer | None:
+        return self._early.pop(transfer_id, None) or super().take(transfer_id, broken_tokens=broken_tokens)
 
 
 class TamperingProxy:

@@ -711,7 +711,7 @@ class StandInEngine:
     def _load(self, ticket: Ticket, body: dict[str, Any], ids: list[int]) -> int:
         status = self.receiver.state(ticket.transfer_id)
         kept = status.usable_tokens if status is not None else 0
-        staged = self.receiver.take(ticket.transfer_id, broken=kept > 0)
+        staged = self.receiver.take(ticket.transfer_id, broken_tokens=kept)
         assert staged is not None, "the gateway came before the bytes"
         assert digest(body, ids[: ticket.num_tokens]) == ticket.prompt_digest
         num_tokens = kept or ticket.num_tokens

@@ -148,7 +148,7 @@ def test_the_newest_that_can_be_used_is_handed_over(world: World, covered: int) 
     transfer.abort("the engine dies")
     status = world.await_phase(ticket, TransferPhase.FAILED)
     assert status.usable_tokens == covered
-    staged = world.receiver.take(ticket.transfer_id, broken=True)
+    staged = world.receiver.take(ticket.transfer_id, broken_tokens=covered)
     assert staged is not None and staged.checkpoint is not None
     assert staged.checkpoint.num_tokens == covered
     (data,) = staged.checkpoint.region_views(0, 0, 100)

@@ -8,8 +8,11 @@ handed over with what is left of it.
 from collections.abc import Mapping
 
 from prfaas.serving.transport.incoming import IncomingTransfer
-from prfaas.serving.transport.region_layout import TransferLayout, usable_tokens
+from prfaas.serving.transport.region_layout import TransferLayout, resume_points
 from prfaas.serving.transport.wire import TransferPhase, WireError
+
+# The newest, and the one before it: another part, or another rank of the engine, may not have got the newest.
+_KEPT = 2
 
 
 class Checkpoints:
@@ -30,15 +33,16 @@ class Checkpoints:
             raise WireError("the transfer that it is a checkpoint of is not under way")
 
     def keep(self, checkpoint: IncomingTransfer) -> None:
-        """One has come: those before it are freed, if the engine could go on from it now."""
+        """One has come: of those that the engine could go on from now the last two stay."""
         owner = self._owner(checkpoint)
         if owner is None:
             checkpoint.discard()
             return
         owner.checkpoints[checkpoint.ticket.num_tokens] = checkpoint
         owner.checkpoint_bytes += checkpoint.status().received_bytes
-        usable = usable_tokens(self._layout, owner.ticket, owner.covered_end, owner.checkpoints)
-        owner.discard_checkpoints(tokens for tokens in owner.checkpoints if tokens < usable)
+        ends = resume_points(self._layout, owner.ticket, owner.covered_end, owner.checkpoints).ends
+        if len(ends) > _KEPT:
+            owner.discard_checkpoints(tokens for tokens in owner.checkpoints if tokens < ends[-_KEPT])
 
     def under_way(self, owner: IncomingTransfer) -> list[IncomingTransfer]:
         """Those of a transfer that have not come."""

@@ -123,6 +123,8 @@ class IncomingTransfer:
         """END has come."""
         self.usable_tokens = 0
         """Of a broken one whose staging is kept: tokens that an engine can go on from."""
+        self.usable_ends: tuple[int, ...] = ()
+        """See `ResumePoints.ends`."""
         self.opened_at_s = now_s
         self.progressed_at_s = now_s
         """When the phase changed last or a verified chunk came."""
@@ -158,6 +160,7 @@ class IncomingTransfer:
             spared_bytes=self._spared_bytes,
             usable_tokens=self.usable_tokens,
             checkpoint_bytes=self.checkpoint_bytes,
+            usable_ends=self.usable_ends,
         )
 
     def accept(self, lease: StagingLease, now_s: float) -> None:
@@ -180,11 +183,12 @@ class IncomingTransfer:
         self.phase = TransferPhase.FAILED
         self._tell_engine()
 
-    def hand_over(self, on_free: Callable[[], None]) -> StagedTransfer:
-        """Its staging becomes the engine's, with its checkpoint's; `on_free` is called when it is free again."""
+    def hand_over(self, on_free: Callable[[], None], tokens: int = 0) -> StagedTransfer:
+        """Its staging becomes the engine's, with the checkpoint after `tokens`; `on_free`: it is free again."""
         lease, self.lease = self.lease, None
         assert lease is not None
-        checkpoint = self.checkpoints.pop(self.usable_tokens, None)
+        checkpoint = self.checkpoints.pop(tokens, None)
+        self.discard_checkpoints(self.checkpoints)
         return StagedTransfer(
             transfer_id=self.ticket.transfer_id,
             num_tokens=self.ticket.num_tokens,

@@ -176,12 +176,13 @@ class Receiver:
         """The transfer's status, also for a while after it is over; None when the id is unknown. Cheap."""
         return self._table.state(transfer_id)
 
-    def take(self, transfer_id: bytes, *, broken: bool = False) -> StagedTransfer | None:
+    def take(self, transfer_id: bytes, *, broken_tokens: int = 0) -> StagedTransfer | None:
         """The staged bytes of a COMPLETE transfer, once; the caller must free them. None otherwise.
 
-        `broken`: those of a FAILED one; only its first `TransferStatus.usable_tokens` tokens are there.
+        `broken_tokens`: of a FAILED one, from where the engine goes on (`TransferStatus.resume_points`); only so many
+        tokens are there.
         """
-        return self._table.take(transfer_id, broken=broken)
+        return self._table.take(transfer_id, broken_tokens=broken_tokens)
 
     def lend(self, transfer_id: bytes, on_change: Callable[[], None]) -> Arrival | None:
         """A transfer to read while it arrives; None while it has no staging, or none any more.

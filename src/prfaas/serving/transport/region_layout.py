@@ -5,6 +5,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
+from prfaas.serving.transport.resume_points import ResumePoints
 from prfaas.serving.transport.ticket import Ticket, part_id
 from prfaas.serving.transport.wire import WireError
 
@@ -270,3 +271,15 @@ def usable_tokens(
     if not isinstance(regions, DivisibleLayout):
         return 0
     return regions.usable_tokens(ticket.num_tokens, ticket.skip_tokens, covered_end, checkpoints)
+
+
+def resume_points(
+    layout: TransferLayout,
+    ticket: Ticket,
+    covered_end: Callable[[int, int], int],
+    checkpoints: Collection[int] = (),
+) -> ResumePoints:
+    """From where an engine can go on, by `usable_tokens` with all checkpoints and with each alone."""
+    tokens = usable_tokens(layout, ticket, covered_end, checkpoints)
+    ends = (end for end in sorted(checkpoints) if usable_tokens(layout, ticket, covered_end, [end]) == end)
+    return ResumePoints(tokens, tuple(ends))

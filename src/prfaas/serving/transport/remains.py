@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from prfaas.serving.transport.incoming import IncomingTransfer
-from prfaas.serving.transport.region_layout import TransferLayout, usable_tokens
+from prfaas.serving.transport.region_layout import TransferLayout, resume_points
 from prfaas.serving.transport.staging import StagedTransfer
 from prfaas.serving.transport.tombstones import Tombstones
 from prfaas.serving.transport.wire import TransferStatus
@@ -33,21 +33,24 @@ class Remains:
         """Keep what has come of a transfer that is about to fail. False: nobody could go on from it."""
         if transfer.lease is None or transfer.checkpoint_of is not None:
             return False
-        ticket, ends = transfer.ticket, transfer.checkpoints
-        transfer.usable_tokens = usable_tokens(self._layout, ticket, transfer.covered_end, ends)
-        transfer.discard_checkpoints(tokens for tokens in ends if tokens != transfer.usable_tokens)
+        points = resume_points(self._layout, transfer.ticket, transfer.covered_end, transfer.checkpoints)
+        transfer.usable_tokens, transfer.usable_ends = points.tokens, points.ends
+        transfer.discard_checkpoints(transfer.checkpoints.keys() - set(points.ends))
         if transfer.usable_tokens:
-            self._kept[ticket.transfer_id] = (transfer, now_s + self._keep_s)
+            self._kept[transfer.ticket.transfer_id] = (transfer, now_s + self._keep_s)
         return bool(transfer.usable_tokens)
 
-    def take(self, transfer_id: bytes, on_free: Callable[[], None]) -> StagedTransfer | None:
-        """Hand the staging over, once; None while a connection still writes into it, or the engine reads it."""
+    def take(self, transfer_id: bytes, tokens: int, on_free: Callable[[], None]) -> StagedTransfer | None:
+        """Hand the staging over, once, to go on after `tokens`.
+
+        None while a connection still writes into it, or the engine reads it; and where it can't go on from there.
+        """
         found = self._kept.get(transfer_id)
-        if found is None or found[0].is_used:
+        if found is None or found[0].is_used or not found[0].status().resume_points.allows(tokens):
             return None
         del self._kept[transfer_id]
         self._tombstones.mark_taken(transfer_id)
-        return found[0].hand_over(on_free)
+        return found[0].hand_over(on_free, tokens)
 
     def forget(self, transfer_id: bytes) -> bool:
         """Nobody will take it. Returns whether it was kept."""
@@ -66,7 +69,7 @@ class Remains:
         """
         if status is None or not status.usable_tokens or transfer_id in self._kept:
             return status
-        return status if status.taken and not to_engine else replace(status, usable_tokens=0)
+        return status if status.taken and not to_engine else replace(status, usable_tokens=0, usable_ends=())
 
     def make_room(self) -> bool:
         """Forget the oldest; False if there is none."""

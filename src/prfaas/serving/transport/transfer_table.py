@@ -284,11 +284,11 @@ class TransferTable:
         with self._lock:
             return self._status(transfer_id, to_engine=True)
 
-    def take(self, transfer_id: bytes, *, broken: bool = False) -> StagedTransfer | None:
-        """Hand a complete transfer over, once; or what is kept of a broken one."""
+    def take(self, transfer_id: bytes, *, broken_tokens: int = 0) -> StagedTransfer | None:
+        """Hand a complete transfer over, once; or the first so many tokens of what is kept of a broken one."""
         with self._lock:
-            if broken:
-                return self._remains.take(transfer_id, self.admit)
+            if broken_tokens:
+                return self._remains.take(transfer_id, broken_tokens, self.admit)
             transfer = self._transfers.get(transfer_id)
             if transfer is None or transfer.phase is not TransferPhase.COMPLETE:
                 return None

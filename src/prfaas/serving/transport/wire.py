@@ -14,6 +14,8 @@ from typing import Any, Self
 
 import xxhash
 
+from prfaas.serving.transport.resume_points import ResumePoints, ends_of
+
 PROTOCOL_VERSION = 3
 MAX_CONTROL_BYTES = 64 << 10
 MAX_OPEN_BYTES = 1 << 20
@@ -351,6 +353,13 @@ class TransferStatus:
     """Tokens of one that FAILED whose KV has come: an engine can go on from there, or does (`taken`)."""
     checkpoint_bytes: int = 0
     """Of checkpoints that have come beside it."""
+    usable_ends: tuple[int, ...] = ()
+    """See `ResumePoints.ends`, of those `usable_tokens`."""
+
+    @property
+    def resume_points(self) -> ResumePoints:
+        """From where an engine can go on, or does (`taken`)."""
+        return ResumePoints(self.usable_tokens, self.usable_ends)
 
     @classmethod
     def refused(cls, reason: str, *, dropped: bool = False) -> Self:
@@ -374,6 +383,7 @@ class TransferStatus:
             "spared_bytes": self.spared_bytes,
             "usable_tokens": self.usable_tokens,
             "checkpoint_bytes": self.checkpoint_bytes,
+            "usable_ends": ",".join(map(str, self.usable_ends)),
         }
 
     @classmethod
@@ -403,4 +413,5 @@ class TransferStatus:
             spared_bytes=count_field({"spared_bytes": 0} | dict(body), "spared_bytes", MAX_TRANSFER_BYTES),
             usable_tokens=count_field({"usable_tokens": 0} | dict(body), "usable_tokens", 1 << 30),
             checkpoint_bytes=count_field({"checkpoint_bytes": 0} | dict(body), "checkpoint_bytes", 1 << 62),
+            usable_ends=ends_of(text_field({"usable_ends": ""} | dict(body), "usable_ends")),
         )

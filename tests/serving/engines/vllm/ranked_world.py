@@ -1,9 +1,9 @@
 """Engines whose KV is divided among ranks, in memory: what a model computed, and where each rank keeps its heads."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from prfaas.serving.engines.vllm.state_layout import state_parts
 from prfaas.serving.engines.vllm.stats import ConnectorStats
 from prfaas.serving.engines.vllm.wire_layout import WireLayout, wire_layouts
 from prfaas.serving.transport.options import Peer, ReceiverOptions, SenderOptions
+from prfaas.serving.transport.outgoing import SendPhase
 from prfaas.serving.transport.receiver import Receiver
 from prfaas.serving.transport.region_layout import PeerLayouts
 from prfaas.serving.transport.sender import Sender
@@ -95,15 +96,15 @@ class Truth:
         self.values = some(model.state_heads, VALUE_WIDTH, CONVOLVED)
         self.recurrent = some(model.state_heads, VALUE_WIDTH, KEY_WIDTH)
 
-    def state(self, rank: int, keeping: Keeping) -> torch.Tensor:
-        """One rank's state, as bytes of a page."""
+    def state(self, rank: int, keeping: Keeping, token: int) -> torch.Tensor:
+        """One rank's state after a token, as bytes of a page."""
         keys = heads_of(self.model.state_keys, rank, keeping.ranks)
         heads = heads_of(self.model.state_heads, rank, keeping.ranks)
         parts = [self.queries[list(keys)], self.keys[list(keys)], self.values[list(heads)]]
         convolved = torch.cat([part.reshape(-1, CONVOLVED) for part in parts])
         if not keeping.channels_outside:
             convolved = convolved.T
-        return torch.cat([convolved.reshape(-1), self.recurrent[list(heads)].reshape(-1)])
+        return torch.cat([convolved.reshape(-1), self.recurrent[list(heads)].reshape(-1)]) + token
 
 
 class RankMemory:
@@ -182,7 +183,7 @@ class RankMemory:
 
     def expected(self, truth: Truth, name: str, token: int) -> torch.Tensor:
         if name == "g0":
-            return truth.state(self.rank, self.keeping)
+            return truth.state(self.rank, self.keeping, token)
         return truth.tokens[name][token, list(self.heads[name])]
 
     def needed(self, num_tokens: int, held: int) -> Iterator[tuple[str, EngineGroup, int]]:
@@ -232,8 +233,18 @@ class RankedPair:
         skip: int,
         chunk_ends: Sequence[int],
         others: Mapping[int, Sequence[int]] | None = None,
+        truth: Truth | None = None,
+        checkpoints: Mapping[int, Collection[int]] | None = None,
     ) -> Ticket:
-        """`others`: where the chunks of some ranks end, which send more or less before they break."""
+        """
+        Args:
+            num_tokens: of the prompt.
+            skip: of these the decode engine holds so many.
+            chunk_ends: of every rank's chunks.
+            others: where the chunks of some ranks end, which send more or less before they break.
+            truth: what each chunk computes before it is sent; None: nothing.
+            checkpoints: by rank, after which chunks it sends one; each comes before the next chunk.
+        """
         ticket = Ticket.issue(
             producer="east",
             consumer="home",
@@ -260,6 +271,12 @@ class RankedPair:
                 cut = [group for group in memory.groups if group not in full]
                 closing = tuple(memory.moving(group, num_tokens, 0) for group in cut) if final else ()
                 order = SendOrder("p", ticket, ticket.seal(KEY), tuple(streamed), closing, final)
+                if truth is not None:
+                    memory.compute(truth, end_tokens)
+                if end_tokens in (checkpoints or {}).get(memory.rank, ()):
+                    runs = tuple(memory.moving(group, end_tokens, 0) for group in cut)
+                    order = replace(order, checkpoint_tokens=end_tokens, checkpoint=runs)
+                    until(lambda each=producing: _may_send_checkpoint(each))
                 for name in ("a0", "a1", "w0", "m0"):
                     producing.save_layer([order], name)
                 producing.end_step([order])
@@ -305,6 +322,15 @@ class RankedPair:
         """A counter of all ranks."""
         stats = [each.stats for each in self.producing] + [each.stats for each in self.consuming]
         return sum(int(each.data.get(name, 0)) for each in stats)
+
+
+def _may_send_checkpoint(producing: KvProducer) -> bool:
+    """Whether every transfer was let in, and its last checkpoint has come."""
+    return all(
+        each.transfer.phase is SendPhase.SENDING
+        and (each.checkpoint is None or each.checkpoint.transfer.phase.terminal)
+        for each in producing._open_sends.get("p", ())
+    )
 
 
 def until(is_so: object) -> None:

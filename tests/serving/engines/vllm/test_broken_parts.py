@@ -1,5 +1,6 @@
 """Ranks of a prefill engine die in the middle: a decode rank goes on from what it has of all of them."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 import pytest
@@ -8,11 +9,13 @@ from tests.serving.engines.vllm.ranked_world import (
     Keeping,
     Model,
     RankedPair,
+    RankMemory,
     Truth,
     ranked_pair,
     until,
 )
 
+from prfaas.core.kv.groups import GroupKind
 from prfaas.core.kv.rank_shares import paired_ranks
 from prfaas.serving.transport import region_layout
 from prfaas.serving.transport.ticket import Ticket, part_id
@@ -48,6 +51,24 @@ def usable(receiver: object, transfer_id: bytes) -> int:
     return region_layout.usable_tokens(table._open_check.layout, transfer.ticket, transfer.covered_end)
 
 
+def arrived(pair: RankedPair, ticket: Ticket, tokens: int) -> None:
+    """Wait until all that was sent of full attention up to so many tokens has come, of every part."""
+    for memory, receiver in zip(pair.home, pair.receivers, strict=True):
+        for part in range(len(paired_ranks(memory.rank, len(pair.home), len(pair.east)))):
+            transfer = receiver._table._transfers[part_id(ticket.transfer_id, part)]
+            layout = receiver._table._open_check.layout
+            step = tokens - tokens % lcm_of(memory)
+            until(
+                lambda its=transfer, by=layout, end=step: (
+                    region_layout.usable_tokens(by, its.ticket, its.covered_end, [end]) == end
+                )
+            )
+
+
+def lcm_of(memory: RankMemory) -> int:
+    return math.lcm(*(group.block_tokens for group in memory.groups if group.kind is not GroupKind.STATE))
+
+
 def killed(pair: RankedPair) -> None:
     for sender in pair.senders:
         sender.close()
@@ -60,7 +81,7 @@ def content(pair: RankedPair) -> list[dict[str, torch.Tensor]]:
 def goes_on(pair: RankedPair, truth: Truth, ticket: Ticket, tokens: int) -> None:
     """The broken load says from where, and another one loads exactly that."""
     for consuming in pair.consuming:
-        assert consuming.take_usable_tokens() == {"d": tokens}
+        assert consuming.take_usable()["d"].tokens == tokens
     for memory in pair.home:
         for seen in memory.seen.values():
             seen.fill_(-1)
@@ -145,7 +166,7 @@ def test_where_a_part_has_brought_nothing_nothing_is_kept() -> None:
         until(lambda: pair.receivers[0].state(second) is not None)
         killed(pair)
         assert pair.load(ticket, 0) == [({"d"}, {"d"})]
-        assert pair.consuming[0].take_usable_tokens() == {}
+        assert pair.consuming[0].take_usable() == {}
         for each in (ticket.transfer_id, second):
             state = pair.receivers[0].state(each)
             assert state is not None and not state.usable_tokens
@@ -168,13 +189,45 @@ def test_a_rank_that_sends_only_copies_does_not_count() -> None:
         goes_on(pair, truth, ticket, 64)
 
 
-def test_with_states_or_windows_nothing_is_kept_of_several_parts() -> None:
+@pytest.mark.parametrize(
+    ("keepings", "checkpoints", "tokens"),
+    [
+        ((Keeping(2), Keeping(1)), {0: [32, 64], 1: [32, 64]}, 64),
+        # The last one of a rank has no like: both go back to the one before.
+        ((Keeping(2), Keeping(1)), {0: [32, 64], 1: [32]}, 32),
+        ((Keeping(2), Keeping(1)), {0: [32], 1: [32, 64]}, 32),
+        ((Keeping(4), Keeping(2)), {rank: [32, 64] for rank in range(4)}, 64),
+        ((Keeping(1), Keeping(2)), {0: [32, 64]}, 64),
+        # Blocks of the decode engine that end at 48 and 96.
+        ((Keeping(2), Keeping(1, 24, 48)), {0: [48, 64], 1: [48, 64]}, 48),
+    ],
+)
+def test_with_states_and_windows_it_goes_on_from_a_checkpoint_that_all_parts_have(
+    keepings: tuple[Keeping, Keeping], checkpoints: Mapping[int, Sequence[int]], tokens: int
+) -> None:
+    truth = Truth(MODEL, 7)
+    with ranked_pair(MODEL, *keepings) as pair:
+        pair.connected()
+        ticket = pair.prefill(TOKENS, 0, [16, 32, 48, 64, 80], truth=truth, checkpoints=checkpoints)
+        each_to = max(keepings[1].ranks // keepings[0].ranks, 1)
+        sent = each_to * sum(len(ends) for ends in checkpoints.values())
+        until(lambda: sum(each.stats()["checkpoints"] for each in pair.receivers) == sent)
+        arrived(pair, ticket, 80)
+        killed(pair)
+        assert pair.load(ticket, 0) == [({"d"}, {"d"})] * len(pair.home)
+        goes_on(pair, truth, ticket, tokens)
+
+
+def test_where_no_checkpoint_is_there_of_all_parts_nothing_is_kept() -> None:
+    truth = Truth(MODEL, 8)
     with ranked_pair(MODEL, Keeping(2), Keeping(1)) as pair:
         pair.connected()
-        ticket = pair.prefill(TOKENS, 0, [70])
-        for part in range(2):
-            each = part_id(ticket.transfer_id, part)
-            until(lambda its=each: pair.receivers[0].state(its) is not None)
+        # Of its three the first rank's last two are kept.
+        ends = {0: [32, 48, 64], 1: [32]}
+        ticket = pair.prefill(TOKENS, 0, [16, 32, 48, 64], truth=truth, checkpoints=ends)
+        until(lambda: pair.receivers[0].stats()["checkpoints"] == 4)
+        arrived(pair, ticket, 64)
         killed(pair)
         assert pair.load(ticket, 0) == [({"d"}, {"d"})]
-        assert pair.consuming[0].take_usable_tokens() == {}
+        assert pair.consuming[0].take_usable() == {}
+        until(lambda: pair.receivers[0].stats()["staging_used_blocks"] == 0)

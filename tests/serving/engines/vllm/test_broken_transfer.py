@@ -20,6 +20,7 @@ from tests.serving.engines.vllm.test_producer_consumer import (
 
 from prfaas.serving.engines.vllm.metadata import BlockRun, LoadOrder, TransferMetadata
 from prfaas.serving.transport import region_layout
+from prfaas.serving.transport.resume_points import ResumePoints
 from prfaas.serving.transport.ticket import Ticket
 from prfaas.serving.transport.wire import TransferStatus
 
@@ -88,8 +89,8 @@ def test_what_has_come_is_loaded_and_the_rest_is_not_touched(dense: Ends, steps:
         dense.receiver._table.drop(ticket.transfer_id, "its prefill engine is dead", keep=True)
     assert dense.results() == ({"d"}, {"d"})
     assert failed(dense, ticket).usable_tokens == end_tokens
-    assert dense.consuming.take_usable_tokens() == {"d": end_tokens}
-    assert dense.consuming.take_usable_tokens() == {}
+    assert dense.consuming.take_usable() == {"d": ResumePoints(end_tokens)}
+    assert dense.consuming.take_usable() == {}
     dense.order(part(ticket, 32, end_tokens, base=40))
     assert dense.results() == ({"d"}, set())
     for name in ("a0", "a1"):
@@ -105,7 +106,7 @@ def test_what_has_come_is_loaded_and_the_rest_is_not_touched(dense: Ends, steps:
     assert told is not None and (told.taken, told.usable_tokens) == (True, end_tokens)
     dense.order(part(ticket, 32, end_tokens))
     assert dense.results() == ({"d"}, {"d"})
-    assert dense.consuming.take_usable_tokens() == {}
+    assert dense.consuming.take_usable() == {}
 
 
 def test_a_page_that_is_another_one_by_then_is_seen(dense: Ends) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from prfaas.serving.engines.tiny.checkpoint import tiny_model
 from prfaas.serving.engines.vllm.metadata import LoadReports, TransferMetadata
+from prfaas.serving.transport.resume_points import ResumePoints
 from prfaas.serving.transport.ticket import TICKET_PARAMETER, Ticket, prompt_digest
 
 KEY = bytes.fromhex("ab" * 32)
@@ -49,7 +50,11 @@ class Steps:
         assert isinstance(orders, TransferMetadata)
         names = list(output.num_scheduled_tokens)
         self.computed += output.num_scheduled_tokens.values()
-        meta = LoadReports({}, dict.fromkeys(ended or (), usable_tokens)) if usable_tokens else None
+        meta = (
+            LoadReports({}, dict.fromkeys(ended or (), ResumePoints(usable_tokens)))
+            if usable_tokens
+            else None
+        )
         self.scheduler.update_from_output(
             output,
             ModelRunnerOutput(

@@ -191,7 +191,7 @@ def test_a_load_that_waits_is_told_what_can_be_loaded(ends: Ends) -> None:
     ends.order(load(prefill.ticket, 0))
     broken(ends, prefill.ticket)
     assert ends.results() == ({"d"}, {"d"})
-    assert ends.consuming.take_usable_tokens() == {"d": 160}
+    assert ends.consuming.take_usable()["d"].tokens == 160
     before = copy_of(ends.home)
     ends.order(part(prefill.ticket, 0, 160))
     assert ends.results() == ({"d"}, set())

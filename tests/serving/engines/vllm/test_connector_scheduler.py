@@ -12,6 +12,7 @@ from prfaas.core.kv.groups import GroupKind, KvGroup
 from prfaas.core.link.checkpoints import is_checkpoint_due
 from prfaas.serving.engines.vllm.connector_scheduler import ConnectorScheduler
 from prfaas.serving.engines.vllm.metadata import LoadReports, TransferMetadata
+from prfaas.serving.transport.resume_points import ResumePoints
 from prfaas.serving.transport.ticket import Ticket, prompt_digest
 
 KEY = b"k" * 32
@@ -400,7 +401,8 @@ def test_only_a_step_that_computes_nothing_is_idle() -> None:
 
 def usable(request_id: str, tokens: int) -> Any:
     return SimpleNamespace(
-        kv_connector_worker_meta=LoadReports({}, {request_id: tokens}), failed_recving={request_id}
+        kv_connector_worker_meta=LoadReports({}, {request_id: ResumePoints(tokens)}),
+        failed_recving={request_id},
     )
 
 

@@ -43,6 +43,7 @@ from prfaas.serving.engines.vllm.stats import ConnectorStats
 from prfaas.serving.pool.client import PoolClient
 from prfaas.serving.pool.protocol import PoolMatch
 from prfaas.serving.transport.handshake import fingerprint_difference
+from prfaas.serving.transport.resume_points import ResumePoints
 from prfaas.serving.transport.ticket import Ticket
 
 
@@ -68,7 +69,7 @@ class Half:
         free, self.free = self.free, set()
         return free
 
-    def take_usable_tokens(self) -> dict[str, int]:
+    def take_usable(self) -> dict[str, ResumePoints]:
         return {}
 
 

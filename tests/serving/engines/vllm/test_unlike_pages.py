@@ -397,8 +397,8 @@ def test_a_page_that_is_changed_on_its_way_is_seen_between_unlike_engines() -> N
         ticket = pair.prefill(100, 0, [100])
         take = pair.receiver.take
 
-        def spoilt(transfer_id: bytes, *, broken: bool = False) -> StagedTransfer | None:
-            staged = take(transfer_id, broken=broken)
+        def spoilt(transfer_id: bytes, *, broken_tokens: int = 0) -> StagedTransfer | None:
+            staged = take(transfer_id, broken_tokens=broken_tokens)
             assert staged is not None
             staged.region_views(1, 700, 1)[0][0] ^= 1
             return staged

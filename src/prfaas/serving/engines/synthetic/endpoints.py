@@ -259,7 +259,9 @@ class Endpoints:
 
         False if the transfer is gone, or a page is not what the prefill engine computed.
         """
-        staged = self.receiver.take(ticket.transfer_id, broken=num_tokens < ticket.num_tokens)
+        staged = self.receiver.take(
+            ticket.transfer_id, broken_tokens=num_tokens if num_tokens < ticket.num_tokens else 0
+        )
         if staged is None:
             return False
         try:

@@ -224,10 +224,10 @@ class ConnectorScheduler:
         """A load has failed since its transfer broke: vLLM asks for its request again, and is offered what has come."""
         reports = output.kv_connector_worker_meta
         if isinstance(reports, LoadReports):
-            for request_id, usable_tokens in reports.usable_tokens.items():
+            for request_id, usable in reports.usable.items():
                 consuming = self._consuming.get(request_id)
                 if consuming is not None:
-                    consuming.usable_tokens = min(usable_tokens, consuming.num_tokens)
+                    consuming.usable_tokens = min(usable.tokens, consuming.num_tokens)
                     consuming.settled = False
 
     def _load_transfer(

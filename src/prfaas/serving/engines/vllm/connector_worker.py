@@ -251,10 +251,10 @@ class ConnectorWorker:
     def take_reports(self) -> LoadReports | None:
         """What there is to tell of the loads that have ended since the last call."""
         times = self.pool.reader.take_times() if self.pool is not None else None
-        usable_tokens = self.consumer.take_usable_tokens()
-        if not usable_tokens:
+        usable = self.consumer.take_usable()
+        if not usable:
             return times
-        return LoadReports(times.loads if times is not None else {}, usable_tokens)
+        return LoadReports(times.loads if times is not None else {}, usable)
 
     def take_stats(self) -> ConnectorStats | None:
         """Counters since the last call, None when nothing happened."""

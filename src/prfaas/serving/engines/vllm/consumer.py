@@ -16,6 +16,7 @@ from prfaas.serving.engines.vllm.wire_layout import WireLayout
 from prfaas.serving.transport.arrival import Arrival
 from prfaas.serving.transport.receiver import Receiver
 from prfaas.serving.transport.region_layout import PeerLayouts
+from prfaas.serving.transport.resume_points import ResumePoints
 from prfaas.serving.transport.staging import StagedTransfer
 from prfaas.serving.transport.ticket import part_id
 from prfaas.serving.transport.wire import TransferPhase, TransferStatus
@@ -25,6 +26,7 @@ logger = logging.getLogger(__name__)
 # Deadlines, and transfers that have no staging yet, are looked after that often while a load waits.
 _LOOK_S = 0.05
 _LACKS_A_PART = "another part of the KV did not arrive"
+_NOTHING = ResumePoints()
 
 
 @dataclass(slots=True)
@@ -73,8 +75,8 @@ class _LoadResult:
     """It failed since a page was not the one that the prefill engine computed."""
     is_part: bool = False
     """It loaded what had come of a transfer that broke."""
-    usable_tokens: int = 0
-    """It failed, but so many tokens' KV has come, and can be loaded by another order."""
+    usable: ResumePoints = _NOTHING
+    """It failed, but another order can load what has come."""
     unwanted: bool = False
     """It failed since nobody waits for its request any more."""
 
@@ -82,9 +84,9 @@ class _LoadResult:
 class _GivenUpError(Exception):
     """A load that will not be: the transfer is gone, late or of no use."""
 
-    def __init__(self, obstacle: str, usable_tokens: int = 0, *, unwanted: bool = False) -> None:
+    def __init__(self, obstacle: str, usable: ResumePoints = _NOTHING, *, unwanted: bool = False) -> None:
         super().__init__(obstacle)
-        self.usable_tokens = usable_tokens
+        self.usable = usable
         self.unwanted = unwanted
 
 
@@ -94,7 +96,7 @@ class KvConsumer:
     Blocks are filled as their bytes arrive, and the rest once the transfer is complete. Every ordered load is
     reported exactly once, as done or as failed; a failed one makes vLLM prefill the request locally
     (`kv_load_failure_policy=recompute`). A transfer can serve several requests (`n` > 1). Of a failed one whose
-    transfer broke, `take_usable_tokens` says what can still be loaded.
+    transfer broke, `take_usable` says what can still be loaded.
     """
 
     def __init__(
@@ -129,7 +131,7 @@ class KvConsumer:
         self._wake = threading.Event()
         self._closing = False
         self._results: queue.SimpleQueue[_LoadResult] = queue.SimpleQueue()
-        self._usable_tokens: dict[str, int] = {}
+        self._usable: dict[str, ResumePoints] = {}
         self._thread = threading.Thread(target=self._run, name="prfaas-load", daemon=True)
         self._thread.start()
 
@@ -184,8 +186,8 @@ class KvConsumer:
             if result.loaded_bytes is None:
                 failed.add(result.request_id)
                 unwanted += result.unwanted
-                if result.usable_tokens:
-                    self._usable_tokens[result.request_id] = result.usable_tokens
+                if result.usable.tokens:
+                    self._usable[result.request_id] = result.usable
             else:
                 self.stats.add("loads_resumed" if result.is_part else "loads_completed")
                 self.stats.add("bytes_loaded", result.loaded_bytes)
@@ -193,10 +195,10 @@ class KvConsumer:
         self._expire()
         return ended, failed
 
-    def take_usable_tokens(self) -> dict[str, int]:
-        """Of the failed loads that `results` has named since the last call: how many tokens can still be loaded."""
-        usable_tokens, self._usable_tokens = self._usable_tokens, {}
-        return usable_tokens
+    def take_usable(self) -> dict[str, ResumePoints]:
+        """Of the failed loads that `results` has named since the last call: what can still be loaded."""
+        usable, self._usable = self._usable, {}
+        return usable
 
     def close(self) -> None:
         """Stop the loading thread and free what is still staged."""
@@ -227,19 +229,19 @@ class KvConsumer:
 
     def _advanced(self, load: _OrderedLoad) -> _LoadResult | None:
         """Load what can be loaded now; the result once that is all of it, or it has failed. Never raises."""
-        order, digests_differ, usable_tokens, unwanted = load.order, False, 0, False
+        order, digests_differ, usable, unwanted = load.order, False, _NOTHING, False
         try:
             loaded_bytes = self._load(load)
             if loaded_bytes is None:
                 return None
             return _LoadResult(order.request_id, loaded_bytes, is_part=order.usable_tokens > 0)
         except _GivenUpError as error:
-            usable_tokens, unwanted = error.usable_tokens, error.unwanted
+            usable, unwanted = error.usable, error.unwanted
             if unwanted:
                 logger.info("the KV of request %s is not loaded: %s", order.request_id, error)
-            elif usable_tokens:
+            elif usable.tokens:
                 logger.warning(
-                    "request %s goes on from %d tokens: %s", order.request_id, usable_tokens, error
+                    "request %s goes on from %d tokens: %s", order.request_id, usable.tokens, error
                 )
             else:
                 logger.warning("request %s prefills locally: %s", order.request_id, error)
@@ -254,11 +256,9 @@ class KvConsumer:
         for part in load.parts:
             self._stop_reading(part)
             # Of the parts that are in time nobody will have a use.
-            if len(load.parts) > 1 and not usable_tokens:
+            if len(load.parts) > 1 and not usable.tokens:
                 self._receiver.drop(part.transfer_id, _LACKS_A_PART)
-        return _LoadResult(
-            order.request_id, None, digests_differ, usable_tokens=usable_tokens, unwanted=unwanted
-        )
+        return _LoadResult(order.request_id, None, digests_differ, usable=usable, unwanted=unwanted)
 
     def _load(self, load: _OrderedLoad) -> int | None:
         """KV of one request from staging into the engine's blocks; the bytes copied, or None: more is to come."""
@@ -274,7 +274,7 @@ class KvConsumer:
                 except _GivenUpError as error:
                     if len(load.parts) == 1 or error.unwanted:
                         raise
-                    raise _GivenUpError(str(error), self._usable_tokens_of(load)) from None
+                    raise _GivenUpError(str(error), self._usable_of(load)) from None
         loaded = [part.loaded_bytes for part in load.parts if part.loaded_bytes is not None]
         return sum(loaded) if len(loaded) == len(load.parts) else None
 
@@ -283,7 +283,7 @@ class KvConsumer:
         if part.loaded_bytes is not None or self._is_complete(part):
             return True
         status = self._receiver.state(part.transfer_id)
-        return status is not None and 0 < order.usable_tokens <= status.usable_tokens
+        return status is not None and status.resume_points.allows(order.usable_tokens)
 
     def _is_complete(self, part: _LoadPart) -> bool:
         with self._lock:
@@ -293,21 +293,29 @@ class KvConsumer:
         status = self._receiver.state(part.transfer_id)
         return status is not None and status.phase is TransferPhase.COMPLETE and not status.taken
 
-    def _usable_tokens_of(self, load: _OrderedLoad) -> int:
-        """A part will not be: after how many tokens the request can go on with what has come of every part.
+    def _usable_of(self, load: _OrderedLoad) -> ResumePoints:
+        """A part will not be: from where the request can go on with what has come of every part.
 
         What still arrives is ended, since it is of no use behind what has come of that one.
         """
         ticket = load.order.ticket
-        wires, tokens = self._wires.of_ticket(ticket.transfer_id), ticket.num_tokens
-        for part in load.parts:
+        wires, points = self._wires.of_ticket(ticket.transfer_id), ResumePoints(ticket.num_tokens)
+        for number, part in enumerate(load.parts):
             self._receiver.drop(part.transfer_id, _LACKS_A_PART, keep=True)
+            wire, status = wires.get(number), self._receiver.state(part.transfer_id)
             if not self._is_complete(part):
-                status = self._receiver.state(part.transfer_id)
-                tokens = min(tokens, 0 if status is None else status.usable_tokens)
+                points &= _NOTHING if status is None else status.resume_points
+            elif wire is not None and wire.checkpoint is not None:
+                # It has the last states and no earlier ones.
+                points = _NOTHING
+        if points.tokens <= ticket.skip_tokens:
+            return _NOTHING
         # Parts may have layers of other blocks.
-        tokens -= tokens % lcm(*(wire.step_tokens for wire in wires.values()))
-        return tokens if tokens > ticket.skip_tokens else 0
+        step = lcm(*(wire.step_tokens for wire in wires.values()))
+        if points.ends:
+            return points if points.tokens % step == 0 else _NOTHING
+        tokens = points.tokens - points.tokens % step
+        return ResumePoints(tokens) if tokens > ticket.skip_tokens else _NOTHING
 
     def _transfers_of(self, ticket_id: bytes) -> list[bytes]:
         """The ids of a ticket's transfers, as far as it is known that there are several."""
@@ -351,7 +359,7 @@ class KvConsumer:
             if status is None:
                 raise _GivenUpError(obstacle)
             # What a load in time finds dropped, the gateway has dropped: the client has left, or has its whole answer.
-            raise _GivenUpError(obstacle, status.usable_tokens, unwanted=status.dropped and not is_late)
+            raise _GivenUpError(obstacle, status.resume_points, unwanted=status.dropped and not is_late)
         # 4. One that arrives: what is there of it goes into the blocks meanwhile.
         if part.arrival is None and blocks is not None and not is_kept:
             part.arrival = self._receiver.lend(transfer_id, self._wake.set)
@@ -375,7 +383,7 @@ class KvConsumer:
         with self._lock:
             held = self._held.get(transfer_id)
             if held is None or held.uses_left < 1:
-                transfer = self._receiver.take(transfer_id, broken=bool(order.usable_tokens))
+                transfer = self._receiver.take(transfer_id, broken_tokens=order.usable_tokens)
                 if transfer is None and order.usable_tokens:
                     # Another part broke.
                     transfer = self._receiver.take(transfer_id)

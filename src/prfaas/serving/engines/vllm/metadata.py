@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
+from prfaas.serving.transport.resume_points import ResumePoints
 from prfaas.serving.transport.ticket import Ticket
 
 if TYPE_CHECKING:
@@ -171,8 +172,8 @@ class LoadReports(KVConnectorWorkerMetadata):
 
     loads: dict[str, PoolLoadTime] = field(default_factory=dict)
     """What those from the pool took."""
-    usable_tokens: dict[str, int] = field(default_factory=dict)
-    """Of those whose transfer broke: how many tokens' KV has come, and can still be loaded."""
+    usable: dict[str, ResumePoints] = field(default_factory=dict)
+    """Of those whose transfer broke: after how many tokens the engine can go on with what has come."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "LoadReports":
         """Both ranks' figures."""
@@ -182,7 +183,7 @@ class LoadReports(KVConnectorWorkerMetadata):
         for request_id, time in other.loads.items():
             known = joined.get(request_id)
             joined[request_id] = time if known is None else known.joined(time)
-        usable_tokens = dict(self.usable_tokens)
-        for request_id, tokens in other.usable_tokens.items():
-            usable_tokens[request_id] = min(usable_tokens.get(request_id, tokens), tokens)
-        return LoadReports(joined, usable_tokens)
+        usable = dict(self.usable)
+        for request_id, points in other.usable.items():
+            usable[request_id] = usable.get(request_id, points) & points
+        return LoadReports(joined, usable)

@@ -242,12 +242,11 @@ class KvProducer:
         """Have states and windows leave as they are after this chunk: copies, since the next one writes over them."""
         for open_send in self._open_sends.get(send.request_id, ()) if send.checkpoint_tokens else ():
             before, wire = open_send.checkpoint, open_send.wire
-            # Of several parts each would need the same one.
             # One that has not left by now says that the link has no room for more.
             is_late = before is not None and not before.transfer.phase.terminal
             # The consumer must have let the transfer in: it takes a checkpoint of no other.
             is_sending = open_send.transfer.phase is SendPhase.SENDING
-            if wire.checkpoint is not None and wire.parts == 1 and is_sending and not is_late:
+            if wire.checkpoint is not None and is_sending and not is_late:
                 self._put_checkpoint(send, open_send, wire.checkpoint)
 
     def _put_checkpoint(self, send: SendOrder, open_send: _OpenSend, wire: WireLayout) -> None:
