@@ -312,7 +312,9 @@ class Stack:
         forced = len(reference.token_ids) - len(answer.token_ids)
         return compare(answer.token_ids, reference.token_ids[forced:], reference.top_logits[forced:])
 
-    def check_likely(self, *answered: tuple[Sequence[int], Sequence[int]]) -> None:
+    def check_likely(
+        self, *answered: tuple[Sequence[int], Sequence[int]], engine: str = "home-prefill-0"
+    ) -> None:
         """For answers whose prompts were split otherwise, or which ran in a batch with others: (prompt, answer).
 
         A plain engine that is made to answer the same, and to compute the last prompt token alone as disaggregated
@@ -321,7 +323,7 @@ class Stack:
         """
         likely = []
         for prompt, token_ids in answered:
-            same = self.reference(prompt, len(token_ids), salt="likely", forced=token_ids)
+            same = self.reference(prompt, len(token_ids), "likely", engine, token_ids)
             assert same.status == 200, same.body
             assert same.token_ids == [prompt[-1], *token_ids]
             for token, logits in zip(token_ids, same.top_logits[1:], strict=True):
