@@ -20,6 +20,7 @@ from native_source import native_source
 
 SOURCE = Path(__file__).resolve().parent.parent / "src" / "prfaas"
 COMPILED = (
+    "core/latency/cached_prefix.py",
     "core/latency/curve_reader.py",
     "core/link/turns.py",
     "core/planner/fixed_roles.py",
@@ -56,6 +57,7 @@ COMPILED = (
     "lab/simulator/flow.py",
     "lab/simulator/instance.py",
     "lab/simulator/link.py",
+    "lab/simulator/mixed_world.py",
     "lab/simulator/monitored_link.py",
     "lab/simulator/paced_clock.py",
     "lab/simulator/prefix_caches.py",
