@@ -17,9 +17,11 @@ def after_prefix_s(
         uncached_tokens: l − p.
         reused_tokens: p, at least 0.
     """
+    alone_s = prefill_s(uncached_tokens)
     if not reused_tokens:
-        return prefill_s(uncached_tokens)
-    return rest_reader(prefill_s, uncached_tokens + reused_tokens)(reused_tokens)
+        return alone_s
+    longer_s = prefill_s(uncached_tokens + reused_tokens) - prefill_s(reused_tokens)
+    return longer_s if longer_s > alone_s else alone_s
 
 
 def rest_reader(prefill_s: Callable[[float], float], num_tokens: float) -> Callable[[float], float]:
