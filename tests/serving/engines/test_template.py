@@ -1,5 +1,6 @@
 """Engines that are forks of one process: whose children they are, what they share, and that nothing is left."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -64,7 +65,12 @@ def _nothing_is_left() -> Iterator[None]:
 
 def children(pid: int | None = None) -> list[int]:
     tasks = Path(f"/proc/{pid or os.getpid()}/task")
-    return [int(child) for task in tasks.iterdir() for child in (task / "children").read_text().split()]
+    found: list[int] = []
+    for task in tasks.iterdir():
+        # A thread may end meanwhile.
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            found += map(int, (task / "children").read_text().split())
+    return found
 
 
 def forked(deployment: Deployment, instance: Instance, *words: str, **env: str) -> EngineCommand:

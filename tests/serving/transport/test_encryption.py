@@ -44,6 +44,7 @@ from .harness import (
     FAST_SENDER,
     FINGERPRINT,
     KEY,
+    PATIENCE_S,
     SizesByTokens,
     World,
     await_over,
@@ -81,6 +82,12 @@ def test_transfers_are_exact(make_world: MakeWorld, authority: Authority) -> Non
         assert transfer.phase is SendPhase.COMPLETE, transfer.reason
         assert world.take(ticket) == content
     world.await_clean()
+    # Transfers don't wait for the last connection's handshake.
+    await_true(
+        lambda: world.receiver.stats()["encrypted_connections"] == 4,
+        PATIENCE_S,
+        lambda: "four encrypted connections",
+    )
     stats = world.receiver.stats()
     assert (stats["connections"], stats["encrypted_connections"], stats["forged_frames"]) == (4, 4, 0)
     assert world.sender.stats()["peers"]["c/0"]["encrypted"] is True

@@ -26,6 +26,14 @@ class ResumePoints:
         ends = tuple(sorted(end for end in both if end <= tokens))
         return ResumePoints(ends[-1], ends) if ends else ResumePoints()
 
+    def in_blocks(self, block_tokens: int, skip_tokens: int) -> "ResumePoints":
+        """Of these, where whole blocks end, behind `skip_tokens`."""
+        if self.ends:
+            ends = tuple(end for end in self.ends if end % block_tokens == 0 and end > skip_tokens)
+            return ResumePoints(ends[-1], ends) if ends else ResumePoints()
+        tokens = self.tokens - self.tokens % block_tokens
+        return ResumePoints(tokens) if tokens > skip_tokens else ResumePoints()
+
     def allows(self, tokens: int) -> bool:
         """Whether it can go on after so many tokens, if whole blocks end there."""
         return 0 < tokens <= self.tokens and (not self.ends or tokens in self.ends)

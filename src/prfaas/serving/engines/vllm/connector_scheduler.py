@@ -226,7 +226,7 @@ class ConnectorScheduler:
         if isinstance(reports, LoadReports):
             for request_id, usable in reports.usable.items():
                 consuming = self._consuming.get(request_id)
-                if consuming is not None:
+                if consuming is not None and usable.tokens:
                     consuming.usable_tokens = min(usable.tokens, consuming.num_tokens)
                     consuming.settled = False
 

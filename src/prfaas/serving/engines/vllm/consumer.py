@@ -308,14 +308,8 @@ class KvConsumer:
             elif wire is not None and wire.checkpoint is not None:
                 # It has the last states and no earlier ones.
                 points = _NOTHING
-        if points.tokens <= ticket.skip_tokens:
-            return _NOTHING
         # Parts may have layers of other blocks.
-        step = lcm(*(wire.step_tokens for wire in wires.values()))
-        if points.ends:
-            return points if points.tokens % step == 0 else _NOTHING
-        tokens = points.tokens - points.tokens % step
-        return ResumePoints(tokens) if tokens > ticket.skip_tokens else _NOTHING
+        return points.in_blocks(lcm(*(wire.step_tokens for wire in wires.values())), ticket.skip_tokens)
 
     def _transfers_of(self, ticket_id: bytes) -> list[bytes]:
         """The ids of a ticket's transfers, as far as it is known that there are several."""
@@ -349,7 +343,7 @@ class KvConsumer:
         # 3. One that will never be, or is late, makes the engine prefill.
         status = self._receiver.state(transfer_id)
         # What is kept of a broken one can be taken as soon as nobody writes or reads it any more.
-        is_kept = order.usable_tokens and status is not None and status.usable_tokens
+        is_kept = status is not None and status.resume_points.allows(order.usable_tokens)
         obstacle = "" if is_kept else _obstacle(status)
         is_late = self._now_s() - load.ordered_at_s > self._load_wait_s
         if not obstacle and is_late:
@@ -359,7 +353,9 @@ class KvConsumer:
             if status is None:
                 raise _GivenUpError(obstacle)
             # What a load in time finds dropped, the gateway has dropped: the client has left, or has its whole answer.
-            raise _GivenUpError(obstacle, status.resume_points, unwanted=status.dropped and not is_late)
+            # What an order of a part lacks, another one would lack too.
+            usable = _NOTHING if order.usable_tokens else status.resume_points
+            raise _GivenUpError(obstacle, usable, unwanted=status.dropped and not is_late)
         # 4. One that arrives: what is there of it goes into the blocks meanwhile.
         if part.arrival is None and blocks is not None and not is_kept:
             part.arrival = self._receiver.lend(transfer_id, self._wake.set)
