@@ -99,15 +99,15 @@ def kill_at(stack: Stack, share: float, *, checkpoints: int) -> dict[str, float]
     client.join(PATIENCE_S)
     assert not client.is_alive()
     (answer,) = answers
+    # The other engine is dead: nobody can ask whether that is clean.
+    wait_until(lambda: stack.kv_stats(HOME)["staging_used_blocks"] == 0, PATIENCE_S, "its staging is free")
+    now = counters(stack)
     if stack.deployment.instance(FAR).tensor_parallel == 1:
         stack.check_answer(answer, plain)
     else:
         # Two ranks add up in another order than one.
         stack.check_likely((ids, answer.token_ids), engine=HOME)
     assert (answer.route["prefill"], answer.route["reason"]) == (HOME, "kept")
-    # The other engine is dead: nobody can ask whether that is clean.
-    wait_until(lambda: stack.kv_stats(HOME)["staging_used_blocks"] == 0, PATIENCE_S, "its staging is free")
-    now = counters(stack)
     return {name: now[name] - before[name] for name in before}
 
 
