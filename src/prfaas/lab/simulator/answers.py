@@ -51,9 +51,10 @@ class Answers:
     def begin(self, job: Job) -> None:
         """A request has its decode slot: what ends its TTFT, unless it had its first token already."""
         job.slot_since_s = self._events.now_s
-        late_s, uncounted_s = job.target.late_s(self._events.now_s)
         behind_s = self._behind_s.get(job.number, 0.0) if self._behind_s else 0.0
-        if uncounted_s:
+        late_s = 0.0
+        if job.target.chunk_s:
+            late_s, uncounted_s = job.target.late_s(self._events.now_s)
             self._behind_s[job.number] = behind_s + uncounted_s
         if job.has_first:
             if self._columns.second_token_s is not None:
