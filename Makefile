@@ -27,7 +27,7 @@ help:
 	@echo "make demo   one long and several short prompts through two clusters on this machine, compared with plain vLLM"
 	@echo "make test   every test (starts real vLLM engines; about three quarters of an hour on two cores)"
 	@echo "make test-explore  property tests with new random examples, ten times as many (SEED=… repeats a run)"
-	@echo "make test-fast    the tests that start no engine and are not slow, on two cores (about a minute and a half)"
+	@echo "make test-fast    the tests that start no engine and are not slow, on two cores (some minutes)"
 	@echo "make test-docs    the guides' commands and programs as written; as root also a whole guide on machines of its own (minutes)"
 	@echo "make test-extras  each extra of the wheel in an environment of its own (downloads packages; minutes)"
 	@echo "make check  formatting, lint, types, import arrows"
