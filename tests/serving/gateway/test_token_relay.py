@@ -34,9 +34,12 @@ def relay_until(world: World, token: int) -> None:
     world.remote.sends_after, world.remote.chunk_s = token, 0.05
 
 
-def in_one_of_three(in_world: InWorld, body: Callable[[World], Awaitable[None]], **options: Any) -> None:
+def in_one_of_three(
+    folder: Path, in_world: InWorld, body: Callable[[World], Awaitable[None]], **options: Any
+) -> None:
     """For what happens while a relay goes on: a machine that stops for a moment is past it."""
     for left in (2, 1, 0):
+        (folder / "key").unlink(missing_ok=True)  # each world makes its own
         try:
             in_world(body, **options)
             return
@@ -139,7 +142,9 @@ def computed(world: World) -> list[tuple[int, bool]]:
     ]
 
 
-def test_the_decode_engine_computes_what_was_relayed_while_the_relay_goes_on(in_world: InWorld) -> None:
+def test_the_decode_engine_computes_what_was_relayed_while_the_relay_goes_on(
+    in_world: InWorld, tmp_path: Path
+) -> None:
     async def body(world: World) -> None:
         relay_until(world, 20)
         _, events = await stream(world, "/v1/completions", MANY)
@@ -161,11 +166,11 @@ def test_the_decode_engine_computes_what_was_relayed_while_the_relay_goes_on(in_
         assert (world.decode.loaded, world.decode.lost) == ([len(LONG)], 0)
         await world.settled()
 
-    in_one_of_three(in_world, body, gateway_config=RELAYS_MANY, decode_lead_s=0.0, dense=True)
+    in_one_of_three(tmp_path, in_world, body, gateway_config=RELAYS_MANY, decode_lead_s=0.0, dense=True)
 
 
 def test_tokens_are_held_back_for_the_pause_until_the_decode_engine_goes_on(
-    in_world: InWorld, monkeypatch: pytest.MonkeyPatch
+    in_world: InWorld, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Some of them when it is asked. With its first token all have left."""
     monkeypatch.setattr(first_token_answer, "_FIRST_PAUSE_S", 0.5)
@@ -194,7 +199,7 @@ def test_tokens_are_held_back_for_the_pause_until_the_decode_engine_goes_on(
         events = [orjson.loads(line[6:]) for line in told]
         assert text_of(events) == generated(LONG, ASKED, 64).text
 
-    in_one_of_three(in_world, body, gateway_config=RELAYS_MANY, decode_lead_s=0.0)
+    in_one_of_three(tmp_path, in_world, body, gateway_config=RELAYS_MANY, decode_lead_s=0.0)
 
 
 @pytest.mark.parametrize("why", ["linear states", "others wait"])
