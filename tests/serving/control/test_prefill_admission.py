@@ -37,6 +37,13 @@ class Yard:
 
         return asyncio.create_task(whole())
 
+    async def filled(self) -> "tuple[asyncio.Event, list[asyncio.Task[None]]]":
+        """Every instance has a prefill, until the event is set."""
+        hold = asyncio.Event()
+        held = [self.asks(name, urgent(0.0), hold) for name in "ab"]
+        await settled()
+        return hold, held
+
 
 def urgent(urgency_s: float, prefill: str = "far-0", *, tokens: int = 5000, bound: bool = False) -> Decision:
     return replace(decision(prefill, "home-d0", prefill_tokens=tokens), urgency_s=urgency_s, is_bound=bound)
@@ -143,9 +150,7 @@ def test_a_request_that_goes_just_before_its_turn_breaks_no_other(
 ) -> None:
     async def main() -> None:
         yard = Yard(deployment, clock)
-        hold = asyncio.Event()
-        held = [yard.asks(name, urgent(0.0), hold) for name in "ab"]
-        await settled()
+        hold, held = await yard.filled()
         gone, stays = yard.asks("gone", urgent(1.0)), yard.asks("stays", urgent(2.0))
         await settled()
         # Those that hold an instance wake up first, and find a request that is cancelled but has not run yet.
@@ -158,12 +163,29 @@ def test_a_request_that_goes_just_before_its_turn_breaks_no_other(
     asyncio.run(main())
 
 
+def test_a_request_that_goes_as_all_instances_leave_breaks_nothing(
+    deployment: Deployment, clock: FakeClock
+) -> None:
+    async def main() -> None:
+        yard = Yard(deployment, clock)
+        hold, held = await yard.filled()
+        gone = yard.asks("gone", urgent(1.0))
+        await settled()
+        for name in ("far-0", "far-1"):
+            yard.cluster_state.instance(name).healthy = False
+        gone.cancel()
+        yard.admission.changed("far-0")
+        hold.set()
+        await asyncio.wait_for(asyncio.gather(*held), 60)
+        assert gone.cancelled() and yard.admission.waiting("far") == 0
+
+    asyncio.run(main())
+
+
 def test_a_turn_that_comes_as_its_request_goes_is_passed_on(deployment: Deployment, clock: FakeClock) -> None:
     async def main() -> None:
         yard = Yard(deployment, clock)
-        hold = asyncio.Event()
-        held = [yard.asks(name, urgent(0.0), hold) for name in "ab"]
-        await settled()
+        hold, held = await yard.filled()
         first, second = yard.asks("first", urgent(1.0)), yard.asks("second", urgent(2.0))
         await settled()
         hold.set()
@@ -182,9 +204,7 @@ def test_nobody_waits_for_an_instance_that_is_gone(
 ) -> None:
     async def main() -> None:
         yard = Yard(deployment, clock)
-        hold = asyncio.Event()
-        held = [yard.asks(name, urgent(0.0), hold) for name in "ab"]
-        await settled()
+        hold, held = await yard.filled()
         bound = yard.asks("bound", urgent(1.0, "far-0", bound=True))
         await settled()
         for name in ("far-0", "far-1") if all_gone else ("far-0",):

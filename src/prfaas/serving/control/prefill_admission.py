@@ -207,7 +207,8 @@ class PrefillAdmission:
 
     def _give_up(self, cluster: str) -> None:
         for admission in _drained(self._pools[cluster], self._clock()):
-            admission.set_result(None)
+            if not admission.cancelled():
+                admission.set_result(None)
 
     def _is_free(self, name: str) -> bool:
         others = self._others_total.instances.get(name, NOTHING_AT_INSTANCE)
