@@ -208,7 +208,7 @@ def simulate_drives(document: dict[str, Any]) -> None:
 
 def scenario(document: dict[str, Any], planned: PlannedDeployment, policy: str) -> Scenario:
     """The deployment with the line as it was, less the telemetry on it, under a policy."""
-    overheads = document["measured"]
+    overheads, are_real = document["measured"], document["settings"]["engines"] == "vllm"
     beside = telemetry_bits_per_s(document["drives"][policy]["carried"])
     return scenario_of(
         planned,
@@ -224,8 +224,8 @@ def scenario(document: dict[str, Any], planned: PlannedDeployment, policy: str) 
         queue_limit_s=GatewayLimits().queue_s,
         # A stand-in computes one prompt at a time, and answers go on meanwhile; the steps of real engines are filled up
         # by the next one, and have a token of each answer.
-        mixed_tokens=None if document["settings"]["engines"] == "vllm" else 0,
-        chunk_tokens=CHUNK_TOKENS if document["settings"]["engines"] == "vllm" else 0,
+        mixed_tokens=None if are_real else 0,
+        chunk_tokens=CHUNK_TOKENS if are_real else 0,
         kv_block_tokens=MeasuredModel.of(document).block_tokens,
     )
 

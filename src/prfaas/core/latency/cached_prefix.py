@@ -22,17 +22,3 @@ def after_prefix_s(
         return alone_s
     longer_s = prefill_s(uncached_tokens + reused_tokens) - prefill_s(reused_tokens)
     return longer_s if longer_s > alone_s else alone_s
-
-
-def rest_reader(prefill_s: Callable[[float], float], num_tokens: float) -> Callable[[float], float]:
-    """`after_prefix_s` of one prompt over its reused tokens, for a decision that asks it of many instances."""
-    whole_s = prefill_s(num_tokens)
-
-    def rest_s(reused_tokens: float) -> float:
-        if not reused_tokens:
-            return whole_s
-        alone_s = prefill_s(num_tokens - reused_tokens)
-        longer_s = whole_s - prefill_s(reused_tokens)
-        return longer_s if longer_s > alone_s else alone_s
-
-    return rest_s

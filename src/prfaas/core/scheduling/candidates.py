@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from operator import attrgetter, itemgetter
 from typing import Protocol
 
-from prfaas.core.latency.cached_prefix import rest_reader
 from prfaas.core.scheduling.decision import CacheTransfer, PoolCopy, RoutingRequest
 from prfaas.core.scheduling.hazard import streamed_s
 from prfaas.core.scheduling.tiers import source_pool
@@ -251,7 +250,7 @@ def best_candidate(request: RoutingRequest, cluster: ClusterView, view: View) ->
 
 def _best_with_pools(request: RoutingRequest, cluster: ClusterView, view: View) -> BestCandidate | None:
     """`best_candidate` where instances load from pools, or have a prefix copied from another machine first."""
-    now_s, rest_s = view.now_s, rest_reader(cluster.prefill_s, request.num_tokens)
+    now_s, num_tokens = view.now_s, request.num_tokens
     holder: InstanceView | None = None
     longest, least_wait_s = -1, math.inf
     options: list[tuple[tuple[float, int, int], InstanceView, int, float, float, PoolCopy | None]] = []
@@ -261,12 +260,13 @@ def _best_with_pools(request: RoutingRequest, cluster: ClusterView, view: View) 
         tokens, load_s = request.reusable_at(name), request.loads_s.get(name, 0.0)
         if tokens > longest:
             holder, longest = instance, tokens
-        done_s = queue_s + load_s + rest_s(tokens)
+        done_s = queue_s + load_s + cluster.after_prefix_s(num_tokens - tokens, tokens)
         options.append(((done_s, -tokens, instance.in_flight), instance, tokens, queue_s, load_s, None))
         copy = request.copies.get(name)
         if copy is not None:
             start_s = max(queue_s, copy.copy_s)
-            done_s = start_s + copy.load_s + rest_s(copy.num_tokens)
+            rest_s = cluster.after_prefix_s(num_tokens - copy.num_tokens, copy.num_tokens)
+            done_s = start_s + copy.load_s + rest_s
             rank = (done_s, -copy.num_tokens, instance.in_flight)
             options.append((rank, instance, copy.num_tokens, start_s, copy.load_s, copy))
     if holder is None:
@@ -274,7 +274,7 @@ def _best_with_pools(request: RoutingRequest, cluster: ClusterView, view: View) 
     _, chosen, reusable, ready_s, load_s, copy = min(options, key=itemgetter(0))
     shared_s = cluster.waiting_s / len(prefillers(cluster, view)) if cluster.waiting_s > 0.0 else 0.0
     start_s = ready_s + load_s + shared_s
-    prefill_s = rest_s(reusable)
+    prefill_s = cluster.after_prefix_s(num_tokens - reusable, reusable)
     moved = None
     if copy is not None:
         moved = CacheTransfer(copy.source, copy.num_tokens, copy.skip_tokens, copy.kv_bytes, from_pool=True)

@@ -29,10 +29,7 @@ class PacedClock(TokenClock):
 
     def set_pace(self, step_s: Callable[[int], float]) -> None:
         """Steps over the batch take so many seconds from now on. What of a step is done stays done."""
-        self._advance()
-        self._tokens_per_s = [0.0, *(1 / step_s(batch) for batch in range(1, self._slots + 1))]
-        if self.batch:
-            self._arm()
+        self._go_on_at(step_s(batch) for batch in range(1, self._slots + 1))
 
     def leave(self, number: int) -> float:
         """Take out a request before its end.

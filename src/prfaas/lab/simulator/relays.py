@@ -224,7 +224,7 @@ class Relays:
         """Go on with what the instance has now: chunks of prompts, a decode step after each."""
         engine, clock, step_s = here.engine, here.clock, here.step_s
         chunk_s = here.chunk_s if engine.at_work else 0.0
-        clock.set_pace(lambda batch: step_s(batch) + chunk_s)
+        clock.lengthen(chunk_s)
         between_s = self._step_s(here)
         relays: Iterator[Relay] = clock.members
         for relay in relays:

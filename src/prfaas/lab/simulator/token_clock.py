@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from heapq import heappop, heappush
 from typing import Any
 
@@ -110,10 +110,7 @@ class TokenClock:
 
     def lengthen(self, chunk_s: float) -> None:
         """Every step takes so much longer from now on, for what else is computed in it. What is done stays done."""
-        self._advance()
-        self._tokens_per_s = [0.0, *(1 / (seconds + chunk_s) for seconds in self._steps_s)]
-        if self.batch:
-            self._arm()
+        self._go_on_at(seconds + chunk_s for seconds in self._steps_s)
 
     def remove(self, number: int) -> None:
         """Take out a request before its end; it is not called back."""
@@ -231,6 +228,13 @@ class TokenClock:
         for _, number, _ in self._members:
             self._gone.discard(number)
         self._members.clear()
+
+    def _go_on_at(self, steps_s: Iterable[float]) -> None:
+        """Steps take so many seconds from now on, over the batch from 1 on."""
+        self._advance()
+        self._tokens_per_s = [0.0, *(1 / seconds for seconds in steps_s)]
+        if self.batch:
+            self._arm()
 
     def _advance(self) -> None:
         now_s = self._events.now_s

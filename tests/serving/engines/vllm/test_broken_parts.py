@@ -1,6 +1,5 @@
 """Ranks of a prefill engine die in the middle: a decode rank goes on from what it has of all of them."""
 
-import math
 from collections.abc import Mapping, Sequence
 
 import pytest
@@ -9,13 +8,12 @@ from tests.serving.engines.vllm.ranked_world import (
     Keeping,
     Model,
     RankedPair,
-    RankMemory,
     Truth,
     ranked_pair,
     until,
 )
 
-from prfaas.core.kv.groups import GroupKind
+from prfaas.core.kv.groups import checkpoint_step_tokens
 from prfaas.core.kv.rank_shares import paired_ranks
 from prfaas.serving.transport import region_layout
 from prfaas.serving.transport.ticket import Ticket, part_id
@@ -57,16 +55,12 @@ def arrived(pair: RankedPair, ticket: Ticket, tokens: int) -> None:
         for part in range(len(paired_ranks(memory.rank, len(pair.home), len(pair.east)))):
             transfer = receiver._table._transfers[part_id(ticket.transfer_id, part)]
             layout = receiver._table._open_check.layout
-            step = tokens - tokens % lcm_of(memory)
+            step = tokens - tokens % checkpoint_step_tokens(memory.groups)
             until(
                 lambda its=transfer, by=layout, end=step: (
                     region_layout.usable_tokens(by, its.ticket, its.covered_end, [end]) == end
                 )
             )
-
-
-def lcm_of(memory: RankMemory) -> int:
-    return math.lcm(*(group.block_tokens for group in memory.groups if group.kind is not GroupKind.STATE))
 
 
 def killed(pair: RankedPair) -> None:
