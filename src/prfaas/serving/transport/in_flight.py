@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from prfaas.serving.transport.outgoing import Carrier, Chunk, OutgoingTransfer
+from prfaas.serving.transport.outgoing import Carrier, Chunk, OutgoingTransfer, SendPhase
 from prfaas.serving.transport.silence import Silence
 from prfaas.serving.transport.wire import NO_TRANSFER, FrameType, Header, abort, pack_control, ping, pong
 
@@ -20,6 +20,12 @@ class ControlJob:
     kind: FrameType
     transfer: OutgoingTransfer
     frame: bytes
+
+    @property
+    def is_early(self) -> bool:
+        """Whether it opens a checkpoint of a transfer that the consumer has not let in: it would refuse it."""
+        owner = self.transfer.owner
+        return owner is not None and owner.phase is SendPhase.OPENING and self.kind is FrameType.OPEN
 
 
 NOBODY = OutgoingTransfer.failed(NO_TRANSFER, (), "no transfer")
@@ -145,8 +151,12 @@ class ControlQueue:
         self._jobs.extendleft(jobs)
 
     def take(self) -> ControlJob | None:
-        """The next one; None: there is none."""
-        return self._jobs.popleft() if self._jobs else None
+        """The next one that may leave; None: there is none."""
+        for index, job in enumerate(self._jobs):
+            if not job.is_early:
+                del self._jobs[index]
+                return job
+        return None
 
     def forget(self, transfer: OutgoingTransfer) -> None:
         """The transfer is over: drop what was to be said of it."""

@@ -122,6 +122,8 @@ class OutgoingTransfer:
         self.opened_at_s = opened_at_s
         self.offer: Mapping[str, object] = {}
         """What its OPEN says."""
+        self.owner: OutgoingTransfer | None = None
+        """The transfer of which it is a checkpoint; None: it is none."""
         self.ended = False
         self.end_acked = False
         self.reading: dict[Chunk, Carrier] = {}

@@ -23,14 +23,7 @@ from prfaas.serving.transport.in_flight import (
     gauges_of,
 )
 from prfaas.serving.transport.options import Peer, SenderOptions
-from prfaas.serving.transport.outgoing import (
-    Carrier,
-    Chunk,
-    OutgoingTransfer,
-    PeerSays,
-    QueueLoad,
-    SendPhase,
-)
+from prfaas.serving.transport.outgoing import Carrier, Chunk, OutgoingTransfer, PeerSays, QueueLoad, SendPhase
 from prfaas.serving.transport.pacing import LinkPacer
 from prfaas.serving.transport.peer_watch import PeerWatch
 from prfaas.serving.transport.silence import ping_period_s
@@ -100,11 +93,13 @@ class PeerQueue:
         region_bytes: Sequence[int],
         service: TransferClass = DEFAULT_CLASS,
         offer: Mapping[str, object] | None = None,
+        owner: OutgoingTransfer | None = None,
     ) -> OutgoingTransfer:
-        """Begin a transfer, whose OPEN also says `offer`; whatever is wrong shows in its phase and reason."""
+        """Begin a transfer, or a checkpoint of `owner`; its OPEN says `offer` too. What is wrong its reason tells."""
         now_s, number = time.monotonic(), next(self._numbers)
         transfer = OutgoingTransfer(self, transfer_id, region_bytes, now_s, service, number)
         transfer.offer = {"ticket": sealed, "regions": transfer.region_bytes, **(offer or {})}
+        transfer.owner = owner
         try:
             frame = transfer.open_frame()
         except WireError as error:
@@ -363,8 +358,7 @@ class PeerQueue:
     def load(self) -> QueueLoad:
         """What the queue has to do: cheap enough to ask ten times a second."""
         with self._lock:
-            acked_bytes_total = self._counters["acked_bytes"]
-            return QueueLoad.of(self._transfers.values(), acked_bytes_total, len(self._windows))
+            return QueueLoad.of(self._transfers.values(), self._counters["acked_bytes"], len(self._windows))
 
     def stats(self) -> dict[str, Any]:
         """Counters and gauges as observers get them."""

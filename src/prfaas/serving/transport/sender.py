@@ -149,7 +149,8 @@ class Sender:
     ) -> OutgoingTransfer:
         """Begin a checkpoint of a transfer to a peer, after so many of its tokens; see `checkpoints`.
 
-        It leaves before what the transfer has still to send. Never blocks, never raises for the network.
+        It leaves before what the transfer has still to send, and not before the consumer has let that in. Never
+        blocks, never raises for the network.
         """
         transfer_id = checkpoint_id(transfer.transfer_id, num_tokens)
         queue = self._queues.get(peer)
@@ -158,7 +159,7 @@ class Sender:
         offer = {**transfer.offer, "checkpoint": num_tokens}
         sealed = str(offer.pop("ticket"))
         del offer["regions"]
-        checkpoint = queue.open(transfer_id, sealed, region_bytes, transfer.service, offer)
+        checkpoint = queue.open(transfer_id, sealed, region_bytes, transfer.service, offer, transfer)
         # It has nothing to send yet, so nobody looks at its place.
         checkpoint.place = turn_of_checkpoint(transfer.place, checkpoint.place)
         return checkpoint

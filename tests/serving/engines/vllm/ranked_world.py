@@ -22,7 +22,6 @@ from prfaas.serving.engines.vllm.state_layout import state_parts
 from prfaas.serving.engines.vllm.stats import ConnectorStats
 from prfaas.serving.engines.vllm.wire_layout import WireLayout, wire_layouts
 from prfaas.serving.transport.options import Peer, ReceiverOptions, SenderOptions
-from prfaas.serving.transport.outgoing import SendPhase
 from prfaas.serving.transport.receiver import Receiver
 from prfaas.serving.transport.region_layout import PeerLayouts
 from prfaas.serving.transport.sender import Sender
@@ -253,6 +252,7 @@ class RankedPair:
             prompt_digest=bytes(16),
             lifetime_s=60,
             now_s=time.time(),
+            checkpoint_tokens=16 if checkpoints else 0,
         )
         for memory, producing in zip(self.east, self.producing, strict=True):
             ends = (others or {}).get(memory.rank, chunk_ends)
@@ -276,7 +276,7 @@ class RankedPair:
                 if end_tokens in (checkpoints or {}).get(memory.rank, ()):
                     runs = tuple(memory.moving(group, end_tokens, 0) for group in cut)
                     order = replace(order, checkpoint_tokens=end_tokens, checkpoint=runs)
-                    until(lambda each=producing: _may_send_checkpoint(each))
+                    until(lambda each=producing: bool(each.ready_for_checkpoints()))
                 for name in ("a0", "a1", "w0", "m0"):
                     producing.save_layer([order], name)
                 producing.end_step([order])
@@ -322,15 +322,6 @@ class RankedPair:
         """A counter of all ranks."""
         stats = [each.stats for each in self.producing] + [each.stats for each in self.consuming]
         return sum(int(each.data.get(name, 0)) for each in stats)
-
-
-def _may_send_checkpoint(producing: KvProducer) -> bool:
-    """Whether every transfer was let in, and its last checkpoint has come."""
-    return all(
-        each.transfer.phase is SendPhase.SENDING
-        and (each.checkpoint is None or each.checkpoint.transfer.phase.terminal)
-        for each in producing._open_sends.get("p", ())
-    )
 
 
 def until(is_so: object) -> None:

@@ -15,7 +15,9 @@ from tests.serving.engines.vllm.ranked_world import (
 
 from prfaas.core.kv.groups import checkpoint_step_tokens
 from prfaas.core.kv.rank_shares import paired_ranks
+from prfaas.serving.engines.vllm.metadata import SendOrder
 from prfaas.serving.transport import region_layout
+from prfaas.serving.transport.outgoing import SendPhase
 from prfaas.serving.transport.ticket import Ticket, part_id
 from prfaas.serving.transport.wire import TransferPhase
 
@@ -224,3 +226,28 @@ def test_where_no_checkpoint_is_there_of_all_parts_nothing_is_kept() -> None:
         assert pair.load(ticket, 0) == [({"d"}, {"d"})]
         assert pair.consuming[0].take_usable() == {}
         until(lambda: pair.receivers[0].stats()["staging_used_blocks"] == 0)
+
+
+def test_a_checkpoint_leaves_to_all_ranks_or_to_none() -> None:
+    """The other engine goes on from one that all its ranks have."""
+    truth = Truth(MODEL, 9)
+    with ranked_pair(MODEL, Keeping(1), Keeping(2)) as pair:
+        pair.connected()
+        (producing,) = pair.producing
+        ticket = pair.prefill(TOKENS, 0, [16, 32], truth=truth, checkpoints={0: [32]})
+        until(lambda: producing.ready_for_checkpoints() == {("p", 32): 1})
+        # The second rank did not take the last one yet.
+        checkpoint = producing._open_sends["p"][1].checkpoint
+        assert checkpoint is not None
+        ended, checkpoint.transfer.phase = checkpoint.transfer.phase, SendPhase.SENDING
+        assert producing.ready_for_checkpoints() == {}
+        order = SendOrder("p", None, "", (), (), final=False, checkpoint_tokens=64)  # type: ignore[arg-type]
+        producing._put_checkpoints(order)
+        checkpoint.transfer.phase = ended
+        # That none was sent does not change where the last one was ordered.
+        assert producing.ready_for_checkpoints() == {("p", 64): 1}
+        assert pair.total("checkpoints_sent") == 2
+        arrived(pair, ticket, 32)
+        killed(pair)
+        assert pair.load(ticket, 0) == [({"d"}, {"d"})] * 2
+        goes_on(pair, truth, ticket, 32)

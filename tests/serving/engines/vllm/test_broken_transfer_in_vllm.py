@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from prfaas.serving.engines.tiny.checkpoint import tiny_model
-from prfaas.serving.engines.vllm.metadata import LoadReports, TransferMetadata
+from prfaas.serving.engines.vllm.metadata import StepReports, TransferMetadata
 from prfaas.serving.transport.resume_points import ResumePoints
 from prfaas.serving.transport.ticket import TICKET_PARAMETER, Ticket, prompt_digest
 
@@ -51,7 +51,7 @@ class Steps:
         names = list(output.num_scheduled_tokens)
         self.computed += output.num_scheduled_tokens.values()
         meta = (
-            LoadReports({}, dict.fromkeys(ended or (), ResumePoints(usable_tokens)))
+            StepReports({}, dict.fromkeys(ended or (), ResumePoints(usable_tokens)))
             if usable_tokens
             else None
         )

@@ -86,17 +86,13 @@ def await_checkpoints(ends: Ends, count: int) -> None:
     await_true(lambda: checkpoints(ends) >= count, f"{count} checkpoints have come")
 
 
-def await_ready(ends: Ends, request_id: str = "p") -> None:
+def await_ready(ends: Ends) -> None:
     """Until the producer knows that its transfer was let in, and that its last checkpoint has come."""
-    open_send = ends.producing._open_sends[request_id][0]
-
-    def is_ready() -> bool:
-        checkpoint = open_send.checkpoint
-        return open_send.transfer.phase is SendPhase.SENDING and (
-            checkpoint is None or checkpoint.transfer.phase.terminal
-        )
-
-    await_true(is_ready, "a checkpoint may follow")
+    transfer = ends.producing._open_sends["p"][0].transfer
+    await_true(
+        lambda: transfer.phase is SendPhase.SENDING and bool(ends.producing.ready_for_checkpoints()),
+        "a checkpoint may follow",
+    )
 
 
 def usable_tokens(ends: Ends, ticket: Ticket) -> int:
@@ -149,7 +145,7 @@ class Engine:
 
 
 def engine(ends: Ends, skip: int = 0) -> Engine:
-    return Engine(ends, new_ticket(TOKENS, skip), {})
+    return Engine(ends, new_ticket(TOKENS, skip, every_tokens=16), {})
 
 
 def assert_loaded(
@@ -355,6 +351,35 @@ def test_whoever_needs_the_staging_has_it(ends: Ends) -> None:
     await_true(lambda: sent.phase.terminal, "the checkpoint is over")
     assert "no staging is free for a checkpoint" in sent.reason
     assert not open_send.transfer.phase.terminal
+
+
+def test_one_of_a_transfer_that_waits_for_staging_comes_after_it(ends: Ends) -> None:
+    """A consumer refuses checkpoints of transfers that it has not let in."""
+    others = [new_ticket(TOKENS) for _ in range(21)]
+    for number, ticket in enumerate(others):
+        ends.step(TransferMetadata(sends=[replace(steps_of(ticket)[0].sends[0], request_id=f"o{number}")]))
+    await_true(lambda: all(ends.receiver.state(each.transfer_id) for each in others), "all are known")
+    prefill = engine(ends)
+    orders = steps_of(prefill.ticket)
+    ends.step(orders[0])
+
+    def phase() -> TransferPhase | None:
+        status = ends.receiver.state(prefill.ticket.transfer_id)
+        return None if status is None else status.phase
+
+    await_true(lambda: phase() is TransferPhase.WAITING, "the transfer waits")
+    ends.step(orders[1])
+    checkpoint = ends.producing._open_sends["p"][0].checkpoint
+    assert checkpoint is not None
+    # Frames leave in order: what follows would come behind a refusal.
+    another = new_ticket(TOKENS)
+    ends.step(TransferMetadata(sends=[replace(steps_of(another)[0].sends[0], request_id="o")]))
+    await_true(lambda: ends.receiver.state(another.transfer_id) is not None, "another one is known")
+    assert checkpoint.transfer.phase is SendPhase.OPENING
+    ends.receiver.drop(another.transfer_id, "done")
+    ends.receiver.drop(others[0].transfer_id, "done")
+    await_checkpoints(ends, 1)
+    await_usable(ends, prefill.ticket, 80)
 
 
 def test_one_that_is_late_is_not_followed_by_another(ends: Ends) -> None:

@@ -1,5 +1,6 @@
 """The scheduler side, driven as vLLM 0.32 drives it (the order of calls is in the connector notes)."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from prfaas.core.kv.groups import GroupKind, KvGroup
 from prfaas.core.link.checkpoints import is_checkpoint_due
 from prfaas.serving.engines.vllm.connector_scheduler import ConnectorScheduler
-from prfaas.serving.engines.vllm.metadata import LoadReports, TransferMetadata
+from prfaas.serving.engines.vllm.metadata import StepReports, TransferMetadata
 from prfaas.serving.transport.resume_points import ResumePoints
 from prfaas.serving.transport.ticket import Ticket, prompt_digest
 
@@ -186,6 +187,40 @@ def test_a_chunk_that_ends_inside_a_block_has_no_checkpoint(sizes: list[int], en
         scheduler.on_new_request(request)  # type: ignore[arg-type]
         steps = chunks(scheduler, request, sizes)
         assert [send.checkpoint_tokens for step in steps for send in step.sends] == expected
+
+
+def ready(*ranks: tuple[str, int]) -> Any:
+    """What ranks tell at the end of a step, each of one request and its last checkpoint."""
+    reports = StepReports()
+    for place in ranks:
+        reports = reports.aggregate(StepReports(ready=Counter({place: 1})))
+    return SimpleNamespace(kv_connector_worker_meta=reports, failed_recving=set())
+
+
+def test_several_ranks_send_a_checkpoint_after_the_same_chunk_or_none_does() -> None:
+    scheduler = ConnectorScheduler("east", KEY, GROUPS, now_s=lambda: 1000.0, ranks=2)
+    prompt = list(range(640))
+    request = Request("r", prompt, {"prfaas": ticket_for(prompt, 0, 64)})
+    scheduler.on_new_request(request)  # type: ignore[arg-type]
+
+    def ordered() -> int:
+        (step,) = chunks(scheduler, request, [64])
+        return step.sends[0].checkpoint_tokens
+
+    # Nothing can be in the way of the first one.
+    assert ordered() == 64
+    # A report of before that order, as asynchronous scheduling has it.
+    scheduler.update(ready(("r", 0), ("r", 0)))
+    assert ordered() == 0
+    # One rank's first checkpoint is still on its way.
+    scheduler.update(ready(("r", 64), ("other", 64)))
+    assert ordered() == 0
+    scheduler.update(ready(("r", 64), ("r", 64)))
+    assert ordered() == 256
+    scheduler.update(ready(("r", 256), ("r", 64)))
+    assert ordered() == 0
+    scheduler.update(ready(("r", 256), ("r", 256)))
+    assert ordered() == 384
 
 
 def test_a_preempted_prefill_resends_nothing() -> None:
@@ -401,7 +436,7 @@ def test_only_a_step_that_computes_nothing_is_idle() -> None:
 
 def usable(request_id: str, tokens: int) -> Any:
     return SimpleNamespace(
-        kv_connector_worker_meta=LoadReports({}, {request_id: ResumePoints(tokens)}),
+        kv_connector_worker_meta=StepReports({}, {request_id: ResumePoints(tokens)}),
         failed_recving={request_id},
     )
 

@@ -28,12 +28,13 @@ from prfaas.serving.engines.model_identity import ModelIdentity
 from prfaas.serving.engines.vllm.connector_worker import ConnectorWorker
 from prfaas.serving.engines.vllm.layout import EngineGroup, KvLayout, fingerprint, pool_fingerprint
 from prfaas.serving.engines.vllm.metadata import (
+    CheckpointPlace,
     LoadOrder,
-    LoadReports,
     PoolLoad,
     PoolLoadTime,
     PoolPages,
     PoolStore,
+    StepReports,
     TransferMetadata,
 )
 from prfaas.serving.engines.vllm.pages import HostPages
@@ -68,6 +69,9 @@ class Half:
     def finished(self) -> set[str]:
         free, self.free = self.free, set()
         return free
+
+    def ready_for_checkpoints(self) -> dict[CheckpointPlace, int]:
+        return {}
 
     def take_usable(self) -> dict[str, ResumePoints]:
         return {}
@@ -173,12 +177,12 @@ def test_without_a_pool_transfers_are_as_ever_and_loads_from_one_fail_at_once() 
 
 
 def test_times_of_two_ranks_are_those_of_the_slower_one() -> None:
-    one = LoadReports({"r": PoolLoadTime(10, 0.1, 0.5, 0.9), "one": PoolLoadTime(5, 0, 0, 0)})
-    two = LoadReports({"r": PoolLoadTime(30, 0.2, 0.4, 1.0), "failed": PoolLoadTime(0, 0, 0, 0)})
+    one = StepReports({"r": PoolLoadTime(10, 0.1, 0.5, 0.9), "one": PoolLoadTime(5, 0, 0, 0)})
+    two = StepReports({"r": PoolLoadTime(30, 0.2, 0.4, 1.0), "failed": PoolLoadTime(0, 0, 0, 0)})
     joined = one.aggregate(two)
     assert joined.loads["r"] == PoolLoadTime(40, 0.2, 0.5, 1.0)
     assert joined.loads.keys() == {"r", "one", "failed"}
-    failed = joined.aggregate(LoadReports({"r": PoolLoadTime(0, 0, 0, 2.0)}))
+    failed = joined.aggregate(StepReports({"r": PoolLoadTime(0, 0, 0, 2.0)}))
     assert failed.loads["r"] == PoolLoadTime(0, 0.2, 0.5, 2.0)
 
 

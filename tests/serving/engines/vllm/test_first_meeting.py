@@ -19,6 +19,8 @@ from tests.serving.engines.vllm.test_unlike_pages import (
 )
 
 from prfaas.serving.engines.vllm import postponed
+from prfaas.serving.engines.vllm.metadata import BlockRun, SendOrder
+from prfaas.serving.engines.vllm.postponed import PostponedSends
 from prfaas.serving.transport.outgoing import SendPhase
 from prfaas.serving.transport.region_layout import PeerLayouts
 
@@ -166,3 +168,29 @@ def test_unlike_ranks_meet_before_the_first_transfer(ranks: tuple[int, int]) -> 
         assert pair.load(ticket, 0) == [({"d"}, set())] * ranks[1]
         for memory in pair.home:
             memory.assert_has(truth, 100, 0)
+
+
+def test_a_postponed_chunk_tells_where_its_checkpoint_was_ordered_and_sends_none() -> None:
+    """By then states are those of another chunk; other ranks may have sent theirs, and the next one is for all."""
+    with ranked_pair(Model(), RankedKeeping(1), RankedKeeping(1)) as pair:
+        pair.connected()
+        (producing,) = pair.producing
+        ticket = pair.prefill(100, 0, [16], truth=Truth(Model(), 3), checkpoints={0: [64]})
+        order = SendOrder("p", ticket, "", (), (), final=False, checkpoint_tokens=32, checkpoint=(SOME,))
+        sends = PostponedSends(Unmet())  # type: ignore[arg-type]
+        assert sends.add(order)
+        ((late, layer),) = sends.take("p")
+        assert not layer
+        producing.end_step([late])
+        assert producing.ready_for_checkpoints() == {("p", 32): 1}
+        assert pair.total("checkpoints_sent") == 0
+
+
+class Unmet:
+    """A sender whose consumers have told nothing."""
+
+    def meet(self, instance: str, timeout_s: float = 0.0) -> bool:
+        return False
+
+
+SOME = BlockRun(0, 0, (1,))

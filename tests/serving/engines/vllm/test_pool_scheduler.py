@@ -16,7 +16,7 @@ from tests.serving.engines.vllm.pool_world import (
 from prfaas.core.kv.groups import GroupKind, KvGroup
 from prfaas.core.pool.keys import KeyChain, page_id
 from prfaas.serving.engines.vllm.connector_scheduler import ConnectorScheduler
-from prfaas.serving.engines.vllm.metadata import LoadReports, PoolLoadTime, TransferMetadata
+from prfaas.serving.engines.vllm.metadata import PoolLoadTime, StepReports, TransferMetadata
 from prfaas.serving.engines.vllm.pool_scheduler import PIN_S, PoolScheduler
 from prfaas.serving.pool.protocol import PageRef
 from prfaas.serving.transport.ticket import Ticket, prompt_digest
@@ -316,7 +316,7 @@ def test_loads_that_take_longer_than_computing_are_not_made() -> None:
         world.alloc(request, found or 0)
         world.step()
         size = BYTES[0] * (found or 0) // 16 + BYTES[1]
-        times = LoadReports({name: PoolLoadTime(size, 0.0, 0.02, 0.02 + size / 1e6)})
+        times = StepReports({name: PoolLoadTime(size, 0.0, 0.02, 0.02 + size / 1e6)})
         world.report(request, times=times)
     # A token takes a millisecond: 32 of them 32, their load 27.
     for tokens in (50, 100):

@@ -149,7 +149,7 @@ def make_ends(
         assert arena.used_blocks == 0
 
 
-def new_ticket(num_tokens: int, skip: int = 0, uses: int = 1) -> Ticket:
+def new_ticket(num_tokens: int, skip: int = 0, uses: int = 1, every_tokens: int = 0) -> Ticket:
     return Ticket.issue(
         producer="east",
         consumer="home",
@@ -159,6 +159,7 @@ def new_ticket(num_tokens: int, skip: int = 0, uses: int = 1) -> Ticket:
         lifetime_s=60,
         now_s=time.time(),
         uses=uses,
+        checkpoint_tokens=every_tokens,
     )
 
 

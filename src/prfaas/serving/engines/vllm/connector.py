@@ -103,7 +103,10 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
             # Speculative decoding rewrites states after a step.
             checkpoints = vllm_config.speculative_config is None
             name, groups = self.settings.name, self._groups
-            self._scheduling = ConnectorScheduler(name, self._key, groups, pool, checkpoints=checkpoints)
+            ranks = vllm_config.parallel_config.world_size
+            self._scheduling = ConnectorScheduler(
+                name, self._key, groups, pool, checkpoints=checkpoints, ranks=ranks
+            )
 
     # ---- engine properties
 

@@ -11,8 +11,8 @@ from prfaas.core.link.checkpoints import is_checkpoint_due
 from prfaas.serving.engines.vllm.metadata import (
     BlockRun,
     LoadOrder,
-    LoadReports,
     SendOrder,
+    StepReports,
     TransferMetadata,
 )
 from prfaas.serving.engines.vllm.pool_scheduler import PoolScheduler
@@ -57,6 +57,8 @@ class ProducingRequest:
     """The last chunk was."""
     checkpoint_tokens: int = 0
     """Where the last checkpoint was ordered; 0: none was."""
+    ready_ranks: int = 0
+    """So many ranks could have sent another one since, by what they last told."""
 
 
 @dataclass(slots=True)
@@ -95,8 +97,18 @@ class ConnectorScheduler:
         now_s: Callable[[], float] = time.time,
         *,
         checkpoints: bool = True,
+        ranks: int = 1,
     ) -> None:
-        """`pool`: None where the machine has none. `checkpoints`: states are final when their step ends."""
+        """
+        Args:
+            name: the engine's.
+            key: seals tickets.
+            groups: its KV.
+            pool: None where the machine has none.
+            now_s: the clock, in Unix time.
+            checkpoints: states are final when their step ends.
+            ranks: how many workers the engine has.
+        """
         self._name = name
         self._key = key
         self._groups = groups
@@ -104,6 +116,7 @@ class ConnectorScheduler:
         self._checkpoint_step = checkpoint_step_tokens(groups) if checkpoints and self._cut_groups() else 0
         self.pool = pool
         self._now_s = now_s
+        self._ranks = ranks
         self._producing: dict[str, ProducingRequest] = {}
         self._consuming: dict[str, ConsumingRequest] = {}
         self._orders = TransferMetadata()
@@ -221,9 +234,17 @@ class ConnectorScheduler:
                 self.pool.give_up(request.request_id)
 
     def update(self, output: "KVConnectorOutput") -> None:
-        """A load has failed since its transfer broke: vLLM asks for its request again, and is offered what has come."""
+        """Take in what the workers tell.
+
+        Where a load has failed since its transfer broke, vLLM asks for its request again, and is offered what has come.
+        """
         reports = output.kv_connector_worker_meta
-        if isinstance(reports, LoadReports):
+        if isinstance(reports, StepReports):
+            for (request_id, last_tokens), ranks in reports.ready.items():
+                producing = self._producing.get(request_id)
+                # What was told before the last order came is of no use.
+                if producing is not None and producing.checkpoint_tokens == last_tokens:
+                    producing.ready_ranks = ranks
             for request_id, usable in reports.usable.items():
                 consuming = self._consuming.get(request_id)
                 if consuming is not None and usable.tokens:
@@ -308,9 +329,13 @@ class ConnectorScheduler:
             return False
         last = max(producing.checkpoint_tokens, ticket.skip_tokens)
         is_due = is_checkpoint_due(ticket.checkpoint_tokens, last, end_tokens, ticket.num_tokens)
-        if is_due:
-            producing.checkpoint_tokens = end_tokens
-        return is_due
+        # The other engine goes on from a checkpoint that it has of all ranks. The first one nothing can be in the way
+        # of, and a single rank looks for itself.
+        needs_ranks = self._ranks if self._ranks > 1 and producing.checkpoint_tokens else 0
+        if not is_due or producing.ready_ranks < needs_ranks:
+            return False
+        producing.checkpoint_tokens, producing.ready_ranks = end_tokens, 0
+        return True
 
     def request_finished(self, request: "Request", *, aborted: bool) -> bool:
         """True where the engine must keep the blocks until the worker side reports the send as finished.

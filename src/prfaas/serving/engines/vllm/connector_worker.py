@@ -14,7 +14,7 @@ from prfaas.core.pool.geometry import PoolGeometry, PoolGeometryError
 from prfaas.serving.engines.model_identity import ModelIdentity
 from prfaas.serving.engines.vllm.consumer import KvConsumer
 from prfaas.serving.engines.vllm.layout import KvLayout, fingerprint, pool_fingerprint, read_packings
-from prfaas.serving.engines.vllm.metadata import LoadReports, TransferMetadata
+from prfaas.serving.engines.vllm.metadata import StepReports, TransferMetadata
 from prfaas.serving.engines.vllm.pool_worker import PoolWorker
 from prfaas.serving.engines.vllm.producer import KvProducer
 from prfaas.serving.engines.vllm.rank_pages import pool_geometry
@@ -248,13 +248,13 @@ class ConnectorWorker:
             self._load_ended.wait(longest_s)
             self._load_ended.clear()
 
-    def take_reports(self) -> LoadReports | None:
-        """What there is to tell of the loads that have ended since the last call."""
+    def take_reports(self) -> StepReports | None:
+        """What there is to tell of the loads that have ended since the last call, and of what is sent now."""
         times = self.pool.reader.take_times() if self.pool is not None else None
-        usable = self.consumer.take_usable()
-        if not usable:
+        usable, ready = self.consumer.take_usable(), self.producer.ready_for_checkpoints()
+        if not usable and not ready:
             return times
-        return LoadReports(times.loads if times is not None else {}, usable)
+        return StepReports(times.loads if times is not None else {}, usable, ready)
 
     def take_stats(self) -> ConnectorStats | None:
         """Counters since the last call, None when nothing happened."""

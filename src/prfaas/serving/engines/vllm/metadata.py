@@ -1,5 +1,6 @@
 """What the scheduler side of the connector tells the worker side at every step, and what comes back."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -166,18 +167,24 @@ class PoolLoadTime:
         )
 
 
+CheckpointPlace = tuple[str, int]
+"""A request, and after how many of its tokens its last checkpoint was ordered; 0: none was."""
+
+
 @dataclass(slots=True)
-class LoadReports(KVConnectorWorkerMetadata):
-    """What the worker side tells of loads that ended in this step, by request."""
+class StepReports(KVConnectorWorkerMetadata):
+    """What the worker side tells at the end of a step: of loads that have ended, and of sends."""
 
     loads: dict[str, PoolLoadTime] = field(default_factory=dict)
     """What those from the pool took."""
     usable: dict[str, ResumePoints] = field(default_factory=dict)
     """Of those whose transfer broke: after how many tokens the engine can go on with what has come."""
+    ready: Counter[CheckpointPlace] = field(default_factory=Counter)
+    """How many ranks could send another checkpoint of a request now."""
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> "LoadReports":
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "StepReports":
         """Both ranks' figures."""
-        if not isinstance(other, LoadReports):
+        if not isinstance(other, StepReports):
             raise TypeError(f"worker metadata of another connector: {type(other).__name__}")
         joined = dict(self.loads)
         for request_id, time in other.loads.items():
@@ -186,4 +193,4 @@ class LoadReports(KVConnectorWorkerMetadata):
         usable = dict(self.usable)
         for request_id, points in other.usable.items():
             usable[request_id] = usable.get(request_id, points) & points
-        return LoadReports(joined, usable)
+        return StepReports(joined, usable, self.ready + other.ready)

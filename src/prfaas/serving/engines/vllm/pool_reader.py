@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from prfaas.serving.engines.vllm.metadata import LoadReports, PoolLoad, PoolLoadTime, PoolPages
+from prfaas.serving.engines.vllm.metadata import PoolLoad, PoolLoadTime, PoolPages, StepReports
 from prfaas.serving.engines.vllm.rank_pages import RankPages
 from prfaas.serving.engines.vllm.stats import ConnectorStats
 from prfaas.serving.pool.client import PoolClient
@@ -84,7 +84,7 @@ class PoolReader:
         self._closing = False
         self._ordered: queue.SimpleQueue[_OpenLoad] = queue.SimpleQueue()
         self._ends: queue.SimpleQueue[_LoadEnd] = queue.SimpleQueue()
-        self._times = LoadReports()
+        self._times = StepReports()
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="prfaas-pool-load", daemon=True)
         self._thread.start()
@@ -114,9 +114,9 @@ class PoolReader:
             self.stats.add("pool_load_seconds", end.time.copy_s)
         return ended, failed
 
-    def take_times(self) -> LoadReports | None:
+    def take_times(self) -> StepReports | None:
         """Of the loads that `results` has named since the last call; None where there are none."""
-        times, self._times = self._times, LoadReports()
+        times, self._times = self._times, StepReports()
         return times if times.loads else None
 
     def close(self) -> None:

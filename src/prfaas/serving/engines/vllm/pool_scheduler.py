@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from prfaas.core.kv.groups import GroupKind, KvGroup
 from prfaas.core.pool.worth import LoadWorth
 from prfaas.serving.engines.vllm.layout import EngineGroup, block_bytes
-from prfaas.serving.engines.vllm.metadata import LoadReports, PoolLoad, PoolPages, PoolStore
+from prfaas.serving.engines.vllm.metadata import PoolLoad, PoolPages, PoolStore, StepReports
 from prfaas.serving.engines.vllm.pool_stores import BlockIds, PooledRequest, PoolStores, StoreProgress
 from prfaas.serving.engines.vllm.settings import ConnectorSettings
 from prfaas.serving.engines.vllm.stats import ConnectorStats
@@ -283,7 +283,7 @@ class PoolScheduler:
     def update(self, output: "KVConnectorOutput") -> None:
         """Loads that ended, and what they took."""
         times = output.kv_connector_worker_meta
-        if isinstance(times, LoadReports):
+        if isinstance(times, StepReports):
             for request_id, time_ in times.loads.items():
                 loading = self._loading.get(request_id)
                 if loading is not None:

@@ -50,8 +50,8 @@ class PostponedSends:
             waiting = _Postponed(consumer, self._now_s() + PATIENCE_S, [])
             self._waiting[send.request_id] = waiting
         if send.checkpoint_tokens:
-            # By then the states are those of another chunk.
-            send = replace(send, checkpoint_tokens=0, checkpoint=())
+            # By then the states are those of another chunk. Where it was ordered is still told.
+            send = replace(send, checkpoint=())
         waiting.orders.append((send, layer_name))
         return True
 

@@ -3,13 +3,14 @@
 import logging
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from prfaas.core.kv.groups import GroupKind
 from prfaas.serving.engines.page_digests import DigestSource
 from prfaas.serving.engines.vllm.layout import KvLayout
-from prfaas.serving.engines.vllm.metadata import BlockRun, SendOrder
+from prfaas.serving.engines.vllm.metadata import BlockRun, CheckpointPlace, SendOrder
 from prfaas.serving.engines.vllm.pages import PagedSource
 from prfaas.serving.engines.vllm.postponed import PostponedSends
 from prfaas.serving.engines.vllm.stats import ConnectorStats
@@ -83,6 +84,8 @@ class KvProducer:
         self._open_sends: dict[str, tuple[_OpenSend, ...]] = {}
         self._postponed = PostponedSends(sender, now_s)
         self._held_since_s: dict[str, float] = {}
+        # Of requests that send checkpoints: after how many tokens the last one was ordered.
+        self._checkpoint_tokens: dict[str, int] = {}
 
     def save_layer(self, sends: Sequence[SendOrder], layer_name: str) -> None:
         """Queue what this step has completed of one attention layer, for every request that sends.
@@ -192,6 +195,8 @@ class KvProducer:
     def _open(self, send: SendOrder) -> tuple[_OpenSend, ...]:
         opened = tuple(self._open_to(send, peer) for peer in self._sender.ranks_of(send.ticket.consumer))
         self._open_sends[send.request_id] = opened
+        if send.ticket.checkpoint_tokens:
+            self._checkpoint_tokens[send.request_id] = 0
         return opened
 
     def _open_to(self, send: SendOrder, peer: str) -> _OpenSend:
@@ -238,16 +243,21 @@ class KvProducer:
                 for run in open_send.digests.take(final=send.final):
                     open_send.transfer.put(open_send.digests.region, run.offset, run, urgent=send.final)
 
+    def ready_for_checkpoints(self) -> Counter[CheckpointPlace]:
+        """Of which requests this rank could send another checkpoint, and where their last one was ordered."""
+        places = self._checkpoint_tokens.items()
+        return Counter(place for place in places if all(map(_is_ready, self._open_sends.get(place[0], ()))))
+
     def _put_checkpoints(self, send: SendOrder) -> None:
         """Have states and windows leave as they are after this chunk: copies, since the next one writes over them."""
-        for open_send in self._open_sends.get(send.request_id, ()) if send.checkpoint_tokens else ():
-            before, wire = open_send.checkpoint, open_send.wire
-            # One that has not left by now says that the link has no room for more.
-            is_late = before is not None and not before.transfer.phase.terminal
-            # The consumer must have let the transfer in: it takes a checkpoint of no other.
-            is_sending = open_send.transfer.phase is SendPhase.SENDING
-            if wire.checkpoint is not None and is_sending and not is_late:
-                self._put_checkpoint(send, open_send, wire.checkpoint)
+        if not send.checkpoint_tokens:
+            return
+        self._checkpoint_tokens[send.request_id] = send.checkpoint_tokens
+        open_sends = self._open_sends.get(send.request_id, ()) if send.checkpoint else ()
+        # The other engine goes on from one that all its ranks have.
+        for open_send in open_sends if all(map(_is_ready, open_sends)) else ():
+            if open_send.wire.checkpoint is not None:
+                self._put_checkpoint(send, open_send, open_send.wire.checkpoint)
 
     def _put_checkpoint(self, send: SendOrder, open_send: _OpenSend, wire: WireLayout) -> None:
         ticket = replace(send.ticket, num_tokens=send.checkpoint_tokens, skip_tokens=0)
@@ -314,6 +324,7 @@ class KvProducer:
                 done.add(request_id)
                 del self._held_since_s[request_id]
                 self._open_sends.pop(request_id, None)
+                self._checkpoint_tokens.pop(request_id, None)
                 for each in open_sends:
                     self._count(each)
                     if each.checkpoint is not None:
@@ -336,6 +347,15 @@ class KvProducer:
         else:
             self.stats.add("sends_failed")
             logger.warning("KV transfer failed: %s", open_send.transfer.reason)
+
+
+def _is_ready(open_send: _OpenSend) -> bool:
+    """Whether a checkpoint may follow, where there are any."""
+    if open_send.wire.checkpoint is None:
+        return True
+    # One that has not left by now says that the link has no room for more.
+    before = open_send.checkpoint
+    return not open_send.transfer.phase.terminal and (before is None or before.transfer.phase.terminal)
 
 
 def _copies(region: WireRegion, run: BlockRun) -> list[PagedSource]:
