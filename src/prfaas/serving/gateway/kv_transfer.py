@@ -14,7 +14,7 @@ from prfaas.serving.gateway.first_token import FirstTokenAsk
 from prfaas.serving.tasks import run_together
 from prfaas.serving.transport.handover import by_nixl, is_by_nixl
 from prfaas.serving.transport.observer import OnSoon
-from prfaas.serving.transport.resume_points import ResumePoints, common
+from prfaas.serving.transport.resume_points import common
 from prfaas.serving.transport.ticket import Ticket, part_id
 from prfaas.serving.transport.wire import TransferPhase, TransferStatus
 
@@ -253,18 +253,18 @@ class KvTransfers:
         Returns:
             After how many tokens the engine can go on; 0: after none.
         """
-        points = []
+        statuses = []
         try:
             async with asyncio.timeout(timeout_s):
                 for watcher, known in self._watched(ticket):
                     await watcher.abandon(known, reason, keep=True)
-                    status = await watcher.wait(known, timeout_s)
-                    is_whole = status.phase is TransferPhase.COMPLETE
-                    points.append(ResumePoints(status.num_tokens) if is_whole else status.resume_points)
+                    statuses.append(await watcher.wait(known, timeout_s))
         except (OSError, TimeoutError) as error:
             logger.info("could not have a broken transfer kept at %s: %s", ticket.consumer, error)
             return 0
-        return common(points).tokens
+        if all(status.phase is TransferPhase.COMPLETE for status in statuses):
+            return ticket.num_tokens
+        return common(status.resume_points for status in statuses).tokens
 
     async def answers(self, consumer: str, timeout_s: float) -> bool:
         """Whether every rank of `consumer` answers now. What it has told before is known then."""

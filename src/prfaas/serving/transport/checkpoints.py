@@ -2,13 +2,14 @@
 
 With such layers an engine can't go on from just any token of a transfer that broke. A checkpoint is a small transfer
 beside that one, sent while its prefill goes on. Once complete it belongs to the transfer: it is freed with it, or
-handed over with what is left of it.
+handed over with it. A complete transfer has use for it too, for another part of the KV may break.
 """
 
 from collections.abc import Mapping
 
 from prfaas.serving.transport.incoming import IncomingTransfer
 from prfaas.serving.transport.region_layout import TransferLayout, resume_points
+from prfaas.serving.transport.resume_points import ResumePoints
 from prfaas.serving.transport.wire import TransferPhase, WireError
 
 # The newest, and the one before it: another part, or another rank of the engine, may not have got the newest.
@@ -40,7 +41,7 @@ class Checkpoints:
             return
         owner.checkpoints[checkpoint.ticket.num_tokens] = checkpoint
         owner.checkpoint_bytes += checkpoint.status().received_bytes
-        ends = resume_points(self._layout, owner.ticket, owner.covered_end, owner.checkpoints).ends
+        ends = self._points(owner).ends
         if len(ends) > _KEPT:
             owner.discard_checkpoints(tokens for tokens in owner.checkpoints if tokens < ends[-_KEPT])
 
@@ -54,8 +55,18 @@ class Checkpoints:
         for owner in self._transfers.values():
             if owner.checkpoints and wanting.checkpoint_of is None:
                 owner.discard_checkpoints([min(owner.checkpoints)])
+                if owner.phase is TransferPhase.COMPLETE:
+                    self.mark_usable(owner)
                 return True
         return False
+
+    def mark_usable(self, owner: IncomingTransfer) -> None:
+        """A transfer is complete: its status says from where an engine can go on if another part or rank breaks."""
+        points = self._points(owner)
+        owner.usable_tokens, owner.usable_ends = points.tokens, points.ends
+
+    def _points(self, owner: IncomingTransfer) -> ResumePoints:
+        return resume_points(self._layout, owner.ticket, owner.covered_end, owner.checkpoints)
 
     def _owner(self, checkpoint: IncomingTransfer) -> IncomingTransfer | None:
         owner = self._transfers.get(checkpoint.checkpoint_of or b"")

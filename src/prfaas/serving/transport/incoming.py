@@ -122,7 +122,7 @@ class IncomingTransfer:
         self.ended = False
         """END has come."""
         self.usable_tokens = 0
-        """Of a broken one whose staging is kept: tokens that an engine can go on from."""
+        """Of a broken one whose staging is kept, or a complete one beside one that broke: tokens to go on from."""
         self.usable_ends: tuple[int, ...] = ()
         """See `ResumePoints.ends`."""
         self.opened_at_s = now_s
@@ -173,11 +173,12 @@ class IncomingTransfer:
         """RECEIVING → COMPLETE."""
         self.phase = TransferPhase.COMPLETE
         self.progressed_at_s = now_s
-        self.discard_checkpoints(self.checkpoints)
         self._tell_engine()
 
-    def fail(self, reason: str, *, dropped: bool = False) -> None:
-        """Whatever it was → FAILED; `dropped`: nobody here wants it any more."""
+    def fail(self, reason: str, *, dropped: bool = False, kept: bool = False) -> None:
+        """Whatever it was → FAILED; `dropped`: nobody here wants it any more; `kept`: its staging is."""
+        if not kept:
+            self.usable_tokens, self.usable_ends = 0, ()
         # The reason first: the table's `state` reads without the lock.
         self.reason, self._dropped = reason, dropped
         self.phase = TransferPhase.FAILED

@@ -179,8 +179,8 @@ class Receiver:
     def take(self, transfer_id: bytes, *, broken_tokens: int = 0) -> StagedTransfer | None:
         """The staged bytes of a COMPLETE transfer, once; the caller must free them. None otherwise.
 
-        `broken_tokens`: of a FAILED one, from where the engine goes on (`TransferStatus.resume_points`); only so many
-        tokens are there.
+        `broken_tokens`: from where the engine goes on after it, or another part of the KV, broke
+        (`TransferStatus.resume_points`); only so many tokens are there.
         """
         return self._table.take(transfer_id, broken_tokens=broken_tokens)
 

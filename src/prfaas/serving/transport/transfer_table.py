@@ -97,8 +97,7 @@ class TransferTable:
         self, session: ProducerSession, connection: FrameSink, header: Header, body: Mapping[str, Any]
     ) -> None:
         """OPEN: accept, put into the queue for staging, or refuse with a sentence."""
-        transfer_id = header.transfer_id
-        resumes = body.get("resume") is True
+        transfer_id, resumes = header.transfer_id, body.get("resume") is True
         with self._lock:
             live = self._transfers.get(transfer_id)
             over = self._tombstones.get(transfer_id)
@@ -195,8 +194,7 @@ class TransferTable:
         if place.transfer is None:
             place.connection.post(place.answer if verified else nack(header))
             return
-        transfer = place.transfer
-        now_s = time.monotonic()
+        transfer, now_s = place.transfer, time.monotonic()
         with self._lock:
             transfer.unpin(place, verified=verified, now_s=now_s)
             self._unpinned.notify_all()
@@ -261,8 +259,8 @@ class TransferTable:
     def watch(self, connection: FrameSink, transfer_id: bytes, lead_s: float = 0.0) -> None:
         """Send the present status, if there is one, each later phase, and a word `lead_s` before the end."""
         with self._lock:
-            if transfer_id in self._transfers:
-                self._transfers[transfer_id].becomes_soon(lead_s, time.monotonic())
+            if (transfer := self._transfers.get(transfer_id)) is not None:
+                transfer.becomes_soon(lead_s, time.monotonic())
             self._watchers.add(connection, transfer_id, self._status(transfer_id), lead_s)
 
     def is_watching(self, connection: FrameSink, transfer_id: bytes) -> bool:
@@ -285,16 +283,17 @@ class TransferTable:
             return self._status(transfer_id, to_engine=True)
 
     def take(self, transfer_id: bytes, *, broken_tokens: int = 0) -> StagedTransfer | None:
-        """Hand a complete transfer over, once; or the first so many tokens of what is kept of a broken one."""
+        """Hand a complete transfer over, once; or the first so many tokens of it, or of what a broken one has kept."""
         with self._lock:
-            if broken_tokens:
-                return self._remains.take(transfer_id, broken_tokens, self.admit)
             transfer = self._transfers.get(transfer_id)
-            if transfer is None or transfer.phase is not TransferPhase.COMPLETE:
+            if transfer is None:
+                return self._remains.take(transfer_id, broken_tokens, self.admit)
+            is_there = not broken_tokens or transfer.status().resume_points.allows(broken_tokens)
+            if transfer.phase is not TransferPhase.COMPLETE or not is_there:
                 return None
             self._record_ended(transfer, taken=True)
             self._counters["taken"] += 1
-            return transfer.hand_over(self.admit)
+            return transfer.hand_over(self.admit, broken_tokens)
 
     def lend(self, transfer_id: bytes, on_change: Callable[[], None]) -> Arrival | None:
         """See `Receiver.lend`."""
@@ -367,9 +366,9 @@ class TransferTable:
     # Under the lock
 
     def _status(self, transfer_id: bytes, *, to_engine: bool = False) -> TransferStatus | None:
-        transfer = self._transfers.get(transfer_id)
-        status = self._tombstones.get(transfer_id) if transfer is None else transfer.status()
-        return self._remains.as_it_is(transfer_id, status, to_engine=to_engine)
+        if (transfer := self._transfers.get(transfer_id)) is not None:
+            return transfer.status()
+        return self._remains.as_it_is(transfer_id, self._tombstones.get(transfer_id), to_engine=to_engine)
 
     def _complete_if_done(self, transfer: IncomingTransfer) -> None:
         if transfer.phase is TransferPhase.RECEIVING and transfer.ended and transfer.covered:
@@ -380,17 +379,18 @@ class TransferTable:
                 self._checkpoints.keep(transfer)
             else:
                 self._counters["completed"] += 1
+                self._checkpoints.mark_usable(transfer)
                 self._watchers.notify(transfer.ticket.transfer_id, transfer.status())
             self._admit()
 
     def _fail(
         self, transfer: IncomingTransfer, reason: str, *, tell_producer: bool = True, how: _Ending = "failed"
     ) -> None:
-        was = transfer.phase
-        self._counters["kept"] += how == "broken" and self._remains.keep(transfer, time.monotonic())
-        transfer.fail(reason, dropped=how == "dropped")
+        was, transfer_id = transfer.phase, transfer.ticket.transfer_id
+        kept = how == "broken" and self._remains.keep(transfer, time.monotonic())
+        self._counters["kept"] += kept
+        transfer.fail(reason, dropped=how == "dropped", kept=kept)
         self._counters["failed"] += transfer.checkpoint_of is None
-        transfer_id = transfer.ticket.transfer_id
         if was is TransferPhase.WAITING:
             self._waiting.remove(transfer)
         frame_of = {TransferPhase.WAITING: refuse, TransferPhase.RECEIVING: abort}.get(was)

@@ -350,7 +350,10 @@ class TransferStatus:
     spared_bytes: int = 0
     """By how many bytes compression has made `received_bytes` less on the link."""
     usable_tokens: int = 0
-    """Tokens of one that FAILED whose KV has come: an engine can go on from there, or does (`taken`)."""
+    """Tokens of one that FAILED whose KV has come: an engine can go on from there, or does (`taken`).
+
+    Of one that is COMPLETE: from where it could, if another part of the KV broke.
+    """
     checkpoint_bytes: int = 0
     """Of checkpoints that have come beside it."""
     usable_ends: tuple[int, ...] = ()

@@ -18,6 +18,7 @@ from prfaas.core.kv.rank_shares import paired_ranks
 from prfaas.serving.engines.vllm.metadata import SendOrder
 from prfaas.serving.transport import region_layout
 from prfaas.serving.transport.outgoing import SendPhase
+from prfaas.serving.transport.resume_points import ResumePoints
 from prfaas.serving.transport.ticket import Ticket, part_id
 from prfaas.serving.transport.wire import TransferPhase
 
@@ -212,6 +213,54 @@ def test_with_states_and_windows_it_goes_on_from_a_checkpoint_that_all_parts_hav
         killed(pair)
         assert pair.load(ticket, 0) == [({"d"}, {"d"})] * len(pair.home)
         goes_on(pair, truth, ticket, tokens)
+
+
+@pytest.mark.parametrize(("whole", "broken"), [(0, 1), (1, 0)])
+def test_a_part_that_is_complete_has_checkpoints_for_one_that_broke(whole: int, broken: int) -> None:
+    truth = Truth(MODEL, 8)
+    with ranked_pair(MODEL, Keeping(2), Keeping(1)) as pair:
+        pair.connected()
+        ends = {whole: [16, 32, 64, TOKENS], broken: [16, 32, 64, 80]}
+        ticket = pair.prefill(TOKENS, 0, [], ends, truth=truth, checkpoints={0: [32, 64], 1: [32, 64]})
+        until(lambda: pair.receivers[0].stats()["checkpoints"] == 4)
+        parts = [part_id(ticket.transfer_id, part) for part in (0, 1)]
+        transfers = pair.receivers[0]._table._transfers
+        until(lambda: transfers[parts[whole]].phase is TransferPhase.COMPLETE)
+        until(lambda: usable_with(pair, parts[broken]) == 64)
+        killed(pair)
+        assert pair.load(ticket, 0) == [({"d"}, {"d"})]
+        goes_on(pair, truth, ticket, 64)
+        until(lambda: pair.receivers[0].stats()["staging_used_blocks"] == 0)
+
+
+def test_where_a_complete_part_has_lost_its_checkpoint_the_load_fails_at_once() -> None:
+    truth = Truth(MODEL, 8)
+    with ranked_pair(MODEL, Keeping(2), Keeping(1)) as pair:
+        pair.connected()
+        ends = {0: [16, 64, TOKENS], 1: [16, 64, 80]}
+        ticket = pair.prefill(TOKENS, 0, [], ends, truth=truth, checkpoints={0: [64], 1: [64]})
+        until(lambda: pair.receivers[0].stats()["checkpoints"] == 2)
+        table = pair.receivers[0]._table
+        whole = table._transfers[part_id(ticket.transfer_id, 0)]
+        until(lambda: whole.phase is TransferPhase.COMPLETE)
+        until(lambda: usable_with(pair, part_id(ticket.transfer_id, 1)) == 64)
+        killed(pair)
+        assert pair.load(ticket, 0) == [({"d"}, {"d"})]
+        assert pair.consuming[0].take_usable()["d"].tokens == 64
+        with table._lock:
+            assert table._checkpoints.make_room(whole)
+        assert whole.status().resume_points == ResumePoints()
+        assert pair.load(ticket, 0, 64) == [({"d"}, {"d"})]
+        assert pair.consuming[0].take_usable() == {}
+        until(lambda: pair.receivers[0].stats()["staging_used_blocks"] == 0)
+
+
+def usable_with(pair: RankedPair, transfer_id: bytes) -> int:
+    """From where the first rank could go on with a transfer and its checkpoints, were it to break now."""
+    table = pair.receivers[0]._table
+    transfer = table._transfers[transfer_id]
+    layout = table._open_check.layout
+    return region_layout.usable_tokens(layout, transfer.ticket, transfer.covered_end, transfer.checkpoints)
 
 
 def test_where_no_checkpoint_is_there_of_all_parts_nothing_is_kept() -> None:

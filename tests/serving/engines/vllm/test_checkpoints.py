@@ -27,6 +27,7 @@ from prfaas.core.kv.groups import region_bytes
 from prfaas.serving.engines.vllm.metadata import BlockRun, LoadOrder, TransferMetadata
 from prfaas.serving.engines.vllm.pages import PagedSource
 from prfaas.serving.transport.outgoing import OutgoingTransfer, SendPhase
+from prfaas.serving.transport.resume_points import ResumePoints
 from prfaas.serving.transport.ticket import Ticket, checkpoint_id
 from prfaas.serving.transport.wire import TransferPhase
 
@@ -229,13 +230,15 @@ def test_the_last_two_are_kept_while_the_prefill_goes_on(ends: Ends) -> None:
     assert {240, 304} <= set(transfer.checkpoints)
 
 
-def test_a_complete_transfer_needs_none(ends: Ends) -> None:
+def test_a_complete_transfer_keeps_them_until_it_is_taken(ends: Ends) -> None:
     prefill = engine(ends)
     before = copy_of(ends.home)
     prefill.run(len(CHUNK_ENDS))
     ends.complete(prefill.ticket)
     transfer = ends.receiver._table._transfers[prefill.ticket.transfer_id]
-    assert transfer.phase is TransferPhase.COMPLETE and transfer.checkpoints == {}
+    # Another part of the KV may still break.
+    assert transfer.phase is TransferPhase.COMPLETE and set(transfer.checkpoints) == {160, 240}
+    assert transfer.status().resume_points == ResumePoints(240, (160, 240))
     # Each has a page of three linear layers, and three of the window.
     assert transfer.status().checkpoint_bytes == 3 * (3 * 1000 + 3 * 512)
     ends.order(load(prefill.ticket, 0))

@@ -252,7 +252,9 @@ class Endpoints:
     def tokens_of(self, ticket: Ticket) -> int:
         """How many tokens' KV a transfer gives that is over: fewer than its ticket says where it broke."""
         status = self.receiver.state(ticket.transfer_id)
-        return (status.usable_tokens if status is not None else 0) or ticket.num_tokens
+        if status is None or status.phase is not TransferPhase.FAILED:
+            return ticket.num_tokens
+        return status.usable_tokens or ticket.num_tokens
 
     async def load(self, ticket: Ticket, context: Context, held_tokens: int, num_tokens: int) -> bool:
         """Read the first `num_tokens` tokens of a transfer into `context`, which holds `held_tokens`; frees its memory.

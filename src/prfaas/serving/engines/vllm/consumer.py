@@ -300,14 +300,10 @@ class KvConsumer:
         """
         ticket = load.order.ticket
         wires, points = self._wires.of_ticket(ticket.transfer_id), ResumePoints(ticket.num_tokens)
-        for number, part in enumerate(load.parts):
+        for part in load.parts:
             self._receiver.drop(part.transfer_id, _LACKS_A_PART, keep=True)
-            wire, status = wires.get(number), self._receiver.state(part.transfer_id)
-            if not self._is_complete(part):
-                points &= _NOTHING if status is None else status.resume_points
-            elif wire is not None and wire.checkpoint is not None:
-                # It has the last states and no earlier ones.
-                points = _NOTHING
+            status = self._receiver.state(part.transfer_id)
+            points &= _NOTHING if status is None else status.resume_points
         # Parts may have layers of other blocks.
         return points.in_blocks(lcm(*(wire.step_tokens for wire in wires.values())), ticket.skip_tokens)
 
@@ -344,7 +340,7 @@ class KvConsumer:
         status = self._receiver.state(transfer_id)
         # What is kept of a broken one can be taken as soon as nobody writes or reads it any more.
         is_kept = status is not None and status.resume_points.allows(order.usable_tokens)
-        obstacle = "" if is_kept else _obstacle(status)
+        obstacle = "" if is_kept else _obstacle(status, order.usable_tokens)
         is_late = self._now_s() - load.ordered_at_s > self._load_wait_s
         if not obstacle and is_late:
             obstacle = f"KV still incomplete after {self._load_wait_s:g} s"
@@ -380,9 +376,6 @@ class KvConsumer:
             held = self._held.get(transfer_id)
             if held is None or held.uses_left < 1:
                 transfer = self._receiver.take(transfer_id, broken_tokens=order.usable_tokens)
-                if transfer is None and order.usable_tokens:
-                    # Another part broke.
-                    transfer = self._receiver.take(transfer_id)
                 if transfer is None:
                     return None
                 held = _HeldTransfer(transfer, order.ticket.uses, self._now_s() + self._staging_ttl_s)
@@ -404,12 +397,14 @@ class KvConsumer:
             held.transfer.free()
 
 
-def _obstacle(status: TransferStatus | None) -> str:
-    """Why a transfer that could not be taken never will be; "" while it may still be."""
+def _obstacle(status: TransferStatus | None, usable_tokens: int) -> str:
+    """Why a transfer, or its first so many tokens, could not be taken and never will be; "" while they may still be."""
     if status is None:
         return "its transfer is unknown or has expired"
     if status.phase is TransferPhase.FAILED:
         return f"its transfer failed: {status.reason}"
     if status.taken:
         return "its transfer was used already"
+    if usable_tokens and status.phase is TransferPhase.COMPLETE:
+        return f"the checkpoint after {usable_tokens} tokens had to make room"
     return ""
