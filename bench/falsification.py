@@ -41,7 +41,7 @@ from fidelity import (
 )
 from fidelity_live import Depth, profile_files
 from fidelity_stack import EAST
-from machine_pace import metered, pace_between, readings_in
+from machine_pace import metered, pace_between, paces_over, readings_in
 from measured_model import MeasuredModel
 from prfaas.core.deployment import ControlConfig, PlannedDeployment
 from prfaas.core.deployment.gateway import GatewayLimits
@@ -51,7 +51,7 @@ from prfaas.core.planner import best_operation, problem_of
 from prfaas.core.units import parse_bits_per_s
 from prfaas.core.workload import TracedRequest
 from prfaas.core.workload.requests import read_requests
-from prfaas.lab.simulator import Overheads, Scenario, scenario_of
+from prfaas.lab.simulator import Overheads, Scenario, Slowdown, scenario_of
 from prfaas.lab.simulator.capacity import Steps
 from prfaas.serving.gateway.context import GatewayOptions
 from wan.laboratory import ending_on_sigterm, missing
@@ -185,15 +185,24 @@ def _profiles(document: dict[str, Any], directory: Path) -> dict[str, Path]:
 
 
 def simulate_drives(document: dict[str, Any]) -> None:
-    """Each drive again: the same requests over the same line, the profile at the speed that the machine had then."""
+    """Each drive again: the same requests over the same line, prefills at the speed that the machine had then.
+
+    The meter says it from second to second. Where a file has no readings, probes around the drive say it. Stand-ins
+    don't compute.
+    """
+    are_real = document["settings"]["engines"] == "vllm"
     with tempfile.TemporaryDirectory(prefix="prfaas-falsification-") as name:
         planned = planned_of(document, Path(name))
     for policy, drive in document["drives"].items():
-        metered_pace = pace_between(document.get("work_readings", ()), drive.get("work_readings", ()))
+        readings = document.get("work_readings", ()), drive.get("work_readings", ())
+        metered_pace = pace_between(*readings) if are_real else None
         drive["pace"] = metered_pace or pace_of(drive, planned)
-        result = result_of(
-            scenario(document, slower(planned, drive["pace"]), policy), unshared(drive["requests"])
-        )
+        if metered_pace is not None and "began_s" in drive:
+            slowdown = Slowdown(paces_over(*readings, drive["began_s"]))
+            own = scenario(document, planned, policy, slowdown)
+        else:
+            own = scenario(document, slower(planned, drive["pace"]), policy)
+        result = result_of(own, unshared(drive["requests"]))
         series = result.series
         drive["simulated"] = columns_of(result) | {
             "link_bytes": result.link_bytes.tolist(),
@@ -206,7 +215,9 @@ def simulate_drives(document: dict[str, Any]) -> None:
         }
 
 
-def scenario(document: dict[str, Any], planned: PlannedDeployment, policy: str) -> Scenario:
+def scenario(
+    document: dict[str, Any], planned: PlannedDeployment, policy: str, slowdown: Slowdown | None = None
+) -> Scenario:
     """The deployment with the line as it was, less the telemetry on it, under a policy."""
     overheads, are_real = document["measured"], document["settings"]["engines"] == "vllm"
     beside = telemetry_bits_per_s(document["drives"][policy]["carried"])
@@ -227,6 +238,7 @@ def scenario(document: dict[str, Any], planned: PlannedDeployment, policy: str) 
         mixed_tokens=None if are_real else 0,
         chunk_tokens=CHUNK_TOKENS if are_real else 0,
         kv_block_tokens=MeasuredModel.of(document).block_tokens,
+        slowdown=slowdown,
     )
 
 

@@ -5,14 +5,15 @@ import contextlib
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
-from fidelity_live import OFFLOADED_ABOVE, Depth, driven, probes, profiled
+from fidelity_live import OFFLOADED_ABOVE, Depth, driven, first_tokens_s, probes, profiled
 from fidelity_stack import (
+    EAST,
     EAST_PREFILL,
     ENGINES,
     HOME_DECODE,
@@ -23,6 +24,7 @@ from fidelity_stack import (
 )
 from measured_model import MeasuredModel
 from prfaas.core.latency import Curve, DecodeCurve, LatencyProfile, profile_text
+from prfaas.core.latency.files import parse_profile
 from prfaas.core.workload import TracedRequest
 from prfaas.lab.simulator.capacity import Piece
 from wan.laboratory import GOODPUT_SHARE, Laboratory, LineSettings
@@ -131,9 +133,39 @@ def _stand_ins(directory: Path) -> dict[str, Any]:
 
 
 def measured(stack: LineStack, depth: Depth) -> dict[str, Any]:
-    """The profiles of both clusters and the overheads, over the unhindered line."""
-    with stack.wan.laboratory.inside(GATEWAY_HOST):
-        return asyncio.run(profiled(stack, depth))
+    """The profiles of both clusters and the overheads, over the unhindered line.
+
+    An engine that also sends the KVCache takes longer than one that is asked directly, and the longer the prompt, the
+    more so. Here all send: at home from the prefill to the decode engine. So profiles have what that adds.
+    """
+    laboratory, path = stack.wan.laboratory, stack.wan.deployment.path
+    with laboratory.inside(GATEWAY_HOST):
+        found = asyncio.run(profiled(stack, depth))
+    before = path.read_text()
+    routing = {"policy": "static_threshold", "threshold_tokens": MAX_MODEL_LEN}
+    path.write_text(json.dumps(json.loads(before) | {"routing": routing}))
+    stack.wan.restart_gateway()
+    path.write_text(before)
+    longer = [tokens for tokens in depth.lengths if tokens > OFFLOADED_ABOVE]
+    with laboratory.inside(GATEWAY_HOST):
+        local_s = asyncio.run(first_tokens_s(stack, longer, depth.repeats))
+    sent_s = {tokens: found["idle_ttft_s"][str(tokens)] - RTT_S for tokens in longer}
+    beside_s = found["idle_ttft_s"]["1"] + found["hop_s"]
+    direct = found["profiles"]
+    profiles = {
+        EAST: _while_sending(direct[EAST], sent_s, beside_s),
+        HOME: _while_sending(direct[HOME], local_s, beside_s),
+    }
+    return found | {"direct_profiles": direct, "local_ttft_s": local_s, "profiles": profiles}
+
+
+def _while_sending(text: str, ttft_s: Mapping[int, float], beside_s: float) -> str:
+    """A profile whose long prefills take what is left of their times to the first token through the gateway."""
+    profile = parse_profile(text, "the measured profile")
+    points = tuple(
+        (at, max(seconds, ttft_s.get(round(at), 0.0) - beside_s)) for at, seconds in profile.prefill.points
+    )
+    return profile_text(replace(profile, prefill=replace(profile.prefill, points=points)))
 
 
 def reconfigured(document: dict[str, Any], sections: Mapping[str, Any], profiles: Mapping[str, Path]) -> Any:
@@ -183,6 +215,7 @@ async def _driven(
         "reading_columns": ["at_s", "threshold_tokens", "capacity_bits_per_s"],
         "readings": readings,
         "carried": carried,
+        "began_s": began_s,
     }
 
 

@@ -60,12 +60,12 @@ async def profiled(stack: MeasuredStack, depth: Depth) -> dict[str, Any]:
             _say(f"prefill of {middle} tokens, alone and on both at once")
             alone += [await east.prefill_s(middle), await home.prefill_s(middle)]
             both += await asyncio.gather(east.prefill_s(middle), home.prefill_s(middle))
-        idle: dict[str, list[list[float]]] = {}
+        idle: dict[str, list[float]] = {}
         for tokens in (1, *depth.lengths):
             _say(f"{tokens} tokens through the gateway")
             idle[str(tokens)] = [await _first_s(gateway, tokens) for _ in range(max(depth.repeats, 2))]
-    medians = {tokens: statistics.median(each[0] for each in runs) for tokens, runs in idle.items()}
-    local = [sample for sample in measured[HOME].prefill if idle[str(sample.at)][0][1] == 0.0]
+    medians = {tokens: statistics.median(runs) for tokens, runs in idle.items()}
+    local = [sample for sample in measured[HOME].prefill if sample.at <= OFFLOADED_ABOVE]
     step_s = steps.decode[0].median_s
     return {
         "profiles": {
@@ -128,11 +128,19 @@ async def probes(stack: MeasuredStack) -> list[float]:
             return [await engine.prefill_s(PROBE_TOKENS) for _ in range(_PROBES) for engine in (east, home)]
 
 
-async def _first_s(gateway: ProfiledEndpoint, tokens: int) -> list[float]:
-    """Seconds to the first token, and 1 if the prompt was offloaded (it came later than a local one could)."""
+async def first_tokens_s(stack: MeasuredStack, lengths: Sequence[int], repeats: int) -> dict[int, float]:
+    """Seconds to the first token through the gateway, by tokens: medians of one request at a time."""
+    async with ProfiledEndpoint(stack.gateway_url) as gateway:
+        return {
+            tokens: statistics.median([await _first_s(gateway, tokens) for _ in range(repeats)])
+            for tokens in lengths
+        }
+
+
+async def _first_s(gateway: ProfiledEndpoint, tokens: int) -> float:
     start_s = time.monotonic()
     answer = await gateway.decode(tokens, 1)
-    return [answer.first_s - start_s, 1.0 if tokens > OFFLOADED_ABOVE else 0.0]
+    return answer.first_s - start_s
 
 
 OFFLOADED_ABOVE = 3000

@@ -20,6 +20,7 @@ _PERIOD_S = 1.0
 _SIDE, _REPEATS = 320, 3
 # Of readings in a window, fewer say nothing.
 _FEWEST = 10
+_WINDOW = 20
 
 
 @contextlib.contextmanager
@@ -53,6 +54,24 @@ def pace_between(before: Sequence[Reading], now: Sequence[Reading]) -> float | N
     return statistics.fmean(each for _, each in _usual(now)) / statistics.fmean(
         each for _, each in _usual(before)
     )
+
+
+def paces_over(
+    before: Sequence[Reading], now: Sequence[Reading], began_s: float
+) -> list[tuple[float, float]]:
+    """The same over time: (seconds since `began_s`, how much longer), each from so many readings as `_WINDOW`."""
+    usual_s = statistics.fmean(each for _, each in _usual(before))
+    paces = [(0.0, 1.0)]
+    for first in range(0, len(now) - _WINDOW + 1, _WINDOW // 2):
+        readings = now[first : first + _WINDOW]
+        # It holds for the half in its middle.
+        at_s = readings[_WINDOW // 4][0] - began_s
+        pace = statistics.fmean(each for _, each in _usual(readings)) / usual_s
+        if at_s <= 0:
+            paces = [(0.0, pace)]
+        else:
+            paces.append((at_s, pace))
+    return paces
 
 
 def _usual(readings: Sequence[Reading]) -> list[Reading]:

@@ -13,6 +13,7 @@ from prfaas.lab.simulator.scenario import (
 )
 from prfaas.lab.simulator.simulated_cluster import SimulatedCluster
 from prfaas.lab.simulator.simulation import simulate
+from prfaas.lab.simulator.slowdown import Slowdown
 
 __all__ = [
     "CacheOptions",
@@ -25,6 +26,7 @@ __all__ = [
     "Scenario",
     "SimulatedCluster",
     "SimulatedLink",
+    "Slowdown",
     "scenario_of",
     "simulate",
 ]

@@ -224,6 +224,16 @@ class FluidLink:
         if not self._active:
             self._filler = self.send(_FILLER, num_bytes, self._filled)
 
+    def produce_at(self, transfer: FluidTransfer, bits_per_s: float) -> bool:
+        """The prefill of a stream produces so much from now on. False, and nothing happens, where it has ended."""
+        if transfer.state > BEHIND or transfer.has_stopped:
+            return False
+        now_s = self._events.now_s
+        self._advance(now_s)
+        transfer.queue.produce_at(transfer, bits_per_s, now_s)
+        self._share(now_s)
+        return True
+
     def end_production(self, transfer: FluidTransfer) -> None:
         """The prefill of a stream ends now. Nothing happens where the stream was cancelled, or came all at once."""
         if transfer.state >= PRODUCED:

@@ -1,10 +1,10 @@
 """A simulated deployment whose decode instances compute prompts and write answers in the same steps."""
 
+from prfaas.lab.simulator.chunked_world import ChunkedWorld
 from prfaas.lab.simulator.instance import Engine, Job
-from prfaas.lab.simulator.world import World
 
 
-class MixedWorld(World):
+class MixedWorld(ChunkedWorld):
     """A `World` with what a prefill by a decode instance and the answers there cost each other.
 
     As in vLLM's chunked prefill, a step has a chunk of the prompt and a token of every answer. So a token takes a chunk

@@ -21,6 +21,7 @@ from prfaas.lab.simulator.capacity import CapacityProcess, Constant, Interrupted
 from prfaas.lab.simulator.machine_pool import PoolOptions
 from prfaas.lab.simulator.prefix_caches import CacheOptions
 from prfaas.lab.simulator.simulated_cluster import SimulatedCluster, cluster_of, context_of
+from prfaas.lab.simulator.slowdown import Slowdown
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +124,8 @@ class Scenario:
     says nothing. Infinite: none are."""
     keeps_transfers: bool = True
     """Decode instances go on from what has arrived of a prefill that was lost, as live. False: all of it is lost."""
+    slowdown: Slowdown | None = None
+    """Of prefills over time; None: they take what profiles say."""
 
     def __post_init__(self) -> None:
         unknown = sorted(set(self.pools) - {cluster.name for cluster in self.clusters})
@@ -139,6 +142,8 @@ class Scenario:
             self._check_chunks(cluster)
         if self.relay.tokens:
             self._check_relay()
+        if self.relay.tokens and self.slowdown is not None:
+            raise ValueError("relayed tokens and a slowdown of prefills are not simulated together")
         names = {link.name for link in self.links} | {
             instance for cluster in self.clusters for instance in instance_names(cluster)
         }
@@ -221,6 +226,7 @@ def scenario_of(
     first_token: FirstTokenSource | None = None,
     relay_tokens: int | None = None,
     keeps_transfers: bool = True,
+    slowdown: Slowdown | None = None,
 ) -> Scenario:
     """What a deployment file describes.
 
@@ -253,6 +259,7 @@ def scenario_of(
         first_token: Who gives it; None takes the file's `gateway.first_token`.
         relay_tokens: That may follow it from the prefill; None takes the file's `gateway.relay_tokens`, if any may.
         keeps_transfers: Whether decode instances go on from what has arrived of a prefill that was lost, as live.
+        slowdown: Of prefills over time; None: they take what profiles say.
 
     Raises:
         DeploymentError: as `problem_of`.
@@ -326,6 +333,7 @@ def scenario_of(
         first_token=first_token or planned.first_token,
         relay=relay,
         keeps_transfers=keeps_transfers,
+        slowdown=slowdown,
     )
 
 

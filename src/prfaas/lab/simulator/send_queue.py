@@ -144,6 +144,16 @@ class SendQueue(Flow):
         if self.bits_per_s > self.limit_bits_per_s:
             self.become_late()
 
+    def produce_at(self, transfer: FluidTransfer, bits_per_s: float, now_s: float) -> None:
+        """From now on its prefill produces so much."""
+        transfer.made_bits = transfer.produced_bits(now_s)
+        transfer.start_s = now_s
+        self.cease(transfer.bits_per_s)
+        transfer.bits_per_s = bits_per_s
+        self.produce(bits_per_s)
+        if self.bits_per_s > self.limit_bits_per_s:
+            self.become_late()
+
     def end(self, transfer: FluidTransfer, turn: Turn) -> None:
         """All of a transfer is there, and something of it is left."""
         transfer.state = PRODUCED

@@ -1,0 +1,49 @@
+"""A simulated deployment whose prompts are computed in chunks: what a prefill sends leaves as fast as they are done."""
+
+from collections.abc import Iterator
+
+from prfaas.core.units import BITS_PER_BYTE
+from prfaas.lab.simulator.instance import Engine, Job
+from prfaas.lab.simulator.world import World
+
+_Rates = Iterator[tuple[float, float]]
+"""Seconds, and bits per second for so long."""
+
+
+class ChunkedWorld(World):
+    """A `World` in which streams follow the chunks of their prefill.
+
+    The first chunks of a long prompt attend to few tokens, so they take less time than the last ones and their KV needs
+    more of a link. What the engine had cached of the prompt leaves with the first one.
+    """
+
+    def _start(self, engine: Engine, job: Job) -> None:
+        super()._start(engine, job)
+        if engine.chunk_tokens and job.transfer is not None:
+            self._go_on((job, self._rates(engine, job)))
+
+    def _go_on(self, stream: tuple[Job, _Rates]) -> None:
+        job, rates = stream
+        link, transfer = job.link, job.transfer
+        if link is None or transfer is None:
+            return
+        lasts_s, bits_per_s = next(rates, (0.0, 0.0))
+        if lasts_s and link.fluid.produce_at(transfer, bits_per_s):
+            self.events.at(self.events.now_s + lasts_s, self._go_on, stream)
+
+    def _rates(self, engine: Engine, job: Job) -> _Rates:
+        """Of one chunk after another."""
+        skip_tokens, prefix_tokens = job.decision.skip_tokens, job.tokens - job.computed_tokens
+        sent_tokens = job.tokens - 1 - skip_tokens
+        if sent_tokens <= 0 or not job.computed_tokens:
+            return
+        token_bits = BITS_PER_BYTE * self.kv.streamed_bytes(job.tokens - 1, skip_tokens) / sent_tokens
+        pace = job.service_s / engine.after_prefix_s(job.computed_tokens, prefix_tokens)
+        before_s, unsent_from = 0.0, skip_tokens
+        for begun in range(0, job.computed_tokens, engine.chunk_tokens):
+            done = min(begun + engine.chunk_tokens, job.computed_tokens)
+            at_s = engine.after_prefix_s(done, prefix_tokens) * pace
+            end = min(prefix_tokens + done, job.tokens - 1)
+            if at_s > before_s and end > unsent_from:
+                yield at_s - before_s, token_bits * (end - unsent_from) / (at_s - before_s)
+                before_s, unsent_from = at_s, end
