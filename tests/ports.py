@@ -42,12 +42,16 @@ def free_ports(count: int) -> list[int]:
     return found
 
 
-def two_neighbours() -> int:
-    """The first of two free ports, one behind the other: rank 1 of an engine listens at the second."""
+def neighbours(count: int) -> int:
+    """The first of so many free ports, one behind the other: rank r of an engine listens at the one r behind."""
     while True:
-        (port,) = free_ports(1)
-        with socket.socket() as sock, contextlib.suppress(OSError, ValueError):
-            sock.bind(("127.0.0.1", port + 1))
-            # Raises where it was given, or is another worker's.
-            _OWN.remove(port + 1)
-            return port
+        (first,) = free_ports(1)
+        ports = range(first + 1, first + count)
+        # Some were given, or are another worker's.
+        if not all(port in _OWN for port in ports):
+            continue
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            for port in ports:
+                stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+                _OWN.remove(port)
+            return first

@@ -4,7 +4,7 @@ import re
 
 import pytest
 from tests import ports
-from tests.ports import EXAMPLES, free_ports, two_neighbours
+from tests.ports import EXAMPLES, free_ports, neighbours
 from tests.test_own_policy_page import ROOT
 
 
@@ -26,8 +26,8 @@ def test_no_port_is_given_twice() -> None:
     """A server whose port was given may not be started yet, or be another site's."""
     given = [port for _ in range(100) for port in free_ports(2)]
     for _ in range(100):
-        first = two_neighbours()
-        given += [first, first + 1]
+        first = neighbours(3)
+        given += [first, first + 1, first + 2]
     assert len(set(given)) == len(given)
 
 

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from tests.ports import two_neighbours
+from tests.ports import neighbours
 
 from prfaas.core.kv.hf_config import model_from_directory
 
@@ -50,7 +50,7 @@ def cut(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     document["clusters"][1]["instances"].pop(0)
     if ranks > 1:
         (far,) = document["clusters"][0]["instances"]
-        far |= {"tensor_parallel": ranks, "kv_port": two_neighbours()}
+        far |= {"tensor_parallel": ranks, "kv_port": neighbours(ranks)}
     path.write_text(json.dumps(document))
     yield from running(path)
 

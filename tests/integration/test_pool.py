@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.ports import free_ports, two_neighbours
+from tests.ports import free_ports, neighbours
 
 from prfaas.core.deployment import Deployment, load_deployment
 from prfaas.serving.engines.preparation import port_problem
@@ -45,7 +45,7 @@ def write_pooled(
             "host": "127.0.0.1",
             "http_port": ports[index],
             # The second rank listens at the next port.
-            "kv_port": two_neighbours(),
+            "kv_port": neighbours(2),
             "tensor_parallel": tensor_parallel,
         }
         for index, name in enumerate(("one", "two"))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from tests.ports import two_neighbours
+from tests.ports import neighbours
 
 from prfaas.core.kv.hf_config import model_from_directory
 from prfaas.serving.engines.command import CPU_RETENTION_TOKENS
@@ -46,6 +46,8 @@ CASES = (
     Unlike("qwen3", Side(1, 32), Side(1, 128)),
     Unlike("qwen3", Side(2, 128), Side(2, 32)),
     Unlike("qwen3", Side(1, 128), Side(2, 128)),
+    # Two heads of KV: two ranks have a copy of each.
+    Unlike("qwen3", Side(4, 128), Side(1, 32)),
     Unlike("gpt-oss", Side(1, 32), Side(1, 128)),
     Unlike("gpt-oss", Side(1, 128), Side(2, 32)),
     Unlike("mimo-v2-flash", Side(1, 32), Side(1, 128)),
@@ -73,7 +75,7 @@ def unlike(
         cluster["extra_args"] = ["--block-size", str(side.block_tokens)]
         for instance in cluster["instances"]:
             if side.ranks > 1 and instance["name"] in (PREFILL, DECODE):
-                instance |= {"tensor_parallel": side.ranks, "kv_port": two_neighbours()}
+                instance |= {"tensor_parallel": side.ranks, "kv_port": neighbours(side.ranks)}
     path.write_text(json.dumps(document))
     stack = Stack(path)
     ensure_model(stack.deployment)

@@ -22,7 +22,10 @@ OTHER: Route = ("far-1", "home-0")
 
 @dataclass
 class Job:
-    """`prefill_s` 0: everything at once. `held_s`: what comes last comes so much after the prefill's end."""
+    """`prefill_s` 0: everything at once. `held_s`: what comes last comes so much after the prefill's end.
+
+    `early`: in such a part of the prefill's time it makes such a part of what it streams, each evenly.
+    """
 
     start_s: float
     streamed_bytes: float
@@ -33,6 +36,7 @@ class Job:
     route: Route = ROUTE
     held_s: float = 0.0
     ends_by_itself: bool = True
+    early: tuple[float, float] = (0.5, 0.5)
 
     @property
     def total_bits(self) -> float:
@@ -40,8 +44,13 @@ class Job:
 
     @property
     def produced_s(self) -> float:
-        """When it stops to produce evenly."""
+        """When its prefill ends."""
         return self.start_s + self.prefill_s
+
+    @property
+    def changes_s(self) -> float:
+        """When it goes on at another rate."""
+        return self.start_s + self.early[0] * self.prefill_s
 
     @property
     def ended_s(self) -> float:
@@ -51,11 +60,18 @@ class Job:
     def there_bits(self, now_s: float) -> float:
         if now_s >= self.ended_s:
             return self.total_bits
-        part = min((now_s - self.start_s) / self.prefill_s, 1.0)
-        return 8 * self.streamed_bytes * part
+        times_s = self.start_s, self.changes_s, self.produced_s
+        part = np.interp(now_s, times_s, (0.0, self.early[1], 1.0))
+        return float(8 * self.streamed_bytes * part)
+
+    @property
+    def rates(self) -> tuple[float, float]:
+        """Before and after it changes, bits per second."""
+        (time, part), bits_per_s = self.early, 8 * self.streamed_bytes / self.prefill_s
+        return bits_per_s * part / time, bits_per_s * (1 - part) / (1 - time)
 
     def production(self, now_s: float) -> float:
-        return 8 * self.streamed_bytes / self.prefill_s if now_s < self.produced_s else 0.0
+        return self.rates[now_s >= self.changes_s] if now_s < self.produced_s else 0.0
 
 
 @dataclass
@@ -125,7 +141,7 @@ def fluid(jobs: Sequence[Job], pieces: Sequence[Piece], limit: float) -> Fluid:
     now = 0.0
     fixed = {0.0, *(time for time, _ in pieces)}
     for job in jobs:
-        fixed |= {job.start_s, job.produced_s, job.ended_s, job.cancel_s}
+        fixed |= {job.start_s, job.changes_s, job.produced_s, job.ended_s, job.cancel_s}
     # Transfers are counted as they begin.
     counted = {i: n for n, i in enumerate(sorted(range(len(jobs)), key=lambda i: jobs[i].start_s))}
     while True:
@@ -193,12 +209,19 @@ class Recorder:
                 i,
                 job.ends_by_itself,
             )
+            if job.early[0] != job.early[1]:
+                before, after = job.rates
+                self.link.produce_at(made, before)
+                self.events.at(job.changes_s, self._change, (made, after))
             if not job.ends_by_itself:
                 self.events.at(job.produced_s, self.link.end_production, made)
         else:
             nbytes = job.streamed_bytes + job.last_bytes
             made = self.link.send(job.route, nbytes, self.arrived, i, background=job.background)
         self.transfers[i] = made
+
+    def _change(self, change: tuple[FluidTransfer, float]) -> None:
+        self.link.produce_at(*change)
 
     def _hold(self, i: int) -> None:
         self.link.hold(self.transfers[i])
@@ -235,7 +258,10 @@ def jobs_of(draw: st.DrawFn, may_cancel: bool = False) -> list[Job]:
         )
         held_s = draw(st.sampled_from([0.0, 0.0, 0.4, 2.5])) if prefill_s else 0.0
         ends = draw(st.booleans())
-        jobs.append(Job(start, streamed, last, prefill_s, cancel, background, route, held_s, ends))
+        early = draw(
+            st.sampled_from([(0.5, 0.5), (0.5, 0.5), (0.25, 0.6), (0.7, 0.1), (0.4, 0.0), (0.6, 1.0)])
+        )
+        jobs.append(Job(start, streamed, last, prefill_s, cancel, background, route, held_s, ends, early))
     return jobs
 
 

@@ -103,6 +103,11 @@ def test_nothing_of_the_client_reaches_the_transfer_parameters(
             assert not names & {s.replace("-", "_") for s in STEERING}
 
 
+def test_the_decode_engine_is_told_what_has_come_of_a_transfer_that_broke() -> None:
+    params = orjson.loads(decode_body({}, "sealed", None, kept_tokens=1024))["kv_transfer_params"]
+    assert params == {"prfaas": "sealed", "prfaas_kept": 1024}
+
+
 def test_the_decode_engine_is_told_what_was_cached() -> None:
     params = orjson.loads(decode_body({}, "sealed", None, "", 512))["kv_transfer_params"]
     assert params == {"prfaas": "sealed", "do_remote_prefill": True, "remote_prefill_cached_tokens": 512}

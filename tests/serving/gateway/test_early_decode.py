@@ -292,5 +292,15 @@ def test_what_several_ranks_send_to_one_is_waited_for_and_given_up_as_a_whole() 
         home.statuses[ids[1]] = replace(COMPLETE, phase=TransferPhase.FAILED, reason="lost")
         assert await transfers.keep(ticket, "a test", 1.0) == 0
         assert home.abandoned == ids * 2
+        # One that is complete has its checkpoints, until it is taken.
+        whole = replace(COMPLETE, usable_tokens=64, usable_ends=(32, 64))
+        broken = replace(whole, phase=TransferPhase.FAILED, usable_tokens=32, usable_ends=(32,))
+        for told, tokens in (
+            ((whole, broken), 32),
+            ((replace(whole, taken=True), broken), 0),
+            ((whole, whole), ticket.num_tokens),
+        ):
+            home.statuses = dict(zip(ids, told, strict=True))
+            assert await transfers.keep(ticket, "a test", 1.0) == tokens
 
     asyncio.run(main())

@@ -21,6 +21,7 @@ import orjson
 
 from prfaas.serving.transport.ticket import (
     CACHED_TOKENS_PARAMETER,
+    KEPT_PARAMETER,
     PREFIX_TICKET_PARAMETER,
     REMOTE_PREFILL_PARAMETER,
     TICKET_PARAMETER,
@@ -207,16 +208,20 @@ def decode_body(
     reuse_ids: Sequence[int] | None,
     salt: str = "",
     cached_tokens: int | None = None,
+    kept_tokens: int = 0,
 ) -> bytes:
     """The decode engine's request: the client's body and, as the only content of `kv_transfer_params`, ours.
 
     `stripped` comes from `strip_owned`. `reuse_ids`: the whole prompt's ids, which vLLM's chat endpoint takes
     from there instead of tokenizing again. `salt`: the tenant's, empty without tenants. `cached_tokens`: what the
     answer's usage is to tell in place of the engine's own count, in which everything that was transferred is cached.
+    `kept_tokens`: of the ticket's transfer so many have come, and it broke; 0: it did not.
     """
     params: Json = {}
     if sealed_ticket is not None:
         params[TICKET_PARAMETER] = sealed_ticket
+    if kept_tokens:
+        params[KEPT_PARAMETER] = kept_tokens
     if cached_tokens is not None:
         # vLLM's own names: v1/engine/output_processor.py, `RequestState.from_new_request`.
         params[REMOTE_PREFILL_PARAMETER] = True

@@ -20,6 +20,7 @@ from prfaas.serving.gateway.bodies import JSON_BYTES_PER_TOKEN, decode_body
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.dialects import dialect_of
 from prfaas.serving.gateway.engine_client import Blame, EngineCallError
+from prfaas.serving.gateway.hop_failure import KeptPart
 from prfaas.serving.gateway.http_exchange import EngineResponse
 from prfaas.serving.gateway.kv_transfer import TRANSFER_FAILED
 from prfaas.serving.gateway.prefill import PrefillOrchestrator
@@ -142,14 +143,16 @@ class Decoder:
     async def _body(self, request: ServingRequest, prepared: PreparedRequest) -> bytes:
         prompt = prepared.prompt
         reuse_ids = prompt.token_ids if prompt is not None and prompt.takes_ids else None
+        transfer = None if prepared.loaded else prepared.transfer
         return await self._json_threads.run(
             request.size_bytes + JSON_BYTES_PER_TOKEN * len(reuse_ids or ()),
             decode_body,
             request.body,
-            prepared.transfer.sealed if prepared.transfer is not None and not prepared.loaded else None,
+            transfer.sealed if transfer is not None else None,
             reuse_ids,
             request.salt,
             prepared.cached_tokens,
+            transfer.usable_tokens if isinstance(transfer, KeptPart) else 0,
         )
 
     def report(self, request: ServingRequest, prepared: PreparedRequest, failure: DecodeFailedError) -> None:

@@ -262,8 +262,12 @@ class KvTransfers:
         except (OSError, TimeoutError) as error:
             logger.info("could not have a broken transfer kept at %s: %s", ticket.consumer, error)
             return 0
-        if all(status.phase is TransferPhase.COMPLETE for status in statuses):
+        is_complete = [status.phase is TransferPhase.COMPLETE for status in statuses]
+        if all(is_complete):
             return ticket.num_tokens
+        if any(whole and status.taken for whole, status in zip(is_complete, statuses, strict=True)):
+            # A rank that has loaded all of it can't go back to what others have.
+            return 0
         return common(status.resume_points for status in statuses).tokens
 
     async def answers(self, consumer: str, timeout_s: float) -> bool:

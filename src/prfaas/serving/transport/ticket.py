@@ -32,6 +32,9 @@ TICKET_PARAMETER = "prfaas"
 PREFIX_TICKET_PARAMETER = "prfaas_from"
 """The same for a transfer that a prefill starts from: a prefix that another cluster sends first."""
 
+KEPT_PARAMETER = "prfaas_kept"
+"""The transfer of the ticket broke: after how many tokens all ranks can go on with what has come of it."""
+
 REMOTE_PREFILL_PARAMETER = "do_remote_prefill"
 """vLLM's own key: another engine has prefilled the prompt."""
 

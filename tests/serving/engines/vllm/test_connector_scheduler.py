@@ -441,6 +441,22 @@ def usable(request_id: str, tokens: int) -> Any:
     )
 
 
+@pytest.mark.parametrize(
+    ("kept", "loaded"),
+    # A multiple of the blocks, between what the ticket leaves out and what it has; else the ticket alone counts.
+    [(64, 64), (32, 100), (16, 100), (40, 100), (100, 100), (112, 100), (-16, 100), (True, 100), ("64", 100)],
+)
+def test_what_the_gateway_says_has_come_is_loaded_at_once(kept: object, loaded: int) -> None:
+    scheduler = ConnectorScheduler("home", KEY, (FULL,), now_s=lambda: 1000.0)
+    prompt = list(range(101))
+    request = Request("r", prompt, {"prfaas": ticket_for(prompt[:100], 32), "prfaas_kept": kept})
+    scheduler.on_new_request(request)  # type: ignore[arg-type]
+    assert scheduler.num_external_tokens(request, 32) == loaded - 32  # type: ignore[arg-type]
+    scheduler.update_after_alloc(request, Blocks(tables(101)), loaded - 32)  # type: ignore[arg-type]
+    (order,) = scheduler.build_metadata(Output({}, BlockState({}))).loads  # type: ignore[arg-type]
+    assert order.usable_tokens == (loaded if loaded < 100 else 0)
+
+
 @pytest.mark.parametrize(("local", "usable_tokens"), [(0, 64), (32, 48), (64, 64), (80, 64)])
 def test_after_a_broken_transfer_what_has_come_is_offered(local: int, usable_tokens: int) -> None:
     """vLLM asks again for a request whose load has failed; it may hold another prefix by then."""

@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import lcm
 from typing import TYPE_CHECKING
 
 from prfaas.core.kv.groups import GroupKind, KvGroup, checkpoint_step_tokens
@@ -17,6 +18,7 @@ from prfaas.serving.engines.vllm.metadata import (
 )
 from prfaas.serving.engines.vllm.pool_scheduler import PoolScheduler
 from prfaas.serving.transport.ticket import (
+    KEPT_PARAMETER,
     PREFIX_TICKET_PARAMETER,
     TICKET_PARAMETER,
     Ticket,
@@ -175,7 +177,19 @@ class ConnectorScheduler:
             # parameters and another prompt: the staging must not wait for its time to live.
             self._orders.drops.append((ticket.transfer_id, "the decode request has another prompt"))
             return
-        self._consuming[request.request_id] = ConsumingRequest(ticket)
+        self._consuming[request.request_id] = ConsumingRequest(
+            ticket, usable_tokens=self._kept_tokens(request, ticket)
+        )
+
+    def _kept_tokens(self, request: "Request", ticket: Ticket) -> int:
+        """What the gateway says that all ranks have of a transfer that broke; 0: nothing, or what can't be.
+
+        Without it they would learn by a load that fails, and a rank that has all could not go back to what others have.
+        """
+        tokens = (request.kv_transfer_params or {}).get(KEPT_PARAMETER)
+        is_between = type(tokens) is int and ticket.skip_tokens < tokens < ticket.num_tokens
+        step_tokens = lcm(*(group.block_tokens for group in self._full_groups()))
+        return tokens if is_between and tokens % step_tokens == 0 else 0
 
     def num_external_tokens(self, request: "Request", local_tokens: int) -> int | None:
         """Tokens that staging or the pool add to the local prefix hit.

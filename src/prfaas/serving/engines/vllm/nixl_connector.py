@@ -31,6 +31,7 @@ from prfaas.serving.engines.vllm.connector_scheduler import digest_of
 from prfaas.serving.engines.vllm.metadata import NixlRead
 from prfaas.serving.transport.handover import Handover, HandoverError, is_by_nixl, ticket_of
 from prfaas.serving.transport.ticket import (
+    KEPT_PARAMETER,
     PREFIX_TICKET_PARAMETER,
     TICKET_PARAMETER,
     Ticket,
@@ -47,8 +48,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# What a ticket may say to our own connector. All other parameters of a request are dropped.
-_OWN = (TICKET_PARAMETER, PREFIX_TICKET_PARAMETER)
+# What may be said to our own connector. All other parameters of a request are dropped.
+_OWN = {TICKET_PARAMETER: str, PREFIX_TICKET_PARAMETER: str, KEPT_PARAMETER: int}
 # vLLM steps without rest while a load is open, and looks at it in each step.
 _IDLE_STEP_S = 0.002
 _CLOCKS_DIFFER_S = 5.0
@@ -124,7 +125,7 @@ class PrfaasNixlConnector(MultiConnector):
         given = request.kv_transfer_params
         if not isinstance(given, dict):
             return None
-        own = {name: given[name] for name in _OWN if isinstance(given.get(name), str)}
+        own = {name: given[name] for name, kind in _OWN.items() if isinstance(given.get(name), kind)}
         text = own.get(TICKET_PARAMETER, "")
         if not is_by_nixl(text):
             return own
