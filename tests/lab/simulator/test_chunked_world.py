@@ -7,8 +7,8 @@ from tests.lab.simulator.conftest import CaseStudy, chunk_of
 
 from prfaas.core.units import BITS_PER_BYTE
 from prfaas.lab.simulator import CacheOptions, Scenario, scenario_of, simulate
-from prfaas.lab.simulator.flow import KvMoves
 from prfaas.lab.simulator.link import FluidLink
+from prfaas.lab.simulator.transfer import KvMoves
 
 CHUNK_TOKENS, BLOCK_TOKENS = 4096, 256
 LONG_TOKENS = 9 * CHUNK_TOKENS + 700

@@ -187,9 +187,10 @@ class ConnectorScheduler:
         Without it they would learn by a load that fails, and a rank that has all could not go back to what others have.
         """
         tokens = (request.kv_transfer_params or {}).get(KEPT_PARAMETER)
-        is_between = type(tokens) is int and ticket.skip_tokens < tokens < ticket.num_tokens
+        if type(tokens) is not int or not ticket.skip_tokens < tokens < ticket.num_tokens:
+            return 0
         step_tokens = lcm(*(group.block_tokens for group in self._full_groups()))
-        return tokens if is_between and tokens % step_tokens == 0 else 0
+        return tokens if tokens % step_tokens == 0 else 0
 
     def num_external_tokens(self, request: "Request", local_tokens: int) -> int | None:
         """Tokens that staging or the pool add to the local prefix hit.
