@@ -36,8 +36,8 @@ SOURCE = Path(__file__).parents[1] / "src"
 # Then the columns of a simulation, and what reads a service curve. Then what is kept of prefills in a simulation. Then
 # events that are held back before a pause; sends that wait until two engines have met; the rates of all thresholds;
 # prefills behind a cached prefix, their curves, and what prefixes add in plans. Then steps of prompts and answers in
-# simulations, and which kind of world a scenario has. Then from where a broken transfer can go on. Then streams that follow
-# chunks, slow machines, and a world of them in simulations.
+# simulations, and which kind of world a scenario has. Then from where a broken transfer can go on. Then
+# streams that follow chunks, slow machines, and a world of them in simulations.
 MOST_FILES = 562
 MOST_LINES = 420
 
