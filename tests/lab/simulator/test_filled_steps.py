@@ -113,7 +113,7 @@ def test_the_last_bytes_of_an_offloaded_prompt_leave_later(case_study: CaseStudy
     seconds = offloading(case_study, 0).clusters[0].curve.seconds
     # 30,000 tokens end with steps of 256 and 48 tokens.
     late_s = [seconds(20_000) * (768 + 768) / 20_000, 0.0]
-    # Beside them the next prompt sends, whose first chunk makes less of its KVCache than the mean. It is 2 % of the link.
+    # Beside them the next prompt sends 2 % of what the link carries, and less in its first chunk.
     assert np.subtract(ends_s(shared), ends_s(plain)).tolist() == pytest.approx(late_s, abs=5e-4)
     assert shared.link_bytes.tolist() == plain.link_bytes.tolist()
 
