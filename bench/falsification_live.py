@@ -149,7 +149,7 @@ def measured(stack: LineStack, depth: Depth) -> dict[str, Any]:
     longer = [tokens for tokens in depth.lengths if tokens > OFFLOADED_ABOVE]
     with laboratory.inside(GATEWAY_HOST):
         local_s = asyncio.run(first_tokens_s(stack, longer, depth.repeats))
-    sent_s = {tokens: found["idle_ttft_s"][str(tokens)] - RTT_S for tokens in longer}
+    sent_s = {str(tokens): found["idle_ttft_s"][str(tokens)] - RTT_S for tokens in longer}
     beside_s = found["idle_ttft_s"]["1"] + found["hop_s"]
     direct = found["profiles"]
     profiles = {
@@ -159,11 +159,11 @@ def measured(stack: LineStack, depth: Depth) -> dict[str, Any]:
     return found | {"direct_profiles": direct, "local_ttft_s": local_s, "profiles": profiles}
 
 
-def _while_sending(text: str, ttft_s: Mapping[int, float], beside_s: float) -> str:
+def _while_sending(text: str, ttft_s: Mapping[str, float], beside_s: float) -> str:
     """A profile whose long prefills take what is left of their times to the first token through the gateway."""
     profile = parse_profile(text, "the measured profile")
     points = tuple(
-        (at, max(seconds, ttft_s.get(round(at), 0.0) - beside_s)) for at, seconds in profile.prefill.points
+        (at, max(seconds, ttft_s.get(f"{at:g}", 0.0) - beside_s)) for at, seconds in profile.prefill.points
     )
     return profile_text(replace(profile, prefill=replace(profile.prefill, points=points)))
 

@@ -44,7 +44,6 @@ async def profiled(stack: MeasuredStack, depth: Depth) -> dict[str, Any]:
         AsyncExitStack() as opened,
         ProfiledEndpoint(stack.url(HOME_PREFILL)) as home,
         ProfiledEndpoint(stack.url(HOME_DECODE)) as decode,
-        ProfiledEndpoint(stack.gateway_url) as gateway,
     ):
         plan = MeasurePlan(depth.lengths, (), depth.repeats)
         with stack.near(EAST_PREFILL):
@@ -60,11 +59,7 @@ async def profiled(stack: MeasuredStack, depth: Depth) -> dict[str, Any]:
             _say(f"prefill of {middle} tokens, alone and on both at once")
             alone += [await east.prefill_s(middle), await home.prefill_s(middle)]
             both += await asyncio.gather(east.prefill_s(middle), home.prefill_s(middle))
-        idle: dict[str, list[float]] = {}
-        for tokens in (1, *depth.lengths):
-            _say(f"{tokens} tokens through the gateway")
-            idle[str(tokens)] = [await _first_s(gateway, tokens) for _ in range(max(depth.repeats, 2))]
-    medians = {tokens: statistics.median(runs) for tokens, runs in idle.items()}
+        medians = await first_tokens_s(stack, (1, *depth.lengths), max(depth.repeats, 2))
     local = [sample for sample in measured[HOME].prefill if sample.at <= OFFLOADED_ABOVE]
     step_s = steps.decode[0].median_s
     return {
@@ -128,13 +123,15 @@ async def probes(stack: MeasuredStack) -> list[float]:
             return [await engine.prefill_s(PROBE_TOKENS) for _ in range(_PROBES) for engine in (east, home)]
 
 
-async def first_tokens_s(stack: MeasuredStack, lengths: Sequence[int], repeats: int) -> dict[int, float]:
+async def first_tokens_s(stack: MeasuredStack, lengths: Sequence[int], repeats: int) -> dict[str, float]:
     """Seconds to the first token through the gateway, by tokens: medians of one request at a time."""
+    medians: dict[str, float] = {}
     async with ProfiledEndpoint(stack.gateway_url) as gateway:
-        return {
-            tokens: statistics.median([await _first_s(gateway, tokens) for _ in range(repeats)])
-            for tokens in lengths
-        }
+        for tokens in lengths:
+            _say(f"{tokens} tokens through the gateway")
+            runs = [await _first_s(gateway, tokens) for _ in range(repeats)]
+            medians[str(tokens)] = statistics.median(runs)
+    return medians
 
 
 async def _first_s(gateway: ProfiledEndpoint, tokens: int) -> float:

@@ -51,22 +51,20 @@ def pace_between(before: Sequence[Reading], now: Sequence[Reading]) -> float | N
     """How much longer the work took `now` than `before`; None if one of them has too few readings."""
     if min(len(before), len(now)) < _FEWEST:
         return None
-    return statistics.fmean(each for _, each in _usual(now)) / statistics.fmean(
-        each for _, each in _usual(before)
-    )
+    return _usual_s(now) / _usual_s(before)
 
 
 def paces_over(
     before: Sequence[Reading], now: Sequence[Reading], began_s: float
 ) -> list[tuple[float, float]]:
     """The same over time: (seconds since `began_s`, how much longer), each from so many readings as `_WINDOW`."""
-    usual_s = statistics.fmean(each for _, each in _usual(before))
+    usual_s = _usual_s(before)
     paces = [(0.0, 1.0)]
     for first in range(0, len(now) - _WINDOW + 1, _WINDOW // 2):
         readings = now[first : first + _WINDOW]
         # It holds for the half in its middle.
         at_s = readings[_WINDOW // 4][0] - began_s
-        pace = statistics.fmean(each for _, each in _usual(readings)) / usual_s
+        pace = _usual_s(readings) / usual_s
         if at_s <= 0:
             paces = [(0.0, pace)]
         else:
@@ -74,11 +72,11 @@ def paces_over(
     return paces
 
 
-def _usual(readings: Sequence[Reading]) -> list[Reading]:
-    """Without the tenth at either end: a reading that was interrupted has filled its caches again."""
-    ordered = sorted(readings, key=lambda reading: reading[1])
+def _usual_s(readings: Sequence[Reading]) -> float:
+    """The mean without the tenth at either end: a reading that was interrupted has filled its caches again."""
+    ordered = sorted(work_s for _, work_s in readings)
     cut = len(ordered) // 10
-    return ordered[cut : len(ordered) - cut]
+    return statistics.fmean(ordered[cut : len(ordered) - cut])
 
 
 def _measure() -> None:

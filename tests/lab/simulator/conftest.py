@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from prfaas.core.planner import OperatingPoint, best_operation, problem_of
 from prfaas.core.workload import LengthDistribution, fixed
 from prfaas.core.workload.arrivals import Poisson
 from prfaas.core.workload.traffic import IndependentTraffic, RequestChunk
+from prfaas.lab.simulator import Scenario, scenario_of
 
 PAPER = Path(__file__).parents[3] / "examples" / "paper.yaml"
 
@@ -27,6 +29,10 @@ class CaseStudy:
     @property
     def lengths(self) -> LengthDistribution:
         return self.problem.workload.lengths
+
+    def still(self, **options: Any) -> Scenario:
+        """Thresholds and roles stay as they are."""
+        return scenario_of(self.planned, adapts=False, allocation=False, **options)
 
     def poisson(self, rate_per_s: float, seed: int) -> Iterator[RequestChunk]:
         """Endless independent requests of the case study."""

@@ -6,7 +6,7 @@ import pytest
 from tests.lab.simulator.conftest import CaseStudy, chunk_of
 
 from prfaas.core.units import BITS_PER_BYTE
-from prfaas.lab.simulator import CacheOptions, Scenario, scenario_of, simulate
+from prfaas.lab.simulator import CacheOptions, Scenario, simulate
 from prfaas.lab.simulator.link import FluidLink
 from prfaas.lab.simulator.transfer import KvMoves
 
@@ -16,12 +16,9 @@ LONG_TOKENS = 9 * CHUNK_TOKENS + 700
 
 def scenario(case_study: CaseStudy, chunk_tokens: int) -> Scenario:
     """All prompts are offloaded."""
-    return scenario_of(
-        case_study.planned,
+    return case_study.still(
         policy="static_threshold",
         params={"threshold_tokens": 0},
-        adapts=False,
-        allocation=False,
         chunk_tokens=chunk_tokens,
         kv_block_tokens=BLOCK_TOKENS if chunk_tokens else 0,
         caches=CacheOptions(10**7),

@@ -53,14 +53,7 @@ def test_what_is_no_slowdown_is_told(pieces: tuple[tuple[float, float], ...], me
 
 
 def scenario(case_study: CaseStudy, slowdown: Slowdown | None) -> Scenario:
-    return scenario_of(
-        case_study.planned,
-        policy="local_only",
-        roles={"home": 1},
-        adapts=False,
-        allocation=False,
-        slowdown=slowdown,
-    )
+    return case_study.still(policy="local_only", roles={"home": 1}, slowdown=slowdown)
 
 
 def test_prefills_take_longer_and_those_behind_wait_longer(case_study: CaseStudy) -> None:

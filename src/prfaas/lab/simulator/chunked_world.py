@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from prfaas.core.units import BITS_PER_BYTE
 from prfaas.lab.simulator.instance import Engine, Job
+from prfaas.lab.simulator.send_queue import FluidTransfer
 from prfaas.lab.simulator.world import World
 
 _Rates = Iterator[tuple[float, float]]
@@ -20,7 +20,7 @@ class ChunkedWorld(World):
     def _start(self, engine: Engine, job: Job) -> None:
         super()._start(engine, job)
         if engine.chunk_tokens and job.transfer is not None:
-            self._go_on((job, self._rates(engine, job)))
+            self._go_on((job, self._rates(engine, job, job.transfer)))
 
     def _go_on(self, stream: tuple[Job, _Rates]) -> None:
         job, rates = stream
@@ -31,13 +31,13 @@ class ChunkedWorld(World):
         if lasts_s and link.fluid.produce_at(transfer, bits_per_s):
             self.events.at(self.events.now_s + lasts_s, self._go_on, stream)
 
-    def _rates(self, engine: Engine, job: Job) -> _Rates:
+    def _rates(self, engine: Engine, job: Job, transfer: FluidTransfer) -> _Rates:
         """Of one chunk after another."""
         skip_tokens, prefix_tokens = job.decision.skip_tokens, job.tokens - job.computed_tokens
         sent_tokens = job.tokens - 1 - skip_tokens
         if sent_tokens <= 0 or not job.computed_tokens:
             return
-        token_bits = BITS_PER_BYTE * self.kv.streamed_bytes(job.tokens - 1, skip_tokens) / sent_tokens
+        token_bits = (transfer.total_bits - transfer.last_bits) / sent_tokens
         pace = job.service_s / engine.after_prefix_s(job.computed_tokens, prefix_tokens)
         before_s, unsent_from = 0.0, skip_tokens
         for begun in range(0, job.computed_tokens, engine.chunk_tokens):

@@ -135,14 +135,17 @@ class SendQueue(Flow):
             del self._late_queues[self]
             Flow.become_abreast(self)
 
+    def produce(self, bits_per_s: float) -> None:
+        Flow.produce(self, bits_per_s)
+        if self.bits_per_s > self.limit_bits_per_s:
+            self.become_late()
+
     def begin(self, transfer: FluidTransfer) -> None:
         """A prefill begins."""
         if self.is_late:
             transfer.state = BEHIND
         self.streams[transfer] = None
         self.produce(transfer.bits_per_s)
-        if self.bits_per_s > self.limit_bits_per_s:
-            self.become_late()
 
     def produce_at(self, transfer: FluidTransfer, bits_per_s: float, now_s: float) -> None:
         """From now on its prefill produces so much."""
@@ -151,8 +154,6 @@ class SendQueue(Flow):
         self.cease(transfer.bits_per_s)
         transfer.bits_per_s = bits_per_s
         self.produce(bits_per_s)
-        if self.bits_per_s > self.limit_bits_per_s:
-            self.become_late()
 
     def end(self, transfer: FluidTransfer, turn: Turn) -> None:
         """All of a transfer is there, and something of it is left."""

@@ -262,10 +262,10 @@ class KvTransfers:
         except (OSError, TimeoutError) as error:
             logger.info("could not have a broken transfer kept at %s: %s", ticket.consumer, error)
             return 0
-        is_complete = [status.phase is TransferPhase.COMPLETE for status in statuses]
-        if all(is_complete):
+        whole = [status for status in statuses if status.phase is TransferPhase.COMPLETE]
+        if len(whole) == len(statuses):
             return ticket.num_tokens
-        if any(whole and status.taken for whole, status in zip(is_complete, statuses, strict=True)):
+        if any(status.taken for status in whole):
             # A rank that has loaded all of it can't go back to what others have.
             return 0
         return common(status.resume_points for status in statuses).tokens

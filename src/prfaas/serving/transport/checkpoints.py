@@ -8,8 +8,7 @@ handed over with it. A complete transfer has use for it too, for another part of
 from collections.abc import Mapping
 
 from prfaas.serving.transport.incoming import IncomingTransfer
-from prfaas.serving.transport.region_layout import TransferLayout, resume_points
-from prfaas.serving.transport.resume_points import ResumePoints
+from prfaas.serving.transport.region_layout import TransferLayout
 from prfaas.serving.transport.wire import TransferPhase, WireError
 
 # The newest, and the one before it: another part, or another rank of the engine, may not have got the newest.
@@ -41,7 +40,7 @@ class Checkpoints:
             return
         owner.checkpoints[checkpoint.ticket.num_tokens] = checkpoint
         owner.checkpoint_bytes += checkpoint.status().received_bytes
-        ends = self._points(owner).ends
+        ends = owner.resume_points(self._layout).ends
         if len(ends) > _KEPT:
             owner.discard_checkpoints(tokens for tokens in owner.checkpoints if tokens < ends[-_KEPT])
 
@@ -62,11 +61,7 @@ class Checkpoints:
 
     def mark_usable(self, owner: IncomingTransfer) -> None:
         """A transfer is complete: its status says from where an engine can go on if another part or rank breaks."""
-        points = self._points(owner)
-        owner.usable_tokens, owner.usable_ends = points.tokens, points.ends
-
-    def _points(self, owner: IncomingTransfer) -> ResumePoints:
-        return resume_points(self._layout, owner.ticket, owner.covered_end, owner.checkpoints)
+        owner.usable = owner.resume_points(self._layout)
 
     def _owner(self, checkpoint: IncomingTransfer) -> IncomingTransfer | None:
         owner = self._transfers.get(checkpoint.checkpoint_of or b"")

@@ -9,6 +9,8 @@ from typing import Protocol
 
 from prfaas.serving.transport.coverage import Coverage
 from prfaas.serving.transport.options import ReceiverOptions
+from prfaas.serving.transport.region_layout import TransferLayout, resume_points
+from prfaas.serving.transport.resume_points import ResumePoints
 from prfaas.serving.transport.staging import StagedTransfer, StagingLease
 from prfaas.serving.transport.ticket import Ticket
 from prfaas.serving.transport.wire import Header, TransferPhase, TransferStatus, WireError
@@ -121,10 +123,8 @@ class IncomingTransfer:
         """Those of them that the producer knew to be there when the prefill ended."""
         self.ended = False
         """END has come."""
-        self.usable_tokens = 0
-        """Of a broken one whose staging is kept, or a complete one beside one that broke: tokens to go on from."""
-        self.usable_ends: tuple[int, ...] = ()
-        """See `ResumePoints.ends`."""
+        self.usable = ResumePoints()
+        """Of a broken one whose staging is kept, or a complete one beside one that broke: from where to go on."""
         self.opened_at_s = now_s
         self.progressed_at_s = now_s
         """When the phase changed last or a verified chunk came."""
@@ -158,9 +158,9 @@ class IncomingTransfer:
             cached_tokens=self._cached_tokens,
             dropped=self._dropped,
             spared_bytes=self._spared_bytes,
-            usable_tokens=self.usable_tokens,
+            usable_tokens=self.usable.tokens,
             checkpoint_bytes=self.checkpoint_bytes,
-            usable_ends=self.usable_ends,
+            usable_ends=self.usable.ends,
         )
 
     def accept(self, lease: StagingLease, now_s: float) -> None:
@@ -178,7 +178,7 @@ class IncomingTransfer:
     def fail(self, reason: str, *, dropped: bool = False, kept: bool = False) -> None:
         """Whatever it was → FAILED; `dropped`: nobody here wants it any more; `kept`: its staging is."""
         if not kept:
-            self.usable_tokens, self.usable_ends = 0, ()
+            self.usable = ResumePoints()
         # The reason first: the table's `state` reads without the lock.
         self.reason, self._dropped = reason, dropped
         self.phase = TransferPhase.FAILED
@@ -244,6 +244,10 @@ class IncomingTransfer:
     def covered_end(self, region: int, start: int) -> int:
         """Where the verified bytes of a region from `start` on end."""
         return self._coverage[region].end_from(start)
+
+    def resume_points(self, layout: TransferLayout) -> ResumePoints:
+        """From where an engine can go on with what has come of it, if it breaks now, or another part does."""
+        return resume_points(layout, self.ticket, self.covered_end, self.checkpoints)
 
     @property
     def background(self) -> bool:
@@ -340,7 +344,7 @@ class IncomingTransfer:
         """Free the staging unless a connection still writes into it (then `unpin` does), the engine reads it (then
         `give_back` does), it was handed over, or it is kept (`Remains`).
         """
-        if self.lease is not None and not self.is_used and not self.usable_tokens:
+        if self.lease is not None and not self.is_used and not self.usable.tokens:
             self.lease.free()
             self.lease = None
             self.discard_checkpoints(self.checkpoints)

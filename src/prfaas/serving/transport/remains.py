@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from prfaas.serving.transport.incoming import IncomingTransfer
-from prfaas.serving.transport.region_layout import TransferLayout, resume_points
+from prfaas.serving.transport.region_layout import TransferLayout
+from prfaas.serving.transport.resume_points import ResumePoints
 from prfaas.serving.transport.staging import StagedTransfer
 from prfaas.serving.transport.tombstones import Tombstones
 from prfaas.serving.transport.wire import TransferStatus
@@ -33,12 +34,11 @@ class Remains:
         """Keep what has come of a transfer that is about to fail. False: nobody could go on from it."""
         if transfer.lease is None or transfer.checkpoint_of is not None:
             return False
-        points = resume_points(self._layout, transfer.ticket, transfer.covered_end, transfer.checkpoints)
-        transfer.usable_tokens, transfer.usable_ends = points.tokens, points.ends
-        transfer.discard_checkpoints(transfer.checkpoints.keys() - set(points.ends))
-        if transfer.usable_tokens:
+        transfer.usable = transfer.resume_points(self._layout)
+        transfer.discard_checkpoints(transfer.checkpoints.keys() - set(transfer.usable.ends))
+        if transfer.usable.tokens:
             self._kept[transfer.ticket.transfer_id] = (transfer, now_s + self._keep_s)
-        return bool(transfer.usable_tokens)
+        return bool(transfer.usable.tokens)
 
     def take(self, transfer_id: bytes, tokens: int, on_free: Callable[[], None]) -> StagedTransfer | None:
         """Hand the staging over, once, to go on after `tokens`.
@@ -56,7 +56,7 @@ class Remains:
         """Nobody will take it. Returns whether it was kept."""
         found = self._kept.pop(transfer_id, None)
         if found is not None:
-            found[0].usable_tokens = 0
+            found[0].usable = ResumePoints()
             found[0].release()
         return found is not None
 

@@ -4,7 +4,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import lcm
 from typing import TYPE_CHECKING
 
 from prfaas.core.kv.groups import GroupKind, KvGroup, checkpoint_step_tokens
@@ -189,8 +188,7 @@ class ConnectorScheduler:
         tokens = (request.kv_transfer_params or {}).get(KEPT_PARAMETER)
         if type(tokens) is not int or not ticket.skip_tokens < tokens < ticket.num_tokens:
             return 0
-        step_tokens = lcm(*(group.block_tokens for group in self._full_groups()))
-        return tokens if tokens % step_tokens == 0 else 0
+        return tokens if tokens % checkpoint_step_tokens(self._groups) == 0 else 0
 
     def num_external_tokens(self, request: "Request", local_tokens: int) -> int | None:
         """Tokens that staging or the pool add to the local prefix hit.
