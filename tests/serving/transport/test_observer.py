@@ -1,12 +1,15 @@
 """Watching from asyncio: before, during, after; told at once; told when the receiver is gone."""
 
 import asyncio
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import uvloop
 
+from prfaas.serving.own_process import LoopClock
 from prfaas.serving.transport import (
     BytesSource,
     HandshakeError,
@@ -17,12 +20,26 @@ from prfaas.serving.transport import (
 )
 
 from .harness import KEY, World, await_over, await_true, make_receiver, make_ticket
+from .proxy import FaultyProxy
 
 MakeWorld = Callable[..., World]
 
 
-def observer_of(world: World, *, key: bytes = KEY) -> Observer:
-    return Observer("gateway", key, "127.0.0.1", world.receiver.port, "c/0")
+def observer_of(
+    world: World, *, key: bytes = KEY, port: int = 0, clock: Callable[[], float] = time.monotonic
+) -> Observer:
+    return Observer("gateway", key, "127.0.0.1", port or world.receiver.port, "c/0", clock=clock)
+
+
+@contextmanager
+def behind_proxy(world: World) -> Iterator[tuple[FaultyProxy, int]]:
+    """The receiver behind a proxy that may freeze."""
+    proxy = FaultyProxy(seed=1)
+    port = proxy.start(world.receiver.port)
+    try:
+        yield proxy, port
+    finally:
+        proxy.close()
 
 
 def test_waits_before_during_and_after(world: World) -> None:
@@ -271,3 +288,84 @@ def test_a_question_on_a_connection_that_has_just_ended_is_a_lost_connection(wor
         await observer.close()
 
     uvloop.run(main())
+
+
+def test_a_slow_handshake_goes_on_when_a_question_is_given_up(world: World) -> None:
+    """Else an engine that starves could never be met by those who ask it every second."""
+
+    async def main(proxy: FaultyProxy, port: int) -> None:
+        observer = observer_of(world, port=port)
+        proxy.freeze()
+        for _ in range(3):
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.1):
+                    await observer.stats()
+        waiting = asyncio.create_task(observer.wait(bytes(16), 0.2))
+        with pytest.raises(TimeoutError):
+            await waiting
+        proxy.thaw()
+        assert (await asyncio.wait_for(observer.stats(), 30))["observer_connections"] == 1
+        # Of each connection there are two ends.
+        assert len(proxy._sockets) == 2
+        await observer.close()
+
+    with behind_proxy(world) as (proxy, port):
+        asyncio.run(main(proxy, port))
+
+
+def test_a_handshake_that_never_ends_is_given_up(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prfaas.serving.transport.observer._HANDSHAKE_S", 0.2)
+
+    async def main(proxy: FaultyProxy, port: int) -> None:
+        observer = observer_of(world, port=port)
+        proxy.freeze()
+        with pytest.raises(ConnectionError, match="c/0 did not answer"):
+            await asyncio.wait_for(observer.stats(), 30)
+        # Who closes it ends an attempt that is under way.
+        asking = asyncio.create_task(observer.stats())
+        await asyncio.sleep(0.05)
+        await observer.close()
+        with pytest.raises(ConnectionError, match="was closed"):
+            await asking
+
+    with behind_proxy(world) as (proxy, port):
+        asyncio.run(main(proxy, port))
+
+
+def test_time_in_which_the_loop_stood_still_is_no_time_to_shake_hands(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prfaas.serving.transport.observer._HANDSHAKE_S", 0.5)
+
+    async def main(proxy: FaultyProxy, port: int) -> None:
+        clock = LoopClock()
+        ticking = asyncio.create_task(clock.run())
+        observer = observer_of(world, port=port, clock=clock)
+        proxy.freeze()
+        asking = asyncio.create_task(observer.stats())
+        await asyncio.sleep(0.05)
+        proxy.thaw()
+        time.sleep(1.5)
+        assert "completed" in await asking
+        ticking.cancel()
+        await observer.close()
+
+    with behind_proxy(world) as (proxy, port):
+        asyncio.run(main(proxy, port))
+
+
+def test_a_receiver_that_ends_a_handshake_is_asked_again(world: World) -> None:
+    async def main(proxy: FaultyProxy, port: int) -> None:
+        observer = observer_of(world, port=port)
+        proxy.freeze()
+        asking = asyncio.create_task(observer.stats())
+        await asyncio.sleep(0.1)
+        for sock in tuple(proxy._sockets):
+            sock.shutdown(socket.SHUT_RDWR)
+        proxy.thaw()
+        assert "completed" in await asyncio.wait_for(asking, 30)
+        assert len(proxy._sockets) == 4
+        await observer.close()
+
+    with behind_proxy(world) as (proxy, port):
+        asyncio.run(main(proxy, port))

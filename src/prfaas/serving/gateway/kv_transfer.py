@@ -3,19 +3,22 @@
 import asyncio
 import logging
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from prfaas.core.deployment import LocalTransfer
+from prfaas.core.deployment import GATEWAY, Instance, LocalTransfer
 from prfaas.core.kv.rank_shares import transfers_per_rank
 from prfaas.core.scheduling import Decision
 from prfaas.serving.gateway.first_token import FirstTokenAsk
+from prfaas.serving.own_process import on_time_timeout
 from prfaas.serving.tasks import run_together
 from prfaas.serving.transport.handover import by_nixl, is_by_nixl
-from prfaas.serving.transport.observer import OnSoon
+from prfaas.serving.transport.observer import Observer, OnSoon
 from prfaas.serving.transport.resume_points import common
 from prfaas.serving.transport.ticket import Ticket, part_id
+from prfaas.serving.transport.tls_identity import TlsIdentity
 from prfaas.serving.transport.wire import TransferPhase, TransferStatus
 
 logger = logging.getLogger(__name__)
@@ -157,12 +160,39 @@ class Watcher(Protocol):
     async def close(self) -> None: ...
 
 
+def watchers_of(
+    instance: Instance,
+    *,
+    key: bytes,
+    tls: TlsIdentity | None,
+    silence_s: float,
+    clock: Callable[[], float],
+) -> tuple[Observer, ...]:
+    """One observer per rank, since any instance may be sent to; arguments are those of `Observer`."""
+    return tuple(
+        Observer(
+            name=GATEWAY,
+            key=key,
+            host=instance.host,
+            port=port,
+            peer_name=f"{instance.name}/{rank}",
+            tls=tls if instance.tls else None,
+            silence_s=silence_s,
+            clock=clock,
+        )
+        for rank, port in enumerate(instance.kv_ports)
+    )
+
+
 class KvTransfers:
     """Waits for and abandons transfers at any decode engine of the deployment."""
 
-    def __init__(self, watchers: Mapping[str, tuple[Watcher, ...]]) -> None:
-        """`watchers`: instance name → one watcher per tensor-parallel rank."""
+    def __init__(
+        self, watchers: Mapping[str, tuple[Watcher, ...]], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`watchers`: instance name → one watcher per tensor-parallel rank. `clock`: see `answers`."""
         self._watchers = dict(watchers)
+        self._clock = clock
         self._consumers: set[str] = set()
 
     def add(self, consumer: str, watchers: tuple[Watcher, ...]) -> None:
@@ -271,9 +301,9 @@ class KvTransfers:
         return common(status.resume_points for status in statuses).tokens
 
     async def answers(self, consumer: str, timeout_s: float) -> bool:
-        """Whether every rank of `consumer` answers now. What it has told before is known then."""
+        """Whether every rank of `consumer` answers now, by the clock. What it has told before is known then."""
         try:
-            async with asyncio.timeout(timeout_s):
+            async with on_time_timeout(timeout_s, self._clock):
                 for watcher in self._watchers[consumer]:
                     await watcher.stats()
         except (OSError, TimeoutError):

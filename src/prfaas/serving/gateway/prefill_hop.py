@@ -364,11 +364,11 @@ class PrefillHop:
         self, spec: TransferSpec, ticket: Ticket, arrival: "asyncio.Task[TransferredBytes]"
     ) -> bool:
         """Wait for the transfer to be opened. Raises TransferFailedError as soon as it is known that it cannot be."""
-        loop = asyncio.get_running_loop()
-        until_s = loop.time() + self._options.announce_grace_s
+        clock = self._plane.loop_clock
+        until_s = clock() + self._options.announce_grace_s
         _check_compatible(self._plane.incompatible(spec.producer, spec.consumer))
         while not self._transfers.announced(ticket):
-            left_s = until_s - loop.time()
+            left_s = until_s - clock()
             # Not asked at once: most transfers are announced in a moment, and this would hold them up.
             await asyncio.wait((arrival,), timeout=min(_ASK_PRODUCER_S, max(left_s, 0.0)))
             if arrival.done():

@@ -28,7 +28,7 @@ from prfaas.serving.gateway.first_token_answer import FirstTokenAnswers
 from prfaas.serving.gateway.first_token_rules import FirstTokenRules
 from prfaas.serving.gateway.generation import Generation
 from prfaas.serving.gateway.http_pool import HttpPool
-from prfaas.serving.gateway.kv_transfer import KvTransfers
+from prfaas.serving.gateway.kv_transfer import KvTransfers, watchers_of
 from prfaas.serving.gateway.metrics import Metrics
 from prfaas.serving.gateway.middleware import http_logger
 from prfaas.serving.gateway.prefill import PrefillOrchestrator
@@ -47,7 +47,6 @@ from prfaas.serving.pool.copier import PoolCopier, pool_observers
 from prfaas.serving.reloading import Reloader
 from prfaas.serving.secret_files import load_token
 from prfaas.serving.tracing.collector import collector_of
-from prfaas.serving.transport.observer import Observer
 from prfaas.serving.transport.ticket import load_key
 from prfaas.serving.transport.tls_identity import TlsIdentity
 
@@ -96,8 +95,9 @@ class Gateway:
             tls_keepalive_s=options.tls_engine_keepalive_s,
         )
         self._client = EngineClient(self._http)
-        self._watch = partial(_watchers, key=key, tls=tls, silence_s=deployment.transfer.silence_s)
-        self._transfers = KvTransfers({each.name: self._watch(each) for each in deployment.instances})
+        silence_s, clock = deployment.transfer.silence_s, plane.loop_clock
+        self._watch = partial(watchers_of, key=key, tls=tls, silence_s=silence_s, clock=clock)
+        self._transfers = KvTransfers({each.name: self._watch(each) for each in deployment.instances}, clock)
         self._forgetting: set[asyncio.Task[None]] = set()
         self._metrics = Metrics(registry)
         self.certificates = CertificateWatch(deployment, self._metrics.certificate_expires)
@@ -275,24 +275,6 @@ def _decoders(deployment: Deployment) -> list[Instance]:
     # An engine without the decode role may be busy with prefills, so it is asked last.
     can_decode = (i for i in deployment.instances if deployment.can_decode(i))
     return sorted(can_decode, key=lambda i: not i.has_role("decode"))
-
-
-def _watchers(
-    instance: Instance, *, key: bytes, tls: TlsIdentity | None, silence_s: float
-) -> tuple[Observer, ...]:
-    """One observer per rank, since any instance may be sent to. They connect when first used."""
-    return tuple(
-        Observer(
-            name=GATEWAY,
-            key=key,
-            host=instance.host,
-            port=port,
-            peer_name=f"{instance.name}/{rank}",
-            tls=tls if instance.tls else None,
-            silence_s=silence_s,
-        )
-        for rank, port in enumerate(instance.kv_ports)
-    )
 
 
 async def serve_gateway(

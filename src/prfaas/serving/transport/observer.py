@@ -3,12 +3,14 @@
 import asyncio
 import contextlib
 import secrets
-import ssl
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from prfaas.serving.own_process import on_time_timeout
+from prfaas.serving.tasks import end_all
+from prfaas.serving.transport.async_handshake import shake_hands
 from prfaas.serving.transport.handshake import ROLE_OBSERVER, ClientHello
 from prfaas.serving.transport.pacing import PaceOrder
 from prfaas.serving.transport.requests import CopyOrder, PullOrder
@@ -17,7 +19,6 @@ from prfaas.serving.transport.sealing import Sealing, read_frame
 from prfaas.serving.transport.silence import LookClock, Silence, patience_s, ping_period_s
 from prfaas.serving.transport.sockets import HandshakeError, expedite, keep_alive, read_tcp_info
 from prfaas.serving.transport.tls_identity import TlsIdentity
-from prfaas.serving.transport.tls_stream import AsyncTlsStream, NotTlsError, tls_trouble
 from prfaas.serving.transport.wire import (
     MAX_PROBE_BYTES,
     FrameType,
@@ -31,6 +32,8 @@ _T = TypeVar("_T")
 OnSoon = Callable[[TransferStatus], None]
 
 _CONNECT_S = 5.0
+# An engine that starves shakes hands late. Whether one is frozen is for others to judge, sooner than this.
+_HANDSHAKE_S = 30.0
 # Frozen processes acknowledge what they don't read; dead machines and broken ways don't.
 _USER_TIMEOUT_S = 10.0
 _BACKOFF_S = 0.05
@@ -41,7 +44,7 @@ class Observer:
 
     Connects on first use, and again by itself when the connection is lost. What waits then fails with
     ConnectionError only if the receiver stays away for half of `silence_s`, or is not the same run of it (its
-    transfers are gone).
+    transfers are gone). Who calls may give up sooner: the connection is made all the same, for the next call.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class Observer:
         tls: TlsIdentity | None = None,
         *,
         silence_s: float = 3.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Nothing is connected before the first call.
 
@@ -65,6 +69,7 @@ class Observer:
             peer_name: whom to expect there.
             tls: the connection is encrypted, and never falls back; None: it is plain.
             silence_s: while a `wait` is under way, a silent path is noticed and given up within that time.
+            clock: limits of connecting are measured by it; best the event loop's own (`LoopClock`).
         """
         self.name = name
         self.peer_name = peer_name
@@ -75,10 +80,11 @@ class Observer:
         self._peer_session = ""
         self._writer: asyncio.StreamWriter | None = None
         self._sealing: Sealing | None = None
+        self._connecting: asyncio.Task[None] | None = None
         self._connection_task: asyncio.Task[None] | None = None
-        self._connecting = asyncio.Lock()
         self._closed = False
         self._silence_s = silence_s
+        self._clock = clock
         self._waits: dict[bytes, set[asyncio.Future[TransferStatus]]] = {}
         self._leads: dict[bytes, tuple[float, OnSoon]] = {}
         self._announced: set[bytes] = set()
@@ -95,24 +101,27 @@ class Observer:
         Raises:
             ConnectionError: with the reason; a HandshakeError is one.
         """
-        async with self._connecting:
-            if self._closed:
-                raise ConnectionError(f"observer of {self.peer_name} is closed")
-            if self._connection_task is not None and not self._connection_task.done():
-                return
-            reader = await self._open_connection()
-            self._connection_task = asyncio.create_task(
-                self._stay_connected(reader), name=f"prfaas-observe-{self.peer_name}"
-            )
+        if self._closed:
+            raise ConnectionError(f"observer of {self.peer_name} is closed")
+        if self._connection_task is not None and not self._connection_task.done():
+            return
+        connecting = self._connecting
+        if connecting is None or connecting.done():
+            connecting = asyncio.create_task(self._connect(), name=f"prfaas-connect-{self.peer_name}")
+            # Nobody may be left to hear of a failure, and asyncio would complain.
+            connecting.add_done_callback(lambda task: task.cancelled() or task.exception())
+            self._connecting = connecting
+        # Never cancelled with whoever waits: with each question that is given up it would begin anew.
+        await asyncio.wait((connecting,))
+        if connecting.cancelled():
+            raise ConnectionError(f"observer of {self.peer_name} was closed")
+        connecting.result()
 
     async def close(self) -> None:
         """End the connection; pending calls raise ConnectionError. Idempotent."""
         self._closed = True
-        task, self._connection_task = self._connection_task, None
-        if task is not None:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+        await end_all(*(task for task in (self._connecting, self._connection_task) if task is not None))
+        self._connecting = self._connection_task = None
         await self._disconnect()
         self._fail_all("the observer was closed")
 
@@ -244,34 +253,52 @@ class Observer:
         if self._writer is not None and not self._writer.is_closing():
             self._writer.write(frame if self._sealing is None else self._sealing.sealer.seal(frame))
 
+    async def _connect(self) -> None:
+        try:
+            reader = await self._open_connection()
+        except ConnectionResetError:
+            # A receiver that was too busy to shake hands in its time ends the connection.
+            reader = await self._reconnect()
+        self._connection_task = asyncio.create_task(
+            self._stay_connected(reader), name=f"prfaas-observe-{self.peer_name}"
+        )
+
     async def _open_connection(self) -> asyncio.StreamReader:
         """Connect and shake hands."""
         host, port = self._address
         try:
-            async with asyncio.timeout(_CONNECT_S):
+            async with on_time_timeout(_CONNECT_S, self._clock):
                 reader, writer = await asyncio.open_connection(host, port)
-                sock = writer.get_extra_info("socket")
-                keep_alive(sock, user_timeout_s=_USER_TIMEOUT_S)
-                expedite(sock)
-                try:
-                    await self._greet(reader, writer)
-                except BaseException:
-                    writer.close()
-                    raise
+            sock = writer.get_extra_info("socket")
+            keep_alive(sock, user_timeout_s=_USER_TIMEOUT_S)
+            expedite(sock)
+            try:
+                async with on_time_timeout(_HANDSHAKE_S, self._clock):
+                    peer_session, self._sealing = await shake_hands(reader, writer, self._hello(), self._tls)
+            except BaseException:
+                writer.close()
+                raise
         except TimeoutError:
             raise ConnectionError(f"{self.peer_name} did not answer at {host}:{port}") from None
-        except (WireError, asyncio.IncompleteReadError) as error:
+        except asyncio.IncompleteReadError:
+            raise ConnectionResetError(
+                f"{self.peer_name} at {host}:{port} ended the connection in its handshake"
+            ) from None
+        except WireError as error:
             raise ConnectionError(f"{self.peer_name} at {host}:{port}: {error}") from None
         except HandshakeError:
             raise
         except OSError as error:
-            kind = ConnectionRefusedError if isinstance(error, ConnectionRefusedError) else ConnectionError
+            known = isinstance(error, ConnectionRefusedError | ConnectionResetError)
+            kind = type(error) if known else ConnectionError
             raise kind(f"{self.peer_name} at {host}:{port}: {error}") from error
-        self._writer = writer
+        if self._peer_session not in ("", peer_session):
+            self._fail_all(f"{self.peer_name} was restarted")
+        self._peer_session, self._writer = peer_session, writer
         return reader
 
-    async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        hello = ClientHello.new(
+    def _hello(self) -> ClientHello:
+        return ClientHello.new(
             key=self._key,
             name=self.name,
             server_name=self.peer_name,
@@ -279,25 +306,6 @@ class Observer:
             session=self._session,
             fingerprint={},
         )
-        sealing: Sealing | None = None
-        if self._tls is None:
-            writer.write(hello.frame())
-            writer.write(hello.answer(*await read_frame(reader)))
-            peer_session = hello.finish(*await read_frame(reader))
-        else:
-            try:
-                stream = await AsyncTlsStream.open(reader, writer, self._tls.client_context())
-                hello.check_certificate(stream.certificate())
-                stream.write(hello.frame())
-                stream.write(hello.answer(*await read_frame(stream)))
-                peer_session = hello.finish(*await read_frame(stream))
-                sealing = hello.keys(*await read_frame(stream))
-            except (ssl.SSLError, NotTlsError) as error:
-                raise tls_trouble(error, self.peer_name) from None
-        self._sealing = sealing
-        if self._peer_session not in ("", peer_session):
-            self._fail_all(f"{self.peer_name} was restarted")
-        self._peer_session = peer_session
 
     async def _stay_connected(self, reader: asyncio.StreamReader) -> None:
         """Read until the connection is lost; then reconnect, or give up after a while."""
@@ -344,19 +352,18 @@ class Observer:
             self._send(ping(pings))
 
     async def _reconnect(self) -> asyncio.StreamReader:
-        backoff_s = _BACKOFF_S
-        give_up_s = asyncio.get_running_loop().time() + self._silence_s / 2
-        while True:
-            try:
-                async with asyncio.timeout_at(give_up_s):
-                    return await self._open_connection()
-            except TimeoutError:
-                raise ConnectionError(f"nothing has come back from {self.peer_name}") from None
-            except ConnectionError:
-                if asyncio.get_running_loop().time() + backoff_s > give_up_s:
-                    raise
-            await asyncio.sleep(backoff_s)
-            backoff_s *= 2
+        backoff_s, trouble = _BACKOFF_S, ConnectionError(f"nothing has come back from {self.peer_name}")
+        try:
+            async with on_time_timeout(self._silence_s / 2, self._clock):
+                while True:
+                    try:
+                        return await self._open_connection()
+                    except ConnectionError as error:
+                        trouble = error
+                    await asyncio.sleep(backoff_s)
+                    backoff_s *= 2
+        except TimeoutError:
+            raise trouble from None
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         while True:
