@@ -15,9 +15,14 @@ async def end_all(*tasks: "asyncio.Task[Any]") -> None:
     if open_tasks:
         await asyncio.gather(*open_tasks, return_exceptions=True)
     for task in tasks:
-        if not task.cancelled():
-            # Of two failures only the first is reported; asyncio warns of an exception that was never read.
-            task.exception()
+        # Of two failures only the first is reported.
+        look_at(task)
+
+
+def look_at(task: "asyncio.Task[Any]") -> None:
+    """Look at the failure of a task that is over: asyncio warns of an exception that nobody has read."""
+    if not task.cancelled():
+        task.exception()
 
 
 async def run_together(*works: Coroutine[Any, Any, T]) -> list[T]:

@@ -17,6 +17,7 @@ from .harness import (
     open_sockets,
     our_threads,
 )
+from .proxy import FaultyProxy
 
 
 @pytest.fixture(autouse=True)
@@ -68,3 +69,11 @@ def world(make_world: Callable[..., World]) -> World:
 @pytest.fixture
 def authority(tmp_path: Path) -> Authority:
     return Authority(tmp_path / "tls")
+
+
+@pytest.fixture
+def proxy() -> Iterator[FaultyProxy]:
+    """It breaks nothing, and may be frozen."""
+    made = FaultyProxy(seed=1)
+    yield made
+    made.close()

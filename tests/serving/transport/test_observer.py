@@ -3,8 +3,7 @@
 import asyncio
 import socket
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import pytest
 import uvloop
@@ -29,17 +28,6 @@ def observer_of(
     world: World, *, key: bytes = KEY, port: int = 0, clock: Callable[[], float] = time.monotonic
 ) -> Observer:
     return Observer("gateway", key, "127.0.0.1", port or world.receiver.port, "c/0", clock=clock)
-
-
-@contextmanager
-def behind_proxy(world: World) -> Iterator[tuple[FaultyProxy, int]]:
-    """The receiver behind a proxy that may freeze."""
-    proxy = FaultyProxy(seed=1)
-    port = proxy.start(world.receiver.port)
-    try:
-        yield proxy, port
-    finally:
-        proxy.close()
 
 
 def test_waits_before_during_and_after(world: World) -> None:
@@ -290,10 +278,10 @@ def test_a_question_on_a_connection_that_has_just_ended_is_a_lost_connection(wor
     uvloop.run(main())
 
 
-def test_a_slow_handshake_goes_on_when_a_question_is_given_up(world: World) -> None:
+def test_a_slow_handshake_goes_on_when_a_question_is_given_up(world: World, proxy: FaultyProxy) -> None:
     """Else an engine that starves could never be met by those who ask it every second."""
 
-    async def main(proxy: FaultyProxy, port: int) -> None:
+    async def main(port: int) -> None:
         observer = observer_of(world, port=port)
         proxy.freeze()
         for _ in range(3):
@@ -309,14 +297,15 @@ def test_a_slow_handshake_goes_on_when_a_question_is_given_up(world: World) -> N
         assert len(proxy._sockets) == 2
         await observer.close()
 
-    with behind_proxy(world) as (proxy, port):
-        asyncio.run(main(proxy, port))
+    asyncio.run(main(proxy.start(world.receiver.port)))
 
 
-def test_a_handshake_that_never_ends_is_given_up(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_handshake_that_never_ends_is_given_up(
+    world: World, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("prfaas.serving.transport.observer._HANDSHAKE_S", 0.2)
 
-    async def main(proxy: FaultyProxy, port: int) -> None:
+    async def main(port: int) -> None:
         observer = observer_of(world, port=port)
         proxy.freeze()
         with pytest.raises(ConnectionError, match="c/0 did not answer"):
@@ -328,16 +317,15 @@ def test_a_handshake_that_never_ends_is_given_up(world: World, monkeypatch: pyte
         with pytest.raises(ConnectionError, match="was closed"):
             await asking
 
-    with behind_proxy(world) as (proxy, port):
-        asyncio.run(main(proxy, port))
+    asyncio.run(main(proxy.start(world.receiver.port)))
 
 
 def test_time_in_which_the_loop_stood_still_is_no_time_to_shake_hands(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: World, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("prfaas.serving.transport.observer._HANDSHAKE_S", 0.5)
 
-    async def main(proxy: FaultyProxy, port: int) -> None:
+    async def main(port: int) -> None:
         clock = LoopClock()
         ticking = asyncio.create_task(clock.run())
         observer = observer_of(world, port=port, clock=clock)
@@ -350,12 +338,11 @@ def test_time_in_which_the_loop_stood_still_is_no_time_to_shake_hands(
         ticking.cancel()
         await observer.close()
 
-    with behind_proxy(world) as (proxy, port):
-        asyncio.run(main(proxy, port))
+    asyncio.run(main(proxy.start(world.receiver.port)))
 
 
-def test_a_receiver_that_ends_a_handshake_is_asked_again(world: World) -> None:
-    async def main(proxy: FaultyProxy, port: int) -> None:
+def test_a_receiver_that_ends_a_handshake_is_asked_again(world: World, proxy: FaultyProxy) -> None:
+    async def main(port: int) -> None:
         observer = observer_of(world, port=port)
         proxy.freeze()
         asking = asyncio.create_task(observer.stats())
@@ -367,5 +354,4 @@ def test_a_receiver_that_ends_a_handshake_is_asked_again(world: World) -> None:
         assert len(proxy._sockets) == 4
         await observer.close()
 
-    with behind_proxy(world) as (proxy, port):
-        asyncio.run(main(proxy, port))
+    asyncio.run(main(proxy.start(world.receiver.port)))

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -18,13 +18,6 @@ MakeWorld = Callable[..., World]
 # More than sockets can hold: the writer blocks inside a chunk.
 MEMORY_BYTES = 48 << 20
 PATIENT = replace(FAST_SENDER, progress_deadline_s=60.0, transfer_deadline_s=120.0, resume_s=60.0)
-
-
-@pytest.fixture
-def proxy() -> Iterator[FaultyProxy]:
-    made = FaultyProxy(seed=1)
-    yield made
-    made.close()
 
 
 class Memory:

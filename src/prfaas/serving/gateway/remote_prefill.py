@@ -19,6 +19,7 @@ from prfaas.serving.gateway.prefix_moves import PrefixMoves
 from prfaas.serving.gateway.request import PreparedRequest, ServingRequest, TokenizedPrompt
 from prfaas.serving.gateway.request_log import Attempt, WaitsFor
 from prfaas.serving.gateway.token_relay import TokenRelay
+from prfaas.serving.tasks import look_at
 
 Told = tuple[SampledTokens, TokenRelay | None]
 
@@ -176,7 +177,8 @@ class RemotePrefills:
     ) -> "asyncio.Task[PreparedRequest]":
         """`_prefill_remote`, begun, when it is over or `told` is done; `soon` in its place if there is none."""
         moving = asyncio.get_running_loop().create_task(self._prefill_remote(running, soon, told))
-        moving.add_done_callback(_look_at)
+        # Nobody reads its failure where the decode engine has failed before.
+        moving.add_done_callback(look_at)
         begun = False
         try:
             await asyncio.wait((moving, soon if told is None else told), return_when=asyncio.FIRST_COMPLETED)
@@ -302,9 +304,3 @@ def _prepared(
         transfer=transfer,
         prefix=prefix,
     )
-
-
-def _look_at(moving: "asyncio.Task[PreparedRequest]") -> None:
-    """Asyncio warns of an exception that nobody looks at, as when the decode engine failed before."""
-    if not moving.cancelled():
-        moving.exception()

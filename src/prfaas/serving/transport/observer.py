@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from prfaas.serving.own_process import on_time_timeout
-from prfaas.serving.tasks import end_all
+from prfaas.serving.tasks import end_all, look_at
 from prfaas.serving.transport.async_handshake import shake_hands
 from prfaas.serving.transport.handshake import ROLE_OBSERVER, ClientHello
 from prfaas.serving.transport.pacing import PaceOrder
@@ -108,8 +108,8 @@ class Observer:
         connecting = self._connecting
         if connecting is None or connecting.done():
             connecting = asyncio.create_task(self._connect(), name=f"prfaas-connect-{self.peer_name}")
-            # Nobody may be left to hear of a failure, and asyncio would complain.
-            connecting.add_done_callback(lambda task: task.cancelled() or task.exception())
+            # Nobody may be left to hear of a failure.
+            connecting.add_done_callback(look_at)
             self._connecting = connecting
         # Never cancelled with whoever waits: with each question that is given up it would begin anew.
         await asyncio.wait((connecting,))
@@ -289,8 +289,11 @@ class Observer:
         except HandshakeError:
             raise
         except OSError as error:
-            known = isinstance(error, ConnectionRefusedError | ConnectionResetError)
-            kind = type(error) if known else ConnectionError
+            kind = (
+                type(error)
+                if isinstance(error, ConnectionRefusedError | ConnectionResetError)
+                else ConnectionError
+            )
             raise kind(f"{self.peer_name} at {host}:{port}: {error}") from error
         if self._peer_session not in ("", peer_session):
             self._fail_all(f"{self.peer_name} was restarted")
