@@ -40,9 +40,7 @@ class Checkpoints:
             return
         owner.checkpoints[checkpoint.ticket.num_tokens] = checkpoint
         owner.checkpoint_bytes += checkpoint.status().received_bytes
-        ends = owner.resume_points(self._layout).ends
-        if len(ends) > _KEPT:
-            owner.discard_checkpoints(tokens for tokens in owner.checkpoints if tokens < ends[-_KEPT])
+        self._keep_newest(owner)
 
     def under_way(self, owner: IncomingTransfer) -> list[IncomingTransfer]:
         """Those of a transfer that have not come."""
@@ -61,7 +59,14 @@ class Checkpoints:
 
     def mark_usable(self, owner: IncomingTransfer) -> None:
         """A transfer is complete: its status says from where an engine can go on if another part or rank breaks."""
+        # A checkpoint may have come before its full attention.
+        self._keep_newest(owner)
         owner.usable = owner.resume_points(self._layout)
+
+    def _keep_newest(self, owner: IncomingTransfer) -> None:
+        ends = owner.resume_points(self._layout).ends
+        if len(ends) > _KEPT:
+            owner.discard_checkpoints(tokens for tokens in owner.checkpoints if tokens < ends[-_KEPT])
 
     def _owner(self, checkpoint: IncomingTransfer) -> IncomingTransfer | None:
         owner = self._transfers.get(checkpoint.checkpoint_of or b"")

@@ -254,6 +254,23 @@ def test_a_complete_transfer_keeps_them_until_it_is_taken(ends: Ends) -> None:
     assert not ends.sender.stats()["peers"]["home/0"]["transfers"]
 
 
+def test_a_complete_transfer_keeps_two_where_the_last_came_before_its_full_attention(ends: Ends) -> None:
+    prefill = engine(ends)
+    prefill.run(3)
+    await_usable(ends, prefill.ticket, 160)
+    at_240, *rest = steps_of(prefill.ticket)[3:]
+    await_ready(ends)
+    ends.producing._put_checkpoints(at_240.sends[0])
+    await_checkpoints(ends, 3)
+    transfer = ends.receiver._table._transfers[prefill.ticket.transfer_id]
+    assert set(transfer.checkpoints) == {80, 160, 240}
+    for step in (TransferMetadata(sends=[replace(at_240.sends[0], checkpoint_tokens=0, checkpoint=())]), *rest):
+        ends.step(step)
+    ends.complete(prefill.ticket)
+    assert set(transfer.checkpoints) == {160, 240}
+    assert transfer.status().resume_points == ResumePoints(240, (160, 240))
+
+
 def test_without_digests_checkpoints_are_loaded_too() -> None:
     for plain in make_ends(page_digests=False):
         prefill = engine(plain)
