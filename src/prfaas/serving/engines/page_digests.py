@@ -62,21 +62,24 @@ def word_weights(words: int) -> tuple[Weights, Weights]:
     return low, high
 
 
-def page_sums(words: NDArray[np.int64], *, overwrite: bool = False) -> Sums:
-    """The sums of pages in host memory.
+def page_sums(words: NDArray[np.int64]) -> Sums:
+    """The sums of pages in host memory, in several passes.
 
     Args:
-        words: shape (pages, words); best not more than the processor's cache holds.
-        overwrite: `words` is a copy that is needed for nothing else, which spares another one.
+        words: shape (pages, words).
 
     Returns:
         Shape (pages,).
     """
     low, high = word_weights(words.shape[1])
     sums: NDArray[np.int64] = np.einsum("ij,j->i", words, low)
-    upper_halves = np.right_shift(words, 32, out=words if overwrite else None)
-    sums += np.einsum("ij,j->i", upper_halves, high)
+    sums += np.einsum("ij,j->i", words >> 32, high)
     return sums.view(np.uint64)
+
+
+def byte_sums(pages: NDArray[np.uint8]) -> Sums:
+    """The same of pages that may end inside a word; shape (pages, bytes)."""
+    return page_sums(np.pad(pages, ((0, 0), (0, -pages.shape[1] % WORD_BYTES))).view(np.int64))
 
 
 class PendingSums(Protocol):

@@ -264,7 +264,10 @@ def test_a_complete_transfer_keeps_two_where_the_last_came_before_its_full_atten
     await_checkpoints(ends, 3)
     transfer = ends.receiver._table._transfers[prefill.ticket.transfer_id]
     assert set(transfer.checkpoints) == {80, 160, 240}
-    for step in (TransferMetadata(sends=[replace(at_240.sends[0], checkpoint_tokens=0, checkpoint=())]), *rest):
+    for step in (
+        TransferMetadata(sends=[replace(at_240.sends[0], checkpoint_tokens=0, checkpoint=())]),
+        *rest,
+    ):
         ends.step(step)
     ends.complete(prefill.ticket)
     assert set(transfer.checkpoints) == {160, 240}

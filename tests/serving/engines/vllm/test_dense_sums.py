@@ -9,7 +9,7 @@ from prfaas.core.kv.page_layout import PageLayout, PagePart, WirePage, wire_form
 from prfaas.serving.engines.page_digests import page_sums
 from prfaas.serving.engines.vllm import cut_pages as cut_pages_module
 from prfaas.serving.engines.vllm.cut_pages import CutHostPages, cut_pages
-from prfaas.serving.engines.vllm.dense_sums import DenseSums
+from prfaas.serving.engines.vllm.host_loops import stretches
 from prfaas.serving.engines.vllm.pages import HostPages
 
 BLOCKS, HEADS, WIDTH = 6, 4, 256
@@ -80,44 +80,62 @@ def test_sums_are_those_of_the_wire_pages(
     torn = whole[1:-1]
     known = [expected(pages, ids) for ids in (whole, torn)]
 
-    def page_sums_of_copies(*_: object, **__: object) -> None:
+    def sums_of_copies(*_: object) -> None:
         raise AssertionError("wire pages were gathered")
 
-    monkeypatch.setattr(cut_pages_module, "page_sums", page_sums_of_copies)
+    monkeypatch.setattr(cut_pages_module, "byte_sums", sums_of_copies)
     for ids, sums in zip((whole, torn), known, strict=True):
         assert pages.sums(ids, loaded=False).wait().tolist() == sums
 
 
-def test_of_pages_of_which_little_is_wanted_only_that_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wire_pages_of_any_number_and_order_have_their_sums() -> None:
+    ours = layout("CPU", 512)
+    pages = cut(ours, layout("CPU", 128), memory_of(ours.page_bytes))
+    for ids in ([4, 9, 10], [9, 8, 11, 10], [3, 4, 5, 6, 7, 8], [6], [6, 6], []):
+        assert pages.sums(ids, loaded=False).wait().tolist() == (expected(pages, ids) if ids else [])
+
+
+def test_stretches_are_neighbours_in_one_dense_page() -> None:
+    pages, at, cuts = stretches(np.array([5, 6, 7, 8, 9, 3, 2, 2, 0, 1, 2, 3]), 4, 3)
+    assert pages.tolist() == [1, 2, 0, 0, 0, 0]
+    assert at.tolist() == [0, 3, 5, 6, 7, 8]
+    assert cuts.tolist() == [[1, 4], [0, 2], [3, 4], [2, 3], [2, 3], [0, 4]]
+
+
+def test_a_page_that_is_not_there_is_refused() -> None:
+    """Compiled loops would read, and write, the memory of others."""
     ours = layout("HND", 512)
-    pages = cut(ours, layout("HND", 128), memory_of(ours.page_bytes))
-    ids = [4, 9, 10]
-    sums = expected(pages, ids)
+    raw = memory_of(ours.page_bytes)
+    own, pages = HostPages(raw), cut(ours, layout("HND", 128), raw)
+    content = memoryview(bytearray(pages.page_bytes))
+    for block in (-1, 4 * BLOCKS):
+        for attempt in (
+            lambda at=block: pages.sums([0, at], loaded=False),
+            lambda at=block: own.sums([0, at], loaded=False),
+            lambda at=block: pages.read(np.array([at]), 0, content),
+            lambda at=block: pages.write_run([at], [content]),
+        ):
+            with pytest.raises(IndexError, match=f"{block}"):
+                attempt()
 
-    def of_whole_pages(*_: object) -> None:
-        raise AssertionError("whole pages were read")
 
-    monkeypatch.setattr(DenseSums, "of", of_whole_pages)
-    assert pages.sums(ids, loaded=False).wait().tolist() == sums
-    assert pages.sums([], loaded=False).wait().tolist() == []
-
-
-def test_pages_without_words_are_summed_up_as_copies() -> None:
-    """Parts that begin inside a word, and heads of which a transfer moves few."""
+def test_pages_that_begin_inside_a_word_are_summed_up_as_copies() -> None:
     ours, theirs = layout("HND", 512), layout("HND", 128)
     assert cut(ours, theirs, memory_of(ours.page_bytes))._dense is not None
     odd = cut(ours, theirs, memory_of(ours.page_bytes, 4))
     assert odd._dense is None
     assert odd.sums([0, 1, 2, 3], loaded=False).wait().tolist() == expected(odd, [0, 1, 2, 3])
 
+
+def test_sums_of_some_heads_are_computed_where_these_lie() -> None:
+    ours, theirs = layout("HND", 512), layout("HND", 128)
+
     def of_one_head(kept: PageLayout) -> PageLayout:
         (part,) = kept.parts
         one = PagePart(1, 1, WIDTH, part.head_stride_bytes, part.token_stride_bytes, 0, 0)
         return PageLayout(kept.kind, kept.block_tokens, kept.page_tokens, kept.page_bytes, (one,))
 
-    few = cut(of_one_head(layout("NHD", 512)), of_one_head(theirs), memory_of(ours.page_bytes))
-    assert few._dense is None
-    together = cut(of_one_head(ours), of_one_head(theirs), memory_of(ours.page_bytes))
-    assert together._dense is not None
-    for pages in (few, together):
+    for raw_layout in (layout("NHD", 512), ours):
+        pages = cut(of_one_head(raw_layout), of_one_head(theirs), memory_of(ours.page_bytes))
+        assert pages._dense is not None
         assert pages.sums([0, 1, 2, 3], loaded=False).wait().tolist() == expected(pages, [0, 1, 2, 3])

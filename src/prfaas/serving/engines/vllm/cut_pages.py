@@ -1,23 +1,21 @@
 """Wire pages in an engine's memory: parts of its own pages, or its pages with heads and tokens in another order.
 
 Where wire pages are plain rows of memory, they are pages as any others, and nothing is copied more. Else each one is
-gathered from runs of equal length at equal distances, and spread over them.
+gathered from runs that lie apart, and spread over them.
 """
 
-from collections.abc import Iterator, Sequence
-from itertools import product
+from collections.abc import Sequence
 from math import gcd
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from prfaas.core.kv.page_layout import PageLayout, WirePage
-from prfaas.serving.engines.page_digests import WORD_BYTES, KnownSums, PendingSums, Sums, page_sums
+from prfaas.serving.engines.page_digests import WORD_BYTES, KnownSums, PendingSums, byte_sums
 from prfaas.serving.engines.vllm.arena_pages import Bytes2D
-from prfaas.serving.engines.vllm.dense_sums import DenseSums, Words
+from prfaas.serving.engines.vllm.dense_sums import DenseSums
 from prfaas.serving.engines.vllm.device_pages import DevicePages
+from prfaas.serving.engines.vllm.host_runs import HostRuns
 from prfaas.serving.engines.vllm.pages import (
     BlockIds,
     HostPageCopy,
@@ -28,13 +26,6 @@ from prfaas.serving.engines.vllm.pages import (
     whole_pages,
 )
 from prfaas.serving.engines.vllm.part_runs import PartRuns
-
-# For their sums, pages are gathered in the processor's cache.
-_STEP_BYTES = 1 << 20
-# A longer run is copied faster word by word.
-_SHORT_RUN_BYTES = 256
-
-HostView = npt.NDArray[Any]
 
 
 def cut_pages(pages: LayerPages, layout: PageLayout, form: WirePage) -> WirePages:
@@ -92,19 +83,8 @@ def _long_runs(runs: Sequence[PartRuns], offset_bytes: int) -> list[tuple[int, i
     found: list[tuple[int, int, int, tuple[int, int]]] = []
     for each in runs:
         strides = (each.page_stride_bytes, each.cut_stride_bytes)
-        for numbers in product(*(range(number) for number, _, _ in each.inner)):
-            own = sum(number * stride for number, (_, stride, _) in zip(numbers, each.inner, strict=True))
-            wire = sum(number * stride for number, (_, _, stride) in zip(numbers, each.inner, strict=True))
-            at = offset_bytes + each.offset_bytes + own
-            found.append((each.wire_offset_bytes + wire, each.run_bytes, at, strides))
+        found += [(wire, each.run_bytes, offset_bytes + own, strides) for own, wire in each.places()]
     return sorted(found)
-
-
-def _steps(ids: BlockIds, page_bytes: int) -> Iterator[BlockIds]:
-    """As many pages at a time as stay in the processor's cache."""
-    step = max(1, _STEP_BYTES // page_bytes)
-    for first in range(0, len(ids), step):
-        yield ids[first : first + step]
 
 
 class CutHostPages:
@@ -117,22 +97,11 @@ class CutHostPages:
             raw.untyped_storage(), 0, (raw.untyped_storage().nbytes(),), (1,)
         )
         self._memory = memory.numpy().data
-        word = np.dtype(f"u{_grain_bytes(raw, runs)}")
-        self._parts: list[tuple[HostView, PartRuns]] = []
-        for each in runs:
-            # A short run as one item is copied without a loop over its words.
-            item = np.dtype(f"V{each.run_bytes}") if each.run_bytes <= _SHORT_RUN_BYTES else word
-            view: HostView = np.ndarray(
-                (pages, self._cuts, *each.shape(item.itemsize)),
-                item,
-                self._memory,
-                raw.storage_offset() + each.offset_bytes,
-                (*each.strides(), item.itemsize),
-            )
-            self._parts.append((view, each))
-        self._long_runs = _long_runs(runs, int(raw.storage_offset()))
-        in_words = word.itemsize == WORD_BYTES and DenseSums.suit(runs)
-        self._dense = DenseSums(self._memory, int(raw.storage_offset()), pages, runs) if in_words else None
+        offset_bytes = int(raw.storage_offset())
+        self._runs = HostRuns(self._memory, offset_bytes, pages, runs)
+        self._long_runs = _long_runs(runs, offset_bytes)
+        is_in_words = _grain_bytes(raw, runs) == WORD_BYTES
+        self._dense = DenseSums(self._memory, offset_bytes, pages, runs) if is_in_words else None
         """None: the sums of wire pages are computed of copies."""
 
     def mark_written(self) -> None:
@@ -167,7 +136,7 @@ class CutHostPages:
             out[:head] = self._gathered(blocks[first - 1 : first])[0, page_bytes - head :].data
         if tail > head:
             whole = np.frombuffer(out[head:tail], dtype=np.uint8).reshape(-1, page_bytes)
-            self._gather(blocks[first:last], whole)
+            self._runs.gather(blocks[first:last], whole)
         if tail < len(out):
             out[tail:] = self._gathered(blocks[last : last + 1])[0, : len(out) - tail].data
 
@@ -176,12 +145,13 @@ class CutHostPages:
         for index, start, pages in whole_pages(self.page_bytes, pieces):
             nbytes = pages.shape[1]
             if nbytes == self.page_bytes:
-                self._spread(np.array(blocks[index : index + len(pages)]), pages)
+                ids = np.array(blocks[index : index + len(pages)], dtype=np.int64)
+                self._runs.spread(ids, pages)
                 continue
             # A page whose bytes come in several pieces, one after the other.
             torn[0, start : start + nbytes] = pages[0]
             if start + nbytes == self.page_bytes:
-                self._spread(np.array(blocks[index : index + 1]), torn)
+                self._runs.spread(np.array(blocks[index : index + 1], dtype=np.int64), torn)
 
     def flush(self) -> None:
         """Host writes are done when they return."""
@@ -189,65 +159,16 @@ class CutHostPages:
     def sums(self, blocks: Sequence[int], *, loaded: bool) -> PendingSums:
         del loaded  # host kernels and host copies have finished alike
         ids = np.array(blocks, dtype=np.int64)
-        pages, cuts = np.divmod(ids, self._cuts)
-        begins = np.diff(pages, prepend=-1) != 0
-        # Of a page of which few are wanted, only these are read.
-        if self._dense is not None and 2 * len(ids) > np.count_nonzero(begins) * self._cuts:
-            found = self._sums_of_dense(self._dense, pages[begins])
-            return KnownSums(found[np.cumsum(begins) - 1, cuts].view(np.uint64))
-        sums: list[Sums] = []
-        for some in _steps(ids, self.page_bytes):
-            gathered = self._gathered(some)
-            if missing := -self.page_bytes % WORD_BYTES:
-                gathered = np.pad(gathered, ((0, 0), (0, missing)))
-            sums.append(page_sums(gathered.view(np.int64), overwrite=True))
-        return KnownSums(np.concatenate(sums) if sums else np.empty(0, dtype=np.uint64))
-
-    @staticmethod
-    def _sums_of_dense(dense: DenseSums, pages: BlockIds) -> Words:
-        return np.concatenate([dense.of(some) for some in _steps(pages, dense.page_bytes)])
+        return KnownSums(byte_sums(self._gathered(ids)) if self._dense is None else self._dense.of(ids))
 
     def copied(self, block: int) -> PageCopy:
         return HostPageCopy(self._gathered(np.array([block]))[0])
 
-    def _stretches(self, ids: BlockIds) -> list[tuple[slice, int, slice]]:
-        """Neighbours in one dense page: which of `ids`, the page, and which of its wire pages."""
-        pages, cuts = np.divmod(ids, self._cuts)
-        apart = np.flatnonzero((np.diff(pages) != 0) | (np.diff(cuts) != 1)) + 1
-        begins = [0, *apart.tolist()]
-        ends = [*apart.tolist(), len(ids)]
-        return [
-            (slice(begin, end), int(pages[begin]), slice(int(cuts[begin]), int(cuts[begin]) + end - begin))
-            for begin, end in zip(begins, ends, strict=True)
-        ]
-
     def _gathered(self, ids: BlockIds) -> Bytes2D:
         """A copy of wire pages, one behind the other."""
         pages = np.empty((len(ids), self.page_bytes), dtype=np.uint8)
-        self._gather(ids, pages)
+        self._runs.gather(ids, pages)
         return pages
-
-    def _gather(self, ids: BlockIds, out: Bytes2D) -> None:
-        # Page by page, without a copy on the way.
-        stretches = self._stretches(ids)
-        for view, run in self._parts:
-            inner = self._within(out, view, run)
-            for which, page, cuts in stretches:
-                inner[which] = view[page, cuts]
-
-    def _spread(self, ids: BlockIds, pages: Bytes2D) -> None:
-        pages, stretches = np.ascontiguousarray(pages), self._stretches(ids)
-        for view, run in self._parts:
-            inner = self._within(pages, view, run)
-            for which, page, cuts in stretches:
-                view[page, cuts] = inner[which]
-
-    def _within(self, pages: Bytes2D, view: HostView, run: PartRuns) -> HostView:
-        """A part of wire pages that lie one behind the other."""
-        strides = (self.page_bytes, *run.wire_strides(), view.itemsize)
-        return np.ndarray(
-            (len(pages), *view.shape[2:]), view.dtype, pages.data, run.wire_offset_bytes, strides
-        )
 
 
 class CutDevicePages(DevicePages):

@@ -7,14 +7,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from prfaas.serving.engines.page_digests import (
-    WORD_BYTES,
-    KnownSums,
-    PendingSums,
-    Sums,
-    page_sums,
-)
+from prfaas.serving.engines.page_digests import WORD_BYTES, KnownSums, PendingSums, byte_sums, word_weights
 from prfaas.serving.engines.vllm.arena_pages import ArenaPages, Bytes2D
+from prfaas.serving.engines.vllm.host_loops import Numbers, check_pages, page_summing
 
 BlockIds = npt.NDArray[np.int64]
 
@@ -175,17 +170,20 @@ class HostPages:
     # does not; without checksums, from 8 KiB on).
     MIN_PIECE_BYTES = 16 << 10
 
-    # For their sums, pages are gathered in the processor's cache. Page by page would take longer beside writer
-    # threads: each operation gives Python's lock away and has to get it back.
-    SUM_BYTES = 1024 * 1024
-
     def __init__(self, raw: torch.Tensor) -> None:
         self.raw = raw
         self.page_bytes = raw.shape[1]
         self._pages: Bytes2D = raw.numpy()
         self._stride_bytes = raw.stride(0)
         extent_bytes = (raw.shape[0] - 1) * self._stride_bytes + self.page_bytes
-        self._memory = np.lib.stride_tricks.as_strided(self._pages, (extent_bytes,), (1,)).data
+        memory = np.lib.stride_tricks.as_strided(self._pages, (extent_bytes,), (1,))
+        self._memory = memory.data
+        is_in_words = not any(
+            each % WORD_BYTES for each in (raw.data_ptr(), self.page_bytes, self._stride_bytes)
+        )
+        self._words: Numbers | None = memory.view(np.int64) if is_in_words else None
+        """None: the sums of pages are computed of copies."""
+        self._sum_pages = page_summing()
 
     def mark_written(self) -> None:
         """Nothing to remember: host kernels have finished when the hook runs."""
@@ -260,14 +258,16 @@ class HostPages:
 
     def sums(self, blocks: Sequence[int], *, loaded: bool) -> PendingSums:
         del loaded  # host kernels and host copies have finished alike
-        sums: Sums = np.empty(len(blocks), dtype=np.uint64)
-        most = max(1, self.SUM_BYTES // self.page_bytes)
-        for start in range(0, len(blocks), most):
-            pages = self._pages[list(blocks[start : start + most])]
-            if missing := -self.page_bytes % WORD_BYTES:
-                pages = np.pad(pages, ((0, 0), (0, missing)))
-            sums[start : start + most] = page_sums(pages.view(np.int64), overwrite=True)
-        return KnownSums(sums)
+        ids = np.array(blocks, dtype=np.int64)
+        if self._words is None:
+            return KnownSums(byte_sums(self._pages[ids]))
+        check_pages(ids, len(self._pages))
+        sums, words = np.zeros(len(ids), dtype=np.int64), self.page_bytes // WORD_BYTES
+        # Each page is a stretch of one wire page, of one run.
+        begins, ends = ids * (self._stride_bytes // WORD_BYTES), np.arange(len(ids))
+        cuts, run = np.full((len(ids), 2), (0, 1)), np.array([(0, 0, words)])
+        self._sum_pages(self._words, begins, ends, cuts, run, 0, *word_weights(words), sums)
+        return KnownSums(sums.view(np.uint64))
 
     def copied(self, block: int) -> PageCopy:
         return HostPageCopy(self._pages[block].copy())

@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import gcd
+from operator import mul
 
 from prfaas.core.kv.page_layout import PageLayout, PagePart
 
@@ -77,6 +79,14 @@ class PartRuns:
         """Of the last run of the last wire page, in a dense page."""
         last = sum((number - 1) * stride for number, stride, _ in self.inner)
         return self.offset_bytes + (self.cuts - 1) * self.cut_stride_bytes + last + self.run_bytes
+
+    def places(self) -> list[tuple[int, int]]:
+        """(place in a dense page, place in a wire page) of each run of the first wire page."""
+        own, wire = self.strides()[2:], self.wire_strides()
+        return [
+            (self.offset_bytes + sum(map(mul, run, own)), self.wire_offset_bytes + sum(map(mul, run, wire)))
+            for run in product(*(range(number) for number, _, _ in self.inner))
+        ]
 
     def shape(self, item_bytes: int) -> tuple[int, ...]:
         """Of the part in one wire page, in items."""

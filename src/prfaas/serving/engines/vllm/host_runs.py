@@ -1,0 +1,54 @@
+"""Copies between an engine's pages in host memory and wire pages, whose bytes lie apart in these."""
+
+from collections.abc import Sequence
+from math import gcd
+
+import numpy as np
+
+from prfaas.serving.engines.vllm.arena_pages import Bytes2D
+from prfaas.serving.engines.vllm.host_loops import Items, Numbers, item_type, run_copying, stretches
+from prfaas.serving.engines.vllm.part_runs import PartRuns
+
+
+class HostRuns:
+    """All runs of wire pages, in the order in which they lie in a dense page."""
+
+    def __init__(self, memory: memoryview, offset_bytes: int, pages: int, runs: Sequence[PartRuns]) -> None:
+        """
+        Args:
+            memory: the engine's.
+            offset_bytes: of the first dense page in it.
+            pages: how many dense pages there are.
+            runs: of all parts of wire pages.
+        """
+        page_bytes = sum(each.nbytes for each in runs)
+        table = [
+            (place, each.cut_stride_bytes, wire_place, page_bytes, each.run_bytes)
+            for each in runs
+            for place, wire_place in each.places()
+        ]
+        own = np.array(sorted(table), dtype=np.int64)
+        item_bytes = gcd(offset_bytes, runs[0].page_stride_bytes, *np.unique(own).tolist())
+        self._item = item_type(item_bytes)
+        self._memory: Items = np.frombuffer(memory[: len(memory) // item_bytes * item_bytes], self._item)
+        self._pages, self._cuts = pages, runs[0].cuts
+        self._begin, self._page_items, self._wire_items = (
+            each // item_bytes for each in (offset_bytes, runs[0].page_stride_bytes, page_bytes)
+        )
+        self._out = own // item_bytes
+        self._in = np.ascontiguousarray(self._out[:, [2, 3, 0, 1, 4]])
+        self._copy = run_copying(item_bytes)
+
+    def gather(self, ids: Numbers, out: Bytes2D) -> None:
+        """Copy wire pages by their numbers, one behind the other."""
+        own, wire, cuts = self._places(ids)
+        self._copy(self._memory, out.reshape(-1).view(self._item), own, wire, cuts, self._out)
+
+    def spread(self, ids: Numbers, pages: Bytes2D) -> None:
+        """The reverse."""
+        own, wire, cuts = self._places(ids)
+        self._copy(pages.reshape(-1).view(self._item), self._memory, wire, own, cuts, self._in)
+
+    def _places(self, ids: Numbers) -> tuple[Numbers, Numbers, Numbers]:
+        pages, at, cuts = stretches(ids, self._cuts, self._pages)
+        return self._begin + pages * self._page_items, (at - cuts[:, 0]) * self._wire_items, cuts
