@@ -12,7 +12,7 @@ from itertools import product
 import numpy as np
 
 from prfaas.serving.engines.page_digests import WORD_BYTES, Sums, Weights, word_weights
-from prfaas.serving.engines.vllm.host_loops import Numbers, page_summing, row_words, stretches
+from prfaas.serving.engines.vllm.host_loops import Numbers, page_summing, row_words
 from prfaas.serving.engines.vllm.part_runs import PartRuns
 
 
@@ -38,27 +38,22 @@ class DenseSums:
             runs: of all parts of wire pages; all of them lie on words of the memory.
         """
         self._words: Numbers = np.frombuffer(memory[: len(memory) // WORD_BYTES * WORD_BYTES], dtype=np.int64)
-        self._begin = (offset_bytes + _extent(runs)[0]) // WORD_BYTES
-        self._page_words = runs[0].page_stride_bytes // WORD_BYTES
-        self._pages, self._cuts = pages, runs[0].cuts
+        begin = (offset_bytes + _extent(runs)[0]) // WORD_BYTES
+        stride, cuts = runs[0].page_stride_bytes // WORD_BYTES, runs[0].cuts
+        self._dense = np.array([begin, stride, pages, cuts], dtype=np.int64)
         self._weighed = _weighed(tuple(runs))
-        self._row_words = row_words(self._weighed.runs, self._cuts)
+        self._row_words = row_words(self._weighed.runs, cuts)
         self._sum_pages = page_summing()
 
     def of(self, ids: Numbers) -> Sums:
-        """The sums of wire pages by their numbers, as `page_sums` gives them."""
-        pages, at, cuts = stretches(ids, self._cuts, self._pages)
-        sums = np.zeros(len(ids), dtype=np.int64)
+        """The sums of wire pages by their numbers, as `page_sums` gives them.
+
+        Raises:
+            IndexError: a page is not there.
+        """
+        sums, weighed = np.zeros(len(ids), dtype=np.int64), self._weighed
         self._sum_pages(
-            self._words,
-            self._begin + pages * self._page_words,
-            at - cuts[:, 0],
-            cuts,
-            self._weighed.runs,
-            self._row_words,
-            self._weighed.low,
-            self._weighed.high,
-            sums,
+            self._words, self._dense, ids, weighed.runs, self._row_words, weighed.low, weighed.high, sums
         )
         return sums.view(np.uint64)
 

@@ -6,7 +6,7 @@ from math import gcd
 import numpy as np
 
 from prfaas.serving.engines.vllm.arena_pages import Bytes2D
-from prfaas.serving.engines.vllm.host_loops import Items, Numbers, item_type, run_copying, stretches
+from prfaas.serving.engines.vllm.host_loops import Items, Numbers, item_type, run_copying
 from prfaas.serving.engines.vllm.part_runs import PartRuns
 
 
@@ -31,24 +31,20 @@ class HostRuns:
         item_bytes = gcd(offset_bytes, runs[0].page_stride_bytes, *np.unique(own).tolist())
         self._item = item_type(item_bytes)
         self._memory: Items = np.frombuffer(memory[: len(memory) // item_bytes * item_bytes], self._item)
-        self._pages, self._cuts = pages, runs[0].cuts
-        self._begin, self._page_items, self._wire_items = (
-            each // item_bytes for each in (offset_bytes, runs[0].page_stride_bytes, page_bytes)
-        )
+        begin, stride = offset_bytes // item_bytes, runs[0].page_stride_bytes // item_bytes
+        self._dense = np.array([begin, stride, pages, runs[0].cuts], dtype=np.int64)
         self._out = own // item_bytes
         self._in = np.ascontiguousarray(self._out[:, [2, 3, 0, 1, 4]])
         self._copy = run_copying(item_bytes)
 
     def gather(self, ids: Numbers, out: Bytes2D) -> None:
-        """Copy wire pages by their numbers, one behind the other."""
-        own, wire, cuts = self._places(ids)
-        self._copy(self._memory, out.reshape(-1).view(self._item), own, wire, cuts, self._out)
+        """Copy wire pages by their numbers, one behind the other.
+
+        Raises:
+            IndexError: a page is not there.
+        """
+        self._copy(self._memory, out.reshape(-1).view(self._item), self._dense, ids, self._out, True)
 
     def spread(self, ids: Numbers, pages: Bytes2D) -> None:
         """The reverse."""
-        own, wire, cuts = self._places(ids)
-        self._copy(pages.reshape(-1).view(self._item), self._memory, wire, own, cuts, self._in)
-
-    def _places(self, ids: Numbers) -> tuple[Numbers, Numbers, Numbers]:
-        pages, at, cuts = stretches(ids, self._cuts, self._pages)
-        return self._begin + pages * self._page_items, (at - cuts[:, 0]) * self._wire_items, cuts
+        self._copy(pages.reshape(-1).view(self._item), self._memory, self._dense, ids, self._in, False)

@@ -9,7 +9,7 @@ import torch
 
 from prfaas.serving.engines.page_digests import WORD_BYTES, KnownSums, PendingSums, byte_sums, word_weights
 from prfaas.serving.engines.vllm.arena_pages import ArenaPages, Bytes2D
-from prfaas.serving.engines.vllm.host_loops import Numbers, check_pages, page_summing
+from prfaas.serving.engines.vllm.host_loops import Numbers, page_summing
 
 BlockIds = npt.NDArray[np.int64]
 
@@ -261,12 +261,13 @@ class HostPages:
         ids = np.array(blocks, dtype=np.int64)
         if self._words is None:
             return KnownSums(byte_sums(self._pages[ids]))
-        check_pages(ids, len(self._pages))
         sums, words = np.zeros(len(ids), dtype=np.int64), self.page_bytes // WORD_BYTES
-        # Each page is a stretch of one wire page, of one run.
-        begins, ends = ids * (self._stride_bytes // WORD_BYTES), np.arange(len(ids))
-        cuts, run = np.full((len(ids), 2), (0, 1)), np.array([(0, 0, words)])
-        self._sum_pages(self._words, begins, ends, cuts, run, 0, *word_weights(words), sums)
+        # Each page is one wire page of one run.
+        dense, run = (
+            np.array([0, self._stride_bytes // WORD_BYTES, len(self._pages), 1]),
+            np.array([(0, 0, words)]),
+        )
+        self._sum_pages(self._words, dense, ids, run, 0, *word_weights(words), sums)
         return KnownSums(sums.view(np.uint64))
 
     def copied(self, block: int) -> PageCopy:
