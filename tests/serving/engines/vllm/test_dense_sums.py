@@ -10,6 +10,7 @@ from prfaas.serving.engines.page_digests import page_sums
 from prfaas.serving.engines.vllm import cut_pages as cut_pages_module
 from prfaas.serving.engines.vllm.cut_pages import CutHostPages, cut_pages
 from prfaas.serving.engines.vllm.pages import HostPages
+from prfaas.serving.engines.vllm.part_runs import PartRuns
 
 BLOCKS, HEADS, WIDTH = 6, 4, 256
 """Of keys and values of one token in a head: 256 bytes."""
@@ -92,6 +93,28 @@ def test_wire_pages_of_any_number_and_order_have_their_sums() -> None:
     pages = cut(ours, layout("CPU", 128), memory_of(ours.page_bytes))
     for ids in ([4, 9, 10], [9, 8, 11, 10], [3, 4, 5, 6, 7, 8], [6], [6, 6], []):
         assert pages.sums(ids, loaded=False).wait().tolist() == (expected(pages, ids) if ids else [])
+
+
+def test_short_and_long_runs_in_one_page_have_their_own_sums() -> None:
+    """Two wire pages of the long ones are as many words as four of the short ones."""
+    parts = (
+        PartRuns(3 * 128, 0, 0, 4, 128, 4096, ((3, 512, 128),), 128),
+        PartRuns(2 * 256, 2048, 384, 4, 256, 4096, ((2, 1024, 256),), 256),
+    )
+    raw = memory_of(4096)
+    pages = CutHostPages(raw, parts, BLOCKS)
+    dense = raw.numpy()
+    for ids in ([0, 1, 2, 3], [6, 7], [9, 10, 11], [5, 14, 15]):
+        content = [
+            dense[each // 4, at + each % 4 * run : at + each % 4 * run + run]
+            for each in ids
+            for at, run in ((0, 128), (512, 128), (1024, 128), (2048, 256), (3072, 256))
+        ]
+        words = np.concatenate(content).reshape(len(ids), -1)
+        assert pages.sums(ids, loaded=False).wait().tolist() == page_sums(words.view(np.int64)).tolist()
+        copied = memoryview(bytearray(len(ids) * pages.page_bytes))
+        pages.read(np.array(ids), 0, copied)
+        assert bytes(copied) == words.tobytes()
 
 
 def test_a_page_that_is_not_there_is_refused() -> None:

@@ -12,7 +12,7 @@ from itertools import product
 import numpy as np
 
 from prfaas.serving.engines.page_digests import WORD_BYTES, Sums, Weights, word_weights
-from prfaas.serving.engines.vllm.host_loops import Numbers, page_summing, row_words
+from prfaas.serving.engines.vllm.host_loops import Numbers, page_summing, short_words
 from prfaas.serving.engines.vllm.part_runs import PartRuns
 
 
@@ -42,7 +42,7 @@ class DenseSums:
         stride, cuts = runs[0].page_stride_bytes // WORD_BYTES, runs[0].cuts
         self._dense = np.array([begin, stride, pages, cuts], dtype=np.int64)
         self._weighed = _weighed(tuple(runs))
-        self._row_words = row_words(self._weighed.runs, cuts)
+        self._short_words = short_words(self._weighed.runs)
         self._sum_pages = page_summing()
 
     def of(self, ids: Numbers) -> Sums:
@@ -53,7 +53,7 @@ class DenseSums:
         """
         sums, weighed = np.zeros(len(ids), dtype=np.int64), self._weighed
         self._sum_pages(
-            self._words, self._dense, ids, weighed.runs, self._row_words, weighed.low, weighed.high, sums
+            self._words, self._dense, ids, weighed.runs, self._short_words, weighed.low, weighed.high, sums
         )
         return sums.view(np.uint64)
 

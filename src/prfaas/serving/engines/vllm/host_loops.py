@@ -50,10 +50,14 @@ def item_type(nbytes: int) -> np.dtype[np.void]:
     return np.dtype([("bytes", np.uint8, nbytes)])
 
 
-def row_words(runs: Numbers, per_page: int) -> int:
-    """Of the rows in which `_sum_pages` adds up short runs; 0: there are none."""
+def short_words(runs: Numbers) -> int:
+    """Of the runs that `_sum_pages` adds up in rows; 0: there are none.
+
+    Args:
+        runs: as of `_sum_pages`.
+    """
     short = {words for _, step, words in runs.tolist() if step == words < _SHORT_RUN_WORDS}
-    return per_page * short.pop() if len(short) == 1 else 0
+    return int(short.pop()) if len(short) == 1 else 0
 
 
 @njit  # type: ignore[untyped-decorator]  # numba has no types
@@ -74,7 +78,7 @@ def _sum_pages(
     dense: Numbers,
     ids: Numbers,
     runs: Numbers,
-    row_words: int,
+    short_words: int,
     low: Numbers,
     high: Numbers,
     sums: Numbers,
@@ -86,7 +90,7 @@ def _sum_pages(
         dense: of its dense pages: place of the first one, distance to the next, how many, and wire pages in each.
         ids: of wire pages.
         runs: (place of a run of a dense page's first wire page, distance to that of the next, length).
-        row_words: of such runs of all wire pages, where they are short and follow each other at once.
+        short_words: of runs that are added up as one row, where those of all wire pages follow each other at once.
         low: weights of a dense page's words.
         high: those of their upper halves.
         sums: added to; one for each of `ids`.
@@ -94,7 +98,7 @@ def _sum_pages(
     Raises:
         IndexError: a page is not there.
     """
-    row = np.zeros(row_words, np.int64)
+    row = np.zeros(short_words * dense[3], np.int64)
     begin = 0
     while begin < len(ids):
         page, first, number = _neighbours(ids, begin, dense)
@@ -102,9 +106,9 @@ def _sum_pages(
         for run in range(len(runs)):
             place, step, count = runs[run]
             own = dense[0] + page * dense[1] + place
-            if row_words and step == count and number * count == row_words:
+            if count == step == short_words and number == dense[3]:
                 x, a, b = words[own:], low[place:], high[place:]
-                for at in range(row_words):
+                for at in range(len(row)):
                     row[at] += x[at] * a[at] + (x[at] >> 32) * b[at]
                 continue
             for cut in range(number):
@@ -114,8 +118,9 @@ def _sum_pages(
                 for at in range(count):
                     total += x[at] * a[at] + (x[at] >> 32) * b[at]
                 sums[begin + cut] += total
-        for at in range(row_words):
-            sums[begin + at * number // row_words] += row[at]
+        if number == dense[3]:
+            for at in range(len(row)):
+                sums[begin + at // short_words] += row[at]
         begin += number
 
 
