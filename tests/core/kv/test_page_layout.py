@@ -81,7 +81,7 @@ def test_what_is_told_is_understood(layouts: list[PageLayout]) -> None:
 def test_a_model_of_many_equal_layers_is_told_in_few_words() -> None:
     latent = PageLayout(GroupKind.FULL, 16, 16, 16 * 1152, (PagePart(1, 1, 1152, 0, 1152, 0, 0),))
     told = told_layouts([latent] * 61)
-    assert told == [[61, "full_attention", 16, 16, 18432, [[1, 1, 1152, 0, 1152, 0, 0]]]]
+    assert told == [[61, "full_attention", 16, 16, 18432, [[1, 1, 1152, 0, 1152, 0, 0]], ""]]
 
 
 def test_a_state_is_one_page_whatever_a_block_has() -> None:
@@ -147,7 +147,7 @@ def test_what_cannot_be_mapped_is_told_with_both_values(
     assert str(caught.value) == sentence
 
 
-ENTRY = [1, "full_attention", 16, 16, 4096, [[2, 1, 128, 0, 128, 2048, 0]]]
+ENTRY = [1, "full_attention", 16, 16, 4096, [[2, 1, 128, 0, 128, 2048, 0]], ""]
 
 
 @pytest.mark.parametrize(
@@ -170,17 +170,19 @@ ENTRY = [1, "full_attention", 16, 16, 4096, [[2, 1, 128, 0, 128, 2048, 0]]]
         [[*ENTRY[:2], 16, 0, *ENTRY[4:]]],
         [[*ENTRY[:2], 16, 3, *ENTRY[4:]]],
         [[*ENTRY[:2], 1 << 60, 1, *ENTRY[4:]]],
-        [[*ENTRY[:4], -1, ENTRY[5]]],
-        [[*ENTRY[:5], "parts"]],
-        [[*ENTRY[:5], [[2, 1, 128, 0, 128, 2048]]]],
-        [[*ENTRY[:5], [[0, 1, 128, 0, 128, 0, 0]]]],
-        [[*ENTRY[:5], [[2, 1, 128, -1, 128, 0, 0]]]],
-        [[*ENTRY[:5], [[2, 1, 128, 0, 128, 1 << 50, 0]]]],
-        [[*ENTRY[:5], [[2, 1, 128, 0, 128, 0, 0]] * 65]],
+        [[*ENTRY[:4], -1, *ENTRY[5:]]],
+        [[*ENTRY[:6], "int3"]],
+        [[*ENTRY[:5], [], "bfloat16"]],
+        [[*ENTRY[:5], "parts", ""]],
+        [[*ENTRY[:5], [[2, 1, 128, 0, 128, 2048]], ""]],
+        [[*ENTRY[:5], [[0, 1, 128, 0, 128, 0, 0]], ""]],
+        [[*ENTRY[:5], [[2, 1, 128, -1, 128, 0, 0]], ""]],
+        [[*ENTRY[:5], [[2, 1, 128, 0, 128, 1 << 50, 0]], ""]],
+        [[*ENTRY[:5], [[2, 1, 128, 0, 128, 0, 0]] * 65, ""]],
     ],
 )
 def test_what_no_engine_would_tell_is_not_read(told: object) -> None:
-    with pytest.raises(ValueError, match=r"expected|kind of layer|whole number|more than"):
+    with pytest.raises(ValueError, match=r"expected|kind of layer|whole number|more than|elements"):
         read_layouts(told)
 
 

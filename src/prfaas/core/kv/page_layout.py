@@ -3,6 +3,8 @@
 A layer's KV is the same bytes in every engine: `width_bytes` for each token in each row of each head. Engines differ in
 how many tokens a block has, and in the order of heads and tokens in a page. So a page that travels, a wire page, has as
 many tokens as divide both sides' pages, and one order that both sides know. Each side maps it to its own pages.
+
+Where one side keeps elements of 16 bits and the other of 8, those of 8 travel: the side with 16 rounds or widens them.
 """
 
 import hashlib
@@ -22,6 +24,9 @@ _MOST_LAYOUTS = 1 << 16
 # Of the 8 KiB of a handshake's payload, which has a fingerprint too.
 _MOST_TOLD_CHARS = 4096
 _KINDS = {kind.value: kind for kind in GroupKind}
+
+ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
+"""Elements of keys and values that can be turned into each other, if one has half the bytes of the other."""
 
 
 class UnlikePagesError(ValueError):
@@ -46,6 +51,11 @@ class PagePart:
     row_stride_bytes: int
     """0 with one row."""
 
+    def of_elements(self, nbytes: int, now: int) -> "PagePart":
+        """The same with elements of so many bytes, which have `now` of them."""
+        heads, rows, *lengths = astuple(self)
+        return PagePart(heads, rows, *(length * nbytes // now for length in lengths))
+
     def strides(self, tokens: int) -> list[tuple[int, int]]:
         """(number, distance in bytes) of its tokens, heads and rows; the distance of a single one means nothing."""
         return [
@@ -68,6 +78,16 @@ class PageLayout:
     """Of a block."""
     parts: tuple[PagePart, ...] = ()
     """Empty where the order in a page is not known. A linear state has one token a page."""
+    element: str = ""
+    """What keys and values consist of, one of `ELEMENT_BYTES`; "" where they are only moved as they are."""
+
+    def in_elements(self, element: str) -> "PageLayout":
+        """The same pages with other elements."""
+        if element == self.element:
+            return self
+        nbytes, now = ELEMENT_BYTES[element], ELEMENT_BYTES[self.element]
+        parts = tuple(part.of_elements(nbytes, now) for part in self.parts)
+        return replace(self, page_bytes=self.page_bytes * nbytes // now, parts=parts, element=element)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +98,13 @@ class WirePage:
     """Of one wire page; of a linear state, the unit in which its place in the prompt is counted."""
     parts: tuple[PagePart, ...] = ()
     """How KV lies in it, without gaps; empty for a linear state that travels as it is."""
+    element: str = ""
+    """What keys and values consist of on the way, where one side keeps them otherwise; else ""."""
+
+    def in_elements(self, element: str) -> "WirePage":
+        """The same with elements as one side keeps them."""
+        nbytes, now = ELEMENT_BYTES[element], ELEMENT_BYTES[self.element]
+        return WirePage(self.tokens, tuple(part.of_elements(nbytes, now) for part in self.parts))
 
 
 # What travels of a layer: None: the engines' pages as they are.
@@ -120,6 +147,10 @@ def _wire_form(ours: PageLayout, theirs: PageLayout, name: str, peer: str, *, se
     is_state = ours.kind is GroupKind.STATE
     if is_state and ours.page_bytes == theirs.page_bytes:
         return WirePage(gcd(ours.block_tokens, theirs.block_tokens))
+    element = ""
+    if ours.parts and theirs.parts and ours.element != theirs.element:
+        element = _narrower(ours, theirs, name, peer)
+        ours, theirs = ours.in_elements(element), theirs.in_elements(element)
     if not ours.parts or not theirs.parts:
         is_size = not is_state and ours.block_tokens != theirs.block_tokens
         field = "block_tokens" if is_size else "page_bytes"
@@ -140,7 +171,16 @@ def _wire_form(ours: PageLayout, theirs: PageLayout, name: str, peer: str, *, se
         return WirePage(gcd(ours.block_tokens, theirs.block_tokens), _dense_parts(sent.parts, 1))
     tokens = gcd(ours.page_tokens, theirs.page_tokens)
     is_finer = kept.page_tokens == tokens < sent.page_tokens
-    return WirePage(tokens, _dense_parts((kept if is_finer else sent).parts, tokens))
+    return WirePage(tokens, _dense_parts((kept if is_finer else sent).parts, tokens), element)
+
+
+def _narrower(ours: PageLayout, theirs: PageLayout, name: str, peer: str) -> str:
+    both = (ours.element, theirs.element)
+    by_bytes = {ELEMENT_BYTES.get(element, 0): element for element in both}
+    if by_bytes.keys() != {1, 2}:
+        values = [element or "elements of another kind" for element in both]
+        raise unlike_pages("element", f"{ours.kind.value} layers", (name, values[0]), (peer, values[1]))
+    return by_bytes[1]
 
 
 def _dense_parts(parts: Sequence[PagePart], tokens: int) -> tuple[PagePart, ...]:
@@ -194,7 +234,8 @@ def mark_of(forms: Sequence[WireForm], shared: object = None) -> str:
     if not any(forms) and shared is None:
         return ""
     listed = [
-        None if form is None else [form.tokens, [astuple(part) for part in form.parts]] for form in forms
+        None if form is None else [form.tokens, [astuple(part) for part in form.parts], form.element]
+        for form in forms
     ]
     return _digest(json.dumps([listed, shared]))
 
@@ -216,6 +257,7 @@ def told_layouts(layouts: Sequence[PageLayout]) -> object:
             layout.page_tokens,
             layout.page_bytes,
             [list(astuple(part)) for part in layout.parts],
+            layout.element,
         ]
         for layout, equal in groupby(layouts)
     ]
@@ -231,18 +273,23 @@ def read_layouts(told: object) -> tuple[PageLayout, ...]:
     """
     layouts: list[PageLayout] = []
     for entry in _list(told, _MOST_LAYOUTS):
-        count, kind, block_tokens, page_tokens, page_bytes, parts = _fields(entry, 6)
+        count, kind, block_tokens, page_tokens, page_bytes, parts, element = _fields(entry, 7)
         if _number(block_tokens, 1, _MOST_TOKENS) % _number(page_tokens, 1, _MOST_TOKENS):
             raise ValueError("a block has a whole number of pages")
         if str(kind) not in _KINDS:
             raise ValueError(f"a kind of layer is one of {', '.join(_KINDS)}")
+        if element not in ("", *ELEMENT_BYTES):
+            raise ValueError(f"elements are one of {', '.join(ELEMENT_BYTES)}, or empty")
         layout = PageLayout(
             _KINDS[str(kind)],
             _number(block_tokens, 1, _MOST_TOKENS),
             _number(page_tokens, 1, _MOST_TOKENS),
             _number(page_bytes, 1, _MOST_BYTES),
             tuple(_read_part(part) for part in _list(parts, _MOST_PARTS)),
+            str(element),
         )
+        if layout.element and not layout.parts:
+            raise ValueError("only where the order in a page is known, its elements are")
         if len(layouts) + _number(count, 1, _MOST_LAYOUTS) > _MOST_LAYOUTS:
             raise ValueError(f"more than {_MOST_LAYOUTS} layers")
         layouts += [layout] * _number(count, 1, _MOST_LAYOUTS)

@@ -13,7 +13,13 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from prfaas.core.pool.geometry import PoolGeometry, PoolGeometryError
 from prfaas.serving.engines.model_identity import ModelIdentity
 from prfaas.serving.engines.vllm.consumer import KvConsumer
-from prfaas.serving.engines.vllm.layout import KvLayout, fingerprint, pool_fingerprint, read_packings
+from prfaas.serving.engines.vllm.layout import (
+    KvLayout,
+    fingerprint,
+    pool_fingerprint,
+    read_elements,
+    read_packings,
+)
 from prfaas.serving.engines.vllm.metadata import StepReports, TransferMetadata
 from prfaas.serving.engines.vllm.pool_worker import PoolWorker
 from prfaas.serving.engines.vllm.producer import KvProducer
@@ -111,7 +117,11 @@ class ConnectorWorker:
             OSError: the KV port is taken, or a file of the model can't be read.
         """
         layout = KvLayout.of_engine(
-            kv_cache_config, kv_caches, _built_order(vllm_config), read_packings(vllm_config)
+            kv_cache_config,
+            kv_caches,
+            _built_order(vllm_config),
+            read_packings(vllm_config),
+            read_elements(vllm_config),
         )
         digests = settings.page_digests
         model = vllm_config.model_config
@@ -122,7 +132,14 @@ class ConnectorWorker:
             model.revision,
             model.tokenizer_revision,
         )
-        marks = fingerprint(layout, vllm_config, identity, get_conv_state_layout(), page_digests=digests)
+        marks = fingerprint(
+            layout,
+            vllm_config,
+            identity,
+            get_conv_state_layout(),
+            page_digests=digests,
+            convert_kv=settings.convert_kv,
+        )
         ranks = vllm_config.parallel_config.tensor_parallel_size
         geometry = _pool_geometry(
             settings, layout, ranks, vllm_config, pool_fingerprint(marks, layout, ranks)

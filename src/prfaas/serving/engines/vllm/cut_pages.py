@@ -13,6 +13,7 @@ import torch
 from prfaas.core.kv.page_layout import PageLayout, WirePage
 from prfaas.serving.engines.page_digests import WORD_BYTES, KnownSums, PendingSums, byte_sums
 from prfaas.serving.engines.vllm.arena_pages import Bytes2D
+from prfaas.serving.engines.vllm.converted_pages import ConvertedPages
 from prfaas.serving.engines.vllm.dense_sums import DenseSums
 from prfaas.serving.engines.vllm.device_pages import DevicePages
 from prfaas.serving.engines.vllm.host_runs import HostRuns
@@ -36,6 +37,14 @@ def cut_pages(pages: LayerPages, layout: PageLayout, form: WirePage) -> WirePage
         layout: theirs; its parts are known.
         form: of the wire pages, which divide `layout.page_tokens`.
     """
+    if form.element and form.element != layout.element:
+        wide = _cut(DevicePages(pages.raw), layout, form.in_elements(layout.element))
+        assert isinstance(wide, DevicePages)
+        return ConvertedPages(wide, layout.element, form.element)
+    return _cut(pages, layout, form)
+
+
+def _cut(pages: LayerPages, layout: PageLayout, form: WirePage) -> WirePages:
     raw = pages.raw
     per_block = layout.block_tokens // layout.page_tokens
     page_stride = raw.stride(0) // per_block

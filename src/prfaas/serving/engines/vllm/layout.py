@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig
+from vllm.platforms import current_platform
 from vllm.utils.torch_utils import is_quantized_kv_cache
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 from vllm.v1.kv_cache_interface import (
@@ -37,6 +38,9 @@ _MOST_TOLD_CHARS = 64
 _PLAIN_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN")
 # Blocks of a multiple of that many tokens are packed alike.
 _CPU_BLOCK_TOKENS = 32
+# Packed as caches of 16 bits are (tried for the CPU backend in 0.32). Other kinds have scales among the elements.
+_FP8_ELEMENTS = {"fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}
+_ELEMENTS = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
 class Packing(Enum):
@@ -168,6 +172,7 @@ class KvLayout:
         kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]],
         built_order: Sequence[str] = (),
         packings: Mapping[str, Packing] | None = None,
+        elements: Mapping[str, str] | None = None,
     ) -> "KvLayout":
         """Build from what vLLM hands to `register_kv_caches`.
 
@@ -176,13 +181,14 @@ class KvLayout:
             kv_caches: the KV tensor or tensors of every layer, by the layer's name.
             built_order: see `__init__`.
             packings: of the layers by name; those that are missing are not known.
+            elements: the same, of keys and values.
 
         Raises:
             LayoutError: a group or tensor that can't be moved as pages.
         """
         pages: dict[str, list[LayerPages]] = {}
         layouts: dict[str, list[PageLayout]] = {}
-        known = packings or {}
+        known, kept_in = packings or {}, elements or {}
         groups = read_groups(kv_cache_config)
         for group in groups:
             spec = kv_cache_config.kv_cache_groups[group.index].kv_cache_spec
@@ -201,7 +207,12 @@ class KvLayout:
                     continue
                 layouts[name] = [
                     page_layout(
-                        group, tensor, _heads(spec, name), known.get(name, Packing.UNKNOWN), layer.page_bytes
+                        group,
+                        tensor,
+                        _heads(spec, name),
+                        known.get(name, Packing.UNKNOWN),
+                        layer.page_bytes,
+                        kept_in.get(name, ""),
                     )
                     for tensor, layer in zip(tensors, pages[name], strict=True)
                 ]
@@ -221,7 +232,7 @@ def opaque_layout(group: KvGroup, page_bytes: int) -> PageLayout:
 
 
 def page_layout(
-    group: KvGroup, tensor: torch.Tensor, heads: int, packing: Packing, page_bytes: int
+    group: KvGroup, tensor: torch.Tensor, heads: int, packing: Packing, page_bytes: int, element: str = ""
 ) -> PageLayout:
     """How the KV of a layer lies in its pages; opaque where that is not known.
 
@@ -231,6 +242,7 @@ def page_layout(
         heads: of the layer's KV, on this rank.
         packing: how the layer's attention backend uses the memory of a block.
         page_bytes: of a block of the group.
+        element: what keys and values consist of; "" if they are only moved as they are.
     """
     opaque, item_bytes = opaque_layout(group, page_bytes), tensor.element_size()
     if packing is Packing.UNKNOWN or tensor.dim() != 4 or tensor.stride(-1) != 1:
@@ -252,7 +264,7 @@ def page_layout(
         ]
     else:
         return opaque
-    return PageLayout(group.kind, group.block_tokens, page_tokens, page_bytes, tuple(parts))
+    return PageLayout(group.kind, group.block_tokens, page_tokens, page_bytes, tuple(parts), element)
 
 
 def read_packings(vllm_config: VllmConfig) -> Mapping[str, Packing]:
@@ -264,16 +276,33 @@ def read_packings(vllm_config: VllmConfig) -> Mapping[str, Packing]:
 def _packing(layer: Any, vllm_config: VllmConfig) -> Packing:
     backend = getattr(layer, "attn_backend", None)
     name = backend.get_name() if backend is not None else ""
-    quantized = is_quantized_kv_cache(str(vllm_config.cache_config.cache_dtype))
-    if quantized:
+    cache_dtype = str(vllm_config.cache_config.cache_dtype)
+    if is_quantized_kv_cache(cache_dtype) and cache_dtype not in _FP8_ELEMENTS:
         return Packing.UNKNOWN
     if name in _PLAIN_BACKENDS:
         return Packing.PLAIN
     if name == "CPU_ATTN":
-        isa = _get_attn_isa(vllm_config.model_config.dtype, _CPU_BLOCK_TOKENS, layer.head_size)
+        isa = _get_attn_isa(vllm_config.model_config.dtype, _CPU_BLOCK_TOKENS, layer.head_size, cache_dtype)
         is_known = isa == "vec" and layer.head_size == layer.head_size_v
         return Packing.CPU_VECTORS if is_known else Packing.UNKNOWN
     return Packing.UNKNOWN
+
+
+def read_elements(vllm_config: VllmConfig) -> Mapping[str, str]:
+    """What keys and values of the attention layers consist of, by name, where prfaas can turn it into another."""
+    layers = getattr(vllm_config.compilation_config, "static_forward_context", {})
+    return {name: _element(layer, vllm_config) for name, layer in layers.items()}
+
+
+def _element(layer: Any, vllm_config: VllmConfig) -> str:
+    cache = vllm_config.cache_config
+    element = _FP8_ELEMENTS.get(str(cache.cache_dtype))
+    if element is None:
+        is_plain = not is_quantized_kv_cache(str(cache.cache_dtype))
+        return _ELEMENTS.get(vllm_config.model_config.dtype, "") if is_plain else ""
+    # The scales of a checkpoint would have to travel too.
+    scales = [getattr(layer, name, None) for name in ("_k_scale_float", "_v_scale_float")]
+    return "" if scales != [1.0, 1.0] or current_platform.is_fp8_fnuz() else element
 
 
 def _places(names: Sequence[str], built_order: Sequence[str]) -> Mapping[str, int]:
@@ -297,6 +326,7 @@ def fingerprint(
     conv_state_layout: str,
     *,
     page_digests: bool,
+    convert_kv: bool = False,
 ) -> dict[str, str | int]:
     """What must be equal on both sides for KV to mean the same, by names that an error can give.
 
@@ -307,6 +337,7 @@ def fingerprint(
         (r.layer_name, r.part, r.group.index, r.group.kind.value, r.group.window_tokens)
         for r in layout.regions
     ]
+    cache_dtype = str(vllm_config.cache_config.cache_dtype)
     # In the order in which a difference is looked for: what says most comes before digests of many things.
     return {
         "architecture": ",".join(getattr(model.hf_config, "architectures", None) or ()),
@@ -315,13 +346,19 @@ def fingerprint(
         "quantization": str(model.quantization),
         "tokenizer": identity.tokenizer,
         "dtype": str(model.dtype),
-        "kv_cache_dtype": str(vllm_config.cache_config.cache_dtype),
+        "kv_cache_dtype": "may differ" if convert_kv and _are_convertible(layout) else cache_dtype,
         "conv_state_layout": conv_state_layout,
         "layers": len(layout.regions),
         "model_config": _digest(_portable(model.hf_config.to_dict())),
         "regions": _digest(regions),
         "page_digests": DIGEST_FORMAT if page_digests else "off",
     }
+
+
+def _are_convertible(layout: KvLayout) -> bool:
+    """Layouts say of all that is not a linear state what it consists of."""
+    caches = [region.layout for region in layout.regions if region.group.kind is not GroupKind.STATE]
+    return all(each.element for each in caches)
 
 
 def pool_fingerprint(marks: Mapping[str, str | int], layout: KvLayout, ranks: int) -> str:

@@ -94,6 +94,8 @@ class ConnectorSettings:
     """Tensor-parallel ranks of the peers and producers that have more or fewer than this engine."""
     nixl_beside: bool = False
     """Some engines of the deployment have NIXL too: this one lays its KV out as NIXL wants it."""
+    convert_kv: bool = False
+    """Some clusters of the deployment keep KV in another dtype: it is converted between them."""
 
     def roster(self, rank: int, ranks: int) -> Roster:
         """Who one of the engine's tensor-parallel ranks has to do with, until the control plane tells it."""
