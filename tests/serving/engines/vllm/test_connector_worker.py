@@ -22,11 +22,18 @@ from tests.serving.pool.pool_daemon import (
 from tests.serving.pool.pool_daemon import chain_of as keys_of
 
 from prfaas.core.kv.groups import GroupKind
+from prfaas.core.kv.page_layout import PageLayout
 from prfaas.core.pool.depth import needed_blocks
 from prfaas.core.pool.geometry import PoolGeometry
 from prfaas.serving.engines.model_identity import ModelIdentity
 from prfaas.serving.engines.vllm.connector_worker import ConnectorWorker
-from prfaas.serving.engines.vllm.layout import EngineGroup, KvLayout, fingerprint, pool_fingerprint
+from prfaas.serving.engines.vllm.layout import (
+    EngineGroup,
+    KvLayout,
+    fingerprint,
+    pool_fingerprint,
+    read_elements,
+)
 from prfaas.serving.engines.vllm.metadata import (
     CheckpointPlace,
     LoadOrder,
@@ -316,22 +323,84 @@ def marks(
     settings: dict[str, Any] = SETTINGS,
     architecture: str = "Qwen3ForCausalLM",
     quantization: str | None = None,
+    cache_dtype: str = "auto",
+    layout: KvLayout | None = None,
+    convert_kv: bool = False,
 ) -> dict[str, str | int]:
     hf_config = SimpleNamespace(to_dict=lambda: settings, architectures=[architecture])
     config = SimpleNamespace(
         model_config=SimpleNamespace(
             hf_config=hf_config, hf_text_config=hf_config, dtype="bf16", quantization=quantization
         ),
-        cache_config=SimpleNamespace(cache_dtype="auto"),
+        cache_config=SimpleNamespace(cache_dtype=cache_dtype),
     )
-    return fingerprint(kept(), config, identity, "DS", page_digests=page_digests)
+    return fingerprint(
+        layout or kept(), config, identity, "DS", page_digests=page_digests, convert_kv=convert_kv
+    )
 
 
-def kept(groups: Sequence[EngineGroup] = GROUPS) -> KvLayout:
-    return KvLayout(
-        groups,
-        {name: [HostPages(torch.zeros((4, size), dtype=torch.uint8))] for name, size in PAGE_BYTES.items()},
+def kept(groups: Sequence[EngineGroup] = GROUPS, element: str = "") -> KvLayout:
+    pages = {
+        name: [HostPages(torch.zeros((4, size), dtype=torch.uint8))] for name, size in PAGE_BYTES.items()
+    }
+    layouts = {
+        name: [
+            PageLayout(
+                group.kind,
+                group.block_tokens,
+                group.block_tokens,
+                PAGE_BYTES[name],
+                element="" if group.kind is GroupKind.STATE else element,
+            )
+        ]
+        for group in groups
+        for name in group.layer_names
+    }
+    return KvLayout(groups, pages, page_layouts=layouts)
+
+
+def test_dtypes_of_caches_may_differ_where_the_deployment_asks_for_it() -> None:
+    wide, narrow = kept(element="bfloat16"), kept(element="fp8_e4m3")
+    refused = fingerprint_difference(
+        marks(layout=wide), marks(layout=narrow, cache_dtype="fp8"), "home", "east"
     )
+    assert refused == "KV layout differs in 'kv_cache_dtype': home has 'auto', east has 'fp8'"
+    asked = [
+        marks(layout=layout, cache_dtype=dtype, convert_kv=True)
+        for layout, dtype in ((wide, "auto"), (narrow, "fp8"))
+    ]
+    assert fingerprint_difference(*asked, "home", "east") is None
+    assert pool_fingerprint(asked[0], wide, 1) != pool_fingerprint(asked[1], narrow, 1)
+    # What is not known to be convertible must be equal all the same.
+    unknown = [marks(layout=kept(), cache_dtype=dtype, convert_kv=True) for dtype in ("auto", "fp8")]
+    assert fingerprint_difference(*unknown, "home", "east") is not None
+
+
+@pytest.mark.parametrize(
+    ("cache_dtype", "dtype", "scales", "element"),
+    [
+        ("auto", torch.bfloat16, (1.0, 1.0), "bfloat16"),
+        ("bfloat16", torch.bfloat16, (1.0, 1.0), "bfloat16"),
+        ("auto", torch.float16, (1.0, 1.0), "float16"),
+        ("auto", torch.float32, (1.0, 1.0), ""),
+        ("fp8", torch.bfloat16, (1.0, 1.0), "fp8_e4m3"),
+        ("fp8_e4m3", torch.bfloat16, (1.0, 1.0), "fp8_e4m3"),
+        ("fp8_e5m2", torch.float16, (1.0, 1.0), "fp8_e5m2"),
+        ("fp8", torch.bfloat16, (1.0, 0.5), ""),
+        ("fp8", torch.bfloat16, (2.0, 1.0), ""),
+        ("int8_per_token_head", torch.bfloat16, (1.0, 1.0), ""),
+    ],
+)
+def test_elements_are_known_where_nothing_but_they_must_travel(
+    cache_dtype: str, dtype: torch.dtype, scales: tuple[float, float], element: str
+) -> None:
+    layer = SimpleNamespace(_k_scale_float=scales[0], _v_scale_float=scales[1])
+    config = SimpleNamespace(
+        cache_config=SimpleNamespace(cache_dtype=cache_dtype),
+        model_config=SimpleNamespace(dtype=dtype),
+        compilation_config=SimpleNamespace(static_forward_context={"layers.0": layer}),
+    )
+    assert read_elements(config) == {"layers.0": element}
 
 
 def test_engines_that_keep_kv_otherwise_share_no_pool() -> None:
