@@ -47,10 +47,13 @@ def check_model(deployment: Deployment) -> Finding:
     model = deployment.model
     if model.tiny is not None and not model.path.exists():
         return ok("model", f"{model.tiny} will be made at {model.path} when the first engine starts")
+    section, described = "model", dict[str, None]()
     try:
-        kv_model = model.kv_model()
+        for cluster in deployment.clusters:
+            section = "model" if cluster.kv_cache_dtype is None else f"clusters[{cluster.name}]"
+            described[model.kv_model(cluster.kv_cache_dtype).describe()] = None
     except CacheDtypeError as error:
-        return problem("model", str(error), f"name another model.kv_cache_dtype in {deployment.path}")
+        return problem("model", str(error), f"name another {section}.kv_cache_dtype in {deployment.path}")
     except ConfigError as error:
         mend = (
             f"prfaas model make {model.tiny}"
@@ -58,7 +61,7 @@ def check_model(deployment: Deployment) -> Finding:
             else f"set model.path in {deployment.path} to a checkpoint directory of a supported model"
         )
         return problem("model", str(error), mend)
-    return ok("model", kv_model.describe())
+    return ok("model", "; ".join(described))
 
 
 async def check_engines(deployment: Deployment, session: aiohttp.ClientSession) -> list[Finding]:

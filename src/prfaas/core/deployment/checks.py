@@ -10,6 +10,7 @@ from prfaas.core.deployment.addresses import is_loopback, same_host
 from prfaas.core.deployment.encryption import check_encryption
 from prfaas.core.deployment.local_transfer import check_local_transfer
 from prfaas.core.deployment.model import TINY_MODELS
+from prfaas.core.deployment.planned_model import check_cluster_dtypes
 from prfaas.core.deployment.pool_checks import check_pool_sections, check_pools, pool_ports
 from prfaas.core.deployment.preemptible import check_preemptible
 from prfaas.core.deployment.schema import ClusterSection, DeploymentFile, InstanceSection, LengthsSection
@@ -152,6 +153,7 @@ def _check_common(source: YamlSource, file: DeploymentFile) -> None:
     _check_policy(source, file)
     _check_slo(source, file)
     _check_forecast(source, file)
+    check_cluster_dtypes(source, file)
     check_pool_sections(source, file)
     check_preemptible(source, file)
 

@@ -52,6 +52,7 @@ RULES: Mapping[FieldPath, FieldRule] = {
     ("clusters", "*", "preemptible"): FieldRule("preemptible"),
     ("clusters", "*", "kills_per_hour"): FieldRule("kills_per_hour"),
     ("clusters", "*", "extra_args"): FieldRule("extra_args", _ENGINES),
+    ("clusters", "*", "kv_cache_dtype"): FieldRule("kv_cache_dtype", _EVERYTHING),
     ("clusters", "*", "instances", "*", "roles"): FieldRule("roles"),
     ("clusters", "*", "instances", "*", "host"): FieldRule("host", _ANOTHER_NAME),
     ("clusters", "*", "instances", "*", "http_port"): FieldRule("http_port", _ANOTHER_NAME),
@@ -293,8 +294,10 @@ def _whole(before: Deployment, after: Deployment) -> Iterator[FieldChange]:
     for cluster in after.clusters:
         if not _has_cluster(before, cluster.name):
             who = ", ".join(instance.name for instance in cluster.instances)
-            # Pools learn of each other from the file that they were started with.
+            # Pools learn of each other from the file that they were started with, engines whether they convert.
             needs = None if cluster.pool is None else _POOLS
+            if after.converts_kv and not before.converts_kv:
+                needs = _EVERYTHING
             yield FieldChange(
                 f"clusters[{cluster.name}]", f"cluster {cluster.name} is added, with {who}", needs
             )

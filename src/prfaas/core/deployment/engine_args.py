@@ -15,8 +15,8 @@ OWNED_ARGS = {
     "--ssl-ca-certs": "give security.engine_tls and security.certificates",
     "--ssl-cert-reqs": "give security.engine_tls and security.certificates",
     "--dtype": "give model.dtype",
-    "--kv-cache-dtype": "give model.kv_cache_dtype",
-    "--kv-cache-dtype-skip-layers": "all layers keep the dtype of model.kv_cache_dtype",
+    "--kv-cache-dtype": "give model.kv_cache_dtype, or clusters[].kv_cache_dtype for one cluster",
+    "--kv-cache-dtype-skip-layers": "all layers keep the dtype of model.kv_cache_dtype or clusters[].kv_cache_dtype",
 }
 
 

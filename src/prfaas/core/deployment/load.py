@@ -1,7 +1,7 @@
 """From a deployment file to a `Deployment` (to run) or a `PlannedDeployment` (to plan and simulate)."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -24,7 +24,7 @@ from prfaas.core.deployment.planned import (
     UniformLengths,
     WorkloadSpec,
 )
-from prfaas.core.deployment.planned_model import planned_dtypes, planned_kv_model
+from prfaas.core.deployment.planned_model import kept_models, planned_caches
 from prfaas.core.deployment.pool import PoolSettings, PoolSpace, by_machine
 from prfaas.core.deployment.preemptible import kills_per_hour
 from prfaas.core.deployment.problems import first_problem
@@ -32,11 +32,7 @@ from prfaas.core.deployment.schema import ClusterSection, DeploymentFile, Length
 from prfaas.core.deployment.security import Security
 from prfaas.core.deployment.source import YamlSource, changed, read_source
 from prfaas.core.deployment.types import Cluster, ControlConfig, Deployment, Instance, Link, Routing, Slo
-from prfaas.core.kv import KvModel
 from prfaas.core.latency import ProfileError, load_profile
-
-# Long enough for windows to be full and states to matter little.
-_COMPARED_TOKENS = 32768
 
 
 def default_state_dir() -> Path:
@@ -257,6 +253,7 @@ def _cluster(source: YamlSource, index: int, file: DeploymentFile) -> Cluster:
         preemptible=cluster.preemptible,
         kills_per_hour=kills_per_hour(cluster),
         extra_args=tuple(cluster.extra_args),
+        kv_cache_dtype=cluster.kv_cache_dtype,
     )
 
 
@@ -277,17 +274,17 @@ def load_planned(path: Path | str, *, changes: Mapping[str, float] | None = None
     source, file = read_file(path, changes)
     check_to_plan(source, file)
     assert file.workload is not None
-    kv_model = planned_kv_model(source, file.model)
+    models = kept_models(source, file)
     clusters = tuple(
         _planned_cluster(source, c, cluster, file.model.published) for c, cluster in enumerate(file.clusters)
     )
-    held = _on_all_ranks(source, kv_model, clusters)
     links = links_of(file)
+    caches = planned_caches(source, file, models, clusters, links)
     return PlannedDeployment(
         name=file.name,
         path=path,
-        kv_model=held,
-        clusters=clusters,
+        kv_model=caches.kv_model,
+        clusters=caches.clusters,
         links=links,
         workload=WorkloadSpec(
             lengths=_lengths(path, file.workload.lengths),
@@ -301,35 +298,15 @@ def load_planned(path: Path | str, *, changes: Mapping[str, float] | None = None
         prices=file.prices.per_gpu_hour,
         source=source,
         pool=_pool_settings(file),
-        dtypes=planned_dtypes(file.model),
+        dtypes=caches.dtypes,
         first_token=file.gateway.first_token,
         relay=RelaySettings(
             file.gateway.relay_tokens, file.engine.max_num_batched_tokens, file.engine.max_num_seqs
         ),
-        wire_model=kv_model if _are_all_unlike(links, clusters) else None,
-        kv_copies=held.kv_bytes(_COMPARED_TOKENS) / kv_model.kv_bytes(_COMPARED_TOKENS),
+        wire_model=caches.wire_model,
+        link_models=caches.link_models,
+        kv_copies=caches.kv_copies,
     )
-
-
-def _on_all_ranks(source: YamlSource, model: KvModel, clusters: Sequence[PlannedCluster]) -> KvModel:
-    """What the ranks of the widest instance hold together, and send together to as many."""
-    held = model
-    # The widest comes last.
-    for c, cluster in sorted(enumerate(clusters), key=lambda each: each[1].tensor_parallel):
-        try:
-            held = model.on_all_ranks(cluster.tensor_parallel)
-        except ValueError as error:
-            raise source.error(
-                ("clusters", c, "tensor_parallel"),
-                f"{error}; give the tensor_parallel that its engines run with",
-            ) from None
-    return held
-
-
-def _are_all_unlike(links: Sequence[Link], clusters: Sequence[PlannedCluster]) -> bool:
-    """Whether KVCache crosses links only between unlike ends. Where some are alike all are planned with their bytes."""
-    ranks = {cluster.name: cluster.tensor_parallel for cluster in clusters}
-    return bool(links) and all(ranks[link.source] != ranks[link.target] for link in links)
 
 
 def _tensor_parallel(source: YamlSource, index: int, cluster: ClusterSection, gpus: int, default: int) -> int:

@@ -25,15 +25,18 @@ class ModelRef:
     adapters: Mapping[str, Path] = field(default_factory=dict)
     """LoRA adapters' directories, by the name that clients write as the model."""
     kv_cache_dtype: KvCacheDtype = "auto"
-    """What engines keep K and V in: vLLM's `--kv-cache-dtype`."""
+    """What engines keep K and V in, unless their cluster has its own: vLLM's `--kv-cache-dtype`."""
     dtype: ModelDtype = "auto"
     """What engines compute in: vLLM's `--dtype`."""
 
-    def kv_model(self) -> KvModel:
+    def kv_model(self, kv_cache_dtype: KvCacheDtype | None = None) -> KvModel:
         """The KVCache of the checkpoint as the engines keep it. Reads its `config.json`.
+
+        Args:
+            kv_cache_dtype: of the engines' cluster, where it has its own.
 
         Raises:
             ConfigError: it can't be read, the model is not known, or its caches have no such dtype.
         """
-        dtypes = CacheDtypes(self.kv_cache_dtype, self.dtype)
+        dtypes = CacheDtypes(kv_cache_dtype or self.kv_cache_dtype, self.dtype)
         return model_from_directory(self.path, name=self.served_name, dtypes=dtypes)

@@ -98,6 +98,10 @@ class PlannedCluster:
     """Ranks of an instance that each send their own part of the KVCache."""
     kills_per_hour: float = 0.0
     """How often an instance is expected to be taken away while it is up; 0 where it is not preemptible."""
+    kv_model: KvModel | None = None
+    """What it holds of a request's KVCache, where its dtype makes that less than the deployment's `kv_model`."""
+    dtypes: CacheDtypes = DEFAULT_DTYPES
+    """What its engines keep their caches in."""
 
     @property
     def gpus(self) -> int:
@@ -130,6 +134,7 @@ class PlannedDeployment:
     name: str
     path: Path
     kv_model: KvModel
+    """What a cluster holds of a request's KVCache, unless it says otherwise."""
     clusters: tuple[PlannedCluster, ...]
     links: tuple[Link, ...]
     workload: WorkloadSpec
@@ -146,6 +151,8 @@ class PlannedDeployment:
     wire_model: KvModel | None = None
     """What crosses links whose ends have different `tensor_parallel`: every byte once, whatever ranks copy. None:
     `kv_model` crosses them, rank to rank."""
+    link_models: Mapping[str, KvModel] = field(default_factory=dict)
+    """What crosses links, by name, where an end keeps it in a narrower dtype than others do."""
     first_token: FirstTokenSource = "decode"
     """`gateway.first_token`: who gives clients their first token."""
     relay: RelaySettings = RelaySettings()
@@ -157,12 +164,18 @@ class PlannedDeployment:
     def model_title(self) -> str:
         """The model for people, with the dtype of its KVCache where the file names one."""
         kept_in = self.dtypes.of_kv
-        return self.kv_model.name if kept_in is None else f"{self.kv_model.name}, KVCache in {kept_in}"
+        title = self.kv_model.name if kept_in is None else f"{self.kv_model.name}, KVCache in {kept_in}"
+        others = [f"{each.dtypes.of_kv} in {each.name}" for each in self.clusters if each.kv_model]
+        return f"{title} ({', '.join(others)})" if others else title
 
     @property
     def sent_model(self) -> KvModel:
-        """What of a request's KVCache crosses a link."""
+        """What of a request's KVCache crosses a link between clusters that keep it in the widest dtype."""
         return self.kv_model if self.wire_model is None else self.wire_model
+
+    def sent_over(self, link: str) -> KvModel:
+        """What of a request's KVCache crosses a link, by its name."""
+        return self.link_models.get(link, self.sent_model)
 
     def has_unlike_ends(self, link: Link) -> bool:
         """Whether the instances at its ends have different `tensor_parallel`, so that their KVCache must be mapped."""

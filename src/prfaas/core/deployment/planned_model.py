@@ -1,32 +1,122 @@
-"""The KVCache that a deployment file is planned with: of a published model, a `config.json` or a checkpoint."""
+"""The KVCache that a deployment file is planned with, and which dtypes its clusters may keep it in beside each other.
 
+It is that of a published model, a `config.json` or a checkpoint.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
 from pathlib import Path
+from typing import Any
 
-from prfaas.core.deployment.schema import ModelSection
+from prfaas.core.deployment.planned import PlannedCluster
+from prfaas.core.deployment.schema import ClusterSection, DeploymentFile, ModelSection
 from prfaas.core.deployment.source import YamlSource
+from prfaas.core.deployment.types import SYNTHETIC, Link
 from prfaas.core.kv import (
     CacheDtypeError,
     CacheDtypes,
     ConfigError,
+    FullAttention,
     KvModel,
+    are_convertible,
+    kept_dtype,
+    model_from_config,
     model_from_directory,
     model_from_file,
     published_model,
+    read_config,
 )
 
-
-def planned_dtypes(model: ModelSection) -> CacheDtypes:
-    """What the engines would keep their caches in."""
-    return CacheDtypes(model.kv_cache_dtype, model.dtype)
+# Long enough for windows to be full and states to matter little.
+_COMPARED_TOKENS = 32768
 
 
-def planned_kv_model(source: YamlSource, model: ModelSection) -> KvModel:
-    """The KVCache of the file's `model` on one rank, in the dtypes that the file names.
+@dataclass(frozen=True, slots=True)
+class PlannedCaches:
+    """What clusters hold of a request's KVCache, and what of it crosses links."""
+
+    kv_model: KvModel
+    """The widest that a cluster holds, on all of its ranks together."""
+    dtypes: CacheDtypes
+    """What `kv_model` is counted in."""
+    clusters: tuple[PlannedCluster, ...]
+    """Those that hold another one have it."""
+    kv_copies: float
+    """As in `PlannedDeployment`."""
+    wire_model: KvModel | None
+    """As in `PlannedDeployment`."""
+    link_models: Mapping[str, KvModel]
+    """As in `PlannedDeployment`."""
+
+
+def kept_models(source: YamlSource, file: DeploymentFile) -> dict[str, KvModel]:
+    """The KVCache of the file's model on one rank, by cluster.
 
     Raises:
         DeploymentError: the model is not known or can't be read, or its caches have no such dtype.
     """
-    folder, dtypes = source.path.parent, planned_dtypes(model)
+    return {
+        cluster.name: _kv_model(source, file.model, cluster, index)
+        for index, cluster in enumerate(file.clusters)
+    }
+
+
+def planned_caches(
+    source: YamlSource,
+    file: DeploymentFile,
+    once: Mapping[str, KvModel],
+    clusters: Sequence[PlannedCluster],
+    links: Sequence[Link],
+) -> PlannedCaches:
+    """What clusters hold and what links carry: between unlike dtypes the narrower one crosses.
+
+    Args:
+        source: Of the file.
+        file: The file.
+        once: By cluster, as `kept_models` gives them.
+        clusters: Of the file.
+        links: Of the file.
+
+    Raises:
+        DeploymentError: the model's heads can't be divided among the ranks of a cluster.
+    """
+    widest = max(once, key=lambda name: once[name].kv_bytes(_COMPARED_TOKENS))
+    held = {name: _on_all_ranks(source, model, clusters) for name, model in once.items()}
+    # Where some ends are alike all links are planned with the bytes of their ranks.
+    ranks = {cluster.name: cluster.tensor_parallel for cluster in clusters}
+    crosses_once = bool(links) and all(ranks[link.source] != ranks[link.target] for link in links)
+    sent = once if crosses_once else held
+    narrower = {
+        link.name: min(
+            (sent[link.source], sent[link.target]), key=lambda model: model.kv_bytes(_COMPARED_TOKENS)
+        )
+        for link in links
+    }
+    kv_model = held[widest]
+    return PlannedCaches(
+        kv_model=kv_model,
+        dtypes=next(_dtypes(file.model, each) for each in file.clusters if each.name == widest),
+        clusters=tuple(
+            replace(
+                cluster,
+                kv_model=None if held[cluster.name] == kv_model else held[cluster.name],
+                dtypes=_dtypes(file.model, section),
+            )
+            for cluster, section in zip(clusters, file.clusters, strict=True)
+        ),
+        kv_copies=kv_model.kv_bytes(_COMPARED_TOKENS) / once[widest].kv_bytes(_COMPARED_TOKENS),
+        wire_model=once[widest] if crosses_once else None,
+        link_models={name: model for name, model in narrower.items() if model != sent[widest]},
+    )
+
+
+def _dtypes(model: ModelSection, cluster: ClusterSection) -> CacheDtypes:
+    return CacheDtypes(cluster.kv_cache_dtype or model.kv_cache_dtype, model.dtype)
+
+
+def _kv_model(source: YamlSource, model: ModelSection, cluster: ClusterSection, index: int) -> KvModel:
+    folder, dtypes = source.path.parent, _dtypes(model, cluster)
     try:
         if model.published is not None:
             return published_model(model.published).kept_in(dtypes)
@@ -38,10 +128,102 @@ def planned_kv_model(source: YamlSource, model: ModelSection) -> KvModel:
             directory = folder / Path(model.path).expanduser()
             return model_from_directory(directory, name=model.served_name, dtypes=dtypes)
     except CacheDtypeError as error:
-        raise source.error(("model", "kv_cache_dtype"), str(error)) from None
+        place = ("model",) if cluster.kv_cache_dtype is None else ("clusters", index)
+        raise source.error((*place, "kv_cache_dtype"), str(error)) from None
     except ConfigError as error:
         field = "published" if model.published else "config" if model.config else "path"
         raise source.error(("model", field), str(error)) from None
     raise source.error(
         ("model", "tiny"), "a made model has no published speed; plan with published, config or path"
     )
+
+
+def _on_all_ranks(source: YamlSource, model: KvModel, clusters: Sequence[PlannedCluster]) -> KvModel:
+    """What the ranks of the widest instance hold together, and send together to as many."""
+    held = model
+    # The widest comes last.
+    for c, cluster in sorted(enumerate(clusters), key=lambda each: each[1].tensor_parallel):
+        try:
+            held = model.on_all_ranks(cluster.tensor_parallel)
+        except ValueError as error:
+            raise source.error(
+                ("clusters", c, "tensor_parallel"),
+                f"{error}; give the tensor_parallel that its engines run with",
+            ) from None
+    return held
+
+
+def check_cluster_dtypes(source: YamlSource, file: DeploymentFile) -> None:
+    """What holds where clusters keep KVCache in unlike dtypes. A model that can't be read yet is judged by names alone.
+
+    Raises:
+        DeploymentError: it can't be converted between two of them, or their pools would share it.
+    """
+    named = [_dtypes(file.model, cluster).named for cluster in file.clusters]
+    if len(set(named)) == 1:
+        return
+    for c, cluster in enumerate(file.clusters):
+        if cluster.hardware == SYNTHETIC:
+            raise source.error(
+                ("clusters", c, "hardware"),
+                "stand-in engines convert no KVCache; leave kv_cache_dtype of all clusters out",
+            )
+    config = _config(source, file.model)
+    kept = named if config is None else [_kept(config, file.model, cluster) for cluster in file.clusters]
+    for (a, one), (b, other) in combinations(enumerate(file.clusters), 2):
+        if named[a] == named[b]:
+            continue
+        # At least one of the two says it.
+        at, says, beside = (b, kept[b], a) if other.kv_cache_dtype is not None else (a, kept[a], b)
+        location = ("clusters", at, "kv_cache_dtype")
+        if not are_convertible(kept[a], kept[b]):
+            raise source.error(
+                location,
+                f'{says} is not converted to or from {kept[beside]} of cluster "{file.clusters[beside].name}"; mix '
+                "one of bfloat16 and float16 with one of fp8_e4m3 and fp8_e5m2",
+            )
+        if config is not None and _keeps_latents(config):
+            raise source.error(
+                location,
+                "the model keeps latents (MLA), which are not converted; leave it out, so that all clusters keep one "
+                "dtype",
+            )
+        ends = {(one.name, other.name), (other.name, one.name)}
+        if kept[a] == kept[b] or one.pool is None or other.pool is None:
+            continue
+        if any((link.source, link.target) in ends for link in file.links):
+            raise source.error(
+                location,
+                f'is another dtype than that of cluster "{file.clusters[beside].name}", and pools share pages only '
+                "in one; leave the pool of one of them out",
+            )
+
+
+def _config(source: YamlSource, model: ModelSection) -> Mapping[str, Any] | None:
+    """The model's configuration; None where it is made or brought later."""
+    given = model.config or model.path
+    try:
+        if model.published is not None:
+            return published_model(model.published).config
+        if given is None:
+            return None
+        path = source.path.parent / Path(given).expanduser()
+        return read_config(path if path.suffix == ".json" else path / "config.json")
+    except ConfigError:
+        return None
+
+
+def _kept(config: Mapping[str, Any], model: ModelSection, cluster: ClusterSection) -> str:
+    dtypes = _dtypes(model, cluster)
+    try:
+        return kept_dtype(config, dtypes)
+    except CacheDtypeError:
+        return dtypes.named
+
+
+def _keeps_latents(config: Mapping[str, Any]) -> bool:
+    try:
+        groups = model_from_config(config, dtypes=CacheDtypes("bfloat16")).groups
+    except ConfigError:
+        return False
+    return any(isinstance(group, FullAttention) and group.is_mla for group in groups)

@@ -108,6 +108,7 @@ class ClusterSection(_Section):
     profile: Annotated[Text | None, GIVEN] = None
     speedup: Annotated[PositiveFloat | None, GIVEN] = None
     prefix_hit_ratio: Annotated[Annotated[float, Field(ge=0, lt=1)] | None, GIVEN] = None
+    kv_cache_dtype: Annotated[KvCacheDtype | None, GIVEN] = None
     preemptible: bool = False
     kills_per_hour: Annotated[Annotated[float, Field(gt=0, le=3600)] | None, GIVEN] = None
     extra_args: list[Arg] = []

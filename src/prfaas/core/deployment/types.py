@@ -20,6 +20,7 @@ from prfaas.core.deployment.model import ModelRef
 from prfaas.core.deployment.pool import PoolNode, PoolSettings, PoolSpace, pool_nodes
 from prfaas.core.deployment.security import CERTIFICATE_NAMES, OBSERVERS, Security
 from prfaas.core.deployment.source import DeploymentError
+from prfaas.core.kv import CacheDtypes, KvCacheDtype
 from prfaas.core.latency import LatencyProfile
 
 Role = Literal["prefill", "decode"]
@@ -97,6 +98,8 @@ class Cluster:
     """How often that is expected of one instance while it is up; 0 where it is not `preemptible`."""
     extra_args: tuple[str, ...] = ()
     """Further options of its vLLM servers, after those of all."""
+    kv_cache_dtype: KvCacheDtype | None = None
+    """What its engines keep K and V in; None: as the model's `kv_cache_dtype` says."""
 
     def with_role(self, role: Role) -> tuple[Instance, ...]:
         """The cluster's instances that have a role."""
@@ -274,6 +277,16 @@ class Deployment:
         """The cluster that an instance belongs to."""
         return self.cluster(instance.cluster)
 
+    def cache_dtypes(self, cluster: str) -> CacheDtypes:
+        """What the engines of a cluster (by name) keep their caches in."""
+        own = self.cluster(cluster).kv_cache_dtype
+        return CacheDtypes(own or self.model.kv_cache_dtype, self.model.dtype)
+
+    @property
+    def converts_kv(self) -> bool:
+        """True if not all clusters keep K and V in a dtype of the same name: between them it is converted."""
+        return len({self.cache_dtypes(cluster.name).named for cluster in self.clusters}) > 1
+
     @property
     def pools(self) -> tuple[PoolNode, ...]:
         """The prefix-cache pools of all machines, in the order of the file."""
@@ -356,16 +369,8 @@ class Deployment:
                     peers.append(KvPeer(target, target.cluster, inside, None, on_demand, encrypted))
             elif (link := self.link(instance.cluster, target.cluster)) is not None:
                 whole, share = link.bandwidth_bits_per_s, self.share_bits_per_s(link)
-                paths = (
-                    link.name,
-                    link.connections,
-                    whole,
-                    on_demand,
-                    link.encryption,
-                    share,
-                    link.compression,
-                )
-                peers.append(KvPeer(target, *paths))
+                over = link.name, link.connections, whole, on_demand, link.encryption, share, link.compression
+                peers.append(KvPeer(target, *over))
         return tuple(peers)
 
     def share_bits_per_s(self, link: Link) -> float:

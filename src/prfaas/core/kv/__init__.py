@@ -1,8 +1,21 @@
 """What a request's KVCache is made of, and how many bytes of it must move."""
 
 from prfaas.core.kv.config_fields import CacheDtypeError, ConfigError
-from prfaas.core.kv.dtypes import DEFAULT_DTYPES, CacheDtypes, KvCacheDtype, ModelDtype, StateDtype
-from prfaas.core.kv.hf_config import model_from_config, model_from_directory, model_from_file
+from prfaas.core.kv.dtypes import (
+    DEFAULT_DTYPES,
+    CacheDtypes,
+    KvCacheDtype,
+    ModelDtype,
+    StateDtype,
+    are_convertible,
+)
+from prfaas.core.kv.hf_config import (
+    kept_dtype,
+    model_from_config,
+    model_from_directory,
+    model_from_file,
+    read_config,
+)
 from prfaas.core.kv.layers import ChunkedWindow, FullAttention, LinearState, SlidingWindow
 from prfaas.core.kv.model import Group, KvModel
 from prfaas.core.kv.published import ConfigSource, PublishedModel, published_model, published_models
@@ -23,9 +36,12 @@ __all__ = [
     "PublishedModel",
     "SlidingWindow",
     "StateDtype",
+    "are_convertible",
+    "kept_dtype",
     "model_from_config",
     "model_from_directory",
     "model_from_file",
     "published_model",
     "published_models",
+    "read_config",
 ]

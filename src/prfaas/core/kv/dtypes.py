@@ -45,6 +45,30 @@ class CacheDtypes:
         named = self.kv_cache if self.kv_cache != "auto" else self.model
         return None if named == "auto" else named
 
+    @property
+    def named(self) -> str:
+        """The dtype of K and V by its one name, since fp8 is fp8_e4m3; "auto": what the checkpoint says."""
+        return _ONE_NAME.get(self.of_kv or "auto", self.of_kv or "auto")
+
+    def kept(self, quantization: object, checkpoint: object, *, is_latent: bool) -> str:
+        """As `named`, with what "auto" means for a checkpoint; "auto" where that says nothing.
+
+        Args:
+            quantization: as in `element_bytes`.
+            checkpoint: `dtype` (once `torch_dtype`) of the model's `config.json`.
+            is_latent: as in `element_bytes`.
+
+        Raises:
+            CacheDtypeError: as `element_bytes`.
+        """
+        if self.kv_cache != "auto":
+            return self.named
+        quantized = _of_checkpoint(quantization, is_latent)
+        if quantized != "auto":
+            return _ONE_NAME.get(quantized, quantized)
+        # An engine that is told nothing has no float32: `ModelDtype`.
+        return str(checkpoint) if self.model == "auto" and checkpoint in _OF_16_BITS else self.named
+
     def element_bytes(self, quantization: object, *, is_latent: bool) -> ElementBytes:
         """Bytes of one element of each cache.
 
@@ -68,6 +92,20 @@ class CacheDtypes:
 
 DEFAULT_DTYPES = CacheDtypes()
 """Those of engines that are told nothing."""
+
+_ONE_NAME: Mapping[str, str] = {"fp8": FP8_PLAIN}
+_OF_16_BITS = ("bfloat16", "float16")
+_OF_8_BITS = ("fp8_e4m3", "fp8_e5m2")
+
+
+def are_convertible(one: str, other: str) -> bool:
+    """Whether K and V kept in the first dtype become those of the second on the way, both as `CacheDtypes.named`.
+
+    "auto" counts as 16 bits of either kind: what is known of it has another name.
+    """
+    whole = {each for each in (one, other) if each in ("auto", *_OF_16_BITS)}
+    narrow = {each for each in (one, other) if each in _OF_8_BITS}
+    return one == other or (len(whole) == len(narrow) == 1) or (whole == {one, other} and "auto" in whole)
 
 
 def _of_checkpoint(quantization: object, is_latent: bool) -> KvCacheDtype:

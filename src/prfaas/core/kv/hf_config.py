@@ -149,6 +149,18 @@ def model_from_config(
     return KvModel(name or model_type, _within_context(kept, _context_tokens(fields)))
 
 
+def kept_dtype(config: Mapping[str, Any], dtypes: CacheDtypes) -> str:
+    """`CacheDtypes.kept` for the model with this configuration.
+
+    Raises:
+        CacheDtypeError: as `CacheDtypes.kept`.
+    """
+    fields = ConfigFields(text_fields(config))
+    # transformers 4.x wrote it as torch_dtype.
+    own = fields.fields.get("dtype") or fields.fields.get("torch_dtype")
+    return dtypes.kept(config.get("quantization_config"), own, is_latent=fields.given("kv_lora_rank"))
+
+
 def _model_type(fields: ConfigFields) -> str:
     if fields.given("model_type"):
         return str(fields.fields["model_type"])

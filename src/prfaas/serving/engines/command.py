@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
-from prfaas.core.deployment import Deployment, Instance, KvPeer, ModelRef, uses_nixl
-from prfaas.core.kv import KvModel
+from prfaas.core.deployment import Deployment, Instance, KvPeer, uses_nixl
+from prfaas.core.kv import CacheDtypes, KvModel
 from prfaas.core.units import GIB
 from prfaas.serving.secret_files import load_headers
 from prfaas.serving.tracing.collector import HEADERS_VARIABLE, PROTOCOL, PROTOCOL_VARIABLE, collector_of
@@ -70,7 +70,7 @@ def vllm_command(deployment: Deployment, instance: Instance) -> EngineCommand:
     """
     on_cpu = deployment.cluster_of(instance).hardware == "cpu"
     collector = collector_of(deployment.gateway.tracing)
-    kv_model = deployment.model.kv_model()
+    kv_model = deployment.model.kv_model(deployment.cluster_of(instance).kv_cache_dtype)
     engine = deployment.engine
     argv = [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
@@ -85,7 +85,7 @@ def vllm_command(deployment: Deployment, instance: Instance) -> EngineCommand:
         "--enable-prefix-caching",
         "--enable-prompt-tokens-details",
         *_retention(deployment, kv_model, on_cpu),
-        *_dtypes(deployment.model),
+        *_dtypes(deployment.cache_dtypes(instance.cluster)),
         *(("--mamba-ssm-cache-dtype", STATE_DTYPE) if kv_model.has_linear_state else ()),
         *("--no-enable-log-requests", "--disable-uvicorn-access-log"),
         *(("--enforce-eager",) if on_cpu else ()),
@@ -191,6 +191,7 @@ def _own_transfer_config(deployment: Deployment, instance: Instance) -> dict[str
             **_pool(deployment, instance),
             "producers": [producer.name for producer in deployment.producers_for(instance)],
             **_ranks_of_others(deployment, instance),
+            **({"convert_kv": True} if deployment.converts_kv else {}),
             "staging_bytes": deployment.engine.staging_bytes,
             "transfer_block_bytes": deployment.engine.transfer_block_bytes,
             "lease_s": limits.lease_s,
@@ -290,8 +291,8 @@ def _mixed_chunks(deployment: Deployment, instance: Instance) -> tuple[str, ...]
     return ("--long-prefill-token-threshold", str(longest))
 
 
-def _dtypes(model: ModelRef) -> tuple[str, ...]:
-    given = {"--dtype": model.dtype, "--kv-cache-dtype": model.kv_cache_dtype}
+def _dtypes(dtypes: CacheDtypes) -> tuple[str, ...]:
+    given = {"--dtype": dtypes.model, "--kv-cache-dtype": dtypes.kv_cache}
     return tuple(word for option, dtype in given.items() if dtype != "auto" for word in (option, dtype))
 
 

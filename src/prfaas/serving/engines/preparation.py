@@ -6,7 +6,7 @@ import socket
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
-from prfaas.core.deployment import CERTIFICATE_NAMES, Deployment, Instance, is_loopback, uses_nixl
+from prfaas.core.deployment import CERTIFICATE_NAMES, Cluster, Deployment, Instance, is_loopback, uses_nixl
 from prfaas.core.kv import FullAttention, LinearState
 from prfaas.serving.engines import EngineError
 from prfaas.serving.secret_files import KeyFileError, TlsFileError
@@ -114,28 +114,34 @@ def ensure_dtypes(deployment: Deployment, instances: Collection[Instance]) -> No
     Raises:
         EngineError: this machine's CPU, or CPUs with this model, don't have a dtype that the file names.
     """
-    model = deployment.model
-    is_fp8 = model.kv_cache_dtype.startswith("fp8")
+    for name in dict.fromkeys(each.cluster for each in instances):
+        cluster = deployment.cluster(name)
+        if cluster.hardware == "cpu":
+            _ensure_cpu_has_dtypes(deployment, cluster)
+
+
+def _ensure_cpu_has_dtypes(deployment: Deployment, cluster: Cluster) -> None:
+    model, kept = deployment.model, deployment.cache_dtypes(cluster.name).kv_cache
+    is_fp8 = kept.startswith("fp8")
     is_other = model.dtype not in ("auto", "bfloat16")
-    on_cpu = any(deployment.cluster_of(each).hardware == "cpu" for each in instances)
-    if not (on_cpu and (is_fp8 or is_other)):
+    if not (is_fp8 or is_other):
         return
-    groups = model.kv_model().groups
+    groups = model.kv_model(kept).groups
     if is_other and any(isinstance(group, LinearState) and group.kind == "GDN" for group in groups):
         raise EngineError(
             f"model.dtype of {deployment.path}: on cpu vLLM computes Gated DeltaNet in bfloat16 only, not in "
             f"{model.dtype}; take the field out"
         )
-    where = f"model.kv_cache_dtype of {deployment.path}"
+    section = "model" if cluster.kv_cache_dtype is None else f"clusters[{cluster.name}]"
+    where = f"{section}.kv_cache_dtype of {deployment.path}"
     if is_fp8 and any(isinstance(group, FullAttention) and group.is_mla for group in groups):
         raise EngineError(
-            f"{where}: on cpu vLLM keeps the latents of MLA in the model's dtype, not in {model.kv_cache_dtype}; take "
-            "the field out"
+            f"{where}: on cpu vLLM keeps the latents of MLA in the model's dtype, not in {kept}; take the field out"
         )
     if is_fp8 and not _has_avx_512():
         raise EngineError(
-            f"{where}: on cpu vLLM has {model.kv_cache_dtype} caches only with AVX-512, which this machine lacks; take "
-            "the field out, or use other machines"
+            f"{where}: on cpu vLLM has {kept} caches only with AVX-512, which this machine lacks; take the field out, "
+            "or use other machines"
         )
 
 
