@@ -10,10 +10,13 @@ from functools import lru_cache
 from itertools import product
 
 import numpy as np
+import numpy.typing as npt
 
 from prfaas.serving.engines.page_digests import WORD_BYTES, Sums, Weights, word_weights
-from prfaas.serving.engines.vllm.host_loops import Numbers, page_summing, short_words
+from prfaas.serving.engines.vllm.pages import BlockIds
 from prfaas.serving.engines.vllm.part_runs import PartRuns
+
+_Words = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +25,7 @@ class _Weighed:
 
     low: Weights
     high: Weights
-    runs: Numbers
+    runs: _Words
     """(place of one of the first wire page, distance to that of the next, length), in the order of memory."""
 
 
@@ -37,7 +40,9 @@ class DenseSums:
             pages: how many dense pages there are.
             runs: of all parts of wire pages; all of them lie on words of the memory.
         """
-        self._words: Numbers = np.frombuffer(memory[: len(memory) // WORD_BYTES * WORD_BYTES], dtype=np.int64)
+        from prfaas.serving.engines.vllm.host_loops import page_summing, short_words
+
+        self._words: _Words = np.frombuffer(memory[: len(memory) // WORD_BYTES * WORD_BYTES], dtype=np.int64)
         begin = (offset_bytes + _extent(runs)[0]) // WORD_BYTES
         stride, cuts = runs[0].page_stride_bytes // WORD_BYTES, runs[0].cuts
         self._dense = np.array([begin, stride, pages, cuts], dtype=np.int64)
@@ -45,7 +50,7 @@ class DenseSums:
         self._short_words = short_words(self._weighed.runs)
         self._sum_pages = page_summing()
 
-    def of(self, ids: Numbers) -> Sums:
+    def of(self, ids: BlockIds) -> Sums:
         """The sums of wire pages by their numbers, as `page_sums` gives them.
 
         Raises:
@@ -89,5 +94,5 @@ def _runs(part: PartRuns, begin_bytes: int) -> list[tuple[int, int, int]]:
     return [(first + sum(place), part.cut_stride_bytes, run_bytes) for place in places]
 
 
-def _words(words: Numbers, shape: tuple[int, ...], strides: tuple[int, ...], offset_bytes: int) -> Numbers:
+def _words(words: _Words, shape: tuple[int, ...], strides: tuple[int, ...], offset_bytes: int) -> _Words:
     return np.ndarray(shape, np.int64, words.data, offset_bytes, strides)

@@ -4,6 +4,9 @@ numpy can do the same only in several passes over memory, with copies between th
 the engine may run Python. A loop is compiled when it is asked for, which takes up to a second: best before the first
 request needs it.
 
+To be imported where pages are made, not sooner: when a worker of vLLM 0.32 registers its kernels for CPUs, it looks at
+what all modules hold, and fails on what llvmlite does.
+
 Wire pages have numbers: those in dense page p begin with p · (how many are in one). Neighbours in one dense page are a
 stretch, whose runs are taken in the order in which they lie there.
 """

@@ -9,7 +9,6 @@ import torch
 
 from prfaas.serving.engines.page_digests import WORD_BYTES, KnownSums, PendingSums, byte_sums, word_weights
 from prfaas.serving.engines.vllm.arena_pages import ArenaPages, Bytes2D
-from prfaas.serving.engines.vllm.host_loops import Numbers, page_summing
 
 BlockIds = npt.NDArray[np.int64]
 
@@ -171,6 +170,8 @@ class HostPages:
     MIN_PIECE_BYTES = 16 << 10
 
     def __init__(self, raw: torch.Tensor) -> None:
+        from prfaas.serving.engines.vllm.host_loops import page_summing
+
         self.raw = raw
         self.page_bytes = raw.shape[1]
         self._pages: Bytes2D = raw.numpy()
@@ -181,7 +182,7 @@ class HostPages:
         is_in_words = not any(
             each % WORD_BYTES for each in (raw.data_ptr(), self.page_bytes, self._stride_bytes)
         )
-        self._words: Numbers | None = memory.view(np.int64) if is_in_words else None
+        self._words: npt.NDArray[np.int64] | None = memory.view(np.int64) if is_in_words else None
         """None: the sums of pages are computed of copies."""
         self._sum_pages = page_summing()
 
