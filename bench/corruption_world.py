@@ -281,6 +281,8 @@ class Rank:
             layouts=wires,
         )
         self.sender.start()
+        # Before, orders are postponed: their pages would be summed up after the faults.
+        _until(lambda: self.sender.meet("home"))
         self.stats = ConnectorStats()
         self.producer = KvProducer(self.layout, wires, self.sender, WAIT_S, self.stats)
         self.consumer = KvConsumer(home_wires, self.receiver, WAIT_S, WAIT_S, self.stats)

@@ -58,8 +58,7 @@ def test_the_first_transfer_is_laid_out_once_the_engines_have_met(keepings: str)
         assert pair.consuming.stats.data["sends_completed"] == 1
 
 
-def test_prefill_goes_on_while_they_meet(greeted: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(postponed, "PATIENCE_S", 60.0)
+def test_prefill_goes_on_while_they_meet(greeted: threading.Event) -> None:
     with pair_of(*KEEPINGS["order and size"], on_demand=True) as pair:
         ticket = pair.ticket(100, 0)
         began_s = time.monotonic()
