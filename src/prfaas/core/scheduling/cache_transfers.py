@@ -74,7 +74,7 @@ def with_cache(
     if tokens - option.reusable_tokens < _LEAST_SHARE * (request.num_tokens - option.reusable_tokens):
         return option
     skip = min(at_target.attention_tokens, tokens) if at_target is not None and view.kv.can_skip else 0
-    kv_bytes = view.kv.prefix_bytes_to_move(sent_tokens, skip)
+    kv_bytes = (link.kv or view.kv).prefix_bytes_to_move(sent_tokens, skip)
     moved_s = BITS_PER_BYTE * kv_bytes / (link.capacity_bits_per_s - link.egress_bits_per_s) + link.rtt_s
     begins_s = link.drained_s
     holder = source.holder
@@ -142,8 +142,10 @@ def _from_tiers(
         return moved_s + request.loads_s.get(source.holder.name, 0.0), option.load_s
     target = pool_at(view, option.instance.name)
     assert target is not None  # `_best_source` has asked for it
-    read_s = reading_s(view.kv, source.holder, request.pools[source.holder.name], tokens, skip_tokens)
-    loaded_bytes = view.kv.prefix_bytes_to_move(tokens, 0)
+    # Pools exchange pages between clusters that keep them in one dtype.
+    kv = option.cluster.kv or view.kv
+    read_s = reading_s(kv, source.holder, request.pools[source.holder.name], tokens, skip_tokens)
+    loaded_bytes = kv.prefix_bytes_to_move(tokens, 0)
     return max(moved_s, read_s), BITS_PER_BYTE * loaded_bytes / target.memory_bits_per_s
 
 
