@@ -24,7 +24,7 @@ def uncached_tokens(request: RoutingRequest, view: View, pd: PdCandidate, marks:
     for source in pd.sources:
         if source.held_tokens <= pd.held_tokens:
             break
-        if abundant_link(view, source.cluster.name, pd.cluster.name, marks) is not None:
+        if _link_from(source, pd.cluster.name, view, marks) is not None:
             return request.num_tokens - source.held_tokens
     return own_uncached_tokens(request, pd)
 
@@ -159,7 +159,13 @@ def _best_source(
             continue
         if view.blocked and (source.holder.name, option.instance.name) in view.blocked:
             continue
-        link = abundant_link(view, source.cluster.name, option.cluster.name, marks)
+        link = _link_from(source, option.cluster.name, view, marks)
         if link is not None:
             return source, link
     return None
+
+
+def _link_from(source: PrefixSource, target: str, view: View, marks: AbundanceMarks) -> LinkView | None:
+    link = abundant_link(view, source.cluster.name, target, marks)
+    is_apart = link is not None and not link.joins_pools and type(source) is PooledPrefix
+    return None if is_apart else link

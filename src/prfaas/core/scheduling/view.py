@@ -185,6 +185,8 @@ class LinkView:
     """In the currency of the deployment file's prices."""
     kv: KvFacts | None = None
     """What of KVCache crosses it, where an end keeps it in a narrower dtype than others do; None: as `View.kv`."""
+    joins_pools: bool = True
+    """False: its ends keep KVCache in unlike dtypes. Engines convert it, and pools exchange nothing over it."""
 
     @property
     def utilisation(self) -> float:

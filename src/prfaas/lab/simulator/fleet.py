@@ -117,6 +117,7 @@ def _nothing(_job: Job) -> None:
 
 def view_of(scenario: Scenario, kv: KvFacts) -> View:
     """What policies read when a simulation begins: every instance idle, in its first role."""
+    kept = {cluster.name: cluster.kv_model for cluster in scenario.clusters}
     return View(
         clusters={
             cluster.name: ClusterView(
@@ -150,6 +151,7 @@ def view_of(scenario: Scenario, kv: KvFacts) -> View:
                 seen_s=float("inf"),
                 egress_price_per_byte=link.egress_per_gb / GB,
                 kv=_facts(scenario.link_models.get(link.name)),
+                joins_pools=kept[link.source] == kept[link.target],
             )
             for link in scenario.links
         },

@@ -140,6 +140,7 @@ def link_view(deployment: Deployment, link: Link, now_s: float) -> LinkView:
         seen_s=now_s,
         egress_price_per_byte=link.egress_per_gb / GB,
         kv=_own_facts(deployment, link.source, link.target),
+        joins_pools=len({deployment.cache_dtypes(end).named for end in (link.source, link.target)}) == 1,
     )
 
 
