@@ -264,15 +264,27 @@ def test_each_link_carries_the_narrower_and_each_cluster_holds_its_own(
     assert [link.kv.total_bytes(1024, 0) // 1024 for link in world.links.values()] == expected
 
 
-def test_a_plan_needs_half_of_the_link_whose_one_end_keeps_half(tmp_path: Path) -> None:
-    whole, half = (make_plan(problem_of(planned(tmp_path, dtype))).optimum for dtype in ("", "fp8"))
-    requests = {
-        name: point.links[0].egress_bits_per_s / (8 * width * WHOLE / 2)
-        for name, point, width in (("whole", whole, 2), ("half", half, 1))
-    }
-    # The link limits both, so twice the tokens cross it.
-    assert half.links[0].utilisation == pytest.approx(whole.links[0].utilisation, rel=1e-3)
-    assert requests["half"] == pytest.approx(2 * requests["whole"], rel=1e-3)
+@pytest.mark.parametrize("with_west", [True, False])
+def test_a_plan_with_one_end_in_fp8_is_that_on_twice_the_link(tmp_path: Path, with_west: bool) -> None:
+    """By the general planner and by the paper's for two clusters; and half as many bytes are paid for."""
+    points, thresholds = {}, {}
+    for dtype, bandwidth in (("", 10e9), ("", 20e9), ("fp8", 10e9)):
+        path = written(tmp_path, dtype)
+        if not with_west:
+            text = path.read_text()
+            west, link = text.index("  - name: west"), text.index("  - {source: home")
+            path.write_text(text[:west] + text[text.index("links:") : link] + text[text.index("routing:") :])
+        deployment = load_planned(path, changes={"links[0].bandwidth": bandwidth})
+        points[dtype, bandwidth] = make_plan(problem_of(deployment)).optimum
+        roles = {each.name: 1 for each in deployment.pd_clusters}
+        thresholds[dtype, bandwidth] = scenario_of(deployment, roles=roles).threshold_tokens
+    narrow, wide, slow = points["fp8", 10e9], points["", 20e9], points["", 10e9]
+    assert narrow.lambda_max == pytest.approx(wide.lambda_max, rel=1e-6)
+    assert narrow.lambda_max > 1.01 * slow.lambda_max
+    assert thresholds["fp8", 10e9] == pytest.approx(thresholds["", 20e9], rel=1e-6)
+    assert thresholds["fp8", 10e9] != pytest.approx(thresholds["", 10e9], rel=1e-3)
+    assert narrow.ttft_mean_s == pytest.approx(wide.ttft_mean_s, rel=1e-6)
+    assert 2 * narrow.links[0].egress_bits_per_s == pytest.approx(wide.links[0].egress_bits_per_s, rel=1e-6)
 
 
 def test_a_title_says_who_keeps_what(tmp_path: Path) -> None:
