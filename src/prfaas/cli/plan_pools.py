@@ -125,6 +125,7 @@ def _machines(
             between_s = ServiceCurve.of_profile(cluster.profile).between_s
             count = -(-cluster.instance_count // options.instances_per_machine)
             machines += [
-                MachinePool(options, planned.kv_model, block_tokens, between_s) for _ in range(count)
+                MachinePool(options, cluster.kv_model or planned.kv_model, block_tokens, between_s)
+                for _ in range(count)
             ]
     return machines

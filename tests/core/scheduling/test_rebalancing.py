@@ -1,5 +1,7 @@
 """Copies of hot prefixes: only when they are wanted often, somebody has them, and bandwidth is to spare."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -69,11 +71,21 @@ def test_each_copy_is_decided_once_per_cool_down() -> None:
         ([link("home", "east")], ("east",)),
         ([link("east", "away")], ("east",)),
         ([link("east", "home", up=False)], ("east",)),
+        ([replace(TO_HOME, joins_pools=False)], ("east",)),
         ([TO_HOME], ()),
         ([TO_HOME], ("north",)),
         ([link("east", "home", spare_bytes=0.9 * GIB)], ("east",)),
     ],
-    ids=["no link", "the other way", "to another", "down", "nobody has it", "unlinked holder", "no room"],
+    ids=[
+        "no link",
+        "the other way",
+        "to another",
+        "down",
+        "another dtype",
+        "nobody has it",
+        "unlinked holder",
+        "no room",
+    ],
 )
 def test_no_copy_where_there_is_no_way(links: list[LinkView], held: tuple[str, ...]) -> None:
     rebalancer = Rebalancer()

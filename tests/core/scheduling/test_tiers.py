@@ -236,6 +236,14 @@ def test_caches_cross_from_pool_to_pool_where_bandwidth_is_abundant() -> None:
     assert moved is not None and (moved.source, moved.from_pool) == ("remote", False)
 
 
+def test_between_unlike_dtypes_only_engines_send() -> None:
+    view = pooled_board(threshold=1000.0)
+    for link in view.links.values():
+        link.joins_pools = False
+    moved = PAPER.decide(with_pools(20_000, {}, {"far": in_memory(19_456)}, view), view).cache_transfer
+    assert moved is not None and (moved.source, moved.from_pool) == ("remote", False)
+
+
 def test_a_pool_that_does_not_answer_holds_nothing() -> None:
     view = pooled_board()
     view.pools["one"].up = False

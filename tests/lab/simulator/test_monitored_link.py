@@ -5,14 +5,17 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
+from prfaas.core.kv import KvModel
 from prfaas.core.scheduling import LinkView
 from prfaas.lab.simulator.capacity import CapacityProcess, Constant, Interrupted, Steps
 from prfaas.lab.simulator.events import Events
 from prfaas.lab.simulator.link import FluidLink
 from prfaas.lab.simulator.monitored_link import LOOK_S, MonitoredLink
+from prfaas.lab.simulator.transfer import KvMoves
 
 MBIT = 1e6
 CONFIGURED = 200 * MBIT
+NO_KV = KvMoves(KvModel("none", ()))
 
 
 @dataclass
@@ -28,7 +31,7 @@ class Line:
         rng = np.random.default_rng(1)
         fluid = FluidLink(self.events, "far->home", self.capacity, rng=rng, rtt_s=0.03)
         view = LinkView("far", "home", CONFIGURED, rtt_s=0.03, seen_s=float("inf"))
-        self.link = MonitoredLink(view, fluid, self.events)
+        self.link = MonitoredLink(view, fluid, NO_KV, self.events)
         self.link.on_change = lambda: self.changes.append(self.events.now_s)
         self._look(None)
 

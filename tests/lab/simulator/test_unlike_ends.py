@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from tests.lab.simulator.conftest import CaseStudy, chunk_of
 
+from prfaas.core.kv import CacheDtypes, published_model
 from prfaas.lab.simulator import scenario_of, simulate
 
 TOKENS = 50_000
@@ -21,6 +22,15 @@ def test_what_crosses_is_not_what_ranks_hold(case_study: CaseStudy) -> None:
         result = simulate(scenario, [chunk_of([0.0], [TOKENS])], warmup_share=0.0, debug=True)
         moved[wire_model] = result.link_bytes[0]
     assert moved == {None: held.bytes_to_move(TOKENS - 1), once: once.bytes_to_move(TOKENS - 1)}
+
+
+def test_a_link_of_a_narrower_dtype_carries_less(case_study: CaseStudy) -> None:
+    plain = case_study.planned
+    narrow = published_model(plain.kv_model.name).kept_in(CacheDtypes("fp8"))
+    planned = replace(plain, link_models={plain.links[0].name: narrow})
+    scenario = scenario_of(planned, policy="offload_all", adapts=False, allocation=False)
+    result = simulate(scenario, [chunk_of([0.0], [TOKENS])], warmup_share=0.0, debug=True)
+    assert result.link_bytes[0] == narrow.bytes_to_move(TOKENS - 1) < plain.kv_model.bytes_to_move(TOKENS - 1)
 
 
 @pytest.mark.parametrize(("ranks", "is_slower"), [((8, 4), True), ((8, 8), False)])

@@ -127,8 +127,8 @@ def test_what_a_pool_holds_is_proven(holdings: PrefixKnowledge) -> None:
     match = holdings.match(holdings.chains(PROMPT.token_ids, "", ""))
     moved = CacheTransfer("far-pool", 3072, 2048, 1024 * BYTES_PER_TOKEN, from_pool=True)
     what = decision("far-0", "home-d0", skip_tokens=2048, cache_transfer=moved)
-    assert match.bound(what, LENGTH, kv_facts()) is what
-    bounded = match.bound(decision("far-0", "home-d0", skip_tokens=3072), LENGTH, kv_facts())
+    assert match.bound(what, LENGTH, lambda *_: kv_facts()) is what
+    bounded = match.bound(decision("far-0", "home-d0", skip_tokens=3072), LENGTH, lambda *_: kv_facts())
     assert bounded.skip_tokens == 2048
 
 

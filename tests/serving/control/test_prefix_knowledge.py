@@ -56,11 +56,11 @@ def test_bytes_are_left_out_only_when_proven(holdings: PrefixKnowledge) -> None:
     belief = holdings.match(chains)
     transfer = CacheTransfer("home-p0", 60, 48, 12 * BYTES_PER_TOKEN)
     what = decision("far-0", "home-d0", skip_tokens=64, cache_transfer=transfer)
-    bounded = belief.bound(what, 1001, kv_facts())
+    bounded = belief.bound(what, 1001, lambda *_: kv_facts())
     assert (bounded.skip_tokens, bounded.kv_bytes) == (32, (1000 - 32) * BYTES_PER_TOKEN)
     assert bounded.cache_transfer == CacheTransfer("home-p0", 60, 0, 60 * BYTES_PER_TOKEN)
     fine = decision("far-0", "home-d0", skip_tokens=16)
-    assert belief.bound(fine, 1001, kv_facts()) is fine
+    assert belief.bound(fine, 1001, lambda *_: kv_facts()) is fine
 
 
 def test_tenants_and_adapters_share_nothing(holdings: PrefixKnowledge) -> None:

@@ -216,6 +216,23 @@ def test_dtypes_of_the_file(tmp_path: Path) -> None:
     assert value(built, "--mamba-ssm-cache-dtype") == "float32"
 
 
+def test_dtypes_of_a_cluster(tmp_path: Path) -> None:
+    """Its engines alone are started with it, and all are told to convert."""
+    named = ("    kind: prfaas\n", "    kind: prfaas\n    kv_cache_dtype: fp8\n")
+    deployment = make(tmp_path, STATES, a=named)
+    for instance in deployment.instances:
+        built = vllm_command(deployment, instance)
+        assert ("--kv-cache-dtype" in built.argv) == (instance.cluster == "prfaas-east")
+        assert extra(built)["convert_kv"] is True
+    assert value(command(deployment), "--kv-cache-dtype") == "fp8"
+
+
+@pytest.mark.parametrize("model", ["", "\n  kv_cache_dtype: fp8"])
+def test_where_all_keep_one_dtype_nothing_is_converted(tmp_path: Path, model: str) -> None:
+    deployment = make(tmp_path, STATES, a=("path: model", f"path: model{model}"))
+    assert all("convert_kv" not in extra(vllm_command(deployment, each)) for each in deployment.instances)
+
+
 def test_a_cache_that_the_model_does_not_have_starts_no_engine(tmp_path: Path) -> None:
     deployment = make(tmp_path, DENSE, a=("path: model", "path: model\n  kv_cache_dtype: fp8_ds_mla"))
     with pytest.raises(

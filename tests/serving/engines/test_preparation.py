@@ -1,6 +1,7 @@
 """What is seen before an engine starts: whether this machine's CPU has the dtypes that the file asks for."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,19 @@ def test_an_fp8_cache_needs_avx_512(tmp_path: Path, cpu_info: Path, dtype: str) 
     )
     cpu_info.write_text(AVX_512)
     ensure_dtypes(given, given.instances)
+
+
+def test_each_cluster_s_own_dtype_counts(tmp_path: Path, cpu_info: Path) -> None:
+    given = deployment(tmp_path, SEED_OSS)
+    (home,) = given.clusters
+    narrow = replace(given, clusters=(replace(home, kv_cache_dtype="fp8"),))
+    with pytest.raises(
+        EngineError, match=r"^clusters\[home\]\.kv_cache_dtype of .*: on cpu vLLM has fp8 caches only"
+    ):
+        ensure_dtypes(narrow, narrow.instances)
+    wide = replace(narrow, model=replace(given.model, kv_cache_dtype="fp8"))
+    wide = replace(wide, clusters=(replace(home, kv_cache_dtype="bfloat16"),))
+    ensure_dtypes(wide, wide.instances)
 
 
 def test_no_engine_is_started_then(tmp_path: Path, cpu_info: Path, monkeypatch: pytest.MonkeyPatch) -> None:

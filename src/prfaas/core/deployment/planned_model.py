@@ -157,7 +157,7 @@ def check_cluster_dtypes(source: YamlSource, file: DeploymentFile) -> None:
     """What holds where clusters keep KVCache in unlike dtypes. A model that can't be read yet is judged by names alone.
 
     Raises:
-        DeploymentError: it can't be converted between two of them, or their pools would share it.
+        DeploymentError: it can't be converted between two of them.
     """
     named = [_dtypes(file.model, cluster).named for cluster in file.clusters]
     if len(set(named)) == 1:
@@ -170,16 +170,16 @@ def check_cluster_dtypes(source: YamlSource, file: DeploymentFile) -> None:
             )
     config = _config(source, file.model)
     kept = named if config is None else [_kept(config, file.model, cluster) for cluster in file.clusters]
-    for (a, one), (b, other) in combinations(enumerate(file.clusters), 2):
+    for a, b in combinations(range(len(file.clusters)), 2):
         if named[a] == named[b]:
             continue
         # At least one of the two says it.
-        at, says, beside = (b, kept[b], a) if other.kv_cache_dtype is not None else (a, kept[a], b)
+        at, beside = (b, a) if file.clusters[b].kv_cache_dtype is not None else (a, b)
         location = ("clusters", at, "kv_cache_dtype")
         if not are_convertible(kept[a], kept[b]):
             raise source.error(
                 location,
-                f'{says} is not converted to or from {kept[beside]} of cluster "{file.clusters[beside].name}"; mix '
+                f'{kept[at]} is not converted to or from {kept[beside]} of cluster "{file.clusters[beside].name}"; mix '
                 "one of bfloat16 and float16 with one of fp8_e4m3 and fp8_e5m2",
             )
         if config is not None and _keeps_latents(config):
@@ -187,15 +187,6 @@ def check_cluster_dtypes(source: YamlSource, file: DeploymentFile) -> None:
                 location,
                 "the model keeps latents (MLA), which are not converted; leave it out, so that all clusters keep one "
                 "dtype",
-            )
-        ends = {(one.name, other.name), (other.name, one.name)}
-        if kept[a] == kept[b] or one.pool is None or other.pool is None:
-            continue
-        if any((link.source, link.target) in ends for link in file.links):
-            raise source.error(
-                location,
-                f'is another dtype than that of cluster "{file.clusters[beside].name}", and pools share pages only '
-                "in one; leave the pool of one of them out",
             )
 
 

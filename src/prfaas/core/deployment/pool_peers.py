@@ -29,7 +29,7 @@ class PoolPeer:
 
 
 def pool_peers(deployment: Deployment, pool: PoolNode) -> tuple[PoolPeer, ...]:
-    """The pools that `pool` may send to: the others of its cluster, and those that a link leads to."""
+    """The pools that `pool` may send to: the others of its cluster, and those of its dtype that a link leads to."""
     return tuple(_ways(deployment, pool))
 
 
@@ -62,6 +62,9 @@ def _ways(deployment: Deployment, source: PoolNode) -> Iterator[PoolPeer]:
             encrypted = deployment.security.encrypt_inside
             yield PoolPeer(target, target.cluster, INTRA_CLUSTER_CONNECTIONS, None, None, encrypted, False)
         elif (link := deployment.link(source.cluster, target.cluster)) is not None:
+            ends = (source.cluster, target.cluster)
+            if len({deployment.cache_dtypes(name).named for name in ends}) > 1:
+                continue  # only engines convert
             whole = link.bandwidth_bits_per_s
             share = _STANDING_PART * whole / senders
             yield PoolPeer(

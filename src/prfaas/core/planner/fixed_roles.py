@@ -186,7 +186,12 @@ def _side(
         else replace(pd, instances=1)
     )
     remote = [
-        _Remote(cluster.prefill_s, granted[cluster.name, pd.name], link.bandwidth_bits_per_s)
+        _Remote(
+            cluster.prefill_s,
+            granted[cluster.name, pd.name],
+            link.bandwidth_bits_per_s,
+            problem.kv_bytes_over(link.name),
+        )
         for cluster in problem.clusters
         if cluster.name != pd.name
         and (link := problem.link(cluster.name, pd.name)) is not None
@@ -194,7 +199,7 @@ def _side(
     ]
     # Its links are in the curve.
     name = f"others for {pd.name}"
-    away = PrfaasCluster(name, name, 1, 1, _Together(tuple(remote), problem.kv_bytes), pd.prefix_hit_ratio)
+    away = PrfaasCluster(name, name, 1, 1, _Together(tuple(remote)), pd.prefix_hit_ratio)
     alone = replace(
         problem,
         prfaas=(away,) if remote else (),
@@ -220,6 +225,11 @@ class _Remote:
     prefill_s: "OfLength"
     instances: float
     bandwidth_bits_per_s: float
+    kv_bytes: "OfLength"
+
+    def link_s(self, tokens: "FloatArray") -> "FloatArray":
+        """Seconds on the link alone."""
+        return self.kv_bytes(tokens) * BITS_PER_BYTE / self.bandwidth_bits_per_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,14 +237,12 @@ class _Together:
     """Seconds per request of prefill clusters and their links together."""
 
     remote: Sequence[_Remote]
-    kv_bytes: "OfLength"
 
     def __call__(self, tokens: "FloatArray") -> "FloatArray":
         import numpy as np
 
-        bits = self.kv_bytes(tokens) * BITS_PER_BYTE
         rates = [
-            1 / np.maximum(each.prefill_s(tokens) / each.instances, bits / each.bandwidth_bits_per_s)
+            1 / np.maximum(each.prefill_s(tokens) / each.instances, each.link_s(tokens))
             for each in self.remote
         ]
         total: FloatArray = 1 / np.sum(rates, axis=0)

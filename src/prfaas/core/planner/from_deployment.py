@@ -1,6 +1,7 @@
 """From a deployment file, or from a recorded trace for it, to a planning problem."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from prfaas.core.deployment import (
     TraceLengths,
     UniformLengths,
 )
+from prfaas.core.kv import KvModel
 from prfaas.core.latency import ProfileError
 from prfaas.core.planner.cached_prefixes import with_prefixes
 from prfaas.core.planner.equations import KvSize
@@ -58,6 +60,7 @@ def problem_of(deployment: PlannedDeployment) -> PlanProblem:
     prefill_s = {
         cluster.name: curves[curves.index(cluster.profile)].prefill_s for cluster in deployment.clusters
     }
+    narrower = link_sizes(deployment.link_models)
     try:
         problem = PlanProblem(
             name=deployment.name,
@@ -86,6 +89,8 @@ def problem_of(deployment: PlannedDeployment) -> PlanProblem:
                     link.egress_per_gb,
                     link.rtt_s,
                     mapping_bits_per_s(deployment, link),
+                    narrower.get(link.name),
+                    float(deployment.sent_over(link.name).token_bytes),
                 )
                 for link in deployment.links
             ),
@@ -102,6 +107,12 @@ def problem_of(deployment: PlannedDeployment) -> PlanProblem:
         raise deployment.error((), str(error)) from None
     _check_range(deployment, problem)
     return problem
+
+
+def link_sizes(models: Mapping[str, KvModel]) -> dict[str, KvSize]:
+    """S_kv by link, from models by link; equal models share one."""
+    sizes = {model: KvSize(model) for model in models.values()}
+    return {link: sizes[model] for link, model in models.items()}
 
 
 def mapping_bits_per_s(deployment: PlannedDeployment, link: Link) -> float:

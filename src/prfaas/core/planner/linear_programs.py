@@ -365,7 +365,8 @@ class Programme:
                 if transfer.link == link.name
             ]
             if used and np.isfinite(link.bandwidth_bits_per_s):
-                sizes = [self._lengths.means(self._problem.kv_bytes, share) for _, share in used]
+                kv_bytes = self._problem.kv_bytes_over(link.name)
+                sizes = [self._lengths.means(kv_bytes, share) for _, share in used]
                 bits = np.concatenate(sizes) * BITS_PER_BYTE * scales.get(resource, 1.0)
                 columns = np.concatenate([self._columns_of(k) for k, _ in used])
                 found.append(ResourceUse(resource, columns, bits, link.bandwidth_bits_per_s))

@@ -64,10 +64,10 @@ class Split:
         if self.remote is not None and self.prfaas is not None:
             prfaas_s = above.total(self.prfaas.prefill_s, self.remote.share)
             for transfer in self.remote.transfers:
-                bits = above.total(self.problem.kv_bytes, transfer.share) * BITS_PER_BYTE
+                bits = above.total(self.problem.kv_bytes_over(transfer.link), transfer.share) * BITS_PER_BYTE
                 links[transfer.link] = links[transfer.link] + bits
         for transfer in self.local.transfers:
-            bits = below.total(self.problem.kv_bytes, transfer.share) * BITS_PER_BYTE
+            bits = below.total(self.problem.kv_bytes_over(transfer.link), transfer.share) * BITS_PER_BYTE
             links[transfer.link] = links[transfer.link] + bits
         return Loads(above.mass, prfaas_s, below.total(self.pd.prefill_s, self.local.share), links)
 

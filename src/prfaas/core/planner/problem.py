@@ -90,6 +90,10 @@ class PlanLink:
     """Round trip in seconds: every request that crosses waits for one."""
     transfer_limit_bits_per_s: float = math.inf
     """What one transfer gets at most: what its ends can map."""
+    kv_bytes: "OfLength | None" = None
+    """S_kv on this link, where its ends keep KVCache in a narrower dtype than others; None: the problem's."""
+    streamed_token_bytes: float = math.inf
+    """As the problem's, with `kv_bytes`."""
 
     @property
     def name(self) -> str:
@@ -159,6 +163,11 @@ class PlanProblem:
     def link(self, source: str, target: str) -> PlanLink | None:
         """The link between two clusters by name, None if there is none."""
         return next((link for link in self.links if (link.source, link.target) == (source, target)), None)
+
+    def kv_bytes_over(self, link: str) -> "OfLength":
+        """S_kv on a link, by its name."""
+        own = next((each.kv_bytes for each in self.links if each.name == link), None)
+        return self.kv_bytes if own is None else own
 
     def hit_ratio(self, cluster: PrfaasCluster | PdCluster) -> float:
         """The part of every prompt that a cluster's cache holds."""

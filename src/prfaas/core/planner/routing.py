@@ -122,7 +122,7 @@ class RoutingPlan:
         """Bits that cross a link per request of the whole system."""
         import numpy as np
 
-        total = 0.0
+        total, kv_bytes = 0.0, self.problem.kv_bytes_over(link)
         for k, path in enumerate(self.paths):
             mass = float(self.mass[k])
             for transfer in path.transfers:
@@ -130,9 +130,9 @@ class RoutingPlan:
                     continue
                 if service == "mean length":
                     mean = np.array([transfer.share * self.mean_length(k)])
-                    total += mass * float(self.problem.kv_bytes(mean)[0])
+                    total += mass * float(kv_bytes(mean)[0])
                 else:
-                    sizes = self.lengths.means(self.problem.kv_bytes, transfer.share)
+                    sizes = self.lengths.means(kv_bytes, transfer.share)
                     total += float((self.shares[:, k] * sizes).sum())
         return total * BITS_PER_BYTE
 

@@ -191,12 +191,11 @@ def link_time(
     for number, transfer in enumerate(path.transfers, start=1):
         link = links[transfer.link]
         tokens = transfer.share * lengths
-        sizes = problem.kv_bytes(tokens)
+        sizes = problem.kv_bytes_over(link.name)(tokens)
+        token_bytes = problem.streamed_token_bytes if link.kv_bytes is None else link.streamed_token_bytes
         # A prefix that is fetched must be there before the prefill begins; only the way back overlaps with it.
         is_back = number == len(path.transfers) and not path.is_local
-        streamed = (
-            np.minimum(sizes, problem.streamed_token_bytes * tokens) if is_back else np.zeros(len(lengths))
-        )
+        streamed = np.minimum(sizes, token_bytes * tokens) if is_back else np.zeros(len(lengths))
         unit_s = BITS_PER_BYTE / min(link.bandwidth_bits_per_s, link.transfer_limit_bits_per_s)
         streamed_s += streamed * unit_s
         late_s += (sizes - streamed) * unit_s

@@ -48,7 +48,7 @@ class RoundRobin:
         pd, decode, cluster, instance, link = placements[request.ordinal % len(placements)]
         option = prefill_by(request, view, cluster, instance)
         if link is not None:
-            kv_bytes = kv_bytes_to(request, view, decode)
+            kv_bytes = kv_bytes_to(request, view, decode, link)
             option = streamed(option, link, view, kv_bytes, request.first_from_prefill)
         held = max(request.reusable_at(each.name) for each in pd.instances)
         threshold = view.threshold_tokens.get(pd.name, math.inf)

@@ -24,7 +24,7 @@ def uncached_tokens(request: RoutingRequest, view: View, pd: PdCandidate, marks:
     for source in pd.sources:
         if source.held_tokens <= pd.held_tokens:
             break
-        if abundant_link(view, source.cluster.name, pd.cluster.name, marks) is not None:
+        if _link_from(source, pd.cluster.name, view, marks) is not None:
             return request.num_tokens - source.held_tokens
     return own_uncached_tokens(request, pd)
 
@@ -74,7 +74,7 @@ def with_cache(
     if tokens - option.reusable_tokens < _LEAST_SHARE * (request.num_tokens - option.reusable_tokens):
         return option
     skip = min(at_target.attention_tokens, tokens) if at_target is not None and view.kv.can_skip else 0
-    kv_bytes = view.kv.prefix_bytes_to_move(sent_tokens, skip)
+    kv_bytes = (link.kv or view.kv).prefix_bytes_to_move(sent_tokens, skip)
     moved_s = BITS_PER_BYTE * kv_bytes / (link.capacity_bits_per_s - link.egress_bits_per_s) + link.rtt_s
     begins_s = link.drained_s
     holder = source.holder
@@ -142,8 +142,10 @@ def _from_tiers(
         return moved_s + request.loads_s.get(source.holder.name, 0.0), option.load_s
     target = pool_at(view, option.instance.name)
     assert target is not None  # `_best_source` has asked for it
-    read_s = reading_s(view.kv, source.holder, request.pools[source.holder.name], tokens, skip_tokens)
-    loaded_bytes = view.kv.prefix_bytes_to_move(tokens, 0)
+    # Pools exchange pages between clusters that keep them in one dtype.
+    kv = option.cluster.kv or view.kv
+    read_s = reading_s(kv, source.holder, request.pools[source.holder.name], tokens, skip_tokens)
+    loaded_bytes = kv.prefix_bytes_to_move(tokens, 0)
     return max(moved_s, read_s), BITS_PER_BYTE * loaded_bytes / target.memory_bits_per_s
 
 
@@ -157,7 +159,13 @@ def _best_source(
             continue
         if view.blocked and (source.holder.name, option.instance.name) in view.blocked:
             continue
-        link = abundant_link(view, source.cluster.name, option.cluster.name, marks)
+        link = _link_from(source, option.cluster.name, view, marks)
         if link is not None:
             return source, link
     return None
+
+
+def _link_from(source: PrefixSource, target: str, view: View, marks: AbundanceMarks) -> LinkView | None:
+    link = abundant_link(view, source.cluster.name, target, marks)
+    is_apart = link is not None and not link.joins_pools and type(source) is PooledPrefix
+    return None if is_apart else link

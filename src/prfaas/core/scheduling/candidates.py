@@ -106,16 +106,18 @@ def prefill_without_hop(
     rtt_s, bits_per_s = (
         (NEAR_HOP_S, NEAR_HOP_BITS_PER_S) if link is None else (link.rtt_s, link.capacity_bits_per_s)
     )
-    hop_s = rtt_s + BITS_PER_BYTE * view.kv.prefix_bytes_to_move(1, 0) / bits_per_s
+    kv = view.kv_between(option.cluster.name, decode.cluster)
+    hop_s = rtt_s + BITS_PER_BYTE * kv.prefix_bytes_to_move(1, 0) / bits_per_s
     cluster = view.clusters[decode.cluster]
     here = prefill_by(request, view, cluster, decode)
     return here if here.ttft_s - cluster.prefill_s(1) < hop_s else None
 
 
-def kv_bytes_to(request: RoutingRequest, view: View, decode: InstanceView) -> int:
-    """KV bytes that a prefill elsewhere sends to the instance that decodes."""
-    skip = request.attention_at(decode.name) if request.held and view.kv.can_skip else 0
-    return view.kv.bytes_to_move(request.num_tokens, skip)
+def kv_bytes_to(request: RoutingRequest, view: View, decode: InstanceView, link: LinkView) -> int:
+    """KV bytes that a prefill elsewhere sends over `link` to the instance that decodes."""
+    kv = link.kv or view.kv
+    skip = request.attention_at(decode.name) if request.held and kv.can_skip else 0
+    return kv.bytes_to_move(request.num_tokens, skip)
 
 
 def streamed(

@@ -57,5 +57,5 @@ def is_worth_offloading(
         threshold = view.threshold_tokens.get(local.cluster.name, math.inf)
         usual_s = local.cluster.prefill_s(threshold) if threshold < math.inf else spared_s
         spared_s *= 1.0 + ahead_s / max(usual_s, _LEAST_S)
-    kv_bytes = kv_bytes_to(request, view, decode)
+    kv_bytes = kv_bytes_to(request, view, decode, link)
     return is_worth_its_bytes(link, kv_bytes, spared_s, local.cluster.instance_price_per_s)

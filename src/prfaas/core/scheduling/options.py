@@ -140,10 +140,10 @@ def options(request: RoutingRequest, view: View) -> list[PrefillOption]:
         found.append(PrefillOption(request, view, local.instance, decode, None, local))
         if request.num_tokens <= 1:
             continue  # nothing to transfer: the last token is computed where it is decoded
-        kv_bytes = kv_bytes_to(request, view, decode)
         for node in near.far:
             link = usable_link(view, node.cluster.name, cluster.name)
             if link is not None:
+                kv_bytes = kv_bytes_to(request, view, decode, link)
                 far = streamed(node, link, view, kv_bytes, request.first_from_prefill)
                 found.append(PrefillOption(request, view, far.instance, decode, link, far))
     return found

@@ -14,9 +14,9 @@ def ends_in_s(request: RoutingRequest, view: View, cluster: ClusterView, instanc
     reused_tokens = request.reusable_at(instance.name)
     prefill_s = cluster.after_prefix_s(request.num_tokens - reused_tokens, reused_tokens)
     ends_s = start_s + prefill_s
-    kv_bits = BITS_PER_BYTE * view.kv.bytes_to_move(request.num_tokens, 0)
     for link in view.links.values():
         if link.source == cluster.name and link.up:
+            kv_bits = BITS_PER_BYTE * (link.kv or view.kv).bytes_to_move(request.num_tokens, 0)
             wait_s, link_s = max(link.drained_s - view.now_s, 0.0), kv_bits / link.capacity_bits_per_s
             ends_s = max(ends_s, streamed_s(start_s, prefill_s, wait_s, link_s, link.rtt_s))
     return ends_s

@@ -127,7 +127,7 @@ class Rebalancer:
         spare = {
             (link.source, link.target): self._spare_bits_per_s(link) * elapsed_s / BITS_PER_BYTE
             for link in links
-            if link.up
+            if link.up and link.joins_pools
         }
         copies = []
         for place, missing in sorted(

@@ -307,31 +307,32 @@ def soonest_remote(
     request: RoutingRequest, view: View, pd: PdCandidate, remotes: Sequence[tuple[BestCandidate, LinkView]]
 ) -> PrefillCandidate:
     """Of `remotes`, at least one, the one with the least predicted TTFT; by `delay_s` where that is something else."""
-    kv_bytes = kv_bytes_to(request, view, pd.decode)
-    first_from_prefill = request.first_from_prefill
+    first_from_prefill, now_s = request.first_from_prefill, view.now_s
     if len(remotes) == 1:
+        kv_bytes = kv_bytes_to(request, view, pd.decode, remotes[0][1])
         return streamed(*remotes[0], view, kv_bytes, first_from_prefill)
-    now_s, kv_bits = view.now_s, BITS_PER_BYTE * kv_bytes
-    chosen: tuple[BestCandidate, LinkView] | None = None
+    chosen: tuple[BestCandidate, LinkView, int] | None = None
     least_s = math.inf
     for node, link in remotes:
         # No KV arrives before it has been computed.
         if chosen is None or node.ttft_s < least_s:
             wait_s, kills_per_s = link.drained_s - now_s, node.cluster.kills_per_s
+            kv_bytes = kv_bytes_to(request, view, pd.decode, link)
             delay_s = streamed_delay_s(
                 node.start_s,
                 node.prefill_s,
                 wait_s if wait_s > 0.0 else 0.0,
-                kv_bits / link.capacity_bits_per_s,
+                BITS_PER_BYTE * kv_bytes / link.capacity_bits_per_s,
                 link.rtt_s,
                 kills_per_s,
                 view.checkpoint_s(link, first_from_prefill) if kills_per_s else math.inf,
                 first_from_prefill,
             )
             if chosen is None or delay_s < least_s:
-                chosen, least_s = (node, link), delay_s
+                chosen, least_s = (node, link, kv_bytes), delay_s
     assert chosen is not None  # there is at least one
-    return streamed(*chosen, view, kv_bytes, first_from_prefill)
+    node, link, kv_bytes = chosen
+    return streamed(node, link, view, kv_bytes, first_from_prefill)
 
 
 def decision_of(request: RoutingRequest, view: View, decode: InstanceView, choice: Choice) -> Decision:
@@ -350,7 +351,8 @@ def decision_of(request: RoutingRequest, view: View, decode: InstanceView, choic
     if prefill is not decode:
         if request.held and view.kv.can_skip:
             skip_tokens = request.attention_at(decode.name)
-        kv_bytes = option.kv_bytes if link else view.kv.bytes_to_move(request.num_tokens, skip_tokens)
+        inside = view.clusters[decode.cluster].kv or view.kv
+        kv_bytes = option.kv_bytes if link else inside.bytes_to_move(request.num_tokens, skip_tokens)
     return Decision(
         _LOCAL if link is None else _OFFLOAD,
         prefill.name,

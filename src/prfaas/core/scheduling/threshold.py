@@ -314,6 +314,8 @@ class LinkFacts:
     target: str
     bandwidth_bits_per_s: float
     """0 when it is down."""
+    kv_bytes: "OfLength | None" = None
+    """S_kv on it, where that is other than the deployment's."""
 
 
 def prefill_instances(instances: Iterable[InstanceView]) -> int:
@@ -363,7 +365,7 @@ def problem_now(
             for cluster in decoders
         ),
         links=tuple(
-            PlanLink(link.source, link.target, link.bandwidth_bits_per_s)
+            PlanLink(link.source, link.target, link.bandwidth_bits_per_s, kv_bytes=link.kv_bytes)
             for link in links
             if link.bandwidth_bits_per_s > 0 and {link.source, link.target} <= names
         ),

@@ -117,18 +117,18 @@ class Tilted:
         return _tilted(pd.threshold_tokens, tilt_s / max(pd.cluster.prefill_s(pd.threshold_tokens), _LEAST_S))
 
     def _cheapest_remote(self, request: RoutingRequest, view: View, pd: PdCandidate) -> PrefillCandidate:
-        kv_bytes = kv_bytes_to(request, view, pd.decode)
-        first_from_prefill = request.first_from_prefill
+        first_from_prefill, now_s = request.first_from_prefill, view.now_s
         if len(pd.remotes) == 1:
+            kv_bytes = kv_bytes_to(request, view, pd.decode, pd.remotes[0][1])
             return streamed(*pd.remotes[0], view, kv_bytes, first_from_prefill)
-        now_s, kv_bits = view.now_s, BITS_PER_BYTE * kv_bytes
-        chosen: tuple[BestCandidate, LinkView] | None = None
+        chosen: tuple[BestCandidate, LinkView, int] | None = None
         least = math.inf
         for node, link in pd.remotes:
             # Without the link the cost can only be less.
             if node.ttft_s * node.prefill_s < least:
                 # Backlog times work as above, the request's own work counted as backlog.
-                link_s, wait_s = kv_bits / link.capacity_bits_per_s, link.drained_s - now_s
+                kv_bytes = kv_bytes_to(request, view, pd.decode, link)
+                link_s, wait_s = BITS_PER_BYTE * kv_bytes / link.capacity_bits_per_s, link.drained_s - now_s
                 if wait_s < 0.0:
                     wait_s = 0.0
                 kills_per_s = node.cluster.kills_per_s
@@ -144,9 +144,10 @@ class Tilted:
                 )
                 cost = delay_s * node.prefill_s + wait_s * link_s
                 if cost < least:
-                    chosen, least = (node, link), cost
+                    chosen, least = (node, link, kv_bytes), cost
         assert chosen is not None  # there is at least one
-        return streamed(*chosen, view, kv_bytes, first_from_prefill)
+        node, link, kv_bytes = chosen
+        return streamed(node, link, view, kv_bytes, first_from_prefill)
 
     def _ahead_s(self, local: PrefillCandidate, far: PrefillCandidate, done_s: float, view: View) -> float:
         work = (done_s - far.prefill_s) * far.prefill_s + far.link_wait_s * far.link_s

@@ -183,6 +183,10 @@ class LinkView:
     it is being found out whether the link carries more."""
     egress_price_per_byte: float = 0.0
     """In the currency of the deployment file's prices."""
+    kv: KvFacts | None = None
+    """What of KVCache crosses it, where an end keeps it in a narrower dtype than others do; None: as `View.kv`."""
+    joins_pools: bool = True
+    """False: its ends keep KVCache in unlike dtypes. Engines convert it, and pools exchange nothing over it."""
 
     @property
     def utilisation(self) -> float:
@@ -251,6 +255,8 @@ class ClusterView:
     """What one instance costs, in the currency of the deployment file's prices."""
     kills_per_s: float = 0.0
     """How often an instance is taken away while it is up, as the deployment file says; 0: its owner keeps it."""
+    kv: KvFacts | None = None
+    """What its machines hold, where they keep it in a narrower dtype than others do; None: as `View.kv`."""
 
     def after_prefix_s(self, uncached_tokens: float, reused_tokens: float) -> float:
         """Seconds of computing `uncached_tokens` behind `reused_tokens` that an instance need not compute."""
@@ -284,13 +290,18 @@ class View:
     """What has arrived of a transfer is kept when it breaks, and the decode instance goes on from there, as live. Only
     simulations can say that it is lost."""
 
+    def kv_between(self, source: str, target: str) -> KvFacts:
+        """What of KVCache goes from one cluster to another, or moves inside of one, by their names."""
+        place = self.clusters[source] if source == target else self.links.get((source, target))
+        return self.kv if place is None or place.kv is None else place.kv
+
     def checkpoint_s(self, link: LinkView, first_from_prefill: bool) -> float:
         """What a checkpoint takes on a link; 0: the model needs none; infinite: a broken transfer is not kept.
 
         A transfer whose prefill gives the first token never is: its ticket has a token more than the decode request.
         Nor is one of a hybrid model that nothing else is known of.
         """
-        size_bytes = self.kv.checkpoint_bytes
+        size_bytes = (link.kv or self.kv).checkpoint_bytes
         if first_from_prefill or not self.keeps_transfers or (self.kv.is_hybrid and not size_bytes):
             return math.inf
         return BITS_PER_BYTE * size_bytes / link.capacity_bits_per_s

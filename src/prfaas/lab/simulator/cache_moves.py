@@ -7,7 +7,6 @@ from prfaas.lab.simulator.events import Events
 from prfaas.lab.simulator.instance import Engine, Job
 from prfaas.lab.simulator.monitored_link import MonitoredLink
 from prfaas.lab.simulator.pools import MachinePools
-from prfaas.lab.simulator.transfer import KvMoves
 
 
 class CacheMoves:
@@ -19,7 +18,6 @@ class CacheMoves:
         engines: Mapping[str, Engine],
         links: Mapping[tuple[str, str], MonitoredLink],
         pools: MachinePools | None,
-        kv: KvMoves,
         columns: Columns,
         is_here: Callable[[Job], None],
     ) -> None:
@@ -28,7 +26,6 @@ class CacheMoves:
         self._engines = engines
         self._links = links
         self._pools = pools
-        self._kv = kv
         self._columns = columns
         self._is_here = is_here
 
@@ -60,7 +57,7 @@ class CacheMoves:
         moved, link = job.decision.cache_transfer, job.prefix_link
         if job.is_void or moved is None or link is None:
             return
-        nbytes = self._kv.total_bytes(moved.reusable_tokens, moved.skip_tokens)
+        nbytes = link.kv.total_bytes(moved.reusable_tokens, moved.skip_tokens)
         self._columns.link_bytes[job.number] += nbytes
         job.transfer = link.fluid.send(
             (moved.source, job.engine.name), nbytes, self._is_here, job, background=True

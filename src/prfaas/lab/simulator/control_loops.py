@@ -6,6 +6,7 @@ from typing import Any
 
 from prfaas.core.deployment import Role
 from prfaas.core.planner import KvSize, PlanError, PlanProblem
+from prfaas.core.planner.from_deployment import link_sizes
 from prfaas.core.planner.role_latency import QueueingModel
 from prfaas.core.scheduling.allocation import (
     COOL_DOWN_PERIODS,
@@ -119,6 +120,7 @@ class SlowLoops:
         )
         self._conversions = Conversions(world, on_end=lambda: self.ask("roles"))
         self._kv_bytes = KvSize(scenario.sent_model)
+        self._link_bytes = link_sizes(scenario.link_models)
         self._outlook = Outlook(world.window, scenario.foresight or foresight_of(control.forecast_period_s))
         self._queues = QueueingModel(is_shortest_first(world.policy, world.view))
         self._answers = _Answers()
@@ -223,7 +225,12 @@ class SlowLoops:
                 )
             )
         links = [
-            LinkFacts(link.source, link.target, link.capacity_bits_per_s if link.up else 0.0)
+            LinkFacts(
+                link.source,
+                link.target,
+                link.capacity_bits_per_s if link.up else 0.0,
+                self._link_bytes.get(f"{link.source}->{link.target}"),
+            )
             for link in world.view.links.values()
         ]
         return problem_now(clusters, links, lengths, output_tokens, self._kv_bytes)

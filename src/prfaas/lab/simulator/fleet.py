@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
+from prfaas.core.kv import KvModel
 from prfaas.core.latency.service_curve import ServiceCurve
 from prfaas.core.scheduling import ClusterView, InstanceView, KvFacts, LinkView, View
 from prfaas.core.scheduling.prefill_pool import PrefillPool
@@ -17,12 +18,13 @@ from prfaas.lab.simulator.paced_clock import PacedClock
 from prfaas.lab.simulator.scenario import Scenario, instance_names
 from prfaas.lab.simulator.simulated_cluster import SimulatedCluster
 from prfaas.lab.simulator.token_clock import ContextClock, TokenClock
+from prfaas.lab.simulator.transfer import KvMoves
 
 JobCallback = Callable[[Job], None]
 
 
 def links_of(
-    scenario: Scenario, view: View, events: Events, rng: np.random.Generator
+    scenario: Scenario, view: View, kv: KvMoves, events: Events, rng: np.random.Generator
 ) -> dict[tuple[str, str], MonitoredLink]:
     """By (source, target); `rng` is for their capacities."""
     return {
@@ -36,6 +38,7 @@ def links_of(
                 rtt_s=link.rtt_s,
                 transfer_limit_bits_per_s=link.transfer_limit_bits_per_s,
             ),
+            KvMoves(scenario.link_models[link.name]) if link.name in scenario.link_models else kv,
             events,
         )
         for link, stream in zip(scenario.links, rng.spawn(len(scenario.links)), strict=True)
@@ -114,6 +117,7 @@ def _nothing(_job: Job) -> None:
 
 def view_of(scenario: Scenario, kv: KvFacts) -> View:
     """What policies read when a simulation begins: every instance idle, in its first role."""
+    kept = {cluster.name: cluster.kv_model for cluster in scenario.clusters}
     return View(
         clusters={
             cluster.name: ClusterView(
@@ -133,6 +137,7 @@ def view_of(scenario: Scenario, kv: KvFacts) -> View:
                 slot_s=_planned_slot_s(cluster, scenario.output_tokens),
                 instance_price_per_s=cluster.instance_price_per_hour / SECONDS_PER_HOUR,
                 kills_per_s=cluster.kills_per_hour / SECONDS_PER_HOUR,
+                kv=_facts(cluster.kv_model),
             )
             for cluster in scenario.clusters
         },
@@ -145,6 +150,8 @@ def view_of(scenario: Scenario, kv: KvFacts) -> View:
                 # The view is always kept up to date: `MonitoredLink.look`.
                 seen_s=float("inf"),
                 egress_price_per_byte=link.egress_per_gb / GB,
+                kv=_facts(scenario.link_models.get(link.name)),
+                joins_pools=kept[link.source] == kept[link.target],
             )
             for link in scenario.links
         },
@@ -153,6 +160,10 @@ def view_of(scenario: Scenario, kv: KvFacts) -> View:
         stale_after_s=scenario.control.stale_after_s,
         keeps_transfers=scenario.keeps_transfers,
     )
+
+
+def _facts(model: KvModel | None) -> KvFacts | None:
+    return None if model is None else KvMoves(model).facts
 
 
 def usual_curves(scenario: Scenario) -> dict[str, ServiceCurve]:

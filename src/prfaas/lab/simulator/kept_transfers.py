@@ -22,7 +22,7 @@ class KeptTransfers:
 
     def checkpoint_bytes(self, job: Job, link_bits_per_s: float) -> int:
         """What a prefill that begins now sends as checkpoints; the job is told, and how far they are apart."""
-        engine, size_bytes = job.engine, self._kv.facts.checkpoint_bytes
+        engine, size_bytes = job.engine, self._kv_of(job).facts.checkpoint_bytes
         if not self._are_kept or engine.sharing is not None:
             return 0
         job.every_tokens = checkpoint_every_tokens(
@@ -60,8 +60,8 @@ class KeptTransfers:
         sent_bytes = job.link.fluid.sent_bytes(job.transfer)
         if sent_bytes >= job.promised_bytes + job.checkpoint_bytes:
             return all_tokens
-        streamed_bytes = self._kv.streamed_bytes(all_tokens, skip_tokens)
-        if not self._kv.facts.checkpoint_bytes:
+        streamed_bytes = job.link.kv.streamed_bytes(all_tokens, skip_tokens)
+        if not job.link.kv.facts.checkpoint_bytes:
             return _from_share(sent_bytes / streamed_bytes, skip_tokens, all_tokens) if streamed_bytes else 0
         return self._newest_checkpoint(job, sent_bytes, streamed_bytes)
 
@@ -75,6 +75,9 @@ class KeptTransfers:
         sent_bytes -= token_bytes * (first_tokens - skip_tokens)
         come = min(int(sent_bytes / (token_bytes * job.every_tokens + each_bytes)), count)
         return first_tokens + come * job.every_tokens if come > 0 else 0
+
+    def _kv_of(self, job: Job) -> KvMoves:
+        return self._kv if job.link is None else job.link.kv
 
     def _count(self, job: Job) -> int:
         return checkpoint_count(job.every_tokens, job.tokens - 1 - _first_token(job))

@@ -10,6 +10,7 @@ from prfaas.core.scheduling.view import show
 from prfaas.core.units import BITS_PER_BYTE
 from prfaas.lab.simulator.events import Events
 from prfaas.lab.simulator.link import FluidLink
+from prfaas.lab.simulator.transfer import KvMoves
 
 LOOK_S = 0.5
 """What policies read of a link that is as it was is this old at most; live, telemetry comes ten times a second."""
@@ -41,13 +42,15 @@ class MonitoredLink:
     __slots__ = (
         "_announced", "_delivered_bits_per_s", "_events", "_excess_s", "_history", "_is_watched", "_resent_bytes",
         "_rtt_s", "_sender", "_sent_bytes",
-        "carried_s", "fluid", "meter", "on_change", "promised_bytes", "view",
+        "carried_s", "fluid", "kv", "meter", "on_change", "promised_bytes", "view",
     )  # fmt: skip
 
     view: LinkView
     """What policies read."""
     fluid: FluidLink
     """What carries the transfers."""
+    kv: KvMoves
+    """What of KVCache crosses it."""
     meter: LinkMeter
     """What the view is told by while the link is watched."""
     on_change: Callable[[], None]
@@ -57,9 +60,10 @@ class MonitoredLink:
     carried_s: float
     """When the link was last seen with any capacity."""
 
-    def __init__(self, view: LinkView, fluid: FluidLink, events: Events) -> None:
+    def __init__(self, view: LinkView, fluid: FluidLink, kv: KvMoves, events: Events) -> None:
         """`view` at rest, its capacity as configured."""
         self.view = view
+        self.kv = kv
         self.fluid = fluid
         self.meter = LinkMeter(view.capacity_bits_per_s, events.now_s)
         fluid.paced_bits_per_s = view.capacity_bits_per_s

@@ -187,7 +187,9 @@ class MachinePools:
                 options.ssd_bits_per_s,
                 options.network_bits_per_s,
             )
-            pool = MachinePool(options, scenario.kv_model, block_tokens, cluster.curve.between_s)
+            pool = MachinePool(
+                options, cluster.kv_model or scenario.kv_model, block_tokens, cluster.curve.between_s
+            )
             self._view.pools[name] = view
             self._machines[name] = machine = _Machine(view, pool)
             self._of.update(dict.fromkeys(instances, machine))

@@ -112,6 +112,8 @@ class Scenario:
     cluster."""
     wire_model: KvModel | None = None
     """What crosses links where that is less than what ranks hold together: `PlannedDeployment.wire_model`."""
+    link_models: Mapping[str, KvModel] = field(default_factory=dict)
+    """What crosses the links of narrower dtypes: `PlannedDeployment.link_models`."""
     first_token: FirstTokenSource = "decode"
     """Who gives every first token; "prefill": where another instance prefills than the one that decodes."""
     relay: RelaySettings = field(default_factory=RelaySettings)
@@ -291,6 +293,7 @@ def scenario_of(
                 cluster_of(cluster, prefill, problem, prefill_concurrency),
                 instance_price_per_hour=planned.prices.get(cluster.hardware, 0.0) * cluster.gpus_per_instance,
                 kills_per_hour=cluster.kills_per_hour,
+                kv_model=cluster.kv_model,
                 prefill_step_tokens=prefill_step_tokens,
                 chunk_tokens=chunk_tokens,
                 kv_block_tokens=kv_block_tokens,
@@ -315,6 +318,7 @@ def scenario_of(
         ),
         kv_model=planned.kv_model,
         wire_model=planned.wire_model,
+        link_models=planned.link_models,
         policy=policy,
         threshold_tokens=thresholds,
         output_tokens=problem.workload.output_tokens,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from prfaas.core.deployment import PlannedCluster
+from prfaas.core.kv import KvModel
 from prfaas.core.latency import LatencyProfile
 from prfaas.core.latency.service_curve import ServiceCurve
 from prfaas.core.planner import PlanProblem
@@ -48,6 +49,8 @@ class SimulatedCluster:
     """In the currency of the deployment's prices; 0 where it has none."""
     kills_per_hour: float = 0.0
     """How often policies expect that an instance is taken away; the failures themselves are the scenario's."""
+    kv_model: KvModel | None = None
+    """What it holds of a request's KVCache, where that is less than the scenario's `kv_model`."""
 
 
 def cluster_of(

@@ -59,12 +59,12 @@ class World:
         self.engines = engines_of(
             scenario, self.view, self.prefill_pools, self.events, self.answers, self._prefilled
         )
-        self.links = links_of(scenario, self.view, self.events, rng)
+        self.links = links_of(scenario, self.view, self.kv, self.events, rng)
         caches = scenario.caches
         self.caches = None if caches is None else caches.of_instances(list(self.engines), block_tokens)
         self.pools = pools_of(scenario, self.view, block_tokens, self.columns)
         self._moves = CacheMoves(
-            self.events, self.engines, self.links, self.pools, self.kv, self.columns, self._prefix_here
+            self.events, self.engines, self.links, self.pools, self.columns, self._prefix_here
         )
         self._queue_limit = QueueLimit.of(scenario.queue_limit_s, self.view)
         self.window = LengthWindow(scenario.control.window_s)
@@ -210,7 +210,7 @@ class World:
             engine.view.in_flight += 1
             if engine.cluster is not target.cluster:
                 job.link = link = self.links[engine.cluster.name, target.cluster.name]
-                job.promised_bytes = nbytes = self.kv.total_bytes(job.tokens - 1, decision.skip_tokens)
+                job.promised_bytes = nbytes = link.kv.total_bytes(job.tokens - 1, decision.skip_tokens)
                 link.promise(nbytes, now_s)
         if decision.cache_transfer is not None:
             # Meanwhile the prefill counts as accepted by its instance.
@@ -313,7 +313,7 @@ class World:
             # Before its stream ends: what its last bytes are held back by is known then.
             events.at(end_s, self._when_prefilled, job)
         if link is not None:
-            streamed_bytes = self.kv.streamed_bytes(job.tokens - 1, job.decision.skip_tokens)
+            streamed_bytes = link.kv.streamed_bytes(job.tokens - 1, job.decision.skip_tokens)
             last_bytes, route = job.promised_bytes - streamed_bytes, (engine.name, job.target.name)
             if engine.cluster.kills_per_s:
                 streamed_bytes += self._kept.checkpoint_bytes(job, link.view.capacity_bits_per_s)

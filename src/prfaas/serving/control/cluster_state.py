@@ -6,7 +6,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 from prfaas.core.deployment import Role
-from prfaas.core.scheduling import ClusterView, Decision, InstanceView, LinkView, View
+from prfaas.core.scheduling import ClusterView, Decision, InstanceView, KvFacts, LinkView, View
 from prfaas.core.scheduling.gateway_share import NOTHING_AT_INSTANCE, GatewayShare, InstanceShare
 from prfaas.serving.control.link_load import LinkLoad
 from prfaas.serving.control.prefill_queue import PrefillQueue
@@ -111,6 +111,10 @@ class ClusterState:
     def instance(self, name: str) -> InstanceView:
         """What policies see of one instance."""
         return self._loads[name].view
+
+    def kv_between(self, producer: str, consumer: str) -> KvFacts:
+        """What of KVCache moves from one instance to another, by their names."""
+        return self.view.kv_between(self.instance(producer).cluster, self.instance(consumer).cluster)
 
     def add_cluster(self, cluster: ClusterView) -> None:
         """One more cluster, still without instances."""

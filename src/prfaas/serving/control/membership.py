@@ -89,7 +89,7 @@ class Membership:
                 state.add_cluster(cluster_view(running, cluster, curves))
         for link in running.links:
             if (link.source, link.target) not in state.view.links:
-                state.add_link(replace(link_view(link, plane.clock()), up=False))
+                state.add_link(replace(link_view(running, link, plane.clock()), up=False))
         plane.prefill_admission.adopt()
 
     def _keep_places(self, running: Deployment) -> None:

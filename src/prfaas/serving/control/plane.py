@@ -236,7 +236,7 @@ class LivePlane:
         self._routed.total += 1
         request = self.prefix_knowledge.request(match, num_tokens, self._routed.total, first_from_prefill)
         policy = self.policy if offload else self._local
-        decision = match.bound(policy.decide(request, view), num_tokens, view.kv)
+        decision = match.bound(policy.decide(request, view), num_tokens, self.cluster_state.kv_between)
         self._count(decision)
         if offload and not avoid and view.pools:
             self.hot_prefixes.note_pools(decision.prefill, chains, match.pools)

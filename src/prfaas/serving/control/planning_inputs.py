@@ -44,13 +44,40 @@ logger = logging.getLogger(__name__)
 _LARGEST_BLOCK_TOKENS = 256
 
 
+# Long enough for windows to be full and states to matter little.
+_COMPARED_TOKENS = 32768
+
+
 def kv_model_of(deployment: Deployment) -> KvModel | None:
-    """The model's layers by its config; None, with a warning, where that can't be read."""
+    """The model's layers by its config, in the widest dtype of any cluster; None, with a warning, where that can't be
+    read."""
     try:
-        return deployment.model.kv_model()
+        kept = [deployment.model.kv_model(cluster.kv_cache_dtype) for cluster in deployment.clusters]
     except ConfigError as error:
         logger.warning("the KV cache's shape is unknown, so it is taken for a hybrid one: %s", error)
         return None
+    return max(kept, key=_size)
+
+
+def narrower_model(deployment: Deployment, *clusters: str) -> KvModel | None:
+    """What of KVCache crosses between two clusters by name, or is held in one; None: what `kv_model_of` says."""
+    if not deployment.converts_kv:
+        return None
+    try:
+        ends = [deployment.model.kv_model(deployment.cluster(name).kv_cache_dtype) for name in clusters]
+    except ConfigError:
+        return None
+    narrowest = min(ends, key=_size)
+    return None if narrowest == kv_model_of(deployment) else narrowest
+
+
+def _size(model: KvModel) -> int:
+    return model.kv_bytes(_COMPARED_TOKENS)
+
+
+def _own_facts(deployment: Deployment, *clusters: str) -> KvFacts | None:
+    model = narrower_model(deployment, *clusters)
+    return None if model is None else kv_facts(model)
 
 
 def kv_facts(model: KvModel | None) -> KvFacts:
@@ -81,7 +108,7 @@ def view_of(
             )
             for cluster in deployment.clusters
         },
-        links={(link.source, link.target): link_view(link, now_s) for link in deployment.links},
+        links={(link.source, link.target): link_view(deployment, link, now_s) for link in deployment.links},
         kv=kv_facts(model),
         now_s=now_s,
         stale_after_s=deployment.control.stale_after_s,
@@ -99,10 +126,11 @@ def cluster_view(deployment: Deployment, cluster: Cluster, curves: PrefillCurves
         slot_s=_usual_slot_s(deployment, cluster) if cluster.kind == "pd" else 0.0,
         instance_price_per_s=cluster.instance_price_per_hour / SECONDS_PER_HOUR,
         kills_per_s=cluster.kills_per_hour / SECONDS_PER_HOUR,
+        kv=_own_facts(deployment, cluster.name),
     )
 
 
-def link_view(link: Link, now_s: float) -> LinkView:
+def link_view(deployment: Deployment, link: Link, now_s: float) -> LinkView:
     """A link at rest, as the file has it."""
     return LinkView(
         link.source,
@@ -111,6 +139,8 @@ def link_view(link: Link, now_s: float) -> LinkView:
         drained_s=now_s,
         seen_s=now_s,
         egress_price_per_byte=link.egress_per_gb / GB,
+        kv=_own_facts(deployment, link.source, link.target),
+        joins_pools=len({deployment.cache_dtypes(end).named for end in (link.source, link.target)}) == 1,
     )
 
 
@@ -227,6 +257,11 @@ class LiveFacts:
     def adopt(self, deployment: Deployment) -> None:
         """The clusters, instances and prices of this file count from now on."""
         self._deployment = deployment
+        self._link_bytes: dict[tuple[str, str], OfLength] = {
+            ends: KvSize(model)
+            for ends in ((link.source, link.target) for link in deployment.links)
+            if (model := narrower_model(deployment, *ends)) is not None
+        }
         self._profiled = {
             cluster.name: step
             for cluster in deployment.pd_clusters
@@ -241,8 +276,10 @@ class LiveFacts:
         return problem_now(
             [self._cluster(cluster) for cluster in self._deployment.clusters],
             [
-                LinkFacts(link.source, link.target, link.capacity_bits_per_s if link.up else 0.0)
-                for link in self._cluster_state.view.links.values()
+                LinkFacts(
+                    *ends, link.capacity_bits_per_s if link.up else 0.0, kv_bytes=self._link_bytes.get(ends)
+                )
+                for ends, link in self._cluster_state.view.links.items()
             ],
             lengths,
             self.output_tokens if output_tokens is None else output_tokens,

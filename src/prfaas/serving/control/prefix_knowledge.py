@@ -2,7 +2,7 @@
 
 import hashlib
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from prfaas.core.deployment import Instance
@@ -128,16 +128,25 @@ class PrefixMatch:
     pool_of: Mapping[str, str] = field(default_factory=dict)
     """Instance → the pool of its machine."""
 
-    def bound(self, decision: Decision, prompt_tokens: int, kv: KvFacts) -> Decision:
-        """The decision with no more bytes skipped than is proven to be there where they would be missed."""
+    def bound(
+        self, decision: Decision, prompt_tokens: int, kv_between: Callable[[str, str], KvFacts]
+    ) -> Decision:
+        """The decision with no more bytes skipped than is proven to be there where they would be missed.
+
+        Args:
+            decision: of a policy.
+            prompt_tokens: of the whole prompt.
+            kv_between: what moves from one instance to another, by their names.
+        """
         transfer, proven = decision.cache_transfer, self._proven_at(decision.prefill)
         if transfer is not None and not transfer.from_pool and transfer.skip_tokens > proven:
+            kv = kv_between(transfer.source, decision.prefill)
             nbytes = kv.prefix_bytes_to_move(transfer.num_tokens, proven)
             transfer = replace(transfer, skip_tokens=proven, kv_bytes=nbytes)
             decision = replace(decision, cache_transfer=transfer)
         proven = self._proven_at(decision.decode)
         if decision.skip_tokens > proven:
-            nbytes = kv.bytes_to_move(prompt_tokens, proven)
+            nbytes = kv_between(decision.prefill, decision.decode).bytes_to_move(prompt_tokens, proven)
             decision = replace(decision, skip_tokens=proven, kv_bytes=nbytes)
         return decision
 

@@ -113,7 +113,7 @@ class PredictedWaits:
             decision.prefill_tokens,
             cluster.after_prefix_s(decision.prefill_tokens, decision.reused_tokens),
             decision.kv_bytes,
-            self._cluster_state.view.kv.checkpoint_bytes,
+            (link.kv or self._cluster_state.view.kv).checkpoint_bytes,
             link.capacity_bits_per_s,
             cluster.kills_per_s,
         )
