@@ -105,7 +105,9 @@ def test_both_ends_count_what_the_kernels_carry(world: World) -> None:
     await_true(lambda: transfer.phase.terminal, 10, lambda: transfer.reason)
     world.take(ticket)
     # One of them may have carried the transfer while others were being opened.
-    await_true(lambda: world.receiver.telemetry()["arrivals"]["p/0"]["connections"] == 4, 10, lambda: "connections")
+    await_true(
+        lambda: world.receiver.telemetry()["arrivals"]["p/0"]["connections"] == 4, 10, lambda: "connections"
+    )
     arrived = world.receiver.telemetry()["arrivals"]["p/0"]
     # Frames and the handshake come on top of the payload.
     assert total < arrived["bytes_total"] < 1.1 * total + 20_000
