@@ -157,6 +157,24 @@ def test_the_newest_that_can_be_used_is_handed_over(world: World, covered: int) 
     world.await_clean()
 
 
+def test_one_that_comes_after_its_transfer_is_complete_can_be_used_too(world: World) -> None:
+    """Another part of the KV may still break."""
+    ticket, transfer, content = receiving(world)
+    late = opened(world, transfer, 20)
+    late.put(0, 0, BytesSource(bytes(50)))
+    await_true(lambda: late.acked_bytes == 50, PATIENCE_S, lambda: "half of it")
+    for region, data in enumerate(content):
+        transfer.put(region, 0, BytesSource(data))
+    transfer.end()
+    world.await_phase(ticket, TransferPhase.COMPLETE)
+    assert world.status(ticket).usable_tokens == 0
+    late.put(0, 50, BytesSource(bytes(50)))
+    late.end()
+    await_true(lambda: world.status(ticket).usable_tokens == 20, PATIENCE_S, lambda: "it has come")
+    world.take(ticket)
+    world.await_clean()
+
+
 def test_one_that_breaks_with_its_transfer_leaves_nothing(world: World) -> None:
     ticket, transfer, content = receiving(world)
     sent(world, transfer, 10)

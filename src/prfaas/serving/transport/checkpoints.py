@@ -29,18 +29,22 @@ class Checkpoints:
         Raises:
             WireError: its producer does not send what it is a checkpoint of.
         """
-        if checkpoint.checkpoint_of is not None and self._owner(checkpoint) is None:
+        if checkpoint.checkpoint_of is not None and self._owner(checkpoint, TransferPhase.RECEIVING) is None:
             raise WireError("the transfer that it is a checkpoint of is not under way")
 
     def keep(self, checkpoint: IncomingTransfer) -> None:
         """One has come: of those that the engine could go on from now the last two stay."""
-        owner = self._owner(checkpoint)
+        # Its transfer may have been the faster one, and has use for it until it is taken.
+        owner = self._owner(checkpoint, TransferPhase.RECEIVING, TransferPhase.COMPLETE)
         if owner is None:
             checkpoint.discard()
             return
         owner.checkpoints[checkpoint.ticket.num_tokens] = checkpoint
         owner.checkpoint_bytes += checkpoint.status().received_bytes
-        self._keep_newest(owner)
+        if owner.phase is TransferPhase.COMPLETE:
+            self.mark_usable(owner)
+        else:
+            self._keep_newest(owner)
 
     def under_way(self, owner: IncomingTransfer) -> list[IncomingTransfer]:
         """Those of a transfer that have not come."""
@@ -68,8 +72,9 @@ class Checkpoints:
         if len(ends) > _KEPT:
             owner.discard_checkpoints(tokens for tokens in owner.checkpoints if tokens < ends[-_KEPT])
 
-    def _owner(self, checkpoint: IncomingTransfer) -> IncomingTransfer | None:
+    def _owner(self, checkpoint: IncomingTransfer, *phases: TransferPhase) -> IncomingTransfer | None:
+        """None: it is in none of these phases."""
         owner = self._transfers.get(checkpoint.checkpoint_of or b"")
-        if owner is None or owner.phase is not TransferPhase.RECEIVING:
+        if owner is None or owner.phase not in phases:
             return None
         return owner if owner.session.same(checkpoint.session) else None
