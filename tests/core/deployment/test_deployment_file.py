@@ -387,6 +387,18 @@ BAD = {
         GOOD + "engine:\n  extra_args: [--kv-cache-dtype-skip-layers, '0']\n",
         "41: engine.extra_args[0]: '--kv-cache-dtype-skip-layers' can't be given here; all layers keep",
     ),
+    "stages of a pipeline": (
+        GOOD + "engine:\n  extra_args: [-pp, '2']\n",
+        "41: engine.extra_args[0]: '-pp' can't be given here; KVCache of a pipeline's stages is not moved",
+    ),
+    "replicas behind one port": (
+        GOOD + "engine:\n  extra_args: [--data-parallel-size=2]\n",
+        "41: engine.extra_args[0]: '--data-parallel-size=2' can't be given here; start each replica as an instance",
+    ),
+    "tokens that are divided among ranks": (
+        GOOD + "engine:\n  extra_args: [-dcp=2]\n",
+        "41: engine.extra_args[0]: '-dcp=2' can't be given here; KVCache that is divided by tokens is not moved",
+    ),
     "dtype of a KV cache whose size is not known": (
         GOOD.replace("  path: models/m\n", "  path: models/m\n  kv_cache_dtype: nvfp4\n"),
         '5: model.kv_cache_dtype: must be one of "auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2", ',

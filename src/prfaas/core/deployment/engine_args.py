@@ -1,6 +1,15 @@
 """Options of vLLM's server that the deployment file has fields for."""
 
-# The command line builder sets these from other fields; a second value would silently win over them.
+_SHORT = {
+    "-tp": "--tensor-parallel-size",
+    "-pp": "--pipeline-parallel-size",
+    "-dcp": "--decode-context-parallel-size",
+    "-pcp": "--prefill-context-parallel-size",
+    "-dp": "--data-parallel-size",
+}
+
+# The command line builder sets these from other fields, where a second value would silently win; or instances can't be
+# started so.
 OWNED_ARGS = {
     "--kv-transfer-config": "it is made from clusters, links and transfer",
     "--host": "give the instance's host",
@@ -8,6 +17,10 @@ OWNED_ARGS = {
     "--model": "give model.path or model.tiny",
     "--served-model-name": "give model.served_name",
     "--tensor-parallel-size": "give the instance's tensor_parallel",
+    "--pipeline-parallel-size": "KVCache of a pipeline's stages is not moved: give the instance's tensor_parallel",
+    "--decode-context-parallel-size": "KVCache that is divided by tokens is not moved",
+    "--prefill-context-parallel-size": "KVCache that is divided by tokens is not moved",
+    "--data-parallel-size": "start each replica as an instance of its own",
     "--kv-events-config": "it is made from the instance's host and events_port",
     "--lora-modules": "give model.adapters",
     "--ssl-keyfile": "give security.engine_tls and security.certificates",
@@ -35,6 +48,6 @@ def free_arg(arg: str) -> str:
 def _owned_arg(arg: str) -> str | None:
     name = arg.split("=", 1)[0].split(".", 1)[0].replace("_", "-")
     if len(name) <= 2 or not name.startswith("--"):
-        return "--tensor-parallel-size" if arg.startswith("-tp") else None
+        return next((owned for short, owned in _SHORT.items() if name.startswith(short)), None)
     # argparse takes any unambiguous beginning of an option's name for the whole one.
     return next((owned for owned in OWNED_ARGS if owned == name or owned.startswith(name)), None)

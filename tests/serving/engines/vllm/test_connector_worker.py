@@ -26,6 +26,7 @@ from prfaas.core.kv.page_layout import PageLayout
 from prfaas.core.pool.depth import needed_blocks
 from prfaas.core.pool.geometry import PoolGeometry
 from prfaas.serving.engines.model_identity import ModelIdentity
+from prfaas.serving.engines.vllm.connector import _check_parallelism
 from prfaas.serving.engines.vllm.connector_worker import ConnectorWorker
 from prfaas.serving.engines.vllm.layout import (
     EngineGroup,
@@ -47,6 +48,7 @@ from prfaas.serving.engines.vllm.metadata import (
 from prfaas.serving.engines.vllm.pages import HostPages
 from prfaas.serving.engines.vllm.pool_worker import PoolWorker
 from prfaas.serving.engines.vllm.rank_pages import pool_geometry
+from prfaas.serving.engines.vllm.settings import SettingsError
 from prfaas.serving.engines.vllm.stats import ConnectorStats
 from prfaas.serving.pool.client import PoolClient
 from prfaas.serving.pool.protocol import PoolMatch
@@ -464,3 +466,13 @@ def test_what_belongs_to_transfers_alone_does_not_part_pools() -> None:
     identity = ModelIdentity("w", "t")
     silent = marks(identity, page_digests=False)
     assert pool_fingerprint(marks(identity), kept(), 1) == pool_fingerprint(silent, kept(), 1)
+
+
+@pytest.mark.parametrize("option", ["pipeline", "decode_context", "prefill_context"])
+def test_engines_whose_ranks_have_parts_of_layers_or_tokens_are_refused(option: str) -> None:
+    sizes = {f"{each}_parallel_size": 1 for each in ("pipeline", "decode_context", "prefill_context")}
+    _check_parallelism(SimpleNamespace(parallel_config=SimpleNamespace(**sizes)))
+    parallel = SimpleNamespace(**sizes | {f"{option}_parallel_size": 2})
+    given = f"--{option.replace('_', '-')}-parallel-size 2"
+    with pytest.raises(SettingsError, match=f"KVCache is not moved with {given}; start the engine with 1"):
+        _check_parallelism(SimpleNamespace(parallel_config=parallel))

@@ -26,7 +26,7 @@ from prfaas.serving.engines.vllm.connector_worker import ConnectorWorker
 from prfaas.serving.engines.vllm.layout import read_groups
 from prfaas.serving.engines.vllm.metadata import NixlRead, TransferMetadata
 from prfaas.serving.engines.vllm.pool_scheduler import PoolScheduler
-from prfaas.serving.engines.vllm.settings import ConnectorSettings
+from prfaas.serving.engines.vllm.settings import ConnectorSettings, SettingsError
 from prfaas.serving.engines.vllm.stats import ConnectorPromMetrics, ConnectorStats
 from prfaas.serving.logs import LogSettings, set_up_logging
 from prfaas.serving.transport.ticket import load_key
@@ -75,6 +75,19 @@ def _answer_on_error(answer: T) -> Callable[[Callable[P, R]], Callable[P, R | T]
     return guard
 
 
+def _check_parallelism(vllm_config: VllmConfig) -> None:
+    """See that each rank has all tokens and all layers of its heads. Raises SettingsError."""
+    parallel = vllm_config.parallel_config
+    sizes = {
+        "pipeline-parallel-size": parallel.pipeline_parallel_size,
+        "decode-context-parallel-size": parallel.decode_context_parallel_size,
+        "prefill-context-parallel-size": parallel.prefill_context_parallel_size,
+    }
+    for option, size in sizes.items():
+        if size > 1:
+            raise SettingsError(f"KVCache is not moved with --{option} {size}; start the engine with 1")
+
+
 class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
     """Moves KV between engines by ticket; every engine can produce and consume (`kv_both`).
 
@@ -94,6 +107,7 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
         set_up_logging(LogSettings.of_environment())
         logger.info("file descriptors: %d at most", raise_descriptor_limit())
         self.settings = ConnectorSettings.parse(self._kv_transfer_config.kv_connector_extra_config)
+        _check_parallelism(vllm_config)
         self._key = load_key(self.settings.key_file)
         self._groups = read_groups(kv_cache_config)
         self._scheduling: ConnectorScheduler | None = None
