@@ -28,9 +28,6 @@ from prfaas.core.kv import (
     read_config,
 )
 
-# Long enough for windows to be full and states to matter little.
-_COMPARED_TOKENS = 32768
-
 
 @dataclass(frozen=True, slots=True)
 class PlannedCaches:
@@ -81,17 +78,14 @@ def planned_caches(
     Raises:
         DeploymentError: the model's heads can't be divided among the ranks of a cluster.
     """
-    widest = max(once, key=lambda name: once[name].kv_bytes(_COMPARED_TOKENS))
+    widest = max(once, key=lambda name: once[name].compared_bytes())
     held = {name: _on_all_ranks(source, model, clusters) for name, model in once.items()}
     # Where some ends are alike all links are planned with the bytes of their ranks.
     ranks = {cluster.name: cluster.tensor_parallel for cluster in clusters}
     crosses_once = bool(links) and all(ranks[link.source] != ranks[link.target] for link in links)
     sent = once if crosses_once else held
     narrower = {
-        link.name: min(
-            (sent[link.source], sent[link.target]), key=lambda model: model.kv_bytes(_COMPARED_TOKENS)
-        )
-        for link in links
+        link.name: min((sent[link.source], sent[link.target]), key=KvModel.compared_bytes) for link in links
     }
     kv_model = held[widest]
     return PlannedCaches(
@@ -105,7 +99,7 @@ def planned_caches(
             )
             for cluster, section in zip(clusters, file.clusters, strict=True)
         ),
-        kv_copies=kv_model.kv_bytes(_COMPARED_TOKENS) / once[widest].kv_bytes(_COMPARED_TOKENS),
+        kv_copies=kv_model.compared_bytes() / once[widest].compared_bytes(),
         wire_model=once[widest] if crosses_once else None,
         link_models={name: model for name, model in narrower.items() if model != sent[widest]},
     )

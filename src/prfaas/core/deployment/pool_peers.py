@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from prfaas.core.deployment.pool import PoolNode
 from prfaas.core.deployment.security import OBSERVERS
-from prfaas.core.deployment.types import INTRA_CLUSTER_CONNECTIONS, Deployment
+from prfaas.core.deployment.types import INTRA_CLUSTER_CONNECTIONS, Deployment, Link
 
 # Of a link, what its pools may use together while no control plane tells them another part: copies are in the
 # background, and the engines' standing shares are all of it already.
@@ -31,6 +31,12 @@ class PoolPeer:
 def pool_peers(deployment: Deployment, pool: PoolNode) -> tuple[PoolPeer, ...]:
     """The pools that `pool` may send to: the others of its cluster, and those of its dtype that a link leads to."""
     return tuple(_ways(deployment, pool))
+
+
+def joins_pools(deployment: Deployment, link: Link) -> bool:
+    """Whether pools may use a link: engines alone convert KVCache between unlike dtypes."""
+    ends = (link.source, link.target)
+    return len({deployment.cache_dtypes(cluster).named for cluster in ends}) == 1
 
 
 def pool_sources(deployment: Deployment, pool: PoolNode) -> tuple[PoolPeer, ...]:
@@ -62,9 +68,8 @@ def _ways(deployment: Deployment, source: PoolNode) -> Iterator[PoolPeer]:
             encrypted = deployment.security.encrypt_inside
             yield PoolPeer(target, target.cluster, INTRA_CLUSTER_CONNECTIONS, None, None, encrypted, False)
         elif (link := deployment.link(source.cluster, target.cluster)) is not None:
-            ends = (source.cluster, target.cluster)
-            if len({deployment.cache_dtypes(name).named for name in ends}) > 1:
-                continue  # only engines convert
+            if not joins_pools(deployment, link):
+                continue
             whole = link.bandwidth_bits_per_s
             share = _STANDING_PART * whole / senders
             yield PoolPeer(

@@ -11,6 +11,9 @@ if TYPE_CHECKING:
 
 Group = FullAttention | SlidingWindow | LinearState
 
+# Long enough for windows to be full and states to matter little.
+_COMPARED_TOKENS = 32768
+
 
 @dataclass(frozen=True, slots=True)
 class KvModel:
@@ -55,6 +58,10 @@ class KvModel:
         return sum(
             group.bytes_at(group.window_tokens) for group in self.groups if isinstance(group, SlidingWindow)
         )
+
+    def compared_bytes(self) -> int:
+        """Bytes by which the same layers in two dtypes, or on more ranks, are compared: those of a long prompt."""
+        return self.kv_bytes(_COMPARED_TOKENS)
 
     @overload
     def kv_bytes(self, tokens: int) -> int: ...

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from prfaas.core.deployment import Cluster, Deployment, Instance, Link
+from prfaas.core.deployment.pool_peers import joins_pools
 from prfaas.core.deployment.source import read_source
 from prfaas.core.kv import ConfigError, KvModel
 from prfaas.core.latency.prefill_curves import PrefillCurves
@@ -44,19 +45,16 @@ logger = logging.getLogger(__name__)
 _LARGEST_BLOCK_TOKENS = 256
 
 
-# Long enough for windows to be full and states to matter little.
-_COMPARED_TOKENS = 32768
-
-
 def kv_model_of(deployment: Deployment) -> KvModel | None:
     """The model's layers by its config, in the widest dtype of any cluster; None, with a warning, where that can't be
     read."""
     try:
-        kept = [deployment.model.kv_model(cluster.kv_cache_dtype) for cluster in deployment.clusters]
+        dtypes = dict.fromkeys(cluster.kv_cache_dtype for cluster in deployment.clusters)
+        kept = [deployment.model.kv_model(dtype) for dtype in dtypes]
     except ConfigError as error:
         logger.warning("the KV cache's shape is unknown, so it is taken for a hybrid one: %s", error)
         return None
-    return max(kept, key=_size)
+    return max(kept, key=KvModel.compared_bytes)
 
 
 def narrower_model(deployment: Deployment, *clusters: str) -> KvModel | None:
@@ -67,12 +65,8 @@ def narrower_model(deployment: Deployment, *clusters: str) -> KvModel | None:
         ends = [deployment.model.kv_model(deployment.cluster(name).kv_cache_dtype) for name in clusters]
     except ConfigError:
         return None
-    narrowest = min(ends, key=_size)
+    narrowest = min(ends, key=KvModel.compared_bytes)
     return None if narrowest == kv_model_of(deployment) else narrowest
-
-
-def _size(model: KvModel) -> int:
-    return model.kv_bytes(_COMPARED_TOKENS)
 
 
 def _own_facts(deployment: Deployment, *clusters: str) -> KvFacts | None:
@@ -140,7 +134,7 @@ def link_view(deployment: Deployment, link: Link, now_s: float) -> LinkView:
         seen_s=now_s,
         egress_price_per_byte=link.egress_per_gb / GB,
         kv=_own_facts(deployment, link.source, link.target),
-        joins_pools=len({deployment.cache_dtypes(end).named for end in (link.source, link.target)}) == 1,
+        joins_pools=joins_pools(deployment, link),
     )
 
 

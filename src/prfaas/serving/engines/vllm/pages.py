@@ -185,6 +185,9 @@ class HostPages:
         self._words: npt.NDArray[np.int64] | None = memory.view(np.int64) if is_in_words else None
         """None: the sums of pages are computed of copies."""
         self._sum_pages = page_summing()
+        # Each page is one wire page of one run.
+        self._dense = np.array([0, self._stride_bytes // WORD_BYTES, raw.shape[0], 1])
+        self._run_table = np.array([(0, 0, self.page_bytes // WORD_BYTES)])
 
     def mark_written(self) -> None:
         """Nothing to remember: host kernels have finished when the hook runs."""
@@ -262,13 +265,9 @@ class HostPages:
         ids = np.array(blocks, dtype=np.int64)
         if self._words is None:
             return KnownSums(byte_sums(self._pages[ids]))
-        sums, words = np.zeros(len(ids), dtype=np.int64), self.page_bytes // WORD_BYTES
-        # Each page is one wire page of one run.
-        dense, run = (
-            np.array([0, self._stride_bytes // WORD_BYTES, len(self._pages), 1]),
-            np.array([(0, 0, words)]),
-        )
-        self._sum_pages(self._words, dense, ids, run, 0, *word_weights(words), sums)
+        sums = np.zeros(len(ids), dtype=np.int64)
+        weights = word_weights(self.page_bytes // WORD_BYTES)
+        self._sum_pages(self._words, self._dense, ids, self._run_table, 0, *weights, sums)
         return KnownSums(sums.view(np.uint64))
 
     def copied(self, block: int) -> PageCopy:
