@@ -94,8 +94,12 @@ DEFAULT_DTYPES = CacheDtypes()
 """Those of engines that are told nothing."""
 
 _ONE_NAME: Mapping[str, str] = {"fp8": FP8_PLAIN}
-_OF_16_BITS = ("bfloat16", "float16")
-_OF_8_BITS = ("fp8_e4m3", "fp8_e5m2")
+
+ELEMENT_BYTES: Mapping[str, int] = {"bfloat16": 2, "float16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
+"""Elements of keys and values that can be turned into each other, if one has half the bytes of the other."""
+
+_OF_16_BITS = tuple(element for element, nbytes in ELEMENT_BYTES.items() if nbytes == 2)
+_OF_8_BITS = tuple(element for element, nbytes in ELEMENT_BYTES.items() if nbytes == 1)
 
 
 def are_convertible(one: str, other: str) -> bool:

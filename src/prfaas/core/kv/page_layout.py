@@ -14,6 +14,7 @@ from dataclasses import astuple, dataclass, replace
 from itertools import accumulate, groupby
 from math import gcd
 
+from prfaas.core.kv.dtypes import ELEMENT_BYTES
 from prfaas.core.kv.groups import GroupKind
 
 # Bounds of what another side may tell.
@@ -24,9 +25,6 @@ _MOST_LAYOUTS = 1 << 16
 # Of the 8 KiB of a handshake's payload, which has a fingerprint too.
 _MOST_TOLD_CHARS = 4096
 _KINDS = {kind.value: kind for kind in GroupKind}
-
-ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
-"""Elements of keys and values that can be turned into each other, if one has half the bytes of the other."""
 
 
 class UnlikePagesError(ValueError):

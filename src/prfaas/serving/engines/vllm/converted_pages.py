@@ -28,7 +28,7 @@ class ConvertedPages(DevicePages):
         """
         Args:
             wide: the engine's wire pages.
-            kept: its elements; one of `page_layout.ELEMENT_BYTES`, with two bytes.
+            kept: its elements; one of `dtypes.ELEMENT_BYTES`, with two bytes.
             travels: those of the wire, with one byte.
         """
         super().__init__(wide.raw, wide.page_bytes // 2)
