@@ -36,10 +36,17 @@ def write_deployment(
     *,
     model: str = "qwen3-next",
     speedup: float = 50.0,
+    far_speedup: float | None = None,
     page_digests: bool = True,
     **engine: Any,
 ) -> Deployment:
-    """Clusters of `CLUSTERS` with a wide link far->home, and home->far for prefixes."""
+    """Clusters of `CLUSTERS` with a wide link far->home, and home->far for prefixes.
+
+    Args:
+        home: Where its files are to be.
+        speedup: Of the stand-ins' profiles.
+        far_speedup: Of far's, where only its prefill must take long enough to be met in the middle.
+    """
     directory = home / model
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(tiny_config(model)))
@@ -51,7 +58,7 @@ def write_deployment(
             "kind": kind,
             "hardware": "synthetic",
             "profile": "internal-1t-h200" if kind == "prfaas" else "internal-1t-h20",
-            "speedup": speedup,
+            "speedup": far_speedup if far_speedup and cluster == "far" else speedup,
             "instances": [
                 {
                     "name": name,
