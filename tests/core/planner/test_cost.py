@@ -147,7 +147,7 @@ def test_headline_and_column_follow_one_rule(prfaas: int, pd: int, h200_price: f
     assert f"{plan.equal_cost_ratio:.2f} times at equal cost" in plan.verdict
 
 
-@pytest.mark.slow
+@pytest.mark.slow("a property over many random systems")
 @settings(deadline=None, max_examples=15)
 @given(st.integers(1, 5), st.integers(2, 9), st.floats(1.0, 3.0))
 def test_no_lower_price_of_egress_has_no_advantage(prfaas: int, pd: int, h200_price: float) -> None:

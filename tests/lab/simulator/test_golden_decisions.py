@@ -12,7 +12,7 @@ def test_the_golden_file_has_enough_decisions() -> None:
     assert sum(each["decisions"] for case in cases.values() for each in case.values()) >= 250_000
 
 
-@pytest.mark.slow
+@pytest.mark.slow("simulates every world of the recorded decisions")
 def test_every_decision_and_result_is_the_same() -> None:
     golden = written()
     if golden["arithmetic"] != arithmetic():

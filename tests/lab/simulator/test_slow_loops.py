@@ -44,7 +44,7 @@ def test_without_allocation_roles_stay(case_study: CaseStudy) -> None:
 
 
 # The tolerance is for 5,000 requests and for what the formula leaves out: links, and waits that policies balance.
-@pytest.mark.slow
+@pytest.mark.slow("simulates hours of traffic")
 @pytest.mark.parametrize(
     ("policy", "is_shortest_first", "tolerance"), [("static_threshold", False, 0.15), ("tilted", True, 0.2)]
 )

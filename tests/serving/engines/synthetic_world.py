@@ -38,6 +38,7 @@ def write_deployment(
     speedup: float = 50.0,
     far_speedup: float | None = None,
     page_digests: bool = True,
+    transfer: dict[str, Any] | None = None,
     **engine: Any,
 ) -> Deployment:
     """Clusters of `CLUSTERS` with a wide link far->home, and home->far for prefixes.
@@ -46,6 +47,9 @@ def write_deployment(
         home: Where its files are to be.
         speedup: Of the stand-ins' profiles.
         far_speedup: Of far's, where only its prefill must take long enough to be met in the middle.
+        page_digests: Whether pages are digested.
+        transfer: More of the file's `transfer`.
+        engine: More of its `engine`.
     """
     directory = home / model
     directory.mkdir(parents=True)
@@ -84,7 +88,7 @@ def write_deployment(
         # An engine that starves on a busy machine is slow, not frozen.
         "control": {"silence_s": 30},
         "gateway": {"host": "127.0.0.1", "port": next(ports), "admin": {"port": next(ports)}},
-        "transfer": {"page_digests": page_digests},
+        "transfer": {"page_digests": page_digests, **(transfer or {})},
         "engine": {
             "max_num_batched_tokens": 1024,
             "max_num_seqs": 8,

@@ -144,7 +144,7 @@ def add_home_2(document: dict[str, Any]) -> None:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.slow("starts a whole deployment, which changes under load")
 def test_engines_come_and_go_under_load_and_nobody_is_restarted(deployment: Deployment) -> None:
     with running_up(deployment) as up:
         load = Load(deployment)
@@ -198,7 +198,7 @@ def test_engines_come_and_go_under_load_and_nobody_is_restarted(deployment: Depl
         assert "has ended (" not in up.told(), "an engine was restarted"
 
 
-@pytest.mark.slow
+@pytest.mark.slow("starts a whole deployment, which changes under load")
 def test_a_cluster_and_links_are_added_under_load_and_nobody_is_restarted(deployment: Deployment) -> None:
     http_port, kv_port = free_ports(2)
 
@@ -268,7 +268,7 @@ def offloaded(up: Up, requests: "list[str]", prefill: str, decode: str) -> bool:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.slow("starts a whole deployment, which changes under load")
 def test_a_bad_file_leaves_everything_as_it_was(deployment: Deployment) -> None:
     with running_up(deployment) as up:
         before = state(up)["applied"]
@@ -313,7 +313,7 @@ def answers(instance: Instance) -> bool:
         return False
 
 
-@pytest.mark.slow
+@pytest.mark.slow("starts a whole deployment, which changes under load")
 def test_a_site_without_the_gateway_starts_what_the_file_adds_and_ends_nothing(
     deployment: Deployment,
 ) -> None:

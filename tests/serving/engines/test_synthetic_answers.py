@@ -426,7 +426,7 @@ def test_a_client_that_leaves_leaves_nothing_behind(deployment: Deployment) -> N
     asyncio.run(check())
 
 
-@pytest.mark.slow
+@pytest.mark.slow("a crowd takes its turns in real time")
 def test_a_crowd_in_a_small_cache_ends(deployment: Deployment) -> None:
     """More requests than pages, some with transfers that came to nothing, some whose client leaves."""
 

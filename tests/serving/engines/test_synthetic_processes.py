@@ -239,7 +239,7 @@ def complete(deployment: Deployment, name: str) -> Any:
         connection.close()
 
 
-@pytest.mark.slow
+@pytest.mark.slow("starts processes, and waits for what they do")
 def test_engines_share_processes_and_die_alone(deployment: Deployment, engines: RunningEngines) -> None:
     engines.start()
     engines.wait_ready(300)
@@ -265,7 +265,7 @@ def test_engines_share_processes_and_die_alone(deployment: Deployment, engines: 
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("starts processes, and waits for what they do")
 def test_the_last_of_a_process_takes_it_along(deployment: Deployment, engines: RunningEngines) -> None:
     engines.start("home-0")
     engines.wait_ready(300)
@@ -274,7 +274,7 @@ def test_the_last_of_a_process_takes_it_along(deployment: Deployment, engines: R
     assert not Path(f"/proc/{pid}").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.slow("starts processes, and waits for what they do")
 def test_a_process_whose_engines_have_all_died_ends(deployment: Deployment, engines: RunningEngines) -> None:
     engines.start("home-0")
     engines.wait_ready(300)

@@ -10,7 +10,7 @@ import pytest
 BENCH = Path(__file__).parents[4] / "bench" / "corruption.py"
 
 
-@pytest.mark.slow
+@pytest.mark.slow("damages transfers in every way that there is")
 def test_no_corruption_is_undetected_and_nothing_else_is_an_alarm(tmp_path: Path) -> None:
     found = tmp_path / "found.json"
     command = [sys.executable, str(BENCH), "--corruptions", "900", "--clean", "600", "--json", str(found)]
