@@ -8,6 +8,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from statistics import NormalDist
 from typing import TYPE_CHECKING
 
@@ -303,6 +304,10 @@ class TruncatedLogNormal(_LogNormal):
         length = math.exp(self.mu + self.sigma * (-z if mirrored else z))
         return min(max(length, self.low), self.high)
 
+    def fine_bins(self, above: float = 0.0, up_to: float = float("inf")) -> Bins:
+        """See `LengthDistribution.fine_bins`."""
+        return _fine_bins(self, above, up_to)
+
     def scaled(self, factor: float) -> "TruncatedLogNormal":
         """See `LengthDistribution.scaled`."""
         check_factor(factor)
@@ -322,6 +327,15 @@ class TruncatedLogNormal(_LogNormal):
         if start > 0:
             return 0.5 * (math.erfc(start / _SQRT2) - math.erfc(end / _SQRT2))
         return _cdf(end) - _cdf(start)
+
+
+# A plan asks for the same parts again and again: for rates, for waits, at every price.
+@lru_cache(maxsize=64)
+def _fine_bins(lengths: TruncatedLogNormal, above: float, up_to: float) -> Bins:
+    bins = LengthDistribution.fine_bins(lengths, above, up_to)
+    for shared in (bins.lower, bins.upper, bins.lengths, bins.weights):
+        shared.flags.writeable = False
+    return bins
 
 
 def _masses(starts: list[float], end: float) -> list[float]:
