@@ -16,7 +16,7 @@ def test_a_fault_of_every_kind_costs_no_answer_and_no_token(tmp_path: Path) -> N
     report = tmp_path / "faults.json"
     done = subprocess.run(
         [
-            *(sys.executable, str(BENCH), "--faults", "8", "--seed", "1", "--longest", "8", "--load", "5"),
+            *(sys.executable, str(BENCH), "--faults", "8", "--seed", "1", "--longest", "5", "--load", "5"),
             *("--json", str(report), "--keep-logs", str(tmp_path / "logs")),
         ],
         capture_output=True,
