@@ -50,6 +50,7 @@ def test_a_target_that_is_kept_anyway_changes_nothing() -> None:
     assert "The target, a P90 TTFT of 1 min 0 s at 70% load, is kept." in kept.verdict
 
 
+@pytest.mark.slow("a property over many random systems")
 @pytest.mark.parametrize(("seconds", "statistic"), [(4.5, "p90"), (2.5, "mean")])
 def test_a_target_costs_throughput_and_is_what_binds(seconds: float, statistic: str) -> None:
     free, plan = make_plan(paper_problem()), make_plan(with_target(paper_problem(), seconds, statistic))

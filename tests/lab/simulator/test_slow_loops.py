@@ -101,6 +101,7 @@ def test_roles_move_for_what_is_foreseen(case_study: CaseStudy) -> None:
     assert "(forecast)" in reason and "mean TTFT" in reason
 
 
+@pytest.mark.slow("simulates hours of traffic")
 def test_a_role_change_drains_first(case_study: CaseStudy) -> None:
     scenario = scenario_of(
         case_study.planned, policy="tilted", roles={"home": 4}, threshold_tokens=23_000, foresight=Evening()

@@ -63,6 +63,7 @@ async def _went_on_after(world: World, usable_tokens: int) -> None:
     await world.settled()
 
 
+@pytest.mark.slow("a prefill that is cut off takes its time")
 @pytest.mark.parametrize("share", [0.25, 0.5, 0.75, 0.95])
 @pytest.mark.parametrize("page_digests", [True, False])
 def test_what_is_lost_is_a_chunk_and_what_had_not_arrived(
@@ -87,6 +88,7 @@ def test_what_is_lost_is_a_chunk_and_what_had_not_arrived(
     asyncio.run(check())
 
 
+@pytest.mark.slow("a prefill that is cut off takes its time")
 @pytest.mark.parametrize("share", [0.25, 0.5, 0.75, 0.9])
 @pytest.mark.parametrize(
     ("model", "page_digests"), [("qwen3-next", True), ("gpt-oss", True), ("qwen3-next", False)]
@@ -120,6 +122,7 @@ def test_with_states_and_windows_it_goes_on_from_a_checkpoint(
     asyncio.run(check())
 
 
+@pytest.mark.slow("a prefill that is cut off takes its time")
 def test_with_states_and_no_checkpoint_the_prompt_is_computed_from_its_beginning(
     tmp_path: Path, stalled_at: Callable[[World, float], None]
 ) -> None:
