@@ -10,6 +10,9 @@ TORCH  := requirements/torch.txt
 TORCH_INDEX_URL ?=
 PIP_INDEX := $(if $(TORCH_INDEX_URL),--extra-index-url $(TORCH_INDEX_URL))
 
+# Tests start hundreds of processes. Where Python is told to keep no bytecode, each compiles everything anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 STAMP := $(VENV)/.prfaas-setup
 SETUP_LOG := build/setup.log
 
