@@ -83,7 +83,7 @@ def test_how_to_begin_is_on_the_first_screen() -> None:
 def test_every_command_is_of_a_kind_that_is_tested() -> None:
     assert of_kind("make ", "pip install ", "prfaas ", "python bench/", "python3 -m venv ", ". ") == COMMANDS
     assert len(of_kind("make ")) >= 4
-    assert len(of_kind("python bench/")) >= 3
+    assert len(of_kind("python bench/")) >= 2
 
 
 @pytest.mark.parametrize("command", of_kind("make "))
