@@ -37,7 +37,7 @@ def allocated(checkpoint: Path, has_state: bool) -> list[dict[str, Any]]:
     return layers
 
 
-@pytest.mark.slow
+@pytest.mark.slow("imports vLLM or torch")
 @pytest.mark.engine
 @pytest.mark.parametrize("name", TINY_MODEL_NAMES)
 def test_pages_are_what_vllm_allocates(name: str, tmp_path: Path) -> None:
