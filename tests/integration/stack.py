@@ -19,6 +19,7 @@ from tests.ports import free_ports
 
 from prfaas.core.deployment import TOOLS, Deployment, load_deployment
 from prfaas.serving.engines.running import RunningEngines
+from prfaas.serving.engines.template import EngineTemplates
 from prfaas.serving.engines.vllm.reference import FORCED_TOKENS_ARG, LOGITS_PROCESSOR
 from prfaas.serving.transport.observer import Observer
 from prfaas.serving.transport.ticket import load_key
@@ -30,6 +31,13 @@ TENANT_HEADER = "x-tenant"
 
 # Of the tiny Qwen3-Next on CPUs.
 BLOCK_TOKENS = 256
+
+# Over the environment of engines. The development routes include /reset_prefix_cache; what pytest says of the test that
+# runs would make every environment another.
+ENGINE_ENV = {"VLLM_SERVER_DEV_MODE": "1", "PYTEST_CURRENT_TEST": ""}
+
+TEMPLATES = EngineTemplates()
+"""Have imported vLLM for all tests of this process; conftest.py ends them."""
 
 
 def prompt(seed: int, tokens: int) -> list[int]:
@@ -166,8 +174,7 @@ class Stack:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.deployment: Deployment = load_deployment(path)
-        # The development routes include /reset_prefix_cache.
-        self.engines = RunningEngines(self.deployment, extra_env={"VLLM_SERVER_DEV_MODE": "1"})
+        self.engines = RunningEngines(self.deployment, extra_env=ENGINE_ENV, templates=TEMPLATES)
         self._gateway: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> "Stack":
