@@ -170,7 +170,9 @@ def assert_same(ours: DemoAnswer, theirs: DemoAnswer) -> None:
     assert comparison.equality is not Equality.NO, comparison
 
 
-OTHER_KINDS = pytest.mark.extended("states and windows are in `make test`: these are more windows, or neither")
+OTHER_KINDS = pytest.mark.extended(
+    "states and windows are in `make test`: these are more windows, or neither"
+)
 
 
 @pytest.mark.parametrize(
