@@ -20,10 +20,14 @@ from tests.ports import free_ports
 from prfaas.core.deployment import TOOLS, Deployment, load_deployment
 from prfaas.serving.engines.running import RunningEngines
 from prfaas.serving.engines.template import EngineTemplates
-from prfaas.serving.engines.vllm.reference import FORCED_TOKENS_ARG, LOGITS_PROCESSOR
 from prfaas.serving.transport.observer import Observer
 from prfaas.serving.transport.ticket import load_key
+from prfaas.tools.demo import reference as demo_reference
 from prfaas.tools.demo.compare import Comparison, Equality, compare, tie_bound_nats
+
+# Importing vLLM for these would take ten seconds.
+LOGITS_PROCESSOR = demo_reference._LOGITS_PROCESSOR
+FORCED_TOKENS_ARG = demo_reference._FORCED_TOKENS_ARG
 
 MODEL = "tiny"
 THRESHOLD_TOKENS = 2000

@@ -15,7 +15,6 @@ from tests.ports import free_ports, neighbours
 from prfaas.core.deployment import Deployment, load_deployment
 from prfaas.serving.engines.preparation import port_problem
 from prfaas.serving.engines.running import RunningEngines
-from prfaas.serving.engines.vllm.reference import LOGITS_PROCESSOR
 from prfaas.serving.pool.client import PoolClient
 from prfaas.serving.pool.running import RunningPools
 from prfaas.tools.demo.compare import Equality, compare
@@ -23,6 +22,7 @@ from prfaas.tools.demo.compare import Equality, compare
 from .stack import (
     ENGINE_ENV,
     LOGITS,
+    LOGITS_PROCESSOR,
     MODEL,
     PATIENCE_S,
     TEMPLATES,
