@@ -1,5 +1,6 @@
 """Real vLLM engines that keep the same KV otherwise: in other blocks, among other numbers of ranks, in other dtypes."""
 
+import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from prfaas.core.kv.hf_config import model_from_directory
 from prfaas.serving.engines.command import CPU_RETENTION_TOKENS
 from prfaas.serving.engines.preparation import _has_avx_512, ensure_model
 
-from .stack import LOGITS, MODEL, Stack, prompt, write_deployment
+from .stack import LOGITS, MODEL, PATIENCE_S, DemoAnswer, Stack, prompt, wait_until, write_deployment
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 
@@ -105,7 +106,17 @@ def unlike(
     stack = Stack(path)
     ensure_model(stack.deployment)
     with stack:
+        # A first transfer waits two seconds for engines to meet. On a machine that starves they need longer, and the
+        # prompt is prefilled where it is decoded.
+        seeds = itertools.count(9000)
+        wait_until(lambda: crossed(stack.complete(prompt(next(seeds), 2100), 1)), PATIENCE_S, "they have met")
+        stack.wait_clean()
         yield case, stack
+
+
+def crossed(answer: DemoAnswer) -> bool:
+    print(answer.headers["x-prfaas-route"])
+    return answer.route["prefill"] == PREFILL and "fallback" not in answer.route
 
 
 def test_answers_and_bytes_are_those_of_equal_engines(unlike: tuple[Unlike, Stack]) -> None:
@@ -117,13 +128,14 @@ def test_answers_and_bytes_are_those_of_equal_engines(unlike: tuple[Unlike, Stac
         stack.deployment.model.path, name=MODEL, dtypes=CacheDtypes(narrower, "auto")
     )
     wire_tokens = gcd(case.prefill.block_tokens, case.decode.block_tokens)
+    loads, failures = (f"vllm:prfaas_loads_{end}_total" for end in ("completed", "failed"))
+    before, failed = (stack.metric(DECODE, name) for name in (loads, failures))
     answered = []
     # Ends inside blocks of both, of one, and of none.
     for seed, tokens in enumerate((2600, 3075, 4097)):
         ids = prompt(900 + seed, tokens)
         answer = stack.complete(ids, **LOGITS)
-        where = answer.route["route"], answer.route["prefill"]
-        assert where == ("offload", PREFILL) and "fallback" not in answer.route, stack.explain(answer)
+        assert crossed(answer), stack.explain(answer)
         # Every byte once. Where windows have more heads, vLLM makes other layers' blocks so much longer.
         most_tokens = 2 * wire_tokens if case.model == "mimo-v2-flash" else wire_tokens
         least, most = (
@@ -139,7 +151,8 @@ def test_answers_and_bytes_are_those_of_equal_engines(unlike: tuple[Unlike, Stac
     else:
         # Ranks add their sums up in another order, and with states chunks end where blocks do.
         stack.check_likely(*((ids, answer.token_ids) for ids, answer in answered), engine=DECODE)
-    assert stack.metric(DECODE, "vllm:prfaas_loads_completed_total") == 3 * case.decode.ranks
-    assert stack.metric(DECODE, "vllm:prfaas_loads_failed_total") == 0
+    assert stack.metric(DECODE, loads) - before == 3 * case.decode.ranks
+    # But for those before they had met.
+    assert stack.metric(DECODE, failures) == failed
     assert stack.metric(DECODE, "vllm:prfaas_digest_mismatches_total") == 0
     assert stack.state()["incompatible"] == []
