@@ -6,10 +6,10 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from vllm.model_executor.models import ModelRegistry, registry  # noqa: E402
+from vllm.model_executor.models import ModelRegistry, registry
 
-from prfaas.serving.engines.tiny import tiny_model  # noqa: E402
-from prfaas.serving.engines.vllm import template  # noqa: E402
+from prfaas.serving.engines.tiny import tiny_model
+from prfaas.serving.engines.vllm import template
 
 
 def test_no_engine_asks_a_process_what_its_model_can_do(
