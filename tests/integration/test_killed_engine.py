@@ -10,7 +10,18 @@ from tests.ports import neighbours
 
 from prfaas.core.kv.hf_config import model_from_directory
 
-from .stack import MODEL, PATIENCE_S, DemoAnswer, Stack, call, prompt, running, wait_until, write_deployment
+from .stack import (
+    MODEL,
+    PATIENCE_S,
+    DemoAnswer,
+    Stack,
+    call,
+    need_known_pages,
+    prompt,
+    running,
+    wait_until,
+    write_deployment,
+)
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 
@@ -49,6 +60,7 @@ def cut(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     document["clusters"][0] |= {"preemptible": True, "kills_per_hour": 3600}
     document["clusters"][1]["instances"].pop(0)
     if ranks > 1:
+        need_known_pages()
         (far,) = document["clusters"][0]["instances"]
         far |= {"tensor_parallel": ranks, "kv_port": neighbours(ranks)}
     path.write_text(json.dumps(document))

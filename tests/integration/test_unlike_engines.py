@@ -5,7 +5,6 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import gcd, lcm
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,17 @@ from prfaas.core.kv.hf_config import model_from_directory
 from prfaas.serving.engines.command import CPU_RETENTION_TOKENS
 from prfaas.serving.engines.preparation import _has_avx_512, ensure_model
 
-from .stack import LOGITS, MODEL, PATIENCE_S, DemoAnswer, Stack, prompt, wait_until, write_deployment
+from .stack import (
+    LOGITS,
+    MODEL,
+    PATIENCE_S,
+    DemoAnswer,
+    Stack,
+    need_known_pages,
+    prompt,
+    wait_until,
+    write_deployment,
+)
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 
