@@ -95,10 +95,7 @@ def unlike(
 ) -> Iterator[tuple[Unlike, Stack]]:
     """One engine that prefills elsewhere and one that decodes, with other blocks and ranks."""
     case: Unlike = request.param
-    if " amx_tile" in Path("/proc/cpuinfo").read_text():
-        pytest.skip(
-            "how vLLM lays pages out on CPUs with AMX is not known: there such engines refuse each other"
-        )
+    need_known_pages()
     if case.is_converted and not _has_avx_512():
         pytest.skip("vLLM has fp8 caches on CPUs with AVX-512 alone")
     path = write_deployment(tmp_path_factory.mktemp(f"prfaas-{case}"), bandwidth="1 Gbit/s")
