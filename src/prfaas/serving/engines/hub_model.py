@@ -141,7 +141,7 @@ def _sizes(info: "ModelInfo") -> Iterator[tuple[str, int]]:
 def _downloaded(source: ModelSource, revision: _Revision, report: FetchReport) -> Path:
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.file_download import repo_folder_name
-    from huggingface_hub.utils import disable_progress_bars
+    from huggingface_hub.utils.tqdm import disable_progress_bars
 
     storage = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=source.name, repo_type="model"))
     folder = storage / "snapshots" / revision.commit
