@@ -13,8 +13,11 @@ from pathlib import Path
 import pytest
 from hub_server import FIRST, SECOND, Hub, serving
 
-from prfaas.core.deployment import ModelSource
+from prfaas.core.deployment import ModelSource, default_state_dir
+from prfaas.serving.engines.fetching import ModelFetchError
+from prfaas.serving.engines.model_identity import ModelIdentity
 from prfaas.serving.engines.tiny import tiny_model
+from prfaas.serving.engines.trained import trained_model
 
 PROGRAM = """
 import json, sys
@@ -196,6 +199,19 @@ def test_more_than_the_disk_holds_is_not_begun(machine: Machine) -> None:
 def test_a_commit_needs_no_word_of_where_a_branch_is(machine: Machine) -> None:
     found = machine.fetch(revision=SECOND)
     assert str(found["folder"]).endswith(SECOND) and found["notices"] == []
+
+
+@pytest.mark.slow
+def test_trained_weights_from_the_hub_are_the_same_model_to_engines(tmp_path: Path) -> None:
+    """SmolLM2's files: what engines compare of a model does not tell by which way it came."""
+    try:
+        made = trained_model("smollm2", default_state_dir() / "models")
+    except ModelFetchError as error:
+        pytest.skip(str(error))
+    files = {file.name: file.read_bytes() for file in made.iterdir() if not file.name.startswith("prfaas")}
+    with serving(Hub({FIRST: files})) as server:
+        folder = str(Machine(server, tmp_path).fetch()["folder"])
+    assert ModelIdentity.of(folder, folder) == ModelIdentity.of(str(made), str(made))
 
 
 def test_each_revision_of_a_file_has_a_pin_of_its_own(tmp_path: Path) -> None:
