@@ -229,9 +229,9 @@ def _in_one_sentence(source: ModelSource) -> Iterator[None]:
     name, hub = source.name, constants.ENDPOINT
     try:
         yield
-    except (ModelFetchError, OfflineModeIsEnabled) as error:
-        if isinstance(error, ModelFetchError):
-            raise
+    except ModelFetchError:
+        raise
+    except OfflineModeIsEnabled as error:
         raise ModelFetchError(
             f"{name} is not whole in this machine's cache, and HF_HUB_OFFLINE keeps it from being fetched: fetch it "
             "where there is a network, or take HF_HUB_OFFLINE away"
