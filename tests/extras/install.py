@@ -71,6 +71,8 @@ IN_THE_WHEEL = (
     "prfaas/examples/paper.yaml",
     "prfaas/examples/traces/mooncake_burst.jsonl.gz",
     "prfaas/core/kv/data/published.yaml",
+    "prfaas/serving/engines/trained/smollm2/config.json",
+    "prfaas/serving/engines/trained/gemma3/chat_template.jinja",
     "prfaas/core/latency/data/internal-1t-h200.yaml",
 )
 
