@@ -2,21 +2,20 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import aiohttp
 
-from prfaas.core.deployment import TOOLS, AdminConfig, Deployment
+from prfaas.core.deployment import TOOLS, Deployment
 from prfaas.serving.certificates import https_options, identity_of
-from prfaas.serving.engines.preparation import ensure_model, port_problem
+from prfaas.serving.engines.preparation import ensure_model
 from prfaas.serving.engines.running import READY_TIMEOUT_S, EngineProgress, RunningEngines
 from prfaas.serving.engines.template import EngineTemplates
-from prfaas.serving.live import serve_live
 from prfaas.serving.pool.running import RunningPools
 from prfaas.tools.demo.client import DemoAnswer, RequestFailedError, stream_completion
+from prfaas.tools.demo.gateway import DemoError, demo_gateway
 from prfaas.tools.demo.outcome import DemoOutcome, outcome_of
 from prfaas.tools.demo.pools import PoolWatch, watched_pools
 from prfaas.tools.demo.prompts import DemoPrompt, corpus, demo_prompts
@@ -30,17 +29,9 @@ from prfaas.tools.demo.reference import (
 from prfaas.tools.demo.second_act import PooledAnswer
 
 ANSWER_TOKENS = 64
-T = TypeVar("T")
-
-_GATEWAY_START_S = 120.0
-_GATEWAY_STOP_S = 10.0
 _WARM_UP_S = 120.0
 _SETTLE_S = 20.0
 _WARM_UP_TEXT = "Kernels are compiled and memory is touched when first used."
-
-
-class DemoError(Exception):
-    """The demo can't be run to its end; the text says why."""
 
 
 class Stages(Protocol):
@@ -161,45 +152,10 @@ async def _ask_gateway(
     deployment: Deployment, prompts: Sequence[DemoPrompt], answered: Callable[[], None], watch: PoolWatch
 ) -> tuple[PooledAnswer, ...]:
     await _warm_up(deployment)
-    host = "127.0.0.1"
-    # Whoever has the deployment's port need not keep the demo from running.
-    port = 0 if port_problem(host, deployment.gateway.port) else deployment.gateway.port
-    # The demo shows what clients are usually not told; its operators' page is not asked for.
-    gateway_config = replace(
-        deployment.gateway, host=host, port=port, admin=AdminConfig(host, 0), route_header="full"
-    )
-    served = replace(deployment, gateway=gateway_config)
-    bound: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-    gateway = asyncio.create_task(serve_live(served, ready=bound.set_result))
-    try:
-        bound_port = await _unless_ended(gateway, _within(bound, _GATEWAY_START_S))
-        url = f"http://{host}:{bound_port}"
-        return await _unless_ended(
-            gateway, _stream_all(url, deployment.model.served_name, prompts, answered, watch)
+    async with demo_gateway(deployment) as gateway:
+        return await gateway.unless_ended(
+            _stream_all(gateway.url, deployment.model.served_name, prompts, answered, watch)
         )
-    finally:
-        gateway.cancel()
-        await asyncio.wait({gateway}, timeout=_GATEWAY_STOP_S)
-
-
-async def _within(future: "asyncio.Future[int]", timeout_s: float) -> int:
-    try:
-        return await asyncio.wait_for(future, timeout_s)
-    except TimeoutError:
-        raise DemoError(f"the demo's gateway did not listen within {timeout_s:.0f} s") from None
-
-
-async def _unless_ended(gateway: "asyncio.Task[None]", work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is given up when the gateway ends."""
-    task = asyncio.create_task(work)
-    try:
-        await asyncio.wait({gateway, task}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise DemoError(f"the gateway ended: {gateway.exception()!r}")
-        return task.result()
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
 
 
 async def _stream_all(

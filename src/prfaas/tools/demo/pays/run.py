@@ -1,0 +1,80 @@
+"""Runs the burst live and simulated, and leaves nothing running."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Protocol
+
+import uvloop
+
+from prfaas.core.deployment.examples import example_path
+from prfaas.lab.simulator import Overheads, Result, scenario_of, simulate
+from prfaas.serving.engines.running import EngineProgress, RunningEngines
+from prfaas.tools.demo.gateway import DemoError
+from prfaas.tools.demo.pays.burst import BURST_REQUESTS, Burst, Side
+from prfaas.tools.demo.pays.limits import pay_limits
+from prfaas.tools.demo.pays.live import LiveRun, live_runs
+from prfaas.tools.demo.pays.outcome import BurstOutcome, SideOutcome
+
+WITH_PRFAAS, WITHOUT = "when-it-pays.yaml", "without-prfaas.yaml"
+_READY_TIMEOUT_S = 120.0
+
+
+class BurstStages(Protocol):
+    """How the burst's progress is shown."""
+
+    def starting(self, engines: RunningEngines) -> AbstractContextManager[Callable[[EngineProgress], None]]:
+        """While `engines` start; what it gives is called with each step."""
+        ...
+
+    def bursting(self, requests: int) -> AbstractContextManager[Callable[[], None]]:
+        """While so many requests are answered; what it gives is called after each answer."""
+        ...
+
+
+def run_burst(stages: BurstStages, requests: int = BURST_REQUESTS) -> BurstOutcome:
+    """The burst to the two example deployments.
+
+    Raises:
+        DemoError: the examples are not installed, a gateway ended, or stand-ins don't answer.
+        EngineError, KeyFileError: stand-ins can't be started.
+    """
+    try:
+        sides = [Side.of_file(example_path(name)) for name in (WITH_PRFAAS, WITHOUT)]
+        limits = pay_limits()
+    except FileNotFoundError as error:
+        raise DemoError(str(error)) from error
+    burst = Burst.of(*sides, requests)
+    runs = _live(sides, burst, stages)
+    paying, without = (
+        SideOutcome(side, run, simulated(side, burst, run.overhead_s))
+        for side, run in zip(sides, runs, strict=True)
+    )
+    return BurstOutcome(burst, paying, without, limits)
+
+
+def _live(sides: Sequence[Side], burst: Burst, stages: BurstStages) -> Sequence[LiveRun]:
+    with ExitStack() as running:
+        for engines in [running.enter_context(RunningEngines(side.deployment)) for side in sides]:
+            with stages.starting(engines) as show:
+                engines.wait_ready(_READY_TIMEOUT_S, show)
+        with stages.bursting(len(sides) * burst.count) as answered:
+            return uvloop.run(live_runs(sides, burst, answered))
+
+
+def simulated(side: Side, burst: Burst, overhead_s: float) -> Result:
+    """The same requests through the simulator, with the file's policy, roles and threshold.
+
+    `overhead_s`: of every request beside its work; the first token takes a decode step, as live.
+    """
+    routing = side.planned.routing
+    scenario = scenario_of(
+        side.planned,
+        policy=routing.policy,
+        params=routing.params,
+        roles=side.prefill_instances,
+        threshold_tokens=routing.threshold_tokens,
+        adapts=False,
+        allocation=False,
+        overheads=Overheads(request_s=overhead_s, first_step=True),
+    )
+    return simulate(scenario, burst.chunks(), requests=burst.count, warmup_share=0.0)
