@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from prfaas.core.deployment import Deployment, PlannedDeployment, load_deployment, load_planned
-from prfaas.core.planner import best_operation, problem_of
+from prfaas.core.planner import OperatingPoint, best_operation, problem_of
 from prfaas.core.workload import TracedRequest, fixed
 from prfaas.core.workload.arrivals import Poisson
 from prfaas.core.workload.traffic import IndependentTraffic, RequestChunk, take
@@ -52,9 +52,9 @@ class Side:
         )
 
     @property
-    def lambda_max(self) -> float:
-        """Requests per second that the planner says it can carry."""
-        return best_operation(problem_of(self.planned)).lambda_max
+    def operation(self) -> OperatingPoint:
+        """How the planner would operate it at full load."""
+        return best_operation(problem_of(self.planned))
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Burst:
     def of(cls, paying: Side, without: Side, requests: int = BURST_REQUESTS) -> "Burst":
         """`requests` at 0.85 of what `without` can carry, with the lengths that `paying`'s file says."""
         workload = problem_of(paying.planned).workload
-        arrivals = Poisson(_LOAD * without.lambda_max)
+        arrivals = Poisson(_LOAD * without.operation.lambda_max)
         traffic = IndependentTraffic(arrivals, workload.lengths, fixed(round(workload.output_tokens)))
         return cls(traffic, requests, _LOAD)
 

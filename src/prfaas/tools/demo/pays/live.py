@@ -4,7 +4,7 @@ import asyncio
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 import aiohttp
@@ -15,8 +15,8 @@ from prfaas.tools.demo.pays.burst import Burst, Side
 from prfaas.tools.replay import ReplayedRequest, ReplayError, ReplayOptions, Target, find_target, replay
 
 # Before the burst, one after the other: the first ones connect everybody, the others are timed.
-_FIRST, _TIMED = 4, 8
-_PROBE_TOKENS = (512, 3072)
+_FIRST, _TIMED = 2, 6
+_PROBE_TOKENS = (128, 2560)
 # Ids of blocks that no request of the burst has.
 _PROBE_BLOCK, _BLOCK_TOKENS = 1 << 40, 512
 
@@ -52,7 +52,9 @@ async def live_runs(
 async def _live_run(
     side: Side, requests: Sequence[TracedRequest], warm: asyncio.Barrier, on_record: Callable[[], None]
 ) -> LiveRun:
-    async with demo_gateway(side.deployment) as gateway:
+    # Nobody else needs to know the ports.
+    anywhere = replace(side.deployment, gateway=replace(side.deployment.gateway, port=0))
+    async with demo_gateway(anywhere) as gateway:
         return await gateway.unless_ended(_probed_run(gateway.url, side, requests, warm, on_record))
 
 
@@ -90,11 +92,11 @@ async def _probe(target: Target, number: int) -> ReplayedRequest:
 def _beside_work_s(side: Side, record: ReplayedRequest) -> float:
     """Its TTFT without what the profiles say of its prefill and of one decode step."""
     assert record.ttft_s is not None
-    (pd,) = side.deployment.pd_clusters
+    (pd,) = side.planned.pd_clusters
     name = record.route_fields.get("prefill", "")
-    prefill = side.planned.cluster(side.deployment.instance(name).cluster if name else pd.name)
-    step_s = side.planned.cluster(pd.name).profile.decode_step_s(side.planned.cluster(pd.name).profile.range_batch[0])
-    return max(record.ttft_s - prefill.profile.prefill_s(record.input_tokens) - step_s, 0.0)
+    at = side.planned.cluster(side.deployment.instance(name).cluster) if name else pd
+    step_s = pd.profile.decode_step_s(pd.profile.range_batch[0])
+    return max(record.ttft_s - at.profile.prefill_s(record.input_tokens) - step_s, 0.0)
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """Runs the burst live and simulated, and leaves nothing running."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Protocol
 
@@ -12,7 +12,7 @@ from prfaas.serving.engines.running import EngineProgress, RunningEngines
 from prfaas.tools.demo.gateway import DemoError
 from prfaas.tools.demo.pays.burst import BURST_REQUESTS, Burst, Side
 from prfaas.tools.demo.pays.limits import pay_limits
-from prfaas.tools.demo.pays.live import LiveRun, live_runs
+from prfaas.tools.demo.pays.live import live_runs
 from prfaas.tools.demo.pays.outcome import BurstOutcome, SideOutcome
 
 WITH_PRFAAS, WITHOUT = "when-it-pays.yaml", "without-prfaas.yaml"
@@ -39,26 +39,24 @@ def run_burst(stages: BurstStages, requests: int = BURST_REQUESTS) -> BurstOutco
         EngineError, KeyFileError: stand-ins can't be started.
     """
     try:
-        sides = [Side.of_file(example_path(name)) for name in (WITH_PRFAAS, WITHOUT)]
-        limits = pay_limits()
+        paying, without = Side.of_file(example_path(WITH_PRFAAS)), Side.of_file(example_path(WITHOUT))
     except FileNotFoundError as error:
         raise DemoError(str(error)) from error
-    burst = Burst.of(*sides, requests)
-    runs = _live(sides, burst, stages)
-    paying, without = (
-        SideOutcome(side, run, simulated(side, burst, run.overhead_s))
-        for side, run in zip(sides, runs, strict=True)
-    )
-    return BurstOutcome(burst, paying, without, limits)
-
-
-def _live(sides: Sequence[Side], burst: Burst, stages: BurstStages) -> Sequence[LiveRun]:
     with ExitStack() as running:
-        for engines in [running.enter_context(RunningEngines(side.deployment)) for side in sides]:
+        started = [running.enter_context(RunningEngines(side.deployment)) for side in (paying, without)]
+        # Stand-ins need more than a second to start anyway.
+        limits = pay_limits()
+        burst = Burst.of(paying, without, requests)
+        for engines in started:
             with stages.starting(engines) as show:
                 engines.wait_ready(_READY_TIMEOUT_S, show)
-        with stages.bursting(len(sides) * burst.count) as answered:
-            return uvloop.run(live_runs(sides, burst, answered))
+        with stages.bursting(2 * requests) as answered:
+            runs = uvloop.run(live_runs((paying, without), burst, answered))
+    found = [
+        SideOutcome(side, run, simulated(side, burst, run.overhead_s))
+        for side, run in zip((paying, without), runs, strict=True)
+    ]
+    return BurstOutcome(burst, *found, limits)
 
 
 def simulated(side: Side, burst: Burst, overhead_s: float) -> Result:
