@@ -52,11 +52,11 @@ def run_burst(stages: BurstStages, requests: int = BURST_REQUESTS) -> BurstOutco
                 engines.wait_ready(_READY_TIMEOUT_S, show)
         with stages.bursting(2 * requests) as answered:
             runs = uvloop.run(live_runs((paying, without), burst, answered))
-    found = [
+    ours, theirs = (
         SideOutcome(side, run, simulated(side, burst, run.overhead_s))
         for side, run in zip((paying, without), runs, strict=True)
-    ]
-    return BurstOutcome(burst, *found, limits)
+    )
+    return BurstOutcome(burst, ours, theirs, limits)
 
 
 def simulated(side: Side, burst: Burst, overhead_s: float) -> Result:
