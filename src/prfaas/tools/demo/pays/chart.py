@@ -9,7 +9,7 @@ from prfaas.tools.demo.display import demo_table
 from prfaas.tools.demo.pays.limits import PayLimits
 from prfaas.tools.demo.pays.outcome import BurstOutcome, SideOutcome, Ttfts
 
-_BAR_COLUMNS = 24
+_BAR_COLUMNS = 22
 
 
 def burst_table(outcome: BurstOutcome) -> Table:
@@ -17,8 +17,8 @@ def burst_table(outcome: BurstOutcome) -> Table:
     table = demo_table(
         f"TTFT of {outcome.burst.count} requests in a burst of {outcome.burst.traffic.mean_per_s:.0f}/s"
     )
-    table.add_column("")
-    table.add_column("")
+    for _ in ("side", "how"):
+        table.add_column("", no_wrap=True)
     for heading in ("mean", "P90"):
         table.add_column(heading, justify="right", no_wrap=True)
         table.add_column("", width=_BAR_COLUMNS)
@@ -50,7 +50,8 @@ def burst_notes(outcome: BurstOutcome) -> list[str]:
     notes = [
         f"The paper's case as stand-ins that run no model, {paying.side.speedup:g} times as fast as in life; gateway, "
         f"scheduler and KV transport are real. Both sides have {len(paying.side.deployment.instances)} instances and "
-        f"get the same requests at the same time, {outcome.burst.load:.0%} of what those without PrfaaS can carry.",
+        f"get the same requests at the same time, {outcome.burst.load:.0%} of what those without PrfaaS can carry. "
+        f"Their files are {' and '.join(side.side.deployment.path.name for side in (paying, without))} in examples/.",
         f"The line has {format_bits_per_s(link.bandwidth_bits_per_s)}; KVCache took {paying.link_used or 0:.0%} of it "
         f"in this burst. At full load it is used to {planned.utilisation:.0%}, as the paper's.",
         f"Simulated: the same requests and policy, and {format_s(paying.live_run.overhead_s)} (without: "

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
 from typing import Protocol
 
 import uvloop
 
 from prfaas.core.deployment.examples import example_path
 from prfaas.lab.simulator import Overheads, Result, scenario_of, simulate
-from prfaas.serving.engines.running import EngineProgress, RunningEngines
+from prfaas.serving.engines.running import RunningEngines
 from prfaas.tools.demo.gateway import DemoError
 from prfaas.tools.demo.pays.burst import BURST_REQUESTS, Burst, Side
 from prfaas.tools.demo.pays.limits import pay_limits
@@ -22,36 +23,38 @@ _READY_TIMEOUT_S = 120.0
 class BurstStages(Protocol):
     """How the burst's progress is shown."""
 
-    def starting(self, engines: RunningEngines) -> AbstractContextManager[Callable[[EngineProgress], None]]:
-        """While `engines` start; what it gives is called with each step."""
-        ...
-
     def bursting(self, requests: int) -> AbstractContextManager[Callable[[], None]]:
-        """While so many requests are answered; what it gives is called after each answer."""
+        """While stand-ins start and answer so many requests; what it gives is called after each answer."""
         ...
 
 
-def run_burst(stages: BurstStages, requests: int = BURST_REQUESTS) -> BurstOutcome:
-    """The burst to the two example deployments.
+def run_burst(
+    stages: BurstStages, requests: int = BURST_REQUESTS, files: tuple[Path, Path] | None = None
+) -> BurstOutcome:
+    """The burst to two deployments of stand-ins.
+
+    Args:
+        stages: Show progress.
+        requests: Of the burst; each side gets all of them.
+        files: The deployment with PrfaaS and the one without; None: the examples.
 
     Raises:
         DemoError: the examples are not installed, a gateway ended, or stand-ins don't answer.
+        DeploymentError: a file is wrong.
         EngineError, KeyFileError: stand-ins can't be started.
     """
     try:
-        paying, without = Side.of_file(example_path(WITH_PRFAAS)), Side.of_file(example_path(WITHOUT))
+        paying, without = map(Side.of_file, files or (example_path(WITH_PRFAAS), example_path(WITHOUT)))
     except FileNotFoundError as error:
         raise DemoError(str(error)) from error
-    with ExitStack() as running:
+    with stages.bursting(2 * requests) as answered, ExitStack() as running:
         started = [running.enter_context(RunningEngines(side.deployment)) for side in (paying, without)]
         # Stand-ins need more than a second to start anyway.
         limits = pay_limits()
         burst = Burst.of(paying, without, requests)
         for engines in started:
-            with stages.starting(engines) as show:
-                engines.wait_ready(_READY_TIMEOUT_S, show)
-        with stages.bursting(2 * requests) as answered:
-            runs = uvloop.run(live_runs((paying, without), burst, answered))
+            engines.wait_ready(_READY_TIMEOUT_S)
+        runs = uvloop.run(live_runs((paying, without), burst, answered))
     ours, theirs = (
         SideOutcome(side, run, simulated(side, burst, run.overhead_s))
         for side, run in zip((paying, without), runs, strict=True)
