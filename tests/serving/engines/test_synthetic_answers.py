@@ -417,7 +417,7 @@ def test_a_stream_interval_makes_few_events_of_the_same_answer(tmp_path: Path) -
             pieces = [
                 json.loads(line.removeprefix(b"data: "))["choices"][0]["token_ids"] for line in lines[:-1]
             ]
-            assert sum(pieces, []) == whole["choices"][0]["token_ids"]
+            assert [token for piece in pieces for token in piece] == whole["choices"][0]["token_ids"]
             # The first one at once, the last one when the answer ends.
             assert len(pieces[0]) < 40
             assert all(len(piece) >= 40 for piece in pieces[1:-1])

@@ -28,9 +28,10 @@ from prfaas.tools.demo.reference import (
     reference_deployment,
 )
 from prfaas.tools.demo.second_act import PooledAnswer
-from prfaas.tools.demo.warm_up import prefill_speed, warm_up
+from prfaas.tools.demo.warm_up import prefill_speed, warm_text, warm_up
 
 ANSWER_TOKENS = 64
+_WARM_TOKENS = 2
 _SETTLE_S = 20.0
 
 
@@ -130,7 +131,7 @@ class _Run:
         plain = reference_deployment(self.deployment)
         with RunningEngines(plain, command=reference_command, templates=self.templates) as engines:
             self._wait_ready(engines)
-            asyncio.run(warm_up(plain, self.chars_per_token))
+            asyncio.run(_warm_reference(plain, warm_text(self.chars_per_token)))
             with self.stages.asking("one plain engine", self.prompts) as answered:
                 references = asyncio.run(_ask_reference(plain, self.prompts, answers, answered))
             if not seconds:
@@ -190,6 +191,21 @@ async def _stream_all(
             before_tokens = now_tokens
             answered()
     return tuple(answers)
+
+
+async def _warm_reference(plain: Deployment, prompt: str) -> None:
+    """Both kinds of requests that are timed: the first of each takes seconds longer."""
+    (engine,) = plain.instances
+    async with aiohttp.ClientSession() as session:
+        for alone in (False, True):
+            await complete_alike(
+                session,
+                engine.url,
+                plain.model.served_name,
+                prompt[alone:],
+                _WARM_TOKENS,
+                last_token_alone=alone,
+            )
 
 
 async def _ask_reference(

@@ -18,9 +18,14 @@ _WARM_TOKENS, _TIMED_TOKENS = 600, 1200
 _TIMEOUT_S = 120.0
 
 
+def warm_text(chars_per_token: float) -> str:
+    """A page that no prompt of the demo begins like."""
+    return corpus()[-round(_WARM_TOKENS * chars_per_token) :]
+
+
 async def warm_up(deployment: Deployment, chars_per_token: float) -> None:
     """A page of text for every engine, all at once. Whatever is wrong shows with the first prompt."""
-    prompt = corpus()[-round(_WARM_TOKENS * chars_per_token) :]
+    prompt = warm_text(chars_per_token)
     async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as group:
         for instance in deployment.instances:
             group.create_task(_quietly(session, deployment, instance, prompt))
@@ -30,7 +35,7 @@ async def prefill_speed(
     deployment: Deployment, instances: Sequence[Instance], chars_per_token: float
 ) -> PrefillSpeed | None:
     """Of the first of `instances`, which is warm and idle; None if it does not answer."""
-    warm, timed = (round(tokens * chars_per_token) for tokens in (_WARM_TOKENS, _TIMED_TOKENS))
+    warm, timed = len(warm_text(chars_per_token)), round(_TIMED_TOKENS * chars_per_token)
     prompt = corpus()[-warm - timed : -warm]
     async with aiohttp.ClientSession() as session:
         begin_s = time.monotonic()

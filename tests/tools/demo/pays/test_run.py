@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import yaml
 from rich.console import Console
+from tests.ports import free_ports
 
 from prfaas.tools.demo.display import DEMO_COLUMNS
 from prfaas.tools.demo.pays import BurstOutcome, run_burst
 from prfaas.tools.demo.pays.chart import burst_closing, burst_notes, burst_table, when_not
 from prfaas.tools.demo.pays.run import WITH_PRFAAS, WITHOUT
-from tests.ports import free_ports
 
 EXAMPLES = Path(__file__).parents[4] / "examples"
 REQUESTS = 40

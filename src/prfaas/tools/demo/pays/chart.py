@@ -27,7 +27,7 @@ def burst_table(outcome: BurstOutcome) -> Table:
     largest = [max(_measure(side, how)[place] for _, _, side, how in shown) for place in range(2)]
     for name, style, side, how in shown:
         cells: list[Text | Bar] = [
-            Text(f"{name}, {side.side.fleet} " if how == "live" else ""),
+            Text(f"{name if how == 'live' else side.side.fleet} "),
             Text(f"{how} "),
         ]
         for value, most in zip(_measure(side, how), largest, strict=True):
