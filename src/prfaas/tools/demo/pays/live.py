@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -44,8 +45,13 @@ async def live_runs(
     requests = burst.requests()
     # Nobody starts before all are warm.
     warm = asyncio.Barrier(len(sides))
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(_live_run(side, requests, warm, on_record)) for side in sides]
+    try:
+        with _no_tracebacks():
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(_live_run(side, requests, warm, on_record)) for side in sides]
+    except ExceptionGroup as failed:
+        # The first one has ended the other side.
+        raise failed.exceptions[0] from None
     return tuple(task.result() for task in tasks)
 
 
@@ -97,6 +103,18 @@ def _beside_work_s(side: Side, record: ReplayedRequest) -> float:
     at = side.planned.cluster(side.deployment.instance(name).cluster) if name else pd
     step_s = pd.profile.decode_step_s(pd.profile.range_batch[0])
     return max(record.ttft_s - at.profile.prefill_s(record.input_tokens) - step_s, 0.0)
+
+
+@contextmanager
+def _no_tracebacks() -> Iterator[None]:
+    """Answers that nobody reads any more, after Ctrl-C, are no errors to show; lost ones are counted."""
+    server = logging.getLogger("aiohttp.server")
+    before = server.level
+    server.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        server.setLevel(before)
 
 
 @contextmanager
