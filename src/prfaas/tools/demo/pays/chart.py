@@ -15,7 +15,7 @@ _BAR_COLUMNS = 22
 def burst_table(outcome: BurstOutcome) -> Table:
     """TTFT mean and P90 with and without PrfaaS, live and simulated."""
     table = demo_table(
-        f"TTFT of {outcome.burst.count} requests in a burst of {outcome.burst.traffic.mean_per_s:.0f}/s"
+        f"TTFT of {outcome.burst.count} requests to each side, {outcome.burst.traffic.mean_per_s:.0f} per second"
     )
     for _ in ("side", "how"):
         table.add_column("", no_wrap=True)

@@ -17,7 +17,7 @@ from prfaas.tools.replay import ReplayedRequest, ReplayError, ReplayOptions, Tar
 
 # Before the burst, one after the other: the first ones connect everybody, the others are timed.
 _FIRST, _TIMED = 2, 6
-_PROBE_TOKENS = (128, 2560)
+_PROBE_TOKENS = (128, 2448)
 # Ids of blocks that no request of the burst has.
 _PROBE_BLOCK, _BLOCK_TOKENS = 1 << 40, 512
 

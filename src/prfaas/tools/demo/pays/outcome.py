@@ -124,8 +124,9 @@ class BurstOutcome:
     def to_json(self) -> dict[str, Any]:
         """Its part of the document that `prfaas demo --json` writes."""
         return {
-            "requests": self.burst.count,
-            "requests_per_s": self.burst.traffic.mean_per_s,
+            "requests": 2 * self.burst.count,
+            "requests_per_side": self.burst.count,
+            "requests_per_s_per_side": self.burst.traffic.mean_per_s,
             "load_without_prfaas": self.burst.load,
             "speedup": self.paying.side.speedup,
             "with_prfaas": self.paying.to_json(),
