@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 import aiohttp
+import uvloop
 
 from prfaas.core.workload import TracedRequest
 from prfaas.tools.demo.gateway import DemoError, demo_gateway
@@ -34,21 +35,26 @@ class LiveRun:
     """How late the latest request was sent."""
 
 
-async def live_runs(
-    sides: Sequence[Side], burst: Burst, on_record: Callable[[], None]
-) -> tuple[LiveRun, ...]:
+def live_runs(sides: Sequence[Side], burst: Burst, on_record: Callable[[], None]) -> tuple[LiveRun, ...]:
     """Sends the burst to all sides at once, whose engines run; `on_record` is called after each answer.
 
     Raises:
         DemoError: a gateway ended, or a probe got no answer.
     """
+    # Until the loop is closed: what is left of the gateways is cancelled then.
+    with _no_tracebacks():
+        return uvloop.run(_live_runs(sides, burst, on_record))
+
+
+async def _live_runs(
+    sides: Sequence[Side], burst: Burst, on_record: Callable[[], None]
+) -> tuple[LiveRun, ...]:
     requests = burst.requests()
     # Nobody starts before all are warm.
     warm = asyncio.Barrier(len(sides))
     try:
-        with _no_tracebacks():
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(_live_run(side, requests, warm, on_record)) for side in sides]
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(_live_run(side, requests, warm, on_record)) for side in sides]
     except ExceptionGroup as failed:
         # The first one has ended the other side.
         raise failed.exceptions[0] from None

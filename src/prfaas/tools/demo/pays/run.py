@@ -5,8 +5,6 @@ from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Protocol
 
-import uvloop
-
 from prfaas.core.deployment.examples import example_path
 from prfaas.lab.simulator import Overheads, Result, scenario_of, simulate
 from prfaas.serving.engines.running import RunningEngines
@@ -54,7 +52,7 @@ def run_burst(
         burst = Burst.of(paying, without, requests)
         for engines in started:
             engines.wait_ready(_READY_TIMEOUT_S)
-        runs = uvloop.run(live_runs((paying, without), burst, answered))
+        runs = live_runs((paying, without), burst, answered)
     ours, theirs = (
         SideOutcome(side, run, simulated(side, burst, run.overhead_s))
         for side, run in zip((paying, without), runs, strict=True)
