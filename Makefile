@@ -10,6 +10,9 @@ TORCH  := requirements/torch.txt
 TORCH_INDEX_URL ?=
 PIP_INDEX := $(if $(TORCH_INDEX_URL),--extra-index-url $(TORCH_INDEX_URL))
 
+# Tests start hundreds of processes. Where Python is told to keep no bytecode, each compiles everything anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 STAMP := $(VENV)/.prfaas-setup
 SETUP_LOG := build/setup.log
 
@@ -21,13 +24,24 @@ DOCS_STAMP := $(DOCS_VENV)/.docs-setup
 
 DEBIAN := requirements/debian.txt
 
-.PHONY: help setup system fast studies machine demo check test test-fast test-docs test-explore test-extras bench docs clean
+# `make test-fast WING=core` tests one wing.
+WINGS := core serving lab tools cli
+WING ?=
+
+# Workers of the tests that start no engine: those wait a third of their time, so one more than there are cores.
+WORKERS ?= 3
+
+.PHONY: help setup system fast studies machine demo check test test-all test-gemma test-fast test-docs test-explore \
+	test-extras bench docs clean
 
 help:
 	@echo "make demo   one long and several short prompts through two clusters on this machine, compared with plain vLLM"
-	@echo "make test   every test (starts real vLLM engines; about three quarters of an hour on two cores)"
+	@echo "make test   all that a change needs (starts real vLLM engines; a quarter of an hour on two cores)"
+	@echo "make test-all   what 'make test' leaves out: more cases of the same (half an hour)"
+	@echo "make test-gemma   tests that fetch Gemma, whose terms a person accepts first"
 	@echo "make test-explore  property tests with new random examples, ten times as many (SEED=… repeats a run)"
-	@echo "make test-fast    the tests that start no engine and are not slow, on two cores (some minutes)"
+	@echo "make test-fast    the tests that start no engine and are not slow (three minutes on two cores)"
+	@echo "make test-fast WING=core   those of one wing: $(WINGS) (a minute)"
 	@echo "make test-docs    the guides' commands and programs as written; as root also a whole guide on machines of its own (minutes)"
 	@echo "make test-extras  each extra of the wheel in an environment of its own (downloads packages; minutes)"
 	@echo "make check  formatting, lint, types, import arrows"
@@ -77,27 +91,39 @@ check: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Two at a time. Of the tests with engines two files: what shares engines is in one, or in one folder.
+# Of the tests with engines two files at a time: what shares engines is in one, or in one folder.
 # 5: TEST_ARGS chose none of that kind.
+PYTEST  := $(BIN)/python -m pytest
+PLAIN   := $(PYTEST) -n $(WORKERS) --dist worksteal
+ENGINES := $(PYTEST) -n 2 --dist loadfile
+
 test: setup system
-	$(BIN)/python -m pytest -n 2 -m "not engine and not newcomer" $(TEST_ARGS) || [ $$? = 5 ]
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m engine $(TEST_ARGS) || [ $$? = 5 ]
+	$(PLAIN) -m "not engine and not newcomer and not extended and not gemma" $(TEST_ARGS) || [ $$? = 5 ]
+	$(ENGINES) -m "engine and not extended and not gemma" $(TEST_ARGS) || [ $$? = 5 ]
+
+test-all: setup system
+	$(PLAIN) -m "extended and not engine and not newcomer and not gemma" $(TEST_ARGS) || [ $$? = 5 ]
+	$(ENGINES) -m "extended and engine and not gemma" $(TEST_ARGS) || [ $$? = 5 ]
+
+test-gemma: setup
+	$(ENGINES) -m gemma $(TEST_ARGS) || [ $$? = 5 ]
 
 # The seed is printed first: whatever fails, fails again with `make test-explore SEED=...`.
 test-explore: setup
 	@seed=$${SEED:-$$($(BIN)/python -c 'import secrets; print(secrets.randbelow(2**32))')}; \
 	echo "make test-explore SEED=$$seed"; \
-	$(BIN)/python -m pytest -m "hypothesis and not engine" --hypothesis-profile=explore --hypothesis-seed=$$seed \
+	$(PYTEST) -m "hypothesis and not engine" --hypothesis-profile=explore --hypothesis-seed=$$seed \
 		--timeout=3600 $(TEST_ARGS) || { status=$$?; echo "repeat with: make test-explore SEED=$$seed"; exit $$status; }
 
 # Importing vLLM alone takes each process ten seconds.
 test-fast: setup
-	$(BIN)/python -m pytest -n 2 --ignore tests/integration --ignore tests/serving/engines/vllm \
-		-m "not slow and not engine" $(TEST_ARGS)
+	$(if $(filter-out $(WINGS),$(WING)),$(error WING is one of: $(WINGS)))
+	$(PLAIN) $(if $(WING),tests/$(WING)) --ignore tests/integration --ignore tests/serving/engines/vllm \
+		-m "not slow and not extended and not engine and not newcomer and not gemma" $(TEST_ARGS)
 
 # One after the other: each starts processes enough for all cores.
 test-docs: setup system
-	$(BIN)/python -m pytest -m docs $(TEST_ARGS)
+	$(PYTEST) -m docs $(TEST_ARGS)
 
 test-extras: setup
 	$(BIN)/python tests/extras/install.py $(EXTRAS)

@@ -1,4 +1,11 @@
-"""Property tests: the same examples every time, or new ones on request; a slow machine is no failure in either case."""
+"""For all tests: property tests' profiles, marks that must say why, and at the end of a run where its time went.
+
+Property tests take the same examples every time, or new ones on request; a slow machine is no failure in either case.
+"""
+
+import gc
+from collections import defaultdict
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -13,14 +20,39 @@ settings.register_profile(
 # `--hypothesis-profile=explore` is applied after this file was read, and so wins.
 settings.load_profile("prfaas")
 
+# Marks that keep a test out of a run that people wait for; each says why.
+REASONED = ("slow", "extended")
+# A test that takes longer has one of them.
+LONG_S = 5.0
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Workers of xdist report to the process that started them.
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(TimeByPart())
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that say how many examples they take get more of them, too, when exploring.
+    for item in items:
+        for name in REASONED:
+            for mark in item.iter_markers(name):
+                if not (mark.args and isinstance(mark.args[0], str) and mark.args[0].strip()):
+                    raise pytest.UsageError(f'{item.nodeid}: its mark must say why: {name}("...")')
+    if settings.get_current_profile_name() == "explore":
+        _take_more_examples(items)
+
+
+def pytest_collection_finish() -> None:
+    """What is there now stays: no later search for garbage, of which some tests ask for whole ones, looks at it."""
+    gc.collect()
+    gc.freeze()
+
+
+def _take_more_examples(items: list[pytest.Item]) -> None:
+    """Tests that say how many examples they take get more of them, too.
 
     Their own number would otherwise win over the profile's.
     """
-    if settings.get_current_profile_name() != "explore":
-        return
     seen: set[object] = set()
     for item in items:
         test = getattr(item, "obj", None)
@@ -36,3 +68,38 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             own = getattr(owner, name, None)
             if isinstance(own, settings) and own.max_examples != settings().max_examples:
                 setattr(owner, name, settings(own, max_examples=own.max_examples * EXPLORE_FACTOR))
+
+
+class TimeByPart:
+    """Where a run's time went, by folder; and which tests are long and do not say why."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._reasoned: set[str] = set()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._seconds[report.nodeid] += report.duration
+        if any(name in report.keywords for name in REASONED):
+            self._reasoned.add(report.nodeid)
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if len(self._seconds) < 2:
+            return
+        parts: dict[str, list[float]] = defaultdict(list)
+        for nodeid, seconds in self._seconds.items():
+            parts[str(Path(nodeid.partition("::")[0]).parent)].append(seconds)
+        write = terminalreporter.write_line
+        terminalreporter.section("time by part")
+        for part, each in sorted(parts.items(), key=lambda item: -sum(item[1])):
+            write(f"{sum(each):7.1f} s {len(each):6} tests  {part}")
+        long = {
+            nodeid: seconds
+            for nodeid, seconds in self._seconds.items()
+            if seconds > LONG_S and nodeid not in self._reasoned
+        }
+        if long:
+            terminalreporter.section(
+                f"over {LONG_S:g} s without a reason: make them cheaper, or mark them slow(...)"
+            )
+        for nodeid, seconds in sorted(long.items(), key=lambda item: -item[1]):
+            write(f"{seconds:7.1f} s  {nodeid}")

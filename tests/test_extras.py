@@ -104,6 +104,7 @@ def _run(extra: str, code: str, *args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.slow("each extra in a process of its own")
 @pytest.mark.parametrize("extra", PROMISED)
 def test_an_extra_is_enough_for_what_it_promises(extra: str) -> None:
     done = _run(extra, DOES.get(extra, ""), PROMISED[extra])
@@ -161,6 +162,7 @@ def test_commands_of_the_base_installation(words: list[str]) -> None:
     assert done.stdout
 
 
+@pytest.mark.slow("each extra in a process of its own")
 @pytest.mark.parametrize(
     ("words", "extra"),
     [
@@ -190,6 +192,7 @@ def test_a_missing_extra_is_one_sentence(words: list[str], extra: str) -> None:
     assert sentence.endswith(f": pip install '.[{extra}]' in a checkout of prfaas")
 
 
+@pytest.mark.slow("each extra in a process of its own")
 def test_parquet_without_pyarrow_is_one_sentence(tmp_path: Path) -> None:
     words = ["simulate", str(EXAMPLES / "paper.yaml"), "--requests", "20", "--records"]
     done = _run("plan", MAIN, "", *words, str(tmp_path / "a.parquet"))

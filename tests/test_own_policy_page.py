@@ -109,7 +109,7 @@ def test_what_a_way_knows_is_there() -> None:
     assert hasattr(api.RoutingRequest, "num_tokens")
 
 
-@pytest.mark.slow
+@pytest.mark.slow("does all that the page says, each command a process")
 def test_simulated(page: Page) -> None:
     listed, alone, compared = page.shell[:3]
     assert page.run(listed) == page.printed_after("prfaas policies frugal:Frugal\n")
@@ -146,7 +146,7 @@ def running(page: Page, command: str) -> Iterator[None]:
             process.communicate()
 
 
-@pytest.mark.slow
+@pytest.mark.slow("does all that the page says, each command a process")
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="the tiny model is written with torch")
 def test_live(page: Page) -> None:
     up, *asked = page.shell[3:]

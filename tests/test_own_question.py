@@ -32,7 +32,7 @@ def page(tmp_path: Path) -> Page:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.slow("does all that the page says, each command a process")
 def test_from_an_own_trace_to_an_answer(page: Page) -> None:
     exported, simulated, answered, compared = page.shell
     assert exported == "export PYTHONPATH=$PWD\n"
@@ -75,7 +75,7 @@ assert len(axes.lines) == len(kinds)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.slow("does all that the page says, each command a process")
 def test_the_notebook_runs_and_plots(tmp_path: Path) -> None:
     pandas = pytest.importorskip("pandas")
     pytest.importorskip("pyarrow")

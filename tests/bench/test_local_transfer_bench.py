@@ -26,6 +26,7 @@ def with_stand_ins(deployment: Deployment) -> Deployment:
     return load_deployment(deployment.path, state_dir=deployment.state_dir)
 
 
+@pytest.mark.slow("starts processes")
 def test_a_prompt_goes_from_engine_to_engine_or_the_gateways_log_tells_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

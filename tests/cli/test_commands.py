@@ -270,7 +270,7 @@ def test_how_logs_are_written(
         )
 
 
-@pytest.mark.slow
+@pytest.mark.slow("starts processes, and waits for what they do")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_serve_runs_until_a_signal(dense_file: Path, number: signal.Signals) -> None:
     port = gateway_port(dense_file)

@@ -100,7 +100,7 @@ def test_for_people(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
     assert max(map(len, out.splitlines())) <= 120
 
 
-@pytest.mark.slow
+@pytest.mark.slow("draws with matplotlib")
 def test_plots(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     document = planned(monkeypatch, capsys, PAPER, "--plot", tmp_path / "plots")
     names = [Path(path).name for path in document["plots"]]
@@ -116,7 +116,7 @@ def test_plots_where_no_folder_can_be(
     assert "can't be made a folder" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.slow("plans at many points")
 def test_a_sweep(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     sweep = "links[east->home].bandwidth=1 Gbit/s:100 Gbit/s:3"
     document = planned(monkeypatch, capsys, PAPER, "--sweep", sweep, "--plot", tmp_path)
@@ -139,7 +139,7 @@ def test_a_sweep_of_instances_takes_whole_numbers_once(
     assert [point["value"] for point in document["points"]] == [1, 2, 3, 4]
 
 
-@pytest.mark.slow
+@pytest.mark.slow("plans at many points")
 def test_a_sweep_over_a_price_has_a_break_even(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -153,7 +153,7 @@ def test_a_sweep_over_a_price_has_a_break_even(
     assert "Break-even: a price of a GB over any link of 0.00" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.slow("plans at many points")
 def test_a_target_for_the_ttft(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -331,7 +331,7 @@ def test_a_file_for_planning_is_not_run(
     assert "model.published: is enough to plan with, not to run" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.slow("plans at many points")
 def test_the_case_study_takes_seconds_at_most_after_imports() -> None:
     code = (
         "import sys, time; sys.argv = ['prfaas', 'plan', sys.argv[1], '--json']\n"

@@ -41,7 +41,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *args: object) -> int:
     return int(ended.value.code or 0)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("measures an engine in real time")
 def test_writes_a_profile_and_plots(
     server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -214,7 +214,7 @@ def test_tables_for_people(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     assert "paper: 300 requests in " in captured.err
 
 
-@pytest.mark.slow
+@pytest.mark.slow("draws with matplotlib")
 def test_a_report_is_one_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

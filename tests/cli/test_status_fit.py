@@ -176,6 +176,7 @@ TABLE = st.builds(
 )
 
 
+@pytest.mark.slow("runs commands one after the other")
 @given(TABLE, st.integers(60, 120), st.integers(1, 12))
 @settings(max_examples=50)
 def test_every_table_fits_and_keeps_its_first_column(table: StatusTable, width: int, most: int) -> None:

@@ -18,7 +18,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *args: object) -> int:
     return int(ended.value.code or 0)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("simulates the cases of a study")
 def test_a_study_is_the_same_for_any_number_of_jobs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -35,7 +35,7 @@ def test_a_study_is_the_same_for_any_number_of_jobs(
     assert found["studies"]["scale"][0]["ttft_mean_s"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.slow("simulates the cases of a study")
 def test_a_study_is_written_down(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

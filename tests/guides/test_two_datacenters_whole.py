@@ -40,7 +40,7 @@ WITHOUT_GPUS = {"/models/qwen3-next": "tiny:qwen3-next", "h200x8": "synthetic", 
 pytestmark = [
     pytest.mark.docs,
     pytest.mark.newcomer,
-    pytest.mark.slow,
+    pytest.mark.slow("builds two datacenters of namespaces, as the guide says"),
     pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM)),
 ]
 

@@ -15,14 +15,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tests.ports import free_ports
 
 from prfaas.core.deployment import TOOLS, Deployment, load_deployment
 from prfaas.serving.engines.running import RunningEngines
-from prfaas.serving.engines.vllm.reference import FORCED_TOKENS_ARG, LOGITS_PROCESSOR
+from prfaas.serving.engines.template import EngineTemplates
 from prfaas.serving.transport.observer import Observer
 from prfaas.serving.transport.ticket import load_key
+from prfaas.tools.demo import reference as demo_reference
 from prfaas.tools.demo.compare import Comparison, Equality, compare, tie_bound_nats
+
+# Importing vLLM for these would take ten seconds.
+LOGITS_PROCESSOR = demo_reference._LOGITS_PROCESSOR
+FORCED_TOKENS_ARG = demo_reference._FORCED_TOKENS_ARG
 
 MODEL = "tiny"
 THRESHOLD_TOKENS = 2000
@@ -30,6 +36,13 @@ TENANT_HEADER = "x-tenant"
 
 # Of the tiny Qwen3-Next on CPUs.
 BLOCK_TOKENS = 256
+
+# Over the environment of engines. The development routes include /reset_prefix_cache; what pytest says of the test that
+# runs would make every environment another.
+ENGINE_ENV = {"VLLM_SERVER_DEV_MODE": "1", "PYTEST_CURRENT_TEST": ""}
+
+TEMPLATES = EngineTemplates()
+"""Have imported vLLM for all tests of this process; conftest.py ends them."""
 
 
 def prompt(seed: int, tokens: int) -> list[int]:
@@ -166,8 +179,7 @@ class Stack:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.deployment: Deployment = load_deployment(path)
-        # The development routes include /reset_prefix_cache.
-        self.engines = RunningEngines(self.deployment, extra_env={"VLLM_SERVER_DEV_MODE": "1"})
+        self.engines = RunningEngines(self.deployment, extra_env=ENGINE_ENV, templates=TEMPLATES)
         self._gateway: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> "Stack":
@@ -428,6 +440,12 @@ def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> No
         if time.monotonic() > deadline_s:
             raise TimeoutError(f"not within {timeout_s:g} s: {what}")
         time.sleep(0.2)
+
+
+def need_known_pages() -> None:
+    """For tests of engines that keep KV otherwise than each other, which on some machines refuse each other."""
+    if " amx_tile" in Path("/proc/cpuinfo").read_text():
+        pytest.skip("how vLLM lays pages out on CPUs with AMX is not known")
 
 
 def running(path: Path) -> Iterator[Stack]:

@@ -14,7 +14,18 @@ CAN_SKIP = {"qwen3-next", "qwen3"}
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 
 
-@pytest.mark.parametrize("model", ["qwen3-next", "gpt-oss", "mimo-v2-flash", "qwen3"])
+OTHER_KINDS = pytest.mark.extended(
+    "the same with other kinds of cache, which `make test` has between two engines"
+)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        "qwen3-next",
+        *(pytest.param(model, marks=OTHER_KINDS) for model in ("gpt-oss", "mimo-v2-flash", "qwen3")),
+    ],
+)
 def test_the_demo_succeeds_with_every_kind_of_cache(
     model: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -2,14 +2,26 @@
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from typing import Any
 
 import pytest
 from tests.ports import neighbours
 
 from prfaas.core.kv.hf_config import model_from_directory
 
-from .stack import MODEL, PATIENCE_S, DemoAnswer, Stack, call, prompt, running, wait_until, write_deployment
+from .stack import (
+    MODEL,
+    PATIENCE_S,
+    DemoAnswer,
+    Stack,
+    call,
+    need_known_pages,
+    prompt,
+    running,
+    wait_until,
+    write_deployment,
+)
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 
@@ -33,13 +45,12 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     yield from running(path)
 
 
-# By model and ranks of the prefill engine: two send a part each.
-CUT = (("qwen3-next", 1), ("gpt-oss", 1), ("qwen3-next", 2))
-
-
-@pytest.fixture(scope="module", params=CUT, ids=lambda case: f"{case[0]}-{case[1]}")
+@pytest.fixture(scope="module")
 def cut(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """The same with a model that has linear states, or windows; its prefill engine may be taken away."""
+    """The same with a model that has linear states, or windows; its prefill engine may be taken away.
+
+    The parameter: a model, and the ranks of the prefill engine. Two send a part each.
+    """
     model, ranks = request.param
     path = write_deployment(
         tmp_path_factory.mktemp("prfaas-test-killed"), bandwidth=BANDWIDTHS[model], max_model_len=8192
@@ -49,6 +60,7 @@ def cut(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     document["clusters"][0] |= {"preemptible": True, "kills_per_hour": 3600}
     document["clusters"][1]["instances"].pop(0)
     if ranks > 1:
+        need_known_pages()
         (far,) = document["clusters"][0]["instances"]
         far |= {"tensor_parallel": ranks, "kv_port": neighbours(ranks)}
     path.write_text(json.dumps(document))
@@ -58,6 +70,7 @@ def cut(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 FAR, HOME = "east-prefill-0", "home-decode-0"
 # Of the KV, by which the prefill engine is killed.
 SHARES = (0.25, 0.5, 0.75, 0.95)
+EXTENDED = pytest.mark.extended("each share, and each kind of cache, is in `make test` with another one")
 
 
 def counters(stack: Stack) -> dict[str, float]:
@@ -111,7 +124,12 @@ def kill_at(stack: Stack, share: float, *, checkpoints: int) -> dict[str, float]
     return {name: now[name] - before[name] for name in before}
 
 
-@pytest.mark.parametrize("share", SHARES)
+def among(shares: Collection[float], share: float, *more: object) -> Any:
+    """A case, which is in `make test` if its share is one of these."""
+    return pytest.param(*more, share, marks=() if share in shares else EXTENDED)
+
+
+@pytest.mark.parametrize("share", [among((0.25, 0.75), share) for share in SHARES])
 def test_what_had_come_is_loaded_and_the_rest_computed(dense: Stack, share: float) -> None:
     risen = kill_at(dense, share, checkpoints=0)
     # Lost is what had not come, and at most what had of the chunk that was on its way.
@@ -121,7 +139,15 @@ def test_what_had_come_is_loaded_and_the_rest_computed(dense: Stack, share: floa
     assert (risen["loads_resumed"], risen["digest_mismatches"]) == (1, 0)
 
 
-@pytest.mark.parametrize("share", SHARES)
+CUTS = {("qwen3-next", 1): (0.25, 0.95), ("gpt-oss", 1): (0.5,), ("qwen3-next", 2): (0.75,)}
+
+
+@pytest.mark.parametrize(
+    ("cut", "share"),
+    [among(shares, share, cut) for cut, shares in CUTS.items() for share in SHARES],
+    indirect=["cut"],
+    ids=lambda value: value if isinstance(value, float) else f"{value[0]}-{value[1]}",
+)
 def test_with_states_or_windows_it_goes_on_from_a_checkpoint(cut: Stack, share: float) -> None:
     risen = kill_at(cut, share, checkpoints=cut.deployment.instance(FAR).tensor_parallel)
     print(f"killed at {share:.0%}: {risen['kept']:.0f} of {TOKENS} tokens kept")

@@ -15,12 +15,23 @@ from tests.ports import free_ports, neighbours
 from prfaas.core.deployment import Deployment, load_deployment
 from prfaas.serving.engines.preparation import port_problem
 from prfaas.serving.engines.running import RunningEngines
-from prfaas.serving.engines.vllm.reference import LOGITS_PROCESSOR
 from prfaas.serving.pool.client import PoolClient
 from prfaas.serving.pool.running import RunningPools
 from prfaas.tools.demo.compare import Equality, compare
 
-from .stack import LOGITS, MODEL, PATIENCE_S, DemoAnswer, call, completion_body, prompt, wait_until
+from .stack import (
+    ENGINE_ENV,
+    LOGITS,
+    LOGITS_PROCESSOR,
+    MODEL,
+    PATIENCE_S,
+    TEMPLATES,
+    DemoAnswer,
+    call,
+    completion_body,
+    prompt,
+    wait_until,
+)
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 
@@ -89,7 +100,7 @@ class Pooled:
     def __init__(self, path: Path) -> None:
         self.deployment: Deployment = load_deployment(path)
         self.pools = RunningPools(self.deployment)
-        self.engines = RunningEngines(self.deployment)
+        self.engines = RunningEngines(self.deployment, extra_env=ENGINE_ENV, templates=TEMPLATES)
 
     def start(self, *names: str) -> None:
         for name in names:
@@ -100,7 +111,7 @@ class Pooled:
                     PATIENCE_S,
                     "the killed engine's port is free",
                 )
-            self.engines.start(name)
+        self.engines.restart(names)
         self.engines.wait_ready()
 
     def ask(self, engine: str, ids: Sequence[int], max_tokens: int = 24, **fields: Any) -> DemoAnswer:
@@ -159,7 +170,20 @@ def assert_same(ours: DemoAnswer, theirs: DemoAnswer) -> None:
     assert comparison.equality is not Equality.NO, comparison
 
 
-@pytest.mark.parametrize("model", ["qwen3-next", "gpt-oss", "mimo-v2-flash", "qwen3"])
+OTHER_KINDS = pytest.mark.extended(
+    "states and windows are in `make test`: these are more windows, or neither"
+)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        "qwen3-next",
+        "gpt-oss",
+        pytest.param("mimo-v2-flash", marks=OTHER_KINDS),
+        pytest.param("qwen3", marks=OTHER_KINDS),
+    ],
+)
 def test_a_new_engine_answers_from_the_pool_as_from_its_own_blocks(model: str, tmp_path: Path) -> None:
     prompts = [prompt(9000 + seed, tokens) for seed, tokens in enumerate(LENGTHS)]
     with pooled(write_pooled(tmp_path, model)) as here:

@@ -49,11 +49,14 @@ def test_a_prompt_sent_twice_goes_where_its_prefix_is_and_only_the_increment_cro
     paper.check_answer(two, paper.reference(longer, salt="twice", engine="home-decode-0"))
 
 
-def test_a_shared_prefix_is_found_at_the_length_that_vllm_reuses(paper: Stack) -> None:
-    """20 prompts that share 8K tokens: what the index promised is what the engine reports as cached."""
-    shared = prompt(110, 8192)
+@pytest.mark.parametrize(
+    "count", [6, pytest.param(20, marks=pytest.mark.extended("the same with more prompts"))]
+)
+def test_a_shared_prefix_is_found_at_the_length_that_vllm_reuses(paper: Stack, count: int) -> None:
+    """Prompts that share 8K tokens: what the index promised is what the engine reports as cached."""
+    shared = prompt(110 + count, 8192)
     promised, reused = [], []
-    for index in range(20):
+    for index in range(count):
         ids = shared + prompt(120 + index, 2100 + 37 * index)
         paper.settle()
         hits = paper.metric("east-prefill-0", HITS)

@@ -16,7 +16,7 @@ from prfaas.serving.certificates import CertificateFolder, https_options, identi
 from prfaas.serving.engines.running import RunningEngines
 from prfaas.serving.live import serve_live
 
-from .stack import MODEL, PATIENCE_S, prompt, write_deployment
+from .stack import ENGINE_ENV, MODEL, PATIENCE_S, TEMPLATES, prompt, write_deployment
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 
@@ -32,7 +32,7 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
     document["security"]["engine_tls"] = "always"
     path.write_text(json.dumps(document))
     made = load_deployment(path)
-    with RunningEngines(made) as engines:
+    with RunningEngines(made, extra_env=ENGINE_ENV, templates=TEMPLATES) as engines:
         engines.wait_ready()
         yield made
 

@@ -10,13 +10,13 @@ import pytest
 BENCH = Path(__file__).parents[2] / "bench" / "faults.py"
 
 
-@pytest.mark.slow
+@pytest.mark.slow("starts a process an engine, and lasts as long as its faults")
 @pytest.mark.timeout(300)
 def test_a_fault_of_every_kind_costs_no_answer_and_no_token(tmp_path: Path) -> None:
     report = tmp_path / "faults.json"
     done = subprocess.run(
         [
-            *(sys.executable, str(BENCH), "--faults", "8", "--seed", "1", "--longest", "8", "--load", "5"),
+            *(sys.executable, str(BENCH), "--faults", "8", "--seed", "1", "--longest", "5", "--load", "5"),
             *("--json", str(report), "--keep-logs", str(tmp_path / "logs")),
         ],
         capture_output=True,

@@ -50,6 +50,7 @@ def test_pools_that_do_not_run(deployment: Deployment) -> None:
     assert mend == f"start it on its machine: prfaas pool {deployment.path} east-pool"
 
 
+@pytest.mark.slow("starts processes")
 def test_pools_and_their_engines(deployment: Deployment) -> None:
     with RunningPools(deployment) as pools:
         pools.wait_ready()
@@ -67,6 +68,7 @@ def test_pools_and_their_engines(deployment: Deployment) -> None:
                 client.close()
 
 
+@pytest.mark.slow("starts processes")
 def test_pools_of_different_models(deployment: Deployment) -> None:
     with RunningPools(deployment) as pools:
         pools.wait_ready()

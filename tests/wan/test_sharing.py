@@ -4,7 +4,11 @@ import pytest
 
 from wan.sharing import line, paced, shared
 
-pytestmark = [pytest.mark.wan, pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [
+    pytest.mark.wan,
+    pytest.mark.slow("shares of a line show only once TCP has settled on it"),
+    pytest.mark.timeout(180),
+]
 
 
 def skip_if_slow(share_of_goodput: float) -> None:

@@ -159,6 +159,7 @@ def await_true(check: Callable[[], bool], timeout_s: float = 30.0) -> float:
 PHASES = ["before OPEN", "waiting for ACCEPT", "prefilling", "inside a frame", "after END"]
 
 
+@pytest.mark.slow("emulated lines and their time limits are in real time")
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_dark_link_ends_transfers_on_both_sides(make_ends: Callable[..., Ends], phase: str) -> None:
     ends = make_ends()
@@ -208,6 +209,7 @@ def test_a_dark_link_ends_transfers_on_both_sides(make_ends: Callable[..., Ends]
     assert ends.sender.telemetry()["silent"] == {}
 
 
+@pytest.mark.slow("emulated lines and their time limits are in real time")
 @pytest.mark.parametrize("phase", ["prefilling", "sending"])
 def test_a_link_that_comes_back_in_time_costs_time(make_ends: Callable[..., Ends], phase: str) -> None:
     ends = make_ends()
@@ -230,6 +232,7 @@ def test_a_link_that_comes_back_in_time_costs_time(make_ends: Callable[..., Ends
     assert ends.counters()["requeued_chunks"] - before <= 8 * 4
 
 
+@pytest.mark.slow("emulated lines and their time limits are in real time")
 @pytest.mark.parametrize("count", [1, None])
 def test_killed_connections_cost_time(make_ends: Callable[..., Ends], count: int | None) -> None:
     """What is sent again is what was on its way: a part of a chunk, and one whose ACK was lost."""
@@ -266,6 +269,7 @@ def test_the_first_transfer_after_a_lossy_spell_is_not_slow(make_ends: Callable[
     assert ends.send(1 << 20) < 2 * before_s + 0.1
 
 
+@pytest.mark.slow("emulated lines and their time limits are in real time")
 def test_an_observer_notices_a_dark_path(make_laboratory: MakeLaboratory) -> None:
     laboratory = make_laboratory(LineSettings.of_round_trip(200e6, 0.030))
     with laboratory.inside("home-0"):

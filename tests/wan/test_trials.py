@@ -71,7 +71,7 @@ def test_a_fallback_is_counted_from_what_caused_it(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.wan
-@pytest.mark.slow
+@pytest.mark.slow("starts a gateway and engines on both ends of an emulated line")
 @pytest.mark.timeout(240)
 def test_a_deployment_of_stand_ins_offloads_over_the_line(tmp_path: Path) -> None:
     async def drive() -> tuple[LinkRequest, LinkReading]:

@@ -15,7 +15,12 @@ from prfaas.serving.engines.tiny import TINY_MODEL_NAMES, tiny_model
 SCRIPT = Path(__file__).with_name("vllm_allocation.py")
 
 
-def allocated(checkpoint: Path, has_state: bool) -> list[dict[str, Any]]:
+@pytest.fixture(scope="module")
+def allocated(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
+    """The checkpoint of each tiny model, and where vLLM's layers of it are told."""
+    pytest.importorskip("vllm")
+    folder = tmp_path_factory.mktemp("allocation")
+    places = {name: (tiny_model(name, folder), folder / f"{name}.json") for name in TINY_MODEL_NAMES}
     env = os.environ | {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
@@ -25,26 +30,24 @@ def allocated(checkpoint: Path, has_state: bool) -> list[dict[str, Any]]:
         "VLLM_CPU_KVCACHE_SPACE": "1",
     }
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(checkpoint), "state" if has_state else "none"],
+        [sys.executable, str(SCRIPT), *(f"{checkpoint}:{place}" for checkpoint, place in places.values())],
         capture_output=True,
         text=True,
         timeout=800,
         env=env,
-        cwd=checkpoint,
+        cwd=folder,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    layers: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
-    return layers
+    assert all(place.exists() for _, place in places.values()), done.stderr[-3000:]
+    return places
 
 
-@pytest.mark.slow
+@pytest.mark.slow("imports vLLM or torch")
 @pytest.mark.engine
 @pytest.mark.parametrize("name", TINY_MODEL_NAMES)
-def test_pages_are_what_vllm_allocates(name: str, tmp_path: Path) -> None:
-    pytest.importorskip("vllm")
-    checkpoint = tiny_model(name, tmp_path)
+def test_pages_are_what_vllm_allocates(name: str, allocated: dict[str, tuple[Path, Path]]) -> None:
+    checkpoint, place = allocated[name]
     model = model_from_directory(checkpoint)
-    layers = allocated(checkpoint, model.has_linear_state)
+    layers: list[dict[str, Any]] = json.loads(place.read_text())
     assert len(layers) == model.layers
     for group in model.groups:
         if isinstance(group, LinearState):

@@ -170,7 +170,7 @@ def test_what_auto_is_by_modelopt(name: str) -> None:
         assert found == model_from_config(config)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("imports vLLM or torch")
 @pytest.mark.parametrize("name", QUANTIZATIONS)
 def test_vllm_says_the_same_of_auto(name: str) -> None:
     torch_utils = pytest.importorskip("vllm.utils.torch_utils")

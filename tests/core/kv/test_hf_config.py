@@ -107,7 +107,7 @@ def test_published_sizes(config: dict[str, Any], token_bytes: int, fixed_bytes: 
     assert model.is_hybrid == (fixed_bytes > 0)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("imports vLLM or torch")
 def test_gated_delta_net_is_what_vllm_allocates() -> None:
     torch = pytest.importorskip("torch")
     mamba_utils = pytest.importorskip("vllm.model_executor.layers.mamba.mamba_utils")

@@ -29,7 +29,7 @@ def sizes(shapes: Any, dtypes: tuple[int, ...]) -> list[int]:
     return [int(np.prod(shape)) * dtype for shape, dtype in zip(shapes, dtypes, strict=True)]
 
 
-@pytest.mark.slow
+@pytest.mark.slow("imports vLLM or torch")
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("groups", [1, 4, 8, 16])
 def test_mamba2_is_divided_as_vllm_does(calculator: Any, ranks: int, groups: int) -> None:
@@ -47,7 +47,7 @@ def test_mamba2_is_divided_as_vllm_does(calculator: Any, ranks: int, groups: int
     assert [rank.conv_bytes, rank.recurrent_bytes] == sizes(shapes, (2, 4))
 
 
-@pytest.mark.slow
+@pytest.mark.slow("imports vLLM or torch")
 @pytest.mark.parametrize("ranks", RANKS)
 def test_other_states_are_divided_as_vllm_does(calculator: Any, ranks: int) -> None:
     net = LinearState.gated_delta_net(

@@ -1,41 +1,61 @@
-"""Run in a process of its own: which KV cache vLLM gives the layers of a checkpoint, as JSON on the last line."""
+"""Run in a process of its own: which KV cache vLLM gives the layers of checkpoints.
 
+Arguments: FOLDER:PLACE for each, where `{"kind": …}` of its layers are written as JSON. vLLM is imported once: each
+checkpoint has a fork.
+"""
+
+import gc
 import json
+import os
 import sys
 from math import prod
+from pathlib import Path
+from typing import Any
 
 from vllm import LLM
 from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 
-engine = LLM(
-    model=sys.argv[1],
-    enforce_eager=True,
-    max_model_len=2048,
-    max_num_batched_tokens=2048,
-    max_num_seqs=2,
-    disable_log_stats=True,
-    **({"mamba_ssm_cache_dtype": "float32"} if sys.argv[2] == "state" else {}),
-)
-core = engine.llm_engine.engine_core.engine_core
-config = core.scheduler.kv_cache_config
-layers = []
-for group in config.kv_cache_groups:
-    specs = getattr(group.kv_cache_spec, "kv_cache_specs", None)
-    for name in group.layer_names:
-        spec = specs[name] if specs is not None else group.kv_cache_spec
-        if isinstance(spec, MambaSpec):
-            parts = [
-                prod(shape) * dtype.itemsize for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
-            ]
-            layers.append({"kind": "state", "parts": parts, "page_bytes": spec.page_size_bytes})
-        else:
-            layers.append(
-                {
-                    "kind": "window" if isinstance(spec, SlidingWindowSpec) else "full",
-                    "window": getattr(spec, "sliding_window", None),
-                    "block_tokens": spec.block_size,
-                    "page_bytes": spec.page_size_bytes,
-                }
-            )
-print()
-print(json.dumps(layers))
+from prfaas.core.kv import model_from_directory
+
+
+def layers_of(checkpoint: Path) -> list[dict[str, Any]]:
+    has_state = model_from_directory(checkpoint).has_linear_state
+    engine = LLM(
+        model=str(checkpoint),
+        enforce_eager=True,
+        max_model_len=2048,
+        max_num_batched_tokens=2048,
+        max_num_seqs=2,
+        disable_log_stats=True,
+        **({"mamba_ssm_cache_dtype": "float32"} if has_state else {}),
+    )
+    core = engine.llm_engine.engine_core.engine_core
+    layers = []
+    for group in core.scheduler.kv_cache_config.kv_cache_groups:
+        specs = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+        of_layers = [specs[name] if specs is not None else group.kv_cache_spec for name in group.layer_names]
+        layers += map(layer_of, of_layers)
+    return layers
+
+
+def layer_of(spec: Any) -> dict[str, Any]:
+    if isinstance(spec, MambaSpec):
+        parts = [prod(shape) * dtype.itemsize for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)]
+        return {"kind": "state", "parts": parts, "page_bytes": spec.page_size_bytes}
+    return {
+        "kind": "window" if isinstance(spec, SlidingWindowSpec) else "full",
+        "window": getattr(spec, "sliding_window", None),
+        "block_tokens": spec.block_size,
+        "page_bytes": spec.page_size_bytes,
+    }
+
+
+if __name__ == "__main__":
+    gc.freeze()
+    for argument in sys.argv[1:]:
+        folder, place = map(Path, argument.split(":"))
+        if os.fork() == 0:
+            place.write_text(json.dumps(layers_of(folder)))
+            sys.stdout.flush()
+            os._exit(0)
+        os.wait()

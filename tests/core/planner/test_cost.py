@@ -127,6 +127,7 @@ def test_the_cheapest_operation_costs_least_and_never_sends_more(
     assert cheapest.point.lambda_max <= optimum.lambda_max * (1 + 1e-9)
 
 
+@pytest.mark.slow("a property over many random systems")
 @settings(deadline=None, max_examples=15)
 @given(st.integers(1, 4), st.integers(2, 7), st.floats(0.5, 4.0), st.floats(0.0, 0.02))
 def test_headline_and_column_follow_one_rule(prfaas: int, pd: int, h200_price: float, per_gb: float) -> None:
@@ -147,7 +148,7 @@ def test_headline_and_column_follow_one_rule(prfaas: int, pd: int, h200_price: f
     assert f"{plan.equal_cost_ratio:.2f} times at equal cost" in plan.verdict
 
 
-@pytest.mark.slow
+@pytest.mark.slow("a property over many random systems")
 @settings(deadline=None, max_examples=15)
 @given(st.integers(1, 5), st.integers(2, 9), st.floats(1.0, 3.0))
 def test_no_lower_price_of_egress_has_no_advantage(prfaas: int, pd: int, h200_price: float) -> None:

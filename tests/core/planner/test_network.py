@@ -29,7 +29,7 @@ from .problems import (
 Case = tuple[PlanProblem, Callable[[list[tuple[float, float]]], TwoClusters]]
 
 
-@pytest.mark.slow
+@pytest.mark.slow("a property over many random systems")
 @settings(deadline=None, max_examples=30)
 @given(two_clusters(continuous, linear=True))
 def test_linear_curves_make_both_exact(case: Case) -> None:
@@ -69,7 +69,7 @@ def test_agrees_with_the_exact_search_on_the_papers_case(problem: PlanProblem, s
         assert ours == (None if expected is None else pytest.approx(expected, rel=1e-3)), field
 
 
-@pytest.mark.slow
+@pytest.mark.slow("a property over many random systems")
 @settings(deadline=None, max_examples=40)
 @given(two_clusters(continuous))
 def test_corrected_work_comes_to_the_papers_mean_lengths(case: Case) -> None:
@@ -135,7 +135,7 @@ def many_clusters(draw: st.DrawFn) -> tuple[PlanProblem, ManyClusters]:
     return problem, ManyClusters(requests, prfaas, pd, links, size)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("a property over many random systems")
 @settings(deadline=None, max_examples=40)
 @given(many_clusters())
 def test_same_optimum_as_every_split_of_roles_one_by_one(case: tuple[PlanProblem, ManyClusters]) -> None:
@@ -149,7 +149,7 @@ def test_same_optimum_as_every_split_of_roles_one_by_one(case: tuple[PlanProblem
         assert stage.utilisation <= 1 + 1e-9
 
 
-@pytest.mark.slow
+@pytest.mark.slow("a property over many random systems")
 @settings(deadline=None, max_examples=20)
 @given(many_clusters())
 def test_what_the_routes_say_fits_the_resources(case: tuple[PlanProblem, ManyClusters]) -> None:
@@ -247,7 +247,7 @@ def test_naive_routes_without_regard_to_length() -> None:
     assert naive_network(replace(paper_problem(), links=())) is None
 
 
-@pytest.mark.slow
+@pytest.mark.slow("a property over many random systems")
 @settings(deadline=None, max_examples=10)
 @given(st.sampled_from([0, 1]), st.floats(1.1, 10))
 def test_more_bandwidth_never_gives_less(index: int, factor: float) -> None:

@@ -80,7 +80,7 @@ def test_no_instance_for_a_side_is_an_infinite_wait() -> None:
     assert latency_with_roles(paper_problem(prfaas=0), {"home": 0}, 1.0, ARRIVAL).ttft_s == math.inf
 
 
-@pytest.mark.slow
+@pytest.mark.slow("a property over many random systems")
 def test_several_clusters_like_two() -> None:
     """The PrfaaS cluster in two halves is as full, and waits longer: a queue each."""
     whole = paper_problem()

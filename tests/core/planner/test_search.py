@@ -40,7 +40,7 @@ def test_same_optimum_as_plain_loops_over_atoms(case: Case, by_length: bool) -> 
     assert rate == pytest.approx(point.lambda_max, rel=1e-9)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("a property over many random systems")
 @settings(deadline=None, max_examples=25)
 @given(two_clusters(continuous), st.booleans())
 def test_as_good_as_plain_loops_over_a_fine_grid(case: Case, by_length: bool) -> None:
@@ -52,7 +52,7 @@ def test_as_good_as_plain_loops_over_a_fine_grid(case: Case, by_length: bool) ->
     assert best * (1 - 5e-4) <= point.lambda_max <= best * 1.04
 
 
-@pytest.mark.slow
+@pytest.mark.slow("a property over many random systems")
 @settings(deadline=None, max_examples=40)
 @given(two_clusters(continuous), st.floats(0, 1), st.integers(0, 8))
 def test_no_other_point_is_better(case: Case, q: float, n_prefill: int) -> None:
@@ -61,7 +61,7 @@ def test_no_other_point_is_better(case: Case, q: float, n_prefill: int) -> None:
     assert other.lambda_max <= best_point(problem).lambda_max * (1 + 1e-9)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("a property over many random systems")
 @settings(deadline=None, max_examples=60)
 @given(two_clusters(st.one_of(continuous)), st.sampled_from(["bandwidth", "prfaas", "pd", "batch"]))
 def test_more_of_anything_never_gives_less(case: Case, what: str) -> None:

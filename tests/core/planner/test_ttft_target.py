@@ -50,6 +50,7 @@ def test_a_target_that_is_kept_anyway_changes_nothing() -> None:
     assert "The target, a P90 TTFT of 1 min 0 s at 70% load, is kept." in kept.verdict
 
 
+@pytest.mark.slow("a property over many random systems")
 @pytest.mark.parametrize(("seconds", "statistic"), [(4.5, "p90"), (2.5, "mean")])
 def test_a_target_costs_throughput_and_is_what_binds(seconds: float, statistic: str) -> None:
     free, plan = make_plan(paper_problem()), make_plan(with_target(paper_problem(), seconds, statistic))
@@ -63,7 +64,7 @@ def test_a_target_costs_throughput_and_is_what_binds(seconds: float, statistic: 
     assert "without that target" in plan.verdict
 
 
-@pytest.mark.slow
+@pytest.mark.slow("a property over many random systems")
 @settings(deadline=None, max_examples=12)
 @given(
     st.floats(1.0, 9.0), st.sampled_from(["mean", "p90"]), bandwidths, st.integers(1, 5), st.integers(2, 8)
@@ -90,7 +91,7 @@ def test_no_threshold_and_split_that_keep_the_target_do_more(
         assert found.point == best_point(problem)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("a property over many random systems")
 @settings(deadline=None, max_examples=10)
 @given(st.floats(2.0, 8.0), st.floats(0.1, 3.0))
 def test_a_tighter_target_never_gives_more(seconds: float, more_s: float) -> None:
@@ -256,7 +257,7 @@ def test_a_round_trip_below_zero_is_refused() -> None:
         with_target(paper_problem(), 1.0, rtt_s=-0.1)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("a property over many random systems")
 def test_several_clusters_are_judged_by_the_target() -> None:
     whole = paper_problem()
     (east,) = whole.prfaas

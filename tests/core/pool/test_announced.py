@@ -3,6 +3,7 @@
 import random
 
 import msgspec
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.core.pool.pool_model import BLOCK, Prompt, geometry, held, prompts
@@ -44,6 +45,7 @@ class Follower:
             assert (found, in_memory) == (everywhere, memory)
 
 
+@pytest.mark.slow("a property over many random systems")
 @settings(max_examples=150, deadline=None)
 @given(st.integers(0, 2**32))
 def test_an_index_claims_exactly_what_the_tiers_hold(seed: int) -> None:

@@ -128,7 +128,7 @@ def new_index(shape: Shape, capacity_blocks: int = 1000) -> GlobalIndex:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.slow("a property over many random systems")
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @settings(deadline=None, max_examples=40)
 @given(SEEDS)
@@ -143,7 +143,7 @@ def test_with_nothing_lost_the_index_knows_exactly_what_engines_can_serve(shape:
                 assert world.claimed(place, prompt, *tenant) == world.followers[place].truth(prompt, *tenant)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("a property over many random systems")
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @settings(deadline=None, max_examples=40)
 @given(SEEDS, st.sampled_from([3, 10, 1000]))

@@ -243,7 +243,7 @@ def several(output_tokens: float = 1024) -> PlanProblem:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.slow("a property over many random systems")
 @pytest.mark.parametrize("start", [(1, 1), (7, 4)])
 def test_several_pd_clusters(start: tuple[int, int]) -> None:
     problem = several()
@@ -407,7 +407,7 @@ def test_one_sample_decides_nothing_and_an_overload_at_once() -> None:
     assert last[2] is not None and last[2].to_role == "decode"
 
 
-@pytest.mark.slow
+@pytest.mark.slow("hundreds of evaluations")
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("load_share", [0.6, 0.8, 0.9])
 def test_at_a_constant_load_it_does_not_flap(load_share: float, seed: int) -> None:
@@ -472,7 +472,7 @@ def test_whatever_is_expected_each_role_keeps_an_instance(
         assert any(i.prefills and i.healthy for i in board) and any(i.decodes and i.healthy for i in board)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("a property over many random systems")
 def test_several_pd_clusters_for_latency() -> None:
     """Each evaluation looks one instance around; the TTFT only falls, and both clusters end with both roles."""
     problem = several()

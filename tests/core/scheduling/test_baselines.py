@@ -26,7 +26,7 @@ def test_the_static_threshold_is_its_parameter_whatever_the_board_says() -> None
     assert (decision.route, decision.threshold_tokens) == (Route.OFFLOAD, 700)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("a property over many random systems")
 @given(cases())
 def test_least_ttft_is_never_later_than_the_others_predict(case) -> None:  # type: ignore[no-untyped-def]
     view, request = case

@@ -1,5 +1,6 @@
 """The short way to the candidate of the only PD cluster, against the general one."""
 
+import pytest
 from hypothesis import assume, given
 
 from prfaas.core.scheduling import NoDecodeInstanceError, RoutingRequest, View
@@ -35,6 +36,7 @@ def test_it_is_the_same_candidate_or_none(case: tuple[View, RoutingRequest]) -> 
         assert lone == general
 
 
+@pytest.mark.slow("a property over many random systems")
 @given(cases(cached=False, max_pd=2))
 def test_it_is_for_one_pd_cluster_only(case: tuple[View, RoutingRequest]) -> None:
     view, request = case

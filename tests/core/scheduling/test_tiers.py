@@ -79,6 +79,7 @@ def test_pools_that_hold_nothing_change_nothing(case: tuple[View, RoutingRequest
 # ---- Whatever pools hold
 
 
+@pytest.mark.slow("a property over many random systems")
 @given(pooled_cases())
 def test_nothing_is_loaded_where_computing_is_faster(
     case: tuple[View, RoutingRequest, RoutingRequest],

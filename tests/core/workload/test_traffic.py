@@ -220,6 +220,7 @@ def test_sessions_have_as_many_turns_and_as_much_time_as_they_should() -> None:
     assert np.mean(gaps) == pytest.approx(15, rel=0.03)
 
 
+@pytest.mark.slow("a property over many random systems")
 def test_tools_pause_sessions_after_their_answers() -> None:
     """The mean is the same as without a spread, and the median that of a log-normal distribution."""
     tools = replace(SESSIONS, think_sigma=2.0, answer_token_s=0.5)

@@ -283,7 +283,7 @@ def test_a_decode_engine_that_prefills_keeps_no_other_request_out(stack: Stack, 
     short = prompt(10 + prompts, 300)
     reference = stack.reference(short)
     with ThreadPoolExecutor(prompts) as pool:
-        bodies = [completion_body(prompt(20 * prompts + number, 30_000), 1) for number in range(prompts)]
+        bodies = [completion_body(prompt(20 * prompts + number, 16_000), 1) for number in range(prompts)]
         prefills = [pool.submit(call, stack.url(decode, "/v1/completions"), body) for body in bodies]
         wait_until(
             lambda: stack.metric(decode, "vllm:num_requests_running") == prompts, 60, "the prefills begin"

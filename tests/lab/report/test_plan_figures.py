@@ -208,7 +208,6 @@ def test_a_sweep_of_nothing_and_of_one_value(tmp_path: Path) -> None:
     assert (tmp_path / "s.png").is_file()
 
 
-@pytest.mark.slow
 def test_the_same_numbers_give_the_same_file(tmp_path: Path) -> None:
     for name in ("a.png", "b.png"):
         plot_sweep(

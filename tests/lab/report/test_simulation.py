@@ -205,7 +205,7 @@ def test_the_terminal_shows_all_of_it() -> None:
     assert "A note." in text
 
 
-@pytest.mark.slow
+@pytest.mark.slow("draws with matplotlib")
 def test_the_page_has_every_drawing_and_is_the_same_every_time() -> None:
     page = simulation_page(REPORT)
     assert page == simulation_page(REPORT)
@@ -249,7 +249,6 @@ def test_a_page_is_whole_and_escaped() -> None:
     assert "@import" not in text and "url(http" not in text
 
 
-@pytest.mark.slow
 def test_a_queue_that_is_always_empty_has_no_panel() -> None:
     drawn = {heading: svg for heading, svg, _ in figures(REPORT)}
     assert "east: waiting for prefill" in drawn["Queues"]
@@ -265,7 +264,6 @@ def test_links_and_series_that_are_not_there_are_left_out() -> None:
     assert headings == ["Time to first token", "Time to first token over time"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("requests", [0, 1, 3])
 def test_hardly_any_requests(requests: int) -> None:
     limited = replace(load_planned(PAPER), slo=Slo(5.0, None))
@@ -273,7 +271,6 @@ def test_hardly_any_requests(requests: int) -> None:
     assert simulation_page(few).count("<svg") == 7
 
 
-@pytest.mark.slow
 def test_a_threshold_that_never_offloads() -> None:
     never = run("paper")
     series = {**never.result.series, "threshold_tokens_home": np.full(50, np.inf)}
@@ -282,7 +279,6 @@ def test_a_threshold_that_never_offloads() -> None:
     assert "Threshold and roles" in headings
 
 
-@pytest.mark.slow
 @given(st.integers(1, 3000))
 def test_thinning_keeps_means_and_bounds_the_points(count: int) -> None:
     values = np.sin(np.arange(count) / 7.0)

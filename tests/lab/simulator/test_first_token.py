@@ -158,7 +158,7 @@ def test_every_token_is_as_soon_and_all_bytes_and_tokens_are_the_same(
     assert (soon.ttft_s < soon.second_token_s).all() and (soon.second_token_s <= soon.e2e_s + 1e-9).all()
 
 
-@pytest.mark.slow
+@pytest.mark.slow("simulates hours of traffic")
 @settings(deadline=None, max_examples=25)
 @given(
     st.sampled_from(POLICIES),

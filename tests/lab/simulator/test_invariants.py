@@ -47,7 +47,7 @@ def scenarios(case_study: CaseStudy) -> dict[str, Scenario]:
     return {policy: scenario_of(case_study.planned, policy=policy) for policy in POLICIES}
 
 
-@pytest.mark.slow
+@pytest.mark.slow("simulates hours of traffic")
 @settings(max_examples=40)
 @given(
     st.sampled_from(POLICIES),
@@ -230,7 +230,7 @@ def test_a_transfer_over_a_slow_link_is_given_up_when_it_is_late(
         assert result.ttft_s[0] >= 8 * kv_bytes / 1e8
 
 
-@pytest.mark.slow
+@pytest.mark.slow("simulates hours of traffic")
 def test_random_outages_lose_nothing(case_study: CaseStudy) -> None:
     scenario = scenario_of(
         case_study.planned, policy="tilted", links={"east->home": Outages(2e9, 30.0, 20.0)}

@@ -213,7 +213,7 @@ def test_the_bytes_of_checkpoints_cross_the_link(case_study: CaseStudy) -> None:
     assert dense.link_bytes[0] == published_model(DENSE).kv_model.bytes_to_move(TOKENS - 1)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("simulates hours of traffic")
 @settings(max_examples=30)
 @given(
     failures(),

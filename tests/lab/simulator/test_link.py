@@ -297,7 +297,7 @@ def steps_of(draw: st.DrawFn) -> tuple[Piece, ...]:
 limits = st.one_of(st.just(math.inf), st.integers(5, 300).map(float))
 
 
-@pytest.mark.slow
+@pytest.mark.slow("a property over many random systems")
 @settings(max_examples=400)
 @given(jobs_of(), steps_of(), limits, st.sampled_from([0.0, 0.125]))
 def test_arrivals_and_bits_are_those_of_the_fluid(
@@ -331,7 +331,7 @@ def test_arrivals_and_bits_are_those_of_the_fluid(
         assert run.arrived_s[i] >= job.ended_s + rtt_s - 1e-9
 
 
-@pytest.mark.slow
+@pytest.mark.slow("a property over many random systems")
 @settings(max_examples=300)
 @given(jobs_of(may_cancel=True), steps_of(), limits)
 def test_who_is_cancelled_leaves_its_share_to_the_others(
@@ -372,7 +372,7 @@ def test_random_capacities_are_followed(capacity: CapacityProcess) -> None:
     assert [run.arrived_s[i] for i in range(len(jobs))] == pytest.approx(expected.ends_s, abs=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("a mean needs thousands of transfers")
 @pytest.mark.parametrize("senders", [1, 64])
 @pytest.mark.parametrize(("load", "is_varied", "tolerance"), [(0.5, True, 0.045), (0.8, False, 0.08)])
 def test_mean_sojourn_in_turn_and_in_parallel(

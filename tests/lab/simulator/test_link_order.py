@@ -114,7 +114,7 @@ prefills_of = st.builds(
 )
 
 
-@pytest.mark.slow
+@pytest.mark.slow("a property over many random systems")
 @settings(max_examples=150)
 @given(st.lists(prefills_of, min_size=1, max_size=8))
 def test_transfers_arrive_when_and_in_the_order_in_which_the_live_sender_sends_them(

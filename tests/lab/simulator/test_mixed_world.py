@@ -109,7 +109,7 @@ def test_where_no_decode_instance_prefills_nothing_changes(case_study: CaseStudy
         np.testing.assert_array_equal(getattr(results[0], name), getattr(results[1], name))
 
 
-@pytest.mark.slow
+@pytest.mark.slow("simulates hours of traffic")
 @settings(max_examples=30)
 @given(
     st.sampled_from(["paper", "tilted", "local_only", "round_robin"]),

@@ -62,7 +62,7 @@ prompts = st.tuples(
 uses = st.lists(st.tuples(st.sampled_from(NAMES), prompts, st.integers(0, 19)), max_size=40)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("simulates hours of traffic")
 @settings(max_examples=300)
 @given(
     uses,

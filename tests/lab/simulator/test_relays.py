@@ -288,7 +288,7 @@ def test_no_token_is_lost_or_doubled_and_no_more_are_relayed_than_allowed(
     assert all(not engine.at_work for engine in world.engines.values())
 
 
-@pytest.mark.slow
+@pytest.mark.slow("simulates hours of traffic")
 @settings(deadline=None, max_examples=25)
 @given(
     st.sampled_from(POLICIES),

@@ -36,6 +36,7 @@ def simulated(scenario: Scenario, problem: PlanProblem, answers: LengthDistribut
     return simulate(scenario, traffic.chunks(np.random.default_rng(1)), seed=1, requests=REQUESTS)
 
 
+@pytest.mark.slow("simulates hours of traffic")
 @pytest.mark.parametrize("policy", ["paper", "tilted", "static_threshold", "least_ttft"])
 def test_the_full_decode_pool_gets_what_it_can_take(
     planned: PlannedDeployment, problem: PlanProblem, policy: str
@@ -47,6 +48,7 @@ def test_the_full_decode_pool_gets_what_it_can_take(
     assert np.quantile(ttft_s, 0.9) < 10.0
 
 
+@pytest.mark.slow("simulates hours of traffic")
 @pytest.mark.parametrize("factor", [0.2, 5.0])
 def test_the_time_of_a_slot_is_learnt_from_the_answers(
     planned: PlannedDeployment, problem: PlanProblem, factor: float

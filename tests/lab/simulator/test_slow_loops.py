@@ -44,7 +44,7 @@ def test_without_allocation_roles_stay(case_study: CaseStudy) -> None:
 
 
 # The tolerance is for 5,000 requests and for what the formula leaves out: links, and waits that policies balance.
-@pytest.mark.slow
+@pytest.mark.slow("simulates hours of traffic")
 @pytest.mark.parametrize(
     ("policy", "is_shortest_first", "tolerance"), [("static_threshold", False, 0.15), ("tilted", True, 0.2)]
 )
@@ -101,6 +101,7 @@ def test_roles_move_for_what_is_foreseen(case_study: CaseStudy) -> None:
     assert "(forecast)" in reason and "mean TTFT" in reason
 
 
+@pytest.mark.slow("simulates hours of traffic")
 def test_a_role_change_drains_first(case_study: CaseStudy) -> None:
     scenario = scenario_of(
         case_study.planned, policy="tilted", roles={"home": 4}, threshold_tokens=23_000, foresight=Evening()

@@ -116,7 +116,6 @@ plans = st.lists(
 )
 
 
-@pytest.mark.slow
 @settings(max_examples=300)
 @given(plans, st.integers(1, 6))
 def test_starts_and_ends_are_those_of_the_fluid(plan: Plan, slots: int) -> None:
@@ -160,7 +159,6 @@ def test_a_constant_step_and_enough_slots_are_exact(plan: Plan) -> None:
     )
 
 
-@pytest.mark.slow
 @settings(max_examples=300)
 @given(plans, st.integers(1, 4), st.data())
 def test_who_is_removed_is_not_called_back(plan: Plan, slots: int, data: st.DataObject) -> None:
@@ -317,7 +315,6 @@ def sliced(plan: Plan, slots: int, measured_tokens: float) -> dict[int, float]:
     return done
 
 
-@pytest.mark.slow
 @settings(max_examples=150)
 @given(
     st.lists(

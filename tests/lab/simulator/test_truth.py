@@ -52,7 +52,7 @@ def test_one_stage_is_its_closed_recursion(
         assert np.all(came_s <= ends_s + 2.5 * state_s)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("a queue's stability shows only after many thousands of requests")
 def test_light_load_is_table_6(case_study: CaseStudy) -> None:
     """TTFT of PrfaaS-PD and of the naive deployment (arXiv 2604.15039, Table 6) within 1 %: service, and the transfer's
     tail, with 40,000 prompts at the middles of equal parts of the distribution in place of chance."""
@@ -81,7 +81,7 @@ def test_the_homogeneous_deployment_is_table_6(case_study: CaseStudy) -> None:
     assert found["ttft_p90_s"] == pytest.approx(9.73, rel=0.01)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("a queue's stability shows only after many thousands of requests")
 def test_the_largest_stable_rate_is_the_planners(case_study: CaseStudy) -> None:
     """Bisection on what `stable` says, against Λ_max by E[T(L)], which is what long queues see: within 2 %."""
     by_length = best_operation(case_study.problem, "by length")

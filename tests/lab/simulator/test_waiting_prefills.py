@@ -33,7 +33,7 @@ def test_short_prompts_gain_in_bursts_and_long_ones_lose_little() -> None:
     assert ours_long_s < 1.4 * long_s
 
 
-@pytest.mark.slow
+@pytest.mark.slow("simulates hours of traffic")
 def test_fairness_trades_the_mean_against_long_prompts() -> None:
     means_s, longs_s = zip(*(ttft_s("tilted", fairness=each) for each in (0.1, 0.5, 1.0)), strict=True)
     assert list(means_s) == sorted(means_s)

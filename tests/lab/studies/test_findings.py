@@ -12,6 +12,9 @@ from prfaas.lab.studies import STUDIES, StudyContext, page_of
 from prfaas.lab.studies.rate_search import LARGEST_RPS
 from prfaas.lab.studies.study import Run, StudyOutcome, StudyRun
 
+# The fixture that all share plans every study first.
+pytestmark = pytest.mark.slow("plans the cases of every study")
+
 PARTS = 48
 
 
@@ -66,7 +69,6 @@ def test_keys_are_unique(runs: Mapping[str, list[StudyRun]], name: str) -> None:
     assert len({run.key for run in runs[name]}) == len(runs[name])
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("error::RuntimeWarning")
 @pytest.mark.parametrize("name", STUDIES)
 @pytest.mark.parametrize("kind", ["nothing done", "noise", "too short"])
@@ -103,7 +105,6 @@ def test_the_better_policy_is_called_better(
     assert "At that peak it is, the shortest first: `least_ttft` 1.00" in text
 
 
-@pytest.mark.slow
 def test_where_it_stops_being_stable_is_found(
     context: StudyContext, runs: Mapping[str, list[StudyRun]]
 ) -> None:

@@ -136,7 +136,7 @@ def test_a_lost_request_is_not_hidden(context: StudyContext) -> None:
     assert "requests are lost." in text and "No request is lost" not in text
 
 
-@pytest.mark.slow
+@pytest.mark.slow("simulates the cases of a study")
 def test_where_bandwidth_is_enough_is_found_between_the_steps(context: StudyContext) -> None:
     def found(run: Run) -> StudyOutcome:
         name, factor, _seed = run.key

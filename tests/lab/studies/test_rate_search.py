@@ -34,7 +34,7 @@ def test_one_run_too_short_ends_the_search() -> None:
     assert largest_factor(lambda factor: "stable" if factor < 1.03 else "too short to say") is None
 
 
-@pytest.mark.slow
+@pytest.mark.slow("simulates the cases of a study")
 def test_a_better_guess_does_not_change_the_rate(context: StudyContext) -> None:
     run = Run((1,), context.planned, context.poisson(0.5), 2_000, 5)
     rates = [

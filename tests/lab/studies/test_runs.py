@@ -19,7 +19,7 @@ def _runs(context: StudyContext) -> list[Run]:
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.slow("starts processes that simulate")
 def test_the_number_of_processes_changes_nothing(context: StudyContext) -> None:
     runs = _runs(context)
     told: list[tuple[StudyRun, StudyOutcome]] = []
@@ -68,7 +68,7 @@ def test_a_course_covers_the_counted_time(context: StudyContext) -> None:
     assert run.expected_requests == pytest.approx(100 * run.traffic.mean_per_s)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("starts processes that simulate")
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_what_a_run_raises_passes_through(context: StudyContext, jobs: int) -> None:
     good, *_ = _runs(context)
@@ -93,7 +93,7 @@ class FatalRun:
         return StudyOutcome({}, {}, 0.5)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("starts processes that simulate")
 def test_what_a_lost_process_had_not_simulated_is_simulated_again(
     context: StudyContext, tmp_path: Path
 ) -> None:
@@ -107,14 +107,14 @@ def test_what_a_lost_process_had_not_simulated_is_simulated_again(
     assert sorted(run.key for run in told) == [("first",), ("once",)]
 
 
-@pytest.mark.slow
+@pytest.mark.slow("starts processes that simulate")
 def test_a_run_that_always_loses_its_process_is_named(context: StudyContext) -> None:
     good, *_ = _runs(context)
     with pytest.raises(LostProcessError, match="'always'"):
         run_all([good, FatalRun(("always",))], jobs=2)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("starts processes that simulate")
 def test_the_same_seed_gives_the_same_bytes_of_a_section(context: StudyContext) -> None:
     few = replace(context, seed=11)
     study = STUDIES["burst"]

@@ -44,7 +44,7 @@ def test_stretched_lengths_stay_within_limits(factor: float) -> None:
     assert found.tail(30_000) == pytest.approx(LENGTHS.tail(30_000 / factor), abs=2e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("simulates the cases of a study")
 @given(st.floats(0.0, 1.0))
 def test_a_mix_is_between_its_parts(share: float) -> None:
     first, second = stretched(LENGTHS, 0.5, 128, 131072), stretched(LENGTHS, 1.0, 128, 131072)

@@ -36,10 +36,21 @@ def write_deployment(
     *,
     model: str = "qwen3-next",
     speedup: float = 50.0,
+    far_speedup: float | None = None,
     page_digests: bool = True,
+    transfer: dict[str, Any] | None = None,
     **engine: Any,
 ) -> Deployment:
-    """Clusters of `CLUSTERS` with a wide link far->home, and home->far for prefixes."""
+    """Clusters of `CLUSTERS` with a wide link far->home, and home->far for prefixes.
+
+    Args:
+        home: Where its files are to be.
+        speedup: Of the stand-ins' profiles.
+        far_speedup: Of far's, where only its prefill must take long enough to be met in the middle.
+        page_digests: Whether pages are digested.
+        transfer: More of the file's `transfer`.
+        engine: More of its `engine`.
+    """
     directory = home / model
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(tiny_config(model)))
@@ -51,7 +62,7 @@ def write_deployment(
             "kind": kind,
             "hardware": "synthetic",
             "profile": "internal-1t-h200" if kind == "prfaas" else "internal-1t-h20",
-            "speedup": speedup,
+            "speedup": far_speedup if far_speedup and cluster == "far" else speedup,
             "instances": [
                 {
                     "name": name,
@@ -77,7 +88,7 @@ def write_deployment(
         # An engine that starves on a busy machine is slow, not frozen.
         "control": {"silence_s": 30},
         "gateway": {"host": "127.0.0.1", "port": next(ports), "admin": {"port": next(ports)}},
-        "transfer": {"page_digests": page_digests},
+        "transfer": {"page_digests": page_digests, **(transfer or {})},
         "engine": {
             "max_num_batched_tokens": 1024,
             "max_num_seqs": 8,

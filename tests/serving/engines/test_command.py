@@ -168,7 +168,7 @@ def test_a_server_elsewhere_wants_certificates_of_its_clients(tmp_path: Path) ->
     assert "VLLM_HTTP_TIMEOUT_KEEP_ALIVE" not in at_home.env
 
 
-@pytest.mark.slow
+@pytest.mark.slow("imports vLLM or torch")
 def test_the_connector_understands_what_it_is_told(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
     from prfaas.serving.engines.vllm.settings import ConnectorSettings

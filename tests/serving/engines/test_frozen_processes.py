@@ -132,7 +132,7 @@ def part(route: str, name: str) -> str:
     return dict(field.split("=", 1) for field in route.split("; ")[1:]).get(name, "")
 
 
-@pytest.mark.slow
+@pytest.mark.slow("starts each engine as a process, and waits until a frozen one is noticed")
 def test_streams_of_a_frozen_decode_engine_go_on_elsewhere(
     deployment: Deployment, engines: RunningEngines
 ) -> None:
@@ -162,7 +162,7 @@ def test_streams_of_a_frozen_decode_engine_go_on_elsewhere(
     asyncio.run(check())
 
 
-@pytest.mark.slow
+@pytest.mark.slow("starts each engine as a process, and waits until a frozen one is noticed")
 @pytest.mark.parametrize("name", ["far-0", "home-0"])
 def test_requests_that_a_frozen_engine_was_chosen_for_are_served_by_others(
     deployment: Deployment, engines: RunningEngines, name: str

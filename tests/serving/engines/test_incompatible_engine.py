@@ -86,7 +86,7 @@ class Client:
                 await asyncio.sleep(0.2)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("starts each engine as a process, one of them twice")
 def test_it_is_gone_around_named_and_found_when_it_is_repaired(deployment: Deployment) -> None:
     engines = RunningEngines(deployment, stand_ins_per_process=4)
 

@@ -1,14 +1,16 @@
 """A running `prfaas up` takes its file on again under load: engines come and go, and nobody else is restarted."""
 
 import http.client
+import io
 import json
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from synthetic_world import MODEL, random_ids, write_deployment
 from test_up import Up, running_up
 from tests.ports import free_ports
 
+from prfaas.cli.main import main
 from prfaas.core.deployment import Deployment, Instance, load_deployment
 
 
@@ -73,16 +76,27 @@ class Load:
             thread.join()
 
 
-def prfaas(up: Up, *words: str) -> "subprocess.CompletedProcess[str]":
-    home = up.deployment.path.parent
-    return subprocess.run(
-        [sys.executable, "-m", "prfaas.cli.main", *words],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={"PRFAAS_HOME": str(home), "PATH": "", "PYTHONPATH": ":".join(sys.path)},
-        check=False,
-    )
+@dataclass
+class Said:
+    """What a command has said, and its exit code."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def prfaas(up: Up, *words: str) -> Said:
+    """A command, without a process of its own: to start it takes longer than what it does."""
+    with (
+        pytest.MonkeyPatch.context() as patched,
+        redirect_stdout(io.StringIO()) as stdout,
+        redirect_stderr(io.StringIO()) as stderr,
+    ):
+        patched.setenv("PRFAAS_HOME", str(up.deployment.path.parent))
+        patched.setattr(sys, "argv", ["prfaas", *words])
+        with pytest.raises(SystemExit) as ended:
+            main()
+    return Said(int(ended.value.code or 0), stdout.getvalue(), stderr.getvalue())
 
 
 def engine_pids(up: Up) -> set[int]:
@@ -144,7 +158,7 @@ def add_home_2(document: dict[str, Any]) -> None:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.slow("starts a whole deployment, which changes under load")
 def test_engines_come_and_go_under_load_and_nobody_is_restarted(deployment: Deployment) -> None:
     with running_up(deployment) as up:
         load = Load(deployment)
@@ -198,7 +212,7 @@ def test_engines_come_and_go_under_load_and_nobody_is_restarted(deployment: Depl
         assert "has ended (" not in up.told(), "an engine was restarted"
 
 
-@pytest.mark.slow
+@pytest.mark.slow("starts a whole deployment, which changes under load")
 def test_a_cluster_and_links_are_added_under_load_and_nobody_is_restarted(deployment: Deployment) -> None:
     http_port, kv_port = free_ports(2)
 
@@ -268,7 +282,7 @@ def offloaded(up: Up, requests: "list[str]", prefill: str, decode: str) -> bool:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.slow("starts a whole deployment, which changes under load")
 def test_a_bad_file_leaves_everything_as_it_was(deployment: Deployment) -> None:
     with running_up(deployment) as up:
         before = state(up)["applied"]
@@ -313,7 +327,7 @@ def answers(instance: Instance) -> bool:
         return False
 
 
-@pytest.mark.slow
+@pytest.mark.slow("starts a whole deployment, which changes under load")
 def test_a_site_without_the_gateway_starts_what_the_file_adds_and_ends_nothing(
     deployment: Deployment,
 ) -> None:

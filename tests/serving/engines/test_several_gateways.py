@@ -21,7 +21,7 @@ from tests.serving.fleet.etcd_process import EtcdProcess, needs_etcd, running_et
 
 from prfaas.core.deployment import Deployment, load_deployment
 
-pytestmark = [needs_etcd, pytest.mark.slow]
+pytestmark = [needs_etcd, pytest.mark.slow("starts etcd and gateways, and waits for the end of a lease")]
 
 LIMIT_S = 60.0
 # A lease of 3 s, and what etcd and a busy machine take to notice its end.
@@ -131,7 +131,8 @@ async def started(deployment: Deployment, name: str) -> Gateway:
 
 @asynccontextmanager
 async def site(folder: Path) -> AsyncIterator[Site]:
-    base = write_deployment(folder)
+    # What a killed gateway had begun ends with its lease.
+    base = write_deployment(folder, transfer={"lease_s": 10, "staging_ttl_s": 10})
     names = ("far-0", "far-1", "home-prefill", "home-0", "home-1")
     gateways: list[Gateway] = []
     with running_etcd(folder / "etcd") as etcd:

@@ -23,6 +23,7 @@ def deployment(tmp_path: Path) -> Deployment:
     return write_deployment(tmp_path)
 
 
+@pytest.mark.slow("stand-in engines do their work in real time")
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("num_tokens", [2, 255, 257, 1025, 3000])
 def test_any_route_gives_the_same_answer(tmp_path: Path, model: str, num_tokens: int) -> None:
@@ -52,6 +53,7 @@ def test_any_route_gives_the_same_answer(tmp_path: Path, model: str, num_tokens:
     asyncio.run(check())
 
 
+@pytest.mark.slow("stand-in engines do their work in real time")
 @pytest.mark.parametrize("num_tokens", [2, 256, 257, 1500])
 def test_an_answer_goes_on_after_the_producers_first_token(deployment: Deployment, num_tokens: int) -> None:
     """All tokens of the prompt leave, and the consumer computes the one after them, which the producer has named."""
@@ -74,6 +76,7 @@ def test_an_answer_goes_on_after_the_producers_first_token(deployment: Deploymen
     asyncio.run(check())
 
 
+@pytest.mark.slow("stand-in engines do their work in real time")
 def test_other_prompts_give_other_answers(deployment: Deployment) -> None:
     async def check() -> None:
         ids = random_ids(700, 1)
@@ -112,6 +115,7 @@ def test_a_prefix_that_is_held_is_not_sent_again(deployment: Deployment) -> None
     asyncio.run(check())
 
 
+@pytest.mark.slow("stand-in engines do their work in real time")
 def test_a_skipped_prefix_that_is_gone_means_a_local_prefill(deployment: Deployment) -> None:
     async def check() -> None:
         ids = random_ids(2000, 3)
@@ -149,6 +153,7 @@ def test_a_prefill_starts_from_a_prefix_that_another_cluster_sends(deployment: D
     asyncio.run(check())
 
 
+@pytest.mark.slow("stand-in engines do their work in real time")
 @pytest.mark.parametrize("place", [0, 100_003, 131_072 + 8, -1, -68_608 - 5])
 def test_one_wrong_byte_is_seen_and_costs_a_prefill(
     deployment: Deployment,
@@ -203,6 +208,7 @@ def test_layers_that_change_places_are_seen(deployment: Deployment, monkeypatch:
     asyncio.run(check())
 
 
+@pytest.mark.slow("stand-in engines do their work in real time")
 @pytest.mark.parametrize("place", [0, 100_003, 131_072 + 8, -1, -68_608 - 5])
 def test_without_digests_one_wrong_byte_gives_another_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: int
@@ -258,6 +264,7 @@ def test_damage_that_is_cached_is_reused(tmp_path: Path, monkeypatch: pytest.Mon
     asyncio.run(check())
 
 
+@pytest.mark.slow("stand-in engines do their work in real time")
 @pytest.mark.parametrize("place", [5, -5])
 def test_damage_follows_the_context_to_other_engines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: int
@@ -279,6 +286,7 @@ def test_damage_follows_the_context_to_other_engines(
     asyncio.run(check())
 
 
+@pytest.mark.slow("stand-in engines do their work in real time")
 def test_an_answer_can_be_continued_elsewhere(deployment: Deployment) -> None:
     async def check() -> None:
         ids = random_ids(300, 7)
@@ -328,6 +336,7 @@ def test_tickets_for_others_and_other_prompts_move_nothing(deployment: Deploymen
     asyncio.run(check())
 
 
+@pytest.mark.slow("stand-in engines do their work in real time")
 def test_bodies_as_the_gateway_and_clients_send_them(deployment: Deployment) -> None:
     async def check() -> None:
         async with running(deployment, "home-0") as world:
@@ -426,6 +435,7 @@ def test_a_stream_interval_makes_few_events_of_the_same_answer(tmp_path: Path) -
     asyncio.run(check())
 
 
+@pytest.mark.slow("stand-in engines do their work in real time")
 def test_a_client_that_leaves_leaves_nothing_behind(deployment: Deployment) -> None:
     async def check() -> None:
         async with running(deployment) as world:
@@ -448,7 +458,7 @@ def test_a_client_that_leaves_leaves_nothing_behind(deployment: Deployment) -> N
     asyncio.run(check())
 
 
-@pytest.mark.slow
+@pytest.mark.slow("a crowd takes its turns in real time")
 def test_a_crowd_in_a_small_cache_ends(deployment: Deployment) -> None:
     """More requests than pages, some with transfers that came to nothing, some whose client leaves."""
 
@@ -481,6 +491,7 @@ def test_a_crowd_in_a_small_cache_ends(deployment: Deployment) -> None:
     asyncio.run(check())
 
 
+@pytest.mark.slow("stand-in engines do their work in real time")
 def test_a_request_that_leaves_while_it_waits_frees_its_transfer(tmp_path: Path) -> None:
     async def check() -> None:
         async with running(write_deployment(tmp_path, speedup=5)) as world:

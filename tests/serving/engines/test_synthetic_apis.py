@@ -60,6 +60,7 @@ def test_the_answer_is_that_of_the_same_chat(tmp_path: Path, path: str) -> None:
     asyncio.run(check())
 
 
+@pytest.mark.slow("stand-in engines do their work in real time")
 def test_ids_of_a_response_are_told_and_taken(tmp_path: Path) -> None:
     async def check() -> None:
         async with running(write_deployment(tmp_path), "home-0") as world:

@@ -75,7 +75,6 @@ STEPS = st.lists(
 )
 
 
-@pytest.mark.slow
 @given(STEPS, st.integers(16, 40))
 @settings(max_examples=200)
 def test_events_tell_what_is_held(steps: list[tuple[str, list[int], str, int]], capacity: int) -> None:

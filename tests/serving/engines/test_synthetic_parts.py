@@ -52,7 +52,6 @@ def test_the_digest_of_a_prefix_does_not_depend_on_what_follows(ids: list[int], 
     assert TokenChain(other, 8).digest(len(ids)) != whole.digest(len(ids))
 
 
-@pytest.mark.slow
 @given(TOKENS, st.integers(1, 40), st.integers(0, 40), DIGESTS)
 def test_growing_gives_what_starting_anew_gives(ids: list[int], first: int, then: int, taint: int) -> None:
     once, twice = TokenChain(ids, 8), TokenChain(ids, 8)
@@ -266,7 +265,6 @@ def _stepped(requests: list[tuple[int, int]]) -> list[float]:
     return ends
 
 
-@pytest.mark.slow
 def test_nothing_here_brings_vllm_or_torch() -> None:
     import subprocess
     import sys

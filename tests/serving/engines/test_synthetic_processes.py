@@ -87,6 +87,7 @@ def copies_after(batches: dict[int, list[Any]]) -> dict[int, dict[int, int]]:
     return held
 
 
+@pytest.mark.slow("starts processes, and waits for what they do")
 def test_events_over_the_wire_tell_what_is_held(deployment: Deployment, endpoint: EventsEndpoint) -> None:
     async def check() -> None:
         subscriber = Subscriber(endpoint)
@@ -139,6 +140,7 @@ def test_the_replay_buffer_is_bounded(endpoint: EventsEndpoint, monkeypatch: pyt
     asyncio.run(check())
 
 
+@pytest.mark.slow("starts processes, and waits for what they do")
 def test_a_dead_engine_leaves_its_ports_and_fails_its_transfers(tmp_path: Path) -> None:
     async def check() -> None:
         # Slow enough that the death comes before the prefill's answer, also on a busy machine.
@@ -192,6 +194,7 @@ def test_a_link_can_be_made_slow_without_telling_anyone(deployment: Deployment) 
     asyncio.run(check())
 
 
+@pytest.mark.slow("starts processes, and waits for what they do")
 def test_a_stalled_engine_answers_but_goes_on_with_nothing(deployment: Deployment) -> None:
     async def check() -> None:
         async with running(deployment, "home-0") as world:
@@ -239,7 +242,7 @@ def complete(deployment: Deployment, name: str) -> Any:
         connection.close()
 
 
-@pytest.mark.slow
+@pytest.mark.slow("starts processes, and waits for what they do")
 def test_engines_share_processes_and_die_alone(deployment: Deployment, engines: RunningEngines) -> None:
     engines.start()
     engines.wait_ready(300)
@@ -265,7 +268,7 @@ def test_engines_share_processes_and_die_alone(deployment: Deployment, engines: 
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("starts processes, and waits for what they do")
 def test_the_last_of_a_process_takes_it_along(deployment: Deployment, engines: RunningEngines) -> None:
     engines.start("home-0")
     engines.wait_ready(300)
@@ -274,7 +277,7 @@ def test_the_last_of_a_process_takes_it_along(deployment: Deployment, engines: R
     assert not Path(f"/proc/{pid}").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.slow("starts processes, and waits for what they do")
 def test_a_process_whose_engines_have_all_died_ends(deployment: Deployment, engines: RunningEngines) -> None:
     engines.start("home-0")
     engines.wait_ready(300)
@@ -314,6 +317,7 @@ def test_examples_can_be_stood_in_for(name: str, tmp_path: Path) -> None:
         assert len(kinds) == 1, f"{link.name} joins real engines and stand-ins"
 
 
+@pytest.mark.slow("starts processes, and waits for what they do")
 def test_engines_of_other_layouts_refuse_each_other(tmp_path: Path) -> None:
     async def check() -> None:
         for directory in ("one", "two"):
@@ -341,6 +345,7 @@ def test_engines_of_other_layouts_refuse_each_other(tmp_path: Path) -> None:
     asyncio.run(check())
 
 
+@pytest.mark.slow("starts processes, and waits for what they do")
 def test_ports_are_free_again(deployment: Deployment) -> None:
     async def check() -> None:
         for _ in range(2):

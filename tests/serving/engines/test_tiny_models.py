@@ -20,7 +20,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: tiny_model(name, directory) for name in TINY_MODEL_NAMES}
 
 
-@pytest.mark.slow
+@pytest.mark.slow("imports vLLM or torch")
 def test_files_may_name_exactly_the_models_that_are_made() -> None:
     assert TINY_MODELS == TINY_MODEL_NAMES
 
@@ -51,7 +51,7 @@ def test_a_complete_checkpoint_is_left_alone(tmp_path: Path) -> None:
     assert weights.stat().st_mtime_ns == before
 
 
-@pytest.mark.slow
+@pytest.mark.slow("imports vLLM or torch")
 def test_a_damaged_checkpoint_is_made_anew(tmp_path: Path) -> None:
     weights = tiny_model("qwen3", tmp_path) / "model.safetensors"
     whole = weights.read_bytes()
@@ -91,7 +91,7 @@ def test_what_a_killed_maker_left_is_removed_but_not_another_models(tmp_path: Pa
     assert (tmp_path / ".qwen3-next.draft-busy").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.slow("imports vLLM or torch")
 def test_makers_at_the_same_time_agree(tmp_path: Path) -> None:
     with multiprocessing.get_context("spawn").Pool(2) as pool:
         paths = pool.starmap(tiny_model, [("qwen3", tmp_path)] * 2)
@@ -113,7 +113,7 @@ def test_only_printable_text_can_be_answered(name: str, models: dict[str, Path])
     assert alive == set(PRINTABLE_IDS)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("imports vLLM or torch")
 @pytest.mark.parametrize("name", TINY_MODEL_NAMES)
 def test_tensors_are_bf16_and_numbers(name: str, models: dict[str, Path]) -> None:
     import torch

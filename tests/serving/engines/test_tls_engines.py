@@ -106,6 +106,7 @@ def test_answers_come_over_tls_and_strangers_get_none(deployment: Deployment, tm
     asyncio.run(check())
 
 
+@pytest.mark.slow("stand-in engines do their work in real time")
 def test_certificates_and_ca_change_while_it_runs_without_a_lost_request(deployment: Deployment) -> None:
     folder = CertificateFolder(deployment)
     far = deployment.instance("far-0")

@@ -119,7 +119,7 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-@pytest.mark.slow
+@pytest.mark.slow("starts a whole deployment, and waits until it has ended")
 def test_a_gateway_refuses_before_it_runs_out_of_descriptors(deployment: Deployment) -> None:
     address = (deployment.gateway.host, deployment.gateway.port)
     # 64 and 8 per engine are reserved, which leaves 34.
@@ -152,7 +152,7 @@ def is_gone(pid: int) -> bool:
         return True
 
 
-@pytest.mark.slow
+@pytest.mark.slow("starts a whole deployment, and waits until it has ended")
 def test_engines_that_are_killed_come_back_and_serve(deployment: Deployment) -> None:
     with running_up(deployment, "--restarts", "2") as up:
         assert "open files: " in up.told()
@@ -170,7 +170,7 @@ def test_engines_that_are_killed_come_back_and_serve(deployment: Deployment) -> 
         assert is_gone(engines)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("starts a whole deployment, and waits until it has ended")
 def test_sigterm_lets_streams_end_and_a_second_one_does_not(deployment: Deployment) -> None:
     with running_up(deployment, "--drain-timeout", "50") as up:
         stream = up.post(stream=True, max_tokens=400)
@@ -192,7 +192,7 @@ def test_sigterm_lets_streams_end_and_a_second_one_does_not(deployment: Deployme
             stream.read()
 
 
-@pytest.mark.slow
+@pytest.mark.slow("starts a whole deployment, and waits until it has ended")
 def test_what_does_not_end_in_time_is_cut(deployment: Deployment) -> None:
     with running_up(deployment, "--drain-timeout", "0.3") as up:
         stream = up.post(stream=True, max_tokens=15_000)
@@ -202,7 +202,7 @@ def test_what_does_not_end_in_time_is_cut(deployment: Deployment) -> None:
         assert "requests cut after 0.3 s: 1" in up.told()
 
 
-@pytest.mark.slow
+@pytest.mark.slow("starts a whole deployment, and waits until it has ended")
 def test_nothing_is_left_when_up_is_killed(deployment: Deployment) -> None:
     with running_up(deployment) as up:
         pids = list(up.children())

@@ -35,6 +35,7 @@ async def two_stores(kind: str, folder: Path) -> AsyncIterator[tuple[Store, Stor
                 await store.close()
 
 
+@pytest.mark.slow("starts etcd, and waits for the end of a lease")
 @pytest.mark.parametrize("kind", ["memory", pytest.param("etcd", marks=needs_etcd)])
 def test_a_store_does_what_a_fleet_needs(kind: str, tmp_path: Path) -> None:
     async def main() -> None:

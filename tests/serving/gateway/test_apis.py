@@ -132,6 +132,7 @@ def test_a_stream_that_breaks_ends_with_an_error_of_its_api(
     in_world(body, spare=True)
 
 
+@pytest.mark.slow("waits for time limits of connections")
 @BOTH
 def test_a_deadline_ends_a_stream_with_an_error_of_its_api(in_world: InWorld, path: str) -> None:
     async def body(world: World) -> None:
@@ -276,6 +277,7 @@ def test_an_engine_with_other_prompts_gets_its_requests_whole(in_world: InWorld,
     in_world(body, other_apis=True)
 
 
+@pytest.mark.slow("waits for time limits of connections")
 @BOTH
 def test_an_answer_that_does_not_fit_is_the_engines_to_refuse(in_world: InWorld, path: str) -> None:
     async def body(world: World) -> None:

@@ -84,7 +84,7 @@ def _stripped(body: dict[str, Any]) -> dict[str, Any] | None:
     return stripped
 
 
-@pytest.mark.slow
+@pytest.mark.slow("a property over many random systems")
 @settings(deadline=None, max_examples=60)
 @given(BODIES, st.one_of(st.none(), st.just([1, 2, 3])), st.booleans())
 def test_nothing_of_the_client_reaches_the_transfer_parameters(
@@ -118,7 +118,7 @@ def test_the_decode_engine_is_told_what_was_cached() -> None:
     assert decode_body({}, None, None, "", None) == b"{}"
 
 
-@pytest.mark.slow
+@pytest.mark.slow("a property over many random systems")
 @settings(deadline=None)
 @given(BODIES)
 def test_everything_else_passes_unchanged(body: dict[str, Any]) -> None:

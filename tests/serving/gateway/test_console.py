@@ -215,6 +215,7 @@ def test_numbers_that_make_no_sense(in_world: InWorld, query: str, field: str) -
     in_world(body)
 
 
+@pytest.mark.slow("waits for time limits of connections")
 def test_frames_come_as_events_and_go_on_where_they_stopped(in_world: InWorld) -> None:
     async def frames(answer: aiohttp.ClientResponse, count: int) -> list[int]:
         numbers = []

@@ -54,6 +54,7 @@ async def _load(world: World, ending: asyncio.Event) -> None:
         await asyncio.sleep(0.05)
 
 
+@pytest.mark.slow("a browser shows the page")
 def test_the_page_shows_live_numbers_and_goes_back_in_time(tmp_path: Path) -> None:
     async def main() -> None:
         async with seen(tmp_path, token=False) as (world, page, url):
@@ -106,6 +107,7 @@ def test_the_page_shows_live_numbers_and_goes_back_in_time(tmp_path: Path) -> No
     asyncio.run(main())
 
 
+@pytest.mark.slow("a browser shows the page")
 def test_a_request_is_explained_and_pinned(tmp_path: Path) -> None:
     async def main() -> None:
         async with seen(tmp_path, token=False) as (_, page, url):
@@ -143,6 +145,7 @@ def test_a_request_is_explained_and_pinned(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.slow("a browser shows the page")
 def test_the_token_opens_the_page_and_lets_it_change_things(tmp_path: Path) -> None:
     async def main() -> None:
         async with seen(tmp_path, token=True) as (world, page, url):

@@ -72,6 +72,7 @@ def test_the_client_has_it_while_the_kv_is_on_its_way(in_world: InWorld) -> None
     in_world(body, gateway_config=WANTED)
 
 
+@pytest.mark.slow("waits for time limits of connections")
 @pytest.mark.parametrize(
     ("fields", "is_early"),
     [
@@ -390,6 +391,7 @@ def resumes(fields: dict[str, Any]) -> bool:
     return not fields.get("presence_penalty") and (fields.get("seed") is None or fields["temperature"] == 0)
 
 
+@pytest.mark.slow("waits for time limits of connections")
 @settings(deadline=None, max_examples=12)
 @given(st.lists(CASES, min_size=6, max_size=10), st.sampled_from([0, 1, 3, 8]), st.sampled_from([0.0, 1.0]))
 def test_no_token_is_lost_doubled_or_different(cases: list[Case], relay_tokens: int, lead_s: float) -> None:

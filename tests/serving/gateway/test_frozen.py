@@ -123,6 +123,7 @@ def test_a_frozen_consumer_is_left_for_another_one(in_world: InWorld, moment: st
     in_world(body, spare=True, options=PATIENT)
 
 
+@pytest.mark.slow("waits for time limits of connections")
 def test_a_consumer_whose_kv_port_is_silent_is_blamed_and_no_producer(in_world: InWorld) -> None:
     async def body(world: World) -> None:
         _, answer = await world.complete(LONG)
@@ -164,6 +165,7 @@ def test_an_answer_has_limits_of_its_own(in_world: InWorld, point: str, reason: 
     in_world(body, spare=True, gateway_config=replace(GATEWAY, first_byte_s=0.3, idle_s=0.3))
 
 
+@pytest.mark.slow("waits for time limits of connections")
 def test_no_descriptor_is_the_gateways_own_trouble(
     in_world: InWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,6 +187,7 @@ def test_no_descriptor_is_the_gateways_own_trouble(
     in_world(body, spare=True)
 
 
+@pytest.mark.slow("waits for time limits of connections")
 def test_a_connection_that_is_not_made_in_time_accuses_nobody(
     in_world: InWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,6 +237,7 @@ def test_the_live_plane_finds_a_frozen_engine(in_world: InWorld, streams: bool) 
     in_world(body, spare=True, live=True, control=SILENCE)
 
 
+@pytest.mark.slow("waits for time limits of connections")
 def test_a_loop_that_stands_still_freezes_nobody(in_world: InWorld) -> None:
     async def body(world: World) -> None:
         assert world.live is not None

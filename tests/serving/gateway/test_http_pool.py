@@ -510,6 +510,7 @@ def test_connecting_is_tried_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     asyncio.run(body(2))
 
 
+@pytest.mark.slow("waits for time limits of connections")
 def test_time_in_which_the_loop_stood_still_is_no_time_to_connect() -> None:
     async def body() -> None:
         clock = LoopClock()

@@ -149,6 +149,7 @@ def test_a_frozen_producer_ends_the_read_at_once(in_world: InWorld) -> None:
     in_world(body, reads="hangs", **NIXL)
 
 
+@pytest.mark.slow("waits for time limits of connections")
 def test_a_full_decode_engine_may_begin_late(in_world: InWorld) -> None:
     """The deadline is that of the read: no request is given up since it waits for its turn."""
 

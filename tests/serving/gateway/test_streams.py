@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable
 
 import orjson
+import pytest
 
 from .stand_in import answer_text
 from .test_decode_deaths import stream, text_of
@@ -50,6 +51,7 @@ def test_a_client_of_http_1_0_gets_the_bare_stream(in_world: InWorld) -> None:
     in_world(body)
 
 
+@pytest.mark.slow("waits for time limits of connections")
 def test_a_client_that_does_not_read_makes_its_engine_wait(in_world: InWorld) -> None:
     """The rest comes, whole, when it reads again."""
 

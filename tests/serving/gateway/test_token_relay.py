@@ -169,6 +169,7 @@ def test_the_decode_engine_computes_what_was_relayed_while_the_relay_goes_on(
     in_one_of_three(tmp_path, in_world, body, gateway_config=RELAYS_MANY, decode_lead_s=0.0, dense=True)
 
 
+@pytest.mark.slow("waits for time limits of connections")
 def test_tokens_are_held_back_for_the_pause_until_the_decode_engine_goes_on(
     in_world: InWorld, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -238,6 +239,7 @@ def test_a_decode_engine_that_dies_while_it_computes_costs_no_token(in_world: In
     in_world(body, gateway_config=RELAYS_MANY, decode_lead_s=0.0, dense=True, spare=True)
 
 
+@pytest.mark.slow("waits for time limits of connections")
 def test_an_answer_that_ends_while_relayed_tokens_are_computed_ends_that(in_world: InWorld) -> None:
     async def body(world: World) -> None:
         relay_until(world, 20)

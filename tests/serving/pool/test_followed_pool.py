@@ -61,6 +61,7 @@ async def until(condition: Callable[[], object]) -> None:
             await asyncio.sleep(0.02)
 
 
+@pytest.mark.slow("starts pools as processes")
 def test_what_a_daemon_holds_is_known_from_its_start_to_its_next_life(deployment: Deployment) -> None:
     with RunningPools(deployment) as pools:
         pools.wait_ready(LIMIT_S)

@@ -34,7 +34,9 @@ FAULTS = (
     "folder deleted",
 )
 SEEDS = 100
+# One of each fault, and two more.
 FAST_SEEDS = len(FAULTS)
+TEST_SEEDS = 3 * len(FAULTS)
 
 
 def figure(client: PoolClient, name: str) -> object:
@@ -49,9 +51,13 @@ def tokens(client: PoolClient) -> list[int]:
     return [load(client, number) for number in PROMPTS]
 
 
-@pytest.mark.parametrize(
-    "seed", [pytest.param(seed, marks=[pytest.mark.slow] * (seed >= FAST_SEEDS)) for seed in range(SEEDS)]
-)
+def _marks(seed: int) -> list[pytest.MarkDecorator]:
+    if seed >= TEST_SEEDS:
+        return [pytest.mark.extended("more moments for the same faults")]
+    return [pytest.mark.slow("more moments for the same faults")] * (seed >= FAST_SEEDS)
+
+
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=_marks(seed)) for seed in range(SEEDS)])
 def test_a_fault_costs_pages_and_nothing_else(tmp_path: Path, seed: int) -> None:
     chosen = random.Random(seed)
     fault = FAULTS[seed % len(FAULTS)]

@@ -4,6 +4,7 @@ import tempfile
 from itertools import pairwise
 from pathlib import Path
 
+import pytest
 import xxhash
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -447,4 +448,4 @@ class StoreMachine(RuleBasedStateMachine):
 StoreMachine.TestCase.settings = settings(
     max_examples=100, stateful_step_count=80, report_multiple_bugs=False
 )
-TestStore = StoreMachine.TestCase
+TestStore = pytest.mark.slow("a property over many sequences of steps")(StoreMachine.TestCase)

@@ -150,6 +150,7 @@ def recorder() -> Iterator[Recorder]:
     made.close()
 
 
+@pytest.mark.slow("connections wait for each other, and for time limits")
 def test_the_wire_shows_nothing_and_a_replayed_session_is_refused(
     make_world: MakeWorld, authority: Authority, recorder: Recorder, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -184,6 +185,7 @@ def test_the_wire_shows_nothing_and_a_replayed_session_is_refused(
     assert "closed a connection in its handshake" in caplog.text
 
 
+@pytest.mark.slow("connections wait for each other, and for time limits")
 @settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     seed=st.integers(0, 1 << 16),
@@ -470,6 +472,7 @@ def test_an_altered_frame_ends_the_connection_and_counts_for_nothing(
     assert transfer.phase is SendPhase.COMPLETE, transfer.reason
 
 
+@pytest.mark.slow("connections wait for each other, and for time limits")
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(bit=st.integers(0, 8 * 288 - 1))
 def test_no_changed_bit_is_ever_acknowledged(make_world: MakeWorld, authority: Authority, bit: int) -> None:

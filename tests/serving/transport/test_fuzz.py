@@ -387,6 +387,7 @@ class RawConsumer:
                     sock.sendall(self._answers.pop(0)(asked.transfer_id))
 
 
+@pytest.mark.slow("connections wait for each other, and for time limits")
 @settings(FUZZ, max_examples=60)
 @given(
     answers=st.lists(
@@ -445,6 +446,7 @@ def test_a_consumer_may_answer_anything(answers: list[Step]) -> None:
         consumer.close()
 
 
+@pytest.mark.slow("connections wait for each other, and for time limits")
 @settings(FUZZ, max_examples=40)
 @given(answers=st.lists(controls | told, min_size=1, max_size=12))
 def test_a_consumer_may_tell_an_observer_anything(answers: list[Step]) -> None:

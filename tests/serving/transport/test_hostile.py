@@ -243,6 +243,7 @@ def test_staging_is_held_while_a_dropped_chunk_arrives(world: World) -> None:
         await_true(lambda: world.arena.used_blocks == 0, 5.0, lambda: "freed")
 
 
+@pytest.mark.slow("connections wait for each other, and for time limits")
 def test_stuck_inside_a_frame_is_closed(world: World) -> None:
     ticket = make_ticket(1000)
     with RawProducer(world) as raw:

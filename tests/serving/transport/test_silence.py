@@ -80,6 +80,7 @@ def test_a_stop_of_this_process_counts_as_one_look() -> None:
     assert clock.elapsed_s(time.monotonic() + 3600) == LONGEST_LOOK_S
 
 
+@pytest.mark.slow("connections wait for each other, and for time limits")
 def test_signs_of_life_while_nothing_is_to_be_sent(make_world: MakeWorld) -> None:
     """A prefill that takes longer than every deadline of silence is no silence."""
     world = make_world(
@@ -100,6 +101,7 @@ def test_signs_of_life_while_nothing_is_to_be_sent(make_world: MakeWorld) -> Non
     world.await_clean()
 
 
+@pytest.mark.slow("connections wait for each other, and for time limits")
 def test_a_producer_that_says_nothing_is_given_up(world: World) -> None:
     """It is connected and its machine acknowledges, but it answers no PING: before END too."""
     ticket = make_ticket(1000)

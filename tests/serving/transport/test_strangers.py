@@ -121,6 +121,7 @@ def test_the_oldest_stranger_goes_first(make_world: MakeWorld) -> None:
         sock.close()
 
 
+@pytest.mark.slow("connections wait for each other, and for time limits")
 def test_many_strangers_at_once_cost_few_threads(make_world: MakeWorld) -> None:
     world = make_world(receiver_options=replace(FAST_RECEIVER, max_strangers=8))
     await_true(lambda: world.receiver.stats()["connections"] == 4, 5.0, lambda: "up")

@@ -279,6 +279,7 @@ def test_quiescent_waits_for_a_running_read(world: World) -> None:
     world.await_clean()
 
 
+@pytest.mark.slow("connections wait for each other, and for time limits")
 def test_finished_transfer_keeps_no_source(world: World) -> None:
     import gc
     import weakref

@@ -26,6 +26,7 @@ def services(path: Path) -> Fields:
     return found
 
 
+@pytest.mark.slow("asks programs of others, each a process")
 @pytest.mark.skipif(
     shutil.which("docker-compose") is None, reason="docker-compose is not installed, which reads its files"
 )

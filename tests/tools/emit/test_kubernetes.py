@@ -58,6 +58,7 @@ def test_the_example_keeps_to_the_schemas(version: str) -> None:
             kubernetes_validate.validate(each, version, strict=True)
 
 
+@pytest.mark.slow("asks programs of others, each a process")
 @given(deployment_fields())
 @settings(max_examples=5)
 def test_whatever_is_emitted_keeps_to_the_schemas(fields: Fields) -> None:

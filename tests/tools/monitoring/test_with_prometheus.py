@@ -120,6 +120,7 @@ async def shown(session: aiohttp.ClientSession, uid: str) -> set[str]:
     return found
 
 
+@pytest.mark.slow("starts Prometheus, and waits until it has asked")
 def test_dashboards_have_something_to_draw(tmp_path: Path) -> None:
     missing: set[tuple[str, str]] = set()
 

@@ -19,6 +19,7 @@ def run(engine: StandInEngine, plan: MeasurePlan, steps: list[str] | None = None
     return asyncio.run(go())
 
 
+@pytest.mark.slow("starts processes")
 def test_finds_the_times_of_the_server() -> None:
     steps: list[str] = []
     with running(StandInEngine(prefill_s=lambda tokens: 0.02 + tokens * 1e-4, step_s=0.004)) as engine:

@@ -8,6 +8,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from statistics import NormalDist
 from typing import TYPE_CHECKING
 
@@ -281,11 +282,10 @@ class TruncatedLogNormal(_LogNormal):
         all_mass = self._mass(self._z(self.low), end)
         # The factor is kept in the exponent together with 1 / all_mass: either alone may be out of range.
         moment_factor = math.exp(self.mu + self.sigma**2 / 2 - math.log(all_mass))
-        mass, tokens = np.empty(len(thresholds)), np.empty(len(thresholds))
-        for i, t in enumerate(np.clip(thresholds, self.low, self.high).tolist()):
-            z = self._z(t)
-            mass[i] = self._mass(z, end) / all_mass
-            tokens[i] = self._mass(z - self.sigma, end - self.sigma) * moment_factor
+        within = np.clip(thresholds, self.low, self.high).tolist()
+        z = [(math.log(t) - self.mu) / self.sigma for t in within]
+        mass = np.array(_masses(z, end)) / all_mass
+        tokens = np.array(_masses([each - self.sigma for each in z], end - self.sigma)) * moment_factor
         return mass, tokens
 
     def quantile(self, q: float) -> float:
@@ -303,6 +303,10 @@ class TruncatedLogNormal(_LogNormal):
         z = min(max(z, start), end)
         length = math.exp(self.mu + self.sigma * (-z if mirrored else z))
         return min(max(length, self.low), self.high)
+
+    def fine_bins(self, above: float = 0.0, up_to: float = float("inf")) -> Bins:
+        """See `LengthDistribution.fine_bins`."""
+        return _fine_bins(self, above, up_to)
 
     def scaled(self, factor: float) -> "TruncatedLogNormal":
         """See `LengthDistribution.scaled`."""
@@ -323,6 +327,23 @@ class TruncatedLogNormal(_LogNormal):
         if start > 0:
             return 0.5 * (math.erfc(start / _SQRT2) - math.erfc(end / _SQRT2))
         return _cdf(end) - _cdf(start)
+
+
+# A plan asks for the same parts again and again: for rates, for waits, at every price.
+@lru_cache(maxsize=64)
+def _fine_bins(lengths: TruncatedLogNormal, above: float, up_to: float) -> Bins:
+    bins = LengthDistribution.fine_bins(lengths, above, up_to)
+    for shared in (bins.lower, bins.upper, bins.lengths, bins.weights):
+        shared.flags.writeable = False
+    return bins
+
+
+def _masses(starts: list[float], end: float) -> list[float]:
+    """`_mass` of each start, to the last digit; planning asks for thousands at a time."""
+    erfc, above_end, up_to_end = math.erfc, math.erfc(end / _SQRT2), _cdf(end)
+    return [
+        0.5 * (erfc(z / _SQRT2) - above_end) if z > 0 else up_to_end - 0.5 * erfc(-z / _SQRT2) for z in starts
+    ]
 
 
 def _cdf(z: float) -> float:

@@ -56,9 +56,12 @@ class LengthClasses:
         return np.searchsorted(np.array(self.edges_tokens), tokens, side="left").astype(np.int64)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class StudyContext:
-    """A deployment with one PrfaaS and one PD cluster, and how much to simulate of it."""
+    """A deployment with one PrfaaS and one PD cluster, and how much to simulate of it.
+
+    Each is equal to itself only: what studies plan for one is kept by it.
+    """
 
     planned: PlannedDeployment
     problem: PlanProblem

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import pairwise
 
 from prfaas.core.planner import PlanProblem, best_operation, problem_of
@@ -46,6 +47,8 @@ class _Planned:
         return factor * middle
 
 
+# To plan it takes seconds, and both what is run and what is told need it.
+@lru_cache(maxsize=1)
 def _planned(context: StudyContext) -> Mapping[str, _Planned]:
     return {name: _planned_of(fleet) for name, fleet in other_models(context).items()}
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -41,6 +42,8 @@ class ModelFleet:
         return f"{self.model.name}*" if self.is_assumed else self.model.name
 
 
+# Several studies have them, both to be run and to be told.
+@lru_cache(maxsize=1)
 def other_models(context: StudyContext) -> Mapping[str, ModelFleet]:
     """The file's model, and every model with a profile of the PrfaaS cluster's hardware for all of its prompts.
 

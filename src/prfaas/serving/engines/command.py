@@ -105,7 +105,9 @@ def vllm_command(deployment: Deployment, instance: Instance) -> EngineCommand:
     if instance.tls:
         env["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"] = str(TLS_KEEPALIVE_S)
     if on_cpu:
-        env |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        # What vLLM compiles in spite of --enforce-eager (how it ranks logprobs, and finds a rank's own words) costs the
+        # first request that needs it ten seconds of a C++ compiler, and saves nothing that shows here.
+        env |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}
     if collector is not None:
         env |= _tracing(deployment, instance)
     headers_file = None if collector is None else collector.headers_file

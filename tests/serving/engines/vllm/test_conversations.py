@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from prfaas.serving.gateway.conversations import NoConversationError, messages_chat, responses_chat
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow("imports vLLM or torch")
 
 TEXTS = st.text(max_size=8) | st.sampled_from(
     ["x-anthropic-billing-header: 1", "x-anthropic\nb", "é\u2028\n"]

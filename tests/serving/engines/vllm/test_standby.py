@@ -11,7 +11,7 @@ import pytest
 
 from prfaas.serving.engines.vllm import standby
 
-# Tells of three children: the fork, and two that are spawned. LATE is set after the fork.
+# Tells of its children: so many forks, and one that is spawned. LATE is set after the forks.
 PROGRAM = """
 import json, multiprocessing, os, sys
 from prfaas.serving.engines.vllm.standby import stand_by
@@ -25,11 +25,12 @@ def child(queue, lock):
         queue.put(told)
 
 def main():
-    program = stand_by()
+    count = int(sys.argv[1])
+    program = stand_by(count)
     if program is not None:
         exec(program, {"__name__": "__main__"})
         return
-    (fork,) = map(int, open(f"/proc/self/task/{os.getpid()}/children").read().split())
+    forks = [*map(int, open(f"/proc/self/task/{os.getpid()}/children").read().split())]
     MARK.append(1)
     os.environ["LATE"] = "set"
     spawn = multiprocessing.get_context("spawn")
@@ -38,15 +39,15 @@ def main():
     queue, lock = spawn.Queue(), spawn.Lock()
     told = []
     if "--gone" in sys.argv:
-        os.kill(fork, 9)
-        os.waitpid(fork, 0)
-    for _ in range(2):
+        os.kill(forks[0], 9)
+        os.waitpid(forks[0], 0)
+    for _ in range(count + 1):
         process = spawn.Process(target=child, args=(queue, lock))
         process.start()
         told.append(queue.get(timeout=60))
         process.join(60)
         told[-1]["code"] = process.exitcode
-    print(json.dumps({"fork": fork, "pid": os.getpid(), "group": os.getpgid(0), "told": told}))
+    print(json.dumps({"forks": forks, "pid": os.getpid(), "group": os.getpgid(0), "told": told}))
 
 if __name__ == "__main__":
     main()
@@ -64,29 +65,35 @@ def outcome(tmp_path: Path, *args: str) -> dict[str, Any]:
     return told
 
 
-def test_the_fork_is_the_first_child_and_the_second_is_spawned(tmp_path: Path) -> None:
-    told = outcome(tmp_path)
-    first, second = told["told"]
-    assert first["pid"] == told["fork"]
-    assert second["pid"] != told["fork"]
-    for each in (first, second):
+@pytest.mark.parametrize("count", [1, 3])
+def test_forks_are_the_first_children_and_the_next_is_spawned(tmp_path: Path, count: int) -> None:
+    told = outcome(tmp_path, str(count))
+    *first, last = told["told"]
+    assert [each["pid"] for each in first] == told["forks"]
+    assert last["pid"] not in told["forks"]
+    for each in told["told"]:
         assert each["parent"] == told["pid"]
         assert each["group"] == told["group"]
         assert each["late"] == "set"
         assert each["code"] == 0
         assert not each["was_marked"]
-    assert first["argv"] == second["argv"]
+        assert each["argv"] == last["argv"]
 
 
-def test_without_the_fork_both_are_spawned(tmp_path: Path) -> None:
-    told = outcome(tmp_path, "--gone")
-    assert [each["code"] for each in told["told"]] == [0, 0]
-    assert told["fork"] not in [each["pid"] for each in told["told"]]
+def test_in_place_of_a_fork_that_has_gone_one_is_spawned(tmp_path: Path) -> None:
+    told = outcome(tmp_path, "2", "--gone")
+    assert [each["code"] for each in told["told"]] == [0, 0, 0]
+    gone, second = told["forks"]
+    pids = [each["pid"] for each in told["told"]]
+    assert gone not in pids
+    assert pids.index(second) == 1
 
 
-def test_an_unused_fork_ends_with_its_parent() -> None:
+@pytest.mark.parametrize("count", [1, 3])
+def test_unused_forks_end_with_their_parent(count: int) -> None:
     program = (
-        "from prfaas.serving.engines.vllm.standby import stand_by\nstand_by()\nprint('first', flush=True)"
+        "from prfaas.serving.engines.vllm.standby import stand_by\n"
+        f"stand_by({count})\nprint('first', flush=True)"
     )
     # Its output ends when the last process that has it open has ended.
     done = subprocess.run(

@@ -51,6 +51,9 @@ def moved(name: str, directory: Path) -> Path:
     return path
 
 
+pytestmark = pytest.mark.slow("the burst comes in real time, to two times twelve stand-ins")
+
+
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[BurstOutcome, Counted]:
     directory = tmp_path_factory.mktemp("pays")

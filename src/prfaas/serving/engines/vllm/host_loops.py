@@ -1,8 +1,8 @@
 """Loops over KV in host memory, compiled by numba, which comes with vLLM.
 
 numpy can do the same only in several passes over memory, with copies between them. While a loop runs, other threads of
-the engine may run Python. A loop is compiled when it is asked for, which takes up to a second: best before the first
-request needs it.
+the engine may run Python. A loop is compiled when it is asked for, best before the first request needs it: that takes
+up to a second where numba has not kept what it compiled on this machine before.
 
 To be imported where pages are made, not sooner: when a worker of vLLM 0.32 registers its kernels for CPUs, it looks at
 what all modules hold, and fails on what llvmlite does.
@@ -13,6 +13,7 @@ stretch, whose runs are taken in the order in which they lie there.
 
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -34,7 +35,7 @@ def page_summing() -> _SumPages:
     """`_sum_pages`, compiled."""
     sums = types.Array(int64, 1, "C")
     compiled: _SumPages
-    compiled = njit(void(_LINE, _LINE, _LINE, _TABLE, int64, _LINE, _LINE, sums), nogil=True)(_sum_pages)
+    compiled = _compiled(_sum_pages, void(_LINE, _LINE, _LINE, _TABLE, int64, _LINE, _LINE, sums))
     return compiled
 
 
@@ -44,8 +45,17 @@ def run_copying(item_bytes: int) -> _CopyRuns:
     item = from_dtype(item_type(item_bytes))
     source, target = (types.Array(item, 1, "C", readonly=readonly) for readonly in (True, False))
     compiled: _CopyRuns
-    compiled = njit(void(source, target, _LINE, _LINE, _TABLE, boolean), nogil=True)(_copy_runs)
+    compiled = _compiled(_copy_runs, void(source, target, _LINE, _LINE, _TABLE, boolean))
     return compiled
+
+
+def _compiled(loop: Callable[..., None], signature: Any) -> Any:
+    """From numba's files, which are beside Python's own or in the user's cache and of one CPU; else compiled now."""
+    try:
+        return njit(signature, nogil=True, cache=True)(loop)
+    except (OSError, RuntimeError):
+        # There is no place that can be written to.
+        return njit(signature, nogil=True)(loop)
 
 
 def item_type(nbytes: int) -> np.dtype[np.void]:

@@ -1,7 +1,8 @@
-"""A fork of this process that waits to become its next child.
+"""Forks of this process that wait to become its next children.
 
-vLLM's CPU backend starts the engine core as a new interpreter, by multiprocessing's "spawn", and that imports all of
-vLLM once more. A fork that was made before, while this process had no threads, has imported it already.
+vLLM's CPU backend starts the engine core as a new interpreter, by multiprocessing's "spawn", and the core its ranks
+where it has several; each imports all of vLLM once more. A fork that was made before, while this process had no
+threads, has imported it already.
 """
 
 import contextlib
@@ -21,29 +22,36 @@ _LENGTH_BYTES = 8
 _MOST_DESCRIPTORS = 64
 
 
-def stand_by() -> str | None:
-    """Fork the one that waits, and have multiprocessing use it for the next child that it would spawn.
+def stand_by(count: int = 1) -> str | None:
+    """Fork those that wait, and have multiprocessing use them for the next children that it would spawn.
 
-    Later children are spawned as ever; so is the first one where the fork has gone. The fork ends when this process
-    does. Call it while there are no threads.
+    Later children are spawned as ever; so is one whose fork has gone. Forks end when this process does. Call it while
+    there are no threads.
 
     Returns:
-        None in this process. In the fork, once it is needed: the program that the new interpreter would have run by
+        None in this process. In a fork, once it is needed: the program that the new interpreter would have run by
         `-c`. Its descriptors, arguments and environment are what that interpreter's would be.
     """
-    here, there = socket.socketpair()
-    pid = os.fork()
-    if pid == 0:
-        here.close()
-        return _become_child(there)
-    there.close()
+    waiting: list[tuple[int, socket.socket]] = []
+    for _ in range(count):
+        here, there = socket.socketpair()
+        pid = os.fork()
+        if pid == 0:
+            # Who else had an end of theirs open would keep forks that nobody needs from ending.
+            for connection in (here, *(other for _, other in waiting)):
+                connection.close()
+            return _become_child(there)
+        there.close()
+        waiting.append((pid, here))
     spawn = util.spawnv_passfds
 
     def hand_over(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> int:
         # multiprocessing's tracker of resources is started by this function too.
         if _SPAWNED not in args:
             return spawn(path, args, passfds)
-        util.spawnv_passfds = spawn
+        pid, here = waiting.pop(0)
+        if not waiting:
+            util.spawnv_passfds = spawn
         with contextlib.suppress(OSError), here:
             _send_order(here, args, sorted({int(each) for each in passfds}))
             return pid

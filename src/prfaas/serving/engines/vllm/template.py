@@ -51,7 +51,10 @@ class _Engine:
 def main() -> None:
     """Import, then fork as ordered. Returns in forks too, as engines that have ended."""
     report, parent = int(sys.argv[1]), os.getppid()
+    # Nothing of what is imported becomes garbage, and to look for some again and again takes a fifth of the time.
+    gc.disable()
     _import_modules(_IMPORTED)
+    gc.enable()
     orders: BinaryIO = open(0, "rb", buffering=0, closefd=False)  # noqa: SIM115 (as long as this process)
     while line := orders.readline():
         engines = [
@@ -77,7 +80,11 @@ def _import_modules(names: Sequence[str]) -> None:
 
 
 def _import_model(argv: Sequence[str]) -> None:
-    """The code of the model that `--model` names, if it is a folder."""
+    """The code of the model that `--model` names, if it is a folder.
+
+    It is registered as a class that is there. Of one that is still to be imported every engine would ask a process of
+    its own what it can do, so as not to touch CUDA, unless vLLM has written that down on this machine before.
+    """
     # Whatever is wrong with it, the engine says so.
     with contextlib.suppress(Exception):
         config = Path(argv[argv.index("--model") + 1]) / "config.json"
@@ -86,7 +93,7 @@ def _import_model(argv: Sequence[str]) -> None:
 
         for architecture in architectures:
             registered: Any = ModelRegistry.models[architecture]
-            registered.load_model_cls()
+            ModelRegistry.register_model(architecture, registered.load_model_cls())
 
 
 def _fork_all(engines: Sequence[_Engine], orders: BinaryIO, report: int, parent: int) -> _Engine | None:
@@ -145,10 +152,20 @@ def _run(engine: _Engine, *, anew: bool) -> None:
         setproctitle.setproctitle(" ".join(engine.argv))
     program = stand_by()
     if program is not None:
+        # This is the engine core, before it has threads.
+        ranks = _ranks_of(engine.argv)
+        if ranks > 1:
+            program = stand_by(ranks) or program
         exec(program, {"__name__": "__main__"})
         return
     sys.argv = list(engine.argv[2:])
     runpy.run_module(engine.argv[2], run_name="__main__", alter_sys=True)
+
+
+def _ranks_of(argv: Sequence[str]) -> int:
+    """How many processes the engine core starts for them; one is in the core's own."""
+    option = "--tensor-parallel-size"
+    return int(argv[argv.index(option) + 1]) if option in argv else 1
 
 
 if __name__ == "__main__":

@@ -114,7 +114,7 @@ def _beside_work_s(side: Side, record: ReplayedRequest) -> float:
 @contextmanager
 def _no_tracebacks() -> Iterator[None]:
     """Answers that nobody reads any more, after Ctrl-C, are no errors to show; lost ones are counted."""
-    server = logging.getLogger("aiohttp.server")
+    server = logging.getLogger("prfaas.http")
     before = server.level
     server.setLevel(logging.CRITICAL)
     try:

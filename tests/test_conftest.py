@@ -1,0 +1,61 @@
+"""Marks that keep a test out of a run say why."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from tests.conftest import REASONED, TimeByPart, pytest_collection_modifyitems
+
+
+@dataclass
+class Item:
+    """As much of a test as is looked at."""
+
+    nodeid: str
+    marks: tuple[Any, ...]
+
+    def iter_markers(self, name: str) -> Iterator[Any]:
+        return iter([each for each in self.marks if each.name == name])
+
+
+@pytest.mark.parametrize("name", REASONED)
+def test_a_mark_without_a_reason_is_refused(name: str) -> None:
+    mark = getattr(pytest.mark, name)
+    pytest_collection_modifyitems([Item("good", (mark("it waits").mark,)), Item("plain", ())])  # type: ignore[list-item]
+    for bad in (mark, mark(""), mark(" "), mark(reason="it waits"), mark(5)):
+        with pytest.raises(pytest.UsageError, match=f"here: its mark must say why: {name}"):
+            pytest_collection_modifyitems([Item("here", (bad.mark,))])  # type: ignore[list-item]
+
+
+def test_the_time_of_a_run_is_told_by_folder() -> None:
+    told: list[str] = []
+
+    class Terminal:
+        write_line = staticmethod(told.append)
+
+        def section(self, title: str) -> None:
+            told.append(title)
+
+    @dataclass
+    class Report:
+        nodeid: str
+        duration: float
+        keywords: dict[str, int]
+
+    plugin = TimeByPart()
+    for nodeid, seconds, keywords in (
+        ("tests/core/test_a.py::test_one", 1.0, {}),
+        ("tests/core/test_a.py::test_one", 5.5, {}),
+        ("tests/core/test_b.py::test_two", 0.5, {}),
+        ("tests/lab/test_c.py::test_three", 9.0, {"slow": 1}),
+    ):
+        plugin.pytest_runtest_logreport(Report(nodeid, seconds, keywords))  # type: ignore[arg-type]
+    plugin.pytest_terminal_summary(Terminal())  # type: ignore[arg-type]
+    assert told == [
+        "time by part",
+        "    9.0 s      1 tests  tests/lab",
+        "    7.0 s      2 tests  tests/core",
+        "over 5 s without a reason: make them cheaper, or mark them slow(...)",
+        "    6.5 s  tests/core/test_a.py::test_one",
+    ]
