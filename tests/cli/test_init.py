@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from prfaas.cli import main as cli
-from prfaas.core.deployment import load_deployment
+from prfaas.core.deployment import load_deployment, load_planned
 from prfaas.serving.certificates import CertificateFolder
 from prfaas.serving.secret_files import load_token
 from prfaas.serving.transport.ticket import load_key
@@ -152,5 +152,25 @@ def test_examples_are_copied_as_before(
 ) -> None:
     assert run(monkeypatch, "init", "two-datacenters", "-o", tmp_path) == 0
     assert load_deployment(tmp_path / "two-datacenters.yaml").name == "two-datacenters"
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["two-datacenters.yaml"]
     assert run(monkeypatch, "init", "--list") == 0
     assert "two-datacenters" in capsys.readouterr().out
+
+
+def test_an_example_comes_with_the_folder_that_it_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run(monkeypatch, "init", "when-it-pays", "-o", tmp_path) == 0
+    copied = load_deployment(tmp_path / "when-it-pays.yaml")
+    assert (copied.model.path / "tokenizer.json").is_file() and copied.model.path.parent == tmp_path
+    assert (
+        load_planned(tmp_path / "when-it-pays.yaml").kv_model.token_bytes
+        == copied.model.kv_model().token_bytes
+    )
+    # The second one has the same folder, which may have been changed.
+    changed = tmp_path / "stand-in" / "h20.yaml"
+    changed.write_text("mine")
+    assert run(monkeypatch, "init", "without-prfaas", "-o", tmp_path) == 0
+    assert changed.read_text() == "mine"
+    assert run(monkeypatch, "init", "without-prfaas", "-o", tmp_path, "--force") == 0
+    assert load_planned(tmp_path / "without-prfaas.yaml").name == "without-prfaas"

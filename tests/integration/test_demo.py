@@ -42,6 +42,8 @@ def test_the_demo_succeeds_with_every_kind_of_cache(
             str(deployment),
             "--model",
             model,
+            "--act",
+            "exactness",
             "--restart",
             "--json",
             str(result),
@@ -56,6 +58,14 @@ def test_the_demo_succeeds_with_every_kind_of_cache(
     assert outcome["all_equal"]
     assert outcome["all_bytes_explained"]
     assert {request["route"] for request in outcome["requests"]} == {"local", "offload"}
+    # Whatever the machine and the model: the line is chosen so that long prompts are worth sending.
+    assert all(
+        (request["route"] == "offload") == (request["prompt_tokens"] > 2000)
+        for request in outcome["requests"]
+    )
+    assert outcome["line"]["bandwidth_bits_per_s"] > 0
+    assert all(request["answer"] for request in outcome["requests"])
+    assert outcome["burst"] is None
     second = outcome["second_act"]
     assert second["all_equal"]
     assert second["all_bytes_explained"]

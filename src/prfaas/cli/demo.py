@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from enum import StrEnum
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated
@@ -21,6 +22,14 @@ if TYPE_CHECKING:
     from prfaas.core.deployment import Deployment
     from prfaas.serving.engines.running import EngineProgress, RunningEngines
     from prfaas.tools.demo import DemoOutcome, DemoPrompt
+    from prfaas.tools.demo.pays import BurstOutcome
+
+
+class Act(StrEnum):
+    """A part of the demo."""
+
+    EXACTNESS = "exactness"
+    PAYS = "pays"
 
 
 def demo(
@@ -29,6 +38,10 @@ def demo(
         typer.Argument(
             metavar="DEPLOYMENT", help="A one-machine deployment file; default: examples/local.yaml."
         ),
+    ] = None,
+    act: Annotated[
+        Act | None,
+        typer.Option("--act", help="Only this part: exactness, or when it pays. Default: both."),
     ] = None,
     json_file: Annotated[
         Path | None,
@@ -51,12 +64,16 @@ def demo(
     ] = False,
     ready_timeout_s: ReadyTimeout = None,
 ) -> None:
-    """Send six prompts through two clusters on this machine, then through one plain vLLM, and compare.
+    """Show that answers stay the same, and when PrfaaS pays.
 
-    The pools of the deployment begin empty.
+    Exactness: six prompts through two clusters on this machine, then through one plain vLLM, and compared. The line
+    between the clusters gets a bandwidth that fits machine and model, the pools of the deployment begin empty.
+
+    When it pays: a burst of requests to stand-ins with and without PrfaaS, live and simulated.
+
     Ends with 0 if no answer differs and at least five of six are exactly equal (the others up to a tie).
 
-    Example: prfaas demo --model gpt-oss --json demo.json
+    Examples: prfaas demo --model gpt-oss --json demo.json; prfaas demo --act pays
     """
     from rich.console import Console
 
@@ -67,41 +84,47 @@ def demo(
     from prfaas.serving.engines.running import READY_TIMEOUT_S
     from prfaas.tools.demo import DemoError, run_demo
     from prfaas.tools.demo.display import DEMO_COLUMNS
+    from prfaas.tools.demo.pays import run_burst
 
     loaded = load_deployment(deployment or example_path("local.yaml"))
     if model is not None:
         loaded = _with_model(loaded, model)
-    if loaded.model.source is not None and loaded.model.source.is_fetched:
+    if act is not Act.PAYS and loaded.model.source is not None and loaded.model.source.is_fetched:
         with shown_fetch() as report:
             ensure_model(loaded, report)
+    to_stdout = json_file is not None and str(json_file) == "-"
+    out = Console(stderr=to_stdout, highlight=False)
+    out.width = min(out.width, DEMO_COLUMNS) if out.is_terminal else DEMO_COLUMNS
     signal.signal(signal.SIGTERM, _interrupt)
+    shown = _Shown(Console(stderr=True))
+    outcome, burst = None, None
     try:
-        shown = _Shown(Console(stderr=True))
-        outcome = run_demo(loaded, shown, ready_timeout_s or READY_TIMEOUT_S, restart=restart)
+        if act is not Act.PAYS:
+            outcome = run_demo(loaded, shown, ready_timeout_s or READY_TIMEOUT_S, restart=restart)
+            print_outcome(out, outcome)
+        if act is not Act.EXACTNESS:
+            burst = run_burst(shown)
+            print_burst(out, burst)
     except DemoError as error:
         raise CliError(str(error)) from error
     except KeyboardInterrupt:
         typer.echo("stopped", err=True)
         raise typer.Exit(130) from None
-    to_stdout = json_file is not None and str(json_file) == "-"
-    out = Console(stderr=to_stdout, highlight=False)
-    out.width = min(out.width, DEMO_COLUMNS) if out.is_terminal else DEMO_COLUMNS
-    print_outcome(out, outcome)
+    print_next_steps(out)
     if json_file is not None:
-        document = json.dumps(outcome.to_json(), indent=2) + "\n"
+        found = {} if outcome is None else outcome.to_json()
+        document = json.dumps(found | {"burst": None if burst is None else burst.to_json()}, indent=2) + "\n"
         if to_stdout:
             typer.echo(document, nl=False)
         else:
             json_file.write_text(document)
-    if not outcome.all_equal:
+    if outcome is not None and not outcome.all_equal:
         raise typer.Exit(1)
 
 
 def print_outcome(out: "Console", outcome: "DemoOutcome") -> None:
-    """Write what a run found, and what to try next, to a console."""
-    import shutil
-
-    from prfaas.tools.demo.display import next_steps
+    """Write whether answers stayed the same to a console."""
+    from prfaas.tools.demo.answers import NOISE, answers_table
     from prfaas.tools.demo.outcome import closing, footnotes, outcome_table
     from prfaas.tools.demo.second_act import SECOND_NOTE, second_closing, second_table
 
@@ -109,14 +132,40 @@ def print_outcome(out: "Console", outcome: "DemoOutcome") -> None:
     for note in footnotes(outcome):
         out.print(note, style="dim")
     out.print()
+    if outcome.writes_words:
+        out.print(answers_table(outcome))
+    else:
+        out.print(NOISE, style="dim")
+    out.print()
     out.print(closing(outcome), style="bold")
+    out.print()
     if outcome.second is not None:
-        out.print()
         out.print(second_table(outcome.second))
         out.print(SECOND_NOTE, style="dim")
         out.print()
         out.print(second_closing(outcome.second), style="bold")
+        out.print()
+
+
+def print_burst(out: "Console", burst: "BurstOutcome") -> None:
+    """Write when it pays to a console."""
+    from prfaas.tools.demo.pays.chart import burst_closing, burst_notes, burst_table, when_not
+
+    out.print(burst_table(burst))
+    for note in burst_notes(burst):
+        out.print(note, style="dim")
     out.print()
+    out.print(burst_closing(burst), style="bold")
+    out.print(when_not(burst.limits))
+    out.print()
+
+
+def print_next_steps(out: "Console") -> None:
+    """Write what to try next to a console."""
+    import shutil
+
+    from prfaas.tools.demo.display import next_steps
+
     for line in next_steps(is_on_path=shutil.which("prfaas") is not None):
         out.print(line, markup=False)
 
@@ -155,20 +204,34 @@ class _Shown:
         with shown_progress(engines) as lines:
             yield lines.show
 
+    def asking(
+        self, whom: str, prompts: "Sequence[DemoPrompt]"
+    ) -> contextlib.AbstractContextManager[Callable[[], None]]:
+        return self._counting(
+            f"{len(prompts)} prompts to {whom}",
+            f"{whom}: {{}} of {len(prompts)} prompts answered",
+            len(prompts),
+        )
+
+    def bursting(self, requests: int) -> contextlib.AbstractContextManager[Callable[[], None]]:
+        told = f"burst: {{}} of {requests} requests answered"
+        return self._counting(f"{requests} requests in a burst, half with PrfaaS", told, requests, each=100)
+
     @contextlib.contextmanager
-    def asking(self, whom: str, prompts: "Sequence[DemoPrompt]") -> Iterator[Callable[[], None]]:
+    def _counting(self, task_text: str, told: str, total: int, each: int = 1) -> Iterator[Callable[[], None]]:
+        """A bar on a terminal, elsewhere the sentence `told` with the number of answers, after `each` of them."""
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=self._console, disable=not self._console.is_terminal) as progress:
-            task = progress.add_task(f"{len(prompts)} prompts to {whom}", total=len(prompts))
+            task = progress.add_task(task_text, total=total)
             answered = 0
 
             def step() -> None:
                 nonlocal answered
                 answered += 1
                 progress.advance(task)
-                if not self._console.is_terminal:
-                    self._console.print(f"{whom}: {answered} of {len(prompts)} prompts answered")
+                if not self._console.is_terminal and answered % each == 0:
+                    self._console.print(told.format(answered))
 
             yield step

@@ -1,5 +1,7 @@
 """`prfaas init`: a deployment file to begin with."""
 
+import re
+import shutil
 from pathlib import Path
 from typing import Annotated
 
@@ -108,14 +110,26 @@ def init(
     if target.exists() and not force:
         raise CliError(f"{target} is there already; --force overwrites it")
     try:
+        for folder in folders_of(source):
+            # Two examples may share one, and what is there may have been changed.
+            if force or not (target.parent / folder.name).exists():
+                shutil.copytree(folder, target.parent / folder.name, dirs_exist_ok=True)
         target.write_bytes(source.read_bytes())
     except OSError as error:
-        raise CliError(f"{target}: can't be written ({error.strerror})") from error
+        raise CliError(f"{target}: can't be written ({error.strerror or error})") from error
     following = f"prfaas {_use(source)} {target}"
     if as_json:
         typer.echo(json.dumps({"file": str(target), "next": following}, indent=2))
     else:
         typer.echo(f"wrote {target}; next: {following}")
+
+
+def folders_of(example: Path) -> list[Path]:
+    """Folders beside an example that its fields name: a model, profiles."""
+    named = re.findall(
+        r"^ *(?:path|profile): ([\w-]+)(?:/\S+)?$", example.read_text(encoding="utf-8"), re.MULTILINE
+    )
+    return [folder for name in sorted(set(named)) if (folder := example.parent / name).is_dir()]
 
 
 def _about(path: Path) -> str:

@@ -26,6 +26,25 @@ def test_the_largest_batch_within_the_limit(steps: list[float], limit: float) ->
     assert low == 1
 
 
+@given(st.floats(0.01, 1000), st.floats(100, 1000), st.floats(1, 4))
+def test_a_faster_instance_takes_less_of_everything(factor: float, tokens: float, batch: float) -> None:
+    mine = profile((1, 0.025), (4, 0.03))
+    faster = mine.sped_up(factor)
+    assert faster.prefill_s(tokens) * factor == pytest.approx(mine.prefill_s(tokens))
+    assert faster.decode_step_s(batch) * factor == pytest.approx(mine.decode_step_s(batch))
+    assert (faster.range_tokens, faster.range_batch) == (mine.range_tokens, mine.range_batch)
+    assert profile().sped_up(factor).decode is None
+
+
+def test_polynomials_and_contexts_are_sped_up_too() -> None:
+    curve = Curve(10, 100, coefficients=(1.0, 0.5, 0.01))
+    assert curve.divided(4).at(50) == pytest.approx(curve.at(50) / 4)
+    decode = DecodeCurve(Curve.through_points(((1, 0.02), (2, 0.03)), "linear"), 100.0, 1e-6)
+    faster = LatencyProfile("mine", "h20", "any", 8, curve, decode, "a test").sped_up(2)
+    assert faster.decode is not None
+    assert (faster.decode.context_tokens, faster.decode.context_s) == (100.0, 5e-7)
+
+
 def test_exactly_the_limit_is_within_it() -> None:
     assert profile((1, 0.01), (20, 0.025), (40, 0.05)).max_batch(1 / 40) == 20
     assert profile((20, 0.025)).max_batch(1 / 40) == 20

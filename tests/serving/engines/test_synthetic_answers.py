@@ -413,6 +413,28 @@ def test_streams_say_what_whole_answers_say(deployment: Deployment, path: str) -
     asyncio.run(check())
 
 
+def test_a_stream_interval_makes_few_events_of_the_same_answer(tmp_path: Path) -> None:
+    deployment = write_deployment(tmp_path, extra_args=["--stream-interval", "40"])
+
+    async def check() -> None:
+        async with running(deployment, "home-0") as world:
+            body = {"model": MODEL, "prompt": "Hello", "max_tokens": 100, "return_token_ids": True}
+            whole = (await world.post("home-0", "/v1/completions", body)).body
+            url = deployment.instance("home-0").url + "/v1/completions"
+            async with world.session.post(url, json=body | {"stream": True}) as response:
+                lines = [line async for line in response.content if line.strip()]
+            pieces = [
+                json.loads(line.removeprefix(b"data: "))["choices"][0]["token_ids"] for line in lines[:-1]
+            ]
+            assert [token for piece in pieces for token in piece] == whole["choices"][0]["token_ids"]
+            # The first one at once, the last one when the answer ends.
+            assert len(pieces[0]) < 40
+            assert all(len(piece) >= 40 for piece in pieces[1:-1])
+            assert len(pieces) <= 4
+
+    asyncio.run(check())
+
+
 @pytest.mark.slow("stand-in engines do their work in real time")
 def test_a_client_that_leaves_leaves_nothing_behind(deployment: Deployment) -> None:
     async def check() -> None:

@@ -27,6 +27,7 @@ from prfaas.serving.engines.synthetic.content import (
 )
 from prfaas.serving.engines.synthetic.endpoints import PrefillSend
 from prfaas.serving.engines.synthetic.layout import EVENT_KINDS, SyntheticLayout
+from prfaas.serving.engines.synthetic.node import stream_interval_of
 from prfaas.serving.engines.synthetic.pace import DEFAULT_STEP_S, DecodeClock, Pace
 from prfaas.serving.engines.tiny import tiny_config
 from prfaas.serving.transport import ChunkSource, Ticket
@@ -273,3 +274,22 @@ def test_nothing_here_brings_vllm_or_torch() -> None:
         "sys.exit(any(name.split('.')[0] in ('vllm', 'torch') for name in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[3]).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "tokens"),
+    [
+        ([], 1),
+        (["--enforce-eager"], 1),
+        (["--stream-interval", "64"], 64),
+        (["--seed", "1", "--stream-interval=8", "--stream-interval", "9"], 9),
+    ],
+)
+def test_stand_ins_take_vllms_stream_interval(arguments: list[str], tokens: int) -> None:
+    assert stream_interval_of(arguments) == tokens
+
+
+@pytest.mark.parametrize("value", ["0", "-3", "many"])
+def test_a_stream_interval_that_is_none_is_refused(value: str) -> None:
+    with pytest.raises(EngineError, match="--stream-interval"):
+        stream_interval_of(["--stream-interval", value])

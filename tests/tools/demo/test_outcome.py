@@ -12,8 +12,10 @@ from prfaas.core.deployment import Deployment, load_deployment
 from prfaas.core.kv import KvModel, model_from_config
 from prfaas.core.route_header import RouteHeader
 from prfaas.serving.engines.tiny import tiny_config
+from prfaas.tools.demo.answers import answers_table
 from prfaas.tools.demo.client import DemoAnswer
 from prfaas.tools.demo.compare import Pages
+from prfaas.tools.demo.line import DemoLine, PrefillSpeed
 from prfaas.tools.demo.outcome import DemoOutcome, closing, footnotes, outcome_of, outcome_table
 from prfaas.tools.demo.prompts import demo_prompts
 from prfaas.tools.demo.reference import (
@@ -60,7 +62,8 @@ def _outcome(
         answers.append(DemoAnswer(ours, "x" * 64, tokens, route, 2.8, 60.0))
         logits = tuple({t: 12.5, 99: 12.5 - margin_nats} for t in ANSWER)
         references.append(ReferenceAnswer(ANSWER, logits, ttft_s=1.25))
-    return outcome_of(deployment, kv_model, demo_prompts(), tuple(answers), tuple(references))
+    line = DemoLine.of(kv_model, PrefillSpeed(1200, 0.75))
+    return outcome_of(deployment, kv_model, demo_prompts(), tuple(answers), tuple(references), line=line)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +131,7 @@ def test_plain_vllm_s_time_stands_beside_ours(deployment: Deployment) -> None:
     outcome = _outcome(deployment)
     assert {request["plain_ttft_s"] for request in outcome.to_json()["requests"]} == {1.25}
     text = closing(outcome)
-    assert "first token came after 2.8 s; plain vLLM's, with this machine to itself, after 1.25 s." in text
+    assert "first token came after 2.8 s; plain vLLM's, with this machine to itself, after 1.25 s:" in text
     untold = replace(outcome, rows=tuple(replace(row, plain_ttft_s=None) for row in outcome.rows))
     assert "plain vLLM's, with" not in closing(untold)
     console = Console(width=99, file=io.StringIO(), record=True)
@@ -150,8 +153,34 @@ def test_closing_sentences(deployment: Deployment) -> None:
     assert "6 of 6 answers are equal" in hybrid
     dense = closing(_outcome(deployment, model="qwen3"))
     assert "6,144 B of KV per token, 6 times the 1,024 B of qwen3-next" in dense
-    assert "3.28 s of the 60 Mbit/s link" in dense
-    assert dense.endswith("its prefill 2.5 s: it should stay home.")
+    # Four thousand tokens take 2.5 s, and the hybrid's 4.5 MB 13 % of it.
+    assert "for which a line of 120 Mbit/s would do" in dense
+    assert "takes 66% of its prefill's time in place of 13%" in dense
+    assert dense.endswith("so 1.5 prefill instances fill it: it should stay home.")
+
+
+def test_the_line_and_the_answers_are_told(deployment: Deployment) -> None:
+    outcome = _outcome(deployment)
+    assert outcome.line is not None
+    assert footnotes(outcome)[0] == outcome.line.sentence()
+    document = outcome.to_json()
+    assert document["line"]["bandwidth_bits_per_s"] == outcome.line.bandwidth_bits_per_s
+    assert {request["answer"] for request in document["requests"]} == {"x" * 64}
+    unknown = replace(outcome, line=None)
+    assert unknown.to_json()["line"] is None
+    assert not any("line between" in note for note in footnotes(unknown))
+
+
+def test_words_are_shown_where_there_are_any(deployment: Deployment) -> None:
+    outcome = _outcome(deployment)
+    assert not outcome.writes_words
+    written = replace(outcome, deployment=replace(deployment, model=replace(deployment.model, tiny=None)))
+    assert written.writes_words
+    console = Console(width=99, file=io.StringIO(), record=True)
+    console.print(answers_table(written))
+    text = console.export_text()
+    assert text.count("x" * 60) == 6
+    assert demo_prompts()[-1].text.split()[-1] in text
 
 
 def test_the_reference_is_the_same_engine_without_a_connector(deployment: Deployment) -> None:

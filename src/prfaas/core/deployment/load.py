@@ -339,6 +339,7 @@ def _planned_cluster(
             ("clusters", index, "profile"),
             f'"{profile.name}" has no decode times, which a cluster of kind "pd" needs',
         )
+    profile = profile if cluster.speedup is None else profile.sped_up(cluster.speedup)
     # The published times are those of the paper, which counts every byte once; vLLM would copy heads to all ranks.
     ranks = profile.gpus_per_instance if model is None else 1
     together = 1

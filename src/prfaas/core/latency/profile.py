@@ -6,7 +6,7 @@ A `Curve` is measured points, or a polynomial fitted to them, with the range whe
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, overload
@@ -190,6 +190,11 @@ class Curve:
                     f"the range {self.range_text} is wider than the points; give range_reason, why that may be trusted"
                 )
 
+    def divided(self, factor: float) -> "Curve":
+        """The same curve with all its times divided by `factor`, above 0."""
+        points = tuple((x, seconds / factor) for x, seconds in self.points)
+        return replace(self, points=points, coefficients=tuple(c / factor for c in self.coefficients))
+
     @property
     def range_text(self) -> str:
         """The range for people: "[128, 131072]"."""
@@ -281,6 +286,13 @@ class LatencyProfile:
     """Where the numbers come from."""
     evidence: Evidence = field(default_factory=Evidence)
     """How the prefill times are known."""
+
+    def sped_up(self, factor: float) -> "LatencyProfile":
+        """An instance that is `factor` times as fast, as stand-ins with a `speedup` are."""
+        decode = self.decode
+        if decode is not None:
+            decode = replace(decode, curve=decode.curve.divided(factor), context_s=decode.context_s / factor)
+        return replace(self, prefill=self.prefill.divided(factor), decode=decode)
 
     @property
     def range_tokens(self) -> tuple[float, float]:

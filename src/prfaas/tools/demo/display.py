@@ -11,7 +11,7 @@ DEMO_COLUMNS = 99
 _STEPS = (
     ("prfaas up examples/local.yaml", "keep it running, and send requests of your own"),
     ("prfaas status examples/local.yaml --watch", "beside it: queues, links, thresholds, routes"),
-    ("prfaas demo --restart", "every engine killed in between: what pools are good for"),
+    ("prfaas demo --restart", "every engine killed in between: what pools keep"),
     ("prfaas demo --model gpt-oss", "another kind of KVCache"),
     ("prfaas plan examples/paper.yaml", "what two clusters can do, before you buy"),
 )

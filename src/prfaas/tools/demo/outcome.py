@@ -16,10 +16,12 @@ from prfaas.serving.engines.tiny import tiny_config
 from prfaas.tools.demo.client import DemoAnswer
 from prfaas.tools.demo.compare import Comparison, Equality, MovedPages, Pages, compare, find_pages
 from prfaas.tools.demo.display import demo_table
-from prfaas.tools.demo.prompts import DemoPrompt
+from prfaas.tools.demo.line import USED_SHARE, DemoLine
+from prfaas.tools.demo.prompts import LONGEST_TOKENS, DemoPrompt
 from prfaas.tools.demo.reference import ReferenceAnswer
 from prfaas.tools.demo.second_act import PooledAnswer, SecondAct, second_act
 
+_PROMPT_END_CHARS = 80
 # At most one answer in six may end in a tie, and none may differ for another reason.
 _EXACT_OF = (5, 6)
 
@@ -40,6 +42,8 @@ class Row:
     exact_bytes: int
     paged_bytes: int | None
     link_s: float | None
+    prompt_end: str = ""
+    """The prompt's last words."""
 
     @property
     def is_explained(self) -> bool:
@@ -55,6 +59,7 @@ class Row:
             "cached_tokens": route.cached_tokens,
             "route": route.route,
             "ttft_s": answer.ttft_s,
+            "answer": answer.text,
             "plain_ttft_s": self.plain_ttft_s,
             "kv_bytes": route.kv_bytes,
             "hidden_fraction": route.hidden_fraction,
@@ -83,7 +88,14 @@ class DemoOutcome:
     pages: Pages | None
     rows: tuple[Row, ...]
     second: SecondAct | None = None
-    """None: the deployment has no pools."""
+    """None: there was no restart."""
+    line: DemoLine | None = None
+    """The line that was chosen between the clusters; None: none could be."""
+
+    @property
+    def writes_words(self) -> bool:
+        """Whether answers can be read: what prfaas makes itself has random weights."""
+        return self.deployment.model.tiny is None
 
     def count(self, equality: Equality) -> int:
         """How many answers compare like this."""
@@ -103,6 +115,7 @@ class DemoOutcome:
             "model": self.deployment.model.served_name,
             "threshold_tokens": self.deployment.routing.threshold_tokens,
             "kv_bytes_per_token": self.kv_model.token_bytes,
+            "line": None if self.line is None else self.line.to_json(),
             "requests": [row.to_json() for row in self.rows],
             "all_bytes_explained": all(row.is_explained for row in self.rows),
             "all_equal": self.all_equal,
@@ -118,6 +131,7 @@ def outcome_of(
     references: tuple[ReferenceAnswer, ...],
     seconds: tuple[PooledAnswer, ...] = (),
     repeated: tuple[ReferenceAnswer, ...] = (),
+    line: DemoLine | None = None,
 ) -> DemoOutcome:
     """Puts together what was measured; the sequences are in the same order.
 
@@ -143,11 +157,12 @@ def outcome_of(
                 exact_bytes=kv_model.bytes_to_move(num_tokens, skip_tokens),
                 paged_bytes=paged_bytes,
                 link_s=_link_s(deployment, answer),
+                prompt_end=prompt.text[-_PROMPT_END_CHARS:],
             )
         )
     labels = [prompt.label for prompt in prompts]
     second = second_act(kv_model, pages, labels, answers, seconds, repeated) if seconds else None
-    return DemoOutcome(deployment, kv_model, pages, tuple(rows), second)
+    return DemoOutcome(deployment, kv_model, pages, tuple(rows), second, line)
 
 
 def _link_s(deployment: Deployment, answer: DemoAnswer) -> float | None:
@@ -161,6 +176,8 @@ def _link_s(deployment: Deployment, answer: DemoAnswer) -> float | None:
 
 
 _HYBRID = "qwen3-next"
+# That a line must carry at least, or it is no use to build a cluster at its other end.
+_FEWEST_INSTANCES = 4
 _STYLES = {Equality.EXACT: "green", Equality.TIE: "yellow", Equality.NO: "bold red"}
 
 
@@ -218,7 +235,8 @@ def _difference(row: Row) -> str:
 
 def footnotes(outcome: DemoOutcome) -> list[str]:
     """What the columns mean, in sentences."""
-    notes = [
+    notes = [] if outcome.line is None else [outcome.line.sentence()]
+    notes += [
         "cached: tokens that the decode engine already held, so that their KV did not move again. hidden: share of "
         "the bytes that had arrived when the prefill ended.",
         "plain vLLM's TTFT: one engine that has this machine to itself, by its own metric.",
@@ -260,7 +278,11 @@ def closing(outcome: DemoOutcome) -> str:
         f"crossed the link, {longest.answer.route.hidden_fraction or 0:.0%} of the longest prompt's while it was still "
         f"being prefilled. {_first_tokens(longest)}{equal}."
     )
-    return shown if outcome.kv_model.is_hybrid else f"{shown} {_dense(outcome, longest)}"
+    return (
+        shown
+        if outcome.kv_model.is_hybrid or outcome.line is None
+        else f"{shown} {_dense(outcome, outcome.line)}"
+    )
 
 
 def _first_tokens(row: Row) -> str:
@@ -269,30 +291,20 @@ def _first_tokens(row: Row) -> str:
         return ""
     return (
         f"Its first token came after {format_s(row.answer.ttft_s)}; plain vLLM's, with this machine to itself, after "
-        f"{format_s(row.plain_ttft_s)}. "
+        f"{format_s(row.plain_ttft_s)}: both clusters share the cores of this one, so nothing can be gained here. "
     )
 
 
-def _dense(outcome: DemoOutcome, longest: Row) -> str:
+def _dense(outcome: DemoOutcome, line: DemoLine) -> str:
     """Why a model whose layers all keep every token should prefill at home."""
-    hybrid = model_from_config(tiny_config(_HYBRID), name=_HYBRID)
-    ratio = outcome.kv_model.token_bytes / hybrid.token_bytes
-    sentence = (
-        f"This model is dense: {outcome.kv_model.token_bytes:,} B of KV per token, {ratio:.0f} times the "
-        f"{hybrid.token_bytes:,} B of {_HYBRID}"
-    )
-    route = longest.answer.route
-    deployment = outcome.deployment
-    link = deployment.link(
-        deployment.instance(route.prefill).cluster, deployment.instance(route.decode).cluster
-    )
-    if link is None or route.prefill_s is None:
-        return f"{sentence}."
-    needs_s = transfer_s(longest.exact_bytes, link.bandwidth_bits_per_s)
-    hybrid_s = transfer_s(hybrid.bytes_to_move(longest.answer.prompt_tokens - 1), link.bandwidth_bits_per_s)
-    judgement = "it should stay home" if needs_s > route.prefill_s else "this link can carry it"
-    rate = format_bits_per_s(link.bandwidth_bits_per_s)
+    model, hybrid = outcome.kv_model, model_from_config(tiny_config(_HYBRID), name=_HYBRID)
+    narrow = DemoLine.of(hybrid, line.speed)
+    share = narrow.used_share(model, LONGEST_TOKENS)
+    instances = 1 / share
+    judgement = "it should stay home" if instances < _FEWEST_INSTANCES else "such a line can carry it"
     return (
-        f"{sentence}. The longest prompt needs {format_s(needs_s)} of the {rate} link "
-        f"({_HYBRID}: {format_s(hybrid_s)}), its prefill {format_s(route.prefill_s)}: {judgement}."
+        f"This model is dense: {model.token_bytes:,} B of KV per token, {model.token_bytes / hybrid.token_bytes:.0f} "
+        f"times the {hybrid.token_bytes:,} B of {_HYBRID}, for which a line of "
+        f"{format_bits_per_s(narrow.bandwidth_bits_per_s)} would do. On that its KVCache takes {share:.0%} of its "
+        f"prefill's time in place of {USED_SHARE:.0%}, so {instances:.1f} prefill instances fill it: {judgement}."
     )

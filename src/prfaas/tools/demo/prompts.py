@@ -11,7 +11,7 @@ from dataclasses import dataclass
 _SHORT = (100, 600, 1200)
 _FIRST_LONG = 2300
 _SHARED, _OWN = 1280, 2150
-_LONGEST = 4000
+LONGEST_TOKENS = 4000
 
 _TYPOGRAPHIC = str.maketrans({"’": "'", "‘": "'", "“": '"', "”": '"', "…": "...", "–": "-", "—": "--"})
 
@@ -39,7 +39,7 @@ def demo_prompts(chars_per_token: float = 1.0) -> tuple[DemoPrompt, ...]:
     shared = reader.chars(_SHARED)
     # From the first character on that differs from the first document's, so that they share this much and no more.
     second = first[:shared] + reader.passage(_OWN, unlike=first[shared])
-    longest = reader.passage(_LONGEST)
+    longest = reader.passage(LONGEST_TOKENS)
     return (
         DemoPrompt("a question", shortest),
         DemoPrompt("a page", short),

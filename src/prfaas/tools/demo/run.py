@@ -1,22 +1,22 @@
 """The run of the demo: two clusters and a gateway, twice where there are pools, then the plain engine."""
 
 import asyncio
-import contextlib
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Protocol
 
 import aiohttp
 
-from prfaas.core.deployment import TOOLS, AdminConfig, Deployment
-from prfaas.serving.certificates import https_options, identity_of
-from prfaas.serving.engines.preparation import ensure_model, port_problem
+from prfaas.core.deployment import Deployment
+from prfaas.core.kv import KvModel
+from prfaas.serving.engines.preparation import ensure_model
 from prfaas.serving.engines.running import READY_TIMEOUT_S, EngineProgress, RunningEngines
 from prfaas.serving.engines.template import EngineTemplates
-from prfaas.serving.live import serve_live
 from prfaas.serving.pool.running import RunningPools
 from prfaas.tools.demo.client import DemoAnswer, RequestFailedError, stream_completion
+from prfaas.tools.demo.gateway import DemoError, demo_gateway
+from prfaas.tools.demo.line import DemoLine, with_room
 from prfaas.tools.demo.outcome import DemoOutcome, outcome_of
 from prfaas.tools.demo.pools import PoolWatch, watched_pools
 from prfaas.tools.demo.prompts import DemoPrompt, corpus, demo_prompts
@@ -28,19 +28,11 @@ from prfaas.tools.demo.reference import (
     reference_deployment,
 )
 from prfaas.tools.demo.second_act import PooledAnswer
+from prfaas.tools.demo.warm_up import prefill_speed, warm_text, warm_up
 
 ANSWER_TOKENS = 64
-T = TypeVar("T")
-
-_GATEWAY_START_S = 120.0
-_GATEWAY_STOP_S = 10.0
-_WARM_UP_S = 120.0
+_WARM_TOKENS = 2
 _SETTLE_S = 20.0
-_WARM_UP_TEXT = "Kernels are compiled and memory is touched when first used."
-
-
-class DemoError(Exception):
-    """The demo can't be run to its end; the text says why."""
 
 
 class Stages(Protocol):
@@ -60,6 +52,8 @@ def run_demo(
 ) -> DemoOutcome:
     """Runs everything, one after the other, and leaves nothing running.
 
+    The links of `deployment` get another bandwidth, which fits this machine and model (`DemoLine`).
+
     `restart`: with a second act, in which every engine is killed and the pools answer for their caches.
     `ready_timeout_s`: how long the deployment's engines may take to start, and then the plain one.
 
@@ -74,76 +68,94 @@ def run_demo(
         )
     ensure_model(deployment)
     kv_model = deployment.model.kv_model()
-    prompts = demo_prompts(_chars_per_token(deployment))
+    chars_per_token = _chars_per_token(deployment)
+    prompts = demo_prompts(chars_per_token)
     try:
         # What has imported vLLM for the engines becomes the plain one too.
         with EngineTemplates() as templates:
-            answers, seconds = _acts(deployment, prompts, stages, ready_timeout_s, templates, restart=restart)
-            references, repeated = _plain_answers(
-                deployment, prompts, answers, seconds, stages, ready_timeout_s, templates
+            run = _Run(
+                with_room(deployment, kv_model), prompts, chars_per_token, stages, ready_timeout_s, templates
             )
+            line, answers, seconds = run.two_clusters(kv_model, restart=restart)
+            references, repeated = run.plain(answers, seconds)
     except (RequestFailedError, ReferenceFailedError) as error:
         raise DemoError(f"{error}; the engines' logs are in {deployment.logs_dir}") from error
-    return outcome_of(deployment, kv_model, prompts, answers, references, seconds, repeated)
+    served = deployment if line is None else line.put_in(deployment)
+    return outcome_of(served, kv_model, prompts, answers, references, seconds, repeated, line=line)
 
 
-def _acts(
-    deployment: Deployment,
-    prompts: Sequence[DemoPrompt],
-    stages: Stages,
-    ready_timeout_s: float,
-    templates: EngineTemplates,
-    *,
-    restart: bool,
-) -> tuple[tuple[DemoAnswer, ...], tuple[PooledAnswer, ...]]:
-    with (
-        RunningPools(deployment) as pools,
-        RunningEngines(deployment, templates=templates) as engines,
-    ):
-        pools.wait_ready()
-        with stages.starting(engines) as show:
-            engines.wait_ready(ready_timeout_s, show)
-        # Pools know what pages look like from their first engine on.
-        with watched_pools(deployment) as watch:
-            watch.empty()
-            with stages.asking("two clusters", prompts) as answered:
-                first = asyncio.run(_ask_gateway(deployment, prompts, answered, watch))
-            answers = tuple(each.answer for each in first)
-            if not restart:
-                return answers, ()
-            watch.settle(_SETTLE_S)
-            for name in engines.names:
-                engines.kill(name)
-            engines.start()
-            with stages.starting(engines) as show:
-                engines.wait_ready(ready_timeout_s, show)
-            with stages.asking("the same clusters, restarted", prompts) as answered:
-                return answers, asyncio.run(_ask_gateway(deployment, prompts, answered, watch))
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """What both halves need: two clusters, and the plain engine."""
 
+    deployment: Deployment
+    prompts: Sequence[DemoPrompt]
+    chars_per_token: float
+    stages: Stages
+    ready_timeout_s: float
+    """For the engines of each half."""
+    templates: EngineTemplates
 
-def _plain_answers(
-    deployment: Deployment,
-    prompts: Sequence[DemoPrompt],
-    answers: Sequence[DemoAnswer],
-    seconds: Sequence[PooledAnswer],
-    stages: Stages,
-    ready_timeout_s: float,
-    templates: EngineTemplates,
-) -> tuple[tuple[ReferenceAnswer, ...], tuple[ReferenceAnswer, ...]]:
-    """The plain engine's answers to be compared with those of the first act and of the second."""
-    plain = reference_deployment(deployment)
-    with RunningEngines(plain, command=reference_command, templates=templates) as engines:
-        with stages.starting(engines) as show:
-            engines.wait_ready(ready_timeout_s, show)
-        asyncio.run(_warm_up(plain))
-        with stages.asking("one plain engine", prompts) as answered:
-            references = asyncio.run(_ask_reference(plain, prompts, answers, answered))
-        if not seconds:
-            return references, ()
-        # Its own cache splits a prompt as a pool does: what is behind the last whole block is computed.
-        again = tuple(each.answer for each in seconds)
-        with stages.asking("the plain engine, from its cache", prompts) as answered:
-            return references, asyncio.run(_ask_reference(plain, prompts, again, answered))
+    def two_clusters(
+        self, kv_model: KvModel, *, restart: bool
+    ) -> tuple[DemoLine | None, tuple[DemoAnswer, ...], tuple[PooledAnswer, ...]]:
+        """The line that was chosen, None without links; the answers, and those after a restart of every engine."""
+        with (
+            RunningPools(self.deployment) as pools,
+            RunningEngines(self.deployment, templates=self.templates) as engines,
+        ):
+            pools.wait_ready()
+            self._wait_ready(engines)
+            # Pools know what pages look like from their first engine on.
+            with watched_pools(self.deployment) as watch:
+                watch.empty()
+                asyncio.run(warm_up(self.deployment, self.chars_per_token))
+                line = self._line(kv_model)
+                served = self.deployment if line is None else line.put_in(self.deployment)
+                first = self._asked("two clusters", served, watch)
+                answers = tuple(each.answer for each in first)
+                if not restart:
+                    return line, answers, ()
+                watch.settle(_SETTLE_S)
+                for name in engines.names:
+                    engines.kill(name)
+                engines.start()
+                self._wait_ready(engines)
+                asyncio.run(warm_up(self.deployment, self.chars_per_token))
+                return line, answers, self._asked("the same clusters, restarted", served, watch)
+
+    def plain(
+        self, answers: Sequence[DemoAnswer], seconds: Sequence[PooledAnswer]
+    ) -> tuple[tuple[ReferenceAnswer, ...], tuple[ReferenceAnswer, ...]]:
+        """The plain engine's answers to be compared with those of the first act and of the second."""
+        plain = reference_deployment(self.deployment)
+        with RunningEngines(plain, command=reference_command, templates=self.templates) as engines:
+            self._wait_ready(engines)
+            asyncio.run(_warm_reference(plain, warm_text(self.chars_per_token)))
+            with self.stages.asking("one plain engine", self.prompts) as answered:
+                references = asyncio.run(_ask_reference(plain, self.prompts, answers, answered))
+            if not seconds:
+                return references, ()
+            # Its own cache splits a prompt as a pool does: what is behind the last whole block is computed.
+            again = tuple(each.answer for each in seconds)
+            with self.stages.asking("the plain engine, from its cache", self.prompts) as answered:
+                return references, asyncio.run(_ask_reference(plain, self.prompts, again, answered))
+
+    def _wait_ready(self, engines: RunningEngines) -> None:
+        with self.stages.starting(engines) as show:
+            engines.wait_ready(self.ready_timeout_s, show)
+
+    def _line(self, kv_model: KvModel) -> DemoLine | None:
+        sources = {link.source for link in self.deployment.links}
+        senders = [each for each in self.deployment.with_role("prefill") if each.cluster in sources]
+        if not senders:
+            return None
+        speed = asyncio.run(prefill_speed(self.deployment, senders, self.chars_per_token))
+        return None if speed is None else DemoLine.of(kv_model, speed)
+
+    def _asked(self, whom: str, served: Deployment, watch: PoolWatch) -> tuple[PooledAnswer, ...]:
+        with self.stages.asking(whom, self.prompts) as answered:
+            return asyncio.run(_ask_gateway(served, self.prompts, answered, watch))
 
 
 def _chars_per_token(deployment: Deployment) -> float:
@@ -160,46 +172,10 @@ def _chars_per_token(deployment: Deployment) -> float:
 async def _ask_gateway(
     deployment: Deployment, prompts: Sequence[DemoPrompt], answered: Callable[[], None], watch: PoolWatch
 ) -> tuple[PooledAnswer, ...]:
-    await _warm_up(deployment)
-    host = "127.0.0.1"
-    # Whoever has the deployment's port need not keep the demo from running.
-    port = 0 if port_problem(host, deployment.gateway.port) else deployment.gateway.port
-    # The demo shows what clients are usually not told; its operators' page is not asked for.
-    gateway_config = replace(
-        deployment.gateway, host=host, port=port, admin=AdminConfig(host, 0), route_header="full"
-    )
-    served = replace(deployment, gateway=gateway_config)
-    bound: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-    gateway = asyncio.create_task(serve_live(served, ready=bound.set_result))
-    try:
-        bound_port = await _unless_ended(gateway, _within(bound, _GATEWAY_START_S))
-        url = f"http://{host}:{bound_port}"
-        return await _unless_ended(
-            gateway, _stream_all(url, deployment.model.served_name, prompts, answered, watch)
+    async with demo_gateway(deployment) as gateway:
+        return await gateway.unless_ended(
+            _stream_all(gateway.url, deployment.model.served_name, prompts, answered, watch)
         )
-    finally:
-        gateway.cancel()
-        await asyncio.wait({gateway}, timeout=_GATEWAY_STOP_S)
-
-
-async def _within(future: "asyncio.Future[int]", timeout_s: float) -> int:
-    try:
-        return await asyncio.wait_for(future, timeout_s)
-    except TimeoutError:
-        raise DemoError(f"the demo's gateway did not listen within {timeout_s:.0f} s") from None
-
-
-async def _unless_ended(gateway: "asyncio.Task[None]", work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is given up when the gateway ends."""
-    task = asyncio.create_task(work)
-    try:
-        await asyncio.wait({gateway, task}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise DemoError(f"the gateway ended: {gateway.exception()!r}")
-        return task.result()
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
 
 
 async def _stream_all(
@@ -215,6 +191,21 @@ async def _stream_all(
             before_tokens = now_tokens
             answered()
     return tuple(answers)
+
+
+async def _warm_reference(plain: Deployment, prompt: str) -> None:
+    """Both kinds of requests that are timed: the first of each takes seconds longer."""
+    (engine,) = plain.instances
+    async with aiohttp.ClientSession() as session:
+        for alone in (False, True):
+            await complete_alike(
+                session,
+                engine.url,
+                plain.model.served_name,
+                prompt[alone:],
+                _WARM_TOKENS,
+                last_token_alone=alone,
+            )
 
 
 async def _ask_reference(
@@ -237,22 +228,3 @@ async def _ask_reference(
             )
             answered()
     return tuple(answers)
-
-
-async def _warm_up(deployment: Deployment) -> None:
-    """A first request of each engine takes seconds longer than the second; no prompt of the demo should be it."""
-    tls, model = identity_of(deployment, TOOLS), deployment.model.served_name
-    async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as group:
-        for instance in deployment.instances:
-            url = f"{instance.url}/v1/completions"
-            group.create_task(_warm_up_one(session, url, model, https_options(instance, tls)))
-
-
-async def _warm_up_one(
-    session: aiohttp.ClientSession, url: str, model: str, https: Mapping[str, Any]
-) -> None:
-    body = {"model": model, "prompt": _WARM_UP_TEXT, "max_tokens": 2, "temperature": 0}
-    # Whatever is wrong shows with the first prompt, where it is reported.
-    with contextlib.suppress(aiohttp.ClientError, TimeoutError):
-        async with asyncio.timeout(_WARM_UP_S), session.post(url, json=body, **https) as response:
-            await response.read()

@@ -1,5 +1,6 @@
 """One instance of a deployment as a stand-in, with its ports; and several of them in one process."""
 
+import argparse
 import asyncio
 import logging
 import secrets
@@ -70,6 +71,7 @@ class SyntheticNode:
             ServedModels(model.served_name, tuple(model.adapters), model.max_model_len),
             text,
             on_death=self._kill,
+            stream_interval=stream_interval_of((*deployment.engine.extra_args, *cluster.extra_args)),
         )
         self._dying: asyncio.Task[None] | None = None
         self.gone = asyncio.Event()
@@ -106,6 +108,23 @@ class SyntheticNode:
             await self.close()
 
         self._dying = asyncio.create_task(die(), name=f"synthetic-death-{self.instance.name}")
+
+
+def stream_interval_of(arguments: Sequence[str]) -> int:
+    """vLLM's `--stream-interval`, the only one of its options that stand-ins take; 1 if it is not among `arguments`.
+
+    Raises:
+        EngineError: it is no whole number from 1 on.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--stream-interval", type=int, default=1)
+    try:
+        tokens: int = parser.parse_known_args(arguments)[0].stream_interval
+    except argparse.ArgumentError as error:
+        raise EngineError(f"extra_args: {error}") from None
+    if tokens < 1:
+        raise EngineError(f"extra_args: --stream-interval must be 1 or more, not {tokens}")
+    return tokens
 
 
 async def run_nodes(deployment: Deployment, names: Sequence[str], key: bytes) -> None:

@@ -62,7 +62,10 @@ def _parse_chat(raw: bytes, models: ServedModels, text: Text) -> GenerationReque
 
 
 class EngineServer:
-    """Serves one engine at host:port. `on_death` is called once by POST /synthetic/die."""
+    """Serves one engine at host:port. `on_death` is called once by POST /synthetic/die.
+
+    `stream_interval`: tokens that an event of a stream has at least, but for the first and the last one.
+    """
 
     def __init__(
         self,
@@ -70,11 +73,13 @@ class EngineServer:
         models: ServedModels,
         text: Text,
         on_death: Callable[[], None],
+        stream_interval: int = 1,
     ) -> None:
         self._engine = engine
         self._models = models
         self._text = text
         self._on_death = on_death
+        self._stream_interval = stream_interval
         self._dead = False
         app = web.Application(client_max_size=_MAX_BODY_BYTES)
         posts: dict[str, Handler] = {
@@ -162,7 +167,7 @@ class EngineServer:
                 generations.append(generation)
                 sent = 0
                 while sent < work.max_tokens:
-                    ahead = max(1, int(_STREAM_S / generation.step_s)) if sent else 1
+                    ahead = max(self._stream_interval, int(_STREAM_S / generation.step_s)) if sent else 1
                     await generation.reach(min(work.max_tokens, sent + ahead))
                     now = max(generation.produced(), sent + 1)
                     ids = generation.token_ids[sent:now]

@@ -1,0 +1,81 @@
+"""The line between the demo's clusters, as wide for this machine and model as the paper's is for its own."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+from prfaas.core.deployment import Deployment
+from prfaas.core.kv import KvModel
+from prfaas.core.units import BITS_PER_BYTE, MIB, format_bits_per_s
+from prfaas.tools.demo.prompts import LONGEST_TOKENS
+
+USED_SHARE = 0.13
+"""Of the paper's line: its prefill instances make 13 of its 100 Gbit/s (arXiv 2604.15039, section 4)."""
+_DIGITS = 2
+# Blocks are moved whole, and tokenizers differ from the measured characters per token.
+_STAGING_MARGIN = 1.3
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillSpeed:
+    """How fast one engine of this machine prefills, measured with one prompt."""
+
+    tokens: int
+    seconds: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens of the prompt over its time."""
+        return self.tokens / self.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class DemoLine:
+    """The chosen line."""
+
+    speed: PrefillSpeed
+    bandwidth_bits_per_s: float
+
+    @classmethod
+    def of(cls, model: KvModel, speed: PrefillSpeed) -> "DemoLine":
+        """Such that the KVCache of the longest prompt takes 13 % of its prefill's time on it, to two digits."""
+        prefill_s = LONGEST_TOKENS / speed.tokens_per_s
+        exact = model.bytes_to_move(LONGEST_TOKENS) * BITS_PER_BYTE / (USED_SHARE * prefill_s)
+        step = 10.0 ** (math.floor(math.log10(exact)) + 1 - _DIGITS)
+        return cls(speed, math.ceil(exact / step) * step)
+
+    def put_in(self, deployment: Deployment) -> Deployment:
+        """`deployment` with all its links as wide. Whoever serves it tells its engines, which obey at once."""
+        links = tuple(
+            replace(link, bandwidth_bits_per_s=self.bandwidth_bits_per_s) for link in deployment.links
+        )
+        return replace(deployment, links=links)
+
+    def used_share(self, model: KvModel, tokens: int) -> float:
+        """What the KVCache of so many tokens takes on this line, as a share of its prefill's time."""
+        line_s = model.bytes_to_move(tokens) * BITS_PER_BYTE / self.bandwidth_bits_per_s
+        return line_s / (tokens / self.speed.tokens_per_s)
+
+    def sentence(self) -> str:
+        """Why it is as wide."""
+        return (
+            f"An engine prefills {self.speed.tokens_per_s:,.0f} tokens/s here, so the line between the clusters has "
+            f"{format_bits_per_s(self.bandwidth_bits_per_s)}: KVCache takes {USED_SHARE:.0%} of its prefill's time on "
+            "it, as on the paper's line."
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Bits per second, tokens per second, and how they were measured."""
+        return {
+            "bandwidth_bits_per_s": self.bandwidth_bits_per_s,
+            "prefill_tokens_per_s": self.speed.tokens_per_s,
+            "measured_tokens": self.speed.tokens,
+            "measured_s": self.speed.seconds,
+        }
+
+
+def with_room(deployment: Deployment, model: KvModel) -> Deployment:
+    """`deployment` whose engines have staging for the longest prompt's KVCache: dense models need more."""
+    needed_bytes = math.ceil(model.bytes_to_move(LONGEST_TOKENS) * _STAGING_MARGIN / MIB) * MIB
+    staging_bytes = max(deployment.engine.staging_bytes, needed_bytes)
+    return replace(deployment, engine=replace(deployment.engine, staging_bytes=staging_bytes))
