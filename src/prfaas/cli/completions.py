@@ -36,11 +36,11 @@ def model_names() -> list[str]:
     return [each.kv_model.name for each in published_models()]
 
 
-def tiny_model_names() -> list[str]:
-    """Of models that prfaas makes."""
-    from prfaas.serving.engines.tiny.configs import TINY_MODEL_NAMES
+def made_model_names() -> list[str]:
+    """Of models that prfaas has itself: trained and tiny ones."""
+    from prfaas.core.deployment.model import made_model_names
 
-    return list(TINY_MODEL_NAMES)
+    return list(made_model_names())
 
 
 def instance_names(context: typer.Context) -> list[str]:

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import signal
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from prfaas.cli.common import ReadyTimeout
-from prfaas.cli.completions import tiny_model_names
+from prfaas.cli.completions import made_model_names
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -37,8 +38,8 @@ def demo(
         str | None,
         typer.Option(
             "--model",
-            help="A tiny model in place of the deployment's: qwen3-next, gpt-oss, …",
-            autocompletion=tiny_model_names,
+            help="A model in place of the deployment's: words, smollm2, gemma3, qwen3-next, …",
+            autocompletion=made_model_names,
         ),
     ] = None,
     restart: Annotated[
@@ -60,14 +61,19 @@ def demo(
     from rich.console import Console
 
     from prfaas.cli.common import CliError, example_path
+    from prfaas.cli.fetching import shown_fetch
     from prfaas.core.deployment import load_deployment
+    from prfaas.serving.engines.preparation import ensure_model
     from prfaas.serving.engines.running import READY_TIMEOUT_S
     from prfaas.tools.demo import DemoError, run_demo
     from prfaas.tools.demo.display import DEMO_COLUMNS
 
     loaded = load_deployment(deployment or example_path("local.yaml"))
     if model is not None:
-        loaded = _with_tiny_model(loaded, model)
+        loaded = _with_model(loaded, model)
+    if loaded.model.source is not None and loaded.model.source.is_fetched:
+        with shown_fetch() as report:
+            ensure_model(loaded, report)
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         shown = _Shown(Console(stderr=True))
@@ -115,18 +121,21 @@ def print_outcome(out: "Console", outcome: "DemoOutcome") -> None:
         out.print(line, markup=False)
 
 
-def _with_tiny_model(deployment: "Deployment", name: str) -> "Deployment":
+def _with_model(deployment: "Deployment", name: str) -> "Deployment":
     from prfaas.cli.common import CliError
-    from prfaas.serving.engines.tiny import TINY_MODEL_NAMES
+    from prfaas.core.deployment.model import made_model, made_model_names
 
-    if name not in TINY_MODEL_NAMES:
-        raise CliError(
-            f"--model: there is no tiny model {name!r}; choose one of {', '.join(TINY_MODEL_NAMES)}"
-        )
-    path = deployment.state_dir / "models" / name
-    return replace(
-        deployment, model=replace(deployment.model, served_name=f"{name}-tiny", path=path, tiny=name)
+    source = made_model(name)
+    if source is None:
+        raise CliError(f"--model: there is no model {name!r}; choose one of {', '.join(made_model_names())}")
+    model = replace(
+        deployment.model,
+        served_name=f"{name}-tiny" if source.kind == "tiny" else name,
+        max_model_len=min(deployment.model.max_model_len, source.context_tokens or sys.maxsize),
+        path=source.directory(deployment.state_dir, deployment.name),
+        source=source,
     )
+    return replace(deployment, model=model)
 
 
 def _interrupt(_number: int, _frame: FrameType | None) -> None:

@@ -27,6 +27,7 @@ def engine(
     Example: prfaas engine examples/local.yaml home-decode-0 --print
     """
     from prfaas.cli.common import log_settings
+    from prfaas.cli.fetching import shown_fetch
     from prfaas.core.deployment import SYNTHETIC, load_deployment
     from prfaas.serving.descriptors import raise_descriptor_limit
     from prfaas.serving.engines.command import synthetic_command, vllm_command
@@ -41,7 +42,8 @@ def engine(
 
     loaded = load_deployment(deployment)
     instance = loaded.instance(name)
-    ensure_model(loaded)
+    with shown_fetch() as report:
+        ensure_model(loaded, report)
     is_synthetic = loaded.cluster_of(instance).hardware == SYNTHETIC
     command = synthetic_command(loaded, [name]) if is_synthetic else vllm_command(loaded, instance)
     if log_format is not None or log_level is not None:

@@ -22,7 +22,10 @@ def init(
     ] = Path(),
     model: Annotated[
         str | None,
-        typer.Option(metavar="DIR", help="The checkpoint's directory on all machines, or tiny:qwen3-next."),
+        typer.Option(
+            metavar="DIR",
+            help="The checkpoint's directory on all machines, or trained:NAME, hub:ORG/NAME, tiny:NAME.",
+        ),
     ] = None,
     served_name: Annotated[
         str | None,

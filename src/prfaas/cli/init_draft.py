@@ -10,7 +10,7 @@ from prfaas.cli.common import CliError, made_folder, print_json
 from prfaas.cli.init_questions import ask as ask_for
 from prfaas.cli.init_questions import ask_links, ask_model, ask_sites
 from prfaas.core.deployment import DeploymentError, load_deployment
-from prfaas.core.deployment.draft import Draft, DraftError, DraftLink, DraftSite
+from prfaas.core.deployment.draft import Draft, DraftError, DraftLink, DraftSite, drafted_source
 
 if TYPE_CHECKING:
     from prfaas.core.deployment import Deployment
@@ -60,7 +60,9 @@ def write_draft(
 
 def _told(given: DraftOptions) -> Draft:
     if given.model is None:
-        raise CliError("--model is missing; name the checkpoint's directory, or tiny:qwen3-next")
+        raise CliError(
+            "--model is missing; name the checkpoint's directory, or trained:words, hub:ORG/NAME or tiny:qwen3-next"
+        )
     sites = tuple(map(DraftSite.parse, given.sites))
     return _draft(given, given.model, sites, tuple(map(DraftLink.parse, given.links)))
 
@@ -96,7 +98,8 @@ def _draft(
 
 
 def _name_of(model: str) -> str:
-    return model.removeprefix("tiny:").rstrip("/").rpartition("/")[2] or "model"
+    source = drafted_source(model)
+    return (model if source is None else source.name).rstrip("/").rpartition("/")[2] or "model"
 
 
 def _written(draft: Draft, target: Path) -> "Deployment":

@@ -16,7 +16,9 @@ def ask(question: str, default: str | None = None) -> str:
 def ask_model() -> str:
     """Where the model is, asked again until every machine can find it there."""
     while True:
-        model = ask("The checkpoint's directory on all machines (or tiny:qwen3-next)")
+        model = ask(
+            "The checkpoint's directory on all machines (or trained:words, hub:ORG/NAME, tiny:qwen3-next)"
+        )
         try:
             check_model(model)
         except DraftError as error:

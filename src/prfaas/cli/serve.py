@@ -37,13 +37,15 @@ def serve(
     Example: prfaas serve examples/local.yaml
     """
     from prfaas.cli.common import log_settings, write_logs
+    from prfaas.cli.fetching import shown_fetch
     from prfaas.core.deployment import GATEWAY, load_deployment
     from prfaas.serving.engines.preparation import ensure_certificates, ensure_key, ensure_model
 
     loaded = load_deployment(deployment)
     write_logs(log_settings(log_format, log_level))
-    if loaded.model.tiny is not None:
-        ensure_model(loaded)
+    if loaded.model.source is not None:
+        with shown_fetch() as report:
+            ensure_model(loaded, report, weights=False)
     ensure_key(loaded)
     ensure_certificates(loaded, [GATEWAY])
     run_gateway(

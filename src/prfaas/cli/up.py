@@ -63,11 +63,13 @@ def up(
     Examples: prfaas up examples/local.yaml; prfaas up examples/two-datacenters.yaml --site east
     """
     from prfaas.cli.common import log_settings, write_logs
+    from prfaas.cli.fetching import shown_fetch
     from prfaas.cli.serve import check_gateway, run_gateway
     from prfaas.cli.site_share import runs_here, share_of
     from prfaas.core.deployment import load_deployment
     from prfaas.serving.descriptors import raise_descriptor_limit
     from prfaas.serving.engines.following import FollowingEngines
+    from prfaas.serving.engines.preparation import ensure_model
     from prfaas.serving.engines.running import READY_TIMEOUT_S, RunningEngines
     from prfaas.serving.engines.supervisor import RestartLimits, Supervisor
     from prfaas.serving.pool.running import RunningPools
@@ -76,6 +78,9 @@ def up(
     share = share_of(loaded, site, with_gateway)
     if share.has_gateway:
         check_gateway(loaded)
+    if loaded.model.source is not None and loaded.model.source.is_fetched and share.instance_names:
+        with shown_fetch() as report:
+            ensure_model(loaded, report)
     open_files = raise_descriptor_limit()
     timeout_s = ready_timeout_s or READY_TIMEOUT_S
     write_logs(log_settings(log_format, log_level))

@@ -45,8 +45,12 @@ _SAME_CERTIFICATES = (
 def check_model(deployment: Deployment) -> Finding:
     """The checkpoint is there (or will be made) and its KVCache is understood."""
     model = deployment.model
-    if model.tiny is not None and not model.path.exists():
-        return ok("model", f"{model.tiny} will be made at {model.path} when the first engine starts")
+    source = model.source
+    is_there = (model.path / "config.json").is_file()
+    if source is not None and source.kind == "tiny" and not is_there:
+        return ok("model", f"{source.name} will be made at {model.path} when the first engine starts")
+    if source is not None and source.kind == "hub" and not is_there:
+        return ok("model", f"{source.name} will be fetched when the first engine starts")
     section, described = "model", dict[str, None]()
     try:
         for cluster in deployment.clusters:
@@ -56,12 +60,13 @@ def check_model(deployment: Deployment) -> Finding:
         return problem("model", str(error), f"name another {section}.kv_cache_dtype in {deployment.path}")
     except ConfigError as error:
         mend = (
-            f"prfaas model make {model.tiny}"
-            if model.tiny is not None
+            f"prfaas model fetch {deployment.path}"
+            if source is not None
             else f"set model.path in {deployment.path} to a checkpoint directory of a supported model"
         )
         return problem("model", str(error), mend)
-    return ok("model", "; ".join(described))
+    later = "" if is_there else f"; {source} will be fetched when the first engine starts"
+    return ok("model", "; ".join(described) + later)
 
 
 async def check_engines(deployment: Deployment, session: aiohttp.ClientSession) -> list[Finding]:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas.core.deployment import Deployment, DeploymentError, load_deployment
+from prfaas.core.deployment import Deployment, DeploymentError, ModelSource, load_deployment
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "local.yaml"
 
@@ -109,7 +109,7 @@ def test_who_may_send_to_whom(tmp_path: Path) -> None:
 def test_the_example_is_good_and_on_one_machine() -> None:
     deployment = load_deployment(EXAMPLE)
     assert {instance.host for instance in deployment.instances} == {"127.0.0.1"}
-    assert deployment.model.tiny == "qwen3-next"
+    assert deployment.model.source == ModelSource("tiny", "qwen3-next")
     assert deployment.model.path == deployment.state_dir / "models" / "qwen3-next"
 
 

@@ -14,9 +14,9 @@ from prfaas.core.deployment.gateway import (
     RouteDetail,
     TracingConfig,
 )
-from prfaas.core.deployment.load import default_state_dir, load_deployment, load_planned
+from prfaas.core.deployment.load import load_deployment, load_planned
 from prfaas.core.deployment.local_transfer import pulls, uses_nixl
-from prfaas.core.deployment.model import ModelRef
+from prfaas.core.deployment.model import ModelRef, ModelSource, default_state_dir
 from prfaas.core.deployment.openings import CLIENTS, OPERATORS, Opening, openings_of
 from prfaas.core.deployment.planned import (
     EmpiricalLengths,
@@ -98,6 +98,7 @@ __all__ = [
     "LogNormalLengths",
     "Machine",
     "ModelRef",
+    "ModelSource",
     "Opening",
     "PlannedCluster",
     "PlannedDeployment",

@@ -9,7 +9,7 @@ from importlib.metadata import entry_points
 from prfaas.core.deployment.addresses import is_loopback, same_host
 from prfaas.core.deployment.encryption import check_encryption
 from prfaas.core.deployment.local_transfer import check_local_transfer
-from prfaas.core.deployment.model import TINY_MODELS
+from prfaas.core.deployment.model_checks import check_model
 from prfaas.core.deployment.planned_model import check_cluster_dtypes
 from prfaas.core.deployment.pool_checks import check_pool_sections, check_pools, pool_ports
 from prfaas.core.deployment.preemptible import check_preemptible
@@ -145,7 +145,7 @@ def check_to_plan(source: YamlSource, file: DeploymentFile) -> None:
 
 
 def _check_common(source: YamlSource, file: DeploymentFile) -> None:
-    _check_model(source, file)
+    check_model(source, file)
     _check_counts(source, file)
     _check_names(source, file)
     _check_roles(source, file)
@@ -180,25 +180,6 @@ def _instances(file: DeploymentFile) -> Iterator[tuple[Location, ClusterSection,
     for c, cluster in enumerate(file.clusters):
         for i, instance in enumerate(cluster.instances or ()):
             yield ("clusters", c, "instances", i), cluster, instance
-
-
-def _check_model(source: YamlSource, file: DeploymentFile) -> None:
-    fields = {
-        "path": "a checkpoint directory",
-        "tiny": "a made model's name",
-        "published": "a model that `prfaas models` lists",
-        "config": "a config.json to plan with",
-    }
-    given = [field for field in fields if getattr(file.model, field) is not None]
-    if len(given) != 1:
-        choices = ", ".join(f"{field} ({meaning})" for field, meaning in fields.items())
-        found = f"{' and '.join(given)} are given" if given else "none is given"
-        raise source.error(("model",), f"needs either {choices}; {found}")
-    if file.model.tiny not in (None, *TINY_MODELS):
-        known = ", ".join(TINY_MODELS)
-        raise source.error(
-            ("model", "tiny"), f'there is no tiny model "{file.model.tiny}"; choose one of {known}'
-        )
 
 
 def _check_counts(source: YamlSource, file: DeploymentFile) -> None:

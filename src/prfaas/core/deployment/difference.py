@@ -39,7 +39,7 @@ RULES: Mapping[FieldPath, FieldRule] = {
     ("model", "served_name"): FieldRule("model.served_name", _EVERYTHING),
     ("model", "max_model_len"): FieldRule("model.max_model_len", _EVERYTHING),
     ("model", "path"): FieldRule("model.path", _EVERYTHING),
-    ("model", "tiny"): FieldRule("model.tiny", _EVERYTHING),
+    ("model", "source"): FieldRule("model", _EVERYTHING),
     ("model", "kv_cache_dtype"): FieldRule("model.kv_cache_dtype", _EVERYTHING),
     ("model", "dtype"): FieldRule("model.dtype", _EVERYTHING),
     ("model", "adapters", "*"): FieldRule("model.adapters", _EVERYTHING),

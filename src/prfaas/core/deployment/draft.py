@@ -10,7 +10,8 @@ import yaml
 
 from prfaas.core.deployment.addresses import checked_host, is_loopback, plain_host
 from prfaas.core.deployment.field_types import NAME_PATTERN
-from prfaas.core.deployment.model import TINY_MODELS
+from prfaas.core.deployment.model import ModelSource, made_model, made_model_names
+from prfaas.core.deployment.model_checks import is_hub_name
 from prfaas.core.deployment.types import SYNTHETIC
 from prfaas.core.units import parse_bits_per_s
 
@@ -18,7 +19,11 @@ _HTTP, _KV, _EVENTS = 8100, 8200, 8600
 # Ranks of one engine, and so ports between the KV ports of two on one host.
 _MOST_RANKS = 16
 _PROFILES = {"prfaas": "internal-1t-h200", "pd": "internal-1t-h20"}
-_TINY = "tiny:"
+_ABOUT = {
+    "tiny": "A small model that prfaas makes itself, with random weights.",
+    "trained": "A small model with trained weights that prfaas ships or fetches.",
+    "hub": "A model of the Hugging Face hub. Add a revision, which all machines then have: a commit never changes.",
+}
 _EVERY_ADDRESS = ("0.0.0.0", "::")
 # Engines take it at their start, and all those of a trial are on one machine.
 _TINY_STAGING = "  staging: 256 MiB"
@@ -117,7 +122,7 @@ class Draft:
 
     name: str
     model: str
-    """A checkpoint's directory, or "tiny:NAME" for a model that prfaas makes."""
+    """A checkpoint's directory, or "trained:NAME", "hub:ORG/NAME" or "tiny:NAME" for one that prfaas has or fetches."""
     served_name: str
     max_model_len: int
     sites: tuple[DraftSite, ...]
@@ -177,8 +182,9 @@ class Draft:
         )
 
     def _model(self) -> str:
-        if self.model.startswith(_TINY):
-            field = f"  # A small model that prfaas makes itself.\n  tiny: {_scalar(self.model.removeprefix(_TINY))}"
+        source = drafted_source(self.model)
+        if source is not None:
+            field = f"  # {_ABOUT[source.kind]}\n  {source.kind}: {_scalar(source.name)}"
         else:
             field = (
                 f"  # A checkpoint's directory, at this path on every machine.\n  path: {_scalar(self.model)}"
@@ -259,7 +265,8 @@ class Draft:
 
     def _engine(self) -> str:
         lines = []
-        if self.model.startswith(_TINY):
+        source = drafted_source(self.model)
+        if source is not None and source.kind != "hub":
             lines += [
                 "  # Host memory of each engine where KVCache waits. Leave it out for a larger model.",
                 _TINY_STAGING,
@@ -294,19 +301,35 @@ def _instance(site: DraftSite, number: int, host: str, index: int) -> str:
     return f"      - {{{', '.join(fields)}}}"
 
 
+def drafted_source(model: str) -> ModelSource | None:
+    """What "trained:NAME", "hub:ORG/NAME" and "tiny:NAME" say; None: a path."""
+    kind, found, name = model.partition(":")
+    if not found:
+        return None
+    if kind == "trained":
+        return ModelSource("trained", name)
+    if kind == "tiny":
+        return ModelSource("tiny", name)
+    return ModelSource("hub", name) if kind == "hub" else None
+
+
 def check_model(model: str) -> None:
     """Whether every machine can find the model there.
 
     Raises:
         DraftError: it is neither the absolute path of a directory below the root nor a model that prfaas makes.
     """
-    if model.startswith(_TINY):
-        if model.removeprefix(_TINY) not in TINY_MODELS:
-            known = ", ".join(f"{_TINY}{name}" for name in TINY_MODELS)
-            raise DraftError(f'--model "{model}" is no model that prfaas makes; choose one of {known}')
+    source = drafted_source(model)
+    if source is not None:
+        if source.kind == "hub" and not is_hub_name(source.name):
+            raise DraftError(f'--model "{model}" is no name of the hub; write hub:ORG/NAME')
+        if source.kind != "hub" and made_model(source.name) != source:
+            known = ", ".join(str(made_model(name)).replace(" ", "") for name in made_model_names())
+            raise DraftError(f'--model "{model}" is no model that prfaas has; choose one of {known}')
     elif not model.startswith("/"):
         raise DraftError(
-            f'--model "{model}" is no absolute path, which all machines need; or write tiny:qwen3-next'
+            f'--model "{model}" is no absolute path, which all machines need; or write trained:words, hub:ORG/NAME or '
+            "tiny:qwen3-next"
         )
     elif not posixpath.normpath(model).strip("/"):
         raise DraftError(

@@ -14,7 +14,7 @@ OWNED_ARGS = {
     "--kv-transfer-config": "it is made from clusters, links and transfer",
     "--host": "give the instance's host",
     "--port": "give the instance's http_port",
-    "--model": "give model.path or model.tiny",
+    "--model": "give model.path, model.hub, model.trained or model.tiny",
     "--served-model-name": "give model.served_name",
     "--tensor-parallel-size": "give the instance's tensor_parallel",
     "--pipeline-parallel-size": "KVCache of a pipeline's stages is not moved: give the instance's tensor_parallel",

@@ -1,6 +1,5 @@
 """From a deployment file to a `Deployment` (to run) or a `PlannedDeployment` (to plan and simulate)."""
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,7 +10,8 @@ from prfaas.core.deployment.encryption import gateway_cluster, speaks_tls
 from prfaas.core.deployment.engine import EngineConfig, TransferLimits
 from prfaas.core.deployment.fleet_section import fleet_of
 from prfaas.core.deployment.gateway import AdminConfig, GatewayConfig, GatewayLimits, TracingConfig
-from prfaas.core.deployment.model import ModelRef
+from prfaas.core.deployment.model import ModelRef, default_state_dir
+from prfaas.core.deployment.model_checks import source_of
 from prfaas.core.deployment.planned import (
     EmpiricalLengths,
     FixedLengths,
@@ -33,12 +33,6 @@ from prfaas.core.deployment.security import Security
 from prfaas.core.deployment.source import YamlSource, changed, read_source
 from prfaas.core.deployment.types import Cluster, ControlConfig, Deployment, Instance, Link, Routing, Slo
 from prfaas.core.latency import ProfileError, load_profile
-
-
-def default_state_dir() -> Path:
-    """Where models, keys and logs are kept: `$PRFAAS_HOME`, else `~/.cache/prfaas`."""
-    home = os.environ.get("PRFAAS_HOME")
-    return Path(home).expanduser().absolute() if home else Path.home() / ".cache" / "prfaas"
 
 
 def load_deployment(path: Path | str, *, state_dir: Path | None = None) -> Deployment:
@@ -196,8 +190,9 @@ def _tracing(file: DeploymentFile, home: Path) -> TracingConfig | None:
 def _model(path: Path, file: DeploymentFile, state_dir: Path) -> ModelRef:
     model = file.model
     assert model.served_name is not None and model.max_model_len is not None
-    if model.tiny is not None:
-        directory = state_dir / "models" / model.tiny
+    origin = source_of(model)
+    if origin is not None:
+        directory = origin.directory(state_dir, file.name)
     else:
         assert model.path is not None
         directory = path.parent.absolute() / Path(model.path).expanduser()
@@ -208,7 +203,7 @@ def _model(path: Path, file: DeploymentFile, state_dir: Path) -> ModelRef:
         model.served_name,
         model.max_model_len,
         directory,
-        model.tiny,
+        origin,
         adapters,
         model.kv_cache_dtype,
         model.dtype,

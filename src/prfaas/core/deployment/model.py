@@ -1,13 +1,92 @@
-"""The model that a deployment's engines serve."""
+"""The model that a deployment's engines serve, and where its checkpoint comes from."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
+from urllib.parse import quote
 
-from prfaas.core.kv import CacheDtypes, KvCacheDtype, KvModel, ModelDtype, model_from_directory
+from prfaas.core.kv import CacheDtypes, KvCacheDtype, KvModel, ModelDtype, model_from_directory, read_config
 
 TINY_MODELS = ("qwen3-next", "gpt-oss", "mimo-v2-flash", "qwen3")
 """Models that prfaas makes itself: `serving/engines/tiny/configs.py` has one for each of these names."""
+
+TRAINED_MODELS = ("words", "smollm2", "gemma3")
+"""Models with trained weights that prfaas ships or fetches: `serving/engines/trained/` has a folder for each name."""
+
+_TRAINED_FOLDER = Path(__file__).parents[2] / "serving" / "engines" / "trained"
+
+
+def made_model_names() -> tuple[str, ...]:
+    """Of all models that need neither a path nor the hub."""
+    return (*TRAINED_MODELS, *TINY_MODELS)
+
+
+def made_model(name: str) -> "ModelSource | None":
+    """The trained or tiny model of this name."""
+    if name in TRAINED_MODELS:
+        return ModelSource("trained", name)
+    return ModelSource("tiny", name) if name in TINY_MODELS else None
+
+
+def trained_folder(name: str) -> Path:
+    """What prfaas ships of a trained model: its `config.json`, and what else is not fetched. `name`: of the model."""
+    return _TRAINED_FOLDER / name
+
+
+def default_state_dir() -> Path:
+    """Where models, keys and logs are kept: `$PRFAAS_HOME`, else `~/.cache/prfaas`."""
+    home = os.environ.get("PRFAAS_HOME")
+    return Path(home).expanduser().absolute() if home else Path.home() / ".cache" / "prfaas"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """Where prfaas has a checkpoint from: it makes the model, ships it, or fetches it."""
+
+    kind: Literal["tiny", "trained", "hub"]
+    """The field of the deployment file."""
+    name: str
+    """Of the tiny or trained model; `ORG/NAME` of the hub."""
+    revision: str | None = None
+    """Branch, tag or commit of the hub; None: its default branch."""
+
+    def __str__(self) -> str:
+        """As the deployment file says it."""
+        at = "" if self.revision is None else f", revision: {self.revision}"
+        return f"{self.kind}: {self.name}{at}"
+
+    @property
+    def is_fetched(self) -> bool:
+        """Whether its files may have to come over a network first, which takes minutes."""
+        return self.kind != "tiny"
+
+    @property
+    def context_tokens(self) -> int | None:
+        """The longest context of a trained model; None: not known before there is a checkpoint.
+
+        Raises:
+            ConfigError: its `config.json` can't be read.
+        """
+        if self.kind != "trained":
+            return None
+        return int(read_config(trained_folder(self.name) / "config.json")["max_position_embeddings"])
+
+    def directory(self, state_dir: Path, deployment: str) -> Path:
+        """Where the checkpoint is, or will be.
+
+        Models that prfaas makes are shared by all deployments of a state directory. Of the hub each deployment has a
+        link of its own to the revision that it stays with.
+        """
+        if self.kind != "hub":
+            return state_dir / "models" / self.name
+        at = "" if self.revision is None else f"@{quote(self.revision, safe='')}"
+        return state_dir / deployment / "hub" / f"{self.name.replace('/', '--')}{at}"
+
+    def config_folder(self, directory: Path) -> Path:
+        """The folder with the model's `config.json`: `directory`, or before it is there what is shipped."""
+        return trained_folder(self.name) if self.kind == "trained" and not directory.exists() else directory
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,9 +98,9 @@ class ModelRef:
     max_model_len: int
     """Tokens of a prompt and its answer together, at most."""
     path: Path
-    """The checkpoint's directory."""
-    tiny: str | None
-    """Name of the tiny model that prfaas makes there; None: the checkpoint is the user's."""
+    """The checkpoint's directory. Of the hub: a link to it, which is there once it is fetched."""
+    source: ModelSource | None
+    """What prfaas makes or fetches it from; None: the checkpoint is the user's."""
     adapters: Mapping[str, Path] = field(default_factory=dict)
     """LoRA adapters' directories, by the name that clients write as the model."""
     kv_cache_dtype: KvCacheDtype = "auto"
@@ -39,4 +118,15 @@ class ModelRef:
             ConfigError: it can't be read, the model is not known, or its caches have no such dtype.
         """
         dtypes = CacheDtypes(kv_cache_dtype or self.kv_cache_dtype, self.dtype)
-        return model_from_directory(self.path, name=self.served_name, dtypes=dtypes)
+        return model_from_directory(self.config_folder, name=self.served_name, dtypes=dtypes)
+
+    @property
+    def folder(self) -> Path:
+        """The checkpoint's directory for an engine: of the hub the folder of the commit that the deployment has now."""
+        is_link = self.source is not None and self.source.kind == "hub"
+        return self.path.resolve() if is_link else self.path
+
+    @property
+    def config_folder(self) -> Path:
+        """Where its `config.json` is. A trained model's is shipped, so that it is known before the model is fetched."""
+        return self.path if self.source is None else self.source.config_folder(self.path)

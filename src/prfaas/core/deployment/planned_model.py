@@ -6,9 +6,9 @@ It is that of a published model, a `config.json` or a checkpoint.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
-from pathlib import Path
 from typing import Any
 
+from prfaas.core.deployment.model_checks import config_file, source_of
 from prfaas.core.deployment.planned import PlannedCluster
 from prfaas.core.deployment.schema import ClusterSection, DeploymentFile, ModelSection
 from prfaas.core.deployment.source import YamlSource
@@ -22,7 +22,6 @@ from prfaas.core.kv import (
     are_convertible,
     kept_dtype,
     model_from_config,
-    model_from_directory,
     model_from_file,
     published_model,
     read_config,
@@ -54,8 +53,7 @@ def kept_models(source: YamlSource, file: DeploymentFile) -> dict[str, KvModel]:
         DeploymentError: the model is not known or can't be read, or its caches have no such dtype.
     """
     return {
-        cluster.name: _kv_model(source, file.model, cluster, index)
-        for index, cluster in enumerate(file.clusters)
+        cluster.name: _kv_model(source, file, cluster, index) for index, cluster in enumerate(file.clusters)
     }
 
 
@@ -109,22 +107,24 @@ def _dtypes(model: ModelSection, cluster: ClusterSection) -> CacheDtypes:
     return CacheDtypes(cluster.kv_cache_dtype or model.kv_cache_dtype, model.dtype)
 
 
-def _kv_model(source: YamlSource, model: ModelSection, cluster: ClusterSection, index: int) -> KvModel:
-    folder, dtypes = source.path.parent, _dtypes(model, cluster)
+def _kv_model(source: YamlSource, file: DeploymentFile, cluster: ClusterSection, index: int) -> KvModel:
+    model, dtypes = file.model, _dtypes(file.model, cluster)
+    origin = source_of(model)
     try:
         if model.published is not None:
             return published_model(model.published).kept_in(dtypes)
-        if model.config is not None:
-            config = folder / Path(model.config).expanduser()
-            read = model_from_file if config.suffix == ".json" else model_from_directory
-            return read(config, name=model.served_name, dtypes=dtypes)
-        if model.path is not None:
-            directory = folder / Path(model.path).expanduser()
-            return model_from_directory(directory, name=model.served_name, dtypes=dtypes)
+        config = config_file(source, file)
+        if config is not None:
+            return model_from_file(
+                config, name=model.served_name or (None if origin is None else origin.name), dtypes=dtypes
+            )
     except CacheDtypeError as error:
         place = ("model",) if cluster.kv_cache_dtype is None else ("clusters", index)
         raise source.error((*place, "kv_cache_dtype"), str(error)) from None
     except ConfigError as error:
+        if origin is not None and origin.kind == "hub":
+            problem = f"{origin.name} is not on this machine yet; prfaas model fetch {source.path}"
+            raise source.error(("model", "hub"), problem) from None
         field = "published" if model.published else "config" if model.config else "path"
         raise source.error(("model", field), str(error)) from None
     raise source.error(
@@ -162,7 +162,7 @@ def check_cluster_dtypes(source: YamlSource, file: DeploymentFile) -> None:
                 ("clusters", c, "hardware"),
                 "stand-in engines convert no KVCache; leave kv_cache_dtype of all clusters out",
             )
-    config = _config(source, file.model)
+    config = _config(source, file)
     kept = named if config is None else [_kept(config, file.model, cluster) for cluster in file.clusters]
     for a, b in combinations(range(len(file.clusters)), 2):
         if named[a] == named[b]:
@@ -184,16 +184,13 @@ def check_cluster_dtypes(source: YamlSource, file: DeploymentFile) -> None:
             )
 
 
-def _config(source: YamlSource, model: ModelSection) -> Mapping[str, Any] | None:
+def _config(source: YamlSource, file: DeploymentFile) -> Mapping[str, Any] | None:
     """The model's configuration; None where it is made or brought later."""
-    given = model.config or model.path
     try:
-        if model.published is not None:
-            return published_model(model.published).config
-        if given is None:
-            return None
-        path = source.path.parent / Path(given).expanduser()
-        return read_config(path if path.suffix == ".json" else path / "config.json")
+        if file.model.published is not None:
+            return published_model(file.model.published).config
+        path = config_file(source, file)
+        return None if path is None else read_config(path)
     except ConfigError:
         return None
 

@@ -56,15 +56,18 @@ class _Section(BaseModel):
 
 
 class ModelSection(_Section):
-    """Which model, under which name, up to which length. Exactly one of `path`, `tiny`, `published`, `config`.
+    """Which model, under which name, up to which length. Exactly one of the six that name it.
 
-    The last two are enough to plan with, and then the name and the length may be left out.
+    `published` and `config` are enough to plan with, and then the name and the length may be left out.
     """
 
     served_name: Annotated[Text | None, GIVEN] = None
     max_model_len: Annotated[Positive | None, GIVEN] = None
     path: Text | None = None
     tiny: Text | None = None
+    trained: Text | None = None
+    hub: Text | None = None
+    revision: Annotated[Text | None, GIVEN] = None
     published: Text | None = None
     config: Text | None = None
     adapters: dict[Name, Text] = {}

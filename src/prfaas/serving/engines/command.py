@@ -74,7 +74,7 @@ def vllm_command(deployment: Deployment, instance: Instance) -> EngineCommand:
     engine = deployment.engine
     argv = [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
-        *("--model", str(deployment.model.path)),
+        *("--model", str(deployment.model.folder)),
         *("--served-model-name", deployment.model.served_name),
         *("--host", instance.host, "--port", str(instance.http_port)),
         *_tls(deployment, instance),

@@ -6,9 +6,18 @@ import socket
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
-from prfaas.core.deployment import CERTIFICATE_NAMES, Cluster, Deployment, Instance, is_loopback, uses_nixl
+from prfaas.core.deployment import (
+    CERTIFICATE_NAMES,
+    Cluster,
+    Deployment,
+    Instance,
+    ModelSource,
+    is_loopback,
+    uses_nixl,
+)
 from prfaas.core.kv import FullAttention, LinearState
 from prfaas.serving.engines import EngineError
+from prfaas.serving.engines.fetching import FetchReport, LoggedFetch
 from prfaas.serving.secret_files import KeyFileError, TlsFileError
 from prfaas.serving.transport.ticket import create_key, load_key
 
@@ -76,24 +85,68 @@ def ensure_nixl(deployment: Deployment, instances: Iterable[Instance]) -> None:
         )
 
 
-def ensure_model(deployment: Deployment) -> None:
-    """Make the deployment's tiny model if it names one (seconds, once); otherwise see that its checkpoint is there.
+def ensure_model(
+    deployment: Deployment, report: FetchReport | None = None, *, weights: bool = True, update: bool = False
+) -> None:
+    """Make or fetch the deployment's model (once) if the file names one; otherwise see that its checkpoint is there.
+
+    Args:
+        deployment: whose model.
+        report: told what is fetched; default: lines on stderr.
+        weights: false where only the tokenizer is needed: then no weights are fetched from the hub.
+        update: of the hub: move on to the commit that the branch is at now.
 
     Raises:
-        EngineError: there is no checkpoint, or no tiny model of that name.
+        EngineError: there is no checkpoint, or it can't be made or fetched.
     """
-    model = deployment.model
-    if model.tiny is not None:
-        from prfaas.serving.engines.tiny import tiny_model  # late: it brings numpy and the like
-
+    model, source = deployment.model, deployment.model.source
+    if source is not None:
         try:
-            tiny_model(model.tiny, model.path.parent)
+            make_model(source, model.path, report or LoggedFetch(), weights=weights, update=update)
         except (ValueError, OSError) as error:
-            raise EngineError(f"model.tiny of {deployment.path}: {error}") from error
+            raise EngineError(f"model.{source.kind} of {deployment.path}: {error}") from error
     elif not (model.path / "config.json").is_file():
         raise EngineError(
             f"model.path of {deployment.path}: {model.path} has no config.json; name a Hugging Face checkpoint"
         )
+
+
+def make_model(
+    source: ModelSource,
+    path: Path,
+    report: FetchReport,
+    wheels: Path | None = None,
+    *,
+    weights: bool = True,
+    update: bool = False,
+) -> None:
+    """Put a model at `path`, unless it is there.
+
+    Args:
+        source: what it is made or fetched from.
+        path: of its directory, as `ModelSource.directory` gives it.
+        report: told what is fetched.
+        wheels: a folder with the wheels of a trained model.
+        weights: as in `ensure_model`.
+        update: as in `ensure_model`.
+
+    Raises:
+        EngineError: it can't be fetched.
+        OSError: it can't be written.
+    """
+    # Late: they bring numpy and the like.
+    if source.kind == "tiny":
+        from prfaas.serving.engines.tiny import tiny_model
+
+        tiny_model(source.name, path.parent)
+    elif source.kind == "trained":
+        from prfaas.serving.engines.trained import trained_model
+
+        trained_model(source.name, path.parent, wheels=wheels, report=report)
+    else:
+        from prfaas.serving.engines.hub_model import hub_model
+
+        hub_model(source, path, report, weights=weights, update=update)
 
 
 _AVX_512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}

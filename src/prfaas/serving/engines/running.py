@@ -121,7 +121,8 @@ class RunningEngines:
             self._check_startable(instance)
         if self._command is None:
             ensure_nixl(self.deployment, instances)
-            ensure_model(self.deployment)
+            weights = not all(map(self.deployment.is_synthetic, instances))
+            ensure_model(self.deployment, weights=weights)
             ensure_dtypes(self.deployment, instances)
         ensure_key(self.deployment)
         ensure_certificates(self.deployment, names)

@@ -96,7 +96,7 @@ class Blueprint:
     def model_folders(self) -> tuple[Path, ...]:
         """The directories of checkpoint and adapters; none where prfaas makes the model."""
         model = self.deployment.model
-        return () if model.tiny is not None else (model.path, *model.adapters.values())
+        return () if model.source is not None else (model.path, *model.adapters.values())
 
     @property
     def etcd_files(self) -> tuple[tuple[str, Path], ...]:

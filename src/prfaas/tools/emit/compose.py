@@ -99,7 +99,7 @@ def _gateway(blueprint: Blueprint) -> Service:
     service = _service(
         blueprint.containers.gateway_image, ["serve", CONFIG_FILE], GATEWAY_STOP_S, writes=False
     )
-    if blueprint.deployment.model.tiny is None:
+    if blueprint.deployment.model.source is None:
         model = blueprint.deployment.model.path
         service["volumes"].append(f"{model}:{model}:ro")
     service["healthcheck"] = _asked(f"{blueprint.deployment.gateway.url}/ready", start_s=30)

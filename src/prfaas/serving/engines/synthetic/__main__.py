@@ -32,7 +32,7 @@ def main() -> int:
     logging.getLogger("prfaas.synthetic").info("file descriptors: %d at most", raise_descriptor_limit())
     try:
         deployment = load_deployment(options.deployment, state_dir=options.state_dir)
-        ensure_model(deployment)
+        ensure_model(deployment, weights=False)
         ensure_key(deployment)
         ensure_certificates(deployment, options.instances)
         key = load_key(deployment.security.key_file)

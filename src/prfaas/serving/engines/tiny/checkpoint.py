@@ -1,17 +1,13 @@
-"""A tiny checkpoint on disk: made once, whole or not at all, and made anew when its recipe changes.
+"""A tiny checkpoint on disk, made once, and anew when its recipe changes.
 
 It has weights, configuration and a byte-level tokenizer, in the files that Hugging Face loaders read.
 """
 
-import fcntl
 import hashlib
 import json
-import shutil
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
+from prfaas.serving.engines.made_folder import made_folder
 from prfaas.serving.engines.tiny.configs import (
     CHAT_TEMPLATE,
     END_ID,
@@ -69,7 +65,6 @@ def write_tokenizer(directory: Path, max_tokens: int) -> None:
     (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n")
 
 
-_MARKER = "prfaas-tiny.json"
 _RECIPE_FILES = ("configs.py", "weights.py", "checkpoint.py")
 
 
@@ -84,38 +79,9 @@ def tiny_model(name: str, directory: Path) -> Path:
         OSError: the directory can't be written.
     """
     config = tiny_config(name)
-    target = directory / name
-    recipe = _recipe_digest(name)
-    if _is_complete(target, recipe):
-        return target
-    directory.mkdir(parents=True, exist_ok=True)
-    with _locked(directory / f".{name}.lock"):
-        if _is_complete(target, recipe):
-            return target
-        for leftover in directory.glob(f".{name}.*-*"):
-            shutil.rmtree(leftover, ignore_errors=True)
-        draft = Path(tempfile.mkdtemp(prefix=f".{name}.draft-", dir=directory))
-        try:
-            # mkdtemp makes it private, which would keep an engine of another user from reading it.
-            draft.chmod(0o755)
-            _write_checkpoint(draft, name, config)
-            sizes = {file.name: file.stat().st_size for file in sorted(draft.iterdir())}
-            (draft / _MARKER).write_text(json.dumps({"recipe": recipe, "files": sizes}, indent=1) + "\n")
-            _replace(target, draft)
-        finally:
-            shutil.rmtree(draft, ignore_errors=True)
-    return target
-
-
-def _replace(target: Path, draft: Path) -> None:
-    """`draft` becomes `target`. What stood there steps aside first: no directory can be replaced in one step."""
-    if not target.exists():
-        draft.rename(target)
-        return
-    aside = Path(tempfile.mkdtemp(prefix=f".{target.name}.stale-", dir=target.parent))
-    target.rename(aside / target.name)
-    draft.rename(target)
-    shutil.rmtree(aside, ignore_errors=True)
+    return made_folder(
+        directory / name, _recipe_digest(name), lambda draft: _write_checkpoint(draft, name, config)
+    )
 
 
 def _write_checkpoint(directory: Path, name: str, config: dict[str, object]) -> None:
@@ -138,20 +104,3 @@ def _recipe_digest(name: str) -> str:
     for file in _RECIPE_FILES:
         digest.update(Path(__file__).with_name(file).read_bytes())
     return digest.hexdigest()
-
-
-def _is_complete(target: Path, recipe: str) -> bool:
-    try:
-        marker = json.loads((target / _MARKER).read_text())
-        return marker["recipe"] == recipe and all(
-            (target / file).stat().st_size == size for file, size in marker["files"].items()
-        )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return False
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with path.open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield

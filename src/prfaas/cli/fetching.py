@@ -1,0 +1,42 @@
+"""How a model that is fetched is shown: on a terminal a moving line, elsewhere the beginning and the end."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+    from prfaas.serving.engines.fetching import FetchReport
+
+
+@contextlib.contextmanager
+def shown_fetch() -> "Iterator[FetchReport]":
+    """A report that writes to stderr."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    from prfaas.serving.engines.fetching import LoggedFetch
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield LoggedFetch()
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=console) as progress:
+        yield _Shown(progress)
+
+
+class _Shown:
+    def __init__(self, progress: "Progress") -> None:
+        self._progress = progress
+        self._tasks: dict[str, TaskID] = {}
+
+    def notice(self, line: str) -> None:
+        self._progress.console.print(line, highlight=False, markup=False)
+
+    def fetched(self, what: str, done_bytes: int, total_bytes: int) -> None:
+        task = self._tasks.get(what)
+        if task is None:
+            task = self._tasks[what] = self._progress.add_task(what, total=total_bytes)
+        self._progress.update(task, completed=done_bytes, total=total_bytes)
