@@ -5,20 +5,19 @@ repeat a name that they read thousands of tokens before: what they answer tells 
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import pytest
 from tokenizers import Tokenizer
 
-from prfaas.serving.engines.preparation import port_problem
+from prfaas.serving.engines.preparation import ensure_model, port_problem
 from prfaas.serving.pool.running import RunningPools
 from prfaas.tools.demo.compare import Equality, compare
 
-from .stack import LOGITS, PATIENCE_S, DemoAnswer, Stack, call, wait_until, write_deployment
+from .stack import PATIENCE_S, DemoAnswer, Stack, call, wait_until, write_deployment
 
 SMOLLM2, GEMMA3 = "smollm2", "gemma3"
 
@@ -71,6 +70,7 @@ class TrainedStack(Stack):
         self.pools = RunningPools(self.deployment)
 
     def __enter__(self) -> "TrainedStack":
+        ensure_model(self.deployment)
         self.pools.start()
         try:
             self.pools.wait_ready()
@@ -132,14 +132,14 @@ class TrainedStack(Stack):
         return plain
 
 
-def write_trained(directory: Path, checkpoint: Path, name: str) -> Path:
+def write_trained(directory: Path, name: str) -> Path:
     """One engine that prefills elsewhere, and two at home with a pool."""
     path = write_deployment(
         directory, bandwidth=BANDWIDTHS[name], max_model_len=4096, staging="256 MiB", pools=True
     )
     document: dict[str, Any] = json.loads(path.read_text())
     del document["model"]["tiny"]
-    document["model"]["path"] = str(checkpoint)
+    document["model"]["trained"] = name
     east, home = document["clusters"]
     del east["pool"]
     # So there are checkpoints from which a decode engine can go on.
