@@ -143,9 +143,7 @@ def test_first_lines_are_answered_alike_after_a_prefill_engine_dies(trained: Tra
     share_bytes = KILLED_SHARE * kv_model.bytes_to_move(PROMPT_TOKENS - 1)
     received = {name: trained.kv_stats(name)["received_bytes"] for name in HOMES}
     answers: list[DemoAnswer] = []
-    client = threading.Thread(
-        target=lambda: answers.append(trained.complete(ids, ANSWER_TOKENS, **LOGITS))
-    )
+    client = threading.Thread(target=lambda: answers.append(trained.complete(ids, ANSWER_TOKENS, **LOGITS)))
     client.start()
     wait_until(
         lambda: any(

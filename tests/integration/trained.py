@@ -1,7 +1,7 @@
 """Two clusters that serve trained weights, and prompts whose answers depend on their first lines.
 
-Random weights find nearly all tokens as likely, and forget a prompt's beginning within a few hundred tokens. Trained ones
-repeat a name that they read thousands of tokens before: what they answer tells whether the first blocks are right.
+Random weights find nearly all tokens as likely, whatever a prompt begins with. Trained ones repeat a name that they
+read thousands of tokens before: what they answer tells whether the first blocks are right.
 """
 
 import json
