@@ -11,7 +11,6 @@ numbers, for comparison. `--cpu-only` stops after these.
 import argparse
 import json
 import os
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -23,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer
 
-from prfaas.core.deployment.model import made_model, made_model_names
+from prfaas.core.deployment.model import default_state_dir, made_model, made_model_names
 from prfaas.serving.engines.fetching import LoggedFetch
 from prfaas.serving.engines.preparation import make_model
 from prfaas.serving.transport.coding import PREFIX_BYTES, decode, decoded_bytes, element_bytes, encode
@@ -73,23 +72,22 @@ def prefilled(name: str, num_tokens: int) -> dict[str, bytes]:
 
     source = made_model(name)
     assert source is not None
-    with tempfile.TemporaryDirectory() as home:
-        checkpoint = source.directory(Path(home), "compression")
-        make_model(source, checkpoint, LoggedFetch())
-        tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
-        ids = tokenizer.encode("\n".join((_ROOT / text).read_text() for text in TEXTS)).ids[:num_tokens]
-        llm = LLM(
-            str(checkpoint),
-            enforce_eager=True,
-            max_model_len=num_tokens + 16,
-            num_gpu_blocks_override=256,
-            kv_cache_memory_bytes=1 << 30,
-            gpu_memory_utilization=0.1,
-            enable_prefix_caching=False,
-        )
-        llm.generate({"prompt_token_ids": ids}, SamplingParams(max_tokens=1, temperature=0), use_tqdm=False)
-        (pages,) = llm.collective_rpc(written_pages)
-        return dict(pages)
+    checkpoint = source.directory(default_state_dir(), "compression")
+    make_model(source, checkpoint, LoggedFetch())
+    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    ids = tokenizer.encode("\n".join((_ROOT / text).read_text() for text in TEXTS)).ids[:num_tokens]
+    llm = LLM(
+        str(checkpoint),
+        enforce_eager=True,
+        max_model_len=num_tokens + 16,
+        num_gpu_blocks_override=256,
+        kv_cache_memory_bytes=1 << 30,
+        gpu_memory_utilization=0.1,
+        enable_prefix_caching=False,
+    )
+    llm.generate({"prompt_token_ids": ids}, SamplingParams(max_tokens=1, temperature=0), use_tqdm=False)
+    (pages,) = llm.collective_rpc(written_pages)
+    return dict(pages)
 
 
 def chunks(data: bytes) -> Iterator[memoryview]:

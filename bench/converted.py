@@ -31,7 +31,7 @@ from tokenizers import Tokenizer
 from first_token import running
 from ports import free_ports
 from prfaas.core.deployment import load_deployment
-from prfaas.core.deployment.model import TRAINED_MODELS, made_model, made_model_names
+from prfaas.core.deployment.model import TRAINED_MODELS, default_state_dir, made_model, made_model_names
 from prfaas.core.route_header import ROUTE_HEADER, RouteHeader
 from prfaas.serving.engines.preparation import ensure_model
 
@@ -237,7 +237,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     lengths = (arguments.tokens, arguments.rest_tokens)
     figures = []
-    with tempfile.TemporaryDirectory(prefix="prfaas-converted-models-") as home:
+    with tempfile.TemporaryDirectory(prefix="prfaas-converted-") as home:
+        # Models stay where everything else keeps them, and are fetched once.
+        (default_state_dir() / "models").mkdir(parents=True, exist_ok=True)
+        Path(home, "models").symlink_to(default_state_dir() / "models")
         for model in arguments.models:
             reference: Reading | None = None
             for pair in (each for each in PAIRS if each.row in arguments.rows):
