@@ -29,7 +29,7 @@ from prfaas.serving.transport.coding import PREFIX_BYTES, decode, decoded_bytes,
 
 CHUNK_BYTES = 1 << 20
 ROUNDS = 3
-TEXTS = ("docs/explanation/request.md", "docs/explanation/pool.md", "docs/explanation/consistency.md")
+TEXTS = ("docs/explanation/request.md", "docs/explanation/simulator.md", "docs/explanation/scheduling.md")
 _ROOT = Path(__file__).parents[1]
 # As ChunkCoder: a longer result is not worth its time, and the chunk leaves as it is.
 WORTH_SHARE = 0.95
