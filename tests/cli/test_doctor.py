@@ -344,7 +344,7 @@ def test_files(deployment: Deployment, tmp_path: Path) -> None:
     assert str(finding.mend).startswith("chmod 600 ")
     deployment.model.path.mkdir(parents=True)
     finding = check_model(deployment)
-    assert (finding.level, finding.mend) == ("problem", "prfaas model make qwen3-next")
+    assert (finding.level, finding.mend) == ("problem", f"prfaas model fetch {deployment.path}")
     (deployment.model.path / "config.json").write_text(json.dumps(tiny_config("qwen3-next")))
     assert check_model(deployment).level == "ok"
     other = replace(deployment, model=replace(deployment.model, kv_cache_dtype="fp8_ds_mla"))

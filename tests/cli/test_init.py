@@ -96,7 +96,7 @@ def test_engines_of_a_trial_fit_on_one_machine(tmp_path: Path, monkeypatch: pyte
         ((*MODEL, *SITES, "--link", "east:west:1 Gbit/s"), 'link to or from "west"'),
         ((*MODEL, *SITES[:4]), "these options make no deployment: clusters[0]: no link leads from"),
         ((*MODEL, *SITES, "--gateway", "not a host"), '--gateway "not a host" is no host'),
-        (("--model", "tiny:nothing", *SITES), '--model "tiny:nothing" is no model that prfaas makes; choose'),
+        (("--model", "tiny:nothing", *SITES), '--model "tiny:nothing" is no model that prfaas has; choose'),
         (("--model", "/", *SITES), '--model "/" is the root of the file system'),
         ((*MODEL, "--site", "home:pd:h20:198.51.100.999"), '"198.51.100.999" is no IPv4 address; write four'),
         (MODEL, "--model is for a file of your own; give its sites, too: --site, or --ask"),

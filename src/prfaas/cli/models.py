@@ -87,6 +87,13 @@ def fetch(
             "--update", help="Of the hub: ask which commit the branch is at now, and move on to it."
         ),
     ] = False,
+    weights: Annotated[
+        bool,
+        typer.Option(
+            "--weights/--no-weights",
+            help="Of the hub: with the weights, which a gateway's machine does not need.",
+        ),
+    ] = True,
     as_json: AsJson = False,
 ) -> None:
     """Put the model of a deployment on this machine ahead of time, and print its path.
@@ -103,7 +110,7 @@ def fetch(
 
     loaded = load_deployment(deployment)
     with shown_fetch() as report:
-        ensure_model(loaded, report, update=update)
+        ensure_model(loaded, report, weights=weights, update=update)
     path = str(loaded.model.path.resolve())
     if as_json:
         print_json({loaded.model.served_name: path})

@@ -44,13 +44,10 @@ _SAME_CERTIFICATES = (
 
 def check_model(deployment: Deployment) -> Finding:
     """The checkpoint is there (or will be made) and its KVCache is understood."""
-    model = deployment.model
-    source = model.source
-    is_there = (model.path / "config.json").is_file()
-    if source is not None and source.kind == "tiny" and not is_there:
-        return ok("model", f"{source.name} will be made at {model.path} when the first engine starts")
-    if source is not None and source.kind == "hub" and not is_there:
-        return ok("model", f"{source.name} will be fetched when the first engine starts")
+    model, source = deployment.model, deployment.model.source
+    later = "" if source is None or model.path.exists() else f"{source} comes when the first engine starts"
+    if later and source is not None and source.kind != "trained":
+        return ok("model", later)
     section, described = "model", dict[str, None]()
     try:
         for cluster in deployment.clusters:
@@ -59,14 +56,11 @@ def check_model(deployment: Deployment) -> Finding:
     except CacheDtypeError as error:
         return problem("model", str(error), f"name another {section}.kv_cache_dtype in {deployment.path}")
     except ConfigError as error:
-        mend = (
-            f"prfaas model fetch {deployment.path}"
-            if source is not None
-            else f"set model.path in {deployment.path} to a checkpoint directory of a supported model"
-        )
+        mend = f"prfaas model fetch {deployment.path}"
+        if source is None:
+            mend = f"set model.path in {deployment.path} to a checkpoint directory of a supported model"
         return problem("model", str(error), mend)
-    later = "" if is_there else f"; {source} will be fetched when the first engine starts"
-    return ok("model", "; ".join(described) + later)
+    return ok("model", "; ".join(filter(None, (*described, later))))
 
 
 async def check_engines(deployment: Deployment, session: aiohttp.ClientSession) -> list[Finding]:

@@ -62,7 +62,11 @@ def reachable(kind: Any, path: FieldPath) -> Iterator[FieldPath]:
         hints = get_type_hints(kind)
         for field in fields(kind):
             # What says where an element is, is its name.
-            if field.name not in ("name", "cluster", "source", "target") or path in ((), ("gateway",)):
+            if field.name not in ("name", "cluster", "source", "target") or path in (
+                (),
+                ("gateway",),
+                ("model",),
+            ):
                 yield from reachable(hints[field.name], (*path, field.name))
     elif getattr(kind, "__origin__", None) in (tuple, Mapping) and path[-1:] != ("hosts",):
         inner = get_args(kind)[0 if kind.__origin__ is tuple else 1]

@@ -153,9 +153,9 @@ def test_what_is_no_link_is_said(text: str) -> None:
         ({"model": "models/x"}, "is no absolute path"),
         (
             {"model": "tiny:nothing"},
-            "is no model that prfaas makes; choose one of tiny:qwen3-next, tiny:gpt-oss",
+            "is no model that prfaas has; choose one of trained:words, trained:smollm2",
         ),
-        ({"model": "tiny:"}, "is no model that prfaas makes"),
+        ({"model": "tiny:"}, "is no model that prfaas has"),
         ({"model": "/"}, "is the root of the file system; write the checkpoint's directory"),
         ({"model": "//x/.."}, "is the root of the file system"),
         ({"gateway_host": "198.51.100.999"}, '--gateway "198.51.100.999" is no IPv4 address'),

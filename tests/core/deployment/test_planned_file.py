@@ -336,7 +336,7 @@ BAD = {
     ),
     "two models": (
         replaced("published: internal-1t", "published: internal-1t\n  config: m"),
-        "2: model: needs either path (a checkpoint directory), tiny",
+        "2: model: needs either path (a checkpoint directory), trained",
     ),
     "cache that the model does not have": (
         replaced("published: internal-1t", "published: internal-1t\n  kv_cache_dtype: fp8_ds_mla"),

@@ -1,6 +1,7 @@
 """The model that a deployment's engines serve, and where its checkpoint comes from."""
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,6 +57,11 @@ class ModelSource:
         """As the deployment file says it."""
         at = "" if self.revision is None else f", revision: {self.revision}"
         return f"{self.kind}: {self.name}{at}"
+
+    @property
+    def is_commit(self) -> bool:
+        """Whether the revision is a commit of the hub, which never moves."""
+        return self.revision is not None and re.fullmatch("[0-9a-f]{40}", self.revision) is not None
 
     @property
     def is_fetched(self) -> bool:

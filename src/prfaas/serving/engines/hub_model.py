@@ -141,7 +141,7 @@ def _sizes(info: "ModelInfo") -> Iterator[tuple[str, int]]:
 def _downloaded(source: ModelSource, revision: _Revision, report: FetchReport) -> Path:
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.file_download import repo_folder_name
-    from huggingface_hub.utils import disable_progress_bars
+    from huggingface_hub.utils.tqdm import disable_progress_bars
 
     storage = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=source.name, repo_type="model"))
     folder = storage / "snapshots" / revision.commit
@@ -229,9 +229,9 @@ def _in_one_sentence(source: ModelSource) -> Iterator[None]:
     name, hub = source.name, constants.ENDPOINT
     try:
         yield
-    except (ModelFetchError, OfflineModeIsEnabled) as error:
-        if isinstance(error, ModelFetchError):
-            raise
+    except ModelFetchError:
+        raise
+    except OfflineModeIsEnabled as error:
         raise ModelFetchError(
             f"{name} is not whole in this machine's cache, and HF_HUB_OFFLINE keeps it from being fetched: fetch it "
             "where there is a network, or take HF_HUB_OFFLINE away"

