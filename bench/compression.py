@@ -1,18 +1,16 @@
-"""What lossless compression gives on the KVCache of every tiny model, and what it costs.
+"""What lossless compression gives on the KVCache of trained models and of tiny ones, and what it costs.
 
     python bench/compression.py [--json FILE] [--tokens N] [--models NAME ...] [--cpu-only]
 
-A real engine prefills one prompt of random text. Every page that it wrote is then coded in chunks, layer by layer, as
-a sender would. `below` is the rate of a connection under which one core spares more link time than it and the
-receiver's core spend. The tiny models have random weights: trained ones may do better or worse. The first rows are
-normal random numbers, for comparison. `--cpu-only` stops after these.
+A real engine prefills one prompt, the documentation of this repository. Every page that it wrote is then coded in
+chunks, layer by layer, as a sender would. `below` is the rate of a connection under which one core spares more link
+time than it and the receiver's core spend. The tiny models have random weights. The first rows are normal random
+numbers, for comparison. `--cpu-only` stops after these.
 """
 
 import argparse
 import json
 import os
-import random
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -22,12 +20,17 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 from rich.table import Table
+from tokenizers import Tokenizer
 
-from prfaas.serving.engines.tiny import TINY_MODEL_NAMES, tiny_model
+from prfaas.core.deployment.model import default_state_dir, made_model, made_model_names
+from prfaas.serving.engines.fetching import LoggedFetch
+from prfaas.serving.engines.preparation import make_model
 from prfaas.serving.transport.coding import PREFIX_BYTES, decode, decoded_bytes, element_bytes, encode
 
 CHUNK_BYTES = 1 << 20
 ROUNDS = 3
+TEXTS = ("docs/explanation/request.md", "docs/explanation/simulator.md", "docs/explanation/scheduling.md")
+_ROOT = Path(__file__).parents[1]
 # As ChunkCoder: a longer result is not worth its time, and the chunk leaves as it is.
 WORTH_SHARE = 0.95
 
@@ -64,23 +67,27 @@ def written_pages(worker: Any) -> dict[str, bytes]:
 
 
 def prefilled(name: str, num_tokens: int) -> dict[str, bytes]:
-    """Layer kind → the bytes that a tiny model's engine has written for one prompt."""
+    """Layer kind → the bytes that a model's engine has written for one prompt."""
     from vllm import LLM, SamplingParams
 
-    with tempfile.TemporaryDirectory() as home:
-        llm = LLM(
-            str(tiny_model(name, Path(home))),
-            enforce_eager=True,
-            max_model_len=num_tokens + 16,
-            num_gpu_blocks_override=256,
-            kv_cache_memory_bytes=1 << 30,
-            gpu_memory_utilization=0.1,
-            enable_prefix_caching=False,
-        )
-        ids = random.Random(1).choices(range(32, 127), k=num_tokens)
-        llm.generate({"prompt_token_ids": ids}, SamplingParams(max_tokens=1, temperature=0), use_tqdm=False)
-        (pages,) = llm.collective_rpc(written_pages)
-        return dict(pages)
+    source = made_model(name)
+    assert source is not None
+    checkpoint = source.directory(default_state_dir(), "compression")
+    make_model(source, checkpoint, LoggedFetch())
+    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    ids = tokenizer.encode("\n".join((_ROOT / text).read_text() for text in TEXTS)).ids[:num_tokens]
+    llm = LLM(
+        str(checkpoint),
+        enforce_eager=True,
+        max_model_len=num_tokens + 16,
+        num_gpu_blocks_override=256,
+        kv_cache_memory_bytes=1 << 30,
+        gpu_memory_utilization=0.1,
+        enable_prefix_caching=False,
+    )
+    llm.generate({"prompt_token_ids": ids}, SamplingParams(max_tokens=1, temperature=0), use_tqdm=False)
+    (pages,) = llm.collective_rpc(written_pages)
+    return dict(pages)
 
 
 def chunks(data: bytes) -> Iterator[memoryview]:
@@ -138,7 +145,7 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     parser.add_argument("--tokens", type=int, default=4000, help="length of the prompt")
-    parser.add_argument("--models", nargs="*", default=list(TINY_MODEL_NAMES), choices=TINY_MODEL_NAMES)
+    parser.add_argument("--models", nargs="*", default=list(made_model_names()), choices=made_model_names())
     parser.add_argument("--cpu-only", action="store_true", help="only random numbers; starts no engine")
     options = parser.parse_args()
     figures = {f"normal {kind}": coded(random_numbers(kind)) for kind in ("bf16", "fp32", "fp8 (e5m2)")}

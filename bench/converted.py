@@ -1,85 +1,129 @@
-"""What converting KVCache between 16 and 8 bits does to the tokens of answers, and to the bytes on the link.
+"""What a prefill by unlike engines does to a model's next tokens: KVCache in 8 bits at one end, or in other blocks.
 
-Real vLLM servers with tiny models: one prefills in another cluster, one decodes. For each row, they keep caches in the
-dtypes that the row names. A plain engine with 16 bits judges the answers: it reads prompt and answer, and tells for
-each token whether it finds it likeliest, and how much less likely than the likeliest otherwise.
+    python bench/converted.py [--json] [--models NAME ...] [--rows ROW ...]
 
-- `8 alone`: an engine with 8 bits prefills and decodes by itself. That is what 8 bits cost without prfaas.
-- `16 to 16`: the same with 16 bits, over the link: what rounding in another order of steps does.
+Two real vLLM servers: one prefills in another cluster, one decodes. Their caches are as the row says. The engine that
+decodes reads on in the documentation of this repository, behind a prompt whose KVCache came over the link, and tells
+how likely it finds each token. Beside it reads an engine with 16 bits by itself, split at the same token.
 
-The weights are random, so nearly all tokens are about as likely: no trained model is moved so easily.
+- `agreement`: tokens at whose place both find the same one likeliest.
+- `perplexity`: of the text, against that of 16 bits alone.
+- `... alone`: an engine with 8 bits prefills and decodes. That is what 8 bits cost without prfaas.
+- `16 to 16`: equal engines over the link.
+
+Of a tiny model, whose weights are random, only the agreement says something. CPUs with AMX keep bfloat16 in an order
+that is not known, so nothing is converted there: `--dtype float16` is for them, which Gemma 3 does not have.
 """
 
 import argparse
 import json
-import random
+import math
 import statistics
 import sys
 import tempfile
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
+
 from first_token import running
 from ports import free_ports
 from prfaas.core.deployment import load_deployment
+from prfaas.core.deployment.model import TRAINED_MODELS, default_state_dir, made_model, made_model_names
 from prfaas.core.route_header import ROUTE_HEADER, RouteHeader
 from prfaas.serving.engines.preparation import ensure_model
 
 FAR, HOME = "far-prefill-0", "home-0"
-MODELS = ("qwen3", "gpt-oss", "qwen3-next")
+TEXTS = ("docs/explanation/request.md", "docs/explanation/simulator.md", "docs/explanation/scheduling.md")
+_ROOT = Path(__file__).parents[1]
 # In 8 bits, blocks of a hybrid's attention have more tokens: a multiple of both sides' blocks.
 RETENTION_TOKENS = 768
+_LOGITS_PROCESSOR = "prfaas.serving.engines.vllm.reference:ForcedFirstTokens"
+_FORCED_TOKENS_ARG = "forced_first_tokens"
 _ASK_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """Dtypes of the caches of the engine that prefills and of the one that decodes."""
+class Cache:
+    """How an engine keeps its KV."""
 
-    far: str
-    home: str
-    alone: bool = False
-    """The decode engine prefills too."""
-
-    def __str__(self) -> str:
-        bits = {"auto": "16"}
-        if self.alone:
-            return f"{self.home} alone"
-        return f"{bits.get(self.far, self.far)} to {bits.get(self.home, self.home)}"
+    dtype: str = "auto"
+    block_tokens: int | None = None
+    """None: as vLLM chooses."""
 
 
-ROWS = (
-    Row("auto", "auto"),
-    Row("fp8_e4m3", "auto"),
-    Row("auto", "fp8_e4m3"),
-    Row("auto", "fp8_e4m3", alone=True),
-    Row("auto", "fp8_e5m2"),
-    Row("auto", "fp8_e5m2", alone=True),
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two engines, and the rows that they give. `home_row`: the engine at home alone; empty: it is not measured."""
+
+    row: str
+    far: Cache
+    home: Cache
+    home_row: str = ""
+
+
+_E4M3, _E5M2 = Cache("fp8_e4m3"), Cache("fp8_e5m2")
+# Each has an engine with 16 bits, to compare with.
+PAIRS = (
+    Pair("16 to 16", Cache(), Cache()),
+    Pair("e4m3 to 16", _E4M3, Cache()),
+    Pair("16 to e4m3", Cache(), _E4M3, "e4m3 alone"),
+    Pair("16 to e5m2", Cache(), _E5M2, "e5m2 alone"),
+    Pair("blocks of 32 to 128", Cache(block_tokens=32), Cache(block_tokens=128)),
 )
 
 
-def write_deployment(directory: Path, model: str, row: Row) -> Path:
-    """Two engines of a tiny model, with the caches of a row."""
-    ports = iter(free_ports(6))
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """Token ids of a text: what is prefilled, and what is read on."""
 
-    def cluster(name: str, kind: str, instance: str, roles: Sequence[str], dtype: str) -> dict[str, Any]:
+    prompt: list[int]
+    rest: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How an engine found a text: for each token its likeliest one, and the logarithm of the text's own probability."""
+
+    likeliest: list[int]
+    logprobs_nats: list[float]
+    sent_bytes: int = 0
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(-statistics.fmean(self.logprobs_nats))
+
+    def agreement(self, other: "Reading") -> float:
+        """Share of the places at which both find the same token likeliest."""
+        return statistics.fmean(own == its for own, its in zip(self.likeliest, other.likeliest, strict=True))
+
+
+def write_deployment(directory: Path, model: str, dtype: str, pair: Pair) -> Path:
+    """Two engines with the caches of a pair."""
+    ports = iter(free_ports(6))
+    source = made_model(model)
+    assert source is not None
+
+    def cluster(name: str, kind: str, instance: str, roles: Sequence[str], cache: Cache) -> dict[str, Any]:
         place = {"host": "127.0.0.1", "http_port": next(ports), "kv_port": next(ports)}
-        kept = {} if dtype == "auto" else {"kv_cache_dtype": dtype}
+        kept: dict[str, Any] = {} if cache.dtype == "auto" else {"kv_cache_dtype": cache.dtype}
+        if cache.block_tokens is not None:
+            kept["extra_args"] = ["--block-size", str(cache.block_tokens)]
         instances = [{"name": instance, "roles": list(roles), **place}]
         return {"name": name, "kind": kind, "hardware": "cpu", "instances": instances, **kept}
 
     document = {
         "name": "converted",
-        "model": {"served_name": "tiny", "tiny": model, "max_model_len": 8192},
+        "model": {"served_name": model, source.kind: source.name, "max_model_len": 4096, "dtype": dtype},
         "clusters": [
-            cluster("far", "prfaas", FAR, ["prefill"], row.far),
-            cluster("home", "pd", HOME, ["prefill", "decode"], row.home),
+            cluster("far", "prfaas", FAR, ["prefill"], pair.far),
+            cluster("home", "pd", HOME, ["prefill", "decode"], pair.home),
         ],
         "links": [{"source": "far", "target": "home", "bandwidth": "1 Gbit/s", "connections": 4}],
-        "routing": {"policy": "local_only" if row.alone else "offload_all"},
+        "routing": {"policy": "offload_all"},
         "control": {"threshold_period_s": 3600, "allocation": False, "silence_s": 60},
         "gateway": {"host": "127.0.0.1", "port": next(ports), "route_header": "full"},
         "engine": {
@@ -88,6 +132,7 @@ def write_deployment(directory: Path, model: str, row: Row) -> Path:
             "kv_cache_gib": 1,
             "staging": "256 MiB",
             "prefix_cache_retention_tokens": RETENTION_TOKENS,
+            "extra_args": ["--logits-processors", _LOGITS_PROCESSOR],
         },
     }
     path = directory / "deployment.yaml"
@@ -95,62 +140,88 @@ def write_deployment(directory: Path, model: str, row: Row) -> Path:
     return path
 
 
-def ask(url: str, ids: Sequence[int], max_tokens: int, **fields: Any) -> tuple[dict[str, Any], RouteHeader]:
-    """A greedy completion: the choice, and the route that a gateway tells."""
+def passages(checkpoint: Path, prompt_tokens: int, rest_tokens: int) -> list[Passage]:
+    """The beginning of each text, in the model's tokens."""
+    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    found = []
+    for text in TEXTS:
+        ids = tokenizer.encode((_ROOT / text).read_text()).ids[: prompt_tokens + rest_tokens]
+        found.append(Passage(ids[:prompt_tokens], ids[prompt_tokens:]))
+    return found
+
+
+def read_on(
+    url: str, model: str, prompt: Sequence[int], rest: Sequence[int], **fields: Any
+) -> tuple[Reading, RouteHeader]:
+    """An engine or a gateway is made to answer `prompt` with `rest`: what the engine thinks of that."""
     body = {
-        "model": "tiny",
-        "prompt": list(ids),
-        "max_tokens": max_tokens,
+        "model": model,
+        "prompt": list(prompt),
+        "max_tokens": len(rest),
         "temperature": 0,
         "ignore_eos": True,
+        "logprobs": 1,
+        "return_tokens_as_token_ids": True,
+        "vllm_xargs": {_FORCED_TOKENS_ARG: list(rest)},
     }
     request = urllib.request.Request(
         f"{url}/v1/completions", json.dumps(body | fields).encode(), {"Content-Type": "application/json"}
     )
     with urllib.request.urlopen(request, timeout=_ASK_S) as answer:
-        choice: dict[str, Any] = json.load(answer)["choices"][0]
-        return choice, RouteHeader.parse(answer.headers.get(ROUTE_HEADER, "local"))
+        told = json.load(answer)["choices"][0]["logprobs"]
+        route = RouteHeader.parse(answer.headers.get(ROUTE_HEADER, "local"))
+    if [int(token.removeprefix("token_id:")) for token in told["tokens"]] != list(rest):
+        raise SystemExit(f"{url} answered with another text than it was made to")
+    likeliest = [max(place, key=place.__getitem__) for place in told["top_logprobs"]]
+    ids = [int(token.removeprefix("token_id:")) for token in likeliest]
+    return Reading(ids, told["token_logprobs"], route.kv_bytes), route
 
 
-def judged(url: str, ids: Sequence[int], answer: Sequence[int]) -> list[float]:
-    """How much less likely than the likeliest one a plain engine finds each token of an answer: nats."""
-    choice, _ = ask(url, [*ids, *answer], 1, prompt_logprobs=1, cache_salt="judge")
-    places = choice["prompt_logprobs"][len(ids) :]
-    return [
-        max(each["logprob"] for each in place.values()) - place[str(token)]["logprob"]
-        for token, place in zip(answer, places, strict=True)
-    ]
+def joined(readings: Sequence[Reading]) -> Reading:
+    """Of several passages as one."""
+    return Reading(
+        [token for each in readings for token in each.likeliest],
+        [logprob for each in readings for logprob in each.logprobs_nats],
+        sum(each.sent_bytes for each in readings),
+    )
+
+
+def over_the_link(url: str, model: str, texts: Sequence[Passage]) -> Reading:
+    """The passages through the gateway. Raises SystemExit where one goes another way."""
+    readings = []
+    for text in texts:
+        reading, route = read_on(url, model, text.prompt, text.rest)
+        if route.route != "offload" or route.fallback:
+            raise SystemExit(f"{model}: a request went another way: {route}")
+        readings.append(reading)
+    return joined(readings)
+
+
+def alone(url: str, model: str, texts: Sequence[Passage]) -> Reading:
+    """The passages at one engine, which computes the last token of a prompt alone, as after a transfer."""
+    readings = []
+    for text in texts:
+        forced = [text.prompt[-1], *text.rest]
+        reading, _ = read_on(url, model, text.prompt[:-1], forced, cache_salt="alone")
+        readings.append(Reading(reading.likeliest[1:], reading.logprobs_nats[1:]))
+    return joined(readings)
 
 
 def measure(
-    directory: Path, model: str, row: Row, prompts: int, tokens: int, answer_tokens: int
-) -> dict[str, Any]:
-    """Answers of one row."""
-    path = write_deployment(directory, model, row)
-    ensure_model(load_deployment(path, state_dir=directory / "state"))
-    shortfalls: list[float] = []
-    sent_bytes = 0
-    with running(path, directory / "state") as deployment:
-        judge = deployment.instance(FAR if row.far == "auto" else HOME).url
-        for number in range(prompts):
-            draw = random.Random(number)
-            ids = [draw.randrange(3, 256) for _ in range(tokens + 61 * number)]
-            how = {"logprobs": 1, "return_tokens_as_token_ids": True}
-            choice, route = ask(deployment.gateway.url, ids, answer_tokens, **how)
-            if route.route != ("local" if row.alone else "offload") or route.fallback:
-                raise SystemExit(f"{model}, {row}: a request went another way: {route}")
-            answer = [int(token.removeprefix("token_id:")) for token in choice["logprobs"]["tokens"]]
-            shortfalls += judged(judge, ids, answer)
-            sent_bytes += route.kv_bytes
-            print(f"{model}, {row}: prompt {number + 1} of {prompts}", file=sys.stderr)
-    return {
-        "model": model,
-        "row": str(row),
-        "likeliest": sum(each == 0 for each in shortfalls) / len(shortfalls),
-        "shortfall_nats": statistics.fmean(shortfalls),
-        "tokens": len(shortfalls),
-        "sent_bytes": sent_bytes,
-    }
+    home: Path, model: str, dtype: str, pair: Pair, reference: Reading | None, lengths: tuple[int, int]
+) -> Iterator[tuple[str, Reading]]:
+    """The rows of a pair. First "16 alone", unless it is given."""
+    with tempfile.TemporaryDirectory(prefix="prfaas-converted-") as directory:
+        path = write_deployment(Path(directory), model, dtype, pair)
+        ensure_model(load_deployment(path, state_dir=home))
+        with running(path, home) as deployment:
+            texts = passages(deployment.model.path, *lengths)
+            if reference is None:
+                engine = FAR if pair.far.dtype == "auto" else HOME
+                yield "16 alone", alone(deployment.instance(engine).url, model, texts)
+            yield pair.row, over_the_link(deployment.gateway.url, model, texts)
+            if pair.home_row:
+                yield pair.home_row, alone(deployment.instance(HOME).url, model, texts)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -159,25 +230,43 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", action="store_true", help="figures as JSON")
-    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
-    parser.add_argument("--prompts", type=int, default=8, help="of each row")
-    parser.add_argument("--tokens", type=int, default=2000, help="of the shortest prompt")
-    parser.add_argument("--answer-tokens", type=int, default=64)
+    parser.add_argument("--models", nargs="+", default=list(TRAINED_MODELS), choices=made_model_names())
+    rows = [pair.row for pair in PAIRS]
+    parser.add_argument("--rows", nargs="+", default=rows, choices=rows, help="those over the link")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16"], help="of 16 bits")
+    parser.add_argument("--tokens", type=int, default=1500, help="of each prompt")
+    parser.add_argument("--rest-tokens", type=int, default=256, help="of each text, that are read on")
     arguments = parser.parse_args(argv)
-    lengths = (arguments.prompts, arguments.tokens, arguments.answer_tokens)
-    rows = []
-    for model in arguments.models:
-        for row in ROWS:
-            with tempfile.TemporaryDirectory(prefix="prfaas-converted-") as directory:
-                rows.append(measure(Path(directory), model, row, *lengths))
+    lengths = (arguments.tokens, arguments.rest_tokens)
+    figures = []
+    with tempfile.TemporaryDirectory(prefix="prfaas-converted-") as home:
+        # Models stay where everything else keeps them, and are fetched once.
+        (default_state_dir() / "models").mkdir(parents=True, exist_ok=True)
+        Path(home, "models").symlink_to(default_state_dir() / "models")
+        for model in arguments.models:
+            reference: Reading | None = None
+            for pair in (each for each in PAIRS if each.row in arguments.rows):
+                for row, reading in measure(Path(home), model, arguments.dtype, pair, reference, lengths):
+                    reference = reference or reading
+                    figures.append(
+                        {
+                            "model": model,
+                            "row": row,
+                            "agreement": reading.agreement(reference),
+                            "perplexity": reading.perplexity,
+                            "tokens": len(reading.likeliest),
+                            "sent_bytes": reading.sent_bytes,
+                        }
+                    )
+                    print(f"{model}, {row}: {figures[-1]}", file=sys.stderr, flush=True)
     if arguments.json:
-        print(json.dumps({"rows": rows}, indent=2))
+        print(json.dumps({"rows": figures}, indent=2))
         return 0
-    print("model, caches (prefill to decode) | likeliest | shortfall, nats | over the link, MB")
-    for row_figures in rows:
+    print("model, caches (prefill to decode) | agreement | perplexity | over the link, MB")
+    for each in figures:
         print(
-            f"{row_figures['model']:>10}, {row_figures['row']:<16} | {row_figures['likeliest']:6.1%} | "
-            f"{row_figures['shortfall_nats']:.4f} | {row_figures['sent_bytes'] / 1e6:.1f}"
+            f"{each['model']:>10}, {each['row']:<20} | {each['agreement']:6.1%} | {each['perplexity']:8.3f} | "
+            f"{each['sent_bytes'] / 1e6:.1f}"
         )
     return 0
 
