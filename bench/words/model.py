@@ -310,3 +310,5 @@ def write_checkpoint(model: Words, tokenizer: Tokenizer, out: Path) -> None:
     (out / "tokenizer_config.json").write_text(json.dumps(tokenizer_config, indent=1) + "\n")
     weights = {name: weight.to(torch.bfloat16).contiguous() for name, weight in model.checkpoint().items()}
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+    # It comes out private, which would keep an engine of another user from reading it.
+    (out / "model.safetensors").chmod(0o644)

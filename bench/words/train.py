@@ -1,7 +1,7 @@
 """Trains the model that prfaas ships as `trained: words`: a tiny Qwen3-Next that writes like Python's documentation.
 
 Matrices learn by Muon, the rest by AdamW. The learning rate is held and then falls to zero in the last part of the
-minutes. While it falls, every second window is of the topics that `help()` knows, which the demo's prompts are of.
+minutes. After the first of them every second window is of the topics of `help()`, which the demo's prompts are of.
 
     python bench/words/corpus.py /usr/share/doc/python3.11/html /tmp/words
     python bench/words/train.py run /tmp/words --minutes 60      # goes on where it was stopped; writes /tmp/words/words
@@ -32,14 +32,16 @@ SEED = 31
 STEP_TOKENS = 4096
 WINDOW_TOKENS = 512
 
-# The share of the minutes after which the learning rate falls, and that of the windows which are then of the topics.
+# From these shares of the minutes on, every second window is of the topics, and the learning rate falls.
+TOPICS_FROM = 0.15
 DECAY_FROM = 0.6
 TOPICS_SHARE = 0.5
 
-MUON_LR, ADAM_LR, WEIGHT_DECAY, WARMUP_STEPS = 0.02, 4e-3, 0.1, 100
+MUON_LR, ADAM_LR, WEIGHT_DECAY, WARMUP_STEPS = 0.02, 4e-3, 0.1, 50
 BALANCE = 0.01
 
 _SAVE_EVERY_S = 180.0
+_HELD_OUT_STEPS = 4
 _EOS_TEXT = "</s>"
 
 
@@ -205,7 +207,7 @@ class Run:
                 self._report(share, loss_mean, STEP_TOKENS / seconds)
             if now - saved > _SAVE_EVERY_S:
                 self.save()
-                print(f"held out {self.held_out(tokens=16384):.3f}", flush=True)
+                print(f"held out {self.held_out():.3f}", flush=True)
                 saved = began = time.monotonic()
         self.save()
 
@@ -214,7 +216,7 @@ class Run:
         for optimizer, lr in ((self._muon, MUON_LR), (self._adam, ADAM_LR)):
             for group in optimizer.param_groups:
                 group["lr"] = lr * rate
-        loss, uneven = self.model.losses(self._next_windows(TOPICS_SHARE if share > DECAY_FROM else 0.0))
+        loss, uneven = self.model.losses(self._next_windows(TOPICS_SHARE if share > TOPICS_FROM else 0.0))
         self._muon.zero_grad()
         self._adam.zero_grad()
         (loss + BALANCE * uneven).backward()  # type: ignore[no-untyped-call]
@@ -243,15 +245,13 @@ class Run:
             flush=True,
         )
 
-    @torch.no_grad()
-    def held_out(self, tokens: int) -> float:
-        """Nats per token on the first `tokens` tokens of the held-out text, in windows of 512."""
-        ids = self._held_out[: tokens + 1]
-        rows = torch.stack([ids[i : i + 513] for i in range(0, len(ids) - 513, 512)])
-        return sum(
-            float(self.model.losses(rows[i : i + 16])[0]) * len(rows[i : i + 16])
-            for i in range(0, len(rows), 16)
-        ) / len(rows)
+    def held_out(self) -> float:
+        """Nats per token on the beginning of the held-out text, in steps of the shape that training has compiled."""
+        count, window = STEP_TOKENS // WINDOW_TOKENS, WINDOW_TOKENS
+        starts = range(0, _HELD_OUT_STEPS * STEP_TOKENS, window)
+        rows = torch.stack([self._held_out[start : start + window + 1] for start in starts])
+        losses = [float(self.model.losses(part)[0].detach()) for part in rows.split(count)]
+        return sum(losses) / len(losses)
 
 
 def tokenizer_of(folder: Path) -> Tokenizer:
