@@ -71,17 +71,16 @@ def delta_rule(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor)
     chunk the updates are one triangular system (Yang et al., 2024, "Gated Delta Networks"); a state links chunks.
     """
     batch, heads, tokens, size = v.shape
-    q, k, v = (x.unflatten(2, (-1, CHUNK_TOKENS)) for x in (q, k, v))
-    log_decay, beta = log_decay.unflatten(2, (-1, CHUNK_TOKENS)), beta.unflatten(2, (-1, CHUNK_TOKENS))
+    q, k, v = (torch.unflatten(x, 2, (-1, CHUNK_TOKENS)) for x in (q, k, v))
+    log_decay, beta = (torch.unflatten(x, 2, (-1, CHUNK_TOKENS)) for x in (log_decay, beta))
     total = log_decay.cumsum(-1)
     visible = torch.ones(CHUNK_TOKENS, CHUNK_TOKENS, dtype=torch.bool).tril()
     between = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(~visible, -torch.inf).exp()
     k_beta = k * beta.unsqueeze(-1)
     system = (k_beta @ k.mT) * between
     wanted = torch.cat([v * beta.unsqueeze(-1), k_beta * total.exp().unsqueeze(-1)], -1)
-    values, reads = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True).split(
-        [size, k.shape[-1]], -1
-    )
+    solved = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
+    values, reads = torch.split(solved, [size, k.shape[-1]], -1)
     within = (q @ k.mT) * between
     q = q * total.exp().unsqueeze(-1)
     k = k * (total[..., -1:] - total).exp().unsqueeze(-1)
@@ -93,6 +92,14 @@ def delta_rule(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor)
         answers.append(q[:, :, i] @ state + within[:, :, i] @ new)
         state = state * kept[:, :, i] + k[:, :, i].mT @ new
     return torch.cat(answers, 2)
+
+
+class Scale(nn.Module):
+    """The weight of a norm that the delta net computes itself."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
 
 
 class DeltaNet(nn.Module):
@@ -110,15 +117,14 @@ class DeltaNet(nn.Module):
         self.A_log = nn.Parameter(torch.empty(self.v_heads).uniform_(1, 16).log())
         steps = torch.exp(torch.empty(self.v_heads).uniform_(math.log(1e-3), math.log(1e-1)))
         self.dt_bias = nn.Parameter(steps + torch.log(-torch.expm1(-steps)))
-        self.norm = nn.Module()
-        self.norm.weight = nn.Parameter(torch.ones(self.size))
+        self.norm = Scale(self.size)
         self.out_proj = matrix(HIDDEN, values, gain=0.1)
 
     def forward(self, x: Tensor) -> Tensor:
         batch, tokens, _ = x.shape
         each = self.v_heads // self.k_heads
-        grouped = product(x, self.in_proj_qkvz.weight).unflatten(-1, (self.k_heads, -1))
-        parts = grouped.split([self.size, self.size, each * self.size, each * self.size], -1)
+        grouped = torch.unflatten(product(x, self.in_proj_qkvz.weight), -1, (self.k_heads, -1))
+        parts = torch.split(grouped, [self.size, self.size, each * self.size, each * self.size], -1)
         mixed = torch.cat([part.flatten(2) for part in parts[:3]], -1).to(x.dtype)
         late = functional.pad(mixed, (0, 0, 3, 0))
         taps = self.conv1d.weight[:, 0]
@@ -127,15 +133,12 @@ class DeltaNet(nn.Module):
         )
         keys = self.k_heads * self.size
         q, k, v = (
-            part.unflatten(-1, (-1, self.size)).transpose(1, 2)
-            for part in mixed.split([keys, keys, 2 * keys], -1)
+            torch.unflatten(part, -1, (-1, self.size)).transpose(1, 2)
+            for part in torch.split(mixed, [keys, keys, 2 * keys], -1)
         )
         q, k = (u * torch.rsqrt(u.pow(2).sum(-1, keepdim=True) + 1e-6) for u in (q, k))
-        b, a = (
-            functional.linear(x, self.in_proj_ba.weight)
-            .unflatten(-1, (self.k_heads, -1))
-            .split([each, each], -1)
-        )
+        both = torch.unflatten(functional.linear(x, self.in_proj_ba.weight), -1, (self.k_heads, -1))
+        b, a = torch.split(both, [each, each], -1)
         log_decay = -self.A_log.exp() * functional.softplus(a.flatten(2) + self.dt_bias)
         answer = delta_rule(
             (q / math.sqrt(self.size)).repeat_interleave(each, 1),
@@ -170,13 +173,14 @@ class Attention(nn.Module):
         speeds = self.theta ** (-torch.arange(0, self.turning, 2, dtype=x.dtype) / self.turning)
         angles = torch.arange(x.shape[2], dtype=x.dtype)[:, None] * speeds
         cos, sin = angles.cos(), angles.sin()
-        first, second, still = x.split([self.turning // 2, self.turning // 2, self.size - self.turning], -1)
+        half = self.turning // 2
+        first, second, still = torch.split(x, [half, half, self.size - self.turning], -1)
         return torch.cat([first * cos - second * sin, second * cos + first * sin, still], -1)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, gate = product(x, self.q_proj.weight).unflatten(-1, (self.heads, -1)).chunk(2, -1)
-        k = product(x, self.k_proj.weight).unflatten(-1, (self.kv_heads, -1))
-        v = product(x, self.v_proj.weight).unflatten(-1, (self.kv_heads, -1)).transpose(1, 2)
+        q, gate = torch.unflatten(product(x, self.q_proj.weight), -1, (self.heads, -1)).chunk(2, -1)
+        k = torch.unflatten(product(x, self.k_proj.weight), -1, (self.kv_heads, -1))
+        v = torch.unflatten(product(x, self.v_proj.weight), -1, (self.kv_heads, -1)).transpose(1, 2)
         q = self._turned(self.q_norm(q).transpose(1, 2)).to(v.dtype)
         k = self._turned(self.k_norm(k).transpose(1, 2)).to(v.dtype)
         each = self.heads // self.kv_heads
@@ -219,12 +223,9 @@ class Experts(nn.Module):
         imbalance = len(self.experts) * (used * chances.mean((0, 1))).sum()
         shares = shares / shares.sum(-1, keepdim=True)
         shares = torch.cat([shares, functional.linear(x, self.shared_expert_gate.weight).sigmoid()], -1)
-        inner = (functional.silu(gates) * ups).unflatten(-1, (len(every), -1)) * shares.unsqueeze(-1).to(
-            gates.dtype
-        )
-        return product(
-            inner.flatten(2), torch.cat([expert.down_proj.weight for expert in every], 1)
-        ), imbalance
+        inner = torch.unflatten(functional.silu(gates) * ups, -1, (len(every), -1))
+        inner = (inner * shares.unsqueeze(-1).to(gates.dtype)).flatten(2)
+        return product(inner, torch.cat([expert.down_proj.weight for expert in every], 1)), imbalance
 
 
 class Layer(nn.Module):
@@ -247,28 +248,30 @@ class Layer(nn.Module):
         return x + answer, imbalance
 
 
+class Trunk(nn.Module):
+    """Everything but the head, as checkpoints group it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = words_config()
+        self.embed_tokens = nn.Embedding(VOCAB_SIZE, HIDDEN)
+        nn.init.normal_(self.embed_tokens.weight, std=0.1)
+        self.layers = nn.ModuleList(Layer(config, kind) for kind in config["layer_types"])
+        self.norm = Norm(HIDDEN)
+
+
 class Words(nn.Module):
     """The whole model. Its parameters have the names of a Qwen3-Next checkpoint."""
 
     def __init__(self) -> None:
         super().__init__()
-        config = words_config()
-        self.model = nn.Module()
-        self.model.embed_tokens = nn.Embedding(VOCAB_SIZE, HIDDEN)
-        nn.init.normal_(self.model.embed_tokens.weight, std=0.1)
-        self.layers = nn.ModuleList(Layer(config, kind) for kind in config["layer_types"])
-        self.model.layers = self.layers
-        self.model.norm = Norm(HIDDEN)
+        self.model = Trunk()
         self.lm_head = matrix(VOCAB_SIZE, HIDDEN, gain=0.3)
-
-    def checkpoint(self) -> dict[str, Tensor]:
-        """The weights under their names, each once."""
-        return {name: weight for name, weight in self.state_dict().items() if not name.startswith("layers.")}
 
     def logits(self, ids: Tensor) -> Tensor:
         """(batch, tokens) ids to (batch, tokens, vocabulary); tokens a multiple of the chunk."""
         x = self.model.embed_tokens(ids)
-        for layer in self.layers:
+        for layer in self.model.layers:
             x, _ = layer(x)
         return product(self.model.norm(x), self.lm_head.weight)
 
@@ -276,10 +279,10 @@ class Words(nn.Module):
         """Nats per token of predicting each next id of `ids` (batch, tokens + 1), and how uneven experts are used."""
         x = self.model.embed_tokens(ids[:, :-1])
         uneven = torch.zeros(())
-        for layer in self.layers:
+        for layer in self.model.layers:
             x, imbalance = layer(x)
             uneven = uneven + imbalance
-        return self.head_loss(x, ids[:, 1:]), uneven / len(self.layers)
+        return self.head_loss(x, ids[:, 1:]), uneven / len(self.model.layers)
 
     def head_loss(self, x: Tensor, following: Tensor) -> Tensor:
         """The last norm, the head and the loss."""
@@ -308,7 +311,7 @@ def write_checkpoint(model: Words, tokenizer: Tokenizer, out: Path) -> None:
         "chat_template": CHAT_TEMPLATE,
     }
     (out / "tokenizer_config.json").write_text(json.dumps(tokenizer_config, indent=1) + "\n")
-    weights = {name: weight.to(torch.bfloat16).contiguous() for name, weight in model.checkpoint().items()}
+    weights = {name: weight.to(torch.bfloat16).contiguous() for name, weight in model.state_dict().items()}
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
     # It comes out private, which would keep an engine of another user from reading it.
     (out / "model.safetensors").chmod(0o644)

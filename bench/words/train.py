@@ -100,7 +100,8 @@ def orthogonal(stack: Tensor) -> Tensor:
     for _ in range(5):
         square = x @ x.mT
         x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
-    return (x.mT if tall else x).float()
+    near: Tensor = (x.mT if tall else x).float()
+    return near
 
 
 def optimizers(model: Words) -> tuple[Muon, torch.optim.AdamW]:
@@ -175,11 +176,13 @@ class Run:
     def save(self) -> None:
         """Everything that going on needs, whole or not at all."""
         draft = self._folder / "state.draft"
-        parts = {"model": self.model, "muon": self._muon, "adam": self._adam}
-        torch.save(
-            {**{name: part.state_dict() for name, part in parts.items()}, "progress": vars(self.progress)},
-            draft,
-        )
+        state = {
+            "model": self.model.state_dict(),
+            "muon": self._muon.state_dict(),
+            "adam": self._adam.state_dict(),
+            "progress": vars(self.progress),
+        }
+        torch.save(state, draft)
         draft.rename(self._folder / "state.pt")
 
     def stop(self, _signal: int, _frame: FrameType | None) -> None:
@@ -188,7 +191,7 @@ class Run:
 
     def compile(self) -> None:
         """Makes machine code of the layers: minutes once for each window, and faster steps from then on."""
-        for layer in self.model.layers:
+        for layer in self.model.model.layers:
             layer.compile(dynamic=False)
         self.model.head_loss = torch.compile(self.model.head_loss, dynamic=False)  # type: ignore[method-assign]
 
@@ -250,7 +253,7 @@ class Run:
         count, window = STEP_TOKENS // WINDOW_TOKENS, WINDOW_TOKENS
         starts = range(0, _HELD_OUT_STEPS * STEP_TOKENS, window)
         rows = torch.stack([self._held_out[start : start + window + 1] for start in starts])
-        losses = [float(self.model.losses(part)[0].detach()) for part in rows.split(count)]
+        losses = [float(self.model.losses(part)[0].detach()) for part in torch.split(rows, count)]
         return sum(losses) / len(losses)
 
 
