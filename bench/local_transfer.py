@@ -4,7 +4,7 @@
 
 Example: python bench/local_transfer.py --tokens 1024 4096 --rounds 6
 
-Needs the package nixl (`pip install 'prfaas[nixl]'`); without it only our transport is measured. Two engines run at a
+Needs the package nixl (`pip install '.[nixl]'`); without it only our transport is measured. Two engines run at a
 time, a prefill and a decode engine, behind a gateway. UCX carries NIXL's bytes over TCP.
 
 Exposed time is what a prompt waits after its prefill until the KVCache is at the decode engine. It and the time to

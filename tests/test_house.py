@@ -38,8 +38,8 @@ SOURCE = Path(__file__).parents[1] / "src"
 # prefills behind a cached prefix, their curves, and what prefixes add in plans. Then steps of prompts and answers in
 # simulations, and which kind of world a scenario has. Then from where a broken transfer can go on. Then
 # streams that follow chunks, slow machines, and a world of them in simulations. Then handshakes on asyncio streams.
-# Then compiled loops over host memory, copies of runs that lie apart in it, and pages that are converted.
-MOST_FILES = 566
+# Then compiled loops over host memory, copies of runs that lie apart in it, and pages that are converted. Then extras.
+MOST_FILES = 567
 MOST_LINES = 420
 
 

@@ -1,4 +1,4 @@
-"""Draws what `prfaas demo` printed as docs/img/demo.svg, which README.md and the tutorial show.
+"""Draws what `prfaas demo` printed as docs/img/demo.svg, which the tutorial shows.
 
     FORCE_COLOR=1 .venv/bin/prfaas demo > build/demo.txt
     .venv/bin/python docs/img/record_demo.py build/demo.txt

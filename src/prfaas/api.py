@@ -2,7 +2,7 @@
 
 It is stable within a minor version; everything else in the package may change without notice. Importing this module
 costs little: what a function or a type needs is imported when it is first used, numpy and SciPy by `plan` and
-`simulate` (`pip install 'prfaas[plan]'`).
+`simulate` (the extra `plan`).
 
 Example:
     >>> from prfaas import api

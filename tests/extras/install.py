@@ -49,12 +49,12 @@ COMMANDS = {
 }
 # What must end with exit code 2 and the name of the extra.
 REFUSED = {
-    "": {"prfaas plan paper.yaml": "prfaas[plan]", "prfaas doctor local.yaml": "prfaas[gateway]"},
-    "engine": {"prfaas simulate paper.yaml": "prfaas[plan]"},
-    "gateway": {"prfaas plan paper.yaml --plot plots": "prfaas[plan]"},
+    "": {"prfaas plan paper.yaml": ".[plan]", "prfaas doctor local.yaml": ".[gateway]"},
+    "engine": {"prfaas simulate paper.yaml": ".[plan]"},
+    "gateway": {"prfaas plan paper.yaml --plot plots": ".[plan]"},
     "plan": {
-        "prfaas demo": "prfaas[gateway]",
-        "prfaas simulate paper.yaml --records rows.parquet": "prfaas[records]",
+        "prfaas demo": ".[gateway]",
+        "prfaas simulate paper.yaml --records rows.parquet": ".[records]",
     },
 }
 # Not in an environment that has no use for them.

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from prfaas.cli.completions import instance_names
+from prfaas.core.extras import how_to_install
 
 if TYPE_CHECKING:
     from urllib.error import HTTPError
@@ -74,15 +75,14 @@ def _missing(package: str, command: str) -> str | None:
         )
     if package in ("opentelemetry", "requests"):
         return (
-            "gateway.tracing needs OpenTelemetry's packages: pip install 'prfaas[trace]', "
+            f"gateway.tracing needs OpenTelemetry's packages: {how_to_install('trace')}, "
             "or take gateway.tracing out of the deployment file"
         )
     extra = "plan" if command in PLAN_COMMANDS else "gateway" if command in GATEWAY_COMMANDS else None
     if package == "prfaas" or extra is None:
         return None
     return (
-        f"`prfaas {command}` needs {_OWNERS[extra]} packages ({package} is missing): "
-        f"pip install 'prfaas[{extra}]'"
+        f"`prfaas {command}` needs {_OWNERS[extra]} packages ({package} is missing): {how_to_install(extra)}"
     )
 
 

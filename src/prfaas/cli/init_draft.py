@@ -11,6 +11,7 @@ from prfaas.cli.init_questions import ask as ask_for
 from prfaas.cli.init_questions import ask_links, ask_model, ask_sites
 from prfaas.core.deployment import DeploymentError, load_deployment
 from prfaas.core.deployment.draft import Draft, DraftError, DraftLink, DraftSite
+from prfaas.core.extras import how_to_install
 
 if TYPE_CHECKING:
     from prfaas.core.deployment import Deployment
@@ -125,7 +126,7 @@ def _secrets(deployment: "Deployment") -> tuple[Path, ...]:
     except ModuleNotFoundError as error:
         raise CliError(
             f"{deployment.path} is written, but keys need the gateway's packages ({error.name} is missing): "
-            "pip install 'prfaas[gateway]', then prfaas key and prfaas certs; or say --no-secrets"
+            f"{how_to_install('gateway')}, then prfaas key and prfaas certs; or say --no-secrets"
         ) from error
     security, token_file = deployment.security, deployment.gateway.admin.token_file
     made = []

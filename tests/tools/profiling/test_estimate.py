@@ -49,7 +49,8 @@ def test_a_profile_that_says_that_it_is_estimated(tmp_path: Path) -> None:
         assert evidence.origin == "estimated"
         assert evidence.band is not None
     assert made.notes == (
-        "aiconfigurator-core is not installed: pip install 'prfaas[estimate]'; estimated by the roofline",
+        "aiconfigurator-core is not installed: pip install '.[estimate]' in a checkout of prfaas; "
+        "estimated by the roofline",
     )
 
 

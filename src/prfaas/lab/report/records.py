@@ -12,6 +12,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
+from prfaas.core.extras import how_to_install
 from prfaas.lab.simulator import Result
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class RecordsFile:
                 import pyarrow.parquet  # noqa: F401
             except ModuleNotFoundError:
                 raise ValueError(
-                    f"{path}: Parquet needs pyarrow (pip install 'prfaas[records]'); .csv.gz and .jsonl.gz do not"
+                    f"{path}: Parquet needs pyarrow ({how_to_install('records')}); .csv.gz and .jsonl.gz do not"
                 ) from None
         return cls(path)
 

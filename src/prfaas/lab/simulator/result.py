@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prfaas.core.deployment import Slo
+from prfaas.core.extras import how_to_install
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -197,13 +198,13 @@ class Result:
         """The `table` for pandas: a row per request, `reason` as a category.
 
         Raises:
-            ModuleNotFoundError: pandas is not installed; `pip install 'prfaas[records]'`.
+            ModuleNotFoundError: pandas is not installed; it is in the extra `records`.
         """
         try:
             import pandas
         except ModuleNotFoundError as error:
             raise ModuleNotFoundError(
-                "a data frame needs pandas: pip install 'prfaas[records]'", name=error.name
+                f"a data frame needs pandas: {how_to_install('records')}", name=error.name
             ) from error
         columns = self.table()
         reason = pandas.Categorical.from_codes(self.reason, categories=list(self.reasons))

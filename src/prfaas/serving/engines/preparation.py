@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from prfaas.core.deployment import CERTIFICATE_NAMES, Cluster, Deployment, Instance, is_loopback, uses_nixl
+from prfaas.core.extras import how_to_install
 from prfaas.core.kv import FullAttention, LinearState
 from prfaas.serving.engines import EngineError
 from prfaas.serving.secret_files import KeyFileError, TlsFileError
@@ -72,7 +73,7 @@ def ensure_nixl(deployment: Deployment, instances: Iterable[Instance]) -> None:
     if needing and importlib.util.find_spec("nixl") is None:
         raise EngineError(
             f"engine {needing[0]} needs the package nixl, since engine.local_transfer is nixl; "
-            "install it here (pip install 'prfaas[nixl]'), or leave engine.local_transfer out"
+            f"install it here ({how_to_install('nixl')}), or leave engine.local_transfer out"
         )
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
+from prfaas.core.extras import how_to_install
 from prfaas.core.latency.profile import ProfileError
 from prfaas.core.latency.roofline import REQUEST_S
 from prfaas.core.latency.work import WeightFormat, weight_format
@@ -68,7 +69,7 @@ class AiconfiguratorTimes:
             from aiconfigurator_core.sdk import EngineHandle
         except ImportError:
             raise EstimatorGap(
-                "aiconfigurator-core is not installed: pip install 'prfaas[estimate]'"
+                f"aiconfigurator-core is not installed: {how_to_install('estimate')}"
             ) from None
         # It warns of tables that other models need.
         logging.getLogger("aiconfigurator_core").setLevel(logging.ERROR)
