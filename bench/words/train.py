@@ -1,7 +1,7 @@
 """Trains the model that prfaas ships as `trained: words`: a tiny Qwen3-Next that writes like Python's documentation.
 
 Matrices learn by Muon, the rest by AdamW. The learning rate is held and then falls to zero in the last part of the
-minutes. After the first of them every second window is of the topics of `help()`, which the demo's prompts are of.
+minutes. More and more windows are of the topics of `help()`, which the demo's prompts are passages of.
 
     python bench/words/corpus.py /usr/share/doc/python3.11/html /tmp/words
     python bench/words/train.py run /tmp/words --minutes 60      # goes on where it was stopped; writes /tmp/words/words
@@ -32,10 +32,9 @@ SEED = 31
 STEP_TOKENS = 4096
 WINDOW_TOKENS = 512
 
-# From these shares of the minutes on, every second window is of the topics, and the learning rate falls.
-TOPICS_FROM = 0.15
+# From these shares of the minutes on, so many windows are of the topics; in the last part the learning rate falls.
+TOPICS_SHARES = ((0.0, 0.0), (0.15, 0.5), (0.6, 0.875))
 DECAY_FROM = 0.6
-TOPICS_SHARE = 0.5
 
 MUON_LR, ADAM_LR, WEIGHT_DECAY, WARMUP_STEPS = 0.02, 4e-3, 0.1, 50
 BALANCE = 0.01
@@ -219,7 +218,9 @@ class Run:
         for optimizer, lr in ((self._muon, MUON_LR), (self._adam, ADAM_LR)):
             for group in optimizer.param_groups:
                 group["lr"] = lr * rate
-        loss, uneven = self.model.losses(self._next_windows(TOPICS_SHARE if share > TOPICS_FROM else 0.0))
+        loss, uneven = self.model.losses(
+            self._next_windows([of_topics for begin, of_topics in TOPICS_SHARES if share >= begin][-1])
+        )
         self._muon.zero_grad()
         self._adam.zero_grad()
         (loss + BALANCE * uneven).backward()  # type: ignore[no-untyped-call]
