@@ -41,6 +41,7 @@ BALANCE = 0.01
 
 _SAVE_EVERY_S = 180.0
 _HELD_OUT_STEPS = 4
+_JUDGED_TOKENS = 40_960
 _EOS_TEXT = "</s>"
 
 
@@ -289,18 +290,18 @@ def hugging_face(folder: Path) -> Any:
     ).eval()
 
 
+def spread_windows(ids: Tensor, window: int) -> Tensor:
+    """(count, window + 1): `_JUDGED_TOKENS` tokens of `ids`, spread evenly, or all if there are fewer."""
+    count = min(_JUDGED_TOKENS, len(ids) - 1) // window
+    starts = torch.linspace(0, len(ids) - 1 - window, count).long().tolist()
+    return torch.stack([ids[start : start + window + 1] for start in starts])
+
+
 @torch.no_grad()
-def reference_loss(model: Any, ids: Tensor, window: int) -> float:
-    """Nats per token by Hugging Face's forward pass, over windows of `window` tokens."""
-    losses = [
-        float(
-            functional.cross_entropy(
-                model(input_ids=ids[None, i : i + window]).logits[0], ids[i + 1 : i + window + 1]
-            )
-        )
-        for i in range(0, len(ids) - window, window)
-    ]
-    return sum(losses) / len(losses)
+def reference_loss(model: Any, rows: Tensor) -> float:
+    """Nats per token by Hugging Face's forward pass."""
+    losses = [functional.cross_entropy(model(input_ids=row[None, :-1]).logits[0], row[1:]) for row in rows]
+    return float(torch.stack(losses).mean())
 
 
 def judge(folder: Path, out: Path) -> None:
@@ -308,14 +309,21 @@ def judge(folder: Path, out: Path) -> None:
     from prfaas.tools.demo.prompts import demo_prompts
 
     model, tokenizer = hugging_face(out), Tokenizer.from_file(str(out / "tokenizer.json"))
-    for part in ("train", "held-out"):
-        ids = token_ids(folder, tokenizer, part)[:40_961]
-        bytes_per_token = len(tokenizer.decode(ids.tolist(), skip_special_tokens=False)) / len(ids)
+    for part in ("topics", "train", "held-out"):
+        ids = token_ids(folder, tokenizer, part)
         for window in (512, 4096):
-            nats = reference_loss(model, ids, window)
+            rows = spread_windows(ids, window)
+            nats = reference_loss(model, rows)
+            bytes_per_token = (
+                len(tokenizer.decode(rows.flatten().tolist(), skip_special_tokens=False)) / rows.numel()
+            )
             bits = nats / math.log(2) / bytes_per_token
-            print(f"{part}, windows of {window}: {nats:.3f} nats a token, {bits:.3f} bits a byte", flush=True)
-    for prompt in demo_prompts(chars_per_token=3.4):
+            print(
+                f"{part}, windows of {window}: {nats:.2f} nats a token of {bytes_per_token:.2f} bytes, {bits:.2f} bits"
+                " a byte",
+                flush=True,
+            )
+    for prompt in demo_prompts(chars_per_token=3.6):
         ids = torch.tensor([tokenizer.encode(prompt.text).ids])
         answer = model.generate(ids, max_new_tokens=64, do_sample=False)[0, ids.shape[1] :]
         print(f"--- {prompt.label}, {ids.shape[1]} tokens: ...{prompt.text[-160:]}")
