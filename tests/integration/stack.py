@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import math
+import os
 import random
 import subprocess
 import sys
@@ -15,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
 from tests.ports import free_ports
 
 from prfaas.core.deployment import TOOLS, Deployment, load_deployment
@@ -176,10 +176,13 @@ class DemoAnswer:
 class Stack:
     """Engines and gateway of one deployment file; use as a context manager."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, env: Mapping[str, str] | None = None) -> None:
+        """`env`: over that of engines."""
         self.path = path
         self.deployment: Deployment = load_deployment(path)
-        self.engines = RunningEngines(self.deployment, extra_env=ENGINE_ENV, templates=TEMPLATES)
+        self.engines = RunningEngines(
+            self.deployment, extra_env={**ENGINE_ENV, **(env or {})}, templates=TEMPLATES
+        )
         self._gateway: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> "Stack":
@@ -442,13 +445,19 @@ def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> No
         time.sleep(0.2)
 
 
-def need_known_pages() -> None:
-    """For tests of engines that keep KV otherwise than each other, which on some machines refuse each other."""
-    if " amx_tile" in Path("/proc/cpuinfo").read_text():
-        pytest.skip("how vLLM lays pages out on CPUs with AMX is not known")
+def with_known_pages() -> dict[str, str]:
+    """Environment of engines that keep KV otherwise than each other.
+
+    Where there is AMX, vLLM lays pages out in an order that prfaas does not know, and such engines refuse each other;
+    so vLLM is told that there is none.
+    """
+    if " amx_tile" not in Path("/proc/cpuinfo").read_text():
+        return {}
+    folders = [str(Path(__file__).with_name("without_amx")), os.environ.get("PYTHONPATH", "")]
+    return {"PYTHONPATH": os.pathsep.join(filter(None, folders))}
 
 
-def running(path: Path) -> Iterator[Stack]:
-    """For fixtures."""
-    with Stack(path) as stack:
+def running(path: Path, env: Mapping[str, str] | None = None) -> Iterator[Stack]:
+    """For fixtures. `env`: over that of engines."""
+    with Stack(path, env) as stack:
         yield stack

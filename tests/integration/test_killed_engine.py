@@ -16,10 +16,10 @@ from .stack import (
     DemoAnswer,
     Stack,
     call,
-    need_known_pages,
     prompt,
     running,
     wait_until,
+    with_known_pages,
     write_deployment,
 )
 
@@ -60,11 +60,10 @@ def cut(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     document["clusters"][0] |= {"preemptible": True, "kills_per_hour": 3600}
     document["clusters"][1]["instances"].pop(0)
     if ranks > 1:
-        need_known_pages()
         (far,) = document["clusters"][0]["instances"]
         far |= {"tensor_parallel": ranks, "kv_port": neighbours(ranks)}
     path.write_text(json.dumps(document))
-    yield from running(path)
+    yield from running(path, with_known_pages() if ranks > 1 else None)
 
 
 FAR, HOME = "east-prefill-0", "home-decode-0"

@@ -21,9 +21,9 @@ from .stack import (
     PATIENCE_S,
     DemoAnswer,
     Stack,
-    need_known_pages,
     prompt,
     wait_until,
+    with_known_pages,
     write_deployment,
 )
 
@@ -95,7 +95,6 @@ def unlike(
 ) -> Iterator[tuple[Unlike, Stack]]:
     """One engine that prefills elsewhere and one that decodes, with other blocks and ranks."""
     case: Unlike = request.param
-    need_known_pages()
     if case.is_converted and not _has_avx_512():
         pytest.skip("vLLM has fp8 caches on CPUs with AVX-512 alone")
     path = write_deployment(tmp_path_factory.mktemp(f"prfaas-{case}"), bandwidth="1 Gbit/s")
@@ -114,7 +113,7 @@ def unlike(
             if side.ranks > 1:
                 instance |= {"tensor_parallel": side.ranks, "kv_port": neighbours(side.ranks)}
     path.write_text(json.dumps(document))
-    stack = Stack(path)
+    stack = Stack(path, with_known_pages())
     ensure_model(stack.deployment)
     with stack:
         # A first transfer waits two seconds for engines to meet. On a machine that starves they need longer, and the

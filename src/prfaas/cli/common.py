@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from prfaas.cli.completions import instance_names
-from prfaas.core.extras import how_to_install
 
 if TYPE_CHECKING:
     from urllib.error import HTTPError
@@ -68,6 +67,8 @@ def sentence(error: Exception, command: str = "") -> str | None:
 
 
 def _missing(package: str, command: str) -> str | None:
+    from prfaas.core.extras import how_to_install
+
     if package in _ENGINE_MODULES:
         return (
             f"{package} is not installed in this environment; "

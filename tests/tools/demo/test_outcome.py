@@ -174,7 +174,7 @@ def test_the_line_and_the_answers_are_told(deployment: Deployment) -> None:
 def test_words_are_shown_where_there_are_any(deployment: Deployment) -> None:
     outcome = _outcome(deployment)
     assert not outcome.writes_words
-    written = replace(outcome, deployment=replace(deployment, model=replace(deployment.model, tiny=None)))
+    written = replace(outcome, deployment=replace(deployment, model=replace(deployment.model, source=None)))
     assert written.writes_words
     console = Console(width=99, file=io.StringIO(), record=True)
     console.print(answers_table(written))

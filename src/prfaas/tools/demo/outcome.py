@@ -94,8 +94,9 @@ class DemoOutcome:
 
     @property
     def writes_words(self) -> bool:
-        """Whether answers can be read: what prfaas makes itself has random weights."""
-        return self.deployment.model.tiny is None
+        """Whether answers can be read: tiny models have random weights."""
+        source = self.deployment.model.source
+        return source is None or source.kind != "tiny"
 
     def count(self, equality: Equality) -> int:
         """How many answers compare like this."""
