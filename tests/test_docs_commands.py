@@ -88,6 +88,8 @@ def section_of(name: str) -> str:
     text = (ROOT / REFERENCE).read_text(encoding="utf-8")
     sections = {part.partition("\n")[0]: part for part in re.split(r"^### ", text, flags=re.MULTILINE)[1:]}
     words = name.split()[1:]
+    if " ".join(words) in sections:
+        return sections[" ".join(words)]
     for title, section in sections.items():
         if words[0] in re.split(r"[ ,]+|and", title) or " ".join(words) == title:
             return section
