@@ -88,7 +88,7 @@ def test_the_user_s_options_come_after_ours(tmp_path: Path) -> None:
     command = load_test_command(deployment, OPTIONS, tmp_path)
     urls = [number for number, word in enumerate(command) if word == "--base-url"]
     assert [command[number + 1] for number in urls] == [deployment.gateway.url, "http://127.0.0.1:9"]
-    assert command[command.index("--model") + 1] == "qwen3-next-tiny"
+    assert command[command.index("--model") + 1] == "words"
     assert command[command.index("--tokenizer") + 1] == str(deployment.model.path)
     assert command[command.index("--result-dir") + 1] == str(tmp_path)
 

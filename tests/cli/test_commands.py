@@ -34,7 +34,7 @@ def dense_file(tmp_path: Path) -> Path:
     config = {"model_type": "qwen3", "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 32}
     (tmp_path / "m" / "config.json").write_text(json.dumps(config))
     path = tmp_path / "dense.yaml"
-    text = EXAMPLE.read_text().replace("tiny: qwen3-next", "path: m")
+    text = EXAMPLE.read_text().replace("trained: words", "path: m")
     path.write_text(
         text.replace("port: 8000", f"port: {free_ports(1)[0]}\n  admin: {{port: {free_ports(1)[0]}}}")
     )

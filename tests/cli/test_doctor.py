@@ -82,7 +82,7 @@ async def served(routes: dict[str, Callable[[web.Request], web.Response]]) -> As
 
 
 def vllm_routes(
-    version: str = "0.32.0", name: str = "qwen3-next-tiny", length: int = 32768
+    version: str = "0.32.0", name: str = "words", length: int = 32768
 ) -> dict[str, Callable[[web.Request], web.Response]]:
     return {
         "/health": lambda _: web.Response(),
@@ -215,7 +215,7 @@ def test_engines_of_other_kinds(
     assert (
         found["engine east-prefill-0"] == "runs vLLM 0.31.9; the connector is checked against 0.32 and 0.33"
     )
-    assert found["engine home-prefill-0"] == "serves other, not qwen3-next-tiny"
+    assert found["engine home-prefill-0"] == "serves other, not words"
     assert found["engine home-decode-0"] == "takes 10 tokens, not 32768 (model.max_model_len)"
     assert found["versions"] == "engines run different versions of vLLM: 0.31.9, 0.32.0"
 

@@ -38,7 +38,7 @@ class Shell:
 
     def __init__(self, hub: Hub, folder: Path) -> None:
         self.file = folder / "deployment.yaml"
-        self.file.write_text(example_path("local").read_text().replace("tiny: qwen3-next", "hub: org/tiny"))
+        self.file.write_text(example_path("local").read_text().replace("trained: words", "hub: org/tiny"))
         clean = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))}
         self.env = {
             **clean,

@@ -109,8 +109,8 @@ def test_who_may_send_to_whom(tmp_path: Path) -> None:
 def test_the_example_is_good_and_on_one_machine() -> None:
     deployment = load_deployment(EXAMPLE)
     assert {instance.host for instance in deployment.instances} == {"127.0.0.1"}
-    assert deployment.model.source == ModelSource("tiny", "qwen3-next")
-    assert deployment.model.path == deployment.state_dir / "models" / "qwen3-next"
+    assert deployment.model.source == ModelSource("trained", "words")
+    assert deployment.model.path == deployment.state_dir / "models" / "words"
 
 
 def test_the_state_directory_comes_from_the_environment(

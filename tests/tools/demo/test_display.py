@@ -65,7 +65,8 @@ def test_it_fits_and_cuts_nothing(deployment: Deployment, model: str) -> None:
     text = out.getvalue()
     assert DEMO_COLUMNS < 100
     assert max(len(line.rstrip()) for line in text.splitlines()) <= DEMO_COLUMNS
-    assert "…" not in text
+    # Only prompts, of which the ends are shown, begin with one.
+    assert text.count("…") == text.count(" …") == len(outcome.rows)
     # Both tables on its side, and whole figures in them.
     assert text.count("123,456,789") == 3 * len(outcome.rows)
     assert text.count("123 ms") >= 4 * len(outcome.rows) and "31,744" in text and "60 tokens" in text

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from prfaas.core.deployment import Deployment, load_deployment
+from prfaas.core.deployment import Deployment, ModelSource, load_deployment
 from prfaas.core.kv import KvModel, model_from_config
 from prfaas.core.route_header import RouteHeader
 from prfaas.serving.engines.tiny import tiny_config
@@ -172,10 +172,11 @@ def test_the_line_and_the_answers_are_told(deployment: Deployment) -> None:
 
 
 def test_words_are_shown_where_there_are_any(deployment: Deployment) -> None:
-    outcome = _outcome(deployment)
-    assert not outcome.writes_words
-    written = replace(outcome, deployment=replace(deployment, model=replace(deployment.model, source=None)))
-    assert written.writes_words
+    written = _outcome(deployment)
+    sources = {ModelSource("tiny", "qwen3"): False, ModelSource("trained", "words"): True, None: True}
+    for source, writes in sources.items():
+        model = replace(deployment.model, source=source)
+        assert replace(written, deployment=replace(deployment, model=model)).writes_words is writes
     console = Console(width=99, file=io.StringIO(), record=True)
     console.print(answers_table(written))
     text = console.export_text()
@@ -185,9 +186,9 @@ def test_words_are_shown_where_there_are_any(deployment: Deployment) -> None:
 
 def test_the_reference_is_the_same_engine_without_a_connector(deployment: Deployment) -> None:
     from prfaas.serving.engines.command import vllm_command
-    from prfaas.serving.engines.tiny import tiny_model
+    from prfaas.serving.engines.trained import trained_model
 
-    tiny_model("qwen3-next", deployment.model.path.parent)
+    trained_model("words", deployment.model.path.parent)
     plain = reference_deployment(deployment)
     (instance,) = plain.instances
     decode = deployment.instance("home-decode-0")

@@ -6,9 +6,21 @@ import pytest
 
 from prfaas.tools.demo.prompts import corpus, demo_prompts
 
+LENGTHS = (100, 600, 2300, 1200, 3430, 4000)
+# A word and the spaces before it.
+LONGEST_WORD = 40
+
 
 def test_lengths_in_byte_tokens() -> None:
-    assert [len(prompt.text.encode()) for prompt in demo_prompts()] == [100, 600, 2300, 1200, 3430, 4000]
+    assert tuple(len(prompt.text.encode()) for prompt in demo_prompts()) == LENGTHS
+
+
+@pytest.mark.parametrize("chars_per_token", [3.6, 4.0])
+def test_where_tokens_are_longer_each_ends_with_a_word(chars_per_token: float) -> None:
+    for prompt, tokens in zip(demo_prompts(chars_per_token), LENGTHS, strict=True):
+        assert 0 <= tokens * chars_per_token - len(prompt.text) <= 2 * LONGEST_WORD
+        end = prompt.text[-60:]
+        assert any(f"{end}{space}" in corpus() for space in (" ", "\n"))
 
 
 def _shared(one: str, other: str) -> int:
@@ -33,10 +45,6 @@ def test_the_same_every_time_and_all_english() -> None:
     for prompt in first:
         words = prompt.text.lower().split()
         assert sum(word in {"the", "a", "is", "of", "to", "and", "in"} for word in words) > len(words) / 12
-
-
-def test_longer_tokens_make_longer_texts() -> None:
-    assert [len(prompt.text) for prompt in demo_prompts(4.0)] == [400, 2400, 9200, 4800, 13720, 16000]
 
 
 def test_text_that_is_too_short_is_refused() -> None:

@@ -4,6 +4,7 @@ The text is Python's own language reference as `help()` knows it (`pydoc_data.to
 """
 
 import functools
+import re
 from dataclasses import dataclass
 
 # Tokens of a prompt that stands for itself, in the order of sending; 2,300 comes before what shares its beginning.
@@ -27,8 +28,8 @@ class DemoPrompt:
 def demo_prompts(chars_per_token: float = 1.0) -> tuple[DemoPrompt, ...]:
     """Six prompts of 100 to 4,000 tokens, for a tokenizer that makes a token of `chars_per_token` characters.
 
-    With a byte-level tokenizer (1.0) the lengths are exact. Two prompts share their first 1,280 tokens; no others
-    share anything.
+    With a byte-level tokenizer (1.0) the lengths are exact; else each ends with a word, so it is a little shorter. Two
+    prompts share their first 1,280 tokens; no others share anything.
 
     Raises:
         ValueError: `chars_per_token` is so large that the text doesn't suffice.
@@ -80,6 +81,9 @@ class _Reader:
                 f"the demo's text has {len(text)} characters, too few at {self._chars_per_token:.1f} per token"
             )
         passage = text[self._position : end]
+        if self._chars_per_token > 1:
+            # Who can write words begins with one.
+            passage = re.sub(r"\s+\S*$", "", text[self._position : end + 1])
         self._next_paragraph(end)
         return passage
 

@@ -24,7 +24,10 @@ from prfaas.serving.engines.trained.recipes import RECIPES
 from prfaas.serving.gateway.tokenizers import ChatTemplate
 
 ROOT = Path(__file__).parents[4]
-FETCHED = [pytest.param("smollm2", marks=pytest.mark.slow), pytest.param("gemma3", marks=pytest.mark.gemma)]
+FETCHED = [
+    pytest.param("smollm2", marks=pytest.mark.slow("fetched and converted: 98 MB")),
+    pytest.param("gemma3", marks=pytest.mark.gemma),
+]
 TEXT = (
     (ROOT / "LICENSE").read_text()[:3000]
     + (ROOT / "README.md").read_text()[:3000]

@@ -12,8 +12,8 @@ from prfaas.core.workload import TracedRequest, fixed
 from prfaas.core.workload.arrivals import Poisson
 from prfaas.core.workload.traffic import IndependentTraffic, RequestChunk, take
 
-BURST_REQUESTS = 280
-"""To each side: at ten times the paper's speed 16 s, and two cores carry both sides."""
+BURST_REQUESTS = 400
+"""To each side: at ten times the paper's speed 22 s, and two cores carry both sides."""
 _SEED = 0
 # Of what the side without PrfaaS can carry: it keeps up, but its queues show.
 _LOAD = 0.85
