@@ -95,7 +95,8 @@ check: setup
 # 5: TEST_ARGS chose none of that kind.
 PYTEST  := $(BIN)/python -m pytest
 PLAIN   := $(PYTEST) -n $(WORKERS) --dist worksteal
-ENGINES := $(PYTEST) -n 2 --dist loadfile
+# Where tests with engines are: to collect all others takes each worker ten seconds.
+ENGINES := $(PYTEST) -n 2 --dist loadfile $(if $(TEST_ARGS),,tests/integration tests/core/kv/test_allocation.py)
 
 test: setup system
 	$(PLAIN) -m "not engine and not newcomer and not extended and not gemma" $(TEST_ARGS) || [ $$? = 5 ]
@@ -106,7 +107,7 @@ test-all: setup system
 	$(ENGINES) -m "extended and engine and not gemma" $(TEST_ARGS) || [ $$? = 5 ]
 
 test-gemma: setup
-	$(ENGINES) -m gemma $(TEST_ARGS) || [ $$? = 5 ]
+	$(PYTEST) -n 2 --dist loadfile -m gemma $(TEST_ARGS) || [ $$? = 5 ]
 
 # The seed is printed first: whatever fails, fails again with `make test-explore SEED=...`.
 test-explore: setup

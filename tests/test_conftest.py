@@ -1,11 +1,16 @@
 """Marks that keep a test out of a run say why."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.conftest import REASONED, TimeByPart, pytest_collection_modifyitems
+
+ROOT = Path(__file__).parents[1]
+MAKEFILE = ROOT / "Makefile"
 
 
 @dataclass
@@ -59,3 +64,20 @@ def test_the_time_of_a_run_is_told_by_folder() -> None:
         "over 5 s without a reason: make them cheaper, or mark them slow(...)",
         "    6.5 s  tests/core/test_a.py::test_one",
     ]
+
+
+def test_tests_with_engines_are_where_make_looks_for_them() -> None:
+    """Elsewhere they would be in no run."""
+    (looked,) = re.findall(
+        r"^ENGINES := .*\$\(if \$\(TEST_ARGS\),,([^)]*)\)", MAKEFILE.read_text(), re.MULTILINE
+    )
+    places = [ROOT / place for place in looked.split()]
+    marked = re.compile(r"\bmark\.engi" r"ne\b")
+    found = [
+        path
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if marked.search(path.read_text(encoding="utf-8"))
+    ]
+    assert len(found) > 10
+    strays = [path for path in found if not any(path.is_relative_to(place) for place in places)]
+    assert strays == []
