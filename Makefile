@@ -102,9 +102,10 @@ test: setup system
 	$(PLAIN) -m "not engine and not newcomer and not extended and not gemma" $(TEST_ARGS) || [ $$? = 5 ]
 	$(ENGINES) -m "engine and not extended and not gemma" $(TEST_ARGS) || [ $$? = 5 ]
 
+# The last -n counts: engines that are killed at a moment, and those that are timed, have the machine to themselves here.
 test-all: setup system
 	$(PLAIN) -m "extended and not engine and not newcomer and not gemma" $(TEST_ARGS) || [ $$? = 5 ]
-	$(ENGINES) -m "extended and engine and not gemma" $(TEST_ARGS) || [ $$? = 5 ]
+	$(ENGINES) -n 1 -m "extended and engine and not gemma" $(TEST_ARGS) || [ $$? = 5 ]
 
 test-gemma: setup
 	$(PYTEST) -n 2 --dist loadfile -m gemma $(TEST_ARGS) || [ $$? = 5 ]

@@ -60,6 +60,22 @@ def test_what_is_not_measured_is_tried() -> None:
     assert worth.pays(16, 1 << 30, 1 << 30)
 
 
+def test_ends_of_prompts_say_nothing_of_long_prefills() -> None:
+    worth = LoadWorth()
+    worth.load_took(6_000_000, 0, 0.020, 0.0)
+    # A first step takes longer than the second, whatever they compute.
+    worth.prefill.add(56, 0.031)
+    worth.prefill.add(104, 0.030)
+    assert worth.prefill_s(5888) == 0
+    assert worth.pays(5888, 6_000_000, 0)
+    worth.prefill.add(1024, 0.040)
+    assert not worth.pays(1000, 6_000_000, 0)
+    # What was long ago counts for less.
+    for _ in range(200):
+        worth.prefill.add(64, 0.030)
+    assert worth.pays(1000, 6_000_000, 0)
+
+
 def test_short_prefixes_are_computed_and_long_ones_loaded() -> None:
     worth = measured()
     assert worth.load_s(2_000_000, 0) == pytest.approx(0.022, rel=1e-3)

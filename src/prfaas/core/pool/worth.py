@@ -6,6 +6,9 @@ import math
 _FORGET = 0.98
 # What is always refused is never measured again: so one refused load in so many is made all the same.
 _REFUSALS_PER_TRIAL = 16
+# What was measured says nothing of prefills so many times as long. An engine whose prefixes come from the pool computes
+# ends of prompts only: of some dozen tokens more or less noise makes any slope, none among them.
+_FAR = 8
 
 
 class LinearCost:
@@ -14,10 +17,12 @@ class LinearCost:
     Least squares over the samples, older ones weighing less; neither part is ever negative.
     """
 
-    __slots__ = ("_count", "_product", "_seconds", "_squares", "_units")
+    __slots__ = ("_count", "_product", "_seconds", "_squares", "_units", "largest_units")
 
     def __init__(self) -> None:
         self._count = self._units = self._seconds = self._squares = self._product = 0.0
+        self.largest_units = 0.0
+        """Of the samples, older ones counting for less; 0 without samples."""
 
     @property
     def is_known(self) -> bool:
@@ -26,6 +31,7 @@ class LinearCost:
 
     def add(self, units: float, seconds: float) -> None:
         """One job of `units`, above 0, took `seconds`."""
+        self.largest_units = max(self.largest_units * _FORGET, units)
         self._count = self._count * _FORGET + 1.0
         self._units = self._units * _FORGET + units
         self._seconds = self._seconds * _FORGET + seconds
@@ -97,8 +103,8 @@ class LoadWorth:
         return self.prefill.per_unit_s * tokens
 
     def pays(self, tokens: int, loaded_bytes: int, ssd_bytes: int) -> bool:
-        """Whether to load what spares the prefill of `tokens`. True until both have been measured."""
-        if not (self.prefill.is_known and self.copy.is_known):
+        """Whether to load what spares the prefill of `tokens`. True until loads and such prefills have been measured."""
+        if not self.copy.is_known or tokens > _FAR * self.prefill.largest_units:
             return True
         if self.load_s(loaded_bytes, ssd_bytes) < self.prefill_s(tokens):
             return True
