@@ -103,7 +103,7 @@ class LoadWorth:
         return self.prefill.per_unit_s * tokens
 
     def pays(self, tokens: int, loaded_bytes: int, ssd_bytes: int) -> bool:
-        """Whether to load what spares the prefill of `tokens`. True until loads and such prefills have been measured."""
+        """Whether to load what spares the prefill of `tokens`. True until loads and such prefills were measured."""
         if not self.copy.is_known or tokens > _FAR * self.prefill.largest_units:
             return True
         if self.load_s(loaded_bytes, ssd_bytes) < self.prefill_s(tokens):
