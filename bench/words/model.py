@@ -15,7 +15,8 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.nn import functional
 
-from prfaas.serving.engines.tiny.configs import CHAT_TEMPLATE, SPECIAL_TOKENS, tiny_config
+from prfaas.serving.engines.tiny.checkpoint import write_tokenizer_config
+from prfaas.serving.engines.tiny.configs import SPECIAL_TOKENS, tiny_config
 
 VOCAB_SIZE = 3072
 HIDDEN = 160
@@ -298,19 +299,7 @@ def write_checkpoint(model: Words, tokenizer: Tokenizer, out: Path) -> None:
     generation = {"eos_token_id": [END_ID, TURN_END_ID]}
     (out / "generation_config.json").write_text(json.dumps(generation, indent=1) + "\n")
     tokenizer.save(str(out / "tokenizer.json"), pretty=False)
-    pad, begin, end, turn_start, turn_end = SPECIAL_TOKENS
-    tokenizer_config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "pad_token": pad,
-        "bos_token": begin,
-        "eos_token": end,
-        "additional_special_tokens": [turn_start, turn_end],
-        "add_bos_token": False,
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": config["max_position_embeddings"],
-        "chat_template": CHAT_TEMPLATE,
-    }
-    (out / "tokenizer_config.json").write_text(json.dumps(tokenizer_config, indent=1) + "\n")
+    write_tokenizer_config(out, int(config["max_position_embeddings"]))
     weights = {name: weight.to(torch.bfloat16).contiguous() for name, weight in model.state_dict().items()}
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
     # It comes out private, which would keep an engine of another user from reading it.

@@ -18,7 +18,8 @@ from typing import Any
 
 from tests.ports import free_ports
 
-from prfaas.core.deployment import TOOLS, Deployment, load_deployment
+from prfaas.core.deployment import TOOLS, Deployment, Instance, load_deployment
+from prfaas.serving.engines.preparation import port_problem
 from prfaas.serving.engines.running import RunningEngines
 from prfaas.serving.engines.template import EngineTemplates
 from prfaas.serving.transport.observer import Observer
@@ -443,6 +444,16 @@ def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> No
         if time.monotonic() > deadline_s:
             raise TimeoutError(f"not within {timeout_s:g} s: {what}")
         time.sleep(0.2)
+
+
+def wait_ports_free(instance: Instance) -> None:
+    """Of an engine that was killed, before it is started again."""
+    for port in (instance.http_port, *instance.kv_ports):
+        wait_until(
+            lambda port=port: port_problem("127.0.0.1", port) is None,  # type: ignore[misc]
+            PATIENCE_S,
+            "the killed engine's port is free",
+        )
 
 
 def with_known_pages() -> dict[str, str]:

@@ -13,7 +13,6 @@ import pytest
 from tests.ports import free_ports, neighbours
 
 from prfaas.core.deployment import Deployment, load_deployment
-from prfaas.serving.engines.preparation import port_problem
 from prfaas.serving.engines.running import RunningEngines
 from prfaas.serving.pool.client import PoolClient
 from prfaas.serving.pool.running import RunningPools
@@ -30,6 +29,7 @@ from .stack import (
     call,
     completion_body,
     prompt,
+    wait_ports_free,
     wait_until,
 )
 
@@ -104,13 +104,7 @@ class Pooled:
 
     def start(self, *names: str) -> None:
         for name in names:
-            instance = self.deployment.instance(name)
-            for port in (instance.http_port, *instance.kv_ports):
-                wait_until(
-                    lambda port=port: port_problem("127.0.0.1", port) is None,  # type: ignore[misc]
-                    PATIENCE_S,
-                    "the killed engine's port is free",
-                )
+            wait_ports_free(self.deployment.instance(name))
         self.engines.restart(names)
         self.engines.wait_ready()
 

@@ -13,11 +13,11 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from prfaas.serving.engines.preparation import ensure_model, port_problem
+from prfaas.serving.engines.preparation import ensure_model
 from prfaas.serving.pool.running import RunningPools
 from prfaas.tools.demo.compare import Equality, compare
 
-from .stack import PATIENCE_S, DemoAnswer, Stack, call, wait_until, write_deployment
+from .stack import PATIENCE_S, DemoAnswer, Stack, call, wait_ports_free, wait_until, write_deployment
 
 SMOLLM2, GEMMA3 = "smollm2", "gemma3"
 
@@ -92,13 +92,7 @@ class TrainedStack(Stack):
         """Start those of these engines anew that don't run."""
         dead = [name for name in names if not self.engines.is_running(name)]
         for name in dead:
-            instance = self.deployment.instance(name)
-            for port in (instance.http_port, *instance.kv_ports):
-                wait_until(
-                    lambda port=port: port_problem("127.0.0.1", port) is None,  # type: ignore[misc]
-                    PATIENCE_S,
-                    "the killed engine's port is free",
-                )
+            wait_ports_free(self.deployment.instance(name))
             self.engines.start(name)
         self.engines.wait_ready()
         health = self.url("gateway", "/health")

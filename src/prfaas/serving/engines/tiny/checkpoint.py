@@ -49,7 +49,11 @@ def write_tokenizer(directory: Path, max_tokens: int) -> None:
         [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS]
     )
     tokenizer.save(str(directory / "tokenizer.json"), pretty=False)
+    write_tokenizer_config(directory, max_tokens)
 
+
+def write_tokenizer_config(directory: Path, max_tokens: int) -> None:
+    """Writes tokenizer_config.json: special tokens, chat template, and `max_tokens`, the model's context length."""
     pad, begin, end, turn_start, turn_end = SPECIAL_TOKENS
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
