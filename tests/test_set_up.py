@@ -83,11 +83,13 @@ def echo(text: str, status: int = 0) -> list[object]:
 @pytest.mark.parametrize("out", [io.StringIO(), Terminal()])
 def test_a_line_for_each_phase(out: io.StringIO, tmp_path: Path) -> None:
     log = tmp_path / "build" / "setup.log"
-    set_up.run_phases([("one", echo("first words")), ("two", echo("second"))], log, out)
+    set_up.run_phases([("one", [echo("first words"), echo("beside")]), ("two", [echo("second")])], log, out)
     shown = [line.strip() for line in out.getvalue().replace("\r", "\n").splitlines() if line.strip()]
     last = [line for line in shown if line.endswith(" s")]
     assert [line.rpartition(":")[0] for line in last] == ["[1/2] one", "[2/2] two"]
-    assert "first words" not in out.getvalue() and "first words" in log.read_text()
+    assert "first words" not in out.getvalue() and all(
+        word in log.read_text() for word in ("first words", "beside", "second")
+    )
     assert max(map(len, shown)) < 100
 
 
@@ -104,27 +106,49 @@ def test_a_terminal_sees_what_pip_is_at(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(Terminal, "write", write)
     code = f"print('Collecting torch', flush=True)\n{waiting}"
-    set_up.run_phases([("one", [sys.executable, "-c", code])], tmp_path / "log", out)
+    set_up.run_phases([("one", [[sys.executable, "-c", code]])], tmp_path / "log", out)
     assert "[1/1] one: 0 s  Collecting torch" in out.getvalue()
 
 
-def test_a_failed_phase_ends_all_and_shows_the_end_of_the_log(tmp_path: Path) -> None:
-    out, log = io.StringIO(), tmp_path / "log"
+def test_a_failed_command_ends_all_and_shows_the_end_of_the_log(tmp_path: Path) -> None:
+    out, log, endless = (
+        io.StringIO(),
+        tmp_path / "log",
+        [sys.executable, "-c", "import time; time.sleep(600)"],
+    )
     with pytest.raises(set_up.SetUpError) as failed:
-        set_up.run_phases([("one", echo("no such wheel", 3)), ("two", echo("never"))], log, out)
+        set_up.run_phases(
+            [("one", [endless, echo("no such wheel", 3), endless]), ("two", [echo("never")])], log, out
+        )
     assert str(failed.value).startswith("[1/2] one: failed after")
     assert str(log) in str(failed.value) and str(failed.value).endswith("no such wheel")
     assert "never" not in log.read_text()
 
 
-def test_the_phases_install_torch_before_the_lock_and_prfaas_last(tmp_path: Path) -> None:
-    names = [name for name, _ in set_up.phases(tmp_path, ["--extra-index-url", "URL"])]
-    packages = ["PyTorch's CPU build", "vLLM and what it needs", "bytecode", "prfaas itself"]
-    assert names == ["virtual environment", *packages]
+def test_the_parts_of_the_lock_are_all_of_it(tmp_path: Path) -> None:
+    lock = (ROOT / "requirements" / "cpu.lock").read_text().splitlines()
+    parts = set_up.parts_of_lock(tmp_path / "build", 3)
+    lines = [line for part in parts for line in part.read_text().splitlines()]
+    assert sorted(lines) == sorted(line for line in lock if not line.startswith("#"))
+    for part in parts:
+        requirements = part.read_text().split("\n")[:-1]
+        assert sum("==" in line for line in requirements) > 50
+        # A requirement and its hashes stay together.
+        assert all(
+            after.startswith("    --hash=") == before.endswith(" \\")
+            for before, after in zip(requirements, [*requirements[1:], ""], strict=True)
+        )
+
+
+def test_the_phases_install_packages_side_by_side_and_prfaas_last(tmp_path: Path) -> None:
+    phases = set_up.phases(tmp_path, [tmp_path / "1", tmp_path / "2"], ["--extra-index-url", "URL"])
+    packages = "PyTorch's CPU build, vLLM and what they need"
+    assert [name for name, _ in phases] == ["virtual environment", packages, "bytecode", "prfaas itself"]
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "python").touch()
-    (_, torch), (_, lock), *_ = set_up.phases(tmp_path, ["--extra-index-url", "URL"])
-    assert torch[-4:-2] == ["--extra-index-url", "URL"] and "--require-hashes" in lock
+    (_, (torch, *locked)), *_ = set_up.phases(tmp_path, [tmp_path / "1"], ["--extra-index-url", "URL"])
+    assert torch[-4:-2] == ["--extra-index-url", "URL"] and "--require-hashes" not in torch
+    assert len(locked) == 1 and "--require-hashes" in locked[0]
 
 
 def test_make_asks_both_of_them() -> None:
