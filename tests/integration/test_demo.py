@@ -11,7 +11,11 @@ from .stack import write_deployment
 # Of models with sliding windows everything crosses: engines count no prefix without its windows as held.
 CAN_SKIP = {"qwen3-next", "qwen3"}
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.slow("a whole demo: four engines, and all of them once more"),
+    pytest.mark.timeout(3600),
+]
 
 
 OTHER_KINDS = pytest.mark.extended(

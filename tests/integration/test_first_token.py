@@ -12,7 +12,11 @@ import pytest
 
 from .stack import LIKELY_SHARE, MODEL, Stack, call, prompt, running, write_deployment
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.slow("a link so slow that first tokens come before the KVCache"),
+    pytest.mark.timeout(1800),
+]
 
 TOKENS = 3000
 ANSWER_TOKENS = 24

@@ -23,7 +23,11 @@ from .stack import (
     write_deployment,
 )
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.slow("engines die while they prefill, and are started anew"),
+    pytest.mark.timeout(1800),
+]
 
 TOKENS, CHUNK_TOKENS = 6000, 1024
 # Of KV, 6 KiB a token: seven seconds on this link.

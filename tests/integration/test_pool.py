@@ -33,7 +33,11 @@ from .stack import (
     wait_until,
 )
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.slow("engines of its own, started anew to find what the pool kept"),
+    pytest.mark.timeout(1800),
+]
 
 POOL = "home-pool"
 LENGTHS = (1000, 3000, 6000)

@@ -11,7 +11,11 @@ from prfaas.serving.engines.preparation import port_problem
 
 from .stack import BLOCK_TOKENS, MODEL, PATIENCE_S, Stack, call, prompt, running, wait_until, write_deployment
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.slow("waits until vLLM's events have come to the index"),
+    pytest.mark.timeout(1800),
+]
 
 HITS = "vllm:prefix_cache_hits_total"
 

@@ -18,7 +18,11 @@ from prfaas.serving.live import serve_live
 
 from .stack import ENGINE_ENV, MODEL, PATIENCE_S, TEMPLATES, prompt, write_deployment
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.slow("engines of its own, and certificates that are read anew"),
+    pytest.mark.timeout(1800),
+]
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,11 @@ from prfaas.serving.live import serve_live
 
 from .stack import MODEL, PATIENCE_S, prompt, write_deployment
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.slow("engines of its own, that send their traces in batches"),
+    pytest.mark.timeout(1800),
+]
 
 TOKENS, ANSWER_TOKENS = 2500, 5
 CLIENTS_SPAN = "7" * 16

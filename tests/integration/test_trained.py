@@ -27,7 +27,11 @@ from .trained import (
     write_trained,
 )
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.slow("prompts of thousands of tokens, by a model of real size"),
+    pytest.mark.timeout(1800),
+]
 
 _GEMMA3 = pytest.param(GEMMA3, marks=pytest.mark.gemma)
 EACH = pytest.mark.parametrize("trained", [SMOLLM2, _GEMMA3], indirect=True)

@@ -27,7 +27,11 @@ from .stack import (
     write_deployment,
 )
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.slow("engines of its own for each pair"),
+    pytest.mark.timeout(1800),
+]
 
 PREFILL, DECODE = "east-prefill-0", "home-decode-0"
 

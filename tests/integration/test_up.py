@@ -14,7 +14,11 @@ from prfaas.core.deployment import load_deployment
 
 from .stack import PATIENCE_S, call, wait_until
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.slow("engines and pools are started, killed and started anew"),
+    pytest.mark.timeout(900),
+]
 
 
 def written(directory: Path) -> Path:

@@ -8,7 +8,11 @@ import pytest
 
 from ..stack import MODEL, TENANT_HEADER, DemoAnswer, Stack, call
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.slow("long prompts over a link on which they take a while"),
+    pytest.mark.timeout(1800),
+]
 
 TOKENS = 20
 LOADED = "vllm:prfaas_bytes_loaded_total"

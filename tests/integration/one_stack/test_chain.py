@@ -24,7 +24,11 @@ from ..stack import (
     wait_until,
 )
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.slow("long prompts over a link on which they take a while"),
+    pytest.mark.timeout(1800),
+]
 
 
 @pytest.mark.parametrize("tokens", [2, 3, 255, 256, 257, 258, 1025, 2001, 2002, 3073, 5000])

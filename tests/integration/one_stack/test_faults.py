@@ -17,7 +17,11 @@ from ..stack import PATIENCE_S, DemoAnswer, Stack, call, completion_body, prompt
 # More than any machine decodes while a test looks once.
 ANSWER_TOKENS = 4000
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.slow("long prompts over a link on which they take a while, some of them many times"),
+    pytest.mark.timeout(1800),
+]
 
 
 def abort_after(stack: Stack, ids: list[int], delay_s: float) -> None:
@@ -61,12 +65,11 @@ def test_concurrent_answers_are_right(stack: Stack) -> None:
     jobs = [prompt(3000 + i, 2100 + 150 * i) for i in range(6)]
     with concurrent.futures.ThreadPoolExecutor(6) as pool:
         answers = list(pool.map(stack.complete, jobs))
-    for answer in answers:
-        assert answer.status == 200
-        assert answer.route["route"] == "offload"
-    # Other requests in a batch change chunks, and so the last bits.
-    for ids, answer in zip(jobs, answers, strict=True):
-        stack.check_likely((ids, answer.token_ids))
+        for answer in answers:
+            assert answer.status == 200
+            assert answer.route["route"] == "offload"
+        # Other requests in a batch change chunks, and so the last bits.
+        list(pool.map(stack.check_likely, zip(jobs, (answer.token_ids for answer in answers), strict=True)))
 
 
 DECODED = ("home-decode-0", "vllm:generation_tokens_total")
