@@ -471,8 +471,11 @@ def test_what_belongs_to_transfers_alone_does_not_part_pools() -> None:
 @pytest.mark.parametrize("option", ["pipeline", "decode_context", "prefill_context"])
 def test_engines_whose_ranks_have_parts_of_layers_or_tokens_are_refused(option: str) -> None:
     sizes = {f"{each}_parallel_size": 1 for each in ("pipeline", "decode_context", "prefill_context")}
-    _check_parallelism(SimpleNamespace(parallel_config=SimpleNamespace(**sizes)))
+    _check_parallelism(SimpleNamespace(parallel_config=SimpleNamespace(**sizes, use_ubatching=False)))
     parallel = SimpleNamespace(**sizes | {f"{option}_parallel_size": 2})
     given = f"--{option.replace('_', '-')}-parallel-size 2"
     with pytest.raises(SettingsError, match=f"KVCache is not moved with {given}; start the engine with 1"):
         _check_parallelism(SimpleNamespace(parallel_config=parallel))
+    halves = SimpleNamespace(**sizes, use_ubatching=True)
+    with pytest.raises(SettingsError, match="with --enable-dbo or --ubatch-size; start the engine without"):
+        _check_parallelism(SimpleNamespace(parallel_config=halves))

@@ -76,7 +76,7 @@ def _answer_on_error(answer: T) -> Callable[[Callable[P, R]], Callable[P, R | T]
 
 
 def _check_parallelism(vllm_config: VllmConfig) -> None:
-    """See that each rank has all tokens and all layers of its heads. Raises SettingsError."""
+    """See that each rank has all tokens and all layers of its heads, in one batch. Raises SettingsError."""
     parallel = vllm_config.parallel_config
     sizes = {
         "pipeline-parallel-size": parallel.pipeline_parallel_size,
@@ -86,6 +86,11 @@ def _check_parallelism(vllm_config: VllmConfig) -> None:
     for option, size in sizes.items():
         if size > 1:
             raise SettingsError(f"KVCache is not moved with --{option} {size}; start the engine with 1")
+    if parallel.use_ubatching:
+        # A layer's hook comes for the first half of the batch, before the other one is computed.
+        raise SettingsError(
+            "KVCache is not moved with --enable-dbo or --ubatch-size; start the engine without"
+        )
 
 
 class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
@@ -94,8 +99,8 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
     vLLM ends the server on any exception in a callback, so each one is caught here, logged, and answered
     with what costs a local prefill at most.
 
-    The way of KV to the wire: `save_kv_layer` → `KvProducer._queue_layer` → the peer's queue →
-    `SenderConnection._send_chunk`. From the wire: `ReceiverConnection._receive_chunk` → staging →
+    The way of KV to the wire: `save_kv_layer`, at the latest `wait_for_save` → `KvProducer._queue_layer` → the peer's
+    queue → `SenderConnection._send_chunk`. From the wire: `ReceiverConnection._receive_chunk` → staging →
     `get_transfer_results` → `KvConsumer._load` → the blocks that vLLM gave the request.
     """
 
