@@ -36,7 +36,14 @@ from prfaas.serving.pool.neighbours import PoolNeighbours
 from prfaas.serving.pool.page_table import PageState, row_of
 from prfaas.serving.pool.running import RunningPools
 from prfaas.serving.pool.store import PageStore
-from prfaas.serving.transport import Observer, Ticket, TransferClass, load_key, prompt_digest
+from prfaas.serving.transport import (
+    Observer,
+    Ticket,
+    TransferAttributes,
+    TransferClass,
+    load_key,
+    prompt_digest,
+)
 from prfaas.serving.transport.requests import CopyOrder, CopyResult, PullAnswer, PullOrder
 
 from .stepped_ssd import SteppedSsd
@@ -183,7 +190,7 @@ class Pools:
             "prompt_digest": prompt_digest(tokens, "salt", "adapter"),
             "lifetime_s": 30.0,
             "now_s": time.time(),
-            "service": TransferClass(b"otherone", 1, background=True),
+            "attributes": TransferAttributes(service=TransferClass(b"otherone", 1, background=True)),
             **changes,
         }
         return Ticket.issue(**values)

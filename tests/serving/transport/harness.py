@@ -19,6 +19,7 @@ from prfaas.serving.transport import (
     StagingArena,
     Ticket,
     TlsIdentity,
+    TransferAttributes,
     TransferClass,
     TransferPhase,
     TransferStatus,
@@ -169,7 +170,7 @@ def make_ticket(
         prompt_digest=prompt_digest([1, 2, 3]),
         lifetime_s=lifetime_s,
         now_s=time.time(),
-        service=TransferClass(background=background),
+        attributes=TransferAttributes(service=TransferClass(background=background)),
     )
 
 
