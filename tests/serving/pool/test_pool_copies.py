@@ -530,7 +530,9 @@ def test_nobody_but_the_target_may_pull(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "dying",
     [
-        pytest.param("source", marks=pytest.mark.slow("a transfer that breaks in the middle is given up after seconds")),
+        pytest.param(
+            "source", marks=pytest.mark.slow("a transfer that breaks in the middle is given up after seconds")
+        ),
         "target",
         "source before the copy",
     ],
