@@ -534,7 +534,16 @@ def test_nobody_but_the_target_may_pull(tmp_path: Path) -> None:
     run(tmp_path, body)
 
 
-@pytest.mark.parametrize("dying", ["source", "target", "source before the copy"])
+@pytest.mark.parametrize(
+    "dying",
+    [
+        pytest.param(
+            "source", marks=pytest.mark.slow("a transfer that breaks in the middle is given up after seconds")
+        ),
+        "target",
+        "source before the copy",
+    ],
+)
 def test_one_of_the_two_dies(tmp_path: Path, dying: str) -> None:
     pages = prefix(DENSE)
 
