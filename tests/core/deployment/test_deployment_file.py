@@ -395,6 +395,18 @@ BAD = {
         GOOD + "engine:\n  extra_args: [--data-parallel-size=2]\n",
         "41: engine.extra_args[0]: '--data-parallel-size=2' can't be given here; start each replica as an instance",
     ),
+    "one of several replicas": (
+        GOOD + "engine:\n  extra_args: [--data-parallel-rank, '1']\n",
+        "41: engine.extra_args[0]: '--data-parallel-rank' can't be given here; start each replica as an instance",
+    ),
+    "the same in short": (
+        GOOD + "engine:\n  extra_args: [-dpn=1]\n",
+        "41: engine.extra_args[0]: '-dpn=1' can't be given here; start each replica as an instance",
+    ),
+    "another connector": (
+        GOOD + "engine:\n  extra_args: [--kv-offloading-size, '8']\n",
+        "41: engine.extra_args[0]: '--kv-offloading-size' can't be given here; vLLM would put another connector in",
+    ),
     "tokens that are divided among ranks": (
         GOOD + "engine:\n  extra_args: [-dcp=2]\n",
         "41: engine.extra_args[0]: '-dcp=2' can't be given here; KVCache that is divided by tokens is not moved",

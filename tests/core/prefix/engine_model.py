@@ -25,6 +25,7 @@ class Shape:
     windows: tuple[int, ...] = ()
     window_blocks: int = 1
     lookahead: int = 0
+    drops_last_block: bool = False
 
     @property
     def attention_group(self) -> int:
@@ -59,7 +60,7 @@ class Holdings:
             )
         ):
             length += block
-        return length
+        return length - block if length and self.shape.drops_last_block else length
 
     def servable_tokens(self, salt: str, adapter: str, prompt: Prefix) -> int:
         """What a prefill of `prompt` need not compute, by trying every length."""

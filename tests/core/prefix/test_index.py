@@ -1,7 +1,7 @@
 """The index against a reference model of engines: it never claims what they don't hold, and misses nothing."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 import pytest
@@ -131,9 +131,15 @@ def new_index(shape: Shape, capacity_blocks: int = 1000) -> GlobalIndex:
 @pytest.mark.slow("a property over many random systems")
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @settings(deadline=None, max_examples=40)
-@given(SEEDS)
-def test_with_nothing_lost_the_index_knows_exactly_what_engines_can_serve(shape: Shape, seed: int) -> None:
-    world = World([shape] * ENGINES, seed, new_index(shape))
+@given(SEEDS, st.lists(st.booleans(), min_size=ENGINES, max_size=ENGINES))
+def test_with_nothing_lost_the_index_knows_exactly_what_engines_can_serve(
+    shape: Shape, seed: int, drop: list[bool]
+) -> None:
+    """Some engines draft from hidden states, and reuse one block of attention less than they hold."""
+    shapes = [replace(shape, drops_last_block=drops) for drops in drop]
+    world = World(shapes, seed, new_index(shape))
+    for follower, drops in zip(world.followers, drop, strict=True):
+        world.index.learn_drop(follower.name, drops_last_block=drops)
     for place, batch in world.run(60):
         world.followers[place].hear(batch)
         for prompt in world.prompts:

@@ -63,6 +63,21 @@ def test_bytes_are_left_out_only_when_proven(holdings: PrefixKnowledge) -> None:
     assert belief.bound(fine, 1001, lambda *_: kv_facts()) is fine
 
 
+def test_a_block_less_is_proven_of_an_engine_that_computes_the_last_one_anew(
+    holdings: PrefixKnowledge,
+) -> None:
+    holdings.learn_stats("home-d0", {"drops_last_block": True})
+    holdings.learn_stats("far-0", {})
+    for name in ("home-d0", "far-0", "home-p0"):
+        tell(holdings, name, 48)
+    holdings.learn_stats("home-p0", {"drops_last_block": True})
+    chains = holdings.chains(range(65), "", "")
+    less, whole = PrefixHit(32, 32), PrefixHit(48, 48)
+    assert holdings.match(chains).proven == {"home-d0": less, "far-0": whole, "home-p0": less}
+    holdings.learn_stats("home-d0", {"drops_last_block": False})
+    assert holdings.match(chains).proven["home-d0"] == whole
+
+
 def test_tenants_and_adapters_share_nothing(holdings: PrefixKnowledge) -> None:
     tell(holdings, "far-0", 32)
     assert holdings.match(holdings.chains(range(65), "salt", "")).held == {}

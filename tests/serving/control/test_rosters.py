@@ -41,6 +41,13 @@ def test_who_has_its_roster_is_told_nothing(deployment: Deployment) -> None:
     assert told.counts() == {} and rosters.behind == []
 
 
+def test_what_ranks_tell_besides_is_told_on(deployment: Deployment) -> None:
+    told, heard = Told(deployment), {}
+    asyncio.run(Rosters(deployment, told.ports, heard.__setitem__).look())
+    assert heard.keys() == told.ports.keys()
+    assert all("roster" in stats for stats in heard.values())
+
+
 def test_who_has_started_with_another_is_told_once(deployment: Deployment, tmp_path: Path) -> None:
     told = Told(deployment)
     rosters = Rosters(wider(tmp_path), told.ports)

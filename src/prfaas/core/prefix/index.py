@@ -96,11 +96,12 @@ class GlobalIndex:
         self._states = StateEnds()
         self._instances: dict[str, InstanceBlocks] = {}
         self._engine_blocks: dict[str, int] = {}
+        self._dropping: set[str] = set()
         self._blocks = 0
         self._block_sizes: tuple[int, ...] = ()
         self._lookahead_forms: tuple[tuple[int, int], ...] = ()
         # Bits of instances that need nothing but attention blocks, states besides, or windows too.
-        self._plain_bits = self._stateful_bits = self._windowed_bits = 0
+        self._plain_bits = self._stateful_bits = self._windowed_bits = self._dropping_bits = 0
         self._names: dict[int, tuple[str, ...]] = {}
 
     def chains(self, token_ids: TokenIds, salt: str = "", adapter: str = "") -> PromptChains:
@@ -140,6 +141,12 @@ class GlobalIndex:
         if held is not None:
             held.most_engine_blocks = engine_blocks
 
+    def learn_drop(self, instance: str, *, drops_last_block: bool) -> None:
+        """Whether an engine computes the last block of what it holds anew: its drafter goes on from hidden states."""
+        if drops_last_block != (instance in self._dropping):
+            self._dropping ^= {instance}
+            self._learn()
+
     def drop(self, instance: str) -> None:
         """Forget `instance` altogether: it failed, was restarted, or its events were lost."""
         held = self._instances.pop(instance, None)
@@ -160,6 +167,8 @@ class GlobalIndex:
     def _match(self, hits: dict[str, PrefixHit], chains: Iterable[tuple[int, tuple[int, ...]]]) -> None:
         for block_tokens, chain in chains:
             lengths = self._tree.lengths(chain) if chain else []
+            if self._dropping_bits:
+                lengths = self._without_last(lengths)
             if not lengths:
                 continue
             if not (self._stateful_bits or self._windowed_bits):
@@ -205,7 +214,18 @@ class GlobalIndex:
         self._windowed_bits = sum(each.bit for each in every if each.windows or self._needs_windows)
         self._stateful_bits = sum(each.bit for each in every if each.linear or self._needs_states)
         self._stateful_bits &= ~self._windowed_bits
+        self._dropping_bits = sum(
+            each.bit for name, each in self._instances.items() if name in self._dropping
+        )
         self._plain_bits = sum(each.bit for each in every) & ~self._windowed_bits & ~self._stateful_bits
+
+    def _without_last(self, lengths: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        """One block less where the engine drops it, longest first."""
+        bits = self._dropping_bits
+        parts = [
+            part for has, end in lengths for part in ((has & ~bits, end), (has & bits, end - 1)) if all(part)
+        ]
+        return sorted(parts, key=lambda part: -part[1])
 
     def _reaches(self, chain: Sequence[int], lengths: Sequence[tuple[int, int]]) -> list[Reach]:
         reaches = [Reach(plain, end, end) for bits, end in lengths if (plain := bits & self._plain_bits)]

@@ -143,7 +143,7 @@ class LivePlane:
         self.thresholds = Thresholds(
             deployment, self.cluster_state, facts, self.window, clock=clock, on_change=self._on_threshold
         )
-        self.rosters = Rosters(deployment, self.kv_ports)
+        self.rosters = Rosters(deployment, self.kv_ports, self.prefix_knowledge.learn_stats)
         self.compatibility = Compatibility(
             deployment, self.kv_ports, self.cluster_state, listeners.tell_silent
         )

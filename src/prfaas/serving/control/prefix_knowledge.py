@@ -4,6 +4,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from prfaas.core.deployment import Instance
 from prfaas.core.kv import KvModel
@@ -293,6 +294,10 @@ class PrefixKnowledge:
         self._pending.drop(name)
         if self._record is not None:
             self._record.forget(name)
+
+    def learn_stats(self, name: str, stats: Mapping[str, Any]) -> None:
+        """Take what an engine's connector tells of how it reuses prefixes; older ones tell nothing."""
+        self.index.learn_drop(name, drops_last_block=stats.get("drops_last_block") is True)
 
     def learn(self, instance: Instance, reading: EngineReading) -> None:
         """Take the size of an engine's cache, and the block size of the first engine without events that reports it.

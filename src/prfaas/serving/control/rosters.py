@@ -2,7 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from prfaas.core.deployment import Deployment
 from prfaas.serving.control.engine_monitor import period_s
@@ -26,9 +27,20 @@ class Rosters:
     has told otherwise is left alone: of two gateways with different files the one that was reloaded last decides.
     """
 
-    def __init__(self, deployment: Deployment, kv_ports: Mapping[str, Sequence[KvPort]]) -> None:
-        """`kv_ports`: instance name → the KV ports of its ranks; whoever made them keeps them up to date."""
+    def __init__(
+        self,
+        deployment: Deployment,
+        kv_ports: Mapping[str, Sequence[KvPort]],
+        on_stats: Callable[[str, Mapping[str, Any]], None] = lambda _name, _stats: None,
+    ) -> None:
+        """
+        Args:
+            deployment: its rosters are wanted.
+            kv_ports: instance name → the KV ports of its ranks; whoever made them keeps them up to date.
+            on_stats: (instance, all that one of its ranks has answered).
+        """
         self._kv_ports = kv_ports
+        self._on_stats = on_stats
         self._wanted: dict[Rank, Roster] = {}
         self._digests: dict[Rank, str] = {}
         # Which wanted roster a rank has had, or was told.
@@ -95,6 +107,7 @@ class Rosters:
         wanted = self._digests.get(rank)
         if wanted is None:
             return
+        self._on_stats(name, answer)
         if self._has.get(rank) != has and has != wanted and trouble:
             logger.warning("%s/%d keeps the roster that it has: %s", name, number, trouble)
         self._has[rank] = has

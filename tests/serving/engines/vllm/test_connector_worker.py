@@ -27,7 +27,7 @@ from prfaas.core.pool.depth import needed_blocks
 from prfaas.core.pool.geometry import PoolGeometry
 from prfaas.serving.engines.model_identity import ModelIdentity
 from prfaas.serving.engines.vllm.connector import _check_parallelism
-from prfaas.serving.engines.vllm.connector_worker import ConnectorWorker
+from prfaas.serving.engines.vllm.connector_worker import ConnectorWorker, _drops_last_block
 from prfaas.serving.engines.vllm.layout import (
     EngineGroup,
     KvLayout,
@@ -468,11 +468,33 @@ def test_what_belongs_to_transfers_alone_does_not_part_pools() -> None:
     assert pool_fingerprint(marks(identity), kept(), 1) == pool_fingerprint(silent, kept(), 1)
 
 
+@pytest.mark.parametrize(
+    ("drops", "marked", "expected"),
+    [(True, [0], True), (True, [2], False), (True, [], True), (False, [0], False), (None, [], False)],
+)
+def test_an_engine_tells_whether_it_drops_the_last_block_of_a_hit(
+    drops: bool | None, marked: list[int], expected: bool
+) -> None:
+    """Full attention is group 0, windows are group 2; None: it does not speculate."""
+    regions = [SimpleNamespace(group=group) for group in (FULL, WINDOW)]
+    speculative = None if drops is None else SimpleNamespace(use_eagle_block_drop=lambda: drops)
+    groups = [SimpleNamespace(is_eagle_group=index in marked) for index in range(3)]
+    told = _drops_last_block(
+        SimpleNamespace(speculative_config=speculative),
+        SimpleNamespace(kv_cache_groups=groups),
+        SimpleNamespace(regions=regions),  # type: ignore[arg-type]
+    )
+    assert told is expected
+
+
 @pytest.mark.parametrize("option", ["pipeline", "decode_context", "prefill_context"])
 def test_engines_whose_ranks_have_parts_of_layers_or_tokens_are_refused(option: str) -> None:
     sizes = {f"{each}_parallel_size": 1 for each in ("pipeline", "decode_context", "prefill_context")}
-    _check_parallelism(SimpleNamespace(parallel_config=SimpleNamespace(**sizes)))
+    _check_parallelism(SimpleNamespace(parallel_config=SimpleNamespace(**sizes, use_ubatching=False)))
     parallel = SimpleNamespace(**sizes | {f"{option}_parallel_size": 2})
     given = f"--{option.replace('_', '-')}-parallel-size 2"
     with pytest.raises(SettingsError, match=f"KVCache is not moved with {given}; start the engine with 1"):
         _check_parallelism(SimpleNamespace(parallel_config=parallel))
+    halves = SimpleNamespace(**sizes, use_ubatching=True)
+    with pytest.raises(SettingsError, match="with --enable-dbo or --ubatch-size; start the engine without"):
+        _check_parallelism(SimpleNamespace(parallel_config=halves))

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from prfaas.core.deployment.engine_args import OWNED_ARGS
 from prfaas.serving.engines.transfer_counters import COUNTERS, POOL_COUNTERS
 from prfaas.tools.doctor import SUPPORTED_VLLM
 
@@ -44,7 +45,8 @@ LEFT_ALONE = {
     "register_finished_partial_tail": "the partial tail leaves with the last chunk",
     "requires_kv_delivery": "a producer hands KV over, as the base class supposes",
     "reset_cache": "staging is not a cache",
-    "reset_capture_state": "see requires_piecewise_for_cudagraph",
+    "requires_piecewise_for_cudagraph": "wait_for_save queues what a replayed graph has not told of",
+    "reset_capture_state": "while graphs are captured the plugin is not called, or has no orders",
     "restore_kv_caches": "see supports_sleep_mode",
     "role": "the base class keeps it",
     "set_host_xfer_buffer_ops": "pages are copied by the plugin itself",
@@ -232,6 +234,16 @@ def test_every_function_option_and_series_that_is_used_is_there(version: str) ->
         plain = re.sub(r"_(total|sum|count)$", "", series)
         ours = plain.removeprefix("vllm:prfaas_") in {**COUNTERS, **POOL_COUNTERS}
         assert ours or {series, plain} & set(contract["series"]), series
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_option_that_is_refused_in_the_file_is_vllms(version: str) -> None:
+    contract = CONTRACTS[version]
+    front = members(contract, "FrontendArgs") | members(contract, "BaseFrontendArgs")
+    options = {*contract["options"], *("--" + field.replace("_", "-") for field in front)}
+    refused = [name for name in OWNED_ARGS if not any(option.startswith(name) for option in options)]
+    # Of the parser that reads a file of options.
+    assert refused == ["--config"] or refused == []
 
 
 def test_the_contract_of_the_installed_version_is_what_its_sources_say() -> None:

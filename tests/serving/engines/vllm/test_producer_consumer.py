@@ -394,8 +394,7 @@ def test_a_preempted_prefill_sends_what_its_blocks_held_before_they_were_reused(
     first, last = sends(ticket, [64, 100])
     original = copy_of(ends.east)
     before = copy_of(ends.home)
-    ends.producing.save_layer(first.sends, "a0")
-    ends.producing.save_layer(first.sends, "a1")
+    ends.step(first)
     ends.step(TransferMetadata(preempted=["p"]))
     for name in ("a0", "a1"):
         ends.east[name][1:5] = 0

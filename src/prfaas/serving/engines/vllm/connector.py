@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats, PromMetric, PromMetricT
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import RequestStatus
 
@@ -47,7 +48,8 @@ R = TypeVar("R")
 T = TypeVar("T")
 
 # While transfers are open and nothing is to be computed, vLLM steps a thousand times a second, which takes half of a
-# core from those that compute. So such a step waits for a load to end; a new request comes later by half of it.
+# core from those that compute, where these are CPUs. So there such a step waits for a load to end; a new request comes
+# later by half of it.
 _IDLE_STEP_S = 0.01
 
 NIXL_KV_LAYOUT = "LBHNC"
@@ -76,7 +78,7 @@ def _answer_on_error(answer: T) -> Callable[[Callable[P, R]], Callable[P, R | T]
 
 
 def _check_parallelism(vllm_config: VllmConfig) -> None:
-    """See that each rank has all tokens and all layers of its heads. Raises SettingsError."""
+    """See that each rank has all tokens and all layers of its heads, in one batch. Raises SettingsError."""
     parallel = vllm_config.parallel_config
     sizes = {
         "pipeline-parallel-size": parallel.pipeline_parallel_size,
@@ -86,6 +88,11 @@ def _check_parallelism(vllm_config: VllmConfig) -> None:
     for option, size in sizes.items():
         if size > 1:
             raise SettingsError(f"KVCache is not moved with --{option} {size}; start the engine with 1")
+    if parallel.use_ubatching:
+        # A layer's hook comes for the first half of the batch, before the other one is computed.
+        raise SettingsError(
+            "KVCache is not moved with --enable-dbo or --ubatch-size; start the engine without"
+        )
 
 
 class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
@@ -94,8 +101,8 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
     vLLM ends the server on any exception in a callback, so each one is caught here, logged, and answered
     with what costs a local prefill at most.
 
-    The way of KV to the wire: `save_kv_layer` → `KvProducer._queue_layer` → the peer's queue →
-    `SenderConnection._send_chunk`. From the wire: `ReceiverConnection._receive_chunk` → staging →
+    The way of KV to the wire: `save_kv_layer`, at the latest `wait_for_save` → `KvProducer._queue_layer` → the peer's
+    queue → `SenderConnection._send_chunk`. From the wire: `ReceiverConnection._receive_chunk` → staging →
     `get_transfer_results` → `KvConsumer._load` → the blocks that vLLM gave the request.
     """
 
@@ -127,11 +134,6 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
         """A transfer brings the linear state, so the engine may keep a longer full-attention hit."""
-        return True
-
-    @classmethod
-    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """`save_kv_layer` must run at every step, which a whole replayed graph would skip."""
         return True
 
     @classmethod
@@ -285,8 +287,9 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
         self._ready_worker().rest(_IDLE_STEP_S)
 
     def _is_idle(self) -> bool:
-        """Whether nothing is computed in this step."""
-        return self.has_connector_metadata() and _orders(self._get_connector_metadata()).is_idle
+        """Whether nothing is computed in this step, on cores that other engines may compute on."""
+        is_told = current_platform.is_cpu() and self.has_connector_metadata()
+        return is_told and _orders(self._get_connector_metadata()).is_idle
 
     def _ended(self) -> tuple[set[str], tuple[set[str], set[str]]]:
         return self._sent() or set(), self._loaded() or (set(), set())

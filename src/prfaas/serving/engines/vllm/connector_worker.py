@@ -10,6 +10,7 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
+from prfaas.core.kv.groups import GroupKind
 from prfaas.core.pool.geometry import PoolGeometry, PoolGeometryError
 from prfaas.serving.engines.model_identity import ModelIdentity
 from prfaas.serving.engines.vllm.consumer import KvConsumer
@@ -195,6 +196,7 @@ class ConnectorWorker:
             on_roster=lambda told: sender.adopt(told.peers),
             on_probe=sender.probe,
             on_pace=sender.pace,
+            more_stats={"drops_last_block": _drops_last_block(vllm_config, kv_cache_config, layout)}.copy,
         )
         receiver.start()
         sender.start()
@@ -314,6 +316,20 @@ def _built_order(vllm_config: VllmConfig) -> Sequence[str]:
     if vllm_config.speculative_config is not None:
         return ()
     return tuple(getattr(vllm_config.compilation_config, "static_forward_context", ()))
+
+
+def _drops_last_block(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, layout: KvLayout) -> bool:
+    """Whether vLLM computes the last full-attention block of a prefix hit anew, for EAGLE and MTP.
+
+    Their drafters start from hidden states, which no block has. vLLM drops it in the groups of the drafter's layers,
+    and in all groups if none is marked (read in 0.32: `v1/core/kv_cache_coordinator.py`).
+    """
+    speculative = vllm_config.speculative_config
+    if speculative is None or not speculative.use_eagle_block_drop():
+        return False
+    full = {region.group.index for region in layout.regions if region.group.kind is GroupKind.FULL}
+    marked = {index for index, group in enumerate(kv_cache_config.kv_cache_groups) if group.is_eagle_group}
+    return bool(full & marked if marked else full)
 
 
 def _tensors(kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]]) -> list[torch.Tensor]:

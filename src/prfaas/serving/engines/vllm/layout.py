@@ -155,7 +155,9 @@ class KvLayout:
         by_layer: dict[str, list[EngineRegion]] = {}
         for region in self.regions:
             by_layer.setdefault(region.layer_name, []).append(region)
-        self.places = _places(tuple(by_layer), built_order)
+        self.layer_names = tuple(by_layer)
+        """In the order of a transfer."""
+        self.places = _places(self.layer_names, built_order)
         """Of the layers by name, in the order in which a step computes them; empty where that is not certain."""
         self.closing_layers = tuple(
             sorted(
@@ -164,6 +166,11 @@ class KvLayout:
             )
         )
         """Layers of linear state and sliding windows: what moves of them is final in the last chunk."""
+        self.closing_before = {
+            name: tuple(each for each in self.closing_layers if self.places[each] < place)
+            for name, place in self.places.items()
+        }
+        """Of a layer by name: those of `closing_layers` that a step computes before it, as far as that is certain."""
 
     @classmethod
     def of_engine(

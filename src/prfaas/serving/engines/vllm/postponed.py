@@ -18,7 +18,7 @@ class _Postponed:
 
     consumer: str
     until_s: float
-    orders: list[tuple[SendOrder, str]]
+    orders: list[SendOrder]
 
 
 class PostponedSends:
@@ -36,24 +36,21 @@ class PostponedSends:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._waiting
 
-    def add(self, send: SendOrder, layer_name: str = "") -> bool:
-        """Keep what is to be done of a layer, or at the end of a step, for later, if its consumer is not met.
-
-        Returns:
-            Whether it is kept. Else it can be done now.
-        """
-        waiting = self._waiting.get(send.request_id)
-        if waiting is None:
+    def is_needed(self, send: SendOrder) -> bool:
+        """Whether the consumer of an order is not met; from then on its request's orders are kept."""
+        if send.request_id not in self._waiting:
             consumer = send.ticket.consumer
             if self._sender.meet(consumer):
                 return False
-            waiting = _Postponed(consumer, self._now_s() + PATIENCE_S, [])
-            self._waiting[send.request_id] = waiting
+            self._waiting[send.request_id] = _Postponed(consumer, self._now_s() + PATIENCE_S, [])
+        return True
+
+    def add(self, send: SendOrder) -> None:
+        """Keep for later what is to be done of a step, at its end."""
         if send.checkpoint_tokens:
             # By then the states are those of another chunk. Where it was ordered is still told.
             send = replace(send, checkpoint=())
-        waiting.orders.append((send, layer_name))
-        return True
+        self._waiting[send.request_id].orders.append(send)
 
     def due(self) -> Iterator[str]:
         """Requests whose orders can be taken, since their consumer is met, or late."""
@@ -66,8 +63,8 @@ class PostponedSends:
             self._sender.meet(waiting.consumer) or self._now_s() >= waiting.until_s
         )
 
-    def take(self, request_id: str, *, wait: bool = False) -> list[tuple[SendOrder, str]]:
-        """What is kept of a request: orders, each with its layer ("": the end of a step). It is kept no more.
+    def take(self, request_id: str, *, wait: bool = False) -> list[SendOrder]:
+        """The orders that are kept of a request. They are kept no more.
 
         `wait`: first wait for the consumer, as long as it may take.
         """

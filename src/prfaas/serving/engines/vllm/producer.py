@@ -4,7 +4,7 @@ import logging
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from prfaas.core.kv.groups import GroupKind
@@ -40,8 +40,8 @@ class _OpenSend:
     digests: DigestSource | None
     """None where pages are not digested."""
     sources: "list[weakref.ref[PagedSource]]" = field(default_factory=list)
-    closed_layers: set[str] = field(default_factory=set)
-    """Whose linear state or window is in the queue."""
+    queued_layers: set[str] = field(default_factory=set)
+    """Of which all that the running step has completed is in the queue."""
     peer: str = ""
     """To whom it goes."""
     checkpoint: "_OpenSend | None" = None
@@ -90,70 +90,45 @@ class KvProducer:
     def save_layer(self, sends: Sequence[SendOrder], layer_name: str) -> None:
         """Queue what this step has completed of one attention layer, for every request that sends.
 
-        vLLM calls this for attention only. But layers are computed in order: what a last chunk leaves in the linear
-        layers before this one is final, on a device in what the compute stream has queued.
+        vLLM calls this for most attention modules, where no graph is replayed whole; a drafter's layer may come several
+        times in a step. What does not come leaves in `end_step`. Layers are computed in order: what a last chunk leaves
+        in the linear layers before this one is final, on a device in what the compute stream has queued.
         """
+        before = self._layout.closing_before.get(layer_name, ())
         for send in sends:
-            if not self._is_postponed(send, layer_name):
-                self._save_layer(send, layer_name)
+            if not self._is_postponed(send):
+                self._queue_layers(send, (*before, layer_name) if send.closing else (layer_name,))
 
-    def _save_layer(self, send: SendOrder, layer_name: str) -> None:
-        place = self._layout.places.get(layer_name)
-        try:
-            if place is not None:
-                self._close_layers(send, before=place)
-            if layer_name in self._layout.closing_layers:
-                self._close_layer(send, layer_name)
-            else:
-                # The first layer of the first chunk opens the request's transfers.
-                for open_send in self._open_sends.get(send.request_id) or self._open(send):
-                    self._queue_layer(send, open_send, send.streamed, layer_name)
-        except Exception:
-            self._abort_unreadable(send)
-
-    def _is_postponed(self, send: SendOrder, layer_name: str = "") -> bool:
-        """Whether an order is kept for later, since it is not known yet what travels to its consumer."""
+    def _is_postponed(self, send: SendOrder) -> bool:
+        """Whether it is not known yet what travels to its consumer."""
         if send.request_id in self._open_sends:
             return False
         if self._postponed.is_due(send.request_id):
             self._resume(send.request_id)
             return False
-        return self._postponed.add(send, layer_name)
+        return self._postponed.is_needed(send)
 
     def _resume(self, request_id: str, *, wait: bool = False) -> None:
         """Do what was postponed of a request; `wait`: its blocks are about to change."""
-        for send, layer_name in self._postponed.take(request_id, wait=wait):
-            if layer_name:
-                self._save_layer(send, layer_name)
-            else:
-                self._end_chunk(send)
+        for send in self._postponed.take(request_id, wait=wait):
+            self._end_chunk(send)
 
-    def _close_layers(self, send: SendOrder, before: int | None = None) -> None:
-        """Queue states and windows of a last chunk; `before`: only those of layers before this place."""
-        if not send.closing:
-            return
-        places = self._layout.places
-        for layer_name in self._layout.closing_layers:
-            if before is not None and places[layer_name] >= before:
-                return
-            self._close_layer(send, layer_name)
-
-    def _close_layer(self, send: SendOrder, layer_name: str) -> None:
-        for open_send in self._open_sends.get(send.request_id) or self._open(send):
-            if send.closing and layer_name not in open_send.closed_layers:
-                open_send.closed_layers.add(layer_name)
-                self._queue_layer(send, open_send, send.closing, layer_name, urgent=True)
+    def _queue_layers(self, send: SendOrder, layer_names: Iterable[str]) -> None:
+        """Queue what the step has completed of some layers, as far as it is not in the queue."""
+        try:
+            # The first layer of the first chunk opens the request's transfers.
+            for open_send in self._open_sends.get(send.request_id) or self._open(send):
+                for layer_name in layer_names:
+                    if layer_name not in open_send.queued_layers:
+                        open_send.queued_layers.add(layer_name)
+                        self._queue_layer(send, open_send, (*send.streamed, *send.closing), layer_name)
+        except Exception:
+            self._abort_unreadable(send)
 
     def _queue_layer(
-        self,
-        send: SendOrder,
-        open_send: _OpenSend,
-        runs: Sequence[BlockRun],
-        layer_name: str,
-        *,
-        urgent: bool = False,
+        self, send: SendOrder, open_send: _OpenSend, runs: Sequence[BlockRun], layer_name: str
     ) -> None:
-        """KV of one layer from the engine's blocks into the queue to a peer; what is urgent overtakes the rest.
+        """KV of one layer from the engine's blocks into the queue to a peer; states and windows overtake the rest.
 
         The way to the wire goes on in a thread of the transport, as soon as a connection is free:
         `SenderConnection._send_chunk`.
@@ -161,6 +136,7 @@ class KvProducer:
         # 1. What this peer gets of the layer.
         ticket = send.ticket
         for region in open_send.wire.regions_of_layer.get(layer_name, ()):
+            urgent = region.group.kind is not GroupKind.FULL
             for ordered in runs:
                 # 2. The blocks of this layer that the step has completed, as the wire pages that the transfer moves.
                 if ordered.group != region.group.index:
@@ -220,24 +196,26 @@ class KvProducer:
         return _OpenSend(transfer, wire, first_blocks, sum(kv_region_bytes), digests, peer=peer)
 
     def end_step(self, sends: Sequence[SendOrder]) -> None:
-        """Queue what a last chunk has left of states and windows, and mark the end of the prefill."""
+        """Queue what the step has completed and no hook has told of; mark the end of the prefill."""
         for send in sends:
             if not self._is_postponed(send):
                 self._end_chunk(send)
-            elif send.closing and send.decodes_on:
+                continue
+            self._postponed.add(send)
+            if send.closing and send.decodes_on:
                 # The next step writes over states, and gives away what leaves a window.
                 self._resume(send.request_id, wait=True)
 
     def _end_chunk(self, send: SendOrder) -> None:
+        self._queue_layers(send, self._layout.layer_names)
         try:
-            if not send.final:
-                self._put_digests(send)
-                self._put_checkpoints(send)
-                return
-            self._close_layers(send)
-            for open_send in self._open_sends.get(send.request_id) or self._open(send):
-                open_send.transfer.end()
+            for open_send in self._open_sends.get(send.request_id, ()):
+                open_send.queued_layers.clear()
+                if send.final:
+                    open_send.transfer.end()
             self._put_digests(send)
+            if not send.final:
+                self._put_checkpoints(send)
         except Exception:
             self._abort_unreadable(send)
 
@@ -277,7 +255,7 @@ class KvProducer:
         try:
             for layer_name in self._layout.closing_layers:
                 order = replace(send, ticket=ticket, decodes_on=True)
-                self._queue_layer(order, checkpoint, send.checkpoint, layer_name, urgent=True)
+                self._queue_layer(order, checkpoint, send.checkpoint, layer_name)
             if digests is not None:
                 for run in digests.take(final=True):
                     transfer.put(digests.region, run.offset, run)
