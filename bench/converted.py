@@ -11,8 +11,8 @@ how likely it finds each token. Beside it reads an engine with 16 bits by itself
 - `... alone`: an engine with 8 bits prefills and decodes. That is what 8 bits cost without prfaas.
 - `16 to 16`: equal engines over the link.
 
-Of a tiny model, whose weights are random, only the agreement says something. CPUs with AMX keep bfloat16 in an order
-that is not known, so nothing is converted there: `--dtype float16` is for them, which Gemma 3 does not have.
+Of a tiny model, whose weights are random, only the agreement says something. vLLM is told that there is no AMX: with
+it pages of bfloat16 have an order that is not known, and nothing is converted.
 """
 
 import argparse
@@ -35,6 +35,10 @@ from prfaas.core.deployment import load_deployment
 from prfaas.core.deployment.model import TRAINED_MODELS, default_state_dir, made_model, made_model_names
 from prfaas.core.route_header import ROUTE_HEADER, RouteHeader
 from prfaas.serving.engines.preparation import ensure_model
+
+# As the tests' engines.
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+from tests.integration.known_pages import with_known_pages
 
 FAR, HOME = "far-prefill-0", "home-0"
 TEXTS = ("docs/explanation/request.md", "docs/explanation/simulator.md", "docs/explanation/scheduling.md")
@@ -214,7 +218,7 @@ def measure(
     with tempfile.TemporaryDirectory(prefix="prfaas-converted-") as directory:
         path = write_deployment(Path(directory), model, dtype, pair)
         ensure_model(load_deployment(path, state_dir=home))
-        with running(path, home) as deployment:
+        with running(path, home, with_known_pages()) as deployment:
             texts = passages(deployment.model.path, *lengths)
             if reference is None:
                 engine = FAR if pair.far.dtype == "auto" else HOME

@@ -125,10 +125,10 @@ def write_deployment(
 
 
 @contextlib.contextmanager
-def running(path: Path, home: Path) -> Iterator[Deployment]:
-    """Engines and gateway, ready; everything has ended afterwards."""
+def running(path: Path, home: Path, env: Mapping[str, str] | None = None) -> Iterator[Deployment]:
+    """Engines and gateway, ready; everything has ended afterwards. `env`: over that of engines."""
     deployment = load_deployment(path, state_dir=home)
-    with RunningEngines(deployment) as engines:
+    with RunningEngines(deployment, extra_env=env) as engines:
         engines.wait_ready(_READY_S)
         with (path.parent / "gateway.log").open("wb") as log:
             gateway = subprocess.Popen(
@@ -138,7 +138,7 @@ def running(path: Path, home: Path) -> Iterator[Deployment]:
                 env={**os.environ, "PRFAAS_HOME": str(home)},
             )
         try:
-            wait_healthy(deployment)
+            wait_introduced(deployment, path.parent / "gateway.log")
             yield deployment
         finally:
             gateway.terminate()
@@ -148,15 +148,17 @@ def running(path: Path, home: Path) -> Iterator[Deployment]:
             gateway.wait()
 
 
-def wait_healthy(deployment: Deployment) -> None:
-    """Until the gateway has every engine. Raises SystemExit."""
-    deadline_s = time.monotonic() + 60
+def wait_introduced(deployment: Deployment, log: Path) -> None:
+    """Until the gateway has every engine, and no short prompt of its own is computed there. Raises SystemExit."""
+    deadline_s = time.monotonic() + 120
     while time.monotonic() < deadline_s:
         with (
             contextlib.suppress(OSError),
             urllib.request.urlopen(f"{deployment.gateway.url}/health", timeout=5) as answer,
         ):
-            if set(json.load(answer)["instances"].values()) == {"up"}:
+            told = log.read_text()
+            is_introduced = all(f"{each}: token ids come from" in told for each in ("completions", "chat"))
+            if is_introduced and set(json.load(answer)["instances"].values()) == {"up"}:
                 return
         time.sleep(0.3)
     raise SystemExit("the gateway did not start; its log is gateway.log")

@@ -33,13 +33,19 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        for name in REASONED:
-            for mark in item.iter_markers(name):
-                if not (mark.args and isinstance(mark.args[0], str) and mark.args[0].strip()):
-                    raise pytest.UsageError(f'{item.nodeid}: its mark must say why: {name}("...")')
     if settings.get_current_profile_name() == "explore":
         _take_more_examples(items)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A mark without a reason fails its test.
+
+    Refused while tests are collected, it would end a worker of xdist with an internal error.
+    """
+    for name in REASONED:
+        for mark in item.iter_markers(name):
+            if not (mark.args and isinstance(mark.args[0], str) and mark.args[0].strip()):
+                pytest.fail(f'{item.nodeid}: its mark must say why: {name}("...")', pytrace=False)
 
 
 def pytest_collection_finish() -> None:

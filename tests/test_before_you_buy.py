@@ -19,7 +19,7 @@ def page(tmp_path: Path) -> Page:
     return found
 
 
-@pytest.mark.slow("does all that the page says, each command a process")
+@pytest.mark.extended("does all that the page says; each of its commands has tests of its own")
 def test_from_a_config_and_two_gpus_to_a_verdict(page: Page) -> None:
     sized, estimated, planned, swept, simulated = page.shell
     assert "12 full + 36 GDN" in page.run(sized)

@@ -66,7 +66,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
                 process.kill()
 
 
-@pytest.mark.slow("starts a deployment and the clients of the page, each a process")
+@pytest.mark.extended("programs of a page, to stand-ins; tests with engines use the same SDKs")
 @pytest.mark.timeout(READY_S + 300)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_programs_print_what_the_page_says(page: Page, program: str) -> None:
@@ -74,7 +74,7 @@ def test_programs_print_what_the_page_says(page: Page, program: str) -> None:
     assert page.run(f'"{sys.executable}" {program}') == page.blocks[at + 1].text
 
 
-@pytest.mark.slow("starts a deployment and the clients of the page, each a process")
+@pytest.mark.extended("programs of a page, to stand-ins; tests with engines use the same SDKs")
 @pytest.mark.timeout(READY_S + 900)
 def test_vllm_s_load_test_and_our_counts(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
     if importlib.util.find_spec("vllm") is None:

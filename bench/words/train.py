@@ -30,10 +30,10 @@ from prfaas.serving.engines.tiny.configs import SPECIAL_TOKENS
 
 SEED = 31
 STEP_TOKENS = 4096
-WINDOW_TOKENS = 512
+WINDOW_TOKENS = 1024
 
 # From these shares of the minutes on, so many windows are of the topics; in the last part the learning rate falls.
-TOPICS_SHARES = ((0.0, 0.0), (0.15, 0.5), (0.6, 0.875))
+TOPICS_SHARES = ((0.0, 0.0), (0.15, 0.5), (0.6, 0.75))
 DECAY_FROM = 0.6
 
 MUON_LR, ADAM_LR, WEIGHT_DECAY, WARMUP_STEPS = 0.02, 4e-3, 0.1, 50
@@ -233,7 +233,7 @@ class Run:
 
     def _next_windows(self, topics_share: float) -> Tensor:
         window, count = WINDOW_TOKENS, STEP_TOKENS // WINDOW_TOKENS
-        of_topics = round(count * topics_share)
+        of_topics = min(round(count * topics_share), count - 1)
         rows = windows(self._learnt, self.progress.tokens, window, count - of_topics)
         self.progress.tokens += (count - of_topics) * window
         if of_topics:

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import json
 import math
-import os
 import random
 import subprocess
 import sys
@@ -466,18 +465,6 @@ def wait_ports_free(instance: Instance) -> None:
             PATIENCE_S,
             "the killed engine's port is free",
         )
-
-
-def with_known_pages() -> dict[str, str]:
-    """Environment of engines that keep KV otherwise than each other.
-
-    Where there is AMX, vLLM lays pages out in an order that prfaas does not know, and such engines refuse each other;
-    so vLLM is told that there is none.
-    """
-    if " amx_tile" not in Path("/proc/cpuinfo").read_text():
-        return {}
-    folders = [str(Path(__file__).with_name("without_amx")), os.environ.get("PYTHONPATH", "")]
-    return {"PYTHONPATH": os.pathsep.join(filter(None, folders))}
 
 
 def running(path: Path, env: Mapping[str, str] | None = None) -> Iterator[Stack]:

@@ -133,6 +133,7 @@ def relaying(first_stack: Stack) -> Iterator[Stack]:
         call(first_stack.url("gateway", "/prfaas/reload"), {})
 
 
+@pytest.mark.extended("an answer that ends while it is relayed shows the same in six tokens")
 def test_relayed_answers_are_those_of_a_plain_engine(relaying: Stack) -> None:
     """States are sent as the prompt left them, although the prefill engine writes over them meanwhile.
 

@@ -10,6 +10,7 @@ from tests.ports import neighbours
 
 from prfaas.core.kv.hf_config import model_from_directory
 
+from .known_pages import with_known_pages
 from .stack import (
     MODEL,
     PATIENCE_S,
@@ -19,7 +20,6 @@ from .stack import (
     prompt,
     running,
     wait_until,
-    with_known_pages,
     write_deployment,
 )
 

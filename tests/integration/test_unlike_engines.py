@@ -15,6 +15,7 @@ from prfaas.core.kv.hf_config import model_from_directory
 from prfaas.serving.engines.command import CPU_RETENTION_TOKENS
 from prfaas.serving.engines.preparation import _has_avx_512, ensure_model
 
+from .known_pages import with_known_pages
 from .stack import (
     LOGITS,
     MODEL,
@@ -23,7 +24,6 @@ from .stack import (
     Stack,
     prompt,
     wait_until,
-    with_known_pages,
     write_deployment,
 )
 

@@ -10,7 +10,7 @@ import pytest
 BENCH = Path(__file__).parents[2] / "bench" / "faults.py"
 
 
-@pytest.mark.slow("starts a process an engine, and lasts as long as its faults")
+@pytest.mark.extended("each of these faults has tests of its own; here they come one after the other")
 @pytest.mark.timeout(300)
 def test_a_fault_of_every_kind_costs_no_answer_and_no_token(tmp_path: Path) -> None:
     report = tmp_path / "faults.json"

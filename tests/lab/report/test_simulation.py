@@ -142,6 +142,12 @@ FIRST, SECOND = run("paper"), run("tilted", 3.0)
 REPORT = report_of(FIRST, SECOND)
 
 
+@pytest.fixture(scope="module")
+def drawn() -> dict[str, str]:
+    """The drawings of `REPORT` by their headings."""
+    return {heading: svg for heading, svg, _ in figures(REPORT)}
+
+
 def cells(rows: list[list[str]], label: str) -> list[str]:
     (found,) = (row[1:] for row in rows if row[0] == label)
     return found
@@ -206,10 +212,10 @@ def test_the_terminal_shows_all_of_it() -> None:
 
 
 @pytest.mark.slow("draws with matplotlib")
-def test_the_page_has_every_drawing_and_is_the_same_every_time() -> None:
+def test_the_page_has_every_drawing_and_is_the_same_every_time(drawn: dict[str, str]) -> None:
     page = simulation_page(REPORT)
     assert page == simulation_page(REPORT)
-    headings = [heading for heading, _, _ in figures(REPORT)]
+    headings = list(drawn)
     assert headings == [
         "Time to first token",
         "Time to first token over time",
@@ -249,8 +255,7 @@ def test_a_page_is_whole_and_escaped() -> None:
     assert "@import" not in text and "url(http" not in text
 
 
-def test_a_queue_that_is_always_empty_has_no_panel() -> None:
-    drawn = {heading: svg for heading, svg, _ in figures(REPORT)}
+def test_a_queue_that_is_always_empty_has_no_panel(drawn: dict[str, str]) -> None:
     assert "east: waiting for prefill" in drawn["Queues"]
     assert "waiting for decode" not in drawn["Queues"]
 

@@ -55,8 +55,8 @@ def test_one_stage_is_its_closed_recursion(
 @pytest.mark.slow("a queue's stability shows only after many thousands of requests")
 def test_light_load_is_table_6(case_study: CaseStudy) -> None:
     """TTFT of PrfaaS-PD and of the naive deployment (arXiv 2604.15039, Table 6) within 1 %: service, and the transfer's
-    tail, with 40,000 prompts at the middles of equal parts of the distribution in place of chance."""
-    count = 40_000
+    tail, with 10,000 prompts at the middles of equal parts of the distribution in place of chance."""
+    count = 10_000
     lengths = [round(case_study.lengths.quantile((k + 0.5) / count)) for k in range(count)]
     order = np.random.default_rng(3).permutation(count)
     chunk = chunk_of([30.0 * k for k in range(count)], np.array(lengths)[order].tolist(), blocks=[[]] * count)
@@ -70,7 +70,7 @@ def test_light_load_is_table_6(case_study: CaseStudy) -> None:
 
 def test_the_homogeneous_deployment_is_table_6(case_study: CaseStudy) -> None:
     """12 instances of the PD cluster's kind, 9 of which prefill: 4.44 s and 9.73 s within 1 %."""
-    count = 40_000
+    count = 10_000
     lengths = [round(case_study.lengths.quantile((k + 0.5) / count)) for k in range(count)]
     chunk = chunk_of([30.0 * k for k in range(count)], lengths, blocks=[[]] * count)
     scenario = quiet(scenario_of(case_study.planned, policy="local_only"))
@@ -83,7 +83,7 @@ def test_the_homogeneous_deployment_is_table_6(case_study: CaseStudy) -> None:
 
 @pytest.mark.slow("a queue's stability shows only after many thousands of requests")
 def test_the_largest_stable_rate_is_the_planners(case_study: CaseStudy) -> None:
-    """Bisection on what `stable` says, against Λ_max by E[T(L)], which is what long queues see: within 2 %."""
+    """What `stable` says on both sides of Λ_max by E[T(L)], which is what long queues see: within 2 %."""
     by_length = best_operation(case_study.problem, "by length")
     assert by_length.threshold_tokens is not None
     scenario = quiet(
@@ -91,12 +91,9 @@ def test_the_largest_stable_rate_is_the_planners(case_study: CaseStudy) -> None:
             case_study.planned, policy="static_threshold", threshold_tokens=by_length.threshold_tokens
         )
     )
-    low, high = 0.8 * by_length.lambda_max, 1.2 * by_length.lambda_max
-    for _ in range(7):
-        middle = (low + high) / 2
-        found = simulate(scenario, case_study.poisson(middle, seed=5), requests=60_000)
-        low, high = (middle, high) if found.summary()["stable"] else (low, middle)
-    assert (low + high) / 2 == pytest.approx(by_length.lambda_max, rel=0.02)
+    for share, stable in ((0.98, True), (1.02, False)):
+        found = simulate(scenario, case_study.poisson(share * by_length.lambda_max, seed=5), requests=60_000)
+        assert found.summary()["stable"] is stable, share
 
 
 @pytest.mark.parametrize("policy", ["paper", "tilted"])

@@ -125,7 +125,7 @@ def test_a_hot_prefix_is_copied_and_what_it_spares_is_counted(hot: Hot) -> None:
         (order,) = hot.pools["home-pool"].orders
         ticket = Ticket.unseal(order.ticket, KEY, 0.0)
         assert (ticket.producer, ticket.consumer, ticket.num_tokens) == ("far-pool", "home-pool", 480)
-        assert ticket.service.background
+        assert ticket.attributes.service.background
         assert (list(order.token_ids), order.salt, order.adapter) == (list(range(480)), "salt", "adapter")
         # Two requests find it, one is of another prefix, one is prefilled elsewhere.
         hot.request(range(500), far=480, home=480)

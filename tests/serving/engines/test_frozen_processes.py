@@ -8,7 +8,6 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -23,20 +22,22 @@ THRESHOLD_TOKENS = 1000
 TOKENS = 200
 
 
-@pytest.fixture
-def deployment(tmp_path: Path) -> Deployment:
-    path = write_deployment(tmp_path, speedup=2.0).path
+@pytest.fixture(scope="module")
+def deployment(tmp_path_factory: pytest.TempPathFactory) -> Deployment:
+    home = tmp_path_factory.mktemp("frozen")
+    path = write_deployment(home, speedup=2.0).path
     document = json.loads(path.read_text())
     document["clusters"] = [each for each in document["clusters"] if each["name"] != "other"]
     document["gateway"] |= {"route_header": "full", "admin": {"port": free_ports(1)[0]}}
     document["control"] = {"silence_s": 2.5}
     document["routing"] = {"policy": "static_threshold", "threshold_tokens": THRESHOLD_TOKENS}
     path.write_text(json.dumps(document))
-    return load_deployment(path, state_dir=tmp_path)
+    return load_deployment(path, state_dir=home)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def engines(deployment: Deployment) -> Iterator[RunningEngines]:
+    """For all tests: each leaves them as it found them, and to start them takes longer than a test."""
     running = RunningEngines(deployment, stand_ins_per_process=1)
     try:
         running.start()
@@ -163,15 +164,15 @@ def test_streams_of_a_frozen_decode_engine_go_on_elsewhere(
 
 
 @pytest.mark.slow("starts each engine as a process, and waits until a frozen one is noticed")
-@pytest.mark.parametrize("name", ["far-0", "home-0"])
+@pytest.mark.parametrize(("name", "first_seed"), [("far-0", 100), ("home-0", 200)])
 def test_requests_that_a_frozen_engine_was_chosen_for_are_served_by_others(
-    deployment: Deployment, engines: RunningEngines, name: str
+    deployment: Deployment, engines: RunningEngines, name: str, first_seed: int
 ) -> None:
-    """As the producer of their KV, or as its consumer."""
+    """As the producer of their KV, or as its consumer. Of prompts that no cache holds yet."""
 
     async def check() -> None:
         async with served(deployment) as client:
-            prompts = [random_ids(3000, 100 + seed) for seed in range(4)]
+            prompts = [random_ids(3000, first_seed + seed) for seed in range(4)]
             with frozen(engines, name):
                 answers = await asyncio.gather(*(client.stream(ids) for ids in prompts))
                 await client.until_healthy(name, False)

@@ -144,10 +144,10 @@ def test_it_is_gone_around_named_and_found_when_it_is_repaired(deployment: Deplo
                 used |= {route["prefill"] for route, _ in asked}
                 if ODD_ONE in used:
                     break
+                await asyncio.sleep(0.2)
 
     try:
-        for name in GOOD:
-            engines.start(name)
+        engines.restart(GOOD)  # in one process
         engines.wait_ready(120)
         asyncio.run(asyncio.wait_for(check(), 400))
     finally:

@@ -27,6 +27,7 @@ LIMIT_S = 60.0
 # A lease of 3 s, and what etcd and a busy machine take to notice its end.
 NEW_LEADER_S = 20.0
 CLIENTS = 4
+PAUSE_S = 0.1
 
 
 @dataclass
@@ -68,10 +69,14 @@ class Gateway:
             self.failed.append(repr(error))
 
     async def load(self, session: aiohttp.ClientSession, client: int, over: asyncio.Event) -> None:
-        """One request after the other: short ones, and long ones that are offloaded."""
+        """One request after the other: short ones, and long ones that are offloaded.
+
+        With a pause, as time passes by leases and not by requests.
+        """
         number = 0
         while not over.is_set():
             number += 1
+            await asyncio.sleep(PAUSE_S)
             await self.stream(session, random_ids(300 if number % 2 else 2500, 1000 * client + number))
 
 

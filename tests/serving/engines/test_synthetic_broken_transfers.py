@@ -9,7 +9,7 @@ import pytest
 from tests.serving.engines.synthetic_world import World, random_ids, running, write_deployment
 
 from prfaas.serving.engines.synthetic.endpoints import PrefillSend
-from prfaas.serving.transport import Ticket, TransferPhase
+from prfaas.serving.transport import Ticket, TransferAttributes, TransferPhase
 
 TOKENS, CHUNK, BLOCK = 8192 + 300, 1024, 128
 # Slow enough that each layer of a chunk leaves by itself.
@@ -49,7 +49,7 @@ async def _killed_at(world: World, ticket: Ticket, ids: list[int], share: float)
     status = await world.arrival(ticket)
     assert status.phase is TransferPhase.FAILED
     came_tokens = TOKENS * status.received_bytes // status.total_bytes
-    if not ticket.checkpoint_tokens:
+    if not ticket.attributes.checkpoint_tokens:
         assert came_tokens - CHUNK - BLOCK <= status.usable_tokens <= came_tokens + BLOCK
     return status.usable_tokens
 
@@ -109,7 +109,9 @@ def test_with_states_and_windows_it_goes_on_from_a_checkpoint(
         ids = random_ids(TOKENS + 1, 5)
         async with running(deployment, "far-0", "home-0", "other-0") as world:
             local = (await world.complete("other-0", ids)).ids
-            ticket = replace(world.ticket("far-0", "home-0", ids[:-1]), checkpoint_tokens=1)
+            ticket = replace(
+                world.ticket("far-0", "home-0", ids[:-1]), attributes=TransferAttributes(checkpoint_tokens=1)
+            )
             stalled_at(world, share)
             usable_tokens = await _killed_at(world, ticket, ids[:-1], share)
             assert usable_tokens % CHUNK == 0 or usable_tokens > TOKENS - CHUNK

@@ -637,7 +637,9 @@ class StandInEngine:
     async def _send(self, ticket: Ticket, sealed: str, ids: list[int]) -> None:
         assert self.sender is not None
         sizes = IdLayout().region_bytes(ticket.num_tokens, ticket.skip_tokens)
-        outgoing = self.sender.open(ticket, sealed, sizes, CACHED_TOKENS if self.lingers else None)
+        outgoing = self.sender.open(
+            ticket, sealed, sizes, cached_tokens=CACHED_TOKENS if self.lingers else None
+        )
         payload = kv_of(ids[ticket.skip_tokens :])
         first = 0
         if self.lingers:

@@ -58,8 +58,8 @@ def test_the_prefix_moves_first(in_world: InWorld, asked: int, sent: int) -> Non
         assert params["prfaas_from"] == source.body["kv_transfer_params"]["prfaas"] != params["prfaas"]
         assert list(params) == ["prfaas", "prfaas_from"]
         moves, own = world.local._ticket(params["prfaas_from"]), world.local._ticket(params["prfaas"])
-        assert moves is not None and moves.service.background
-        assert own is not None and not own.service.background
+        assert moves is not None and moves.attributes.service.background
+        assert own is not None and not own.attributes.service.background
         assert await world.metric('prfaas_gateway_cache_transfers_total{outcome="done"}') == 1
         assert await world.metric("prfaas_gateway_cache_transferred_bytes_total") == 4 * (sent - 256)
         assert world.plane.measured == ["remote"]
@@ -183,7 +183,7 @@ def test_a_prefix_goes_from_pool_to_pool_and_needs_no_ticket(in_world: InWorld, 
                 order.ticket, load_key(world.plane._deployment.security.key_file), time.time()
             )
             assert (ticket.producer, ticket.consumer, ticket.num_tokens) == (source, target, 600)
-            assert ticket.service.background and request.peer == GATEWAY
+            assert ticket.attributes.service.background and request.peer == GATEWAY
             assert world.local.generated() == [] and world.remote.prefixes == []
             if prefill == "remote":
                 (body,) = world.remote.generated()

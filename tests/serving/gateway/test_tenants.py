@@ -62,7 +62,7 @@ def test_a_tenant_hits_what_it_sent_and_another_one_does_not(in_world: InWorld) 
         ]
         digests = [ticket.prompt_digest for ticket in tickets if ticket is not None]
         assert len(digests) == 3 and digests[0] == digests[1] != digests[2]
-        classes = [ticket.service for ticket in tickets if ticket is not None]
+        classes = [ticket.attributes.service for ticket in tickets if ticket is not None]
         assert classes[0] == classes[1] != classes[2] and not any(each.background for each in classes)
 
     in_world(body, tenant_header="x-tenant")

@@ -36,7 +36,14 @@ from prfaas.serving.pool.neighbours import PoolNeighbours
 from prfaas.serving.pool.page_table import PageState, row_of
 from prfaas.serving.pool.running import RunningPools
 from prfaas.serving.pool.store import PageStore
-from prfaas.serving.transport import Observer, Ticket, TransferClass, load_key, prompt_digest
+from prfaas.serving.transport import (
+    Observer,
+    Ticket,
+    TransferAttributes,
+    TransferClass,
+    load_key,
+    prompt_digest,
+)
 from prfaas.serving.transport.requests import CopyOrder, CopyResult, PullAnswer, PullOrder
 
 from .stepped_ssd import SteppedSsd
@@ -183,7 +190,7 @@ class Pools:
             "prompt_digest": prompt_digest(tokens, "salt", "adapter"),
             "lifetime_s": 30.0,
             "now_s": time.time(),
-            "service": TransferClass(b"otherone", 1, background=True),
+            "attributes": TransferAttributes(service=TransferClass(b"otherone", 1, background=True)),
             **changes,
         }
         return Ticket.issue(**values)
@@ -527,7 +534,16 @@ def test_nobody_but_the_target_may_pull(tmp_path: Path) -> None:
     run(tmp_path, body)
 
 
-@pytest.mark.parametrize("dying", ["source", "target", "source before the copy"])
+@pytest.mark.parametrize(
+    "dying",
+    [
+        pytest.param(
+            "source", marks=pytest.mark.slow("a transfer that breaks in the middle is given up after seconds")
+        ),
+        "target",
+        "source before the copy",
+    ],
+)
 def test_one_of_the_two_dies(tmp_path: Path, dying: str) -> None:
     pages = prefix(DENSE)
 

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from prfaas.serving.transport import (
     BytesSource,
@@ -19,6 +19,7 @@ from prfaas.serving.transport import (
     StagingArena,
     Ticket,
     TlsIdentity,
+    TransferAttributes,
     TransferClass,
     TransferPhase,
     TransferStatus,
@@ -44,6 +45,11 @@ FAST_SENDER = SenderOptions(
     connect_s=2.0,
     backoff_min_s=0.01,
     backoff_max_s=0.1,
+)
+# For tests in which nothing is given up: on a machine that starves them, a second is soon over.
+PATIENT_RECEIVER = replace(FAST_RECEIVER, resume_s=60.0, progress_deadline_s=60.0)
+PATIENT_SENDER = replace(
+    FAST_SENDER, resume_s=60.0, progress_deadline_s=60.0, transfer_deadline_s=60.0, accept_deadline_s=70.0
 )
 
 
@@ -169,7 +175,7 @@ def make_ticket(
         prompt_digest=prompt_digest([1, 2, 3]),
         lifetime_s=lifetime_s,
         now_s=time.time(),
-        service=TransferClass(background=background),
+        attributes=TransferAttributes(service=TransferClass(background=background)),
     )
 
 

@@ -55,7 +55,7 @@ class RawProducer:
         self.sock.sendall(header + payload)
 
     def end(self, transfer_id: bytes, total_bytes: int) -> None:
-        body = {"total_bytes": total_bytes, "hidden_bytes": 0}
+        body = {"total_bytes": total_bytes, "overlapped_bytes": 0}
         self.sock.sendall(pack_control(FrameType.END, transfer_id, body))
 
     def answer(self) -> tuple[Header, Any]:

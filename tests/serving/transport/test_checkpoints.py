@@ -6,6 +6,7 @@ import pytest
 
 from prfaas.core.link.turns import turn_of_checkpoint, turn_of_ended, turn_of_open
 from prfaas.serving.transport import BytesSource, OutgoingTransfer, StagingArena, Ticket, TransferPhase
+from prfaas.serving.transport.offer import Offer
 from prfaas.serving.transport.ticket import checkpoint_id, part_id
 
 from .harness import (
@@ -112,8 +113,7 @@ def test_one_of_a_transfer_that_is_over_is_refused(world: World) -> None:
 def test_an_id_that_is_not_of_the_ticket_is_refused(world: World) -> None:
     ticket, transfer, _ = receiving(world)
     queue = world.sender._queues["c/0"]
-    offer = {"form": "", "checkpoint": 20}
-    other = queue.open(checkpoint_id(ticket.transfer_id, 10), ticket.seal(KEY), [100], offer=offer)
+    other = queue.open(checkpoint_id(ticket.transfer_id, 10), Offer(ticket.seal(KEY), (100,), checkpoint=20))
     await_over(other)
     assert "ticket belongs to another transfer" in other.reason
     transfer.abort("done")

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from prfaas.serving.transport import BytesSource
 from prfaas.serving.transport.chunk_schedule import ChunkSchedule
+from prfaas.serving.transport.offer import Offer
 from prfaas.serving.transport.outgoing import Chunk, OutgoingTransfer, SendPhase
 from prfaas.serving.transport.ticket import TransferClass
 
@@ -23,7 +24,7 @@ class _Bench:
         self.numbers += 1
         service = TransferClass(bytes([tenant] * 8), weight, background)
         transfer = OutgoingTransfer(
-            None, self.numbers.to_bytes(16, "big"), [1 << 20], 0.0, service, self.numbers
+            None, self.numbers.to_bytes(16, "big"), Offer("", (1 << 20,)), 0.0, service, self.numbers
         )
         transfer.phase = SendPhase.SENDING
         return transfer
@@ -194,7 +195,9 @@ def test_tenants_that_have_left_are_forgotten() -> None:
     bench.put(steady, 1 << 19)
     for number in range(2000):
         service = TransferClass(number.to_bytes(8, "big"))
-        transfer = OutgoingTransfer(None, number.to_bytes(16, "big"), [CHUNK], 0.0, service, 10_000 + number)
+        transfer = OutgoingTransfer(
+            None, number.to_bytes(16, "big"), Offer("", (CHUNK,)), 0.0, service, 10_000 + number
+        )
         transfer.phase = SendPhase.SENDING
         bench.put(transfer, CHUNK)
         bench.take()

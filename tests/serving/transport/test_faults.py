@@ -21,6 +21,8 @@ from .harness import (
     FAST_SENDER,
     FINGERPRINT,
     KEY,
+    PATIENT_RECEIVER,
+    PATIENT_SENDER,
     SizesByTokens,
     World,
     await_over,
@@ -115,7 +117,9 @@ def test_all_connections_lost_within_the_grace(world: World) -> None:
 
 def test_sockets_closed_at_random(make_world: MakeWorld) -> None:
     rng = random.Random(11)
-    world = make_world(sender_options=SMALL_CHUNKS)
+    world = make_world(
+        sender_options=replace(PATIENT_SENDER, chunk_bytes=64 << 10), receiver_options=PATIENT_RECEIVER
+    )
     for _ in range(6):
         ticket, transfer, content = world.send(1_000_000)
         while not transfer.phase.terminal:

@@ -64,7 +64,7 @@ values: st.SearchStrategy[Any] = st.recursive(
     max_leaves=8,
 )
 FIELDS = (
-    "ticket regions resume cached_tokens total_bytes hidden_bytes reason lead_s links hold_ms phase "
+    "ticket regions resume cached_tokens total_bytes overlapped_bytes reason lead_s links hold_ms phase "
     "received_bytes num_tokens skip_tokens taken soon tokens salt adapter geometry pages have ranks checksums"
 )
 fields = st.sampled_from(FIELDS.split())
@@ -145,7 +145,7 @@ ends = st.builds(
     region=st.just(0),
     offset=st.just(0),
     payload=st.tuples(counts, counts).map(
-        lambda pair: json.dumps({"total_bytes": pair[0], "hidden_bytes": pair[1]}).encode()
+        lambda pair: json.dumps({"total_bytes": pair[0], "overlapped_bytes": pair[1]}).encode()
     ),
     damage=st.just(0),
     flags=st.just(0),

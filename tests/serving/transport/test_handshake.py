@@ -320,14 +320,14 @@ def test_other_version_is_told_both() -> None:
         return receive_control(sock)[1]["reason"]
 
     outcome, error = meet(client)
-    assert outcome == "c/0 speaks protocol version 3, the peer 7"
+    assert outcome == "c/0 speaks protocol version 4, the peer 7"
     assert isinstance(error, HandshakeError)
 
     def alien(sock: socket.socket) -> Any:
-        sock.sendall(pack_control(FrameType.HELLO, body={}, version=4))
+        sock.sendall(pack_control(FrameType.HELLO, body={}, version=5))
         return receive_control(sock)[1]["reason"]
 
-    assert meet(alien)[0] == "peer speaks protocol version 4, this side 3"
+    assert meet(alien)[0] == "peer speaks protocol version 5, this side 4"
 
 
 def test_proof_cannot_be_replayed_or_reflected() -> None:

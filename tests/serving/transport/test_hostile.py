@@ -128,8 +128,8 @@ def test_rogue_bytes_close_only_their_connection(world: World) -> None:
         bytes(56),
         nested + deep,
         foreign + b"evil",  # another session's transfer
-        pack_control(FrameType.END, ticket.transfer_id, {"total_bytes": 6000, "hidden_bytes": 0}),
-        pack_control(FrameType.END, ticket.transfer_id, {"total_bytes": -1, "hidden_bytes": 0}),
+        pack_control(FrameType.END, ticket.transfer_id, {"total_bytes": 6000, "overlapped_bytes": 0}),
+        pack_control(FrameType.END, ticket.transfer_id, {"total_bytes": -1, "overlapped_bytes": 0}),
         pack_control(FrameType.WATCH, ticket.transfer_id),
         pack_header(FrameType.ACK, version=9),
     ]
@@ -160,8 +160,8 @@ def test_open_is_checked(world: World) -> None:
                 None,
                 "announced 2001 bytes in region 1, c/0 expects 2000",
             ),
-            (make_ticket(1000), [1000, 2000.0, 3000], None, "must be a list"),
-            (make_ticket(1000), "many", None, "must be a list"),
+            (make_ticket(1000), [1000, 2000.0, 3000], None, "got `float` - at `$.regions[1]`"),
+            (make_ticket(1000), "many", None, "offer of another form"),
             (good, sizes, good.seal(bytes(32)), "not sealed with this deployment's key"),
             (make_ticket(1000), sizes, make_ticket(1000).seal(KEY), "belongs to another transfer"),
             (make_ticket(1000, lifetime_s=-5), sizes, None, "expired"),

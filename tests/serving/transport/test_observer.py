@@ -195,7 +195,7 @@ def test_a_watcher_is_told_before_the_end_once_half_is_there_at_a_pace(world: Wo
         ticket = make_ticket(1000)
         wait = asyncio.create_task(observer.wait(ticket.transfer_id, 60, 30.0, told.append))
         other = asyncio.create_task(observer.wait(ticket.transfer_id, 60))
-        transfer = world.sender.open(ticket, ticket.seal(KEY), [1000, 2000, 3000], 100)
+        transfer = world.sender.open(ticket, ticket.seal(KEY), [1000, 2000, 3000], cached_tokens=100)
         for region, received_bytes, is_told in ((0, 1000, False), (2, 4000, True)):
             transfer.put(region, 0, BytesSource(bytes(1000 * (region + 1))))
             await asyncio.to_thread(world.await_received, ticket, received_bytes)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from prfaas.serving.transport import BytesSource, Observer, Peer, Sender, StagingArena
+from prfaas.serving.transport.offer import Offer
 from prfaas.serving.transport.pacing import LinkPacer, PaceOrder
 from prfaas.serving.transport.wire import WireError
 
@@ -209,7 +210,9 @@ def test_two_peers_share_the_link() -> None:
         for index in range(2):
             ticket = make_ticket(600_000)  # 3.6 MB each: 0.9 s together, 0.45 s each alone
             queue = sender._queues[f"c{index}"]
-            transfer = queue.open(ticket.transfer_id, ticket.seal(KEY), [600_000, 1_200_000, 1_800_000])
+            transfer = queue.open(
+                ticket.transfer_id, Offer(ticket.seal(KEY), (600_000, 1_200_000, 1_800_000))
+            )
             for region in range(3):
                 transfer.put(region, 0, BytesSource(bytes(600_000 * (region + 1))))
             transfer.end()

@@ -1,9 +1,8 @@
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas.serving.transport.resume_points import ResumePoints, common, ends_of
-from prfaas.serving.transport.wire import TransferPhase, TransferStatus
+from prfaas.serving.transport.resume_points import ResumePoints, common
+from prfaas.serving.transport.wire import TransferPhase, TransferStatus, body_of, read_body
 
 
 def points_of(ends: list[int]) -> ResumePoints:
@@ -38,9 +37,4 @@ def test_a_status_tells_them(points: ResumePoints) -> None:
     status = TransferStatus(
         TransferPhase.FAILED, "", 0, 0, 0, 50, 0, usable_tokens=points.tokens, usable_ends=points.ends
     )
-    assert TransferStatus.from_body(status.to_body()).resume_points == points
-
-
-@pytest.mark.parametrize("text", ["", ",", "a,-1,1.5, 7"])
-def test_what_is_no_number_counts_for_nothing(text: str) -> None:
-    assert ends_of(text) == ()
+    assert read_body(TransferStatus, body_of(status)).resume_points == points

@@ -18,7 +18,18 @@ from prfaas.serving.transport.handshake import ROLE_PRODUCER, ClientHello, greet
 from prfaas.serving.transport.sockets import ConnectionEnded, receive_control
 from prfaas.serving.transport.wire import HEADER_BYTES, FrameType, pack_control, pack_header
 
-from .harness import FAST_RECEIVER, FAST_SENDER, FINGERPRINT, KEY, World, await_over, await_true, our_threads
+from .harness import (
+    FAST_RECEIVER,
+    FAST_SENDER,
+    FINGERPRINT,
+    KEY,
+    PATIENT_RECEIVER,
+    PATIENT_SENDER,
+    World,
+    await_over,
+    await_true,
+    our_threads,
+)
 
 MakeWorld = Callable[..., World]
 
@@ -123,7 +134,9 @@ def test_the_oldest_stranger_goes_first(make_world: MakeWorld) -> None:
 
 @pytest.mark.slow("connections wait for each other, and for time limits")
 def test_many_strangers_at_once_cost_few_threads(make_world: MakeWorld) -> None:
-    world = make_world(receiver_options=replace(FAST_RECEIVER, max_strangers=8))
+    world = make_world(
+        sender_options=PATIENT_SENDER, receiver_options=replace(PATIENT_RECEIVER, max_strangers=8)
+    )
     await_true(lambda: world.receiver.stats()["connections"] == 4, 5.0, lambda: "up")
     await_true(lambda: sum(name.endswith("-acks") for name in our_threads()) == 4, 5.0, lambda: "reading")
     before, most = len(our_threads()), 0

@@ -1,15 +1,19 @@
 """Tickets: what was sealed comes back, everything else is refused."""
 
+import base64
 import hashlib
+import hmac
 import struct
 from array import array
 from dataclasses import replace
+from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas.serving.transport import Ticket, TicketError, TransferClass, prompt_digest
+from prfaas.serving.transport import Ticket, TicketError, TransferAttributes, TransferClass, prompt_digest
 
 KEY = bytes(range(32))
 names = st.text(min_size=1, max_size=60).filter(
@@ -33,12 +37,16 @@ tickets = st.builds(
     producer=names,
     consumer=names,
     expires_at_s=st.floats(1, 1e12),
-    checkpoint_tokens=st.integers(0, 1 << 30),
-    service=st.builds(
-        TransferClass,
-        tenant=st.binary(min_size=8, max_size=8),
-        weight=st.integers(1, 65535),
-        background=st.booleans(),
+    attributes=st.builds(
+        TransferAttributes,
+        uses=st.integers(1, 1024),
+        checkpoint_tokens=st.integers(0, 1 << 30),
+        service=st.builds(
+            TransferClass,
+            tenant=st.binary(min_size=8, max_size=8),
+            weight=st.integers(1, 65535),
+            background=st.booleans(),
+        ),
     ),
 )
 
@@ -93,8 +101,6 @@ def test_expiry_and_issue() -> None:
         {"num_tokens": (1 << 30) + 1},
         {"skip_tokens": 11},
         {"skip_tokens": -1},
-        {"checkpoint_tokens": -1},
-        {"checkpoint_tokens": (1 << 30) + 1},
         {"producer": ""},
         {"consumer": "x" * 256},
         {"transfer_id": b"short"},
@@ -106,6 +112,41 @@ def test_absurd_tickets(change: dict[str, object]) -> None:
     good = Ticket(bytes(16), "p", "c", 10, 0, bytes(16), 1e9)
     with pytest.raises(TicketError):
         replace(good, **change)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "change", [{"checkpoint_tokens": -1}, {"checkpoint_tokens": (1 << 30) + 1}, {"uses": 0}, {"uses": 1025}]
+)
+def test_absurd_attributes(change: dict[str, int]) -> None:
+    with pytest.raises(TicketError, match=next(iter(change))):
+        TransferAttributes(**change)
+
+
+def sealed(said: dict[str, object]) -> str:
+    """A ticket with such fields, as another release may seal it."""
+    body = msgspec.msgpack.encode(said)
+    mac = hmac.digest(KEY, b"prfaas ticket 4\x00" + body, "sha256")[:16]
+    return base64.urlsafe_b64encode(body + mac).rstrip(b"=").decode()
+
+
+def test_releases_with_unlike_sets_of_attributes_agree_on_what_both_know() -> None:
+    attributes = TransferAttributes(uses=3, checkpoint_tokens=64, service=TransferClass(weight=2))
+    ticket = Ticket(bytes(16), "p", "c", 10, 0, bytes(16), 1e9, attributes)
+    said: dict[str, Any] = msgspec.to_builtins(ticket, builtin_types=(bytes,))
+    assert Ticket.unseal(sealed(said), KEY, 0.0) == ticket
+    newer = said | {"of_a_newer_release": [1], "attributes": said["attributes"] | {"snapshots": {"every": 2}}}
+    assert Ticket.unseal(sealed(newer), KEY, 0.0) == ticket
+    older = said | {"attributes": {"uses": 3}}
+    assert Ticket.unseal(sealed(older), KEY, 0.0).attributes == TransferAttributes(uses=3)
+    for absurd in (
+        {"num_tokens": "ten"},
+        {"attributes": {"uses": 0}},
+        {"attributes": {"service": {"weight": 0}}},
+    ):
+        with pytest.raises(TicketError, match="ticket of another form"):
+            Ticket.unseal(sealed(said | absurd), KEY, 0.0)
+    with pytest.raises(TicketError, match="missing required field `transfer_id`"):
+        Ticket.unseal(sealed({}), KEY, 0.0)
 
 
 @pytest.mark.parametrize("change", [{"tenant": b"7 bytes"}, {"weight": 0}, {"weight": 65536}])

@@ -16,7 +16,7 @@ class HopTrace:
         self._spec = spec
         self._links = plane.links
         self._resent_bytes = plane.links.resent_bytes(spec.producer, spec.consumer)
-        purpose = "prefix" if spec.background else "request"
+        purpose = "prefix" if spec.attributes.service.background else "request"
         self._prefill = trace.open(
             "prefill",
             {

@@ -17,7 +17,7 @@ from prfaas.serving.tasks import run_together
 from prfaas.serving.transport.handover import by_nixl, is_by_nixl
 from prfaas.serving.transport.observer import Observer, OnSoon
 from prfaas.serving.transport.resume_points import common
-from prfaas.serving.transport.ticket import Ticket, part_id
+from prfaas.serving.transport.ticket import PLAIN, Ticket, TransferAttributes, part_id
 from prfaas.serving.transport.tls_identity import TlsIdentity
 from prfaas.serving.transport.wire import TransferPhase, TransferStatus
 
@@ -71,20 +71,16 @@ class TransferSpec:
     """Leading tokens whose attention blocks the consumer holds."""
     kv_bytes: int
     """What is expected to move: `Decision.kv_bytes`."""
-    uses: int = 1
-    """How many requests load it at the consumer."""
+    attributes: TransferAttributes = PLAIN
+    """What its ticket is to say of it, less whose it is."""
     sealed_from: str | None = None
     """The sealed ticket of a prefix that the producer loads first."""
     ask: FirstTokenAsk | None = None
     """The prefill also samples the first token of the answer, so; None: the consumer samples it."""
-    background: bool = False
-    """It gets what other transfers leave of the link."""
     left_s: Callable[[], float] = float
     """Seconds until its last byte has left the producer, as predicted."""
     pulled: bool = False
     """The consumer reads the KV by NIXL; else the producer sends it."""
-    checkpoint_tokens: int = 0
-    """See `Ticket`."""
 
     def as_told(self, sealed_ticket: str) -> str:
         """The ticket as the producer is told it."""

@@ -217,9 +217,7 @@ class PrefillHop:
             prompt_digest=prompt_digest(spec.token_ids, request.salt, request.adapter),
             lifetime_s=self._options.ticket_lifetime_s,
             now_s=time.time(),
-            uses=spec.uses,
-            service=self._tenants.transfer_class(request.salt, background=spec.background),
-            checkpoint_tokens=spec.checkpoint_tokens,
+            attributes=self._tenants.of_tenant(spec.attributes, request.salt),
         )
         sealed = spec.as_told(ticket.seal(self._key))
         return ticket, sealed, self._prefill_request(spec, request, sealed)

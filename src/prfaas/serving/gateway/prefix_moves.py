@@ -14,6 +14,7 @@ from prfaas.serving.gateway.request import ServingRequest, Tenants, TokenizedPro
 from prfaas.serving.gateway.request_trace import AttributeValue
 from prfaas.serving.pool.copier import PoolCopier
 from prfaas.serving.transport.requests import CopyResult
+from prfaas.serving.transport.ticket import TransferAttributes, TransferClass
 
 
 class PrefixMoves:
@@ -122,7 +123,7 @@ class PrefixMoves:
                 skip_tokens=wanted.skip_tokens,
                 kv_bytes=wanted.kv_bytes,
                 # Only an abundant link is worth a cache transfer (section 3.4.3).
-                background=True,
+                attributes=TransferAttributes(service=TransferClass(background=True)),
             )
             try:
                 # Not `measured`: how long it took says nothing about the prefill.

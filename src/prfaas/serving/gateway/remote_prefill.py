@@ -20,6 +20,7 @@ from prfaas.serving.gateway.request import PreparedRequest, ServingRequest, Toke
 from prfaas.serving.gateway.request_log import Attempt, WaitsFor
 from prfaas.serving.gateway.token_relay import TokenRelay
 from prfaas.serving.tasks import look_at
+from prfaas.serving.transport.ticket import PLAIN, TransferAttributes
 
 Told = tuple[SampledTokens, TokenRelay | None]
 
@@ -239,10 +240,13 @@ class RemotePrefills:
         # With the first token the ticket is for one more than the decode request's prompt. What NIXL has read lies in
         # no staging.
         keeps = running.ask is None and not running.pulled
-        checkpoint_tokens = self._plane.waits.checkpoint_tokens(decision) if keeps else 0
+        attributes = TransferAttributes(
+            uses=request.samples,
+            checkpoint_tokens=self._plane.waits.checkpoint_tokens(decision) if keeps else 0,
+        )
         async with running.stack:
             done = await self._hop.run(
-                replace(_spec(running, token_ids), checkpoint_tokens=checkpoint_tokens),
+                _spec(running, token_ids, attributes),
                 request,
                 on_soon if soon is not None and (self._lead_s > 0 or running.pulled) else None,
                 on_first,
@@ -272,7 +276,9 @@ class RemotePrefills:
         request.record.took("transfer", done.transfer_s, begun_s)
 
 
-def _spec(running: _RemotePrefill, token_ids: Sequence[int]) -> TransferSpec:
+def _spec(
+    running: _RemotePrefill, token_ids: Sequence[int], attributes: TransferAttributes = PLAIN
+) -> TransferSpec:
     """What moves of a prefill elsewhere: the KV of `token_ids`."""
     decision, prefix = running.attempt.decision, running.moved.transfer
     has_prefix = prefix is not None and decision.prefill == running.wanted
@@ -282,7 +288,7 @@ def _spec(running: _RemotePrefill, token_ids: Sequence[int]) -> TransferSpec:
         token_ids=token_ids,
         skip_tokens=decision.skip_tokens,
         kv_bytes=decision.kv_bytes,
-        uses=running.request.samples,
+        attributes=attributes,
         sealed_from=prefix.sealed if prefix is not None and has_prefix else None,
         ask=running.ask,
         left_s=lambda: running.work.left_s,

@@ -5,7 +5,7 @@ import hashlib
 import hmac
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from aiohttp import web
@@ -21,7 +21,7 @@ from prfaas.serving.gateway.kv_transfer import MovedPrefix, StartedTransfer, Tra
 from prfaas.serving.gateway.prompts import Endpoint, Prompt, prompt_of, samples_of
 from prfaas.serving.gateway.request_log import RequestRecord, WaitsFor
 from prfaas.serving.gateway.token_relay import TokenRelay
-from prfaas.serving.transport.ticket import TENANT_BYTES, TransferClass
+from prfaas.serving.transport.ticket import TENANT_BYTES, TransferAttributes, TransferClass
 
 # The only client headers that an engine sees, and only in this form.
 _TRACE_HEADERS = {
@@ -194,6 +194,12 @@ class Tenants:
         # Not the salt itself: a ticket may be read by anybody.
         mark = hmac.digest(self._key, _LINK_PURPOSE + salt.encode(), hashlib.sha256)[:TENANT_BYTES]
         return TransferClass(mark, self._weights.get(salt, 1), background)
+
+    def of_tenant(self, attributes: TransferAttributes, salt: str) -> TransferAttributes:
+        """The same for a transfer of the tenant with this salt."""
+        return replace(
+            attributes, service=self.transfer_class(salt, background=attributes.service.background)
+        )
 
     def _salt(self, value: bytes) -> str:
         return hmac.digest(self._key, _TENANT_PURPOSE + value, hashlib.sha256)[:_SALT_BYTES].hex()

@@ -10,6 +10,7 @@ from prfaas.core.deployment import Deployment
 from prfaas.core.units import BITS_PER_BYTE
 from prfaas.serving.transport import Observer, Ticket, TlsIdentity, TransferClass, prompt_digest
 from prfaas.serving.transport.requests import MAX_COPIED_TOKENS, CopyOrder, CopyResult
+from prfaas.serving.transport.ticket import TransferAttributes
 from prfaas.serving.transport.wire import WireError
 
 logger = logging.getLogger(__name__)
@@ -93,7 +94,7 @@ class PoolCopier:
             prompt_digest=prompt_digest(token_ids, salt, adapter),
             lifetime_s=timeout_s,
             now_s=time.time(),
-            service=service,
+            attributes=TransferAttributes(service=service),
         )
         order = CopyOrder(ticket.seal(self._key), token_ids, salt, adapter)
         is_over = False

@@ -25,7 +25,7 @@ from prfaas.serving.transport.requests import (
     PullOrder,
 )
 from prfaas.serving.transport.staging import StagedTransfer
-from prfaas.serving.transport.ticket import Ticket, TicketError, prompt_digest
+from prfaas.serving.transport.ticket import Ticket, TicketError, TransferAttributes, prompt_digest
 from prfaas.serving.transport.wire import TransferPhase, TransferStatus, WireError
 
 logger = logging.getLogger(__name__)
@@ -209,7 +209,7 @@ class PrefixCopies:
 
     async def _copy(self, ticket: Ticket, store: PageStore, prefix: PrefixPages) -> CopyResult:
         copied_bytes, reason = 0, ""
-        async with self._turns[ticket.service.background]:
+        async with self._turns[ticket.attributes.service.background]:
             missing = [page for page in prefix.pages if not _holds(store, page.page_id)]
             largest = max((page.nbytes for page in missing), default=0)
             if largest > self._staging_bytes:
@@ -248,7 +248,7 @@ class PrefixCopies:
             prompt_digest=copy.prompt_digest,
             lifetime_s=copy.expires_at_s - now_s,
             now_s=now_s,
-            service=copy.service,
+            attributes=TransferAttributes(service=copy.attributes.service),
         )
         order = PullOrder(
             ticket.seal(self._key), store.geometry.digest(), tuple(page.page_id for page in pages)

@@ -20,6 +20,7 @@ from prfaas.serving.transport.staging import StagedTransfer, StagingArena, Stagi
 from prfaas.serving.transport.ticket import (
     Ticket,
     TicketError,
+    TransferAttributes,
     TransferClass,
     create_key,
     load_key,
@@ -56,6 +57,7 @@ __all__ = [
     "TicketError",
     "TlsFileError",
     "TlsIdentity",
+    "TransferAttributes",
     "TransferClass",
     "TransferPhase",
     "TransferStatus",

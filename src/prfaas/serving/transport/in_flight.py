@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from prfaas.serving.transport.offer import Offer
 from prfaas.serving.transport.outgoing import Carrier, Chunk, OutgoingTransfer, SendPhase
 from prfaas.serving.transport.silence import Silence
 from prfaas.serving.transport.wire import NO_TRANSFER, FrameType, Header, abort, pack_control, ping, pong
@@ -28,7 +29,7 @@ class ControlJob:
         return owner is not None and owner.phase is SendPhase.OPENING and self.kind is FrameType.OPEN
 
 
-NOBODY = OutgoingTransfer.failed(NO_TRANSFER, (), "no transfer")
+NOBODY = OutgoingTransfer.failed(NO_TRANSFER, Offer("", ()), "no transfer")
 """Whose frames of no transfer are."""
 _FILLER_CHARS = 60_000
 FILLER = ControlJob(
@@ -136,7 +137,7 @@ class ControlQueue:
 
     def end(self, transfer: OutgoingTransfer) -> None:
         """Say that the prefill of the transfer has finished."""
-        body = {"total_bytes": transfer.total_bytes, "hidden_bytes": transfer.overlapped_bytes}
+        body = {"total_bytes": transfer.total_bytes, "overlapped_bytes": transfer.overlapped_bytes}
         frame = pack_control(FrameType.END, transfer.transfer_id, body)
         self._jobs.append(ControlJob(FrameType.END, transfer, frame))
 

@@ -252,7 +252,7 @@ class IncomingTransfer:
     @property
     def background(self) -> bool:
         """It comes after all others."""
-        return self.ticket.service.background
+        return self.ticket.attributes.service.background
 
     @property
     def covered(self) -> bool:

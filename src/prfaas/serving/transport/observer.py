@@ -26,6 +26,7 @@ from prfaas.serving.transport.wire import (
     WireError,
     pack_control,
     ping,
+    read_body,
 )
 
 _T = TypeVar("_T")
@@ -372,7 +373,7 @@ class Observer:
         while True:
             header, body = await read_frame(reader, self._sealing)
             if header.kind is FrameType.STATUS:
-                self._settle(header.transfer_id, TransferStatus.from_body(body))
+                self._settle(header.transfer_id, read_body(TransferStatus, body))
             elif header.kind is FrameType.STATS:
                 if self._stats_waits:
                     _resolve(self._stats_waits.popleft(), dict(body))

@@ -5,16 +5,17 @@ promise to deliver them. Order of the parts below: chunk, then transfer.
 """
 
 import enum
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from prfaas.core.link.turns import Turn, turn_of_ended, turn_of_open
 from prfaas.serving.transport.chunk_source import ChunkSource
 from prfaas.serving.transport.coverage import Coverage
+from prfaas.serving.transport.offer import Offer
 from prfaas.serving.transport.pacing import Paced
 from prfaas.serving.transport.ticket import DEFAULT_CLASS, TransferClass
-from prfaas.serving.transport.wire import FrameType, pack_control
+from prfaas.serving.transport.wire import FrameType, body_of, pack_control
 
 
 @dataclass(slots=True, eq=False)
@@ -97,13 +98,15 @@ class OutgoingTransfer:
         self,
         queue: TransferQueue | None,
         transfer_id: bytes,
-        region_bytes: Sequence[int],
+        offer: Offer,
         opened_at_s: float,
         service: TransferClass = DEFAULT_CLASS,
         number: int = 0,
     ) -> None:
         self.transfer_id = transfer_id
-        self.region_bytes = tuple(region_bytes)
+        self.offer = offer
+        """What its OPEN says."""
+        self.region_bytes = offer.regions
         """Size of each region, in bytes."""
         self.total_bytes = sum(self.region_bytes)
         self.phase = SendPhase.OPENING
@@ -120,8 +123,6 @@ class OutgoingTransfer:
         self.queue = queue
         """None: it failed before it could begin."""
         self.opened_at_s = opened_at_s
-        self.offer: Mapping[str, object] = {}
-        """What its OPEN says."""
         self.owner: OutgoingTransfer | None = None
         """The transfer of which it is a checkpoint; None: it is none."""
         self.ended = False
@@ -143,9 +144,9 @@ class OutgoingTransfer:
         return sum(chunk.nbytes for chunk in self.queued) if self.phase is SendPhase.OPENING else 0
 
     @classmethod
-    def failed(cls, transfer_id: bytes, region_bytes: Sequence[int], reason: str) -> "OutgoingTransfer":
+    def failed(cls, transfer_id: bytes, offer: Offer, reason: str) -> "OutgoingTransfer":
         """A transfer that failed before it could begin."""
-        transfer = cls(None, transfer_id, region_bytes, 0.0)
+        transfer = cls(None, transfer_id, offer, 0.0)
         transfer.reason = reason
         transfer.phase = SendPhase.FAILED
         return transfer
@@ -156,7 +157,7 @@ class OutgoingTransfer:
         Raises:
             WireError: there are too many regions.
         """
-        return pack_control(FrameType.OPEN, self.transfer_id, {**self.offer, "resume": resume})
+        return pack_control(FrameType.OPEN, self.transfer_id, body_of(replace(self.offer, resume=resume)))
 
     def put(self, region: int, offset: int, source: ChunkSource, *, urgent: bool = False) -> None:
         """Queue all bytes of `source` for [offset, offset + source.nbytes) of `region`.

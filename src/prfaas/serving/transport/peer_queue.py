@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from prfaas.serving.transport.in_flight import (
     InFlightWindow,
     gauges_of,
 )
+from prfaas.serving.transport.offer import Offer
 from prfaas.serving.transport.options import Peer, SenderOptions
 from prfaas.serving.transport.outgoing import Carrier, Chunk, OutgoingTransfer, PeerSays, QueueLoad, SendPhase
 from prfaas.serving.transport.pacing import LinkPacer
@@ -89,27 +90,24 @@ class PeerQueue:
     def open(
         self,
         transfer_id: bytes,
-        sealed: str,
-        region_bytes: Sequence[int],
+        offer: Offer,
         service: TransferClass = DEFAULT_CLASS,
-        offer: Mapping[str, object] | None = None,
         owner: OutgoingTransfer | None = None,
     ) -> OutgoingTransfer:
-        """Begin a transfer, or a checkpoint of `owner`; its OPEN says `offer` too. What is wrong its reason tells."""
+        """Begin a transfer, or a checkpoint of `owner`. What is wrong its reason tells."""
         now_s, number = time.monotonic(), next(self._numbers)
-        transfer = OutgoingTransfer(self, transfer_id, region_bytes, now_s, service, number)
-        transfer.offer = {"ticket": sealed, "regions": transfer.region_bytes, **(offer or {})}
+        transfer = OutgoingTransfer(self, transfer_id, offer, now_s, service, number)
         transfer.owner = owner
         try:
             frame = transfer.open_frame()
         except WireError as error:
-            return OutgoingTransfer.failed(transfer_id, region_bytes, str(error))
+            return OutgoingTransfer.failed(transfer_id, offer, str(error))
         with self._lock:
             reason = "the sender is closed" if self.closing else self.rejection
             if transfer_id in self._transfers:
                 reason = "this transfer is open already"
             if reason:
-                return OutgoingTransfer.failed(transfer_id, region_bytes, reason)
+                return OutgoingTransfer.failed(transfer_id, offer, reason)
             if not self._transfers:
                 self._watch.begin()
             self._transfers[transfer_id] = transfer

@@ -5,6 +5,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
+from prfaas.serving.transport.offer import Offer
 from prfaas.serving.transport.resume_points import ResumePoints
 from prfaas.serving.transport.ticket import Ticket, part_id
 from prfaas.serving.transport.wire import WireError
@@ -218,41 +219,32 @@ def heard(layouts: PeerLayouts[Any] | None, peer: str, told: object, *, sends: b
 TransferLayout = RegionLayout | AskedTransfers | PeerLayouts[Any]
 
 
-def expected_regions(
-    layout: TransferLayout,
-    ticket: Ticket,
-    announced: Sequence[int],
-    producer: str,
-    mark: object,
-    part: int = 0,
-    checkpoint_tokens: int = 0,
-) -> tuple[int, ...]:
+def expected_regions(layout: TransferLayout, ticket: Ticket, offer: Offer, producer: str) -> tuple[int, ...]:
     """What a consumer expects of the transfer that a ticket allows, in bytes.
 
     Args:
         layout: of this side.
         ticket: of the transfer.
-        announced: the regions that the producer names.
+        offer: what the producer says of it.
         producer: its name, with its rank.
-        mark: names the form in which it sends pages.
-        part: which of the ticket's transfers it is.
-        checkpoint_tokens: it is a checkpoint of that one, after so many tokens; 0: it is none.
 
     Raises:
         ValueError: there can be no such transfer.
     """
-    if part and not isinstance(layout, PeerLayouts):
-        raise WireError(f"{producer} sends part {part} of a transfer that has one part")
-    if isinstance(layout, AskedTransfers) and not checkpoint_tokens:
-        layout.check(ticket.transfer_id, announced)
-        return tuple(announced)
+    if offer.part and not isinstance(layout, PeerLayouts):
+        raise WireError(f"{producer} sends part {offer.part} of a transfer that has one part")
+    if isinstance(layout, AskedTransfers) and not offer.checkpoint:
+        layout.check(ticket.transfer_id, offer.regions)
+        return offer.regions
     regions: RegionLayout | AskedTransfers = (
-        layout.begin(producer, ticket.transfer_id, mark, part) if isinstance(layout, PeerLayouts) else layout
+        layout.begin(producer, ticket.transfer_id, offer.form, offer.part)
+        if isinstance(layout, PeerLayouts)
+        else layout
     )
-    if checkpoint_tokens:
-        if not isinstance(regions, CheckpointedLayout) or not checkpoint_tokens < ticket.num_tokens:
-            raise WireError(f"there is no checkpoint of this transfer after {checkpoint_tokens} tokens")
-        return tuple(regions.checkpoint_bytes(checkpoint_tokens))
+    if offer.checkpoint:
+        if not isinstance(regions, CheckpointedLayout) or not offer.checkpoint < ticket.num_tokens:
+            raise WireError(f"there is no checkpoint of this transfer after {offer.checkpoint} tokens")
+        return tuple(regions.checkpoint_bytes(offer.checkpoint))
     assert not isinstance(regions, AskedTransfers)
     return tuple(regions.region_bytes(ticket.num_tokens, ticket.skip_tokens))
 

@@ -42,8 +42,3 @@ class ResumePoints:
 def common(points: Iterable[ResumePoints]) -> ResumePoints:
     """From where all of them can go on; there is at least one."""
     return reduce(ResumePoints.__and__, points)
-
-
-def ends_of(text: str) -> tuple[int, ...]:
-    """Numbers of tokens with commas between, as a STATUS has them; what is no number counts for nothing."""
-    return tuple(sorted(int(each) for each in text.split(",") if each.isdecimal()))

@@ -17,6 +17,7 @@ from prfaas.serving.transport.handshake import (
     Fingerprint,
 )
 from prfaas.serving.transport.link_report import KernelTotals, link_reports
+from prfaas.serving.transport.offer import Offer
 from prfaas.serving.transport.options import Peer, SenderOptions
 from prfaas.serving.transport.outgoing import Carrier, OutgoingTransfer
 from prfaas.serving.transport.pacing import LinkPacer, PaceOrder
@@ -116,10 +117,8 @@ class Sender:
         ticket: Ticket,
         sealed: str,
         region_bytes: Sequence[int],
-        cached_tokens: int | None = None,
-        form: str = "",
         peer: str = "",
-        part: int = 0,
+        **said: Any,
     ) -> OutgoingTransfer:
         """Begin the transfer that a ticket allows; never blocks, never raises for the network.
 
@@ -129,20 +128,18 @@ class Sender:
             ticket: whose transfer it is.
             sealed: the same ticket as the consumer checks it.
             region_bytes: size of each region, in bytes, as the consumer computes them too.
-            cached_tokens: tokens that this side had cached, for those who watch the transfer; None: not told.
-            form: the mark of the form in which pages travel.
             peer: which of `ranks_of` the consumer it goes to; "": the first.
-            part: which of the ticket's transfers it is.
+            said: other fields of its `Offer`.
         """
-        transfer_id = part_id(ticket.transfer_id, part)
+        offer = Offer(ticket=sealed, regions=tuple(region_bytes), **said)
+        transfer_id = part_id(ticket.transfer_id, offer.part)
         peer_key = peer or next(iter(self.ranks_of(ticket.consumer)))
         queue = self._queues.get(peer_key)
         if queue is None:
             reason = f"{self.name} has no peer named {ticket.consumer}"
-            return OutgoingTransfer.failed(transfer_id, region_bytes, reason)
+            return OutgoingTransfer.failed(transfer_id, offer, reason)
         self._connect(peer_key)
-        offer = {"cached_tokens": cached_tokens, "form": form} | ({"part": part} if part else {})
-        return queue.open(transfer_id, sealed, region_bytes, ticket.service, offer)
+        return queue.open(transfer_id, offer, ticket.attributes.service)
 
     def open_checkpoint(
         self, transfer: OutgoingTransfer, num_tokens: int, region_bytes: Sequence[int], peer: str
@@ -153,13 +150,11 @@ class Sender:
         blocks, never raises for the network.
         """
         transfer_id = checkpoint_id(transfer.transfer_id, num_tokens)
+        offer = replace(transfer.offer, regions=tuple(region_bytes), checkpoint=num_tokens)
         queue = self._queues.get(peer)
         if queue is None:
-            return OutgoingTransfer.failed(transfer_id, region_bytes, f"{self.name} has no peer named {peer}")
-        offer = {**transfer.offer, "checkpoint": num_tokens}
-        sealed = str(offer.pop("ticket"))
-        del offer["regions"]
-        checkpoint = queue.open(transfer_id, sealed, region_bytes, transfer.service, offer, transfer)
+            return OutgoingTransfer.failed(transfer_id, offer, f"{self.name} has no peer named {peer}")
+        checkpoint = queue.open(transfer_id, offer, transfer.service, transfer)
         # It has nothing to send yet, so nobody looks at its place.
         checkpoint.place = turn_of_checkpoint(transfer.place, checkpoint.place)
         return checkpoint

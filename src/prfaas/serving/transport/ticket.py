@@ -14,13 +14,14 @@ import math
 import os
 import secrets
 import stat
-import struct
 import sys
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
+
+import msgspec
 
 from prfaas.serving.secret_files import KeyFileError
 
@@ -97,15 +98,11 @@ MAX_PARTS = 1 << 10
 MAX_NAME_BYTES = 255
 MAX_SEALED_CHARS = 1024
 
-_VERSION = 3
 _MAC_BYTES = 16
-_PURPOSE = b"prfaas ticket\x00"
+_PURPOSE = b"prfaas ticket 4\x00"
 MAX_USES = 1024
 MAX_WEIGHT = 65535
 TENANT_BYTES = 8
-# version, transfer id, num_tokens, skip_tokens, uses, expires_at_s, prompt digest, background, tenant, weight,
-# checkpoint_tokens, name lengths
-_FIXED = struct.Struct("<B16sIIHd16sB8sHIBB")
 
 
 class TicketError(ValueError):
@@ -169,6 +166,34 @@ DEFAULT_CLASS = TransferClass()
 
 
 @dataclass(frozen=True, slots=True)
+class TransferAttributes:
+    """How a transfer is to go: what the gateway says of it, sealed in its ticket.
+
+    The registry of such words: a new one has a default, which is what an earlier release means that does not say it,
+    and is ignored by an earlier release that is told it.
+    """
+
+    uses: int = 1
+    """Requests of the consumer that load the transfer (vLLM makes `n` requests of one with `n` > 1)."""
+    service: TransferClass = DEFAULT_CLASS
+    """How it shares the link."""
+    checkpoint_tokens: int = 0
+    """The producer is to send a checkpoint about every so many tokens (see `checkpoints.is_due`); 0: none."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.checkpoint_tokens <= MAX_TOKENS:
+            raise TicketError(
+                f"ticket's checkpoint_tokens is {self.checkpoint_tokens}, not within 0..{MAX_TOKENS}"
+            )
+        if not 1 <= self.uses <= MAX_USES:
+            raise TicketError(f"ticket's uses is {self.uses}, not within 1..{MAX_USES}")
+
+
+PLAIN = TransferAttributes()
+"""Of a transfer of which nothing else is said."""
+
+
+@dataclass(frozen=True, slots=True)
 class Ticket:
     """KV of tokens [skip_tokens, num_tokens) of one prompt goes from `producer` to `consumer`."""
 
@@ -185,12 +210,7 @@ class Ticket:
     """Of the ids [0, num_tokens), the tenant and the adapter: see `prompt_digest`."""
     expires_at_s: float
     """Unix time."""
-    uses: int = 1
-    """Requests of the consumer that load the transfer (vLLM makes `n` requests of one with `n` > 1)."""
-    service: TransferClass = DEFAULT_CLASS
-    """How it shares the link."""
-    checkpoint_tokens: int = 0
-    """The producer is to send a checkpoint about every so many tokens (see `checkpoints.is_due`); 0: none."""
+    attributes: TransferAttributes = PLAIN
 
     def __post_init__(self) -> None:
         if len(self.transfer_id) != TRANSFER_ID_BYTES:
@@ -201,12 +221,6 @@ class Ticket:
             raise TicketError(f"ticket's num_tokens is {self.num_tokens}, not within 1..{MAX_TOKENS}")
         if not 0 <= self.skip_tokens <= self.num_tokens:
             raise TicketError(f"ticket's skip_tokens is {self.skip_tokens}, not within 0..{self.num_tokens}")
-        if not 0 <= self.checkpoint_tokens <= MAX_TOKENS:
-            raise TicketError(
-                f"ticket's checkpoint_tokens is {self.checkpoint_tokens}, not within 0..{MAX_TOKENS}"
-            )
-        if not 1 <= self.uses <= MAX_USES:
-            raise TicketError(f"ticket's uses is {self.uses}, not within 1..{MAX_USES}")
         if not math.isfinite(self.expires_at_s):
             raise TicketError("ticket's expires_at_s is not a finite number")
         for field, name in (("producer", self.producer), ("consumer", self.consumer)):
@@ -224,9 +238,7 @@ class Ticket:
         prompt_digest: bytes,
         lifetime_s: float,
         now_s: float,
-        uses: int = 1,
-        service: TransferClass = DEFAULT_CLASS,
-        checkpoint_tokens: int = 0,
+        attributes: TransferAttributes = PLAIN,
     ) -> Self:
         """A new ticket with a random id, good until `now_s + lifetime_s`."""
         return cls(
@@ -237,30 +249,12 @@ class Ticket:
             skip_tokens=skip_tokens,
             prompt_digest=prompt_digest,
             expires_at_s=now_s + lifetime_s,
-            uses=uses,
-            service=service,
-            checkpoint_tokens=checkpoint_tokens,
+            attributes=attributes,
         )
 
     def seal(self, key: bytes) -> str:
         """Opaque base64url text (no padding) that `unseal` with the same key turns back into this ticket."""
-        producer, consumer = self.producer.encode(), self.consumer.encode()
-        fixed = _FIXED.pack(
-            _VERSION,
-            self.transfer_id,
-            self.num_tokens,
-            self.skip_tokens,
-            self.uses,
-            self.expires_at_s,
-            self.prompt_digest,
-            self.service.background,
-            self.service.tenant,
-            self.service.weight,
-            self.checkpoint_tokens,
-            len(producer),
-            len(consumer),
-        )
-        body = fixed + producer + consumer
+        body = msgspec.msgpack.encode(self)
         return base64.urlsafe_b64encode(body + _mac(key, body)).rstrip(b"=").decode("ascii")
 
     @classmethod
@@ -272,40 +266,13 @@ class Ticket:
         """
         raw = _decode(text)
         body, mac = raw[:-_MAC_BYTES], raw[-_MAC_BYTES:]
-        if len(body) < _FIXED.size or not hmac.compare_digest(mac, _mac(key, body)):
+        if not hmac.compare_digest(mac, _mac(key, body)):
             raise TicketError("ticket was not sealed with this deployment's key")
-        (
-            version,
-            transfer_id,
-            num_tokens,
-            skip_tokens,
-            uses,
-            expires_at_s,
-            digest,
-            background,
-            tenant,
-            weight,
-            checkpoint_tokens,
-            producer_len,
-            consumer_len,
-        ) = _FIXED.unpack_from(body)
-        if version != _VERSION:
-            raise TicketError(f"ticket has version {version}, this side knows {_VERSION}")
-        names = body[_FIXED.size :]
-        if len(names) != producer_len + consumer_len:
-            raise TicketError("ticket's length does not fit its names")
         try:
-            producer, consumer = names[:producer_len].decode(), names[producer_len:].decode()
-        except UnicodeDecodeError:
-            raise TicketError("ticket's names are not UTF-8") from None
-        if background > 1:
-            raise TicketError(f"ticket's background is {background}, not 0 or 1")
-        service = TransferClass(tenant, weight, bool(background))
-        sizes = num_tokens, skip_tokens
-        ticket = cls(
-            *(transfer_id, producer, consumer, *sizes, digest, expires_at_s, uses, service),
-            checkpoint_tokens=checkpoint_tokens,
-        )
+            # What a newer release says besides is ignored.
+            ticket = msgspec.msgpack.decode(body, type=cls)
+        except msgspec.ValidationError as error:
+            raise TicketError(f"ticket of another form: {error}") from None
         if ticket.expires_at_s <= now_s:
             raise TicketError(f"ticket expired {now_s - ticket.expires_at_s:.1f} s ago")
         return ticket

@@ -115,7 +115,7 @@ class TransferTable:
                     raise WireError("this transfer id was used already")
                 transfer = self._admissible(session, transfer_id, body)
             except ValueError as error:
-                self._counters["refused"] += "checkpoint" not in body
+                self._counters["refused"] += not body.get("checkpoint")
                 connection.post(refuse(transfer_id, str(error)))
                 if live is None and over is None:
                     self._record(transfer_id, TransferStatus.refused(str(error)))
@@ -226,7 +226,7 @@ class TransferTable:
     ) -> None:
         """END: prefill is over at the producer; chunks may still be on their way."""
         total = count_field(body, "total_bytes", MAX_TRANSFER_BYTES)
-        overlapped = count_field(body, "hidden_bytes", MAX_TRANSFER_BYTES)
+        overlapped = count_field(body, "overlapped_bytes", MAX_TRANSFER_BYTES)
         with self._lock:
             transfer = self._transfers.get(header.transfer_id)
             if transfer is None:

@@ -1,7 +1,9 @@
 """The observers' connections that watch transfers at a consumer."""
 
+from dataclasses import replace
+
 from prfaas.serving.transport.incoming import FrameSink
-from prfaas.serving.transport.wire import FrameType, TransferStatus, pack_control
+from prfaas.serving.transport.wire import FrameType, TransferStatus, body_of, pack_control
 
 
 class Watchers:
@@ -61,4 +63,4 @@ class Watchers:
 
 
 def _frame(transfer_id: bytes, status: TransferStatus) -> bytes:
-    return pack_control(FrameType.STATUS, transfer_id, status.to_body())
+    return pack_control(FrameType.STATUS, transfer_id, body_of(replace(status, reason=status.reason[:4096])))

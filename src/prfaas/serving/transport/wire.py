@@ -10,13 +10,14 @@ import json
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Annotated, Any, Self, TypeVar
 
+import msgspec
 import xxhash
 
-from prfaas.serving.transport.resume_points import ResumePoints, ends_of
+from prfaas.serving.transport.resume_points import ResumePoints
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 MAX_CONTROL_BYTES = 64 << 10
 MAX_OPEN_BYTES = 1 << 20
 MAX_COPY_BYTES = 4 << 20
@@ -235,6 +236,30 @@ def parse_control(header: Header, payload: bytes | bytearray | memoryview) -> di
     return body
 
 
+BodyT = TypeVar("BodyT")
+
+
+def body_of(value: object) -> dict[str, Any]:
+    """The fields of a control frame that says what a dataclass says."""
+    body: dict[str, Any] = msgspec.to_builtins(value)
+    return body
+
+
+def read_body(kind: type[BodyT], body: Mapping[str, Any]) -> BodyT:
+    """A dataclass of the fields of a control frame, each within the bounds of its annotation.
+
+    Peers of another release need not know the same fields: one that `kind` lacks is ignored, and one with a default may
+    be missing.
+
+    Raises:
+        WireError: a field is missing or absurd.
+    """
+    try:
+        return msgspec.convert(body, kind)
+    except msgspec.ValidationError as error:
+        raise WireError(f"{kind.__name__.lower()} of another form: {error}") from None
+
+
 def text_field(body: Mapping[str, Any], name: str, max_chars: int = 4096) -> str:
     """The text `body[name]` of a control frame.
 
@@ -257,15 +282,6 @@ def count_field(body: Mapping[str, Any], name: str, maximum: int) -> int:
     if type(value) is not int or not 0 <= value <= maximum:
         raise WireError(f"field {name!r} must be an integer within 0..{maximum}")
     return value
-
-
-def cached_tokens_of(body: Mapping[str, Any]) -> int | None:
-    """`body["cached_tokens"]` of an OPEN or STATUS; None where the producer has not told.
-
-    Raises:
-        WireError: it is no number of tokens.
-    """
-    return None if body.get("cached_tokens") is None else count_field(body, "cached_tokens", 1 << 30)
 
 
 def seconds_field(body: Mapping[str, Any], name: str, maximum: float) -> float:
@@ -324,97 +340,51 @@ class TransferPhase(enum.StrEnum):
         return self in (TransferPhase.COMPLETE, TransferPhase.FAILED)
 
 
+_Bytes = Annotated[int, msgspec.Meta(ge=0, le=MAX_TRANSFER_BYTES)]
+_Tokens = Annotated[int, msgspec.Meta(ge=0, le=1 << 30)]
+
+
 @dataclass(frozen=True, slots=True)
 class TransferStatus:
-    """A snapshot."""
+    """A snapshot, and the fields of a STATUS frame."""
 
     phase: TransferPhase
-    reason: str
+    reason: Annotated[str, msgspec.Meta(max_length=4096)]
     """Why it FAILED, else empty."""
-    received_bytes: int
+    received_bytes: _Bytes
     """Verified bytes in staging."""
-    total_bytes: int
-    overlapped_bytes: int
+    total_bytes: _Bytes
+    overlapped_bytes: _Bytes
     """Bytes that were acknowledged when the prefill ended; 0 until END has come."""
-    num_tokens: int
+    num_tokens: _Tokens
     """The transfer is of the KV of tokens [skip_tokens, num_tokens)."""
-    skip_tokens: int
+    skip_tokens: _Tokens
     taken: bool = False
     """The engine owns the staged bytes already."""
     soon: bool = False
     """It has come so far that a watcher's request for it may be sent, see `IncomingTransfer.is_soon`."""
-    cached_tokens: int | None = None
+    cached_tokens: _Tokens | None = None
     """Tokens that the producer had cached, where its OPEN said so."""
     dropped: bool = False
     """It FAILED since the consumer's engine, or an observer, had no use for it: no fault of the producer."""
-    spared_bytes: int = 0
+    spared_bytes: _Bytes = 0
     """By how many bytes compression has made `received_bytes` less on the link."""
-    usable_tokens: int = 0
+    usable_tokens: _Tokens = 0
     """Tokens of one that FAILED whose KV has come: an engine can go on from there, or does (`taken`).
 
     Of one that is COMPLETE: from where it could, if another part of the KV broke.
     """
-    checkpoint_bytes: int = 0
+    checkpoint_bytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 62)] = 0
     """Of checkpoints that have come beside it."""
-    usable_ends: tuple[int, ...] = ()
+    usable_ends: Annotated[tuple[_Tokens, ...], msgspec.Meta(max_length=4096)] = ()
     """See `ResumePoints.ends`, of those `usable_tokens`."""
 
     @property
     def resume_points(self) -> ResumePoints:
         """From where an engine can go on, or does (`taken`)."""
-        return ResumePoints(self.usable_tokens, self.usable_ends)
+        return ResumePoints(self.usable_tokens, tuple(sorted(self.usable_ends)))
 
     @classmethod
     def refused(cls, reason: str, *, dropped: bool = False) -> Self:
         """Of a transfer that was never let in."""
         return cls(TransferPhase.FAILED, reason, 0, 0, 0, 0, 0, dropped=dropped)
-
-    def to_body(self) -> dict[str, Any]:
-        """The fields of a STATUS frame."""
-        return {
-            "phase": self.phase.value,
-            "reason": self.reason[:4096],
-            "received_bytes": self.received_bytes,
-            "total_bytes": self.total_bytes,
-            "hidden_bytes": self.overlapped_bytes,
-            "num_tokens": self.num_tokens,
-            "skip_tokens": self.skip_tokens,
-            "taken": self.taken,
-            "soon": self.soon,
-            "cached_tokens": self.cached_tokens,
-            "dropped": self.dropped,
-            "spared_bytes": self.spared_bytes,
-            "usable_tokens": self.usable_tokens,
-            "checkpoint_bytes": self.checkpoint_bytes,
-            "usable_ends": ",".join(map(str, self.usable_ends)),
-        }
-
-    @classmethod
-    def from_body(cls, body: Mapping[str, Any]) -> Self:
-        """Read the fields of a STATUS frame.
-
-        Raises:
-            WireError: a field is missing or absurd.
-        """
-        try:
-            phase = TransferPhase(text_field(body, "phase", 16))
-        except ValueError:
-            raise WireError(f"field 'phase' is {body.get('phase')!r}, which is no phase") from None
-        return cls(
-            phase=phase,
-            reason=text_field(body, "reason"),
-            received_bytes=count_field(body, "received_bytes", MAX_TRANSFER_BYTES),
-            total_bytes=count_field(body, "total_bytes", MAX_TRANSFER_BYTES),
-            overlapped_bytes=count_field(body, "hidden_bytes", MAX_TRANSFER_BYTES),
-            num_tokens=count_field(body, "num_tokens", 1 << 30),
-            skip_tokens=count_field(body, "skip_tokens", 1 << 30),
-            taken=body.get("taken") is True,
-            soon=body.get("soon") is True,
-            cached_tokens=cached_tokens_of(body),
-            dropped=body.get("dropped") is True,
-            # Consumers of an earlier version do not tell it.
-            spared_bytes=count_field({"spared_bytes": 0} | dict(body), "spared_bytes", MAX_TRANSFER_BYTES),
-            usable_tokens=count_field({"usable_tokens": 0} | dict(body), "usable_tokens", 1 << 30),
-            checkpoint_bytes=count_field({"checkpoint_bytes": 0} | dict(body), "checkpoint_bytes", 1 << 62),
-            usable_ends=ends_of(text_field({"usable_ends": ""} | dict(body), "usable_ends")),
-        )

@@ -26,7 +26,7 @@ from prfaas.serving.transport.receiver import Receiver
 from prfaas.serving.transport.region_layout import PeerLayouts
 from prfaas.serving.transport.sender import Sender
 from prfaas.serving.transport.staging import StagingArena
-from prfaas.serving.transport.ticket import Ticket
+from prfaas.serving.transport.ticket import Ticket, TransferAttributes
 
 KEY = b"k" * 32
 WIDTH, WINDOW_TOKENS, NUM_BLOCKS, MOST_TOKENS = 12, 20, 40, 130
@@ -252,7 +252,7 @@ class RankedPair:
             prompt_digest=bytes(16),
             lifetime_s=60,
             now_s=time.time(),
-            checkpoint_tokens=16 if checkpoints else 0,
+            attributes=TransferAttributes(checkpoint_tokens=16 if checkpoints else 0),
         )
         for memory, producing in zip(self.east, self.producing, strict=True):
             ends = (others or {}).get(memory.rank, chunk_ends)

@@ -477,4 +477,4 @@ def test_the_producer_of_a_model_without_states_sends_none() -> None:
         order = replace(step.sends[0], checkpoint_tokens=80)
         dense.step(TransferMetadata(sends=[order]))
         assert dense.producing.stats.data["checkpoints_sent"] == 0
-        assert Ticket.unseal(order.sealed, KEY, time.time()).checkpoint_tokens == 0
+        assert Ticket.unseal(order.sealed, KEY, time.time()).attributes.checkpoint_tokens == 0

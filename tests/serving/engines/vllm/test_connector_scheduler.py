@@ -14,7 +14,7 @@ from prfaas.core.link.checkpoints import is_checkpoint_due
 from prfaas.serving.engines.vllm.connector_scheduler import ConnectorScheduler
 from prfaas.serving.engines.vllm.metadata import StepReports, TransferMetadata
 from prfaas.serving.transport.resume_points import ResumePoints
-from prfaas.serving.transport.ticket import Ticket, prompt_digest
+from prfaas.serving.transport.ticket import Ticket, TransferAttributes, prompt_digest
 
 KEY = b"k" * 32
 FULL = KvGroup(1, GroupKind.FULL, 16, 0)
@@ -66,7 +66,7 @@ def ticket_for(prompt: list[int], skip: int = 0, every_tokens: int = 0, **names:
         prompt_digest=prompt_digest(prompt),
         lifetime_s=60,
         now_s=1000.0,
-        checkpoint_tokens=every_tokens,
+        attributes=TransferAttributes(checkpoint_tokens=every_tokens),
         **ends,
     )
     return ticket.seal(KEY)

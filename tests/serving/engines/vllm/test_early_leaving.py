@@ -69,10 +69,12 @@ class ReadingSender:
         ticket: Ticket,
         sealed: str,
         region_bytes: Sequence[int],
+        peer: str,
+        *,
         cached_tokens: int | None,
-        *way: object,
+        **way: object,
     ) -> ReadTransfer:
-        assert way == ("", "home", 0)
+        assert (peer, way) == ("home", {"form": "", "part": 0})
         self.cached_tokens = cached_tokens
         return self.transfers.setdefault(
             ticket.transfer_id, ReadTransfer([bytearray(nbytes) for nbytes in region_bytes])

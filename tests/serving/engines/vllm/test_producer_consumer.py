@@ -22,7 +22,7 @@ from prfaas.serving.transport.options import Peer, ReceiverOptions, SenderOption
 from prfaas.serving.transport.receiver import Receiver
 from prfaas.serving.transport.sender import Sender
 from prfaas.serving.transport.staging import StagingArena
-from prfaas.serving.transport.ticket import Ticket
+from prfaas.serving.transport.ticket import Ticket, TransferAttributes
 from prfaas.serving.transport.wire import TransferPhase
 
 KEY = b"k" * 32
@@ -158,8 +158,7 @@ def new_ticket(num_tokens: int, skip: int = 0, uses: int = 1, every_tokens: int 
         prompt_digest=bytes(16),
         lifetime_s=60,
         now_s=time.time(),
-        uses=uses,
-        checkpoint_tokens=every_tokens,
+        attributes=TransferAttributes(uses=uses, checkpoint_tokens=every_tokens),
     )
 
 

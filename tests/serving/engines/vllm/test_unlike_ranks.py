@@ -219,10 +219,9 @@ def test_a_part_must_be_the_one_of_its_rank() -> None:
             replace(ticket, transfer_id=b"o" * 16),
             replace(ticket, transfer_id=b"o" * 16).seal(KEY),
             wire.region_bytes(100, 0),
-            None,
-            wire.mark,
             "home/0",
-            0,
+            form=wire.mark,
+            part=0,
         )
         until(lambda: transfer.phase.terminal)
         assert "sends part 0 of a transfer, where part 1 was agreed" in transfer.reason

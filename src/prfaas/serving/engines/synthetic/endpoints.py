@@ -200,7 +200,7 @@ class Endpoints:
         extent, plan = (ticket.num_tokens, ticket.skip_tokens), self._digest_plan
         digests = DigestSource(plan.of_transfer(ticket.transfer_id, *extent)) if plan is not None else None
         region_bytes = (plan or self._layout).region_bytes(*extent)
-        transfer = self.sender.open(ticket, sealed, region_bytes, cached_tokens)
+        transfer = self.sender.open(ticket, sealed, region_bytes, cached_tokens=cached_tokens)
         self._sends[transfer] = _Sending(time.monotonic(), sum(self._layout.region_bytes(*extent)))
         self._has_sends.set()
         return PrefillSend(self._layout, transfer, ticket, context, digests)
@@ -210,7 +210,7 @@ class Endpoints:
         ticket, regions = sending.ticket, self._layout.checkpoint_regions
         last = sending.checkpoint_tokens
         if not regions or not is_checkpoint_due(
-            ticket.checkpoint_tokens, last, end_tokens, ticket.num_tokens
+            ticket.attributes.checkpoint_tokens, last, end_tokens, ticket.num_tokens
         ):
             return
         sending.checkpoint_tokens = end_tokens

@@ -344,7 +344,7 @@ class ConnectorScheduler:
         if not self._checkpoint_step or end_tokens % self._checkpoint_step:
             return False
         last = max(producing.checkpoint_tokens, ticket.skip_tokens)
-        is_due = is_checkpoint_due(ticket.checkpoint_tokens, last, end_tokens, ticket.num_tokens)
+        is_due = is_checkpoint_due(ticket.attributes.checkpoint_tokens, last, end_tokens, ticket.num_tokens)
         # The other engine goes on from a checkpoint that it has of all ranks. The first one nothing can be in the way
         # of, and a single rank looks for itself.
         needs_ranks = self._ranks if self._ranks > 1 and producing.checkpoint_tokens else 0

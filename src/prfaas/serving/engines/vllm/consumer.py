@@ -378,7 +378,9 @@ class KvConsumer:
                 transfer = self._receiver.take(transfer_id, broken_tokens=order.usable_tokens)
                 if transfer is None:
                     return None
-                held = _HeldTransfer(transfer, order.ticket.uses, self._now_s() + self._staging_ttl_s)
+                held = _HeldTransfer(
+                    transfer, order.ticket.attributes.uses, self._now_s() + self._staging_ttl_s
+                )
                 self._held[transfer_id] = held
             held.uses_left -= 1
             held.loading += 1

@@ -171,7 +171,7 @@ class KvProducer:
     def _open(self, send: SendOrder) -> tuple[_OpenSend, ...]:
         opened = tuple(self._open_to(send, peer) for peer in self._sender.ranks_of(send.ticket.consumer))
         self._open_sends[send.request_id] = opened
-        if send.ticket.checkpoint_tokens:
+        if send.ticket.attributes.checkpoint_tokens:
             self._checkpoint_tokens[send.request_id] = 0
         return opened
 
@@ -184,7 +184,13 @@ class KvProducer:
         digests = DigestSource(plan.of_transfer(transfer_id, *extent)) if plan is not None else None
         region_bytes = kv_region_bytes if digests is None else [*kv_region_bytes, digests.nbytes]
         transfer = self._sender.open(
-            ticket, send.sealed, region_bytes, send.cached_tokens, wire.mark, peer, wire.part
+            ticket,
+            send.sealed,
+            region_bytes,
+            peer,
+            cached_tokens=send.cached_tokens,
+            form=wire.mark,
+            part=wire.part,
         )
         first_blocks = [region.group.first_block(*extent) for region in wire.regions]
         return _OpenSend(transfer, wire, first_blocks, sum(kv_region_bytes), digests, peer=peer)
