@@ -256,24 +256,25 @@ class RankedPair:
         )
         for memory, producing in zip(self.east, self.producing, strict=True):
             ends = (others or {}).get(memory.rank, chunk_ends)
-            full = [group for group in memory.groups if group.kind is GroupKind.FULL]
-            sent = {group.index: group.first_block(num_tokens, skip) for group in full}
+            attention = [group for group in memory.groups if group.kind is not GroupKind.STATE]
+            states = [group for group in memory.groups if group.kind is GroupKind.STATE]
+            sent = {group.index: group.first_block(num_tokens, skip) for group in attention}
             for end_tokens in ends:
                 final = end_tokens == num_tokens
                 streamed = []
-                for group in full:
+                for group in attention:
                     end = group.end_block(num_tokens) if final else end_tokens // group.block_tokens
                     first = sent[group.index]
                     if end > first:
                         ids = tuple(memory.tables[group.index][first:end])
                         streamed.append(BlockRun(group.index, first, ids))
                         sent[group.index] = end
-                cut = [group for group in memory.groups if group not in full]
-                closing = tuple(memory.moving(group, num_tokens, 0) for group in cut) if final else ()
+                closing = tuple(memory.moving(group, num_tokens, 0) for group in states) if final else ()
                 order = SendOrder("p", ticket, ticket.seal(KEY), tuple(streamed), closing, final)
                 if truth is not None:
                     memory.compute(truth, end_tokens)
                 if end_tokens in (checkpoints or {}).get(memory.rank, ()):
+                    cut = [group for group in memory.groups if group.kind is not GroupKind.FULL]
                     runs = tuple(memory.moving(group, end_tokens, 0) for group in cut)
                     order = replace(order, checkpoint_tokens=end_tokens, checkpoint=runs)
                     until(lambda each=producing: bool(each.ready_for_checkpoints()))

@@ -121,18 +121,24 @@ def test_every_block_leaves_exactly_once_whatever_the_chunks(
         sizes.append(data.draw(st.integers(1, left)))
         left -= sizes[-1]
     sends = [send for step in chunks(scheduler, request, sizes) for send in step.sends]
-    runs = [run for send in sends for run in send.streamed]
-    position = skip // 16
-    for run in runs:
-        assert run.group == FULL.index
-        assert run.first_block == position
-        assert run.block_ids == tuple(200 + i for i in range(position, position + len(run.block_ids)))
-        position += len(run.block_ids)
-    assert position == max(-(-num_tokens // 16), skip // 16)
+    positions = {group.index: group.first_block(num_tokens, skip) for group in (FULL, WINDOW)}
+    computed = cached_tokens
+    for send, tokens in zip(sends, sizes, strict=True):
+        computed += tokens
+        for run in send.streamed:
+            position, base = positions[run.group], 100 * (1 + run.group)
+            assert run.first_block == position
+            assert run.block_ids == tuple(base + i for i in range(position, position + len(run.block_ids)))
+            positions[run.group] += len(run.block_ids)
+        # A chunk leaves no block behind that it has completed, of windows neither.
+        for group in (FULL, WINDOW):
+            complete = computed // group.block_tokens
+            assert positions[group.index] >= min(complete, group.end_block(num_tokens))
+    for group in (FULL, WINDOW):
+        assert positions[group.index] == max(group.end_block(num_tokens), group.first_block(num_tokens, skip))
     assert [send.final for send in sends] == [False] * (len(sends) - 1) + [True]
     closing = {run.group: run for run in sends[-1].closing}
-    assert closing[0].block_ids == (100 + (num_tokens - 1) // 16,)
-    assert closing[2].first_block == max(0, num_tokens - 20 + 1) // 8
+    assert closing.keys() == {0} and closing[0].block_ids == (100 + (num_tokens - 1) // 16,)
     assert not any(send.closing for send in sends[:-1])
     assert {send.cached_tokens for send in sends} == {cached_tokens}
 
@@ -234,7 +240,11 @@ def test_a_preempted_prefill_resends_nothing() -> None:
     assert scheduler.build_metadata(preempting).preempted == ["r"]  # type: ignore[arg-type]
     second = chunks(scheduler, request, [40, 60], base=1000)
     runs = [run for step in first + second for send in step.sends for run in send.streamed]
-    assert [(run.first_block, len(run.block_ids)) for run in runs] == [(0, 3), (3, 4)]
+    assert [(run.group, run.first_block, len(run.block_ids)) for run in runs] == [
+        (1, 0, 3),
+        (1, 3, 4),
+        (2, 10, 3),
+    ]
     assert runs[1].block_ids == (2003, 2004, 2005, 2006)
 
 
@@ -412,7 +422,8 @@ def test_a_prefill_may_start_from_what_another_engine_sent() -> None:
     request.num_computed_tokens = 33
     (step,) = chunks(scheduler, request, [17])
     (send,) = step.sends
-    assert send.final and [(run.first_block, len(run.block_ids)) for run in send.streamed] == [(0, 4)]
+    runs = [(run.group, run.first_block, len(run.block_ids)) for run in send.streamed]
+    assert send.final and runs == [(1, 0, 4), (2, 3, 4)]
     assert scheduler.request_finished(request, aborted=False)  # type: ignore[arg-type]
     assert live_requests(scheduler) == 0
 

@@ -170,11 +170,11 @@ def send(model: Model, ticket: Ticket, base: int, first: int, end: int) -> SendO
     streamed, closing = [], []
     for group in model.groups:
         moving = group.moving_blocks(ticket.num_tokens, 0)
-        if group.kind is GroupKind.FULL:
+        if group.kind is not GroupKind.STATE:
             stop = moving.stop if final else end // BLOCK_TOKENS
-            moving = range(first // BLOCK_TOKENS, stop)
+            moving = range(max(moving.start, first // BLOCK_TOKENS), stop)
         run = BlockRun(group.index, moving.start, tuple(base + block for block in moving))
-        (streamed if group.kind is GroupKind.FULL else closing).append(run)
+        (closing if group.kind is GroupKind.STATE else streamed).append(run)
     return SendOrder(
         ticket.transfer_id.hex(), ticket, "sealed", tuple(streamed), tuple(closing) if final else (), final, 7
     )
@@ -210,11 +210,11 @@ def test_what_leaves_is_final_and_leaves_as_soon_as_it_can(
         hooks = {name: 0 if replayed else data.draw(st.sampled_from((1, 0, 3)), label=name) for name in names}
         seen = model.step(sends, [(base, first, end) for base in tickets], hooks)
         # At the end of each step all has left that it has completed.
-        complete_bytes = end // BLOCK_TOKENS * PAGE_BYTES
         for region in model.layout.regions if end < num_tokens else ():
-            if region.group.kind is GroupKind.FULL:
+            if region.group.kind is not GroupKind.STATE:
+                complete = range(region.group.first_block(num_tokens, 0), end // BLOCK_TOKENS)
                 there = [transfer.there.get(region.index, 0) for transfer in model.sender.transfers.values()]
-                assert there == [complete_bytes] * requests
+                assert there == [len(complete) * PAGE_BYTES] * requests
     for base, ticket in tickets.items():
         transfer = model.sender.transfers[ticket.transfer_id]
         assert transfer.has_ended

@@ -162,16 +162,23 @@ class Pair:
     ) -> None:
         """`begun`: so many tokens were computed before."""
         num_tokens, skip = ticket.num_tokens, ticket.skip_tokens
-        full = self.east.full
-        sent = max(full.first_block(num_tokens, skip), begun // full.block_tokens)
+        east = self.east
+        sent = {
+            group: max(group.first_block(num_tokens, skip), begun // group.block_tokens)
+            for group in (east.full, east.window)
+        }
         for end_tokens in chunk_ends:
             final = end_tokens == num_tokens
-            end = full.end_block(num_tokens) if final else end_tokens // full.block_tokens
-            streamed = (self.east.run(full, sent, end),) if end > sent else ()
-            sent = max(sent, end)
-            others = (self.east.state, self.east.window)
-            closing = tuple(self.east.moving(group, num_tokens, 0) for group in others) if final else ()
-            order = SendOrder("p", ticket, ticket.seal(KEY), streamed, closing, final, decodes_on=decodes_on)
+            streamed = []
+            for group, first in sent.items():
+                end = group.end_block(num_tokens) if final else end_tokens // group.block_tokens
+                if end > first:
+                    streamed.append(east.run(group, first, end))
+                    sent[group] = end
+            closing = (east.moving(east.state, num_tokens, 0),) if final else ()
+            order = SendOrder(
+                "p", ticket, ticket.seal(KEY), tuple(streamed), closing, final, decodes_on=decodes_on
+            )
             for name in (*FULL_LAYERS, *WINDOW_LAYERS):
                 self.producing.save_layer([order], name)
             self.producing.end_step([order])

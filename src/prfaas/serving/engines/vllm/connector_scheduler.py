@@ -45,7 +45,7 @@ class ProducingRequest:
     sealed: str
     """The same ticket as the other engine checks it."""
     sent_blocks: dict[int, int]
-    """Index of the first unsent block of each full-attention group, by the group's index.
+    """Index of the first unsent block of each group of attention or windows, by the group's index.
 
     It only grows: after a preemption the chunks come again from token 0 with other blocks, and what was sent
     stays sent.
@@ -162,7 +162,8 @@ class ConnectorScheduler:
         ):
             logger.warning("request %s: its prompt is not the one of its ticket", request.request_id)
             return
-        sent = {g.index: g.first_block(ticket.num_tokens, ticket.skip_tokens) for g in self._full_groups()}
+        groups = self._groups_of(GroupKind.FULL, GroupKind.WINDOW)
+        sent = {group.index: group.first_block(ticket.num_tokens, ticket.skip_tokens) for group in groups}
         self._producing[request.request_id] = ProducingRequest(request, ticket, sealed, sent)
 
     def _start_consuming(self, request: "Request", ticket: Ticket) -> None:
@@ -216,7 +217,7 @@ class ConnectorScheduler:
             return True
         if self.pool is None or consuming.lacked_behind == local_tokens:
             return False
-        if any(skip_tokens % group.block_tokens for group in self._full_groups()):
+        if any(skip_tokens % group.block_tokens for group in self._groups_of(GroupKind.FULL)):
             # An engine with other blocks begins inside one of these, and a pool has only whole ones.
             return False
         if self.pool.has_attention(request, local_tokens, skip_tokens):
@@ -314,13 +315,15 @@ class ConnectorScheduler:
             producing.cached_tokens = start_tokens
         producing.started, producing.ended = True, final
         streamed = []
-        for group in self._full_groups():
+        # The prompt's end is known, and with it what a window holds there: vLLM frees none of these blocks before.
+        for group in self._groups_of(GroupKind.FULL, GroupKind.WINDOW):
             end = group.end_block(ticket.num_tokens) if final else end_tokens // group.block_tokens
             first = producing.sent_blocks[group.index]
             if end > first:
                 streamed.append(BlockRun(group.index, first, tuple(block_ids[group.index][first:end])))
                 producing.sent_blocks[group.index] = end
-        closing = self._runs(self._cut_groups(), block_ids, ticket.num_tokens, 0) if final else ()
+        states = self._groups_of(GroupKind.STATE) if final else ()
+        closing = self._runs(states, block_ids, ticket.num_tokens, 0)
         is_due = not final and self._is_checkpoint_due(producing, end_tokens)
         return SendOrder(
             request.request_id,
@@ -368,12 +371,12 @@ class ConnectorScheduler:
         self._orders.held[request.request_id] = aborted and not (producing is not None and producing.ended)
         return True
 
-    def _full_groups(self) -> list[KvGroup]:
-        return [group for group in self._groups if group.kind is GroupKind.FULL]
+    def _groups_of(self, *kinds: GroupKind) -> list[KvGroup]:
+        return [group for group in self._groups if group.kind in kinds]
 
     def _cut_groups(self) -> list[KvGroup]:
-        """Of which a request needs what they hold after exactly so many tokens: states and windows."""
-        return [group for group in self._groups if group.kind is not GroupKind.FULL]
+        """Of which a request needs what they hold after exactly so many tokens."""
+        return self._groups_of(GroupKind.STATE, GroupKind.WINDOW)
 
     @staticmethod
     def _runs(

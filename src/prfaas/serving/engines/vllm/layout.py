@@ -165,7 +165,7 @@ class KvLayout:
                 key=lambda name: self.places.get(name, 0),
             )
         )
-        """Layers of linear state and sliding windows: what moves of them is final in the last chunk."""
+        """Layers of linear state and sliding windows: all that moves of them is there in the last chunk alone."""
         self.closing_before = {
             name: tuple(each for each in self.closing_layers if self.places[each] < place)
             for name, place in self.places.items()

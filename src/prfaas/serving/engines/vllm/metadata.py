@@ -34,9 +34,9 @@ class SendOrder:
     sealed: str
     """The same ticket as the other engine checks it."""
     streamed: tuple[BlockRun, ...]
-    """Full attention: they leave layer by layer while the chunk is computed."""
+    """Full attention, and of windows what they hold after the whole prompt: they leave layer by layer meanwhile."""
     closing: tuple[BlockRun, ...]
-    """Linear state and sliding windows: they leave layer by layer while the last chunk is computed."""
+    """Linear states: they leave layer by layer while the last chunk is computed."""
     final: bool
     """It is the last chunk: the end mark leaves too."""
     cached_tokens: int | None = None

@@ -202,7 +202,7 @@ class KvProducer:
                 self._end_chunk(send)
                 continue
             self._postponed.add(send)
-            if send.closing and send.decodes_on:
+            if send.final and send.decodes_on:
                 # The next step writes over states, and gives away what leaves a window.
                 self._resume(send.request_id, wait=True)
 
