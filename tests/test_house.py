@@ -45,7 +45,7 @@ SOURCE = Path(__file__).parents[1] / "src"
 # Then the demo's gateway, line, warm-up and answers; and its burst: the requests, how they go live, what is found, its
 # chart, when it would not pay. Then what a producer says of a transfer.
 MOST_FILES = 591
-MOST_LINES = 421
+MOST_LINES = 430
 
 
 def module_name(path: Path) -> str:

@@ -13,6 +13,7 @@ from prfaas.lab.simulator.capacity import Constant
 from prfaas.lab.simulator.events import Events
 from prfaas.lab.simulator.link import FluidLink
 from prfaas.serving.transport.chunk_schedule import ChunkSchedule
+from prfaas.serving.transport.offer import Offer
 from prfaas.serving.transport.outgoing import Chunk, OutgoingTransfer, SendPhase
 
 BYTES_PER_S = 100
@@ -59,7 +60,7 @@ def live_ends(prefills: list[Prefill]) -> tuple[list[int], list[float]]:
             if tick == prefill.start:
                 # A number of its own for each: those opened at the same moment leave in the order of `prefills`.
                 transfers[i] = OutgoingTransfer(
-                    None, bytes([i]), [prefill.total], tick / BYTES_PER_S, number=i
+                    None, bytes([i]), Offer("", (prefill.total,)), tick / BYTES_PER_S, number=i
                 )
                 transfers[i].phase = SendPhase.SENDING
             if i not in transfers:

@@ -296,7 +296,7 @@ def test_n_is_no_field_of_these(in_world: InWorld, path: str) -> None:
         assert response.status == 200 and route_of(response)["route"] == "offload"
         sealed = world.decode.generated()[-1].body["kv_transfer_params"]["prfaas"]
         # Staging that waits for two more loads would be held until its time to live.
-        assert Ticket.unseal(sealed, world.decode.key, time.time()).uses == 1
+        assert Ticket.unseal(sealed, world.decode.key, time.time()).attributes.uses == 1
 
     in_world(body)
 

@@ -73,7 +73,7 @@ def test_the_ticket_tells_how_far_checkpoints_are_apart(
         await world.complete(LONG)
         (body,) = world.remote.generated()
         sealed = body.body["kv_transfer_params"]["prfaas"]
-        assert Ticket.unseal(sealed, world.decode.key, time.time()).checkpoint_tokens == told
+        assert Ticket.unseal(sealed, world.decode.key, time.time()).attributes.checkpoint_tokens == told
 
     in_world(body, gateway_config=replace(GATEWAY, first_token=first_token))
 

@@ -11,6 +11,7 @@ from prfaas.serving.transport.sockets import ConnectionEnded
 from prfaas.serving.transport.wire import (
     END_REGION,
     FrameType,
+    abort,
     checksum,
     pack_control,
     pack_header,
@@ -187,6 +188,18 @@ def test_open_is_checked(world: World) -> None:
         raw.data(good.transfer_id, 0, 0, bytes(1000))  # late DATA is drained and answered
         header, body = raw.answer()
         assert (header.kind, body["reason"]) == (FrameType.ABORT, "over")
+    world.await_clean()
+
+
+def test_given_up_before_it_came(world: World) -> None:
+    """Whoever waits is told, although no OPEN has come; and one that comes late opens nothing."""
+    ticket = make_ticket(1000)
+    with RawProducer(world) as raw:
+        raw.sock.sendall(abort(ticket.transfer_id, "the client left"))
+        status = world.await_phase(ticket, TransferPhase.FAILED)
+        assert status.reason == "producer aborted: the client left"
+        header, body = raw.open(ticket, [1000, 2000, 3000])
+        assert header.kind is FrameType.REFUSE and "used already" in body["reason"]
     world.await_clean()
 
 

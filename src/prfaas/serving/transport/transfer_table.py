@@ -249,6 +249,9 @@ class TransferTable:
         reason = text_field(body, "reason")
         with self._lock:
             transfer = self._transfers.get(header.transfer_id)
+            if transfer is None and self._tombstones.get(header.transfer_id) is None:
+                # It came in place of its OPEN, or overtook it on another connection.
+                self._record(header.transfer_id, TransferStatus.refused(f"producer aborted: {reason}"))
             # An abort that crossed the last byte changes nothing: what is complete, is.
             if transfer is None or not transfer.session.same(session) or transfer.phase.terminal:
                 return
