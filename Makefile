@@ -91,12 +91,13 @@ check: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Of the tests with engines two groups at a time: what shares engines is in one (tests/integration/conftest.py).
+# Of the tests with engines two files at a time: what shares engines is in one. (xdist's groups do nothing with pytest 9:
+# each test went its own way, and each worker started the engines of every file.)
 # 5: TEST_ARGS chose none of that kind.
 PYTEST  := $(BIN)/python -m pytest
 PLAIN   := $(PYTEST) -n $(WORKERS) --dist worksteal
 # Where tests with engines are: to collect all others takes each worker ten seconds.
-ENGINES := $(PYTEST) -n 2 --dist loadgroup $(if $(TEST_ARGS),,tests/integration tests/core/kv/test_allocation.py)
+ENGINES := $(PYTEST) -n 2 --dist loadfile $(if $(TEST_ARGS),,tests/integration tests/core/kv/test_allocation.py)
 
 test: setup system
 	$(PLAIN) -m "not engine and not newcomer and not extended and not gemma" $(TEST_ARGS) || [ $$? = 5 ]
@@ -108,7 +109,7 @@ test-all: setup system
 	$(ENGINES) -n 1 -m "extended and engine and not gemma" $(TEST_ARGS) || [ $$? = 5 ]
 
 test-gemma: setup
-	$(PYTEST) -n 2 --dist loadgroup -m gemma $(TEST_ARGS) || [ $$? = 5 ]
+	$(PYTEST) -n 2 --dist loadfile -m gemma $(TEST_ARGS) || [ $$? = 5 ]
 
 # The seed is printed first: whatever fails, fails again with `make test-explore SEED=...`.
 test-explore: setup

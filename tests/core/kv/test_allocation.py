@@ -43,7 +43,6 @@ def allocated(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path,
 
 @pytest.mark.slow("vLLM allocates the pages of every tiny model")
 @pytest.mark.engine
-@pytest.mark.xdist_group("allocation")
 @pytest.mark.parametrize("name", TINY_MODEL_NAMES)
 def test_pages_are_what_vllm_allocates(name: str, allocated: dict[str, tuple[Path, Path]]) -> None:
     checkpoint, place = allocated[name]
