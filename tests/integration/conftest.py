@@ -4,6 +4,7 @@ import pytest
 
 from .stack import TEMPLATES
 
+
 @pytest.fixture(scope="session", autouse=True)
 def state_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Models, keys and logs of tests stay out of the user's own folder."""
