@@ -32,6 +32,10 @@ from prfaas.serving.engines.tiny import tiny_config
 from prfaas.serving.engines.tiny.checkpoint import write_tokenizer
 from prfaas.serving.engines.tiny.weights import tiny_weights
 
+# As the tests' stacks.
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+from tests.integration.introduction import is_introduced
+
 FAR, HOME = "far-prefill-0", "home-0"
 ANSWER_TOKENS = 64
 # The smallest on CPUs, where vLLM has 128 by itself. A decode engine computes a block anew that it holds a part of.
@@ -156,9 +160,7 @@ def wait_introduced(deployment: Deployment, log: Path) -> None:
             contextlib.suppress(OSError),
             urllib.request.urlopen(f"{deployment.gateway.url}/health", timeout=5) as answer,
         ):
-            told = log.read_text()
-            is_introduced = all(f"{each}: token ids come from" in told for each in ("completions", "chat"))
-            if is_introduced and set(json.load(answer)["instances"].values()) == {"up"}:
+            if is_introduced(log) and set(json.load(answer)["instances"].values()) == {"up"}:
                 return
         time.sleep(0.3)
     raise SystemExit("the gateway did not start; its log is gateway.log")

@@ -26,6 +26,8 @@ from prfaas.serving.transport.ticket import load_key
 from prfaas.tools.demo import reference as demo_reference
 from prfaas.tools.demo.compare import Comparison, Equality, compare, tie_bound_nats
 
+from .introduction import is_introduced
+
 # Importing vLLM for these would take ten seconds.
 LOGITS_PROCESSOR = demo_reference._LOGITS_PROCESSOR
 FORCED_TOKENS_ARG = demo_reference._FORCED_TOKENS_ARG
@@ -205,30 +207,19 @@ class Stack:
         self.engines.stop()
 
     def _start_gateway(self) -> None:
-        with self._gateway_log.open("wb") as log:
+        path = self.path.parent / "gateway.log"
+        with path.open("wb") as log:
             self._gateway = subprocess.Popen(
                 [sys.executable, "-m", "prfaas.cli.main", "serve", str(self.path)], stdout=log, stderr=log
             )
         wait_until(self._gateway_is_up, PATIENCE_S, "the gateway answers /health with every engine up")
-        wait_until(self._gateway_is_introduced, PATIENCE_S, "the gateway knows how engines make token ids")
-
-    @property
-    def _gateway_log(self) -> Path:
-        return self.path.parent / "gateway.log"
+        wait_until(lambda: is_introduced(path), PATIENCE_S, "the gateway knows how engines make token ids")
 
     def _gateway_is_up(self) -> bool:
         with contextlib.suppress(OSError):
             answer = call(self.url("gateway", "/health"))
             return bool(answer.status == 200 and set(answer.body["instances"].values()) == {"up"})
         return False
-
-    def _gateway_is_introduced(self) -> bool:
-        """Until then a decode engine computes four short prompts of the gateway's own.
-
-        In a batch with them a test's request is rounded otherwise, and the borders of its chunks move.
-        """
-        told = self._gateway_log.read_text()
-        return all(f"{each}: token ids come from" in told for each in ("completions", "chat"))
 
     def url(self, name: str, path: str) -> str:
         """The URL of an instance's HTTP API, or the gateway's; operators' pages are on a port of their own."""

@@ -5,10 +5,8 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from prfaas.serving.transport.ticket import MAX_PARTS, MAX_TOKENS
-from prfaas.serving.transport.wire import MAX_REGION_BYTES, MAX_REGIONS
-
-_Tokens = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
+from prfaas.serving.transport.ticket import MAX_PARTS
+from prfaas.serving.transport.wire import MAX_REGION_BYTES, MAX_REGIONS, TokenCount
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,13 +19,13 @@ class Offer:
         tuple[Annotated[int, Meta(ge=0, le=MAX_REGION_BYTES)], ...], Meta(max_length=MAX_REGIONS)
     ]
     """Their sizes, in bytes."""
-    cached_tokens: _Tokens | None = None
+    cached_tokens: TokenCount | None = None
     """That the producer need not compute; None: it does not say."""
     form: Annotated[str, Meta(max_length=4096)] = ""
     """The mark of the form in which pages travel; "": as both sides keep them."""
     part: Annotated[int, Meta(ge=0, le=MAX_PARTS)] = 0
     """Which of the ticket's transfers it is."""
-    checkpoint: _Tokens = 0
+    checkpoint: TokenCount = 0
     """It is a checkpoint after so many tokens; 0: it is none."""
     resume: bool = False
     """The consumer has accepted the transfer before."""

@@ -341,7 +341,7 @@ class TransferPhase(enum.StrEnum):
 
 
 _Bytes = Annotated[int, msgspec.Meta(ge=0, le=MAX_TRANSFER_BYTES)]
-_Tokens = Annotated[int, msgspec.Meta(ge=0, le=1 << 30)]
+TokenCount = Annotated[int, msgspec.Meta(ge=0, le=1 << 30)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,27 +356,27 @@ class TransferStatus:
     total_bytes: _Bytes
     overlapped_bytes: _Bytes
     """Bytes that were acknowledged when the prefill ended; 0 until END has come."""
-    num_tokens: _Tokens
+    num_tokens: TokenCount
     """The transfer is of the KV of tokens [skip_tokens, num_tokens)."""
-    skip_tokens: _Tokens
+    skip_tokens: TokenCount
     taken: bool = False
     """The engine owns the staged bytes already."""
     soon: bool = False
     """It has come so far that a watcher's request for it may be sent, see `IncomingTransfer.is_soon`."""
-    cached_tokens: _Tokens | None = None
+    cached_tokens: TokenCount | None = None
     """Tokens that the producer had cached, where its OPEN said so."""
     dropped: bool = False
     """It FAILED since the consumer's engine, or an observer, had no use for it: no fault of the producer."""
     spared_bytes: _Bytes = 0
     """By how many bytes compression has made `received_bytes` less on the link."""
-    usable_tokens: _Tokens = 0
+    usable_tokens: TokenCount = 0
     """Tokens of one that FAILED whose KV has come: an engine can go on from there, or does (`taken`).
 
     Of one that is COMPLETE: from where it could, if another part of the KV broke.
     """
     checkpoint_bytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 62)] = 0
     """Of checkpoints that have come beside it."""
-    usable_ends: Annotated[tuple[_Tokens, ...], msgspec.Meta(max_length=4096)] = ()
+    usable_ends: Annotated[tuple[TokenCount, ...], msgspec.Meta(max_length=4096)] = ()
     """See `ResumePoints.ends`, of those `usable_tokens`."""
 
     @property
