@@ -118,10 +118,11 @@ test-explore: setup
 	$(PYTEST) -m "hypothesis and not engine" --hypothesis-profile=explore --hypothesis-seed=$$seed \
 		--timeout=3600 $(TEST_ARGS) || { status=$$?; echo "repeat with: make test-explore SEED=$$seed"; exit $$status; }
 
-# Importing vLLM alone takes each process ten seconds.
+# Importing vLLM alone takes each process ten seconds. Property tests take a fifth of their examples.
 test-fast: setup
 	$(if $(filter-out $(WINGS),$(WING)),$(error WING is one of: $(WINGS)))
 	$(PLAIN) $(if $(WING),tests/$(WING)) --ignore tests/integration --ignore tests/serving/engines/vllm \
+		--hypothesis-profile=fast \
 		-m "not slow and not extended and not engine and not newcomer and not gemma" $(TEST_ARGS)
 
 # One after the other: each starts processes enough for all cores.

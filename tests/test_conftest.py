@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.conftest import REASONED, TimeByPart, pytest_runtest_setup
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.conftest import REASONED, TimeByPart, pytest_runtest_setup, take_other_examples
 
 ROOT = Path(__file__).parents[1]
 MAKEFILE = ROOT / "Makefile"
@@ -32,6 +34,42 @@ def test_a_mark_without_a_reason_is_refused(name: str) -> None:
     for bad in (mark, mark(""), mark(" "), mark(reason="it waits"), mark(5)):
         with pytest.raises(pytest.fail.Exception, match=f"here: its mark must say why: {name}"):
             pytest_runtest_setup(Item("here", (bad.mark,)))  # type: ignore[arg-type]
+
+
+@dataclass
+class Found:
+    """As much of a collected property test as is looked at."""
+
+    obj: Any
+    cls: Any = None
+
+
+@pytest.mark.parametrize(("factor", "few", "one"), [(10, 250, 10), (0.2, 5, 1)])
+def test_property_tests_take_as_many_examples_as_the_profile_says(factor: float, few: int, one: int) -> None:
+    @settings(max_examples=25)
+    @given(st.integers())
+    def numbered(_: int) -> None: ...
+
+    @settings(max_examples=1)
+    @given(st.integers())
+    def single(_: int) -> None: ...
+
+    @given(st.integers())
+    def plain(_: int) -> None: ...
+
+    class Machine:
+        settings: Any
+
+    Machine.settings = settings(max_examples=25)
+
+    def examples(test: Any) -> int:
+        return int(test._hypothesis_internal_use_settings.max_examples)
+
+    # Cases of one parametrized test share its function.
+    items = [Found(each) for each in (numbered, numbered, single, plain, len)] + [Found(None, Machine)]
+    take_other_examples(items, factor)  # type: ignore[arg-type]
+    assert (examples(numbered), examples(single), Machine.settings.max_examples) == (few, one, few)
+    assert examples(plain) == settings().max_examples
 
 
 def test_the_time_of_a_run_is_told_by_folder() -> None:
