@@ -9,6 +9,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -45,6 +46,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     factor = EXAMPLES.get(settings.get_current_profile_name())
     if factor is not None:
         take_other_examples(items, factor)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `--dist loadfile` a worker is given all that shares engines."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class LoadStackScheduling(LoadFileScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return stack_of(nodeid)
+
+    return LoadStackScheduling(config, log)
+
+
+def stack_of(nodeid: str) -> str:
+    """What shares engines with a test: its file, or the folder below tests/integration that it is in."""
+    file = nodeid.partition("::")[0]
+    parts = file.split("/")
+    return "/".join(parts[:3]) if parts[:2] == ["tests", "integration"] else file
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.conftest import REASONED, TimeByPart, pytest_runtest_setup, take_other_examples
+from tests.conftest import REASONED, TimeByPart, pytest_runtest_setup, stack_of, take_other_examples
 
 ROOT = Path(__file__).parents[1]
 MAKEFILE = ROOT / "Makefile"
@@ -105,6 +105,19 @@ def test_the_time_of_a_run_is_told_by_folder() -> None:
     ]
 
 
+def test_files_that_share_engines_go_to_one_worker() -> None:
+    for nodeid, stack in {
+        "tests/integration/one_stack/test_chain.py::test_a[1::2/3]": "tests/integration/one_stack",
+        "tests/integration/test_tls.py::test_a": "tests/integration/test_tls.py",
+        "tests/core/kv/test_allocation.py::test_a": "tests/core/kv/test_allocation.py",
+    }.items():
+        assert stack_of(nodeid) == stack
+    shared = {path.parent for path in (ROOT / "tests" / "integration").rglob("conftest.py")}
+    assert {
+        stack_of(f"{path.relative_to(ROOT)}/test_x.py") for path in shared if path.name != "integration"
+    } == {str(path.relative_to(ROOT)) for path in shared if path.name != "integration"}
+
+
 def test_tests_with_engines_are_where_make_looks_for_them() -> None:
     """Elsewhere they would be in no run."""
     (looked,) = re.findall(
@@ -118,5 +131,9 @@ def test_tests_with_engines_are_where_make_looks_for_them() -> None:
         if marked.search(path.read_text(encoding="utf-8"))
     ]
     assert len(found) > 10
+    # Where all have engines, and the other run does not look.
+    whole = ROOT / "tests" / "integration"
+    assert f"--ignore {whole.relative_to(ROOT)}" in MAKEFILE.read_text()
+    assert set(whole.rglob("test_*.py")) <= set(found)
     strays = [path for path in found if not any(path.is_relative_to(place) for place in places)]
     assert strays == []
