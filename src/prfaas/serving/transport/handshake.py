@@ -1,6 +1,6 @@
 """The handshake: mutual proof of the shared key, then agreement on version and KV layout.
 
-Four steps: HELLO (client's name, role, nonce, fingerprint) → CHALLENGE (server's name, nonce and proof) →
+Four steps: HELLO (client's name, role, nonce, fingerprint) → CHALLENGE (the server's, and its proof) →
 AUTH (client's proof) → WELCOME or REJECT. Both proofs cover everything sent before, so nothing of it can be
 changed or replayed, and each names its own side, so neither can be reflected.
 
@@ -148,12 +148,12 @@ class ClientHello:
         _raise_if_rejected(header, body, self.server_name)
         if header.kind is not FrameType.CHALLENGE:
             raise HandshakeError(f"{self.server_name} answered HELLO with {header.kind.name}")
-        name, nonce = text_field(body, "name"), text_field(body, "nonce", 2 * NONCE_BYTES)
+        name = text_field(body, "name")
         if name != self.server_name:
             raise HandshakeError(
                 f"expected {self.server_name} at this address and found {legible(name, 100)}"
             )
-        said = (self.body(), nonce, body.get("layout"))
+        said = (self.body(), {field: value for field, value in body.items() if field != "proof"})
         if not _proved(self.key, "server", *said, text_field(body, "proof")):
             raise HandshakeError(f"{self.server_name} does not have this deployment's key")
         return pack_control(FrameType.AUTH, body={"proof": _proof(self.key, "client", *said).hex()})
@@ -237,6 +237,10 @@ def _introduce(stream: ByteStream, hello: ClientHello, deadline_s: float | None)
     header, challenge = receive_control(stream, deadline_s, MAX_HANDSHAKE_BYTES)
     stream.sendall(hello.answer(header, challenge))
     hello.finish(*receive_control(stream, deadline_s, MAX_HANDSHAKE_BYTES))
+    if hello.role == ROLE_PRODUCER:
+        both = (hello.fingerprint, challenge.get("fingerprint"), hello.name, hello.server_name)
+        if difference := fingerprint_difference(*both):
+            raise HandshakeError(difference)
     if trouble := heard(hello.layouts, hello.server_name, challenge.get("layout"), sends=True):
         raise HandshakeError(trouble)
 
@@ -337,8 +341,9 @@ def _examine(
     if server != name:
         _reject(stream, f"this is {name}, not {legible(server, 80)}")
     nonce = secrets.token_hex(NONCE_BYTES)
-    told = (body, nonce, told_of(layouts))
-    challenge = {"name": name, "nonce": nonce, "layout": told[2], "proof": _proof(key, "server", *told).hex()}
+    answer = {"name": name, "nonce": nonce, "fingerprint": dict(fingerprint), "layout": told_of(layouts)}
+    told = (body, answer)
+    challenge = answer | {"proof": _proof(key, "server", *told).hex()}
     stream.sendall(pack_control(FrameType.CHALLENGE, body=challenge))
     header, auth = receive_control(stream, deadline_s, MAX_HANDSHAKE_BYTES)
     if header.kind is not FrameType.AUTH or not _proved(key, "client", *told, text_field(auth, "proof")):
@@ -361,19 +366,30 @@ def _examine(
     return PeerIdentity(client, role, client_session)
 
 
-def fingerprint_difference(ours: Fingerprint, theirs: object, name: str, peer: str) -> str | None:
-    """A sentence naming the first field in which two layouts differ, or None if they are equal.
+MEANT_WITHOUT: dict[str, str | int] = {}
+"""Of marks that fingerprints have not had from the first release on: what a release meant that does not tell them."""
 
-    Fingerprints have what says most first. A field that only one side has keeps its place among those of that side.
+
+def fingerprint_difference(ours: Fingerprint, theirs: object, name: str, peer: str) -> str | None:
+    """A sentence naming a field in which two fingerprints differ, or None: the other side's has all marks of ours.
+
+    A mark that only the other side has is for that side to judge: its release knows what the lack of it means, as this
+    one does by `MEANT_WITHOUT`. So releases agree as far as both know, and nothing that one knows goes unlooked at.
+
+    Fingerprints have what says most first: of several differences the first one is named, a mark that only one side has
+    at its place among those of that side.
     """
     if not isinstance(theirs, dict):
         return f"{peer} sent no layout fingerprint"
+    told = MEANT_WITHOUT | theirs
+    if all(told.get(field) == mark for field, mark in ours.items()):
+        return None
     places: dict[str, int] = {}
-    for layout in (ours, theirs):
-        for place, field in enumerate(layout):
+    for marks in (ours, theirs):
+        for place, field in enumerate(marks):
             places[str(field)] = min(place, places.get(str(field), place))
     for field in sorted(places, key=lambda field: (places[field], field)):
-        mine, other = ours.get(field), theirs.get(field)
+        mine, other = ours.get(field), told.get(field)
         if mine != other:
             what, value = legible(repr(field), 60), legible(repr(other), 100)
             return f"KV layout differs in {what}: {name} has {mine!r}, {peer} has {value}"
@@ -404,17 +420,15 @@ def _raise_if_rejected(header: Header, body: Mapping[str, Any], server_name: str
         raise HandshakeError(f"{server_name} rejected the connection: {reason}")
 
 
-def _proof(
-    key: bytes, side: str, hello: Mapping[str, Any], server_nonce: str, server_layout: object
-) -> bytes:
-    # Canonical JSON of the whole HELLO: names, role, version, fingerprint, layout and nonce are all covered.
-    said = [side, server_nonce, server_layout, dict(hello)]
+def _proof(key: bytes, side: str, hello: Mapping[str, Any], challenge: Mapping[str, Any]) -> bytes:
+    # Canonical JSON of all of HELLO and CHALLENGE: names, role, version, fingerprints, layouts and nonces are covered.
+    said = [side, dict(challenge), dict(hello)]
     sent = json.dumps(said, sort_keys=True, separators=(",", ":"))
     return hmac.digest(key, b"prfaas handshake\x00" + sent.encode(), "sha256")
 
 
 def _proved(
-    key: bytes, side: str, hello: Mapping[str, Any], server_nonce: str, server_layout: object, proof: str
+    key: bytes, side: str, hello: Mapping[str, Any], challenge: Mapping[str, Any], proof: str
 ) -> bool:
-    ours = _proof(key, side, hello, server_nonce, server_layout).hex().encode()
+    ours = _proof(key, side, hello, challenge).hex().encode()
     return hmac.compare_digest(ours, proof.encode(errors="replace"))

@@ -28,11 +28,10 @@ from prfaas.core.pool.geometry import PoolGeometry
 from prfaas.serving.engines.model_identity import ModelIdentity
 from prfaas.serving.engines.vllm.connector import _check_parallelism
 from prfaas.serving.engines.vllm.connector_worker import ConnectorWorker, _drops_last_block
+from prfaas.serving.engines.vllm.fingerprint import fingerprint, pool_fingerprint
 from prfaas.serving.engines.vllm.layout import (
     EngineGroup,
     KvLayout,
-    fingerprint,
-    pool_fingerprint,
     read_elements,
 )
 from prfaas.serving.engines.vllm.metadata import (

@@ -14,13 +14,9 @@ from prfaas.core.kv.groups import GroupKind
 from prfaas.core.pool.geometry import PoolGeometry, PoolGeometryError
 from prfaas.serving.engines.model_identity import ModelIdentity
 from prfaas.serving.engines.vllm.consumer import KvConsumer
-from prfaas.serving.engines.vllm.layout import (
-    KvLayout,
-    fingerprint,
-    pool_fingerprint,
-    read_elements,
-    read_packings,
-)
+from prfaas.serving.engines.vllm.drafter import Drafter
+from prfaas.serving.engines.vllm.fingerprint import fingerprint, pool_fingerprint
+from prfaas.serving.engines.vllm.layout import KvLayout, read_elements, read_packings
 from prfaas.serving.engines.vllm.metadata import StepReports, TransferMetadata
 from prfaas.serving.engines.vllm.pool_worker import PoolWorker
 from prfaas.serving.engines.vllm.producer import KvProducer
@@ -123,6 +119,7 @@ class ConnectorWorker:
             _built_order(vllm_config),
             read_packings(vllm_config),
             read_elements(vllm_config),
+            Drafter.of_engine(vllm_config, [name for name in _built(vllm_config) if name in kv_caches]),
         )
         digests = settings.page_digests
         model = vllm_config.model_config
@@ -313,8 +310,10 @@ def _pool_geometry(
 
 def _built_order(vllm_config: VllmConfig) -> Sequence[str]:
     """The layers' names as the model was built; none with speculative decoding, which rewrites states after a step."""
-    if vllm_config.speculative_config is not None:
-        return ()
+    return () if vllm_config.speculative_config is not None else _built(vllm_config)
+
+
+def _built(vllm_config: VllmConfig) -> Sequence[str]:
     return tuple(getattr(vllm_config.compilation_config, "static_forward_context", ()))
 
 
