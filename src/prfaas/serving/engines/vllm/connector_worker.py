@@ -139,9 +139,7 @@ class ConnectorWorker:
             convert_kv=settings.convert_kv,
         )
         ranks = vllm_config.parallel_config.tensor_parallel_size
-        geometry = _pool_geometry(
-            settings, layout, ranks, vllm_config, pool_fingerprint(marks, layout, ranks)
-        )
+        geometry = _pool_geometry(settings, layout, ranks, pool_fingerprint(marks, layout, ranks))
         wires = wire_layouts(layout, settings.name, rank, ranks, page_digests=digests)
         logger.info("KV layout of %s: %s; pages: %s", settings.name, marks, wires.told)
         on_device = any(tensor.device.type == "cuda" for tensor in _tensors(kv_caches))
@@ -293,13 +291,10 @@ class ConnectorWorker:
 
 
 def _pool_geometry(
-    settings: ConnectorSettings, layout: KvLayout, ranks: int, vllm_config: VllmConfig, fingerprint: str
+    settings: ConnectorSettings, layout: KvLayout, ranks: int, fingerprint: str
 ) -> PoolGeometry | None:
     """The pages of this engine's pool; None where it has none, of which the log tells the reason."""
     if settings.pool_socket is None:
-        return None
-    if vllm_config.speculative_config is not None:
-        logger.warning("%s uses no pool: speculative decoding rewrites blocks after a step", settings.name)
         return None
     try:
         return pool_geometry(layout, fingerprint, ranks)
