@@ -14,24 +14,23 @@ from hypothesis import strategies as st
 from tests.serving.transport.harness import await_true
 
 from prfaas.core.deployment.field_types import NAME_PATTERN
-from prfaas.serving.transport import handshake
+from prfaas.serving.transport import fingerprint
+from prfaas.serving.transport.fingerprint import fingerprint_difference
 from prfaas.serving.transport.handshake import (
     ROLE_OBSERVER,
     ROLE_PRODUCER,
     ClientHello,
     HandshakeError,
     PeerIdentity,
-    fingerprint_difference,
     greet,
     is_peer_name,
-    legible,
     welcome,
 )
 from prfaas.serving.transport.options import Peer, SenderOptions
 from prfaas.serving.transport.receiver import Receiver
 from prfaas.serving.transport.region_layout import PeerLayouts, usable_tokens
 from prfaas.serving.transport.sender import Sender
-from prfaas.serving.transport.sentences import bounded_sentences
+from prfaas.serving.transport.sentences import bounded_sentences, legible
 from prfaas.serving.transport.sockets import ConnectionEnded, receive_control
 from prfaas.serving.transport.staging import StagingArena
 from prfaas.serving.transport.ticket import Ticket, part_id
@@ -396,7 +395,7 @@ def test_a_mark_of_a_newer_release_is_looked_at_by_that_release(monkeypatch: pyt
     assert fingerprint_difference(newer, LAYOUT, "new", "old") == (
         "KV layout differs in 'rotation': new has 'off', old has None"
     )
-    monkeypatch.setattr(handshake, "MEANT_WITHOUT", {"rotation": "off"})
+    monkeypatch.setattr(fingerprint, "MEANT_WITHOUT", {"rotation": "off"})
     assert fingerprint_difference(newer, LAYOUT, "new", "old") is None
     assert fingerprint_difference(newer | {"rotation": "on"}, LAYOUT, "new", "old") == (
         "KV layout differs in 'rotation': new has 'on', old has 'off'"

@@ -19,8 +19,10 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from prfaas.serving.transport.fingerprint import Fingerprint, fingerprint_difference
 from prfaas.serving.transport.region_layout import PeerLayouts, heard, told_of
 from prfaas.serving.transport.sealing import SECRET_BYTES, Sealing
+from prfaas.serving.transport.sentences import legible
 from prfaas.serving.transport.sockets import (
     ByteStream,
     ConnectionEnded,
@@ -52,9 +54,6 @@ ROLE_OBSERVER = "observer"
 NONCE_BYTES = 16
 MAX_HANDSHAKE_BYTES = 8 << 10
 """The longest payload that is read of someone who has proved nothing yet."""
-MAX_SENTENCE_CHARS = 400
-
-Fingerprint = Mapping[str, str | int]
 
 # What deployment files allow as a name, and the rank of a tensor-parallel engine.
 _PEER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}(/[0-9]{1,4})?")
@@ -66,12 +65,6 @@ _SECRET = re.compile(rf"[0-9a-f]{{{2 * SECRET_BYTES}}}")
 def is_peer_name(name: str) -> bool:
     """Whether an engine, a gateway or a tool of a deployment may be called so."""
     return _PEER_NAME.fullmatch(name) is not None
-
-
-def legible(text: str, max_chars: int = MAX_SENTENCE_CHARS) -> str:
-    """Another side's text as it may stand in a log line: printable ASCII without line ends, not longer than that."""
-    escaped = text[:max_chars].encode("unicode_escape").decode("ascii")
-    return escaped if len(escaped) <= max_chars else escaped[: max_chars - 3] + "..."
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,36 +357,6 @@ def _examine(
         if difference is not None:
             _reject(stream, difference, client)
     return PeerIdentity(client, role, client_session)
-
-
-MEANT_WITHOUT: dict[str, str | int] = {}
-"""Of marks that fingerprints have not had from the first release on: what a release meant that does not tell them."""
-
-
-def fingerprint_difference(ours: Fingerprint, theirs: object, name: str, peer: str) -> str | None:
-    """A sentence naming a field in which two fingerprints differ, or None: the other side's has all marks of ours.
-
-    A mark that only the other side has is for that side to judge: its release knows what the lack of it means, as this
-    one does by `MEANT_WITHOUT`. So releases agree as far as both know, and nothing that one knows goes unlooked at.
-
-    Fingerprints have what says most first: of several differences the first one is named, a mark that only one side has
-    at its place among those of that side.
-    """
-    if not isinstance(theirs, dict):
-        return f"{peer} sent no layout fingerprint"
-    told = MEANT_WITHOUT | theirs
-    if all(told.get(field) == mark for field, mark in ours.items()):
-        return None
-    places: dict[str, int] = {}
-    for marks in (ours, theirs):
-        for place, field in enumerate(marks):
-            places[str(field)] = min(place, places.get(str(field), place))
-    for field in sorted(places, key=lambda field: (places[field], field)):
-        mine, other = ours.get(field), told.get(field)
-        if mine != other:
-            what, value = legible(repr(field), 60), legible(repr(other), 100)
-            return f"KV layout differs in {what}: {name} has {mine!r}, {peer} has {value}"
-    return None
 
 
 def _first_frame(stream: ByteStream, deadline_s: float) -> tuple[Header, dict[str, Any]]:

@@ -51,7 +51,7 @@ from prfaas.serving.engines.vllm.settings import SettingsError
 from prfaas.serving.engines.vllm.stats import ConnectorStats
 from prfaas.serving.pool.client import PoolClient
 from prfaas.serving.pool.protocol import PoolMatch
-from prfaas.serving.transport.handshake import fingerprint_difference
+from prfaas.serving.transport.fingerprint import fingerprint_difference
 from prfaas.serving.transport.resume_points import ResumePoints
 from prfaas.serving.transport.ticket import Ticket
 
