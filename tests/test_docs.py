@@ -13,7 +13,7 @@ MAX_LINE_CHARACTERS = 120
 # Written by `prfaas reproduce` and `prfaas study`: only their links are checked here.
 GENERATED = {"docs/explanation/reproduction.md", "docs/explanation/studies.md"}
 
-FRONT = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")
+FRONT = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "SECURITY.md")
 PAGES = [name for name in FRONT if (ROOT / name).exists()]
 PAGES += sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
 
