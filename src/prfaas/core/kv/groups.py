@@ -59,7 +59,7 @@ class KvGroup:
         there. The rest, and a linear state, are there with the last token.
         """
         if done_tokens >= num_tokens:
-            return self.end_block(num_tokens)  #
+            return self.end_block(num_tokens)
         return 0 if self.kind is GroupKind.STATE else done_tokens // self.block_tokens
 
     def moving_blocks(self, num_tokens: int, skip_tokens: int) -> range:
