@@ -26,7 +26,7 @@ from converted import Cache, Pair, write_deployment
 from first_token import prompt, running
 from prfaas.core.deployment import Deployment, load_deployment
 from prfaas.core.deployment.model import default_state_dir, made_model_names
-from prfaas.core.kv import FullAttention, KvModel, SlidingWindow
+from prfaas.core.kv import FullAttention, KvModel, LinearState, SlidingWindow
 from prfaas.core.kv.groups import GroupKind, KvGroup, Region, ready_bytes, region_bytes
 from prfaas.core.route_header import ROUTE_HEADER, RouteHeader
 from prfaas.core.units import BITS_PER_BYTE
@@ -71,13 +71,14 @@ def set_line(path: Path, deployment: Deployment, bandwidth: str) -> None:
 
 def regions_of(model: KvModel) -> list[Region]:
     """One for each layer. vLLM gives all layers pages of one size: where a token has less, a block has more of them."""
+    groups = [group for group in model.groups if not isinstance(group, LinearState)]
+    page_bytes = max(group.token_bytes // group.layers for group in groups) * BLOCK_TOKENS
     found: list[Region] = []
-    page = max(group.token_bytes // group.layers for group in model.groups) * BLOCK_TOKENS
-    for index, group in enumerate(model.groups):
+    for index, group in enumerate(groups):
         kind = GroupKind.FULL if isinstance(group, FullAttention) else GroupKind.WINDOW
-        window = group.window_tokens if isinstance(group, SlidingWindow) else 0
-        kept = KvGroup(index, kind, page * group.layers // group.token_bytes, window)
-        found += [Region(kept, page)] * group.layers
+        window_tokens = group.window_tokens if isinstance(group, SlidingWindow) else 0
+        kept = KvGroup(index, kind, page_bytes * group.layers // group.token_bytes, window_tokens)
+        found += [Region(kept, page_bytes)] * group.layers
     return found
 
 

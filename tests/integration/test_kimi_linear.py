@@ -49,3 +49,4 @@ def test_answers_are_those_of_a_plain_engine(kimi: Stack) -> None:
         stack.wait_clean()
     assert stack.metric(DECODE, "vllm:prfaas_loads_completed_total") == 3
     assert stack.metric(DECODE, "vllm:prfaas_loads_failed_total") == 0
+

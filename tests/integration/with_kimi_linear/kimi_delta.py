@@ -5,6 +5,7 @@ The kernel for chunks is wrong by orders of magnitude in Triton's interpreter. O
 (arXiv 2510.26692, equation 1): S ← S·diag(α); S ← S + β·(v − S·k)·kᵀ; o = S·q.
 """
 
+import itertools
 from typing import Any
 
 import torch
@@ -28,8 +29,7 @@ def chunk_kda_with_fused_gate(
     """Prompts behind each other: (1, tokens, heads, size) of q, k, v and gates; their outputs, their last states."""
     decay, beta = _gates(raw_g[0].view(k[0].shape), raw_beta[0], A_log, g_bias, lower_bound)
     out, last = torch.empty_like(v), initial_state.float().clone()
-    ends = cu_seqlens.tolist()
-    for number, (start, end) in enumerate(zip(ends, ends[1:], strict=False)):
+    for number, (start, end) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
         for token in range(start, end):
             out[0, token] = _step(
                 last[number], q[0, token], k[0, token], v[0, token], decay[token], beta[token]
