@@ -1,15 +1,12 @@
 """A tiny Kimi Linear: three layers of Kimi Delta Attention, then one of MLA, as the paper's architecture has them."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from prfaas.serving.engines.tiny.checkpoint import write_tokenizer
 from prfaas.serving.engines.tiny.configs import BEGIN_ID, END_ID, VOCAB_SIZE
 from prfaas.serving.engines.tiny.weights import WeightMaker
-
-SHIMS = Path(__file__).with_name("with_kimi_linear")
 
 _CONTEXT_TOKENS = 32768
 _KDA_HEADS, _KDA_SIZE, _CONV_TOKENS = 2, 32, 4
@@ -120,9 +117,3 @@ def _put_experts(maker: WeightMaker, prefix: str) -> None:
     for expert in range(CONFIG["num_experts"]):
         _put_mlp(maker, f"{prefix}experts.{expert}.", size, ("w1", "w3", "w2"))
     _put_mlp(maker, prefix + "shared_experts.", size * CONFIG["num_shared_experts"])
-
-
-def with_kimi_linear(*beside: Path) -> dict[str, str]:
-    """Environment of engines that serve it; `beside`: more folders whose `sitecustomize.py` they run."""
-    folders = [str(SHIMS), *map(str, beside), os.environ.get("PYTHONPATH", "")]
-    return {"PYTHONPATH": os.pathsep.join(filter(None, folders))}

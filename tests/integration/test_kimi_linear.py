@@ -2,12 +2,12 @@
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from .kimi_linear import with_kimi_linear, write_checkpoint
+from .kimi_linear import write_checkpoint
+from .shimmed import with_shims
 from .stack import LOGITS, Stack, prompt, running, write_deployment
 
 pytestmark = [
@@ -34,8 +34,8 @@ def kimi(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     del document["model"]["tiny"]
     document["clusters"][1]["instances"].pop(0)
     path.write_text(json.dumps(document))
-    beside = [Path(__file__).with_name("without_hook")] if request.param == "off" else []
-    yield from running(path, with_kimi_linear(*beside))
+    shims = ["with_kimi_linear", *(["without_hook"] if request.param == "off" else [])]
+    yield from running(path, with_shims(*shims))
 
 
 def test_answers_are_those_of_a_plain_engine(kimi: Stack) -> None:
@@ -49,4 +49,3 @@ def test_answers_are_those_of_a_plain_engine(kimi: Stack) -> None:
         stack.wait_clean()
     assert stack.metric(DECODE, "vllm:prfaas_loads_completed_total") == 3
     assert stack.metric(DECODE, "vllm:prfaas_loads_failed_total") == 0
-
