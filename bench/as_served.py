@@ -60,7 +60,7 @@ LAST_CHUNKS = (1, 4, 100)
 CHUNK_TOKENS = 1024
 BLOCK_TOKENS = 128
 FEWEST_CHUNKS = 8
-SHORTEST_S = 5.0
+SHORTEST_S = 4.0
 """Of a prefill: what is on a paced line when it ends takes up to 0.1 s, whatever the prefill took."""
 LINE = "1 Gbit/s"
 FREE_LINE = "10 Gbit/s"
@@ -177,8 +177,8 @@ def hidden(model: str, rounds: int) -> Iterator[dict[str, Any]]:
 
         early_tokens = FEWEST_CHUNKS * CHUNK_TOKENS
         prefilled(early_tokens)
-        while prefill_s(early_tokens) < SHORTEST_S and 2 * early_tokens < most_tokens:
-            early_tokens *= 2
+        while prefill_s(early_tokens) < SHORTEST_S and early_tokens < most_tokens - CHUNK_TOKENS:
+            early_tokens = min(2 * early_tokens, most_tokens - CHUNK_TOKENS)
         for last_tokens in LAST_CHUNKS:
             tokens = early_tokens + last_tokens
             set_line(stack, FREE_LINE)
