@@ -22,7 +22,7 @@ from prfaas.serving.engines.page_digests import page_sums
 from prfaas.serving.engines.vllm.wire_layout import wire_layouts
 from prfaas.serving.transport.ticket import part_id
 
-SIZES = [(1, 2), (2, 1), (1, 4), (4, 1), (2, 4), (4, 2), (8, 2), (1, 8)]
+SIZES = [(1, 1), (2, 2), (1, 2), (2, 1), (1, 4), (4, 1), (2, 4), (4, 2), (8, 2), (1, 8)]
 HEADS = [1, 2, 4, 8]
 
 
@@ -44,6 +44,8 @@ def worlds(draw: st.DrawFn) -> tuple[Model, Keeping, Keeping]:
             draw(st.sampled_from([8, 32])),
             draw(st.sampled_from(["HND", "NHD"])),
             channels_outside,
+            drafts=draw(st.sampled_from([0, 1, 3])),
+            drafter=draw(st.sampled_from(["", "mtp", "eagle"])),
         )
         for ranks in (ours, theirs)
     ]
@@ -87,7 +89,7 @@ def test_every_rank_gets_its_heads_and_each_byte_once(
                 sums = here.pages.sums(ours_run.block_ids, loaded=False).wait()
                 assert sums.tolist() == sums_of(out, here.page_bytes)
                 assert sums.tolist() == there.pages.sums(theirs_run.block_ids, loaded=True).wait().tolist()
-        memory.assert_has(truth, num_tokens, skip)
+        memory.assert_has(truth, num_tokens, skip, ours.drafter)
         # No byte twice: at most what the coarser blocks of this rank take.
         assert receives <= max(
             sum(region_bytes(_as_kept(memory, keeping).layout.regions, num_tokens, skip))
@@ -119,6 +121,10 @@ WORLDS = {
     "4 to 1, copied heads": (Model(2, 1, 4, 4), Keeping(4), Keeping(1)),
     "1 to 4, copied heads": (Model(2, 1, 4, 4), Keeping(1), Keeping(4)),
     "2 to 2": (Model(), Keeping(2), Keeping(2)),
+    "one drafter": (Model(), Keeping(1, drafts=1, drafter="mtp"), Keeping(1, drafts=3, drafter="mtp")),
+    "the decode engine drafts": (Model(), Keeping(1), Keeping(1, drafts=2, drafter="mtp")),
+    "the prefill engine drafts": (Model(), Keeping(2, drafts=1, drafter="mtp"), Keeping(1)),
+    "unlike drafters": (Model(), Keeping(1, drafter="mtp"), Keeping(2, drafter="eagle")),
 }
 
 
@@ -139,7 +145,7 @@ def test_the_decode_ranks_have_every_token(
         pair.sent()
         assert pair.load(ticket, skip) == [({"d"}, set())] * theirs.ranks
         for memory in pair.home:
-            memory.assert_has(truth, num_tokens, skip)
+            memory.assert_has(truth, num_tokens, skip, ours.drafter)
         assert pair.total("bytes_sent") == pair.total("bytes_loaded") > 0
         assert pair.total("digest_mismatches") == 0
         assert pair.total("sends_completed") == max(ours.ranks, theirs.ranks)
@@ -242,7 +248,7 @@ def test_a_part_must_be_the_one_of_its_rank() -> None:
         (
             Keeping(2),
             Keeping(1, channels_outside=False),
-            "KV layout differs in 'rows' of linear_state layers: east/0 has 1, home/0 has 3",
+            "KV layout differs in 'rows' of linear_state layers: east/0 has 4, home/0 has 3",
         ),
     ],
 )

@@ -160,11 +160,15 @@ def wire_layouts(
         ranks: how many this engine has.
         page_digests: pages travel with digests.
     """
-    me, own = ranked(name, rank), tuple(region.layout for region in layout.regions)
+    me = ranked(name, rank)
+    model_regions = tuple(region for region in layout.regions if not region.is_drafters)
+    drafted = _Drafted(layout.drafter.identity, len(layout.regions) - len(model_regions))
     known: dict[str, WireLayout] = {}
 
-    def of_shares(shares: Sequence[_Share], forms: Sequence[WireForm], pair: RankPair) -> WireLayout:
-        shared = None if pair.is_alike else [astuple(pair), [share.region.index for share in shares]]
+    def of_shares(
+        shares: Sequence[_Share], forms: Sequence[WireForm], pair: RankPair, *, is_whole: bool
+    ) -> WireLayout:
+        shared = None if is_whole else [astuple(pair), [share.region.index for share in shares]]
         mark = mark_of(forms, shared)
         if mark not in known:
             regions = [
@@ -176,23 +180,34 @@ def wire_layouts(
 
     def agree(told: object, peer: str, sends: bool) -> WireLayout:
         try:
-            others, layouts = _read_told(told)
+            others, layouts, others_drafted = _read_told(told)
             theirs = (rank_of(peer), others)
             pair = RankPair(rank, ranks, *theirs) if sends else RankPair(*theirs, rank, ranks)
         except ValueError as error:
             raise UnlikePagesError(f"the KV layout that {peer} tells {me} can't be read: {error}") from None
-        shares, kept = _shares(layout.regions, layouts, pair, (me, peer), sends=sends)
+        regions, drafters_are_alike = layout.regions, others_drafted == drafted
+        if not drafters_are_alike:
+            regions, layouts = model_regions, layouts[: len(layouts) - others_drafted.regions]
+            logger.info(
+                "%s and %s have unlike drafters: what these keep does not travel, so the first tokens behind a "
+                "prompt from %s are drafted less well", me, peer, me if sends else peer,
+            )  # fmt: skip
+        shares, kept = _shares(regions, layouts, pair, (me, peer), sends=sends)
         forms = wire_forms([share.layout for share in shares], kept, me, peer, sends=sends)
-        wire = of_shares(shares, forms, pair)
+        wire = of_shares(shares, forms, pair, is_whole=pair.is_alike and drafters_are_alike)
         if wire.mark:
             logger.info("%s and %s keep their KV differently: it travels in form %s", me, peer, wire.mark)
         return wire
 
     alike = [_Share(region, region.layout) for region in layout.regions]
     return PeerLayouts(
-        {"ranks": ranks, "pages": told_layouts(own)},
+        {
+            "ranks": ranks,
+            "pages": told_layouts([region.layout for region in layout.regions]),
+            "drafter": astuple(drafted),
+        },
         agree,
-        of_shares(alike, [None] * len(alike), RankPair(rank, ranks, rank, ranks)),
+        of_shares(alike, [None] * len(alike), RankPair(rank, ranks, rank, ranks), is_whole=True),
     )
 
 
@@ -205,13 +220,26 @@ class _Share:
     """The region's own, or of some of its heads."""
 
 
-def _read_told(told: object) -> tuple[int, tuple[PageLayout, ...]]:
+@dataclass(frozen=True, slots=True)
+class _Drafted:
+    """The regions of a drafter, the last ones of an engine's."""
+
+    identity: str
+    """See `Drafter`."""
+    regions: int
+
+
+def _read_told(told: object) -> tuple[int, tuple[PageLayout, ...], _Drafted]:
     if not isinstance(told, dict):
         raise ValueError("an object is expected")
     ranks = count_field(told, "ranks", MAX_PARTS)
     if not ranks:
         raise ValueError("an engine has at least one rank")
-    return ranks, read_layouts(told.get("pages"))
+    layouts = read_layouts(told.get("pages"))
+    match told.get("drafter", ["", 0]):
+        case [str() as identity, int() as regions] if 0 <= regions <= len(layouts):
+            return ranks, layouts, _Drafted(identity, regions)
+    raise ValueError("of a drafter its identity and how many of the regions it has are expected")
 
 
 def _shares(
@@ -250,8 +278,8 @@ def _wire_region(index: int, share: _Share, form: WireForm) -> WireRegion:
         if group.kind is not GroupKind.STATE:
             per_block = region.group.block_tokens // form.tokens
             wire_pages = cut_pages(pages, share.layout, form)
-        elif share.layout is not region.layout:
-            # A state is one page: only its heads are parted.
+        elif form.parts:
+            # A state is one page: its heads are parted, and the rows of drafts stay behind.
             one_token = replace(share.layout, block_tokens=1, page_tokens=1)
             wire_pages = cut_pages(pages, one_token, replace(form, tokens=1))
         page_bytes = wire_pages.page_bytes
