@@ -30,7 +30,7 @@ from typing import Any
 
 from prfaas.core.deployment.model import TINY_MODELS, default_state_dir, made_model, made_model_names
 from prfaas.core.kv import FullAttention, KvModel, LinearState, SlidingWindow
-from prfaas.core.kv.groups import GroupKind, KvGroup, Region, ready_bytes, region_bytes
+from prfaas.core.kv.groups import GroupKind, KvGroup, Region, region_bytes
 from prfaas.core.units import BITS_PER_BYTE, format_bits_per_s
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
@@ -158,6 +158,14 @@ def regions_of(model: KvModel) -> list[Region]:
     return found
 
 
+def ready_bytes(regions: Sequence[Region], num_tokens: int, done_tokens: int) -> int:
+    """Of a transfer of so many tokens, the pages that are full when `done_tokens` of them are computed."""
+    ready = [region.group.ready_block(num_tokens, done_tokens) for region in regions]
+    firsts = [region.group.first_block(num_tokens, 0) for region in regions]
+    pages = zip(regions, ready, firsts, strict=True)
+    return sum(max(0, end - first) * region.page_bytes for region, end, first in pages)
+
+
 def hidden(model: str, rounds: int) -> Iterator[dict[str, Any]]:
     """A figure for each last chunk."""
     source = made_model(model)
@@ -183,7 +191,7 @@ def hidden(model: str, rounds: int) -> Iterator[dict[str, Any]]:
             tokens = early_tokens + last_tokens
             set_line(stack, FREE_LINE)
             kv_bytes = sum(region_bytes(regions, tokens, 0))
-            early_bytes = ready_bytes(regions, tokens, 0, early_tokens)
+            early_bytes = ready_bytes(regions, tokens, early_tokens)
             line_bits_per_s = round(2 * kv_bytes * BITS_PER_BYTE / prefill_s(tokens))
             set_line(stack, f"{line_bits_per_s} bit/s")
             routes = [prefilled(tokens) for _ in range(rounds)]

@@ -257,7 +257,9 @@ def _holder(inode: str) -> str | None:
     for files in Path("/proc").glob("[0-9]*/fd"):
         with contextlib.suppress(OSError):
             if any(os.readlink(file) == f"socket:[{inode}]" for file in files.iterdir()):
-                command = (files.parent / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                command = (
+                    (files.parent / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                )
                 return f"process {files.parent.name}, {command[:120]}"
     return None
 

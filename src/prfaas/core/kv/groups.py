@@ -97,15 +97,6 @@ def region_bytes(regions: Sequence[Region], num_tokens: int, skip_tokens: int) -
     ]
 
 
-def ready_bytes(regions: Sequence[Region], num_tokens: int, skip_tokens: int, done_tokens: int) -> int:
-    """Of a transfer of tokens [skip_tokens, num_tokens), what can have left when `done_tokens` are computed."""
-    total = 0
-    for region in regions:
-        first = region.group.first_block(num_tokens, skip_tokens)
-        total += max(0, region.group.ready_block(num_tokens, done_tokens) - first) * region.page_bytes
-    return total
-
-
 def usable_tokens(
     regions: Sequence[Region],
     num_tokens: int,
