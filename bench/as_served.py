@@ -4,7 +4,7 @@
 
 Two real vLLM servers and the gateway, all on this machine: one engine prefills in another cluster, one decodes.
 
-- `hook off`: vLLM's hook does nothing, as in the attention of Kimi Linear on NVIDIA and of DeepSeek V3.2 and V4. Of
+- `hook-off`: vLLM's hook does nothing, as in the attention of Kimi Linear on NVIDIA and of DeepSeek V3.2 and V4. Of
   each model some prompts: how many were loaded; how far an answer's logits are from those of a plain engine that is
   made to answer the same, in steps of bf16; how many of its greedy tokens are the same; and what arrived by TCP per
   byte of KVCache.
@@ -42,7 +42,7 @@ FAR, HOME = "east-prefill-0", "home-decode-0"
 KIMI_LINEAR = "kimi-linear"
 HOOK_MODELS = (*TINY_MODELS, KIMI_LINEAR, "words", "smollm2")
 WINDOW_MODELS = ("gpt-oss", "mimo-v2-flash", "gemma3")
-ROWS = ("hook off", "hidden")
+ROWS = ("hook-off", "hidden")
 
 GOAL_HIDDEN = 0.98
 GOAL_STEPS = 1.0
@@ -117,7 +117,7 @@ def hook_off(model: str) -> dict[str, Any]:
         wire_bytes = arrived_bytes(stack) - before
         loads = int(stack.metric(HOME, "vllm:prfaas_loads_completed_total"))
     return {
-        "row": "hook off",
+        "row": "hook-off",
         "model": model,
         "prompts": len(lengths),
         "loaded": loads,
@@ -236,7 +236,7 @@ def goal(name: str, value: float, limit: float, *, is_least: bool) -> dict[str, 
 
 def measured(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """All figures, one after the other."""
-    if "hook off" in asked.rows:
+    if "hook-off" in asked.rows:
         for model in asked.hook_models:
             yield hook_off(model)
     if "hidden" in asked.rows:
@@ -258,7 +258,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         nargs="+",
         default=HOOK_MODELS,
         choices=(*made_model_names(), KIMI_LINEAR),
-        help="of `hook off`",
+        help="of `hook-off`",
     )
     parser.add_argument(
         "--rounds", type=int, default=3, metavar="N", help="of `hidden`: prompts for each figure"
@@ -295,7 +295,7 @@ def sentence(figure: Mapping[str, Any]) -> str:
             f"{figure['hidden']:.1%} of what was computed before it, {figure['hidden_of_all']:.1%} of all"
         )
     return (
-        f"hook off: {figure['model']}: {figure['loaded']} of {figure['prompts']} loaded, logits within "
+        f"hook-off: {figure['model']}: {figure['loaded']} of {figure['prompts']} loaded, logits within "
         f"{figure['most_logit_steps']:.2f} steps of bf16, {figure['equal_greedy']:.1%} of greedy tokens equal, "
         f"{figure['wire_per_kv_byte']:.3f} bytes of TCP per byte of KVCache"
     )
