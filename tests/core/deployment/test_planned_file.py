@@ -209,16 +209,17 @@ def unlike(tmp_path: Path, far: int, home: int, **replacements: str) -> PlannedD
 
 @pytest.mark.parametrize(
     ("far", "home", "sent_copies", "held_copies"),
-    [(8, 8, 4, 4), (8, 4, 1, 4), (1, 8, 1, 4), (2, 1, 1, 1), (2, 2, 1, 1)],
+    [(8, 8, 4, 4), (8, 4, 2, 4), (1, 8, 4, 4), (8, 1, 1, 4), (2, 1, 1, 1), (2, 2, 1, 1)],
 )
-def test_between_unlike_ranks_every_byte_crosses_once(
+def test_what_crosses_is_what_the_ranks_that_decode_keep(
     tmp_path: Path, far: int, home: int, sent_copies: int, held_copies: int
 ) -> None:
     deployment = unlike(tmp_path, far, home)
     token_bytes = 3 * 2 * 2 * 32 * 2
     assert deployment.sent_model.token_bytes == sent_copies * token_bytes
     assert deployment.kv_model.token_bytes == held_copies * token_bytes
-    assert (deployment.wire_model is not None) == (far != home)
+    assert (deployment.wire_model is not None) == (sent_copies != held_copies)
+    assert deployment.kv_copies == sent_copies
     problem = problem_of(deployment)
     assert problem.kv_bytes(np.array([1000.0]))[0] == 1000 * sent_copies * token_bytes
     assert problem.streamed_token_bytes == sent_copies * token_bytes
@@ -240,16 +241,19 @@ def test_the_pace_of_mapping_counts_between_unlike_ranks_alone(tmp_path: Path) -
     assert problem_of(unlike(tmp_path, 8, 4)).links[0].transfer_limit_bits_per_s == math.inf
 
 
-def test_where_some_ends_are_alike_all_are_counted_with_their_copies(tmp_path: Path) -> None:
+def test_each_link_carries_what_its_own_target_keeps(tmp_path: Path) -> None:
     more = "  - {source: east, target: home, bandwidth: 100 Gbit/s}\n"
-    other = GOOD.split("  - name: home")[1].split("links:")[0]
+    other = GOOD.split("  - name: home")[1].split("links:")[0].replace("8\n", "8\n    tensor_parallel: 1\n", 1)
     deployment = unlike(
         tmp_path,
         8,
         4,
         **{"links:\n": f"  - name: away{other}links:\n", more: f"{more}{more.replace('home', 'away')}"},
     )
-    assert deployment.wire_model is None and deployment.kv_copies == 4
+    token_bytes = 3 * 2 * 2 * 32 * 2
+    sent = [deployment.sent_over(link.name).token_bytes for link in deployment.links]
+    assert sent == [2 * token_bytes, token_bytes] and deployment.kv_copies == 2
+    assert [link.kv_bytes is None for link in problem_of(deployment).links] == [True, False]
 
 
 RUN = {

@@ -108,21 +108,33 @@ class KvModel:
         return replace(self, groups=tuple(group.per_rank(tensor_parallel) for group in self.groups))
 
     def on_all_ranks(self, tensor_parallel: int) -> "KvModel":
-        """What `tensor_parallel` ranks hold, and send, together: heads that there are too few of are copied.
+        """What `tensor_parallel` ranks hold together: heads that there are too few of are copied.
 
         Qwen3-Next has 2 KV heads, so 4 ranks keep each twice; MLA has one latent, which every rank keeps.
 
         Raises:
             ValueError: as `per_rank`.
         """
-        rank = self.per_rank(tensor_parallel)
-        sizes = (self.token_bytes, self.fixed_bytes, self.window_bytes)
-        if (rank.token_bytes, rank.fixed_bytes, rank.window_bytes) == tuple(
-            size / tensor_parallel for size in sizes
-        ):
-            return self
-        return replace(self, groups=rank.groups * tensor_parallel)
+        return replace(self, groups=tuple(group.on_all_ranks(tensor_parallel) for group in self.groups))
 
     def describe(self) -> str:
         """One line for people."""
         return f"{self.name}: " + "; ".join(group.describe() for group in self.groups)
+
+
+def model_on_wire(sent: KvModel, kept: KvModel, consumer_ranks: int) -> KvModel:
+    """What of a request's KVCache crosses from one engine to another: whoever counts such bytes counts these.
+
+    Each rank of the consumer is sent all that it keeps, however many ranks the producer has; what several of the
+    producer's ranks keep alike leaves from one of them (`rank_shares.RankPair`). Between unlike dtypes the narrower
+    one crosses.
+
+    Args:
+        sent: the model on one rank, as the producer keeps it.
+        kept: the same, as the consumer keeps it.
+        consumer_ranks: tensor-parallel ranks of the consumer.
+
+    Raises:
+        ValueError: some layers' heads can't be divided among the consumer's ranks.
+    """
+    return min(sent, kept, key=KvModel.compared_bytes).on_all_ranks(consumer_ranks)

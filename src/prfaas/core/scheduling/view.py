@@ -184,7 +184,7 @@ class LinkView:
     egress_price_per_byte: float = 0.0
     """In the currency of the deployment file's prices."""
     kv: KvFacts | None = None
-    """What of KVCache crosses it, where an end keeps it in a narrower dtype than others do; None: as `View.kv`."""
+    """What of KVCache crosses it, where dtypes or ranks of its ends make that something else; None: as `View.kv`."""
     joins_pools: bool = True
     """False: its ends keep KVCache in unlike dtypes. Engines convert it, and pools exchange nothing over it."""
 
@@ -256,7 +256,7 @@ class ClusterView:
     kills_per_s: float = 0.0
     """How often an instance is taken away while it is up, as the deployment file says; 0: its owner keeps it."""
     kv: KvFacts | None = None
-    """What its machines hold, where they keep it in a narrower dtype than others do; None: as `View.kv`."""
+    """What its machines hold, where its dtype or ranks make that something else; None: as `View.kv`."""
 
     def after_prefix_s(self, uncached_tokens: float, reused_tokens: float) -> float:
         """Seconds of computing `uncached_tokens` behind `reused_tokens` that an instance need not compute."""

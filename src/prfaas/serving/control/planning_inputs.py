@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from prfaas.core.deployment import Cluster, Deployment, Instance, Link
 from prfaas.core.deployment.pool_peers import joins_pools
 from prfaas.core.deployment.source import read_source
-from prfaas.core.kv import ConfigError, KvModel
+from prfaas.core.kv import ConfigError, KvModel, model_on_wire
 from prfaas.core.latency.prefill_curves import PrefillCurves
 from prfaas.core.latency.service_curve import ServiceCurve
 from prfaas.core.planner import KvSize, PlanProblem
@@ -57,20 +57,29 @@ def kv_model_of(deployment: Deployment) -> KvModel | None:
     return max(kept, key=KvModel.compared_bytes)
 
 
-def narrower_model(deployment: Deployment, *clusters: str) -> KvModel | None:
-    """What of KVCache crosses between two clusters by name, or is held in one; None: what `kv_model_of` says."""
-    if not deployment.converts_kv:
+def sent_model(deployment: Deployment, source: str, target: str) -> KvModel | None:
+    """What of KVCache crosses between two clusters by name, or moves inside of one and fills its pools.
+
+    None: it is what `kv_model_of` says, or not known.
+    """
+    ends = [deployment.cluster(name) for name in (source, target)]
+    # Instances of a cluster mostly have as many ranks; a decode instance may be any of them.
+    ranks = max(instance.tensor_parallel for instance in ends[1].instances)
+    if ranks == 1 and not deployment.converts_kv:
         return None
     try:
-        ends = [deployment.model.kv_model(deployment.cluster(name).kv_cache_dtype) for name in clusters]
+        sent, kept = (deployment.model.kv_model(cluster.kv_cache_dtype) for cluster in ends)
+        crosses = model_on_wire(sent, kept, ranks)
     except ConfigError:
         return None
-    narrowest = min(ends, key=KvModel.compared_bytes)
-    return None if narrowest == kv_model_of(deployment) else narrowest
+    except ValueError as error:
+        logger.warning("KVCache to %s is counted once: %s", target, error)
+        return None
+    return None if crosses == kv_model_of(deployment) else crosses
 
 
-def _own_facts(deployment: Deployment, *clusters: str) -> KvFacts | None:
-    model = narrower_model(deployment, *clusters)
+def _own_facts(deployment: Deployment, source: str, target: str) -> KvFacts | None:
+    model = sent_model(deployment, source, target)
     return None if model is None else kv_facts(model)
 
 
@@ -120,7 +129,7 @@ def cluster_view(deployment: Deployment, cluster: Cluster, curves: PrefillCurves
         slot_s=_usual_slot_s(deployment, cluster) if cluster.kind == "pd" else 0.0,
         instance_price_per_s=cluster.instance_price_per_hour / SECONDS_PER_HOUR,
         kills_per_s=cluster.kills_per_hour / SECONDS_PER_HOUR,
-        kv=_own_facts(deployment, cluster.name),
+        kv=_own_facts(deployment, cluster.name, cluster.name),
     )
 
 
@@ -254,7 +263,7 @@ class LiveFacts:
         self._link_bytes: dict[tuple[str, str], OfLength] = {
             ends: KvSize(model)
             for ends in ((link.source, link.target) for link in deployment.links)
-            if (model := narrower_model(deployment, *ends)) is not None
+            if (model := sent_model(deployment, *ends)) is not None
         }
         self._profiled = {
             cluster.name: step
