@@ -243,7 +243,9 @@ def test_the_pace_of_mapping_counts_between_unlike_ranks_alone(tmp_path: Path) -
 
 def test_each_link_carries_what_its_own_target_keeps(tmp_path: Path) -> None:
     more = "  - {source: east, target: home, bandwidth: 100 Gbit/s}\n"
-    other = GOOD.split("  - name: home")[1].split("links:")[0].replace("8\n", "8\n    tensor_parallel: 1\n", 1)
+    other = (
+        GOOD.split("  - name: home")[1].split("links:")[0].replace("8\n", "8\n    tensor_parallel: 1\n", 1)
+    )
     deployment = unlike(
         tmp_path,
         8,
