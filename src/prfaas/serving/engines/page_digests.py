@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prfaas.core.kv.groups import GroupKind, Region, region_bytes, usable_tokens
-from prfaas.serving.transport.staging import StagedTransfer
+from prfaas.serving.transport.staging import StagedRegions
 
 DIGEST_FORMAT = "v2"
 """Names the function above, and the digests' order, in the layout fingerprint."""
@@ -196,7 +196,7 @@ class TransferDigests:
         blocks = np.arange(first_block, first_block + len(sums), dtype=np.uint64)
         return _mix(sums ^ _mix(blocks + np.frombuffer(key, dtype="<u8")))
 
-    def check(self, staged: StagedTransfer, region: int, first_block: int, sums: Sums) -> None:
+    def check(self, staged: StagedRegions, region: int, first_block: int, sums: Sums) -> None:
         """Compare loaded pages with the digests that came with them, in the same staging at every call.
 
         Raises:

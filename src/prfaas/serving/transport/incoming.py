@@ -142,6 +142,7 @@ class IncomingTransfer:
         self._pieces = 0
         self._arriving: list[ChunkPlace] = []
         self._lent: dict[object, Callable[[], None]] = {}
+        self._followed: dict[object, Callable[[], None]] = {}
 
     def status(self, *, taken: bool = False) -> TransferStatus:
         """A snapshot; `taken`: the engine owns the staged bytes."""
@@ -211,8 +212,12 @@ class IncomingTransfer:
         if self._lent.pop(loan, None) is not None and self.phase is TransferPhase.FAILED:
             self.release()
 
+    def follow(self, follower: object, on_change: Callable[[], None]) -> None:
+        """As `lend` for who holds the lease too (`StagingLease.share`), so that the transfer need not wait for it."""
+        self._followed[follower] = on_change
+
     def _tell_engine(self) -> None:
-        for on_change in self._lent.values():
+        for on_change in (*self._lent.values(), *self._followed.values()):
             on_change()
 
     def end(self, overlapped_bytes: int) -> None:

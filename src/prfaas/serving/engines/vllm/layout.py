@@ -126,6 +126,7 @@ class KvLayout:
         pages: Mapping[str, Sequence[LayerPages]],
         built_order: Sequence[str] = (),
         page_layouts: Mapping[str, Sequence[PageLayout]] | None = None,
+        copies: Mapping[str, int] | None = None,
     ) -> None:
         """
         Args:
@@ -133,6 +134,8 @@ class KvLayout:
             pages: of every layer of the groups by its name, one for each tensor that it has.
             built_order: the names of the model's layers as it was built; none if a step may go over a layer twice.
             page_layouts: of the same tensors, where it is known how KV lies in them.
+            copies: of layers of full attention by name, how many ranks keep the same and read it out of the staging of
+                the one that it is sent to; those that are missing: 1.
         """
         tensors = [
             (group, name, part, layer)
@@ -155,6 +158,9 @@ class KvLayout:
         by_layer: dict[str, list[EngineRegion]] = {}
         for region in self.regions:
             by_layer.setdefault(region.layer_name, []).append(region)
+        self._copies = copies or {}
+        self.copies = tuple(self.copies_of(region.layer_name) for region in self.regions)
+        """Of each region, see `__init__`."""
         self.layer_names = tuple(by_layer)
         """In the order of a transfer."""
         self.places = _places(self.layer_names, built_order)
@@ -172,6 +178,10 @@ class KvLayout:
         }
         """Of a layer by name: those of `closing_layers` that a step computes before it, as far as that is certain."""
 
+    def copies_of(self, layer_name: str) -> int:
+        """How many ranks keep the same of a layer, see `__init__`."""
+        return self._copies.get(layer_name, 1)
+
     @classmethod
     def of_engine(
         cls,
@@ -180,6 +190,7 @@ class KvLayout:
         built_order: Sequence[str] = (),
         packings: Mapping[str, Packing] | None = None,
         elements: Mapping[str, str] | None = None,
+        copies: Mapping[str, int] | None = None,
     ) -> "KvLayout":
         """Build from what vLLM hands to `register_kv_caches`.
 
@@ -189,6 +200,7 @@ class KvLayout:
             built_order: see `__init__`.
             packings: of the layers by name; those that are missing are not known.
             elements: the same, of keys and values.
+            copies: see `__init__`.
 
         Raises:
             LayoutError: a group or tensor that can't be moved as pages.
@@ -223,7 +235,7 @@ class KvLayout:
                     )
                     for tensor, layer in zip(tensors, pages[name], strict=True)
                 ]
-        return cls(groups, pages, built_order, layouts)
+        return cls(groups, pages, built_order, layouts, copies)
 
 
 def _heads(spec: KVCacheSpec, layer_name: str) -> int:

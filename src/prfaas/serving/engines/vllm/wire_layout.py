@@ -1,7 +1,8 @@
 """What travels between this engine and one other: the regions of a transfer, and this engine's pages of them."""
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import astuple, dataclass, replace
 from math import lcm
 
@@ -16,7 +17,7 @@ from prfaas.core.kv.page_layout import (
     unlike_pages,
     wire_forms,
 )
-from prfaas.core.kv.rank_shares import RankPair
+from prfaas.core.kv.rank_shares import RankPair, paired_ranks
 from prfaas.serving.engines.page_digests import DigestPlan
 from prfaas.serving.engines.vllm.cut_pages import cut_pages
 from prfaas.serving.engines.vllm.layout import EngineRegion, KvLayout
@@ -91,6 +92,10 @@ class WireLayout:
         for region in self.regions:
             by_layer.setdefault(region.layer_name, []).append(region)
         self.regions_of_layer: Mapping[str, Sequence[WireRegion]] = by_layer
+        self.borrowed: Mapping[tuple[int, int], WireLayout] = {}
+        """What this rank reads of transfers to others of its engine, by their rank and the part of the ticket."""
+        self.readers: Collection[int] = ()
+        """The ranks of its engine that read some of what this one is sent."""
         names = [f"{region.layer_name}/{region.part}" for region in self.regions]
         # Wire pages of a token range are parts of the engine's blocks; a state is one page, whatever its tokens.
         ranges = [each for each in self.regions if each.group.kind is not GroupKind.STATE]
@@ -104,6 +109,12 @@ class WireLayout:
         if 0 < len(cut) < len(self.regions):
             cut = [replace(region, index=index) for index, region in enumerate(cut)]
             self.checkpoint = WireLayout(cut, mark, pair, page_digests=page_digests)
+
+    def lent(self, regions: Sequence[WireRegion]) -> "WireLayout":
+        """The same transfer to a rank that reads no more than some of its regions, out of another one's staging."""
+        found = copy(self)
+        found.regions, found.checkpoint = tuple(regions), None
+        return found
 
     def kv_region_bytes(self, num_tokens: int, skip_tokens: int) -> list[int]:
         """See `groups.region_bytes`: without digests."""
@@ -161,38 +172,69 @@ def wire_layouts(
         page_digests: pages travel with digests.
     """
     me, own = ranked(name, rank), tuple(region.layout for region in layout.regions)
-    known: dict[str, WireLayout] = {}
+    known: dict[tuple[str, RankPair], WireLayout] = {}
 
     def of_shares(shares: Sequence[_Share], forms: Sequence[WireForm], pair: RankPair) -> WireLayout:
-        shared = None if pair.is_alike else [astuple(pair), [share.region.index for share in shares]]
+        is_whole = pair.is_alike and len(shares) == len(own)
+        shared = None if is_whole else [astuple(pair), [share.region.index for share in shares]]
         mark = mark_of(forms, shared)
-        if mark not in known:
+        if (mark, pair) not in known:
             regions = [
                 _wire_region(index, share, form)
                 for index, (share, form) in enumerate(zip(shares, forms, strict=True))
             ]
-            known[mark] = WireLayout(regions, mark, pair, page_digests=page_digests)
-        return known[mark]
+            known[mark, pair] = WireLayout(regions, mark, pair, page_digests=page_digests)
+        return known[mark, pair]
+
+    def between(others: _Told, pair: RankPair, peer: str, *, sends: bool) -> WireLayout:
+        # A producer that tells nothing of copies sends to each rank.
+        copies = others.copies if sends else None if others.copies is None else layout.copies
+        shares, kept = _shares(
+            layout.regions, others.layouts, pair, (me, peer), copies or (1,) * len(own), sends=sends
+        )
+        forms = wire_forms([share.layout for share in shares], kept, me, peer, sends=sends)
+        return of_shares(shares, forms, pair)
+
+    def lent_by(lender: RankPair, wire: WireLayout) -> WireLayout:
+        copies = layout.copies_of
+        return wire.lent(
+            [
+                region
+                for region in wire.regions
+                if lender.consumer // copies(region.layer_name) == rank // copies(region.layer_name)
+            ]
+        )
 
     def agree(told: object, peer: str, sends: bool) -> WireLayout:
         try:
-            others, layouts = _read_told(told)
-            theirs = (rank_of(peer), others)
+            others = _Told.read(told)
+            theirs = (rank_of(peer), others.ranks)
             pair = RankPair(rank, ranks, *theirs) if sends else RankPair(*theirs, rank, ranks)
         except ValueError as error:
             raise UnlikePagesError(f"the KV layout that {peer} tells {me} can't be read: {error}") from None
-        shares, kept = _shares(layout.regions, layouts, pair, (me, peer), sends=sends)
-        forms = wire_forms([share.layout for share in shares], kept, me, peer, sends=sends)
-        wire = of_shares(shares, forms, pair)
+        wire = between(others, pair, peer, sends=sends)
         if wire.mark:
-            logger.info("%s and %s keep their KV differently: it travels in form %s", me, peer, wire.mark)
+            logger.info("what travels between %s and %s is their own affair: form %s", me, peer, wire.mark)
+        if not sends and others.copies is not None:
+            wire.readers = _readers(wire, layout, rank)
+            wire.borrowed = {
+                (lender.consumer, lender.number): lent
+                for lender in _lenders(layout, rank, ranks, others.ranks)
+                if (lent := lent_by(lender, between(others, lender, peer, sends=False))).regions
+            }
         return wire
 
     alike = [_Share(region, region.layout) for region in layout.regions]
+    takes_turns = max(layout.copies, default=1) > 1
     return PeerLayouts(
-        {"ranks": ranks, "pages": told_layouts(own)},
+        {
+            "ranks": ranks,
+            "pages": told_layouts(own),
+            "copies": list(layout.copies) if takes_turns else [],
+        },
         agree,
         of_shares(alike, [None] * len(alike), RankPair(rank, ranks, rank, ranks)),
+        takes_turns=takes_turns,
     )
 
 
@@ -205,13 +247,50 @@ class _Share:
     """The region's own, or of some of its heads."""
 
 
-def _read_told(told: object) -> tuple[int, tuple[PageLayout, ...]]:
-    if not isinstance(told, dict):
-        raise ValueError("an object is expected")
-    ranks = count_field(told, "ranks", MAX_PARTS)
-    if not ranks:
-        raise ValueError("an engine has at least one rank")
-    return ranks, read_layouts(told.get("pages"))
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """What the other side tells of its engine."""
+
+    ranks: int
+    layouts: tuple[PageLayout, ...]
+    """Of a transfer's regions."""
+    copies: tuple[int, ...] | None
+    """See `KvLayout.copies`; empty: 1 of each region. None: it knows of none."""
+
+    @classmethod
+    def read(cls, told: object) -> "_Told":
+        """Raises ValueError: it is something else."""
+        if not isinstance(told, dict):
+            raise ValueError("an object is expected")
+        ranks = count_field(told, "ranks", MAX_PARTS)
+        if not ranks:
+            raise ValueError("an engine has at least one rank")
+        layouts, copies = read_layouts(told.get("pages")), told.get("copies")
+        if copies is None:
+            return cls(ranks, layouts, None)
+        if not isinstance(copies, list) or len(copies) not in (0, len(layouts)):
+            raise ValueError("field 'copies' has another number of regions than field 'pages'")
+        if not all(isinstance(each, int) and each > 0 and ranks % each == 0 for each in copies):
+            raise ValueError(f"field 'copies' must divide {ranks} ranks")
+        return cls(ranks, layouts, tuple(copies))
+
+
+def _lenders(layout: KvLayout, rank: int, ranks: int, producer_ranks: int) -> Iterator[RankPair]:
+    """The transfers of a producer to other ranks of this engine that keep some of what this one keeps."""
+    copies = max(layout.copies, default=1)
+    first = rank - rank % copies
+    for lender in range(first, first + copies):
+        if lender != rank:
+            for producer in paired_ranks(lender, ranks, producer_ranks):
+                yield RankPair(producer, producer_ranks, lender, ranks)
+
+
+def _readers(wire: WireLayout, layout: KvLayout, rank: int) -> frozenset[int]:
+    found: set[int] = set()
+    for region in wire.regions:
+        copies = layout.copies_of(region.layer_name)
+        found |= set(range(rank - rank % copies, rank - rank % copies + copies))
+    return frozenset(found - {rank})
 
 
 def _shares(
@@ -219,6 +298,7 @@ def _shares(
     told: Sequence[PageLayout],
     pair: RankPair,
     names: tuple[str, str],
+    copies: Sequence[int],
     *,
     sends: bool,
 ) -> tuple[list[_Share], list[PageLayout]]:
@@ -230,10 +310,10 @@ def _shares(
     ours, theirs = [], []
     if len(regions) != len(told):
         raise unlike_pages("regions", "a transfer", (names[0], len(regions)), (names[1], len(told)))
-    for region, other in zip(regions, told, strict=True):
+    for region, other, count in zip(regions, told, copies, strict=True):
         sent, kept = (region.layout, other) if sends else (other, region.layout)
         producer, consumer = names if sends else names[::-1]
-        shared = pair.share(sent, kept, producer, consumer)
+        shared = pair.share(sent, kept, producer, consumer, place=region.index, copies=count)
         if shared is not None:
             ours.append(_Share(region, shared[0] if sends else shared[1]))
             theirs.append(shared[1] if sends else shared[0])
