@@ -70,10 +70,10 @@ class FollowedTransfer:
         lease.share()
         transfer.follow(self, on_change)
 
-    def ends(self) -> list[int]:
-        """Where the verified bytes of each region from its start on end."""
+    def covered(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """The verified bytes of each region, as ascending ranges from their start to their end."""
         with self._lock:
-            return [self._transfer.covered_end(region, 0) for region in range(len(self.region_bytes))]
+            return self._transfer.covered_ranges()
 
     def status(self) -> TransferStatus:
         """What has become of it; whether an engine has taken it here plays no part."""

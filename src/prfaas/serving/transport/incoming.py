@@ -250,6 +250,10 @@ class IncomingTransfer:
         """Where the verified bytes of a region from `start` on end."""
         return self._coverage[region].end_from(start)
 
+    def covered_ranges(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """All verified bytes, by region."""
+        return tuple(coverage.ranges() for coverage in self._coverage)
+
     def resume_points(self, layout: TransferLayout) -> ResumePoints:
         """From where an engine can go on with what has come of it, if it breaks now, or another part does."""
         return resume_points(layout, self.ticket, self.covered_end, self.checkpoints)

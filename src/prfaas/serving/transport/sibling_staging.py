@@ -18,7 +18,6 @@ import msgspec
 
 from prfaas.serving.transport.arrival import FollowedTransfer
 from prfaas.serving.transport.receiver import Receiver
-from prfaas.serving.transport.resume_points import ResumePoints
 from prfaas.serving.transport.sockets import shut
 from prfaas.serving.transport.staging import (
     MappedArena,
@@ -61,11 +60,12 @@ class _Came(msgspec.Struct, frozen=True, tag="came"):
     """How far a transfer is that was lent."""
 
     transfer_id: bytes
-    ends: tuple[int, ...]
+    covered: tuple[tuple[tuple[int, int], ...], ...]
+    """By region."""
     phase: TransferPhase
     reason: str = ""
-    usable_tokens: int = 0
-    usable_ends: tuple[int, ...] = ()
+    is_kept: bool = False
+    """It has failed, and some of it can be used."""
 
 
 class _Done(msgspec.Struct, frozen=True, tag="done"):
@@ -93,8 +93,8 @@ class LentTransfer(StagedRegions):
         self.skip_tokens = lent.skip_tokens
         self.phase = TransferPhase.RECEIVING
         self.reason = ""
-        self.resume_points = ResumePoints()
-        self._ends = (0,) * len(lent.region_bytes)
+        self._covered: tuple[tuple[tuple[int, int], ...], ...] = ((),) * len(lent.region_bytes)
+        self._is_kept = False
         self.readers = 0
         """Loads that read it at this moment."""
         self.uses_left: int | None = None
@@ -105,26 +105,22 @@ class LentTransfer(StagedRegions):
 
     def came(self, came: _Came) -> None:
         """The lender tells how far it is."""
-        self._ends, self.reason = came.ends, came.reason
-        self.resume_points = ResumePoints(came.usable_tokens, came.usable_ends)
+        self._covered, self._is_kept, self.reason = came.covered, came.is_kept, came.reason
         self.phase = came.phase
 
-    def ends(self, starts: Sequence[tuple[int, int]]) -> list[int]:
-        """As `Arrival.ends`, of what has come without a gap."""
-        ends = self._ends
-        return [max(start, ends[region]) for region, start in starts]
+    def covered_end(self, region: int, start: int) -> int:
+        """Where the verified bytes of a region from `start` on end, as far as the lender has told."""
+        return next((end for first, end in self._covered[region] if first <= start < end), start)
 
-    def is_there(self, usable_tokens: int) -> bool:
-        """Whether all of it can be read, or its first so many tokens."""
-        if usable_tokens:
-            return self.phase.terminal and self.resume_points.allows(usable_tokens)
-        return self.phase is TransferPhase.COMPLETE
+    def ends(self, starts: Sequence[tuple[int, int]]) -> list[int]:
+        """As `Arrival.ends`."""
+        return [self.covered_end(region, start) for region, start in starts]
 
     def wanted_for_s(self, ttl_s: float, keep_s: float) -> float:
         """How long after its end a load may still come."""
         if self.phase is TransferPhase.COMPLETE:
             return ttl_s
-        return keep_s if self.resume_points.tokens else 0.0
+        return keep_s if self._is_kept else 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -269,16 +265,12 @@ class SiblingStaging:
         with self._lock:
             loans = list(self._loans.items())
         for transfer_id, loan in loans:
-            # The status first: all that had come when a transfer was complete is in the ends.
-            status, ends = loan.followed.status(), tuple(loan.followed.ends())
-            told = (status.phase, status.usable_tokens, ends)
-            if told == loan.told:
+            # The status first: all that had come when a transfer was complete is covered.
+            status, covered = loan.followed.status(), loan.followed.covered()
+            if (status.phase, covered) == loan.told:
                 continue
-            loan.told = told
-            came = _Came(
-                *(transfer_id, ends, status.phase, status.reason),
-                *(status.usable_tokens, tuple(status.usable_ends)),
-            )
+            loan.told = (status.phase, covered)
+            came = _Came(transfer_id, covered, status.phase, status.reason, status.usable_tokens > 0)
             for rank in tuple(loan.readers):
                 self._send(rank, came)
             if not loan.readers:

@@ -158,7 +158,8 @@ class KvLayout:
         by_layer: dict[str, list[EngineRegion]] = {}
         for region in self.regions:
             by_layer.setdefault(region.layer_name, []).append(region)
-        self._copies = copies or {}
+        full = {name for group in groups if group.kind is GroupKind.FULL for name in group.layer_names}
+        self._copies = {name: count for name, count in (copies or {}).items() if name in full}
         self.copies = tuple(self.copies_of(region.layer_name) for region in self.regions)
         """Of each region, see `__init__`."""
         self.layer_names = tuple(by_layer)

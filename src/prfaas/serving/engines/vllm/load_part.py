@@ -56,6 +56,7 @@ class BorrowedPart:
         self._transfer_id = transfer_id
         self._usable_tokens = order.usable_tokens
         self._uses = order.ticket.attributes.uses
+        self._wire = wire
         self._blocks = BlockLoad(wire, order)
         self._lent: LentTransfer | None = None
         self._ended = False
@@ -63,12 +64,16 @@ class BorrowedPart:
     @property
     def resume_points(self) -> ResumePoints:
         """From where the request can go on with what has come of it."""
-        return ResumePoints() if self._lent is None else self._lent.resume_points
+        lent = self._claimed()
+        return ResumePoints() if lent is None else ResumePoints(self._come_tokens(lent))
 
     @property
     def is_there(self) -> bool:
         """Whether all that the order loads of it can be read."""
-        return self._ended or ((lent := self._claimed()) is not None and lent.is_there(self._usable_tokens))
+        if self._ended:
+            return True
+        lent = self._claimed()
+        return lent is not None and self._has_come(lent)
 
     def load(self, *, takes: bool) -> bool:
         """Fill what is there; True once that is all of it, and it was checked. `takes`: it may end.
@@ -82,16 +87,13 @@ class BorrowedPart:
             if self._siblings.is_refused(self._lender, self._transfer_id):
                 raise GivenUpError(f"rank {self._lender} has its transfer no more")
             return False
-        if lent.is_there(self._usable_tokens):
+        if self._has_come(lent):
             if takes:
                 self._blocks.finish(lent)
                 self.end()
-                return True
-        elif lent.phase.terminal:
-            why = f"that of rank {self._lender} failed: {lent.reason}"
-            if lent.phase is TransferPhase.COMPLETE:
-                why = f"that of rank {self._lender} has nothing after {self._usable_tokens} tokens"
-            raise GivenUpError(why, ResumePoints() if self._usable_tokens else lent.resume_points)
+            return takes
+        if lent.phase.terminal:
+            raise GivenUpError(f"that of rank {self._lender} failed: {lent.reason}", self.resume_points)
         if not self._usable_tokens:
             self._blocks.fill_arrived(lent)
         return False
@@ -106,6 +108,16 @@ class BorrowedPart:
             self._siblings.release(self._lent, used=used)
         elif used:
             self._siblings.refuse(self._lender, self._transfer_id)
+
+    def _has_come(self, lent: LentTransfer) -> bool:
+        if self._usable_tokens:
+            return self._come_tokens(lent) >= self._usable_tokens
+        return lent.phase is TransferPhase.COMPLETE
+
+    def _come_tokens(self, lent: LentTransfer) -> int:
+        if not lent.region_bytes:
+            return 0
+        return self._wire.lent_tokens(lent.num_tokens, lent.skip_tokens, lent.covered_end)
 
     def _claimed(self) -> LentTransfer | None:
         if self._lent is None:

@@ -116,6 +116,17 @@ class WireLayout:
         found.regions, found.checkpoint = tuple(regions), None
         return found
 
+    def lent_tokens(self, num_tokens: int, skip_tokens: int, covered_end: Callable[[int, int], int]) -> int:
+        """Of a transfer that is `lent`: how many tokens' full attention has come, see `usable_tokens`."""
+        if self.digest_plan is not None:
+            covered_end = self.digest_plan.digested_end(num_tokens, skip_tokens, covered_end)
+        tokens = num_tokens
+        for region in self.regions:
+            blocks = covered_end(region.index, 0) // region.page_bytes
+            blocks += region.group.first_block(num_tokens, skip_tokens)
+            tokens = min(tokens, blocks * region.group.block_tokens)
+        return tokens if tokens > skip_tokens else 0
+
     def kv_region_bytes(self, num_tokens: int, skip_tokens: int) -> list[int]:
         """See `groups.region_bytes`: without digests."""
         return region_bytes(self.regions, num_tokens, skip_tokens)
