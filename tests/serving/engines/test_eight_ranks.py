@@ -25,7 +25,7 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
 FILE = EXAMPLES / "eight-ranks.yaml"
 # Whole blocks of stand-ins and of the largest that the gateway expects; the last token is computed at the decode.
 TOKENS = 2048
-# 4 layers of K and V of 2 heads of 32 in bf16, on each of the ranks that have one.
+# 4 layers of K and V of 2 heads of 32 in bf16, each of which four ranks keep.
 ONCE_BYTES = TOKENS * 4 * 2 * 2 * 32 * 2
 COPIES = 4
 
@@ -53,23 +53,25 @@ def deployment(tmp_path: Path) -> Deployment:
     return made
 
 
-def test_the_plan_counts_every_copy() -> None:
+def test_the_plan_counts_every_byte_once() -> None:
     problem = problem_of(load_planned(FILE))
     (link,) = problem.links
-    assert problem.kv_bytes_over(link.name)(np.array([float(TOKENS)])) == [COPIES * ONCE_BYTES]
+    assert problem.kv_bytes_over(link.name)(np.array([float(TOKENS)])) == [ONCE_BYTES]
 
 
 def test_the_simulator_sends_as_much() -> None:
     planned = load_planned(FILE)
     scenario = scenario_of(planned, policy="offload_all", adapts=False, allocation=False)
     result = simulate(scenario, [chunk_of([0.0], [TOKENS + 1])], warmup_share=0.0, debug=True)
-    assert result.link_bytes[0] == COPIES * ONCE_BYTES
+    assert result.link_bytes[0] == ONCE_BYTES
 
 
 def test_the_gateway_routes_by_as_much(deployment: Deployment) -> None:
     view = view_of(deployment, kv_model_of(deployment), prefill_curves(deployment), 0.0)
     for ends in (("east", "home"), ("home", "home")):
-        assert view.kv_between(*ends).bytes_to_move(TOKENS + 1, 0) == COPIES * ONCE_BYTES
+        assert view.kv_between(*ends).bytes_to_move(TOKENS + 1, 0) == ONCE_BYTES
+    # A pool would keep the pages of all ranks.
+    assert view.kv_of_pools("home").prefix_bytes_to_move(TOKENS, 0) == COPIES * ONCE_BYTES
 
 
 def test_stand_ins_send_as_much(deployment: Deployment) -> None:
@@ -93,4 +95,4 @@ def test_stand_ins_send_as_much(deployment: Deployment) -> None:
 
     route, sent_bytes = asyncio.run(check())
     assert (route.route, route.prefill, route.decode) == ("offload", "east-0", "home-decode")
-    assert route.kv_bytes == sent_bytes == COPIES * ONCE_BYTES
+    assert route.kv_bytes == sent_bytes == ONCE_BYTES

@@ -149,9 +149,9 @@ class PlannedDeployment:
     kv_copies: float = 1.0
     """How often each byte of the KVCache crosses a link on average, at most: decode ranks keep copies."""
     wire_model: KvModel | None = None
-    """What crosses the link that most crosses; None: `kv_model`."""
+    """The most that crosses a link, or moves inside of a cluster; None: `kv_model`."""
     link_models: Mapping[str, KvModel] = field(default_factory=dict)
-    """What crosses links, by name, over which dtype or ranks of their ends let less cross."""
+    """What crosses links, by name, over which dtypes or ranks of their ends let less cross."""
     first_token: FirstTokenSource = "decode"
     """`gateway.first_token`: who gives clients their first token."""
     relay: RelaySettings = RelaySettings()
@@ -169,7 +169,7 @@ class PlannedDeployment:
 
     @property
     def sent_model(self) -> KvModel:
-        """What of a request's KVCache crosses the link that most crosses."""
+        """The most of a request's KVCache that crosses a link, or moves inside of a cluster."""
         return self.kv_model if self.wire_model is None else self.wire_model
 
     def sent_over(self, link: str) -> KvModel:

@@ -87,7 +87,8 @@ def planned_caches(
         link.name: model_on_wire(once[link.source], once[link.target], ranks[link.target]) for link in links
     }
     kv_model = held[widest]
-    most_sent = max(sent.values(), key=KvModel.compared_bytes, default=kv_model)
+    inside = [model_on_wire(once[name], once[name], count) for name, count in ranks.items()]
+    most_sent = max(*sent.values(), *inside, key=KvModel.compared_bytes)
     return PlannedCaches(
         kv_model=kv_model,
         dtypes=next(_dtypes(file.model, each) for each in file.clusters if each.name == widest),

@@ -107,6 +107,12 @@ class KvModel:
         """
         return replace(self, groups=tuple(group.per_rank(tensor_parallel) for group in self.groups))
 
+    @property
+    def full_heads(self) -> int:
+        """KV heads of full attention; 0 if its layers have unlike numbers, or all of them latents."""
+        found = {each.kv_heads for each in self.groups if type(each) is FullAttention and not each.is_mla}
+        return found.pop() if len(found) == 1 else 0
+
     def on_all_ranks(self, tensor_parallel: int) -> "KvModel":
         """What `tensor_parallel` ranks hold together: heads that there are too few of are copied.
 
@@ -125,9 +131,9 @@ class KvModel:
 def model_on_wire(sent: KvModel, kept: KvModel, consumer_ranks: int) -> KvModel:
     """What of a request's KVCache crosses from one engine to another: whoever counts such bytes counts these.
 
-    Each rank of the consumer is sent all that it keeps, however many ranks the producer has; what several of the
-    producer's ranks keep alike leaves from one of them (`rank_shares.RankPair`). Between unlike dtypes the narrower
-    one crosses.
+    Full attention crosses once, whatever ranks keep alike: the producer's take turns to send it, and the consumer's
+    read what one of them was sent. Windows, states, and full attention of layers with unlike numbers of heads are sent
+    to each of the consumer's ranks that keeps them. Between unlike dtypes the narrower one crosses.
 
     Args:
         sent: the model on one rank, as the producer keeps it.
@@ -137,4 +143,12 @@ def model_on_wire(sent: KvModel, kept: KvModel, consumer_ranks: int) -> KvModel:
     Raises:
         ValueError: some layers' heads can't be divided among the consumer's ranks.
     """
-    return min(sent, kept, key=KvModel.compared_bytes).on_all_ranks(consumer_ranks)
+    model = min(sent, kept, key=KvModel.compared_bytes)
+    held = model.on_all_ranks(consumer_ranks)
+    return replace(
+        model,
+        groups=tuple(
+            once if isinstance(once, FullAttention) and (once.is_mla or model.full_heads) else copies
+            for once, copies in zip(model.groups, held.groups, strict=True)
+        ),
+    )

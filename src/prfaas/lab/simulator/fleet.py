@@ -137,7 +137,8 @@ def view_of(scenario: Scenario, kv: KvFacts) -> View:
                 slot_s=_planned_slot_s(cluster, scenario.output_tokens),
                 instance_price_per_s=cluster.instance_price_per_hour / SECONDS_PER_HOUR,
                 kills_per_s=cluster.kills_per_hour / SECONDS_PER_HOUR,
-                kv=None if kept[cluster.name] == scenario.sent_model else _facts(kept[cluster.name]),
+                kv=_facts(cluster.kv_model),
+                pool_kv=None if kept[cluster.name] == scenario.sent_model else _facts(kept[cluster.name]),
             )
             for cluster in scenario.clusters
         },

@@ -111,7 +111,7 @@ class Scenario:
     """After so long without capacity a link's transfers are given up, and the requests prefilled in their PD
     cluster."""
     wire_model: KvModel | None = None
-    """What crosses the link that most crosses, where that is not `kv_model`: `PlannedDeployment.wire_model`."""
+    """The most that crosses a link, where that is not `kv_model`: `PlannedDeployment.wire_model`."""
     link_models: Mapping[str, KvModel] = field(default_factory=dict)
     """What crosses links over which less crosses: `PlannedDeployment.link_models`."""
     first_token: FirstTokenSource = "decode"

@@ -120,8 +120,7 @@ class HotPrefixes:
         self._rebalancer.observe(
             missed.key,
             missed.num_tokens - missed.held_tokens,
-            # Pools whose ranks or dtypes are unlike exchange nothing.
-            self._cluster_state.view.kv_between(missed.cluster, missed.cluster).prefix_bytes_to_move(
+            self._cluster_state.view.kv_of_pools(missed.cluster).prefix_bytes_to_move(
                 missed.num_tokens, missed.held_tokens
             ),
             missed.cluster,

@@ -1,7 +1,7 @@
 """What planning and routing take from the deployment file, the model and the running deployment."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -58,28 +58,47 @@ def kv_model_of(deployment: Deployment) -> KvModel | None:
 
 
 def sent_model(deployment: Deployment, source: str, target: str) -> KvModel | None:
-    """What of KVCache crosses between two clusters by name, or moves inside of one and fills its pools.
+    """What of KVCache crosses between two clusters by name, or moves inside of one.
 
     None: it is what `kv_model_of` says, or not known.
     """
-    ends = [deployment.cluster(name) for name in (source, target)]
-    # Instances of a cluster mostly have as many ranks; a decode instance may be any of them.
-    ranks = max(instance.tensor_parallel for instance in ends[1].instances)
+    ranks = _ranks(deployment.cluster(target))
     if ranks == 1 and not deployment.converts_kv:
         return None
+    return _unless_usual(
+        deployment, lambda: model_on_wire(_kept(deployment, source), _kept(deployment, target), ranks)
+    )
+
+
+def held_model(deployment: Deployment, cluster: str) -> KvModel | None:
+    """What all ranks of an instance hold, and so does its machine's pool; None as of `sent_model`."""
+    ranks = _ranks(deployment.cluster(cluster))
+    if ranks == 1 and not deployment.converts_kv:
+        return None
+    return _unless_usual(deployment, lambda: _kept(deployment, cluster).on_all_ranks(ranks))
+
+
+def _kept(deployment: Deployment, cluster: str) -> KvModel:
+    return deployment.model.kv_model(deployment.cluster(cluster).kv_cache_dtype)
+
+
+def _ranks(cluster: Cluster) -> int:
+    """Of its instances, which mostly have as many; whichever of them decodes."""
+    return max(instance.tensor_parallel for instance in cluster.instances)
+
+
+def _unless_usual(deployment: Deployment, model_of: Callable[[], KvModel]) -> KvModel | None:
     try:
-        sent, kept = (deployment.model.kv_model(cluster.kv_cache_dtype) for cluster in ends)
-        crosses = model_on_wire(sent, kept, ranks)
+        model = model_of()
     except ConfigError:
         return None
     except ValueError as error:
-        logger.warning("KVCache to %s is counted once: %s", target, error)
+        logger.warning("KVCache is counted as that of one rank: %s", error)
         return None
-    return None if crosses == kv_model_of(deployment) else crosses
+    return None if model == kv_model_of(deployment) else model
 
 
-def _own_facts(deployment: Deployment, source: str, target: str) -> KvFacts | None:
-    model = sent_model(deployment, source, target)
+def _facts(model: KvModel | None) -> KvFacts | None:
     return None if model is None else kv_facts(model)
 
 
@@ -129,7 +148,8 @@ def cluster_view(deployment: Deployment, cluster: Cluster, curves: PrefillCurves
         slot_s=_usual_slot_s(deployment, cluster) if cluster.kind == "pd" else 0.0,
         instance_price_per_s=cluster.instance_price_per_hour / SECONDS_PER_HOUR,
         kills_per_s=cluster.kills_per_hour / SECONDS_PER_HOUR,
-        kv=_own_facts(deployment, cluster.name, cluster.name),
+        kv=_facts(sent_model(deployment, cluster.name, cluster.name)),
+        pool_kv=_facts(held_model(deployment, cluster.name)),
     )
 
 
@@ -142,7 +162,7 @@ def link_view(deployment: Deployment, link: Link, now_s: float) -> LinkView:
         drained_s=now_s,
         seen_s=now_s,
         egress_price_per_byte=link.egress_per_gb / GB,
-        kv=_own_facts(deployment, link.source, link.target),
+        kv=_facts(sent_model(deployment, link.source, link.target)),
         joins_pools=joins_pools(deployment, link),
     )
 

@@ -7,22 +7,21 @@ at the end of its load, and at once or after a while of what it will not load.
 
 import logging
 import socket
-import struct
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
 
 from prfaas.serving.transport.arrival import FollowedTransfer
+from prfaas.serving.transport.lent_transfer import LentTransfer
 from prfaas.serving.transport.receiver import Receiver
+from prfaas.serving.transport.sibling_frames import Came, Frame, GaveBack, Hello, Lent, frame_of, send_frame
 from prfaas.serving.transport.sockets import shut
 from prfaas.serving.transport.staging import (
     MappedArena,
-    StagedRegions,
-    StagedTransfer,
     StagingArena,
     mapped_memory,
 )
@@ -34,93 +33,6 @@ _LOOK_S = 0.02
 _TICK_S = 0.5
 _HELLO_S = 60.0
 _MOST_REFUSED = 1 << 12
-_LENGTH = struct.Struct("<I")
-
-
-class _Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """The first frame, behind the descriptor of the staging."""
-
-    staging_bytes: int
-    block_bytes: int
-
-
-class _Lent(msgspec.Struct, frozen=True, tag="lent"):
-    """A transfer has its staging."""
-
-    transfer_id: bytes
-    num_tokens: int
-    skip_tokens: int
-    lease_bytes: int
-    blocks: tuple[int, ...]
-    region_starts: tuple[int, ...]
-    region_bytes: tuple[int, ...]
-
-
-class _Came(msgspec.Struct, frozen=True, tag="came"):
-    """How far a transfer is that was lent."""
-
-    transfer_id: bytes
-    covered: tuple[tuple[tuple[int, int], ...], ...]
-    """By region."""
-    phase: TransferPhase
-    reason: str = ""
-    is_kept: bool = False
-    """It has failed, and some of it can be used."""
-
-
-class _Done(msgspec.Struct, frozen=True, tag="done"):
-    """A reader needs no more of it."""
-
-    transfer_id: bytes
-
-
-_Frame = _Hello | _Lent | _Came | _Done
-_DECODER: msgspec.msgpack.Decoder[_Frame] = msgspec.msgpack.Decoder(_Frame)
-
-
-class LentTransfer(StagedRegions):
-    """A sibling's transfer, read here while it arrives and once it is complete."""
-
-    checkpoint: StagedTransfer | None = None
-    """None: layers that have checkpoints travel to each rank."""
-
-    def __init__(self, lent: _Lent, arena: MappedArena, lender: int) -> None:
-        lease = arena.lease(lent.lease_bytes, lent.blocks)
-        super().__init__(lease, lent.region_starts, lent.region_bytes)
-        self.lender = lender
-        self.transfer_id = lent.transfer_id
-        self.num_tokens = lent.num_tokens
-        self.skip_tokens = lent.skip_tokens
-        self.phase = TransferPhase.RECEIVING
-        self.reason = ""
-        self._covered: tuple[tuple[tuple[int, int], ...], ...] = ((),) * len(lent.region_bytes)
-        self._is_kept = False
-        self.readers = 0
-        """Loads that read it at this moment."""
-        self.uses_left: int | None = None
-        """Requests that have not loaded it yet; None: none has come."""
-        self.since_s = 0.0
-        """When it has ended, or was read last."""
-        self.given_back = False
-
-    def came(self, came: _Came) -> None:
-        """The lender tells how far it is."""
-        self._covered, self._is_kept, self.reason = came.covered, came.is_kept, came.reason
-        self.phase = came.phase
-
-    def covered_end(self, region: int, start: int) -> int:
-        """Where the verified bytes of a region from `start` on end, as far as the lender has told."""
-        return next((end for first, end in self._covered[region] if first <= start < end), start)
-
-    def ends(self, starts: Sequence[tuple[int, int]]) -> list[int]:
-        """As `Arrival.ends`."""
-        return [self.covered_end(region, start) for region, start in starts]
-
-    def wanted_for_s(self, ttl_s: float, keep_s: float) -> float:
-        """How long after its end a load may still come."""
-        if self.phase is TransferPhase.COMPLETE:
-            return ttl_s
-        return keep_s if self._is_kept else 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -186,12 +98,12 @@ class SiblingStaging:
         self._refused: OrderedDict[tuple[int, bytes], None] = OrderedDict()
         self._wake = threading.Event()
         self._closing = False
-        hello = _Hello(arena.total_bytes, arena.block_bytes)
+        hello = Hello(arena.total_bytes, arena.block_bytes)
         for rank, each in self._sockets.items():
             each.settimeout(_HELLO_S)
             socket.send_fds(each, [b"\0"], [arena_fd])
             self._send(rank, hello)
-        self._arenas = {rank: _arena_of(each, map_memory) for rank, each in self._sockets.items()}
+        self._arenas = {rank: arena_of(each, map_memory) for rank, each in self._sockets.items()}
         for each in self._sockets.values():
             each.settimeout(None)
         self._threads = [threading.Thread(target=self._publish, name="prfaas-lend", daemon=True)]
@@ -233,7 +145,7 @@ class SiblingStaging:
                 self._give_up(transfer_id, each)
                 continue
             ticket = followed.ticket
-            lent = _Lent(
+            lent = Lent(
                 transfer_id,
                 ticket.num_tokens,
                 ticket.skip_tokens,
@@ -258,8 +170,8 @@ class SiblingStaging:
             self._begun.pop(transfer_id, None)
         reason = "it never came" if state is None else state.reason
         for rank in begun.readers:
-            self._send(rank, _Lent(transfer_id, 0, 0, 0, (), (), ()))
-            self._send(rank, _Came(transfer_id, (), TransferPhase.FAILED, reason))
+            self._send(rank, Lent(transfer_id, 0, 0, 0, (), (), ()))
+            self._send(rank, Came(transfer_id, (), TransferPhase.FAILED, reason))
 
     def _tell_loans(self) -> None:
         with self._lock:
@@ -270,7 +182,7 @@ class SiblingStaging:
             if (status.phase, covered) == loan.told:
                 continue
             loan.told = (status.phase, covered)
-            came = _Came(transfer_id, covered, status.phase, status.reason, status.usable_tokens > 0)
+            came = Came(transfer_id, covered, status.phase, status.reason, status.usable_tokens > 0)
             for rank in tuple(loan.readers):
                 self._send(rank, came)
             if not loan.readers:
@@ -338,7 +250,7 @@ class SiblingStaging:
             key = (lent.lender, lent.transfer_id)
             self._borrowed.pop(key, None)
             self._refused[key] = None
-        self._send(lent.lender, _Done(lent.transfer_id))
+        self._send(lent.lender, GaveBack(lent.transfer_id))
 
     def _expire(self) -> None:
         now_s = time.monotonic()
@@ -357,29 +269,29 @@ class SiblingStaging:
         sock = self._sockets[rank]
         try:
             while True:
-                self._take(rank, _frame_of(sock))
+                self._take(rank, frame_of(sock))
         except (OSError, EOFError, msgspec.MsgspecError) as error:
             if not self._closing:
                 logger.error("rank %d can no longer be read from: %s", rank, error or "it is gone")
         self._lose(rank)
 
-    def _take(self, rank: int, frame: _Frame) -> None:
-        if isinstance(frame, _Lent):
+    def _take(self, rank: int, frame: Frame) -> None:
+        if isinstance(frame, Lent):
             key, lent = (rank, frame.transfer_id), LentTransfer(frame, self._arenas[rank], rank)
             with self._lock:
                 refused = key in self._refused
                 if not refused:
                     self._borrowed[key] = lent
             if refused:
-                self._send(rank, _Done(frame.transfer_id))
-        elif isinstance(frame, _Came):
+                self._send(rank, GaveBack(frame.transfer_id))
+        elif isinstance(frame, Came):
             with self._lock:
                 known = self._borrowed.get((rank, frame.transfer_id))
                 if known is not None:
                     known.came(frame)
                     known.since_s = time.monotonic()
             self._wake.set()
-        elif isinstance(frame, _Done):
+        elif isinstance(frame, GaveBack):
             self._end_loan(frame.transfer_id, rank)
         self.on_change()
 
@@ -394,14 +306,13 @@ class SiblingStaging:
             self._end_loan(transfer_id, rank)
         self.on_change()
 
-    def _send(self, rank: int, frame: _Frame) -> None:
-        body = msgspec.msgpack.encode(frame)
+    def _send(self, rank: int, frame: Frame) -> None:
         sock = self._sockets.get(rank)
         if sock is None:
             return
         try:
             with self._send_locks[rank]:
-                sock.sendall(_LENGTH.pack(len(body)) + body)
+                send_frame(sock, frame)
         except OSError:
             # The thread that reads from it finds it gone.
             shut(sock)
@@ -420,26 +331,11 @@ class SiblingStaging:
             loan.followed.give_back()
 
 
-def _arena_of(sock: socket.socket, map_memory: Callable[[int, int], memoryview]) -> MappedArena:
+def arena_of(sock: socket.socket, map_memory: Callable[[int, int], memoryview]) -> MappedArena:
     _, fds, _, _ = socket.recv_fds(sock, 1, 1)
     if len(fds) != 1:
         raise OSError("a sibling rank sent no memory")
-    hello = _frame_of(sock)
-    if not isinstance(hello, _Hello):
+    hello = frame_of(sock)
+    if not isinstance(hello, Hello):
         raise OSError("a sibling rank sent no greeting")
     return MappedArena(map_memory(fds[0], hello.staging_bytes), hello.block_bytes)
-
-
-def _frame_of(sock: socket.socket) -> _Frame:
-    (length,) = _LENGTH.unpack(_exactly(sock, _LENGTH.size))
-    return _DECODER.decode(_exactly(sock, length))
-
-
-def _exactly(sock: socket.socket, nbytes: int) -> bytes:
-    got = bytearray()
-    while len(got) < nbytes:
-        piece = sock.recv(nbytes - len(got))
-        if not piece:
-            raise EOFError
-        got += piece
-    return bytes(got)

@@ -309,8 +309,7 @@ class TransferTable:
     def follow(self, transfer_id: bytes, on_change: Callable[[], None]) -> FollowedTransfer | None:
         """See `Receiver.follow`."""
         with self._lock:
-            transfer = self._transfers.get(transfer_id)
-            if transfer is None or transfer.lease is None:
+            if (transfer := self._transfers.get(transfer_id)) is None or transfer.lease is None:
                 return None
             return FollowedTransfer(transfer, transfer.lease, self._lock, on_change, self.admit)
 

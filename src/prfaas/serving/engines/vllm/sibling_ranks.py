@@ -13,7 +13,7 @@ from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, MLAAttentionSpec, UniformTypeKVCacheSpecs
 
-from prfaas.core.kv import ConfigError, FullAttention, model_from_config
+from prfaas.core.kv import ConfigError, model_from_config
 from prfaas.core.kv.groups import GroupKind
 from prfaas.core.kv.rank_shares import rank_copies
 from prfaas.serving.engines.vllm.layout import read_groups
@@ -67,11 +67,9 @@ def _full_heads(vllm_config: VllmConfig) -> int:
     if speculative is not None and getattr(speculative, "draft_model_config", None) is not None:
         return 0
     try:
-        groups = model_from_config(vllm_config.model_config.hf_config.to_dict()).groups
+        return model_from_config(vllm_config.model_config.hf_config.to_dict()).full_heads
     except (ConfigError, AttributeError):
         return 0
-    found = {group.kv_heads for group in groups if type(group) is FullAttention and not group.is_mla}
-    return found.pop() if len(found) == 1 else 0
 
 
 def meet_siblings(rank: int, gather: Gather) -> dict[int, socket.socket]:
