@@ -12,6 +12,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 
@@ -94,6 +95,7 @@ class SiblingStaging:
         self._send_locks = {rank: threading.Lock() for rank in sockets}
         self._begun: dict[bytes, _Begun] = {}
         self._loans: dict[bytes, _Loan] = {}
+        self._changed: set[bytes] = set()
         self._borrowed: dict[tuple[int, bytes], LentTransfer] = {}
         self._refused: OrderedDict[tuple[int, bytes], None] = OrderedDict()
         self._wake = threading.Event()
@@ -140,7 +142,7 @@ class SiblingStaging:
         with self._lock:
             begun = dict(self._begun)
         for transfer_id, each in begun.items():
-            followed = self._receiver.follow(transfer_id, self._wake.set)
+            followed = self._receiver.follow(transfer_id, partial(self._note_change, transfer_id))
             if followed is None:
                 self._give_up(transfer_id, each)
                 continue
@@ -159,6 +161,12 @@ class SiblingStaging:
                 self._loans[transfer_id] = _Loan(followed, set(each.readers) & self._sockets.keys())
             for rank in each.readers:
                 self._send(rank, lent)
+            self._note_change(transfer_id)
+
+    def _note_change(self, transfer_id: bytes) -> None:
+        """Under the lock of the receiver's table."""
+        self._changed.add(transfer_id)
+        self._wake.set()
 
     def _give_up(self, transfer_id: bytes, begun: _Begun) -> None:
         """Tell the readers of a transfer that will have no staging."""
@@ -174,8 +182,10 @@ class SiblingStaging:
             self._send(rank, Came(transfer_id, (), TransferPhase.FAILED, reason))
 
     def _tell_loans(self) -> None:
+        changed = set(self._changed)
+        self._changed -= changed
         with self._lock:
-            loans = list(self._loans.items())
+            loans = [(each, self._loans[each]) for each in changed if each in self._loans]
         for transfer_id, loan in loans:
             # The status first: all that had come when a transfer was complete is covered.
             status, covered = loan.followed.status(), loan.followed.covered()

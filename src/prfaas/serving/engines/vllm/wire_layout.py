@@ -75,7 +75,13 @@ class WireLayout:
     """The regions of transfers between this engine's rank and one other."""
 
     def __init__(
-        self, regions: Sequence[WireRegion], mark: str, pair: RankPair, *, page_digests: bool
+        self,
+        regions: Sequence[WireRegion],
+        mark: str,
+        pair: RankPair,
+        *,
+        page_digests: bool,
+        checkpointed: bool = True,
     ) -> None:
         """
         Args:
@@ -83,6 +89,7 @@ class WireLayout:
             mark: see `mark_of`.
             pair: the tensor-parallel ranks of both.
             page_digests: pages travel with digests, in one more region.
+            checkpointed: states and windows stand beside full attention, which may travel to another rank.
         """
         self.mark = mark
         self.part = pair.number
@@ -106,9 +113,9 @@ class WireLayout:
         cut = [region for region in self.regions if region.group.kind is not GroupKind.FULL]
         self.checkpoint: WireLayout | None = None
         """Of a checkpoint: linear states and windows alone. None where there are none, or nothing else."""
-        if 0 < len(cut) < len(self.regions):
+        if cut and checkpointed:
             cut = [replace(region, index=index) for index, region in enumerate(cut)]
-            self.checkpoint = WireLayout(cut, mark, pair, page_digests=page_digests)
+            self.checkpoint = WireLayout(cut, mark, pair, page_digests=page_digests, checkpointed=False)
 
     def lent(self, regions: Sequence[WireRegion]) -> "WireLayout":
         """The same transfer to a rank that reads no more than some of its regions, out of another one's staging."""
@@ -184,6 +191,7 @@ def wire_layouts(
     """
     me, own = ranked(name, rank), tuple(region.layout for region in layout.regions)
     known: dict[tuple[str, RankPair], WireLayout] = {}
+    has_full = any(region.group.kind is GroupKind.FULL for region in layout.regions)
 
     def of_shares(shares: Sequence[_Share], forms: Sequence[WireForm], pair: RankPair) -> WireLayout:
         is_whole = pair.is_alike and len(shares) == len(own)
@@ -194,7 +202,9 @@ def wire_layouts(
                 _wire_region(index, share, form)
                 for index, (share, form) in enumerate(zip(shares, forms, strict=True))
             ]
-            known[mark, pair] = WireLayout(regions, mark, pair, page_digests=page_digests)
+            known[mark, pair] = WireLayout(
+                *(regions, mark, pair), page_digests=page_digests, checkpointed=has_full
+            )
         return known[mark, pair]
 
     def between(others: _Told, pair: RankPair, peer: str, *, sends: bool) -> WireLayout:
