@@ -88,7 +88,7 @@ def planned_caches(
     }
     kv_model = held[widest]
     inside = [model_on_wire(once[name], once[name], count) for name, count in ranks.items()]
-    most_sent = max(*sent.values(), *inside, key=KvModel.compared_bytes)
+    most_sent = max((*sent.values(), *inside), key=KvModel.compared_bytes)
     return PlannedCaches(
         kv_model=kv_model,
         dtypes=next(_dtypes(file.model, each) for each in file.clusters if each.name == widest),
