@@ -25,7 +25,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from prfaas.core.kv.groups import GroupKind, Region, region_bytes, usable_tokens
+from prfaas.core.kv.groups import GroupKind, KvGroup, Region, region_bytes, usable_tokens
 from prfaas.serving.transport.staging import StagedRegions
 
 DIGEST_FORMAT = "v2"
@@ -240,11 +240,17 @@ def _places(regions: Sequence[Region], num_tokens: int, skip_tokens: int) -> tup
     """Where the digests of each region lie, and how many there are."""
     places: list[_Place] = []
     start = 0
-    for group, members in groupby(regions, key=lambda region: region.group):
-        moving, layers = group.moving_blocks(num_tokens, skip_tokens), len(list(members))
+    for _, members in groupby(regions, key=lambda region: _extent(region.group)):
+        alike = list(members)
+        moving, layers = alike[0].group.moving_blocks(num_tokens, skip_tokens), len(alike)
         places += (_Place(start, moving.start, layers, position) for position in range(layers))
         start += layers * len(moving)
     return places, start
+
+
+def _extent(group: KvGroup) -> tuple[object, ...]:
+    """What a group's moving blocks follow from. How an engine groups layers that are alike is its own affair."""
+    return group.kind, group.block_tokens, group.window_tokens
 
 
 class DigestRun:

@@ -14,12 +14,8 @@ from prfaas.core.deployment import CONTROL
 from prfaas.serving.logs import PEER
 from prfaas.serving.transport.arrival import Arrival, FollowedTransfer
 from prfaas.serving.transport.arrival_sums import ArrivalSums
-from prfaas.serving.transport.handshake import (
-    ROLE_PRODUCER,
-    Fingerprint,
-    PeerIdentity,
-    welcome,
-)
+from prfaas.serving.transport.fingerprint import Fingerprint
+from prfaas.serving.transport.handshake import ROLE_PRODUCER, PeerIdentity, welcome
 from prfaas.serving.transport.options import ReceiverOptions
 from prfaas.serving.transport.pacing import PaceOrder
 from prfaas.serving.transport.receiver_connection import ReceiverConnection

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import combinations
+from math import prod
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from prfaas.core.kv.groups import GroupKind
 from prfaas.core.kv.page_layout import PageLayout
 from prfaas.core.kv.rank_shares import paired_ranks, rank_copies
 from prfaas.serving.engines.vllm.consumer import KvConsumer
+from prfaas.serving.engines.vllm.drafter import Drafter
 from prfaas.serving.engines.vllm.layout import EngineGroup, KvLayout, Packing, opaque_layout, page_layout
 from prfaas.serving.engines.vllm.metadata import BlockRun, LoadOrder, SendOrder
 from prfaas.serving.engines.vllm.pages import HostPages, LayerPages, raw_pages
@@ -61,6 +63,10 @@ class Keeping:
     channels_outside: bool = True
     is_dense: bool = False
     """There is full attention only."""
+    drafts: int = 0
+    """Rows of a linear state behind those that a prompt leaves."""
+    drafter: str = ""
+    """Its identity; "" has none. It has a layer in the group of the model's full attention."""
     shares: bool = True
     """Ranks read each other's staging."""
 
@@ -68,7 +74,7 @@ class Keeping:
     def groups(self) -> tuple[EngineGroup, ...]:
         groups = (
             EngineGroup(0, GroupKind.STATE, self.state_tokens, 0, ("g0",)),
-            EngineGroup(1, GroupKind.FULL, self.full_tokens, 0, ("a0", "a1")),
+            EngineGroup(1, GroupKind.FULL, self.full_tokens, 0, ("a0", *["d0"] * bool(self.drafter), "a1")),
             EngineGroup(2, GroupKind.WINDOW, self.window_tokens, WINDOW_TOKENS, ("w0",)),
             EngineGroup(3, GroupKind.FULL, LATENT_TOKENS, 0, ("m0",)),
         )
@@ -94,6 +100,7 @@ class Truth:
         self.tokens = {
             "a0": some(MOST_TOKENS, model.full_heads, WIDTH),
             "a1": some(MOST_TOKENS, model.full_heads, WIDTH),
+            "d0": some(MOST_TOKENS, model.full_heads, WIDTH),
             "w0": some(MOST_TOKENS, model.window_heads, WIDTH),
             "m0": some(MOST_TOKENS, 1, LATENT_WIDTH),
         }
@@ -102,15 +109,15 @@ class Truth:
         self.values = some(model.state_heads, VALUE_WIDTH, CONVOLVED)
         self.recurrent = some(model.state_heads, VALUE_WIDTH, KEY_WIDTH)
 
-    def state(self, rank: int, keeping: Keeping, token: int) -> torch.Tensor:
-        """One rank's state after a token, as bytes of a page."""
+    def state(self, rank: int, keeping: Keeping, token: int) -> list[torch.Tensor]:
+        """One rank's state after a token: of the convolution, and the recurrent one."""
         keys = heads_of(self.model.state_keys, rank, keeping.ranks)
         heads = heads_of(self.model.state_heads, rank, keeping.ranks)
         parts = [self.queries[list(keys)], self.keys[list(keys)], self.values[list(heads)]]
         convolved = torch.cat([part.reshape(-1, CONVOLVED) for part in parts])
         if not keeping.channels_outside:
             convolved = convolved.T
-        return torch.cat([convolved.reshape(-1), self.recurrent[list(heads)].reshape(-1)]) + token
+        return [convolved + token, self.recurrent[list(heads)] + token]
 
 
 class RankMemory:
@@ -119,11 +126,13 @@ class RankMemory:
     def __init__(self, model: Model, keeping: Keeping, rank: int, seed: int) -> None:
         self.model, self.keeping, self.rank = model, keeping, rank
         self.groups = keeping.groups
+        self._seed = seed
         random = np.random.default_rng(seed)
         self.seen: dict[str, torch.Tensor] = {}
         self.heads = {
             "a0": heads_of(model.full_heads, rank, keeping.ranks),
             "a1": heads_of(model.full_heads, rank, keeping.ranks),
+            "d0": heads_of(model.full_heads, rank, keeping.ranks),
             "w0": heads_of(model.window_heads, rank, keeping.ranks),
             "m0": range(1),
         }
@@ -134,7 +143,10 @@ class RankMemory:
                 tensor, layout = self._tensor(group, name, random)
                 raw = raw_pages(tensor, NUM_BLOCKS)
                 pages[name], layouts[name] = [HostPages(raw)], [layout]
-        self.layout = KvLayout(self.groups, pages, page_layouts=layouts, copies=self._copies())
+        drafter = Drafter(keeping.drafter, frozenset(["d0"] * bool(keeping.drafter)))
+        self.layout = KvLayout(
+            self.groups, pages, page_layouts=layouts, drafter=drafter, copies=self._copies()
+        )
         ids = np.random.default_rng(seed // 100).permutation(np.arange(1, NUM_BLOCKS)).tolist()
         self.tables = {group.index: ids for group in self.groups}
 
@@ -181,24 +193,31 @@ class RankMemory:
         keys = len(heads_of(self.model.state_keys, self.rank, self.keeping.ranks))
         heads = len(heads_of(self.model.state_heads, self.rank, self.keeping.ranks))
         channels = 2 * keys * KEY_WIDTH + heads * VALUE_WIDTH
-        convolved = (channels, CONVOLVED) if self.keeping.channels_outside else (CONVOLVED, channels)
+        rows = CONVOLVED + self.keeping.drafts
+        convolved = (channels, rows) if self.keeping.channels_outside else (rows, channels)
         return MambaSpec(
             block_size=self.keeping.state_tokens,
             shapes=(convolved, (heads, VALUE_WIDTH, KEY_WIDTH)),
             dtypes=(torch.int16, torch.int16),
             mamba_type=MambaAttentionBackendEnum.GDN_ATTN,
+            num_speculative_blocks=self.keeping.drafts,
         )
 
-    def token(self, name: str, group: EngineGroup, token: int) -> torch.Tensor:
-        """What a layer keeps of one token; a linear state's: the state after it."""
+    def token(self, name: str, group: EngineGroup, token: int) -> list[torch.Tensor]:
+        """What a layer keeps of one token; a linear state's: the state after it, without the rows of drafts."""
         block, row = divmod(token, group.block_tokens)
         found = self.seen[name][self.tables[group.index][block]]
-        return found if group.kind is GroupKind.STATE else found[row]
+        if group.kind is not GroupKind.STATE:
+            return [found[row]]
+        convolved, recurrent = self._spec().shapes
+        items = prod(convolved)
+        rows = found[:items].view(convolved).narrow(int(self.keeping.channels_outside), 0, CONVOLVED)
+        return [rows, found[items:].view(recurrent)]
 
-    def expected(self, truth: Truth, name: str, token: int) -> torch.Tensor:
+    def expected(self, truth: Truth, name: str, token: int) -> list[torch.Tensor]:
         if name == "g0":
             return truth.state(self.rank, self.keeping, token)
-        return truth.tokens[name][token, list(self.heads[name])]
+        return [truth.tokens[name][token, list(self.heads[name])]]
 
     def needed(self, num_tokens: int, held: int) -> Iterator[tuple[str, EngineGroup, int]]:
         """Layers and tokens without which the prompt can't be continued."""
@@ -214,13 +233,19 @@ class RankMemory:
 
     def compute(self, truth: Truth, num_tokens: int) -> None:
         for name, group, token in self.needed(num_tokens, 0):
-            self.token(name, group, token).copy_(self.expected(truth, name, token))
+            for kept, computed in zip(
+                self.token(name, group, token), self.expected(truth, name, token), strict=True
+            ):
+                kept.copy_(computed)
 
-    def assert_has(self, truth: Truth, num_tokens: int, held: int) -> None:
+    def assert_has(self, truth: Truth, num_tokens: int, held: int, drafter: str = "") -> None:
+        """`drafter`: of the engine that has sent; the KV of another one was left as it is."""
+        before = RankMemory(self.model, self.keeping, self.rank, self._seed)
         for name, group, token in self.needed(num_tokens, held):
-            assert torch.equal(self.token(name, group, token), self.expected(truth, name, token)), (
-                f"rank {self.rank}: token {token} of {name}"
-            )
+            came = name != "d0" or drafter == self.keeping.drafter
+            expected = self.expected(truth, name, token) if came else before.token(name, group, token)
+            found = self.token(name, group, token)
+            assert all(map(torch.equal, found, expected)), f"rank {self.rank}: token {token} of {name}"
 
     def moving(self, group: EngineGroup, num_tokens: int, held: int) -> BlockRun:
         blocks = group.moving_blocks(num_tokens, held)
@@ -294,7 +319,7 @@ class RankedPair:
                     runs = tuple(memory.moving(group, end_tokens, 0) for group in cut)
                     order = replace(order, checkpoint_tokens=end_tokens, checkpoint=runs)
                     until(lambda each=producing: bool(each.ready_for_checkpoints()))
-                for name in ("a0", "a1", "w0", "m0"):
+                for name in ("a0", "a1", "w0", "m0", *["d0"] * bool(memory.keeping.drafter)):
                     producing.save_layer([order], name)
                 producing.end_step([order])
         return ticket

@@ -18,10 +18,11 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from prfaas.core.kv.rank_shares import rank_copies
+from prfaas.serving.engines.vllm.drafter import Drafter
 from prfaas.serving.engines.vllm.sibling_ranks import layer_copies, meet_siblings
 
 
-def engine(ranks: int, heads: int, *, latents: bool = True, drafter: object = None) -> tuple[Any, Any]:
+def engine(ranks: int, heads: int) -> tuple[Any, Any]:
     """A layer of full attention, one of a window, and one of latents."""
     own = max(1, heads // ranks)
     shape = {"block_size": 16, "num_kv_heads": own, "head_size": 32, "dtype": torch.bfloat16}
@@ -41,7 +42,6 @@ def engine(ranks: int, heads: int, *, latents: bool = True, drafter: object = No
     }
     vllm_config = SimpleNamespace(
         parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
-        speculative_config=drafter,
         model_config=SimpleNamespace(hf_config=SimpleNamespace(to_dict=lambda: config)),
     )
     return cache, vllm_config
@@ -64,10 +64,8 @@ def test_heads_that_are_fewer_than_ranks_and_latents_are_alike(
 
 
 def test_layers_of_a_drafter_may_have_other_heads() -> None:
-    drafter = SimpleNamespace(draft_model_config=object())
-    assert layer_copies(*engine(4, 2, drafter=drafter)) == {"latent": 4}
-    prompt_lookup = SimpleNamespace(draft_model_config=None)
-    assert layer_copies(*engine(4, 2, drafter=prompt_lookup)) == {"full": 2, "latent": 4}
+    cache, vllm_config = engine(4, 2)
+    assert layer_copies(cache, vllm_config, Drafter("mtp", frozenset(["full"]))) == {"latent": 4}
 
 
 def test_copies_that_are_not_certain() -> None:

@@ -22,7 +22,7 @@ from prfaas.serving.engines.page_digests import page_sums
 from prfaas.serving.engines.vllm.wire_layout import WireRegion, wire_layouts
 from prfaas.serving.transport.ticket import part_id
 
-SIZES = [(1, 2), (2, 1), (2, 2), (1, 4), (4, 1), (2, 4), (4, 2), (4, 4), (8, 2), (1, 8)]
+SIZES = [(1, 1), (2, 2), (1, 2), (2, 1), (1, 4), (4, 1), (2, 4), (4, 2), (4, 4), (8, 2), (1, 8)]
 HEADS = [1, 2, 4, 8]
 
 
@@ -45,6 +45,8 @@ def worlds(draw: st.DrawFn) -> tuple[Model, Keeping, Keeping]:
             draw(st.sampled_from(["HND", "NHD"])),
             channels_outside,
             shares=shares,
+            drafts=draw(st.sampled_from([0, 1, 3])),
+            drafter=draw(st.sampled_from(["", "mtp", "eagle"])),
         )
         for ranks in (ours, theirs)
     ]
@@ -90,7 +92,7 @@ def test_every_rank_gets_its_heads_and_each_byte_once(
         for place, wire in kept.borrowed.items():
             for region in wire.regions:
                 load(memory, region, staged[place][region.index], extent)
-        memory.assert_has(truth, num_tokens, skip)
+        memory.assert_has(truth, num_tokens, skip, ours.drafter)
         # No byte twice: at most what the coarser blocks of this rank take.
         assert receives[memory.rank] <= max(
             sum(region_bytes(_as_kept(memory, keeping).layout.regions, num_tokens, skip))
@@ -145,6 +147,10 @@ WORLDS = {
     "4 to 4, copied heads": (Model(2, 1, 4, 4), Keeping(4), Keeping(4)),
     "2 to 4, copied heads, other blocks": (Model(1, 1, 4, 4), Keeping(2, 32), Keeping(4, 8)),
     "2 to 2, each its own": (Model(1, 1, 4, 4), Keeping(2, shares=False), Keeping(2, shares=False)),
+    "one drafter": (Model(), Keeping(1, drafts=1, drafter="mtp"), Keeping(1, drafts=3, drafter="mtp")),
+    "the decode engine drafts": (Model(), Keeping(1), Keeping(1, drafts=2, drafter="mtp")),
+    "the prefill engine drafts": (Model(), Keeping(2, drafts=1, drafter="mtp"), Keeping(1)),
+    "unlike drafters": (Model(), Keeping(1, drafter="mtp"), Keeping(2, drafter="eagle")),
 }
 
 
@@ -165,7 +171,7 @@ def test_the_decode_ranks_have_every_token(
         pair.sent()
         assert pair.load(ticket, skip) == [({"d"}, set())] * theirs.ranks
         for memory in pair.home:
-            memory.assert_has(truth, num_tokens, skip)
+            memory.assert_has(truth, num_tokens, skip, ours.drafter)
         assert pair.total("bytes_sent") == pair.total("bytes_loaded") > 0
         assert pair.total("digest_mismatches") == 0
         assert pair.total("sends_completed") == max(ours.ranks, theirs.ranks)
@@ -178,7 +184,7 @@ def test_latents_and_copied_heads_are_sent_by_one_rank_each() -> None:
         moved = [
             {region.layer_name for region in wires.towards("home/0").regions} for wires in pair.wires["east"]
         ]
-        assert moved == [{"a0", "m0", "w0", "g0"}, {"a1", "g0"}]
+        assert moved == [{"a0", "m0", "g0"}, {"a1", "w0", "g0"}]
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [(2, 2), (1, 2), (2, 1), (4, 4), (2, 4), (4, 2)])
@@ -291,7 +297,7 @@ def test_a_part_must_be_the_one_of_its_rank() -> None:
         (
             Keeping(2),
             Keeping(1, channels_outside=False),
-            "KV layout differs in 'rows' of linear_state layers: east/0 has 1, home/0 has 3",
+            "KV layout differs in 'rows' of linear_state layers: east/0 has 4, home/0 has 3",
         ),
     ],
 )

@@ -97,7 +97,6 @@ class ConnectorScheduler:
         pool: PoolScheduler | None = None,
         now_s: Callable[[], float] = time.time,
         *,
-        checkpoints: bool = True,
         ranks: int = 1,
     ) -> None:
         """
@@ -107,14 +106,13 @@ class ConnectorScheduler:
             groups: its KV.
             pool: None where the machine has none.
             now_s: the clock, in Unix time.
-            checkpoints: states are final when their step ends.
             ranks: how many workers the engine has.
         """
         self._name = name
         self._key = key
         self._groups = groups
         # Tokens between places where a checkpoint may be; 0: nowhere.
-        self._checkpoint_step = checkpoint_step_tokens(groups) if checkpoints and self._cut_groups() else 0
+        self._checkpoint_step = checkpoint_step_tokens(groups) if self._cut_groups() else 0
         self.pool = pool
         self._now_s = now_s
         self._ranks = ranks

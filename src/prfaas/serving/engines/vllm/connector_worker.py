@@ -14,13 +14,9 @@ from prfaas.core.kv.groups import GroupKind
 from prfaas.core.pool.geometry import PoolGeometry, PoolGeometryError
 from prfaas.serving.engines.model_identity import ModelIdentity
 from prfaas.serving.engines.vllm.consumer import KvConsumer
-from prfaas.serving.engines.vllm.layout import (
-    KvLayout,
-    fingerprint,
-    pool_fingerprint,
-    read_elements,
-    read_packings,
-)
+from prfaas.serving.engines.vllm.drafter import Drafter
+from prfaas.serving.engines.vllm.fingerprint import fingerprint, pool_fingerprint
+from prfaas.serving.engines.vllm.layout import KvLayout, read_elements, read_packings
 from prfaas.serving.engines.vllm.metadata import StepReports, TransferMetadata
 from prfaas.serving.engines.vllm.pool_worker import PoolWorker
 from prfaas.serving.engines.vllm.producer import KvProducer
@@ -126,7 +122,8 @@ class ConnectorWorker:
             LayoutError: a group or tensor that can't be moved as pages.
             OSError: the KV port is taken, or a file of the model can't be read.
         """
-        copies = layer_copies(kv_cache_config, vllm_config)
+        drafter = Drafter.of_engine(vllm_config, [name for name in _built(vllm_config) if name in kv_caches])
+        copies = layer_copies(kv_cache_config, vllm_config, drafter)
         sockets = meet_siblings(rank, gather_of_ranks) if copies else {}
         layout = KvLayout.of_engine(
             kv_cache_config,
@@ -134,6 +131,7 @@ class ConnectorWorker:
             _built_order(vllm_config),
             read_packings(vllm_config),
             read_elements(vllm_config),
+            drafter,
             copies if sockets else None,
         )
         digests = settings.page_digests
@@ -154,9 +152,7 @@ class ConnectorWorker:
             convert_kv=settings.convert_kv,
         )
         ranks = vllm_config.parallel_config.tensor_parallel_size
-        geometry = _pool_geometry(
-            settings, layout, ranks, vllm_config, pool_fingerprint(marks, layout, ranks)
-        )
+        geometry = _pool_geometry(settings, layout, ranks, pool_fingerprint(marks, layout, ranks))
         wires = wire_layouts(layout, settings.name, rank, ranks, page_digests=digests)
         logger.info("KV layout of %s: %s; pages: %s", settings.name, marks, wires.told)
         on_device = any(tensor.device.type == "cuda" for tensor in _tensors(kv_caches))
@@ -324,13 +320,10 @@ class ConnectorWorker:
 
 
 def _pool_geometry(
-    settings: ConnectorSettings, layout: KvLayout, ranks: int, vllm_config: VllmConfig, fingerprint: str
+    settings: ConnectorSettings, layout: KvLayout, ranks: int, fingerprint: str
 ) -> PoolGeometry | None:
     """The pages of this engine's pool; None where it has none, of which the log tells the reason."""
     if settings.pool_socket is None:
-        return None
-    if vllm_config.speculative_config is not None:
-        logger.warning("%s uses no pool: speculative decoding rewrites blocks after a step", settings.name)
         return None
     try:
         return pool_geometry(layout, fingerprint, ranks)
@@ -341,8 +334,10 @@ def _pool_geometry(
 
 def _built_order(vllm_config: VllmConfig) -> Sequence[str]:
     """The layers' names as the model was built; none with speculative decoding, which rewrites states after a step."""
-    if vllm_config.speculative_config is not None:
-        return ()
+    return () if vllm_config.speculative_config is not None else _built(vllm_config)
+
+
+def _built(vllm_config: VllmConfig) -> Sequence[str]:
     return tuple(getattr(vllm_config.compilation_config, "static_forward_context", ()))
 
 

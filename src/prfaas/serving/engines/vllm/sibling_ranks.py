@@ -16,6 +16,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, MLAAttentio
 from prfaas.core.kv import ConfigError, model_from_config
 from prfaas.core.kv.groups import GroupKind
 from prfaas.core.kv.rank_shares import rank_copies
+from prfaas.serving.engines.vllm.drafter import NO_DRAFTER, Drafter
 from prfaas.serving.engines.vllm.layout import read_groups
 
 logger = logging.getLogger(__name__)
@@ -36,11 +37,13 @@ def gather_of_ranks(mine: object) -> Sequence[Any]:
     return found
 
 
-def layer_copies(kv_cache_config: KVCacheConfig, vllm_config: VllmConfig) -> dict[str, int]:
+def layer_copies(
+    kv_cache_config: KVCacheConfig, vllm_config: VllmConfig, drafter: Drafter = NO_DRAFTER
+) -> dict[str, int]:
     """Of layers of full attention by name, how many ranks keep the same; those where it is not certain are missing.
 
     vLLM gives a head that there are too few of to ranks that follow each other (`QKVParallelLinear`), and the latent of
-    MLA to all.
+    MLA to all. A drafter's layers may have other heads than the model's.
     """
     ranks = vllm_config.parallel_config.tensor_parallel_size
     if ranks == 1:
@@ -51,21 +54,16 @@ def layer_copies(kv_cache_config: KVCacheConfig, vllm_config: VllmConfig) -> dic
         spec = kv_cache_config.kv_cache_groups[group.index].kv_cache_spec
         for name in group.layer_names if group.kind is GroupKind.FULL else ():
             own = spec.kv_cache_specs[name] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
-            if type(own) is MLAAttentionSpec:
-                copies[name] = rank_copies(0, 1, ranks)
-            elif isinstance(own, AttentionSpec) and not isinstance(own, MLAAttentionSpec) and heads:
+            if isinstance(own, MLAAttentionSpec):
+                # A kind of its own may keep something else.
+                copies[name] = rank_copies(0, 1, ranks) if type(own) is MLAAttentionSpec else 1
+            elif isinstance(own, AttentionSpec) and name not in drafter.layer_names and heads:
                 copies[name] = rank_copies(heads, own.num_kv_heads, ranks)
     return {name: count for name, count in copies.items() if count > 1}
 
 
 def _full_heads(vllm_config: VllmConfig) -> int:
-    """KV heads of the model's full attention on all ranks together; 0 where layers differ, or it is not known.
-
-    A drafter with weights of its own may have other heads, and its layers can't be told apart.
-    """
-    speculative = vllm_config.speculative_config
-    if speculative is not None and getattr(speculative, "draft_model_config", None) is not None:
-        return 0
+    """KV heads of the model's full attention on all ranks together; 0 where layers differ, or it is not known."""
     try:
         return model_from_config(vllm_config.model_config.hf_config.to_dict()).full_heads
     except (ConfigError, AttributeError):

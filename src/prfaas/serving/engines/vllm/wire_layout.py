@@ -189,12 +189,15 @@ def wire_layouts(
         ranks: how many this engine has.
         page_digests: pages travel with digests.
     """
-    me, own = ranked(name, rank), tuple(region.layout for region in layout.regions)
+    me = ranked(name, rank)
+    model_regions = tuple(region for region in layout.regions if not region.is_drafters)
+    drafted = _Drafted(layout.drafter.identity, len(layout.regions) - len(model_regions))
     known: dict[tuple[str, RankPair], WireLayout] = {}
     has_full = any(region.group.kind is GroupKind.FULL for region in layout.regions)
 
-    def of_shares(shares: Sequence[_Share], forms: Sequence[WireForm], pair: RankPair) -> WireLayout:
-        is_whole = pair.is_alike and len(shares) == len(own)
+    def of_shares(
+        shares: Sequence[_Share], forms: Sequence[WireForm], pair: RankPair, *, is_whole: bool
+    ) -> WireLayout:
         shared = None if is_whole else [astuple(pair), [share.region.index for share in shares]]
         mark = mark_of(forms, shared)
         if (mark, pair) not in known:
@@ -208,13 +211,16 @@ def wire_layouts(
         return known[mark, pair]
 
     def between(others: _Told, pair: RankPair, peer: str, *, sends: bool) -> WireLayout:
+        regions, layouts, are_alike = layout.regions, others.layouts, others.drafted == drafted
+        if not are_alike:
+            regions, layouts = model_regions, layouts[: len(layouts) - others.drafted.regions]
         # A producer that tells nothing of copies sends to each rank.
         copies = others.copies if sends else None if others.copies is None else layout.copies
-        shares, kept = _shares(
-            layout.regions, others.layouts, pair, (me, peer), copies or (1,) * len(own), sends=sends
-        )
+        counts = copies[: len(regions)] if copies else (1,) * len(regions)
+        shares, kept = _shares(regions, layouts, pair, (me, peer), counts, sends=sends)
         forms = wire_forms([share.layout for share in shares], kept, me, peer, sends=sends)
-        return of_shares(shares, forms, pair)
+        is_whole = pair.is_alike and are_alike and len(shares) == len(regions)
+        return of_shares(shares, forms, pair, is_whole=is_whole)
 
     def lent_by(lender: RankPair, wire: WireLayout) -> WireLayout:
         copies = layout.copies_of
@@ -233,6 +239,11 @@ def wire_layouts(
             pair = RankPair(rank, ranks, *theirs) if sends else RankPair(*theirs, rank, ranks)
         except ValueError as error:
             raise UnlikePagesError(f"the KV layout that {peer} tells {me} can't be read: {error}") from None
+        if others.drafted != drafted:
+            logger.info(
+                "%s and %s have unlike drafters: what these keep does not travel, so the first tokens behind a "
+                "prompt from %s are drafted less well", me, peer, me if sends else peer,
+            )  # fmt: skip
         wire = between(others, pair, peer, sends=sends)
         if wire.mark:
             logger.info("what travels between %s and %s is their own affair: form %s", me, peer, wire.mark)
@@ -250,11 +261,12 @@ def wire_layouts(
     return PeerLayouts(
         {
             "ranks": ranks,
-            "pages": told_layouts(own),
+            "pages": told_layouts([region.layout for region in layout.regions]),
+            "drafter": astuple(drafted),
             "copies": list(layout.copies) if takes_turns else [],
         },
         agree,
-        of_shares(alike, [None] * len(alike), RankPair(rank, ranks, rank, ranks)),
+        of_shares(alike, [None] * len(alike), RankPair(rank, ranks, rank, ranks), is_whole=True),
         takes_turns=takes_turns,
     )
 
@@ -269,12 +281,22 @@ class _Share:
 
 
 @dataclass(frozen=True, slots=True)
+class _Drafted:
+    """The regions of a drafter, the last ones of an engine's."""
+
+    identity: str
+    """See `Drafter`."""
+    regions: int
+
+
+@dataclass(frozen=True, slots=True)
 class _Told:
     """What the other side tells of its engine."""
 
     ranks: int
     layouts: tuple[PageLayout, ...]
     """Of a transfer's regions."""
+    drafted: _Drafted
     copies: tuple[int, ...] | None
     """See `KvLayout.copies`; empty: 1 of each region. None: it knows of none."""
 
@@ -287,13 +309,18 @@ class _Told:
         if not ranks:
             raise ValueError("an engine has at least one rank")
         layouts, copies = read_layouts(told.get("pages")), told.get("copies")
+        match told.get("drafter", ["", 0]):
+            case [str() as identity, int() as regions] if 0 <= regions <= len(layouts):
+                drafted = _Drafted(identity, regions)
+            case _:
+                raise ValueError("of a drafter its identity and how many of the regions it has are expected")
         if copies is None:
-            return cls(ranks, layouts, None)
+            return cls(ranks, layouts, drafted, None)
         if not isinstance(copies, list) or len(copies) not in (0, len(layouts)):
             raise ValueError("field 'copies' has another number of regions than field 'pages'")
         if not all(isinstance(each, int) and each > 0 and ranks % each == 0 for each in copies):
             raise ValueError(f"field 'copies' must divide {ranks} ranks")
-        return cls(ranks, layouts, tuple(copies))
+        return cls(ranks, layouts, drafted, tuple(copies))
 
 
 def _lenders(layout: KvLayout, rank: int, ranks: int, producer_ranks: int) -> Iterator[RankPair]:
@@ -351,8 +378,8 @@ def _wire_region(index: int, share: _Share, form: WireForm) -> WireRegion:
         if group.kind is not GroupKind.STATE:
             per_block = region.group.block_tokens // form.tokens
             wire_pages = cut_pages(pages, share.layout, form)
-        elif share.layout is not region.layout:
-            # A state is one page: only its heads are parted.
+        elif form.parts:
+            # A state is one page: its heads are parted, and the rows of drafts stay behind.
             one_token = replace(share.layout, block_tokens=1, page_tokens=1)
             wire_pages = cut_pages(pages, one_token, replace(form, tokens=1))
         page_bytes = wire_pages.page_bytes
