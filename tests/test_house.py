@@ -44,7 +44,11 @@ MANY_COLLABORATORS = {
     *("serving.gateway.http_pool:HttpPool.__init__", "serving.gateway.server:Gateway.__init__"),
     *("serving.pool.copies:PrefixCopies.__init__", "serving.pool.ssd_tier:FileTier.__init__"),
     *("serving.transport.incoming:IncomingTransfer.__init__", "serving.transport.observer:Observer.__init__"),
-    "serving.transport.receiver:Receiver.__init__",
+    *(
+        "serving.transport.receiver:Receiver.__init__",
+        "serving.transport.sibling_staging:SiblingStaging.__init__",
+    ),
+    "serving.engines.vllm.consumer:KvConsumer.__init__",
     "serving.transport.receiver_connection:ReceiverConnection.__init__",
     *("serving.transport.sender:Sender.__init__", "serving.transport.staging:StagedTransfer.__init__"),
 }
