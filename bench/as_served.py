@@ -313,8 +313,8 @@ def sentence(figure: Mapping[str, Any]) -> str:
     if figure["row"] == "hidden":
         line = f"twice the {figure['need']} need ({format_bits_per_s(figure['line_bits_per_s'])})"
         return (
-            f"hidden: {figure['model']}, {figure['tokens']} tokens in {figure['prefill_s']:.1f} s, {line}, a last chunk "
-            f"of {figure['last_chunk_tokens']}: {figure['hidden']:.1%} of what was computed before it, "
+            f"hidden: {figure['model']}, {figure['tokens']} tokens in {figure['prefill_s']:.1f} s, {line}, a last "
+            f"chunk of {figure['last_chunk_tokens']}: {figure['hidden']:.1%} of what was computed before it, "
             f"{figure['hidden_of_all']:.1%} of all"
         )
     return (
