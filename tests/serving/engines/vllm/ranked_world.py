@@ -1,9 +1,13 @@
 """Engines whose KV is divided among ranks, in memory: what a model computed, and where each rank keeps its heads."""
 
+import os
+import socket
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import combinations
 from math import prod
 
 import numpy as np
@@ -13,7 +17,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 
 from prfaas.core.kv.groups import GroupKind
 from prfaas.core.kv.page_layout import PageLayout
-from prfaas.core.kv.rank_shares import paired_ranks
+from prfaas.core.kv.rank_shares import paired_ranks, rank_copies
 from prfaas.serving.engines.vllm.consumer import KvConsumer
 from prfaas.serving.engines.vllm.drafter import Drafter
 from prfaas.serving.engines.vllm.layout import EngineGroup, KvLayout, Packing, opaque_layout, page_layout
@@ -27,7 +31,8 @@ from prfaas.serving.transport.options import Peer, ReceiverOptions, SenderOption
 from prfaas.serving.transport.receiver import Receiver
 from prfaas.serving.transport.region_layout import PeerLayouts
 from prfaas.serving.transport.sender import Sender
-from prfaas.serving.transport.staging import StagingArena
+from prfaas.serving.transport.sibling_staging import SiblingStaging
+from prfaas.serving.transport.staging import StagingArena, shared_memory
 from prfaas.serving.transport.ticket import Ticket, TransferAttributes
 
 KEY = b"k" * 32
@@ -62,6 +67,8 @@ class Keeping:
     """Rows of a linear state behind those that a prompt leaves."""
     drafter: str = ""
     """Its identity; "" has none. It has a layer in the group of the model's full attention."""
+    shares: bool = True
+    """Ranks read each other's staging."""
 
     @property
     def groups(self) -> tuple[EngineGroup, ...]:
@@ -137,9 +144,19 @@ class RankMemory:
                 raw = raw_pages(tensor, NUM_BLOCKS)
                 pages[name], layouts[name] = [HostPages(raw)], [layout]
         drafter = Drafter(keeping.drafter, frozenset(["d0"] * bool(keeping.drafter)))
-        self.layout = KvLayout(self.groups, pages, page_layouts=layouts, drafter=drafter)
+        self.layout = KvLayout(
+            self.groups, pages, page_layouts=layouts, drafter=drafter, copies=self._copies()
+        )
         ids = np.random.default_rng(seed // 100).permutation(np.arange(1, NUM_BLOCKS)).tolist()
         self.tables = {group.index: ids for group in self.groups}
+
+    def _copies(self) -> dict[str, int]:
+        ranks = self.keeping.ranks
+        if not self.keeping.shares:
+            return {}
+        heads = max(1, self.model.full_heads // ranks)
+        copies = rank_copies(self.model.full_heads, heads, ranks)
+        return {"m0": rank_copies(0, 1, ranks), "a0": copies, "a1": copies}
 
     def _tensor(
         self, group: EngineGroup, name: str, random: np.random.Generator
@@ -248,6 +265,7 @@ class RankedPair:
     receivers: list[Receiver]
     senders: list[Sender]
     wires: dict[str, list[PeerLayouts[WireLayout]]] = field(default_factory=dict)
+    siblings: list[SiblingStaging] = field(default_factory=list)
 
     def prefill(
         self,
@@ -370,7 +388,11 @@ def ranked_pair(
         for name, memories in (("east", east), ("home", home))
     }
     pair = RankedPair(east, home, [], [], [], [], wires)
-    arenas = [StagingArena(2 << 20, 16 << 10) for _ in home]
+    memories = [shared_memory(2 << 20) for _ in home]
+    arenas = [StagingArena(2 << 20, 16 << 10, memory) for _, memory in memories]
+    sockets: list[dict[int, socket.socket]] = [{} for _ in home]
+    for one, other in combinations(range(theirs.ranks if theirs.shares else 0), 2):
+        sockets[one][other], sockets[other][one] = socket.socketpair()
     with ExitStack() as stack:
         for rank, arena in enumerate(arenas):
             receiver = Receiver(
@@ -387,7 +409,31 @@ def ranked_pair(
             receiver.start()
             stack.callback(receiver.close)
             pair.receivers.append(receiver)
-            consuming = KvConsumer(wires["home"][rank], receiver, 2.0, 5.0, ConnectorStats())
+        if theirs.shares:
+            # Each waits for the others' greetings.
+            with ThreadPoolExecutor(theirs.ranks) as threads:
+                pair.siblings = list(
+                    threads.map(
+                        lambda rank: SiblingStaging(
+                            *(arenas[rank], memories[rank][0], pair.receivers[rank], sockets[rank]),
+                            ttl_s=5.0,
+                            keep_s=1.0,
+                            waits_s=5.0,
+                        ),
+                        range(theirs.ranks),
+                    )
+                )
+        for rank, receiver in enumerate(pair.receivers):
+            siblings = pair.siblings[rank] if theirs.shares else None
+            if siblings is not None:
+                stack.callback(siblings.close)
+                lend = siblings.begin
+                wires["home"][rank].on_begin = lambda transfer_id, wire, lend=lend: lend(
+                    transfer_id, wire.readers
+                )
+            consuming = KvConsumer(
+                wires["home"][rank], receiver, 2.0, 5.0, ConnectorStats(), siblings=siblings
+            )
             stack.callback(consuming.close)
             pair.consuming.append(consuming)
         for rank, memory in enumerate(east):
@@ -412,3 +458,5 @@ def ranked_pair(
             pair.producing.append(KvProducer(memory.layout, wires["east"][rank], sender, 20.0, stats))
         yield pair
     assert [arena.used_blocks for arena in arenas] == [0] * len(arenas)
+    for fd, _ in memories:
+        os.close(fd)

@@ -1,4 +1,4 @@
-"""A stand-in's ends of the transport: it sends to peers and receives into staging, as one rank."""
+"""A stand-in's ends of the transport: it sends to peers and receives into staging, as one for all of its ranks."""
 
 import asyncio
 import logging
@@ -156,7 +156,8 @@ class Endpoints:
             ),
             tls=tls,
         )
-        self.arena = StagingArena(deployment.engine.staging_bytes, deployment.engine.transfer_block_bytes)
+        staging_bytes = deployment.engine.staging_bytes * instance.tensor_parallel
+        self.arena = StagingArena(staging_bytes, deployment.engine.transfer_block_bytes)
         self.receiver = Receiver(
             name=name,
             key=key,

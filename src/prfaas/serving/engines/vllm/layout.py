@@ -126,6 +126,7 @@ class KvLayout:
         built_order: Sequence[str] = (),
         page_layouts: Mapping[str, Sequence[PageLayout]] | None = None,
         drafter: Drafter = NO_DRAFTER,
+        copies: Mapping[str, int] | None = None,
     ) -> None:
         """
         Args:
@@ -134,6 +135,8 @@ class KvLayout:
             built_order: the names of the model's layers as it was built; none if a step may go over a layer twice.
             page_layouts: of the same tensors, where it is known how KV lies in them.
             drafter: of the model, if it has one.
+            copies: of layers of full attention by name, how many ranks keep the same and read it out of the staging of
+                the one that it is sent to; those that are missing: 1.
         """
         self.drafter = drafter
         layers = [(group, name) for group in groups for name in group.layer_names]
@@ -157,6 +160,10 @@ class KvLayout:
         by_layer: dict[str, list[EngineRegion]] = {}
         for region in self.regions:
             by_layer.setdefault(region.layer_name, []).append(region)
+        full = {name for group in groups if group.kind is GroupKind.FULL for name in group.layer_names}
+        self._copies = {name: count for name, count in (copies or {}).items() if name in full}
+        self.copies = tuple(self.copies_of(region.layer_name) for region in self.regions)
+        """Of each region, see `__init__`."""
         self.layer_names = tuple(by_layer)
         """In the order of a transfer."""
         self.places = _places(self.layer_names, built_order)
@@ -174,6 +181,10 @@ class KvLayout:
         }
         """Of a layer by name: those of `closing_layers` that a step computes before it, as far as that is certain."""
 
+    def copies_of(self, layer_name: str) -> int:
+        """How many ranks keep the same of a layer, see `__init__`."""
+        return self._copies.get(layer_name, 1)
+
     @classmethod
     def of_engine(
         cls,
@@ -183,6 +194,7 @@ class KvLayout:
         packings: Mapping[str, Packing] | None = None,
         elements: Mapping[str, str] | None = None,
         drafter: Drafter = NO_DRAFTER,
+        copies: Mapping[str, int] | None = None,
     ) -> "KvLayout":
         """Build from what vLLM hands to `register_kv_caches`.
 
@@ -193,6 +205,7 @@ class KvLayout:
             packings: of the layers by name; those that are missing are not known.
             elements: the same, of keys and values.
             drafter: see `__init__`.
+            copies: see `__init__`.
 
         Raises:
             LayoutError: a group or tensor that can't be moved as pages.
@@ -227,7 +240,7 @@ class KvLayout:
                     )
                     for tensor, layer in zip(tensors, pages[name], strict=True)
                 ]
-        return cls(groups, pages, built_order, layouts, drafter)
+        return cls(groups, pages, built_order, layouts, drafter, copies)
 
 
 _KINDS = list(GroupKind)
