@@ -21,8 +21,11 @@ def is_engine() -> bool:
     return "-m" in sys.orig_argv
 
 
-def interpret_triton() -> None:
-    """Triton's kernels run in its interpreter. Call it before anything imports vLLM."""
+def interpret_triton(*, first_runner: bool = False) -> None:
+    """Triton's kernels run in its interpreter. Call it before anything imports vLLM.
+
+    `first_runner`: the model runner of engines without Triton, in place of that of GPUs.
+    """
     import triton.backends
 
     class Driver:
@@ -36,8 +39,8 @@ def interpret_triton() -> None:
             return lambda _, quantiles=None, **__: [1.0] * len(quantiles) if quantiles else 1.0
 
     os.environ["TRITON_INTERPRET"] = "1"
-    # The runner that engines on CPUs have without Triton.
-    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+    if first_runner:
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     # It compiles nothing: with no backend vLLM would use no Triton.
     triton.backends.backends["cpu"] = triton.backends.Backend(compiler=None, driver=Driver)
 

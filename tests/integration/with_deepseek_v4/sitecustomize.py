@@ -69,7 +69,7 @@ def _seeded_weights(module: Any) -> None:
 
 
 if is_engine():
-    interpret_triton()
+    interpret_triton(first_runner=True)
     change_modules(
         {
             "vllm.models.deepseek_v4.cpu.cpu_mla": _no_tiles,

@@ -37,7 +37,7 @@ def _delta_attention(module: Any) -> None:
 
 
 if is_engine():
-    interpret_triton()
+    interpret_triton(first_runner=True)
     change_modules(
         {
             "vllm.models.kimi_k3": _rocms_classes,
