@@ -86,8 +86,8 @@ demo: machine setup
 	@$(BIN)/prfaas demo $(DEMO_ARGS)
 
 check: setup
-	$(BIN)/ruff format --check src tests bench
-	$(BIN)/ruff check src tests bench
+	$(BIN)/ruff format --check src tests bench studies
+	$(BIN)/ruff check src tests bench studies
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 

@@ -1,6 +1,7 @@
 """What the gateway says of its engines while `faults.py` breaks them, how right it is, and what is left over."""
 
 import asyncio
+import contextlib
 import math
 import os
 import time
@@ -213,10 +214,7 @@ async def _left(stack: FaultStack, baseline: Baseline) -> list[str]:
     for name, files in Baseline.of(stack).files.items():
         if files > baseline.files[name] + _MORE_FILES:
             found.append(f"{name} has {files} open files, before the faults {baseline.files[name]}")
-    half_closed = _half_closed(stack)
-    if half_closed:
-        found.append(f"{half_closed} connections are closed by one side only")
-    return found
+    return found + _half_closed(stack)
 
 
 async def _left_at(stack: FaultStack, name: str) -> list[str]:
@@ -237,13 +235,33 @@ async def _left_at(stack: FaultStack, name: str) -> list[str]:
     return [f"{value:g} {what}" for what, value in facts.items() if value]
 
 
-def _half_closed(stack: FaultStack) -> int:
+def _half_closed(stack: FaultStack) -> list[str]:
+    """Connections to or from what listens here that their other side has closed, with who still holds them."""
     ports = {port for _, port in stack.ports()}
-    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    return sum(
-        row[3] == _CLOSE_WAIT and bool(ports & {int(row[at].rpartition(":")[2], 16) for at in (1, 2)})
-        for row in rows
-    )
+    found = []
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        row = line.split()
+        here, there = (int(row[at].rpartition(":")[2], 16) for at in (1, 2))
+        if row[3] == _CLOSE_WAIT and ports & {here, there}:
+            unread_bytes = int(row[4].rpartition(":")[2], 16)
+            holder = _holder(row[9]) or "nobody (it was never accepted)"
+            found.append(
+                f"the connection from {there} to {here} is closed at {there} only: {unread_bytes} bytes of it are"
+                f" unread by {holder}"
+            )
+    return found
+
+
+def _holder(inode: str) -> str | None:
+    """The process that has a socket open: its id and command line."""
+    for files in Path("/proc").glob("[0-9]*/fd"):
+        with contextlib.suppress(OSError):
+            if any(str(file.readlink()) == f"socket:[{inode}]" for file in files.iterdir()):
+                command = (
+                    (files.parent / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                )
+                return f"process {files.parent.name}, {command[:120]}"
+    return None
 
 
 def left_processes(home: Path) -> list[str]:

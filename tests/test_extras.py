@@ -187,7 +187,6 @@ def test_commands_of_the_base_installation(words: list[str]) -> None:
         (["doctor", str(EXAMPLES / "local.yaml")], "gateway"),
         (["demo"], "gateway"),
         (["key", str(EXAMPLES / "local.yaml")], "gateway"),
-        (["monitoring", "grafana", "-o", "dashboards"], "gateway"),
         (["pool", str(EXAMPLES / "local.yaml"), "home-pool"], "gateway"),
         (["certs", str(EXAMPLES / "local.yaml")], "gateway"),
         (["replay", "http://127.0.0.1:9", "--poisson", "1", "--limit", "1"], "gateway"),

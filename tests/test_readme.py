@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,8 @@ from packaging.requirements import Requirement
 from typer.testing import CliRunner
 
 from prfaas.cli.main import app
+from prfaas.core.deployment import load_planned
+from prfaas.core.planner import best_operation, problem_of
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -162,7 +165,7 @@ def test_the_figures_of_the_plans_are_those_that_the_planner_prints() -> None:
     assert figures(r"the same with a dense model \| planned \| ([\d.]+) × \|") == (dense,)
     assert figures(r"the planner says ([\d.]+) ×, not worth it") == (dense,)
     assert figures(r"Egress above ([\d.]+) per GB\*\*") == (f"{egress:.1g}",)
-    assert figures(r"the planner says ([\d.]+); with tensor parallelism") == (f"{egress:.3g}",)
+    assert figures(r"the planner says ([\d.]+) \(\[what it counts") == (f"{egress:.3g}",)
 
     assert figures(r"the paper's case, requests/s \| ([\d.]+) ", RESULTS) == (throughput,)
     assert figures(r"against 96 H20 \| ([\d.]+) ×", RESULTS) == (ratio,)
@@ -175,20 +178,16 @@ def test_the_figures_of_the_plans_are_those_that_the_planner_prints() -> None:
         assert told in text
 
 
-def test_the_price_of_tensor_parallelism_is_what_the_planner_prints(tmp_path: Path) -> None:
-    """Each rank of the paper's model sends the latent that all have."""
-    file = tmp_path / "ranks.yaml"
-    text = Path("examples/paper.yaml").read_text()
-    file.write_text(
-        text.replace("    gpus_per_instance: 8\n", "    gpus_per_instance: 8\n    tensor_parallel: 8\n")
-    )
-    plan = json.loads(printed(f"prfaas plan {file} --json"))
-    once = json.loads(printed("prfaas plan examples/paper.yaml --json"))
-    gbit_per_s = tuple(f"{each['optimum']['egress_bits_per_s'] / 1e9:.1f}" for each in (plan, once))
-    assert figures(r"the line carries ([\d.]+) Gbit/s in place of ([\d.]+),", RESULTS) == gbit_per_s
-    assert figures(r"egress pays up to ([\d.]+) only", RESULTS) == (
-        f"{plan['egress_break_even_per_gb']:.2g}",
-    )
+def test_the_price_of_copies_is_what_the_planner_would_print() -> None:
+    """The paper's model on eight ranks crosses once; if each rank were sent its latent, the line would carry eight."""
+    planned = load_planned("examples/paper.yaml")
+    assert {cluster.tensor_parallel for cluster in planned.clusters} == {8}
+    optima = [
+        best_operation(problem_of(replace(planned, wire_model=sent))) for sent in (None, planned.sent_model)
+    ]
+    gbit_per_s = tuple(f"{each.egress_bits_per_s / 1e9:.1f}" for each in optima)
+    assert planned.kv_model.token_bytes == 8 * planned.sent_model.token_bytes
+    assert figures(r"would carry ([\d.]+) Gbit/s in place of ([\d.]+)\.", RESULTS) == gbit_per_s
 
 
 def test_what_is_given_by_construction_is_what_reproduce_says() -> None:

@@ -370,10 +370,7 @@ class Stack:
 
     def metric(self, name: str, metric: str, label: str = "") -> float:
         """Sum of a Prometheus metric's samples at an instance or the gateway; `label`: only those with it."""
-        with urllib.request.urlopen(self.url(name, "/metrics"), timeout=60) as answer:
-            lines = answer.read().decode().splitlines()
-        samples = [line for line in lines if line.startswith((metric + "{", metric + " "))]
-        return sum(float(line.rsplit(" ", 1)[1]) for line in samples if label in line)
+        return metric_of(self.url(name, "/metrics"), metric, label)
 
     def is_clean(self) -> bool:
         """No block, staging byte, transfer or request is in use anywhere."""
@@ -395,6 +392,14 @@ class Stack:
 
     def wait_clean(self, timeout_s: float = PATIENCE_S) -> None:
         wait_until(self.is_clean, timeout_s, "nothing is left over")
+
+
+def metric_of(url: str, metric: str, label: str = "") -> float:
+    """See `Stack.metric`."""
+    with urllib.request.urlopen(url, timeout=60) as answer:
+        lines = answer.read().decode().splitlines()
+    samples = [line for line in lines if line.startswith((metric + "{", metric + " "))]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in samples if label in line)
 
 
 def completion_body(prompt: Sequence[int], max_tokens: int, **fields: Any) -> dict[str, Any]:

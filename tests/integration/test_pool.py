@@ -28,6 +28,7 @@ from .stack import (
     DemoAnswer,
     call,
     completion_body,
+    metric_of,
     prompt,
     wait_ports_free,
     wait_until,
@@ -120,6 +121,9 @@ class Pooled:
     def url(self, engine: str, path: str = "/v1/completions") -> str:
         return self.deployment.instance(engine).url + path
 
+    def metric(self, engine: str, name: str) -> float:
+        return metric_of(self.url(engine, "/metrics"), name)
+
     def pages(self) -> int:
         return sum(self.stats()["memory_pages"].values())
 
@@ -211,6 +215,34 @@ def test_a_new_engine_answers_from_the_pool_as_from_its_own_blocks(model: str, t
         turn = prompts[1] + from_pool[0][1].token_ids + prompt(9100, 300)
         here.wait_unpinned()
         assert cached_tokens(here.ask("two", turn)) >= cached_tokens(own[1])
+
+
+@OTHER_KINDS
+def test_an_engine_that_drafts_finds_its_drafters_blocks_too(tmp_path: Path) -> None:
+    """The model drafts what it would say itself, so nearly all is taken where the drafter knows the prompt."""
+    path = write_pooled(tmp_path, "qwen3")
+    document = json.loads(path.read_text())
+    drafts = {"method": "draft_model", "num_speculative_tokens": 3}
+    drafts["model"] = str(load_deployment(path).model.folder)
+    # vLLM takes no processors of logits with drafts.
+    document["engine"]["extra_args"] = [
+        *("--logprobs-mode", "raw_logits"),
+        *("--speculative-config", json.dumps(drafts)),
+    ]
+    path.write_text(json.dumps(document))
+    prompts = [prompt(9300 + seed, tokens) for seed, tokens in enumerate(LENGTHS)]
+    with pooled(path) as here:
+        here.start("one")
+        own = [[here.ask("one", ids) for ids in prompts] for _ in range(2)][-1]
+        here.wait_stored()
+        here.start("two")
+        found = [here.ask("two", ids) for ids in prompts]
+        for answer, before in list(zip(found, own, strict=True))[1:]:
+            assert cached_tokens(answer) == cached_tokens(before) > 2500
+            assert_same(answer, before)
+        names = (f"vllm:spec_decode_num_{what}_tokens_total" for what in ("accepted", "draft"))
+        accepted, drafted = (here.metric("two", name) for name in names)
+        assert accepted >= 0.75 * drafted, (accepted, drafted)
 
 
 def test_siblings_find_the_state_where_their_prompts_part(tmp_path: Path) -> None:

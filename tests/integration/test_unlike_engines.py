@@ -83,6 +83,8 @@ MORE_CASES = (
     Unlike("qwen3", Side(1, 32), Side(1, 128)),
     Unlike("qwen3", Side(2, 128), Side(2, 32)),
     Unlike("qwen3", Side(1, 128), Side(2, 128)),
+    # Two ranks read what one of them is sent.
+    Unlike("qwen3", Side(1, 128), Side(4, 128)),
     Unlike("gpt-oss", Side(1, 32), Side(1, 128)),
     Unlike("mimo-v2-flash", Side(2, 32), Side(1, 128)),
     Unlike("qwen3-next", Side(1, 512), Side(2, 256)),

@@ -9,11 +9,6 @@ from typing import Any
 
 import typer
 
-# As in prfaas.lab.studies, which takes too long to import for help and for completion.
-STUDY_NAMES = (
-    "ablation", "bandwidth", "burst", "shift", "equal-cost", "hit-rate", "pool", "scale", "egress", "decode-price",
-    "round-trip", "agentic", "models", "dense-hybrid", "spot",
-)  # fmt: skip
 _MOST_FILES = 20
 
 
@@ -25,8 +20,10 @@ def policy_names() -> list[str]:
 
 
 def study_names() -> list[str]:
-    """Of studies, and "all"."""
-    return [*STUDY_NAMES, "all"]
+    """Of the project's own studies, and "all"."""
+    from prfaas.cli import study_folder
+
+    return [*study_folder.study_names(), "all"]
 
 
 def model_names() -> list[str]:

@@ -193,7 +193,7 @@ async def _check_kv_ports(
         # Its own finding says so; without the key nothing can be asked here.
         return []
     per_rank = await asyncio.gather(
-        *(_check_kv_port(deployment, instance, rank, key, tls) for rank in range(instance.tensor_parallel))
+        *(_check_kv_port(deployment, instance, rank, key, tls) for rank in range(instance.kv_ranks))
     )
     return [finding for findings in per_rank for finding in findings]
 

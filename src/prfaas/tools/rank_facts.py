@@ -12,7 +12,7 @@ def check_ranks(deployment: Deployment) -> list[Finding]:
             tuple(sorted((instance, peer.instance), key=lambda each: each.name))
             for instance in deployment.instances
             for peer in deployment.peers_of(instance)
-            if not paired_ranks(0, instance.tensor_parallel, peer.instance.tensor_parallel)
+            if not paired_ranks(0, instance.kv_ranks, peer.instance.kv_ranks)
         )
     )
     if not unlike:

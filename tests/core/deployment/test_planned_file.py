@@ -172,7 +172,7 @@ def test_a_file_to_run_can_be_planned_too(tmp_path: Path) -> None:
     deployment = planned(tmp_path, LIVE)
     assert [cluster.instance_count for cluster in deployment.clusters] == [1, 2]
     # 2 KV heads on 8 ranks: each is there 4 times.
-    assert deployment.kv_model.token_bytes == 4 * 2 * 2 * 2 * 32 * 2 and deployment.kv_copies == 4
+    assert deployment.kv_model.token_bytes == 4 * 2 * 2 * 2 * 32 * 2 and deployment.kv_copies == 1
     assert load_deployment(tmp_path / "plan.yaml").slo.tpot_s == 0.025
 
 
@@ -192,11 +192,14 @@ def test_a_users_own_config(tmp_path: Path, config: str) -> None:
     assert deployment.kv_model.token_bytes == token_bytes and deployment.kv_copies == 1
 
 
-def unlike(tmp_path: Path, far: int, home: int, **replacements: str) -> PlannedDeployment:
-    """A model of 3 layers and two KV heads of 32, on so many ranks of either side."""
-    (tmp_path / "config.json").write_text(
-        '{"model_type": "qwen3", "num_hidden_layers": 3, "num_attention_heads": 2, "head_dim": 32}'
-    )
+TWO_HEADS = '{"model_type": "qwen3", "num_hidden_layers": 3, "num_attention_heads": 2, "head_dim": 32}'
+
+
+def unlike(
+    tmp_path: Path, far: int, home: int, config: str = TWO_HEADS, **replacements: str
+) -> PlannedDeployment:
+    """A model, mostly of 3 layers and two KV heads of 32, on so many ranks of either side."""
+    (tmp_path / "config.json").write_text(config)
     text = replaced("published: internal-1t", "config: config.json")
     for ranks, count in ((far, "4\n"), (home, "8\n")):
         text = text.replace(
@@ -208,20 +211,21 @@ def unlike(tmp_path: Path, far: int, home: int, **replacements: str) -> PlannedD
 
 
 @pytest.mark.parametrize(
-    ("far", "home", "sent_copies", "held_copies"),
-    [(8, 8, 4, 4), (8, 4, 1, 4), (1, 8, 1, 4), (2, 1, 1, 1), (2, 2, 1, 1)],
+    ("far", "home", "held_copies"),
+    [(8, 8, 4), (8, 4, 4), (1, 8, 4), (8, 1, 4), (2, 1, 1), (2, 2, 1)],
 )
-def test_between_unlike_ranks_every_byte_crosses_once(
-    tmp_path: Path, far: int, home: int, sent_copies: int, held_copies: int
+def test_full_attention_crosses_once_whatever_ranks_hold(
+    tmp_path: Path, far: int, home: int, held_copies: int
 ) -> None:
     deployment = unlike(tmp_path, far, home)
     token_bytes = 3 * 2 * 2 * 32 * 2
-    assert deployment.sent_model.token_bytes == sent_copies * token_bytes
+    assert deployment.sent_model.token_bytes == token_bytes
     assert deployment.kv_model.token_bytes == held_copies * token_bytes
-    assert (deployment.wire_model is not None) == (far != home)
+    assert (deployment.wire_model is not None) == (held_copies != 1)
+    assert deployment.kv_copies == 1
     problem = problem_of(deployment)
-    assert problem.kv_bytes(np.array([1000.0]))[0] == 1000 * sent_copies * token_bytes
-    assert problem.streamed_token_bytes == sent_copies * token_bytes
+    assert problem.kv_bytes(np.array([1000.0]))[0] == 1000 * token_bytes
+    assert problem.streamed_token_bytes == token_bytes
     scenario = scenario_of(deployment)
     assert scenario.sent_model == deployment.sent_model and scenario.kv_model == deployment.kv_model
 
@@ -240,16 +244,29 @@ def test_the_pace_of_mapping_counts_between_unlike_ranks_alone(tmp_path: Path) -
     assert problem_of(unlike(tmp_path, 8, 4)).links[0].transfer_limit_bits_per_s == math.inf
 
 
-def test_where_some_ends_are_alike_all_are_counted_with_their_copies(tmp_path: Path) -> None:
+def test_windows_cross_to_each_rank_that_keeps_them(tmp_path: Path) -> None:
+    """Each link by its own target; the plan notes how many times as much that is."""
     more = "  - {source: east, target: home, bandwidth: 100 Gbit/s}\n"
-    other = GOOD.split("  - name: home")[1].split("links:")[0]
+    other = (
+        GOOD.split("  - name: home")[1].split("links:")[0].replace("8\n", "8\n    tensor_parallel: 1\n", 1)
+    )
+    windows = '"sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2'
     deployment = unlike(
         tmp_path,
         8,
         4,
+        config='{"model_type": "gpt_oss", "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32, '
+        f"{windows}}}",
         **{"links:\n": f"  - name: away{other}links:\n", more: f"{more}{more.replace('home', 'away')}"},
     )
-    assert deployment.wire_model is None and deployment.kv_copies == 4
+    token_bytes = 2 * 2 * 32 * 2
+    sent = [deployment.sent_over(link.name) for link in deployment.links]
+    assert [each.token_bytes for each in sent] == [token_bytes] * 2
+    assert [each.window_bytes for each in sent] == [2 * 128 * token_bytes, 128 * token_bytes]
+    problem = problem_of(deployment)
+    for link, each in zip(deployment.links, sent, strict=True):
+        assert problem.kv_bytes_over(link.name)(np.array([1000.0])) == [each.kv_bytes(1000)]
+    assert deployment.kv_copies == sent[0].compared_bytes() / sent[1].compared_bytes() > 1
 
 
 RUN = {

@@ -158,7 +158,7 @@ ENTRY = [1, "full_attention", 16, 16, 4096, [[2, 1, 128, 0, 128, 2048, 0]], ""]
         {},
         [7],
         [[]],
-        [[*ENTRY, 1]],
+        [ENTRY[:6]],
         [[0, *ENTRY[1:]]],
         [[1 << 17, *ENTRY[1:]]],
         [[1 << 16, *ENTRY[1:]], ENTRY],
@@ -189,3 +189,8 @@ def test_what_no_engine_would_tell_is_not_read(told: object) -> None:
 def test_the_good_entry_of_the_bad_ones_above_is_read() -> None:
     (layout,) = read_layouts([ENTRY])
     assert layout == attention(16)
+
+
+def test_what_a_later_release_adds_is_not_read() -> None:
+    parts = [[*part, "more"] for part in ENTRY[5]]  # type: ignore[attr-defined]
+    assert read_layouts([[*ENTRY[:5], parts, ENTRY[6], "more"]]) == read_layouts([ENTRY])

@@ -20,7 +20,7 @@ from prfaas.serving.engines.page_digests import (
 )
 from prfaas.serving.engines.synthetic.layout import SyntheticLayout
 from prfaas.serving.engines.tiny import tiny_config
-from prfaas.serving.transport.handshake import fingerprint_difference
+from prfaas.serving.transport.fingerprint import fingerprint_difference
 from prfaas.serving.transport.staging import StagedTransfer, StagingArena
 
 ID = bytes(range(16))

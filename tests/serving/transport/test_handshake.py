@@ -14,23 +14,23 @@ from hypothesis import strategies as st
 from tests.serving.transport.harness import await_true
 
 from prfaas.core.deployment.field_types import NAME_PATTERN
+from prfaas.serving.transport import fingerprint
+from prfaas.serving.transport.fingerprint import fingerprint_difference
 from prfaas.serving.transport.handshake import (
     ROLE_OBSERVER,
     ROLE_PRODUCER,
     ClientHello,
     HandshakeError,
     PeerIdentity,
-    fingerprint_difference,
     greet,
     is_peer_name,
-    legible,
     welcome,
 )
 from prfaas.serving.transport.options import Peer, SenderOptions
 from prfaas.serving.transport.receiver import Receiver
 from prfaas.serving.transport.region_layout import PeerLayouts, usable_tokens
 from prfaas.serving.transport.sender import Sender
-from prfaas.serving.transport.sentences import bounded_sentences
+from prfaas.serving.transport.sentences import bounded_sentences, legible
 from prfaas.serving.transport.sockets import ConnectionEnded, receive_control
 from prfaas.serving.transport.staging import StagingArena
 from prfaas.serving.transport.ticket import Ticket, part_id
@@ -113,7 +113,7 @@ def test_observer_needs_no_layout_and_no_listing() -> None:
             "KV layout differs in 'dtype': c/0 has 'bf16', p/0 has 'fp8'",
         ),
         ({"fingerprint": {"model": "m"}}, {}, "differs in 'dtype': c/0 has 'bf16', p/0 has None"),
-        ({"fingerprint": LAYOUT | {"tp": 2}}, {}, "differs in 'tp': c/0 has None, p/0 has 2"),
+        ({"fingerprint": LAYOUT | {"tp": 2}}, {}, "differs in 'tp': p/0 has 2, c/0 has None"),
         ({"fingerprint": LAYOUT | {"layers": "4"}}, {}, "differs in 'layers': c/0 has 4, p/0 has '4'"),
     ],
 )
@@ -386,6 +386,31 @@ def test_of_several_differences_the_one_is_told_that_comes_first_on_either_side(
     assert told == "KV layout differs in 'base': a has None, b has 2"
     told = fingerprint_difference(LAYOUT, {"layers": 5, "zeta": 1}, "a", "b")
     assert told == "KV layout differs in 'layers': a has 4, b has 5"
+
+
+def test_a_mark_of_a_newer_release_is_looked_at_by_that_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says what a release meant that does not tell it; from that one's side there is nothing to look at."""
+    newer = LAYOUT | {"rotation": "off"}
+    assert fingerprint_difference(LAYOUT, newer, "old", "new") is None
+    assert fingerprint_difference(newer, LAYOUT, "new", "old") == (
+        "KV layout differs in 'rotation': new has 'off', old has None"
+    )
+    monkeypatch.setattr(fingerprint, "MEANT_WITHOUT", {"rotation": "off"})
+    assert fingerprint_difference(newer, LAYOUT, "new", "old") is None
+    assert fingerprint_difference(newer | {"rotation": "on"}, LAYOUT, "new", "old") == (
+        "KV layout differs in 'rotation': new has 'on', old has 'off'"
+    )
+
+
+@pytest.mark.parametrize("is_client", [True, False])
+def test_whichever_side_knows_more_refuses(is_client: bool) -> None:
+    newer = LAYOUT | {"rotation": "on"}
+    outcome, error = meet(
+        lambda sock: greet(sock, hello(fingerprint=newer if is_client else LAYOUT)),
+        fingerprint=LAYOUT if is_client else newer,
+    )
+    refused = outcome if is_client else error
+    assert isinstance(refused, HandshakeError) and "KV layout differs in 'rotation'" in str(refused)
 
 
 def test_difference_of_nothing() -> None:

@@ -60,6 +60,7 @@ RULES: Mapping[FieldPath, FieldRule] = {
     ("clusters", "*", "instances", "*", "tensor_parallel"): FieldRule("tensor_parallel", _ANOTHER_NAME),
     ("clusters", "*", "instances", "*", "events_port"): FieldRule("events_port", _ANOTHER_NAME),
     ("clusters", "*", "instances", "*", "nixl_port"): FieldRule("nixl_port", _ANOTHER_NAME),
+    ("clusters", "*", "instances", "*", "is_stand_in"): FieldRule("hardware", _EVERYTHING),
     ("clusters", "*", "instances", "*", "tls"): FieldRule("TLS, by security.engine_tls", _EVERYTHING),
     ("links", "*", "bandwidth_bits_per_s"): FieldRule("bandwidth"),
     ("links", "*", "connections"): FieldRule("connections", _ENGINES),

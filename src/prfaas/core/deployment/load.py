@@ -31,7 +31,16 @@ from prfaas.core.deployment.problems import first_problem
 from prfaas.core.deployment.schema import ClusterSection, DeploymentFile, LengthsSection, MachinePoolSection
 from prfaas.core.deployment.security import Security
 from prfaas.core.deployment.source import YamlSource, changed, read_source
-from prfaas.core.deployment.types import Cluster, ControlConfig, Deployment, Instance, Link, Routing, Slo
+from prfaas.core.deployment.types import (
+    SYNTHETIC,
+    Cluster,
+    ControlConfig,
+    Deployment,
+    Instance,
+    Link,
+    Routing,
+    Slo,
+)
 from prfaas.core.latency import ProfileError, load_profile
 
 
@@ -229,6 +238,7 @@ def _cluster(source: YamlSource, index: int, file: DeploymentFile) -> Cluster:
             events_port=instance.events_port,
             tls=speaks_tls(file, cluster, instance),
             nixl_port=instance.nixl_port,
+            is_stand_in=cluster.hardware == SYNTHETIC,
         )
         for instance in cluster.instances or ()
     )

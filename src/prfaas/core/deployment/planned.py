@@ -95,11 +95,11 @@ class PlannedCluster:
     instances_per_machine: int = 1
     """Which share a pool: by their hosts, where the file has them."""
     tensor_parallel: int = 1
-    """Ranks of an instance that each send their own part of the KVCache."""
+    """Ranks of an instance that the KVCache is divided among."""
     kills_per_hour: float = 0.0
     """How often an instance is expected to be taken away while it is up; 0 where it is not preemptible."""
     kv_model: KvModel | None = None
-    """What it holds of a request's KVCache, where its dtype makes that less than the deployment's `kv_model`."""
+    """What it holds of a request's KVCache, where dtype or ranks make that less than the deployment's `kv_model`."""
     dtypes: CacheDtypes = DEFAULT_DTYPES
     """What its engines keep their caches in."""
 
@@ -147,12 +147,11 @@ class PlannedDeployment:
     pool: PoolSettings = field(default_factory=PoolSettings)
     """What all pools have in common."""
     kv_copies: float = 1.0
-    """Bytes of `kv_model`, which are those that all ranks hold together, per byte of the model on one rank."""
+    """How often each byte of the KVCache crosses a link on average, at most: decode ranks keep copies."""
     wire_model: KvModel | None = None
-    """What crosses links whose ends have different `tensor_parallel`: every byte once, whatever ranks copy. None:
-    `kv_model` crosses them, rank to rank."""
+    """The most that crosses a link, or moves inside of a cluster; None: `kv_model`."""
     link_models: Mapping[str, KvModel] = field(default_factory=dict)
-    """What crosses links, by name, where an end keeps it in a narrower dtype than others do."""
+    """What crosses links, by name, over which dtypes or ranks of their ends let less cross."""
     first_token: FirstTokenSource = "decode"
     """`gateway.first_token`: who gives clients their first token."""
     relay: RelaySettings = RelaySettings()
@@ -170,7 +169,7 @@ class PlannedDeployment:
 
     @property
     def sent_model(self) -> KvModel:
-        """What of a request's KVCache crosses a link between clusters that keep it in the widest dtype."""
+        """The most of a request's KVCache that crosses a link, or moves inside of a cluster."""
         return self.kv_model if self.wire_model is None else self.wire_model
 
     def sent_over(self, link: str) -> KvModel:

@@ -23,6 +23,7 @@ from prfaas.core.kv import (
     kept_dtype,
     model_from_config,
     model_from_file,
+    model_on_wire,
     published_model,
     read_config,
 )
@@ -33,7 +34,7 @@ class PlannedCaches:
     """What clusters hold of a request's KVCache, and what of it crosses links."""
 
     kv_model: KvModel
-    """The widest that a cluster holds, on all of its ranks together."""
+    """The most that a cluster holds, on all of its ranks together."""
     dtypes: CacheDtypes
     """What `kv_model` is counted in."""
     clusters: tuple[PlannedCluster, ...]
@@ -64,7 +65,7 @@ def planned_caches(
     clusters: Sequence[PlannedCluster],
     links: Sequence[Link],
 ) -> PlannedCaches:
-    """What clusters hold and what links carry: between unlike dtypes the narrower one crosses.
+    """What clusters hold and what links carry.
 
     Args:
         source: Of the file.
@@ -76,16 +77,18 @@ def planned_caches(
     Raises:
         DeploymentError: the model's heads can't be divided among the ranks of a cluster.
     """
-    widest = max(once, key=lambda name: once[name].compared_bytes())
-    held = {name: _on_all_ranks(source, model, clusters) for name, model in once.items()}
-    # Where some ends are alike all links are planned with the bytes of their ranks.
     ranks = {cluster.name: cluster.tensor_parallel for cluster in clusters}
-    crosses_once = bool(links) and all(ranks[link.source] != ranks[link.target] for link in links)
-    sent = once if crosses_once else held
-    narrower = {
-        link.name: min((sent[link.source], sent[link.target]), key=KvModel.compared_bytes) for link in links
+    held = {
+        cluster.name: _on_all_ranks(source, c, once[cluster.name], cluster)
+        for c, cluster in enumerate(clusters)
+    }
+    widest = max(held, key=lambda name: held[name].compared_bytes())
+    sent = {
+        link.name: model_on_wire(once[link.source], once[link.target], ranks[link.target]) for link in links
     }
     kv_model = held[widest]
+    inside = [model_on_wire(once[name], once[name], count) for name, count in ranks.items()]
+    most_sent = max((*sent.values(), *inside), key=KvModel.compared_bytes)
     return PlannedCaches(
         kv_model=kv_model,
         dtypes=next(_dtypes(file.model, each) for each in file.clusters if each.name == widest),
@@ -97,9 +100,16 @@ def planned_caches(
             )
             for cluster, section in zip(clusters, file.clusters, strict=True)
         ),
-        kv_copies=kv_model.compared_bytes() / once[widest].compared_bytes(),
-        wire_model=once[widest] if crosses_once else None,
-        link_models={name: model for name, model in narrower.items() if model != sent[widest]},
+        kv_copies=max(
+            (
+                sent[link.name].compared_bytes()
+                / model_on_wire(once[link.source], once[link.target], 1).compared_bytes()
+                for link in links
+            ),
+            default=1.0,
+        ),
+        wire_model=None if most_sent == kv_model else most_sent,
+        link_models={name: model for name, model in sent.items() if model != most_sent},
     )
 
 
@@ -132,19 +142,14 @@ def _kv_model(source: YamlSource, file: DeploymentFile, cluster: ClusterSection,
     )
 
 
-def _on_all_ranks(source: YamlSource, model: KvModel, clusters: Sequence[PlannedCluster]) -> KvModel:
-    """What the ranks of the widest instance hold together, and send together to as many."""
-    held = model
-    # The widest comes last.
-    for c, cluster in sorted(enumerate(clusters), key=lambda each: each[1].tensor_parallel):
-        try:
-            held = model.on_all_ranks(cluster.tensor_parallel)
-        except ValueError as error:
-            raise source.error(
-                ("clusters", c, "tensor_parallel"),
-                f"{error}; give the tensor_parallel that its engines run with",
-            ) from None
-    return held
+def _on_all_ranks(source: YamlSource, index: int, model: KvModel, cluster: PlannedCluster) -> KvModel:
+    try:
+        return model.on_all_ranks(cluster.tensor_parallel)
+    except ValueError as error:
+        raise source.error(
+            ("clusters", index, "tensor_parallel"),
+            f"{error}; give the tensor_parallel that its engines run with",
+        ) from None
 
 
 def check_cluster_dtypes(source: YamlSource, file: DeploymentFile) -> None:

@@ -59,6 +59,8 @@ class Instance:
     """The gateway and the tools speak TLS with it, over HTTP and at its KV port; its HTTP server knows nothing else."""
     nixl_port: int | None = None
     """Where it tells engines of its cluster how NIXL reaches its memory; None: it does not."""
+    is_stand_in: bool = False
+    """No model runs there: one process plays all ranks."""
 
     @property
     def url(self) -> str:
@@ -67,8 +69,13 @@ class Instance:
 
     @property
     def kv_ports(self) -> range:
-        """KV ports of all tensor-parallel ranks, in rank order."""
-        return range(self.kv_port, self.kv_port + self.tensor_parallel)
+        """KV ports of all ranks that send and receive, in rank order."""
+        return range(self.kv_port, self.kv_port + self.kv_ranks)
+
+    @property
+    def kv_ranks(self) -> int:
+        """Ranks that send and receive KV, each at a port of its own. A stand-in does it for all of its ranks at one."""
+        return 1 if self.is_stand_in else self.tensor_parallel
 
     def has_role(self, role: Role) -> bool:
         """True if the instance may be given this kind of work."""

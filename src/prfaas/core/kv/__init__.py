@@ -17,7 +17,7 @@ from prfaas.core.kv.hf_config import (
     read_config,
 )
 from prfaas.core.kv.layers import ChunkedWindow, FullAttention, LinearState, SlidingWindow
-from prfaas.core.kv.model import Group, KvModel
+from prfaas.core.kv.model import Group, KvModel, model_on_wire
 from prfaas.core.kv.published import ConfigSource, PublishedModel, published_model, published_models
 
 __all__ = [
@@ -41,6 +41,7 @@ __all__ = [
     "model_from_config",
     "model_from_directory",
     "model_from_file",
+    "model_on_wire",
     "published_model",
     "published_models",
     "read_config",

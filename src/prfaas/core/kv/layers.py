@@ -82,6 +82,10 @@ class SlidingWindow:
         """What one of `tensor_parallel` ranks holds. ValueError if the heads can't be divided."""
         return replace(self, kv_heads=heads_per_rank(self.kv_heads, tensor_parallel))
 
+    def on_all_ranks(self, tensor_parallel: int) -> "SlidingWindow":
+        """What so many ranks hold together. ValueError if the heads can't be divided."""
+        return replace(self, kv_heads=tensor_parallel * heads_per_rank(self.kv_heads, tensor_parallel))
+
     def describe(self) -> str:
         """One line for people."""
         sizes = f"{self.kv_heads} heads of {self.head_size_k}+{self.head_size_v}"
@@ -319,6 +323,11 @@ class LinearState:
             grouped_conv_bytes=grouped,
         )
 
+    def on_all_ranks(self, tensor_parallel: int) -> "LinearState":
+        """What so many ranks hold together: groups that there are too few of are copied. ValueError as `per_rank`."""
+        rank = self.per_rank(tensor_parallel)
+        return replace(self, conv_bytes=tensor_parallel * rank.conv_bytes)
+
     def describe(self) -> str:
         """One line for people."""
         kind = f"{self.kind} linear state" if self.kind else "linear state"
@@ -372,6 +381,10 @@ class FullAttention:
         Raises ValueError if the heads can't be divided.
         """
         return replace(self, kv_heads=heads_per_rank(self.kv_heads, tensor_parallel))
+
+    def on_all_ranks(self, tensor_parallel: int) -> "FullAttention":
+        """What so many ranks hold together, a head or latent for each at least. ValueError as `per_rank`."""
+        return replace(self, kv_heads=tensor_parallel * heads_per_rank(self.kv_heads, tensor_parallel))
 
     def describe(self) -> str:
         """One line for people."""

@@ -107,22 +107,48 @@ class KvModel:
         """
         return replace(self, groups=tuple(group.per_rank(tensor_parallel) for group in self.groups))
 
+    @property
+    def full_heads(self) -> int:
+        """KV heads of full attention; 0 if its layers have unlike numbers, or all of them latents."""
+        found = {each.kv_heads for each in self.groups if type(each) is FullAttention and not each.is_mla}
+        return found.pop() if len(found) == 1 else 0
+
     def on_all_ranks(self, tensor_parallel: int) -> "KvModel":
-        """What `tensor_parallel` ranks hold, and send, together: heads that there are too few of are copied.
+        """What `tensor_parallel` ranks hold together: heads that there are too few of are copied.
 
         Qwen3-Next has 2 KV heads, so 4 ranks keep each twice; MLA has one latent, which every rank keeps.
 
         Raises:
             ValueError: as `per_rank`.
         """
-        rank = self.per_rank(tensor_parallel)
-        sizes = (self.token_bytes, self.fixed_bytes, self.window_bytes)
-        if (rank.token_bytes, rank.fixed_bytes, rank.window_bytes) == tuple(
-            size / tensor_parallel for size in sizes
-        ):
-            return self
-        return replace(self, groups=rank.groups * tensor_parallel)
+        return replace(self, groups=tuple(group.on_all_ranks(tensor_parallel) for group in self.groups))
 
     def describe(self) -> str:
         """One line for people."""
         return f"{self.name}: " + "; ".join(group.describe() for group in self.groups)
+
+
+def model_on_wire(sent: KvModel, kept: KvModel, consumer_ranks: int) -> KvModel:
+    """What of a request's KVCache crosses from one engine to another: whoever counts such bytes counts these.
+
+    Full attention crosses once, whatever ranks keep alike: the producer's take turns to send it, and the consumer's
+    read what one of them was sent. Windows, states, and full attention of layers with unlike numbers of heads are sent
+    to each of the consumer's ranks that keeps them. Between unlike dtypes the narrower one crosses.
+
+    Args:
+        sent: the model on one rank, as the producer keeps it.
+        kept: the same, as the consumer keeps it.
+        consumer_ranks: tensor-parallel ranks of the consumer.
+
+    Raises:
+        ValueError: some layers' heads can't be divided among the consumer's ranks.
+    """
+    model = min(sent, kept, key=KvModel.compared_bytes)
+    held = model.on_all_ranks(consumer_ranks)
+    return replace(
+        model,
+        groups=tuple(
+            once if isinstance(once, FullAttention) and (once.is_mla or model.full_heads) else copies
+            for once, copies in zip(model.groups, held.groups, strict=True)
+        ),
+    )

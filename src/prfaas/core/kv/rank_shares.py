@@ -65,7 +65,14 @@ class RankPair:
         return max(self.producer, self.consumer)
 
     def share(
-        self, sent: PageLayout, kept: PageLayout, producer: str, consumer: str
+        self,
+        sent: PageLayout,
+        kept: PageLayout,
+        producer: str,
+        consumer: str,
+        *,
+        place: int = 0,
+        copies: int = 1,
     ) -> tuple[PageLayout, PageLayout] | None:
         """The part of a layer's pages that goes from this producer's rank to this consumer's rank.
 
@@ -74,23 +81,28 @@ class RankPair:
             kept: how the consumer does.
             producer: its name, for the sentence.
             consumer: its name.
+            place: number of the layer's region: ranks that keep the same take turns by it.
+            copies: how many ranks of the consumer keep the same of it and read what one of them was sent.
 
         Returns:
-            At either side; None: another rank sends what both have.
+            At either side; None: another rank sends what both have, or is sent what this one reads.
 
         Raises:
             UnlikePagesError: the heads can't be divided so.
         """
+        if self.consumer % copies != place % copies:
+            return None
         if self.is_alike:
             return sent, kept
+        turn = place // copies
         copied = sent == kept or (sent.kind is GroupKind.STATE and sent.page_bytes == kept.page_bytes)
         if copied or not sent.parts or len(sent.parts) != len(kept.parts):
-            # What all ranks have as a whole leaves from the first. All else is for `wire_forms` to refuse.
-            return None if self.number else (sent, kept)
+            # What all ranks have as a whole leaves from one of them. All else is for `wire_forms` to refuse.
+            return (sent, kept) if self.number == turn % self.transfers else None
         ours: list[PagePart] = []
         theirs: list[PagePart] = []
         for mine, other in zip(sent.parts, kept.parts, strict=True):
-            found = self._heads(mine.heads, other.heads)
+            found = self._heads(mine.heads, other.heads, turn)
             if found is None:
                 raise unlike_pages(
                     "heads",
@@ -106,7 +118,7 @@ class RankPair:
             return None
         return replace(sent, parts=tuple(ours)), replace(kept, parts=tuple(theirs))
 
-    def _heads(self, sent: int, kept: int) -> tuple[int, int, int] | None:
+    def _heads(self, sent: int, kept: int, turn: int = 0) -> tuple[int, int, int] | None:
         """(First head at the producer, at the consumer, how many) of what this pair moves; None: it does not fit."""
         if self.producer_ranks >= self.consumer_ranks:
             if sent * self.transfers == kept:
@@ -114,7 +126,7 @@ class RankPair:
             if sent == 1 and self.transfers % kept == 0:
                 copies = self.transfers // kept
                 head, copy = divmod(self.number, copies)
-                return 0, head, int(copy == 0)
+                return 0, head, int(copy == turn % copies)
             return None
         receivers = self.consumer_ranks // self.producer_ranks
         place = self.consumer % receivers
@@ -132,3 +144,16 @@ def _narrowed(part: PagePart, first_head: int, heads: int) -> PagePart:
         offset_bytes=part.offset_bytes + first_head * part.head_stride_bytes,
         head_stride_bytes=part.head_stride_bytes if heads > 1 else 0,
     )
+
+
+def rank_copies(heads: int, rank_heads: int, ranks: int) -> int:
+    """How many ranks that follow each other keep the same heads: 1 where heads are divided, or it is not certain.
+
+    Args:
+        heads: of the model; 0: one latent that all ranks keep.
+        rank_heads: of one rank.
+        ranks: tensor-parallel ranks.
+    """
+    if heads == 0:
+        return ranks
+    return ranks // heads if rank_heads == 1 and heads < ranks and ranks % heads == 0 else 1

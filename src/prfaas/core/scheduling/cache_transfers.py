@@ -74,7 +74,8 @@ def with_cache(
     if tokens - option.reusable_tokens < _LEAST_SHARE * (request.num_tokens - option.reusable_tokens):
         return option
     skip = min(at_target.attention_tokens, tokens) if at_target is not None and view.kv.can_skip else 0
-    kv_bytes = (link.kv or view.kv).prefix_bytes_to_move(sent_tokens, skip)
+    kv = view.kv_of_pools(option.cluster.name) if pooled else link.kv or view.kv
+    kv_bytes = kv.prefix_bytes_to_move(sent_tokens, skip)
     moved_s = BITS_PER_BYTE * kv_bytes / (link.capacity_bits_per_s - link.egress_bits_per_s) + link.rtt_s
     begins_s = link.drained_s
     holder = source.holder
@@ -143,7 +144,7 @@ def _from_tiers(
     target = pool_at(view, option.instance.name)
     assert target is not None  # `_best_source` has asked for it
     # Pools exchange pages between clusters that keep them in one dtype.
-    kv = option.cluster.kv or view.kv
+    kv = view.kv_of_pools(option.cluster.name)
     read_s = reading_s(kv, source.holder, request.pools[source.holder.name], tokens, skip_tokens)
     loaded_bytes = kv.prefix_bytes_to_move(tokens, 0)
     return max(moved_s, read_s), BITS_PER_BYTE * loaded_bytes / target.memory_bits_per_s

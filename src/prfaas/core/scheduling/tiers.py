@@ -53,7 +53,9 @@ def with_pools(
             own = here = held.get(name, NOTHING)
             load_s = 0.0
             if own_hit is not None:
-                here, load_s = _with_own_pool(num_tokens, own, pool, own_hit, cluster, cluster.kv or view.kv)
+                here, load_s = _with_own_pool(
+                    num_tokens, own, pool, own_hit, cluster, view.kv_of_pools(cluster.name)
+                )
                 merged[name] = here
                 if load_s:
                     loads_s[name] = load_s
@@ -155,7 +157,7 @@ def _best_copy(
 ) -> PoolCopy | None:
     """The prefix of another machine of the pool's cluster that an instance would be done sooner with than `here`."""
     cluster = view.clusters[pool.cluster]
-    kv = cluster.kv or view.kv
+    kv = view.kv_of_pools(pool.cluster)
     held_in_pool = 0 if own_hit is None else own_hit.every_tier.attention_tokens
     best: PoolCopy | None = None
     least_s = math.inf

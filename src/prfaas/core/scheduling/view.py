@@ -184,7 +184,7 @@ class LinkView:
     egress_price_per_byte: float = 0.0
     """In the currency of the deployment file's prices."""
     kv: KvFacts | None = None
-    """What of KVCache crosses it, where an end keeps it in a narrower dtype than others do; None: as `View.kv`."""
+    """What of KVCache crosses it, where dtypes or ranks of its ends make that something else; None: as `View.kv`."""
     joins_pools: bool = True
     """False: its ends keep KVCache in unlike dtypes. Engines convert it, and pools exchange nothing over it."""
 
@@ -256,7 +256,9 @@ class ClusterView:
     kills_per_s: float = 0.0
     """How often an instance is taken away while it is up, as the deployment file says; 0: its owner keeps it."""
     kv: KvFacts | None = None
-    """What its machines hold, where they keep it in a narrower dtype than others do; None: as `View.kv`."""
+    """What moves between its instances, where its dtype or ranks make that something else; None: as `View.kv`."""
+    pool_kv: KvFacts | None = None
+    """What its pools hold, of all ranks; None: as `kv`."""
 
     def after_prefix_s(self, uncached_tokens: float, reused_tokens: float) -> float:
         """Seconds of computing `uncached_tokens` behind `reused_tokens` that an instance need not compute."""
@@ -294,6 +296,11 @@ class View:
         """What of KVCache goes from one cluster to another, or moves inside of one, by their names."""
         place = self.clusters[source] if source == target else self.links.get((source, target))
         return self.kv if place is None or place.kv is None else place.kv
+
+    def kv_of_pools(self, cluster: str) -> KvFacts:
+        """What the pools of a cluster hold, load and exchange: the pages of all ranks, copies included."""
+        place = self.clusters[cluster]
+        return place.pool_kv or place.kv or self.kv
 
     def checkpoint_s(self, link: LinkView, first_from_prefill: bool) -> float:
         """What a checkpoint takes on a link; 0: the model needs none; infinite: a broken transfer is not kept.

@@ -281,18 +281,17 @@ def _notes(deployment: PlannedDeployment, plan: Plan) -> list[str]:
         )
     if plan.relay_estimate is not None:
         notes.append(_relays(plan.relay_estimate, plan.ttft_estimate.load))
-    if deployment.kv_copies > _MORE_THAN_ONE and deployment.wire_model is None:
+    if deployment.kv_copies > _MORE_THAN_ONE:
         notes.append(
-            f"Ranks keep copies of what they can't divide: an instance sends {deployment.kv_copies:.3g} times the "
-            "KVCache of one rank. Set tensor_parallel of the clusters if your engines run otherwise."
+            "Ranks that decode keep copies of heads that they can't divide, and those of windows are all sent: "
+            f"{deployment.kv_copies:.3g} times the KVCache of one rank. Set tensor_parallel of the clusters if your "
+            "engines run otherwise."
         )
     ranks = {each.name: each.tensor_parallel for each in deployment.clusters}
     if deployment.links and len(set(ranks.values())) > 1:
         listed = ", ".join(f"{name} {count}" for name, count in ranks.items())
-        counted = "the bytes of the widest" if deployment.wire_model is None else "every byte once"
         notes.append(
-            f"Clusters have different tensor_parallel ({listed}): their engines map each other's KVCache, and the plan "
-            f"counts {counted}."
+            f"Clusters have different tensor_parallel ({listed}): their engines map each other's KVCache."
         )
     cheapest = plan.cheapest
     if cheapest is not None and plan.cost is not None:

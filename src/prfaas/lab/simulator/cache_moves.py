@@ -57,7 +57,11 @@ class CacheMoves:
         moved, link = job.decision.cache_transfer, job.prefix_link
         if job.is_void or moved is None or link is None:
             return
-        nbytes = link.kv.total_bytes(moved.reusable_tokens, moved.skip_tokens)
+        nbytes = (
+            moved.kv_bytes
+            if moved.from_pool
+            else link.kv.total_bytes(moved.reusable_tokens, moved.skip_tokens)
+        )
         self._columns.link_bytes[job.number] += nbytes
         job.transfer = link.fluid.send(
             (moved.source, job.engine.name), nbytes, self._is_here, job, background=True

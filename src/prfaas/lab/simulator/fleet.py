@@ -117,7 +117,7 @@ def _nothing(_job: Job) -> None:
 
 def view_of(scenario: Scenario, kv: KvFacts) -> View:
     """What policies read when a simulation begins: every instance idle, in its first role."""
-    kept = {cluster.name: cluster.kv_model for cluster in scenario.clusters}
+    kept = {cluster.name: cluster.kv_model or scenario.kv_model for cluster in scenario.clusters}
     return View(
         clusters={
             cluster.name: ClusterView(
@@ -138,6 +138,7 @@ def view_of(scenario: Scenario, kv: KvFacts) -> View:
                 instance_price_per_s=cluster.instance_price_per_hour / SECONDS_PER_HOUR,
                 kills_per_s=cluster.kills_per_hour / SECONDS_PER_HOUR,
                 kv=_facts(cluster.kv_model),
+                pool_kv=None if kept[cluster.name] == scenario.sent_model else _facts(kept[cluster.name]),
             )
             for cluster in scenario.clusters
         },

@@ -80,7 +80,7 @@ class HotCopies:
         self._rebalancer.observe(
             blocks[-1],
             most - held_tokens,
-            self._world.kv.total_bytes(most, held_tokens),
+            self._world.view.kv_of_pools(cluster).prefix_bytes_to_move(most, held_tokens),
             cluster,
             [place for place, tokens in longest.items() if tokens == most],
             self._world.events.now_s,

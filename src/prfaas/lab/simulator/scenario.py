@@ -111,9 +111,9 @@ class Scenario:
     """After so long without capacity a link's transfers are given up, and the requests prefilled in their PD
     cluster."""
     wire_model: KvModel | None = None
-    """What crosses links where that is less than what ranks hold together: `PlannedDeployment.wire_model`."""
+    """The most that crosses a link, where that is not `kv_model`: `PlannedDeployment.wire_model`."""
     link_models: Mapping[str, KvModel] = field(default_factory=dict)
-    """What crosses the links of narrower dtypes: `PlannedDeployment.link_models`."""
+    """What crosses links over which less crosses: `PlannedDeployment.link_models`."""
     first_token: FirstTokenSource = "decode"
     """Who gives every first token; "prefill": where another instance prefills than the one that decodes."""
     relay: RelaySettings = field(default_factory=RelaySettings)

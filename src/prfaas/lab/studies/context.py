@@ -145,6 +145,13 @@ def context_of(
         raise ValueError("studies are for one prfaas and one pd cluster with one link between them")
     if planned.pd_clusters[0].instance_count < 2:
         raise ValueError("studies need a pd cluster of two instances or more, to prefill and to decode")
+    # Caches and pools are the paper's too, which counts every byte once; those of ranks keep what each has.
+    planned = replace(
+        planned,
+        kv_model=planned.sent_model,
+        wire_model=None,
+        clusters=tuple(replace(cluster, kv_model=None) for cluster in planned.clusters),
+    )
     problem = problem_of(planned)
     optimum = best_operation(problem)
     if optimum.lambda_max <= 0:

@@ -9,7 +9,8 @@ from prfaas.core.deployment import Deployment
 from prfaas.serving.control.cluster_state import ClusterState
 from prfaas.serving.control.engine_monitor import period_s
 from prfaas.serving.control.pulse import KvPort
-from prfaas.serving.transport.handshake import is_peer_name, legible
+from prfaas.serving.transport.handshake import is_peer_name
+from prfaas.serving.transport.sentences import legible
 
 logger = logging.getLogger(__name__)
 

@@ -120,7 +120,9 @@ class HotPrefixes:
         self._rebalancer.observe(
             missed.key,
             missed.num_tokens - missed.held_tokens,
-            self._cluster_state.view.kv.prefix_bytes_to_move(missed.num_tokens, missed.held_tokens),
+            self._cluster_state.view.kv_of_pools(missed.cluster).prefix_bytes_to_move(
+                missed.num_tokens, missed.held_tokens
+            ),
             missed.cluster,
             missed.held_in,
             self._clock(),

@@ -154,7 +154,7 @@ class LinkMonitor:
             (instance.name, rank): instance
             for instance in deployment.instances
             if instance.cluster in ends
-            for rank in range(instance.tensor_parallel)
+            for rank in range(instance.kv_ranks)
         }
         self._ranks = {
             f"{name}/{rank}": self._ranks.get(f"{name}/{rank}")

@@ -105,7 +105,7 @@ class Membership:
         plane, running = self._plane, applied.running
         plane.instances[instance.name] = instance
         plane.kv_ports[instance.name] = tuple(
-            plane.kv_port_of(instance, rank) for rank in range(instance.tensor_parallel)
+            plane.kv_port_of(instance, rank) for rank in range(instance.kv_ranks)
         )
         view = instance_view(running, running.cluster_of(instance), instance, plane.clock())
         view.healthy = False

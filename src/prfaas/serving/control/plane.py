@@ -120,7 +120,7 @@ class LivePlane:
         self.kv_port_of = sender_of or observer_of(key, tls)
         # One connection to each KV port, for what the control plane asks there.
         self.kv_ports = {
-            instance.name: tuple(self.kv_port_of(instance, rank) for rank in range(instance.tensor_parallel))
+            instance.name: tuple(self.kv_port_of(instance, rank) for rank in range(instance.kv_ranks))
             for instance in deployment.instances
         }
         self._pool_ports = pool_observers(deployment, CONTROL, key, tls) if pool_ports is None else pool_ports

@@ -1,14 +1,14 @@
 """What planning and routing take from the deployment file, the model and the running deployment."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from prfaas.core.deployment import Cluster, Deployment, Instance, Link
 from prfaas.core.deployment.pool_peers import joins_pools
 from prfaas.core.deployment.source import read_source
-from prfaas.core.kv import ConfigError, KvModel
+from prfaas.core.kv import ConfigError, KvModel, model_on_wire
 from prfaas.core.latency.prefill_curves import PrefillCurves
 from prfaas.core.latency.service_curve import ServiceCurve
 from prfaas.core.planner import KvSize, PlanProblem
@@ -57,20 +57,48 @@ def kv_model_of(deployment: Deployment) -> KvModel | None:
     return max(kept, key=KvModel.compared_bytes)
 
 
-def narrower_model(deployment: Deployment, *clusters: str) -> KvModel | None:
-    """What of KVCache crosses between two clusters by name, or is held in one; None: what `kv_model_of` says."""
-    if not deployment.converts_kv:
+def sent_model(deployment: Deployment, source: str, target: str) -> KvModel | None:
+    """What of KVCache crosses between two clusters by name, or moves inside of one.
+
+    None: it is what `kv_model_of` says, or not known.
+    """
+    ranks = _ranks(deployment.cluster(target))
+    if ranks == 1 and not deployment.converts_kv:
         return None
+    return _unless_usual(
+        deployment, lambda: model_on_wire(_kept(deployment, source), _kept(deployment, target), ranks)
+    )
+
+
+def held_model(deployment: Deployment, cluster: str) -> KvModel | None:
+    """What all ranks of an instance hold, and so does its machine's pool; None as of `sent_model`."""
+    ranks = _ranks(deployment.cluster(cluster))
+    if ranks == 1 and not deployment.converts_kv:
+        return None
+    return _unless_usual(deployment, lambda: _kept(deployment, cluster).on_all_ranks(ranks))
+
+
+def _kept(deployment: Deployment, cluster: str) -> KvModel:
+    return deployment.model.kv_model(deployment.cluster(cluster).kv_cache_dtype)
+
+
+def _ranks(cluster: Cluster) -> int:
+    """Of its instances, which mostly have as many; whichever of them decodes."""
+    return max(instance.tensor_parallel for instance in cluster.instances)
+
+
+def _unless_usual(deployment: Deployment, model_of: Callable[[], KvModel]) -> KvModel | None:
     try:
-        ends = [deployment.model.kv_model(deployment.cluster(name).kv_cache_dtype) for name in clusters]
+        model = model_of()
     except ConfigError:
         return None
-    narrowest = min(ends, key=KvModel.compared_bytes)
-    return None if narrowest == kv_model_of(deployment) else narrowest
+    except ValueError as error:
+        logger.warning("KVCache is counted as that of one rank: %s", error)
+        return None
+    return None if model == kv_model_of(deployment) else model
 
 
-def _own_facts(deployment: Deployment, *clusters: str) -> KvFacts | None:
-    model = narrower_model(deployment, *clusters)
+def _facts(model: KvModel | None) -> KvFacts | None:
     return None if model is None else kv_facts(model)
 
 
@@ -120,7 +148,8 @@ def cluster_view(deployment: Deployment, cluster: Cluster, curves: PrefillCurves
         slot_s=_usual_slot_s(deployment, cluster) if cluster.kind == "pd" else 0.0,
         instance_price_per_s=cluster.instance_price_per_hour / SECONDS_PER_HOUR,
         kills_per_s=cluster.kills_per_hour / SECONDS_PER_HOUR,
-        kv=_own_facts(deployment, cluster.name),
+        kv=_facts(sent_model(deployment, cluster.name, cluster.name)),
+        pool_kv=_facts(held_model(deployment, cluster.name)),
     )
 
 
@@ -133,7 +162,7 @@ def link_view(deployment: Deployment, link: Link, now_s: float) -> LinkView:
         drained_s=now_s,
         seen_s=now_s,
         egress_price_per_byte=link.egress_per_gb / GB,
-        kv=_own_facts(deployment, link.source, link.target),
+        kv=_facts(sent_model(deployment, link.source, link.target)),
         joins_pools=joins_pools(deployment, link),
     )
 
@@ -254,7 +283,7 @@ class LiveFacts:
         self._link_bytes: dict[tuple[str, str], OfLength] = {
             ends: KvSize(model)
             for ends in ((link.source, link.target) for link in deployment.links)
-            if (model := narrower_model(deployment, *ends)) is not None
+            if (model := sent_model(deployment, *ends)) is not None
         }
         self._profiled = {
             cluster.name: step

@@ -54,7 +54,7 @@ class Rosters:
         self._wanted = {
             (instance.name, rank): roster_of(deployment, instance, rank)
             for instance in deployment.instances
-            for rank in range(instance.tensor_parallel)
+            for rank in range(instance.kv_ranks)
         }
         self._digests = {rank: roster.digest for rank, roster in self._wanted.items()}
         self._has = {rank: digest for rank, digest in self._has.items() if rank in self._wanted}

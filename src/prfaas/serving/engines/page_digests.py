@@ -25,8 +25,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from prfaas.core.kv.groups import GroupKind, Region, region_bytes, usable_tokens
-from prfaas.serving.transport.staging import StagedTransfer
+from prfaas.core.kv.groups import GroupKind, KvGroup, Region, region_bytes, usable_tokens
+from prfaas.serving.transport.staging import StagedRegions
 
 DIGEST_FORMAT = "v2"
 """Names the function above, and the digests' order, in the layout fingerprint."""
@@ -134,15 +134,22 @@ class DigestPlan:
         checkpoints: Collection[int] = (),
     ) -> int:
         """See `kv.groups.usable_tokens`; pages count only with their digests."""
+        digested_end = self.digested_end(num_tokens, skip_tokens, covered_end)
+        return usable_tokens(self.regions, num_tokens, skip_tokens, digested_end, checkpoints)
+
+    def digested_end(
+        self, num_tokens: int, skip_tokens: int, covered_end: Callable[[int, int], int]
+    ) -> Callable[[int, int], int]:
+        """(region, start) → where the bytes of pages end that have come from there on, and their digests too."""
         places, _ = _places(self.regions, num_tokens, skip_tokens)
 
-        def digested_end(index: int, start: int) -> int:
+        def end(index: int, start: int) -> int:
             place, page_bytes = places[index], self.regions[index].page_bytes
             first = DIGEST_BYTES * place.start
             rows = (covered_end(len(self.regions), first) - first) // (DIGEST_BYTES * place.layers)
             return min(covered_end(index, start), rows * page_bytes)
 
-        return usable_tokens(self.regions, num_tokens, skip_tokens, digested_end, checkpoints)
+        return end
 
     def checkpoint(self) -> "DigestPlan":
         """The plan of a checkpoint: of layers with a state or a window alone.
@@ -196,7 +203,7 @@ class TransferDigests:
         blocks = np.arange(first_block, first_block + len(sums), dtype=np.uint64)
         return _mix(sums ^ _mix(blocks + np.frombuffer(key, dtype="<u8")))
 
-    def check(self, staged: StagedTransfer, region: int, first_block: int, sums: Sums) -> None:
+    def check(self, staged: StagedRegions, region: int, first_block: int, sums: Sums) -> None:
         """Compare loaded pages with the digests that came with them, in the same staging at every call.
 
         Raises:
@@ -233,11 +240,17 @@ def _places(regions: Sequence[Region], num_tokens: int, skip_tokens: int) -> tup
     """Where the digests of each region lie, and how many there are."""
     places: list[_Place] = []
     start = 0
-    for group, members in groupby(regions, key=lambda region: region.group):
-        moving, layers = group.moving_blocks(num_tokens, skip_tokens), len(list(members))
+    for _, members in groupby(regions, key=lambda region: _extent(region.group)):
+        alike = list(members)
+        moving, layers = alike[0].group.moving_blocks(num_tokens, skip_tokens), len(alike)
         places += (_Place(start, moving.start, layers, position) for position in range(layers))
         start += layers * len(moving)
     return places, start
+
+
+def _extent(group: KvGroup) -> tuple[object, ...]:
+    """What a group's moving blocks follow from. How an engine groups layers that are alike is its own affair."""
+    return group.kind, group.block_tokens, group.window_tokens
 
 
 class DigestRun:

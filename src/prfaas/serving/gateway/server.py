@@ -266,7 +266,7 @@ def _tracing(deployment: Deployment, metrics: Metrics) -> Tracing | None:
 
 def _reserved_descriptors(deployment: Deployment) -> int:
     """What is open however few requests there are: files, and per rank observers, probes and event sockets."""
-    ranks = sum(instance.tensor_parallel for instance in deployment.instances)
+    ranks = sum(instance.kv_ranks for instance in deployment.instances)
     return _OWN_DESCRIPTORS + _DESCRIPTORS_PER_RANK * ranks
 
 

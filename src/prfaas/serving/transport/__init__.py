@@ -3,7 +3,7 @@ of vLLM or HTTP. The wire format is in docs/reference/wire-format.md."""
 
 from prfaas.serving.secret_files import KeyFileError, TlsFileError
 from prfaas.serving.transport.chunk_source import BytesSource, ChunkSource, SourceGone
-from prfaas.serving.transport.handshake import Fingerprint
+from prfaas.serving.transport.fingerprint import Fingerprint
 from prfaas.serving.transport.observer import Observer
 from prfaas.serving.transport.options import Peer, ReceiverOptions, SenderOptions
 from prfaas.serving.transport.outgoing import (

@@ -14,6 +14,10 @@ class Coverage:
         """How many intervals there are."""
         return len(self._starts)
 
+    def ranges(self) -> tuple[tuple[int, int], ...]:
+        """All intervals, as (start, end)."""
+        return tuple(zip(self._starts, self._ends, strict=True))
+
     def overlap_bytes(self, start: int, end: int) -> int:
         """How many of the bytes [start, end) are in place."""
         total = 0

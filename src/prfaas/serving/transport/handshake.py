@@ -1,6 +1,6 @@
 """The handshake: mutual proof of the shared key, then agreement on version and KV layout.
 
-Four steps: HELLO (client's name, role, nonce, fingerprint) → CHALLENGE (server's name, nonce and proof) →
+Four steps: HELLO (client's name, role, nonce, fingerprint) → CHALLENGE (the server's, and its proof) →
 AUTH (client's proof) → WELCOME or REJECT. Both proofs cover everything sent before, so nothing of it can be
 changed or replayed, and each names its own side, so neither can be reflected.
 
@@ -19,8 +19,10 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from prfaas.serving.transport.fingerprint import Fingerprint, fingerprint_difference
 from prfaas.serving.transport.region_layout import PeerLayouts, heard, told_of
 from prfaas.serving.transport.sealing import SECRET_BYTES, Sealing
+from prfaas.serving.transport.sentences import legible
 from prfaas.serving.transport.sockets import (
     ByteStream,
     ConnectionEnded,
@@ -52,9 +54,6 @@ ROLE_OBSERVER = "observer"
 NONCE_BYTES = 16
 MAX_HANDSHAKE_BYTES = 8 << 10
 """The longest payload that is read of someone who has proved nothing yet."""
-MAX_SENTENCE_CHARS = 400
-
-Fingerprint = Mapping[str, str | int]
 
 # What deployment files allow as a name, and the rank of a tensor-parallel engine.
 _PEER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}(/[0-9]{1,4})?")
@@ -66,12 +65,6 @@ _SECRET = re.compile(rf"[0-9a-f]{{{2 * SECRET_BYTES}}}")
 def is_peer_name(name: str) -> bool:
     """Whether an engine, a gateway or a tool of a deployment may be called so."""
     return _PEER_NAME.fullmatch(name) is not None
-
-
-def legible(text: str, max_chars: int = MAX_SENTENCE_CHARS) -> str:
-    """Another side's text as it may stand in a log line: printable ASCII without line ends, not longer than that."""
-    escaped = text[:max_chars].encode("unicode_escape").decode("ascii")
-    return escaped if len(escaped) <= max_chars else escaped[: max_chars - 3] + "..."
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,12 +141,12 @@ class ClientHello:
         _raise_if_rejected(header, body, self.server_name)
         if header.kind is not FrameType.CHALLENGE:
             raise HandshakeError(f"{self.server_name} answered HELLO with {header.kind.name}")
-        name, nonce = text_field(body, "name"), text_field(body, "nonce", 2 * NONCE_BYTES)
+        name = text_field(body, "name")
         if name != self.server_name:
             raise HandshakeError(
                 f"expected {self.server_name} at this address and found {legible(name, 100)}"
             )
-        said = (self.body(), nonce, body.get("layout"))
+        said = (self.body(), {field: value for field, value in body.items() if field != "proof"})
         if not _proved(self.key, "server", *said, text_field(body, "proof")):
             raise HandshakeError(f"{self.server_name} does not have this deployment's key")
         return pack_control(FrameType.AUTH, body={"proof": _proof(self.key, "client", *said).hex()})
@@ -237,6 +230,10 @@ def _introduce(stream: ByteStream, hello: ClientHello, deadline_s: float | None)
     header, challenge = receive_control(stream, deadline_s, MAX_HANDSHAKE_BYTES)
     stream.sendall(hello.answer(header, challenge))
     hello.finish(*receive_control(stream, deadline_s, MAX_HANDSHAKE_BYTES))
+    if hello.role == ROLE_PRODUCER:
+        both = (hello.fingerprint, challenge.get("fingerprint"), hello.name, hello.server_name)
+        if difference := fingerprint_difference(*both):
+            raise HandshakeError(difference)
     if trouble := heard(hello.layouts, hello.server_name, challenge.get("layout"), sends=True):
         raise HandshakeError(trouble)
 
@@ -337,8 +334,9 @@ def _examine(
     if server != name:
         _reject(stream, f"this is {name}, not {legible(server, 80)}")
     nonce = secrets.token_hex(NONCE_BYTES)
-    told = (body, nonce, told_of(layouts))
-    challenge = {"name": name, "nonce": nonce, "layout": told[2], "proof": _proof(key, "server", *told).hex()}
+    answer = {"name": name, "nonce": nonce, "fingerprint": dict(fingerprint), "layout": told_of(layouts)}
+    told = (body, answer)
+    challenge = answer | {"proof": _proof(key, "server", *told).hex()}
     stream.sendall(pack_control(FrameType.CHALLENGE, body=challenge))
     header, auth = receive_control(stream, deadline_s, MAX_HANDSHAKE_BYTES)
     if header.kind is not FrameType.AUTH or not _proved(key, "client", *told, text_field(auth, "proof")):
@@ -359,25 +357,6 @@ def _examine(
         if difference is not None:
             _reject(stream, difference, client)
     return PeerIdentity(client, role, client_session)
-
-
-def fingerprint_difference(ours: Fingerprint, theirs: object, name: str, peer: str) -> str | None:
-    """A sentence naming the first field in which two layouts differ, or None if they are equal.
-
-    Fingerprints have what says most first. A field that only one side has keeps its place among those of that side.
-    """
-    if not isinstance(theirs, dict):
-        return f"{peer} sent no layout fingerprint"
-    places: dict[str, int] = {}
-    for layout in (ours, theirs):
-        for place, field in enumerate(layout):
-            places[str(field)] = min(place, places.get(str(field), place))
-    for field in sorted(places, key=lambda field: (places[field], field)):
-        mine, other = ours.get(field), theirs.get(field)
-        if mine != other:
-            what, value = legible(repr(field), 60), legible(repr(other), 100)
-            return f"KV layout differs in {what}: {name} has {mine!r}, {peer} has {value}"
-    return None
 
 
 def _first_frame(stream: ByteStream, deadline_s: float) -> tuple[Header, dict[str, Any]]:
@@ -404,17 +383,15 @@ def _raise_if_rejected(header: Header, body: Mapping[str, Any], server_name: str
         raise HandshakeError(f"{server_name} rejected the connection: {reason}")
 
 
-def _proof(
-    key: bytes, side: str, hello: Mapping[str, Any], server_nonce: str, server_layout: object
-) -> bytes:
-    # Canonical JSON of the whole HELLO: names, role, version, fingerprint, layout and nonce are all covered.
-    said = [side, server_nonce, server_layout, dict(hello)]
+def _proof(key: bytes, side: str, hello: Mapping[str, Any], challenge: Mapping[str, Any]) -> bytes:
+    # Canonical JSON of all of HELLO and CHALLENGE: names, role, version, fingerprints, layouts and nonces are covered.
+    said = [side, dict(challenge), dict(hello)]
     sent = json.dumps(said, sort_keys=True, separators=(",", ":"))
     return hmac.digest(key, b"prfaas handshake\x00" + sent.encode(), "sha256")
 
 
 def _proved(
-    key: bytes, side: str, hello: Mapping[str, Any], server_nonce: str, server_layout: object, proof: str
+    key: bytes, side: str, hello: Mapping[str, Any], challenge: Mapping[str, Any], proof: str
 ) -> bool:
-    ours = _proof(key, side, hello, server_nonce, server_layout).hex().encode()
+    ours = _proof(key, side, hello, challenge).hex().encode()
     return hmac.compare_digest(ours, proof.encode(errors="replace"))

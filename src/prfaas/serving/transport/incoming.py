@@ -142,6 +142,7 @@ class IncomingTransfer:
         self._pieces = 0
         self._arriving: list[ChunkPlace] = []
         self._lent: dict[object, Callable[[], None]] = {}
+        self._followed: dict[object, Callable[[], None]] = {}
 
     def status(self, *, taken: bool = False) -> TransferStatus:
         """A snapshot; `taken`: the engine owns the staged bytes."""
@@ -211,8 +212,12 @@ class IncomingTransfer:
         if self._lent.pop(loan, None) is not None and self.phase is TransferPhase.FAILED:
             self.release()
 
+    def follow(self, follower: object, on_change: Callable[[], None]) -> None:
+        """As `lend` for who holds the lease too (`StagingLease.share`), so that the transfer need not wait for it."""
+        self._followed[follower] = on_change
+
     def _tell_engine(self) -> None:
-        for on_change in self._lent.values():
+        for on_change in (*self._lent.values(), *self._followed.values()):
             on_change()
 
     def end(self, overlapped_bytes: int) -> None:
@@ -244,6 +249,10 @@ class IncomingTransfer:
     def covered_end(self, region: int, start: int) -> int:
         """Where the verified bytes of a region from `start` on end."""
         return self._coverage[region].end_from(start)
+
+    def covered_ranges(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """All verified bytes, by region."""
+        return tuple(coverage.ranges() for coverage in self._coverage)
 
     def resume_points(self, layout: TransferLayout) -> ResumePoints:
         """From where an engine can go on with what has come of it, if it breaks now, or another part does."""

@@ -12,14 +12,10 @@ from typing import Any
 from prfaas import __version__
 from prfaas.core.deployment import CONTROL
 from prfaas.serving.logs import PEER
-from prfaas.serving.transport.arrival import Arrival
+from prfaas.serving.transport.arrival import Arrival, FollowedTransfer
 from prfaas.serving.transport.arrival_sums import ArrivalSums
-from prfaas.serving.transport.handshake import (
-    ROLE_PRODUCER,
-    Fingerprint,
-    PeerIdentity,
-    welcome,
-)
+from prfaas.serving.transport.fingerprint import Fingerprint
+from prfaas.serving.transport.handshake import ROLE_PRODUCER, PeerIdentity, welcome
 from prfaas.serving.transport.options import ReceiverOptions
 from prfaas.serving.transport.pacing import PaceOrder
 from prfaas.serving.transport.receiver_connection import ReceiverConnection
@@ -191,6 +187,13 @@ class Receiver:
         it: it must not block, nor call the receiver.
         """
         return self._table.lend(transfer_id, on_change)
+
+    def follow(self, transfer_id: bytes, on_change: Callable[[], None]) -> FollowedTransfer | None:
+        """A transfer to be read by other processes, which the caller must give back; None as of `lend`.
+
+        It is in nobody's way here: it is taken, broken and dropped as if nobody followed it. `on_change` as of `lend`.
+        """
+        return self._table.follow(transfer_id, on_change)
 
     def drop(self, transfer_id: bytes, reason: str, *, keep: bool = False) -> None:
         """Give a transfer up: frees its staging unless taken, tells the producer, refuses the id from now on.

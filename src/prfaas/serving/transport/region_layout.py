@@ -114,18 +114,29 @@ class PeerLayouts(Generic[AgreedT]):
     # Of which it is remembered in which form they came; more are not staged at once.
     MOST_TRANSFERS = 1 << 14
 
-    def __init__(self, told: object, agree: Callable[[object, str, bool], AgreedT], alike: AgreedT) -> None:
+    def __init__(
+        self,
+        told: object,
+        agree: Callable[[object, str, bool], AgreedT],
+        alike: AgreedT,
+        *,
+        takes_turns: bool = False,
+    ) -> None:
         """
         Args:
             told: what peers are told, as JSON.
             agree: gives the layout for what a peer has told, its name, and whether this side sends to it; raises
                 ValueError if there is none.
             alike: the layout between equal sides, which is taken for granted until a peer has told.
+            takes_turns: between equal sides some is left to other ranks, so these agree too.
         """
+        self._takes_turns = takes_turns
         self.told = told
         self._agree = agree
         self.alike = alike
         """What travels where pages go as this side keeps them."""
+        self.on_begin: Callable[[bytes, AgreedT], None] = lambda _transfer_id, _agreed: None
+        """Called with the id and the layout of a transfer that is being opened; must not block."""
         self._lock = threading.Lock()
         self._told = threading.Condition(self._lock)
         self._heard: set[tuple[str, bool]] = set()
@@ -139,7 +150,7 @@ class PeerLayouts(Generic[AgreedT]):
         `sends`: this side sends to the peer, else the peer sends to this side.
         """
         agreed, trouble = self.alike, None
-        if told != self.told:
+        if told != self.told or self._takes_turns:
             try:
                 agreed = self._agree(told, peer, sends)
             except ValueError as error:
@@ -190,6 +201,7 @@ class PeerLayouts(Generic[AgreedT]):
                 )
             self._of_tickets.setdefault(transfer_id, {})[part] = agreed
             self._of_transfers[part_id(transfer_id, part)] = agreed
+            self.on_begin(part_id(transfer_id, part), agreed)
             for begun in (self._of_tickets, self._of_transfers):
                 while len(begun) > self.MOST_TRANSFERS:
                     begun.popitem(last=False)

@@ -86,16 +86,16 @@ def rank_of(name: str) -> int:
 
 def roster_of(deployment: Deployment, instance: Instance, rank: int) -> Roster:
     """What a deployment says of one rank of an instance. A rank has to do with those that share its heads."""
-    ranks = instance.tensor_parallel
+    ranks = instance.kv_ranks
     peers = [
         _peer_of(peer, ranks, other)
         for peer in deployment.peers_of(instance)
-        for other in paired_ranks(rank, ranks, peer.instance.tensor_parallel)
+        for other in paired_ranks(rank, ranks, peer.instance.kv_ranks)
     ]
     producers = (
         ranked(producer.name, other)
         for producer in deployment.producers_for(instance)
-        for other in paired_ranks(rank, ranks, producer.tensor_parallel)
+        for other in paired_ranks(rank, ranks, producer.kv_ranks)
     )
     plain = (
         deployment.plain_peers_of(instance) if deployment.needs_certificate(instance.name) else frozenset()

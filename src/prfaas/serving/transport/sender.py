@@ -11,11 +11,8 @@ from functools import partial
 from typing import Any
 
 from prfaas.core.link.turns import turn_of_checkpoint
-from prfaas.serving.transport.handshake import (
-    ROLE_PRODUCER,
-    ClientHello,
-    Fingerprint,
-)
+from prfaas.serving.transport.fingerprint import Fingerprint
+from prfaas.serving.transport.handshake import ROLE_PRODUCER, ClientHello
 from prfaas.serving.transport.link_report import KernelTotals, link_reports
 from prfaas.serving.transport.offer import Offer
 from prfaas.serving.transport.options import Peer, SenderOptions

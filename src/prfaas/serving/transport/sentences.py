@@ -2,11 +2,16 @@
 
 from collections.abc import Mapping
 
-from prfaas.serving.transport.handshake import MAX_SENTENCE_CHARS, legible
-
+MAX_SENTENCE_CHARS = 400
 # What all sentences of one report may take: it shares a STATS frame of 64 KiB with others.
 _ALL_SENTENCES_CHARS = 16 << 10
 _MIN_SENTENCE_CHARS = 60
+
+
+def legible(text: str, max_chars: int = MAX_SENTENCE_CHARS) -> str:
+    """Another side's text as it may stand in a log line: printable ASCII without line ends, not longer than that."""
+    escaped = text[:max_chars].encode("unicode_escape").decode("ascii")
+    return escaped if len(escaped) <= max_chars else escaped[: max_chars - 3] + "..."
 
 
 def bounded_sentences(sentences: Mapping[str, str]) -> dict[str, str]:

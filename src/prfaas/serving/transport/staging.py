@@ -6,6 +6,7 @@ A transfer holds a lease of blocks; a complete one is handed to the engine as a 
 import contextlib
 import heapq
 import mmap
+import os
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -112,15 +113,21 @@ class StagingArena:
 
 
 class StagingLease:
-    """`nbytes` of staging, addressed logically from 0; owned by one holder at a time, freed exactly once."""
+    """`nbytes` of staging, addressed logically from 0; freed exactly once by each holder, mostly a single one."""
 
-    def __init__(self, arena: StagingArena, nbytes: int, blocks: list[int]) -> None:
+    def __init__(self, arena: "StagingArena | MappedArena", nbytes: int, blocks: list[int]) -> None:
         self.nbytes = nbytes
         self._arena = arena
         self._blocks: list[int] | None = blocks
+        self._holders = 1
         self._extents = _extents_of(blocks, arena.block_bytes)
         self._starts = [extent.start for extent in self._extents]
         self._lock = threading.Lock()
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """The arena's blocks that it lies in, in order; none once it was freed."""
+        return tuple(self._blocks or ())
 
     @property
     def freed(self) -> bool:
@@ -149,16 +156,24 @@ class StagingLease:
             offset, nbytes, index = offset + take, nbytes - take, index + 1
         return pieces
 
+    def share(self) -> None:
+        """One more holder: the blocks are given back once each has called `free`."""
+        with self._lock:
+            self._holders += 1
+
     def free(self) -> None:
-        """Give the blocks back.
+        """Give the blocks back, if nobody else holds them.
 
         Raises:
             RuntimeError: they were given back already.
         """
         with self._lock:
+            if self._blocks is None:
+                raise RuntimeError("staging lease was freed already")
+            self._holders -= 1
+            if self._holders:
+                return
             blocks, self._blocks = self._blocks, None
-        if blocks is None:
-            raise RuntimeError("staging lease was freed already")
         self._arena._give_back(blocks)
 
 
@@ -181,6 +196,37 @@ def _anonymous(nbytes: int) -> memoryview:
         with contextlib.suppress(OSError):
             mapping.madvise(mmap.MADV_HUGEPAGE)
     return memoryview(mapping)
+
+
+def shared_memory(nbytes: int) -> tuple[int, memoryview]:
+    """Memory that other processes can map: a file descriptor, and the mapping of this process.
+
+    Raises:
+        OSError: the machine has none.
+    """
+    fd = os.memfd_create("prfaas-staging")
+    os.ftruncate(fd, nbytes)
+    return fd, mapped_memory(fd, nbytes)
+
+
+def mapped_memory(fd: int, nbytes: int) -> memoryview:
+    """What another process made with `shared_memory`. Raises OSError."""
+    return memoryview(mmap.mmap(fd, nbytes))
+
+
+class MappedArena:
+    """The staging of another process: its leases are read here, and handed out and freed there."""
+
+    def __init__(self, buffer: memoryview, block_bytes: int) -> None:
+        self.block_bytes = block_bytes
+        self._buffer = buffer
+
+    def lease(self, nbytes: int, blocks: Sequence[int]) -> "StagingLease":
+        """A lease that was handed out there."""
+        return StagingLease(self, nbytes, list(blocks))
+
+    def _give_back(self, blocks: list[int]) -> None:
+        """Whoever lent them is told by other means."""
 
 
 def _touch(buffer: memoryview) -> None:

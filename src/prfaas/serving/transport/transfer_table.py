@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from prfaas.serving.transport.arrival import Arrival
+from prfaas.serving.transport.arrival import Arrival, FollowedTransfer
 from prfaas.serving.transport.checkpoints import Checkpoints
 from prfaas.serving.transport.handshake import PeerIdentity
 from prfaas.serving.transport.incoming import ChunkPlace, FrameSink, IncomingTransfer, ProducerSession
@@ -305,6 +305,13 @@ class TransferTable:
             if transfer is not None and transfer.lease is not None:
                 return Arrival(transfer, transfer.lease, self._lock, on_change, self._admit)
             return None
+
+    def follow(self, transfer_id: bytes, on_change: Callable[[], None]) -> FollowedTransfer | None:
+        """See `Receiver.follow`."""
+        with self._lock:
+            if (transfer := self._transfers.get(transfer_id)) is None or transfer.lease is None:
+                return None
+            return FollowedTransfer(transfer, transfer.lease, self._lock, on_change, self.admit)
 
     def admit(self) -> None:
         """Staging may have become free."""

@@ -58,6 +58,7 @@ class Output:
     num_scheduled_tokens: dict[str, int]
     kv_connector_block_state: BlockState
     preempted_req_ids: set[str] = field(default_factory=set)
+    scheduled_spec_decode_tokens: dict[str, list[int]] = field(default_factory=dict)
 
     @property
     def total_num_scheduled_tokens(self) -> int:

@@ -1,9 +1,14 @@
 """Engines whose KV is divided among ranks, in memory: what a model computed, and where each rank keeps its heads."""
 
+import os
+import socket
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import combinations
+from math import prod
 
 import numpy as np
 import torch
@@ -12,8 +17,9 @@ from vllm.v1.kv_cache_interface import MambaSpec
 
 from prfaas.core.kv.groups import GroupKind
 from prfaas.core.kv.page_layout import PageLayout
-from prfaas.core.kv.rank_shares import paired_ranks
+from prfaas.core.kv.rank_shares import paired_ranks, rank_copies
 from prfaas.serving.engines.vllm.consumer import KvConsumer
+from prfaas.serving.engines.vllm.drafter import Drafter
 from prfaas.serving.engines.vllm.layout import EngineGroup, KvLayout, Packing, opaque_layout, page_layout
 from prfaas.serving.engines.vllm.metadata import BlockRun, LoadOrder, SendOrder
 from prfaas.serving.engines.vllm.pages import HostPages, LayerPages, raw_pages
@@ -25,7 +31,8 @@ from prfaas.serving.transport.options import Peer, ReceiverOptions, SenderOption
 from prfaas.serving.transport.receiver import Receiver
 from prfaas.serving.transport.region_layout import PeerLayouts
 from prfaas.serving.transport.sender import Sender
-from prfaas.serving.transport.staging import StagingArena
+from prfaas.serving.transport.sibling_staging import SiblingStaging
+from prfaas.serving.transport.staging import StagingArena, shared_memory
 from prfaas.serving.transport.ticket import Ticket, TransferAttributes
 
 KEY = b"k" * 32
@@ -56,12 +63,18 @@ class Keeping:
     channels_outside: bool = True
     is_dense: bool = False
     """There is full attention only."""
+    drafts: int = 0
+    """Rows of a linear state behind those that a prompt leaves."""
+    drafter: str = ""
+    """Its identity; "" has none. It has a layer in the group of the model's full attention."""
+    shares: bool = True
+    """Ranks read each other's staging."""
 
     @property
     def groups(self) -> tuple[EngineGroup, ...]:
         groups = (
             EngineGroup(0, GroupKind.STATE, self.state_tokens, 0, ("g0",)),
-            EngineGroup(1, GroupKind.FULL, self.full_tokens, 0, ("a0", "a1")),
+            EngineGroup(1, GroupKind.FULL, self.full_tokens, 0, ("a0", *["d0"] * bool(self.drafter), "a1")),
             EngineGroup(2, GroupKind.WINDOW, self.window_tokens, WINDOW_TOKENS, ("w0",)),
             EngineGroup(3, GroupKind.FULL, LATENT_TOKENS, 0, ("m0",)),
         )
@@ -87,6 +100,7 @@ class Truth:
         self.tokens = {
             "a0": some(MOST_TOKENS, model.full_heads, WIDTH),
             "a1": some(MOST_TOKENS, model.full_heads, WIDTH),
+            "d0": some(MOST_TOKENS, model.full_heads, WIDTH),
             "w0": some(MOST_TOKENS, model.window_heads, WIDTH),
             "m0": some(MOST_TOKENS, 1, LATENT_WIDTH),
         }
@@ -95,15 +109,15 @@ class Truth:
         self.values = some(model.state_heads, VALUE_WIDTH, CONVOLVED)
         self.recurrent = some(model.state_heads, VALUE_WIDTH, KEY_WIDTH)
 
-    def state(self, rank: int, keeping: Keeping, token: int) -> torch.Tensor:
-        """One rank's state after a token, as bytes of a page."""
+    def state(self, rank: int, keeping: Keeping, token: int) -> list[torch.Tensor]:
+        """One rank's state after a token: of the convolution, and the recurrent one."""
         keys = heads_of(self.model.state_keys, rank, keeping.ranks)
         heads = heads_of(self.model.state_heads, rank, keeping.ranks)
         parts = [self.queries[list(keys)], self.keys[list(keys)], self.values[list(heads)]]
         convolved = torch.cat([part.reshape(-1, CONVOLVED) for part in parts])
         if not keeping.channels_outside:
             convolved = convolved.T
-        return torch.cat([convolved.reshape(-1), self.recurrent[list(heads)].reshape(-1)]) + token
+        return [convolved + token, self.recurrent[list(heads)] + token]
 
 
 class RankMemory:
@@ -112,11 +126,13 @@ class RankMemory:
     def __init__(self, model: Model, keeping: Keeping, rank: int, seed: int) -> None:
         self.model, self.keeping, self.rank = model, keeping, rank
         self.groups = keeping.groups
+        self._seed = seed
         random = np.random.default_rng(seed)
         self.seen: dict[str, torch.Tensor] = {}
         self.heads = {
             "a0": heads_of(model.full_heads, rank, keeping.ranks),
             "a1": heads_of(model.full_heads, rank, keeping.ranks),
+            "d0": heads_of(model.full_heads, rank, keeping.ranks),
             "w0": heads_of(model.window_heads, rank, keeping.ranks),
             "m0": range(1),
         }
@@ -127,9 +143,20 @@ class RankMemory:
                 tensor, layout = self._tensor(group, name, random)
                 raw = raw_pages(tensor, NUM_BLOCKS)
                 pages[name], layouts[name] = [HostPages(raw)], [layout]
-        self.layout = KvLayout(self.groups, pages, page_layouts=layouts)
+        drafter = Drafter(keeping.drafter, frozenset(["d0"] * bool(keeping.drafter)))
+        self.layout = KvLayout(
+            self.groups, pages, page_layouts=layouts, drafter=drafter, copies=self._copies()
+        )
         ids = np.random.default_rng(seed // 100).permutation(np.arange(1, NUM_BLOCKS)).tolist()
         self.tables = {group.index: ids for group in self.groups}
+
+    def _copies(self) -> dict[str, int]:
+        ranks = self.keeping.ranks
+        if not self.keeping.shares:
+            return {}
+        heads = max(1, self.model.full_heads // ranks)
+        copies = rank_copies(self.model.full_heads, heads, ranks)
+        return {"m0": rank_copies(0, 1, ranks), "a0": copies, "a1": copies}
 
     def _tensor(
         self, group: EngineGroup, name: str, random: np.random.Generator
@@ -166,24 +193,31 @@ class RankMemory:
         keys = len(heads_of(self.model.state_keys, self.rank, self.keeping.ranks))
         heads = len(heads_of(self.model.state_heads, self.rank, self.keeping.ranks))
         channels = 2 * keys * KEY_WIDTH + heads * VALUE_WIDTH
-        convolved = (channels, CONVOLVED) if self.keeping.channels_outside else (CONVOLVED, channels)
+        rows = CONVOLVED + self.keeping.drafts
+        convolved = (channels, rows) if self.keeping.channels_outside else (rows, channels)
         return MambaSpec(
             block_size=self.keeping.state_tokens,
             shapes=(convolved, (heads, VALUE_WIDTH, KEY_WIDTH)),
             dtypes=(torch.int16, torch.int16),
             mamba_type=MambaAttentionBackendEnum.GDN_ATTN,
+            num_speculative_blocks=self.keeping.drafts,
         )
 
-    def token(self, name: str, group: EngineGroup, token: int) -> torch.Tensor:
-        """What a layer keeps of one token; a linear state's: the state after it."""
+    def token(self, name: str, group: EngineGroup, token: int) -> list[torch.Tensor]:
+        """What a layer keeps of one token; a linear state's: the state after it, without the rows of drafts."""
         block, row = divmod(token, group.block_tokens)
         found = self.seen[name][self.tables[group.index][block]]
-        return found if group.kind is GroupKind.STATE else found[row]
+        if group.kind is not GroupKind.STATE:
+            return [found[row]]
+        convolved, recurrent = self._spec().shapes
+        items = prod(convolved)
+        rows = found[:items].view(convolved).narrow(int(self.keeping.channels_outside), 0, CONVOLVED)
+        return [rows, found[items:].view(recurrent)]
 
-    def expected(self, truth: Truth, name: str, token: int) -> torch.Tensor:
+    def expected(self, truth: Truth, name: str, token: int) -> list[torch.Tensor]:
         if name == "g0":
             return truth.state(self.rank, self.keeping, token)
-        return truth.tokens[name][token, list(self.heads[name])]
+        return [truth.tokens[name][token, list(self.heads[name])]]
 
     def needed(self, num_tokens: int, held: int) -> Iterator[tuple[str, EngineGroup, int]]:
         """Layers and tokens without which the prompt can't be continued."""
@@ -199,13 +233,19 @@ class RankMemory:
 
     def compute(self, truth: Truth, num_tokens: int) -> None:
         for name, group, token in self.needed(num_tokens, 0):
-            self.token(name, group, token).copy_(self.expected(truth, name, token))
+            for kept, computed in zip(
+                self.token(name, group, token), self.expected(truth, name, token), strict=True
+            ):
+                kept.copy_(computed)
 
-    def assert_has(self, truth: Truth, num_tokens: int, held: int) -> None:
+    def assert_has(self, truth: Truth, num_tokens: int, held: int, drafter: str = "") -> None:
+        """`drafter`: of the engine that has sent; the KV of another one was left as it is."""
+        before = RankMemory(self.model, self.keeping, self.rank, self._seed)
         for name, group, token in self.needed(num_tokens, held):
-            assert torch.equal(self.token(name, group, token), self.expected(truth, name, token)), (
-                f"rank {self.rank}: token {token} of {name}"
-            )
+            came = name != "d0" or drafter == self.keeping.drafter
+            expected = self.expected(truth, name, token) if came else before.token(name, group, token)
+            found = self.token(name, group, token)
+            assert all(map(torch.equal, found, expected)), f"rank {self.rank}: token {token} of {name}"
 
     def moving(self, group: EngineGroup, num_tokens: int, held: int) -> BlockRun:
         blocks = group.moving_blocks(num_tokens, held)
@@ -225,6 +265,7 @@ class RankedPair:
     receivers: list[Receiver]
     senders: list[Sender]
     wires: dict[str, list[PeerLayouts[WireLayout]]] = field(default_factory=dict)
+    siblings: list[SiblingStaging] = field(default_factory=list)
 
     def prefill(
         self,
@@ -278,7 +319,7 @@ class RankedPair:
                     runs = tuple(memory.moving(group, end_tokens, 0) for group in cut)
                     order = replace(order, checkpoint_tokens=end_tokens, checkpoint=runs)
                     until(lambda each=producing: bool(each.ready_for_checkpoints()))
-                for name in ("a0", "a1", "w0", "m0"):
+                for name in ("a0", "a1", "w0", "m0", *["d0"] * bool(memory.keeping.drafter)):
                     producing.save_layer([order], name)
                 producing.end_step([order])
         return ticket
@@ -347,7 +388,11 @@ def ranked_pair(
         for name, memories in (("east", east), ("home", home))
     }
     pair = RankedPair(east, home, [], [], [], [], wires)
-    arenas = [StagingArena(2 << 20, 16 << 10) for _ in home]
+    memories = [shared_memory(2 << 20) for _ in home]
+    arenas = [StagingArena(2 << 20, 16 << 10, memory) for _, memory in memories]
+    sockets: list[dict[int, socket.socket]] = [{} for _ in home]
+    for one, other in combinations(range(theirs.ranks if theirs.shares else 0), 2):
+        sockets[one][other], sockets[other][one] = socket.socketpair()
     with ExitStack() as stack:
         for rank, arena in enumerate(arenas):
             receiver = Receiver(
@@ -364,7 +409,31 @@ def ranked_pair(
             receiver.start()
             stack.callback(receiver.close)
             pair.receivers.append(receiver)
-            consuming = KvConsumer(wires["home"][rank], receiver, 2.0, 5.0, ConnectorStats())
+        if theirs.shares:
+            # Each waits for the others' greetings.
+            with ThreadPoolExecutor(theirs.ranks) as threads:
+                pair.siblings = list(
+                    threads.map(
+                        lambda rank: SiblingStaging(
+                            *(arenas[rank], memories[rank][0], pair.receivers[rank], sockets[rank]),
+                            ttl_s=5.0,
+                            keep_s=1.0,
+                            waits_s=5.0,
+                        ),
+                        range(theirs.ranks),
+                    )
+                )
+        for rank, receiver in enumerate(pair.receivers):
+            siblings = pair.siblings[rank] if theirs.shares else None
+            if siblings is not None:
+                stack.callback(siblings.close)
+                lend = siblings.begin
+                wires["home"][rank].on_begin = lambda transfer_id, wire, lend=lend: lend(
+                    transfer_id, wire.readers
+                )
+            consuming = KvConsumer(
+                wires["home"][rank], receiver, 2.0, 5.0, ConnectorStats(), siblings=siblings
+            )
             stack.callback(consuming.close)
             pair.consuming.append(consuming)
         for rank, memory in enumerate(east):
@@ -389,3 +458,5 @@ def ranked_pair(
             pair.producing.append(KvProducer(memory.layout, wires["east"][rank], sender, 20.0, stats))
         yield pair
     assert [arena.used_blocks for arena in arenas] == [0] * len(arenas)
+    for fd, _ in memories:
+        os.close(fd)

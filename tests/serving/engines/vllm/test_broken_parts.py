@@ -88,7 +88,7 @@ def goes_on(pair: RankedPair, truth: Truth, ticket: Ticket, tokens: int) -> None
         for group in memory.groups:
             for name in group.layer_names:
                 for token in range(-(-tokens // group.block_tokens) * group.block_tokens, TOKENS):
-                    assert (memory.token(name, group, token) == -1).all(), (name, token)
+                    assert all((kept == -1).all() for kept in memory.token(name, group, token)), (name, token)
     assert pair.total("loads_resumed") == len(pair.home)
     assert pair.total("digest_mismatches") == 0
 
@@ -300,3 +300,20 @@ def test_a_checkpoint_leaves_to_all_ranks_or_to_none() -> None:
         killed(pair)
         assert pair.load(ticket, 0) == [({"d"}, {"d"})] * 2
         goes_on(pair, truth, ticket, 32)
+
+
+@pytest.mark.parametrize("keepings", [(4, 4), (2, 4), (4, 2)])
+def test_ranks_that_read_each_others_staging_go_on(keepings: tuple[int, int]) -> None:
+    """One head and one latent: of four ranks the last is sent states and windows alone."""
+    model, truth = Model(1, 1, 4, 4), Truth(Model(1, 1, 4, 4), 8)
+    ours, theirs = (Keeping(ranks) for ranks in keepings)
+    with ranked_pair(model, ours, theirs) as pair:
+        pair.connected()
+        checkpoints = {rank: [32, 64] for rank in range(ours.ranks)}
+        ticket = pair.prefill(TOKENS, 0, [16, 32, 48, 64, 80], truth=truth, checkpoints=checkpoints)
+        sent = 2 * max(ours.ranks, theirs.ranks)
+        until(lambda: sum(each.stats()["checkpoints"] for each in pair.receivers) == sent)
+        arrived(pair, ticket, 80)
+        killed(pair)
+        assert pair.load(ticket, 0) == [({"d"}, {"d"})] * theirs.ranks
+        goes_on(pair, truth, ticket, 64)

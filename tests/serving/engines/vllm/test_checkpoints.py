@@ -448,7 +448,7 @@ def test_what_leaves_is_what_was_there_when_the_chunk_ended(
         source.read_into(0, memoryview(page))
         found.setdefault(region, bytearray()).extend(page)
     then = prefill.then[80]
-    expected = [then[name][5] for name in STATE.layer_names] + [then["w0"][8:11]]
+    expected = [then["w0"][8:11], *(then[name][5] for name in STATE.layer_names)]
     assert [bytes(found[region]) for region in range(4)] == [pages.tobytes() for pages in expected]
 
 

@@ -186,7 +186,6 @@ def test_a_chunk_that_ends_inside_a_block_has_no_checkpoint(sizes: list[int], en
     prompt = list(range(320))
     for scheduler, expected in (
         (side("east"), ends),
-        (ConnectorScheduler("east", KEY, GROUPS, now_s=lambda: 1000.0, checkpoints=False), [0] * len(ends)),
         (ConnectorScheduler("east", KEY, (FULL,), now_s=lambda: 1000.0), [0] * len(ends)),
     ):
         request = Request("r", prompt, {"prfaas": ticket_for(prompt, 0, 64)})

@@ -28,11 +28,10 @@ from prfaas.core.pool.geometry import PoolGeometry
 from prfaas.serving.engines.model_identity import ModelIdentity
 from prfaas.serving.engines.vllm.connector import _check_parallelism
 from prfaas.serving.engines.vllm.connector_worker import ConnectorWorker, _drops_last_block
+from prfaas.serving.engines.vllm.fingerprint import fingerprint, pool_fingerprint
 from prfaas.serving.engines.vllm.layout import (
     EngineGroup,
     KvLayout,
-    fingerprint,
-    pool_fingerprint,
     read_elements,
 )
 from prfaas.serving.engines.vllm.metadata import (
@@ -52,7 +51,7 @@ from prfaas.serving.engines.vllm.settings import SettingsError
 from prfaas.serving.engines.vllm.stats import ConnectorStats
 from prfaas.serving.pool.client import PoolClient
 from prfaas.serving.pool.protocol import PoolMatch
-from prfaas.serving.transport.handshake import fingerprint_difference
+from prfaas.serving.transport.fingerprint import fingerprint_difference
 from prfaas.serving.transport.resume_points import ResumePoints
 from prfaas.serving.transport.ticket import Ticket
 

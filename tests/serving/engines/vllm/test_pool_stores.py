@@ -25,9 +25,10 @@ class Engine:
         self.pooled = PooledRequest.of(request, 8 if WINDOW in groups else 16)  # type: ignore[arg-type]
         self.stores = PoolStores(pool, groups, EVERY)  # type: ignore[arg-type]
 
-    def step(self, tokens: int, *, offered: bool = True) -> list[PoolStore]:
+    def step(self, tokens: int, *, offered: bool = True, drafts: int = 0, taken: int = 0) -> list[PoolStore]:
+        """Of so many drafts behind its tokens a step takes some."""
         request = self.request
-        start, end = request.num_computed_tokens, request.num_computed_tokens + tokens
+        start, end = request.num_computed_tokens, request.num_computed_tokens + tokens + drafts
         table: tuple[list[int], ...] = tuple([] for _ in range(3))
         for group in self.groups:
             first = 0
@@ -42,9 +43,13 @@ class Engine:
         boundary = end // 16 * 16
         if STATE in self.groups and boundary > start and offered:
             offers = {request.request_id: [(1, 500 + boundary, boundary)]}
-        output = Output({request.request_id: tokens}, BlockState({request.request_id: table}, offers))
+        output = Output(
+            {request.request_id: tokens + drafts}, BlockState({request.request_id: table}, offers)
+        )
+        if drafts:
+            output.scheduled_spec_decode_tokens = {request.request_id: [7] * drafts}
         orders = self.stores.order({request.request_id: self.pooled}, output)  # type: ignore[arg-type]
-        request.num_computed_tokens = end
+        request.num_computed_tokens = end - drafts + taken
         return orders
 
     def answer(self, tokens: int) -> list[list[PoolStore]]:
@@ -91,6 +96,29 @@ def test_every_whole_attention_block_goes_once_whatever_the_chunks(
         orders += steps
     assert stored(orders).get(0, []) == list(range((prompt + answer) // 16))
     assert len(world.pool.calls) <= 2 * (1 + (prompt + answer) // 8)
+
+
+@given(data=st.data(), prompt=st.integers(1, 100), steps=st.integers(0, 40))
+def test_of_a_step_with_drafts_nothing_goes_that_may_be_written_over(
+    data: st.DataObject, prompt: int, steps: int
+) -> None:
+    world = engine(FULL, STATE, prompt=prompt)
+    went = stored(world.step(prompt))
+    for _ in range(steps):
+        request, drafts = world.request, data.draw(st.integers(0, 5))
+        taken = data.draw(st.integers(0, drafts))
+        request.all_token_ids.append(5000 + len(request.all_token_ids))
+        computed = request.num_computed_tokens
+        for group, blocks in stored(world.step(1, drafts=drafts, taken=taken)).items():
+            # With no draft a step is final.
+            assert all((block + 1) * 16 <= computed + (not drafts) for block in blocks)
+            assert group == 0 or not drafts
+            went.setdefault(group, []).extend(blocks)
+        request.all_token_ids += [6000 + len(request.all_token_ids)] * taken
+    left = world.request.num_computed_tokens
+    world.request.all_token_ids.append(1)
+    went.setdefault(0, []).extend(stored(world.step(1)).get(0, []))
+    assert went[0] == list(range((left + 1) // 16))
 
 
 def test_identities_say_what_lead_pages_stand_for() -> None:

@@ -19,10 +19,10 @@ from tests.serving.engines.vllm.ranked_world import (
 from prfaas.core.kv.groups import region_bytes
 from prfaas.core.kv.rank_shares import paired_ranks
 from prfaas.serving.engines.page_digests import page_sums
-from prfaas.serving.engines.vllm.wire_layout import wire_layouts
+from prfaas.serving.engines.vllm.wire_layout import WireRegion, wire_layouts
 from prfaas.serving.transport.ticket import part_id
 
-SIZES = [(1, 2), (2, 1), (1, 4), (4, 1), (2, 4), (4, 2), (8, 2), (1, 8)]
+SIZES = [(1, 1), (2, 2), (1, 2), (2, 1), (1, 4), (4, 1), (2, 4), (4, 2), (4, 4), (8, 2), (1, 8)]
 HEADS = [1, 2, 4, 8]
 
 
@@ -35,7 +35,7 @@ def worlds(draw: st.DrawFn) -> tuple[Model, Keeping, Keeping]:
         state_keys=(keys := draw(st.sampled_from(HEADS))),
         state_heads=keys * draw(st.sampled_from([1, 2])),
     )
-    channels_outside = draw(st.booleans())
+    channels_outside, shares = draw(st.booleans()), draw(st.booleans())
     keepings = [
         Keeping(
             ranks,
@@ -44,6 +44,9 @@ def worlds(draw: st.DrawFn) -> tuple[Model, Keeping, Keeping]:
             draw(st.sampled_from([8, 32])),
             draw(st.sampled_from(["HND", "NHD"])),
             channels_outside,
+            shares=shares,
+            drafts=draw(st.sampled_from([0, 1, 3])),
+            drafter=draw(st.sampled_from(["", "mtp", "eagle"])),
         )
         for ranks in (ours, theirs)
     ]
@@ -63,37 +66,58 @@ def test_every_rank_gets_its_heads_and_each_byte_once(
     home = [RankMemory(model, theirs, rank, 200 + rank) for rank in range(theirs.ranks)]
     for memory in east:
         memory.compute(truth, num_tokens)
-    for memory in home:
-        receives = 0
+    extent = (num_tokens, skip)
+    loadings = [wire_layouts(memory.layout, "home", memory.rank, theirs.ranks) for memory in home]
+    staged: dict[tuple[int, int], dict[int, memoryview]] = {}
+    receives = [0] * theirs.ranks
+    for memory, loading in zip(home, loadings, strict=True):
         for rank in paired_ranks(memory.rank, theirs.ranks, ours.ranks):
             sending = wire_layouts(east[rank].layout, "east", rank, ours.ranks)
-            loading = wire_layouts(memory.layout, "home", memory.rank, theirs.ranks)
             assert sending.hear(f"home/{memory.rank}", loading.told, sends=True) is None
             assert loading.hear(f"east/{rank}", sending.told, sends=False) is None
             sent, kept = sending.towards(f"home/{memory.rank}"), loading.coming_from(f"east/{rank}")
             assert (sent.mark, sent.part, sent.parts) == (kept.mark, kept.part, kept.parts)
-            extent = (num_tokens, skip)
             assert sent.region_bytes(*extent) == kept.region_bytes(*extent)
-            receives += sum(sent.kv_region_bytes(*extent))
+            receives[memory.rank] += sum(sent.kv_region_bytes(*extent))
+            came = staged.setdefault((memory.rank, kept.part), {})
             for here, there in zip(sent.regions, kept.regions, strict=True):
                 assert (here.layer_name, here.index) == (there.layer_name, there.index)
-                group, other = here.group, there.group
-                ours_run = here.run(east[rank].moving(east[rank].groups[group.index], *extent), *extent)
-                theirs_run = there.run(memory.moving(memory.groups[other.index], *extent), *extent)
-                assert ours_run.first_block == theirs_run.first_block
-                assert len(ours_run.block_ids) == len(theirs_run.block_ids)
-                out = memoryview(bytearray(len(ours_run.block_ids) * here.page_bytes))
-                here.pages.read(np.array(ours_run.block_ids, dtype=np.int64), 0, out)
-                there.pages.write_run(theirs_run.block_ids, [out])
-                sums = here.pages.sums(ours_run.block_ids, loaded=False).wait()
-                assert sums.tolist() == sums_of(out, here.page_bytes)
-                assert sums.tolist() == there.pages.sums(theirs_run.block_ids, loaded=True).wait().tolist()
-        memory.assert_has(truth, num_tokens, skip)
+                run = here.run(east[rank].moving(east[rank].groups[here.group.index], *extent), *extent)
+                came[here.index] = memoryview(bytearray(len(run.block_ids) * here.page_bytes))
+                here.pages.read(np.array(run.block_ids, dtype=np.int64), 0, came[here.index])
+                sums = here.pages.sums(run.block_ids, loaded=False).wait()
+                assert sums.tolist() == sums_of(came[here.index], here.page_bytes)
+                load(memory, there, came[here.index], extent)
+    for memory, loading in zip(home, loadings, strict=True):
+        kept = loading.coming_from(f"east/{paired_ranks(memory.rank, theirs.ranks, ours.ranks)[0]}")
+        for place, wire in kept.borrowed.items():
+            for region in wire.regions:
+                load(memory, region, staged[place][region.index], extent)
+        memory.assert_has(truth, num_tokens, skip, ours.drafter)
         # No byte twice: at most what the coarser blocks of this rank take.
-        assert receives <= max(
+        assert receives[memory.rank] <= max(
             sum(region_bytes(_as_kept(memory, keeping).layout.regions, num_tokens, skip))
             for keeping in (ours, theirs)
         )
+    # Readers and lenders know of each other.
+    for memory, loading in zip(home, loadings, strict=True):
+        for rank in paired_ranks(memory.rank, theirs.ranks, ours.ranks):
+            wire = loading.coming_from(f"east/{rank}")
+            readers = {
+                other.rank
+                for other, theirs_too in zip(home, loadings, strict=True)
+                for first in paired_ranks(other.rank, theirs.ranks, ours.ranks)[:1]
+                if (memory.rank, wire.part) in theirs_too.coming_from(f"east/{first}").borrowed
+            }
+            assert set(wire.readers) == readers
+
+
+def load(memory: RankMemory, region: WireRegion, came: memoryview, extent: tuple[int, int]) -> None:
+    run = region.run(memory.moving(memory.groups[region.group.index], *extent), *extent)
+    assert len(came) == len(run.block_ids) * region.page_bytes
+    region.pages.write_run(run.block_ids, [came])
+    sums = region.pages.sums(run.block_ids, loaded=True).wait()
+    assert sums.tolist() == sums_of(came, region.page_bytes)
 
 
 def sums_of(content: memoryview, page_bytes: int) -> list[int]:
@@ -120,6 +144,14 @@ WORLDS = {
     "4 to 1, copied heads": (Model(2, 1, 4, 4), Keeping(4), Keeping(1)),
     "1 to 4, copied heads": (Model(2, 1, 4, 4), Keeping(1), Keeping(4)),
     "2 to 2": (Model(), Keeping(2), Keeping(2)),
+    "2 to 2, copied heads": (Model(1, 1, 4, 4), Keeping(2), Keeping(2)),
+    "4 to 4, copied heads": (Model(2, 1, 4, 4), Keeping(4), Keeping(4)),
+    "2 to 4, copied heads, other blocks": (Model(1, 1, 4, 4), Keeping(2, 32), Keeping(4, 8)),
+    "2 to 2, each its own": (Model(1, 1, 4, 4), Keeping(2, shares=False), Keeping(2, shares=False)),
+    "one drafter": (Model(), Keeping(1, drafts=1, drafter="mtp"), Keeping(1, drafts=3, drafter="mtp")),
+    "the decode engine drafts": (Model(), Keeping(1), Keeping(1, drafts=2, drafter="mtp")),
+    "the prefill engine drafts": (Model(), Keeping(2, drafts=1, drafter="mtp"), Keeping(1)),
+    "unlike drafters": (Model(), Keeping(1, drafter="mtp"), Keeping(2, drafter="eagle")),
 }
 
 
@@ -140,29 +172,51 @@ def test_the_decode_ranks_have_every_token(
         pair.sent()
         assert pair.load(ticket, skip) == [({"d"}, set())] * theirs.ranks
         for memory in pair.home:
-            memory.assert_has(truth, num_tokens, skip)
+            memory.assert_has(truth, num_tokens, skip, ours.drafter)
         assert pair.total("bytes_sent") == pair.total("bytes_loaded") > 0
         assert pair.total("digest_mismatches") == 0
         assert pair.total("sends_completed") == max(ours.ranks, theirs.ranks)
 
 
-def test_latents_and_copied_heads_are_sent_by_one_rank() -> None:
+def test_latents_and_copied_heads_are_sent_by_one_rank_each() -> None:
     model = Model(1, 1, 2, 2)
     with ranked_pair(model, Keeping(2), Keeping(1)) as pair:
         pair.connected()
         moved = [
             {region.layer_name for region in wires.towards("home/0").regions} for wires in pair.wires["east"]
         ]
-        assert moved == [{"a0", "a1", "w0", "m0", "g0"}, {"g0"}]
+        assert moved == [{"a0", "m0", "g0"}, {"a1", "w0", "g0"}]
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(2, 2), (1, 2), (2, 1), (4, 4), (2, 4), (4, 2)])
+@pytest.mark.parametrize("heads", [1, 2])
+def test_what_ranks_keep_alike_crosses_once(ours: int, theirs: int, heads: int) -> None:
+    """Full attention of one or two heads, and latents: as many bytes as between engines of one rank each."""
+    model, sent = Model(full_heads=heads), []
+    for ranks in ((1, 1), (ours, theirs)):
+        east, home = (Keeping(count, is_dense=True) for count in ranks)
+        truth = Truth(model, 4)
+        with ranked_pair(model, east, home) as pair:
+            pair.connected()
+            for memory in pair.east:
+                memory.compute(truth, 129)
+            ticket = pair.prefill(129, 16, [64, 129])
+            pair.sent()
+            assert pair.load(ticket, 16) == [({"d"}, set())] * home.ranks
+            for memory in pair.home:
+                memory.assert_has(truth, 129, 16)
+            sent.append(pair.total("bytes_sent"))
+            assert pair.total("bytes_loaded") == sent[-1]
+    assert sent[0] == sent[1]
 
 
 def test_a_rank_that_has_only_copies_ends_its_transfer_all_the_same() -> None:
-    """Without linear states rank 1 has nothing of its own to send."""
+    """Four ranks, three layers, all of which each rank has."""
     model = Model(1, 1, 1, 1)
     truth = Truth(model, 3)
-    with ranked_pair(model, Keeping(2), Keeping(1)) as pair:
+    with ranked_pair(model, Keeping(4, is_dense=True), Keeping(1, is_dense=True)) as pair:
         pair.connected()
-        assert pair.wires["east"][1].towards("home/0").regions == ()
+        assert pair.wires["east"][3].towards("home/0").regions == ()
         for memory in pair.east:
             memory.compute(truth, 50)
         ticket = pair.prefill(50, 0, [50])
@@ -172,7 +226,8 @@ def test_a_rank_that_has_only_copies_ends_its_transfer_all_the_same() -> None:
 
 
 def test_equal_sizes_move_the_engines_own_pages() -> None:
-    with ranked_pair(Model(), Keeping(2), Keeping(2)) as pair:
+    alone = Keeping(2, shares=False)
+    with ranked_pair(Model(), alone, alone) as pair:
         pair.connected()
         for rank, memory in enumerate(pair.east):
             wire = pair.wires["east"][rank].towards(f"home/{rank}")
@@ -243,7 +298,7 @@ def test_a_part_must_be_the_one_of_its_rank() -> None:
         (
             Keeping(2),
             Keeping(1, channels_outside=False),
-            "KV layout differs in 'rows' of linear_state layers: east/0 has 1, home/0 has 3",
+            "KV layout differs in 'rows' of linear_state layers: east/0 has 4, home/0 has 3",
         ),
     ],
 )

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import zmq
 
 from prfaas.core.deployment import SYNTHETIC, Deployment, Instance
+from prfaas.core.kv import KvModel, model_on_wire
 from prfaas.core.units import GIB
 from prfaas.serving.certificates import identity_of
 from prfaas.serving.engines import EngineError
@@ -40,11 +41,9 @@ class SyntheticNode:
             raise EngineError(
                 f"{instance.name} is not synthetic: its cluster's hardware is {cluster.hardware}"
             )
-        if instance.tensor_parallel != 1:
-            raise EngineError(f"{instance.name}: synthetic engines have one rank; make tensor_parallel 1")
         self.instance = instance
         self._tls = identity_of(deployment, instance.name)
-        layout = SyntheticLayout.of_model(deployment.model.kv_model())
+        layout = SyntheticLayout.of_model(_sent_model(deployment))
         endpoint = deployment.events_endpoint(instance)
         self._publisher = EventPublisher(endpoint) if endpoint is not None else None
         publish: Callable[[Sequence[Event]], None] = (
@@ -108,6 +107,22 @@ class SyntheticNode:
             await self.close()
 
         self._dying = asyncio.create_task(die(), name=f"synthetic-death-{self.instance.name}")
+
+
+def _sent_model(deployment: Deployment) -> KvModel:
+    """What stand-ins send each other: with the copies that as many ranks keep.
+
+    Raises:
+        EngineError: they have unlike sizes, which a stand-in can't map, or ones that no heads can be divided among.
+    """
+    ranks = {instance.tensor_parallel for instance in deployment.instances if instance.is_stand_in}
+    if len(ranks) > 1:
+        raise EngineError("stand-ins map no KVCache; give all of them the same tensor_parallel")
+    model = deployment.model.kv_model()
+    try:
+        return model_on_wire(model, model, *ranks)
+    except ValueError as error:
+        raise EngineError(f"{error}; give another tensor_parallel") from None
 
 
 def stream_interval_of(arguments: Sequence[str]) -> int:

@@ -10,6 +10,7 @@ from prfaas.serving.engines.page_digests import PendingSums
 from prfaas.serving.engines.vllm.metadata import LoadOrder
 from prfaas.serving.engines.vllm.wire_layout import WireLayout, WireRegion
 from prfaas.serving.transport.arrival import Arrival
+from prfaas.serving.transport.lent_transfer import LentTransfer
 from prfaas.serving.transport.staging import StagedRegions, StagedTransfer
 
 
@@ -77,7 +78,7 @@ class BlockLoad:
             offset = (run.first_block - skipped) * region.page_bytes
             self._parts.append(_Part(region, run.first_block, run.block_ids, offset))
 
-    def fill_arrived(self, arrival: Arrival) -> None:
+    def fill_arrived(self, arrival: Arrival | LentTransfer) -> None:
         """Fill the blocks whose bytes are in staging, and whose predecessors' are."""
         parts = [part for part in self._parts if part.left]
         ends = arrival.ends([(part.region.index, part.next_offset) for part in parts])
@@ -86,7 +87,7 @@ class BlockLoad:
             if blocks > 0:
                 part.fill(arrival, blocks, digested=self._digest_plan is not None)
 
-    def finish(self, staged: StagedTransfer) -> int:
+    def finish(self, staged: StagedTransfer | LentTransfer) -> int:
         """Fill the rest from what was handed over, and check all of it; returns the bytes loaded.
 
         The request may run then: every copy is in place, and every page is what the prefill engine computed.

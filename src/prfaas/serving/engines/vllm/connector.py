@@ -120,13 +120,10 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduling: ConnectorScheduler | None = None
         self._worker: ConnectorWorker | None = None
         if role is KVConnectorRole.SCHEDULER:
-            pool = PoolScheduler.of_engine(self.settings, vllm_config, kv_cache_config, self._groups)
-            # Speculative decoding rewrites states after a step.
-            checkpoints = vllm_config.speculative_config is None
-            name, groups = self.settings.name, self._groups
+            pool = PoolScheduler.of_engine(self.settings, kv_cache_config, self._groups)
             ranks = vllm_config.parallel_config.world_size
             self._scheduling = ConnectorScheduler(
-                name, self._key, groups, pool, checkpoints=checkpoints, ranks=ranks
+                self.settings.name, self._key, self._groups, pool, ranks=ranks
             )
 
     # ---- engine properties

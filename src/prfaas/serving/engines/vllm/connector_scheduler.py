@@ -97,7 +97,6 @@ class ConnectorScheduler:
         pool: PoolScheduler | None = None,
         now_s: Callable[[], float] = time.time,
         *,
-        checkpoints: bool = True,
         ranks: int = 1,
     ) -> None:
         """
@@ -107,14 +106,13 @@ class ConnectorScheduler:
             groups: its KV.
             pool: None where the machine has none.
             now_s: the clock, in Unix time.
-            checkpoints: states are final when their step ends.
             ranks: how many workers the engine has.
         """
         self._name = name
         self._key = key
         self._groups = groups
         # Tokens between places where a checkpoint may be; 0: nowhere.
-        self._checkpoint_step = checkpoint_step_tokens(groups) if checkpoints and self._cut_groups() else 0
+        self._checkpoint_step = checkpoint_step_tokens(groups) if self._cut_groups() else 0
         self.pool = pool
         self._now_s = now_s
         self._ranks = ranks
@@ -315,9 +313,9 @@ class ConnectorScheduler:
             producing.cached_tokens = start_tokens
         producing.started, producing.ended = True, final
         streamed = []
-        # The prompt's end is known, and with it what a window holds there: vLLM frees none of these blocks before.
+        # vLLM frees no block of a window that moves before the prompt's end.
         for group in self._groups_of(GroupKind.FULL, GroupKind.WINDOW):
-            end = group.end_block(ticket.num_tokens) if final else end_tokens // group.block_tokens
+            end = group.ready_block(ticket.num_tokens, end_tokens)
             first = producing.sent_blocks[group.index]
             if end > first:
                 streamed.append(BlockRun(group.index, first, tuple(block_ids[group.index][first:end])))

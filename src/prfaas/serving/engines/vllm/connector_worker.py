@@ -14,25 +14,28 @@ from prfaas.core.kv.groups import GroupKind
 from prfaas.core.pool.geometry import PoolGeometry, PoolGeometryError
 from prfaas.serving.engines.model_identity import ModelIdentity
 from prfaas.serving.engines.vllm.consumer import KvConsumer
-from prfaas.serving.engines.vllm.layout import (
-    KvLayout,
-    fingerprint,
-    pool_fingerprint,
-    read_elements,
-    read_packings,
-)
+from prfaas.serving.engines.vllm.drafter import Drafter
+from prfaas.serving.engines.vllm.fingerprint import fingerprint, pool_fingerprint
+from prfaas.serving.engines.vllm.layout import KvLayout, read_elements, read_packings
 from prfaas.serving.engines.vllm.metadata import StepReports, TransferMetadata
 from prfaas.serving.engines.vllm.pool_worker import PoolWorker
 from prfaas.serving.engines.vllm.producer import KvProducer
 from prfaas.serving.engines.vllm.rank_pages import pool_geometry
 from prfaas.serving.engines.vllm.settings import ConnectorSettings
+from prfaas.serving.engines.vllm.sibling_ranks import (
+    gather_of_ranks,
+    layer_copies,
+    meet_siblings,
+    page_locked,
+)
 from prfaas.serving.engines.vllm.stats import ConnectorStats
 from prfaas.serving.engines.vllm.wire_layout import wire_layouts
 from prfaas.serving.transport.options import ReceiverOptions, SenderOptions
 from prfaas.serving.transport.receiver import Receiver
 from prfaas.serving.transport.roster import ranked
 from prfaas.serving.transport.sender import Sender
-from prfaas.serving.transport.staging import StagingArena
+from prfaas.serving.transport.sibling_staging import SiblingStaging
+from prfaas.serving.transport.staging import StagingArena, mapped_memory, shared_memory
 
 logger = logging.getLogger(__name__)
 
@@ -80,13 +83,15 @@ class ConnectorWorker:
         producer: KvProducer,
         consumer: KvConsumer,
         pool: PoolWorker | None,
+        siblings: SiblingStaging | None = None,
     ) -> None:
-        """`pool`: None where the machine has none for this engine."""
+        """`pool`: None where the machine has none for this engine. `siblings`: None where ranks share no staging."""
         self._receiver = receiver
         self._sender = sender
         self.producer = producer
         self.consumer = consumer
         self.pool = pool
+        self._siblings = siblings
         self._loads = _Joined()
         self._sends = _Joined()
         self._lost_loads: set[str] = set()
@@ -117,12 +122,17 @@ class ConnectorWorker:
             LayoutError: a group or tensor that can't be moved as pages.
             OSError: the KV port is taken, or a file of the model can't be read.
         """
+        drafter = Drafter.of_engine(vllm_config, [name for name in _built(vllm_config) if name in kv_caches])
+        copies = layer_copies(kv_cache_config, vllm_config, drafter)
+        sockets = meet_siblings(rank, gather_of_ranks) if copies else {}
         layout = KvLayout.of_engine(
             kv_cache_config,
             kv_caches,
             _built_order(vllm_config),
             read_packings(vllm_config),
             read_elements(vllm_config),
+            drafter,
+            copies if sockets else None,
         )
         digests = settings.page_digests
         model = vllm_config.model_config
@@ -142,17 +152,14 @@ class ConnectorWorker:
             convert_kv=settings.convert_kv,
         )
         ranks = vllm_config.parallel_config.tensor_parallel_size
-        geometry = _pool_geometry(
-            settings, layout, ranks, vllm_config, pool_fingerprint(marks, layout, ranks)
-        )
+        geometry = _pool_geometry(settings, layout, ranks, pool_fingerprint(marks, layout, ranks))
         wires = wire_layouts(layout, settings.name, rank, ranks, page_digests=digests)
         logger.info("KV layout of %s: %s; pages: %s", settings.name, marks, wires.told)
         on_device = any(tensor.device.type == "cuda" for tensor in _tensors(kv_caches))
-        arena = StagingArena(
-            settings.staging_bytes,
-            settings.transfer_block_bytes,
-            _pinned(settings.staging_bytes) if on_device else None,
-        )
+        memory_fd, buffer = shared_memory(settings.staging_bytes) if sockets else (None, None)
+        if on_device:
+            buffer = _pinned(settings.staging_bytes) if buffer is None else page_locked(buffer)
+        arena = StagingArena(settings.staging_bytes, settings.transfer_block_bytes, buffer)
         roster, tls = settings.roster(rank, ranks), settings.tls
         sender = Sender(
             name=ranked(settings.name, rank),
@@ -172,6 +179,16 @@ class ConnectorWorker:
             tls=tls,
             layouts=wires,
         )
+        options = ReceiverOptions(
+            staging_wait_s=settings.staging_wait_s,
+            ttl_s=settings.staging_ttl_s,
+            silence_s=settings.silence_s,
+            resume_s=settings.resume_s,
+            progress_deadline_s=settings.progress_deadline_s,
+            uncounted_regions=int(digests),
+            user_timeout_s=settings.user_timeout_s,
+            keepalive_s=settings.keepalive_s,
+        )
         receiver = Receiver(
             name=ranked(settings.name, rank),
             key=key,
@@ -181,16 +198,7 @@ class ConnectorWorker:
             layout=wires,
             fingerprint=marks,
             roster=roster,
-            options=ReceiverOptions(
-                staging_wait_s=settings.staging_wait_s,
-                ttl_s=settings.staging_ttl_s,
-                silence_s=settings.silence_s,
-                resume_s=settings.resume_s,
-                progress_deadline_s=settings.progress_deadline_s,
-                uncounted_regions=int(digests),
-                user_timeout_s=settings.user_timeout_s,
-                keepalive_s=settings.keepalive_s,
-            ),
+            options=options,
             sender_telemetry=sender.telemetry,
             tls=tls,
             on_roster=lambda told: sender.adopt(told.peers),
@@ -198,6 +206,17 @@ class ConnectorWorker:
             on_pace=sender.pace,
             more_stats={"drops_last_block": _drops_last_block(vllm_config, kv_cache_config, layout)}.copy,
         )
+        siblings = None
+        if memory_fd is not None:
+            siblings = SiblingStaging(
+                *(arena, memory_fd, receiver, sockets),
+                ttl_s=settings.staging_ttl_s,
+                keep_s=options.keep_s,
+                waits_s=settings.staging_wait_s,
+                map_memory=_mapped_and_locked if on_device else mapped_memory,
+            )
+            lend = siblings.begin
+            wires.on_begin = lambda transfer_id, wire: lend(transfer_id, wire.readers)
         receiver.start()
         sender.start()
         stats = ConnectorStats()
@@ -206,8 +225,11 @@ class ConnectorWorker:
             receiver,
             sender,
             KvProducer(layout, wires, sender, settings.lease_s, stats),
-            KvConsumer(wires, receiver, settings.load_wait_s, settings.staging_ttl_s, stats),
+            KvConsumer(
+                *(wires, receiver, settings.load_wait_s, settings.staging_ttl_s, stats), siblings=siblings
+            ),
             pool,
+            siblings,
         )
         worker.consumer.on_end = worker._load_ended.set
         if pool is not None:
@@ -291,18 +313,17 @@ class ConnectorWorker:
         if self.pool is not None:
             self.pool.close()
         self.consumer.close()
+        if self._siblings is not None:
+            self._siblings.close()
         self._sender.close()
         self._receiver.close()
 
 
 def _pool_geometry(
-    settings: ConnectorSettings, layout: KvLayout, ranks: int, vllm_config: VllmConfig, fingerprint: str
+    settings: ConnectorSettings, layout: KvLayout, ranks: int, fingerprint: str
 ) -> PoolGeometry | None:
     """The pages of this engine's pool; None where it has none, of which the log tells the reason."""
     if settings.pool_socket is None:
-        return None
-    if vllm_config.speculative_config is not None:
-        logger.warning("%s uses no pool: speculative decoding rewrites blocks after a step", settings.name)
         return None
     try:
         return pool_geometry(layout, fingerprint, ranks)
@@ -313,8 +334,10 @@ def _pool_geometry(
 
 def _built_order(vllm_config: VllmConfig) -> Sequence[str]:
     """The layers' names as the model was built; none with speculative decoding, which rewrites states after a step."""
-    if vllm_config.speculative_config is not None:
-        return ()
+    return () if vllm_config.speculative_config is not None else _built(vllm_config)
+
+
+def _built(vllm_config: VllmConfig) -> Sequence[str]:
     return tuple(getattr(vllm_config.compilation_config, "static_forward_context", ()))
 
 
@@ -338,6 +361,10 @@ def _tensors(kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]]) -> 
         for layer in kv_caches.values()
         for tensor in ([layer] if isinstance(layer, torch.Tensor) else layer)
     ]
+
+
+def _mapped_and_locked(fd: int, nbytes: int) -> memoryview:
+    return page_locked(mapped_memory(fd, nbytes))
 
 
 def _pinned(nbytes: int) -> memoryview:

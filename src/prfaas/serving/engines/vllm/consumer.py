@@ -10,13 +10,14 @@ from math import lcm
 
 from prfaas.serving.engines.page_digests import PageDigestError
 from prfaas.serving.engines.vllm.block_load import BlockLoad
+from prfaas.serving.engines.vllm.load_part import BorrowedPart, GivenUpError, LoadPart
 from prfaas.serving.engines.vllm.metadata import LoadOrder, NixlRead
 from prfaas.serving.engines.vllm.stats import ConnectorStats
 from prfaas.serving.engines.vllm.wire_layout import WireLayout
-from prfaas.serving.transport.arrival import Arrival
 from prfaas.serving.transport.receiver import Receiver
 from prfaas.serving.transport.region_layout import PeerLayouts
 from prfaas.serving.transport.resume_points import ResumePoints
+from prfaas.serving.transport.sibling_staging import SiblingStaging
 from prfaas.serving.transport.staging import StagedTransfer
 from prfaas.serving.transport.ticket import part_id
 from prfaas.serving.transport.wire import TransferPhase, TransferStatus
@@ -42,25 +43,12 @@ class _HeldTransfer:
 
 
 @dataclass(slots=True, eq=False)
-class _LoadPart:
-    """What one transfer brings of a load: all of it, or some heads where more ranks of the producer have them."""
-
-    transfer_id: bytes
-    blocks: BlockLoad | None = None
-    """None: nothing was loaded yet."""
-    arrival: Arrival | None = None
-    """The transfer while it arrives; None before and after that."""
-    loaded_bytes: int | None = None
-    """None: it has not ended."""
-
-
-@dataclass(slots=True, eq=False)
 class _OrderedLoad:
     """A load that has not ended; the loading thread's own."""
 
     order: LoadOrder
     ordered_at_s: float
-    parts: list[_LoadPart]
+    parts: list[LoadPart]
     """Only the first is known of until one has begun."""
 
 
@@ -81,15 +69,6 @@ class _LoadResult:
     """It failed since nobody waits for its request any more."""
 
 
-class _GivenUpError(Exception):
-    """A load that will not be: the transfer is gone, late or of no use."""
-
-    def __init__(self, obstacle: str, usable: ResumePoints = _NOTHING, *, unwanted: bool = False) -> None:
-        super().__init__(obstacle)
-        self.usable = usable
-        self.unwanted = unwanted
-
-
 class KvConsumer:
     """Loads are asynchronous: one thread copies, the step loop only looks at what has become of them.
 
@@ -107,6 +86,8 @@ class KvConsumer:
         staging_ttl_s: float,
         stats: ConnectorStats,
         now_s: Callable[[], float] = time.monotonic,
+        *,
+        siblings: SiblingStaging | None = None,
     ) -> None:
         """
         Args:
@@ -116,7 +97,11 @@ class KvConsumer:
             staging_ttl_s: a transfer for several requests waits that long at most for the last.
             stats: counts what was loaded.
             now_s: the clock.
+            siblings: ranks of this engine whose staging is read for what they keep as well; None: no rank's.
         """
+        self._siblings = siblings
+        if siblings is not None:
+            siblings.on_change = lambda: self._wake.set()
         self._wires = wires
         self._receiver = receiver
         self._load_wait_s = load_wait_s
@@ -137,6 +122,10 @@ class KvConsumer:
 
     def order(self, loads: Sequence[LoadOrder], drops: Sequence[tuple[bytes, str]]) -> None:
         """Accept this step's loads, and the transfers (id, reason) that a request here will not take."""
+        for ticket_id, _ in drops:
+            for lender, transfer_id, _ in self._borrowed_of(ticket_id):
+                assert self._siblings is not None
+                self._siblings.refuse(lender, transfer_id)
         with self._lock:
             for ticket_id, reason in drops:
                 for transfer_id in self._transfers_of(ticket_id):
@@ -147,7 +136,7 @@ class KvConsumer:
                         held.uses_left -= 1
                         self._release(transfer_id, held)
             self._waiting += [
-                _OrderedLoad(load, self._now_s(), [_LoadPart(load.ticket.transfer_id)]) for load in loads
+                _OrderedLoad(load, self._now_s(), [LoadPart(load.ticket.transfer_id)]) for load in loads
             ]
         if loads:
             self._wake.set()
@@ -235,7 +224,7 @@ class KvConsumer:
             if loaded_bytes is None:
                 return None
             return _LoadResult(order.request_id, loaded_bytes, is_part=order.usable_tokens > 0)
-        except _GivenUpError as error:
+        except GivenUpError as error:
             usable, unwanted = error.usable, error.unwanted
             if unwanted:
                 logger.info("the KV of request %s is not loaded: %s", order.request_id, error)
@@ -255,37 +244,46 @@ class KvConsumer:
             logger.exception("loading the KV of request %s failed", order.request_id)
         for part in load.parts:
             self._stop_reading(part)
+            if part.borrowed is not None:
+                part.borrowed.end(used=not usable.tokens)
             # Of the parts that are in time nobody will have a use.
-            if len(load.parts) > 1 and not usable.tokens:
+            elif len(load.parts) > 1 and not usable.tokens:
                 self._receiver.drop(part.transfer_id, _LACKS_A_PART)
         return _LoadResult(order.request_id, None, digests_differ, usable=usable, unwanted=unwanted)
 
     def _load(self, load: _OrderedLoad) -> int | None:
         """KV of one request from staging into the engine's blocks; the bytes copied, or None: more is to come."""
         if len(load.parts) == 1:
-            _, *others = self._transfers_of(load.order.ticket.transfer_id)
-            load.parts += [_LoadPart(transfer_id) for transfer_id in others]
+            ticket_id = load.order.ticket.transfer_id
+            _, *others = self._transfers_of(ticket_id)
+            load.parts += [LoadPart(transfer_id) for transfer_id in others]
+            for lender, transfer_id, wire in self._borrowed_of(ticket_id):
+                assert self._siblings is not None
+                borrowed = BorrowedPart(self._siblings, lender, transfer_id, wire, load.order)
+                load.parts.append(LoadPart(transfer_id, borrowed=borrowed))
         # A part is taken once all are there: if another one breaks, the request goes on from what has come of both.
         takes = len(load.parts) == 1 or all(self._is_there(part, load.order) for part in load.parts)
         for number, part in enumerate(load.parts):
             if part.loaded_bytes is None:
                 try:
                     part.loaded_bytes = self._load_part(load, part, number, takes=takes)
-                except _GivenUpError as error:
+                except GivenUpError as error:
                     if len(load.parts) == 1 or error.unwanted:
                         raise
-                    raise _GivenUpError(str(error), self._usable_of(load)) from None
+                    raise GivenUpError(str(error), self._usable_of(load)) from None
         loaded = [part.loaded_bytes for part in load.parts if part.loaded_bytes is not None]
         return sum(loaded) if len(loaded) == len(load.parts) else None
 
-    def _is_there(self, part: _LoadPart, order: LoadOrder) -> bool:
+    def _is_there(self, part: LoadPart, order: LoadOrder) -> bool:
         """Whether all that an order loads of a part can be taken, or is."""
+        if part.borrowed is not None:
+            return part.borrowed.is_there
         if part.loaded_bytes is not None or self._is_complete(part):
             return True
         status = self._receiver.state(part.transfer_id)
         return status is not None and status.resume_points.allows(order.usable_tokens)
 
-    def _is_complete(self, part: _LoadPart) -> bool:
+    def _is_complete(self, part: LoadPart) -> bool:
         with self._lock:
             held = self._held.get(part.transfer_id)
             if held is not None and held.uses_left > 0:
@@ -301,6 +299,9 @@ class KvConsumer:
         ticket = load.order.ticket
         wires, points = self._wires.of_ticket(ticket.transfer_id), ResumePoints(ticket.num_tokens)
         for part in load.parts:
+            if part.borrowed is not None:
+                points &= part.borrowed.resume_points
+                continue
             self._receiver.drop(part.transfer_id, _LACKS_A_PART, keep=True)
             status = self._receiver.state(part.transfer_id)
             points &= _NOTHING if status is None else status.resume_points
@@ -315,12 +316,24 @@ class KvConsumer:
             for part in range(max((wire.parts for wire in begun.values()), default=1))
         ]
 
-    def _load_part(self, load: _OrderedLoad, part: _LoadPart, number: int, *, takes: bool) -> int | None:
+    def _borrowed_of(self, ticket_id: bytes) -> list[tuple[int, bytes, WireLayout]]:
+        """What is read of transfers to siblings, as far as it is known: (rank, id, layout)."""
+        begun = self._wires.of_ticket(ticket_id)
+        found = next(iter(begun.values())).borrowed if begun else {}
+        return [(rank, part_id(ticket_id, part), wire) for (rank, part), wire in found.items()]
+
+    def _load_part(self, load: _OrderedLoad, part: LoadPart, number: int, *, takes: bool) -> int | None:
         """What one transfer brings; the bytes copied, or None: more is to come. `takes`: it is taken if complete.
 
         The way from the wire to here: `ReceiverConnection._receive_chunk`.
         """
         order, transfer_id = load.order, part.transfer_id
+        if part.borrowed is not None:
+            if part.borrowed.load(takes=takes):
+                return 0
+            if self._now_s() - load.ordered_at_s > self._load_wait_s:
+                raise GivenUpError(f"KV of another rank still incomplete after {self._load_wait_s:g} s")
+            return None
         # 1. The form in which it travels is known once it has begun.
         wire = self._wires.of_ticket(order.ticket.transfer_id).get(number)
         if part.blocks is None and wire is not None:
@@ -347,11 +360,11 @@ class KvConsumer:
             self._receiver.drop(transfer_id, obstacle)
         if obstacle:
             if status is None:
-                raise _GivenUpError(obstacle)
+                raise GivenUpError(obstacle)
             # What a load in time finds dropped, the gateway has dropped: the client has left, or has its whole answer.
             # What an order of a part lacks, another one would lack too.
             usable = _NOTHING if order.usable_tokens else status.resume_points
-            raise _GivenUpError(obstacle, usable, unwanted=status.dropped and not is_late)
+            raise GivenUpError(obstacle, usable, unwanted=status.dropped and not is_late)
         # 4. One that arrives: what is there of it goes into the blocks meanwhile.
         if part.arrival is None and blocks is not None and not is_kept:
             part.arrival = self._receiver.lend(transfer_id, self._wake.set)
@@ -362,7 +375,7 @@ class KvConsumer:
         return None
 
     @staticmethod
-    def _stop_reading(part: _LoadPart) -> None:
+    def _stop_reading(part: LoadPart) -> None:
         """No copy for this part is under way after this."""
         if part.blocks is not None:
             part.blocks.flush()

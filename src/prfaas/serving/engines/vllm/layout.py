@@ -1,7 +1,5 @@
-"""How one engine's KV is cut into transfer regions, and the fingerprint that two sides must share."""
+"""How one engine's KV is cut into transfer regions."""
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
@@ -22,17 +20,12 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from prfaas.core.kv.groups import GroupKind, KvGroup, Region, full_attention_first
-from prfaas.core.kv.page_layout import PageLayout, PagePart, told_layouts
-from prfaas.serving.engines.model_identity import ModelIdentity
-from prfaas.serving.engines.page_digests import DIGEST_FORMAT
+from prfaas.core.kv.groups import GroupKind, KvGroup, Region
+from prfaas.core.kv.page_layout import PageLayout, PagePart
 from prfaas.serving.engines.vllm.device_pages import layer_pages
+from prfaas.serving.engines.vllm.drafter import NO_DRAFTER, Drafter
 from prfaas.serving.engines.vllm.pages import LayerPages, LayoutError, raw_pages
 from prfaas.serving.engines.vllm.state_layout import state_parts
-
-# The fingerprint is part of a handshake of 8 KiB; a difference is one line.
-_MOST_TOLD_CHARS = 64
-
 
 # They split the last dimension of a block's tensor into keys and values (read in 0.32: `forward` of each).
 _PLAIN_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN")
@@ -74,6 +67,8 @@ class EngineRegion(Region):
     """Where the engine keeps it."""
     layout: PageLayout
     """How it lies in a page."""
+    is_drafters: bool
+    """Of a layer of the drafter."""
 
 
 def read_groups(kv_cache_config: KVCacheConfig) -> tuple[EngineGroup, ...]:
@@ -118,7 +113,11 @@ def block_bytes(kv_cache_config: KVCacheConfig, groups: Sequence[EngineGroup]) -
 
 
 class KvLayout:
-    """Regions of an engine's KV with their pages, in the order of a transfer: by groups, then by layers."""
+    """Regions of an engine's KV with their pages, in the order of a transfer.
+
+    It is the model's own: an engine with a drafter has its layers in other groups than one without. Full attention
+    comes first, since it streams while the prefill runs; what the drafter has comes last.
+    """
 
     def __init__(
         self,
@@ -126,6 +125,8 @@ class KvLayout:
         pages: Mapping[str, Sequence[LayerPages]],
         built_order: Sequence[str] = (),
         page_layouts: Mapping[str, Sequence[PageLayout]] | None = None,
+        drafter: Drafter = NO_DRAFTER,
+        copies: Mapping[str, int] | None = None,
     ) -> None:
         """
         Args:
@@ -133,12 +134,15 @@ class KvLayout:
             pages: of every layer of the groups by its name, one for each tensor that it has.
             built_order: the names of the model's layers as it was built; none if a step may go over a layer twice.
             page_layouts: of the same tensors, where it is known how KV lies in them.
+            drafter: of the model, if it has one.
+            copies: of layers of full attention by name, how many ranks keep the same and read it out of the staging of
+                the one that it is sent to; those that are missing: 1.
         """
+        self.drafter = drafter
+        layers = [(group, name) for group in groups for name in group.layer_names]
+        layers.sort(key=lambda layer: (layer[1] in drafter.layer_names, *_transfer_place(*layer)))
         tensors = [
-            (group, name, part, layer)
-            for group in full_attention_first(groups)
-            for name in group.layer_names
-            for part, layer in enumerate(pages[name])
+            (group, name, part, layer) for group, name in layers for part, layer in enumerate(pages[name])
         ]
         self.regions = tuple(
             EngineRegion(
@@ -149,12 +153,17 @@ class KvLayout:
                 part,
                 layer,
                 page_layouts[name][part] if page_layouts else opaque_layout(group, layer.page_bytes),
+                name in drafter.layer_names,
             )
             for index, (group, name, part, layer) in enumerate(tensors)
         )
         by_layer: dict[str, list[EngineRegion]] = {}
         for region in self.regions:
             by_layer.setdefault(region.layer_name, []).append(region)
+        full = {name for group in groups if group.kind is GroupKind.FULL for name in group.layer_names}
+        self._copies = {name: count for name, count in (copies or {}).items() if name in full}
+        self.copies = tuple(self.copies_of(region.layer_name) for region in self.regions)
+        """Of each region, see `__init__`."""
         self.layer_names = tuple(by_layer)
         """In the order of a transfer."""
         self.places = _places(self.layer_names, built_order)
@@ -172,6 +181,10 @@ class KvLayout:
         }
         """Of a layer by name: those of `closing_layers` that a step computes before it, as far as that is certain."""
 
+    def copies_of(self, layer_name: str) -> int:
+        """How many ranks keep the same of a layer, see `__init__`."""
+        return self._copies.get(layer_name, 1)
+
     @classmethod
     def of_engine(
         cls,
@@ -180,6 +193,8 @@ class KvLayout:
         built_order: Sequence[str] = (),
         packings: Mapping[str, Packing] | None = None,
         elements: Mapping[str, str] | None = None,
+        drafter: Drafter = NO_DRAFTER,
+        copies: Mapping[str, int] | None = None,
     ) -> "KvLayout":
         """Build from what vLLM hands to `register_kv_caches`.
 
@@ -189,6 +204,8 @@ class KvLayout:
             built_order: see `__init__`.
             packings: of the layers by name; those that are missing are not known.
             elements: the same, of keys and values.
+            drafter: see `__init__`.
+            copies: see `__init__`.
 
         Raises:
             LayoutError: a group or tensor that can't be moved as pages.
@@ -223,7 +240,16 @@ class KvLayout:
                     )
                     for tensor, layer in zip(tensors, pages[name], strict=True)
                 ]
-        return cls(groups, pages, built_order, layouts)
+        return cls(groups, pages, built_order, layouts, drafter, copies)
+
+
+_KINDS = list(GroupKind)
+
+
+def _transfer_place(group: EngineGroup, layer_name: str) -> tuple[object, ...]:
+    """Orders layers by kind, then by name, with numbers by their size."""
+    parts = tuple((part.isdigit(), int(part) if part.isdigit() else part) for part in layer_name.split("."))
+    return _KINDS.index(group.kind), group.window_tokens, parts
 
 
 def _heads(spec: KVCacheSpec, layer_name: str) -> int:
@@ -324,86 +350,3 @@ def _places(names: Sequence[str], built_order: Sequence[str]) -> Mapping[str, in
         return {}
     places = {name: numbers[name][0] for name in sorted(names, key=built.__getitem__)}
     return places if list(places.values()) == sorted(places.values()) else {}
-
-
-def fingerprint(
-    layout: KvLayout,
-    vllm_config: VllmConfig,
-    identity: ModelIdentity,
-    conv_state_layout: str,
-    *,
-    page_digests: bool,
-    convert_kv: bool = False,
-) -> dict[str, str | int]:
-    """What must be equal on both sides for KV to mean the same, by names that an error can give.
-
-    How the two keep it may differ: `wire_forms` says what travels then.
-    """
-    model = vllm_config.model_config
-    regions = [
-        (r.layer_name, r.part, r.group.index, r.group.kind.value, r.group.window_tokens)
-        for r in layout.regions
-    ]
-    cache_dtype = str(vllm_config.cache_config.cache_dtype)
-    # In the order in which a difference is looked for: what says most comes before digests of many things.
-    return {
-        "architecture": ",".join(getattr(model.hf_config, "architectures", None) or ()),
-        **_told_settings(model.hf_text_config.to_dict()),
-        "weights": identity.weights,
-        "quantization": str(model.quantization),
-        "tokenizer": identity.tokenizer,
-        "dtype": str(model.dtype),
-        "kv_cache_dtype": "may differ" if convert_kv and _are_convertible(layout) else cache_dtype,
-        "conv_state_layout": conv_state_layout,
-        "layers": len(layout.regions),
-        "model_config": _digest(_portable(model.hf_config.to_dict())),
-        "regions": _digest(regions),
-        "page_digests": DIGEST_FORMAT if page_digests else "off",
-    }
-
-
-def _are_convertible(layout: KvLayout) -> bool:
-    """Layouts say of all that is not a linear state what it consists of."""
-    caches = [region.layout for region in layout.regions if region.group.kind is not GroupKind.STATE]
-    return all(each.element for each in caches)
-
-
-def pool_fingerprint(marks: Mapping[str, str | int], layout: KvLayout, ranks: int) -> str:
-    """What must be equal for two engines to share a pool: all but what belongs to transfers alone.
-
-    A pool's pages are those of its engines as they are, so these must keep them alike.
-    """
-    shared = {name: mark for name, mark in marks.items() if name != "page_digests"}
-    return _digest([shared, ranks, told_layouts([region.layout for region in layout.regions])])
-
-
-def _told_settings(config: Mapping[str, object]) -> dict[str, str]:
-    """Settings of a model that an error shall give with both values: its vocabulary and its rotary positions."""
-    told = {"vocab_size": str(config.get("vocab_size"))}
-    for key, value in sorted(config.items()):
-        if "rope" in key or "rotary" in key:
-            told |= _leaves(key, value)
-    return told
-
-
-def _leaves(name: str, value: object) -> dict[str, str]:
-    if isinstance(value, Mapping):
-        return {key: text for part in value for key, text in _leaves(f"{name}.{part}", value[part]).items()}
-    text = str(value)
-    return {name: text if len(text) <= _MOST_TOLD_CHARS else _digest(value)}
-
-
-def _portable(value: object) -> object:
-    """A configuration without what depends on where it lies and who has read it."""
-    if isinstance(value, Mapping):
-        return {
-            key: _portable(part)
-            for key, part in value.items()
-            if not str(key).startswith("_") and key != "transformers_version"
-        }
-    return [_portable(part) for part in value] if isinstance(value, list | tuple) else value
-
-
-def _digest(value: object) -> str:
-    text = json.dumps(value, sort_keys=True, default=str)
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

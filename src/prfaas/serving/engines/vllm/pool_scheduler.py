@@ -18,7 +18,6 @@ from prfaas.serving.pool.client import PoolClient
 from prfaas.serving.pool.protocol import PoolMatch
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -118,15 +117,11 @@ class PoolScheduler:
     def of_engine(
         cls,
         settings: ConnectorSettings,
-        vllm_config: "VllmConfig",
         kv_cache_config: "KVCacheConfig",
         groups: Sequence[EngineGroup],
     ) -> "PoolScheduler | None":
         """The scheduler side of an engine, connected; None where it has no pool."""
         if settings.pool_socket is None:
-            return None
-        if vllm_config.speculative_config is not None:
-            logger.warning("%s has no pool: speculative decoding rewrites blocks after a step", settings.name)
             return None
         if not any(group.kind is GroupKind.FULL for group in groups):
             logger.warning("%s has no pool: its model has no full attention", settings.name)

@@ -133,9 +133,14 @@ class PoolStores:
             pooled = requests.get(request_id)
             if pooled is None:
                 continue
+            offered = offers.get(request_id, ())
+            if request_id in output.scheduled_spec_decode_tokens:
+                # Which drafts are taken is known after the step, and a state goes through all of them: final is what
+                # the steps before have left.
+                scheduled_tokens, offered = 0, ()
             end_tokens = pooled.request.num_computed_tokens + scheduled_tokens
-            if end_tokens >= pooled.quiet_tokens or request_id in offers:
-                self._add(wishes, pooled, scheduled_tokens, block_state, offers.get(request_id, ()))
+            if end_tokens >= pooled.quiet_tokens or offered:
+                self._add(wishes, pooled, scheduled_tokens, block_state, offered)
         for request_id in offers.keys() - output.num_scheduled_tokens.keys():
             pooled = requests.get(request_id)
             if pooled is not None:

@@ -37,6 +37,8 @@ def _convolution(spec: MambaSpec) -> tuple[PagePart, ...]:
     heads, value_width, key_width = spec.shapes[1]
     item_bytes = get_dtype_size(spec.dtypes[0])
     rows, channels = sorted(spec.shapes[0])
+    # With speculation there is room for the drafts' rows behind those of the state (read in 0.32: `mamba_utils`).
+    kept_rows = rows - spec.num_speculative_blocks
     keys, rest = divmod(channels - heads * value_width, 2 * key_width)
     if rest or keys < 1 or heads % keys:
         return ()
@@ -44,12 +46,21 @@ def _convolution(spec: MambaSpec) -> tuple[PagePart, ...]:
     parts, first_channel = [], 0
     for count, width in ((keys, key_width), (keys, key_width), (heads, value_width)):
         if channels_outside:
-            nbytes = width * rows * item_bytes
-            parts.append(_part(count, 1, nbytes, first_channel * rows * item_bytes, nbytes, 0))
+            channel_bytes = rows * item_bytes
+            parts.append(
+                _part(
+                    count,
+                    width,
+                    kept_rows * item_bytes,
+                    first_channel * channel_bytes,
+                    width * channel_bytes,
+                    channel_bytes,
+                )
+            )
         else:
             nbytes = width * item_bytes
             parts.append(
-                _part(count, rows, nbytes, first_channel * item_bytes, nbytes, channels * item_bytes)
+                _part(count, kept_rows, nbytes, first_channel * item_bytes, nbytes, channels * item_bytes)
             )
         first_channel += count * width
     return tuple(parts)

@@ -1,7 +1,8 @@
 """What travels between this engine and one other: the regions of a transfer, and this engine's pages of them."""
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import astuple, dataclass, replace
 from math import lcm
 
@@ -16,7 +17,7 @@ from prfaas.core.kv.page_layout import (
     unlike_pages,
     wire_forms,
 )
-from prfaas.core.kv.rank_shares import RankPair
+from prfaas.core.kv.rank_shares import RankPair, paired_ranks
 from prfaas.serving.engines.page_digests import DigestPlan
 from prfaas.serving.engines.vllm.cut_pages import cut_pages
 from prfaas.serving.engines.vllm.layout import EngineRegion, KvLayout
@@ -74,7 +75,13 @@ class WireLayout:
     """The regions of transfers between this engine's rank and one other."""
 
     def __init__(
-        self, regions: Sequence[WireRegion], mark: str, pair: RankPair, *, page_digests: bool
+        self,
+        regions: Sequence[WireRegion],
+        mark: str,
+        pair: RankPair,
+        *,
+        page_digests: bool,
+        checkpointed: bool = True,
     ) -> None:
         """
         Args:
@@ -82,6 +89,7 @@ class WireLayout:
             mark: see `mark_of`.
             pair: the tensor-parallel ranks of both.
             page_digests: pages travel with digests, in one more region.
+            checkpointed: states and windows stand beside full attention, which may travel to another rank.
         """
         self.mark = mark
         self.part = pair.number
@@ -91,6 +99,10 @@ class WireLayout:
         for region in self.regions:
             by_layer.setdefault(region.layer_name, []).append(region)
         self.regions_of_layer: Mapping[str, Sequence[WireRegion]] = by_layer
+        self.borrowed: Mapping[tuple[int, int], WireLayout] = {}
+        """What this rank reads of transfers to others of its engine, by their rank and the part of the ticket."""
+        self.readers: Collection[int] = ()
+        """The ranks of its engine that read some of what this one is sent."""
         names = [f"{region.layer_name}/{region.part}" for region in self.regions]
         # Wire pages of a token range are parts of the engine's blocks; a state is one page, whatever its tokens.
         ranges = [each for each in self.regions if each.group.kind is not GroupKind.STATE]
@@ -101,9 +113,26 @@ class WireLayout:
         cut = [region for region in self.regions if region.group.kind is not GroupKind.FULL]
         self.checkpoint: WireLayout | None = None
         """Of a checkpoint: linear states and windows alone. None where there are none, or nothing else."""
-        if 0 < len(cut) < len(self.regions):
+        if cut and checkpointed:
             cut = [replace(region, index=index) for index, region in enumerate(cut)]
-            self.checkpoint = WireLayout(cut, mark, pair, page_digests=page_digests)
+            self.checkpoint = WireLayout(cut, mark, pair, page_digests=page_digests, checkpointed=False)
+
+    def lent(self, regions: Sequence[WireRegion]) -> "WireLayout":
+        """The same transfer to a rank that reads no more than some of its regions, out of another one's staging."""
+        found = copy(self)
+        found.regions, found.checkpoint = tuple(regions), None
+        return found
+
+    def lent_tokens(self, num_tokens: int, skip_tokens: int, covered_end: Callable[[int, int], int]) -> int:
+        """Of a transfer that is `lent`: how many tokens' full attention has come, see `usable_tokens`."""
+        if self.digest_plan is not None:
+            covered_end = self.digest_plan.digested_end(num_tokens, skip_tokens, covered_end)
+        tokens = num_tokens
+        for region in self.regions:
+            blocks = covered_end(region.index, 0) // region.page_bytes
+            blocks += region.group.first_block(num_tokens, skip_tokens)
+            tokens = min(tokens, blocks * region.group.block_tokens)
+        return tokens if tokens > skip_tokens else 0
 
     def kv_region_bytes(self, num_tokens: int, skip_tokens: int) -> list[int]:
         """See `groups.region_bytes`: without digests."""
@@ -160,40 +189,102 @@ def wire_layouts(
         ranks: how many this engine has.
         page_digests: pages travel with digests.
     """
-    me, own = ranked(name, rank), tuple(region.layout for region in layout.regions)
-    known: dict[str, WireLayout] = {}
+    own = _OwnSide(layout, ranked(name, rank), rank, ranks, page_digests=page_digests)
+    takes_turns = max(layout.copies, default=1) > 1
+    told = {
+        "ranks": ranks,
+        "pages": told_layouts([region.layout for region in layout.regions]),
+        "drafter": astuple(own.drafted),
+        "copies": list(layout.copies) if takes_turns else [],
+    }
+    return PeerLayouts(told, own.agree, own.alike(), takes_turns=takes_turns)
 
-    def of_shares(shares: Sequence[_Share], forms: Sequence[WireForm], pair: RankPair) -> WireLayout:
-        shared = None if pair.is_alike else [astuple(pair), [share.region.index for share in shares]]
+
+class _OwnSide:
+    """A rank of this engine, which agrees with ranks of others on what travels between them."""
+
+    def __init__(self, layout: KvLayout, me: str, rank: int, ranks: int, *, page_digests: bool) -> None:
+        """`me`: the name of the rank; for the rest see `wire_layouts`."""
+        self._layout = layout
+        self._me = me
+        self._rank = rank
+        self._ranks = ranks
+        self._page_digests = page_digests
+        self._of_model = tuple(region for region in layout.regions if not region.is_drafters)
+        self.drafted = _Drafted(layout.drafter.identity, len(layout.regions) - len(self._of_model))
+        self._has_full = any(region.group.kind is GroupKind.FULL for region in layout.regions)
+        self._known: dict[tuple[str, RankPair], WireLayout] = {}
+
+    def alike(self) -> WireLayout:
+        """What travels to and from an equal engine's rank."""
+        shares = [_Share(region, region.layout) for region in self._layout.regions]
+        pair = RankPair(self._rank, self._ranks, self._rank, self._ranks)
+        return self._of_shares(shares, [None] * len(shares), pair, is_whole=True)
+
+    def agree(self, told: object, peer: str, sends: bool) -> WireLayout:
+        """What travels to a peer, or comes from it, by what it tells. Raises `UnlikePagesError`: nothing can."""
+        me, rank, ranks = self._me, self._rank, self._ranks
+        try:
+            others = _Told.read(told)
+            theirs = (rank_of(peer), others.ranks)
+            pair = RankPair(rank, ranks, *theirs) if sends else RankPair(*theirs, rank, ranks)
+        except ValueError as error:
+            raise UnlikePagesError(f"the KV layout that {peer} tells {me} can't be read: {error}") from None
+        if others.drafted != self.drafted:
+            logger.info(
+                "%s and %s have unlike drafters: what these keep does not travel, so the first tokens behind a "
+                "prompt from %s are drafted less well", me, peer, me if sends else peer,
+            )  # fmt: skip
+        wire = self._between(others, pair, peer, sends=sends)
+        if wire.mark:
+            logger.info("what travels between %s and %s is their own affair: form %s", me, peer, wire.mark)
+        if not sends and others.copies is not None:
+            wire.readers = _readers(wire, self._layout, rank)
+            wire.borrowed = {
+                (lender.consumer, lender.number): lent
+                for lender in _lenders(self._layout, rank, ranks, others.ranks)
+                if (lent := self._lent_by(lender, self._between(others, lender, peer, sends=False))).regions
+            }
+        return wire
+
+    def _between(self, others: "_Told", pair: RankPair, peer: str, *, sends: bool) -> WireLayout:
+        layout = self._layout
+        regions, layouts, are_alike = layout.regions, others.layouts, others.drafted == self.drafted
+        if not are_alike:
+            regions, layouts = self._of_model, layouts[: len(layouts) - others.drafted.regions]
+        # A producer that tells nothing of copies sends to each rank.
+        copies = others.copies if sends else None if others.copies is None else layout.copies
+        counts = copies[: len(regions)] if copies else (1,) * len(regions)
+        names = (self._me, peer)
+        shares, kept = _shares(regions, layouts, pair, names, counts, sends=sends)
+        forms = wire_forms([share.layout for share in shares], kept, *names, sends=sends)
+        is_whole = pair.is_alike and are_alike and len(shares) == len(regions)
+        return self._of_shares(shares, forms, pair, is_whole=is_whole)
+
+    def _of_shares(
+        self, shares: Sequence["_Share"], forms: Sequence[WireForm], pair: RankPair, *, is_whole: bool
+    ) -> WireLayout:
+        shared = None if is_whole else [astuple(pair), [share.region.index for share in shares]]
         mark = mark_of(forms, shared)
-        if mark not in known:
+        if (mark, pair) not in self._known:
             regions = [
                 _wire_region(index, share, form)
                 for index, (share, form) in enumerate(zip(shares, forms, strict=True))
             ]
-            known[mark] = WireLayout(regions, mark, pair, page_digests=page_digests)
-        return known[mark]
+            self._known[mark, pair] = WireLayout(
+                *(regions, mark, pair), page_digests=self._page_digests, checkpointed=self._has_full
+            )
+        return self._known[mark, pair]
 
-    def agree(told: object, peer: str, sends: bool) -> WireLayout:
-        try:
-            others, layouts = _read_told(told)
-            theirs = (rank_of(peer), others)
-            pair = RankPair(rank, ranks, *theirs) if sends else RankPair(*theirs, rank, ranks)
-        except ValueError as error:
-            raise UnlikePagesError(f"the KV layout that {peer} tells {me} can't be read: {error}") from None
-        shares, kept = _shares(layout.regions, layouts, pair, (me, peer), sends=sends)
-        forms = wire_forms([share.layout for share in shares], kept, me, peer, sends=sends)
-        wire = of_shares(shares, forms, pair)
-        if wire.mark:
-            logger.info("%s and %s keep their KV differently: it travels in form %s", me, peer, wire.mark)
-        return wire
-
-    alike = [_Share(region, region.layout) for region in layout.regions]
-    return PeerLayouts(
-        {"ranks": ranks, "pages": told_layouts(own)},
-        agree,
-        of_shares(alike, [None] * len(alike), RankPair(rank, ranks, rank, ranks)),
-    )
+    def _lent_by(self, lender: RankPair, wire: WireLayout) -> WireLayout:
+        copies, rank = self._layout.copies_of, self._rank
+        return wire.lent(
+            [
+                region
+                for region in wire.regions
+                if lender.consumer // copies(region.layer_name) == rank // copies(region.layer_name)
+            ]
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,13 +296,65 @@ class _Share:
     """The region's own, or of some of its heads."""
 
 
-def _read_told(told: object) -> tuple[int, tuple[PageLayout, ...]]:
-    if not isinstance(told, dict):
-        raise ValueError("an object is expected")
-    ranks = count_field(told, "ranks", MAX_PARTS)
-    if not ranks:
-        raise ValueError("an engine has at least one rank")
-    return ranks, read_layouts(told.get("pages"))
+@dataclass(frozen=True, slots=True)
+class _Drafted:
+    """The regions of a drafter, the last ones of an engine's."""
+
+    identity: str
+    """See `Drafter`."""
+    regions: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """What the other side tells of its engine."""
+
+    ranks: int
+    layouts: tuple[PageLayout, ...]
+    """Of a transfer's regions."""
+    drafted: _Drafted
+    copies: tuple[int, ...] | None
+    """See `KvLayout.copies`; empty: 1 of each region. None: it knows of none."""
+
+    @classmethod
+    def read(cls, told: object) -> "_Told":
+        """Raises ValueError: it is something else."""
+        if not isinstance(told, dict):
+            raise ValueError("an object is expected")
+        ranks = count_field(told, "ranks", MAX_PARTS)
+        if not ranks:
+            raise ValueError("an engine has at least one rank")
+        layouts, copies = read_layouts(told.get("pages")), told.get("copies")
+        match told.get("drafter", ["", 0]):
+            case [str() as identity, int() as regions] if 0 <= regions <= len(layouts):
+                drafted = _Drafted(identity, regions)
+            case _:
+                raise ValueError("of a drafter its identity and how many of the regions it has are expected")
+        if copies is None:
+            return cls(ranks, layouts, drafted, None)
+        if not isinstance(copies, list) or len(copies) not in (0, len(layouts)):
+            raise ValueError("field 'copies' has another number of regions than field 'pages'")
+        if not all(isinstance(each, int) and each > 0 and ranks % each == 0 for each in copies):
+            raise ValueError(f"field 'copies' must divide {ranks} ranks")
+        return cls(ranks, layouts, drafted, tuple(copies))
+
+
+def _lenders(layout: KvLayout, rank: int, ranks: int, producer_ranks: int) -> Iterator[RankPair]:
+    """The transfers of a producer to other ranks of this engine that keep some of what this one keeps."""
+    copies = max(layout.copies, default=1)
+    first = rank - rank % copies
+    for lender in range(first, first + copies):
+        if lender != rank:
+            for producer in paired_ranks(lender, ranks, producer_ranks):
+                yield RankPair(producer, producer_ranks, lender, ranks)
+
+
+def _readers(wire: WireLayout, layout: KvLayout, rank: int) -> frozenset[int]:
+    found: set[int] = set()
+    for region in wire.regions:
+        copies = layout.copies_of(region.layer_name)
+        found |= set(range(rank - rank % copies, rank - rank % copies + copies))
+    return frozenset(found - {rank})
 
 
 def _shares(
@@ -219,6 +362,7 @@ def _shares(
     told: Sequence[PageLayout],
     pair: RankPair,
     names: tuple[str, str],
+    copies: Sequence[int],
     *,
     sends: bool,
 ) -> tuple[list[_Share], list[PageLayout]]:
@@ -230,10 +374,10 @@ def _shares(
     ours, theirs = [], []
     if len(regions) != len(told):
         raise unlike_pages("regions", "a transfer", (names[0], len(regions)), (names[1], len(told)))
-    for region, other in zip(regions, told, strict=True):
+    for region, other, count in zip(regions, told, copies, strict=True):
         sent, kept = (region.layout, other) if sends else (other, region.layout)
         producer, consumer = names if sends else names[::-1]
-        shared = pair.share(sent, kept, producer, consumer)
+        shared = pair.share(sent, kept, producer, consumer, place=region.index, copies=count)
         if shared is not None:
             ours.append(_Share(region, shared[0] if sends else shared[1]))
             theirs.append(shared[1] if sends else shared[0])
@@ -250,8 +394,8 @@ def _wire_region(index: int, share: _Share, form: WireForm) -> WireRegion:
         if group.kind is not GroupKind.STATE:
             per_block = region.group.block_tokens // form.tokens
             wire_pages = cut_pages(pages, share.layout, form)
-        elif share.layout is not region.layout:
-            # A state is one page: only its heads are parted.
+        elif form.parts:
+            # A state is one page: its heads are parted, and the rows of drafts stay behind.
             one_token = replace(share.layout, block_tokens=1, page_tokens=1)
             wire_pages = cut_pages(pages, one_token, replace(form, tokens=1))
         page_bytes = wire_pages.page_bytes
