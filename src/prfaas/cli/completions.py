@@ -68,12 +68,14 @@ def _given(context: typer.Context) -> Any:
 def _documents(context: typer.Context) -> Iterator[Any]:
     import yaml
 
+    from prfaas.core.yaml_loader import YamlLoader
+
     given = _given(context)
     for path in [Path(given)] if given else sorted(Path().glob("*.yaml"))[:_MOST_FILES]:
         try:
             # Not as a deployment: names are wanted from files with mistakes too.
-            yield yaml.load(path.read_text(encoding="utf-8"), yaml.CSafeLoader)
-        except (OSError, ValueError, yaml.YAMLError):
+            yield YamlLoader(path.read_text(encoding="utf-8")).document()[1]
+        except (OSError, ValueError, RecursionError, yaml.YAMLError):
             continue
 
 

@@ -274,10 +274,10 @@ def test_copies_and_ranks_that_differ_are_noted(deployment: PlannedDeployment) -
         for cluster, ranks in zip(deployment.clusters, (8, 4), strict=True)
     )
     text = " ".join(" ".join(printed(replace(deployment, clusters=clusters, kv_copies=2.0), PLAN)).split())
-    assert "each copy is sent: 2 times the KVCache of one rank" in text
-    assert "(east 8, home 4)" in text and "counts what the ranks that decode keep" in text
+    assert "those of windows are all sent: 2 times the KVCache of one rank" in text
+    assert "different tensor_parallel (east 8, home 4)" in text
     text = " ".join(" ".join(printed(deployment, PLAN)).split())
-    assert "copy is sent" not in text and "different tensor_parallel" not in text
+    assert "all sent" not in text and "different tensor_parallel" not in text
 
 
 def test_first_tokens_from_the_prefill_have_a_row_and_a_note(deployment: PlannedDeployment) -> None:

@@ -19,10 +19,11 @@ PAPER = Path(__file__).parents[3] / "examples" / "paper.yaml"
 
 
 class CaseStudy:
-    """examples/paper.yaml with its plan."""
+    """examples/paper.yaml with its plan, but on one rank: what links carry is all that there is."""
 
     def __init__(self) -> None:
-        self.planned: PlannedDeployment = load_planned(PAPER)
+        changes = {f"clusters[{number}].tensor_parallel": 1.0 for number in range(2)}
+        self.planned: PlannedDeployment = load_planned(PAPER, changes=changes)
         self.problem = problem_of(self.planned)
         self.optimum: OperatingPoint = best_operation(self.problem)
 

@@ -118,7 +118,7 @@ class RankPair:
             return None
         return replace(sent, parts=tuple(ours)), replace(kept, parts=tuple(theirs))
 
-    def _heads(self, sent: int, kept: int, turn: int) -> tuple[int, int, int] | None:
+    def _heads(self, sent: int, kept: int, turn: int = 0) -> tuple[int, int, int] | None:
         """(First head at the producer, at the consumer, how many) of what this pair moves; None: it does not fit."""
         if self.producer_ranks >= self.consumer_ranks:
             if sent * self.transfers == kept:

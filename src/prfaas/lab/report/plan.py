@@ -283,7 +283,7 @@ def _notes(deployment: PlannedDeployment, plan: Plan) -> list[str]:
         notes.append(_relays(plan.relay_estimate, plan.ttft_estimate.load))
     if deployment.kv_copies > _MORE_THAN_ONE:
         notes.append(
-            "Ranks that decode keep copies of what they can't divide, and each copy is sent: "
+            "Ranks that decode keep copies of heads that they can't divide, and those of windows are all sent: "
             f"{deployment.kv_copies:.3g} times the KVCache of one rank. Set tensor_parallel of the clusters if your "
             "engines run otherwise."
         )
@@ -291,8 +291,7 @@ def _notes(deployment: PlannedDeployment, plan: Plan) -> list[str]:
     if deployment.links and len(set(ranks.values())) > 1:
         listed = ", ".join(f"{name} {count}" for name, count in ranks.items())
         notes.append(
-            f"Clusters have different tensor_parallel ({listed}): their engines map each other's KVCache, and the plan "
-            "counts what the ranks that decode keep."
+            f"Clusters have different tensor_parallel ({listed}): their engines map each other's KVCache."
         )
     cheapest = plan.cheapest
     if cheapest is not None and plan.cost is not None:
