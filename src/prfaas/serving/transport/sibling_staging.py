@@ -282,7 +282,7 @@ class SiblingStaging:
                 self._take(rank, frame_of(sock))
         except (OSError, EOFError, msgspec.MsgspecError) as error:
             if not self._closing:
-                logger.error("rank %d can no longer be read from: %s", rank, error or "it is gone")
+                logger.info("rank %d shares its staging no more: %s", rank, error or "it has ended")
         self._lose(rank)
 
     def _take(self, rank: int, frame: Frame) -> None:
