@@ -86,26 +86,29 @@ demo: machine setup
 	@$(BIN)/prfaas demo $(DEMO_ARGS)
 
 check: setup
-	$(BIN)/ruff format --check src tests bench
-	$(BIN)/ruff check src tests bench
+	$(BIN)/ruff format --check src tests bench studies
+	$(BIN)/ruff check src tests bench studies
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Of the tests with engines two files at a time: what shares engines is in one. (xdist's groups do nothing with pytest 9:
-# each test went its own way, and each worker started the engines of every file.)
+# Of the tests with engines two files at a time: what shares engines is in one, or in one folder (tests/conftest.py;
+# xdist's groups do nothing with pytest 9). In their order: xdist would begin with the files of many tests, and the demo,
+# a single test that takes a minute, would run last and alone.
 # 5: TEST_ARGS chose none of that kind.
 PYTEST  := $(BIN)/python -m pytest
 PLAIN   := $(PYTEST) -n $(WORKERS) --dist worksteal
 # Where tests with engines are: to collect all others takes each worker ten seconds.
-ENGINES := $(PYTEST) -n 2 --dist loadfile $(if $(TEST_ARGS),,tests/integration tests/core/kv/test_allocation.py)
+ENGINES := $(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder $(if $(TEST_ARGS),,tests/integration tests/core/kv/test_allocation.py)
+# All others are elsewhere, and to collect these takes each worker two seconds.
+BESIDE  := $(if $(TEST_ARGS),,--ignore tests/integration)
 
 test: setup system
-	$(PLAIN) -m "not engine and not newcomer and not extended and not gemma" $(TEST_ARGS) || [ $$? = 5 ]
+	$(PLAIN) $(BESIDE) -m "not engine and not newcomer and not extended and not gemma" $(TEST_ARGS) || [ $$? = 5 ]
 	$(ENGINES) -m "engine and not extended and not gemma" $(TEST_ARGS) || [ $$? = 5 ]
 
 # The last -n counts: engines that are killed at a moment, and those that are timed, have the machine to themselves here.
 test-all: setup system
-	$(PLAIN) -m "extended and not engine and not newcomer and not gemma" $(TEST_ARGS) || [ $$? = 5 ]
+	$(PLAIN) $(BESIDE) -m "extended and not engine and not newcomer and not gemma" $(TEST_ARGS) || [ $$? = 5 ]
 	$(ENGINES) -n 1 -m "extended and engine and not gemma" $(TEST_ARGS) || [ $$? = 5 ]
 
 test-gemma: setup
@@ -118,10 +121,11 @@ test-explore: setup
 	$(PYTEST) -m "hypothesis and not engine" --hypothesis-profile=explore --hypothesis-seed=$$seed \
 		--timeout=3600 $(TEST_ARGS) || { status=$$?; echo "repeat with: make test-explore SEED=$$seed"; exit $$status; }
 
-# Importing vLLM alone takes each process ten seconds.
+# Importing vLLM alone takes each process ten seconds. Property tests take a fifth of their examples.
 test-fast: setup
 	$(if $(filter-out $(WINGS),$(WING)),$(error WING is one of: $(WINGS)))
 	$(PLAIN) $(if $(WING),tests/$(WING)) --ignore tests/integration --ignore tests/serving/engines/vllm \
+		--hypothesis-profile=fast \
 		-m "not slow and not extended and not engine and not newcomer and not gemma" $(TEST_ARGS)
 
 # One after the other: each starts processes enough for all cores.

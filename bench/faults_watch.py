@@ -256,8 +256,10 @@ def _holder(inode: str) -> str | None:
     """The process that has a socket open: its id and command line."""
     for files in Path("/proc").glob("[0-9]*/fd"):
         with contextlib.suppress(OSError):
-            if any(os.readlink(file) == f"socket:[{inode}]" for file in files.iterdir()):
-                command = (files.parent / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            if any(str(file.readlink()) == f"socket:[{inode}]" for file in files.iterdir()):
+                command = (
+                    (files.parent / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                )
                 return f"process {files.parent.name}, {command[:120]}"
     return None
 

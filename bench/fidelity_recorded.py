@@ -1,4 +1,4 @@
-"""Recorded runs of single vLLM engines beside what `simulator/aggregated.py` makes of the same requests.
+"""Recorded runs of single vLLM engines beside what `fidelity_aggregated.py` makes of the same requests.
 
 The cost of a step is fitted to the times of one half of the requests; what is reported for the other half is a
 prediction from arrivals and lengths alone. All requests come within half a minute, so the first half meets a light
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from rich.table import Table
 from scipy.optimize import minimize
 
-from prfaas.lab.simulator.aggregated import AggregatedEngine, Served, StepCost, serve
+from fidelity_aggregated import AggregatedEngine, Served, StepCost, serve
 
 FloatArray = NDArray[np.float64]
 

@@ -1,23 +1,33 @@
 """For all tests: property tests' profiles, marks that must say why, and at the end of a run where its time went.
 
-Property tests take the same examples every time, or new ones on request; a slow machine is no failure in either case.
+Property tests take the same examples every time, fewer of them where a quick answer is wanted, or many new ones on
+request; a slow machine is no failure in any case.
 """
 
 import gc
+import math
 from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
 
-# What a property test asks for itself, times this, in the profile that explores.
-EXPLORE_FACTOR = 10
+# What a property test asks for itself, times this, by the profile: of `make test-explore` and of `make test-fast`.
+EXAMPLES = {"explore": 10.0, "fast": 0.2}
 
 settings.register_profile("prfaas", deadline=None, derandomize=True)
 settings.register_profile(
-    "explore", deadline=None, derandomize=False, max_examples=100 * EXPLORE_FACTOR, print_blob=True
+    "explore",
+    deadline=None,
+    derandomize=False,
+    max_examples=int(100 * EXAMPLES["explore"]),
+    print_blob=True,
 )
-# `--hypothesis-profile=explore` is applied after this file was read, and so wins.
+# As many as no test asks for itself: those with their own number are told by it.
+settings.register_profile("fast", deadline=None, derandomize=True, max_examples=19)
+# `--hypothesis-profile` is applied after this file was read, and so wins.
 settings.load_profile("prfaas")
 
 # Marks that keep a test out of a run that people wait for; each says why.
@@ -33,8 +43,30 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if settings.get_current_profile_name() == "explore":
-        _take_more_examples(items)
+    factor = EXAMPLES.get(settings.get_current_profile_name())
+    if factor is not None:
+        take_other_examples(items, factor)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `--dist loadfile` a worker is given all that shares engines."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class LoadStackScheduling(LoadFileScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return stack_of(nodeid)
+
+    return LoadStackScheduling(config, log)
+
+
+def stack_of(nodeid: str) -> str:
+    """What shares engines with a test: its file, or the folder below tests/integration that it is in."""
+    file = nodeid.partition("::")[0]
+    parts = file.split("/")
+    return "/".join(parts[:3]) if parts[:2] == ["tests", "integration"] else file
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -54,8 +86,8 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def _take_more_examples(items: list[pytest.Item]) -> None:
-    """Tests that say how many examples they take get more of them, too.
+def take_other_examples(items: Iterable[pytest.Item], factor: float) -> None:
+    """Tests that say how many examples they take get `factor` times as many, too.
 
     Their own number would otherwise win over the profile's.
     """
@@ -73,7 +105,7 @@ def _take_more_examples(items: list[pytest.Item]) -> None:
         ):
             own = getattr(owner, name, None)
             if isinstance(own, settings) and own.max_examples != settings().max_examples:
-                setattr(owner, name, settings(own, max_examples=own.max_examples * EXPLORE_FACTOR))
+                setattr(owner, name, settings(own, max_examples=math.ceil(own.max_examples * factor)))
 
 
 class TimeByPart:

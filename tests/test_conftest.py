@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.conftest import REASONED, TimeByPart, pytest_runtest_setup
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.conftest import REASONED, TimeByPart, pytest_runtest_setup, stack_of, take_other_examples
 
 ROOT = Path(__file__).parents[1]
 MAKEFILE = ROOT / "Makefile"
@@ -32,6 +34,42 @@ def test_a_mark_without_a_reason_is_refused(name: str) -> None:
     for bad in (mark, mark(""), mark(" "), mark(reason="it waits"), mark(5)):
         with pytest.raises(pytest.fail.Exception, match=f"here: its mark must say why: {name}"):
             pytest_runtest_setup(Item("here", (bad.mark,)))  # type: ignore[arg-type]
+
+
+@dataclass
+class Found:
+    """As much of a collected property test as is looked at."""
+
+    obj: Any
+    cls: Any = None
+
+
+@pytest.mark.parametrize(("factor", "few", "one"), [(10, 250, 10), (0.2, 5, 1)])
+def test_property_tests_take_as_many_examples_as_the_profile_says(factor: float, few: int, one: int) -> None:
+    @settings(max_examples=25)
+    @given(st.integers())
+    def numbered(_: int) -> None: ...
+
+    @settings(max_examples=1)
+    @given(st.integers())
+    def single(_: int) -> None: ...
+
+    @given(st.integers())
+    def plain(_: int) -> None: ...
+
+    class Machine:
+        settings: Any
+
+    Machine.settings = settings(max_examples=25)
+
+    def examples(test: Any) -> int:
+        return int(test._hypothesis_internal_use_settings.max_examples)
+
+    # Cases of one parametrized test share its function.
+    items = [Found(each) for each in (numbered, numbered, single, plain, len)] + [Found(None, Machine)]
+    take_other_examples(items, factor)  # type: ignore[arg-type]
+    assert (examples(numbered), examples(single), Machine.settings.max_examples) == (few, one, few)
+    assert examples(plain) == settings().max_examples
 
 
 def test_the_time_of_a_run_is_told_by_folder() -> None:
@@ -67,6 +105,19 @@ def test_the_time_of_a_run_is_told_by_folder() -> None:
     ]
 
 
+def test_files_that_share_engines_go_to_one_worker() -> None:
+    for nodeid, stack in {
+        "tests/integration/one_stack/test_chain.py::test_a[1::2/3]": "tests/integration/one_stack",
+        "tests/integration/test_tls.py::test_a": "tests/integration/test_tls.py",
+        "tests/core/kv/test_allocation.py::test_a": "tests/core/kv/test_allocation.py",
+    }.items():
+        assert stack_of(nodeid) == stack
+    shared = {path.parent for path in (ROOT / "tests" / "integration").rglob("conftest.py")}
+    assert {
+        stack_of(f"{path.relative_to(ROOT)}/test_x.py") for path in shared if path.name != "integration"
+    } == {str(path.relative_to(ROOT)) for path in shared if path.name != "integration"}
+
+
 def test_tests_with_engines_are_where_make_looks_for_them() -> None:
     """Elsewhere they would be in no run."""
     (looked,) = re.findall(
@@ -80,5 +131,9 @@ def test_tests_with_engines_are_where_make_looks_for_them() -> None:
         if marked.search(path.read_text(encoding="utf-8"))
     ]
     assert len(found) > 10
+    # Where all have engines, and the other run does not look.
+    whole = ROOT / "tests" / "integration"
+    assert f"--ignore {whole.relative_to(ROOT)}" in MAKEFILE.read_text()
+    assert set(whole.rglob("test_*.py")) <= set(found)
     strays = [path for path in found if not any(path.is_relative_to(place) for place in places)]
     assert strays == []

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import typer
 
-from prfaas.cli.completions import STUDY_NAMES
 from prfaas.cli.main import app
+from prfaas.cli.study_folder import study_names
 from test_docs import PAGES, ROOT
 
 REFERENCE = "docs/reference/cli.md"
@@ -118,7 +118,7 @@ def _has_option(text: str, option: str) -> bool:
 
 def test_the_reference_has_every_study() -> None:
     section = section_of("prfaas study")
-    assert [study for study in STUDY_NAMES if f"`{study}`" not in section] == []
+    assert [study for study in study_names() if f"`{study}`" not in section] == []
 
 
 def test_the_checks_catch_what_they_should() -> None:

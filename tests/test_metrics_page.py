@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from prfaas.tools.monitoring.catalogue import OWN_INSTANCE, catalogue
+from tests.tools.monitoring.catalogue import OWN_INSTANCE, catalogue
 
 ROOT = Path(__file__).parents[1]
 ROWS = dict(

@@ -75,7 +75,7 @@ assert len(axes.lines) == len(kinds)
 """
 
 
-@pytest.mark.slow("does all that the page says, each command a process")
+@pytest.mark.extended("what the page above does, cell after cell")
 def test_the_notebook_runs_and_plots(tmp_path: Path) -> None:
     pandas = pytest.importorskip("pandas")
     pytest.importorskip("pyarrow")

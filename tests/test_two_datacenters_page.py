@@ -86,7 +86,7 @@ def with_free_ports(path: Path) -> None:
     path.write_text(text)
 
 
-@pytest.mark.slow("starts a whole deployment, as the page says")
+@pytest.mark.extended("starts what the page says; each of its commands has tests of its own")
 def test_the_trial(shell: Path) -> None:
     init, up_east, up_home, doctor, *emits = PAGE.commands("1. Try it on one machine")
     assert [each.split()[:2] for each in (init, up_east, up_home, doctor)] == [

@@ -1,16 +1,12 @@
 """bench/local_transfer.py, with stand-ins in place of its engines."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-from prfaas.core.deployment import Deployment, load_deployment
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
-
 import local_transfer
+from prfaas.core.deployment import Deployment, load_deployment
 
 pytestmark = pytest.mark.timeout(300)
 

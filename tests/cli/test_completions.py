@@ -6,10 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from studies import STUDIES
 
-from prfaas.cli.completions import STUDY_NAMES, instance_names, model_names, pool_names
+from prfaas.cli.completions import instance_names, model_names, pool_names
+from prfaas.cli.study_folder import study_names
 from prfaas.core.scheduling import POLICIES
-from prfaas.lab.studies import STUDIES
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -58,5 +59,5 @@ def test_instances_of_the_files_in_this_folder(tmp_path: Path, monkeypatch: pyte
 
 
 def test_study_names_are_those_of_the_studies() -> None:
-    assert sorted(STUDIES) == sorted(STUDY_NAMES)
+    assert sorted(STUDIES) == study_names()
     assert "kimi-k2" in model_names()

@@ -54,6 +54,7 @@ class Shell:
         return subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.slow("a process that imports the hub's client for each fetch")
 def test_a_hub_s_model_is_fetched_pinned_and_given_to_engines(hub: Hub, tmp_path: Path) -> None:
     shell = Shell(hub, tmp_path)
     plan = shell.run("doctor", str(shell.file))
@@ -70,6 +71,7 @@ def test_a_hub_s_model_is_fetched_pinned_and_given_to_engines(hub: Hub, tmp_path
     assert moved.returncode == 0 and moved.stdout.strip().endswith(SECOND)
 
 
+@pytest.mark.slow("a process that imports the hub's client for each fetch")
 def test_what_the_hub_lacks_ends_with_2_and_one_sentence(hub: Hub, tmp_path: Path) -> None:
     shell = Shell(hub, tmp_path)
     hub.name = "org/renamed"

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from prfaas.cli import main as cli
+from prfaas.cli import study_folder
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -48,6 +49,46 @@ def test_a_study_is_written_down(
     assert svg.startswith("<svg")
     assert run(monkeypatch, *given) == 0
     assert capsys.readouterr().out == page
+
+
+def test_an_installed_package_says_where_the_studies_are(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(study_folder, "_CHECKOUT", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert run(monkeypatch, "scale") == 2
+    assert "run this in a checkout of its repository, which has them in studies/" in capsys.readouterr().err
+
+
+OWN = """
+from prfaas.lab.studies import Study
+from prfaas.lab.studies.study import Run, StudySection
+
+def runs(context):
+    return [Run(("mine",), context.planned, context.poisson(0.5), 50, context.seed)]
+
+def describe(context, outcomes):
+    return StudySection("Mine?", "One run.", [f"{len(outcomes)} run."], {})
+
+STUDIES = {"mine": Study("mine", "Mine", runs, describe)}
+"""
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_folder_of_ones_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, jobs: int
+) -> None:
+    folder = tmp_path / f"own_studies_{jobs}"
+    folder.mkdir()
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (folder / "__init__.py").write_text("STUDY = 1")
+    assert run(monkeypatch, "mine", "--studies", folder) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "is no folder of studies, a Python package whose STUDIES has each by its name" in said
+    sys.modules.pop(folder.name)
+    (folder / "__init__.py").write_text(OWN)
+    assert run(monkeypatch, "mine", "--studies", folder, "--jobs", jobs) == 0
+    assert "1 run." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

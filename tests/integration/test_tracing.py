@@ -14,7 +14,7 @@ from prfaas.core.deployment import load_deployment
 from prfaas.serving.engines.running import RunningEngines
 from prfaas.serving.live import serve_live
 
-from .stack import MODEL, PATIENCE_S, prompt, write_deployment
+from .stack import ENGINE_ENV, MODEL, PATIENCE_S, TEMPLATES, prompt, write_deployment
 
 pytestmark = [
     pytest.mark.engine,
@@ -36,7 +36,7 @@ async def running_traced(directory: Path, collector: Collector) -> AsyncIterator
     document["gateway"]["tracing"] = {"endpoint": collector.endpoint}
     path.write_text(json.dumps(document))
     deployment = load_deployment(path)
-    engines = RunningEngines(deployment)
+    engines = RunningEngines(deployment, extra_env=ENGINE_ENV, templates=TEMPLATES)
     port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     try:
         await asyncio.to_thread(engines.start)

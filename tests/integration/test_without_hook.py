@@ -1,13 +1,12 @@
 """Models whose attention modules do not call vLLM's hook: their KV leaves at the end of each step."""
 
 import json
-import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from .shimmed import with_shims
 from .stack import LOGITS, Stack, prompt, running, write_deployment
 
 pytestmark = [
@@ -32,8 +31,7 @@ def hookless(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     document["model"]["tiny"] = request.param
     document["clusters"][1]["instances"].pop(0)
     path.write_text(json.dumps(document))
-    folders = [str(Path(__file__).with_name("without_hook")), os.environ.get("PYTHONPATH", "")]
-    yield from running(path, {"PYTHONPATH": os.pathsep.join(filter(None, folders))})
+    yield from running(path, with_shims("without_hook"))
 
 
 def test_answers_are_those_of_a_plain_engine(hookless: Stack) -> None:

@@ -9,11 +9,6 @@ from typing import Any
 
 import typer
 
-# As in prfaas.lab.studies, which takes too long to import for help and for completion.
-STUDY_NAMES = (
-    "ablation", "bandwidth", "burst", "shift", "equal-cost", "hit-rate", "pool", "scale", "egress", "decode-price",
-    "round-trip", "agentic", "models", "dense-hybrid", "spot",
-)  # fmt: skip
 _MOST_FILES = 20
 
 
@@ -25,8 +20,10 @@ def policy_names() -> list[str]:
 
 
 def study_names() -> list[str]:
-    """Of studies, and "all"."""
-    return [*STUDY_NAMES, "all"]
+    """Of the project's own studies, and "all"."""
+    from prfaas.cli import study_folder
+
+    return [*study_folder.study_names(), "all"]
 
 
 def model_names() -> list[str]:
@@ -71,12 +68,14 @@ def _given(context: typer.Context) -> Any:
 def _documents(context: typer.Context) -> Iterator[Any]:
     import yaml
 
+    from prfaas.core.yaml_loader import YamlLoader
+
     given = _given(context)
     for path in [Path(given)] if given else sorted(Path().glob("*.yaml"))[:_MOST_FILES]:
         try:
             # Not as a deployment: names are wanted from files with mistakes too.
-            yield yaml.load(path.read_text(encoding="utf-8"), yaml.CSafeLoader)
-        except (OSError, ValueError, yaml.YAMLError):
+            yield YamlLoader(path.read_text(encoding="utf-8")).document()[1]
+        except (OSError, ValueError, RecursionError, yaml.YAMLError):
             continue
 
 

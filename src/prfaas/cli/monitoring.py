@@ -31,11 +31,9 @@ def grafana(
 
     Example: prfaas monitoring grafana -o dashboards
     """
-    from prfaas.tools.monitoring.catalogue import catalogue
-    from prfaas.tools.monitoring.grafana import boards, dashboard_json
+    from prfaas.tools.monitoring import dashboards
 
-    series = catalogue()
-    files = {f"{board.uid}.json": dashboard_json(board, series) for board in boards(series)}
+    files = {path.name: path.read_text(encoding="utf-8") for path in dashboards()}
     _write(folder, files, as_json=as_json)
 
 

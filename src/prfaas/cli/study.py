@@ -1,14 +1,14 @@
 """`prfaas study`: questions about the scheduler, answered by many simulations."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from prfaas.cli.common import AsJson, CliError, example_path, made_folder, print_json
-from prfaas.cli.completions import STUDY_NAMES, study_names
+from prfaas.cli.completions import study_names
 
 if TYPE_CHECKING:
     from prfaas.lab.studies import Study, StudyContext, StudySection
@@ -22,12 +22,21 @@ def study(
         str,
         typer.Argument(
             metavar="NAME",
-            help=f"One of {', '.join(STUDY_NAMES)}; all: every one.",
+            help="For example bandwidth; a wrong one says which there are. all: every one.",
             autocompletion=study_names,
         ),
     ],
     deployment: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Default: examples/paper.yaml.", show_default=False)
+    ] = None,
+    folder: Annotated[
+        Path | None,
+        typer.Option(
+            "--studies",
+            metavar="DIR",
+            help="A Python package whose STUDIES has studies by name. Default: studies/ of the checkout.",
+            show_default=False,
+        ),
     ] = None,
     out: Annotated[
         Path | None,
@@ -51,11 +60,12 @@ def study(
     """
     from prfaas.core.deployment import load_planned
     from prfaas.core.workload import read_requests
-    from prfaas.lab.studies import STUDIES, context_of, page_of
+    from prfaas.lab.studies import context_of, page_of
 
-    if name != "all" and name not in STUDIES:
-        raise CliError(f'there is no study "{name}"; there are {", ".join(STUDIES)}, and "all"')
-    chosen = list(STUDIES.values()) if name == "all" else [STUDIES[name]]
+    known = _known(folder)
+    if name != "all" and name not in known:
+        raise CliError(f'there is no study "{name}"; there are {", ".join(known)}, and "all"')
+    chosen = list(known.values()) if name == "all" else [known[name]]
     path = example_path("paper.yaml") if deployment is None else deployment
     planned = load_planned(path)
     trace = read_requests(example_path(_TRACE))
@@ -67,13 +77,22 @@ def study(
         made_folder(out / "img", "--out")
     outcomes = _simulate(chosen, context, jobs)
     sections = {each.name: (each, each.describe(context, outcomes[each.name])) for each in chosen}
-    page = page_of(context, sections, _command(name, deployment, quick, seed))
+    page = page_of(context, sections, _command(name, deployment, folder, quick=quick, seed=seed))
     if out is not None:
         _write(out, "studies.md" if name == "all" else f"study-{name}.md", page, sections)
     if as_json:
         _print_json(context, outcomes)
     elif out is None:
         typer.echo(page, nl=False)
+
+
+def _known(folder: Path | None) -> "Mapping[str, Study]":
+    from prfaas.cli.study_folder import StudyFolderError, studies_of
+
+    try:
+        return studies_of(folder)
+    except StudyFolderError as error:
+        raise CliError(f"--studies: {error}" if folder is not None else str(error)) from error
 
 
 def _simulate(chosen: "Sequence[Study]", context: "StudyContext", jobs: int) -> "dict[str, Outcomes]":
@@ -118,11 +137,12 @@ def _simulate(chosen: "Sequence[Study]", context: "StudyContext", jobs: int) -> 
     return outcomes
 
 
-def _command(name: str, deployment: Path | None, quick: bool, seed: int) -> str:
+def _command(name: str, deployment: Path | None, folder: Path | None, *, quick: bool, seed: int) -> str:
     import shlex
 
     parts = ["prfaas", "study", name]
     parts += ["--deployment", str(deployment)] if deployment is not None else []
+    parts += ["--studies", str(folder)] if folder is not None else []
     parts += ["--quick"] if quick else []
     parts += ["--seed", str(seed)] if seed else []
     return shlex.join([*parts, "--out", "docs/explanation"])

@@ -1,9 +1,12 @@
 """Python runs this at its start in engines that have the folder on their path: no layer of attention calls the hook."""
 
-import sys
+from changing import change_modules, is_engine, run_next
 
-# Not in helpers of such a process: they have nothing to import.
-if "-m" in sys.orig_argv:
-    from prfaas.serving.engines.vllm.connector import PrfaasConnector
 
-    PrfaasConnector.save_kv_layer = lambda *_, **__: None  # type: ignore[method-assign]
+def _say_nothing(module: object) -> None:
+    module.PrfaasConnector.save_kv_layer = lambda *_, **__: None  # type: ignore[attr-defined]
+
+
+if is_engine():
+    change_modules({"prfaas.serving.engines.vllm.connector": _say_nothing})
+    run_next(__file__)

@@ -1,10 +1,12 @@
 """Streams that follow the chunks of their prefill."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from tests.lab.simulator.conftest import CaseStudy, chunk_of
 
+from prfaas.core.kv import FullAttention, KvModel, SlidingWindow
 from prfaas.core.units import BITS_PER_BYTE
 from prfaas.lab.simulator import CacheOptions, Scenario, simulate
 from prfaas.lab.simulator.link import FluidLink
@@ -55,6 +57,31 @@ def test_each_chunk_sends_its_tokens_in_the_time_that_it_takes(
     assert sum(sent) == pytest.approx(streamed_bits)
     # Attention makes the last chunks slower.
     assert changes[1][1] > 1.1 * changes[8][1]
+
+
+@pytest.mark.parametrize("last_tokens", [1, 100, 700])
+def test_windows_leave_with_the_chunks_that_compute_them(
+    case_study: CaseStudy, changes: list[tuple[float, float]], last_tokens: int
+) -> None:
+    """Of a short last chunk most of the window is in the chunk before."""
+    window, attention = SlidingWindow(3, 2, 64, 64, 512), FullAttention(1, 2, 64, 64)
+    shown = replace(scenario(case_study, CHUNK_TOKENS), kv_model=KvModel("windows", (attention, window)))
+    # The last token of a prompt is not sent.
+    tokens = 3 * CHUNK_TOKENS + last_tokens + 1
+    simulate(shown, [chunk_of([0.0], [tokens])], warmup_share=0.0, debug=True)
+    seconds = shown.clusters[0].curve.seconds
+    ends = [CHUNK_TOKENS, 2 * CHUNK_TOKENS, 3 * CHUNK_TOKENS, tokens]
+    times_s = [0.0, *(seconds(end) for end in ends)]
+    sent = [rate * (end_s - at_s) for (at_s, rate), end_s in zip(changes, times_s[1:], strict=True)]
+    in_last = min(last_tokens, 511)
+    token_bits, window_bits = (BITS_PER_BYTE * group.token_bytes for group in (attention, window))
+    assert sent == pytest.approx(
+        [
+            *[token_bits * CHUNK_TOKENS] * 2,
+            token_bits * CHUNK_TOKENS + window_bits * (511 - in_last),
+            token_bits * last_tokens + window_bits * in_last,
+        ]
+    )
 
 
 def test_what_was_cached_leaves_with_the_first_chunk(

@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from studies import STUDIES
+from studies._rate_search import LARGEST_RPS
 
-from prfaas.lab.studies import STUDIES, StudyContext, page_of
-from prfaas.lab.studies.rate_search import LARGEST_RPS
+from prfaas.lab.studies import StudyContext, page_of
 from prfaas.lab.studies.study import Run, StudyOutcome, StudyRun
 
 # The fixture that all share plans every study first.

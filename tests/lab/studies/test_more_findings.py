@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from studies import STUDIES
+from studies.agentic import SteadySessions
 from tests.lab.studies.test_findings import outcome
 
 from prfaas.core.workload.traffic import take
-from prfaas.lab.studies import STUDIES, StudyContext, page_of
-from prfaas.lab.studies.agentic import SteadySessions
+from prfaas.lab.studies import StudyContext, page_of
 from prfaas.lab.studies.study import Run, StudyOutcome
 
 

@@ -3,10 +3,10 @@
 from dataclasses import replace
 
 import pytest
+from studies._other_models import other_models
 
 from prfaas.core.planner import best_operation, problem_of
 from prfaas.lab.studies import StudyContext
-from prfaas.lab.studies.other_models import other_models
 
 
 def test_there_are_dense_and_hybrid_ones(context: StudyContext) -> None:

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from studies.pool import PoolReplay
 
 from prfaas.core.deployment.examples import example_path
 from prfaas.core.units import GIB
@@ -9,7 +10,6 @@ from prfaas.core.workload import read_requests
 from prfaas.core.workload.traffic import ReplayedTraffic
 from prfaas.lab.simulator import PoolOptions
 from prfaas.lab.studies import StudyContext
-from prfaas.lab.studies.pool import PoolReplay
 from prfaas.lab.studies.traffic import ChatsAndDocuments
 
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from studies._rate_search import LARGEST_RPS, STEP, RateSearch, hidden_overload, largest_factor
 
 from prfaas.lab.studies import StudyContext
-from prfaas.lab.studies.rate_search import LARGEST_RPS, STEP, RateSearch, hidden_overload, largest_factor
 from prfaas.lab.studies.study import Run, Verdict
 from prfaas.lab.studies.traffic import SharedPrefixes
 

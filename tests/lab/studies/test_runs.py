@@ -5,8 +5,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+from studies import STUDIES
 
-from prfaas.lab.studies import STUDIES, StudyContext, page_of, run_studies
+from prfaas.lab.studies import StudyContext, page_of, run_studies
 from prfaas.lab.studies.study import LostProcessError, Run, StudyOutcome, StudyRun, run_all
 
 

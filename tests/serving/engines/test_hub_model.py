@@ -19,6 +19,8 @@ from prfaas.serving.engines.model_identity import ModelIdentity
 from prfaas.serving.engines.tiny import tiny_model
 from prfaas.serving.engines.trained import trained_model
 
+pytestmark = pytest.mark.slow("a process that imports the hub's client for each fetch")
+
 PROGRAM = """
 import json, sys
 from pathlib import Path
@@ -170,7 +172,6 @@ def test_a_person_s_login_is_not_a_deployment_s(machine: Machine) -> None:
     assert machine.hub.tokens == set()
 
 
-@pytest.mark.slow("the client tries for some seconds")
 def test_a_hub_that_goes_in_the_middle_is_one_sentence_and_later_whole(machine: Machine) -> None:
     machine.hub.cut_bytes = 100_000
     assert "org/tiny can't be fetched from" in machine.failed(HF_HUB_DOWNLOAD_TIMEOUT="1")

@@ -26,7 +26,7 @@ from prfaas.serving.engines.synthetic.content import (
     reduce_page,
 )
 from prfaas.serving.engines.synthetic.endpoints import PrefillSend
-from prfaas.serving.engines.synthetic.layout import EVENT_KINDS, SyntheticLayout
+from prfaas.serving.engines.synthetic.layout import EVENT_KINDS, SyntheticLayout, SyntheticRegion
 from prfaas.serving.engines.synthetic.node import stream_interval_of
 from prfaas.serving.engines.synthetic.pace import DEFAULT_STEP_S, DecodeClock, Pace
 from prfaas.serving.engines.tiny import tiny_config
@@ -153,7 +153,7 @@ class Recorder:
 @given(
     num_tokens=st.integers(1, 3000), cuts=st.sets(st.integers(1, 11), max_size=2), slices=st.integers(1, 4)
 )
-def test_states_and_windows_leave_among_the_layers_of_the_last_chunk(
+def test_layers_leave_with_the_chunk_that_computes_them_and_states_with_the_last(
     model: str, num_tokens: int, cuts: set[int], slices: int
 ) -> None:
     layout = layout_of(model)
@@ -172,22 +172,44 @@ def test_states_and_windows_leave_among_the_layers_of_the_last_chunk(
     layers = len(layout.full.layers)
     slices = min(slices, layers)
     ends = sorted(cut * layout.block_tokens for cut in cuts if cut * layout.block_tokens < num_tokens)
+    before = [0] * len(layout.regions)
     for end_tokens in [*ends, num_tokens]:
+        after = [_ready_bytes(region, num_tokens, end_tokens) for region in layout.regions]
         for done in range(slices):
             sending.layers_done(range(layers * done // slices, layers * (done + 1) // slices), end_tokens)
-            closing = [put for put in recorder.left if put is not None and put[3]]
-            share = (done + 1) / slices if end_tokens == num_tokens else 0
-            assert len(closing) <= len(layout.regions) - layers
-            assert abs(len(closing) - share * (len(layout.regions) - layers)) <= 1
+            sent = _sent_bytes(recorder, len(layout.regions))
+            assert all(nbytes in both for nbytes, *both in zip(sent, before, after, strict=True))
+            # Windows and states lie evenly among the layers of full attention.
+            others = [i for i in range(layers, len(layout.regions)) if after[i] > before[i]]
+            if len(others) == len(layout.regions) - layers:
+                left = sum(sent[i] == after[i] for i in others)
+                assert abs(left - len(others) * (done + 1) / slices) <= 1
         sending.chunk_done(end_tokens)
+        assert _sent_bytes(recorder, len(layout.regions)) == after
+        before = after
     assert recorder.left.count(None) == 1 and recorder.left[-1] is None
-    sent = Counter[int]()
     for put in recorder.left[:-1]:
         assert put is not None
-        region, _, nbytes, urgent = put
-        sent[region] += nbytes
-        assert urgent == (layout.regions[region].group.kind is not GroupKind.FULL)
-    assert [sent[index] for index in range(len(layout.regions))] == layout.region_bytes(num_tokens, 0)
+        assert put[3] == (layout.regions[put[0]].group.kind is not GroupKind.FULL)
+    assert before == layout.region_bytes(num_tokens, 0)
+
+
+def _ready_bytes(region: SyntheticRegion, num_tokens: int, done_tokens: int) -> int:
+    """What a layer may have sent: of attention all whole blocks of what moves, of a state nothing before the end."""
+    group, moving = region.group, region.group.moving_blocks(num_tokens, 0)
+    if done_tokens == num_tokens:
+        return len(moving) * region.page_bytes
+    if group.kind is GroupKind.STATE:
+        return 0
+    return sum((block + 1) * group.block_tokens <= done_tokens for block in moving) * region.page_bytes
+
+
+def _sent_bytes(recorder: Recorder, regions: int) -> list[int]:
+    sent = Counter[int]()
+    for put in recorder.left:
+        if put is not None:
+            sent[put[0]] += put[2]
+    return [sent[index] for index in range(regions)]
 
 
 def test_a_model_with_chunked_attention_is_refused() -> None:

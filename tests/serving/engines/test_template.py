@@ -22,7 +22,8 @@ READY_S = 40.0
 ROOT = Path(__file__).parents[3]
 LIGHT = "tests.serving.engines.light_template"
 
-# As in test_running_engines.py; its first line tells of its child, and what it has of the template.
+# As in test_running_engines.py; its first line tells of its child, and what it has of the template; its second one what
+# it alone was given.
 SERVER = """
 import http.server, os, signal, subprocess, sys
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
@@ -31,7 +32,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.send_response(200); self.end_headers()
     def log_message(self, *args): pass
 print("child", child.pid, os.environ.get("MARK"), sys.argv[1:], os.read(0, 1), __name__, end=" ")
-print("prfaas.serving.engines.vllm.template" in sys.modules, flush=True)
+print("prfaas.serving.engines.vllm.template" in sys.modules)
+print(os.environ.get("OTEL_RESOURCE_ATTRIBUTES"), flush=True)
 if "crash" in sys.argv:
     sys.exit(3)
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
@@ -168,13 +170,34 @@ def test_another_environment_needs_another_template(deployment: Deployment) -> N
     assert marks["home-decode-0"] == marks["home-prefill-0"] != marks["east-prefill-0"]
 
 
+def test_what_nothing_reads_while_modules_are_imported_needs_no_other_template(
+    deployment: Deployment,
+) -> None:
+    def command(deployment: Deployment, instance: Instance) -> EngineCommand:
+        return forked(deployment, instance, OTEL_RESOURCE_ATTRIBUTES=instance.name)
+
+    marks = set()
+    with EngineTemplates() as templates:
+        with RunningEngines(deployment, command=command, templates=templates) as engines:
+            engines.wait_ready(READY_S)
+            marks |= {mark_of(engines, name) for name in engines.names}
+            assert {engines.log_tail(name).splitlines()[1] for name in engines.names} == set(engines.names)
+        # Nor has a later engine anything of an earlier one's.
+        with RunningEngines(deployment, ["home-decode-0"], command=forked, templates=templates) as engines:
+            engines.wait_ready(READY_S)
+            marks.add(mark_of(engines, "home-decode-0"))
+            assert engines.log_tail("home-decode-0").splitlines()[1] == "None"
+    assert len(marks) == 1
+
+
 def test_with_threads_every_engine_is_a_new_interpreter(deployment: Deployment) -> None:
     def command(deployment: Deployment, instance: Instance) -> EngineCommand:
-        return forked(deployment, instance, THREADED="1")
+        return forked(deployment, instance, THREADED="1", OTEL_RESOURCE_ATTRIBUTES=instance.name)
 
     with RunningEngines(deployment, command=command) as engines:
         engines.wait_ready(READY_S)
         assert {told(engines, name)[-1] for name in engines.names} == {"False"}
+        assert {engines.log_tail(name).splitlines()[1] for name in engines.names} == set(engines.names)
 
 
 def test_an_engine_that_ends_is_named_with_the_end_of_its_log(deployment: Deployment) -> None:

@@ -425,6 +425,7 @@ def short_path() -> Iterator[Path]:
         yield Path(name)
 
 
+@pytest.mark.slow("pools as processes of their own")
 def test_two_daemons_of_a_deployment(short_path: Path) -> None:
     """As `prfaas up` runs them: pages that an engine of one machine has stored are found on the other."""
     deployment = deployment_of(short_path, encryption=True)

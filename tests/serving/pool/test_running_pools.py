@@ -21,6 +21,8 @@ from prfaas.serving.pool.client import PoolClient
 from prfaas.serving.pool.daemon import arena_path
 from prfaas.serving.pool.running import RunningPools
 
+pytestmark = pytest.mark.slow("pools as processes of their own")
+
 LIMIT_S = 60.0
 FILE = """\
 name: pools

@@ -17,7 +17,7 @@ class RawProducer:
     """Speaks the protocol frame by frame."""
 
     def __init__(self, world: World, *, session: str = "raw", key: bytes = KEY, name: str = "p/0") -> None:
-        self.sock = socket.create_connection(("127.0.0.1", world.receiver.port), timeout=5)
+        self.sock = socket.create_connection(("127.0.0.1", world.receiver.port), timeout=60)
         hello = ClientHello.new(
             key=key,
             name=name,

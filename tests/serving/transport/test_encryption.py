@@ -45,6 +45,8 @@ from .harness import (
     FINGERPRINT,
     KEY,
     PATIENCE_S,
+    PATIENT_RECEIVER,
+    PATIENT_SENDER,
     SizesByTokens,
     World,
     await_over,
@@ -206,13 +208,13 @@ def test_result_is_exact_through_a_faulty_link(
     receiver = make_receiver(
         arena,
         layout=layout,
-        options=replace(FAST_RECEIVER, progress_deadline_s=10.0),
+        options=replace(PATIENT_RECEIVER, progress_deadline_s=10.0),
         tls=authority.identity("c"),
     )
     sender = make_sender(
         proxy.start(receiver.port),
         connections=connections,
-        options=replace(FAST_SENDER, chunk_bytes=64 << 10, progress_deadline_s=10.0),
+        options=replace(PATIENT_SENDER, chunk_bytes=64 << 10, progress_deadline_s=10.0),
         tls=authority.identity("p"),
     )
     world = World(receiver, sender, arena, layout, seed)

@@ -34,7 +34,6 @@ from .harness import (
 from .proxy import FaultyProxy
 
 MakeWorld = Callable[..., World]
-SMALL_CHUNKS = replace(FAST_SENDER, chunk_bytes=64 << 10)
 
 
 @pytest.fixture
@@ -67,9 +66,9 @@ def test_result_is_exact_through_a_faulty_link(
     arena = StagingArena(16 << 20, 256 << 10)
     layout = SizesByTokens()
     # Deadlines far off: a busy machine must not look like a dead peer here.
-    patient = replace(FAST_RECEIVER, progress_deadline_s=10.0)
+    patient = replace(PATIENT_RECEIVER, progress_deadline_s=10.0)
     receiver = make_receiver(arena, layout=layout, options=patient)
-    options = replace(SMALL_CHUNKS, progress_deadline_s=10.0)
+    options = replace(PATIENT_SENDER, chunk_bytes=64 << 10, progress_deadline_s=10.0)
     sender = make_sender(proxy.start(receiver.port), connections=connections, options=options)
     world = World(receiver, sender, arena, layout, seed)
     try:

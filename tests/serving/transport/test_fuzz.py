@@ -312,7 +312,7 @@ def test_an_observer_may_send_anything(consumer: tuple[Receiver, GuardedArena], 
     tickets = [make_ticket(UNIT_BYTES) for _ in range(TRANSFERS)]
 
     def connect() -> socket.socket:
-        sock = socket.create_connection(("127.0.0.1", receiver.port), timeout=10)
+        sock = socket.create_connection(("127.0.0.1", receiver.port), timeout=60)
         greet(
             sock,
             ClientHello.new(

@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from prfaas.tools.monitoring.alerts import ALERTS, RUNBOOKS, Alert, rules, rules_yaml
-from prfaas.tools.monitoring.catalogue import TARGET_LABELS, catalogue
 
 from .alert_cases import CASES, Case
+from .catalogue import TARGET_LABELS, catalogue
 from .promql import result_labels
 
 PAGE = (Path(__file__).parents[3] / RUNBOOKS).read_text(encoding="utf-8")

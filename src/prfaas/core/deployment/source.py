@@ -13,6 +13,8 @@ from typing import Any
 
 import yaml
 
+from prfaas.core.yaml_loader import YamlLoader
+
 # No word of a file's own needs to be shown whole that is longer.
 _LONG_WORD = re.compile(r"""[^\s"']{300,}""")
 _SHOWN_CHARACTERS = 60
@@ -92,13 +94,10 @@ def read_source(path: Path) -> YamlSource:
     except UnicodeDecodeError:
         raise DeploymentError(path, None, "", "is no text in UTF-8; name a deployment file") from None
     try:
-        loader = yaml.SafeLoader(text)
-        try:
-            node = loader.get_single_node()
-            reader = _Reader(path, loader)
-            values = reader.value(node, ()) if node is not None else None
-        finally:
-            loader.dispose()
+        loader = YamlLoader(text)
+        node = loader.get_single_node()
+        reader = _Reader(path, loader)
+        values = reader.value(node, ()) if node is not None else None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         problem = getattr(error, "problem", None) or str(error)
@@ -110,7 +109,7 @@ def read_source(path: Path) -> YamlSource:
 
 
 class _Reader:
-    def __init__(self, path: Path, loader: yaml.SafeLoader) -> None:
+    def __init__(self, path: Path, loader: YamlLoader) -> None:
         self.lines: dict[Location, int] = {}
         self._path = path
         self._loader = loader

@@ -52,6 +52,16 @@ class KvGroup:
         """One past the index of the last block that must move (a partial last block is one of them)."""
         return -(-num_tokens // self.block_tokens)
 
+    def ready_block(self, num_tokens: int, done_tokens: int) -> int:
+        """One past the index of the last block that can move when `done_tokens` of `num_tokens` are computed.
+
+        Blocks move once they are full, of windows too: the prompt's end is known, and with it what a window holds
+        there. The rest, and a linear state, are there with the last token.
+        """
+        if done_tokens >= num_tokens:
+            return self.end_block(num_tokens)
+        return 0 if self.kind is GroupKind.STATE else done_tokens // self.block_tokens
+
     def moving_blocks(self, num_tokens: int, skip_tokens: int) -> range:
         """Indices of the blocks that a transfer of tokens [skip_tokens, num_tokens) moves."""
         return range(self.first_block(num_tokens, skip_tokens), self.end_block(num_tokens))

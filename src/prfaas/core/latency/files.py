@@ -1,6 +1,7 @@
 """Profiles as files: those that come with prfaas, and the user's own. All else sees `LatencyProfile`."""
 
 import difflib
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,6 +18,7 @@ from prfaas.core.latency.profile import (
     Origin,
     ProfileError,
 )
+from prfaas.core.yaml_loader import YamlLoader
 
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -100,15 +102,19 @@ def load_profile(name_or_path: str | Path, relative_to: Path | None = None) -> L
         near = difflib.get_close_matches(text, names, n=1)
         hint = f'did you mean "{near[0]}"?' if near else f"there are {', '.join(names)}, or give a .yaml file"
         raise ProfileError(f'there is no profile "{text}"; {hint}')
-    data = resources.files(__package__) / "data" / f"{text}.yaml"
-    return parse_profile(data.read_text(encoding="utf-8"), f"{text}.yaml")
+    return _packaged(text)
+
+
+@cache
+def _packaged(name: str) -> LatencyProfile:
+    data = resources.files(__package__) / "data" / f"{name}.yaml"
+    return parse_profile(data.read_text(encoding="utf-8"), f"{name}.yaml")
 
 
 def parse_profile(content: str, where: str) -> LatencyProfile:
     """The profile in the YAML text `content`; `where` names the file in errors."""
     try:
-        node = yaml.compose(content, Loader=yaml.SafeLoader)
-        values = yaml.safe_load(content)
+        node, values = YamlLoader(content).document()
     except (yaml.YAMLError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark is not None else ""

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from prfaas.core.units import BITS_PER_BYTE
 from prfaas.lab.simulator.instance import Engine, Job
 from prfaas.lab.simulator.send_queue import FluidTransfer
 from prfaas.lab.simulator.world import World
@@ -34,16 +35,20 @@ class ChunkedWorld(World):
     def _rates(self, engine: Engine, job: Job, transfer: FluidTransfer) -> _Rates:
         """Of one chunk after another."""
         skip_tokens, prefix_tokens = job.decision.skip_tokens, job.tokens - job.computed_tokens
-        sent_tokens = job.tokens - 1 - skip_tokens
-        if sent_tokens <= 0 or not job.computed_tokens:
+        sent_tokens, link = job.tokens - 1 - skip_tokens, job.link
+        if sent_tokens <= 0 or not job.computed_tokens or link is None:
             return
-        token_bits = (transfer.total_bits - transfer.last_bits) / sent_tokens
+        window_bits = BITS_PER_BYTE * link.kv.window_bytes(job.tokens - 1, job.tokens - 1)
+        token_bits = (transfer.total_bits - transfer.last_bits - window_bits) / sent_tokens
         pace = job.service_s / engine.after_prefix_s(job.computed_tokens, prefix_tokens)
-        before_s, unsent_from = 0.0, skip_tokens
+        before_s, unsent_from, sent_bits = 0.0, skip_tokens, 0.0
         for begun in range(0, job.computed_tokens, engine.chunk_tokens):
             done = min(begun + engine.chunk_tokens, job.computed_tokens)
             at_s = engine.after_prefix_s(done, prefix_tokens) * pace
             end = min(prefix_tokens + done, job.tokens - 1)
             if at_s > before_s and end > unsent_from:
-                yield at_s - before_s, token_bits * (end - unsent_from) / (at_s - before_s)
-                before_s, unsent_from = at_s, end
+                # What windows hold of the prompt so far.
+                held_bits = BITS_PER_BYTE * link.kv.window_bytes(job.tokens - 1, end)
+                bits = token_bits * (end - unsent_from) + held_bits - sent_bits
+                yield at_s - before_s, bits / (at_s - before_s)
+                before_s, unsent_from, sent_bits = at_s, end, held_bits

@@ -1,6 +1,6 @@
 """What one request sends over a link, and how many bytes of KV that is."""
 
-from prfaas.core.kv import FullAttention, KvModel, LinearState
+from prfaas.core.kv import FullAttention, KvModel, LinearState, SlidingWindow
 from prfaas.core.scheduling import KvFacts
 
 # More than any window has.
@@ -10,11 +10,11 @@ _MANY_TOKENS = 1 << 20
 class KvMoves:
     """`KvModel.bytes_to_move`, divided by when the bytes are there.
 
-    Full-attention blocks leave while the prefill makes them; linear states and sliding windows belong to a length,
-    so they can only leave at its end.
+    What full attention makes leaves while the prefill runs; a linear state belongs to a length, so it can only leave at
+    its end. Windows leave with the chunks that compute what they hold at the end, or without chunks at the end too.
     """
 
-    __slots__ = ("_fixed_bytes", "_model", "_token_bytes", "facts")
+    __slots__ = ("_fixed_bytes", "_model", "_token_bytes", "_windows", "facts")
 
     facts: KvFacts
     """What policies are told, the same as in the live system."""
@@ -24,6 +24,7 @@ class KvMoves:
         self._token_bytes = sum(
             group.token_bytes for group in model.groups if isinstance(group, FullAttention)
         )
+        self._windows = [group for group in model.groups if isinstance(group, SlidingWindow)]
         self._fixed_bytes = (
             model.fixed_bytes
             if all(isinstance(group, FullAttention | LinearState) for group in model.groups)
@@ -48,5 +49,13 @@ class KvMoves:
         return self._token_bytes * (num_tokens - skip_tokens) + self._fixed_bytes
 
     def streamed_bytes(self, num_tokens: int, skip_tokens: int) -> int:
-        """Of the total, what leaves while the prefill runs."""
+        """Of the total, what leaves while the prefill runs, but for windows."""
         return self._token_bytes * (num_tokens - skip_tokens) if skip_tokens < num_tokens else 0
+
+    def window_bytes(self, num_tokens: int, done_tokens: int) -> int:
+        """Of what windows hold after `num_tokens` tokens, what is computed with the first `done_tokens`."""
+        total_bytes = 0
+        for group in self._windows:
+            held_bytes = group.bytes_to_move(num_tokens, 0)
+            total_bytes += max(0, held_bytes - group.token_bytes * max(0, num_tokens - done_tokens))
+        return total_bytes

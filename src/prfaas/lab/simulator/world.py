@@ -314,6 +314,8 @@ class World:
             events.at(end_s, self._when_prefilled, job)
         if link is not None:
             streamed_bytes = link.kv.streamed_bytes(job.tokens - 1, job.decision.skip_tokens)
+            if engine.chunk_tokens:
+                streamed_bytes += link.kv.window_bytes(job.tokens - 1, job.tokens - 1)
             last_bytes, route = job.promised_bytes - streamed_bytes, (engine.name, job.target.name)
             if engine.cluster.kills_per_s:
                 streamed_bytes += self._kept.checkpoint_bytes(job, link.view.capacity_bits_per_s)

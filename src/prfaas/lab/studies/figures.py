@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from scipy.stats import t as student
+from scipy.special import stdtrit
 
 from prfaas.lab.report.drawing import COLOURS, INK, MUTED, drawing
 from prfaas.lab.studies.study import StudyFigure
@@ -88,7 +88,7 @@ def seed_mean(values: Sequence[float]) -> SeedMean:
     if len(values) < 2 or not math.isfinite(middle):
         return SeedMean(middle, math.inf)
     sd = math.sqrt(math.fsum((value - middle) ** 2 for value in values) / (len(values) - 1))
-    return SeedMean(middle, float(student.ppf(0.975, len(values) - 1)) * sd / math.sqrt(len(values)))
+    return SeedMean(middle, float(stdtrit(len(values) - 1, 0.975)) * sd / math.sqrt(len(values)))
 
 
 @dataclass(frozen=True, slots=True)

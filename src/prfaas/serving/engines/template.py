@@ -15,12 +15,25 @@ from typing import Self
 
 from prfaas.serving.engines.log_file import LogFile
 from prfaas.serving.engines.process_group import ProcessGroup
+from prfaas.serving.tracing.collector import HEADERS_VARIABLE, PROTOCOL_VARIABLE
 
 _MODULE = "prfaas.serving.engines.vllm.template"
 _END_S = 10.0
 # PR_SET_CHILD_SUBREAPER of Linux.
 _TAKE_ORPHANS = 36
 _LIBC = ctypes.CDLL(None)
+# Read by an engine and by nothing that it imports: forks have them of their own.
+_READ_LATE = frozenset(
+    {
+        HEADERS_VARIABLE,
+        PROTOCOL_VARIABLE,
+        "OTEL_RESOURCE_ATTRIBUTES",
+        "OTEL_SERVICE_NAME",
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE",
+        "VLLM_NIXL_SIDE_CHANNEL_HOST",
+        "VLLM_NIXL_SIDE_CHANNEL_PORT",
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +47,16 @@ class EngineStart:
     """All of its environment."""
     log: LogFile
 
+    @property
+    def template_env(self) -> dict[str, str]:
+        """What a template must have of it."""
+        return {name: value for name, value in self.env.items() if name not in _READ_LATE}
+
+    @property
+    def own_env(self) -> dict[str, str]:
+        """What its fork is given."""
+        return {name: value for name, value in self.env.items() if name in _READ_LATE}
+
 
 class EngineTemplate:
     """A process that has imported vLLM, or does so. Not thread-safe."""
@@ -42,7 +65,7 @@ class EngineTemplate:
         """Start it; it needs many seconds until it can fork.
 
         Args:
-            env: its environment, and that of its engines.
+            env: its environment, and that of its engines but for what each has of its own.
             log: for what it says itself.
         """
         self.env = dict(env)
@@ -77,7 +100,12 @@ class EngineTemplate:
             # With the line that says when it was started.
             start.log.open().close()
         engines = [
-            {"name": start.name, "argv": start.argv, "log": str(start.log.path.absolute())}
+            {
+                "name": start.name,
+                "argv": start.argv,
+                "env": start.own_env,
+                "log": str(start.log.path.absolute()),
+            }
             for start in starts
         ]
         _take_orphans(True)
@@ -173,9 +201,10 @@ class EngineTemplates:
         standing: dict[str, ProcessGroup] = {}
         rest = list(starts)
         while rest:
-            alike = [start for start in rest if start.env == rest[0].env]
-            rest = [start for start in rest if start.env != rest[0].env]
-            template = self._free(alike[0].env) or EngineTemplate(alike[0].env, log())
+            env = rest[0].template_env
+            alike = [start for start in rest if start.template_env == env]
+            rest = [start for start in rest if start.template_env != env]
+            template = self._free(env) or EngineTemplate(env, log())
             if template not in self._templates:
                 self._templates.append(template)
             template.order(alike)

@@ -1,1 +1,8 @@
-"""What Grafana and Prometheus are given: dashboards, alert rules, where to scrape; from the list of series."""
+"""What Grafana and Prometheus read to watch a deployment: dashboards, alert rules, scrape configurations."""
+
+from pathlib import Path
+
+
+def dashboards() -> list[Path]:
+    """The JSON files that Grafana imports or is provisioned with; edit them there, and export them to here."""
+    return sorted((Path(__file__).parent / "dashboards").glob("*.json"))

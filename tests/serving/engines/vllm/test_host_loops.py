@@ -17,6 +17,7 @@ print(*(sum(kept.values()) for loop in (page_summing(), run_copying(5)) for kept
 """
 
 
+@pytest.mark.slow("numba compiles, and two processes import it")
 def test_the_next_process_compiles_nothing(tmp_path: Path) -> None:
     env = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
     told = [

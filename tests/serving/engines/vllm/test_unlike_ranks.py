@@ -53,6 +53,7 @@ def worlds(draw: st.DrawFn) -> tuple[Model, Keeping, Keeping]:
     return model, keepings[0], keepings[1]
 
 
+@pytest.mark.slow("a property over many pairs of engines")
 @settings(deadline=None, max_examples=60)
 @given(world=worlds(), num_tokens=st.integers(1, 100), skip_share=st.floats(0, 1))
 def test_every_rank_gets_its_heads_and_each_byte_once(

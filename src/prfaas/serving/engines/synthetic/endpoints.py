@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from prfaas.core.deployment import Deployment, Instance
+from prfaas.core.kv.groups import GroupKind
 from prfaas.core.link.checkpoints import is_checkpoint_due
 from prfaas.serving.engines.page_digests import DigestPlan, DigestSource, PageDigestError, TransferDigests
 from prfaas.serving.engines.synthetic.cache import Context, Deviations
@@ -61,25 +62,27 @@ class PrefillSend:
         """Where the last checkpoint was."""
         self._digests = digests
         self._layout = layout
-        self._sent_blocks = layout.full.first_block(ticket.num_tokens, ticket.skip_tokens)
+        self._sent_blocks = {
+            group.index: group.first_block(ticket.num_tokens, ticket.skip_tokens) for group in layout.groups
+        }
 
     def layers_done(self, layers: range, end_tokens: int) -> None:
         """The full-attention layers of these positions (in the order of regions) have come to `end_tokens`.
 
-        After the last token, states and windows leave with them: the others' layers lie evenly among these.
+        So have those of windows and states that lie evenly among them: what they have to send leaves too.
         """
-        for index in layers:
-            self._put(index, self._sent_blocks, self._end_block(end_tokens))
-        if end_tokens >= self.ticket.num_tokens:
-            full = len(self._layout.full.layers)
-            others = len(self._layout.regions) - full
-            for index in range(full + others * layers.start // full, full + others * layers.stop // full):
-                moving = self._layout.regions[index].group.moving_blocks(self.ticket.num_tokens, 0)
-                self._put(index, moving.start, moving.stop, urgent=True)
+        full = len(self._layout.full.layers)
+        others = len(self._layout.regions) - full
+        self._put_ready(layers, end_tokens)
+        self._put_ready(
+            range(full + others * layers.start // full, full + others * layers.stop // full), end_tokens
+        )
 
     def chunk_done(self, end_tokens: int) -> None:
         """All layers have come to `end_tokens`."""
-        self._sent_blocks = max(self._sent_blocks, self._end_block(end_tokens))
+        for group in self._layout.groups:
+            ready = group.ready_block(self.ticket.num_tokens, end_tokens)
+            self._sent_blocks[group.index] = max(self._sent_blocks[group.index], ready)
         final = end_tokens >= self.ticket.num_tokens
         if final:
             self.transfer.end()
@@ -87,10 +90,12 @@ class PrefillSend:
             for run in self._digests.take(final=final):
                 self.transfer.put(self._digests.region, run.offset, run, urgent=final)
 
-    def _end_block(self, end_tokens: int) -> int:
-        full = self._layout.full
-        whole = end_tokens < self.ticket.num_tokens
-        return end_tokens // full.block_tokens if whole else full.end_block(self.ticket.num_tokens)
+    def _put_ready(self, regions: range, end_tokens: int) -> None:
+        for index in regions:
+            group = self._layout.regions[index].group
+            ready = group.ready_block(self.ticket.num_tokens, end_tokens)
+            is_urgent = group.kind is not GroupKind.FULL
+            self._put(index, self._sent_blocks[group.index], ready, urgent=is_urgent)
 
     def _put(self, index: int, first: int, end: int, *, urgent: bool = False) -> None:
         region, ticket = self._layout.regions[index], self.ticket

@@ -313,9 +313,9 @@ class ConnectorScheduler:
             producing.cached_tokens = start_tokens
         producing.started, producing.ended = True, final
         streamed = []
-        # The prompt's end is known, and with it what a window holds there: vLLM frees none of these blocks before.
+        # vLLM frees no block of a window that moves before the prompt's end.
         for group in self._groups_of(GroupKind.FULL, GroupKind.WINDOW):
-            end = group.end_block(ticket.num_tokens) if final else end_tokens // group.block_tokens
+            end = group.ready_block(ticket.num_tokens, end_tokens)
             first = producing.sent_blocks[group.index]
             if end > first:
                 streamed.append(BlockRun(group.index, first, tuple(block_ids[group.index][first:end])))

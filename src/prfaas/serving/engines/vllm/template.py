@@ -6,7 +6,7 @@ been: the same module with the same arguments, environment, log and parent, in a
 
 It reads orders from stdin, a line each, and writes to the descriptor that is its argument:
 
-1. order: `{"engines": [{"name": …, "argv": […], "log": PATH}, …]}`;
+1. order: `{"engines": [{"name": …, "argv": […], "env": {…}, "log": PATH}, …]}`, where `env` is laid over its own;
 2. report, once for each engine: `NAME PID`, from the fork itself, which waits then;
 3. order: `go`, after which all of them run.
 
@@ -21,7 +21,7 @@ import os
 import runpy
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -45,6 +45,7 @@ _LOOK_S = 0.001
 class _Engine:
     name: str
     argv: Sequence[str]
+    env: Mapping[str, str]
     log: Path
 
 
@@ -58,7 +59,8 @@ def main() -> None:
     orders: BinaryIO = open(0, "rb", buffering=0, closefd=False)  # noqa: SIM115 (as long as this process)
     while line := orders.readline():
         engines = [
-            _Engine(each["name"], each["argv"], Path(each["log"])) for each in json.loads(line)["engines"]
+            _Engine(name=each["name"], argv=each["argv"], env=each["env"], log=Path(each["log"]))
+            for each in json.loads(line)["engines"]
         ]
         for engine in engines:
             _import_model(engine.argv)
@@ -144,6 +146,7 @@ def _settle(engine: _Engine, report: int, between: int, parent: int) -> None:
 
 def _run(engine: _Engine, *, anew: bool) -> None:
     """Be `python -m MODULE …`; `anew`: by a new interpreter."""
+    os.environ.update(engine.env)
     if anew:
         os.execv(engine.argv[0], [*engine.argv])
     with contextlib.suppress(ImportError):

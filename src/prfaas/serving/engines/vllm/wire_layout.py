@@ -189,41 +189,95 @@ def wire_layouts(
         ranks: how many this engine has.
         page_digests: pages travel with digests.
     """
-    me = ranked(name, rank)
-    model_regions = tuple(region for region in layout.regions if not region.is_drafters)
-    drafted = _Drafted(layout.drafter.identity, len(layout.regions) - len(model_regions))
-    known: dict[tuple[str, RankPair], WireLayout] = {}
-    has_full = any(region.group.kind is GroupKind.FULL for region in layout.regions)
+    own = _OwnSide(layout, ranked(name, rank), rank, ranks, page_digests=page_digests)
+    takes_turns = max(layout.copies, default=1) > 1
+    told = {
+        "ranks": ranks,
+        "pages": told_layouts([region.layout for region in layout.regions]),
+        "drafter": astuple(own.drafted),
+        "copies": list(layout.copies) if takes_turns else [],
+    }
+    return PeerLayouts(told, own.agree, own.alike(), takes_turns=takes_turns)
 
-    def of_shares(
-        shares: Sequence[_Share], forms: Sequence[WireForm], pair: RankPair, *, is_whole: bool
+
+class _OwnSide:
+    """A rank of this engine, which agrees with ranks of others on what travels between them."""
+
+    def __init__(self, layout: KvLayout, me: str, rank: int, ranks: int, *, page_digests: bool) -> None:
+        """`me`: the name of the rank; for the rest see `wire_layouts`."""
+        self._layout = layout
+        self._me = me
+        self._rank = rank
+        self._ranks = ranks
+        self._page_digests = page_digests
+        self._of_model = tuple(region for region in layout.regions if not region.is_drafters)
+        self.drafted = _Drafted(layout.drafter.identity, len(layout.regions) - len(self._of_model))
+        self._has_full = any(region.group.kind is GroupKind.FULL for region in layout.regions)
+        self._known: dict[tuple[str, RankPair], WireLayout] = {}
+
+    def alike(self) -> WireLayout:
+        """What travels to and from an equal engine's rank."""
+        shares = [_Share(region, region.layout) for region in self._layout.regions]
+        pair = RankPair(self._rank, self._ranks, self._rank, self._ranks)
+        return self._of_shares(shares, [None] * len(shares), pair, is_whole=True)
+
+    def agree(self, told: object, peer: str, sends: bool) -> WireLayout:
+        """What travels to a peer, or comes from it, by what it tells. Raises `UnlikePagesError`: nothing can."""
+        me, rank, ranks = self._me, self._rank, self._ranks
+        try:
+            others = _Told.read(told)
+            theirs = (rank_of(peer), others.ranks)
+            pair = RankPair(rank, ranks, *theirs) if sends else RankPair(*theirs, rank, ranks)
+        except ValueError as error:
+            raise UnlikePagesError(f"the KV layout that {peer} tells {me} can't be read: {error}") from None
+        if others.drafted != self.drafted:
+            logger.info(
+                "%s and %s have unlike drafters: what these keep does not travel, so the first tokens behind a "
+                "prompt from %s are drafted less well", me, peer, me if sends else peer,
+            )  # fmt: skip
+        wire = self._between(others, pair, peer, sends=sends)
+        if wire.mark:
+            logger.info("what travels between %s and %s is their own affair: form %s", me, peer, wire.mark)
+        if not sends and others.copies is not None:
+            wire.readers = _readers(wire, self._layout, rank)
+            wire.borrowed = {
+                (lender.consumer, lender.number): lent
+                for lender in _lenders(self._layout, rank, ranks, others.ranks)
+                if (lent := self._lent_by(lender, self._between(others, lender, peer, sends=False))).regions
+            }
+        return wire
+
+    def _between(self, others: "_Told", pair: RankPair, peer: str, *, sends: bool) -> WireLayout:
+        layout = self._layout
+        regions, layouts, are_alike = layout.regions, others.layouts, others.drafted == self.drafted
+        if not are_alike:
+            regions, layouts = self._of_model, layouts[: len(layouts) - others.drafted.regions]
+        # A producer that tells nothing of copies sends to each rank.
+        copies = others.copies if sends else None if others.copies is None else layout.copies
+        counts = copies[: len(regions)] if copies else (1,) * len(regions)
+        names = (self._me, peer)
+        shares, kept = _shares(regions, layouts, pair, names, counts, sends=sends)
+        forms = wire_forms([share.layout for share in shares], kept, *names, sends=sends)
+        is_whole = pair.is_alike and are_alike and len(shares) == len(regions)
+        return self._of_shares(shares, forms, pair, is_whole=is_whole)
+
+    def _of_shares(
+        self, shares: Sequence["_Share"], forms: Sequence[WireForm], pair: RankPair, *, is_whole: bool
     ) -> WireLayout:
         shared = None if is_whole else [astuple(pair), [share.region.index for share in shares]]
         mark = mark_of(forms, shared)
-        if (mark, pair) not in known:
+        if (mark, pair) not in self._known:
             regions = [
                 _wire_region(index, share, form)
                 for index, (share, form) in enumerate(zip(shares, forms, strict=True))
             ]
-            known[mark, pair] = WireLayout(
-                *(regions, mark, pair), page_digests=page_digests, checkpointed=has_full
+            self._known[mark, pair] = WireLayout(
+                *(regions, mark, pair), page_digests=self._page_digests, checkpointed=self._has_full
             )
-        return known[mark, pair]
+        return self._known[mark, pair]
 
-    def between(others: _Told, pair: RankPair, peer: str, *, sends: bool) -> WireLayout:
-        regions, layouts, are_alike = layout.regions, others.layouts, others.drafted == drafted
-        if not are_alike:
-            regions, layouts = model_regions, layouts[: len(layouts) - others.drafted.regions]
-        # A producer that tells nothing of copies sends to each rank.
-        copies = others.copies if sends else None if others.copies is None else layout.copies
-        counts = copies[: len(regions)] if copies else (1,) * len(regions)
-        shares, kept = _shares(regions, layouts, pair, (me, peer), counts, sends=sends)
-        forms = wire_forms([share.layout for share in shares], kept, me, peer, sends=sends)
-        is_whole = pair.is_alike and are_alike and len(shares) == len(regions)
-        return of_shares(shares, forms, pair, is_whole=is_whole)
-
-    def lent_by(lender: RankPair, wire: WireLayout) -> WireLayout:
-        copies = layout.copies_of
+    def _lent_by(self, lender: RankPair, wire: WireLayout) -> WireLayout:
+        copies, rank = self._layout.copies_of, self._rank
         return wire.lent(
             [
                 region
@@ -231,44 +285,6 @@ def wire_layouts(
                 if lender.consumer // copies(region.layer_name) == rank // copies(region.layer_name)
             ]
         )
-
-    def agree(told: object, peer: str, sends: bool) -> WireLayout:
-        try:
-            others = _Told.read(told)
-            theirs = (rank_of(peer), others.ranks)
-            pair = RankPair(rank, ranks, *theirs) if sends else RankPair(*theirs, rank, ranks)
-        except ValueError as error:
-            raise UnlikePagesError(f"the KV layout that {peer} tells {me} can't be read: {error}") from None
-        if others.drafted != drafted:
-            logger.info(
-                "%s and %s have unlike drafters: what these keep does not travel, so the first tokens behind a "
-                "prompt from %s are drafted less well", me, peer, me if sends else peer,
-            )  # fmt: skip
-        wire = between(others, pair, peer, sends=sends)
-        if wire.mark:
-            logger.info("what travels between %s and %s is their own affair: form %s", me, peer, wire.mark)
-        if not sends and others.copies is not None:
-            wire.readers = _readers(wire, layout, rank)
-            wire.borrowed = {
-                (lender.consumer, lender.number): lent
-                for lender in _lenders(layout, rank, ranks, others.ranks)
-                if (lent := lent_by(lender, between(others, lender, peer, sends=False))).regions
-            }
-        return wire
-
-    alike = [_Share(region, region.layout) for region in layout.regions]
-    takes_turns = max(layout.copies, default=1) > 1
-    return PeerLayouts(
-        {
-            "ranks": ranks,
-            "pages": told_layouts([region.layout for region in layout.regions]),
-            "drafter": astuple(drafted),
-            "copies": list(layout.copies) if takes_turns else [],
-        },
-        agree,
-        of_shares(alike, [None] * len(alike), RankPair(rank, ranks, rank, ranks), is_whole=True),
-        takes_turns=takes_turns,
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,5 @@
 """Every series that there is, as Prometheus stores it: read from the code that declares it."""
 
-import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -26,7 +25,6 @@ _PROCESS = {
     "process_open_fds": "Open file descriptors.",
     "process_max_fds": "File descriptors that may be open.",
 }
-_NAME = re.compile(r"(?<![\w:$])((?:prfaas_|vllm:prfaas_|process_)\w+)(?:\{([^{}]*)\})?")
 
 Kind = Literal["counter", "gauge", "histogram"]
 
@@ -52,37 +50,12 @@ class Series:
         return {self.name: labels}
 
 
-class UnknownSeriesError(Exception):
-    """An expression names what no process of ours tells."""
-
-
 class Catalogue:
     """All series, by name."""
 
     def __init__(self, series: Collection[Series]) -> None:
         self.series = {each.name: each for each in series}
         self.samples = {name: labels for each in series for name, labels in each.samples.items()}
-
-    def within(self, expression: str, variables: Collection[str]) -> str:
-        """A PromQL expression that only looks at what a dashboard's variables choose.
-
-        Args:
-            expression: names series of ours, each with all labels that it is to be chosen by, or none.
-            variables: labels that the dashboard has a variable of the same name for.
-
-        Raises:
-            UnknownSeriesError: it names a series that there is not.
-        """
-
-        def chosen(found: re.Match[str]) -> str:
-            labels = self.samples.get(found[1])
-            if labels is None:
-                raise UnknownSeriesError(f"there is no series {found[1]}")
-            matchers = [found[2]] if found[2] else []
-            matchers += [f'{label}=~"${label}"' for label in variables if label in labels]
-            return f"{found[1]}{{{', '.join(matchers)}}}" if matchers else found[1]
-
-        return _NAME.sub(chosen, expression)
 
 
 def catalogue() -> Catalogue:

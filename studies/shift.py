@@ -9,7 +9,6 @@ from prfaas.core.planner import OperatingPoint, PlanProblem, best_operation
 from prfaas.core.planner.two_clusters import evaluate
 from prfaas.core.workload import Empirical, Workload
 from prfaas.core.workload.arrivals import Poisson
-from prfaas.lab.studies.ablation import OF_PAPER, OF_TILTED, PAPER, TILTED, Variant
 from prfaas.lab.studies.context import StudyContext
 from prfaas.lab.studies.figures import (
     Panel,
@@ -32,6 +31,7 @@ from prfaas.lab.studies.traffic import (
     day_plan,
     stretched,
 )
+from studies.ablation import OF_PAPER, OF_TILTED, PAPER, TILTED, Variant
 
 _GROWTH = 1.15
 _GROWN_LOAD = 0.95

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prfaas.lab.simulator.aggregated import AggregatedEngine, Served, StepCost, serve
+from fidelity_aggregated import AggregatedEngine, Served, StepCost, serve
 
 COST = StepCost(fixed_s=0.01, token_s=0.001, request_s=0.002, context_token_s=0.0001)
 

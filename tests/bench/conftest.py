@@ -1,0 +1,6 @@
+"""Benches are programs in bench/, which import each other by name."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
