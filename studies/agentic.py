@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -126,6 +127,7 @@ def _sessions(context: StudyContext, sessions_per_s: float) -> SessionTraffic:
     )
 
 
+@lru_cache(maxsize=1)
 def _plans(context: StudyContext) -> _Plans:
     """Of a sample that is the same for every context's seed."""
     sessions = _sessions(context, 1.0)

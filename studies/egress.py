@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -93,6 +94,11 @@ def _break_even(problem: PlanProblem) -> list[float | None]:
     return found
 
 
+@lru_cache(maxsize=1)
+def _levels(context: StudyContext) -> Mapping[str, Sequence[float | None]]:
+    return {name: _break_even(problem) for name, problem in _problems(context).items()}
+
+
 def _worth_per_gb(context: StudyContext) -> float | None:
     """The price at which the plan's mean offloaded prompt costs as much as its prefill at home is worth."""
     problem, tokens = context.problem, context.optimum.mean_long_tokens
@@ -132,7 +138,7 @@ def _runs(context: StudyContext) -> Sequence[Run]:
 
 
 def _describe(context: StudyContext, outcomes: Outcomes) -> StudySection:
-    levels = {name: _break_even(problem) for name, problem in _problems(context).items()}
+    levels = _levels(context)
     worth = _worth_per_gb(context)
     tables = {
         "Price of a GB at which the advantage at equal cost is gone": StudyTable(

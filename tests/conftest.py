@@ -7,7 +7,7 @@ request; a slow machine is no failure in any case.
 import gc
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,16 @@ def pytest_configure(config: pytest.Config) -> None:
     # Workers of xdist report to the process that started them.
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(TimeByPart())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Hardly anything that is imported becomes garbage, and to look for some takes a quarter of a collection."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -26,6 +26,10 @@ def interpret_triton(*, first_runner: bool = False) -> None:
 
     `first_runner`: the model runner of engines without Triton, in place of that of GPUs.
     """
+    os.environ["TRITON_INTERPRET"] = "1"
+    if first_runner:
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+    # Not before: what it has of its own kernels is compiled or interpreted by what stands there at its import.
     import triton.backends
 
     class Driver:
@@ -38,9 +42,6 @@ def interpret_triton(*, first_runner: bool = False) -> None:
             # Of several configurations any will do.
             return lambda _, quantiles=None, **__: [1.0] * len(quantiles) if quantiles else 1.0
 
-    os.environ["TRITON_INTERPRET"] = "1"
-    if first_runner:
-        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     # It compiles nothing: with no backend vLLM would use no Triton.
     triton.backends.backends["cpu"] = triton.backends.Backend(compiler=None, driver=Driver)
 

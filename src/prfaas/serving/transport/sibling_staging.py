@@ -126,6 +126,10 @@ class SiblingStaging:
                     self._begun.setdefault(transfer_id, _Begun(readers))
             self._wake.set()
 
+    def is_begun(self, transfer_id: bytes) -> bool:
+        """Whether siblings are still to be lent it: who takes it before that takes it from them."""
+        return transfer_id in self._begun
+
     def _publish(self) -> None:
         while not self._closing:
             waits_s = _LOOK_S if self._begun else _TICK_S if self._loans or self._borrowed else None
@@ -162,6 +166,8 @@ class SiblingStaging:
             for rank in each.readers:
                 self._send(rank, lent)
             self._note_change(transfer_id)
+            # Whoever waits for `is_begun`.
+            self.on_change()
 
     def _note_change(self, transfer_id: bytes) -> None:
         """Under the lock of the receiver's table."""
@@ -282,7 +288,7 @@ class SiblingStaging:
                 self._take(rank, frame_of(sock))
         except (OSError, EOFError, msgspec.MsgspecError) as error:
             if not self._closing:
-                logger.error("rank %d can no longer be read from: %s", rank, error or "it is gone")
+                logger.info("rank %d shares its staging no more: %s", rank, error or "it has ended")
         self._lose(rank)
 
     def _take(self, rank: int, frame: Frame) -> None:

@@ -1,5 +1,6 @@
 """Engines that are divided among unlike numbers of ranks exchange KV: heads are parted and joined."""
 
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -20,6 +21,7 @@ from prfaas.core.kv.groups import region_bytes
 from prfaas.core.kv.rank_shares import paired_ranks
 from prfaas.serving.engines.page_digests import page_sums
 from prfaas.serving.engines.vllm.wire_layout import WireRegion, wire_layouts
+from prfaas.serving.transport.sibling_staging import SiblingStaging
 from prfaas.serving.transport.ticket import part_id
 
 SIZES = [(1, 1), (2, 2), (1, 2), (2, 1), (1, 4), (4, 1), (2, 4), (4, 2), (4, 4), (8, 2), (1, 8)]
@@ -223,6 +225,28 @@ def test_a_rank_that_has_only_copies_ends_its_transfer_all_the_same() -> None:
         pair.sent()
         assert pair.load(ticket, 0) == [({"d"}, set())]
         pair.home[0].assert_has(truth, 50, 0)
+
+
+def test_a_transfer_is_lent_before_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A transfer may be complete before the thread that lends it has run."""
+    lend = SiblingStaging._lend_begun
+
+    def late(siblings: SiblingStaging) -> None:
+        time.sleep(0.2)
+        lend(siblings)
+
+    monkeypatch.setattr(SiblingStaging, "_lend_begun", late)
+    model, keeping = Model(1, 1, 1, 1), Keeping(2, is_dense=True)
+    truth = Truth(model, 5)
+    with ranked_pair(model, keeping, keeping) as pair:
+        pair.connected()
+        for memory in pair.east:
+            memory.compute(truth, 50)
+        ticket = pair.prefill(50, 0, [50])
+        pair.sent()
+        assert pair.load(ticket, 0) == [({"d"}, set())] * 2
+        for memory in pair.home:
+            memory.assert_has(truth, 50, 0)
 
 
 def test_equal_sizes_move_the_engines_own_pages() -> None:

@@ -385,6 +385,8 @@ class KvConsumer:
 
     def _hold(self, transfer_id: bytes, order: LoadOrder) -> _HeldTransfer | None:
         """A use of a complete transfer, which the caller must end; None while it is not complete."""
+        if self._siblings is not None and self._siblings.is_begun(transfer_id):
+            return None
         with self._lock:
             held = self._held.get(transfer_id)
             if held is None or held.uses_left < 1:
