@@ -1,12 +1,10 @@
-"""How soon the first token comes from the engine that prefills, and whether relayed tokens fill the gap after it.
+"""How soon the first token comes from the engine that prefills.
 
 Two real vLLM servers with tiny models and the gateway, all on this machine; the link is the deployment file's, paced by
 the senders. The models write printable characters alone, one a token, so that each token is an event of the stream.
 
-- `first token`: a hybrid's prompt over 200 Mbit/s. TTFT through the gateway against what the prefill engine counts for
-  the same request: prefills on CPUs take longer at one time than at another.
-- `relay`: a dense prompt over 50 Mbit/s. The longest gap between tokens against the median one, with and without relay.
-  Where the prefill takes longer than its KV on the link, nothing is relayed: then say `--dense-bandwidth`.
+A hybrid's prompt over 200 Mbit/s: TTFT through the gateway against what the prefill engine counts for the same request,
+since prefills on CPUs take longer at one time than at another.
 """
 
 import argparse
@@ -38,22 +36,11 @@ from tests.integration.introduction import is_introduced
 
 FAR, HOME = "far-prefill-0", "home-0"
 ANSWER_TOKENS = 64
-# The smallest on CPUs, where vLLM has 128 by itself. A decode engine computes a block anew that it holds a part of.
-SMALL_BLOCKS = ("--block-size", "32")
 GOAL_S = 0.050
-GOAL_GAPS = 2.0
+_FAMILY = "qwen3-next"
 _READY_S = 240.0
 _ASK_S = 600.0
 _PRINTABLE = range(0x20, 0x7F)
-
-# 16 KiB of KV per token: as many bytes per second of prefill as a large dense model makes.
-DENSE: Mapping[str, Any] = {
-    "hidden_size": 256,
-    "num_hidden_layers": 8,
-    "layer_types": ["full_attention"] * 8,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,16 +57,15 @@ class Streamed:
         return [later - sooner for sooner, later in zip(self.times_s, self.times_s[1:], strict=False)]
 
 
-def checkpoint(directory: Path, model: str) -> Path:
-    """The tiny Qwen3-Next for `hybrid`, `DENSE` for `dense`. No token is likeliest that is no printable character."""
+def checkpoint(directory: Path) -> Path:
+    """The tiny Qwen3-Next. No token is likeliest that is no printable character."""
     from safetensors.torch import save_file
 
-    family = "qwen3" if model == "dense" else "qwen3-next"
-    config = tiny_config(family) | dict(DENSE if model == "dense" else {})
+    config = tiny_config(_FAMILY)
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(config))
     write_tokenizer(directory, config["max_position_embeddings"])
-    weights = tiny_weights(family, config)
+    weights = tiny_weights(_FAMILY, config)
     head = weights["lm_head.weight"]
     head[: _PRINTABLE.start] = 0
     head[_PRINTABLE.stop :] = 0
@@ -87,10 +73,8 @@ def checkpoint(directory: Path, model: str) -> Path:
     return directory
 
 
-def write_deployment(
-    directory: Path, model: str, bandwidth: str, gateway: Mapping[str, Any], args: Sequence[str] = ()
-) -> Path:
-    """One PrfaaS prefill engine, and one that decodes; `args`: of vLLM's server."""
+def write_deployment(directory: Path, bandwidth: str, gateway: Mapping[str, Any]) -> Path:
+    """One PrfaaS prefill engine, and one that decodes."""
     ports = iter(free_ports(6))
 
     def instance(name: str, roles: Sequence[str]) -> dict[str, object]:
@@ -119,10 +103,9 @@ def write_deployment(
             "max_num_seqs": 4,
             "kv_cache_gib": 1,
             "staging": "512 MiB",
-            "extra_args": list(args),
         },
     }
-    checkpoint(directory / "model", model)
+    checkpoint(directory / "model")
     path = directory / "deployment.yaml"
     path.write_text(json.dumps(document))  # JSON is YAML
     return path
@@ -202,7 +185,7 @@ def streamed(url: str, ids: Sequence[int], **fields: Any) -> Streamed:
 
 def first_token(directory: Path, tokens: int, rounds: int, bandwidth: str) -> dict[str, Any]:
     """TTFT through the gateway, and what the prefill engine takes of it."""
-    path = write_deployment(directory, "hybrid", bandwidth, {"first_token": "prefill"})
+    path = write_deployment(directory, bandwidth, {"first_token": "prefill"})
     with running(path, directory / "state") as deployment:
         url, far, home = (
             deployment.gateway.url,
@@ -240,50 +223,6 @@ def engine_ttft_s(url: str) -> float:
     return metric(url, "vllm:time_to_first_token_seconds_sum")
 
 
-def relay(directory: Path, tokens: int, rounds: int, bandwidth: str, relay_tokens: int) -> dict[str, Any]:
-    """The gaps of a stream whose KV takes long, with so many relayed tokens at most."""
-    gateway = {"first_token": "prefill", "relay_tokens": relay_tokens}
-    path = write_deployment(directory, "dense", bandwidth, gateway, SMALL_BLOCKS)
-    with running(path, directory / "state") as deployment:
-        streamed(deployment.gateway.url, prompt(1, tokens))
-        longest_s, steady_s, relayed_s = [], [], []
-        for number in range(rounds):
-            ours = streamed(
-                deployment.gateway.url, prompt(10 + number, tokens), max_tokens=relay_tokens + ANSWER_TOKENS
-            )
-            longest_s.append(max(ours.gaps_s))
-            # The last ones are the decode engine's.
-            steady_s.append(statistics.median(ours.gaps_s[-ANSWER_TOKENS // 2 :]))
-            relayed_s.append(sorted(ours.gaps_s)[-2])
-            print(f"relay {relay_tokens}: longest gap {longest_s[-1]:.3f} s", file=sys.stderr)
-        relayed = metric(deployment.gateway.admin.url, "prfaas_gateway_relayed_tokens_total") / (rounds + 1)
-        home = deployment.instance(HOME).url
-        catch_up_s = [catch_up(home, number, tokens, max(round(relayed), 1)) for number in range(rounds)]
-    return {
-        "row": f"relay {relay_tokens}",
-        "model": "dense",
-        "tokens": tokens,
-        "bandwidth": bandwidth,
-        "longest_gap_s": statistics.median(longest_s),
-        "second_longest_gap_s": statistics.median(relayed_s),
-        "steady_gap_s": statistics.median(steady_s),
-        "gaps": statistics.median(longest_s) / statistics.median(steady_s),
-        "relayed_tokens": relayed,
-        "catch_up_s": statistics.median(catch_up_s),
-        "rounds": rounds,
-    }
-
-
-def catch_up(home: str, seed: int, tokens: int, relayed: int) -> float:
-    """What a decode engine takes by itself to go on after a prompt that it holds and so many tokens that it does not.
-
-    What was relayed crosses as tokens, without its KV. Most of this passes while the relay goes on.
-    """
-    ids = prompt(1000 + seed, tokens)
-    streamed(home, ids, max_tokens=1)
-    return streamed(home, ids + prompt(2000 + seed, relayed), max_tokens=1).times_s[0]
-
-
 def metric(url: str, name: str) -> float:
     """The sum of a series that a server tells."""
     with urllib.request.urlopen(f"{url}/metrics") as page:
@@ -297,28 +236,14 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--tokens", type=int, default=16_000, metavar="N", help="of the hybrid's prompts")
-    parser.add_argument("--dense-tokens", type=int, default=16_000, metavar="N", help="of the dense prompts")
-    parser.add_argument("--dense-bandwidth", default="50 Mbit/s", metavar="B", help="slower where prefill is")
     parser.add_argument("--rounds", type=int, default=5, metavar="N")
-    parser.add_argument("--relay-tokens", type=int, default=1024, metavar="N")
-    parser.add_argument("--row", choices=["first-token", "relay", "no-relay"], action="append")
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
-    wanted = asked.row or ["first-token", "relay", "no-relay"]
     figures, goals = [], []
     with tempfile.TemporaryDirectory() as folder:
-        if "first-token" in wanted:
-            found = first_token(Path(folder) / "first", asked.tokens, asked.rounds, "200 Mbit/s")
-            figures.append(found)
-            goals.append(goal("TTFT beyond the prefill engine's own", found["beyond_s"], "s", GOAL_S))
-        for name, tokens in (("relay", asked.relay_tokens), ("no-relay", 0)):
-            if name in wanted:
-                found = relay(
-                    Path(folder) / name, asked.dense_tokens, asked.rounds, asked.dense_bandwidth, tokens
-                )
-                figures.append(found)
-                if tokens:
-                    goals.append(goal("longest gap / steady gap", found["gaps"], "", GOAL_GAPS))
+        found = first_token(Path(folder) / "first", asked.tokens, asked.rounds, "200 Mbit/s")
+        figures.append(found)
+        goals.append(goal("TTFT beyond the prefill engine's own", found["beyond_s"], "s", GOAL_S))
     if asked.json:
         print(json.dumps({"figures": figures, "goals": goals}, indent=2))
         return

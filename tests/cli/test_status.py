@@ -22,7 +22,7 @@ from prfaas.cli.status_tables import _condition, _copies, tables
 from prfaas.core.deployment import Deployment, load_deployment
 from prfaas.core.explanation import sentences
 from prfaas.core.kv import FullAttention, KvModel
-from prfaas.core.scheduling import CacheTransfer, Decision, HitTokens, PoolHit, PrefixHit, RelayPlan, Route
+from prfaas.core.scheduling import CacheTransfer, Decision, HitTokens, PoolHit, PrefixHit, Route
 from prfaas.serving.control.plane import LivePlane
 from prfaas.serving.control.planning_inputs import kv_model_of
 from prfaas.serving.control.pool_monitor import PoolReading
@@ -274,37 +274,6 @@ def test_explain_says_what_each_tier_held(deployment: Deployment) -> None:
         "A cached prefix moved first from pool to pool (prfaas-east-pool): 1.0 MiB.",
     ):
         assert words in text
-
-
-@pytest.mark.parametrize(
-    ("plan", "words"),
-    [
-        (
-            RelayPlan(16, "link-bound", 2.0, 0.05, 0.0),
-            "Meanwhile east-prefill-0 was to decode 16 more tokens at most: after the prefill the KVCache was to be on "
-            "its way for 2 s, and a decode step takes 50 ms.",
-        ),
-        (
-            RelayPlan(0, "busy-prefill", 2.0, 0.05, 3.0),
-            "east-prefill-0 was not to decode more than one token: prefills of 3 s waited for it, and the KVCache "
-            "was to come 2 s after the prefill.",
-        ),
-        (
-            RelayPlan(0, "short-gap", 0.1, 0.05, 0.0),
-            "east-prefill-0 was not to decode more than one token: the KVCache was to come 100 ms after the prefill, "
-            "and a decode step takes 50 ms.",
-        ),
-    ],
-    ids=["relays", "busy", "short"],
-)
-def test_explain_says_why_the_prefill_instance_decoded_on(
-    deployment: Deployment, plan: RelayPlan, words: str
-) -> None:
-    told = RequestRecord(ID, "completions", 0.0, 0.0, prompt_tokens=8064, relayed_tokens=12)
-    told.start(decision(), 8064).relay = plan
-    text = "\n".join(sentences(page(told, deployment)))
-    assert words in text
-    assert "While the KVCache was on its way, the client had 12 more tokens from there." in text
 
 
 def test_drain_waits_until_the_work_has_ended(

@@ -1,8 +1,6 @@
 """The first token from the prefill on real vLLM: the answers are those of a plain engine, whatever ends them."""
 
-import itertools
 import json
-import statistics
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -10,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from .stack import LIKELY_SHARE, MODEL, Stack, call, prompt, running, write_deployment
+from .stack import MODEL, Stack, call, prompt, running, write_deployment
 
 pytestmark = [
     pytest.mark.engine,
@@ -114,68 +112,3 @@ def test_a_client_that_leaves_after_it_leaves_nothing(first_stack: Stack) -> Non
     with urllib.request.urlopen(request, timeout=300) as answer:
         answer.readline()
     first_stack.wait_clean()
-
-
-@pytest.fixture
-def relaying(first_stack: Stack) -> Iterator[Stack]:
-    """Meanwhile the prefill engine decodes on, and the link is so slow that it pays."""
-    path, before = first_stack.path, first_stack.path.read_text()
-    deployment = json.loads(before)
-    deployment["gateway"]["relay_tokens"] = 16
-    for link in deployment["links"]:
-        link["bandwidth"] = "4 Mbit/s"
-    try:
-        path.write_text(json.dumps(deployment))
-        assert call(first_stack.url("gateway", "/prfaas/reload"), {}).status == 200
-        yield first_stack
-    finally:
-        path.write_text(before)
-        call(first_stack.url("gateway", "/prfaas/reload"), {})
-
-
-@pytest.mark.extended("an answer that ends while it is relayed shows the same in six tokens")
-def test_relayed_answers_are_those_of_a_plain_engine(relaying: Stack) -> None:
-    """States are sent as the prompt left them, although the prefill engine writes over them meanwhile.
-
-    The decode engine computes the relayed tokens in one step, and a plain engine each by itself: rounding may move an
-    answer after that, and not before.
-    """
-    relayed, shares = [], []
-    for seed in range(4):
-        ids = prompt(740 + seed, TOKENS + seed * 37)
-        plain = relaying.plain(ids, ANSWER_TOKENS).body["choices"][0]["text"]
-        route, events, _ = streamed(relaying, asked(ids))
-        text = "".join(event["choices"][0]["text"] for event in events if event["choices"])
-        assert route.startswith("offload") and events[-1]["usage"]["completion_tokens"] == ANSWER_TOKENS
-        record = call(
-            relaying.url("gateway", f"/prfaas/requests/{events[0]['id'].removeprefix('cmpl-')}")
-        ).body
-        assert record["attempts"][0]["relay"]["reason"] == "link-bound"
-        relayed.append(record["relayed_tokens"])
-        alike = sum(1 for _ in itertools.takewhile(bool, map(str.__eq__, text, plain)))
-        # Some bytes have no character of their own.
-        assert alike * 4 >= min(relayed[-1], len(plain))
-        shares.append(alike / len(plain))
-        relaying.wait_clean()
-    for each in relaying.deployment.instances:
-        assert relaying.metric(each.name, "vllm:prfaas_loads_failed_total") == 0
-    assert sum(relayed) >= 1 and statistics.median(shares) >= LIKELY_SHARE, (relayed, shares)
-    print("relayed tokens and equal shares:", relayed, shares)
-
-
-def test_an_answer_that_ends_while_it_is_relayed_is_the_plain_one(relaying: Stack) -> None:
-    ids = prompt(750, TOKENS)
-    plain = relaying.plain(ids, 6).body["choices"][0]
-    _, events, _ = streamed(relaying, asked(ids, max_tokens=6))
-    assert "".join(event["choices"][0]["text"] for event in events if event["choices"]) == plain["text"]
-    assert events[-1]["usage"]["completion_tokens"] == 6
-    assert relaying.metric("gateway", "prfaas_gateway_relays_total", 'outcome="ended"') == 1
-    relaying.wait_clean()
-
-
-def test_a_client_that_leaves_while_it_is_relayed_leaves_nothing(relaying: Stack) -> None:
-    body = json.dumps(asked(prompt(751, TOKENS), stream=True)).encode()
-    url, headers = relaying.url("gateway", "/v1/completions"), {"Content-Type": "application/json"}
-    with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=300) as answer:
-        answer.readline()
-    relaying.wait_clean()

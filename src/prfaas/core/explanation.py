@@ -39,8 +39,6 @@ def sentences(told: Json) -> Iterator[str]:
         yield from _attempt(number, attempt)
     if told.get("first_token") is not None:
         yield "The prefill instance sampled the answer's first token, and the client had it at once."
-    if told.get("relayed_tokens"):
-        yield f"While the KVCache was on its way, the client had {told['relayed_tokens']:,} more tokens from there."
     yield from _bytes(told)
     yield from _steps(told)
     for note in told["notes"]:
@@ -80,29 +78,6 @@ def _attempt(number: int, attempt: Json) -> Iterator[str]:
         kv = f", from the prefill; {format_s(kv_s)} more until {decode} has the KVCache" if kv_s else ""
         slot = f", and then {format_s(wait_s)} until {decode} has a decode slot" if wait_s else ""
         yield f"   Predicted time to first token: {format_s(attempt['predicted_ttft_s'])}{kv}{slot}."
-    if attempt.get("relay") is not None:
-        yield f"   {_relay(attempt)}"
-
-
-def _relay(attempt: Json) -> str:
-    """Whether the prefill instance was to decode on, and why."""
-    relay, prefill = attempt["relay"], attempt["prefill"]
-    gap = "for ever" if relay["exposed_s"] is None else format_s(relay["exposed_s"])
-    step = f"a decode step takes {format_s(relay['step_s'])}"
-    if relay["tokens"]:
-        return (
-            f"Meanwhile {prefill} was to decode {relay['tokens']:,} more tokens at most: after the prefill the KVCache "
-            f"was to be on its way for {gap}, and {step}."
-        )
-    if relay["reason"] == "busy-prefill":
-        return (
-            f"{prefill} was not to decode more than one token: prefills of {format_s(relay['queue_s'])} waited for it, "
-            f"and the KVCache was to come {gap} after the prefill."
-        )
-    return (
-        f"{prefill} was not to decode more than one token: the KVCache was to come {gap} after the prefill, "
-        f"and {step}."
-    )
 
 
 _SOURCES = {

@@ -290,10 +290,6 @@ BAD = {
         GOOD + "gateway: {route_header: long}\n",
         '40: gateway.route_header: must be one of "short", "full", not "long"',
     ),
-    "relayed tokens without a first one": (
-        GOOD + "gateway: {relay_tokens: 8}\n",
-        "40: gateway.relay_tokens: needs gateway.first_token: prefill, since these tokens follow that one; add it",
-    ),
     "no patience": (
         GOOD + "control: {silence_s: 0}\n",
         "40: control.silence_s: must be greater than 0",
@@ -562,9 +558,7 @@ def test_a_policy_of_a_module_and_its_parameters(tmp_path: Path) -> None:
 
 def test_where_operators_connect(tmp_path: Path) -> None:
     gateway = load(tmp_path, GOOD).gateway
-    assert gateway.route_header == "short" and gateway.hosts == () and gateway.relay_tokens == 0
-    relaying = load(tmp_path, f"{GOOD}gateway: {{relay_tokens: 8, first_token: prefill}}\n").gateway
-    assert (relaying.relay_tokens, relaying.first_token) == (8, "prefill")
+    assert gateway.route_header == "short" and gateway.hosts == ()
     assert (gateway.admin.url, gateway.admin.token_file) == ("http://127.0.0.1:8001", None)
     # The next port that nothing of the file uses: KV ports 8200 to 8203 and HTTP port 8100.
     for port, admin_port in ((8199, 8204), (8201, 8204), (8099, 8101), (65535, 65534)):

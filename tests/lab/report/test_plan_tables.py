@@ -15,7 +15,6 @@ from prfaas.core.planner import (
     LinkUse,
     OperatingPoint,
     Plan,
-    RelayEstimate,
     Roles,
     RouteUse,
     ShadowPrice,
@@ -286,19 +285,3 @@ def test_first_tokens_from_the_prefill_have_a_row_and_a_note(deployment: Planned
     assert row(lines, "  rest can begin, queued")[:6] == ["3.3", "s", "/", "6.1", "s", "–"]
     assert "First tokens come from the prefill" in "".join(lines)
     assert "rest can begin" not in "".join(printed(deployment, PLAN))
-
-
-def test_relayed_tokens_have_a_note(deployment: PlannedDeployment) -> None:
-    estimate = RelayEstimate(64, 0.25, 2.68, 337, 0.2, 64.0, 0.0, 0.0123)
-
-    def note(found: RelayEstimate | None) -> str:
-        return " ".join(" ".join(printed(deployment, replace(PLAN, relay_estimate=found))).split())
-
-    text = note(estimate)
-    assert "25.0% of streams pause" in text and "337 relayed tokens fill" in text
-    assert "relay_tokens: 64 and the waiting at 70%, 20.0% of streams are relayed, by 64 tokens" in text
-    assert "0% of these don't pause" in text and "lose 1.2% of their time" in text
-    assert "gateway.relay_tokens is 0, so none are" in note(replace(estimate, most_tokens=0))
-    nothing = RelayEstimate(64, 0.0, None, None, 0.0, 0.0, 0.0, 0.0)
-    assert "relayed tokens would fill nothing" in note(nothing)
-    assert "relay" not in note(None)

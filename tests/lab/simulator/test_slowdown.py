@@ -1,14 +1,13 @@
 """Prefills that take longer at one time than at another."""
 
 import math
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.lab.simulator.conftest import CaseStudy, chunk_of
 
-from prfaas.lab.simulator import Scenario, Slowdown, scenario_of, simulate
+from prfaas.lab.simulator import Scenario, Slowdown, simulate
 
 factors = st.floats(0.2, 5.0)
 
@@ -66,9 +65,3 @@ def test_prefills_take_longer_and_those_behind_wait_longer(case_study: CaseStudy
     ends_s = result.arrival_s + result.ttft_s
     assert ends_s[0] == pytest.approx(middle_s + 3 * middle_s)
     assert ends_s[1] == pytest.approx(ends_s[0] + 3 * second_s)
-
-
-def test_it_does_not_go_with_relayed_tokens(case_study: CaseStudy) -> None:
-    shown = scenario_of(case_study.planned, first_token="prefill", relay_tokens=100)
-    with pytest.raises(ValueError, match="relayed tokens and a slowdown"):
-        replace(shown, slowdown=Slowdown(((0.0, 1.0),)))

@@ -13,7 +13,6 @@ from prfaas.core.scheduling import (
     InstanceView,
     KvFacts,
     LinkView,
-    RelayPlan,
     Route,
     View,
 )
@@ -21,7 +20,6 @@ from prfaas.core.scheduling.view import UNKNOWN_SLOT_S
 from prfaas.serving.control.cluster_state import ClusterState
 from prfaas.serving.control.engine_monitor import EngineMeter
 from prfaas.serving.control.engine_reading import EngineReading, read_exposition
-from prfaas.serving.control.planning_inputs import DEFAULT_STEP_S
 from prfaas.serving.control.waits import PredictedWaits
 
 SEATS = 2
@@ -45,20 +43,6 @@ class World:
         )
         self.state = ClusterState(view, clock=lambda: self.now_s, on_service=lambda *_: None)
         self.waits = PredictedWaits(self.state, seats=SEATS, clock=lambda: self.now_s)
-
-
-@pytest.mark.parametrize(("waiting", "usage", "keeps"), [(0, 0.5, True), (1, 0.5, False), (0, 0.95, False)])
-def test_an_engine_keeps_what_it_has_computed_while_nobody_waits_for_blocks(
-    waiting: int, usage: float, keeps: bool
-) -> None:
-    world, meter = World(), EngineMeter(60.0)
-    assert not world.waits.keeps("decode")
-    meter.add(
-        read_exposition(f"vllm:num_requests_waiting {waiting}\nvllm:kv_cache_usage_perc {usage}\n".encode()),
-        world.now_s,
-    )
-    world.waits.learn("decode", meter)
-    assert world.waits.keeps("decode") is keeps
 
 
 def test_the_longest_of_queue_and_link_counts() -> None:
@@ -157,17 +141,3 @@ def test_an_instance_that_only_prefills_tells_nothing_of_slots() -> None:
         meter.add(reading(100 * number, 100 * number, 10.0 * number), world.now_s + number)
         world.waits.learn("near", meter)
     assert world.state.view.clusters["home"].slot_s == UNKNOWN_SLOT_S
-
-
-def test_a_prefill_instance_decodes_on_by_the_decode_engines_own_steps() -> None:
-    world = World()
-    meter = EngineMeter(60.0)
-    # A prefill of 5 s, and KV that takes 20 s on the link.
-    decision = replace(DECISION, kv_bytes=20_000)
-    assert world.waits.relay(decision, 16) == RelayPlan(16, "link-bound", 15.0, DEFAULT_STEP_S, 0.0)
-    for number in range(2):
-        meter.add(reading(100, 100, 10.0 + number), world.now_s + number)
-        world.waits.learn("decode", meter)
-    assert world.waits.relay(decision, 16).step_s == pytest.approx(0.02)
-    with world.state.prefilling(replace(decision, kv_bytes=0, prefill_tokens=2_000)):
-        assert world.waits.relay(decision, 16).reason == "busy-prefill"

@@ -15,8 +15,7 @@ import aiohttp
 
 from prfaas.core.deployment import Deployment, Instance
 from prfaas.core.prefix import PromptChains
-from prfaas.core.scheduling import Decision, NoDecodeInstanceError, RelayPlan, Route
-from prfaas.core.scheduling.relay import RelayReason
+from prfaas.core.scheduling import Decision, NoDecodeInstanceError, Route
 from prfaas.serving.control.listeners import Listeners
 from prfaas.serving.control.planning_inputs import kv_facts
 from prfaas.serving.own_process import LoopClock
@@ -35,26 +34,13 @@ class FixedWork:
 
 
 class FixedWaits:
-    """`reason`: whether prefill instances may decode on, and else why not. `every_tokens`: between checkpoints.
-
-    `calm`: whether decode instances keep what they have computed.
-    """
+    """`every_tokens`: between checkpoints."""
 
     def __init__(self) -> None:
         self.every_tokens = 0
-        self.reason: RelayReason = "link-bound"
-        self.step_s = 0.05
-        self.calm = True
 
     def checkpoint_tokens(self, decision: Decision) -> int:
         return self.every_tokens
-
-    def keeps(self, name: str) -> bool:
-        return self.calm
-
-    def relay(self, decision: Decision, most_tokens: int) -> RelayPlan:
-        tokens = most_tokens if self.reason == "link-bound" else 0
-        return RelayPlan(tokens, self.reason, exposed_s=2.0, step_s=self.step_s, queue_s=3.0)
 
 
 class FixedLinks:

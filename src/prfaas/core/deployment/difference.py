@@ -85,7 +85,6 @@ RULES: Mapping[FieldPath, FieldRule] = {
     ("gateway", "route_header"): FieldRule("gateway.route_header"),
     ("gateway", "shadow"): FieldRule("gateway.shadow"),
     ("gateway", "first_token"): FieldRule("gateway.first_token"),
-    ("gateway", "relay_tokens"): FieldRule("gateway.relay_tokens"),
     ("gateway", "first_byte_s"): FieldRule("gateway.first_byte_s"),
     ("gateway", "idle_s"): FieldRule("gateway.idle_s"),
     ("gateway", "limits", "requests"): FieldRule("gateway.limits.requests"),

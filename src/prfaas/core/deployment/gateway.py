@@ -67,8 +67,6 @@ class GatewayConfig:
     """Share of the requests with a transfer that are computed again on a plain path and compared."""
     first_token: FirstTokenSource = "decode"
     """Who samples an answer's first token where the prompt is prefilled elsewhere than at the decode instance."""
-    relay_tokens: int = 0
-    """Tokens that the prefill instance may decode after the first one, while the KVCache is on its way; 0: none."""
     first_byte_s: float = 1800.0
     """How long an engine may take until its answer begins."""
     idle_s: float = 600.0

@@ -19,7 +19,6 @@ from prfaas.core.deployment.planned import (
     LogNormalLengths,
     PlannedCluster,
     PlannedDeployment,
-    RelaySettings,
     TraceLengths,
     UniformLengths,
     WorkloadSpec,
@@ -181,7 +180,6 @@ def _gateway(file: DeploymentFile, home: Path) -> GatewayConfig:
         route_header=gateway.route_header,
         shadow=gateway.shadow,
         first_token=gateway.first_token,
-        relay_tokens=gateway.relay_tokens,
         limits=GatewayLimits(limits.requests, limits.queue_s, limits.bodies, limits.body_values),
         cluster=gateway_cluster(file),
         tracing=_tracing(file, home),
@@ -305,9 +303,8 @@ def load_planned(path: Path | str, *, changes: Mapping[str, float] | None = None
         pool=_pool_settings(file),
         dtypes=caches.dtypes,
         first_token=file.gateway.first_token,
-        relay=RelaySettings(
-            file.gateway.relay_tokens, file.engine.max_num_batched_tokens, file.engine.max_num_seqs
-        ),
+        step_tokens=file.engine.max_num_batched_tokens,
+        seats=file.engine.max_num_seqs,
         wire_model=caches.wire_model,
         link_models=caches.link_models,
         kv_copies=caches.kv_copies,

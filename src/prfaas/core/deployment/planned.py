@@ -1,7 +1,7 @@
 """What a deployment file says to the planner: how much of what there is, and the traffic it is for."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -110,24 +110,6 @@ class PlannedCluster:
 
 
 @dataclass(frozen=True, slots=True)
-class RelaySettings:
-    """What prefill instances decode while their KVCache travels, and in what steps their engines work."""
-
-    tokens: int = 0
-    """`gateway.relay_tokens`: of one answer at most, after its first token; 0: none."""
-    chunk_tokens: int = 2048
-    """`engine.max_num_batched_tokens`: prompts are computed in chunks of so many tokens, between two decode steps."""
-    seats: int = 16
-    """`engine.max_num_seqs`: answers that an engine decodes together."""
-
-    def allowing(self, tokens: int | None, first_token: FirstTokenSource) -> "RelaySettings":
-        """With another number of tokens; None: as it is, and none where decode instances give the first token."""
-        if tokens is None:
-            tokens = self.tokens if first_token == "prefill" else 0
-        return replace(self, tokens=tokens)
-
-
-@dataclass(frozen=True, slots=True)
 class PlannedDeployment:
     """A deployment file as the planner and the simulator need it, checked. Hosts and ports play no part."""
 
@@ -154,8 +136,10 @@ class PlannedDeployment:
     """What crosses links, by name, over which dtypes or ranks of their ends let less cross."""
     first_token: FirstTokenSource = "decode"
     """`gateway.first_token`: who gives clients their first token."""
-    relay: RelaySettings = RelaySettings()
-    """What prefill instances decode while their KVCache travels."""
+    step_tokens: int = 2048
+    """`engine.max_num_batched_tokens`: prompts are computed in chunks of so many tokens, between two decode steps."""
+    seats: int = 16
+    """`engine.max_num_seqs`: answers that an engine decodes together."""
     dtypes: CacheDtypes = DEFAULT_DTYPES
     """What `kv_model` is counted in."""
 

@@ -10,8 +10,6 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    ValidationInfo,
-    field_validator,
 )
 
 from prfaas.core.deployment.addresses import traces_url
@@ -239,17 +237,9 @@ class GatewaySection(_Section):
     route_header: RouteDetail = "short"
     shadow: Annotated[float, Field(ge=0, le=1)] = 0.0
     first_token: FirstTokenSource = "decode"
-    relay_tokens: Annotated[int, Field(ge=0, le=4096)] = 0
     limits: Annotated[LimitsSection, SECTION] = LimitsSection()
     tracing: Annotated[TracingSection | None, GIVEN] = None
     cluster: Annotated[Name | None, GIVEN] = None
-
-    @field_validator("relay_tokens")
-    @classmethod
-    def _follow_a_first_token(cls, tokens: int, info: ValidationInfo) -> int:
-        if tokens and info.data.get("first_token", "prefill") != "prefill":
-            raise ValueError("needs gateway.first_token: prefill, since these tokens follow that one; add it")
-        return tokens
 
 
 class SecuritySection(_Section):

@@ -15,7 +15,6 @@ from prfaas.core.planner.problem import (
     PrfaasCluster,
     TtftTarget,
 )
-from prfaas.core.planner.relay import RelayEstimate
 from prfaas.core.planner.ttft import TtftEstimate
 
 __all__ = [
@@ -32,7 +31,6 @@ __all__ = [
     "PlanLink",
     "PlanProblem",
     "PrfaasCluster",
-    "RelayEstimate",
     "Roles",
     "RouteUse",
     "ServiceModel",

@@ -72,7 +72,6 @@ def problem_of(deployment: PlannedDeployment) -> PlanProblem:
                     cluster.gpus_per_instance,
                     prefill_s[cluster.name],
                     cluster.prefix_hit_ratio,
-                    _relay_step_s(cluster),
                 )
                 for cluster in deployment.prfaas_clusters
             ),
@@ -100,7 +99,6 @@ def problem_of(deployment: PlannedDeployment) -> PlanProblem:
             load=deployment.workload.load,
             ttft_target=_ttft_target(deployment.slo),
             first_token=deployment.first_token,
-            relay=deployment.relay,
             streamed_token_bytes=float(deployment.sent_model.token_bytes),
         )
     except PlanError as error:
@@ -120,11 +118,6 @@ def mapping_bits_per_s(deployment: PlannedDeployment, link: Link) -> float:
     if link.mapping_bits_per_s is None or not deployment.has_unlike_ends(link):
         return math.inf
     return link.mapping_bits_per_s
-
-
-def _relay_step_s(cluster: PlannedCluster) -> float | None:
-    profile = cluster.profile
-    return None if profile.decode is None else profile.decode_step_s(profile.range_batch[0])
 
 
 def _ttft_target(slo: Slo) -> TtftTarget | None:

@@ -28,7 +28,6 @@ from prfaas.core.planner.cost import (
 )
 from prfaas.core.planner.operating_point import OperatingPoint, ServiceModel
 from prfaas.core.planner.problem import PlanProblem, TtftTarget
-from prfaas.core.planner.relay import RelayEstimate
 from prfaas.core.planner.ttft import TtftEstimate
 from prfaas.core.planner.ttft_target import best_within_target, operation_at
 from prfaas.core.planner.verdict import Gain, Limits, verdict_of
@@ -78,8 +77,6 @@ class Plan:
     """The most requests per second at which the optimum keeps the target; None without one."""
     rest_estimate: TtftEstimate | None = None
     """Until decode instances can write the second token; None where first tokens come from them too."""
-    relay_estimate: RelayEstimate | None = None
-    """What relayed tokens fill until then; None as before, and where the optimum can't keep up."""
 
     @property
     def binding(self) -> tuple[str, ...]:
@@ -134,7 +131,6 @@ class Plan:
             "lambda_max_without_target": self.lambda_max_without_target,
             "rate_within_target": self.rate_within_target,
             **rest,
-            **({} if self.relay_estimate is None else {"relay_estimate": asdict(self.relay_estimate)}),
         }
 
 
@@ -233,7 +229,6 @@ def make_plan(problem: PlanProblem, service: ServiceModel = "mean length") -> Pl
         lambda_max_without_target=None if target is None else without_target,
         rate_within_target=None if target is None else operation.rate_within(target),
         rest_estimate=operation.rest_estimate(problem.load),
-        relay_estimate=operation.relay_estimate(problem.load),
     )
 
 

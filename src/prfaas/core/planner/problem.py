@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from prfaas.core.deployment import FirstTokenSource, RelaySettings
+from prfaas.core.deployment import FirstTokenSource
 from prfaas.core.planner.operating_point import CachePolicy
 from prfaas.core.units import format_s
 from prfaas.core.workload import Workload
@@ -40,8 +40,6 @@ class PrfaasCluster:
     """T_prefill: seconds for arrays of uncached tokens."""
     prefix_hit_ratio: float | None = None
     """The part of every prompt that this cluster's own cache holds; None: the workload's."""
-    relay_step_s: float | None = None
-    """Seconds of a decode step over few relayed answers; None: not known, as long as decode instances take."""
 
     @property
     def gpus(self) -> int:
@@ -142,8 +140,6 @@ class PlanProblem:
     """What the TTFT at `load` must keep to; None: nothing."""
     first_token: FirstTokenSource = "decode"
     """Who gives clients their first token; "prefill": as if every request allowed it."""
-    relay: RelaySettings = field(default_factory=RelaySettings)
-    """What prefill instances decode after the first token while KV travels."""
     streamed_token_bytes: float = math.inf
     """Of S_kv, the bytes per token that leave while a prefill runs; the rest leaves at its end. Infinite: all of it."""
 

@@ -8,7 +8,6 @@ from prfaas.core.planner.loads import Split, pools_of_parts, work_of
 from prfaas.core.planner.network import NetworkPlan, best_network
 from prfaas.core.planner.operating_point import OperatingPoint, ServiceModel
 from prfaas.core.planner.problem import PlanError, PlanProblem, TtftTarget
-from prfaas.core.planner.relay import RelayEstimate, relay_estimate
 from prfaas.core.planner.role_latency import decode_queues
 from prfaas.core.planner.ttft import ESTIMATE_LABEL, StageWork, TtftDistribution, TtftEstimate
 from prfaas.core.planner.two_clusters import (
@@ -63,13 +62,6 @@ class Operation:
         requests_per_s = load * self.point.lambda_max
         found = self._waits(replace(self.problem, first_token="decode"), requests_per_s)
         return _estimate(found, load, requests_per_s)
-
-    def relay_estimate(self, load: float) -> RelayEstimate | None:
-        """What relayed tokens fill at a share of Λ_max; None where they follow no first token, or a stage is full."""
-        requests_per_s = load * self.point.lambda_max
-        if self.problem.first_token == "decode" or not self.waits(requests_per_s).is_finite:
-            return None
-        return relay_estimate(self.problem, self.work, requests_per_s)
 
     def _waits(self, problem: PlanProblem, requests_per_s: float) -> TtftDistribution:
         prefill = {roles.cluster: roles.prefill for roles in self.point.roles}

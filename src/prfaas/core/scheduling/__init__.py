@@ -24,7 +24,6 @@ from prfaas.core.scheduling.policy import (
     policy_class,
     policy_named,
 )
-from prfaas.core.scheduling.relay import RelayPlan, relay_plan
 from prfaas.core.scheduling.tiers import with_pools
 from prfaas.core.scheduling.view import (
     ClusterKind,
@@ -59,7 +58,6 @@ __all__ = [
     "PoolView",
     "PrefillOption",
     "PrefixHit",
-    "RelayPlan",
     "Route",
     "RoutingRequest",
     "Setting",
@@ -70,6 +68,5 @@ __all__ = [
     "parameters_of",
     "policy_class",
     "policy_named",
-    "relay_plan",
     "with_pools",
 ]

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from prfaas.core.deployment import PlannedDeployment
-from prfaas.core.planner import Baseline, OperatingPoint, Plan, RelayEstimate, TtftEstimate
+from prfaas.core.planner import Baseline, OperatingPoint, Plan, TtftEstimate
 from prfaas.core.units import format_bits_per_s, format_s
 
 if TYPE_CHECKING:
@@ -279,8 +279,6 @@ def _notes(deployment: PlannedDeployment, plan: Plan) -> list[str]:
             "for no KVCache and no decode slot. 'Rest can begin' is when both are there; the second token is a step "
             "later."
         )
-    if plan.relay_estimate is not None:
-        notes.append(_relays(plan.relay_estimate, plan.ttft_estimate.load))
     if deployment.kv_copies > _MORE_THAN_ONE:
         notes.append(
             "Ranks that decode keep copies of heads that they can't divide, and those of windows are all sent: "
@@ -309,24 +307,6 @@ def _notes(deployment: PlannedDeployment, plan: Plan) -> list[str]:
     if plan.bound_gap > _LEAST_GAP:
         notes.append(f"The search stopped early: the true optimum may be up to {plan.bound_gap:.1%} higher.")
     return notes
-
-
-def _relays(found: RelayEstimate, load: float) -> str:
-    """What relayed tokens would do."""
-    if found.needed_tokens is None or found.pause_p90_s is None:
-        return "No stream pauses for three decode steps after its first token: relayed tokens would fill nothing."
-    pausing = (
-        f"After the first token {found.pausing_fraction:.1%} of streams pause, nine of ten of them for "
-        f"{format_s(found.pause_p90_s)} at most, which {found.needed_tokens:,} relayed tokens fill"
-    )
-    if not found.most_tokens:
-        return f"{pausing}: gateway.relay_tokens is 0, so none are."
-    return (
-        f"{pausing}. With gateway.relay_tokens: {found.most_tokens:,} and the waiting at {load:.0%}, "
-        f"{found.relayed_fraction:.1%} of streams are relayed, by {found.relayed_tokens_mean:,.0f} tokens on average, "
-        f"and {found.filled_fraction:.0%} of these don't pause. Prefill instances lose {found.prefill_loss:.1%} of "
-        "their time by it at most."
-    )
 
 
 def _instances(point: OperatingPoint) -> str:

@@ -95,8 +95,6 @@ class SimulationReport:
             facts.append(("pools", "; ".join(_pools(self.pools))))
         if self.deployment.first_token == "prefill":
             facts.append(("first tokens", "from the prefill, for every request"))
-            if most := self.deployment.relay.tokens:
-                facts.append(("relayed tokens", f"up to {most:,} of a stream"))
         if self.changes_text:
             facts.append(("changed in the file", "; ".join(self.changes_text)))
         if self.params:
@@ -325,8 +323,6 @@ _ROWS: tuple[tuple[str, str, Callable[[float], str], bool], ...] = (
     ("second token, P90", "second_token_p90_s", _seconds, True),
     ("longest gap, mean", "longest_gap_mean_s", _seconds, True),
     ("longest gap, P90", "longest_gap_p90_s", _seconds, True),
-    ("relayed streams", "relayed_fraction", _share, False),
-    ("relayed tokens of one", "relayed_tokens_mean", _count, False),
     ("time per further token, mean", "tpot_mean_s", _seconds, False),
     ("time per further token, P90", "tpot_p90_s", _seconds, False),
     ("whole answer, mean", "e2e_mean_s", _seconds, False),

@@ -94,23 +94,12 @@ class Answers:
         self.end_early(job)
         return True
 
-    def tell_relayed(self, job: Job, tokens: int, ago_s: float) -> None:
-        """Its prefill instance has decoded so many tokens by now; the last of them came `ago_s` ago."""
-        assert job.link is not None  # what stays in a cluster is never relayed
-        columns, number = self._columns, job.number
-        columns.relayed_tokens[number] = tokens
-        self._tell_second(number, self._after_arrival_s(job) + job.link.view.rtt_s - ago_s)
-
     def tell_gap(self, number: int, gap_s: float) -> None:
         """So long a client waited from one token to the next."""
         longest_s = self._columns.longest_gap_s
         # Without one it is NaN, which is less than nothing.
         if not longest_s[number] >= gap_s:
             longest_s[number] = gap_s
-
-    def fall_behind(self, job: Job, seconds: float) -> None:
-        """Its decode instance computes what was relayed before its own first token: all of them come later."""
-        self._behind_s[job.number] = seconds
 
     def break_off(self, job: Job) -> None:
         """Its decode instance is gone: the client has what was written until now."""

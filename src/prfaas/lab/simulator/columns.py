@@ -25,7 +25,6 @@ class Columns:
         "prefilled_first",
         "reason",
         "reason_codes",
-        "relayed_tokens",
         "retries",
         "second_token_s",
         "tier_tokens",
@@ -46,11 +45,10 @@ class Columns:
         # Of the hit tokens, those that came from pools, by tier; no columns without pools.
         self.tier_tokens: dict[str, array[int]] = {}
         # Whose first token came from the prefill; the times of every second token and of the latest one that was told;
-        # the longest gap between those told; what prefill instances relayed.
+        # the longest gap between those told.
         self.prefilled_first = array("b")
         self.second_token_s = array("d") if first_from_prefill else None
         self.last_token_s, self.longest_gap_s = array("d"), array("d")
-        self.relayed_tokens = array("i")
 
     def grow(self, count: int) -> None:
         """Room for `count` more requests."""
@@ -65,7 +63,6 @@ class Columns:
             for times in (self.second_token_s, self.last_token_s, self.longest_gap_s):
                 times.extend([_NOT_A_NUMBER] * count)
             self.prefilled_first.frombytes(bytes(count))
-            self.relayed_tokens.frombytes(bytes(self.relayed_tokens.itemsize * count))
 
     @property
     def reasons(self) -> tuple[str, ...]:

@@ -14,7 +14,6 @@ from prfaas.lab.simulator.events import Events
 from prfaas.lab.simulator.instance import Engine, Job
 from prfaas.lab.simulator.link import FluidLink
 from prfaas.lab.simulator.monitored_link import MonitoredLink
-from prfaas.lab.simulator.paced_clock import PacedClock
 from prfaas.lab.simulator.scenario import Scenario, instance_names
 from prfaas.lab.simulator.simulated_cluster import SimulatedCluster
 from prfaas.lab.simulator.token_clock import ContextClock, TokenClock
@@ -62,7 +61,7 @@ def engines_of(
             _decode_batch_of(cluster, events, answers.begin, answers.end),
             cluster.decode_step_s,
             cluster.prefill_concurrency,
-            _shared_prefills_of(cluster, events, prefilled, are_paced=scenario.relay.tokens > 0),
+            _shared_prefills_of(cluster, events, prefilled),
             cluster.prefill_step_tokens,
             cluster.chunk_tokens,
             cluster.kv_block_tokens if scenario.kv_model.is_hybrid else 1,
@@ -93,15 +92,8 @@ def _decode_batch_of(
     )
 
 
-def _shared_prefills_of(
-    cluster: SimulatedCluster, events: Events, done: JobCallback, *, are_paced: bool
-) -> TokenClock | None:
-    """Prefills that share an instance: seconds of work in place of tokens, each second longer by all that share.
-
-    Where they `are_paced`, they share it with relayed answers, too, and even a single one may get slower.
-    """
-    if are_paced:
-        return PacedClock(events, float, cluster.prefill_concurrency, _nothing, done)
+def _shared_prefills_of(cluster: SimulatedCluster, events: Events, done: JobCallback) -> TokenClock | None:
+    """Prefills that share an instance: seconds of work in place of tokens, each second longer by all that share."""
     if cluster.prefill_concurrency == 1:
         return None
     return TokenClock(events, float, cluster.prefill_concurrency, _nothing, done)

@@ -1,7 +1,6 @@
 """What must hold in a simulated deployment at every moment."""
 
 from prfaas.lab.simulator.instance import Job, JobStage
-from prfaas.lab.simulator.relaying_world import RelayingWorld
 from prfaas.lab.simulator.world import World
 
 _SLACK_S = 1e-6
@@ -26,8 +25,6 @@ class Invariants:
         self._check_links()
         if self._world.pools is not None:
             self._world.pools.check()
-        if isinstance(world, RelayingWorld):
-            world.relays.check()
 
     def _check_requests(self) -> None:
         """Every request is open once, or done once."""

@@ -146,8 +146,6 @@ class Result:
     longest_gap_s: FloatArray | None = None
     """The longest time between two tokens up to the first one of the decode instance, whose others come a step apart;
     NaN where there is none; None as `second_token_s`."""
-    relayed_tokens: IntArray | None = None
-    """What prefill instances decoded after the first token; None where they relay nothing."""
 
     def mean_of(self, series: str) -> float | None:
         """The mean of a series after the warm-up; None where there is none, or nothing finite in it."""
@@ -163,7 +161,7 @@ class Result:
         Columns are named as the fields are. Two differ: `request` is the number of the request from 0 on, the same
         for every policy under the same requests, and `reason` is a word. With pools, `hit_tokens_memory`, `_ssd`,
         `_machine` and `_cluster` say what of `hit_tokens` came from which tier. Where first tokens come from prefills
-        there are `second_token_s` and `longest_gap_s`, and `relayed_tokens` where they relay.
+        there are `second_token_s` and `longest_gap_s`.
         """
         reasons = np.array(self.reasons, dtype=object)
         after_first = {
@@ -171,7 +169,6 @@ class Result:
             for name, values in (
                 ("second_token_s", self.second_token_s),
                 ("longest_gap_s", self.longest_gap_s),
-                ("relayed_tokens", self.relayed_tokens),
             )
             if values is not None
         }
@@ -262,16 +259,9 @@ class Result:
         if self.second_token_s is None or self.longest_gap_s is None:
             return {}
         counted = self.counted
-        found = _percentiles("second_token", self.second_token_s[counted]) | _percentiles(
+        return _percentiles("second_token", self.second_token_s[counted]) | _percentiles(
             "longest_gap", self.longest_gap_s[counted]
         )
-        if self.relayed_tokens is None:
-            return found
-        relayed = self.relayed_tokens[counted]
-        return found | {
-            "relayed_fraction": _mean((relayed > 0).astype(float)),
-            "relayed_tokens_mean": _mean(relayed[relayed > 0].astype(float)),
-        }
 
     def _by_tier(self, inputs: float) -> dict[str, float]:
         """Of the hit ratio what came from pools; the rest is engines' own."""

@@ -8,7 +8,6 @@ from prfaas.core.deployment import (
     ControlConfig,
     FirstTokenSource,
     PlannedDeployment,
-    RelaySettings,
     Slo,
 )
 from prfaas.core.deployment.engine import mixed_chunk_tokens
@@ -116,8 +115,6 @@ class Scenario:
     """What crosses links over which less crosses: `PlannedDeployment.link_models`."""
     first_token: FirstTokenSource = "decode"
     """Who gives every first token; "prefill": where another instance prefills than the one that decodes."""
-    relay: RelaySettings = field(default_factory=RelaySettings)
-    """What prefill instances decode after the first token while their KV travels."""
     transfer_grace_s: float = math.inf
     """The same for one transfer that is so late, on top of what its link's bandwidth explains (`late_after_s`).
     Live it is 30 s. Infinite: however late."""
@@ -142,10 +139,6 @@ class Scenario:
                     "(prefill_concurrency) and load nothing from pools"
                 )
             self._check_chunks(cluster)
-        if self.relay.tokens:
-            self._check_relay()
-        if self.relay.tokens and self.slowdown is not None:
-            raise ValueError("relayed tokens and a slowdown of prefills are not simulated together")
         names = {link.name for link in self.links} | {
             instance for cluster in self.clusters for instance in instance_names(cluster)
         }
@@ -168,17 +161,6 @@ class Scenario:
             raise ValueError(
                 f"a step of {cluster.chunk_tokens} tokens (chunk_tokens) has one KV block or more of {least} tokens or "
                 f"more, not of {cluster.kv_block_tokens} (kv_block_tokens)"
-            )
-
-    def _check_relay(self) -> None:
-        if self.first_token != "prefill":
-            raise ValueError("relayed tokens follow a first token of the prefill; set first_token to prefill")
-        if any(
-            cluster.chunk_tokens or cluster.prefill_step_tokens or cluster.mixed_tokens
-            for cluster in self.clusters
-        ):
-            raise ValueError(
-                "prompts don't share steps (chunk_tokens, prefill_step_tokens, mixed_tokens) with relayed tokens"
             )
 
     @property
@@ -226,7 +208,6 @@ def scenario_of(
     transfer_grace_s: float = math.inf,
     queue_limit_s: float = math.inf,
     first_token: FirstTokenSource | None = None,
-    relay_tokens: int | None = None,
     keeps_transfers: bool = True,
     slowdown: Slowdown | None = None,
 ) -> Scenario:
@@ -253,13 +234,12 @@ def scenario_of(
         kv_block_tokens: Of a block of the KVCache; needed with `chunk_tokens` where a model has linear states.
         mixed_tokens: Of a prompt that a decode instance computes in each step of its answers
             (`EngineConfig.mixed_chunk_tokens`); 0: answers go on undisturbed by prompts that are computed there. None
-            takes what the file's engines are started with, and 0 where tokens are relayed.
+            takes what the file's engines are started with.
         decode_context_s: Seconds that a decode step takes longer per token of context in its batch, beyond the context
             that its profile was measured at, or the workload's mean where it does not say. None takes the profile's.
         transfer_grace_s: How late a transfer may be before it is given up.
         queue_limit_s: Requests that would wait longer are refused; infinite: none are.
         first_token: Who gives it; None takes the file's `gateway.first_token`.
-        relay_tokens: That may follow it from the prefill; None takes the file's `gateway.relay_tokens`, if any may.
         keeps_transfers: Whether decode instances go on from what has arrived of a prefill that was lost, as live.
         slowdown: Of prefills over time; None: they take what profiles say.
 
@@ -277,9 +257,8 @@ def scenario_of(
     given = dict(params or {})
     if policy == "static_threshold" and "threshold_tokens" not in given:
         given["threshold_tokens"] = min(thresholds.values())
-    relay = planned.relay.allowing(relay_tokens, first_token or planned.first_token)
     if mixed_tokens is None:
-        mixed_tokens = 0 if relay.tokens else mixed_chunk_tokens(relay.chunk_tokens, relay.seats)
+        mixed_tokens = mixed_chunk_tokens(planned.step_tokens, planned.seats)
     processes = dict(links or {})
     unknown = sorted(set(processes) - {link.name for link in planned.links})
     if unknown:
@@ -335,7 +314,6 @@ def scenario_of(
         transfer_grace_s=transfer_grace_s,
         queue_limit_s=queue_limit_s,
         first_token=first_token or planned.first_token,
-        relay=relay,
         keeps_transfers=keeps_transfers,
         slowdown=slowdown,
     )

@@ -25,8 +25,6 @@ class SimulatedCluster:
     """Seconds of a prefill over uncached tokens."""
     decode_step_s: Callable[[int], float] | None = None
     """Seconds of a decode step over the batch; None where nothing decodes."""
-    relay_step_s: Callable[[int], float] | None = None
-    """Seconds of a decode step over answers that a prefill instance relays; None: as `decode_step_s`."""
     decode_slots: int = 1
     """Requests that decode together on one instance; the others wait."""
     prefill_concurrency: int = 1
@@ -79,7 +77,6 @@ def cluster_of(
             count,
             curve,
             prefill_concurrency=concurrency,
-            relay_step_s=_relay_step_s(cluster, problem),
         )
     if not 0 <= prefill[cluster.name] < cluster.instance_count:
         raise ValueError(
@@ -97,14 +94,6 @@ def cluster_of(
         decode_slots=slots,
         prefill_concurrency=concurrency,
     )
-
-
-def _relay_step_s(cluster: PlannedCluster, problem: PlanProblem) -> Callable[[int], float]:
-    """Of its own hardware; where that has no decode times, as long as the slowest decode instance takes."""
-    if cluster.profile.decode is None:
-        step_s = max(pd.decode_step_s for pd in problem.pd)
-        return lambda _batch: step_s
-    return _decode_step_of(cluster.profile)
 
 
 def _decode_step_of(profile: LatencyProfile) -> Callable[[int], float]:

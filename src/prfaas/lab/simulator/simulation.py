@@ -199,7 +199,6 @@ def _result(
         answer_s=answer_s,
         second_token_s=second_token_s,
         longest_gap_s=longest_gap_s,
-        relayed_tokens=np.array(columns.relayed_tokens, dtype=np.int64) if scenario.relay.tokens else None,
     )
 
 

@@ -4,7 +4,6 @@ import numpy as np
 
 from prfaas.lab.simulator.chunked_world import ChunkedWorld
 from prfaas.lab.simulator.mixed_world import MixedWorld
-from prfaas.lab.simulator.relaying_world import RelayingWorld
 from prfaas.lab.simulator.scenario import Scenario
 from prfaas.lab.simulator.slowed_world import SlowedWorld
 from prfaas.lab.simulator.world import World
@@ -12,8 +11,6 @@ from prfaas.lab.simulator.world import World
 
 def world_of(scenario: Scenario, rng: np.random.Generator, block_tokens: int) -> World:
     """The empty world of a scenario; `rng` is for the links' capacities."""
-    if scenario.relay.tokens:
-        return RelayingWorld(scenario, rng, block_tokens)
     if scenario.slowdown is not None:
         return SlowedWorld(scenario, rng, block_tokens)
     if any(cluster.mixed_tokens for cluster in scenario.clusters):

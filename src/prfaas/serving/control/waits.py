@@ -9,17 +9,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from prfaas.core.link.checkpoints import checkpoint_every_tokens
-from prfaas.core.scheduling import ClusterView, Decision, InstanceView, LinkView, RelayPlan, relay_plan
+from prfaas.core.scheduling import ClusterView, Decision, InstanceView, LinkView
 from prfaas.core.scheduling.decoders import learnt_slot_s
 from prfaas.core.scheduling.waits import least_prefill_wait_s, work_wait_s
 from prfaas.serving.control.cluster_state import Clock, ClusterState
 from prfaas.serving.control.engine_monitor import EngineMeter
-from prfaas.serving.control.planning_inputs import DEFAULT_STEP_S
 
 # Weight of the newest gap between two answers' ends.
 _GAP_WEIGHT = 0.1
-# An engine with more of its KV in use may soon need the blocks of a request that has ended.
-_CALM_USAGE = 0.9
 
 
 class PredictedWaits:
@@ -40,10 +37,6 @@ class PredictedWaits:
         self._gap_s: dict[str, float] = {}
         # Instance → its totals of answers that ended and of their tokens, when they were last looked at.
         self._answered: dict[str, tuple[float, float]] = {}
-        # Instance → its mean decode step.
-        self._step_s: dict[str, float] = {}
-        # Those in which no request waited for blocks when they were last looked at.
-        self._calm: set[str] = set()
 
     @contextmanager
     def decoding(self, name: str, tokens: int, reused_tokens: int = 0) -> Iterator[None]:
@@ -60,12 +53,6 @@ class PredictedWaits:
         The engine counts the answers of all gateways. Each takes its tokens times the engine's mean step.
         """
         newest, step_s = meter.newest, meter.token_gap_s
-        if newest is not None and not newest.waiting and newest.kv_usage <= _CALM_USAGE:
-            self._calm.add(name)
-        else:
-            self._calm.discard(name)
-        if step_s is not None:
-            self._step_s[name] = step_s
         if newest is None:
             return
         outputs, tokens = self._answered.get(name, (math.inf, math.inf))
@@ -86,23 +73,6 @@ class PredictedWaits:
         """Until the work of `decision` could begin everywhere: the longest of its waits."""
         work_s = work_wait_s(decision, *self._way_of(decision), self._clock())
         return max(work_s, self.seat_wait_s(decision.decode))
-
-    def relay(self, decision: Decision, most_tokens: int) -> RelayPlan:
-        """Whether the prefill instance of `decision`, whose work is about to begin, decodes on after the prefill."""
-        return relay_plan(
-            decision,
-            *self._way_of(decision),
-            most_tokens=most_tokens,
-            step_s=self._step_s.get(decision.decode, DEFAULT_STEP_S),
-            now_s=self._clock(),
-        )
-
-    def keeps(self, name: str) -> bool:
-        """Whether an engine still has what it computes for a request when the next one comes, right after.
-
-        Blocks of a request that has ended stay until others need them. Who waits in the engine may take them at once.
-        """
-        return name in self._calm and not self.seat_wait_s(name)
 
     def checkpoint_tokens(self, decision: Decision) -> int:
         """About how many tokens the prefill of `decision` computes between two checkpoints; 0: it sends none."""

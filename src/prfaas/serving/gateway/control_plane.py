@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from prfaas.core.deployment import Instance
 from prfaas.core.prefix import PromptChains
-from prfaas.core.scheduling import Decision, RelayPlan
+from prfaas.core.scheduling import Decision
 from prfaas.serving.control.listeners import Listeners
 from prfaas.serving.own_process import LoopClock
 
@@ -35,24 +35,11 @@ class LinkWords(Protocol):
         ...
 
 
-class RelayJudge(Protocol):
-    """Weighs what it costs a prefill instance to decode, and to send checkpoints."""
+class CheckpointJudge(Protocol):
+    """Weighs what it costs a prefill instance to send checkpoints."""
 
     def checkpoint_tokens(self, decision: Decision) -> int:
         """About how many tokens the prefill computes between two checkpoints (see `checkpoints`); 0: it sends none."""
-        ...
-
-    def relay(self, decision: Decision, most_tokens: int) -> RelayPlan:
-        """Whether the prefill instance decodes on while its KV travels, and how far.
-
-        Args:
-            decision: its prefill is about to begin.
-            most_tokens: it decodes no more after the first token.
-        """
-        ...
-
-    def keeps(self, name: str) -> bool:
-        """Whether a decode instance still has what it computes for a request when the next one comes, right after."""
         ...
 
 
@@ -159,7 +146,7 @@ class ControlPlane(Protocol):
         ...
 
     @property
-    def waits(self) -> RelayJudge:
+    def waits(self) -> CheckpointJudge:
         """What requests will wait for, and what follows from that."""
         ...
 

@@ -4,7 +4,6 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import replace
 
 from aiohttp import web
 
@@ -71,20 +70,6 @@ class Decoder:
                 self._note_refusal(request, prepared, whole.status)
             return writer.send(whole)
 
-    async def compute(self, request: ServingRequest, prepared: PreparedRequest) -> PreparedRequest:
-        """Have the decode engine compute the prompt of a stream, and drop what it samples.
-
-        Returns:
-            What a request is prepared as whose prompt begins with this one: the engine's prefix cache has it.
-
-        Raises:
-            DecodeFailedError: the engine does not answer, or not well.
-        """
-        async with self.stream(request, prepared) as (stream, ready):
-            while await stream.read():
-                pass
-        return replace(ready, loaded=True, arriving=None, own_prefill_tokens=0)
-
     @asynccontextmanager
     async def stream(
         self, request: ServingRequest, prepared: PreparedRequest
@@ -143,7 +128,7 @@ class Decoder:
     async def _body(self, request: ServingRequest, prepared: PreparedRequest) -> bytes:
         prompt = prepared.prompt
         reuse_ids = prompt.token_ids if prompt is not None and prompt.takes_ids else None
-        transfer = None if prepared.loaded else prepared.transfer
+        transfer = prepared.transfer
         return await self._json_threads.run(
             request.size_bytes + JSON_BYTES_PER_TOKEN * len(reuse_ids or ()),
             decode_body,

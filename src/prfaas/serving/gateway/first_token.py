@@ -1,6 +1,5 @@
 """The first token of an answer, sampled by the engine that prefills: how it is asked for, and what is told of it."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,33 +27,11 @@ class FirstTokenAsk:
     """Stop strings."""
     left_tokens: int = 2
     """How long the answer may be. Of one token no KV needs to move."""
-    relay_tokens: int = 0
-    """Tokens that it may go on with while the KV travels."""
-    lead_s: float = math.inf
-    """How long before the KV is complete the decode engine is asked at the soonest."""
 
     @property
     def is_all(self) -> bool:
         """Whether the answer may have no second token."""
         return self.left_tokens <= 1
-
-    @property
-    def most_tokens(self) -> int:
-        """How many tokens it is asked for."""
-        return min(1 + self.relay_tokens, max(self.left_tokens, 1))
-
-    @property
-    def shows_stops(self) -> bool:
-        """Whether the engine is to write stop strings that the client must not see.
-
-        It would hold back the end of the text otherwise, and nobody could say to which token the text so far belongs.
-        """
-        return bool(self.relay_tokens and self.stops) and not self.sampling.get("include_stop_str_in_output")
-
-    @property
-    def stop_token_ids(self) -> Sequence[int]:
-        """Tokens that the client has named as an answer's end."""
-        return self.sampling.get("stop_token_ids") or ()
 
     def body_fields(self) -> Json:
         """Fields of the prefill's request. Tokens' ids come back as names: asked for otherwise, vLLM would send all of
@@ -62,20 +39,12 @@ class FirstTokenAsk:
         fields = {**self.sampling, "logprobs": 0, "return_tokens_as_token_ids": True}
         if fields.get("min_tokens") is not None:
             # vLLM takes no larger minimum than what is asked for.
-            fields["min_tokens"] = min(fields["min_tokens"], self.most_tokens)
-        if self.relay_tokens:
-            fields |= {
-                "max_tokens": self.most_tokens,
-                "stream": True,
-                "stream_options": {"include_usage": True},
-            }
-        if self.shows_stops:
-            fields["include_stop_str_in_output"] = True
+            fields["min_tokens"] = min(fields["min_tokens"], 1)
         return fields
 
     def goes_on(self, reason: str | None) -> bool:
         """Whether an answer that ended for `reason` goes on, since no more tokens were asked for."""
-        return reason is None or (reason == "length" and self.most_tokens < self.left_tokens)
+        return reason is None or (reason == "length" and not self.is_all)
 
 
 @dataclass(frozen=True, slots=True)

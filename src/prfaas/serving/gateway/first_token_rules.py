@@ -7,7 +7,6 @@ from itertools import chain
 import orjson
 
 from prfaas.core.deployment import Deployment
-from prfaas.core.kv import KvModel, LinearState
 from prfaas.serving.gateway.bodies import Json
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.first_token import FirstTokenAsk
@@ -29,7 +28,6 @@ _SHAPING_ARGS = (
 # vLLM takes these as defaults from the checkpoint. The penalties count the tokens of the answer alone, and to the
 # decode engine the first token is one of the prompt's.
 _SHAPING_DEFAULTS = ("frequency_penalty", "presence_penalty")
-_WITHOUT_PREFIXES = "--no-enable-prefix-caching"
 _DEFAULT_LIMIT = "max_new_tokens"
 _DEFAULTS_FILE = "generation_config.json"
 
@@ -45,7 +43,6 @@ class FirstTokenRules:
     def adopt(self, deployment: Deployment) -> None:
         """Decide by this file from now on."""
         self._wanted = deployment.gateway.first_token == "prefill"
-        self._relay_tokens = deployment.gateway.relay_tokens
         defaults = _checkpoint_defaults(deployment) if self._wanted else {}
         setting = _shaping_setting(deployment, defaults) if self._wanted else None
         self._limits_by_default = defaults.get(_DEFAULT_LIMIT) is not None
@@ -67,9 +64,7 @@ class FirstTokenRules:
         if body.get("min_tokens") is not None:
             sampling["min_tokens"] = body["min_tokens"]
         stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
-        # Who reads an answer in one piece waits for its end, and not for its next token.
-        relay_tokens = self._relay_tokens if body.get("stream") is True and left > 1 else 0
-        return FirstTokenAsk(sampling, stops, left, relay_tokens)
+        return FirstTokenAsk(sampling, stops, left)
 
     def shows_first(self, request: ServingRequest, prompt: TokenizedPrompt) -> bool:
         """Whether the client would see a first token of the prefill before the KV has moved: what routing goes by.
@@ -94,13 +89,6 @@ class FirstTokenRules:
             return "settings"
         # The decode engine continues the answer as another one would after a fault.
         return None if can_resume(request.endpoint, {**request.body, "stream": True}) else "parameters"
-
-
-def reuses_any_prefix(deployment: Deployment, kv_model: KvModel | None) -> bool:
-    """Whether engines go on wherever a cached prompt ends, to the block. Linear states they keep at a few places."""
-    if kv_model is None or any(isinstance(group, LinearState) for group in kv_model.groups):
-        return False
-    return _WITHOUT_PREFIXES not in _arguments(deployment)
 
 
 def _arguments(deployment: Deployment) -> Iterator[str]:

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -85,11 +84,6 @@ class TransferSpec:
     def as_told(self, sealed_ticket: str) -> str:
         """The ticket as the producer is told it."""
         return by_nixl(sealed_ticket) if self.pulled else sealed_ticket
-
-    @property
-    def most_lead_s(self) -> float:
-        """How long before the KV is complete a request for it is wanted, at most."""
-        return math.inf if self.ask is None else self.ask.lead_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -158,19 +158,6 @@ class Metrics:
                 registry=registry,
             )
         )
-        self.relays = CachedLabels(
-            Counter(
-                "prfaas_gateway_relays",
-                "Streams in which the prefill instance might decode on while the KVCache travels, by what came of it.",
-                ("outcome",),
-                registry=registry,
-            )
-        )
-        self.relayed_tokens = Counter(
-            "prfaas_gateway_relayed_tokens",
-            "Tokens after the first one that prefill instances decoded and clients got.",
-            registry=registry,
-        )
         self.shadows = CachedLabels(
             Counter(
                 "prfaas_gateway_shadows",

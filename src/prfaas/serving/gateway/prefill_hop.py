@@ -38,7 +38,6 @@ from prfaas.serving.gateway.kv_transfer import (
 from prfaas.serving.gateway.prompts import Endpoint
 from prfaas.serving.gateway.request import ServingRequest, Tenants
 from prfaas.serving.gateway.request_trace import CANCELLED
-from prfaas.serving.gateway.token_relay import TokenRelay, only_token
 from prfaas.serving.tasks import end_all
 from prfaas.serving.transport.ticket import Ticket, prompt_digest
 
@@ -50,7 +49,7 @@ _ASK_CONSUMER_S = 1.0
 _ASK_PRODUCER_S = 0.25
 
 
-OnFirst = Callable[[SampledTokens, TokenRelay | None], None]
+OnFirst = Callable[[SampledTokens], None]
 
 
 class PrefillHop:
@@ -131,7 +130,7 @@ class PrefillHop:
         spans = None if trace is None else HopTrace(trace, spec, self._plane)
         try:
             self._check_frozen(spec)
-            first = only_token(spec.producer, ask, await self._prefill(spec, body, request, spans))
+            first = _only_token(spec.producer, ask, await self._prefill(spec, body, request, spans))
         except (EngineCallError, TransferFailedError) as failure:
             if spans is not None:
                 spans.failed(failure.reason, in_transfer=False)
@@ -151,8 +150,7 @@ class PrefillHop:
 
         `on_soon` is called some time (`transfer.decode_lead_s`) before that, perhaps before the prefill's end: a
         request for the KV may be sent then. If this fails later, the consumer prefills such a request itself.
-        `on_first` is called with the first token, where `spec` asks for one, as soon as the producer has told it, and
-        with the stream of those that follow, where it asks for some: whoever gets that closes it.
+        `on_first` is called with the first token, where `spec` asks for one, as soon as the producer has told it.
 
         Raises:
             HopFailedError: the prefill or the transfer failed. What has arrived is freed, or kept as `keeps` allows.
@@ -233,23 +231,6 @@ class PrefillHop:
             sampling=None if spec.ask is None else spec.ask.body_fields(),
         )
 
-    async def _relay(
-        self,
-        spec: TransferSpec,
-        body: bytes,
-        request: ServingRequest,
-        spans: HopTrace | None,
-        on_first: OnFirst,
-    ) -> None:
-        """Until the producer, which goes on decoding, has told its first token. Raises EngineCallError."""
-        assert spec.ask is not None
-        headers = request.headers if spans is None else spans.headers(request.headers)
-        producer, timeout_s = self._plane.instance(spec.producer), self._options.prefill_timeout_s
-        relay, first = await TokenRelay.open(self._client, producer, body, headers, timeout_s, spec.ask)
-        if spans is not None:
-            spans.prefilled(None)
-        on_first(first, relay)
-
     async def _prefill(
         self, spec: TransferSpec, body: bytes, request: ServingRequest, spans: HopTrace | None
     ) -> bytes:
@@ -282,20 +263,17 @@ class PrefillHop:
         _check_compatible(self._plane.incompatible(spec.producer, spec.consumer))
 
         async def prefill() -> tuple[float, int | None]:
-            if spec.ask is not None and spec.ask.relay_tokens and on_first is not None:
-                await self._relay(spec, body, request, spans, on_first)
-                return clock() - start_s, None
             answer = await self._prefill(spec, body, request, spans)
             prefill_s = clock() - start_s
             if spec.ask is not None and on_first is not None:
-                on_first(only_token(spec.producer, spec.ask, answer), None)
+                on_first(_only_token(spec.producer, spec.ask, answer))
             return prefill_s, cached_tokens_of(answer)
 
         def soon(cached_tokens: int) -> None:
             if on_soon is not None:
                 on_soon(StartedTransfer(ticket, sealed, cached_tokens))
 
-        lead_s = min(self._lead_s, spec.most_lead_s) if on_soon is not None else 0.0
+        lead_s = self._lead_s if on_soon is not None else 0.0
         loop = asyncio.get_running_loop()
         # Two tasks and no group: each more costs every request some percent of the gateway's CPU time.
         prefilling = loop.create_task(prefill())
@@ -409,3 +387,11 @@ class PrefillHop:
 def _check_compatible(rejection: str | None) -> None:
     if rejection is not None:
         raise TransferFailedError(INCOMPATIBLE, rejection)
+
+
+def _only_token(instance: str, ask: FirstTokenAsk, answer: bytes) -> SampledTokens:
+    """The token in a prefill engine's answer of one. Raises EngineCallError."""
+    try:
+        return SampledTokens.of(answer, ask)
+    except ValueError as error:
+        raise EngineCallError(instance, "garbled", str(error), blame=Blame.NONE) from None

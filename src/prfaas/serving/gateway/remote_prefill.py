@@ -18,11 +18,8 @@ from prfaas.serving.gateway.prefill_hop import PrefillHop
 from prfaas.serving.gateway.prefix_moves import PrefixMoves
 from prfaas.serving.gateway.request import PreparedRequest, ServingRequest, TokenizedPrompt
 from prfaas.serving.gateway.request_log import Attempt, WaitsFor
-from prfaas.serving.gateway.token_relay import TokenRelay
 from prfaas.serving.tasks import look_at
 from prfaas.serving.transport.ticket import PLAIN, TransferAttributes
-
-Told = tuple[SampledTokens, TokenRelay | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +66,8 @@ class RemotePrefills:
         self._hop.abandon(kept.ticket, reason)
 
     def abandon(self, prepared: PreparedRequest, reason: str) -> None:
-        """The decode engine may never take the transfer: have its staging freed. Nothing more is relayed either."""
-        transfer, arriving = None if prepared.loaded else prepared.transfer, prepared.arriving
-        if prepared.relay is not None:
-            prepared.relay.close()
+        """The decode engine may never take the transfer: have its staging freed."""
+        transfer, arriving = prepared.transfer, prepared.arriving
         if arriving is not None and not arriving.cancel() and not arriving.cancelled():
             transfer = transfer if arriving.exception() is not None else arriving.result().transfer
         if transfer is not None:
@@ -102,7 +97,6 @@ class RemotePrefills:
             request.record.since("turn", begun_s)
             request.record.waits_for = WaitsFor.PREFILL
             attempt.decision = decision
-            ask = self._with_relay(ask, attempt)
             self._plane.expect(decision.prefill, prompt.chains)
             work = stack.enter_context(self._plane.prefilling(decision))
             # NIXL frees the blocks after one reader, and its producer leaves the last token of some models out.
@@ -119,17 +113,6 @@ class RemotePrefills:
             return await self._prefill_remote(running, None)
         return await self._until_soon(running)
 
-    def _with_relay(self, ask: FirstTokenAsk | None, attempt: Attempt) -> FirstTokenAsk | None:
-        """`ask` with as many tokens as the prefill instance may relay."""
-        if ask is None or not ask.relay_tokens:
-            return ask
-        attempt.relay = plan = self._plane.waits.relay(attempt.decision, ask.relay_tokens)
-        if not plan.tokens:
-            self._metrics.relays.labels(plan.reason).inc()
-            return replace(ask, relay_tokens=0)
-        # Nobody makes tokens between the hand-over and the last byte.
-        return replace(ask, relay_tokens=plan.tokens, lead_s=plan.step_s)
-
     def _reads(self, decision: Decision) -> bool:
         """Whether the decode engine reads the KV by NIXL."""
         # Of the plane: an instance that has just left the file may have work to end.
@@ -145,22 +128,16 @@ class RemotePrefills:
         """Until the prefill has sampled the first token. Raises HopFailedError and FirstTokenHeldError."""
         loop = asyncio.get_running_loop()
         soon: asyncio.Future[PreparedRequest] = loop.create_future()
-        told: asyncio.Future[Told] = loop.create_future()
-        try:
-            moving = await self._moving_until(running, soon, told)
-        except BaseException:
-            if told.done() and (unread := told.result()[1]) is not None:
-                unread.close()
-            raise
+        told: asyncio.Future[SampledTokens] = loop.create_future()
+        moving = await self._moving_until(running, soon, told)
         if not told.done():
             # It has failed: a prefill that ends well has told its token.
             return moving.result()
-        first, relay = told.result()
+        first = told.result()
         prepared = replace(
             _prepared(running.prompt, running.attempt.decision, None, running.moved),
             arriving=moving,
             first=first,
-            relay=relay,
             soon=soon,
         )
         held = first.held(ask)
@@ -174,7 +151,7 @@ class RemotePrefills:
         self,
         running: _RemotePrefill,
         soon: "asyncio.Future[PreparedRequest]",
-        told: "asyncio.Future[Told] | None",
+        told: "asyncio.Future[SampledTokens] | None",
     ) -> "asyncio.Task[PreparedRequest]":
         """`_prefill_remote`, begun, when it is over or `told` is done; `soon` in its place if there is none."""
         moving = asyncio.get_running_loop().create_task(self._prefill_remote(running, soon, told))
@@ -216,7 +193,7 @@ class RemotePrefills:
         self,
         running: _RemotePrefill,
         soon: "asyncio.Future[PreparedRequest] | None",
-        told: "asyncio.Future[Told] | None" = None,
+        told: "asyncio.Future[SampledTokens] | None" = None,
     ) -> PreparedRequest:
         """Prefill at another instance than the decode instance, and move the KV. Raises HopFailedError.
 
@@ -229,9 +206,9 @@ class RemotePrefills:
             if soon is not None and not soon.done():
                 soon.set_result(_prepared(prompt, decision, transfer, moved))
 
-        def on_first(first: SampledTokens, relay: TokenRelay | None) -> None:
+        def on_first(first: SampledTokens) -> None:
             if told is not None and not told.done():
-                told.set_result((first, relay))
+                told.set_result(first)
 
         # The last token of what is decoded stays for the decode engine, which samples from it: of the prompt, or the
         # first of the answer. NIXL's connectors see to that by themselves.

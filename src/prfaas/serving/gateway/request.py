@@ -20,7 +20,6 @@ from prfaas.serving.gateway.first_token import SampledTokens
 from prfaas.serving.gateway.kv_transfer import MovedPrefix, StartedTransfer, TransferDone
 from prfaas.serving.gateway.prompts import Endpoint, Prompt, prompt_of, samples_of
 from prfaas.serving.gateway.request_log import RequestRecord, WaitsFor
-from prfaas.serving.gateway.token_relay import TokenRelay
 from prfaas.serving.transport.ticket import TENANT_BYTES, TransferAttributes, TransferClass
 
 # The only client headers that an engine sees, and only in this form.
@@ -87,14 +86,10 @@ class PreparedRequest:
     """Tokens that the decode engine prefills itself; 0 when it is not known, or none."""
     transfer: StartedTransfer | None = None
     """The KV that waits at the decode engine, or is about to; None when that engine prefills."""
-    loaded: bool = False
-    """The decode engine has taken `transfer` already, for a request with the same prompt."""
     arriving: "asyncio.Task[PreparedRequest] | None" = None
     """Ends when all KV is there, with what is known of it then; None: it is."""
     first: SampledTokens | None = None
     """The answer's first token, which the prefill instance has sampled; None: the decode instance samples it."""
-    relay: TokenRelay | None = None
-    """The prefill instance's stream, which goes on after the first token; None: it has sampled that one alone."""
     soon: "asyncio.Future[PreparedRequest] | None" = None
     """Besides `arriving`: has the transfer that the decode request may name, once that may be sent."""
     prefix: MovedPrefix | None = None

@@ -14,7 +14,7 @@ from aiohttp import web
 
 from prfaas.core.deployment import LocalTransfer
 from prfaas.core.route_header import REQUEST_ID_HEADER, ROUTE_HEADER, RouteHeader
-from prfaas.core.scheduling import Decision, NoDecodeInstanceError, RelayPlan
+from prfaas.core.scheduling import Decision, NoDecodeInstanceError
 from prfaas.serving.gateway.bodies import ApiError
 from prfaas.serving.gateway.kv_transfer import TransferredBytes
 from prfaas.serving.gateway.metrics import Metrics
@@ -54,8 +54,6 @@ class Attempt:
     """What arrived at the decode instance."""
     cached_tokens: int | None = None
     """Tokens that the prefill engine reused, by its own word; None: it did not say."""
-    relay: RelayPlan | None = None
-    """Whether the prefill instance was to decode on while the KV travelled; None: that was no question."""
     by: LocalTransfer = "prfaas"
     """What moved it."""
 
@@ -78,8 +76,6 @@ class RequestRecord:
     """Why its decode engine got it without a look at the prompt."""
     first_token: str | None = None
     """`prefill`: who prefilled has sampled the answer's first token; None: who decoded."""
-    relayed_tokens: int = 0
-    """Tokens after the first one that the client has from who prefilled."""
     attempts: list[Attempt] = field(default_factory=list)
     route_header: str | None = None
     """The numbers that decided, for operators."""

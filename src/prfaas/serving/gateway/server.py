@@ -150,9 +150,7 @@ class Gateway:
             prefill=prefill,
             decoder=decoder,
             resume=resume,
-            first_answers=FirstTokenAnswers(
-                deployment, kv_model, prefill=prefill, resume=resume, context=context
-            ),
+            first_answers=FirstTokenAnswers(prefill=prefill, resume=resume, context=context),
             shadow=self._shadow,
             log=log,
             detail=deployment.gateway.route_header,

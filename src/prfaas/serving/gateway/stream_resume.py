@@ -273,20 +273,6 @@ class StreamResume:
                 raise
             self._count(begun.request, outcome)
 
-    async def compute(
-        self, begun: BegunAnswer, rest: AnswerRest, prepared: PreparedRequest
-    ) -> PreparedRequest | None:
-        """Have the decode engine compute what `rest` continues.
-
-        Returns:
-            What a rest that begins with that is prepared as; None: the engine does not answer.
-        """
-        try:
-            return await self._decoder.compute(rest.request, prepared)
-        except DecodeFailedError as failure:
-            self._decoder.report(begun.request, prepared, failure)
-            return None
-
     def _count(self, request: ServingRequest, outcome: str) -> None:
         self._metrics.continuations.labels(outcome).inc()
         request.record.note(f"continuation: {outcome}")

@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 
 from prfaas.core.deployment import Deployment
 from prfaas.core.kv import KvModel
-from prfaas.core.scheduling import Decision, RelayPlan
+from prfaas.core.scheduling import Decision
 from prfaas.serving.gateway.bodies import Json
 from prfaas.serving.gateway.kv_transfer import TransferredBytes
 from prfaas.serving.gateway.request_log import Attempt, RequestRecord
@@ -30,7 +30,6 @@ def explain(record: RequestRecord, deployment: Deployment, model: KvModel | None
         "route": record.route_header,
         "direct_reason": record.direct_reason,
         "first_token": record.first_token,
-        "relayed_tokens": record.relayed_tokens,
         "attempts": [_attempt(attempt, deployment) for attempt in record.attempts],
         "transfer": _moved(_sum(record.attempts))
         | {"saved_bytes": _saved_bytes(record.attempts, model), "by": _by(record.attempts)},
@@ -111,17 +110,6 @@ def _attempt(attempt: Attempt, deployment: Deployment) -> Json:
         "hit_tokens": None if decision.hit is None else decision.hit._asdict(),
         "cached_tokens": attempt.cached_tokens,
         "load_s": round(decision.load_s, 6),
-        "relay": None if attempt.relay is None else _relay(attempt.relay),
-    }
-
-
-def _relay(plan: RelayPlan) -> Json:
-    return {
-        "tokens": plan.tokens,
-        "reason": plan.reason,
-        "exposed_s": _finite(plan.exposed_s),
-        "step_s": round(plan.step_s, 6),
-        "queue_s": round(plan.queue_s, 6),
     }
 
 
