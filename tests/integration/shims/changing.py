@@ -26,6 +26,8 @@ def interpret_triton(*, first_runner: bool = False) -> None:
 
     `first_runner`: the model runner of engines without Triton, in place of that of GPUs.
     """
+    # Before its own functions are made, too.
+    os.environ["TRITON_INTERPRET"] = "1"
     import triton.backends
 
     class Driver:
@@ -38,7 +40,6 @@ def interpret_triton(*, first_runner: bool = False) -> None:
             # Of several configurations any will do.
             return lambda _, quantiles=None, **__: [1.0] * len(quantiles) if quantiles else 1.0
 
-    os.environ["TRITON_INTERPRET"] = "1"
     if first_runner:
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     # It compiles nothing: with no backend vLLM would use no Triton.
