@@ -1,6 +1,7 @@
 """Engines that draft tokens: on both sides, on one, with unlike numbers of drafts."""
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,6 @@ import pytest
 
 from prfaas.core.deployment import load_deployment
 
-from .shimmed import with_shims
 from .stack import Stack, prompt, running, write_deployment
 from .with_drafter import write_checkpoint
 
@@ -45,7 +45,8 @@ def drafting(directory: Path, *, model: str, prefill: int, decode: int) -> Itera
         document["model"] |= {"path": str(write_checkpoint(directory))}
         del document["model"]["tiny"]
         # Hybrids draft with kernels of Triton only.
-        env = with_shims("with_triton")
+        folders = [str(Path(__file__).with_name("with_triton")), os.environ.get("PYTHONPATH", "")]
+        env = {"PYTHONPATH": os.pathsep.join(filter(None, folders))}
         if not prefill or not decode:
             # The runner that takes our processor of logits.
             env["VLLM_USE_V2_MODEL_RUNNER"] = "0"

@@ -4,8 +4,18 @@ Triton's wheel has no backend for CPUs, so vLLM would do without it. With it vLL
 on GPUs, and the kernels that hybrids need to draft. They run in numpy.
 """
 
-from changing import interpret_triton, is_engine, run_next
+import os
+import sys
 
-if is_engine():
-    interpret_triton()
-    run_next(__file__)
+os.environ["TRITON_INTERPRET"] = "1"
+
+# Not in helpers of such a process: they have nothing to import.
+if "-m" in sys.orig_argv:
+    from triton import backends
+
+    class _Driver:
+        @staticmethod
+        def is_active() -> bool:
+            return True
+
+    backends.backends["cpu"] = backends.Backend(compiler=None, driver=_Driver)  # type: ignore[arg-type]
