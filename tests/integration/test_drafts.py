@@ -125,7 +125,6 @@ def unlike(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 def test_no_turn_of_a_conversation_is_prefilled_twice(unlike: Stack) -> None:
     """A drafter starts from the model's hidden states, so vLLM computes the last block of a cached prefix anew."""
     stack = unlike
-    offload(stack)
     ids = prompt(860, 3000)
     for turn in range(4):
         answer = stack.complete(ids)
