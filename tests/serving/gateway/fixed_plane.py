@@ -65,7 +65,7 @@ class FixedPlane:
         self._deployment = deployment
         self._instances = {instance.name: instance for instance in deployment.instances}
         self._probe_s = probe_s
-        self._suspect_s = suspect_s
+        self.suspect_s = suspect_s
         self._can_skip = can_skip
         self._kv = kv_facts(deployment.model.kv_model())
         self._held: dict[str, set[int]] = {name: set() for name in self._instances}
@@ -228,7 +228,7 @@ class FixedPlane:
 
     def suspect(self, name: str, reason: str, *, lost_cache: bool = False) -> None:
         self.suspected.append((name, lost_cache))
-        self._suspects[name] = asyncio.get_running_loop().time() + self._suspect_s
+        self._suspects[name] = asyncio.get_running_loop().time() + self.suspect_s
         if lost_cache:
             self._held[name].clear()
 

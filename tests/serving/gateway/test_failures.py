@@ -26,6 +26,7 @@ async def _until(condition: Callable[[], bool]) -> None:
 @pytest.mark.parametrize("fault", ["refuses", "http-500", "not-announced"])
 def test_a_failed_remote_prefill_becomes_a_local_one(in_world: InWorld, fault: str) -> None:
     async def body(world: World) -> None:
+        world.plane.suspect_s = 60.0
         if fault == "refuses":
             await world.remote.stop_http()
         elif fault == "http-500":
