@@ -445,12 +445,12 @@ def _parsed(raw: bytes) -> Any:
         return raw.decode(errors="replace")
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
+def wait_until(condition: Callable[[], bool], timeout_s: float, what: str, *, every_s: float = 0.2) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline_s:
             raise TimeoutError(f"not within {timeout_s:g} s: {what}")
-        time.sleep(0.2)
+        time.sleep(every_s)
 
 
 def wait_ports_free(instance: Instance) -> None:
