@@ -325,6 +325,16 @@ class Stack:
             steps = [logit_steps(ours, theirs) for ours, theirs in pairs]
             assert max(steps) <= 1, steps
 
+    def check_offloaded(self, prompts: Sequence[Sequence[int]], *, prefill: str, decode: str) -> None:
+        """Of new engines: each prompt is prefilled at one, loaded at the other, and answered as a plain engine does."""
+        for ids in prompts:
+            answer = self.complete(ids, **LOGITS)
+            assert answer.route["prefill"] == prefill and "fallback" not in answer.route, self.explain(answer)
+            self.check_answer(answer, self.reference(ids, engine=decode))
+            self.wait_clean()
+        assert self.metric(decode, "vllm:prfaas_loads_completed_total") == len(prompts)
+        assert self.metric(decode, "vllm:prfaas_loads_failed_total") == 0
+
     @staticmethod
     def compare(answer: DemoAnswer, reference: DemoAnswer) -> Comparison:
         forced = len(reference.token_ids) - len(answer.token_ids)

@@ -19,7 +19,7 @@ from prfaas.serving.engines.running import RunningEngines
 
 from .deepseek_v4 import write_folder
 from .shimmed import with_shims
-from .stack import ENGINE_ENV, LOGITS, TEMPLATES, Stack, prompt, write_deployment
+from .stack import ENGINE_ENV, TEMPLATES, Stack, prompt, write_deployment
 
 pytestmark = [
     pytest.mark.engine,
@@ -70,12 +70,5 @@ def v4(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 
 def test_answers_are_those_of_a_plain_engine(v4: Stack) -> None:
-    stack = v4
-    for seed, tokens in enumerate((300, 700, 1000)):
-        ids = prompt(890 + seed, tokens)
-        answer = stack.complete(ids, **LOGITS)
-        assert answer.route["prefill"] == PREFILL and "fallback" not in answer.route, stack.explain(answer)
-        stack.check_answer(answer, stack.reference(ids, engine=DECODE))
-        stack.wait_clean()
-    assert stack.metric(DECODE, "vllm:prfaas_loads_completed_total") == 3
-    assert stack.metric(DECODE, "vllm:prfaas_loads_failed_total") == 0
+    prompts = [prompt(890 + seed, tokens) for seed, tokens in enumerate((300, 700, 1000))]
+    v4.check_offloaded(prompts, prefill=PREFILL, decode=DECODE)

@@ -8,7 +8,7 @@ import pytest
 
 from .kimi_linear import write_checkpoint
 from .shimmed import with_shims
-from .stack import LOGITS, Stack, prompt, running, write_deployment
+from .stack import Stack, prompt, running, write_deployment
 
 pytestmark = [
     pytest.mark.engine,
@@ -39,13 +39,6 @@ def kimi(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def test_answers_are_those_of_a_plain_engine(kimi: Stack) -> None:
-    stack = kimi
     # Of one block, less and more.
-    for seed, tokens in enumerate((41, 60, 300)):
-        ids = prompt(870 + seed, tokens)
-        answer = stack.complete(ids, **LOGITS)
-        assert answer.route["prefill"] == PREFILL and "fallback" not in answer.route, stack.explain(answer)
-        stack.check_answer(answer, stack.reference(ids, engine=DECODE))
-        stack.wait_clean()
-    assert stack.metric(DECODE, "vllm:prfaas_loads_completed_total") == 3
-    assert stack.metric(DECODE, "vllm:prfaas_loads_failed_total") == 0
+    prompts = [prompt(870 + seed, tokens) for seed, tokens in enumerate((41, 60, 300))]
+    kimi.check_offloaded(prompts, prefill=PREFILL, decode=DECODE)

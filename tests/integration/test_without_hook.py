@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from .shimmed import with_shims
-from .stack import LOGITS, Stack, prompt, running, write_deployment
+from .stack import Stack, prompt, running, write_deployment
 
 pytestmark = [
     pytest.mark.engine,
@@ -35,13 +35,6 @@ def hookless(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 def test_answers_are_those_of_a_plain_engine(hookless: Stack) -> None:
-    stack = hookless
     # Of three chunks, and of five with a last one that ends at a block's end.
-    for seed, tokens in enumerate((2600, 3075, 4097)):
-        ids = prompt(800 + seed, tokens)
-        answer = stack.complete(ids, **LOGITS)
-        assert answer.route["prefill"] == PREFILL and "fallback" not in answer.route, stack.explain(answer)
-        stack.check_answer(answer, stack.reference(ids, engine=DECODE))
-        stack.wait_clean()
-    assert stack.metric(DECODE, "vllm:prfaas_loads_completed_total") == 3
-    assert stack.metric(DECODE, "vllm:prfaas_loads_failed_total") == 0
+    prompts = [prompt(800 + seed, tokens) for seed, tokens in enumerate((2600, 3075, 4097))]
+    hookless.check_offloaded(prompts, prefill=PREFILL, decode=DECODE)

@@ -25,11 +25,6 @@ def work_wait_s(
     return max(queue_s, link_s, 0.0)
 
 
-def prefill_queue_s(prefill: InstanceView, cluster: ClusterView, now_s: float) -> float:
-    """Seconds of prefills that an instance has accepted, and its part of those that wait for any of its cluster."""
-    return max(prefill.busy_until_s - now_s, 0.0) + _pool_s(cluster)
-
-
 def least_prefill_wait_s(clusters: dict[str, ClusterView], now_s: float) -> float:
     """The least that any new request would wait for its prefill, in seconds; 0 where nothing takes prefills."""
     least_s = math.inf
