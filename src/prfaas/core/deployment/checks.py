@@ -13,9 +13,14 @@ from prfaas.core.deployment.model_checks import check_model
 from prfaas.core.deployment.planned_model import check_cluster_dtypes
 from prfaas.core.deployment.pool_checks import check_pool_sections, check_pools, pool_ports
 from prfaas.core.deployment.preemptible import check_preemptible
-from prfaas.core.deployment.schema import ClusterSection, DeploymentFile, InstanceSection, LengthsSection
+from prfaas.core.deployment.schema import ClusterSection, DeploymentFile, LengthsSection
 from prfaas.core.deployment.source import Location, YamlSource
-from prfaas.core.deployment.types import BUILT_IN_POLICIES, POLICY_ENTRY_POINTS, SYNTHETIC
+from prfaas.core.deployment.types import (
+    BUILT_IN_POLICIES,
+    POLICY_ENTRY_POINTS,
+    SYNTHETIC,
+    InstanceSection,
+)
 
 # Which fields of `workload.lengths` go with which distribution, and which of them may be left out.
 LEAST_WINDOWS = 10
@@ -104,8 +109,7 @@ def _check_prices(source: YamlSource, file: DeploymentFile) -> None:
 def _has_egress_price(file: DeploymentFile) -> bool:
     """Whether bytes over any link cost something."""
     return any(
-        price > 0
-        for price in (file.prices.egress_per_gb, *(link.egress_per_gb or 0.0 for link in file.links))
+        price > 0 for price in (file.prices.egress_per_gb, *(link.egress_per_gb for link in file.links))
     )
 
 
@@ -123,8 +127,19 @@ def check_to_run(source: YamlSource, file: DeploymentFile) -> None:
     check_local_transfer(source, file)
     _check_tenants(source, file)
     check_encryption(source, file)
+    _check_fleet(source, file)
     if _has_egress_price(file):
         _check_prices(source, file)
+
+
+def _check_fleet(source: YamlSource, file: DeploymentFile) -> None:
+    """Certificates are for an etcd with TLS. Raises DeploymentError."""
+    fleet = file.fleet
+    if fleet is None or not fleet.is_plain:
+        return
+    for field in ("ca_file", "certificate_file"):
+        if getattr(fleet, field) is not None:
+            raise source.error(("fleet", field), "is for TLS; write https:// before every address in etcd")
 
 
 def _check_tenants(source: YamlSource, file: DeploymentFile) -> None:
@@ -289,7 +304,7 @@ def _check_slo(source: YamlSource, file: DeploymentFile) -> None:
 
 def _check_forecast(source: YamlSource, file: DeploymentFile) -> None:
     control = file.control
-    is_given = "forecast_period_s" in control.model_fields_set
+    is_given = source.gives(("control", "forecast_period_s"))
     if is_given and 0 < control.forecast_period_s < LEAST_WINDOWS * control.window_s:
         raise source.error(
             ("control", "forecast_period_s"),
@@ -305,7 +320,7 @@ def _check_ports(source: YamlSource, file: DeploymentFile) -> None:
             f'"{admin.host}" is not this machine alone, so operators must show a token; add gateway.admin.token_file',
         )
     taken: list[tuple[str, int, str]] = [(gateway.host, gateway.port, "the gateway")]
-    if admin.port is not None:
+    if admin.port:
         if admin.port == gateway.port and same_host(admin.host, gateway.host):
             raise source.error(
                 ("gateway", "admin", "port"), f"{admin.port} is already used by the gateway; take another"
@@ -352,8 +367,8 @@ def _ports_of(instance: InstanceSection) -> Iterator[tuple[str, int]]:
 def admin_port(file: DeploymentFile) -> int:
     """Where operators connect: the file's port, or the next one after the gateway's that nothing of the file uses."""
     gateway, given = file.gateway, file.gateway.admin.port
-    if given is not None:
-        return int(given)
+    if given:
+        return given
     used = {port for _, _, instance in _instances(file) for _, port in _ports_of(instance)}
     used |= {port for _, _, _, port in pool_ports(file)}
     after, before = range(gateway.port + 1, 65536), range(gateway.port - 1, 0, -1)
@@ -363,10 +378,10 @@ def admin_port(file: DeploymentFile) -> int:
 
 def _check_engine(source: YamlSource, file: DeploymentFile) -> None:
     engine = file.engine
-    if engine.staging < engine.transfer_block:
+    if engine.staging_bytes < engine.transfer_block_bytes:
         raise source.error(
             ("engine", "staging"),
-            f"{engine.staging} bytes hold no transfer block of {engine.transfer_block}; make it larger",
+            f"{engine.staging_bytes} bytes hold no transfer block of {engine.transfer_block_bytes}; make it larger",
         )
     for c, cluster in enumerate(file.clusters):
         if cluster.hardware == "cpu" and engine.kv_cache_gib is None:

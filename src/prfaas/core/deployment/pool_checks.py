@@ -26,14 +26,14 @@ def check_pool_sections(source: YamlSource, file: DeploymentFile) -> None:
                 location,
                 f'is not for hardware "{SYNTHETIC}": stand-ins have no KVCache to keep; leave it out',
             )
-        if pool.path is not None and pool.ssd == 0:
+        if pool.path is not None and pool.ssd_bytes == 0:
             raise source.error(
                 (*location, "path"),
                 "is where the SSD's share lies, but pool.ssd is 0; say how much it may take",
             )
-    if file.pool.model_fields_set and not any(cluster.pool for cluster in file.clusters):
+    if source.gives(("pool",)) and not any(cluster.pool for cluster in file.clusters):
         raise source.error(("pool",), "is about pools, but no cluster has one; give clusters a pool")
-    if "tenant_share" in file.pool.model_fields_set and file.security.tenant_header is None:
+    if source.gives(("pool", "tenant_share")) and file.security.tenant_header is None:
         raise source.error(
             ("pool", "tenant_share"), "needs security.tenant_header, which says whose a request is"
         )
@@ -74,10 +74,11 @@ def check_pools(source: YamlSource, file: DeploymentFile) -> None:
                     f"serves {' and '.join(instance.name for instance in together)}, whose tensor_parallel "
                     "differs, so that they can't share pages; make it equal on each machine",
                 )
-    if file.pool.staging < file.engine.transfer_block:
+    if file.pool.staging_bytes < file.engine.transfer_block_bytes:
         raise source.error(
             ("pool", "staging"),
-            f"{file.pool.staging} bytes hold no transfer block of {file.engine.transfer_block}; make it larger",
+            f"{file.pool.staging_bytes} bytes hold no transfer block of {file.engine.transfer_block_bytes}; "
+            "make it larger",
         )
 
 
