@@ -47,13 +47,13 @@ class EngineConfig(Section):
     max_num_seqs: Positive = 16
     """Requests that an engine works on at a time."""
     kv_cache_gib: Annotated[PositiveFloat, Field(le=1 << 20)] | None = None
-    """GiB of KVCache; must be given on `cpu`. None: vLLM's choice."""
+    """GiB of KVCache; must be given on `cpu`, left out elsewhere: vLLM's choice."""
     staging_bytes: Annotated[Size, Field(alias="staging")] = 4 * GIB
     """Host memory of a rank for KVCache that has arrived before the engine has blocks for it."""
     transfer_block_bytes: Annotated[Size, Field(alias="transfer_block", ge=64 * 1024, le=64 * MIB)] = MIB
     """Unit in which staging is handed out."""
     prefix_cache_retention_tokens: Annotated[int, Field(strict=True, ge=0)] | None = None
-    """Distance of the states that models with state or windows keep; None: 256 on `cpu`, else vLLM's default."""
+    """Distance of the states that models with state or windows keep; left out: 256 on `cpu`, else vLLM's default."""
     extra_args: tuple[Arg, ...] = ()
     """Further options of `vllm serve`, after ours."""
     env: Mapping[EnvName, EnvValue] = field(default_factory=dict)

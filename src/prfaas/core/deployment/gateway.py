@@ -50,8 +50,9 @@ class AdminConfig(Section):
 
     host: Host = "127.0.0.1"
     """Where operators connect."""
+    # 0, which no file can say, is any that is free.
     port: Annotated[Port, GIVEN] = 0
-    """Left out: the first one after the gateway's that nothing else of the file uses. 0, which no file can say: any."""
+    """Their port; left out: the first one after the gateway's that nothing else of the file uses."""
     token_file: Annotated[HomeFile | None, GIVEN] = None
     """File of the bearer token that operators show; needed unless `host` is loopback."""
 
@@ -102,9 +103,9 @@ class GatewayConfig(Section):
     limits: GatewayLimits = GatewayLimits()
     """How much one gateway takes on."""
     cluster: Annotated[Name | None, GIVEN, GATEWAY_AGAIN] = None
-    """The cluster whose network the gateway is in; left out: the only one that decodes, if it is the only one."""
+    """The cluster whose network the gateway is in; left out: the one that decodes, where only one does."""
     tracing: Annotated[TracingConfig | None, GIVEN, EVERYTHING] = None
-    """Where traces go; left out: what OTEL_* variables of the environment say."""
+    """Where traces go; left out: what `OTEL_*` variables of the environment say."""
 
     @property
     def url(self) -> str:

@@ -111,6 +111,7 @@ class LengthsSection(_Section):
     """How long prompts are. Which of the other fields are needed depends on `distribution`."""
 
     distribution: Literal["lognormal", "uniform", "fixed", "empirical", "trace"]
+    """Which of the forms below."""
     mu: Finite | None = None
     """Of `lognormal`: mean of the logarithm."""
     sigma: PositiveFloat | None = None

@@ -5,7 +5,7 @@ import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from urllib.parse import quote
 
@@ -163,7 +163,6 @@ def _nixl_env(instance: Instance, on_cpu: bool) -> dict[str, str]:
 
 
 def _own_transfer_config(deployment: Deployment, instance: Instance) -> dict[str, object]:
-    limits = deployment.transfer
     return {
         "kv_connector": "PrfaasConnector",
         "kv_connector_module_path": "prfaas.serving.engines.vllm.connector",
@@ -196,17 +195,7 @@ def _own_transfer_config(deployment: Deployment, instance: Instance) -> dict[str
             **({"convert_kv": True} if deployment.converts_kv else {}),
             "staging_bytes": deployment.engine.staging_bytes,
             "transfer_block_bytes": deployment.engine.transfer_block_bytes,
-            "lease_s": limits.lease_s,
-            "load_wait_s": limits.load_wait_s,
-            "staging_wait_s": limits.staging_wait_s,
-            "staging_ttl_s": limits.staging_ttl_s,
-            "silence_s": limits.silence_s,
-            "resume_s": limits.resume_s,
-            "progress_deadline_s": limits.progress_deadline_s,
-            "page_digests": limits.page_digests,
-            "checksums": limits.checksums,
-            "user_timeout_s": limits.user_timeout_s,
-            "keepalive_s": limits.keepalive_s,
+            "transfer": asdict(deployment.transfer),
             **({"nixl_beside": True} if deployment.engine.local_transfer == "nixl" else {}),
         },
     }

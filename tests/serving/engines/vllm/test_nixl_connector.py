@@ -81,7 +81,7 @@ class Ours:
 
     def __init__(self) -> None:
         self.told: list[tuple[str, TransferPhase]] = []
-        self.settings = SimpleNamespace(lease_s=LEASE_S)
+        self.settings = SimpleNamespace(transfer=TransferLimits(lease_s=LEASE_S))
         self.seen: list[Any] = []
 
     on_new_request = Nixl.on_new_request
