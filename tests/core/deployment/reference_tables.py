@@ -75,7 +75,7 @@ def _default(field: FieldFacts) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     # What no file can say stands for what is left out.
-    if value is None or not value and (not isinstance(value, int | float) or field.name in _PORTS):
+    if value is None or (not value and (not isinstance(value, int | float) or field.name in _PORTS)):
         return "–"
     if field.name.endswith("_bytes") and value:
         return format_bytes(value).replace(".0 ", " ")

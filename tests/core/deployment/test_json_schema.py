@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import yaml
 from jsonschema import Draft202012Validator
+from tests.core.deployment.reference_tables import PAGE, sections, written
 
 from prfaas.core.deployment.json_schema import json_schema
-from tests.core.deployment.reference_tables import PAGE, sections, written
 
 ROOT = Path(__file__).parents[3]
 FILES = sorted((ROOT / "examples").rglob("*.yaml"))
