@@ -4,14 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from prfaas.core.deployment import (
-    Deployment,
-    DeploymentError,
-    load_deployment,
-    openings_of,
-    pulls,
-    uses_nixl,
-)
+from prfaas.core.deployment import Deployment, DeploymentError, load_deployment
+from prfaas.tools.emit.openings import openings_of
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "local.yaml"
 POOL = "    pool: {memory: 256 MiB, ssd: 1 GiB, kv_port: 18301}\n"

@@ -412,6 +412,14 @@ class Deployment(Section):
         """True if the instance is a stand-in, which runs no model."""
         return self.cluster_of(instance).hardware == SYNTHETIC
 
+    def uses_nixl(self, instance: Instance) -> bool:
+        """True if an engine has NIXL beside our own transport."""
+        return self.engine.local_transfer == "nixl" and self.cluster_of(instance).kind == "pd"
+
+    def pulls(self, producer: Instance, consumer: Instance) -> bool:
+        """True if the second instance reads KV out of the first one's memory, by NIXL."""
+        return self.uses_nixl(consumer) and producer.cluster == consumer.cluster
+
     def can_decode(self, instance: Instance) -> bool:
         """True if the instance may be given decode work, now or after a change of its role."""
         return self.cluster_of(instance).kind == "pd"

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from urllib.parse import quote
 
-from prfaas.core.deployment import Deployment, Instance, KvPeer, uses_nixl
+from prfaas.core.deployment import Deployment, Instance, KvPeer
 from prfaas.core.kv import CacheDtypes, KvModel
 from prfaas.core.units import GIB
 from prfaas.serving.secret_files import load_headers
@@ -100,7 +100,7 @@ def vllm_command(deployment: Deployment, instance: Instance) -> EngineCommand:
     ]
     conv_layout = NIXL_CONV_STATE_LAYOUT if engine.local_transfer == "nixl" else CONV_STATE_LAYOUT
     env = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_SSM_CONV_STATE_LAYOUT": conv_layout}
-    if uses_nixl(deployment, instance):
+    if deployment.uses_nixl(instance):
         env |= _nixl_env(instance, on_cpu)
     if instance.tls:
         env["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"] = str(TLS_KEEPALIVE_S)
@@ -129,7 +129,7 @@ def synthetic_command(deployment: Deployment, names: Sequence[str]) -> EngineCom
 def kv_transfer_config(deployment: Deployment, instance: Instance) -> dict[str, object]:
     """The value of vLLM's `--kv-transfer-config`: our connector, and NIXL's beside it where the file wants that."""
     ours = _own_transfer_config(deployment, instance)
-    if not uses_nixl(deployment, instance):
+    if not deployment.uses_nixl(instance):
         return ours
     # Whole seconds, and at least six: a sixth of it is the time between two heartbeats. Our own count ends before it.
     settings = {"kv_lease_duration": max(6, math.ceil(deployment.transfer.lease_s))}
