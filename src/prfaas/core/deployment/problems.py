@@ -82,6 +82,8 @@ def _list_of(expected: str) -> str:
 def _shown(value: object) -> str:
     if value is None:
         return "empty"
+    if isinstance(value, bool):
+        return "true" if value else "false"
     if isinstance(value, dict | list):
         return "a mapping" if isinstance(value, dict) else "a list" if value else "an empty list"
     text = f'"{value}"' if isinstance(value, str) else str(value)
