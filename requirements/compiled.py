@@ -41,6 +41,7 @@ COMPILED = (
     "core/scheduling/hazard.py",
     "core/scheduling/link_choice.py",
     "core/scheduling/paper.py",
+    "core/scheduling/pd_candidate.py",
     "core/scheduling/prefill_order.py",
     "core/scheduling/prefill_pool.py",
     "core/scheduling/role_choice.py",

@@ -22,7 +22,6 @@ LONG_FUNCTIONS = {
     "serving.transport.receiver:Receiver.__init__",
     *("serving.pool.neighbours:PoolNeighbours.__init__", "serving.pool.node:serve_pool"),
     *("lab.simulator.scenario:scenario_of", "lab.report.plan_figures:plot_sweep", "api:simulate"),
-    *("core.scheduling.candidates:best_candidate", "core.scheduling.cache_transfers:with_cache"),
     *("core.planner.plan:make_plan", "tools.profiling.estimate:estimate"),
     *("serving.engines.vllm.connector_worker:ConnectorWorker.start", "cli.simulate:simulate"),
 }
