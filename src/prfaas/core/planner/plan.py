@@ -96,7 +96,7 @@ class Plan:
             self.ttft_estimate.load,
             self.ttft_target,
             self.keeps_target,
-            self.lambda_max_without_target or 0.0,
+            rate_without_target=self.lambda_max_without_target or 0.0,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -198,7 +198,9 @@ def make_plan(problem: PlanProblem, service: ServiceModel = "mean length") -> Pl
     if target is not None:
         without_target = best_operation(replace(problem, ttft_target=None), service).lambda_max
     keeps_target = operation.keeps_target
-    limits = Limits(optimum, unlimited.lambda_max, problem.load, target, keeps_target, without_target)
+    limits = Limits(
+        optimum, unlimited.lambda_max, problem.load, target, keeps_target, rate_without_target=without_target
+    )
     return Plan(
         name=problem.name,
         method="linear programme" if network else "exact search",

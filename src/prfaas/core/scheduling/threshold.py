@@ -359,8 +359,8 @@ def problem_now(
                 cluster.instances,
                 1,
                 cluster.curve.at_rest(),
-                cluster.decode_batch,
-                cluster.decode_step_s,
+                decode_batch=cluster.decode_batch,
+                decode_step_s=cluster.decode_step_s,
             )
             for cluster in decoders
         ),

@@ -221,7 +221,7 @@ class SlowLoops:
                     healthy,
                     world.usual.get(cluster.name, cluster.curve),
                     float(cluster.decode_slots),
-                    self._step_s[cluster.name],
+                    decode_step_s=self._step_s[cluster.name],
                 )
             )
         links = [

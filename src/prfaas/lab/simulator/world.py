@@ -226,7 +226,16 @@ class World:
     def _request(self, job: Job, held: dict[str, PrefixHit]) -> RoutingRequest:
         first = self._first_from_prefill and not job.has_first
         if self.pools is None:
-            return RoutingRequest(job.tokens, held, job.number, _NOTHING, _NOTHING, _NOTHING, _NOTHING, first)
+            return RoutingRequest(
+                job.tokens,
+                held,
+                job.number,
+                _NOTHING,
+                _NOTHING,
+                copies=_NOTHING,
+                own=_NOTHING,
+                first_from_prefill=first,
+            )
         return self.pools.request(job.number, job.tokens, job.blocks, held, first)
 
     def _prefix_here(self, job: Job) -> None:
