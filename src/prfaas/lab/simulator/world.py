@@ -9,8 +9,8 @@ import numpy as np
 from prfaas.core.link.patience import late_after_s
 from prfaas.core.prefix.index import PrefixHit
 from prfaas.core.scheduling import POLICIES, CheckedPolicy, Policy, RoutingRequest, make_policy
+from prfaas.core.scheduling.length_window import LengthWindow
 from prfaas.core.scheduling.prefill_pool import PrefillPool
-from prfaas.core.scheduling.threshold import LengthWindow
 from prfaas.lab.simulator.answers import Answers
 from prfaas.lab.simulator.cache_moves import CacheMoves
 from prfaas.lab.simulator.columns import REFUSED, Columns
