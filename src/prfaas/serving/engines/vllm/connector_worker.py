@@ -365,7 +365,8 @@ def _own_last_tokens(vllm_config: VllmConfig) -> int:
     tokens that these look ahead by, and have hidden states only of those that it has computed: as NIXL's connector does
     (read in 0.32: `_prefill_backoff` of nixl/base_scheduler.py).
     """
-    return max(1, vllm_config.num_prefill_lookahead_tokens - 1)
+    looked_ahead: int = vllm_config.num_prefill_lookahead_tokens
+    return max(1, looked_ahead - 1)
 
 
 def _tensors(kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]]) -> list[torch.Tensor]:
