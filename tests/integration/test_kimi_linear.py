@@ -35,7 +35,9 @@ def serving(directory: Path, *, hook: bool = True, ranks: tuple[int, int] = (1, 
     path = write_deployment(directory, bandwidth="1 Gbit/s", max_model_len=1024)
     document: dict[str, Any] = json.loads(path.read_text())
     document["routing"] = {"policy": "offload_all"}
-    document["model"] |= {"path": str(write_checkpoint(directory / "model"))}
+    # Of the experts of several ranks, vLLM's class for ROCm takes packed weights alone.
+    experts = max(ranks) == 1
+    document["model"] |= {"path": str(write_checkpoint(directory / "model", experts=experts))}
     del document["model"]["tiny"]
     document["clusters"][1]["instances"].pop(0)
     for cluster, count in zip(document["clusters"], ranks, strict=True):
