@@ -101,9 +101,10 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
     vLLM ends the server on any exception in a callback, so each one is caught here, logged, and answered
     with what costs a local prefill at most.
 
-    The way of KV to the wire: `save_kv_layer`, at the latest `wait_for_save` → `KvProducer._queue_layer` → the peer's
-    queue → `SenderConnection._send_chunk`. From the wire: `ReceiverConnection._receive_chunk` → staging →
-    `get_transfer_results` → `KvConsumer._load` → the blocks that vLLM gave the request.
+    The way of KV to the wire: `wait_for_layer_load` or `save_kv_layer`, at the latest `wait_for_save` →
+    `KvProducer._queue_layer` → the peer's queue → `SenderConnection._send_chunk`. From the wire:
+    `ReceiverConnection._receive_chunk` → staging → `get_transfer_results` → `KvConsumer._load` → the blocks that vLLM
+    gave the request.
     """
 
     def __init__(
