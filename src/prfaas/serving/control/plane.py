@@ -251,6 +251,10 @@ class LivePlane:
         found = self.instances.get(name)
         return found if found is not None else self.deployment.instance(name)
 
+    def own_last_tokens(self, name: str) -> int:
+        """Of a prompt, what the instance computes itself, whatever is moved to it."""
+        return self.prefix_knowledge.own_last_tokens(name)
+
     def admit(self, decision: Decision, chains: PromptChains) -> AbstractAsyncContextManager[Decision]:
         """Until an instance is free for the prefill, and while it has it. See `gateway.control_plane`."""
         return self.prefill_admission.admit(decision, chains)
