@@ -24,11 +24,11 @@ LONG_FUNCTIONS = {
     "serving.transport.receiver:Receiver.__init__",
     "serving.pool.node:serve_pool",
     *("lab.simulator.scenario:scenario_of", "lab.report.plan_figures:plot_sweep", "api:simulate"),
-    *("core.planner.plan:make_plan", "tools.profiling.estimate:estimate"),
+    "tools.profiling.estimate:estimate",
     *("serving.engines.vllm.connector_worker:ConnectorWorker.start", "cli.simulate:simulate"),
 }
 MANY_COLLABORATORS = {
-    *("cli.replay:_Run.__init__", "core.scheduling.view:InstanceView.__init__"),
+    "cli.replay:_Run.__init__",
     *("lab.simulator.instance:Engine.__init__", "lab.simulator.link:FluidLink.__init__"),
     *("lab.simulator.send_queue:FluidTransfer.__init__", "lab.simulator.token_clock:ContextClock.__init__"),
     *("serving.control.fleet_control:FleetControl.__init__", "serving.control.health:HealthWatch.__init__"),
@@ -52,11 +52,7 @@ MANY_COLLABORATORS = {
 # Calls by module and class: with more values by position, where one in a wrong place is a silent bug.
 MANY_POSITIONAL = {
     # Rooms that are still to be taken apart: deployment, control, gateway, transport.
-    *(
-        "core.deployment.fleet_section:FleetConfig",
-        "core.deployment.load:Link",
-        "core.deployment.load:ModelRef",
-    ),
+    "core.deployment.load:ModelRef",
     *("core.deployment.pool_peers:PoolPeer", "core.deployment.types:KvPeer"),
     *("serving.control.plane:Overview", "serving.control.planning_inputs:ClusterFacts"),
     *("serving.control.planning_inputs:LinkFacts", "serving.control.role_allocation:RoleChange"),
