@@ -73,7 +73,6 @@ if TYPE_CHECKING:
         policy_named,
     )
     from prfaas.core.workload import WorkloadError
-    from prfaas.core.workload.traffic import Traffic
     from prfaas.lab.simulator import Result
 
 __all__ = [
@@ -294,10 +293,10 @@ def simulate(
 
     from prfaas.lab.simulator import CacheOptions, scenario_of
     from prfaas.lab.simulator import simulate as run
-    from prfaas.lab.simulator.recording import CACHE_BYTES
+    from prfaas.lab.simulator.recording import CACHE_BYTES, traffic_for
 
     planned = _planned(deployment)
-    traffic = _traffic(planned, load, requests_per_s, trace, columns)
+    traffic = traffic_for(planned, load, requests_per_s, trace, columns)
     if cache_bytes is None:
         cache_bytes = 0 if trace is None else CACHE_BYTES
     threshold = planned.routing.threshold_tokens
@@ -312,39 +311,6 @@ def simulate(
         caches=CacheOptions.of_memory(planned.kv_model, cache_bytes) if cache_bytes else None,
     )
     return run(scenario, traffic.chunks(np.random.default_rng(seed)), seed=seed, requests=requests)
-
-
-def _traffic(
-    planned: "PlannedDeployment",
-    load: float | None,
-    requests_per_s: float | None,
-    trace: Path | str | None,
-    columns: Mapping[str, str] | None,
-) -> "Traffic":
-    """A trace or made-up prompts, at the rate, or at the load of what the planner finds for them."""
-    import math
-
-    from prfaas.core.planner import best_operation, problem_of
-    from prfaas.core.workload import CsvColumns, fixed
-    from prfaas.core.workload.arrivals import Poisson
-    from prfaas.core.workload.traffic import IndependentTraffic
-    from prfaas.lab.simulator.recording import Recording
-
-    if load is not None and requests_per_s is not None:
-        raise ValueError("give a load or requests_per_s, not both")
-    problem = problem_of(planned)
-    named = None if columns is None else CsvColumns.of(columns)
-    recording = None if trace is None else Recording.read(planned, problem, Path(trace), named)
-    rate = requests_per_s
-    if rate is None:
-        most_rps = best_operation(problem).lambda_max if recording is None else recording.lambda_max_rps
-        rate = (0.7 if load is None else load) * most_rps
-    if not (math.isfinite(rate) and rate > 0):
-        raise ValueError(f"requests must arrive at a rate above 0, not {rate:g} per second")
-    if recording is not None:
-        return recording.at_rate(rate)
-    workload = problem.workload
-    return IndependentTraffic(Poisson(rate), workload.uncached, fixed(workload.output_tokens))
 
 
 def _planned(deployment: "PlannedDeployment | Path | str") -> "PlannedDeployment":
