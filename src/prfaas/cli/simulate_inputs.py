@@ -290,6 +290,17 @@ def cache_options(model: "KvModel", text: str | None) -> "CacheOptions":
         raise CliError(f"--caches: {error}") from None
 
 
+def caches_asked(
+    deployment: "PlannedDeployment", has_caches: bool, memory: str | None
+) -> "CacheOptions | None":
+    """`cache_options`, or None without caches. Raises CliError as that does, and for memory that no cache has."""
+    if has_caches:
+        return cache_options(deployment.kv_model, memory)
+    if memory is not None:
+        raise CliError("--cache-memory is for prefix caches, and there are none: give --caches, too")
+    return None
+
+
 def fluctuation(deployment: "PlannedDeployment", text: str | None) -> "dict[str, CapacityProcess]":
     """From `--link-fluctuation SD:CORRELATION_S`: every link around its bandwidth in the file.
 
