@@ -14,7 +14,7 @@ from prfaas.core.kv import KvModel
 from prfaas.core.prefix import PromptChains, PromptTokens
 from prfaas.core.prefix.events import EventBatch
 from prfaas.core.scheduling import Decision, RoutingRequest, make_policy
-from prfaas.core.scheduling.threshold import LengthWindow
+from prfaas.core.scheduling.length_window import LengthWindow
 from prfaas.serving.control.cluster_state import Clock, ClusterState, OpenPrefill
 from prfaas.serving.control.compatibility import Compatibility
 from prfaas.serving.control.drains import InstanceDrains

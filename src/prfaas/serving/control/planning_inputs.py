@@ -24,7 +24,7 @@ from prfaas.core.scheduling import (
     View,
     make_policy,
 )
-from prfaas.core.scheduling.threshold import ClusterFacts, LinkFacts, prefill_instances, problem_now
+from prfaas.core.scheduling.live_problem import ClusterFacts, LinkFacts, prefill_instances, problem_now
 from prfaas.core.units import GB, SECONDS_PER_HOUR
 from prfaas.core.workload import LengthDistribution
 from prfaas.serving.control.cluster_state import ClusterState

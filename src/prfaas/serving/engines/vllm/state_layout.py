@@ -85,6 +85,6 @@ def _part(
         offset_bytes,
         # One token a page: it has no next one.
         0,
-        stride if heads > 1 else 0,
-        row_stride_bytes if rows > 1 else 0,
+        head_stride_bytes=stride if heads > 1 else 0,
+        row_stride_bytes=row_stride_bytes if rows > 1 else 0,
     )
