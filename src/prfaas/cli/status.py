@@ -26,7 +26,7 @@ def status(
 ) -> None:
     """Show a running deployment: instances with roles and queues, links, thresholds, hit rates, routes.
 
-    What does not fit the terminal is left out, least important first, and named. With --watch, a gateway that
+    Columns that do not fit the terminal are left out, least important first, and named. With --watch, a gateway that
     restarts is waited for. With --watch --json, one JSON document per line and second.
 
     Example: prfaas status examples/local.yaml --watch
