@@ -83,7 +83,7 @@ class _Watched:
         return "the gateway answers again" if was_lost else ""
 
     def note(self) -> str:
-        """What stands above the tables while they are old."""
+        """The line above the tables while they are old."""
         import time
 
         from prfaas.core.units import format_s

@@ -1,4 +1,4 @@
-"""What engines and the gateway tell of their processes: clock, file descriptors, version; and what is wrong there."""
+"""Facts of engines' and gateways' processes (clock, file descriptors, version), and the problems there."""
 
 import asyncio
 import re
@@ -157,7 +157,7 @@ def _count(series: re.Pattern[bytes], text: bytes) -> int | None:
 
 
 def check_clocks(engines: Sequence[ProcessFacts], gateway: ProcessFacts, now_s: float) -> list[Finding]:
-    """Whether tickets, which the gateway dates, are good at the engines for as long as they are meant to be.
+    """Findings on clocks: tickets, which the gateway dates, must be good at the engines for their whole lifetime.
 
     Args:
         engines: all that tell.
@@ -194,7 +194,7 @@ def _clock(unix_s: float) -> str:
 
 
 def check_descriptors(processes: Sequence[ProcessFacts]) -> list[Finding]:
-    """Whether processes may open enough file descriptors, and have enough left."""
+    """Findings on file descriptors: processes may open enough, and have enough left."""
     found, shares = [], []
     for each in processes:
         if each.open_descriptors is None or not each.max_descriptors:
@@ -215,7 +215,7 @@ def check_descriptors(processes: Sequence[ProcessFacts]) -> list[Finding]:
 
 
 def check_versions(processes: Sequence[ProcessFacts]) -> list[Finding]:
-    """Whether all run the prfaas that is installed here."""
+    """Findings on versions: all run the prfaas that is installed here."""
     told = [each for each in processes if each.prfaas_version is not None]
     found = [
         problem(

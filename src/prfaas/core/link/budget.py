@@ -37,7 +37,7 @@ def max_min(bandwidth: float, demands: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What one sender has to do on a link."""
+    """The demand of one sender on a link."""
 
     bits_per_s: float = 0.0
     """What it could send; infinite: more waits than it can send soon."""
@@ -48,7 +48,7 @@ class Claim:
 
 
 def paces(bandwidth_bits_per_s: float, claims: Sequence[Claim]) -> list[float]:
-    """What each sender may send, in bits per second.
+    """The pace of each sender, in bits per second.
 
     1. Max-min fair parts of all that is not in the background, less `TRICKLE_PART` for those who have nothing else.
     2. What is left, max-min fair to what is in the background.

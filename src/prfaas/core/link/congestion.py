@@ -1,4 +1,4 @@
-"""Whether queues build up in the network or packets get lost, with hysteresis (section 3.3: back off early)."""
+"""Congestion of a link: queues that build up or lost packets, with hysteresis (section 3.3: back off early)."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -114,12 +114,12 @@ class NetworkSigns:
         self.signal.update(self.rtt_s, self.least_rtt_s, self.retransmit_ratio, now_s)
 
     def is_seen_by_receivers(self, arrivals: Mapping[str, ArrivalSample]) -> bool:
-        """Whether a consumer's kernel sees the round trip of what arrives grown: by itself it tells a full link."""
+        """True if a consumer's kernel sees a grown round trip of arriving data: that alone means a full link."""
         limit_s = max(_RECEIVE_INFLATION * self.least_rtt_s, self.least_rtt_s + _RECEIVE_EXCESS_S)
         return self.least_rtt_s > 0 and any(arrival.rtt_s > limit_s for arrival in arrivals.values())
 
     def shows_queue(self, arrivals: Mapping[str, ArrivalSample]) -> bool:
-        """Whether there is any sign of a queue or of drops now, though perhaps too new for a level."""
+        """True at any sign of a queue or of drops now, though perhaps too new for a level."""
         return self.signal.is_suspected or self.is_seen_by_receivers(arrivals)
 
     def _note_least(self, rtt_s: float, now_s: float) -> None:

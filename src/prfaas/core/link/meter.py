@@ -177,23 +177,23 @@ class LinkMeter:
 
     @property
     def congestion(self) -> float:
-        """See `CongestionSignal`."""
+        """The level of congestion (`CongestionSignal`)."""
         return self.network.signal.level
 
     @property
     def is_slow(self) -> bool:
-        """Whether it is believed to carry less than configured."""
+        """True if it is believed to carry less than configured."""
         return self.capacity_bits_per_s < (1 - _DEAD_BAND) * self.configured_bits_per_s
 
     @property
     def pace_bits_per_s(self) -> float:
-        """What senders may send together; infinite where the link is not slow."""
+        """The rate at which senders may send together; infinite where the link is not slow."""
         if not self.is_slow:
             return inf
         return (_CLIMBING if self._is_climbing else _HEADROOM) * self.capacity_bits_per_s
 
     def egress_bits_per_s(self, now_s: float) -> float:
-        """What was carried in the last two seconds, per second; 0 where nothing is known of them."""
+        """The mean rate over the last two seconds; 0 where nothing is known of them."""
         start_s, start_bytes = self._history[0]
         end_s, end_bytes = self._history[-1]
         if end_s <= start_s or end_s < now_s - EGRESS_WINDOW_S:
@@ -205,15 +205,15 @@ class LinkMeter:
         return now_s - self._connected_s < _DOWN_AFTER_S or not self._senders
 
     def is_heard(self, now_s: float) -> bool:
-        """Whether a sender's word or any bytes have come in the last 3 s."""
+        """True if a sender's report or any bytes have come in the last 3 s."""
         return now_s - self.seen_s <= UNHEARD_S
 
     def is_up(self, now_s: float) -> bool:
-        """Whether it may be used: connected and heard."""
+        """True if the link may be used: connected and heard of."""
         return self.is_connected(now_s) and self.is_heard(now_s)
 
     def condition(self, now_s: float) -> LinkCondition:
-        """What the last seconds say, in a word; the first that holds of `LinkCondition`'s last seven."""
+        """The link's condition in the last seconds: the first that holds of `LinkCondition`'s last seven."""
         if not self.is_connected(now_s):
             return "down"
         if not self.is_heard(now_s):
@@ -227,7 +227,7 @@ class LinkMeter:
         return "busy" if self._is_pace_limited else "clear"
 
     def probe_bytes(self, now_s: float) -> int:
-        """What to send over the link now only to see what it carries; 0: nothing. The asker sends it."""
+        """Bytes of a bandwidth probe to send over the link now; 0: none. The caller sends them."""
         every_s = _PROBE_AGAIN_S if self._raised_s > self._probed_s else _PROBE_EVERY_S
         is_due = now_s - self._probed_s >= every_s and now_s - self._worked_s >= _PROBE_AGAIN_S
         if not (is_due and self.is_slow and self.is_up(now_s) and now_s - self.seen_s <= FRESH_S):

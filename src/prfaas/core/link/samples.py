@@ -1,4 +1,4 @@
-"""What the two ends of a link tell of it, each at one moment. Totals only grow, but start again with the process."""
+"""Reports of the two ends of a link, each at one moment. Totals only grow, but start again with the process."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What a plan is compared with: the fleet as it stands, as many GPUs, the same money, no routing by length."""
+"""Baselines of a plan: the fleet as it stands, as many GPUs, the same money, no routing by length."""
 
 import math
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ _GBIT = 1e9
 
 @dataclass(frozen=True, slots=True)
 class ShadowPrice:
-    """What one more unit of a resource adds to Λ_max."""
+    """The gain in Λ_max from one more unit of a resource."""
 
     resource: str
     """The name of a cluster or link."""
@@ -104,7 +104,7 @@ class Baseline:
 
 @dataclass(frozen=True, slots=True)
 class Rival:
-    """What baselines are measured against: the deployment at its optimum."""
+    """The deployment at its optimum, which baselines are measured against."""
 
     per_hour: float | None
     """What it costs."""
@@ -119,7 +119,7 @@ NOBODY = Rival(None)
 def homogeneous(
     problem: PlanProblem, rival: Rival = NOBODY, service: ServiceModel = "mean length"
 ) -> Baseline:
-    """As many GPUs as the deployment has, all of a PD cluster's hardware in one PD cluster with the best split.
+    """The homogeneous baseline: as many GPUs, all of a PD cluster's hardware, in one PD cluster with the best split.
 
     With PD clusters of several kinds: of the kind that does best. GPUs beyond whole instances stay idle.
     """
@@ -134,7 +134,7 @@ def homogeneous(
 def homogeneous_at_equal_cost(
     problem: PlanProblem, same_gpus: Baseline, rival: Rival, service: ServiceModel = "mean length"
 ) -> Baseline | None:
-    """As many whole PD instances as the deployment's money buys, that for egress included; None without prices.
+    """The baseline of as many whole PD instances as the deployment's money buys, egress included; None without prices.
 
     The hardware is that of `same_gpus`.
     """
@@ -224,7 +224,7 @@ def equal_cost_ratio(rate: float, baseline: Baseline | None) -> float | None:
 def break_even_per_hour(
     problem: PlanProblem, rate: float, same_gpus: Baseline, service: ServiceModel = "mean length"
 ) -> float | None:
-    """What a deployment of this Λ_max may cost per hour until `equal_cost_ratio` is 1, egress included.
+    """The cost per hour at which a deployment of this Λ_max has an `equal_cost_ratio` of 1, egress included.
 
     The money buys whole instances of the baseline, and their throughput per instance depends on how well so many can
     be divided: the least cost above the instances' own from which on the baseline does as much for the money.

@@ -1,4 +1,4 @@
-"""What a way to operate costs, egress included, and the operation that costs the least per request."""
+"""Costs of an operating point, egress included, and the operation that costs the least per request."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

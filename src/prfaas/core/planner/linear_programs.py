@@ -81,7 +81,7 @@ _FULL, _SLACK = 1e-3, 1e-6
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ResourceUse:
-    """What requests take of one resource."""
+    """The use of one resource by requests."""
 
     resource: Resource
     columns: "NDArray[np.int64]"

@@ -1,4 +1,4 @@
-"""What the planner works on: clusters, links, traffic and sizes as plain numbers and functions.
+"""The planner's input: clusters, links, traffic and sizes as plain numbers and functions.
 
 A path says how a request can go: which cluster prefills, which decodes, what is computed and what crosses which link.
 """

@@ -1,4 +1,4 @@
-"""What roles make of the time to the first token at a given rate: prefill and decode queues included."""
+"""The TTFT of roles at a given rate, prefill and decode queues included."""
 
 import math
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from prfaas.core.planner.ttft import NO_WAIT, DecodeQueue, PrefillPoolLoad, Stag
 
 @dataclass(frozen=True, slots=True)
 class QueueingModel:
-    """What is taken for known of the queues."""
+    """Assumptions about the queues."""
 
     is_shortest_first: bool = False
     """Whether short prefills go before long ones; False: first come, first served."""

@@ -69,7 +69,7 @@ class Operation:
 
     @property
     def keeps_target(self) -> bool:
-        """Whether the TTFT at the problem's load is within its target; True without one."""
+        """True if the TTFT at the problem's load is within its target, or there is none."""
         target = self.problem.ttft_target
         return target is None or _is_within(self.waits(self.problem.load * self.point.lambda_max), target)
 

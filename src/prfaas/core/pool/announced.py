@@ -1,4 +1,4 @@
-"""What a pool has told of its pages: as vLLM's KV cache events, in an order that an index can follow."""
+"""Events of a pool's pages: as vLLM's KV cache events, in an order that an index can follow."""
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
@@ -94,7 +94,7 @@ class AnnouncedPages:
             self._stop_waiting(page_id, page)
 
     def beginning(self) -> list[Event]:
-        """What comes before all other events: nothing is held."""
+        """The event before all others: nothing is held."""
         return [Cleared(), *self._other_groups()]
 
     def take_events(self, most_pages: int) -> Iterator[list[Event]]:
@@ -254,7 +254,7 @@ class AnnouncedPages:
 
 
 def block_hash(key: bytes) -> int:
-    """What a page's key is called in events: its last 8 bytes, as vLLM shortens its own hashes."""
+    """The name of a page's key in events: its last 8 bytes, as vLLM shortens its own hashes."""
     return int.from_bytes(key[-_HASH_BYTES:], "big")
 
 

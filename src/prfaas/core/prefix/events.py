@@ -79,7 +79,7 @@ Event = StoredBlocks | RemovedBlocks | Cleared
 
 
 class EventBatch(msgspec.Struct, array_like=True, gc=False):
-    """What one engine step did."""
+    """The KV events of one engine step."""
 
     at_s: float
     """By the engine's own wall clock."""
@@ -178,7 +178,7 @@ class SequenceGuard:
         self._first_s: float | None = None
 
     def offer(self, sequence: int, at_s: float) -> Offer:
-        """What to do with batch `sequence`, made at `at_s` of the engine's clock."""
+        """The action for batch `sequence`, made at `at_s` of the engine's clock."""
         if sequence == self._next:
             self._take(sequence, at_s)
             return "apply"
@@ -218,7 +218,7 @@ class Apply:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """What is known of the engine's blocks is no longer true."""
+    """Knowledge of the engine's blocks is void."""
 
     reason: str
 

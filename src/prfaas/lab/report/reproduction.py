@@ -55,7 +55,7 @@ class ReproducedTable:
 
 
 def unexplained(sections: Sequence[ReproducedTable]) -> list[ReproducedNumber]:
-    """What differs by more than 1 % and has no reason."""
+    """The numbers that differ by more than 1 % without a reason."""
     return [row for section in sections for row in section.rows if row.is_off and not row.reason]
 
 
@@ -137,7 +137,7 @@ _HYBRID_1T = "internal-1t"
 
 
 def paper_numbers() -> dict[str, Any]:
-    """What the paper prints, and the reasons for what we get otherwise: `data/paper.yaml`."""
+    """The paper's printed numbers, and the reasons where ours differ: `data/paper.yaml`."""
     import yaml
 
     text = (resources.files(__package__) / "data" / "paper.yaml").read_text(encoding="utf-8")

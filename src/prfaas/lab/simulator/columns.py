@@ -1,4 +1,4 @@
-"""What became of every request while a simulation goes on."""
+"""The outcomes of requests while a simulation goes on."""
 
 from array import array
 

@@ -82,7 +82,7 @@ class MonitoredLink:
 
     @property
     def configured_bits_per_s(self) -> float:
-        """As the deployment says."""
+        """The bandwidth that the deployment file gives."""
         return self.meter.configured_bits_per_s
 
     def promise(self, nbytes: int, now_s: float) -> None:

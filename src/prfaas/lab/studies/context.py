@@ -1,4 +1,4 @@
-"""What all studies of one call share: the deployment, its plan, and how much to simulate; and changes to it."""
+"""The context that all studies of one call share: the deployment, its plan, and how much to simulate."""
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -108,7 +108,7 @@ class StudyContext:
         return max(int(count * _QUICK_SHARE), 50) if self.is_quick else count
 
     def seeds(self, count: int = SEEDS) -> range:
-        """As many seeds from its own on; fewer if it is quick."""
+        """The seeds of repeats, from its own on; fewer if it is quick."""
         return range(self.seed, self.seed + (min(count, _QUICK_SEEDS) if self.is_quick else count))
 
     def poisson(self, load: float) -> IndependentTraffic:

@@ -1,4 +1,4 @@
-"""What a study is: simulations to run, on several processes, and what to make of their outcomes."""
+"""Studies: simulations to run on several processes, and the section that describes their outcomes."""
 
 import multiprocessing
 import os
@@ -138,7 +138,7 @@ Verdict = Literal["stable", "grows", "too short to say"]
 
 @dataclass(frozen=True, slots=True)
 class StudyOutcome:
-    """What came out of one run."""
+    """The outcome of one run."""
 
     numbers: Mapping[str, Any]
     """The simulator's summary with `ttft_p999_s`; and `ttft_by_length`, an entry per class, where a run has them."""
@@ -160,13 +160,13 @@ class StudyOutcome:
 
     @property
     def verdict(self) -> Verdict:
-        """What the simulator says of its queues."""
+        """The simulator's verdict on its queues."""
         stable = self.numbers["stable"]
         return "too short to say" if stable is None else "stable" if stable else "grows"
 
     @property
     def is_stable(self) -> bool:
-        """Whether it could have gone on without end, as far as a run of its length can say."""
+        """True if it could have gone on without end, as far as a run of its length can say."""
         return self.verdict == "stable"
 
 

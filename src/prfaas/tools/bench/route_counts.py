@@ -1,4 +1,4 @@
-"""What a gateway counted between two moments: requests, bytes and times of each route."""
+"""Counters of a gateway between two moments: requests, bytes and times of each route."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -71,7 +71,7 @@ class RouteCounts:
 
 @dataclass(frozen=True, slots=True)
 class GatewayCounts:
-    """What was counted between two readings."""
+    """Counts between two readings."""
 
     routes: tuple[RouteCounts, ...]
     """Those that had requests."""
@@ -95,7 +95,7 @@ class GatewayCounts:
 
 
 def counts_between(before: GatewayReading, after: GatewayReading) -> GatewayCounts:
-    """What was counted from one reading to the next.
+    """Count from one reading to the next.
 
     Raises:
         CountsError: a counter went back: the gateway was started again in between.

@@ -52,7 +52,7 @@ class DemoLine:
         return replace(deployment, links=links)
 
     def used_share(self, model: KvModel, tokens: int) -> float:
-        """What the KVCache of so many tokens takes on this line, as a share of its prefill's time."""
+        """The time that the KVCache of `tokens` takes on this line, as a share of its prefill's time."""
         line_s = model.bytes_to_move(tokens) * BITS_PER_BYTE / self.bandwidth_bits_per_s
         return line_s / (tokens / self.speed.tokens_per_s)
 

@@ -1,4 +1,4 @@
-"""What files are emitted from, and the files themselves."""
+"""Blueprints that files are emitted from, and the emitted files."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -99,7 +99,7 @@ class Blueprint:
 
     @property
     def etcd_files(self) -> tuple[tuple[str, Path], ...]:
-        """What a gateway shows etcd and trusts of it: what each is, and where the deployment file has it."""
+        """Files for TLS with etcd, by name: the CA that a gateway trusts, and its own certificate."""
         fleet = self.deployment.fleet
         if fleet is None:
             return ()

@@ -41,7 +41,7 @@ def _labels(blueprint: Blueprint, plan: PodPlan) -> list[Fields]:
 
 
 def needs_tools_certificate(plans: tuple[PodPlan, ...]) -> bool:
-    """Whether Prometheus must show one: engines with TLS take nobody without."""
+    """True if Prometheus must show a certificate: engines with TLS accept nobody without one."""
     return any(plan.instance is not None and plan.instance.tls for plan in plans)
 
 

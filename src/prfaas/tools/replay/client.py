@@ -99,7 +99,7 @@ class ReplayOptions:
 
 @dataclass(frozen=True, slots=True)
 class ReplayedRequest:
-    """What became of one request. Times are seconds since the beginning of the replay; None: it did not happen."""
+    """The record of one request. Times are seconds since the beginning of the replay; None: it did not happen."""
 
     index: int
     arrival_s: float
