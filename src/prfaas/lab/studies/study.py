@@ -94,11 +94,11 @@ class Run:
 
     @property
     def expected_requests(self) -> float:
-        """See `StudyRun`."""
+        """Requests that arrive, about."""
         return self.requests if self.duration_s is None else self.duration_s * self.traffic.mean_per_s
 
     def outcome(self) -> "StudyOutcome":
-        """See `StudyRun`."""
+        """Simulate it: the same run gives the same numbers wherever that is done."""
         started_s = time.perf_counter()
         scenario = scenario_of(
             self.planned,
