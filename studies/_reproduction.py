@@ -3,7 +3,7 @@
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import resources
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prfaas.core.kv import published_model
@@ -137,10 +137,10 @@ _HYBRID_1T = "internal-1t"
 
 
 def paper_numbers() -> dict[str, Any]:
-    """The paper's printed numbers, and the reasons where ours differ: `data/paper.yaml`."""
+    """The paper's printed numbers, and the reasons where ours differ: `paper.yaml` beside this file."""
     import yaml
 
-    text = (resources.files(__package__) / "data" / "paper.yaml").read_text(encoding="utf-8")
+    text = (Path(__file__).parent / "paper.yaml").read_text(encoding="utf-8")
     numbers: dict[str, Any] = yaml.safe_load(text)
     return numbers
 
