@@ -8,9 +8,9 @@ from math import inf
 from prfaas.core.link.samples import ArrivalSample, SenderSample
 
 EGRESS_WINDOW_S = 2.0
-"""What a link did in the last so many seconds counts as what it does now."""
+"""Seconds whose mean counts as the present rate of a link."""
 
-# The least round trip is that of the last 5 to 10 minutes: ways change.
+# The least round trip is that of the last 5 to 10 minutes: network paths change.
 _LEAST_RTT_S = 300.0
 _RECEIVE_INFLATION, _RECEIVE_EXCESS_S = 2.0, 0.020
 
@@ -36,9 +36,9 @@ class CongestionSignal:
 
     level: float = 0.0
     is_suspected: bool = False
-    """The last look had a sign of either, though perhaps too small or too new for a level."""
+    """The last update had a sign of either, though perhaps too small or too new for a level."""
     is_queueing: bool = False
-    """The last look's round trip tells of a queue that is as long as the way."""
+    """The last round trip was at least twice the least: a queue as long as the path itself."""
     _since_s: float | None = None
     """When the signals began to say the opposite of `level`; None: they agree."""
 
@@ -71,7 +71,7 @@ class CongestionSignal:
 
 
 class NetworkSigns:
-    """Round trips and retransmissions of one link, of fresh words of senders alone.
+    """Round trips and retransmissions of one link, from fresh reports of senders alone.
 
     While none is fresh, the round trip that the consumers' kernels see stands in where it is long.
     """
@@ -95,7 +95,7 @@ class NetworkSigns:
         arrivals: Mapping[str, ArrivalSample],
         now_s: float,
     ) -> None:
-        """Take the fresh words of `senders` senders in all."""
+        """Take the fresh reports of `senders` senders in all."""
         rtts_s = [sample.rtt_s for sample in fresh if sample.rtt_s > 0]
         for rtt_s in rtts_s:
             self._note_least(rtt_s, now_s)
