@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from prfaas.core.units import GIB, format_bits_per_s
 from prfaas.lab.simulator.capacity import Fluctuating
-from prfaas.lab.studies.context import StudyContext, cache_of, with_bandwidth
+from prfaas.lab.studies.context import StudyContext
 from prfaas.lab.studies.study import Outcomes, Run, Study, StudyFigure, StudySection, StudyTable
 from studies._figures import (
     NONE,
@@ -16,6 +16,7 @@ from studies._figures import (
 )
 from studies._repeats import TAIL_TITLE, Repeats, tail_table
 from studies._traffic import DAY_S, bursts, day_plan
+from studies._variants import cache_of, with_bandwidth
 
 LOAD = 0.9
 _REQUESTS = 8_000

@@ -17,10 +17,10 @@ from studies._traffic import (
     noon_share,
     stretched,
 )
+from studies._variants import cache_of
 
 from prfaas.core.workload import TruncatedLogNormal
 from prfaas.lab.studies import StudyContext
-from prfaas.lab.studies.context import cache_of
 
 LENGTHS = TruncatedLogNormal(9.9, 1.0, 128, 131072)
 
