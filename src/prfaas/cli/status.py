@@ -52,9 +52,9 @@ class _Watched:
     def __init__(self, admin: AdminAddress) -> None:
         self._admin = admin
         self.state: dict[str, Any] | None = None
-        """The newest that it told."""
+        """Its newest state."""
         self.lost: CliError | None = None
-        """Why it does not answer now."""
+        """The reason why it does not answer now."""
         self._lost_at_s = 0.0
 
     def ask(self) -> str:

@@ -367,7 +367,7 @@ def expected_route(deployment: Deployment, length: int, threshold_tokens: float)
 
 
 async def _threshold_tokens(deployment: Deployment, session: aiohttp.ClientSession) -> float:
-    """Above how many tokens every PD cluster offloads now, by the gateway's word; infinite if one never does."""
+    """The threshold above which every PD cluster offloads now, as the gateway reports; infinite if one never does."""
     try:
         clusters = (await _operators_page(deployment, session, "/prfaas/state"))["clusters"]
     except (aiohttp.ClientError, TimeoutError, ValueError, KeyError):

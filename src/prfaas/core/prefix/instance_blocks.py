@@ -215,7 +215,7 @@ class InstanceBlocks:
         return linear if linear is not None else self.windows.get(group)
 
     def _group(self, event: StoredBlocks) -> GroupBlocks | None:
-        """The group of `event`; None if it tells too little of it."""
+        """The group of `event`; None if the event says too little about it."""
         known = self._known_group(event.group)
         if known is not None or event.group is None or event.block_tokens < 1:
             return known

@@ -12,7 +12,7 @@ class PrefixRecord:
     Nothing here comes from the engines. So an answer can be too long (the engine evicted a block) or too short (it
     computed a block that was never sent). Either costs time, never a wrong token.
 
-    Whoever has a block here has all blocks before it: blocks are used from the tail to the head, so a chain's tail
+    An instance with a block here has all blocks before it: blocks are used from the tail to the head, so a chain's tail
     is always older than its head and is forgotten first. A lookup is therefore a bisection.
     """
 

@@ -48,7 +48,7 @@ class FluidLink:
         rng: For the capacity's draws alone.
         rtt_s: From the last byte sent to `done`.
         transfer_limit_bits_per_s: What the connections of one sender to one consumer carry.
-        paced_bits_per_s: What senders are told that the link carries; only the order of transfers depends on it.
+        paced_bits_per_s: The bandwidth that senders count with; only the order of transfers depends on it.
     """
 
     __slots__ = (

@@ -17,7 +17,7 @@ class KvMoves:
     __slots__ = ("_fixed_bytes", "_model", "_token_bytes", "_windows", "facts")
 
     facts: KvFacts
-    """What policies are told, the same as in the live system."""
+    """The facts that policies read, as in the live system."""
 
     def __init__(self, model: KvModel) -> None:
         self._model = model

@@ -75,11 +75,11 @@ class Run:
     """Capacity over time by link; that of other links is constant."""
     failures: Sequence[Failure] = ()
     keeps_transfers: bool = True
-    """Whether decode instances go on from what has come of a prefill that was lost."""
+    """Decode instances go on from the partial transfer of a prefill that was lost."""
     adapts: bool = True
-    """Whether thresholds are searched again while it runs."""
+    """Thresholds are searched again while it runs."""
     allocation: bool = True
-    """Whether roles change while it runs."""
+    """Roles change while it runs."""
     control: ControlConfig | None = None
     """Of the slow loops; None takes the defaults."""
     foresight: Foresight | None = None
@@ -88,7 +88,7 @@ class Run:
     """Simulated seconds of arrivals, in place of `requests`."""
     warmup_share: float = 0.1
     classes: LengthClasses | None = None
-    """Of prompts, whose TTFT is told apart; None: of none."""
+    """Classes of prompts with a TTFT of their own; None: none."""
     course_parts: int = 0
     """Into how many equal parts of the counted time `StudyOutcome.course` is cut."""
 

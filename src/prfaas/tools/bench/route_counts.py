@@ -176,7 +176,7 @@ def counts_notes(counts: GatewayCounts, sent: int) -> Iterator[str]:
 
     Args:
         counts: What the gateway counted.
-        sent: Requests that the test sent, by its own word.
+        sent: Requests that the test reports as sent.
     """
     if counts.requests > sent:
         yield f"{counts.requests - sent} requests were others' or warm-up; the table counts them too"

@@ -45,7 +45,7 @@ class DemoLine:
         return cls(speed, math.ceil(exact / step) * step)
 
     def put_in(self, deployment: Deployment) -> Deployment:
-        """`deployment` with all its links as wide. Whoever serves it tells its engines, which obey at once."""
+        """`deployment` with all its links as wide. The gateway that serves it tells its engines, which obey at once."""
         links = tuple(
             replace(link, bandwidth_bits_per_s=self.bandwidth_bits_per_s) for link in deployment.links
         )

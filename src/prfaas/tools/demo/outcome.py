@@ -30,7 +30,7 @@ _EXACT_OF = (5, 6)
 class Row:
     """One prompt: the answer through the gateway, and how it compares with the plain engine's.
 
-    `plain_ttft_s`: the plain engine's time to the first token, None if it doesn't tell. `exact_bytes`: what `kvmodel`
+    `plain_ttft_s`: the plain engine's time to the first token, None if not reported. `exact_bytes`: what `kvmodel`
     says must move, to the token. `paged_bytes`: the same in whole pages of the engine, None if no page size explains
     the run. `link_s`: what the moved bytes alone take on the link between the two clusters, None within a cluster.
     """
