@@ -83,19 +83,19 @@ class Baseline:
     cost_ratio: float | None
     """The deployment's cost over the baseline's, egress included."""
     ttft_estimate: TtftEstimate | None = None
-    """With waiting at the problem's load of its own Λ_max."""
+    """TTFT with waiting, at the problem's load of its own Λ_max."""
     ttft_same_traffic: TtftEstimate | None = None
-    """With waiting for the traffic that the deployment is planned for: its load of the deployment's Λ_max."""
+    """TTFT with waiting under the deployment's own traffic: the load of the deployment's Λ_max."""
     rate_within_target: float | None = None
-    """The most requests per second at which it keeps the target of the TTFT; None without a target."""
+    """The highest rate at which it meets the TTFT target; None without a target."""
     keeps_target: bool = True
-    """Whether it does at the problem's load of its own Λ_max."""
+    """True if it meets the target at the problem's load of its own Λ_max."""
     cost: Cost | None = None
     """At Λ_max."""
 
     @property
     def comparable_rate(self) -> float:
-        """Λ_max; where the target is not kept, that of which the problem's load is the most that keeps it."""
+        """The Λ_max to compare by; where it misses the target, the highest one whose load meets it."""
         rate, estimate = self.point.lambda_max, self.ttft_estimate
         if self.keeps_target or self.rate_within_target is None or estimate is None or rate <= 0:
             return rate
@@ -107,13 +107,13 @@ class Rival:
     """The deployment at its optimum, which baselines are measured against."""
 
     per_hour: float | None
-    """What it costs."""
+    """Its cost; None without prices."""
     requests_per_s: float = 0.0
     """The traffic that it is planned for."""
 
 
 NOBODY = Rival(None)
-"""To compare with nothing."""
+"""A rival without cost and traffic."""
 
 
 def homogeneous(
@@ -189,7 +189,7 @@ def pd_only(
     rival: Rival,
     service: ServiceModel,
 ) -> Baseline:
-    """So many instances like a PD cluster's, alone, with the best roles."""
+    """A PD cluster of `instances` like a given one's, alone, with the best roles."""
     alone = replace(problem, prfaas=(), pd=(replace(pd, instances=instances),), links=())
     return _baseline(label, best_within_target(alone, service), rival)
 

@@ -70,7 +70,7 @@ class PrefillSide:
     """
 
     problem: PlanProblem
-    """This PD cluster and at most one PrfaaS cluster."""
+    """The problem of this PD cluster and at most one PrfaaS cluster."""
     n_prefill: int
     """Instances of the PD cluster that prefill."""
     part: float
@@ -91,7 +91,7 @@ class PrefillSide:
         return ThresholdRates.of(self.problem, self.n_prefill, self.service)
 
     def best_threshold(self) -> float:
-        """The best one alone."""
+        """The best threshold alone."""
         return self.threshold_rates().best_threshold()
 
     def rate(self, threshold: float) -> float:

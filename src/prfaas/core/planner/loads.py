@@ -43,7 +43,7 @@ class Split:
     local: Path
     """Of the other requests."""
     fine: Bins | None
-    """The lengths to sum T(L) over; None takes T(E[L]) as the paper does."""
+    """Bins of lengths to sum T(L) over; None takes T(E[L]) as the paper does."""
 
     @property
     def own_share(self) -> float:

@@ -27,7 +27,7 @@ class TierWorth:
     tokens: float
     """A length of the workload: the mean of its prompts."""
     kv_bits_per_s: float
-    """Φ_kv there: what loading must exceed to be sooner done than computing."""
+    """Φ_kv there: the rate that loading must exceed to be faster than computing."""
     pays_from_tokens: float | None
     """The shortest prefix within the profile's range that is sooner loaded than computed, and all longer ones are;
     None: there is none."""

@@ -15,7 +15,7 @@ class QueueingModel:
     """Assumptions about the queues."""
 
     is_shortest_first: bool = False
-    """Whether short prefills go before long ones; False: first come, first served."""
+    """Short prefills go before long ones; False: first come, first served."""
     answer_variation: float = 1.0
     """The squared coefficient of variation of the lengths of answers; 1: exponential."""
 
@@ -27,7 +27,7 @@ class RoleLatency:
     prefill: Mapping[str, int]
     """Prefill instances by PD cluster."""
     requests_per_s: float
-    """What arrives."""
+    """The rate of arrivals."""
     utilisation: float
     """Of the fullest prefill pool (by E[T(L)]), link or decode side."""
     prefill_s: float
@@ -74,7 +74,7 @@ def latency_of_work(
     queues: QueueingModel,
     work: StageWork,
 ) -> RoleLatency:
-    """`latency_with_roles`, given what the stages do for a request."""
+    """`latency_with_roles`, given the stages' work per request."""
     decode_rates = _decode_rates(problem, prefill, work)
     full_rates = (
         *(_full_rate(pool) for pool in work.pools),
