@@ -186,7 +186,15 @@ def replay(
         timeout_s=timeout_s,
         headers=dict(_header(text) for text in header or ()),
     )
-    run = _Run(source, options, limit, duration_s, seed, max_input_tokens, records)
+    run = _Run(
+        source=source,
+        options=options,
+        limit=limit,
+        duration_s=duration_s,
+        seed=seed,
+        max_input_tokens=max_input_tokens,
+        records=records,
+    )
     try:
         result = uvloop.run(run.replayed(url, model))
     except ReplayError as error:
@@ -203,7 +211,7 @@ def replay(
         raise typer.Exit(1)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class _Run:
     """One replay: what is sent, how, and how much of it."""
 
