@@ -27,7 +27,6 @@ LONG_FUNCTIONS = {
     "serving.engines.vllm.connector_worker:ConnectorWorker.start",
 }
 MANY_COLLABORATORS = {
-    "cli.replay:_Run.__init__",
     *("lab.simulator.instance:Engine.__init__", "lab.simulator.link:FluidLink.__init__"),
     *("lab.simulator.send_queue:FluidTransfer.__init__", "lab.simulator.token_clock:ContextClock.__init__"),
     *("serving.control.fleet_control:FleetControl.__init__", "serving.control.health:HealthWatch.__init__"),

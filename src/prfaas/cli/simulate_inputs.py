@@ -1,4 +1,4 @@
-"""What `prfaas simulate` is asked for, checked: its traffic, policies, changed fields, caches and links' fluctuation.
+"""Checked inputs of `prfaas simulate`: its traffic, policies, changed fields, caches and links' fluctuation.
 
 The traffic is made up, or a recorded trace, at one rate.
 """
@@ -89,7 +89,7 @@ def check_rate(rate_rps: float, option: str) -> None:
 
 
 def recorded(recording: "Recording", name: str, rate_rps: float) -> SimulatedTraffic:
-    """See `Recording.at_rate`.
+    """A recorded trace at one rate, with its description.
 
     Raises:
         WorkloadError: the trace has no duration and so no rate.
@@ -235,7 +235,7 @@ def scenario_for(
     prefill_concurrency: int = 1,
     pools: "Mapping[str, PoolOptions] | None" = None,
 ) -> "Scenario":
-    """As the deployment would run: its `routing` and `control` sections count.
+    """The scenario of a deployment as it would run: its `routing` and `control` sections count.
 
     Raises:
         CliError: a deployment that can be planned but not run by this policy, or a parameter out of its bounds.
