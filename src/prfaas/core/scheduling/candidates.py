@@ -177,12 +177,10 @@ def best_candidate(request: RoutingRequest, cluster: ClusterView, view: View) ->
         return None
     held = [request.reusable_at(each.name) for each in able]
     held_tokens = max(held)
-    _, minus_tokens, ready_s, _, place, load_s, copied = min(
-        _ranked(request, cluster, view.now_s, able, held)
-    )
+    ranked = _ranked(request, cluster, view.now_s, able, held)
+    _, minus_tokens, ready_s, _, place, prefill_s, load_s, copied = min(ranked)
     shared_s = cluster.waiting_s / len(able)
     start_s = ready_s + load_s
-    prefill_s = cluster.after_prefix_s(request.num_tokens + minus_tokens, -minus_tokens)
     end_s = start_s + prefill_s + shared_s
     return BestCandidate(
         cluster=cluster,
@@ -200,7 +198,7 @@ def best_candidate(request: RoutingRequest, cluster: ClusterView, view: View) ->
     )
 
 
-_Rank = tuple[float, int, float, int, int, float, CacheTransfer | None]
+_Rank = tuple[float, int, float, int, int, float, float, CacheTransfer | None]
 
 
 def _ranked(
@@ -212,22 +210,26 @@ def _ranked(
 ) -> list[_Rank]:
     """All ways for instances to begin, the least is the best: from what each has `held`, or from a copy.
 
-    Done when; less the tokens that it starts from; ready when; requests in flight; its place in `able`; what it loads;
-    the copy that comes first.
+    Done when; less the tokens that it starts from; ready when; requests in flight; its place in `able`; what the prefill
+    takes; what it loads; the copy that comes first.
     """
-    num_tokens = request.num_tokens
+    num_tokens, loads_s = request.num_tokens, request.loads_s
     # Most hold the same.
-    prefill_s = {tokens: cluster.after_prefix_s(num_tokens - tokens, tokens) for tokens in set(held)}
+    prefills_s = {tokens: cluster.after_prefix_s(num_tokens - tokens, tokens) for tokens in set(held)}
     ranked: list[_Rank] = []
     for place, (each, tokens) in enumerate(zip(able, held, strict=True)):
-        queue_s, load_s = max(each.busy_until_s - now_s, 0.0), request.loads_s.get(each.name, 0.0)
-        end_s = queue_s + load_s + prefill_s[tokens]
-        ranked.append((end_s, -tokens, queue_s, each.in_flight, place, load_s, None))
+        queue_s, prefill_s = max(each.busy_until_s - now_s, 0.0), prefills_s[tokens]
+        load_s = loads_s.get(each.name, 0.0) if loads_s else 0.0
+        end_s = queue_s + load_s + prefill_s
+        ranked.append((end_s, -tokens, queue_s, each.in_flight, place, prefill_s, load_s, None))
+    for place, each in enumerate(able) if request.copies else ():
         copy = request.copies.get(each.name)
         if copy is not None:
-            tokens, ready_s = copy.transfer.num_tokens, max(queue_s, copy.copy_s)
-            end_s = ready_s + copy.load_s + cluster.after_prefix_s(num_tokens - tokens, tokens)
-            ranked.append((end_s, -tokens, ready_s, each.in_flight, place, copy.load_s, copy.transfer))
+            tokens, ready_s = copy.transfer.num_tokens, max(each.busy_until_s - now_s, copy.copy_s, 0.0)
+            prefill_s = cluster.after_prefix_s(num_tokens - tokens, tokens)
+            end_s = ready_s + copy.load_s + prefill_s
+            way = (end_s, -tokens, ready_s, each.in_flight, place, prefill_s, copy.load_s, copy.transfer)
+            ranked.append(way)
     return ranked
 
 
