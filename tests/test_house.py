@@ -16,8 +16,7 @@ MOST_COLLABORATORS = 6
 LONG_FUNCTIONS = {
     # All metrics of a process, one after the other.
     *("serving.gateway.metrics:Metrics.__init__", "serving.control.metrics:ControlMetrics.__init__"),
-    # Rooms that are still to be taken apart: control, gateway, transport, pool, lab.
-    "serving.control.plane:LivePlane.__init__",
+    # Rooms that are still to be taken apart: gateway, transport, pool, lab.
     *("serving.gateway.server:Gateway.__init__", "serving.gateway.prefill:PrefillOrchestrator.prepare"),
     "serving.transport.receiver:Receiver.__init__",
     *("serving.pool.neighbours:PoolNeighbours.__init__", "serving.pool.node:serve_pool"),
@@ -30,12 +29,6 @@ MANY_COLLABORATORS = {
     *("cli.replay:_Run.__init__", "core.scheduling.view:InstanceView.__init__"),
     *("lab.simulator.instance:Engine.__init__", "lab.simulator.link:FluidLink.__init__"),
     *("lab.simulator.send_queue:FluidTransfer.__init__", "lab.simulator.token_clock:ContextClock.__init__"),
-    *("serving.control.fleet_control:FleetControl.__init__", "serving.control.health:HealthWatch.__init__"),
-    *("serving.control.link_monitor:LinkMonitor.__init__", "serving.control.plane:LivePlane.__init__"),
-    *(
-        "serving.control.role_allocation:RoleAllocation.__init__",
-        "serving.control.thresholds:Thresholds.__init__",
-    ),
     *(
         "serving.engines.synthetic.engine:SyntheticEngine.__init__",
         "serving.fleet.member:FleetMember.__init__",

@@ -24,6 +24,7 @@ from prfaas.serving.control.planning_inputs import (
 )
 from prfaas.serving.control.role_allocation import RoleAllocation, RoleChanges, stage_utilisation
 from prfaas.serving.control.thresholds import DEFAULT_TOKENS, Thresholds
+from prfaas.serving.running_deployment import RunningDeployment
 
 from .world import LINK, FakeClock, cluster_state_of, decision, deployment_of
 
@@ -37,11 +38,11 @@ class Slow:
         self.cluster_state = cluster_state_of(deployment, clock)
         self.engines = {name: EngineMeter(60.0) for name in self.cluster_state.names}
         self.window = LengthWindow(600.0)
-        self.facts = LiveFacts(deployment, None, self.cluster_state, self.curves, self.engines)
+        running = RunningDeployment(deployment)
+        self.facts = LiveFacts(running, None, self.cluster_state, self.curves, self.engines)
         self.changes: list[tuple[str, str]] = []
         self.thresholds = Thresholds(
-            deployment,
-            self.cluster_state,
+            running,
             self.facts,
             self.window,
             clock=clock,
@@ -50,13 +51,12 @@ class Slow:
         self.roles = RoleChanges(self.cluster_state, clock=clock, on_end=lambda _: None)
         self.usage = stage_utilisation(self.cluster_state, self.engines, lambda _cluster: 0, clock)
         self.allocating = RoleAllocation(
-            deployment.control,
+            running,
             self.facts,
             self.usage,
             self.window,
             self.roles,
-            clock=clock,
-            policy=policy_of(deployment),
+            policy=lambda: policy_of(deployment),
         )
 
     @property
@@ -75,12 +75,12 @@ class Slow:
 def test_the_first_threshold_is_the_configured_one(deployment: Deployment, clock: FakeClock) -> None:
     slow = Slow(deployment, clock)
     assert slow.threshold == 4000.0
-    assert slow.thresholds.state(clock.now_s)[0]["reason"] == "configured"
+    assert slow.thresholds.state(clock.now_s)["thresholds"]["history"][0]["reason"] == "configured"
 
 
 def test_without_one_it_is_planned_from_profiles(tmp_path: Path, clock: FakeClock) -> None:
     slow = Slow(deployment_of(tmp_path, no=", threshold_tokens: 4000 -> "), clock)
-    assert slow.thresholds.state(clock.now_s)[0]["reason"] == "planned from profiles"
+    assert slow.thresholds.state(clock.now_s)["thresholds"]["history"][0]["reason"] == "planned from profiles"
     assert 128 < slow.threshold < 32_768
 
 
@@ -149,7 +149,7 @@ def test_a_link_that_goes_down_ends_offloading_and_comes_back(
     slow.thresholds.ask("link")
     slow.search()
     assert math.isinf(slow.threshold)
-    assert slow.thresholds.state(clock.now_s)[-1]["tokens"] is None
+    assert slow.thresholds.state(clock.now_s)["thresholds"]["history"][-1]["tokens"] is None
     slow.cluster_state.view.links[LINK].up = True
     slow.thresholds.ask("link")
     slow.search()

@@ -28,13 +28,16 @@ DECISION = Decision(Route.OFFLOAD, "p", "d", 500, 500, 0, 10, "long", 100.0, 4.0
 
 
 class Waits:
-    """A control plane of which admission needs one answer."""
+    """What a control plane predicts."""
 
     def __init__(self, seconds: float = 0.0) -> None:
         self.seconds = seconds
         self.token_s = 0.0
 
-    def wait_s(self, _decision: Decision | None) -> float:
+    def least(self) -> float:
+        return self.seconds
+
+    def of(self, _decision: Decision) -> float:
         return self.seconds
 
     def answer_s(self, _decode: str, max_tokens: int | None) -> float:

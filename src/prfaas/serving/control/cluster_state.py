@@ -85,7 +85,8 @@ class ClusterState:
             on_service: called with (cluster, uncached tokens, reused ones, seconds) for every measured prefill.
         """
         self.view = view
-        self._clock = clock
+        self.clock = clock
+        """Seconds that never go back."""
         self._on_service = on_service
         self._loads = {
             instance.name: _Load(instance, cluster, counted_s=view.now_s)
@@ -125,11 +126,13 @@ class ClusterState:
         self.view.links[link.source, link.target] = link
         self._links[link.source, link.target] = LinkLoad()
 
-    def keep_only(self, clusters: Collection[str], links: Collection[tuple[str, str]]) -> None:
-        """Forget all other clusters and links; no instance is in the ones, and nothing is open on the others."""
-        for name in self.view.clusters.keys() - set(clusters):
-            del self.view.clusters[name]
-            self.view.threshold_tokens.pop(name, None)
+    def drop_cluster(self, name: str) -> None:
+        """Forget a cluster without instances."""
+        del self.view.clusters[name]
+        self.view.threshold_tokens.pop(name, None)
+
+    def keep_links(self, links: Collection[tuple[str, str]]) -> None:
+        """Forget all other links, on which nothing is open."""
         for pair in self.view.links.keys() - set(links):
             del self.view.links[pair], self._links[pair]
 
@@ -137,12 +140,21 @@ class ClusterState:
         """One more instance in its cluster."""
         cluster = self.view.clusters[instance.cluster]
         cluster.instances.append(instance)
-        self._loads[instance.name] = _Load(instance, cluster, counted_s=self._clock())
+        self._loads[instance.name] = _Load(instance, cluster, counted_s=self.clock())
 
     def leave(self, name: str) -> None:
         """The instance is none any more; nothing is open there."""
         load = self._loads.pop(name)
         load.cluster.instances[:] = [each for each in load.cluster.instances if each is not load.view]
+
+    def is_used(self, name: str) -> bool:
+        """Whether a request is open at the instance, or on its way there."""
+        return self.instance(name).in_flight > 0
+
+    def idle_decode_instance(self) -> str | None:
+        """A healthy instance that decodes and has nothing to do; None if there is none."""
+        views = (load.view for load in self._loads.values())
+        return next((view.name for view in views if view.takes_decodes and not view.in_flight), None)
 
     def is_planned(self, name: str) -> bool:
         """Whether a decision for it is about to be carried out."""
@@ -156,12 +168,12 @@ class ClusterState:
     def prefill_busy_s(self, name: str) -> float:
         """Seconds in which a prefill was open there, since the start."""
         load = self._loads[name]
-        return load.queue.busy_s(self._clock()) + load.others_busy_s
+        return load.queue.busy_s(self.clock()) + load.others_busy_s
 
     def decoding_s(self, name: str) -> float:
         """Request-seconds of decode there, since the start: it grows by the batch, second by second."""
         load = self._loads[name]
-        self._count(load, self._clock())
+        self._count(load, self.clock())
         return load.decoding_s
 
     def transfers_open(self, pair: tuple[str, str]) -> int:
@@ -183,7 +195,7 @@ class ClusterState:
     def set_roles(self, name: str, roles: Collection[Role]) -> None:
         """The instance has these roles from now on."""
         load = self._loads[name]
-        self._count(load, self._clock())
+        self._count(load, self.clock())
         load.view.prefills, load.view.decodes = "prefill" in roles, "decode" in roles
         self._update_decoding(load)
 
@@ -193,7 +205,7 @@ class ClusterState:
 
     def own_share(self) -> GatewayShare:
         """What is open here and nowhere else, for the other gateways of a fleet."""
-        now_s = self._clock()
+        now_s = self.clock()
         instances = {
             name: InstanceShare(
                 requests=load.view.in_flight - load.others.requests,
@@ -215,7 +227,7 @@ class ClusterState:
 
     def set_others(self, others: GatewayShare) -> None:
         """What the other gateways of a fleet have open, all together, from now on."""
-        now_s = self._clock()
+        now_s = self.clock()
         for name, load in self._loads.items():
             now, before = others.instances.get(name, NOTHING_AT_INSTANCE), load.others
             if before.prefills and not len(load.queue):
@@ -252,14 +264,14 @@ class ClusterState:
         link = self.view.links[pair]
         link.capacity_bits_per_s = capacity_bits_per_s
         self._links[pair].delivered(delivered_bytes, measured_bytes)
-        link.drained_s = self._drained_s(pair, self._clock())
+        link.drained_s = self._drained_s(pair, self.clock())
 
     def set_engine_load(self, name: str, requests: int) -> None:
         """Correct an instance by the number of requests that its engine reports as open.
 
         What two reports in a row have beyond the requests that are open here is another gateway's.
         """
-        load, now_s = self._loads[name], self._clock()
+        load, now_s = self._loads[name], self.clock()
         beyond = max(requests - load.view.in_flight, 0)
         foreign, load.foreign_before = min(beyond, load.foreign_before), beyond
         self._count(load, now_s)
@@ -273,7 +285,7 @@ class ClusterState:
 
         Only an end after a call of `OpenPrefill.measured` counts as a measurement of service time.
         """
-        now_s = self._clock()
+        now_s = self.clock()
         load = self._loads[decision.prefill]
         transfer = decision.cache_transfer
         with ExitStack() as open_here:
@@ -292,14 +304,14 @@ class ClusterState:
             )
             work = load.queue.add(now_s, predicted_s)
             self._predict(load, now_s)
-            prefill = OpenPrefill(max(load.view.busy_until_s, link_done_s), self._clock)
+            prefill = OpenPrefill(max(load.view.busy_until_s, link_done_s), self.clock)
             try:
                 yield prefill
             except BaseException:
                 prefill.is_measured = False
                 raise
             finally:
-                end_s = self._clock()
+                end_s = self.clock()
                 service_s = load.queue.remove(end_s, work)
                 self._predict(load, end_s)
                 if prefill.is_measured and service_s and link_done_s <= end_s - (1 - _LINK_SHARE) * service_s:
@@ -331,7 +343,7 @@ class ClusterState:
         load = self._loads[name]
         work = None
         if tokens > 0:
-            now_s = self._clock()
+            now_s = self.clock()
             work = load.queue.add(now_s, load.cluster.after_prefix_s(tokens, reused_tokens), timed=True)
             self._predict(load, now_s)
         with self._in_flight(load):
@@ -341,7 +353,7 @@ class ClusterState:
             finally:
                 self._decode(load, -1)
                 if work is not None:
-                    now_s = self._clock()
+                    now_s = self.clock()
                     load.queue.remove(now_s, work)
                     self._predict(load, now_s)
 
@@ -360,16 +372,16 @@ class ClusterState:
         pair = (source.cluster.name, target.cluster.name)
         load = self._links.get(pair)
         if load is None:
-            yield self._clock()
+            yield self.clock()
             return
         link = self.view.links[pair]
         transfer = load.accept(nbytes)
-        link.drained_s = max(link.drained_s, self._clock()) + 8 * nbytes / link.capacity_bits_per_s
+        link.drained_s = max(link.drained_s, self.clock()) + 8 * nbytes / link.capacity_bits_per_s
         try:
             yield link.drained_s
         finally:
             load.finish(transfer)
-            link.drained_s = min(link.drained_s, self._drained_s(pair, self._clock()))
+            link.drained_s = min(link.drained_s, self._drained_s(pair, self.clock()))
 
     @contextmanager
     def _arriving(self, load: _Load) -> Iterator[None]:
@@ -384,7 +396,7 @@ class ClusterState:
                 self._update_decoding(load)
 
     def _decode(self, load: _Load, change: int) -> None:
-        self._count(load, self._clock())
+        self._count(load, self.clock())
         load.own_decoding += change
         self._update_decoding(load)
 

@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
+from prfaas.serving.control.plane import LivePlane
 from prfaas.serving.descriptors import DescriptorBudget
-from prfaas.serving.gateway.control_plane import ControlPlane
 from prfaas.serving.gateway.draining import Draining
 from prfaas.serving.gateway.engine_client import EngineClient
 from prfaas.serving.gateway.metrics import Metrics
@@ -70,7 +70,7 @@ class GatewayOptions:
 class GatewayContext:
     """Handed to every part that talks to engines or decides."""
 
-    plane: ControlPlane
+    plane: LivePlane
     client: EngineClient
     metrics: Metrics
     options: GatewayOptions

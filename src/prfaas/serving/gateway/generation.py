@@ -153,12 +153,12 @@ class Generation:
         """
         plane = self._context.plane
         if isinstance(prompt, DirectPrompt):
-            return plane.route(0, None)
+            return plane.router.route(0, None)
         begun_s = time.perf_counter()
         num_tokens = len(prompt.token_ids)
         record.prompt_tokens = num_tokens
         first_from_prefill = self._first_tokens.shows_first(request, prompt)
-        decision = plane.route(num_tokens, prompt.chains, first_from_prefill=first_from_prefill)
+        decision = plane.router.route(num_tokens, prompt.chains, first_from_prefill=first_from_prefill)
         plane.observe(num_tokens, decision.uncached_tokens)
         decided_s = record.since("decide", begun_s)
         if record.trace is not None:

@@ -104,7 +104,7 @@ class PrefillOrchestrator:
                 try:
                     # Never to another remote cluster: the client has waited enough. Where notice was given, nothing
                     # has gone wrong yet, and its neighbours are as fast.
-                    decision = self._plane.route(
+                    decision = self._plane.router.route(
                         num_tokens, prompt.chains, avoid=failed, offload=fallback == PREEMPTED
                     )
                 except NoDecodeInstanceError:
@@ -125,9 +125,9 @@ class PrefillOrchestrator:
             NoDecodeInstanceError: no other engine can decode.
         """
         if isinstance(prompt, DirectPrompt):
-            decision = self._plane.route(0, None, avoid=avoid)
+            decision = self._plane.router.route(0, None, avoid=avoid)
         else:
-            decision = self._plane.route(len(prompt.token_ids), prompt.chains, avoid=avoid)
+            decision = self._plane.router.route(len(prompt.token_ids), prompt.chains, avoid=avoid)
         return await self.prepare(request, prompt, decision, avoid)
 
     async def prepare_near(
@@ -138,7 +138,7 @@ class PrefillOrchestrator:
         Raises:
             NoDecodeInstanceError: no engine can decode.
         """
-        decision = self._plane.route(len(prompt.token_ids), prompt.chains, avoid=avoid, offload=False)
+        decision = self._plane.router.route(len(prompt.token_ids), prompt.chains, avoid=avoid, offload=False)
         prepared = await self.prepare(request, prompt, decision, avoid)
         return replace(prepared, fallback=prepared.fallback or fallback)
 
@@ -211,7 +211,7 @@ class PrefillOrchestrator:
     def delivered(self, prepared: PreparedRequest) -> None:
         """The decode engine answers, so it holds the prompt now."""
         if prepared.prompt is not None:
-            self._plane.expect(prepared.decode, prepared.prompt.chains)
+            self._plane.prefixes.expect(prepared.decode, prepared.prompt.chains)
 
     def abandon(self, prepared: PreparedRequest, reason: str) -> None:
         """The decode engine may never take the transfer: have its staging freed."""
@@ -219,7 +219,7 @@ class PrefillOrchestrator:
 
     def _note_rejections(self, request: ServingRequest, consumer: str) -> None:
         for producer in self._staging_bytes:
-            why = self._plane.incompatible(producer, consumer)
+            why = self._plane.compatibility.reason(producer, consumer)
             if why is not None:
                 request.record.note(f"{producer} may send nothing to {consumer}: {why}")
 

@@ -235,7 +235,7 @@ class PrefillHop:
         self, spec: TransferSpec, body: bytes, request: ServingRequest, spans: HopTrace | None
     ) -> bytes:
         """The producer's answer. Raises EngineCallError."""
-        producer = self._plane.instance(spec.producer)
+        producer = self._plane.members.instance(spec.producer)
         headers = request.headers if spans is None else spans.headers(request.headers)
         timeout_s = self._options.prefill_timeout_s
         answer = await self._client.call(producer, Endpoint.COMPLETIONS.path, body, headers, timeout_s)
@@ -260,7 +260,7 @@ class PrefillHop:
         late_s = self._deadline_s(spec)
         self._check_frozen(spec)
         prefill_timeout_s = self._options.prefill_timeout_s
-        _check_compatible(self._plane.incompatible(spec.producer, spec.consumer))
+        _check_compatible(self._plane.compatibility.reason(spec.producer, spec.consumer))
 
         async def prefill() -> tuple[float, int | None]:
             answer = await self._prefill(spec, body, request, spans)
@@ -342,14 +342,15 @@ class PrefillHop:
         """Wait for the transfer to be opened. Raises TransferFailedError as soon as it is known that it cannot be."""
         clock = self._plane.loop_clock
         until_s = clock() + self._options.announce_grace_s
-        _check_compatible(self._plane.incompatible(spec.producer, spec.consumer))
+        _check_compatible(self._plane.compatibility.reason(spec.producer, spec.consumer))
         while not self._transfers.announced(ticket):
             left_s = until_s - clock()
             # Not asked at once: most transfers are announced in a moment, and this would hold them up.
             await asyncio.wait((arrival,), timeout=min(_ASK_PRODUCER_S, max(left_s, 0.0)))
             if arrival.done():
                 break
-            _check_compatible(await self._plane.ask_incompatible(spec.producer, spec.consumer))
+            await self._plane.compatibility.ask(spec.producer)
+            _check_compatible(self._plane.compatibility.reason(spec.producer, spec.consumer))
             if left_s <= 0:
                 return False
         return True
@@ -364,7 +365,10 @@ class PrefillHop:
 
     def _link_bits_per_s(self, spec: TransferSpec) -> float | None:
         """As the deployment file says; None inside of a cluster."""
-        pair = (self._plane.instance(spec.producer).cluster, self._plane.instance(spec.consumer).cluster)
+        pair = (
+            self._plane.members.instance(spec.producer).cluster,
+            self._plane.members.instance(spec.consumer).cluster,
+        )
         return self._bandwidth_bits_per_s.get(pair)
 
     def _report(self, spec: TransferSpec, failure: EngineCallError | TransferFailedError) -> HopFailedError:
@@ -373,13 +377,13 @@ class PrefillHop:
         if isinstance(failure, EngineCallError):
             if failure.blame is not Blame.NONE and not failure.is_clients_fault:
                 lost_cache = failure.blame is Blame.DEAD
-                self._plane.suspect(spec.producer, str(failure), lost_cache=lost_cache)
+                self._plane.health.suspect(spec.producer, str(failure), lost_cache=lost_cache)
             hopeless = failure.is_clients_fault or failure.reason == OWN_RESOURCES
             return HopFailedError(failure.reason, hopeless=hopeless)
         if failure.reason == CONSUMER_SILENT:
-            self._plane.suspect(spec.consumer, str(failure))
+            self._plane.health.suspect(spec.consumer, str(failure))
         elif failure.reason not in BLAMES_NOBODY:
-            self._plane.suspect(spec.producer, str(failure))
+            self._plane.health.suspect(spec.producer, str(failure))
         # No other producer could reach such a consumer either; it prefills, if it lives.
         return HopFailedError(failure.reason, hopeless=failure.reason in HOPELESS)
 

@@ -67,7 +67,7 @@ class PrefixMoves:
         self, request: ServingRequest, prompt: TokenizedPrompt, decision: Decision, wanted: CacheTransfer
     ) -> CopyResult:
         """Pool to pool."""
-        pool = self._deployment.pool_of(self._plane.instance(decision.prefill))
+        pool = self._deployment.pool_of(self._plane.members.instance(decision.prefill))
         if pool is None:
             self._note(request, "target", 0)
             return CopyResult(0, 0, "target: there is no pool")
@@ -78,7 +78,7 @@ class PrefixMoves:
             # Only an abundant link is worth a cache transfer (section 3.4.3). Inside a cluster nothing is held up.
             background=source.cluster != pool.cluster,
         )
-        with self._plane.planned(decision):
+        with self._plane.cluster_state.planned(decision):
             result = await self._copier.copy(
                 wanted.source,
                 pool.name,

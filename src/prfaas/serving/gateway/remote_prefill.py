@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 from prfaas.core.deployment import Deployment, pulls
 from prfaas.core.scheduling import Decision
+from prfaas.serving.control.cluster_state import OpenPrefill
 from prfaas.serving.gateway.context import GatewayContext
-from prfaas.serving.gateway.control_plane import PrefillWork
 from prfaas.serving.gateway.egress_bill import EgressBill
 from prfaas.serving.gateway.first_token import FirstTokenAsk, FirstTokenHeldError, SampledTokens
 from prfaas.serving.gateway.hop_failure import KeptPart
@@ -33,7 +33,7 @@ class _RemotePrefill:
     """What the prefill may start from."""
     wanted: str
     """The instance that it was moved to."""
-    work: PrefillWork
+    work: OpenPrefill
     stack: AsyncExitStack
     """Gives the instance back."""
     ask: FirstTokenAsk | None
@@ -93,11 +93,11 @@ class RemotePrefills:
                 stack.callback(self._abandon_unused, moved.transfer, wanted, attempt)
             # 2. Wait until an instance of the cluster is free for the prefill. From then on it counts as its work, and
             #    requests that are decided meanwhile see that.
-            decision = await stack.enter_async_context(self._plane.admit(decision, prompt.chains))
+            decision = await stack.enter_async_context(self._plane.admission.admit(decision, prompt.chains))
             request.record.since("turn", begun_s)
             request.record.waits_for = WaitsFor.PREFILL
             attempt.decision = decision
-            self._plane.expect(decision.prefill, prompt.chains)
+            self._plane.prefixes.expect(decision.prefill, prompt.chains)
             work = stack.enter_context(self._plane.prefilling(decision))
             # NIXL frees the blocks after one reader, and its producer leaves the last token of some models out.
             pulled = ask is None and request.samples == 1 and self._reads(decision)
@@ -116,7 +116,9 @@ class RemotePrefills:
     def _reads(self, decision: Decision) -> bool:
         """Whether the decode engine reads the KV by NIXL."""
         # Of the plane: an instance that has just left the file may have work to end.
-        producer, consumer = (self._plane.instance(name) for name in (decision.prefill, decision.decode))
+        producer, consumer = (
+            self._plane.members.instance(name) for name in (decision.prefill, decision.decode)
+        )
         return pulls(self._deployment, producer, consumer)
 
     async def _until_soon(self, running: _RemotePrefill) -> PreparedRequest:

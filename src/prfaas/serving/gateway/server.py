@@ -14,13 +14,13 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 
 from prfaas.core.deployment import GATEWAY, AppliedDeployment, Deployment, Instance
 from prfaas.core.kv import KvModel
-from prfaas.serving.control.history import StateHistory
+from prfaas.serving.console.history import StateHistory
+from prfaas.serving.control.plane import LivePlane
 from prfaas.serving.descriptors import DescriptorBudget, raise_descriptor_limit
 from prfaas.serving.gateway.admin import AdminRoutes
 from prfaas.serving.gateway.admission import Admission
 from prfaas.serving.gateway.certificate_watch import CertificateWatch
 from prfaas.serving.gateway.context import GatewayContext, GatewayOptions, ThreadOffload
-from prfaas.serving.gateway.control_plane import ControlPlane
 from prfaas.serving.gateway.decode import Decoder
 from prfaas.serving.gateway.draining import Draining
 from prfaas.serving.gateway.engine_client import EngineCallError, EngineClient
@@ -45,6 +45,7 @@ from prfaas.serving.gateway.transcript import AnswerText
 from prfaas.serving.gateway.validation import Validation
 from prfaas.serving.pool.copier import PoolCopier, pool_observers
 from prfaas.serving.reloading import Reloader
+from prfaas.serving.running_deployment import RunningDeployment
 from prfaas.serving.secret_files import load_token
 from prfaas.serving.tracing.collector import collector_of
 from prfaas.serving.transport.ticket import load_key
@@ -68,7 +69,7 @@ class Gateway:
     def __init__(
         self,
         deployment: Deployment,
-        plane: ControlPlane,
+        plane: LivePlane,
         kv_model: KvModel | None,
         options: GatewayOptions,
         registry: CollectorRegistry,
@@ -77,6 +78,7 @@ class Gateway:
         reloader: Reloader | None,
     ) -> None:
         """Raises KeyFileError, AdminTokenError and TraceHeadersError for a file that can't be used."""
+        running = RunningDeployment(deployment) if reloader is None else reloader.running
         key = load_key(deployment.security.key_file)
         token_file = deployment.gateway.admin.token_file
         model = deployment.model
@@ -118,11 +120,13 @@ class Gateway:
         security = deployment.security
         self._tenants = tenants = Tenants(key, security.tenant_header, security.tenant_weights)
         self._hop = PulledHop(deployment, key, self._transfers, tenants, context)
-        plane.listeners.frozen.append(lambda name, reason: self._client.bar(plane.instance(name), reason))
+        plane.listeners.frozen.append(
+            lambda name, reason: self._client.bar(plane.members.instance(name), reason)
+        )
         plane.listeners.frozen.append(self._hop.frozen)
         plane.listeners.silent.append(self._hop.silent)
         plane.listeners.noticed.append(self._hop.noticed)
-        self._copier = PoolCopier(deployment, key, pool_observers(deployment, GATEWAY, key, tls))
+        self._copier = PoolCopier(running, key, pool_observers(deployment, GATEWAY, key, tls))
         self._prefixes = PrefixMoves(deployment, self._hop, self._copier, tenants, context)
         self._prefill = prefill = PrefillOrchestrator(deployment, self._hop, self._prefixes, context)
         decoder = Decoder(prefill, context)
@@ -137,7 +141,7 @@ class Gateway:
         self._shadow = Shadow(ShadowOptions(deployment.gateway.shadow), context)
         self._tracing = _tracing(deployment, self._metrics)
         log = RequestLog(options.kept_records, context.metrics, self._tracing)
-        self._admission = Admission(deployment.gateway.limits, plane)
+        self._admission = Admission(deployment.gateway.limits, plane.waits)
         self._parser = RequestParser(deployment, options, self._json_threads)
         self._generation = generation = Generation(
             context,
@@ -159,12 +163,12 @@ class Gateway:
         self.routes = Routes(deployment, generation, context)
         token = None if token_file is None else load_token(token_file)
         self.history = StateHistory(plane.state)
-        self.admin_routes = AdminRoutes(deployment, kv_model, log, context, self.history, token, reloader)
+        self.admin_routes = AdminRoutes(running, kv_model, log, context, self.history, token, reloader)
         if reloader is not None:
             reloader.follow(self)
 
-    def adopt(self, applied: AppliedDeployment) -> None:
-        """Serve this deployment from now on. What is open goes on."""
+    def follow(self, _before: AppliedDeployment, applied: AppliedDeployment) -> None:
+        """Serve another deployment from now on. What is open goes on."""
         running, config = applied.running, applied.said.gateway
         self._decoders = _decoders(running)
         self._http.be_patient(config.first_byte_s, config.idle_s)
@@ -176,13 +180,12 @@ class Gateway:
             task.add_done_callback(self._forgetting.discard)
         self.descriptors.reserved = _reserved_descriptors(running)
         self._tenants.adopt(running.security.tenant_header, running.security.tenant_weights)
-        for part in (self._hop, self._copier, self._prefixes, self._prefill, self._parser, self.certificates):
+        for part in (self._hop, self._prefixes, self._prefill, self._parser, self.certificates):
             part.adopt(running)
         self._admission.adopt(config.limits)
         self._generation.adopt(config.route_header, running.routing.policy)
         self._shadow.adopt(config.shadow)
         self._first_tokens.adopt(running)
-        self.admin_routes.adopt(applied)
 
     async def introduce(self) -> None:
         """Ask a decode engine how it makes token ids, as soon as one answers; then do nothing."""
@@ -277,7 +280,7 @@ def _decoders(deployment: Deployment) -> list[Instance]:
 
 async def serve_gateway(
     deployment: Deployment,
-    plane: ControlPlane,
+    plane: LivePlane,
     *,
     kv_model: KvModel | None,
     ready: Callable[[int], None] | None = None,
@@ -323,7 +326,7 @@ async def serve_gateway(
 
 async def _serve(
     deployment: Deployment,
-    plane: ControlPlane,
+    plane: LivePlane,
     gateway: Gateway,
     ready: Callable[[int], None] | None,
     admin_ready: Callable[[int], None] | None,

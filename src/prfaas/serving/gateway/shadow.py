@@ -89,7 +89,7 @@ class Shadow:
             self._count("skipped")
             return
         given = _given(request, prepared, written)
-        engine = self._plane.idle_decode_instance() if given is not None else None
+        engine = self._plane.cluster_state.idle_decode_instance() if given is not None else None
         if given is None or engine is None:
             self._count("skipped")
             return
@@ -106,7 +106,7 @@ class Shadow:
         try:
             while not asked.done():
                 await asyncio.wait((asked,), timeout=_YIELD_S)
-                if not asked.done() and self._plane.is_used(engine):
+                if not asked.done() and self._plane.cluster_state.is_used(engine):
                     self._count("yielded")
                     return
             outcome = compared(
@@ -137,7 +137,7 @@ class Shadow:
         }
         body.pop("stream_options", None)
         answer = await self._client.call(
-            self._plane.instance(engine),
+            self._plane.members.instance(engine),
             Endpoint.COMPLETIONS.path,
             orjson.dumps(body, default=list),
             {"Content-Type": "application/json"},
