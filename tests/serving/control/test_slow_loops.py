@@ -3,6 +3,7 @@
 import asyncio
 import math
 import random
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -269,3 +270,20 @@ def test_decode_facts(deployment: Deployment, tmp_path: Path, clock: FakeClock) 
 
 def _local(prefill: str) -> Decision:
     return decision(prefill, "home-d1", prefill_tokens=9000)
+
+
+@pytest.mark.parametrize(("decoding", "waits"), [(3, (5.0, 0.0)), (18, (3.0, 2.0)), (40, (0.0, 5.0))])
+def test_who_waits_for_a_slot_waits_for_no_prefill(
+    deployment: Deployment, clock: FakeClock, decoding: int, waits: tuple[float, float]
+) -> None:
+    """Five wait in the engine of an instance that does both, with sixteen slots; nobody is counted twice."""
+    slow = Slow(deployment, clock)
+    for name in ("home-p0", "home-p1", "home-d0"):
+        slow.cluster_state.instance(name).healthy = False
+    slow.cluster_state.set_roles("home-d1", ["prefill", "decode"])
+    slow.engines["home-d1"].add(read_exposition(b"vllm:num_requests_waiting 5\n"), clock())
+    with ExitStack() as open_there:
+        for _ in range(decoding):
+            open_there.enter_context(slow.cluster_state.decoding("home-d1", 0))
+        (load,) = slow.usage.loads(clock() + 1.0)
+    assert (load.prefill.waiting, load.decode.waiting) == waits

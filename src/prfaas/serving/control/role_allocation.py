@@ -169,13 +169,16 @@ def stage_utilisation(
     """
 
     def work_of(name: str) -> InstanceWork:
-        waiting = engines[name].waiting
+        view, waiting = cluster_state.instance(name), engines[name].waiting
+        # An engine has one queue. Of one that does both, those wait for a decode slot that are beyond its slots.
+        beyond = max(view.decoding - view.decode_slots, 0) if view.prefills else waiting
+        waiting_decodes = min(waiting, beyond)
         return InstanceWork(
             busy_s=cluster_state.prefill_busy_s(name),
             decoding_s=cluster_state.decoding_s(name),
             open_prefills=cluster_state.open_prefills(name),
-            waiting_prefills=waiting,
-            waiting_decodes=waiting,
+            waiting_prefills=waiting - waiting_decodes,
+            waiting_decodes=waiting_decodes,
         )
 
     return StageUtilisation(cluster_state.view, work_of, pooled, clock())
