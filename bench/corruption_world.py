@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from prfaas.core.deployment import TransferLimits
 from prfaas.core.kv.groups import GroupKind
 from prfaas.serving.engines.page_digests import DIGEST_BYTES
 from prfaas.serving.engines.vllm.consumer import KvConsumer
@@ -285,7 +286,9 @@ class Rank:
         _until(lambda: self.sender.meet("home"))
         self.stats = ConnectorStats()
         self.producer = KvProducer(self.layout, wires, self.sender, WAIT_S, self.stats)
-        self.consumer = KvConsumer(home_wires, self.receiver, WAIT_S, WAIT_S, self.stats)
+        self.consumer = KvConsumer(
+            home_wires, self.receiver, TransferLimits(load_wait_s=WAIT_S, staging_ttl_s=WAIT_S), self.stats
+        )
 
     def close(self) -> None:
         self.gate.set()

@@ -43,10 +43,8 @@ from fidelity_live import Depth, profile_files
 from fidelity_stack import EAST
 from machine_pace import metered, pace_between, paces_over, readings_in
 from measured_model import MeasuredModel
-from prfaas.core.deployment import ControlConfig, PlannedDeployment
-from prfaas.core.deployment.gateway import GatewayLimits
+from prfaas.core.deployment import ControlConfig, GatewayLimits, PlannedDeployment, Routing
 from prfaas.core.deployment.load import load_planned
-from prfaas.core.deployment.schema import RoutingSection
 from prfaas.core.planner import best_operation, problem_of
 from prfaas.core.units import parse_bits_per_s
 from prfaas.core.workload import TracedRequest
@@ -260,7 +258,7 @@ def report(document: dict[str, Any], options: argparse.Namespace) -> None:
 
 def default_policy() -> str:
     """What a deployment file without `routing.policy` gets."""
-    return str(RoutingSection.model_fields["policy"].default)
+    return str(Routing().policy)
 
 
 def _policies(text: str) -> list[str]:

@@ -67,7 +67,14 @@ class _Plane:
         self.links = self
 
     def instance(self, name: str) -> Instance:
-        return Instance(name, "far" if name == "remote" else "pd", ("prefill",), "127.0.0.1", 1, 2, 1)
+        return Instance(
+            name=name,
+            cluster="far" if name == "remote" else "pd",
+            roles=("prefill",),
+            host="127.0.0.1",
+            http_port=1,
+            kv_port=2,
+        )
 
     def resent_bytes(self, _producer: str, _consumer: str) -> int:
         return 0

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from prfaas.core.deployment import TransferLimits
 from prfaas.serving.transport import (
     BytesSource,
     ChunkSource,
@@ -128,7 +129,7 @@ def send(job: Job) -> None:
     identity = job.identity("p")
     encrypted = identity is not None
     peer = Peer("c/0", job.host, job.port, "link", job.connections, job.bits_per_s, encrypted=encrypted)
-    options = SenderOptions(checksums=job.checksums)
+    options = SenderOptions(limits=TransferLimits(checksums=job.checksums))
     sender = Sender(name="p/0", key=KEY, peers={"c/0": peer}, fingerprint={}, options=options, tls=identity)
     sender.start()
     shown = sources(job, content(job.nbytes))

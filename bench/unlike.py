@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
+from prfaas.core.deployment import TransferLimits
 from prfaas.core.kv.groups import GroupKind, region_bytes
 from prfaas.serving.engines.vllm.consumer import KvConsumer
 from prfaas.serving.engines.vllm.layout import EngineGroup, KvLayout, Packing, page_layout
@@ -135,7 +136,9 @@ class Way:
         self._await(lambda: self.sender.stats()["peers"]["home/0"]["connections"] == 2)
         stats = ConnectorStats()
         self.producer = KvProducer(self.east.layout, sending, self.sender, WAIT_S, stats)
-        self.consumer = KvConsumer(loading, self.receiver, WAIT_S, WAIT_S, stats)
+        self.consumer = KvConsumer(
+            loading, self.receiver, TransferLimits(load_wait_s=WAIT_S, staging_ttl_s=WAIT_S), stats
+        )
 
     def close(self) -> None:
         self.consumer.close()

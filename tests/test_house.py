@@ -19,7 +19,7 @@ LONG_FUNCTIONS = {
     # Rooms that are still to be taken apart: gateway, transport, pool, lab.
     *("serving.gateway.server:Gateway.__init__", "serving.gateway.prefill:PrefillOrchestrator.prepare"),
     "serving.transport.receiver:Receiver.__init__",
-    *("serving.pool.neighbours:PoolNeighbours.__init__", "serving.pool.node:serve_pool"),
+    "serving.pool.node:serve_pool",
     *("lab.simulator.scenario:scenario_of", "lab.report.plan_figures:plot_sweep", "api:simulate"),
     *("core.scheduling.candidates:best_candidate", "core.scheduling.cache_transfers:with_cache"),
     *("core.planner.plan:make_plan", "tools.profiling.estimate:estimate"),
@@ -41,7 +41,6 @@ MANY_COLLABORATORS = {
         "serving.transport.receiver:Receiver.__init__",
         "serving.transport.sibling_staging:SiblingStaging.__init__",
     ),
-    "serving.engines.vllm.consumer:KvConsumer.__init__",
     "serving.transport.receiver_connection:ReceiverConnection.__init__",
     *("serving.transport.sender:Sender.__init__", "serving.transport.staging:StagedTransfer.__init__"),
 }

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import typer
 
 from prfaas.cli.common import CliError, made_folder, print_json
+from prfaas.cli.draft import Draft, DraftError, DraftLink, DraftSite, drafted_source
 from prfaas.cli.init_questions import ask as ask_for
 from prfaas.cli.init_questions import ask_links, ask_model, ask_sites
 from prfaas.core.deployment import DeploymentError, load_deployment
-from prfaas.core.deployment.draft import Draft, DraftError, DraftLink, DraftSite, drafted_source
 from prfaas.core.extras import how_to_install
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import typer
 
-from prfaas.core.deployment.draft import DraftError, DraftLink, DraftSite, check_model
+from prfaas.cli.draft import DraftError, DraftLink, DraftSite, check_model
 
 
 def ask(question: str, default: str | None = None) -> str:

@@ -32,6 +32,7 @@ from prfaas.cli.profile import profile
 from prfaas.cli.reload import reload
 from prfaas.cli.replay import replay
 from prfaas.cli.reproduce import reproduce
+from prfaas.cli.schema import schema
 from prfaas.cli.serve import serve
 from prfaas.cli.simulate import simulate
 from prfaas.cli.status import status
@@ -66,6 +67,7 @@ app = typer.Typer(
 )
 for command in (
     init,
+    schema,
     up,
     serve,
     engine,

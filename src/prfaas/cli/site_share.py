@@ -35,8 +35,8 @@ def share_of(deployment: "Deployment", site_name: str | None, with_gateway: bool
         DeploymentError: there is no such site.
         CliError: nothing of the site runs here, or options contradict each other.
     """
-    from prfaas.core.deployment import site_named
     from prfaas.serving.engines.preparation import is_here
+    from prfaas.tools.emit.site import site_named
 
     if site_name is None:
         if not with_gateway:

@@ -1,18 +1,18 @@
-"""What one deployment says other than another: every field has a rule, none is overlooked, none is made up."""
+"""What one deployment says other than another: no field is overlooked."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_origin
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from prfaas.core.deployment import AppliedDeployment, Deployment, Instance, difference, load_deployment
-from prfaas.core.deployment.difference import RULES, FieldPath
 from prfaas.core.deployment.examples import example_path
 from prfaas.core.deployment.pool import PoolSpace
+from prfaas.core.deployment.section import FieldFacts, fields_of
 
 TEXT = """
 name: two
@@ -54,29 +54,38 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Deployment:
     return replace(found, routing=replace(found.routing, params={"patience": 2.0}))
 
 
-def reachable(kind: Any, path: FieldPath) -> Iterator[FieldPath]:
-    """The places of all fields below a type, `*` for names, as deep as there are rules."""
-    if path in RULES:
-        yield path
-    elif is_dataclass(kind):
-        hints = get_type_hints(kind)
-        for field in fields(kind):
-            # What says where an element is, is its name.
-            if field.name not in ("name", "cluster", "source", "target") or path in (
-                (),
-                ("gateway",),
-                ("model",),
-            ):
-                yield from reachable(hints[field.name], (*path, field.name))
-    elif getattr(kind, "__origin__", None) in (tuple, Mapping) and path[-1:] != ("hosts",):
-        inner = get_args(kind)[0 if kind.__origin__ is tuple else 1]
-        yield from reachable(inner, (*path, "*"))
-    else:
-        yield path
+FieldPath = tuple[str, ...]
 
 
-def test_every_field_has_a_rule_and_every_rule_a_field() -> None:
-    assert set(reachable(Deployment, ())) == set(RULES)
+def places(section: type, path: FieldPath = ()) -> Iterator[tuple[FieldPath, FieldFacts]]:
+    """All fields that are compared, by their places in a deployment: `*` for the name of an element."""
+    for field in fields_of(section).values():
+        # What says where an element is, is its name.
+        is_name = path[-1:] == ("*",) and field.name in ("name", "cluster", "source", "target")
+        here = (*path, field.name)
+        if is_name or (field.on_change is not None and not field.on_change.is_compared):
+            continue
+        if field.is_list_of_sections:
+            assert field.section is not None
+            yield from places(field.section, (*here, "*"))
+        elif field.section is not None and not field.is_optional:
+            yield from places(field.section, here)
+        else:
+            yield (*here, "*") if get_origin(field.kind) is Mapping else here, field
+
+
+PLACES = dict(places(Deployment))
+
+
+def test_every_field_says_what_its_change_needs() -> None:
+    assert len(PLACES) > 90
+    assert [path for path, field in PLACES.items() if field.on_change is None] == []
+
+
+def needs(path: FieldPath) -> str | None:
+    on_change = PLACES[path].on_change
+    assert on_change is not None
+    return on_change.needs
 
 
 def other(value: Any, path: FieldPath) -> Any:
@@ -107,24 +116,24 @@ def changed(value: Any, rule: FieldPath, path: FieldPath = ()) -> Any:
     return replace(value, **{head: changed(getattr(value, head), rest, (*path, head))})
 
 
-@pytest.mark.parametrize("rule", RULES, ids=".".join)
-def test_a_change_of_any_field_is_seen_once_and_by_its_rule(base: Deployment, rule: FieldPath) -> None:
+@pytest.mark.parametrize("rule", PLACES, ids=".".join)
+def test_a_change_of_any_field_is_seen_once_and_needs_what_it_says(base: Deployment, rule: FieldPath) -> None:
     after = changed(base, rule)
     for found in (difference(base, after), difference(after, base)):
         (change,) = found.changes
-        assert change.needs == RULES[rule].needs
-        assert bool(found.live) == (RULES[rule].needs is None)
+        assert change.needs == needs(rule)
+        assert bool(found.live) == (needs(rule) is None)
         assert not found.added and not found.removed
 
 
-@given(st.sets(st.sampled_from(sorted(RULES))))
+@given(st.sets(st.sampled_from(sorted(PLACES))))
 def test_many_changes_are_all_seen(base: Deployment, rules: set[FieldPath]) -> None:
     after = base
     for rule in rules:
         after = changed(after, rule)
     found = difference(base, after)
     assert len(found.changes) == len(rules)
-    assert sorted(str(change.needs) for change in found.changes) == sorted(str(RULES[r].needs) for r in rules)
+    assert sorted(str(change.needs) for change in found.changes) == sorted(str(needs(r)) for r in rules)
     assert not difference(after, after)
 
 

@@ -4,14 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from prfaas.core.deployment import (
-    Deployment,
-    DeploymentError,
-    load_deployment,
-    openings_of,
-    pulls,
-    uses_nixl,
-)
+from prfaas.core.deployment import Deployment, DeploymentError, load_deployment
+from prfaas.tools.emit.openings import openings_of
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "local.yaml"
 POOL = "    pool: {memory: 256 MiB, ssd: 1 GiB, kv_port: 18301}\n"
@@ -35,19 +29,19 @@ def loaded(tmp_path: Path, **more: tuple[str, str]) -> Deployment:
 def test_nixl_is_between_engines_of_one_pd_cluster(tmp_path: Path) -> None:
     deployment = loaded(tmp_path)
     assert deployment.engine.local_transfer == "nixl"
-    with_nixl = {each.name for each in deployment.instances if uses_nixl(deployment, each)}
+    with_nixl = {each.name for each in deployment.instances if deployment.uses_nixl(each)}
     assert with_nixl == {"home-prefill-0", "home-decode-0"}
     far, near, decode = deployment.instances
-    assert pulls(deployment, near, decode)
-    assert not pulls(deployment, far, decode) and not pulls(deployment, near, far)
+    assert deployment.pulls(near, decode)
+    assert not deployment.pulls(far, decode) and not deployment.pulls(near, far)
 
 
 def test_our_own_transport_is_the_default() -> None:
     deployment = load_deployment(EXAMPLE)
     assert deployment.engine.local_transfer == "prfaas"
-    assert not any(uses_nixl(deployment, each) for each in deployment.instances)
+    assert not any(deployment.uses_nixl(each) for each in deployment.instances)
     _, near, decode = deployment.instances
-    assert not pulls(deployment, near, decode)
+    assert not deployment.pulls(near, decode)
 
 
 def test_its_port_is_open_inside_of_the_cluster(tmp_path: Path) -> None:

@@ -138,7 +138,14 @@ def deployment_of(
 
     def instance(name: str, cluster: str, role: Any) -> Instance:
         engine = engines[name]
-        return Instance(name, cluster, (role,), "127.0.0.1", engine.http_port, engine.kv_port, 1)
+        return Instance(
+            name=name,
+            cluster=cluster,
+            roles=(role,),
+            host="127.0.0.1",
+            http_port=engine.http_port,
+            kv_port=engine.kv_port,
+        )
 
     decoders = [instance(name, "pd", "decode") for name in engines if name not in ("remote", "local")]
     return Deployment(

@@ -7,7 +7,9 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
+from prfaas.core.deployment import TransferLimits
 from prfaas.serving.transport import (
     BytesSource,
     OutgoingTransfer,
@@ -29,27 +31,34 @@ from prfaas.serving.transport.pacing import PaceOrder
 
 KEY = bytes(range(32))
 FINGERPRINT = {"model": "tiny", "layers": 4, "dtype": "bf16"}
-FAST_RECEIVER = ReceiverOptions(
+_Options = TypeVar("_Options", ReceiverOptions, SenderOptions)
+
+
+def with_options(options: _Options, **values: Any) -> _Options:
+    """Other options, or limits of theirs, by name."""
+    limits = {name: values.pop(name) for name in TransferLimits.__dataclass_fields__ if name in values}
+    return replace(options, **values, limits=replace(options.limits, **limits))
+
+
+FAST_RECEIVER = with_options(
+    ReceiverOptions(tombstone_s=60.0, handshake_s=2.0),
     staging_wait_s=5.0,
     resume_s=1.0,
     progress_deadline_s=2.0,
-    ttl_s=60.0,
-    tombstone_s=60.0,
-    handshake_s=2.0,
+    staging_ttl_s=60.0,
 )
-FAST_SENDER = SenderOptions(
-    accept_deadline_s=10.0,
+FAST_SENDER = with_options(
+    SenderOptions(
+        accept_margin_s=5.0, transfer_deadline_s=5.0, connect_s=2.0, backoff_min_s=0.01, backoff_max_s=0.1
+    ),
+    staging_wait_s=5.0,
     resume_s=1.0,
     progress_deadline_s=1.0,
-    transfer_deadline_s=5.0,
-    connect_s=2.0,
-    backoff_min_s=0.01,
-    backoff_max_s=0.1,
 )
 # For tests in which nothing is given up: on a machine that starves them, a second is soon over.
-PATIENT_RECEIVER = replace(FAST_RECEIVER, resume_s=60.0, progress_deadline_s=60.0)
-PATIENT_SENDER = replace(
-    FAST_SENDER, resume_s=60.0, progress_deadline_s=60.0, transfer_deadline_s=60.0, accept_deadline_s=70.0
+PATIENT_RECEIVER = with_options(FAST_RECEIVER, resume_s=60.0, progress_deadline_s=60.0)
+PATIENT_SENDER = with_options(
+    FAST_SENDER, resume_s=60.0, progress_deadline_s=60.0, transfer_deadline_s=60.0, accept_margin_s=65.0
 )
 
 

@@ -54,6 +54,7 @@ from .harness import (
     make_receiver,
     make_sender,
     make_ticket,
+    with_options,
 )
 from .proxy import FaultyProxy
 
@@ -208,13 +209,13 @@ def test_result_is_exact_through_a_faulty_link(
     receiver = make_receiver(
         arena,
         layout=layout,
-        options=replace(PATIENT_RECEIVER, progress_deadline_s=10.0),
+        options=with_options(PATIENT_RECEIVER, progress_deadline_s=10.0),
         tls=authority.identity("c"),
     )
     sender = make_sender(
         proxy.start(receiver.port),
         connections=connections,
-        options=replace(PATIENT_SENDER, chunk_bytes=64 << 10, progress_deadline_s=10.0),
+        options=with_options(PATIENT_SENDER, chunk_bytes=64 << 10, progress_deadline_s=10.0),
         tls=authority.identity("p"),
     )
     world = World(receiver, sender, arena, layout, seed)
@@ -239,8 +240,8 @@ def test_sealed_memory_is_free_before_it_is_sent(make_world: MakeWorld, authorit
             through=proxy.start,
             connections=1,
             staging_bytes=64 << 20,
-            sender_options=replace(FAST_SENDER, progress_deadline_s=60.0, transfer_deadline_s=120.0),
-            receiver_options=replace(FAST_RECEIVER, progress_deadline_s=60.0, silence_s=60.0),
+            sender_options=with_options(FAST_SENDER, progress_deadline_s=60.0, transfer_deadline_s=120.0),
+            receiver_options=with_options(FAST_RECEIVER, progress_deadline_s=60.0, silence_s=60.0),
             **identities(authority),
         )
         world.layout.regions = 1

@@ -30,6 +30,7 @@ from .harness import (
     make_receiver,
     make_sender,
     make_ticket,
+    with_options,
 )
 from .proxy import FaultyProxy
 
@@ -66,9 +67,9 @@ def test_result_is_exact_through_a_faulty_link(
     arena = StagingArena(16 << 20, 256 << 10)
     layout = SizesByTokens()
     # Deadlines far off: a busy machine must not look like a dead peer here.
-    patient = replace(PATIENT_RECEIVER, progress_deadline_s=10.0)
+    patient = with_options(PATIENT_RECEIVER, progress_deadline_s=10.0)
     receiver = make_receiver(arena, layout=layout, options=patient)
-    options = replace(PATIENT_SENDER, chunk_bytes=64 << 10, progress_deadline_s=10.0)
+    options = with_options(PATIENT_SENDER, chunk_bytes=64 << 10, progress_deadline_s=10.0)
     sender = make_sender(proxy.start(receiver.port), connections=connections, options=options)
     world = World(receiver, sender, arena, layout, seed)
     try:
@@ -147,7 +148,7 @@ def test_producer_killed_fails_at_the_consumer(make_world: MakeWorld) -> None:
     began_s = time.monotonic()
     status = world.await_phase(ticket, TransferPhase.FAILED)
     assert status.reason == "connection to p/0 lost"
-    assert time.monotonic() - began_s < FAST_RECEIVER.resume_s + 60.0
+    assert time.monotonic() - began_s < FAST_RECEIVER.limits.resume_s + 60.0
     ticket, transfer, content = world.send(1000)  # the other run of p/0 is not touched
     await_over(transfer)
     assert world.take(ticket) == content
@@ -192,11 +193,11 @@ def test_consumer_restarted_within_the_grace_fails_the_transfer(make_world: Make
 def test_frozen_link_is_noticed(make_world: MakeWorld, proxies: Callable[..., FaultyProxy]) -> None:
     """No byte passes in either direction although all connections stay open."""
     proxy = proxies(seed=5)
-    options = replace(FAST_SENDER, progress_deadline_s=0.4, transfer_deadline_s=1.5, connect_s=0.3)
+    options = with_options(FAST_SENDER, progress_deadline_s=0.4, transfer_deadline_s=1.5, connect_s=0.3)
     world = make_world(
         through=proxy.start,
         sender_options=options,
-        receiver_options=replace(FAST_RECEIVER, progress_deadline_s=0.8),
+        receiver_options=with_options(FAST_RECEIVER, progress_deadline_s=0.8),
     )
     _, transfer, content = world.open(2_000_000)
     transfer.put(0, 0, BytesSource(content[0]))

@@ -3,7 +3,6 @@
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 
@@ -11,13 +10,13 @@ from prfaas.serving.transport import SendPhase
 from prfaas.serving.transport.sender_connection import SenderConnection
 from prfaas.serving.transport.wire import FrameType, Header
 
-from .harness import FAST_RECEIVER, FAST_SENDER, World, await_over, await_true
+from .harness import FAST_RECEIVER, FAST_SENDER, World, await_over, await_true, with_options
 from .proxy import FaultyProxy
 
 MakeWorld = Callable[..., World]
 # More than sockets can hold: the writer blocks inside a chunk.
 MEMORY_BYTES = 48 << 20
-PATIENT = replace(FAST_SENDER, progress_deadline_s=60.0, transfer_deadline_s=120.0, resume_s=60.0)
+PATIENT = with_options(FAST_SENDER, progress_deadline_s=60.0, transfer_deadline_s=120.0, resume_s=60.0)
 
 
 class Memory:
@@ -46,8 +45,8 @@ def test_recalled_memory_may_be_overwritten_while_the_socket_is_blocked(
         through=proxy.start,
         staging_bytes=2 * MEMORY_BYTES,
         connections=2,
-        sender_options=replace(PATIENT, checksums=checksums),
-        receiver_options=replace(FAST_RECEIVER, progress_deadline_s=60.0, silence_s=60.0, resume_s=60.0),
+        sender_options=with_options(PATIENT, checksums=checksums),
+        receiver_options=with_options(FAST_RECEIVER, progress_deadline_s=60.0, silence_s=60.0, resume_s=60.0),
     )
     world.layout.regions = 1
     ticket, transfer, (content,) = world.open(MEMORY_BYTES)

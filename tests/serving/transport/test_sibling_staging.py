@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from prfaas.core.deployment import TransferLimits
 from prfaas.serving.transport.lent_transfer import LentTransfer
 from prfaas.serving.transport.options import Peer, ReceiverOptions, SenderOptions
 from prfaas.serving.transport.outgoing import OutgoingTransfer
@@ -104,7 +105,7 @@ def ranks(ttl_s: float = 30.0, keep_s: float = 30.0, total_bytes: int = 64 << 10
             arena=arena,
             layout=Fixed(),
             fingerprint={},
-            options=ReceiverOptions(resume_s=0.3, ttl_s=30.0),
+            options=ReceiverOptions(limits=TransferLimits(resume_s=0.3, staging_ttl_s=30.0)),
         )
         for rank, arena in enumerate(arenas)
     ]
@@ -125,7 +126,11 @@ def ranks(ttl_s: float = 30.0, keep_s: float = 30.0, total_bytes: int = 64 << 10
         receiver.start()
     peer = Peer("home/0", "127.0.0.1", receivers[0].port, "east->home", 1, None)
     sender = Sender(
-        name="east/0", key=KEY, peers={"home/0": peer}, fingerprint={}, options=SenderOptions(resume_s=0.3)
+        name="east/0",
+        key=KEY,
+        peers={"home/0": peer},
+        fingerprint={},
+        options=SenderOptions(limits=TransferLimits(resume_s=0.3)),
     )
     sender.start()
     try:

@@ -14,7 +14,17 @@ import pytest
 from prfaas.serving.transport import BytesSource, Peer, Sender, SendPhase, TcpInfo, TransferPhase
 from prfaas.serving.transport.silence import LONGEST_LOOK_S, LookClock, Silence
 
-from .harness import FAST_SENDER, FINGERPRINT, KEY, SizesByTokens, World, await_over, await_true, make_ticket
+from .harness import (
+    FAST_SENDER,
+    FINGERPRINT,
+    KEY,
+    SizesByTokens,
+    World,
+    await_over,
+    await_true,
+    make_ticket,
+    with_options,
+)
 from .raw_peer import RawProducer
 
 MakeWorld = Callable[..., World]
@@ -84,7 +94,7 @@ def test_a_stop_of_this_process_counts_as_one_look() -> None:
 def test_signs_of_life_while_nothing_is_to_be_sent(make_world: MakeWorld) -> None:
     """A prefill that takes longer than every deadline of silence is no silence."""
     world = make_world(
-        sender_options=replace(FAST_SENDER, silence_s=0.6, resume_s=0.5, progress_deadline_s=10.0),
+        sender_options=with_options(FAST_SENDER, silence_s=0.6, resume_s=0.5, progress_deadline_s=10.0),
     )
     ticket, transfer, content = world.open(1000)
     world.await_phase(ticket, TransferPhase.RECEIVING)
@@ -124,7 +134,7 @@ def test_a_stopped_consumer_costs_time_and_no_memory(phase: str) -> None:
     assert consumer.stdin is not None
     port = int(consumer.stdout.readline())
     # Stopped for longer than a path may be silent.
-    options = replace(FAST_SENDER, silence_s=0.6, resume_s=0.5, progress_deadline_s=60.0)
+    options = with_options(FAST_SENDER, silence_s=0.6, resume_s=0.5, progress_deadline_s=60.0)
     sender = Sender(
         name="p/0",
         key=KEY,

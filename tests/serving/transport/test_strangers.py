@@ -29,6 +29,7 @@ from .harness import (
     await_over,
     await_true,
     our_threads,
+    with_options,
 )
 
 MakeWorld = Callable[..., World]
@@ -271,8 +272,8 @@ def test_a_dead_machine_is_noticed_by_the_kernel_as_soon_as_set(make_world: Make
     set_to = {"user_timeout_s": 7.0, "keepalive_s": 6.0}
     world = make_world(
         connections=1,
-        receiver_options=replace(FAST_RECEIVER, **set_to),
-        sender_options=replace(FAST_SENDER, **set_to),
+        receiver_options=with_options(FAST_RECEIVER, **set_to),
+        sender_options=with_options(FAST_SENDER, **set_to),
     )
     await_true(lambda: world.receiver.stats()["connections"] == 1, 5.0, lambda: "up")
     (received,) = world.receiver._connections

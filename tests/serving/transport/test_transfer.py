@@ -9,7 +9,7 @@ import pytest
 
 from prfaas.serving.transport import BytesSource, SendPhase, SourceGone, TransferPhase
 
-from .harness import FAST_RECEIVER, FAST_SENDER, World, await_over, await_true
+from .harness import FAST_RECEIVER, FAST_SENDER, World, await_over, await_true, with_options
 
 MakeWorld = Callable[..., World]
 
@@ -149,7 +149,9 @@ def test_staging_goes_to_the_background_last(make_world: MakeWorld) -> None:
 
 
 def test_staging_wait_ends_in_a_refusal(make_world: MakeWorld) -> None:
-    world = make_world(staging_bytes=4 << 20, receiver_options=replace(FAST_RECEIVER, staging_wait_s=0.3))
+    world = make_world(
+        staging_bytes=4 << 20, receiver_options=with_options(FAST_RECEIVER, staging_wait_s=0.3)
+    )
     first, _, _ = world.send(500_000)
     world.await_phase(first, TransferPhase.COMPLETE)
     _, transfer, _ = world.send(500_000)
@@ -186,7 +188,7 @@ def test_waiting_transfer_can_be_aborted_and_dropped(make_world: MakeWorld) -> N
 
 
 def test_complete_but_never_taken_expires(make_world: MakeWorld) -> None:
-    world = make_world(receiver_options=replace(FAST_RECEIVER, ttl_s=0.2))
+    world = make_world(receiver_options=with_options(FAST_RECEIVER, staging_ttl_s=0.2))
     ticket, transfer, _ = world.send(1000)
     await_over(transfer)
     status = world.await_phase(ticket, TransferPhase.FAILED)
@@ -196,7 +198,7 @@ def test_complete_but_never_taken_expires(make_world: MakeWorld) -> None:
 
 
 def test_end_without_the_bytes_fails(make_world: MakeWorld) -> None:
-    world = make_world(receiver_options=replace(FAST_RECEIVER, progress_deadline_s=0.4))
+    world = make_world(receiver_options=with_options(FAST_RECEIVER, progress_deadline_s=0.4))
     ticket, transfer, content = world.open(1000)
     transfer.put(0, 0, BytesSource(content[0]))
     transfer.end()
@@ -209,8 +211,8 @@ def test_end_without_the_bytes_fails(make_world: MakeWorld) -> None:
 
 def test_slow_prefill_is_no_failure(make_world: MakeWorld) -> None:
     world = make_world(
-        receiver_options=replace(FAST_RECEIVER, progress_deadline_s=0.2),
-        sender_options=replace(FAST_SENDER, progress_deadline_s=0.2, transfer_deadline_s=0.3),
+        receiver_options=with_options(FAST_RECEIVER, progress_deadline_s=0.2),
+        sender_options=with_options(FAST_SENDER, progress_deadline_s=0.2, transfer_deadline_s=0.3),
     )
     ticket, transfer, content = world.open(1000)
     for region, data in enumerate(content):

@@ -2,7 +2,6 @@
 
 from prfaas.core.deployment.addresses import EventsEndpoint, is_loopback, traces_url
 from prfaas.core.deployment.applied import AppliedDeployment
-from prfaas.core.deployment.containers import ContainerSettings, load_containers
 from prfaas.core.deployment.difference import DeploymentDifference, FieldChange, difference
 from prfaas.core.deployment.engine import EngineConfig, LocalTransfer, TransferLimits
 from prfaas.core.deployment.fleet import FleetConfig
@@ -15,9 +14,7 @@ from prfaas.core.deployment.gateway import (
     TracingConfig,
 )
 from prfaas.core.deployment.load import load_deployment, load_planned
-from prfaas.core.deployment.local_transfer import pulls, uses_nixl
 from prfaas.core.deployment.model import ModelRef, ModelSource, default_state_dir
-from prfaas.core.deployment.openings import CLIENTS, OPERATORS, Opening, openings_of
 from prfaas.core.deployment.planned import (
     EmpiricalLengths,
     FixedLengths,
@@ -40,7 +37,6 @@ from prfaas.core.deployment.security import (
     EngineTls,
     Security,
 )
-from prfaas.core.deployment.site import Machine, Site, gateway_site, site_named, sites_of
 from prfaas.core.deployment.source import DeploymentError
 from prfaas.core.deployment.types import (
     BUILT_IN_POLICIES,
@@ -61,19 +57,16 @@ from prfaas.core.deployment.types import (
 __all__ = [
     "BUILT_IN_POLICIES",
     "CERTIFICATE_NAMES",
-    "CLIENTS",
     "CONTROL",
     "DEFAULT_POLICY",
     "GATEWAY",
     "OBSERVERS",
-    "OPERATORS",
     "POLICY_ENTRY_POINTS",
     "SYNTHETIC",
     "TOOLS",
     "AdminConfig",
     "AppliedDeployment",
     "Cluster",
-    "ContainerSettings",
     "ControlConfig",
     "Deployment",
     "DeploymentDifference",
@@ -95,10 +88,8 @@ __all__ = [
     "Link",
     "LocalTransfer",
     "LogNormalLengths",
-    "Machine",
     "ModelRef",
     "ModelSource",
-    "Opening",
     "PlannedCluster",
     "PlannedDeployment",
     "PoolNode",
@@ -108,7 +99,6 @@ __all__ = [
     "RouteDetail",
     "Routing",
     "Security",
-    "Site",
     "Slo",
     "TraceFormat",
     "TraceLengths",
@@ -118,15 +108,8 @@ __all__ = [
     "WorkloadSpec",
     "default_state_dir",
     "difference",
-    "gateway_site",
     "is_loopback",
-    "load_containers",
     "load_deployment",
     "load_planned",
-    "openings_of",
-    "pulls",
-    "site_named",
-    "sites_of",
     "traces_url",
-    "uses_nixl",
 ]

@@ -8,19 +8,24 @@ from importlib.metadata import entry_points
 
 from prfaas.core.deployment.addresses import is_loopback, same_host
 from prfaas.core.deployment.encryption import check_encryption
-from prfaas.core.deployment.local_transfer import check_local_transfer
 from prfaas.core.deployment.model_checks import check_model
 from prfaas.core.deployment.planned_model import check_cluster_dtypes
-from prfaas.core.deployment.pool_checks import check_pool_sections, check_pools, pool_ports
-from prfaas.core.deployment.preemptible import check_preemptible
-from prfaas.core.deployment.schema import ClusterSection, DeploymentFile, InstanceSection, LengthsSection
+from prfaas.core.deployment.pool import by_machine, pool_names
+from prfaas.core.deployment.schema import ClusterSection, DeploymentFile, LengthsSection
 from prfaas.core.deployment.source import Location, YamlSource
-from prfaas.core.deployment.types import BUILT_IN_POLICIES, POLICY_ENTRY_POINTS, SYNTHETIC
+from prfaas.core.deployment.types import (
+    BUILT_IN_POLICIES,
+    POLICY_ENTRY_POINTS,
+    SYNTHETIC,
+    InstanceSection,
+)
 
-# Which fields of `workload.lengths` go with which distribution, and which of them may be left out.
 LEAST_WINDOWS = 10
 """A forecast needs a period of at least so many windows: what changes within a window is not seen."""
 
+_MAX_NAME = 63
+
+# Which fields of `workload.lengths` go with which distribution, and which of them may be left out.
 _NEEDED = {
     "lognormal": ("mu", "sigma", "low", "high"),
     "uniform": ("low", "high"),
@@ -31,7 +36,7 @@ _NEEDED = {
 _OPTIONAL = {"empirical": ("weights",), "trace": ("format", "columns")}
 
 
-def check_planning(source: YamlSource, file: DeploymentFile) -> None:
+def _check_planning(source: YamlSource, file: DeploymentFile) -> None:
     """All of them.
 
     Raises:
@@ -104,8 +109,7 @@ def _check_prices(source: YamlSource, file: DeploymentFile) -> None:
 def _has_egress_price(file: DeploymentFile) -> bool:
     """Whether bytes over any link cost something."""
     return any(
-        price > 0
-        for price in (file.prices.egress_per_gb, *(link.egress_per_gb or 0.0 for link in file.links))
+        price > 0 for price in (file.prices.egress_per_gb, *(link.egress_per_gb for link in file.links))
     )
 
 
@@ -119,12 +123,23 @@ def check_to_run(source: YamlSource, file: DeploymentFile) -> None:
     _check_common(source, file)
     _check_ports(source, file)
     _check_engine(source, file)
-    check_pools(source, file)
-    check_local_transfer(source, file)
+    _check_pools(source, file)
+    _check_local_transfer(source, file)
     _check_tenants(source, file)
     check_encryption(source, file)
+    _check_fleet(source, file)
     if _has_egress_price(file):
         _check_prices(source, file)
+
+
+def _check_fleet(source: YamlSource, file: DeploymentFile) -> None:
+    """Certificates are for an etcd with TLS. Raises DeploymentError."""
+    fleet = file.fleet
+    if fleet is None or not fleet.is_plain:
+        return
+    for field in ("ca_file", "certificate_file"):
+        if getattr(fleet, field) is not None:
+            raise source.error(("fleet", field), "is for TLS; write https:// before every address in etcd")
 
 
 def _check_tenants(source: YamlSource, file: DeploymentFile) -> None:
@@ -141,7 +156,7 @@ def check_to_plan(source: YamlSource, file: DeploymentFile) -> None:
         DeploymentError: two fields contradict each other, or something the planner needs is missing.
     """
     _check_common(source, file)
-    check_planning(source, file)
+    _check_planning(source, file)
 
 
 def _check_common(source: YamlSource, file: DeploymentFile) -> None:
@@ -154,8 +169,8 @@ def _check_common(source: YamlSource, file: DeploymentFile) -> None:
     _check_slo(source, file)
     _check_forecast(source, file)
     check_cluster_dtypes(source, file)
-    check_pool_sections(source, file)
-    check_preemptible(source, file)
+    _check_pool_sections(source, file)
+    _check_preemptible(source, file)
 
 
 def _check_can_run(source: YamlSource, file: DeploymentFile) -> None:
@@ -289,7 +304,7 @@ def _check_slo(source: YamlSource, file: DeploymentFile) -> None:
 
 def _check_forecast(source: YamlSource, file: DeploymentFile) -> None:
     control = file.control
-    is_given = "forecast_period_s" in control.model_fields_set
+    is_given = source.gives(("control", "forecast_period_s"))
     if is_given and 0 < control.forecast_period_s < LEAST_WINDOWS * control.window_s:
         raise source.error(
             ("control", "forecast_period_s"),
@@ -305,7 +320,7 @@ def _check_ports(source: YamlSource, file: DeploymentFile) -> None:
             f'"{admin.host}" is not this machine alone, so operators must show a token; add gateway.admin.token_file',
         )
     taken: list[tuple[str, int, str]] = [(gateway.host, gateway.port, "the gateway")]
-    if admin.port is not None:
+    if admin.port:
         if admin.port == gateway.port and same_host(admin.host, gateway.host):
             raise source.error(
                 ("gateway", "admin", "port"), f"{admin.port} is already used by the gateway; take another"
@@ -328,7 +343,7 @@ def _check_ports(source: YamlSource, file: DeploymentFile) -> None:
                         f"{port} is already used by {by}; give each instance its own ports",
                     )
             taken.append((instance.host, port, owner))
-    for location, name, host, port in pool_ports(file):
+    for location, name, host, port in _pool_ports(file):
         for taken_host, taken_port, by in taken:
             if port == taken_port and same_host(host, taken_host):
                 raise source.error(
@@ -352,10 +367,10 @@ def _ports_of(instance: InstanceSection) -> Iterator[tuple[str, int]]:
 def admin_port(file: DeploymentFile) -> int:
     """Where operators connect: the file's port, or the next one after the gateway's that nothing of the file uses."""
     gateway, given = file.gateway, file.gateway.admin.port
-    if given is not None:
-        return int(given)
+    if given:
+        return given
     used = {port for _, _, instance in _instances(file) for _, port in _ports_of(instance)}
-    used |= {port for _, _, _, port in pool_ports(file)}
+    used |= {port for _, _, _, port in _pool_ports(file)}
     after, before = range(gateway.port + 1, 65536), range(gateway.port - 1, 0, -1)
     free: int = next(port for port in (*after, *before) if port not in used)
     return free
@@ -363,10 +378,10 @@ def admin_port(file: DeploymentFile) -> int:
 
 def _check_engine(source: YamlSource, file: DeploymentFile) -> None:
     engine = file.engine
-    if engine.staging < engine.transfer_block:
+    if engine.staging_bytes < engine.transfer_block_bytes:
         raise source.error(
             ("engine", "staging"),
-            f"{engine.staging} bytes hold no transfer block of {engine.transfer_block}; make it larger",
+            f"{engine.staging_bytes} bytes hold no transfer block of {engine.transfer_block_bytes}; make it larger",
         )
     for c, cluster in enumerate(file.clusters):
         if cluster.hardware == "cpu" and engine.kv_cache_gib is None:
@@ -398,3 +413,141 @@ def _check_routing(source: YamlSource, file: DeploymentFile) -> None:
             f"{threshold_tokens} is more than model.max_model_len ({longest_tokens}), so nothing would ever be "
             "offloaded; lower it, or say policy: local_only",
         )
+
+
+def _check_pool_sections(source: YamlSource, file: DeploymentFile) -> None:
+    """What holds for files to run and files to plan with.
+
+    Raises:
+        DeploymentError: a pool where nothing can use it, or settings that have no effect.
+    """
+    for c, cluster in enumerate(file.clusters):
+        pool = cluster.pool
+        if pool is None:
+            continue
+        location: Location = ("clusters", c, "pool")
+        if cluster.hardware == SYNTHETIC:
+            raise source.error(
+                location,
+                f'is not for hardware "{SYNTHETIC}": stand-ins have no KVCache to keep; leave it out',
+            )
+        if pool.path is not None and pool.ssd_bytes == 0:
+            raise source.error(
+                (*location, "path"),
+                "is where the SSD's share lies, but pool.ssd is 0; say how much it may take",
+            )
+    if source.gives(("pool",)) and not any(cluster.pool for cluster in file.clusters):
+        raise source.error(("pool",), "is about pools, but no cluster has one; give clusters a pool")
+    if source.gives(("pool", "tenant_share")) and file.security.tenant_header is None:
+        raise source.error(
+            ("pool", "tenant_share"), "needs security.tenant_header, which says whose a request is"
+        )
+
+
+def _check_pools(source: YamlSource, file: DeploymentFile) -> None:
+    """What holds where pools are to be started. Their ports are checked with all others.
+
+    Raises:
+        DeploymentError: a pool can't be reached, has another's name, or its engines don't share pages.
+    """
+    taken = {cluster.name for cluster in file.clusters}
+    taken |= {instance.name for cluster in file.clusters for instance in cluster.instances or ()}
+    for c, cluster in enumerate(file.clusters):
+        if cluster.pool is None:
+            continue
+        location: Location = ("clusters", c, "pool")
+        if cluster.pool.kv_port is None:
+            raise source.error(
+                (*location, "kv_port"), "is missing; give the port where other machines' pools reach this one"
+            )
+        machines = by_machine(cluster.instances or ())
+        for name, together in zip(pool_names(cluster.name, len(machines)), machines, strict=True):
+            if name in taken:
+                raise source.error(
+                    location, f'its name would be "{name}", which is taken; rename the other one'
+                )
+            if len(name) > _MAX_NAME:
+                raise source.error(
+                    ("clusters", c, "name"),
+                    f'leaves no room for the name of its pool ("{name}"); take one of up to '
+                    f"{_MAX_NAME - len(name) + len(cluster.name)} characters",
+                )
+            taken.add(name)
+            if len({instance.tensor_parallel for instance in together}) > 1:
+                raise source.error(
+                    location,
+                    f"serves {' and '.join(instance.name for instance in together)}, whose tensor_parallel "
+                    "differs, so that they can't share pages; make it equal on each machine",
+                )
+    if file.pool.staging_bytes < file.engine.transfer_block_bytes:
+        raise source.error(
+            ("pool", "staging"),
+            f"{file.pool.staging_bytes} bytes hold no transfer block of {file.engine.transfer_block_bytes}; "
+            "make it larger",
+        )
+
+
+def _pool_ports(file: DeploymentFile) -> Iterator[tuple[Location, str, str, int]]:
+    """Every port that a pool listens on: the field that it comes from, the pool's name, its host, the port."""
+    for c, cluster in enumerate(file.clusters):
+        if cluster.pool is None:
+            continue
+        location: Location = ("clusters", c, "pool")
+        machines = by_machine(cluster.instances or ())
+        for name, together in zip(pool_names(cluster.name, len(machines)), machines, strict=True):
+            host, events_port = together[0].host, cluster.pool.events_port
+            if cluster.pool.kv_port is not None:
+                yield (*location, "kv_port"), name, host, cluster.pool.kv_port
+            if events_port is not None:
+                yield (*location, "events_port"), name, host, events_port
+                yield (*location, "events_port"), name, host, events_port + 1
+
+
+def _check_local_transfer(source: YamlSource, file: DeploymentFile) -> None:
+    """What holds where engines are to be started. Their ports are checked with all others.
+
+    Raises:
+        DeploymentError: a port is missing or has no use, or NIXL can't do what the file wants of it.
+    """
+    wants_nixl = file.engine.local_transfer == "nixl"
+    for c, cluster in enumerate(file.clusters):
+        place: Location = ("clusters", c)
+        is_pd = cluster.kind == "pd"
+        for i, instance in enumerate(cluster.instances or ()):
+            location: Location = (*place, "instances", i)
+            if wants_nixl and is_pd and instance.nixl_port is None:
+                raise source.error(
+                    location, "needs nixl_port, since engine.local_transfer is nixl; give it a free port"
+                )
+            if instance.nixl_port is not None and not (wants_nixl and is_pd):
+                raise source.error(
+                    (*location, "nixl_port"),
+                    "is only for instances of pd clusters with engine.local_transfer: nixl; leave it out",
+                )
+        if wants_nixl and is_pd and cluster.hardware == SYNTHETIC:
+            raise source.error(
+                (*place, "hardware"), "stand-in engines have no NIXL; leave engine.local_transfer out"
+            )
+        if wants_nixl and is_pd and cluster.pool is not None:
+            raise source.error(
+                (*place, "pool"), "does not go with engine.local_transfer: nixl yet; leave one of them out"
+            )
+    if wants_nixl and file.security.encrypt_inside:
+        raise source.error(
+            ("security", "encrypt_inside"),
+            "can't be with engine.local_transfer: nixl, which encrypts nothing; leave one of them out",
+        )
+
+
+def _check_preemptible(source: YamlSource, file: DeploymentFile) -> None:
+    """Only prefills may be lost, and a rate of kills needs something that is killed. Raises DeploymentError."""
+    for c, cluster in enumerate(file.clusters):
+        if cluster.preemptible and cluster.kind != "prfaas":
+            raise source.error(
+                ("clusters", c, "preemptible"),
+                'is for a cluster of kind "prfaas", since answers that are being decoded would be cut; leave it out',
+            )
+        if cluster.kills_per_hour is not None and not cluster.preemptible:
+            raise source.error(
+                ("clusters", c, "kills_per_hour"), "goes with preemptible: true; add that or leave this out"
+            )

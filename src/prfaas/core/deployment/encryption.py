@@ -6,9 +6,10 @@ from collections.abc import Mapping
 
 from prfaas.core.deployment.addresses import is_loopback
 from prfaas.core.deployment.pool import by_machine, pool_names
-from prfaas.core.deployment.schema import ClusterSection, DeploymentFile, InstanceSection
+from prfaas.core.deployment.schema import ClusterSection, DeploymentFile
 from prfaas.core.deployment.security import OBSERVERS
 from prfaas.core.deployment.source import YamlSource
+from prfaas.core.deployment.types import InstanceSection
 
 
 def gateway_cluster(file: DeploymentFile) -> str | None:

@@ -2,9 +2,11 @@
 
 import ipaddress
 import re
+from pathlib import Path
 from typing import Annotated
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, ValidationInfo, WithJsonSchema
+from pydantic_core import PydanticCustomError
 
 from prfaas.core.deployment.addresses import checked_host
 from prfaas.core.deployment.engine_args import free_arg
@@ -108,26 +110,54 @@ def _setting(value: object) -> float | str:
     return value
 
 
-Name = Annotated[str, Field(pattern=NAME_PATTERN)]
-HostName = Annotated[str, AfterValidator(_host_name)]
-Port = Annotated[int, Field(ge=1, le=65535)]
-Positive = Annotated[int, Field(gt=0, le=_MOST_COUNT)]
-Seconds = Annotated[float, Field(gt=0, le=_MOST_S, allow_inf_nan=False)]
-SocketSeconds = Annotated[float, Field(gt=0, le=_MOST_SOCKET_S, allow_inf_nan=False)]
-Text = Annotated[str, Field(min_length=1), AfterValidator(_line)]
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise PydanticCustomError("string_type", "must be text")
+    return _line(_without_nul(value))
+
+
+def _folder(value: object) -> Path:
+    return value if isinstance(value, Path) else Path(_text(value)).expanduser()
+
+
+def _in_home(value: object, info: ValidationInfo) -> Path:
+    # Files to plan with have no folder of their own.
+    home: Path = (info.context or {}).get("home", Path())
+    return home / _folder(value)
+
+
+_AMOUNT = {"anyOf": [{"type": "integer", "minimum": 0}, {"type": "string"}]}
+
+Flag = Annotated[bool, Field(strict=True)]
+Name = Annotated[str, Field(strict=True, pattern=NAME_PATTERN)]
+HostName = Annotated[str, Field(strict=True), AfterValidator(_host_name)]
+Port = Annotated[int, Field(strict=True, ge=1, le=65535)]
+Positive = Annotated[int, Field(strict=True, gt=0, le=_MOST_COUNT)]
+Seconds = Annotated[float, Field(strict=True, gt=0, le=_MOST_S, allow_inf_nan=False)]
+SocketSeconds = Annotated[float, Field(strict=True, gt=0, le=_MOST_SOCKET_S, allow_inf_nan=False)]
+Share = Annotated[float, Field(strict=True, ge=0, le=1)]
+Ratio = Annotated[float, Field(strict=True, ge=0, lt=1)]
+Text = Annotated[str, Field(strict=True, min_length=1), AfterValidator(_line)]
 Host = Annotated[Text, AfterValidator(checked_host)]
-Bandwidth = Annotated[float, BeforeValidator(_bandwidth)]
-Size = Annotated[int, BeforeValidator(parse_bytes), Field(le=_MOST_BYTES)]
-SizeOrZero = Annotated[int, BeforeValidator(_size_or_zero), Field(le=_MOST_BYTES)]
-Arg = Annotated[str, AfterValidator(free_arg), AfterValidator(_without_nul)]
-EnvName = Annotated[str, AfterValidator(_env_name)]
-EnvValue = Annotated[str, BeforeValidator(_env_value), AfterValidator(_without_nul)]
-Finite = Annotated[float, Field(allow_inf_nan=False)]
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Cidr = Annotated[str, AfterValidator(_cidr)]
-ImageName = Annotated[str, Field(pattern=r"^[a-z0-9][A-Za-z0-9._:/@-]*$")]
-PolicyName = Annotated[str, AfterValidator(_policy_name)]
-PolicySetting = Annotated[float | str, PlainValidator(_setting)]
+Bandwidth = Annotated[float, BeforeValidator(_bandwidth), WithJsonSchema(_AMOUNT)]
+Size = Annotated[int, BeforeValidator(parse_bytes), Field(le=_MOST_BYTES), WithJsonSchema(_AMOUNT)]
+SizeOrZero = Annotated[int, BeforeValidator(_size_or_zero), Field(le=_MOST_BYTES), WithJsonSchema(_AMOUNT)]
+Arg = Annotated[str, Field(strict=True), AfterValidator(free_arg), AfterValidator(_without_nul)]
+EnvName = Annotated[str, Field(strict=True), AfterValidator(_env_name)]
+EnvValue = Annotated[str, BeforeValidator(_env_value), Field(strict=True), AfterValidator(_without_nul)]
+Finite = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+PositiveFloat = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
+Weight = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
+Cidr = Annotated[str, Field(strict=True), AfterValidator(_cidr)]
+ImageName = Annotated[str, Field(strict=True, pattern=r"^[a-z0-9][A-Za-z0-9._:/@-]*$")]
+TenantHeader = Annotated[str, Field(strict=True, pattern=r"^[A-Za-z0-9-]{1,64}$")]
+Label = Annotated[str, Field(strict=True, pattern=LABEL_PATTERN)]
+PolicyName = Annotated[str, Field(strict=True), AfterValidator(_policy_name)]
+PolicySetting = Annotated[
+    float | str, PlainValidator(_setting), WithJsonSchema({"type": ["number", "string", "boolean"]})
+]
+Folder = Annotated[Path, BeforeValidator(_folder)]
+HomeFile = Annotated[Path, BeforeValidator(_in_home)]
+"""Relative to the deployment's folder in the state directory, which readers of files give as `context["home"]`."""
 GIVEN = BeforeValidator(_not_empty)
 SECTION = BeforeValidator(_mapping)

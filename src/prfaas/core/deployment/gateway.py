@@ -1,38 +1,60 @@
 """Where clients and operators connect, what they are told, and what one gateway takes on before it says 429."""
 
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Literal
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
 
-from prfaas.core.deployment.addresses import host_in_url
+from pydantic import AfterValidator, Field
+
+from prfaas.core.deployment.addresses import host_in_url, traces_url
+from prfaas.core.deployment.field_types import (
+    GIVEN,
+    HomeFile,
+    Host,
+    HostName,
+    Name,
+    Port,
+    Positive,
+    Seconds,
+    Share,
+    Size,
+    Text,
+)
+from prfaas.core.deployment.section import EVERYTHING, GATEWAY_AGAIN, LIVE, Section
+from prfaas.core.units import GIB, MIB
 
 RouteDetail = Literal["short", "full"]
 FirstTokenSource = Literal["decode", "prefill"]
 
 
 @dataclass(frozen=True, slots=True)
-class GatewayLimits:
+class GatewayLimits(Section):
     """The defaults are generous: they keep a gateway alive, and do not shape ordinary load."""
 
-    requests: int = 8192
+    on_change: ClassVar = LIVE
+
+    requests: Positive = 8192
     """Generating requests that are open at a time."""
-    queue_s: float = 60.0
+    queue_s: Seconds = 60.0
     """Predicted seconds that a new request would wait for its prefill, or for a seat at its decode instance."""
-    bodies_bytes: int = 1 << 30
+    bodies_bytes: Annotated[Size, Field(alias="bodies", ge=MIB)] = GIB
     """Bytes of all open requests' bodies."""
-    body_values: int = 1_000_000
+    body_values: Positive = 1_000_000
     """JSON values of one body. Token ids of a prompt do not count: they never become objects."""
 
 
 @dataclass(frozen=True, slots=True)
-class AdminConfig:
+class AdminConfig(Section):
     """Where operators connect: metrics, the deployment's state, and what became of each request."""
 
-    host: str
-    port: int
-    """0: any port that is free."""
-    token_file: Path | None = None
-    """File of the bearer token that requests must bear; None: none is asked for, which needs a loopback host."""
+    on_change: ClassVar = GATEWAY_AGAIN
+
+    host: Host = "127.0.0.1"
+    """Where operators connect."""
+    # 0, which no file can say, is any that is free.
+    port: Annotated[Port, GIVEN] = 0
+    """Their port; left out: the first one after the gateway's that nothing else of the file uses."""
+    token_file: Annotated[HomeFile | None, GIVEN] = None
+    """File of the bearer token that operators show; needed unless `host` is loopback."""
 
     @property
     def url(self) -> str:
@@ -41,41 +63,49 @@ class AdminConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class TracingConfig:
+class TracingConfig(Section):
     """Where traces of requests go, and of how many requests. The gateway and the engines send theirs themselves."""
 
-    endpoint: str
+    on_change: ClassVar = EVERYTHING
+
+    endpoint: Annotated[Text, AfterValidator(traces_url)]
     """The collector's URL for traces over OTLP/HTTP."""
-    sample_ratio: float = 1.0
+    sample_ratio: Share = 1.0
     """Share of the requests that are traced, of those whose client has not decided it."""
-    headers_file: Path | None = None
-    """File of HTTP headers for the collector, such as a token; None: none."""
+    headers_file: Annotated[HomeFile | None, GIVEN] = None
+    """File of HTTP headers for the collector, such as a token."""
 
 
 @dataclass(frozen=True, slots=True)
-class GatewayConfig:
+class GatewayConfig(Section):
     """Where clients and operators connect, and what clients are told."""
 
-    host: str
-    port: int
-    admin: AdminConfig = AdminConfig("127.0.0.1", 0)
-    hosts: tuple[str, ...] = ()
+    on_change: ClassVar = LIVE
+
+    host: Annotated[Host, GATEWAY_AGAIN] = "127.0.0.1"
+    """Where clients connect."""
+    port: Annotated[Port, GATEWAY_AGAIN] = 8000
+    """Its port for clients."""
+    admin: AdminConfig = AdminConfig()
+    """Where operators connect."""
+    hosts: tuple[HostName, ...] = ()
     """Further names by which operators may call the gateway: a load balancer's, or a Kubernetes Service's."""
     route_header: RouteDetail = "short"
     """Whether `x-prfaas-route` tells every client the numbers that decided (`full`), or only a named tenant."""
-    shadow: float = 0.0
+    shadow: Share = 0.0
     """Share of the requests with a transfer that are computed again on a plain path and compared."""
     first_token: FirstTokenSource = "decode"
     """Who samples an answer's first token where the prompt is prefilled elsewhere than at the decode instance."""
-    first_byte_s: float = 1800.0
+    first_byte_s: Seconds = 1800.0
     """How long an engine may take until its answer begins."""
-    idle_s: float = 600.0
+    idle_s: Seconds = 600.0
     """How long an answer that has begun may pause."""
-    limits: GatewayLimits = field(default_factory=GatewayLimits)
-    cluster: str | None = None
-    """The cluster whose network the gateway is in; None: none of them."""
-    tracing: TracingConfig | None = None
-    """None: what OTEL_* variables of the environment say."""
+    limits: GatewayLimits = GatewayLimits()
+    """How much one gateway takes on."""
+    cluster: Annotated[Name | None, GIVEN, GATEWAY_AGAIN] = None
+    """The cluster whose network the gateway is in; left out: the one that decodes, where only one does."""
+    tracing: Annotated[TracingConfig | None, GIVEN, EVERYTHING] = None
+    """Where traces go; left out: what `OTEL_*` variables of the environment say."""
 
     @property
     def url(self) -> str:

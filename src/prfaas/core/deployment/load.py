@@ -1,15 +1,13 @@
 """From a deployment file to a `Deployment` (to run) or a `PlannedDeployment` (to plan and simulate)."""
 
 from collections.abc import Mapping
+from dataclasses import fields, replace
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from prfaas.core.deployment.checks import admin_port, check_to_plan, check_to_run
 from prfaas.core.deployment.encryption import gateway_cluster, speaks_tls
-from prfaas.core.deployment.engine import EngineConfig, TransferLimits
-from prfaas.core.deployment.fleet_section import fleet_of
-from prfaas.core.deployment.gateway import AdminConfig, GatewayConfig, GatewayLimits, TracingConfig
 from prfaas.core.deployment.model import ModelRef, default_state_dir
 from prfaas.core.deployment.model_checks import source_of
 from prfaas.core.deployment.planned import (
@@ -24,23 +22,30 @@ from prfaas.core.deployment.planned import (
     WorkloadSpec,
 )
 from prfaas.core.deployment.planned_model import kept_models, planned_caches
-from prfaas.core.deployment.pool import PoolSettings, PoolSpace, by_machine
-from prfaas.core.deployment.preemptible import kills_per_hour
+from prfaas.core.deployment.pool import by_machine
 from prfaas.core.deployment.problems import first_problem
-from prfaas.core.deployment.schema import ClusterSection, DeploymentFile, LengthsSection, MachinePoolSection
-from prfaas.core.deployment.security import Security
+from prfaas.core.deployment.schema import ClusterSection, DeploymentFile, LengthsSection
 from prfaas.core.deployment.source import YamlSource, changed, read_source
 from prfaas.core.deployment.types import (
     SYNTHETIC,
     Cluster,
-    ControlConfig,
     Deployment,
     Instance,
     Link,
-    Routing,
     Slo,
 )
 from prfaas.core.latency import ProfileError, load_profile
+
+USUAL_KILLS_PER_HOUR = 1.0
+"""Of a preemptible instance of which the file says nothing: far more than clouds tell of most kinds of machines. It
+costs little: a prefill of 30 s counts as 0.13 s longer."""
+
+
+def kills_per_hour(cluster: ClusterSection) -> float:
+    """How often an instance is expected to be taken away while it is up; 0 where that is not to happen."""
+    if not cluster.preemptible:
+        return 0.0
+    return USUAL_KILLS_PER_HOUR if cluster.kills_per_hour is None else cluster.kills_per_hour
 
 
 def load_deployment(path: Path | str, *, state_dir: Path | None = None) -> Deployment:
@@ -51,13 +56,18 @@ def load_deployment(path: Path | str, *, state_dir: Path | None = None) -> Deplo
             and is only good for planning.
     """
     path = Path(path)
-    source, file = read_file(path)
+    state_dir = (state_dir or default_state_dir()).absolute()
+    source, file = read_file(path, state_dir=state_dir)
     check_to_run(source, file)
-    return _frozen(source, file, (state_dir or default_state_dir()).absolute())
+    return _frozen(source, file, state_dir)
 
 
-def read_file(path: Path, changes: Mapping[str, float] | None = None) -> tuple[YamlSource, DeploymentFile]:
+def read_file(
+    path: Path, changes: Mapping[str, float] | None = None, *, state_dir: Path | None = None
+) -> tuple[YamlSource, DeploymentFile]:
     """The fields of a deployment file, each good by itself, `changes` put in.
+
+    Without a `state_dir` its files stay relative to the deployment's folder there.
 
     Raises:
         DeploymentError: the file can't be read, a field is unknown or its value wrong.
@@ -67,131 +77,56 @@ def read_file(path: Path, changes: Mapping[str, float] | None = None) -> tuple[Y
         raise source.error((), 'must be a mapping of fields ("name: …", "model: …", …)')
     if changes:
         source = changed(source, changes)
+    home = Path() if state_dir is None else state_dir / str(source.values.get("name"))
     try:
-        return source, DeploymentFile.model_validate(source.values)
+        # A section that is left out has files in the deployment's folder, too.
+        values = {"security": {}} | source.values
+        return source, DeploymentFile.model_validate(values, context={"home": home})
     except ValidationError as error:
         raise first_problem(source, error) from None
 
 
 def slo_of(file: DeploymentFile) -> Slo:
-    """The SLO, a speed given as tokens per second turned into time per token."""
+    """The SLO, with the time per token and its inverse."""
     slo = file.slo
-    tpot_s = slo.tpot_s if slo.tokens_per_s is None else 1 / slo.tokens_per_s
-    return Slo(slo.ttft_s, tpot_s, slo.ttft_statistic)
+    if slo.tokens_per_s is not None:
+        return replace(slo, tpot_s=1 / slo.tokens_per_s)
+    return slo if slo.tpot_s is None else replace(slo, tokens_per_s=1 / slo.tpot_s)
 
 
-def links_of(file: DeploymentFile) -> tuple[Link, ...]:
-    """The links as the file has them."""
+def links_of(source: YamlSource, file: DeploymentFile) -> tuple[Link, ...]:
+    """The links as the file has them, each with its price of egress."""
     return tuple(
-        Link(
-            link.source,
-            link.target,
-            link.bandwidth,
-            link.connections,
-            link.rtt_s,
-            link.connection_bandwidth,
-            link.encryption,
-            link.compression,
-            file.prices.egress_per_gb if link.egress_per_gb is None else link.egress_per_gb,
-            link.mapping_bandwidth,
-        )
-        for link in file.links
+        link
+        if source.gives(("links", index, "egress_per_gb"))
+        else replace(link, egress_per_gb=file.prices.egress_per_gb)
+        for index, link in enumerate(file.links)
     )
-
-
-def _routing(file: DeploymentFile) -> Routing:
-    routing = file.routing
-    return Routing(routing.policy, routing.threshold_tokens, dict(routing.params))
 
 
 def _frozen(source: YamlSource, file: DeploymentFile, state_dir: Path) -> Deployment:
-    engine, path = file.engine, source.path
-    home = state_dir / file.name
+    gateway = replace(
+        file.gateway,
+        admin=replace(file.gateway.admin, port=admin_port(file)),
+        cluster=gateway_cluster(file),
+    )
     return Deployment(
         name=file.name,
-        path=path,
+        path=source.path,
         state_dir=state_dir,
-        model=_model(path, file, state_dir),
+        model=_model(source.path, file, state_dir),
         clusters=tuple(_cluster(source, c, file) for c in range(len(file.clusters))),
-        links=links_of(file),
-        routing=_routing(file),
+        links=links_of(source, file),
+        routing=file.routing,
         slo=slo_of(file),
-        gateway=_gateway(file, home),
-        security=_security(file, home),
-        engine=EngineConfig(
-            max_num_batched_tokens=engine.max_num_batched_tokens,
-            max_num_seqs=engine.max_num_seqs,
-            kv_cache_gib=engine.kv_cache_gib,
-            staging_bytes=engine.staging,
-            transfer_block_bytes=engine.transfer_block,
-            prefix_cache_retention_tokens=engine.prefix_cache_retention_tokens,
-            extra_args=tuple(engine.extra_args),
-            env=dict(engine.env),
-            log_bytes=engine.log_size,
-            log_files=engine.log_files,
-            local_transfer=engine.local_transfer,
-        ),
-        transfer=TransferLimits(**file.transfer.model_dump()),
-        control=ControlConfig(**file.control.model_dump()),
-        pool=_pool_settings(file),
-        fleet=fleet_of(source, file.fleet, home),
+        gateway=gateway,
+        security=file.security,
+        engine=file.engine,
+        transfer=file.transfer,
+        control=file.control,
+        pool=file.pool,
+        fleet=file.fleet,
     )
-
-
-def _pool_settings(file: DeploymentFile) -> PoolSettings:
-    pool = file.pool
-    return PoolSettings(
-        checkpoint_tokens=pool.checkpoint_tokens,
-        tenant_share=pool.tenant_share,
-        eviction=pool.eviction,
-        staging_bytes=pool.staging,
-        timeout_s=pool.timeout_s,
-    )
-
-
-def _pool_space(pool: MachinePoolSection | None) -> PoolSpace | None:
-    if pool is None:
-        return None
-    folder = None if pool.path is None else Path(pool.path).expanduser()
-    return PoolSpace(pool.memory, pool.ssd, folder, pool.kv_port, pool.events_port)
-
-
-def _security(file: DeploymentFile, home: Path) -> Security:
-    security = file.security
-    return Security(
-        key_file=home / Path(security.key_file).expanduser(),
-        tenant_header=security.tenant_header,
-        tenant_weights=dict(security.tenant_weights),
-        certificates=home / Path(security.certificates).expanduser(),
-        encrypt_inside=security.encrypt_inside,
-    )
-
-
-def _gateway(file: DeploymentFile, home: Path) -> GatewayConfig:
-    gateway, admin, limits = file.gateway, file.gateway.admin, file.gateway.limits
-    token_file = None if admin.token_file is None else home / Path(admin.token_file).expanduser()
-    return GatewayConfig(
-        host=gateway.host,
-        port=gateway.port,
-        first_byte_s=gateway.first_byte_s,
-        idle_s=gateway.idle_s,
-        admin=AdminConfig(admin.host, admin_port(file), token_file),
-        hosts=tuple(gateway.hosts),
-        route_header=gateway.route_header,
-        shadow=gateway.shadow,
-        first_token=gateway.first_token,
-        limits=GatewayLimits(limits.requests, limits.queue_s, limits.bodies, limits.body_values),
-        cluster=gateway_cluster(file),
-        tracing=_tracing(file, home),
-    )
-
-
-def _tracing(file: DeploymentFile, home: Path) -> TracingConfig | None:
-    tracing = file.gateway.tracing
-    if tracing is None:
-        return None
-    headers_file = None if tracing.headers_file is None else home / Path(tracing.headers_file).expanduser()
-    return TracingConfig(tracing.endpoint, tracing.sample_ratio, headers_file)
 
 
 def _model(path: Path, file: DeploymentFile, state_dir: Path) -> ModelRef:
@@ -226,16 +161,9 @@ def _cluster(source: YamlSource, index: int, file: DeploymentFile) -> Cluster:
             raise source.error(("clusters", index, "profile"), str(error)) from None
     instances = tuple(
         Instance(
-            name=instance.name,
+            **{each.name: getattr(instance, each.name) for each in fields(instance)},
             cluster=cluster.name,
-            roles=tuple(instance.roles),
-            host=instance.host,
-            http_port=instance.http_port,
-            kv_port=instance.kv_port,
-            tensor_parallel=instance.tensor_parallel,
-            events_port=instance.events_port,
             tls=speaks_tls(file, cluster, instance),
-            nixl_port=instance.nixl_port,
             is_stand_in=cluster.hardware == SYNTHETIC,
         )
         for instance in cluster.instances or ()
@@ -251,11 +179,11 @@ def _cluster(source: YamlSource, index: int, file: DeploymentFile) -> Cluster:
         instances=instances,
         profile=profile,
         speedup=cluster.speedup or 1.0,
-        pool=_pool_space(cluster.pool),
+        pool=cluster.pool,
         instance_price_per_hour=_instance_price_per_hour(file, cluster),
         preemptible=cluster.preemptible,
         kills_per_hour=kills_per_hour(cluster),
-        extra_args=tuple(cluster.extra_args),
+        extra_args=cluster.extra_args,
         kv_cache_dtype=cluster.kv_cache_dtype,
     )
 
@@ -281,7 +209,7 @@ def load_planned(path: Path | str, *, changes: Mapping[str, float] | None = None
     clusters = tuple(
         _planned_cluster(source, c, cluster, file.model.published) for c, cluster in enumerate(file.clusters)
     )
-    links = links_of(file)
+    links = links_of(source, file)
     caches = planned_caches(source, file, models, clusters, links)
     return PlannedDeployment(
         name=file.name,
@@ -295,12 +223,12 @@ def load_planned(path: Path | str, *, changes: Mapping[str, float] | None = None
             prefix_hit_ratio=file.workload.prefix_hit_ratio,
             load=file.workload.load,
         ),
-        routing=_routing(file),
-        control=ControlConfig(**file.control.model_dump()),
+        routing=file.routing,
+        control=file.control,
         slo=slo_of(file),
         prices=file.prices.per_gpu_hour,
         source=source,
-        pool=_pool_settings(file),
+        pool=file.pool,
         dtypes=caches.dtypes,
         first_token=file.gateway.first_token,
         step_tokens=file.engine.max_num_batched_tokens,
@@ -372,7 +300,7 @@ def _planned_cluster(
         gpus_per_instance=profile.gpus_per_instance,
         profile=profile,
         prefix_hit_ratio=cluster.prefix_hit_ratio,
-        pool=_pool_space(cluster.pool),
+        pool=cluster.pool,
         instances_per_machine=together,
         tensor_parallel=_tensor_parallel(source, index, cluster, profile.gpus_per_instance, ranks),
         kills_per_hour=kills_per_hour(cluster),

@@ -5,9 +5,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, ClassVar, Literal
 from urllib.parse import quote
 
+from prfaas.core.deployment.section import EVERYTHING, OnChange, Section
 from prfaas.core.kv import CacheDtypes, KvCacheDtype, KvModel, ModelDtype, model_from_directory, read_config
 
 TINY_MODELS = ("qwen3-next", "gpt-oss", "mimo-v2-flash", "qwen3")
@@ -96,8 +97,10 @@ class ModelSource:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelRef:
+class ModelRef(Section):
     """The model that every engine serves."""
+
+    on_change: ClassVar = EVERYTHING
 
     served_name: str
     """What clients write as the model."""
@@ -105,7 +108,7 @@ class ModelRef:
     """Tokens of a prompt and its answer together, at most."""
     path: Path
     """The checkpoint's directory. Of the hub: a link to it, which is there once it is fetched."""
-    source: ModelSource | None
+    source: Annotated[ModelSource | None, OnChange(EVERYTHING.needs, "")]
     """What prfaas makes or fetches it from; None: the checkpoint is the user's."""
     adapters: Mapping[str, Path] = field(default_factory=dict)
     """LoRA adapters' directories, by the name that clients write as the model."""

@@ -3,9 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol, TypeVar
+from typing import Annotated, ClassVar, Literal, Protocol, TypeVar
+
+from pydantic import Field
 
 from prfaas.core.deployment.addresses import plain_host
+from prfaas.core.deployment.field_types import GIVEN, Folder, Port, Seconds, Size, SizeOrZero
+from prfaas.core.deployment.section import POOLS_AGAIN, Section
 from prfaas.core.units import MIB
 
 EvictionName = Literal["lru", "2q", "cost"]
@@ -29,33 +33,37 @@ _P = TypeVar("_P", bound=_Placed)
 
 
 @dataclass(frozen=True, slots=True)
-class PoolSettings:
+class PoolSettings(Section):
     """What all pools of a deployment have in common."""
 
-    checkpoint_tokens: int = 32768
+    on_change: ClassVar = POOLS_AGAIN
+
+    checkpoint_tokens: Annotated[int, Field(strict=True, ge=0)] = 32768
     """Distance of the linear states that are kept inside long prompts; 0: only at ends and where prompts part."""
-    tenant_share: float = 0.5
-    """A tenant that fills more than this part of a pool loses its own pages first, in (0, 1]."""
+    tenant_share: Annotated[float, Field(strict=True, gt=0, le=1)] = 0.5
+    """A tenant that fills more than this part of a pool loses its own pages first."""
     eviction: EvictionName = "lru"
-    staging_bytes: int = 256 * MIB
+    """Which page goes when a pool is full."""
+    staging_bytes: Annotated[Size, Field(alias="staging", ge=MIB)] = 256 * MIB
     """Memory of a pool, beside its pages, for those that arrive from other machines."""
-    timeout_s: float = 2.0
+    timeout_s: Annotated[Seconds, Field(le=30)] = 2.0
     """An engine waits so long at most for a pool's answer; then the pool counts as empty."""
 
 
 @dataclass(frozen=True, slots=True)
-class PoolSpace:
+class PoolSpace(Section):
     """What each machine of a cluster gives to its pool, and where it is reached."""
 
-    memory_bytes: int
-    ssd_bytes: int = 0
-    """0: nothing is kept on disk."""
-    path: Path | None = None
-    """The folder on the disk that may be used; None: the deployment's own."""
-    kv_port: int | None = None
-    """Where pools of other machines reach it; None only where it is planned with."""
-    events_port: int | None = None
-    """Where it publishes over TCP what it holds; None: over a socket of its machine."""
+    memory_bytes: Annotated[Size, Field(alias="memory", ge=MIB)]
+    """Shared memory for pages."""
+    ssd_bytes: Annotated[SizeOrZero, Field(alias="ssd")] = 0
+    """Disk for pages; 0: none."""
+    path: Annotated[Folder | None, GIVEN] = None
+    """The folder on the disk that may be used; left out: the deployment's own."""
+    kv_port: Annotated[Port | None, GIVEN] = None
+    """Where pools of other machines and the gateway reach it; needed unless it is only planned with."""
+    events_port: Annotated[Port | None, GIVEN] = None
+    """Where it publishes over TCP what it holds; left out: over a socket of its machine."""
 
 
 @dataclass(frozen=True, slots=True)

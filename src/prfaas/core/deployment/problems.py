@@ -2,12 +2,13 @@
 
 import difflib
 from collections.abc import Mapping
-from typing import Any, get_args
+from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from prfaas.core.deployment.schema import DeploymentFile
+from prfaas.core.deployment.section import fields_of
 from prfaas.core.deployment.source import DeploymentError, Location, YamlSource
 
 _KINDS = {
@@ -18,13 +19,16 @@ _KINDS = {
     "string_type": "must be text",
     "bool_type": "must be true or false",
     "list_type": "must be a list",
+    "tuple_type": "must be a list",
     "dict_type": 'must be a mapping ("name: value" lines)',
+    "dataclass_type": 'must be a mapping ("field: value" lines)',
     "model_type": 'must be a mapping ("field: value" lines)',
     "model_attributes_type": 'must be a mapping ("field: value" lines)',
     "string_pattern_mismatch": 'must be letters, digits, ".", "_" and "-", starting with a letter or digit',
     "string_too_short": "must not be empty",
     "too_short": "must have at least one entry",
 }
+_UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
 _BOUNDS = {
     "greater_than": ("gt", "must be greater than"),
     "greater_than_equal": ("ge", "must be at least"),
@@ -36,8 +40,10 @@ _BOUNDS = {
 def first_problem(source: YamlSource, error: ValidationError) -> DeploymentError:
     """The finding that stands first in the file, unknown fields before others: they often explain those."""
 
-    def order(details: ErrorDetails) -> tuple[bool, int]:
-        return details["type"] != "extra_forbidden", source.line(_location(details)) or 0
+    # A list whose entries are wrong counts as too short besides.
+    def order(details: ErrorDetails) -> tuple[bool, bool, int]:
+        kind = details["type"]
+        return kind not in _UNKNOWN, kind == "too_short", source.line(_location(details)) or 0
 
     details = min(error.errors(), key=order)
     return source.error(_location(details), _sentence(details))
@@ -53,7 +59,7 @@ def _sentence(details: ErrorDetails) -> str:
     context: Mapping[str, Any] = details.get("ctx", {})
     if kind == "missing":
         return "is missing"
-    if kind == "extra_forbidden":
+    if kind in _UNKNOWN:
         return _unknown_field(_location(details))
     if kind == "value_error":
         return str(context["error"])
@@ -83,22 +89,16 @@ def _shown(value: object) -> str:
 
 
 def _unknown_field(location: Location) -> str:
-    known = list(_section_at(location[:-1]).model_fields)
+    known = list(fields_of(_section_at(location[:-1])))
     near = difflib.get_close_matches(str(location[-1]), known, n=1)
     if near:
         return f'is no known field; did you mean "{near[0]}"?'
     return f"is no known field; known here are {', '.join(known)}"
 
 
-def _section_at(location: Location) -> type[BaseModel]:
-    section: type[BaseModel] = DeploymentFile
+def _section_at(location: Location) -> type:
+    section: type = DeploymentFile
     for part in location:
         if isinstance(part, str):
-            section = _model_in(section.model_fields[part].annotation) or section
+            section = fields_of(section)[part].section or section
     return section
-
-
-def _model_in(annotation: Any) -> type[BaseModel] | None:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    return next((found for arg in get_args(annotation) if (found := _model_in(arg)) is not None), None)

@@ -3,7 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from prfaas.core.deployment.field_types import Flag, HomeFile, TenantHeader, Text
+from prfaas.core.deployment.section import ENGINES_AGAIN, EVERYTHING, LIVE, TOLD_ELSEWHERE, Section
 
 EngineTls = Literal["elsewhere", "always", "never"]
 """Which engines the gateway speaks TLS with: of other clusters than its own, all, or none."""
@@ -25,19 +30,26 @@ OBSERVERS = frozenset(name for names in CERTIFICATE_NAMES.values() for name in n
 
 
 @dataclass(frozen=True, slots=True)
-class Security:
+class Security(Section):
     """How engines know each other, and which requests may share."""
 
-    key_file: Path
+    on_change: ClassVar = EVERYTHING
+
+    key_file: Annotated[HomeFile, Field(validate_default=True)] = Path("key")
     """File of the key that authenticates engines and seals tickets; the key itself is never kept here."""
-    tenant_header: str | None = None
-    """Requests with different values of this header share no cached prefix; None: all requests share."""
-    tenant_weights: Mapping[str, int] = field(default_factory=dict)
+    tenant_header: Annotated[TenantHeader | None, LIVE] = None
+    """Requests with different values of this header share no cached prefix; left out: all requests share."""
+    tenant_weights: Annotated[Mapping[Text, Annotated[int, Field(strict=True, ge=1, le=1000)]], LIVE] = field(
+        default_factory=dict
+    )
     """Parts of a link by the value of `tenant_header`, while tenants compete for it; 1 for all others."""
-    certificates: Path = Path("certificates")
+    certificates: Annotated[HomeFile, Field(validate_default=True)] = Path("certificates")
     """Folder of the CA's certificate and of every member's own, as `prfaas certs` writes them."""
-    encrypt_inside: bool = False
+    encrypt_inside: Annotated[Flag, ENGINES_AGAIN] = False
     """KVCache between instances of one cluster is encrypted, too."""
+    # What comes of it is each instance's `tls`.
+    engine_tls: Annotated[EngineTls, TOLD_ELSEWHERE] = "elsewhere"
+    """Which engines the gateway speaks TLS with."""
 
     @property
     def ca_file(self) -> Path:

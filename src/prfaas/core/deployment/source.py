@@ -74,6 +74,11 @@ class YamlSource:
                 return line
         return None
 
+    def gives(self, location: Location) -> bool:
+        """Whether the file has a field, whatever its value."""
+        parent = _at(self.values, location[:-1])
+        return isinstance(parent, dict) and location[-1] in parent
+
     def error(self, location: Sequence[str | int], problem: str) -> DeploymentError:
         """The error to raise about a field."""
         return DeploymentError(self.path, self.line(location), dotted(location), problem)

@@ -4,7 +4,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
 
 from prfaas.core.deployment.addresses import (
     EventsEndpoint,
@@ -14,10 +16,37 @@ from prfaas.core.deployment.addresses import (
     tcp_endpoint,
 )
 from prfaas.core.deployment.engine import EngineConfig, TransferLimits
+from prfaas.core.deployment.field_types import (
+    GIVEN,
+    SECTION,
+    Bandwidth,
+    Flag,
+    Host,
+    Name,
+    PolicyName,
+    PolicySetting,
+    Port,
+    Positive,
+    PositiveFloat,
+    Seconds,
+    Text,
+    Weight,
+)
 from prfaas.core.deployment.fleet import FleetConfig
 from prfaas.core.deployment.gateway import GatewayConfig
 from prfaas.core.deployment.model import ModelRef
 from prfaas.core.deployment.pool import PoolNode, PoolSettings, PoolSpace, pool_nodes
+from prfaas.core.deployment.section import (
+    ANOTHER_NAME,
+    ENGINES_AGAIN,
+    EVERYTHING,
+    GATEWAY_AGAIN,
+    LIVE,
+    POOLS_AGAIN,
+    TOLD_ELSEWHERE,
+    OnChange,
+    Section,
+)
 from prfaas.core.deployment.security import CERTIFICATE_NAMES, OBSERVERS, Security
 from prfaas.core.deployment.source import DeploymentError
 from prfaas.core.kv import CacheDtypes, KvCacheDtype
@@ -40,26 +69,38 @@ SYNTHETIC = "synthetic"
 """The `hardware` of clusters whose engines are stand-ins: for load and fault tests, never for answers."""
 
 
-@dataclass(frozen=True, slots=True)
-class Instance:
-    """One vLLM server."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceSection(Section):
+    """One vLLM server, as the file has it."""
 
-    name: str
-    cluster: str
-    roles: tuple[Role, ...]
-    """What it does at first: instances of a pd cluster can be given the other role while they run."""
-    host: str
-    http_port: int
-    kv_port: int
+    on_change: ClassVar = ANOTHER_NAME
+
+    name: Name
+    """Unlike any other's in the file."""
+    roles: Annotated[tuple[Role, ...], Field(min_length=1), LIVE]
+    """What it does at first: instances of a `pd` cluster can be given the other role while they run."""
+    host: Host
+    """Address or name of its machine; it listens only there."""
+    http_port: Port
+    """Its OpenAI API, for the gateway only."""
+    kv_port: Port
     """Where tensor-parallel rank 0 listens for KV; rank r listens at `kv_port + r`."""
-    tensor_parallel: int
-    events_port: int | None = None
-    """Where KV-cache events are published over TCP; None: over a socket of this machine."""
-    tls: bool = False
+    tensor_parallel: Positive = 1
+    """GPUs that it is spread over."""
+    events_port: Annotated[Port | None, GIVEN] = None
+    """Where KV-cache events are published over TCP; left out: over a socket of this machine."""
+    nixl_port: Annotated[Port | None, GIVEN] = None
+    """Where it tells engines of its cluster how NIXL reaches its memory; left out: it does not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instance(InstanceSection):
+    """One vLLM server of a cluster."""
+
+    cluster: str
+    tls: Annotated[bool, OnChange(EVERYTHING.needs, "TLS, by security.engine_tls")] = False
     """The gateway and the tools speak TLS with it, over HTTP and at its KV port; its HTTP server knows nothing else."""
-    nixl_port: int | None = None
-    """Where it tells engines of its cluster how NIXL reaches its memory; None: it does not."""
-    is_stand_in: bool = False
+    is_stand_in: Annotated[bool, OnChange(EVERYTHING.needs, "hardware")] = False
     """No model runs there: one process plays all ranks."""
 
     @property
@@ -83,27 +124,29 @@ class Instance:
 
 
 @dataclass(frozen=True, slots=True)
-class Cluster:
+class Cluster(Section):
     """Instances that share a network."""
+
+    on_change: ClassVar = EVERYTHING
 
     name: str
     kind: ClusterKind
     """`prfaas`: its instances only prefill. `pd`: they decode, and may prefill."""
     hardware: str
     instances: tuple[Instance, ...]
-    profile: LatencyProfile | None = None
+    profile: Annotated[LatencyProfile | None, GATEWAY_AGAIN] = None
     """How fast one instance is, if known."""
     speedup: float = 1.0
     """Stand-ins are so many times as fast as the profile."""
-    pool: PoolSpace | None = None
+    pool: Annotated[PoolSpace | None, POOLS_AGAIN] = None
     """What each machine keeps of computed prefixes beside its engines; None: nothing."""
-    instance_price_per_hour: float = 0.0
+    instance_price_per_hour: Annotated[float, OnChange(None, "price of an instance-hour")] = 0.0
     """In the currency of the file's prices; 0 where it has none."""
-    preemptible: bool = False
+    preemptible: Annotated[bool, LIVE] = False
     """Its instances may be taken away at short notice."""
-    kills_per_hour: float = 0.0
+    kills_per_hour: Annotated[float, LIVE] = 0.0
     """How often that is expected of one instance while it is up; 0 where it is not `preemptible`."""
-    extra_args: tuple[str, ...] = ()
+    extra_args: Annotated[tuple[str, ...], ENGINES_AGAIN] = ()
     """Further options of its vLLM servers, after those of all."""
     kv_cache_dtype: KvCacheDtype | None = None
     """What its engines keep K and V in; None: as the model's `kv_cache_dtype` says."""
@@ -114,28 +157,32 @@ class Cluster:
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class Link(Section):
     """A directed path for KV between two clusters."""
 
-    source: str
-    target: str
-    bandwidth_bits_per_s: float
+    on_change: ClassVar = LIVE
+
+    source: Name
+    """Name of the cluster that sends."""
+    target: Name
+    """Name of the cluster that receives."""
+    bandwidth_bits_per_s: Annotated[Bandwidth, Field(alias="bandwidth")]
     """Goodput: bits of payload, shared by all transfers on the link."""
-    connections: int
+    connections: Annotated[int, Field(strict=True, ge=1, le=64), ENGINES_AGAIN] = 4
     """TCP connections of one sender to one receiver."""
-    rtt_s: float = 0.0
-    """Round trip; only the simulator uses it."""
-    connection_bits_per_s: float | None = None
-    """What one connection carries at most; None: no limit. Only the simulator uses it."""
-    encryption: bool = True
+    rtt_s: Annotated[float, Field(strict=True, ge=0, lt=60)] = 0.0
+    """Round trip; only plans and simulations use it."""
+    connection_bits_per_s: Annotated[Bandwidth | None, Field(alias="connection_bandwidth"), GIVEN] = None
+    """What one connection carries at most; left out: no limit. Only simulations use it."""
+    encryption: Annotated[Flag, ENGINES_AGAIN] = True
     """KVCache goes over it encrypted, between ends that have shown their certificates."""
-    compression: bool = False
+    compression: Annotated[Flag, ENGINES_AGAIN] = False
     """Its chunks are compressed without loss, where that spares more time on the link than it costs on the CPU."""
-    egress_per_gb: float = 0.0
-    """What 10^9 bytes over it cost, in the currency of the file's prices."""
-    mapping_bits_per_s: float | None = None
-    """What its ends map of one transfer's KVCache where their `tensor_parallel` differ; None: it takes no time. Only
-    plans and simulations use it."""
+    egress_per_gb: Annotated[Weight, GIVEN] = 0.0
+    """What 10^9 bytes over it cost, in the currency of the file's prices; left out: `prices.egress_per_gb`."""
+    mapping_bits_per_s: Annotated[Bandwidth | None, Field(alias="mapping_bandwidth"), GIVEN] = None
+    """What its ends map of one transfer's KVCache where their `tensor_parallel` differ; left out: it takes no time.
+    Only plans and simulations use it."""
 
     @property
     def transfer_limit_bits_per_s(self) -> float:
@@ -171,14 +218,16 @@ class KvPeer:
 
 
 @dataclass(frozen=True, slots=True)
-class Routing:
+class Routing(Section):
     """When a prompt is prefilled elsewhere."""
 
-    policy: str
+    on_change: ClassVar = LIVE
+
+    policy: PolicyName = DEFAULT_POLICY
     """A policy's name, or `package.module:Class`. Whether there is one is known where it is made."""
-    threshold_tokens: int | None
-    """Uncached tokens at which a policy that moves its threshold starts; None: at what the planner finds."""
-    params: Mapping[str, float | str] = field(default_factory=dict)
+    threshold_tokens: Annotated[Positive | None, GIVEN] = None
+    """Uncached tokens at which a policy that moves its threshold starts; left out: at what the planner finds."""
+    params: Annotated[Mapping[Text, PolicySetting], SECTION] = field(default_factory=dict)
     """Of the policy; those left out have its defaults."""
 
     def params_of(self, policy: str) -> dict[str, float | str]:
@@ -187,46 +236,55 @@ class Routing:
 
 
 @dataclass(frozen=True, slots=True)
-class ControlConfig:
+class ControlConfig(Section):
     """How fast the scheduler's slow side moves."""
 
-    threshold_period_s: float = 30.0
-    allocation_period_s: float = 60.0
-    window_s: float = 600.0
+    on_change: ClassVar = LIVE
+
+    threshold_period_s: Seconds = 30.0
+    """How often the threshold is optimised anew."""
+    allocation_period_s: Seconds = 60.0
+    """How often the roles are evaluated."""
+    # What was learnt of the traffic is kept by this length.
+    window_s: Annotated[Seconds, GATEWAY_AGAIN] = 600.0
     """Thresholds and roles are chosen for the traffic of so long."""
-    stale_after_s: float = 5.0
+    stale_after_s: Seconds = 5.0
     """Facts that are older are not used."""
-    silence_s: float = 2.5
+    silence_s: Seconds = 2.5
     """An engine whose HTTP server or KV port has not answered for so long is frozen."""
-    stall_s: float = 60.0
+    stall_s: Seconds = 60.0
     """An engine with running requests and without progress for so long is stalled."""
-    allocation: bool = True
-    """Whether instances of pd clusters change their roles."""
-    forecast_period_s: float = 86_400.0
+    allocation: Flag = True
+    """Whether instances of `pd` clusters change their roles."""
+    forecast_period_s: Annotated[float, Field(strict=True, ge=0, le=31 * 86_400.0), GATEWAY_AGAIN] = 86_400.0
     """Traffic is expected to repeat after so long; 0: it is not."""
 
 
 @dataclass(frozen=True, slots=True)
-class Slo:
-    """What users should see: time to first token and time per further token, if stated."""
+class Slo(Section):
+    """What users should see."""
 
-    ttft_s: float | None
-    tpot_s: float | None
+    on_change: ClassVar = GATEWAY_AGAIN
+
+    ttft_s: Seconds | None = None
+    """Time to first token, at most."""
+    tpot_s: Seconds | None = None
+    """Time per further token, at most."""
     ttft_statistic: Literal["mean", "p90"] = "p90"
-
-    @property
-    def tokens_per_s(self) -> float | None:
-        """How fast each answer grows, at least: the inverse of `tpot_s`."""
-        return None if self.tpot_s is None else 1 / self.tpot_s
+    """What of the times to first token must keep `ttft_s`; only plans use it."""
+    tokens_per_s: Annotated[PositiveFloat | None, TOLD_ELSEWHERE] = None
+    """How fast each answer grows, at least: in the file in place of `tpot_s`, whose inverse it is."""
 
 
 @dataclass(frozen=True, slots=True)
-class Deployment:
+class Deployment(Section):
     """Everything a deployment file says, checked."""
 
+    on_change: ClassVar = EVERYTHING
+
     name: str
-    path: Path
-    state_dir: Path
+    path: Annotated[Path, OnChange(GATEWAY_AGAIN.needs, "the file's place")]
+    state_dir: Annotated[Path, OnChange(EVERYTHING.needs, "the state directory")]
     """Where models, keys and logs are kept."""
     model: ModelRef
     clusters: tuple[Cluster, ...]
@@ -239,7 +297,7 @@ class Deployment:
     transfer: TransferLimits
     control: ControlConfig = ControlConfig()
     pool: PoolSettings = field(default_factory=PoolSettings)
-    fleet: FleetConfig | None = None
+    fleet: Annotated[FleetConfig | None, GATEWAY_AGAIN] = None
 
     @property
     def home(self) -> Path:
@@ -353,6 +411,14 @@ class Deployment:
     def is_synthetic(self, instance: Instance) -> bool:
         """True if the instance is a stand-in, which runs no model."""
         return self.cluster_of(instance).hardware == SYNTHETIC
+
+    def uses_nixl(self, instance: Instance) -> bool:
+        """True if an engine has NIXL beside our own transport."""
+        return self.engine.local_transfer == "nixl" and self.cluster_of(instance).kind == "pd"
+
+    def pulls(self, producer: Instance, consumer: Instance) -> bool:
+        """True if the second instance reads KV out of the first one's memory, by NIXL."""
+        return self.uses_nixl(consumer) and producer.cluster == consumer.cluster
 
     def can_decode(self, instance: Instance) -> bool:
         """True if the instance may be given decode work, now or after a change of its role."""

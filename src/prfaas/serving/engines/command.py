@@ -5,11 +5,11 @@ import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from urllib.parse import quote
 
-from prfaas.core.deployment import Deployment, Instance, KvPeer, uses_nixl
+from prfaas.core.deployment import Deployment, Instance, KvPeer
 from prfaas.core.kv import CacheDtypes, KvModel
 from prfaas.core.units import GIB
 from prfaas.serving.secret_files import load_headers
@@ -100,7 +100,7 @@ def vllm_command(deployment: Deployment, instance: Instance) -> EngineCommand:
     ]
     conv_layout = NIXL_CONV_STATE_LAYOUT if engine.local_transfer == "nixl" else CONV_STATE_LAYOUT
     env = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_SSM_CONV_STATE_LAYOUT": conv_layout}
-    if uses_nixl(deployment, instance):
+    if deployment.uses_nixl(instance):
         env |= _nixl_env(instance, on_cpu)
     if instance.tls:
         env["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"] = str(TLS_KEEPALIVE_S)
@@ -129,7 +129,7 @@ def synthetic_command(deployment: Deployment, names: Sequence[str]) -> EngineCom
 def kv_transfer_config(deployment: Deployment, instance: Instance) -> dict[str, object]:
     """The value of vLLM's `--kv-transfer-config`: our connector, and NIXL's beside it where the file wants that."""
     ours = _own_transfer_config(deployment, instance)
-    if not uses_nixl(deployment, instance):
+    if not deployment.uses_nixl(instance):
         return ours
     # Whole seconds, and at least six: a sixth of it is the time between two heartbeats. Our own count ends before it.
     settings = {"kv_lease_duration": max(6, math.ceil(deployment.transfer.lease_s))}
@@ -163,7 +163,6 @@ def _nixl_env(instance: Instance, on_cpu: bool) -> dict[str, str]:
 
 
 def _own_transfer_config(deployment: Deployment, instance: Instance) -> dict[str, object]:
-    limits = deployment.transfer
     return {
         "kv_connector": "PrfaasConnector",
         "kv_connector_module_path": "prfaas.serving.engines.vllm.connector",
@@ -196,17 +195,7 @@ def _own_transfer_config(deployment: Deployment, instance: Instance) -> dict[str
             **({"convert_kv": True} if deployment.converts_kv else {}),
             "staging_bytes": deployment.engine.staging_bytes,
             "transfer_block_bytes": deployment.engine.transfer_block_bytes,
-            "lease_s": limits.lease_s,
-            "load_wait_s": limits.load_wait_s,
-            "staging_wait_s": limits.staging_wait_s,
-            "staging_ttl_s": limits.staging_ttl_s,
-            "silence_s": limits.silence_s,
-            "resume_s": limits.resume_s,
-            "progress_deadline_s": limits.progress_deadline_s,
-            "page_digests": limits.page_digests,
-            "checksums": limits.checksums,
-            "user_timeout_s": limits.user_timeout_s,
-            "keepalive_s": limits.keepalive_s,
+            "transfer": asdict(deployment.transfer),
             **({"nixl_beside": True} if deployment.engine.local_transfer == "nixl" else {}),
         },
     }

@@ -6,15 +6,7 @@ import socket
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
-from prfaas.core.deployment import (
-    CERTIFICATE_NAMES,
-    Cluster,
-    Deployment,
-    Instance,
-    ModelSource,
-    is_loopback,
-    uses_nixl,
-)
+from prfaas.core.deployment import CERTIFICATE_NAMES, Cluster, Deployment, Instance, ModelSource, is_loopback
 from prfaas.core.extras import how_to_install
 from prfaas.core.kv import FullAttention, LinearState
 from prfaas.serving.engines import EngineError
@@ -78,7 +70,7 @@ def ensure_nixl(deployment: Deployment, instances: Iterable[Instance]) -> None:
     Raises:
         EngineError: the package is not installed here.
     """
-    needing = [instance.name for instance in instances if uses_nixl(deployment, instance)]
+    needing = [instance.name for instance in instances if deployment.uses_nixl(instance)]
     if needing and importlib.util.find_spec("nixl") is None:
         raise EngineError(
             f"engine {needing[0]} needs the package nixl, since engine.local_transfer is nixl; "

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 
-from prfaas.core.deployment import Deployment, pulls
+from prfaas.core.deployment import Deployment
 from prfaas.core.scheduling import Decision
 from prfaas.serving.control.cluster_state import OpenPrefill
 from prfaas.serving.gateway.context import GatewayContext
@@ -119,7 +119,7 @@ class RemotePrefills:
         producer, consumer = (
             self._plane.members.instance(name) for name in (decision.prefill, decision.decode)
         )
-        return pulls(self._deployment, producer, consumer)
+        return self._deployment.pulls(producer, consumer)
 
     async def _until_soon(self, running: _RemotePrefill) -> PreparedRequest:
         soon: asyncio.Future[PreparedRequest] = asyncio.get_running_loop().create_future()

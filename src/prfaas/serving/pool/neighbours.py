@@ -58,15 +58,7 @@ class PoolNeighbours:
             key=key,
             peers={peer.pool.name: _peer(peer) for peer in peers},
             fingerprint=_FINGERPRINT,
-            options=SenderOptions(
-                silence_s=limits.silence_s,
-                resume_s=limits.resume_s,
-                progress_deadline_s=limits.progress_deadline_s,
-                user_timeout_s=limits.user_timeout_s,
-                keepalive_s=limits.keepalive_s,
-                accept_deadline_s=limits.staging_wait_s + 10.0,
-                checksums=limits.checksums,
-            ),
+            options=SenderOptions(limits=limits),
             tls=tls,
         )
         asked = AskedTransfers()
@@ -81,15 +73,7 @@ class PoolNeighbours:
             layout=asked,
             fingerprint=_FINGERPRINT,
             producers=[source.pool.name for source in sources],
-            options=ReceiverOptions(
-                staging_wait_s=limits.staging_wait_s,
-                ttl_s=limits.staging_ttl_s,
-                silence_s=limits.silence_s,
-                resume_s=limits.resume_s,
-                progress_deadline_s=limits.progress_deadline_s,
-                user_timeout_s=limits.user_timeout_s,
-                keepalive_s=limits.keepalive_s,
-            ),
+            options=ReceiverOptions(limits=limits),
             sender_telemetry=self._sender.telemetry,
             tls=tls,
             plain_peers=plain_pool_peers(deployment, pool),

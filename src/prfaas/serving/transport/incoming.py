@@ -274,21 +274,21 @@ class IncomingTransfer:
         if self.phase is TransferPhase.FAILED:
             return ""
         if self.phase is TransferPhase.COMPLETE:
-            late = now_s - self.progressed_at_s > options.ttl_s
-            return f"nobody took it within {options.ttl_s:g} s" if late else ""
-        if session.is_lost(now_s, options.resume_s):
+            late = now_s - self.progressed_at_s > options.limits.staging_ttl_s
+            return f"nobody took it within {options.limits.staging_ttl_s:g} s" if late else ""
+        if session.is_lost(now_s, options.limits.resume_s):
             return (
                 f"{session.name} is silent: {session.trouble}"
                 if session.trouble
                 else f"connection to {session.name} lost"
             )
         if self.phase is TransferPhase.WAITING:
-            late = now_s - self.opened_at_s > options.staging_wait_s
-            return f"staging was full for {options.staging_wait_s:g} s" if late else ""
+            late = now_s - self.opened_at_s > options.limits.staging_wait_s
+            return f"staging was full for {options.limits.staging_wait_s:g} s" if late else ""
         # Its chunks may wait behind another transfer's, so after END the producer's progress counts, not its own.
         heard_at_s = max(session.progressed_at_s, self.progressed_at_s)
-        if self.ended and now_s - heard_at_s > options.progress_deadline_s:
-            return f"no progress for {options.progress_deadline_s:g} s after prefill ended"
+        if self.ended and now_s - heard_at_s > options.limits.progress_deadline_s:
+            return f"no progress for {options.limits.progress_deadline_s:g} s after prefill ended"
         if now_s - self.progressed_at_s > options.idle_deadline_s:
             return f"no progress for {options.idle_deadline_s:g} s"
         return ""

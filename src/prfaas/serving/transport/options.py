@@ -3,7 +3,9 @@
 The defaults fit datacenters up to about 100 ms apart.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from prfaas.core.deployment import TransferLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,30 +45,17 @@ class Peer:
 class ReceiverOptions:
     """Deadlines and limits of the consumer."""
 
-    staging_wait_s: float = 30.0
-    """An OPEN waits that long for staging before it is refused."""
-    silence_s: float = 3.0
-    """A path that is silent so long while a transfer is open has been noticed. After half of it without a sign of
-    life a connection is closed, so that the producer can make a new one."""
-    resume_s: float = 2.5
-    """A producer that has no connection and gave no sign of life for so long has lost its unfinished transfers."""
-    progress_deadline_s: float = 10.0
-    """After END, or inside a frame, the producer must deliver something that often. Before END it must at least
-    answer a PING that often."""
+    limits: TransferLimits = field(default_factory=TransferLimits)
+    """Of the deployment. `progress_deadline_s` holds after END and inside a frame: before END the producer must answer
+    a PING at least that often."""
     idle_deadline_s: float = 600.0
     """Before END (prefill may be slow), a transfer must gain a byte that often."""
-    ttl_s: float = 120.0
-    """A complete transfer that the engine does not take is dropped after that time."""
     keep_s: float = 15.0
     """What has come of a broken transfer is kept so long for the engine that may go on from it."""
     tombstone_s: float = 300.0
     """A finished transfer's id is remembered at least that long, and until its ticket expires."""
     handshake_s: float = 5.0
     """For the whole handshake, from the connection's acceptance."""
-    user_timeout_s: float = 10.0
-    """TCP_USER_TIMEOUT of every connection."""
-    keepalive_s: float = 10.0
-    """A silent connection is probed after that time (TCP keepalive)."""
     max_connections: int = 256
     """Of peers that have proved to have the key."""
     max_strangers: int = 64
@@ -82,16 +71,10 @@ class ReceiverOptions:
 class SenderOptions:
     """Deadlines and limits of the producer."""
 
-    accept_deadline_s: float = 60.0
-    """An OPEN without an answer that long fails; must be longer than the receiver's `staging_wait_s`."""
-    silence_s: float = 3.0
-    """A path that is silent so long while a transfer is open has been noticed. After half of it without a sign of
-    life a connection is closed; its chunks go to others, and a new one is made."""
-    resume_s: float = 2.5
-    """A peer that has no connection and gave no sign of life for so long fails its transfers."""
-    progress_deadline_s: float = 8.0
-    """A connection to an engine that so long takes no bytes and answers nothing, while its machine does, is
-    closed."""
+    limits: TransferLimits = field(default_factory=TransferLimits)
+    """Of the deployment."""
+    accept_margin_s: float = 10.0
+    """An OPEN fails that has no answer for so long after the time that a receiver may have it wait for staging."""
     transfer_deadline_s: float = 20.0
     """A peer that has work and acknowledges nothing that long fails its transfers."""
     connect_s: float = 5.0
@@ -100,10 +83,6 @@ class SenderOptions:
     backoff_max_s: float = 2.0
     rejected_backoff_max_s: float = 30.0
     """A peer that rejects this side (wrong key, other layout) is asked again that rarely."""
-    user_timeout_s: float = 10.0
-    """TCP_USER_TIMEOUT of every connection."""
-    keepalive_s: float = 10.0
-    """A silent connection is probed after that time (TCP keepalive)."""
     congestion: str | None = "bbr"
     """Congestion control to ask the kernel for on paths over a millisecond; None: its default everywhere."""
     chunk_bytes: int = 4 << 20
@@ -112,9 +91,12 @@ class SenderOptions:
     """The smallest chunk that a slow link leads to."""
     chunk_s: float = 0.05
     """A paced connection's chunks are cut so that each takes about that long."""
-    checksums: bool = True
-    """Every chunk carries an xxh3_64, and a damaged one is sent again; else TCP's checks must do."""
     max_resends: int = 8
     """A chunk reported damaged more often fails its transfer."""
     sample_s: float = 0.1
     """Period of the link samples and of the deadlines, while there is work."""
+
+    @property
+    def accept_deadline_s(self) -> float:
+        """An OPEN without an answer that long fails."""
+        return self.limits.staging_wait_s + self.accept_margin_s

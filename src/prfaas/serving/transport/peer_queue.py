@@ -60,7 +60,7 @@ class PeerQueue:
         self._windows: list[InFlightWindow] = []
         self._numbers = itertools.count()
         self._work = 0
-        self._ping_s = ping_period_s(options.silence_s)
+        self._ping_s = ping_period_s(options.limits.silence_s)
         self._watch = PeerWatch(peer.name, options)
         self._filler_frames = 0
         self._trouble = self._rejection = ""

@@ -53,7 +53,7 @@ class PeerWatch:
         """
         options = self._options
         elapsed_s = self._clock.elapsed_s(now_s)
-        spare_s = ping_period_s(options.silence_s)
+        spare_s = ping_period_s(options.limits.silence_s)
         self._stuck_s += elapsed_s
         closing: dict[Carrier, str] = {}
         for window in windows:
@@ -64,18 +64,18 @@ class PeerWatch:
             silence.look(info, elapsed_s, asked=window.awaits_answer, spare_s=spare_s)
             if info.bytes_acked - before > HEARTBEAT_BYTES:
                 self._stuck_s = 0.0
-            if silence.path_s > patience_s(options.silence_s):
+            if silence.path_s > patience_s(options.limits.silence_s):
                 closing[window.connection] = f"nothing has come back from it for {silence.path_s:.1f} s"
-            elif silence.engine_s > options.progress_deadline_s:
+            elif silence.engine_s > options.limits.progress_deadline_s:
                 closing[window.connection] = (
                     f"its machine acknowledges, its engine has taken nothing for {silence.engine_s:.1f} s"
                 )
         path_s = [window.silence.path_s for window in windows]
         self._dark_s = min(path_s) if path_s else self._dark_s + elapsed_s
         engine_s = min((window.silence.engine_s for window in windows), default=0.0)
-        late = engine_s > options.silence_s
+        late = engine_s > options.limits.silence_s
         self.stalled = f"its engine has not answered for {engine_s:.1f} s" if late else ""
-        if self._dark_s > options.resume_s:
+        if self._dark_s > options.limits.resume_s:
             self.silent = f"nothing has come back from it for {self._dark_s:.1f} s"
         return closing
 
@@ -96,7 +96,7 @@ class PeerWatch:
         unfinished = False
         for transfer in transfers:
             age_s = now_s - transfer.opened_at_s
-            if not up and min(age_s, self._dark_s) > options.resume_s:
+            if not up and min(age_s, self._dark_s) > options.limits.resume_s:
                 overdue.append((transfer, f"{self._peer_name} unreachable: {trouble or 'no answer'}"))
             elif transfer.phase is not SendPhase.OPENING:
                 unfinished |= transfer.ended or transfer.acked_bytes < transfer.put_bytes

@@ -275,7 +275,7 @@ class Receiver:
         self, connection: ReceiverConnection, sock: socket.socket
     ) -> tuple[PeerIdentity, Sealing | None]:
         options = self._options
-        tune(sock, user_timeout_s=options.user_timeout_s, keepalive_s=options.keepalive_s)
+        tune(sock, user_timeout_s=options.limits.user_timeout_s, keepalive_s=options.limits.keepalive_s)
 
         def admit(identity: PeerIdentity) -> None:
             with self._lock:

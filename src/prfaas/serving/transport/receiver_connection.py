@@ -181,7 +181,7 @@ class ReceiverConnection:
             self._silence.rest()
             return
         options, silence = self._options, self._silence
-        spare_s = ping_period_s(options.silence_s)
+        spare_s = ping_period_s(options.limits.silence_s)
         try:
             info = read_tcp_info(self._sock)
         except OSError:
@@ -191,9 +191,9 @@ class ReceiverConnection:
         if self._session is not None and info.bytes_received - before > HEARTBEAT_BYTES:
             # On a slow link it takes a while until a chunk is whole.
             self._session.progressed_at_s = now_s
-        if silence.path_s > patience_s(options.silence_s):
+        if silence.path_s > patience_s(options.limits.silence_s):
             self._close_silent(f"nothing has come back from it for {silence.path_s:.1f} s")
-        elif silence.engine_s > options.progress_deadline_s:
+        elif silence.engine_s > options.limits.progress_deadline_s:
             inside = ", inside a frame" if self._inside_frame else ""
             self._close_silent(
                 f"its machine acknowledges, its engine has sent nothing for {silence.engine_s:.1f} s{inside}"
@@ -409,7 +409,7 @@ class ReceiverConnection:
 
     def _wait_for_outbox(self) -> None:
         # Its answers don't fit into the socket: reading on would only pile up more.
-        deadline_s = time.monotonic() + self._options.progress_deadline_s
+        deadline_s = time.monotonic() + self._options.limits.progress_deadline_s
         poll = select.poll()
         poll.register(self._sock, select.POLLOUT)
         while self._has_unsent:

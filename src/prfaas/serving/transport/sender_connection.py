@@ -244,7 +244,7 @@ class SenderConnection:
     def _connect(self, backoff_s: float) -> socket.socket:
         peer, options = self.queue.peer, self._options
         # A path that comes back is found soon: TCP's own next attempt may be seconds away.
-        attempt_s = max(ping_period_s(options.silence_s), _ATTEMPT_BACKOFFS * backoff_s)
+        attempt_s = max(ping_period_s(options.limits.silence_s), _ATTEMPT_BACKOFFS * backoff_s)
         stage = "no answer from its machine"
         family, kind, protocol, _, address = socket.getaddrinfo(
             peer.host, peer.port, type=socket.SOCK_STREAM
@@ -254,7 +254,7 @@ class SenderConnection:
         try:
             if self._closing:
                 raise ConnectionEnded("closing")
-            tune(sock, user_timeout_s=options.user_timeout_s, keepalive_s=options.keepalive_s)
+            tune(sock, user_timeout_s=options.limits.user_timeout_s, keepalive_s=options.limits.keepalive_s)
             deadline_s = time.monotonic() + options.connect_s
             sock.settimeout(min(attempt_s, options.connect_s))
             sock.connect(address)
@@ -339,7 +339,7 @@ class SenderConnection:
         Sealed bytes need none.
         """
         sealing = self._sealing
-        checked = sealing is None and self._options.checksums
+        checked = sealing is None and self._options.limits.checksums
         header = pack_header(
             FrameType.DATA,
             chunk.transfer.transfer_id,

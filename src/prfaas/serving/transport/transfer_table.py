@@ -345,7 +345,7 @@ class TransferTable:
                     self._counters["refused"] += transfer.phase is TransferPhase.WAITING
                     self._fail(transfer, reason, how="failed" if transfer.phase.terminal else "broken")
             for session in list(self._sessions.values()):
-                if session.is_lost(now_s, self._options.resume_s):
+                if session.is_lost(now_s, self._options.limits.resume_s):
                     del self._sessions[session.key]
             self._tombstones.sweep(now_s)
             self._remains.sweep(now_s)

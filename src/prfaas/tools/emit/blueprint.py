@@ -6,19 +6,16 @@ from pathlib import Path, PurePosixPath
 
 from prfaas.core.deployment import (
     CERTIFICATE_NAMES,
-    ContainerSettings,
     Deployment,
     DeploymentError,
     Instance,
-    Machine,
     PoolNode,
-    Site,
     is_loopback,
-    load_containers,
     load_deployment,
-    sites_of,
 )
+from prfaas.tools.emit.containers import ContainerSettings, load_containers
 from prfaas.tools.emit.hub_revision import with_hub_revision
+from prfaas.tools.emit.site import Machine, Site, sites_of
 
 STATE_DIR = "/var/lib/prfaas"
 """`$PRFAAS_HOME` wherever something emitted runs."""

@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Iterator
 from pathlib import PurePosixPath
 
-from prfaas.core.deployment import GATEWAY, TOOLS, Site, sites_of
+from prfaas.core.deployment import GATEWAY, TOOLS
 from prfaas.tools.emit.blueprint import ENGINE_STOP_S, GATEWAY_STOP_S, Blueprint, EmittedFile
 from prfaas.tools.emit.document import yaml_text
 from prfaas.tools.emit.monitor import needs_tools_certificate, pod_monitors
@@ -17,6 +17,7 @@ from prfaas.tools.emit.pod import (
     pod_template,
 )
 from prfaas.tools.emit.pod_plan import PodPlan, kubernetes_name, plan_pods
+from prfaas.tools.emit.site import Site, sites_of
 from prfaas.tools.emit.volume import (
     CONFIG_MAP,
     Fields,

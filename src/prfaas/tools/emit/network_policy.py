@@ -4,18 +4,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from ipaddress import ip_address
 
-from prfaas.core.deployment import (
-    CLIENTS,
-    GATEWAY,
-    OPERATORS,
-    Opening,
-    gateway_site,
-    is_loopback,
-    openings_of,
-)
+from prfaas.core.deployment import GATEWAY, is_loopback
 from prfaas.tools.emit.blueprint import Blueprint
+from prfaas.tools.emit.openings import CLIENTS, OPERATORS, Opening, openings_of
 from prfaas.tools.emit.pod import MEMBER_LABEL
 from prfaas.tools.emit.pod_plan import PodPlan, bad_field, is_address
+from prfaas.tools.emit.site import gateway_site
 from prfaas.tools.emit.volume import Fields
 
 

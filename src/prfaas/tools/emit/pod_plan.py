@@ -9,12 +9,11 @@ from prfaas.core.deployment import (
     GATEWAY,
     DeploymentError,
     Instance,
-    Machine,
     PoolNode,
-    Site,
     is_loopback,
 )
 from prfaas.tools.emit.blueprint import WILDCARDS, Blueprint
+from prfaas.tools.emit.site import Machine, Site
 
 
 @dataclass(frozen=True, slots=True)

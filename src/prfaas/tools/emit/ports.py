@@ -1,7 +1,8 @@
 """The list of ports that a machine's firewall must let through."""
 
-from prfaas.core.deployment import CLIENTS, GATEWAY, OPERATORS, Deployment, Opening, is_loopback, openings_of
+from prfaas.core.deployment import GATEWAY, Deployment, is_loopback
 from prfaas.tools.emit.blueprint import Blueprint, Place
+from prfaas.tools.emit.openings import CLIENTS, OPERATORS, Opening, openings_of
 
 
 def ports_table(blueprint: Blueprint, place: Place) -> str:

@@ -15,6 +15,7 @@ import torch
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import MambaSpec
 
+from prfaas.core.deployment import TransferLimits
 from prfaas.core.kv.groups import GroupKind
 from prfaas.core.kv.page_layout import PageLayout
 from prfaas.core.kv.rank_shares import paired_ranks, rank_copies
@@ -404,7 +405,9 @@ def ranked_pair(
                 layout=wires["home"][rank],
                 fingerprint={},
                 producers=[f"east/{each}" for each in paired_ranks(rank, theirs.ranks, ours.ranks)],
-                options=ReceiverOptions(resume_s=0.3, uncounted_regions=int(page_digests)),
+                options=ReceiverOptions(
+                    limits=TransferLimits(resume_s=0.3), uncounted_regions=int(page_digests)
+                ),
             )
             receiver.start()
             stack.callback(receiver.close)
@@ -432,7 +435,11 @@ def ranked_pair(
                     transfer_id, wire.readers
                 )
             consuming = KvConsumer(
-                wires["home"][rank], receiver, 2.0, 5.0, ConnectorStats(), siblings=siblings
+                wires["home"][rank],
+                receiver,
+                TransferLimits(load_wait_s=2.0, staging_ttl_s=5.0),
+                ConnectorStats(),
+                siblings=siblings,
             )
             stack.callback(consuming.close)
             pair.consuming.append(consuming)
@@ -448,7 +455,7 @@ def ranked_pair(
                 key=KEY,
                 peers=peers,
                 fingerprint={},
-                options=SenderOptions(resume_s=0.3),
+                options=SenderOptions(limits=TransferLimits(resume_s=0.3)),
                 layouts=wires["east"][rank],
             )
             sender.start()

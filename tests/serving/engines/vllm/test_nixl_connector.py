@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats
 from vllm.v1.request import RequestStatus
 
+from prfaas.core.deployment import TransferLimits
 from prfaas.serving.engines.vllm.metadata import NixlRead
 from prfaas.serving.engines.vllm.nixl_connector import PrfaasNixlConnector, TicketedNixlConnector
 from prfaas.serving.engines.vllm.stats import ConnectorStats
@@ -81,7 +82,7 @@ class Ours:
 
     def __init__(self) -> None:
         self.told: list[tuple[str, TransferPhase]] = []
-        self.settings = SimpleNamespace(lease_s=LEASE_S)
+        self.settings = SimpleNamespace(transfer=TransferLimits(lease_s=LEASE_S))
         self.seen: list[Any] = []
 
     on_new_request = Nixl.on_new_request

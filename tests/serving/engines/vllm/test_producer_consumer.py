@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from prfaas.core.deployment import TransferLimits
 from prfaas.core.kv.groups import GroupKind, region_bytes
 from prfaas.serving.engines.vllm.consumer import KvConsumer
 from prfaas.serving.engines.vllm.layout import EngineGroup, KvLayout
@@ -123,7 +124,7 @@ def make_ends(
         layout=home_wires,
         fingerprint={"layers": 6},
         producers=["east/0"],
-        options=ReceiverOptions(resume_s=0.3, uncounted_regions=int(page_digests)),
+        options=ReceiverOptions(limits=TransferLimits(resume_s=0.3), uncounted_regions=int(page_digests)),
     )
     receiver.start()
     sender = Sender(
@@ -131,7 +132,7 @@ def make_ends(
         key=KEY,
         peers={"home/0": Peer("home/0", "127.0.0.1", receiver.port, "east->home", 2, None)},
         fingerprint={"layers": 6},
-        options=SenderOptions(resume_s=0.3),
+        options=SenderOptions(limits=TransferLimits(resume_s=0.3)),
         layouts=east_wires,
     )
     sender.start()
@@ -139,7 +140,7 @@ def make_ends(
     assert sender.meet("home", 60)
     stats = ConnectorStats()
     producing = KvProducer(east_layout, east_wires, sender, lease_s, stats)
-    consuming = KvConsumer(home_wires, receiver, 2.0, 5.0, stats)
+    consuming = KvConsumer(home_wires, receiver, TransferLimits(load_wait_s=2.0, staging_ttl_s=5.0), stats)
     try:
         yield Ends(east, home, producing, consuming, receiver, sender, arena)
     finally:

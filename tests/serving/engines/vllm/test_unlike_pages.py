@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from prfaas.core.deployment import TransferLimits
 from prfaas.core.kv.groups import GroupKind, region_bytes
 from prfaas.serving.engines.vllm.consumer import KvConsumer
 from prfaas.serving.engines.vllm.layout import EngineGroup, KvLayout, Packing, opaque_layout, page_layout
@@ -233,7 +234,7 @@ def pair_of(
         layout=wires["home"],
         fingerprint={},
         producers=["east/0"],
-        options=ReceiverOptions(resume_s=0.3, uncounted_regions=int(page_digests)),
+        options=ReceiverOptions(limits=TransferLimits(resume_s=0.3), uncounted_regions=int(page_digests)),
     )
     receiver.start()
     sender = Sender(
@@ -241,13 +242,13 @@ def pair_of(
         key=KEY,
         peers={"home/0": Peer("home/0", "127.0.0.1", receiver.port, "east->home", 2, None, on_demand)},
         fingerprint={},
-        options=SenderOptions(resume_s=0.3),
+        options=SenderOptions(limits=TransferLimits(resume_s=0.3)),
         layouts=wires["east"],
     )
     sender.start()
     stats = ConnectorStats()
     producing = KvProducer(east.layout, wires["east"], sender, 20.0, stats)
-    consuming = KvConsumer(wires["home"], receiver, 2.0, 5.0, stats)
+    consuming = KvConsumer(wires["home"], receiver, TransferLimits(load_wait_s=2.0, staging_ttl_s=5.0), stats)
     try:
         yield Pair(east, home, producing, consuming, receiver, sender, wires)
     finally:

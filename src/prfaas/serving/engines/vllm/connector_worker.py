@@ -134,7 +134,7 @@ class ConnectorWorker:
             drafter,
             copies if sockets else None,
         )
-        digests = settings.page_digests
+        digests = settings.transfer.page_digests
         model = vllm_config.model_config
         identity = ModelIdentity.of(
             # Weights that come out of an object store: the directory has only the other files.
@@ -166,29 +166,11 @@ class ConnectorWorker:
             key=key,
             peers=roster.peers,
             fingerprint=marks,
-            options=SenderOptions(
-                silence_s=settings.silence_s,
-                resume_s=settings.resume_s,
-                progress_deadline_s=settings.progress_deadline_s,
-                user_timeout_s=settings.user_timeout_s,
-                keepalive_s=settings.keepalive_s,
-                checksums=settings.checksums,
-                # The other side may let a transfer wait for staging; its answer comes after that.
-                accept_deadline_s=settings.staging_wait_s + 10.0,
-            ),
+            options=SenderOptions(limits=settings.transfer),
             tls=tls,
             layouts=wires,
         )
-        options = ReceiverOptions(
-            staging_wait_s=settings.staging_wait_s,
-            ttl_s=settings.staging_ttl_s,
-            silence_s=settings.silence_s,
-            resume_s=settings.resume_s,
-            progress_deadline_s=settings.progress_deadline_s,
-            uncounted_regions=int(digests),
-            user_timeout_s=settings.user_timeout_s,
-            keepalive_s=settings.keepalive_s,
-        )
+        options = ReceiverOptions(limits=settings.transfer, uncounted_regions=int(digests))
         receiver = Receiver(
             name=ranked(settings.name, rank),
             key=key,
@@ -210,9 +192,9 @@ class ConnectorWorker:
         if memory_fd is not None:
             siblings = SiblingStaging(
                 *(arena, memory_fd, receiver, sockets),
-                ttl_s=settings.staging_ttl_s,
+                ttl_s=settings.transfer.staging_ttl_s,
                 keep_s=options.keep_s,
-                waits_s=settings.staging_wait_s,
+                waits_s=settings.transfer.staging_wait_s,
                 map_memory=_mapped_and_locked if on_device else mapped_memory,
             )
             lend = siblings.begin
@@ -224,10 +206,8 @@ class ConnectorWorker:
         worker = cls(
             receiver,
             sender,
-            KvProducer(layout, wires, sender, settings.lease_s, stats),
-            KvConsumer(
-                *(wires, receiver, settings.load_wait_s, settings.staging_ttl_s, stats), siblings=siblings
-            ),
+            KvProducer(layout, wires, sender, settings.transfer.lease_s, stats),
+            KvConsumer(wires, receiver, settings.transfer, stats, siblings=siblings),
             pool,
             siblings,
         )

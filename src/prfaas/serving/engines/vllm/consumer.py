@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import lcm
 
+from prfaas.core.deployment import TransferLimits
 from prfaas.serving.engines.page_digests import PageDigestError
 from prfaas.serving.engines.vllm.block_load import BlockLoad
 from prfaas.serving.engines.vllm.load_part import BorrowedPart, GivenUpError, LoadPart
@@ -82,8 +83,7 @@ class KvConsumer:
         self,
         wires: PeerLayouts[WireLayout],
         receiver: Receiver,
-        load_wait_s: float,
-        staging_ttl_s: float,
+        limits: TransferLimits,
         stats: ConnectorStats,
         now_s: Callable[[], float] = time.monotonic,
         *,
@@ -93,8 +93,7 @@ class KvConsumer:
         Args:
             wires: what travels from each producer.
             receiver: has it.
-            load_wait_s: a load waits that long at most for its transfer.
-            staging_ttl_s: a transfer for several requests waits that long at most for the last.
+            limits: how long a load waits for its transfer, and a transfer for several requests for the last of them.
             stats: counts what was loaded.
             now_s: the clock.
             siblings: ranks of this engine whose staging is read for what they keep as well; None: no rank's.
@@ -104,8 +103,7 @@ class KvConsumer:
             siblings.on_change = lambda: self._wake.set()
         self._wires = wires
         self._receiver = receiver
-        self._load_wait_s = load_wait_s
-        self._staging_ttl_s = staging_ttl_s
+        self._limits = limits
         self.stats = stats
         self.on_end: Callable[[], None] = lambda: None
         """Called in the loading thread when a load has ended; must not raise."""
@@ -331,8 +329,10 @@ class KvConsumer:
         if part.borrowed is not None:
             if part.borrowed.load(takes=takes):
                 return 0
-            if self._now_s() - load.ordered_at_s > self._load_wait_s:
-                raise GivenUpError(f"KV of another rank still incomplete after {self._load_wait_s:g} s")
+            if self._now_s() - load.ordered_at_s > self._limits.load_wait_s:
+                raise GivenUpError(
+                    f"KV of another rank still incomplete after {self._limits.load_wait_s:g} s"
+                )
             return None
         # 1. The form in which it travels is known once it has begun.
         wire = self._wires.of_ticket(order.ticket.transfer_id).get(number)
@@ -354,9 +354,9 @@ class KvConsumer:
         # What is kept of a broken one can be taken as soon as nobody writes or reads it any more.
         is_kept = status is not None and status.resume_points.allows(order.usable_tokens)
         obstacle = "" if is_kept else _obstacle(status, order.usable_tokens)
-        is_late = self._now_s() - load.ordered_at_s > self._load_wait_s
+        is_late = self._now_s() - load.ordered_at_s > self._limits.load_wait_s
         if not obstacle and is_late:
-            obstacle = f"KV still incomplete after {self._load_wait_s:g} s"
+            obstacle = f"KV still incomplete after {self._limits.load_wait_s:g} s"
             self._receiver.drop(transfer_id, obstacle)
         if obstacle:
             if status is None:
@@ -394,7 +394,7 @@ class KvConsumer:
                 if transfer is None:
                     return None
                 held = _HeldTransfer(
-                    transfer, order.ticket.attributes.uses, self._now_s() + self._staging_ttl_s
+                    transfer, order.ticket.attributes.uses, self._now_s() + self._limits.staging_ttl_s
                 )
                 self._held[transfer_id] = held
             held.uses_left -= 1

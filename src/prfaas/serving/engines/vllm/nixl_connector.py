@@ -191,7 +191,7 @@ class PrfaasNixlConnector(MultiConnector):
         self, request: "Request", block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         # Before NIXL's own clock begins: the blocks are kept for longer than is told.
-        expires_at_s = time.time() + self._ours.settings.lease_s
+        expires_at_s = time.time() + self._ours.settings.transfer.lease_s
         held, params = super().request_finished_all_groups(request, block_ids)
         request_id = request.request_id
         sealed, pull = self._handing.pop(request_id, None), self._pulling.pop(request_id, None)

@@ -55,7 +55,7 @@ class PoolWorker:
         client = PoolClient(settings.pool_socket, "worker", geometry, rank, timeout_s, settings.name)
         client.connect()
         logger.info("pages of the pool, bytes on a rank by KV group: %s", geometry.groups)
-        return cls(layout, geometry, rank, client, settings.load_wait_s, stats)
+        return cls(layout, geometry, rank, client, settings.transfer.load_wait_s, stats)
 
     def close(self) -> None:
         """End every thread and the session."""

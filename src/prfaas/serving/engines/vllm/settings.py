@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from prfaas.core.deployment import TransferLimits
 from prfaas.core.kv.rank_shares import paired_ranks
 from prfaas.serving.transport.options import Peer
 from prfaas.serving.transport.roster import Roster, ranked
@@ -55,28 +56,8 @@ class ConnectorSettings:
     """Host memory for incoming transfers."""
     transfer_block_bytes: int = MEBI
     """Unit in which staging is handed out."""
-    lease_s: float = 60.0
-    """A finished prefill keeps its blocks that long at most for an unacknowledged transfer."""
-    load_wait_s: float = 30.0
-    """A decode request waits that long at most for a transfer that is still arriving."""
-    staging_ttl_s: float = 60.0
-    """A complete transfer that is not loaded is dropped after that time."""
-    staging_wait_s: float = 20.0
-    """A transfer waits that long at most for staging."""
-    silence_s: float = 3.0
-    """A silent path of an open transfer is noticed within that time."""
-    resume_s: float = 2.5
-    """A transfer goes on if the other side comes back within that time after its last sign of life."""
-    progress_deadline_s: float = 8.0
-    """A transfer that gets no byte through for that long fails."""
-    page_digests: bool = True
-    """Pages travel with digests, which are compared after the load."""
-    checksums: bool = True
-    """Chunks travel with checksums, and a damaged one is sent again."""
-    user_timeout_s: float = 10.0
-    """TCP_USER_TIMEOUT of KV connections."""
-    keepalive_s: float = 10.0
-    """A silent KV connection is probed by TCP after that time."""
+    transfer: TransferLimits = field(default_factory=TransferLimits)
+    """How long each step of a transfer may take."""
     identity_file: Path | None = None
     """This instance's certificate and its key; None: nothing is encrypted here."""
     ca_file: Path | None = None
@@ -130,6 +111,7 @@ class ConnectorSettings:
             )
         try:
             fields["peers"] = {name: PeerSettings(**peer) for name, peer in fields["peers"].items()}
+            fields["transfer"] = TransferLimits(**fields.get("transfer", {}))
             fields["producers"] = frozenset(fields["producers"])
             fields["plain_peers"] = frozenset(fields.get("plain_peers", ()))
             for name in ("key_file", "identity_file", "ca_file", "pool_socket"):

@@ -1,31 +1,21 @@
 """What the deployment file says of containers: images, volumes, GPUs. Only `prfaas emit` uses it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path, PurePosixPath
 
 from prfaas.core.deployment.load import read_file
+from prfaas.core.deployment.schema import ContainersSection
 from prfaas.core.deployment.source import YamlSource
 from prfaas.core.deployment.types import SYNTHETIC
 
 _SUFFIXES = (".yaml", ".yml")
 
 
-@dataclass(frozen=True, slots=True)
-class ContainerSettings:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContainerSettings(ContainersSection):
     """The section `containers`, and what else of the file containers need."""
 
-    gateway_image: str
-    engine_image: str
-    namespace: str
-    models_claim: str | None
-    """The PersistentVolumeClaim that holds the checkpoint; None: it is on every machine."""
-    gpu_resource: str
-    pod_monitor: bool
-    monitoring_namespace: str
-    """Where Prometheus runs."""
-    networks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """From which addresses a cluster's pods are seen elsewhere, by the cluster's name: CIDR blocks."""
     gpus: Mapping[str, int] = field(default_factory=dict)
     """GPUs of one instance by the cluster's name; a cluster that is not there has as many as ranks."""
     companions: tuple[PurePosixPath, ...] = ()
@@ -61,14 +51,7 @@ def load_containers(path: Path | str) -> ContainerSettings:
         if cluster.profile is not None and ("/" in cluster.profile or cluster.profile.endswith(_SUFFIXES)):
             companions[_beside(source, c, cluster.profile)] = None
     return ContainerSettings(
-        gateway_image=given.gateway_image,
-        engine_image=given.engine_image,
-        namespace=given.namespace,
-        models_claim=given.models_claim,
-        gpu_resource=given.gpu_resource,
-        pod_monitor=given.pod_monitor,
-        monitoring_namespace=given.monitoring_namespace,
-        networks={name: tuple(map(str, blocks)) for name, blocks in given.networks.items()},
+        **{each.name: getattr(given, each.name) for each in fields(given)},
         gpus=gpus,
         companions=tuple(companions),
     )

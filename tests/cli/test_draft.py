@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from prfaas.cli.draft import Draft, DraftError, DraftLink, DraftSite
 from prfaas.core.deployment import Deployment, load_deployment
-from prfaas.core.deployment.draft import Draft, DraftError, DraftLink, DraftSite
 
 EAST = DraftSite("east", "prfaas", "h200", 8, ("192.0.2.10", "192.0.2.11"))
 HOME = DraftSite("home", "pd", "h20", 8, ("198.51.100.10", "198.51.100.11", "198.51.100.12"))

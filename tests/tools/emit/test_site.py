@@ -2,18 +2,10 @@
 
 import pytest
 
-from prfaas.core.deployment import (
-    CLIENTS,
-    GATEWAY,
-    OPERATORS,
-    DeploymentError,
-    gateway_site,
-    load_deployment,
-    openings_of,
-    site_named,
-    sites_of,
-)
+from prfaas.core.deployment import GATEWAY, DeploymentError, load_deployment
 from prfaas.core.deployment.examples import example_path
+from prfaas.tools.emit.openings import CLIENTS, OPERATORS, openings_of
+from prfaas.tools.emit.site import gateway_site, site_named, sites_of
 
 TWO = load_deployment(example_path("two-datacenters"))
 

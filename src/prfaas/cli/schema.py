@@ -1,0 +1,18 @@
+"""`prfaas schema`: the deployment file for editors."""
+
+import typer
+
+
+def schema() -> None:
+    """Print the JSON Schema of deployment files, by which editors complete them and mark mistakes.
+
+    Editors with a YAML language server take it from a first line in the file:
+    # yaml-language-server: $schema=prfaas.schema.json
+
+    Example: prfaas schema > prfaas.schema.json
+    """
+    import json
+
+    from prfaas.core.deployment.json_schema import json_schema
+
+    typer.echo(json.dumps(json_schema(), indent=2))

@@ -1,0 +1,144 @@
+"""Sections of the deployment file: the frozen objects that the code uses.
+
+At a field stand its default, its bounds (`field_types.py`), a line that says what it is, and what a change of it needs.
+Reading a file, the difference of two, the JSON Schema and the reference page all come from there.
+"""
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import cache
+from types import UnionType
+from typing import Annotated, Any, ClassVar, Union, get_args, get_origin, get_type_hints
+
+from pydantic import BaseModel, ConfigDict
+from pydantic.fields import FieldInfo
+
+
+@dataclass(frozen=True, slots=True)
+class OnChange:
+    """What a running deployment needs when a field has another value."""
+
+    needs: str | None
+    """What must be done in place of a reload; None: nothing, it is taken on while everything runs."""
+    shown: str | None = None
+    """The field for people, where the file does not call it so; empty: as its section."""
+    is_compared: bool = True
+    """False: what comes of it is a field of its own, which is compared."""
+
+
+LIVE = OnChange(None)
+EVERYTHING = OnChange("start the gateway and all engines again")
+GATEWAY_AGAIN = OnChange("start the gateway again")
+ENGINES_AGAIN = OnChange("start the engines again, then the gateway")
+POOLS_AGAIN = OnChange("start the pools and the engines again, then the gateway")
+ANOTHER_NAME = OnChange("remove the instance, and add it under another name")
+CERTIFICATES = OnChange("make certificates for both ends, start the engines again, then the gateway")
+TOLD_ELSEWHERE = OnChange(None, is_compared=False)
+
+
+class Section:
+    """Base of the frozen dataclasses that are sections of the file, or hold what comes of one."""
+
+    __slots__ = ()
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+    on_change: ClassVar[OnChange]
+    """Of every field that does not say it itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class FieldFacts:
+    """What is known of one field of a section."""
+
+    name: str
+    """In the code."""
+    name_in_file: str
+    kind: Any
+    """Its type, without what is annotated."""
+    on_change: OnChange | None
+    """None: of a section that is only read."""
+    default: Any
+    """`MISSING` where the file must have it."""
+
+    @property
+    def is_optional(self) -> bool:
+        """Whether it can be None."""
+        return get_origin(self.kind) in (Union, UnionType) and type(None) in get_args(self.kind)
+
+    @property
+    def is_list_of_sections(self) -> bool:
+        """Whether it holds sections that are told apart by their names."""
+        return get_origin(self.kind) in (list, tuple) and self.section is not None
+
+    @property
+    def section(self) -> type | None:
+        """The section that it holds, alone, optional or in a list; None: a plain value."""
+        return next((each for each in _types_in(self.kind) if is_section(each)), None)
+
+
+def is_section(kind: Any) -> bool:
+    """Whether a type is a section of the file."""
+    return isinstance(kind, type) and issubclass(kind, BaseModel | Section)
+
+
+def _types_in(kind: Any) -> Iterator[Any]:
+    yield kind
+    for each in get_args(kind):
+        yield from _types_in(each)
+
+
+@cache
+def fields_of(section: type) -> Mapping[str, FieldFacts]:
+    """The fields of a section by their names in the file, in their order."""
+    hints = get_type_hints(section, include_extras=True)
+    found = {}
+    for name, default in _defaults(section):
+        kind, marks = _unwrapped(hints[name])
+        alias = next((each.alias for each in marks if isinstance(each, FieldInfo) and each.alias), name)
+        on_change = next(
+            (each for each in marks if isinstance(each, OnChange)), getattr(section, "on_change", None)
+        )
+        found[alias] = FieldFacts(name, alias, kind, on_change, default)
+    return found
+
+
+def _defaults(section: type) -> Iterator[tuple[str, Any]]:
+    if issubclass(section, BaseModel):
+        for name, info in section.model_fields.items():
+            yield name, MISSING if info.is_required() else info.get_default(call_default_factory=True)
+        return
+    assert is_dataclass(section)
+    for field in fields(section):
+        made = field.default_factory
+        yield field.name, field.default if made is MISSING else made()
+
+
+def _unwrapped(hint: Any) -> tuple[Any, tuple[Any, ...]]:
+    """A type without what is annotated, and that."""
+    marks: tuple[Any, ...] = ()
+    while get_origin(hint) is Annotated:
+        hint, *more = get_args(hint)
+        marks += tuple(more)
+    return hint, marks
+
+
+@cache
+def docs_of(section: type) -> Mapping[str, str]:
+    """The lines below fields, which Python itself forgets, by the fields' names in the code; of base classes too."""
+    found: dict[str, str] = {}
+    for base in reversed(section.__mro__):
+        if base in (object, Section, BaseModel) or not is_section(base):
+            continue
+        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        assert isinstance(tree, ast.ClassDef)
+        for field, below in zip(tree.body, tree.body[1:], strict=False):
+            if (
+                isinstance(field, ast.AnnAssign)
+                and isinstance(field.target, ast.Name)
+                and isinstance(below, ast.Expr)
+                and isinstance(below.value, ast.Constant)
+            ):
+                found[field.target.id] = " ".join(str(below.value.value).split())
+    return found
