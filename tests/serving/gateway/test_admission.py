@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -46,7 +47,8 @@ class Waits:
 
 def admission(limits: GatewayLimits = LIMITS, waits_s: float = 0.0) -> tuple[Admission, Waits]:
     waits = Waits(waits_s)
-    return Admission(limits, waits), waits  # type: ignore[arg-type]
+    running = SimpleNamespace(current=SimpleNamespace(gateway=SimpleNamespace(limits=limits)))
+    return Admission(running, waits), waits  # type: ignore[arg-type]
 
 
 NO_HEADERS: CIMultiDict[str] = CIMultiDict()

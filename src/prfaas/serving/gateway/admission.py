@@ -17,6 +17,7 @@ from prfaas.core.scheduling import Decision
 from prfaas.serving.control.waits import PredictedWaits
 from prfaas.serving.gateway.bodies import ApiError
 from prfaas.serving.gateway.request import Headers
+from prfaas.serving.running_deployment import RunningDeployment
 
 TIMEOUT_HEADER = "x-request-timeout"
 
@@ -80,8 +81,8 @@ class AdmittedRequest:
 class Admission:
     """Counts what all open requests of one gateway hold. It belongs to the event loop's thread."""
 
-    def __init__(self, limits: GatewayLimits, waits: PredictedWaits) -> None:
-        self._limits = limits
+    def __init__(self, running: RunningDeployment, waits: PredictedWaits) -> None:
+        self._running = running
         self._waits = waits
         self._open = 0
         self._bytes = 0
@@ -98,9 +99,9 @@ class Admission:
         """The wait beyond which it is refused."""
         return self._limits.queue_s
 
-    def adopt(self, limits: GatewayLimits) -> None:
-        """Take on so much from now on; what is open goes on."""
-        self._limits = limits
+    @property
+    def _limits(self) -> GatewayLimits:
+        return self._running.current.gateway.limits
 
     @contextmanager
     def admitted(self, tenant: str, headers: Headers, body_bytes: int | None) -> Iterator[AdmittedRequest]:

@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Collection
 from dataclasses import replace
 
-from prfaas.core.deployment import Deployment
 from prfaas.core.scheduling import Decision, NoDecodeInstanceError, Route
 from prfaas.core.scheduling.preemption import goes_on_at_decode
 from prfaas.serving.gateway.context import GatewayContext
@@ -24,25 +23,12 @@ _PREFILL_ATTEMPTS = 2
 class PrefillOrchestrator:
     """Makes requests ready for their decode engines."""
 
-    def __init__(
-        self, deployment: Deployment, hop: PrefillHop, prefixes: PrefixMoves, context: GatewayContext
-    ) -> None:
-        self._remote = RemotePrefills(deployment, hop, prefixes, context)
+    def __init__(self, hop: PrefillHop, prefixes: PrefixMoves, context: GatewayContext) -> None:
+        self._remote = RemotePrefills(hop, prefixes, context)
         self._prefixes = prefixes
         self._plane = context.plane
         self._metrics = context.metrics
-        self._take_on(deployment)
-
-    def adopt(self, deployment: Deployment) -> None:
-        """Prefill with these instances from now on."""
-        self._remote.adopt(deployment)
-        self._take_on(deployment)
-
-    def _take_on(self, deployment: Deployment) -> None:
-        self._staging_bytes = {
-            instance.name: deployment.engine.staging_bytes * instance.tensor_parallel
-            for instance in deployment.instances
-        }
+        self._context = context
 
     async def prepare(
         self,
@@ -79,7 +65,7 @@ class PrefillOrchestrator:
                     moved = await self._prefixes.move(request, prompt, decision)
                 local = self._at_decode(request, prompt, moved.decision, decision.reason, fallback)
                 return replace(local, prefix=moved)
-            if decision.kv_bytes > self._staging_bytes[decision.decode]:
+            if decision.kv_bytes > self._context.staging_bytes(decision.decode):
                 return self._at_decode(request, prompt, decision, "staging", fallback)
             attempt = request.record.start(decision, num_tokens)
             try:
@@ -218,7 +204,7 @@ class PrefillOrchestrator:
         self._remote.abandon(prepared, reason)
 
     def _note_rejections(self, request: ServingRequest, consumer: str) -> None:
-        for producer in self._staging_bytes:
+        for producer in self._plane.members.instances:
             why = self._plane.compatibility.reason(producer, consumer)
             if why is not None:
                 request.record.note(f"{producer} may send nothing to {consumer}: {why}")

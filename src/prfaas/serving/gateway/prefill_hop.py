@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable
 
-from prfaas.core.deployment import Deployment
 from prfaas.core.link.patience import late_after_s
 from prfaas.serving.gateway.answer import cached_tokens_of
 from prfaas.serving.gateway.bodies import JSON_BYTES_PER_TOKEN, prefill_body
@@ -57,7 +56,6 @@ class PrefillHop:
 
     def __init__(
         self,
-        deployment: Deployment,
         key: bytes,
         transfers: KvTransfers,
         tenants: Tenants,
@@ -66,7 +64,7 @@ class PrefillHop:
         """`key` seals tickets."""
         self._key = key
         self._tenants = tenants
-        self.adopt(deployment)
+        self._running = context.running
         self._transfers = transfers
         self._plane = context.plane
         self._client = context.client
@@ -77,13 +75,6 @@ class PrefillHop:
         self._arriving: dict[asyncio.Task[TransferredBytes], TransferSpec] = {}
         self._frozen: dict[str, str] = {}
         self._given_up: dict[asyncio.Task[TransferredBytes], TransferFailedError] = {}
-
-    def adopt(self, deployment: Deployment) -> None:
-        """Expect links to be as wide as this file says from now on."""
-        self._bandwidth_bits_per_s = {
-            (link.source, link.target): link.bandwidth_bits_per_s for link in deployment.links
-        }
-        self._lead_s = deployment.transfer.decode_lead_s
 
     def frozen(self, name: str, reason: str | None) -> None:
         """An instance is frozen: nothing waits any longer for what it was to send or to receive. None: not any more."""
@@ -273,7 +264,7 @@ class PrefillHop:
             if on_soon is not None:
                 on_soon(StartedTransfer(ticket, sealed, cached_tokens))
 
-        lead_s = self._lead_s if on_soon is not None else 0.0
+        lead_s = self._running.current.transfer.decode_lead_s if on_soon is not None else 0.0
         loop = asyncio.get_running_loop()
         # Two tasks and no group: each more costs every request some percent of the gateway's CPU time.
         prefilling = loop.create_task(prefill())
@@ -365,11 +356,9 @@ class PrefillHop:
 
     def _link_bits_per_s(self, spec: TransferSpec) -> float | None:
         """As the deployment file says; None inside of a cluster."""
-        pair = (
-            self._plane.members.instance(spec.producer).cluster,
-            self._plane.members.instance(spec.consumer).cluster,
-        )
-        return self._bandwidth_bits_per_s.get(pair)
+        producer, consumer = (self._plane.members.instance(name) for name in (spec.producer, spec.consumer))
+        link = self._running.current.link(producer.cluster, consumer.cluster)
+        return None if link is None else link.bandwidth_bits_per_s
 
     def _report(self, spec: TransferSpec, failure: EngineCallError | TransferFailedError) -> HopFailedError:
         """Tell the control plane whom a failure blames: the producer, the consumer or nobody, never both."""

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 
-from prfaas.core.deployment import Deployment
 from prfaas.core.scheduling import Decision
 from prfaas.serving.control.cluster_state import OpenPrefill
 from prfaas.serving.gateway.context import GatewayContext
@@ -45,21 +44,17 @@ class _RemotePrefill:
 class RemotePrefills:
     """Prefills elsewhere, each until its request can go to the decode instance, or has its first token."""
 
-    def __init__(
-        self, deployment: Deployment, hop: PrefillHop, prefixes: PrefixMoves, context: GatewayContext
-    ) -> None:
+    def __init__(self, hop: PrefillHop, prefixes: PrefixMoves, context: GatewayContext) -> None:
         self._hop = hop
         self._prefixes = prefixes
         self._plane = context.plane
         self._metrics = context.metrics
-        self._bill = EgressBill(deployment, context.metrics)
-        self.adopt(deployment)
+        self._bill = EgressBill(context.running, context.metrics)
+        self._running = context.running
 
-    def adopt(self, deployment: Deployment) -> None:
-        """Move KV as this file says from now on."""
-        self._lead_s = deployment.transfer.decode_lead_s
-        self._deployment = deployment
-        self._bill.adopt(deployment)
+    @property
+    def _lead_s(self) -> float:
+        return self._running.current.transfer.decode_lead_s
 
     def give_up(self, kept: KeptPart, reason: str) -> None:
         """Nobody goes on from what was kept of a broken transfer."""
@@ -119,7 +114,7 @@ class RemotePrefills:
         producer, consumer = (
             self._plane.members.instance(name) for name in (decision.prefill, decision.decode)
         )
-        return self._deployment.pulls(producer, consumer)
+        return self._running.current.pulls(producer, consumer)
 
     async def _until_soon(self, running: _RemotePrefill) -> PreparedRequest:
         soon: asyncio.Future[PreparedRequest] = asyncio.get_running_loop().create_future()

@@ -102,10 +102,11 @@ class Gateway:
         self._transfers = KvTransfers({each.name: self._watch(each) for each in deployment.instances}, clock)
         self._forgetting: set[asyncio.Task[None]] = set()
         self._metrics = Metrics(registry)
-        self.certificates = CertificateWatch(deployment, self._metrics.certificate_expires)
+        self.certificates = CertificateWatch(running, self._metrics.certificate_expires)
         self.descriptors = DescriptorBudget(raise_descriptor_limit(), _reserved_descriptors(deployment))
         logger.info("file descriptors: %d at most", self.descriptors.limit)
         context = GatewayContext(
+            running,
             plane,
             self._client,
             self._metrics,
@@ -119,7 +120,7 @@ class Gateway:
         self._tokenization = Tokenization(local, model.served_name, context)
         security = deployment.security
         self._tenants = tenants = Tenants(key, security.tenant_header, security.tenant_weights)
-        self._hop = PulledHop(deployment, key, self._transfers, tenants, context)
+        self._hop = PulledHop(key, self._transfers, tenants, context)
         plane.listeners.frozen.append(
             lambda name, reason: self._client.bar(plane.members.instance(name), reason)
         )
@@ -127,8 +128,8 @@ class Gateway:
         plane.listeners.silent.append(self._hop.silent)
         plane.listeners.noticed.append(self._hop.noticed)
         self._copier = PoolCopier(running, key, pool_observers(deployment, GATEWAY, key, tls))
-        self._prefixes = PrefixMoves(deployment, self._hop, self._copier, tenants, context)
-        self._prefill = prefill = PrefillOrchestrator(deployment, self._hop, self._prefixes, context)
+        prefixes = PrefixMoves(self._hop, self._copier, tenants, context)
+        prefill = PrefillOrchestrator(self._hop, prefixes, context)
         decoder = Decoder(prefill, context)
         resume = StreamResume(
             AnswerText(model.path),
@@ -137,17 +138,16 @@ class Gateway:
             decoder=decoder,
             context=context,
         )
-        self._first_tokens = FirstTokenRules(deployment, context)
-        self._shadow = Shadow(ShadowOptions(deployment.gateway.shadow), context)
+        self._first_tokens = FirstTokenRules(context)
+        self._shadow = Shadow(ShadowOptions(), context)
         self._tracing = _tracing(deployment, self._metrics)
         log = RequestLog(options.kept_records, context.metrics, self._tracing)
-        self._admission = Admission(deployment.gateway.limits, plane.waits)
-        self._parser = RequestParser(deployment, options, self._json_threads)
-        self._generation = generation = Generation(
+        self._admission = Admission(running, plane.waits)
+        generation = Generation(
             context,
             tenants=tenants,
             admission=self._admission,
-            parser=self._parser,
+            parser=RequestParser(context),
             tokenization=self._tokenization,
             validation=Validation(context),
             first_tokens=self._first_tokens,
@@ -157,8 +157,6 @@ class Gateway:
             first_answers=FirstTokenAnswers(prefill=prefill, resume=resume, context=context),
             shadow=self._shadow,
             log=log,
-            detail=deployment.gateway.route_header,
-            policy=deployment.routing.policy,
         )
         self.routes = Routes(deployment, generation, context)
         token = None if token_file is None else load_token(token_file)
@@ -180,12 +178,7 @@ class Gateway:
             task.add_done_callback(self._forgetting.discard)
         self.descriptors.reserved = _reserved_descriptors(running)
         self._tenants.adopt(running.security.tenant_header, running.security.tenant_weights)
-        for part in (self._hop, self._prefixes, self._prefill, self._parser, self.certificates):
-            part.adopt(running)
-        self._admission.adopt(config.limits)
-        self._generation.adopt(config.route_header, running.routing.policy)
-        self._shadow.adopt(config.shadow)
-        self._first_tokens.adopt(running)
+        self._first_tokens.follow()
 
     async def introduce(self) -> None:
         """Ask a decode engine how it makes token ids, as soon as one answers; then do nothing."""
