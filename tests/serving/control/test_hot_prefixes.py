@@ -72,7 +72,7 @@ class Hot:
         self.hot = HotPrefixes(
             self.state,
             clock=self.clock,
-            metrics=ControlMetrics(self.registry).copies,
+            metrics=ControlMetrics(self.registry),
             copier=PoolCopier(RunningDeployment(self.deployment), KEY, self.pools),
             rebalancer=self.rebalancer,
         )

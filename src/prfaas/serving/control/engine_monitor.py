@@ -12,6 +12,7 @@ from prfaas.serving.control.listeners import Listeners
 from prfaas.serving.control.metrics import ControlMetrics
 from prfaas.serving.control.part import Json, Part
 from prfaas.serving.running_deployment import RunningDeployment
+from prfaas.serving.tasks import BackgroundTasks
 
 _STARTED_TOLERANCE_S = 0.5
 
@@ -180,20 +181,16 @@ class EngineMonitor(Part):
 
     async def run(self) -> None:
         """Until cancelled. Instances are asked one after the other, evenly over the period."""
-        asked: set[asyncio.Task[None]] = set()
+        asked = BackgroundTasks()
         try:
             while True:
                 instances = self._running.current.instances
                 between_s = period_s(WANTED_S, len(instances), MOST_ASKED_PER_S) / len(instances)
                 for instance in instances:
-                    task = asyncio.get_running_loop().create_task(self.ask(instance))
-                    asked.add(task)
-                    task.add_done_callback(asked.discard)
+                    asked.start(self.ask(instance))
                     await asyncio.sleep(between_s)
         finally:
-            for task in list(asked):
-                task.cancel()
-            await asyncio.gather(*asked, return_exceptions=True)
+            await asked.cancel()
 
     async def ask(self, instance: Instance) -> None:
         """One look at one engine; without an answer nothing changes."""

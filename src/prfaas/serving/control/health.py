@@ -14,6 +14,7 @@ from prfaas.serving.control.listeners import Listeners
 from prfaas.serving.control.part import Json, Part
 from prfaas.serving.control.pulse import KvPort, Pulse
 from prfaas.serving.running_deployment import RunningDeployment
+from prfaas.serving.tasks import BackgroundTasks
 
 logger = logging.getLogger(__name__)
 
@@ -148,19 +149,15 @@ class HealthWatch(Part):
 
     async def run(self) -> None:
         """Until cancelled."""
-        asked: set[asyncio.Task[None]] = set()
+        asked = BackgroundTasks()
         try:
             while True:
                 await asyncio.sleep(LOOK_S)
                 for question in self.due():
-                    task = asyncio.get_running_loop().create_task(question)
-                    asked.add(task)
-                    task.add_done_callback(asked.discard)
+                    asked.start(question)
                 self.judge()
         finally:
-            for task in list(asked):
-                task.cancel()
-            await asyncio.gather(*asked, return_exceptions=True)
+            await asked.cancel()
 
     def due(self) -> list[Coroutine[Any, Any, None]]:
         """The questions that are to be asked now: suspects again and again, the others where nothing is heard."""

@@ -14,7 +14,7 @@ from typing import TypeAlias
 from prfaas.core.prefix import PoolHit, PromptChains, PromptTokens
 from prfaas.core.scheduling.rebalancing import Copy, Rebalancer
 from prfaas.serving.control.cluster_state import Clock, ClusterState
-from prfaas.serving.control.metrics import HotCopyCounters
+from prfaas.serving.control.metrics import ControlMetrics
 from prfaas.serving.control.part import Json, Part
 from prfaas.serving.control.prefix_knowledge import MissedPrefix
 from prfaas.serving.pool.copier import PoolCopier
@@ -79,7 +79,7 @@ class HotPrefixes(Part):
         cluster_state: ClusterState,
         *,
         clock: Clock,
-        metrics: HotCopyCounters,
+        metrics: ControlMetrics,
         copier: PoolCopier | None = None,
         rebalancer: Rebalancer | None = None,
     ) -> None:
@@ -162,7 +162,7 @@ class HotPrefixes(Part):
         fresh = [link for link in view.links.values() if now_s - link.seen_s <= view.stale_after_s]
         for copy in self._rebalancer.decide(fresh, now_s):
             self.decided += 1
-            self._metrics.decided()
+            self._metrics.copies.inc()
             logger.info(
                 "worth copying: %d tokens from %s to %s, missed %.1f times",
                 copy.tokens,
@@ -263,7 +263,9 @@ class HotPrefixes(Part):
         self.copied += outcome == "done"
         self.copied_bytes += result.copied_bytes
         self.copied_tokens += tokens
-        self._metrics.ended(outcome, result, tokens)
+        self._metrics.copies_ended.labels(outcome).inc()
+        self._metrics.copied_bytes.inc(result.copied_bytes)
+        self._metrics.copied_tokens.inc(tokens)
 
     def _count_use(self, cluster: str, pool: str, chains: PromptChains, pools: Mapping[str, PoolHit]) -> None:
         """Whether a request that is prefilled on a pool's machine begins with what was copied there."""
@@ -281,4 +283,5 @@ class HotPrefixes(Part):
             self.hits += 1
             self.spared_tokens += made.spared_tokens
             self._rebalancer.used(*place)
-            self._metrics.spared(made.spared_tokens)
+            self._metrics.copy_hits.inc()
+            self._metrics.spared_tokens.inc(made.spared_tokens)

@@ -6,7 +6,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -24,6 +24,7 @@ from prfaas.serving.control.part import Json, Part
 from prfaas.serving.control.pulse import KvPort
 from prfaas.serving.pool.copier import CopyPort
 from prfaas.serving.running_deployment import RunningDeployment
+from prfaas.serving.tasks import BackgroundTasks
 
 _FAILURES_TO_CLOSE = 3
 _FIRST_PAUSE_S = 10.0
@@ -139,7 +140,7 @@ class LinkMonitor(Part):
         self._follow()
         # Engines that are there at the start know these from their own file.
         self._untold.clear()
-        self._asked: set[asyncio.Task[None]] = set()
+        self._asked = BackgroundTasks()
         self.failures = self._counted = 0
 
     def follow(self, _before: AppliedDeployment, _now: AppliedDeployment) -> None:
@@ -165,7 +166,7 @@ class LinkMonitor(Part):
         for name, rank in self._ranks.items():
             if rank.due < _MOST_DUE and now_s >= rank.ask_again_s:
                 rank.due += 1
-                self._start(self._ask(name, rank))
+                self._asked.start(self._ask(name, rank))
 
     def conclude(self) -> None:
         """Update the links with the answers so far, and probe those that are believed slow and have no work."""
@@ -233,9 +234,7 @@ class LinkMonitor(Part):
 
     async def close(self) -> None:
         """End what is being asked; the observers are those of whoever made them."""
-        for task in list(self._asked):
-            task.cancel()
-        await asyncio.gather(*self._asked, return_exceptions=True)
+        await self._asked.cancel()
 
     def _state(self, link: Link, now_s: float) -> Json:
         pair = (link.source, link.target)
@@ -309,11 +308,6 @@ class LinkMonitor(Part):
             del self._samples[pair], self._arrivals[pair]
             self._untold.discard(pair)
 
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._asked.add(task)
-        task.add_done_callback(self._asked.discard)
-
     async def _ask(self, name: str, rank: _Rank) -> None:
         asked_s = self._clock()
         try:
@@ -366,7 +360,7 @@ class LinkMonitor(Part):
             if sample.connections_up and name in self._ranks
         ]
         for rank in able:
-            self._start(self._ask_probe(rank, f"{pair[0]}->{pair[1]}", nbytes // len(able)))
+            self._asked.start(self._ask_probe(rank, f"{pair[0]}->{pair[1]}", nbytes // len(able)))
 
     async def _ask_probe(self, rank: _Rank, link: str, nbytes: int) -> None:
         with contextlib.suppress(OSError, TimeoutError):

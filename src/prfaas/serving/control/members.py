@@ -9,6 +9,7 @@ from prfaas.serving.control.link_monitor import LinkPort, PoolPort
 from prfaas.serving.control.part import Part
 from prfaas.serving.pool.copier import pool_observers
 from prfaas.serving.running_deployment import RunningDeployment
+from prfaas.serving.tasks import BackgroundTasks
 from prfaas.serving.transport import Observer, TlsIdentity
 
 
@@ -46,7 +47,7 @@ class Members(Part):
         self.pool_ports = (
             pool_observers(running.current, CONTROL, key, tls) if pool_ports is None else pool_ports
         )
-        self._closing: set[asyncio.Task[None]] = set()
+        self._closing = BackgroundTasks()
         for instance in running.current.instances:
             self.join(instance)
 
@@ -74,15 +75,15 @@ class Members(Part):
         async def close() -> None:
             await asyncio.gather(*(port.close() for port in ports), return_exceptions=True)
 
-        task = asyncio.get_running_loop().create_task(close())
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
+        self._closing.start(close())
 
     async def close(self) -> None:
         """Close all connections, and wait until those of who has left are closed."""
         ports = [port for ranks in self.kv_ports.values() for port in ranks]
         ports += self.pool_ports.values()
-        await asyncio.gather(*self._closing, *(port.close() for port in ports), return_exceptions=True)
+        await asyncio.gather(
+            self._closing.finish(), *(port.close() for port in ports), return_exceptions=True
+        )
         await self.http.close()
 
 

@@ -1,12 +1,9 @@
 """The control plane's Prometheus metrics, `prfaas_control_*`. Every label takes values from a bounded set."""
 
 from collections import defaultdict
-from dataclasses import dataclass
 from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-
-from prfaas.serving.transport.requests import CopyResult
 
 _SLICE_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.05)
 TIERS = ("memory", "ssd")
@@ -17,33 +14,6 @@ POOL_LOSSES = ("refused", "evicted", "wrong")
 """Why pages are not there: no room, evicted, or their bytes were not what they should be."""
 _SERVICE_RATIOS = (0.25, 0.5, 0.8, 1.0, 1.25, 2.0, 4.0)
 Family = TypeVar("Family", Counter, Gauge, Histogram)
-
-
-@dataclass(frozen=True, slots=True)
-class HotCopyCounters:
-    """What becomes of copies of prefixes."""
-
-    decided_copies: Counter
-    ended_copies: Counter
-    copied_bytes: Counter
-    copied_tokens: Counter
-    used_copies: Counter
-    spared_tokens: Counter
-
-    def decided(self) -> None:
-        """A copy is worth making."""
-        self.decided_copies.inc()
-
-    def ended(self, outcome: str, result: CopyResult, tokens: int) -> None:
-        """A copy of so many tokens was made ("done"), or why it was not."""
-        self.ended_copies.labels(outcome).inc()
-        self.copied_bytes.inc(result.copied_bytes)
-        self.copied_tokens.inc(tokens)
-
-    def spared(self, tokens: int) -> None:
-        """A request found a copied prefix: so many tokens need not be computed."""
-        self.used_copies.inc()
-        self.spared_tokens.inc(tokens)
 
 
 class ControlMetrics:
@@ -80,14 +50,12 @@ class ControlMetrics:
         self.expected_requests_per_s = gauge(
             "expected_requests_per_second", "What roles were last evaluated for.", "source"
         )
-        self.copies = HotCopyCounters(
-            decided_copies=counter("prefix_copies", "Prefixes found worth copying to another cluster."),
-            ended_copies=counter("prefix_copies_ended", "What became of them.", "outcome"),
-            copied_bytes=counter("prefix_copied_bytes", "KV bytes of copies, of broken ones too."),
-            copied_tokens=counter("prefix_copied_tokens", "Tokens of copies that were made."),
-            used_copies=counter("prefix_copy_hits", "Requests that found a copied prefix."),
-            spared_tokens=counter("prefix_copy_spared_tokens", "What those need not compute."),
-        )
+        self.copies = counter("prefix_copies", "Prefixes found worth copying to another cluster.")
+        self.copies_ended = counter("prefix_copies_ended", "What became of them.", "outcome")
+        self.copied_bytes = counter("prefix_copied_bytes", "KV bytes of copies, of broken ones too.")
+        self.copied_tokens = counter("prefix_copied_tokens", "Tokens of copies that were made.")
+        self.copy_hits = counter("prefix_copy_hits", "Requests that found a copied prefix.")
+        self.spared_tokens = counter("prefix_copy_spared_tokens", "What those need not compute.")
         self.waiting_prefills = gauge(
             "waiting_prefills", "Prefills that no instance of the cluster has been given yet.", "cluster"
         )

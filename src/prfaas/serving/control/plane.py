@@ -322,7 +322,7 @@ def _prefixes(
 def _hot_prefixes(members: Members, state: ClusterState, metrics: ControlMetrics) -> HotPrefixes:
     copier = PoolCopier(members.running, members.key, members.pool_ports)
     has_pools = bool(members.running.current.pools)
-    return HotPrefixes(state, clock=state.clock, metrics=metrics.copies, copier=copier if has_pools else None)
+    return HotPrefixes(state, clock=state.clock, metrics=metrics, copier=copier if has_pools else None)
 
 
 def _budget(members: Members, state: ClusterState, links: LinkMonitor) -> LinkBudget:

@@ -37,7 +37,7 @@ from prfaas.serving.gateway.kv_transfer import (
 from prfaas.serving.gateway.prompts import Endpoint
 from prfaas.serving.gateway.request import ServingRequest, Tenants
 from prfaas.serving.gateway.request_trace import CANCELLED
-from prfaas.serving.tasks import end_all
+from prfaas.serving.tasks import BackgroundTasks, end_all
 from prfaas.serving.transport.ticket import Ticket, prompt_digest
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class PrefillHop:
         self._metrics = context.metrics
         self._json_threads = context.json_threads
         self._options = context.options
-        self._abandoning: set[asyncio.Task[None]] = set()
+        self._abandoning = BackgroundTasks()
         self._arriving: dict[asyncio.Task[TransferredBytes], TransferSpec] = {}
         self._frozen: dict[str, str] = {}
         self._given_up: dict[asyncio.Task[TransferredBytes], TransferFailedError] = {}
@@ -189,13 +189,11 @@ class PrefillHop:
                 await self._transfers.abandon(ticket, reason, self._options.abandon_timeout_s)
 
         # In the background, since it must also happen when this request's own task is being cancelled.
-        task = asyncio.get_running_loop().create_task(abandon())
-        self._abandoning.add(task)
-        task.add_done_callback(self._abandoning.discard)
+        self._abandoning.start(abandon())
 
     async def close(self) -> None:
         """Wait for the abandonments under way (each is bounded)."""
-        await asyncio.gather(*self._abandoning, return_exceptions=True)
+        await self._abandoning.finish()
 
     def _sealed_request(self, spec: TransferSpec, request: ServingRequest) -> tuple[Ticket, str, bytes]:
         ticket = Ticket.issue(

@@ -47,6 +47,7 @@ from prfaas.serving.pool.copier import PoolCopier, pool_observers
 from prfaas.serving.reloading import Reloader
 from prfaas.serving.running_deployment import RunningDeployment
 from prfaas.serving.secret_files import load_token
+from prfaas.serving.tasks import BackgroundTasks
 from prfaas.serving.tracing.collector import collector_of
 from prfaas.serving.transport.ticket import load_key
 from prfaas.serving.transport.tls_identity import TlsIdentity
@@ -100,7 +101,7 @@ class Gateway:
         silence_s, clock = deployment.transfer.silence_s, plane.loop_clock
         self._watch = partial(watchers_of, key=key, tls=tls, silence_s=silence_s, clock=clock)
         self._transfers = KvTransfers({each.name: self._watch(each) for each in deployment.instances}, clock)
-        self._forgetting: set[asyncio.Task[None]] = set()
+        self._forgetting = BackgroundTasks()
         self._metrics = Metrics(registry)
         self.certificates = CertificateWatch(running, self._metrics.certificate_expires)
         self.descriptors = DescriptorBudget(raise_descriptor_limit(), _reserved_descriptors(deployment))
@@ -173,9 +174,7 @@ class Gateway:
         for instance in running.instances:
             self._transfers.add(instance.name, self._watch(instance))
         for name in self._transfers.consumers.difference(instance.name for instance in running.instances):
-            task = asyncio.create_task(self._transfers.forget(name))
-            self._forgetting.add(task)
-            task.add_done_callback(self._forgetting.discard)
+            self._forgetting.start(self._transfers.forget(name))
         self.descriptors.reserved = _reserved_descriptors(running)
         self._tenants.adopt(running.security.tenant_header, running.security.tenant_weights)
         self._first_tokens.follow()
@@ -225,7 +224,7 @@ class Gateway:
 
     async def close(self) -> None:
         """Wait for the abandonments under way, and end connections and threads."""
-        await asyncio.gather(*self._forgetting, return_exceptions=True)
+        await self._forgetting.finish()
         await self._shadow.close()
         await self._hop.close()
         await self._copier.close()

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from prfaas.core.deployment import Deployment
 from prfaas.core.units import BITS_PER_BYTE
 from prfaas.serving.running_deployment import RunningDeployment
+from prfaas.serving.tasks import BackgroundTasks
 from prfaas.serving.transport import Observer, Ticket, TlsIdentity, TransferClass, prompt_digest
 from prfaas.serving.transport.requests import MAX_COPIED_TOKENS, CopyOrder, CopyResult
 from prfaas.serving.transport.ticket import TransferAttributes
@@ -45,7 +46,7 @@ class PoolCopier:
         self._key = key
         self._ports = ports
         self._running = running
-        self._abandoning: set[asyncio.Task[None]] = set()
+        self._abandoning = BackgroundTasks()
 
     async def copy(
         self,
@@ -103,7 +104,7 @@ class PoolCopier:
 
     async def close(self) -> None:
         """Wait for what is being given up (each is bounded), and end the connections."""
-        await asyncio.gather(*self._abandoning, return_exceptions=True)
+        await self._abandoning.finish()
         for port in self._ports.values():
             await port.close()
 
@@ -122,9 +123,7 @@ class PoolCopier:
                 logger.info("could not give up a copy at %s: %s", target, error)
 
         # In the background, since it must also happen when the waiting task is being cancelled.
-        task = asyncio.get_running_loop().create_task(abandon())
-        self._abandoning.add(task)
-        task.add_done_callback(self._abandoning.discard)
+        self._abandoning.start(abandon())
 
 
 def pool_observers(
