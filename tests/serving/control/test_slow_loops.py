@@ -12,6 +12,7 @@ import pytest
 from prfaas.core.deployment import Deployment
 from prfaas.core.planner.two_clusters import best_threshold
 from prfaas.core.scheduling import Decision
+from prfaas.core.scheduling.policy import is_shortest_first
 from prfaas.core.scheduling.threshold import LengthWindow, ThresholdOptimiser
 from prfaas.serving.control.engine_monitor import EngineMeter
 from prfaas.serving.control.engine_reading import read_exposition
@@ -57,7 +58,7 @@ class Slow:
             self.usage,
             self.window,
             self.roles,
-            policy=lambda: policy_of(deployment),
+            shortest_first=lambda: is_shortest_first(policy_of(deployment), self.cluster_state.view),
         )
 
     @property

@@ -136,7 +136,7 @@ class LivePlane:
             stage_utilisation(state, engines.meters, self.admission.waiting, state.clock),
             self.thresholds.window,
             RoleChanges(state, clock=state.clock, on_begin=self.admission.changed, on_end=on_end),
-            policy=lambda: self.router.policy,
+            shortest_first=self.router.prefills_shortest_first,
         )
 
     def _connect(

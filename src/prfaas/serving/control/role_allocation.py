@@ -20,14 +20,12 @@ from prfaas.core.scheduling.allocation import (
     RoleDrain,
 )
 from prfaas.core.scheduling.forecast import Outlook, foresight_of
-from prfaas.core.scheduling.policy import Policy
 from prfaas.core.scheduling.role_choice import ExpectedLoad, RoleOutlook
 from prfaas.core.scheduling.stage_utilisation import InstanceWork, StageUtilisation
 from prfaas.core.scheduling.threshold import LengthWindow
 from prfaas.core.workload import WorkloadError
 from prfaas.serving.control.cluster_state import Clock, ClusterState
 from prfaas.serving.control.engine_monitor import EngineMeter
-from prfaas.serving.control.guarded_policy import prefills_shortest_first
 from prfaas.serving.control.metrics import ControlMetrics
 from prfaas.serving.control.part import Json, Part
 from prfaas.serving.control.planning_inputs import OUTPUT_AGE_S, LiveFacts
@@ -195,16 +193,16 @@ class RoleAllocation(Part):
         window: LengthWindow,
         changes: RoleChanges,
         *,
-        policy: Callable[[], Policy],
+        shortest_first: Callable[[], bool],
     ) -> None:
-        """`policy`: the one that routes now; it is asked in which order prefills wait."""
+        """`shortest_first`: the order in which prefills wait under the policy that routes now."""
         control = running.current.control
         self._running = running
         self._facts = facts
         self._utilisation = utilisation
         self.changes = changes
         self._clock = changes.clock
-        self._policy = policy
+        self._shortest_first = shortest_first
         self._outlook = Outlook(window, foresight_of(control.forecast_period_s))
         self._allocator = Allocator(cool_down_s=COOL_DOWN_PERIODS * control.allocation_period_s)
         self.paused = False
@@ -290,7 +288,7 @@ class RoleAllocation(Part):
             return
         means = expected.means
         # Asked anew each time: at the start hardly any instance is there.
-        queues = QueueingModel(prefills_shortest_first(self._policy(), self._facts.view))
+        queues = QueueingModel(self._shortest_first())
         load = ExpectedLoad(means.requests_per_s, queues, expected.is_forecast)
         try:
             problem = self._facts.problem(expected.lengths, means.output_tokens)

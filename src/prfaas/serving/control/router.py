@@ -1,20 +1,66 @@
 """Where requests go: what is known of a prompt and the view, put to the routing policy."""
 
+import logging
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import replace
 
-from prfaas.core.deployment import AppliedDeployment
+import prometheus_client
+
+from prfaas.core.deployment import BUILT_IN_POLICIES, DEFAULT_POLICY, AppliedDeployment
 from prfaas.core.prefix import PromptChains
-from prfaas.core.scheduling import Decision, Policy, Route, RoutingRequest, make_policy
+from prfaas.core.scheduling import CheckedPolicy, Decision, Policy, Route, RoutingRequest, View, make_policy
+from prfaas.core.scheduling.policy import is_shortest_first
 from prfaas.serving.control.cluster_state import ClusterState
-from prfaas.serving.control.guarded_policy import guarded
 from prfaas.serving.control.hot_prefixes import HotPrefixes
 from prfaas.serving.control.metrics import ControlMetrics
 from prfaas.serving.control.part import Json, Part
 from prfaas.serving.control.planning_inputs import policy_of
 from prfaas.serving.control.prefix_knowledge import PrefixKnowledge
 from prfaas.serving.running_deployment import RunningDeployment
+
+logger = logging.getLogger(__name__)
+
+
+class GuardedPolicy:
+    """Decides as `policy`; where that raises, or decides what can't be carried out, as the default policy."""
+
+    def __init__(self, name: str, policy: Policy, failures: prometheus_client.Counter) -> None:
+        self._name = name
+        self._policy = CheckedPolicy(policy)
+        self._default = make_policy(DEFAULT_POLICY)
+        self._failures = failures
+        self._failed = 0
+
+    def decide(self, request: RoutingRequest, view: View) -> Decision:
+        """Raises NoDecodeInstanceError when nothing can decode."""
+        try:
+            return self._policy.decide(request, view)
+        except Exception as error:
+            self._note(error)
+            return self._default.decide(request, view)
+
+    def is_shortest_first(self, view: View) -> bool:
+        """See `is_shortest_first` of core; of the default policy where the own one fails. No failure is counted."""
+        try:
+            return is_shortest_first(CheckedPolicy(self._policy.policy), view)
+        except Exception:
+            return is_shortest_first(self._default, view)
+
+    def _note(self, error: Exception) -> None:
+        self._failures.inc()
+        self._failed += 1
+        # The 1st, 10th, 100th, …: it may fail for every request.
+        if str(self._failed).strip("0") == "1":
+            logger.error(
+                "policy %s failed (%d times so far), %s decided in its place: %s: %s",
+                self._name,
+                self._failed,
+                DEFAULT_POLICY,
+                type(error).__name__,
+                error,
+                exc_info=error,
+            )
 
 
 class Router(Part):
@@ -47,7 +93,7 @@ class Router(Part):
         self._local = make_policy("local_only")
         self._routed = 0
         self._reasons: dict[Route, Counter[str]] = {route: Counter() for route in Route}
-        self.policy = self._named()
+        self._policy = self._named()
 
     def route(
         self,
@@ -83,7 +129,7 @@ class Router(Part):
         match = self._prefixes.match(chains)
         self._routed += 1
         request = self._prefixes.request(match, num_tokens, self._routed, first_from_prefill)
-        policy = self.policy if offload else self._local
+        policy = self._policy if offload else self._local
         decision = match.bound(policy.decide(request, view), num_tokens, state.kv_between)
         self._count(decision)
         if offload and not avoid and view.pools:
@@ -97,16 +143,26 @@ class Router(Part):
     def follow(self, before: AppliedDeployment, now: AppliedDeployment) -> None:
         """Decide by another policy. Raises DeploymentError where it can't be made."""
         if now.said.routing != before.said.routing:
-            self.policy = self._named()
+            self._policy = self._named()
 
     def state(self, _now_s: float) -> Json:
         """Decisions so far, by route and reason."""
         routes = {str(route): dict(reasons) for route, reasons in self._reasons.items()}
         return {"requests": {"routed": self._routed}, "routes": routes}
 
+    def prefills_shortest_first(self) -> bool:
+        """The order in which prefills wait under the policy, asked anew each time. It never fails."""
+        policy, view = self._policy, self._cluster_state.view
+        if isinstance(policy, GuardedPolicy):
+            return policy.is_shortest_first(view)
+        return is_shortest_first(policy, view)
+
     def _named(self) -> Policy:
-        current = self._running.current
-        return guarded(current.routing.policy, policy_of(current), self._metrics.policy_failures)
+        """The policy that the file names, guarded where it is not one of ours."""
+        name, policy = self._running.current.routing.policy, policy_of(self._running.current)
+        if name in BUILT_IN_POLICIES:
+            return policy
+        return GuardedPolicy(name, policy, self._metrics.policy_failures)
 
     def _count(self, decision: Decision) -> None:
         self._reasons[decision.route][decision.reason] += 1
