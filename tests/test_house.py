@@ -33,7 +33,7 @@ MANY_COLLABORATORS = {
         "serving.engines.synthetic.engine:SyntheticEngine.__init__",
         "serving.fleet.member:FleetMember.__init__",
     ),
-    *("serving.gateway.admin:AdminRoutes.__init__", "serving.gateway.generation:Generation.__init__"),
+    "serving.gateway.generation:Generation.__init__",
     *("serving.gateway.http_pool:HttpPool.__init__", "serving.gateway.server:Gateway.__init__"),
     *("serving.pool.copies:PrefixCopies.__init__", "serving.pool.ssd_tier:FileTier.__init__"),
     *("serving.transport.incoming:IncomingTransfer.__init__", "serving.transport.observer:Observer.__init__"),

@@ -338,10 +338,11 @@ class LiveFacts:
     def _cluster(self, cluster: Cluster) -> ClusterFacts:
         instances = sum(i.available for i in self._cluster_state.view.clusters[cluster.name].instances)
         curve = self._curves[cluster.name].usual
+        facts = ClusterFacts(cluster.name, cluster.kind, instances, curve)
         if cluster.kind == "prfaas":
-            return ClusterFacts(cluster.name, cluster.kind, instances, curve)
+            return facts
         decode = self.decode(cluster)
-        return ClusterFacts(cluster.name, cluster.kind, instances, curve, decode.batch, decode.step_s)
+        return replace(facts, decode_batch=decode.batch, decode_step_s=decode.step_s)
 
 
 def _no_bytes(tokens: "FloatArray") -> "FloatArray":

@@ -101,7 +101,14 @@ class RoleChanges:
         now_s = self.clock()
         drain = RoleDrain.begin(view, to_role, now_s)
         from_role: Role = "decode" if to_role == "prefill" else "prefill"
-        change = RoleChange(instance, view.cluster, from_role, to_role, reason, now_s)
+        change = RoleChange(
+            instance=instance,
+            cluster=view.cluster,
+            from_role=from_role,
+            to_role=to_role,
+            reason=reason,
+            at_s=now_s,
+        )
         self._current = change, drain
         self.history.append(change)
         logger.info("%s is to %s instead of %s: %s", instance, to_role, from_role, reason)

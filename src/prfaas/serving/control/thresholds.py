@@ -271,7 +271,12 @@ class Thresholds(Part):
             before = self._facts.view.threshold_tokens.get(cluster)
             if tokens != before and cluster not in self.held:
                 entry = ThresholdEntry(
-                    self._clock(), cluster, tokens, change.reason, change.rate_before, change.rate_after
+                    at_s=self._clock(),
+                    cluster=cluster,
+                    tokens=tokens,
+                    reason=change.reason,
+                    rate_before=change.rate_before,
+                    rate_after=change.rate_after,
                 )
                 self._set(entry)
                 self._on_change(cluster, change.reason)

@@ -481,7 +481,12 @@ def join_fleet(plane: LivePlane, registry: CollectorRegistry, store: Store | Non
         plane.admission.changed,
     )
     fleet = FleetControl(
-        running, EtcdStore(config) if store is None else store, registry, shares, decisions, marks
+        running=running,
+        store=EtcdStore(config) if store is None else store,
+        registry=registry,
+        shares=shares,
+        decisions=decisions,
+        marks=marks,
     )
     listeners.observed.append(shares.observe)
     listeners.drained.append(marks.mark)

@@ -24,7 +24,6 @@ from prfaas.serving.gateway.request_log import RequestLog
 from prfaas.serving.gateway.routes import instances_of
 from prfaas.serving.gateway.told_requests import explain
 from prfaas.serving.reloading import Reloader, ReloadRefusedError
-from prfaas.serving.running_deployment import RunningDeployment
 
 _SAFE_METHODS = ("GET", "HEAD")
 _MOST_LEFT = 1024
@@ -36,7 +35,6 @@ class AdminRoutes:
 
     def __init__(
         self,
-        running: RunningDeployment,
         kv_model: KvModel | None,
         log: RequestLog,
         context: GatewayContext,
@@ -46,7 +44,7 @@ class AdminRoutes:
     ) -> None:
         """`kv_model`: None where the size of the model's KV is unknown. `token`: None: none is asked for. `reloader`:
         None: the deployment does not change."""
-        self._running = running
+        self._running = running = context.running
         # Records of requests outlive the instances that they name.
         self._left: deque[Instance] = deque(maxlen=_MOST_LEFT)
         self._reloader = reloader

@@ -97,7 +97,15 @@ class RemotePrefills:
             # NIXL frees the blocks after one reader, and its producer leaves the last token of some models out.
             pulled = ask is None and request.samples == 1 and self._reads(decision)
             running = _RemotePrefill(
-                request, prompt, attempt, moved, wanted.prefill, work, stack.pop_all(), ask, pulled
+                request=request,
+                prompt=prompt,
+                attempt=attempt,
+                moved=moved,
+                wanted=wanted.prefill,
+                work=work,
+                stack=stack.pop_all(),
+                ask=ask,
+                pulled=pulled,
             )
         # 3. Prefill there.
         if ask is not None:

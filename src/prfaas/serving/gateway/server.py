@@ -107,15 +107,15 @@ class Gateway:
         self.descriptors = DescriptorBudget(raise_descriptor_limit(), _reserved_descriptors(deployment))
         logger.info("file descriptors: %d at most", self.descriptors.limit)
         context = GatewayContext(
-            running,
-            plane,
-            self._client,
-            self._metrics,
-            options,
-            self._json_threads,
-            model.max_model_len,
-            draining,
-            self.descriptors,
+            running=running,
+            plane=plane,
+            client=self._client,
+            metrics=self._metrics,
+            options=options,
+            json_threads=self._json_threads,
+            max_model_len=model.max_model_len,
+            draining=draining,
+            descriptors=self.descriptors,
         )
         local = LocalTokenizer.of_model(model.path, self._tokenizer_threads)
         self._tokenization = Tokenization(local, model.served_name, context)
@@ -162,7 +162,7 @@ class Gateway:
         self.routes = Routes(deployment, generation, context)
         token = None if token_file is None else load_token(token_file)
         self.history = StateHistory(plane.state)
-        self.admin_routes = AdminRoutes(running, kv_model, log, context, self.history, token, reloader)
+        self.admin_routes = AdminRoutes(kv_model, log, context, self.history, token, reloader)
         if reloader is not None:
             reloader.follow(self)
 
