@@ -29,11 +29,7 @@ MANY_COLLABORATORS = {
     *("cli.replay:_Run.__init__", "core.scheduling.view:InstanceView.__init__"),
     *("lab.simulator.instance:Engine.__init__", "lab.simulator.link:FluidLink.__init__"),
     *("lab.simulator.send_queue:FluidTransfer.__init__", "lab.simulator.token_clock:ContextClock.__init__"),
-    *(
-        "serving.engines.synthetic.engine:SyntheticEngine.__init__",
-        "serving.fleet.member:FleetMember.__init__",
-    ),
-    "serving.gateway.generation:Generation.__init__",
+    *("serving.fleet.member:FleetMember.__init__", "serving.gateway.generation:Generation.__init__"),
     *("serving.gateway.http_pool:HttpPool.__init__", "serving.gateway.server:Gateway.__init__"),
     *("serving.pool.copies:PrefixCopies.__init__", "serving.pool.ssd_tier:FileTier.__init__"),
     *("serving.transport.incoming:IncomingTransfer.__init__", "serving.transport.observer:Observer.__init__"),
