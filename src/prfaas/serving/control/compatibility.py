@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from prfaas.core.deployment import AppliedDeployment
 from prfaas.serving.control.cluster_state import ClusterState
 from prfaas.serving.control.engine_monitor import period_s
 from prfaas.serving.control.metrics import ControlMetrics
@@ -55,6 +56,11 @@ class Compatibility(Part):
         self._rejected: dict[tuple[str, int], dict[str, str]] = {}
         self._reasons: dict[Pair, str] = {}
         self._asking: dict[str, asyncio.Task[None]] = {}
+        self._producers = self._find_producers()
+
+    def follow(self, _before: AppliedDeployment, _now: AppliedDeployment) -> None:
+        """Others may send now: looked for once, since it takes some work."""
+        self._producers = self._find_producers()
 
     def leave(self, name: str) -> None:
         """Forget what is known of an instance."""
@@ -71,11 +77,9 @@ class Compatibility(Part):
         """Until cancelled."""
         try:
             while True:
-                current = self._running.current
-                producers = [each.name for each in current.instances if current.peers_of(each)]
-                for name in producers:
+                for name in self._producers:
                     self._ask_soon(name)
-                await asyncio.sleep(period_s(WANTED_S, len(producers), MOST_ASKED_PER_S))
+                await asyncio.sleep(period_s(WANTED_S, len(self._producers), MOST_ASKED_PER_S))
         finally:
             for task in self._asking.values():
                 task.cancel()
@@ -104,6 +108,10 @@ class Compatibility(Part):
     def write_gauges(self, metrics: ControlMetrics, _now_s: float) -> None:
         """How many pairs there are."""
         metrics.incompatible.set(len(self._reasons))
+
+    def _find_producers(self) -> list[str]:
+        current = self._running.current
+        return [instance.name for instance in current.instances if current.peers_of(instance)]
 
     def _ask_soon(self, producer: str) -> "asyncio.Task[None]":
         asking = self._asking.get(producer)

@@ -69,7 +69,7 @@ class LivePlane:
         """Put the parts together.
 
         Args:
-            members: the instances and pools of the deployment.
+            members: the instances and pools of the deployment, with the connections to them.
             registry: gets the `prfaas_control_*` metrics.
             kv_model: of the deployment's model, as `planning_inputs.kv_model_of` loads it; None: unknown.
             clock: seconds that never go back.
@@ -114,12 +114,12 @@ class LivePlane:
             pool_ports=members.pool_ports,
         )
         pools = PoolMonitor(running, members.pool_ports, view.pools, engines.meters, clock=clock)
-        self.parts: list[Part] = [
-            *(DeployedView(running, state, curves), members, engines, pools, self.links),
-            *(_budget(members, state, self.links), self.compatibility, self.router, self.thresholds),
-            *(self._roles(facts, engines, metrics), feed, self.prefixes, hot_prefixes, self.admission),
-            *(self.health, self.drains, Rosters(running, members.kv_ports, self.prefixes.learn_stats)),
-        ]
+        # In the order in which they join; they leave in the other one.
+        self.parts: list[Part] = [DeployedView(running, state, curves), members, engines, pools, self.links]
+        self.parts += [_budget(members, state, self.links), self.compatibility, self.router, self.thresholds]
+        self.parts += [self._roles(facts, engines, metrics), feed, self.prefixes, hot_prefixes]
+        rosters = Rosters(running, members.kv_ports, self.prefixes.learn_stats)
+        self.parts += [self.admission, self.health, self.drains, rosters]
         self.parts.append(GaugeWriter(self.parts, metrics, running, clock))
         self._connect(engines, pools, feed, metrics)
 
@@ -201,16 +201,18 @@ class LivePlane:
         Raises:
             DeploymentError: the file's policy can't be made.
         """
-        names = set(self.cluster_state.names)
+        names = tuple(self.cluster_state.names)
         wanted = {instance.name: instance for instance in now.running.instances}
-        for name in wanted.keys() - names:
-            for part in self.parts:
-                part.join(wanted[name])
+        for instance in wanted.values():
+            if instance.name not in names:
+                for part in self.parts:
+                    part.join(instance)
         for part in self.parts:
             part.follow(before, now)
-        for name in names - wanted.keys():
-            for part in reversed(self.parts):
-                part.leave(name)
+        for name in names:
+            if name not in wanted:
+                for part in reversed(self.parts):
+                    part.leave(name)
         for name in wanted:
             self.admission.changed(name)
 
