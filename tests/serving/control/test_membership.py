@@ -357,6 +357,23 @@ def test_links_prices_and_periods_change(in_change: InChange) -> None:
     in_change(body)
 
 
+def test_a_limit_of_the_file_counts_at_the_next_look(in_change: InChange) -> None:
+    async def body(changing: Changing) -> None:
+        plane = changing.plane
+        changing.http.texts["home-d1"] = BUSY
+        for _ in range(2):
+            await plane.part(EngineMonitor).ask(plane.members.instance("home-d1"))
+            changing.clock.now_s += 10
+        plane.health.judge()
+        assert not plane.health.is_suspect("home-d1")
+        changing.take_on(FILE.replace("window_s: 600", "window_s: 600, stall_s: 5"))
+        plane.health.judge()
+        assert plane.health.is_frozen("home-d1")
+        assert "for 5 s" in state_of(changing, "home-d1")["suspicion"]
+
+    in_change(body)
+
+
 def test_roles_of_the_file_count_at_once(in_change: InChange) -> None:
     async def body(changing: Changing) -> None:
         plane = changing.plane
