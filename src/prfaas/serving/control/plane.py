@@ -14,7 +14,7 @@ from prfaas.core.kv import KvModel
 from prfaas.core.latency.prefill_curves import PrefillCurves
 from prfaas.core.prefix.events import EventBatch
 from prfaas.core.scheduling import Decision
-from prfaas.core.scheduling.threshold import LengthWindow
+from prfaas.core.scheduling.length_window import LengthWindow
 from prfaas.serving.control.cluster_state import Clock, ClusterState, OnService, OpenPrefill
 from prfaas.serving.control.compatibility import Compatibility
 from prfaas.serving.control.deployed_view import DeployedView

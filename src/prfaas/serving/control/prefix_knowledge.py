@@ -117,6 +117,8 @@ class PendingPrefixes:
 logger = logging.getLogger(__name__)
 
 _DEFAULT_CACHE_TOKENS = 1 << 20
+# More modules for multi-token prediction than any model has.
+_MOST_OWN_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +214,7 @@ class PrefixKnowledge(Part):
         self._pending = PendingPrefixes()
         self._record: PrefixRecord | None = None
         self._hasher: BlockHasher | None = None
+        self._own_last_tokens: dict[str, int] = {}
 
     def join(self, _instance: Instance) -> None:
         """The pools of the view have who joins already."""
@@ -220,6 +223,7 @@ class PrefixKnowledge(Part):
     def leave(self, name: str) -> None:
         """Forget what it holds."""
         self.drop(name, "left")
+        self._own_last_tokens.pop(name, None)
         self._pool_of = self._pools_of_instances()
 
     def chains(self, token_ids: Sequence[int], salt: str, adapter: str) -> PromptChains:
@@ -307,6 +311,12 @@ class PrefixKnowledge(Part):
     def learn_stats(self, name: str, stats: Mapping[str, Any]) -> None:
         """Take what an engine's connector tells of how it reuses prefixes; older ones tell nothing."""
         self.index.learn_drop(name, drops_last_block=stats.get("drops_last_block") is True)
+        told = stats.get("own_last_tokens")
+        self._own_last_tokens[name] = told if type(told) is int and 0 < told <= _MOST_OWN_TOKENS else 1
+
+    def own_last_tokens(self, name: str) -> int:
+        """How many last tokens of a prompt an engine computes itself, whatever is moved to it."""
+        return self._own_last_tokens.get(name, 1)
 
     def learn(self, instance: Instance, reading: EngineReading) -> None:
         """Take the size of an engine's cache, and the block size of the first engine without events that reports it.

@@ -12,7 +12,7 @@ from prfaas.core.scheduling.gateway_share import (
     new_lengths,
     total,
 )
-from prfaas.core.scheduling.threshold import LengthWindow
+from prfaas.core.scheduling.length_window import LengthWindow
 from prfaas.serving.control.cluster_state import ClusterState
 from prfaas.serving.control.prefill_admission import PrefillAdmission
 

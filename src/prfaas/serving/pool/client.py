@@ -155,7 +155,7 @@ class PoolClient:
             pin: the pages that a load needs stay where they are until `unpin`, and come back from SSD.
         """
         with self._lock:
-            answer = self._request(Match(chain, start_tokens, limit_tokens, whole, tenant, pin), Matched)
+            answer = self._request(Match(chain, start_tokens, limit_tokens, whole, tenant, pin=pin), Matched)
             epoch = self._epoch
         if answer is None:
             return None
@@ -164,7 +164,12 @@ class PoolClient:
             for group, first, slots, offsets in answer.pages
         )
         return PoolMatch(
-            answer.pin, answer.usable_tokens, answer.attention_tokens, answer.memory_tokens, pages, epoch
+            answer.pin,
+            answer.usable_tokens,
+            answer.attention_tokens,
+            answer.memory_tokens,
+            pages,
+            epoch=epoch,
         )
 
     def unpin(self, pin: int) -> None:

@@ -157,7 +157,7 @@ class FileTier:
             return
         page = _FilePage(place, entry.checksums, entry.tenant, self._slots)
         identity = b"" if entry.identity is None else entry.identity.encode()
-        record = JournalPage(page_id, place, entry.checksums, 0, entry.tenant, identity)
+        record = JournalPage(page_id, place, entry.checksums, 0, entry.tenant, identity=identity)
         rest_from = self._geometry.rank_offset(entry.group, self._geometry.ranks)
         write = PageWrite(place, self._room_in_arena(offset, size), size, rest_from)
         order = SsdWrite(write, record, partial(self._written, entry, page, done))
