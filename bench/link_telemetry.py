@@ -31,6 +31,7 @@ from prfaas.serving.control.cluster_state import ClusterState
 from prfaas.serving.control.link_budget import LinkBudget
 from prfaas.serving.control.link_monitor import LinkMonitor
 from prfaas.serving.control.planning_inputs import prefill_curves, view_of
+from prfaas.serving.running_deployment import RunningDeployment
 from prfaas.serving.transport import (
     BytesSource,
     Observer,
@@ -239,11 +240,11 @@ async def watched(
         instance.name: (Observer("control", KEY, instance.host, instance.kv_ports[0], f"{instance.name}/0"),)
         for instance in deployment.instances
     }
+    running = RunningDeployment(deployment)
     monitor = LinkMonitor(
-        deployment,
+        running,
         lambda instance, rank: ports[instance.name][rank],
         state,
-        clock=time.monotonic,
         on_change=lambda _: changes.append((time.monotonic(), meter.capacity_bits_per_s)),
     )
 
@@ -254,7 +255,7 @@ async def watched(
     meter = monitor.meters[PAIR] = RecordedMeter(truth, time.monotonic())
     loops = [asyncio.create_task(monitor.run())]
     if paced:
-        budget = LinkBudget(deployment, ports, view.links, monitor.samples, clock=time.monotonic)
+        budget = LinkBudget(running, ports, view.links, monitor.samples, clock=time.monotonic)
         loops.append(asyncio.create_task(budget.run()))
     async with asyncio.timeout(60):
         while meter.egress_bits_per_s(time.monotonic()) < 0.4 * BANDWIDTH_BITS_PER_S:
@@ -286,6 +287,7 @@ async def watched(
         loop.cancel()
     await asyncio.gather(*loops, return_exceptions=True)
     await monitor.close()
+    await asyncio.gather(*(port.close() for (port,) in ports.values()))
     meter.changes = [(at_s - began_s, bits) for at_s, bits in changes]  # type: ignore[attr-defined]
     return meter
 

@@ -18,8 +18,7 @@ LEAST_LINES_OF_ONE_USER = 100
 LONG_FUNCTIONS = {
     # All metrics of a process, one after the other.
     *("serving.gateway.metrics:Metrics.__init__", "serving.control.metrics:ControlMetrics.__init__"),
-    # Rooms that are still to be taken apart: control, gateway, transport, pool, lab.
-    "serving.control.plane:LivePlane.__init__",
+    # Rooms that are still to be taken apart: gateway, transport, pool, lab.
     *("serving.gateway.server:Gateway.__init__", "serving.gateway.prefill:PrefillOrchestrator.prepare"),
     "serving.transport.receiver:Receiver.__init__",
     "serving.pool.node:serve_pool",
@@ -29,14 +28,7 @@ LONG_FUNCTIONS = {
 MANY_COLLABORATORS = {
     *("lab.simulator.instance:Engine.__init__", "lab.simulator.link:FluidLink.__init__"),
     *("lab.simulator.send_queue:FluidTransfer.__init__", "lab.simulator.token_clock:ContextClock.__init__"),
-    *("serving.control.fleet_control:FleetControl.__init__", "serving.control.health:HealthWatch.__init__"),
-    *("serving.control.link_monitor:LinkMonitor.__init__", "serving.control.plane:LivePlane.__init__"),
-    *(
-        "serving.control.role_allocation:RoleAllocation.__init__",
-        "serving.control.thresholds:Thresholds.__init__",
-    ),
-    "serving.fleet.member:FleetMember.__init__",
-    *("serving.gateway.admin:AdminRoutes.__init__", "serving.gateway.generation:Generation.__init__"),
+    *("serving.fleet.member:FleetMember.__init__", "serving.gateway.generation:Generation.__init__"),
     *("serving.gateway.http_pool:HttpPool.__init__", "serving.gateway.server:Gateway.__init__"),
     *("serving.pool.copies:PrefixCopies.__init__", "serving.pool.ssd_tier:FileTier.__init__"),
     *("serving.transport.incoming:IncomingTransfer.__init__", "serving.transport.observer:Observer.__init__"),
@@ -49,12 +41,9 @@ MANY_COLLABORATORS = {
 }
 # Calls by module and class: with more values by position, where one in a wrong place is a silent bug.
 MANY_POSITIONAL = {
-    # Rooms that are still to be taken apart: control, gateway, transport.
-    *("serving.control.plane:Overview", "serving.control.planning_inputs:ClusterFacts"),
-    *("serving.control.planning_inputs:LinkFacts", "serving.control.role_allocation:RoleChange"),
-    *("serving.control.thresholds:ThresholdEntry", "serving.gateway.kv_transfer:TransferredBytes"),
+    # Rooms that are still to be taken apart: gateway, transport.
+    "serving.gateway.kv_transfer:TransferredBytes",
     *("serving.gateway.prefill_hop:TransferDone", "serving.gateway.pulled_hop:TransferDone"),
-    *("serving.gateway.remote_prefill:_RemotePrefill", "serving.gateway.server:GatewayContext"),
     *("serving.gateway.stream_resume:BegunAnswer", "serving.transport.peer_queue:Chunk"),
     *("serving.transport.sibling_staging:Lent", "serving.transport.transfer_table:ProducerSession"),
     "serving.transport.wire:Header",
@@ -66,11 +55,12 @@ OF_ONE_USER = {
     "core.latency.curve_reader",
     # A table of vLLM's options, each with what to write in its place.
     "core.deployment.engine_args",
-    # Each asks its own questions at the keyboard, or of its own process.
-    *("cli.init_questions", "cli.site_share"),
-    # Rooms that are still to be taken apart: deployment, control, gateway, transport, engines, pool, tools, lab.
-    *("serving.control.drains", "serving.control.fleet_metrics", "serving.control.fleet_reloads"),
-    *("serving.control.link_load", "serving.control.prefill_queue", "serving.gateway.certificate_watch"),
+    # It asks its own process.
+    "cli.site_share",
+    # Two of what a fleet does, each with other parts of a plane; with both, its control would be as long as a file may.
+    *("serving.fleet.decisions", "serving.fleet.shares"),
+    # Rooms that are still to be taken apart: deployment, gateway, transport, engines, pool, tools, lab.
+    "serving.gateway.certificate_watch",
     *("serving.transport.arrival_sums", "serving.transport.async_handshake", "serving.transport.checkpoints"),
     *("serving.transport.opening", "serving.transport.remains", "serving.transport.watchers"),
     *(
@@ -82,10 +72,9 @@ OF_ONE_USER = {
     *("serving.engines.vllm.host_runs", "serving.engines.vllm.pool_worker", "serving.engines.vllm.postponed"),
     *("serving.engines.vllm.standby", "serving.engines.vllm.state_layout"),
     *("serving.pool.exchange", "serving.pool.spilling", "serving.pool.verification", "serving.tracing.queue"),
-    *("tools.demo.pools", "tools.demo.warm_up", "tools.emit.hub_revision", "tools.emit.monitor"),
+    *("tools.demo.pools", "tools.demo.warm_up"),
     "tools.emit.containers",
-    *("lab.simulator.cache_moves", "lab.simulator.queue_limit", "lab.simulator.slowed_world"),
-    "lab.simulator.worlds",
+    "lab.simulator.cache_moves",
 }
 
 

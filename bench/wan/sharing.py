@@ -24,8 +24,10 @@ from pathlib import Path
 from prfaas.core.deployment import Deployment, load_deployment
 from prfaas.serving.control.cluster_state import ClusterState
 from prfaas.serving.control.link_budget import LinkBudget
-from prfaas.serving.control.link_monitor import LinkMonitor, observer_of
+from prfaas.serving.control.link_monitor import LinkMonitor
+from prfaas.serving.control.members import observer_of
 from prfaas.serving.control.planning_inputs import prefill_curves, view_of
+from prfaas.serving.running_deployment import RunningDeployment
 from prfaas.serving.transport import (
     BytesSource,
     OutgoingTransfer,
@@ -224,14 +226,14 @@ async def _control(deployment: Deployment, ended: threading.Event) -> None:
     )
     make = observer_of(KEY)
     ports = {instance.name: (make(instance, 0),) for instance in deployment.instances}
+    running = RunningDeployment(deployment)
     monitor = LinkMonitor(
-        deployment,
+        running,
         lambda instance, rank: ports[instance.name][rank],
         state,
-        clock=clock,
         on_change=lambda _: None,
     )
-    budget = LinkBudget(deployment, ports, state.view.links, monitor.samples, clock=clock)
+    budget = LinkBudget(running, ports, state.view.links, monitor.samples, clock=clock)
     loops = [asyncio.create_task(loop.run()) for loop in (monitor, budget)]
     while not ended.is_set():
         await asyncio.sleep(0.05)

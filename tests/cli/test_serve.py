@@ -26,7 +26,7 @@ clusters:
 class Mistake:
     """A follower that can't follow."""
 
-    def adopt(self, _applied: object) -> None:
+    def follow(self, _before: object, _now: object) -> None:
         raise KeyError("secret words of a request")
 
 

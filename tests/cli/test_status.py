@@ -23,12 +23,14 @@ from prfaas.core.deployment import Deployment, load_deployment
 from prfaas.core.explanation import sentences
 from prfaas.core.kv import FullAttention, KvModel
 from prfaas.core.scheduling import CacheTransfer, Decision, HitTokens, PoolHit, PrefixHit, Route
+from prfaas.serving.control.members import Members
 from prfaas.serving.control.plane import LivePlane
 from prfaas.serving.control.planning_inputs import kv_model_of
-from prfaas.serving.control.pool_monitor import PoolReading
+from prfaas.serving.control.pool_monitor import PoolMonitor, PoolReading
 from prfaas.serving.gateway.kv_transfer import TransferredBytes
 from prfaas.serving.gateway.request_log import RequestRecord
 from prfaas.serving.gateway.told_requests import explain
+from prfaas.serving.running_deployment import RunningDeployment
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "local.yaml"
 REJECTION = "KV layout differs in 'block_tokens': home-decode-0/0 has '16', east-prefill-0/0 has '32'"
@@ -66,16 +68,18 @@ def state(deployment: Deployment) -> dict[str, Any]:
     """Of a plane that has routed a few requests, with one instance out of routing."""
 
     async def made() -> dict[str, Any]:
-        plane = LivePlane(deployment, b"k" * 32, CollectorRegistry(), kv_model_of(deployment))
+        plane = LivePlane(
+            Members(RunningDeployment(deployment), b"k" * 32), CollectorRegistry(), kv_model_of(deployment)
+        )
         try:
             for length in (100, 20_000, 30_000):
-                plane.route(length, plane.chains(range(length), "", ""))
+                plane.router.route(length, plane.prefixes.chains(range(length), "", ""))
                 plane.observe(length, length)
-            plane.suspect("home-prefill-0", "made to fail")
+            plane.health.suspect("home-prefill-0", "made to fail")
             plane.compatibility._rejected["east-prefill-0", 0] = {"home-decode-0": REJECTION}
             plane.compatibility._conclude()
-            plane.drain("home-decode-0", wanted=True)
-            plane.pools._newest["home-pool"] = PoolReading(plane.clock(), DAEMON)
+            plane.drains.drain("home-decode-0", wanted=True)
+            plane.part(PoolMonitor)._newest["home-pool"] = PoolReading(plane.cluster_state.clock(), DAEMON)
             told: dict[str, Any] = json.loads(json.dumps(plane.state()))
             return told
         finally:
@@ -490,7 +494,9 @@ def test_the_state_counts_what_links_have_carried(deployment: Deployment) -> Non
     prices = replace(deployment, links=tuple(replace(link, egress_per_gb=0.5) for link in deployment.links))
 
     async def made() -> dict[str, Any]:
-        plane = LivePlane(prices, b"k" * 32, CollectorRegistry(), kv_model_of(prices))
+        plane = LivePlane(
+            Members(RunningDeployment(prices), b"k" * 32), CollectorRegistry(), kv_model_of(prices)
+        )
         try:
             for meter in plane.links.meters.values():
                 meter.carried_bytes = 3 * 10**9

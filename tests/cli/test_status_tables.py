@@ -20,8 +20,10 @@ from prfaas.cli import main as cli
 from prfaas.cli.common import CliError
 from prfaas.cli.status_tables import StatusColumn, StatusPage, StatusTable, tables
 from prfaas.core.deployment import DeploymentError, load_deployment
+from prfaas.serving.control.members import Members
 from prfaas.serving.control.plane import LivePlane
 from prfaas.serving.control.planning_inputs import kv_model_of
+from prfaas.serving.running_deployment import RunningDeployment
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SUSPICION = "no answer to /health for 2.5 s: the connection was refused by the machine at 127.0.0.1"
@@ -44,7 +46,9 @@ def quiet_state(name: str, home: Path) -> dict[str, Any]:
     deployment = load_deployment(EXAMPLES / f"{name}.yaml", state_dir=home)
 
     async def made() -> dict[str, Any]:
-        plane = LivePlane(deployment, b"k" * 32, CollectorRegistry(), kv_model_of(deployment))
+        plane = LivePlane(
+            Members(RunningDeployment(deployment), b"k" * 32), CollectorRegistry(), kv_model_of(deployment)
+        )
         try:
             told: dict[str, Any] = json.loads(json.dumps(plane.state()))
             return told

@@ -36,14 +36,14 @@ class Following:
     """Remembers what it was to follow; `breaks`: it can't follow the next."""
 
     def __init__(self) -> None:
-        self.adopted: list[AppliedDeployment] = []
+        self.followed: list[AppliedDeployment] = []
         self.breaks = False
 
-    def adopt(self, applied: AppliedDeployment) -> None:
+    def follow(self, before: AppliedDeployment, applied: AppliedDeployment) -> None:
         if self.breaks:
             self.breaks = False
             raise RuntimeError("a mistake of ours")
-        self.adopted.append(applied)
+        self.followed.append(applied)
 
 
 class Setting:
@@ -76,7 +76,7 @@ def test_all_follow_what_is_taken_on(setting: Setting) -> None:
     assert outcome.applied and [change.field for change in outcome.difference.changes] == ["gateway.shadow"]
     assert outcome.digest == digest_of(SHADOWED.encode()) == setting.reloader.applied.digest
     for each in (setting.first, setting.second):
-        assert [applied.said.gateway.shadow for applied in each.adopted] == [0.5]
+        assert [applied.said.gateway.shadow for applied in each.followed] == [0.5]
     assert not asyncio.run(setting.reloader.reload()).difference
 
 
@@ -89,7 +89,7 @@ def test_a_check_changes_nothing(setting: Setting) -> None:
         "sentence": 'model.served_name is now "n"; it was "m"',
         "needs": "start the gateway and all engines again",
     }
-    assert setting.first.adopted == [] and setting.served == setting.deployment
+    assert setting.first.followed == [] and setting.served == setting.deployment
 
 
 def test_one_field_that_cannot_change_refuses_all(setting: Setting) -> None:
@@ -102,7 +102,7 @@ def test_one_field_that_cannot_change_refuses_all(setting: Setting) -> None:
         "start the gateway and all engines again; nor can clusters[home].instances[d2].http_port: remove the "
         "instance, and add it under another name"
     )
-    assert setting.first.adopted == [] and setting.served == setting.deployment
+    assert setting.first.followed == [] and setting.served == setting.deployment
 
 
 @pytest.mark.parametrize("text", ["name: [", TEXT.replace("kind: pd", "kind: pp"), ""])
@@ -110,7 +110,7 @@ def test_a_bad_file_changes_nothing(setting: Setting, text: str) -> None:
     setting.file.write_text(text)
     with pytest.raises(DeploymentError, match=r"deployment\.yaml"):
         asyncio.run(setting.reloader.reload())
-    assert setting.first.adopted == [] and setting.served == setting.deployment
+    assert setting.first.followed == [] and setting.served == setting.deployment
 
 
 def test_a_file_that_is_gone_changes_nothing(setting: Setting) -> None:
@@ -124,7 +124,7 @@ def test_the_caller_may_say_which_file_it_means(setting: Setting) -> None:
     setting.file.write_text(SHADOWED)
     with pytest.raises(ReloadRefusedError, match="another file than yours"):
         asyncio.run(setting.reloader.reload(expected=digest_of(TEXT.encode())))
-    assert setting.first.adopted == []
+    assert setting.first.followed == []
     assert asyncio.run(setting.reloader.reload(expected=digest_of(SHADOWED.encode()))).applied
 
 
@@ -140,7 +140,7 @@ def test_what_a_check_refuses_is_not_applied(setting: Setting) -> None:
     for apply in (True, False):
         with pytest.raises(ReloadRefusedError, match="no"):
             asyncio.run(setting.reloader.reload(apply=apply))
-    assert seen == [1, 1] and setting.first.adopted == []
+    assert seen == [1, 1] and setting.first.followed == []
 
 
 def test_nothing_stays_half_applied(setting: Setting) -> None:
@@ -148,8 +148,8 @@ def test_nothing_stays_half_applied(setting: Setting) -> None:
     setting.second.breaks = True
     with pytest.raises(RuntimeError):
         asyncio.run(setting.reloader.reload())
-    assert [applied.said.gateway.shadow for applied in setting.first.adopted] == [0.5, 0.0]
-    assert [applied.said.gateway.shadow for applied in setting.second.adopted] == [0.0]
+    assert [applied.said.gateway.shadow for applied in setting.first.followed] == [0.5, 0.0]
+    assert [applied.said.gateway.shadow for applied in setting.second.followed] == [0.0]
     assert setting.served == setting.deployment
 
 
@@ -181,7 +181,7 @@ def test_who_leaves_is_forgotten_when_its_work_has_ended(setting: Setting) -> No
             await asyncio.sleep(0.01)
         assert [each.name for each in left] == ["d2"]
         assert setting.reloader.applied.running == setting.served
-        assert [len(applied.running.instances) for applied in setting.second.adopted] == [3, 2]
+        assert [len(applied.running.instances) for applied in setting.second.followed] == [3, 2]
 
     running(setting, body)
 

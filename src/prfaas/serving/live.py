@@ -7,10 +7,10 @@ from prometheus_client import CollectorRegistry
 
 from prfaas.core.deployment import GATEWAY, Deployment
 from prfaas.serving.certificates import identity_of
-from prfaas.serving.control.fleet_plane import FleetPlane
-from prfaas.serving.control.membership import Membership
+from prfaas.serving.control.members import Members
 from prfaas.serving.control.plane import LivePlane
 from prfaas.serving.control.planning_inputs import kv_model_of, policy_of
+from prfaas.serving.fleet.control import join_fleet
 from prfaas.serving.gateway import Draining, serve_gateway
 from prfaas.serving.reloading import Reloader, ReloadRefusedError
 from prfaas.serving.transport.ticket import load_key
@@ -46,33 +46,24 @@ async def serve_live(
     registry = CollectorRegistry()
     tls = identity_of(deployment, GATEWAY)
     key = load_key(deployment.security.key_file)
-    if deployment.fleet is None:
-        plane = LivePlane(deployment, key, registry, kv_model, tls=tls)
-    else:
-        plane = FleetPlane(deployment, deployment.fleet, key, registry, kv_model, tls=tls)
     reloader = reloader or Reloader(deployment)
-    membership = Membership(plane)
-    plane.overview.applied = reloader.applied
-    reloader.follow(membership)
-    if isinstance(plane, FleetPlane):
-        reloader.follow(plane.fleet)
-        plane.fleet.reloads.reload = reloader.reload
-    reloader.wait_for(membership.is_idle)
+    plane = LivePlane(Members(reloader.running, key, tls), registry, kv_model)
+    if deployment.fleet is not None:
+        join_fleet(plane, registry).reloads.reload = reloader.reload
+    reloader.follow(plane)
+    reloader.wait_for(plane.drains.is_idle)
     reloader.check(lambda said, _: _check_policy(said))
     reloader.check(lambda said, _: _check_identity(said, tls))
-    try:
-        await serve_gateway(
-            deployment,
-            plane,
-            kv_model=kv_model,
-            ready=ready,
-            registry=registry,
-            draining=draining,
-            tls=tls,
-            reloader=reloader,
-        )
-    finally:
-        await membership.close()
+    await serve_gateway(
+        deployment,
+        plane,
+        kv_model=kv_model,
+        ready=ready,
+        registry=registry,
+        draining=draining,
+        tls=tls,
+        reloader=reloader,
+    )
 
 
 def _check_policy(said: Deployment) -> None:

@@ -15,6 +15,7 @@ from prfaas.core.deployment import (
     Instance,
     load_deployment,
 )
+from prfaas.serving.running_deployment import RunningDeployment
 
 logger = logging.getLogger(__name__)
 
@@ -26,10 +27,10 @@ class ReloadRefusedError(Exception):
 
 
 class Follower(Protocol):
-    """A part of the running deployment that follows what was taken on."""
+    """A part of the running deployment that has something to do when it has moved."""
 
-    def adopt(self, applied: AppliedDeployment) -> None:
-        """Follow, at once. What raises leaves everybody at what was before."""
+    def follow(self, before: AppliedDeployment, now: AppliedDeployment) -> None:
+        """Do it, at once. What raises leaves everybody at what was before."""
         ...
 
 
@@ -68,12 +69,17 @@ class Reloader:
 
     def __init__(self, deployment: Deployment) -> None:
         """`deployment`: as it was started."""
-        self.applied = AppliedDeployment(deployment, _digest(deployment))
+        self.running = RunningDeployment(deployment, _digest(deployment))
         self._followers: list[Follower] = []
         self._checks: list[Callable[[Deployment, DeploymentDifference], None]] = []
         self._has_left: Callable[[str], bool] = lambda _name: True
         self._on_left: list[Callable[[Instance], None]] = []
         self._one_at_a_time = asyncio.Lock()
+
+    @property
+    def applied(self) -> AppliedDeployment:
+        """What was taken on last."""
+        return self.running.applied
 
     def follow(self, follower: Follower) -> None:
         """Have a part follow, in the order of these calls."""
@@ -133,15 +139,16 @@ class Reloader:
                         told(instance)
 
     def _take_on(self, applied: AppliedDeployment) -> None:
-        before, self.applied = self.applied, applied
+        before = self.applied
+        self.running.move(applied)
         try:
             for follower in self._followers:
-                follower.adopt(applied)
+                follower.follow(before, applied)
         except Exception:
             # Nothing may be applied by half.
-            self.applied = before
+            self.running.move(before)
             for follower in self._followers:
-                follower.adopt(before)
+                follower.follow(applied, before)
             raise
 
     def _outcome(self, difference: DeploymentDifference, digest: str, *, applied: bool) -> ReloadOutcome:

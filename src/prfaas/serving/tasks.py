@@ -1,4 +1,4 @@
-"""asyncio tasks that end together."""
+"""asyncio tasks that end together, and those that nobody waits for."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -23,6 +23,33 @@ def look_at(task: "asyncio.Task[Any]") -> None:
     """Look at the failure of a task that is over: asyncio warns of an exception that nobody has read."""
     if not task.cancelled():
         task.exception()
+
+
+class BackgroundTasks:
+    """Work that nobody waits for where it is started. asyncio by itself keeps no hold of it."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def __len__(self) -> int:
+        """How many are under way."""
+        return len(self._tasks)
+
+    def start(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run it beside everything else."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def cancel(self) -> None:
+        """End all, and wait until they have ended."""
+        for task in self._tasks:
+            task.cancel()
+        await self.finish()
+
+    async def finish(self) -> None:
+        """Wait for all, however they end."""
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
 async def run_together(*works: Coroutine[Any, Any, T]) -> list[T]:

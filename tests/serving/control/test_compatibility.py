@@ -9,6 +9,7 @@ import pytest
 from prfaas.core.deployment import Deployment
 from prfaas.serving.control.cluster_state import ClusterState
 from prfaas.serving.control.compatibility import Compatibility
+from prfaas.serving.running_deployment import RunningDeployment
 
 from .world import FakeSender
 
@@ -27,7 +28,7 @@ class Asked:
         self.ports = {instance.name: FakeSender() for instance in deployment.instances}
         self.blocked = lambda: cluster_state.view.blocked
         ports = {name: (port,) for name, port in self.ports.items()}
-        self.compatibility = Compatibility(deployment, ports, cluster_state, on_silent)
+        self.compatibility = Compatibility(RunningDeployment(deployment), ports, cluster_state, on_silent)
 
     async def ask(self) -> None:
         for name in self.ports:
@@ -49,7 +50,7 @@ def test_a_rejected_pair_is_blocked_until_its_sender_says_otherwise(asked: Asked
         assert asked.compatibility.reason("far-0", "home-d0") == SENTENCE
         assert asked.compatibility.reason("home-d0", "far-0") is None
         assert asked.blocked() == {("far-0", "home-d0")}
-        assert asked.compatibility.state() == [
+        assert asked.compatibility.state(0.0)["incompatible"] == [
             {"producer": "far-0", "consumer": "home-d0", "reason": SENTENCE}
         ]
         # One that does not answer is believed as before; a new one knows of no rejection.
@@ -58,7 +59,7 @@ def test_a_rejected_pair_is_blocked_until_its_sender_says_otherwise(asked: Asked
         assert asked.blocked() == {("far-0", "home-d0")}
         asked.ports["far-0"].links, asked.ports["far-0"].rejected = {}, {}
         await asked.ask()
-        assert asked.blocked() == frozenset() and asked.compatibility.state() == []
+        assert asked.blocked() == frozenset() and asked.compatibility.state(0.0)["incompatible"] == []
 
     asyncio.run(main())
 

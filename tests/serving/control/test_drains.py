@@ -7,6 +7,8 @@ import pytest
 
 from prfaas.serving.control.cluster_state import ClusterState
 from prfaas.serving.control.drains import InstanceDrains
+from prfaas.serving.control.listeners import Listeners
+from prfaas.serving.control.prefill_admission import PrefillAdmission
 
 from .world import FakeClock, cluster_state_of, deployment_of
 
@@ -18,22 +20,33 @@ def cluster_state(tmp_path: Path, clock: FakeClock) -> ClusterState:
     return cluster_state_of(deployment_of(tmp_path), clock)
 
 
+def drains_of(cluster_state: ClusterState, told: list[str]) -> InstanceDrains:
+    listeners = Listeners()
+    listeners.changed.append(told.append)
+    admission = PrefillAdmission(
+        cluster_state, batch_tokens=2048, reusable_at=lambda *_: 0, clock=cluster_state.clock
+    )
+    return InstanceDrains(cluster_state, admission, {}, listeners)
+
+
 def test_notice_closes_an_instance_when_it_is_over(cluster_state: ClusterState, clock: FakeClock) -> None:
     async def main() -> None:
         told: list[str] = []
-        drains = InstanceDrains(cluster_state, clock=clock, on_change=told.append)
+        drains = drains_of(cluster_state, told)
         view = cluster_state.instance("far-0")
         drains.give_notice("far-0", NOTICE_S)
         drains.give_notice("far-0", 0.05)
         assert cluster_state.view.leaves_s == {"far-0": clock.now_s + 0.05}
-        assert view.takes_prefills and told == ["far-0", "far-0"] and not drains.has_left("far-0")
+        drains.restarted("far-0")
+        assert view.takes_prefills and told == ["far-0", "far-0"] and "far-0" in cluster_state.view.leaves_s
         clock.now_s += 0.05
         await asyncio.sleep(0.2)
         assert view.closed and not cluster_state.view.leaves_s and told[2:] == ["far-0"]
         # Only who was given notice comes back by itself.
-        assert drains.has_left("far-0") and not drains.has_left("far-1")
-        drains.drain("far-0", wanted=False)
-        assert view.takes_prefills and not drains.has_left("far-0")
+        drains.drain("far-1", wanted=True)
+        for name in ("far-0", "far-1"):
+            drains.restarted(name)
+        assert view.takes_prefills and cluster_state.instance("far-1").closed
 
     asyncio.run(main())
 
@@ -41,7 +54,7 @@ def test_notice_closes_an_instance_when_it_is_over(cluster_state: ClusterState, 
 def test_an_operator_takes_notice_back(cluster_state: ClusterState, clock: FakeClock) -> None:
     async def main() -> None:
         told: list[str] = []
-        drains = InstanceDrains(cluster_state, clock=clock, on_change=told.append)
+        drains = drains_of(cluster_state, told)
         drains.give_notice("far-0", 0.05)
         drains.drain("far-0", wanted=False)
         assert not cluster_state.view.leaves_s and told == ["far-0", "far-0"]

@@ -11,6 +11,7 @@ import pytest
 
 from prfaas.core.scheduling import Decision, NoDecodeInstanceError, RoutingRequest, View, make_policy
 from prfaas.serving.control.plane import LivePlane
+from prfaas.serving.control.role_allocation import RoleAllocation
 
 from .test_plane import Planes
 from .world import FakeClock, deployment_of
@@ -52,7 +53,7 @@ def failures(planes: Planes) -> float | None:
 
 def test_a_policy_of_ones_own_decides(tmp_path: Path, clock: FakeClock) -> None:
     planes = planes_of(tmp_path, clock, Working)
-    decision = planes.run(lambda plane: plane.route(300, plane.chains(range(300), "", "")))
+    decision = planes.run(lambda plane: plane.router.route(300, plane.prefixes.chains(range(300), "", "")))
     assert decision.reason == "always-far" and failures(planes) == 0
 
 
@@ -64,11 +65,13 @@ def test_one_that_fails_loses_no_request(
 
     def use(plane: LivePlane) -> None:
         for number in range(1, 12):
-            decision = plane.route(10_000, plane.chains(range(10_000), "", ""))
+            decision = plane.router.route(10_000, plane.prefixes.chains(range(10_000), "", ""))
             assert decision == replace(decision, reason="long")
             assert failures(planes) == number
         with pytest.raises(NoDecodeInstanceError, match="no instance of any PD cluster"):
-            plane.route(10_000, plane.chains(range(10_000), "", ""), avoid=tuple(plane.cluster_state.names))
+            plane.router.route(
+                10_000, plane.prefixes.chains(range(10_000), "", ""), avoid=tuple(plane.cluster_state.names)
+            )
 
     with caplog.at_level(logging.ERROR):
         planes.run(use)
@@ -85,11 +88,11 @@ def test_roles_are_evaluated_under_any_policy(tmp_path: Path, clock: FakeClock, 
     async def evaluated() -> dict[str, Any]:
         plane = planes.made()
         for number in range(500):
-            plane.window.add(1000.0 + number, clock())
+            plane.thresholds.window.add(1000.0 + number, clock())
         clock.now_s += 250
         try:
-            await plane.role_allocation.evaluate()
-            return plane.role_allocation.last
+            await plane.part(RoleAllocation).evaluate()
+            return plane.part(RoleAllocation).last
         finally:
             await plane.close()
 

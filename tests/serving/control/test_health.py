@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -10,7 +11,9 @@ from hypothesis import strategies as st
 from prfaas.core.deployment import Deployment, Instance
 from prfaas.serving.control.cluster_state import ClusterState
 from prfaas.serving.control.health import HealthWatch
+from prfaas.serving.control.listeners import Listeners
 from prfaas.serving.own_process import LoopClock
+from prfaas.serving.running_deployment import RunningDeployment
 from prfaas.serving.transport.handshake import HandshakeError
 from prfaas.serving.transport.pacing import PaceOrder
 from prfaas.serving.transport.roster import Roster
@@ -53,18 +56,21 @@ class Watched:
         self.lost: list[str] = []
         self.changes: list[tuple[str, bool]] = []
         self.frozen: list[tuple[str, str | None]] = []
+        self.listeners = Listeners()
         self.watch = HealthWatch(
-            deployment,
-            self.http,
-            {name: (port,) for name, port in self.ports.items()},
+            SimpleNamespace(
+                running=RunningDeployment(deployment),
+                http=self.http,
+                kv_ports={name: (port,) for name, port in self.ports.items()},
+            ),
             cluster_state,
-            clock=clock,
+            self.listeners,
             loop_clock=self.loop_clock,
             stuck_s=lambda name: self.stuck_s[name],
-            on_lost_cache=self.lost.append,
-            on_change=lambda name, healthy: self.changes.append((name, healthy)),
-            on_frozen=lambda name, reason: self.frozen.append((name, reason)),
         )
+        self.listeners.lost_cache.append(self.lost.append)
+        self.listeners.healthy.append(lambda name, healthy: self.changes.append((name, healthy)))
+        self.listeners.frozen.append(lambda name, reason: self.frozen.append((name, reason)))
 
     def probe(self, seconds: float = 1.0, *, late: bool = False) -> None:
         """Time passes, in which the loop was late or not; then everybody is asked and judged."""

@@ -13,7 +13,7 @@ def test_no_search_moves_a_held_threshold(deployment: Deployment, clock: FakeClo
     slow.thresholds.hold("home", 123)
     assert slow.threshold == 123.0 and slow.thresholds.held == {"home"}
     assert slow.changes == [("home", "operator")]
-    assert slow.thresholds.state(clock.now_s)[-1]["reason"] == "operator"
+    assert slow.thresholds.state(clock.now_s)["thresholds"]["history"][-1]["reason"] == "operator"
     slow.observe(mean_log=9.9)
     slow.search()
     assert slow.threshold == 123.0

@@ -16,6 +16,7 @@ from prfaas.serving.control.link_budget import LinkBudget
 from prfaas.serving.control.link_monitor import LinkMonitor
 from prfaas.serving.control.metrics import ControlMetrics
 from prfaas.serving.pool.copier import PoolCopier
+from prfaas.serving.running_deployment import RunningDeployment
 from prfaas.serving.transport import Ticket
 from prfaas.serving.transport.requests import CopyOrder, CopyResult
 
@@ -71,8 +72,8 @@ class Hot:
         self.hot = HotPrefixes(
             self.state,
             clock=self.clock,
-            metrics=ControlMetrics(self.registry).copies,
-            copier=PoolCopier(self.deployment, KEY, self.pools),
+            metrics=ControlMetrics(self.registry),
+            copier=PoolCopier(RunningDeployment(self.deployment), KEY, self.pools),
             rebalancer=self.rebalancer,
         )
 
@@ -100,7 +101,7 @@ class Hot:
             while True:
                 self.clock.now_s += 1
                 self.state.view.links[LINK].seen_s = self.clock.now_s
-                recent = self.hot.state(self.clock.now_s)["recent"]
+                recent = self.hot.state(self.clock.now_s)["rebalancing"]["recent"]
                 outcomes = [str(each["outcome"]) for each in recent]
                 if len(outcomes) == decisions and not {"decided", "under way"} & set(outcomes):
                     return outcomes[-1]
@@ -132,7 +133,7 @@ def test_a_hot_prefix_is_copied_and_what_it_spares_is_counted(hot: Hot) -> None:
         hot.request(range(700), far=480, home=640)
         hot.request(range(1, 700), far=480, home=480)
         hot.request(range(700), far=480, home=480, prefill="far-0")
-        state = hot.hot.state(0)
+        state = hot.hot.state(0)["rebalancing"]
         assert (state["copied"], state["copied_bytes"], state["copied_tokens"]) == (1, 3_200_000, 320)
         assert (state["hits"], state["spared_tokens"], state["recent"][-1]["hits"]) == (2, 640, 2)
         assert hot.metric('prefix_copies_ended_total{outcome="done"}') == 1
@@ -141,7 +142,7 @@ def test_a_hot_prefix_is_copied_and_what_it_spares_is_counted(hot: Hot) -> None:
         # It has been evicted. When it comes again by another way, the copy has nothing to do with that.
         hot.request(range(500), far=480, home=160)
         hot.request(range(500), far=480, home=480)
-        assert hot.hot.state(0)["hits"] == 2
+        assert hot.hot.state(0)["rebalancing"]["hits"] == 2
 
     hot.run(body)
 
@@ -163,9 +164,12 @@ def test_a_copy_that_fails_says_nothing_of_the_appetite(
             hot.request(range(500), far=480)
         hot.pools["home-pool"].answers = [answer]
         assert await hot.outcome() == outcome
-        assert (hot.hot.state(0)["copied"], hot.hot.state(0)["appetite"]) == (0, 1.0)
+        assert (hot.hot.state(0)["rebalancing"]["copied"], hot.hot.state(0)["rebalancing"]["appetite"]) == (
+            0,
+            1.0,
+        )
         hot.request(range(500), far=480, home=480)
-        assert hot.hot.state(0)["hits"] == 0
+        assert hot.hot.state(0)["rebalancing"]["hits"] == 0
         await asyncio.sleep(0.01)
         assert len(hot.pools["home-pool"].abandoned) == isinstance(answer, Exception)
 
@@ -180,12 +184,12 @@ def test_copies_that_nobody_uses_make_others_rarer(hot: Hot) -> None:
         assert await hot.outcome() == "done"
         hot.clock.now_s += hot.rebalancer.window_s
         await asyncio.sleep(0.05)
-        assert hot.hot.state(0)["appetite"] == 0.5
+        assert hot.hot.state(0)["rebalancing"]["appetite"] == 0.5
         for _ in range(4):
             hot.request(range(1000, 1500), far=480)
         assert await hot.outcome(2) == "done"
         hot.request(range(1000, 1500), far=480, home=480)
-        assert hot.hot.state(0)["appetite"] == 1.0
+        assert hot.hot.state(0)["rebalancing"]["appetite"] == 1.0
 
     hot.run(body)
 
@@ -205,7 +209,7 @@ def test_prompts_are_kept_only_for_what_was_missed_twice_and_within_bounds(
         # The first one of the three was forgotten for the third.
         hot.pools["home-pool"].answers = [CopyResult(1, 480, "")] * 2
         await hot.outcome(3)
-        outcomes = [each["outcome"] for each in hot.hot.state(0)["recent"]]
+        outcomes = [each["outcome"] for each in hot.hot.state(0)["rebalancing"]["recent"]]
         assert sorted(outcomes) == ["done", "done", "forgotten"]
         assert hot.hot._wanted_tokens == 0
 
@@ -222,16 +226,17 @@ def test_senders_of_pools_are_heard_and_told_their_pace(tmp_path: Path) -> None:
         sender.links = {"far->home": report()}
     heard: list[str] = []
     monitor = LinkMonitor(
-        deployment,
+        RunningDeployment(deployment),
         lambda instance, rank: ports[instance.name][rank],
         state,
-        clock=clock,
         on_change=lambda _: None,
         on_answer=lambda name, _: heard.append(name),
         pool_ports=pools,
     )
     every_port = {**ports, **{name: (port,) for name, port in pools.items()}}
-    budget = LinkBudget(deployment, every_port, state.view.links, monitor.samples, clock=clock)
+    budget = LinkBudget(
+        RunningDeployment(deployment), every_port, state.view.links, monitor.samples, clock=clock
+    )
 
     async def main() -> None:
         monitor.ask()

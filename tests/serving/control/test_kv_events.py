@@ -78,8 +78,8 @@ def test_a_late_start_learns_what_happened_before(deployment: Deployment) -> Non
             await until(lambda: fed.held("home-d0") == 64, publisher)
             publisher.step({"type": "BlockRemoved", "block_hashes": [4], "group_idx": 0})
             await until(lambda: fed.held("home-d0") == 48, publisher)
-            assert fed.feed.state()["home-d0"]["sequence"] == 2
-            assert fed.feed.state()["home-d1"]["sequence"] is None
+            assert fed.feed.state_of("home-d0", 0.0)["events"]["sequence"] == 2
+            assert fed.feed.state_of("home-d1", 0.0)["events"]["sequence"] is None
 
     asyncio.run(main())
     publisher.close()
@@ -113,7 +113,7 @@ def test_a_lost_batch_is_replayed(deployment: Deployment) -> None:
             publisher.step(stored(range(16, 32), [2], parent=1), lost=True)
             publisher.step(stored(range(32, 48), [3], parent=2))
             await until(lambda: fed.held("home-d0") == 48, publisher)
-            assert fed.feed.state()["home-d0"]["gaps"] == 1
+            assert fed.feed.state_of("home-d0", 0.0)["events"]["gaps"] == 1
 
     asyncio.run(main())
     publisher.close()
@@ -180,7 +180,7 @@ def test_what_cannot_be_read_is_a_gap(deployment: Deployment) -> None:
             publisher.step(stored(range(16), [5]))
             await until(lambda: ("home-d0", "gap") in fed.drops, publisher)
             await until(lambda: fed.held("home-d0") == 16, publisher)
-            assert fed.feed.state()["home-d0"]["malformed"] >= 1
+            assert fed.feed.state_of("home-d0", 0.0)["events"]["malformed"] >= 1
 
     asyncio.run(main())
     publisher.close()
@@ -235,7 +235,8 @@ def test_nobody_to_hear_costs_no_core(deployment: Deployment, monkeypatch: pytes
 
     monkeypatch.setattr(EventFeed, "_follow", counted)
     fed = Fed(deployment)
-    fed.feed.adopt({})
+    for name in NAMES:
+        fed.feed.leave(name)
 
     async def main() -> None:
         async with running(fed):

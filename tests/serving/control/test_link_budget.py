@@ -9,6 +9,7 @@ from prfaas.core.link.budget import STANDING_PART, TRICKLE_PART
 from prfaas.serving.control.cluster_state import ClusterState
 from prfaas.serving.control.link_budget import HOLD_S, LinkBudget
 from prfaas.serving.control.link_monitor import LinkMonitor
+from prfaas.serving.running_deployment import RunningDeployment
 
 from .world import LINK, FakeClock, FakeSender, report
 
@@ -25,10 +26,14 @@ class Budgets:
             for instance in deployment.instances
         }
         self.monitor = LinkMonitor(
-            deployment, self.port_of, cluster_state, clock=clock, on_change=lambda _: None
+            RunningDeployment(deployment), self.port_of, cluster_state, on_change=lambda _: None
         )
         self.budget = LinkBudget(
-            deployment, self.ports, cluster_state.view.links, self.monitor.samples, clock=clock
+            RunningDeployment(deployment),
+            self.ports,
+            cluster_state.view.links,
+            self.monitor.samples,
+            clock=clock,
         )
         self.senders = [self.ports["far-0"][0], self.ports["far-1"][0]]
 

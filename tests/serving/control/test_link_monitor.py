@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from prfaas.core.deployment import Deployment, Instance
+from prfaas.core.deployment import AppliedDeployment, Deployment, Instance
 from prfaas.serving.control.cluster_state import ClusterState
 from prfaas.serving.control.engine_monitor import EngineMonitor, period_s
 from prfaas.serving.control.link_monitor import LinkBreaker, LinkMonitor
+from prfaas.serving.control.listeners import Listeners
+from prfaas.serving.running_deployment import RunningDeployment
 
 from .world import LINK, FakeClock, FakeHttp, FakeSender, arrived, decision, report
 
@@ -22,7 +24,7 @@ class Links:
         self.changes: list[str] = []
         self.clock = clock
         self.telemetry = LinkMonitor(
-            deployment, self.sender_of, cluster_state, clock=clock, on_change=self.changes.append
+            RunningDeployment(deployment), self.sender_of, cluster_state, on_change=self.changes.append
         )
 
     def sender_of(self, instance: Instance, rank: int) -> FakeSender:
@@ -50,6 +52,13 @@ class Links:
         self.telemetry.conclude()
 
 
+def move(monitor: LinkMonitor, deployment: Deployment) -> None:
+    """Take another file on."""
+    before, now = monitor._running.applied, AppliedDeployment(deployment, "")
+    monitor._running.move(now)
+    monitor.follow(before, now)
+
+
 def test_both_ends_of_a_link_are_asked(
     deployment: Deployment, cluster_state: ClusterState, clock: FakeClock
 ) -> None:
@@ -74,7 +83,6 @@ def test_reports_are_summed_into_the_view(
         assert (link.seen_s, link.rtt_s, link.up) == (clock.now_s, 0.001, True)
         assert (link.condition, link.congestion) == ("clear", 0.0)
         await links.telemetry.close()
-        assert all(sender.closed for sender in links.senders.values())
 
     asyncio.run(main())
 
@@ -271,14 +279,14 @@ def test_many_are_asked_more_rarely() -> None:
 def test_metrics_reach_the_board(
     deployment: Deployment, cluster_state: ClusterState, clock: FakeClock
 ) -> None:
-    http, restarted = FakeHttp(), list[str]()
+    http, restarted, listeners = FakeHttp(), list[str](), Listeners()
+    listeners.restarted.append(restarted.append)
     telemetry = EngineMonitor(
-        deployment,
+        RunningDeployment(deployment),
         http,
         cluster_state,
+        listeners,
         clock=clock,
-        on_restart=restarted.append,
-        on_reading=lambda *_: None,
     )
     instance = deployment.instance("far-0")
 
@@ -317,10 +325,10 @@ def test_a_new_price_is_not_for_what_was_carried_before(
     meter, cost = monitor.meters[LINK], monitor.costs[LINK]
     meter.carried_bytes = 4 * 10**9
     assert cost.total(meter.carried_bytes) == 2.0
-    monitor.adopt(priced(0.0))
+    move(monitor, priced(0.0))
     meter.carried_bytes = 5 * 10**9
     assert cost.total(meter.carried_bytes) == 2.0
-    monitor.adopt(priced(1.0))
+    move(monitor, priced(1.0))
     meter.carried_bytes = 6 * 10**9
     assert cost.total(meter.carried_bytes) == 3.0
 
@@ -338,7 +346,7 @@ def test_a_deployment_without_links_is_watched_once_it_has_one(tmp_path: Path, c
         running = asyncio.create_task(links.telemetry.run())
         await asyncio.sleep(0.3)
         assert links.senders == {}
-        links.telemetry.adopt(whole)
+        move(links.telemetry, whole)
         for sender in links.senders.values():
             sender.links = {"far->home": report()}
         async with asyncio.timeout(20):

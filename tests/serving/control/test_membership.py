@@ -9,11 +9,26 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from prfaas.core.deployment import AppliedDeployment, Deployment, Instance
-from prfaas.serving.control.membership import Membership
-from prfaas.serving.control.plane import LivePlane
+from prfaas.serving.control.deployed_view import DeployedView
+from prfaas.serving.control.engine_monitor import EngineMonitor
+from prfaas.serving.control.link_budget import LinkBudget
+from prfaas.serving.control.plane import GaugeWriter
 from prfaas.serving.control.planning_inputs import kv_model_of
+from prfaas.serving.control.role_allocation import RoleAllocation
 
-from .world import FILE, KEY, LINK, FakeClock, FakeHttp, FakeSender, decision, deployment_of, kv_facts, report
+from .world import (
+    FILE,
+    LINK,
+    FakeClock,
+    FakeHttp,
+    FakeSender,
+    decision,
+    deployment_of,
+    kv_facts,
+    plane_of,
+    report,
+    take_on,
+)
 
 NEW = "      - {name: home-d2, roles: [decode], host: 127.0.0.1, http_port: 21006, kv_port: 22006}\n"
 WITH_NEW = FILE.replace("links:", f"{NEW}links:")
@@ -52,9 +67,8 @@ class Changing:
         self.senders: dict[str, FakeSender] = {}
         self.registry = CollectorRegistry()
         deployment = deployment_of(folder, text=text)
-        self.plane = LivePlane(
+        self.plane = plane_of(
             deployment,
-            KEY,
             self.registry,
             kv_model_of(deployment),
             clock=self.clock,
@@ -62,7 +76,6 @@ class Changing:
             sender_of=self._sender_of,
         )
         self.plane.cluster_state.view.kv = kv_facts()
-        self.membership = Membership(self.plane)
         self.applied = AppliedDeployment(deployment, "0")
 
     def _sender_of(self, instance: Instance, _rank: int) -> FakeSender:
@@ -74,12 +87,12 @@ class Changing:
     def take_on(self, text: str) -> Deployment:
         deployment = deployment_of(self._folder, text=text)
         self.applied = self.applied.taking_on(deployment, "1")
-        self.membership.adopt(self.applied)
+        take_on(self.plane, self.applied)
         return deployment
 
     def leave(self, name: str) -> None:
         self.applied = self.applied.without(name)
-        self.membership.adopt(self.applied)
+        take_on(self.plane, self.applied)
 
     async def probe_until(self, what: Callable[[], bool]) -> None:
         """Watch the health of all until something is so."""
@@ -98,8 +111,8 @@ class Changing:
         found: set[str] = set()
         with_work = []
         for _ in range(10):
-            chosen = self.plane.route(100, self.plane.chains(range(100), "", ""))
-            scope = self.plane.decoding(chosen.decode, 0)
+            chosen = self.plane.router.route(100, self.plane.prefixes.chains(range(100), "", ""))
+            scope = self.plane.waits.decoding(chosen.decode, 0)
             scope.__enter__()
             with_work.append(scope)
             found.add(chosen.decode)
@@ -116,7 +129,6 @@ def in_change(tmp_path: Path) -> Callable[[Callable[[Changing], Awaitable[None]]
             try:
                 await body(changing)
             finally:
-                await changing.membership.close()
                 await changing.plane.close()
             assert all(sender.closed for sender in changing.senders.values())
 
@@ -149,16 +161,16 @@ def test_who_joins_gets_work_once_it_has_answered(in_change: InChange) -> None:
         changing.clock.now_s += 10
         await changing.probe_until(lambda: state_of(changing, "home-d2")["healthy"])
         assert changing.decodes() == {"home-d0", "home-d1", "home-d2"}
-        assert changing.plane.instance("home-d2").http_port == 21006
+        assert changing.plane.members.instance("home-d2").http_port == 21006
         # Every part knows it: counters, links, budget, rosters.
-        await changing.plane.engines.ask(changing.plane.instance("home-d2"))
-        assert changing.plane.answer_s("home-d2", 5) == 0.0
+        await changing.plane.part(EngineMonitor).ask(changing.plane.members.instance("home-d2"))
+        assert changing.plane.waits.answer_s("home-d2", 5) == 0.0
         changing.plane.links.ask()
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         assert changing.senders["home-d2"].asked > 0
-        changing.plane.role_allocation.last = {}
-        await changing.plane.role_allocation.evaluate()
+        changing.plane.part(RoleAllocation).last = {}
+        await changing.plane.part(RoleAllocation).evaluate()
         await changing.plane.compatibility.ask("home-d2")
 
     in_change(body)
@@ -168,31 +180,31 @@ def test_who_leaves_ends_its_work_first(in_change: InChange) -> None:
     async def body(changing: Changing) -> None:
         plane = changing.plane
         changing.http.texts["home-d1"] = BUSY
-        with plane.decoding("home-d1", 0):
+        with plane.waits.decoding("home-d1", 0):
             changing.take_on(WITHOUT_D1)
             assert changing.decodes() == {"home-d0"}
-            assert not changing.membership.is_idle("home-d1")
+            assert not changing.plane.drains.is_idle("home-d1")
             assert state_of(changing, "home-d1")["drain"] == "draining"
             assert plane.state()["applied"] == {"digest": "1", "leaving": ["home-d1"], "rosters_behind": []}
         changing.clock.now_s += 1
-        await plane.engines.ask(plane.instance("home-d1"))
-        assert not changing.membership.is_idle("home-d1"), "another gateway's request is open there"
+        await plane.part(EngineMonitor).ask(plane.members.instance("home-d1"))
+        assert not changing.plane.drains.is_idle("home-d1"), "another gateway's request is open there"
         changing.http.texts["home-d1"] = IDLE
         changing.clock.now_s += 1
-        await plane.engines.ask(plane.instance("home-d1"))
-        assert changing.membership.is_idle("home-d1")
+        await plane.part(EngineMonitor).ask(plane.members.instance("home-d1"))
+        assert changing.plane.drains.is_idle("home-d1")
         sender = changing.senders["home-d1"]
         changing.leave("home-d1")
-        await changing.membership.close()
+        await asyncio.sleep(0.01)
         assert sender.closed
         with pytest.raises(KeyError):
             state_of(changing, "home-d1")
         assert changing.decodes() == {"home-d0"}
         # Late answers and late suspicions of it do nothing.
-        plane.suspect("home-d1", "late")
-        await plane.engines.ask(changing.applied.said.instance("home-d0"))
+        plane.health.suspect("home-d1", "late")
+        await plane.part(EngineMonitor).ask(changing.applied.said.instance("home-d0"))
         plane.health.judge()
-        plane.prefill_admission.changed("home-d0")
+        plane.admission.changed("home-d0")
 
     in_change(body)
 
@@ -201,14 +213,14 @@ def test_who_leaves_is_kept_while_a_decision_for_it_is_not_carried_out(in_change
     async def body(changing: Changing) -> None:
         changing.http.texts["home-d1"] = IDLE
         with (
-            changing.plane.planned(decision("home-p0", "home-d1")),
-            changing.plane.planned(decision("home-p0", "home-d1")),
+            changing.plane.cluster_state.planned(decision("home-p0", "home-d1")),
+            changing.plane.cluster_state.planned(decision("home-p0", "home-d1")),
         ):
             changing.take_on(WITHOUT_D1)
             changing.clock.now_s += 1
-            await changing.plane.engines.ask(changing.plane.instance("home-d1"))
-            assert not changing.membership.is_idle("home-d1")
-        assert changing.membership.is_idle("home-d1")
+            await changing.plane.part(EngineMonitor).ask(changing.plane.members.instance("home-d1"))
+            assert not changing.plane.drains.is_idle("home-d1")
+        assert changing.plane.drains.is_idle("home-d1")
         assert not changing.plane.cluster_state.is_planned("home-p0")
 
     in_change(body)
@@ -218,17 +230,17 @@ def test_who_leaves_frozen_leaves_its_address_to_others(in_change: InChange) -> 
     async def body(changing: Changing) -> None:
         plane, told = changing.plane, list[tuple[int, bool]]()
         plane.listeners.frozen.append(
-            lambda name, reason: told.append((plane.instance(name).http_port, reason is not None))
+            lambda name, reason: told.append((plane.members.instance(name).http_port, reason is not None))
         )
-        port = plane.instance("home-d1").http_port
+        port = plane.members.instance("home-d1").http_port
         changing.http.texts["home-d1"] = BUSY
         for _ in range(2):
-            await plane.engines.ask(plane.instance("home-d1"))
+            await plane.part(EngineMonitor).ask(plane.members.instance("home-d1"))
             changing.clock.now_s += 1000
         plane.health.judge()
         assert told == [(port, True)]
         changing.take_on(WITHOUT_D1)
-        assert changing.membership.is_idle("home-d1")
+        assert changing.plane.drains.is_idle("home-d1")
         changing.leave("home-d1")
         assert told == [(port, True), (port, False)]
 
@@ -239,7 +251,7 @@ def test_an_instance_that_has_left_is_not_converted(in_change: InChange) -> None
     async def body(changing: Changing) -> None:
         changing.take_on(WITHOUT_D1)
         changing.leave("home-d1")
-        assert not changing.plane.role_changes.begin(
+        assert not changing.plane.part(RoleAllocation).changes.begin(
             "home-d1", "prefill", "it was there when this was planned"
         )
 
@@ -249,10 +261,10 @@ def test_an_instance_that_has_left_is_not_converted(in_change: InChange) -> None
 def test_an_old_reading_does_not_say_that_it_is_idle(in_change: InChange) -> None:
     async def body(changing: Changing) -> None:
         changing.http.texts["home-d1"] = IDLE
-        await changing.plane.engines.ask(changing.plane.instance("home-d1"))
+        await changing.plane.part(EngineMonitor).ask(changing.plane.members.instance("home-d1"))
         changing.clock.now_s += 1
         changing.take_on(WITHOUT_D1)
-        assert not changing.membership.is_idle("home-d1")
+        assert not changing.plane.drains.is_idle("home-d1")
 
     in_change(body)
 
@@ -260,16 +272,16 @@ def test_an_old_reading_does_not_say_that_it_is_idle(in_change: InChange) -> Non
 def test_a_prefill_that_was_granted_keeps_its_instance(in_change: InChange) -> None:
     async def body(changing: Changing) -> None:
         plane = changing.plane
-        chains = plane.chains(range(1000), "", "")
+        chains = plane.prefixes.chains(range(1000), "", "")
         given = decision("home-p1", "home-d0")
         from dataclasses import replace
 
-        async with plane.admit(replace(given, urgency_s=1.0, is_bound=True), chains) as admitted:
+        async with plane.admission.admit(replace(given, urgency_s=1.0, is_bound=True), chains) as admitted:
             assert admitted.prefill == "home-p1"
             text = "".join(line for line in FILE.splitlines(keepends=True) if "home-p1" not in line)
             changing.take_on(text)
-            assert not changing.membership.is_idle("home-p1")
-        assert changing.membership.is_idle("home-p1")
+            assert not changing.plane.drains.is_idle("home-p1")
+        assert changing.plane.drains.is_idle("home-p1")
 
     in_change(body)
 
@@ -277,10 +289,10 @@ def test_a_prefill_that_was_granted_keeps_its_instance(in_change: InChange) -> N
 def test_who_does_not_answer_has_no_work_left(in_change: InChange) -> None:
     async def body(changing: Changing) -> None:
         changing.http.texts["home-d1"] = BUSY
-        await changing.plane.engines.ask(changing.plane.instance("home-d1"))
-        changing.plane.suspect("home-d1", "gone", lost_cache=True)
+        await changing.plane.part(EngineMonitor).ask(changing.plane.members.instance("home-d1"))
+        changing.plane.health.suspect("home-d1", "gone", lost_cache=True)
         changing.take_on(WITHOUT_D1)
-        assert changing.membership.is_idle("home-d1")
+        assert changing.plane.drains.is_idle("home-d1")
 
     in_change(body)
 
@@ -298,7 +310,7 @@ def test_who_comes_back_while_it_leaves_takes_part_again(in_change: InChange) ->
 
 def test_an_operators_drain_outlives_a_reload(in_change: InChange) -> None:
     async def body(changing: Changing) -> None:
-        changing.plane.drain("home-d1", wanted=True)
+        changing.plane.drains.drain("home-d1", wanted=True)
         changing.take_on(WITH_NEW)
         assert changing.decodes() == {"home-d0"}
 
@@ -310,13 +322,13 @@ def test_the_policy_its_parameters_and_the_threshold_change(in_change: InChange)
         plane = changing.plane
 
         def reason(tokens: int) -> str:
-            return plane.route(tokens, plane.chains(range(tokens), "", "")).reason
+            return plane.router.route(tokens, plane.prefixes.chains(range(tokens), "", "")).reason
 
         assert (reason(5000), reason(3000)) == ("long", "short")
         changing.take_on(FILE.replace("threshold_tokens: 4000", "threshold_tokens: 6000"))
         assert (reason(7000), reason(5000)) == ("long", "short")
         changing.take_on(FILE.replace("policy: paper, threshold_tokens: 4000", "policy: local_only"))
-        assert plane.route(9000, plane.chains(range(9000), "", "")).prefill.startswith("home")
+        assert plane.router.route(9000, plane.prefixes.chains(range(9000), "", "")).prefill.startswith("home")
         assert plane.state()["policy"] == "local_only"
 
     in_change(body)
@@ -337,7 +349,7 @@ def test_links_prices_and_periods_change(in_change: InChange) -> None:
         assert plane.cluster_state.view.clusters["home"].instance_price_per_s == pytest.approx(2 / 3600)
         assert plane.cluster_state.view.stale_after_s == 9
         assert plane.state()["links"]["far->home"]["configured_bits_per_s"] == 4e9
-        plane.budget.divide()
+        plane.part(LinkBudget).divide()
         changing.take_on(FILE)
         plane.links.conclude()
         assert link.capacity_bits_per_s == 1e9
@@ -345,10 +357,27 @@ def test_links_prices_and_periods_change(in_change: InChange) -> None:
     in_change(body)
 
 
+def test_a_limit_of_the_file_counts_at_the_next_look(in_change: InChange) -> None:
+    async def body(changing: Changing) -> None:
+        plane = changing.plane
+        changing.http.texts["home-d1"] = BUSY
+        for _ in range(2):
+            await plane.part(EngineMonitor).ask(plane.members.instance("home-d1"))
+            changing.clock.now_s += 10
+        plane.health.judge()
+        assert not plane.health.is_suspect("home-d1")
+        changing.take_on(FILE.replace("window_s: 600", "window_s: 600, stall_s: 5"))
+        plane.health.judge()
+        assert plane.health.is_frozen("home-d1")
+        assert "for 5 s" in state_of(changing, "home-d1")["suspicion"]
+
+    in_change(body)
+
+
 def test_roles_of_the_file_count_at_once(in_change: InChange) -> None:
     async def body(changing: Changing) -> None:
         plane = changing.plane
-        assert plane.role_changes.begin("home-p1", "decode", "test")
+        assert plane.part(RoleAllocation).changes.begin("home-p1", "decode", "test")
         changing.take_on(
             FILE.replace("home-p1, roles: [prefill]", "home-p1, roles: [decode]").replace(
                 "home-d1, roles: [decode]", "home-d1, roles: [prefill, decode]"
@@ -357,8 +386,8 @@ def test_roles_of_the_file_count_at_once(in_change: InChange) -> None:
         assert state_of(changing, "home-p1")["role"] == "decode"
         assert not state_of(changing, "home-p1")["draining"]
         assert state_of(changing, "home-d1")["role"] == "prefill+decode"
-        assert not plane.role_changes.is_busy
-        plane.role_changes.tick()
+        assert not plane.part(RoleAllocation).changes.is_busy
+        plane.part(RoleAllocation).changes.tick()
         # The same file again changes nothing that the plane has decided itself.
         plane.cluster_state.set_role("home-p0", "decode")
         changing.take_on(
@@ -374,11 +403,11 @@ def test_roles_of_the_file_count_at_once(in_change: InChange) -> None:
 def test_a_conversion_of_one_that_leaves_is_given_up(in_change: InChange) -> None:
     async def body(changing: Changing) -> None:
         plane = changing.plane
-        assert plane.role_changes.begin("home-d1", "prefill", "test")
+        assert plane.part(RoleAllocation).changes.begin("home-d1", "prefill", "test")
         changing.take_on(WITHOUT_D1)
-        assert not plane.role_changes.is_busy
+        assert not plane.part(RoleAllocation).changes.is_busy
         changing.leave("home-d1")
-        plane.role_changes.tick()
+        plane.part(RoleAllocation).changes.tick()
 
     in_change(body)
 
@@ -402,12 +431,12 @@ def test_engines_are_told_their_rosters(in_change: InChange) -> None:
 def test_metrics_forget_who_has_left(in_change: InChange) -> None:
     async def body(changing: Changing) -> None:
         plane = changing.plane
-        plane._gauge_writer.write()
-        plane.suspect("home-d1", "gone", lost_cache=True)
+        plane.part(GaugeWriter).write()
+        plane.health.suspect("home-d1", "gone", lost_cache=True)
         assert b'instance="home-d1"' in generate_latest(changing.registry)
         changing.take_on(WITHOUT_D1)
         changing.leave("home-d1")
-        plane._gauge_writer.write()
+        plane.part(GaugeWriter).write()
         assert b"home-d1" not in generate_latest(changing.registry)
 
     in_change(body)
@@ -419,7 +448,7 @@ def test_a_policy_that_cannot_be_made_changes_nothing(in_change: InChange) -> No
 
         with pytest.raises(DeploymentError, match="no_such"):
             changing.take_on(WITH_NEW.replace("policy: paper", "policy: no_such"))
-        assert "home-d2" not in changing.plane.instances
+        assert "home-d2" not in changing.plane.members.instances
         assert changing.plane.state()["policy"] == "paper"
 
     in_change(body)
@@ -436,10 +465,10 @@ def test_a_cluster_and_its_link_are_used_once_the_engines_know_them(in_change: I
     async def body(changing: Changing) -> None:
         plane = changing.plane
         for name in ("far-0", "far-1"):
-            plane.drain(name, wanted=True)
+            plane.drains.drain(name, wanted=True)
 
         def prefill() -> str:
-            return plane.route(20_000, plane.chains(range(20_000), "", "")).prefill
+            return plane.router.route(20_000, plane.prefixes.chains(range(20_000), "", "")).prefill
 
         assert prefill().startswith("home-")
         changing.take_on(WITH_WEST)
@@ -456,17 +485,17 @@ def test_a_cluster_and_its_link_are_used_once_the_engines_know_them(in_change: I
         assert plane.state()["links"]["west->home"]["up"]
         assert prefill() == "west-0"
         # Every part knows it: admission, measured speeds, budget, breakers, metrics, the planner.
-        chains = plane.chains(range(20_000), "", "")
-        chosen = plane.route(20_000, chains)
-        async with plane.admit(chosen, chains) as admitted:
+        chains = plane.prefixes.chains(range(20_000), "", "")
+        chosen = plane.router.route(20_000, chains)
+        async with plane.admission.admit(chosen, chains) as admitted:
             assert admitted.prefill == "west-0"
             with plane.prefilling(admitted) as prefilling:
                 changing.clock.now_s += 5
                 prefilling.measured()
-        plane.budget.divide()
+        plane.part(LinkBudget).divide()
         assert plane.links.breakers["west", "home"].is_up(changing.clock.now_s)
-        await plane.role_allocation.evaluate()
-        plane._gauge_writer.write()
+        await plane.part(RoleAllocation).evaluate()
+        plane.part(GaugeWriter).write()
         assert 'prfaas_control_link_up{link="west->home"} 1.0' in generate_latest(changing.registry).decode()
         assert plane.waits.least() >= 0
 
@@ -481,7 +510,7 @@ def test_a_pd_cluster_that_is_added_has_a_threshold_and_answers(in_change: InCha
         changing.clock.now_s += 10
         await changing.probe_until(lambda: state_of(changing, "away-0")["healthy"])
         for name in ("home-d0", "home-d1"):
-            plane.drain(name, wanted=True)
+            plane.drains.drain(name, wanted=True)
         assert changing.decodes() == {"away-0"}
         # A link to it comes later.
         link = "links:\n  - {source: far, target: away, bandwidth: 3 Gbit/s, encryption: false}"
@@ -490,7 +519,7 @@ def test_a_pd_cluster_that_is_added_has_a_threshold_and_answers(in_change: InCha
             changing.senders[name].links = {"far->home": report(), "far->away": report()}
         await look_at_links(changing)
         assert plane.state()["links"]["far->away"]["up"]
-        chosen = plane.route(20_000, plane.chains(range(20_000), "", ""))
+        chosen = plane.router.route(20_000, plane.prefixes.chains(range(20_000), "", ""))
         assert chosen.prefill.startswith("far-") and chosen.decode == "away-0"
 
     in_change(body)
@@ -515,13 +544,13 @@ def test_nothing_is_left_of_clusters_and_links_that_not_all_could_follow(in_chan
         names = set(plane.state()["clusters"])
         changing.take_on(WITH_WEST.replace("links:", f"{AWAY}links:"))
         assert set(plane.state()["clusters"]) == names | {"west", "away"}
-        changing.membership.adopt(before)
-        assert set(plane.state()["clusters"]) == names == set(plane.curves)
+        take_on(changing.plane, before)
+        assert set(plane.state()["clusters"]) == names == set(plane.part(DeployedView)._curves)
         view = plane.cluster_state.view
         assert set(view.clusters) == names and set(view.links) == {LINK} == set(plane.links.meters)
         assert set(view.threshold_tokens) == {"home"}
         await look_at_links(changing)
-        plane.budget.divide()
+        plane.part(LinkBudget).divide()
         assert changing.decodes() == {"home-d0", "home-d1"}
         # The same again is taken on as if for the first time.
         changing.applied = before

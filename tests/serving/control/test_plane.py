@@ -11,18 +11,31 @@ from typing import Any, TypeVar
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from prfaas.core.deployment import Deployment, DeploymentError, Instance
+from prfaas.core.deployment import AppliedDeployment, Deployment, DeploymentError, Instance
 from prfaas.core.prefix.events import EventBatch, StoredBlocks
 from prfaas.core.scheduling import NoDecodeInstanceError, Route, make_policy
-from prfaas.serving.control import metrics
 from prfaas.serving.control.engine_http import EngineHttp
+from prfaas.serving.control.engine_monitor import EngineMonitor
 from prfaas.serving.control.engine_reading import read_exposition
-from prfaas.serving.control.plane import LivePlane
+from prfaas.serving.control.hot_prefixes import HotPrefixes
+from prfaas.serving.control.kv_events import EventFeed
+from prfaas.serving.control.plane import GaugeWriter, LivePlane
 from prfaas.serving.control.planning_inputs import kv_model_of, policy_of
-from prfaas.serving.control.state import Overview, state_of
+from prfaas.serving.control.role_allocation import RoleAllocation
 
 from .publisher import Publisher, stored
-from .world import KEY, LINK, FakeClock, FakeHttp, FakeSender, deployment_of, kv_facts, report
+from .world import (
+    FILE,
+    LINK,
+    FakeClock,
+    FakeHttp,
+    FakeSender,
+    deployment_of,
+    kv_facts,
+    plane_of,
+    report,
+    take_on,
+)
 
 T = TypeVar("T")
 
@@ -47,9 +60,8 @@ class Planes:
         return asyncio.run(main())
 
     def made(self) -> LivePlane:
-        return LivePlane(
+        return plane_of(
             self.deployment,
-            KEY,
             self.registry,
             kv_model_of(self.deployment),
             clock=self.clock,
@@ -70,20 +82,22 @@ def planes(deployment: Deployment, clock: FakeClock) -> Planes:
 
 def test_long_goes_far_and_short_stays(planes: Planes) -> None:
     def use(plane: LivePlane) -> None:
-        long = plane.route(10_000, plane.chains(range(10_000), "", ""))
-        short = plane.route(3000, plane.chains(range(3000), "", ""))
-        assert (long.route, plane.instance(long.prefill).cluster) == (Route.OFFLOAD, "far")
-        assert (short.route, plane.instance(short.prefill).cluster) == (Route.LOCAL, "home")
-        kept = plane.route(10_000, plane.chains(range(10_000), "", ""), offload=False)
+        long = plane.router.route(10_000, plane.prefixes.chains(range(10_000), "", ""))
+        short = plane.router.route(3000, plane.prefixes.chains(range(3000), "", ""))
+        assert (long.route, plane.members.instance(long.prefill).cluster) == (Route.OFFLOAD, "far")
+        assert (short.route, plane.members.instance(short.prefill).cluster) == (Route.LOCAL, "home")
+        kept = plane.router.route(10_000, plane.prefixes.chains(range(10_000), "", ""), offload=False)
         assert kept.route is Route.LOCAL
-        other = plane.route(10_000, plane.chains(range(10_000), "", ""), avoid=(long.prefill, long.decode))
+        other = plane.router.route(
+            10_000, plane.prefixes.chains(range(10_000), "", ""), avoid=(long.prefill, long.decode)
+        )
         assert {other.prefill, other.decode}.isdisjoint({long.prefill, long.decode})
-        unseen = plane.route(77, None)
+        unseen = plane.router.route(77, None)
         assert (unseen.prefill, unseen.prefill_tokens) == (unseen.decode, 77)
         with pytest.raises(NoDecodeInstanceError):
-            plane.route(9, None, avoid=[i.name for i in plane.deployment.instances])
+            plane.router.route(9, None, avoid=[i.name for i in plane.members.running.current.instances])
         with pytest.raises(DeploymentError):
-            plane.instance("nobody")
+            plane.members.instance("nobody")
         routes = plane.state()["routes"]
         assert (sum(routes["local"].values()), sum(routes["offload"].values())) == (2, 2)
 
@@ -105,9 +119,9 @@ def test_where_bytes_are_too_dear_long_stays(
         view.kv = kv_facts()
         assert view.clusters["home"].instance_price_per_s == pytest.approx(1 / 3600)
         assert view.links[LINK].egress_price_per_byte == pytest.approx(per_gb / 1e9)
-        long = plane.route(10_000, plane.chains(range(10_000), "", ""))
+        long = plane.router.route(10_000, plane.prefixes.chains(range(10_000), "", ""))
         assert (long.route, long.reason) == (route, "long" if route is Route.OFFLOAD else "egress-price")
-        assert plane.route(3000, plane.chains(range(3000), "", "")).reason == "short"
+        assert plane.router.route(3000, plane.prefixes.chains(range(3000), "", "")).reason == "short"
 
     Planes(deployment, clock).run(use)
 
@@ -122,22 +136,22 @@ def test_a_known_prefix_attracts_and_shortens(planes: Planes) -> None:
         state = StoredBlocks(
             hashes=[36], block_tokens=256, token_ids=list(range(9216)), group=1, kind="mamba"
         )
-        plane.prefix_knowledge.apply("home-p1", EventBatch(0.0, [state, full]))
-        decision = plane.route(10_000, plane.chains(ids, "", ""))
+        plane.prefixes.apply("home-p1", EventBatch(0.0, [state, full]))
+        decision = plane.router.route(10_000, plane.prefixes.chains(ids, "", ""))
         assert (decision.prefill, decision.uncached_tokens) == ("home-p1", 10_000 - 9216)
-        assert plane.route(10_000, plane.chains(ids, "tenant", "")).prefill != "home-p1"
-        plane.suspect("home-p1", "unreachable", lost_cache=True)
-        assert plane.route(10_000, plane.chains(ids, "", "")).uncached_tokens == 10_000
+        assert plane.router.route(10_000, plane.prefixes.chains(ids, "tenant", "")).prefill != "home-p1"
+        plane.health.suspect("home-p1", "unreachable", lost_cache=True)
+        assert plane.router.route(10_000, plane.prefixes.chains(ids, "", "")).uncached_tokens == 10_000
 
     planes.run(use)
 
 
 def test_suspects_get_nothing_and_dead_ones_lose_their_cache(planes: Planes) -> None:
     def use(plane: LivePlane) -> None:
-        chains = plane.chains(range(10_000), "", "")
+        chains = plane.prefixes.chains(range(10_000), "", "")
         for name in ("far-0", "far-1"):
-            plane.suspect(name, "http-500")
-        assert plane.route(10_000, chains).route is Route.LOCAL
+            plane.health.suspect(name, "http-500")
+        assert plane.router.route(10_000, chains).route is Route.LOCAL
         instances = plane.state()["clusters"]["far"]["instances"]
         assert [instance["healthy"] for instance in instances.values()] == [False, False]
         assert instances["far-0"]["suspicion"] == "http-500"
@@ -147,7 +161,7 @@ def test_suspects_get_nothing_and_dead_ones_lose_their_cache(planes: Planes) -> 
 
 def test_service_times_correct_the_curve(planes: Planes) -> None:
     def use(plane: LivePlane) -> None:
-        decision = plane.route(10_000, plane.chains(range(10_000), "", ""))
+        decision = plane.router.route(10_000, plane.prefixes.chains(range(10_000), "", ""))
         prefill_s = plane.cluster_state.view.clusters["far"].prefill_s
         before_s = prefill_s(10_000)
         for _ in range(40):
@@ -163,12 +177,12 @@ def test_service_times_correct_the_curve(planes: Planes) -> None:
 def test_transfers_that_fail_again_and_again_close_the_link(planes: Planes) -> None:
     async def main() -> None:
         plane = planes.made()
-        chains = plane.chains(range(10_000), "", "")
+        chains = plane.prefixes.chains(range(10_000), "", "")
         for name in ("far-0", "far-1", "far-0"):
-            decision = plane.route(10_000, chains, avoid=[i for i in ("far-0", "far-1") if i != name])
+            decision = plane.router.route(10_000, chains, avoid=[i for i in ("far-0", "far-1") if i != name])
             assert decision.prefill == name
             with pytest.raises(RuntimeError), plane.prefilling(decision):
-                plane.suspect(name, "transfer-failed")
+                plane.health.suspect(name, "transfer-failed")
                 raise RuntimeError
             planes.clock.now_s += 4
             for _ in range(2):
@@ -176,13 +190,13 @@ def test_transfers_that_fail_again_and_again_close_the_link(planes: Planes) -> N
                 await asyncio.gather(*plane.health.due())
         plane.links.conclude()
         assert not plane.cluster_state.view.links[LINK].up
-        assert plane.route(10_000, chains).route is Route.LOCAL
+        assert plane.router.route(10_000, chains).route is Route.LOCAL
         planes.clock.now_s += 10
         plane.links.ask()
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         plane.links.conclude()
-        assert plane.route(10_000, chains).route is Route.OFFLOAD
+        assert plane.router.route(10_000, chains).route is Route.OFFLOAD
         await plane.close()
 
     asyncio.run(main())
@@ -190,13 +204,13 @@ def test_transfers_that_fail_again_and_again_close_the_link(planes: Planes) -> N
 
 def test_a_clients_fault_and_a_dead_engine_are_not_the_links(planes: Planes) -> None:
     def use(plane: LivePlane) -> None:
-        chains = plane.chains(range(10_000), "", "")
+        chains = plane.prefixes.chains(range(10_000), "", "")
         for _ in range(9):
-            decision = plane.route(10_000, chains)
+            decision = plane.router.route(10_000, chains)
             with pytest.raises(RuntimeError), plane.prefilling(decision):
                 raise RuntimeError
             with pytest.raises(RuntimeError), plane.prefilling(decision):
-                plane.suspect(decision.prefill, "unreachable", lost_cache=True)
+                plane.health.suspect(decision.prefill, "unreachable", lost_cache=True)
                 raise RuntimeError
         assert plane.links.breakers[LINK].is_up(planes.clock.now_s)
 
@@ -206,14 +220,14 @@ def test_a_clients_fault_and_a_dead_engine_are_not_the_links(planes: Planes) -> 
 def test_stale_links_are_not_used_and_come_back(planes: Planes) -> None:
     async def main() -> None:
         plane = planes.made()
-        chains = plane.chains(range(10_000), "", "")
+        chains = plane.prefixes.chains(range(10_000), "", "")
         planes.clock.now_s += 31
-        assert plane.route(10_000, chains).route is Route.LOCAL
+        assert plane.router.route(10_000, chains).route is Route.LOCAL
         plane.links.ask()
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         plane.links.conclude()
-        assert plane.route(10_000, chains).route is Route.OFFLOAD
+        assert plane.router.route(10_000, chains).route is Route.OFFLOAD
         await plane.close()
 
     asyncio.run(main())
@@ -229,14 +243,16 @@ def test_missing_prefixes_are_decided_to_be_copied(tmp_path: Path, clock: FakeCl
             hashes=hashes, block_tokens=256, token_ids=list(range(2048)), kind="full_attention"
         )
         state = StoredBlocks(hashes=[8], block_tokens=256, token_ids=list(range(2048)), group=1, kind="mamba")
-        plane.prefix_knowledge.apply("home-p1", EventBatch(0.0, [state, full]))
+        plane.prefixes.apply("home-p1", EventBatch(0.0, [state, full]))
         planes.clock.now_s += 20  # so that no cache crosses a link on demand
         for tail in range(6):
-            decision = plane.route(12_000, plane.chains([*range(2048), *([tail] * 9952)], "", ""))
+            decision = plane.router.route(
+                12_000, plane.prefixes.chains([*range(2048), *([tail] * 9952)], "", "")
+            )
             assert decision.route is Route.OFFLOAD
         for link in plane.cluster_state.view.links.values():
             link.seen_s = planes.clock.now_s
-        plane.hot_prefixes.decide()
+        plane.part(HotPrefixes).decide()
         (copy,) = plane.state()["rebalancing"]["recent"]
         assert (copy["source"], copy["target"], copy["tokens"]) == ("home", "far", 2048)
 
@@ -250,21 +266,21 @@ def test_an_operator_drains_an_instance_and_lets_it_take_part_again(planes: Plan
 
         view = plane.cluster_state.instance("home-d0")
         assert told() is None
-        with plane.decoding("home-d0", 0):
-            plane.drain("home-d0", wanted=True)
+        with plane.waits.decoding("home-d0", 0):
+            plane.drains.drain("home-d0", wanted=True)
             assert (told(), view.takes_decodes) == ("draining", False)
             # A role change and a suspicion end without opening it again.
-            plane.role_changes.begin("home-d0", "prefill", "")
-        plane.role_changes.tick()
-        plane.suspect("home-d0", "")
+            plane.part(RoleAllocation).changes.begin("home-d0", "prefill", "")
+        plane.part(RoleAllocation).changes.tick()
+        plane.health.suspect("home-d0", "")
         assert (told(), view.takes_prefills) == ("drained", False)
         # Another gateway's requests are work too.
-        plane.engines.meters["home-d0"].add(read_exposition(b"vllm:num_requests_running 2"), 0.0)
+        plane.part(EngineMonitor).meters["home-d0"].add(read_exposition(b"vllm:num_requests_running 2"), 0.0)
         assert told() == "draining"
         for _ in range(20):
-            assert plane.route(100, plane.chains(range(100), "", "")).decode == "home-d1"
-        plane.drain("home-d1", wanted=True)
-        plane.drain("home-d0", wanted=False)
+            assert plane.router.route(100, plane.prefixes.chains(range(100), "", "")).decode == "home-d1"
+        plane.drains.drain("home-d1", wanted=True)
+        plane.drains.drain("home-d0", wanted=False)
         view.healthy = True
         assert told() is None and view.takes_prefills
 
@@ -279,21 +295,23 @@ def test_notice_is_told_and_ends_when_another_process_answers(planes: Planes) ->
 
         heard: list[tuple[str, float]] = []
         plane.listeners.noticed.append(lambda name, seconds: heard.append((name, seconds)))
-        decision = plane.route(10_000, plane.chains(range(10_000), "", ""))
+        decision = plane.router.route(10_000, plane.prefixes.chains(range(10_000), "", ""))
         assert decision.prefill == "far-0" and told() == (None, None)
         with plane.prefilling(decision) as work:
             before_s = work.left_s
             assert before_s > 0.5
-            plane.give_notice("far-0", 0.5)
+            plane.drains.give_notice("far-0", 0.5)
             assert heard == [("far-0", 0.5)] and told() == (0.5, None)
-            assert plane.route(10_000, plane.chains(range(1, 10_001), "", "")).prefill == "far-1"
+            assert (
+                plane.router.route(10_000, plane.prefixes.chains(range(1, 10_001), "", "")).prefill == "far-1"
+            )
             planes.clock.now_s += 2.0
             assert work.left_s == pytest.approx(before_s - 2.0)
         for started in (b"1", b"2"):
             assert told() == (0.0, None)
             text = b"process_start_time_seconds " + started
-            if plane.engines.meters["far-0"].add(read_exposition(text), 0.0):
-                plane._on_restart("far-0")
+            if plane.part(EngineMonitor).meters["far-0"].add(read_exposition(text), 0.0):
+                plane.listeners.restarted.tell("far-0")
         assert told() == (None, None) and plane.cluster_state.instance("far-0").takes_prefills
 
     planes.run(use)
@@ -318,7 +336,9 @@ def test_a_fixed_threshold_is_not_searched(tmp_path: Path, clock: FakeClock) -> 
 def test_policies_by_name(tmp_path: Path, clock: FakeClock) -> None:
     for policy in ("tilted", "local_only", "offload_all", "static_threshold", "least_ttft", "round_robin"):
         planes = Planes(deployment_of(tmp_path, policy=f"policy: paper -> policy: {policy}"), clock)
-        decision = planes.run(lambda plane: plane.route(20_000, plane.chains(range(20_000), "", "")))
+        decision = planes.run(
+            lambda plane: plane.router.route(20_000, plane.prefixes.chains(range(20_000), "", ""))
+        )
         assert decision.route is (Route.LOCAL if policy == "local_only" else Route.OFFLOAD) or (
             policy == "round_robin"
         )
@@ -358,30 +378,29 @@ def test_runs_and_ends_with_nothing_left(planes: Planes, http: str | None) -> No
     threads = set(threading.enumerate())
 
     async def main() -> None:
-        plane = LivePlane(
+        plane = plane_of(
             planes.deployment,
-            KEY,
             planes.registry,
             kv_model_of(planes.deployment),
             http=planes.http if http else EngineHttp(),
             sender_of=planes.sender_of if http else None,
         )
         running = asyncio.create_task(plane.run())
-        endpoint = planes.deployment.events_endpoint(plane.instance("home-d0"))
+        endpoint = planes.deployment.events_endpoint(plane.members.instance("home-d0"))
         assert endpoint is not None
         publisher = Publisher(endpoint)
         publisher.step(stored(range(512), [1, 2], block=256))
         async with asyncio.timeout(120):
-            while plane.prefix_knowledge.blocks("home-d0") < 2:
+            while plane.prefixes.blocks("home-d0") < 2:
                 publisher.serve()
                 await asyncio.sleep(0.01)
             while http and plane.cluster_state.view.links[LINK].rtt_s != 0.001:
                 await asyncio.sleep(0.01)
-        plane.suspect("home-d0", "unreachable", lost_cache=True)
-        assert plane.prefix_knowledge.blocks("home-d0") == 0
+        plane.health.suspect("home-d0", "unreachable", lost_cache=True)
+        assert plane.prefixes.blocks("home-d0") == 0
         async with asyncio.timeout(120):
             # It lives after all, and tells what it holds.
-            while plane.prefix_knowledge.blocks("home-d0") < 2:
+            while plane.prefixes.blocks("home-d0") < 2:
                 publisher.serve()
                 await asyncio.sleep(0.01)
         plane.observe(1000, 1000)
@@ -403,22 +422,22 @@ def test_runs_and_ends_with_nothing_left(planes: Planes, http: str | None) -> No
 
 def test_what_an_engine_says_of_itself_is_shown(planes: Planes) -> None:
     def use(plane: LivePlane) -> str:
-        plane.engines.meters["home-d0"].add(
+        plane.part(EngineMonitor).meters["home-d0"].add(
             read_exposition(
                 b"vllm:kv_cache_usage_perc 0.25\nvllm:num_requests_running 1\n"
                 b"vllm:prefix_cache_queries_total 0\nvllm:prefix_cache_hits_total 0\n"
             ),
             planes.clock(),
         )
-        plane.engines.meters["home-d0"].add(
+        plane.part(EngineMonitor).meters["home-d0"].add(
             read_exposition(
                 b"vllm:kv_cache_usage_perc 0.5\nvllm:num_requests_running 1\n"
                 b"vllm:prefix_cache_queries_total 400\nvllm:prefix_cache_hits_total 100\n"
             ),
             planes.clock() + 1,
         )
-        with plane.decoding("home-d0", 0):
-            plane._gauge_writer.write()
+        with plane.waits.decoding("home-d0", 0):
+            plane.part(GaugeWriter).write()
         return generate_latest(planes.registry).decode()
 
     text = planes.run(use)
@@ -436,31 +455,28 @@ def test_what_an_engine_says_of_itself_is_shown(planes: Planes) -> None:
     assert 'prfaas_control_link_configured_bits_per_second{link="far->home"} 1e+09' in text
 
 
-def test_what_left_the_deployment_is_shown_no_more(planes: Planes, monkeypatch: pytest.MonkeyPatch) -> None:
-    left = False
-
-    def smaller(plane: Overview, now_s: float) -> dict[str, Any]:
-        state = state_of(plane, now_s)
-        if left:
-            del state["clusters"]["home"]["instances"]["home-d1"], state["clusters"]["far"]
-            state["links"].clear()
-        return state
+def test_what_left_the_deployment_is_shown_no_more(planes: Planes, tmp_path: Path) -> None:
+    only_home = FILE[: FILE.index("  - name: far")] + FILE[FILE.index("  - name: home") :]
+    text = "".join(
+        line for line in only_home.splitlines(keepends=True) if not line.startswith(("links:", "  - {source"))
+    )
+    less = deployment_of(
+        tmp_path, text="".join(line for line in text.splitlines(keepends=True) if "home-d1" not in line)
+    )
 
     def use(plane: LivePlane) -> str:
-        nonlocal left
         for name in ("home-d0", "home-d1", "far-0"):
-            plane._drop(name, "gap")
-        plane._gauge_writer.write()
+            plane.part(EventFeed)._drop(name, "gap")
+        plane.part(GaugeWriter).write()
         before = generate_latest(planes.registry).decode()
         assert all(name in before for name in ('"home-d1"', '"far-0"', '"far"', '"far->home"'))
-        left = True
-        plane._gauge_writer.write()
+        take_on(plane, AppliedDeployment(less, ""))
+        plane.part(GaugeWriter).write()
         # The last of its events come late.
-        plane._drop("home-d1", "gap")
-        plane._gauge_writer.write()
+        plane.part(EventFeed)._drop("home-d1", "gap")
+        plane.part(GaugeWriter).write()
         return generate_latest(planes.registry).decode()
 
-    monkeypatch.setattr(metrics, "state_of", smaller)
     text = planes.run(use)
     assert [name for name in ('"home-d1"', '"far-0"', '"far"', '"far->home"') if name in text] == []
     assert 'prfaas_control_holdings_dropped_total{instance="home-d0",reason="gap"} 1.0' in text
@@ -472,11 +488,11 @@ def test_what_was_predicted_of_the_roles_is_told(planes: Planes) -> None:
         plane = planes.made()
         chance = random.Random(1)
         for _ in range(500):
-            plane.window.add(chance.lognormvariate(8.0, 0.8), planes.clock())
+            plane.thresholds.window.add(chance.lognormvariate(8.0, 0.8), planes.clock())
         planes.clock.now_s += 250
         try:
-            await plane.role_allocation.evaluate()
-            plane._gauge_writer.write()
+            await plane.part(RoleAllocation).evaluate()
+            plane.part(GaugeWriter).write()
             return plane.state(), generate_latest(planes.registry).decode()
         finally:
             await plane.close()
@@ -498,10 +514,12 @@ def test_labels_are_bounded(planes: Planes) -> None:
     def use(plane: LivePlane) -> tuple[int, int]:
         def some(count: int) -> int:
             for number in range(count):
-                decision = plane.route(5000 + number, plane.chains(range(5000), str(number), ""))
+                decision = plane.router.route(
+                    5000 + number, plane.prefixes.chains(range(5000), str(number), "")
+                )
                 with plane.prefilling(decision) as work:
                     work.measured()
-                plane.suspect("home-p0", f"reason {number}", lost_cache=True)
+                plane.health.suspect("home-p0", f"reason {number}", lost_cache=True)
             return len(generate_latest(planes.registry).splitlines())
 
         return some(3), some(60)

@@ -9,26 +9,25 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from tests.core.pool.pool_model import BLOCK, Prompt
 
-from prfaas.core.deployment import Deployment
+from prfaas.core.deployment import AppliedDeployment, Deployment
 from prfaas.core.kv.groups import GroupKind
 from prfaas.core.pool.announced import AnnouncedPages
 from prfaas.core.pool.geometry import PageGroup, PoolGeometry
 from prfaas.core.prefix import NOTHING, GlobalIndex, PrefixHit
 from prfaas.core.prefix.events import EventBatch
 from prfaas.core.scheduling import CacheTransfer
-from prfaas.serving.control import metrics
 from prfaas.serving.control.cluster_state import ClusterState
 from prfaas.serving.control.engine_monitor import EngineMeter
 from prfaas.serving.control.engine_reading import read_exposition
-from prfaas.serving.control.plane import LivePlane
+from prfaas.serving.control.kv_events import EventFeed
+from prfaas.serving.control.plane import GaugeWriter
 from prfaas.serving.control.planning_inputs import kv_model_of
 from prfaas.serving.control.pool_monitor import PoolMonitor, PoolReading
 from prfaas.serving.control.prefix_knowledge import PrefixKnowledge
-from prfaas.serving.control.state import state_of
+from prfaas.serving.running_deployment import RunningDeployment
 
 from .world import (
     BYTES_PER_TOKEN,
-    KEY,
     FakeClock,
     FakeHttp,
     FakeSender,
@@ -36,6 +35,7 @@ from .world import (
     decision,
     deployment_of,
     kv_facts,
+    plane_of,
     with_pools,
 )
 
@@ -147,7 +147,7 @@ def test_figures_of_pools_are_taken_as_they_are(
     deployment: Deployment, cluster_state: ClusterState, clock: FakeClock
 ) -> None:
     ports = {"far-pool": PoolPort(), "home-pool": PoolPort()}
-    monitor = PoolMonitor(deployment, ports, cluster_state.view.pools, clock=clock)
+    monitor = PoolMonitor(RunningDeployment(deployment), ports, cluster_state.view.pools, {}, clock=clock)
 
     def asked(name: str) -> PoolReading | None:
         asyncio.run(monitor.ask(name))
@@ -171,7 +171,7 @@ def test_the_bandwidth_that_engines_measure_is_believed(
     deployment: Deployment, cluster_state: ClusterState, clock: FakeClock
 ) -> None:
     view = cluster_state.view.pools["home-pool"]
-    monitor = PoolMonitor(deployment, {}, cluster_state.view.pools, clock=clock)
+    monitor = PoolMonitor(RunningDeployment(deployment), {}, cluster_state.view.pools, {}, clock=clock)
     meter, instance = EngineMeter(60.0), deployment.instance("home-p0")
 
     def loaded(nbytes: float, seconds: float, at_s: float) -> float:
@@ -193,7 +193,9 @@ def test_the_bandwidth_that_a_daemon_measures_of_its_ssd_is_believed(
 ) -> None:
     view = cluster_state.view.pools["home-pool"]
     port = PoolPort()
-    monitor = PoolMonitor(deployment, {"home-pool": port}, cluster_state.view.pools, clock=clock)
+    monitor = PoolMonitor(
+        RunningDeployment(deployment), {"home-pool": port}, cluster_state.view.pools, {}, clock=clock
+    )
 
     def told(nbytes: float, seconds: float) -> float:
         port.told = {"store": {"ssd_promoted_bytes": nbytes, "ssd_promoting_s": seconds}}
@@ -210,15 +212,14 @@ def test_the_bandwidth_that_a_daemon_measures_of_its_ssd_is_believed(
 
 
 def test_the_plane_routes_by_pools_and_shows_them(
-    deployment: Deployment, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+    deployment: Deployment, clock: FakeClock, tmp_path: Path
 ) -> None:
     registry = CollectorRegistry()
     ports = {"far-pool": PoolPort(), "home-pool": PoolPort()}
 
     async def main() -> str:
-        plane = LivePlane(
+        plane = plane_of(
             deployment,
-            KEY,
             registry,
             kv_model_of(deployment),
             clock=clock,
@@ -227,29 +228,29 @@ def test_the_plane_routes_by_pools_and_shows_them(
             pool_ports=ports,  # type: ignore[arg-type]
         )
         try:
-            without = plane.route(LENGTH, plane.chains(PROMPT.token_ids, "", ""))
+            without = plane.router.route(LENGTH, plane.prefixes.chains(PROMPT.token_ids, "", ""))
             assert without.pools is None and without.hit is None
-            Told(plane.prefix_knowledge, "home-pool").store(2048)
-            decided = plane.route(LENGTH, plane.chains(PROMPT.token_ids, "", ""))
+            Told(plane.prefixes, "home-pool").store(2048)
+            decided = plane.router.route(LENGTH, plane.prefixes.chains(PROMPT.token_ids, "", ""))
             assert decided.pools is not None and decided.pools.keys() == {"home-pool"}
             assert decided.uncached_tokens <= LENGTH - 2048 < without.uncached_tokens
-            await plane.pools.ask("home-pool")
-            plane._gauge_writer.write()
+            await plane.part(PoolMonitor).ask("home-pool")
+            plane.part(GaugeWriter).write()
             state = json.loads(json.dumps(plane.state()))["pools"]
             assert state["home-pool"]["up"] and state["home-pool"]["blocks"] == 256
             assert state["home-pool"]["daemon"]["lent_bytes"] == 7
             assert not state["far-pool"]["up"] and state["far-pool"]["daemon"] is None
             clock.now_s += 60.0
             assert not plane.state()["pools"]["home-pool"]["up"]
-            resets = plane.event_feed._resets
-            plane._drop("home-pool", "gap")
+            resets = plane.part(EventFeed)._resets
+            plane.part(EventFeed)._drop("home-pool", "gap")
             assert not resets
-            plane._drop("home-pool", "unanswered")
-            plane._drop("home-p0", "unanswered")
+            plane.part(EventFeed)._drop("home-pool", "unanswered")
+            plane.part(EventFeed)._drop("home-p0", "unanswered")
             assert [name for name, _ in resets] == ["home-pool"]
             told = generate_latest(registry).decode()
-            monkeypatch.setattr(metrics, "state_of", lambda *now: state_of(*now) | {"pools": {}})
-            plane._gauge_writer.write()
+            plane.members.running.move(AppliedDeployment(deployment_of(tmp_path), ""))
+            plane.part(GaugeWriter).write()
             assert '"home-pool"' not in generate_latest(registry).decode()
             return told
         finally:

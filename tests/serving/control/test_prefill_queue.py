@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas.serving.control.prefill_queue import PrefillQueue
+from prfaas.serving.control.cluster_state import PrefillQueue
 
 
 def test_work_waits_for_what_is_before_it() -> None:

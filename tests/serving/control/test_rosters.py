@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from prfaas.core.deployment import Deployment
+from prfaas.core.deployment import AppliedDeployment, Deployment
 from prfaas.serving.control.rosters import Rosters
+from prfaas.serving.running_deployment import RunningDeployment
 from prfaas.serving.transport.roster import roster_of
 
 from .world import FILE, FakeSender, deployment_of
@@ -34,23 +35,28 @@ def wider(folder: Path) -> Deployment:
     return deployment_of(folder, text=FILE.replace("1 Gbit/s", "2 Gbit/s"))
 
 
+def move(rosters: Rosters, deployment: Deployment) -> None:
+    rosters._running.move(AppliedDeployment(deployment, ""))
+    rosters._want()
+
+
 def test_who_has_its_roster_is_told_nothing(deployment: Deployment) -> None:
     told = Told(deployment)
-    rosters = Rosters(deployment, told.ports)
+    rosters = Rosters(RunningDeployment(deployment), told.ports)
     asyncio.run(rosters.look())
     assert told.counts() == {} and rosters.behind == []
 
 
 def test_what_ranks_tell_besides_is_told_on(deployment: Deployment) -> None:
     told, heard = Told(deployment), {}
-    asyncio.run(Rosters(deployment, told.ports, heard.__setitem__).look())
+    asyncio.run(Rosters(RunningDeployment(deployment), told.ports, heard.__setitem__).look())
     assert heard.keys() == told.ports.keys()
     assert all("roster" in stats for stats in heard.values())
 
 
 def test_who_has_started_with_another_is_told_once(deployment: Deployment, tmp_path: Path) -> None:
     told = Told(deployment)
-    rosters = Rosters(wider(tmp_path), told.ports)
+    rosters = Rosters(RunningDeployment(wider(tmp_path)), told.ports)
     asyncio.run(rosters.look())
     # Only those whose way is over the link have another roster.
     assert told.counts() == {"far-0": 1, "far-1": 1}
@@ -61,7 +67,7 @@ def test_who_has_started_with_another_is_told_once(deployment: Deployment, tmp_p
 
 def test_who_was_told_otherwise_by_another_is_left_alone(deployment: Deployment) -> None:
     told = Told(deployment)
-    rosters = Rosters(deployment, told.ports)
+    rosters = Rosters(RunningDeployment(deployment), told.ports)
     asyncio.run(rosters.look())
     told.ports["far-0"][0].roster = {"digest": "another", "told": True, "trouble": ""}
     asyncio.run(rosters.look())
@@ -74,9 +80,9 @@ def test_who_was_told_otherwise_by_another_is_left_alone(deployment: Deployment)
 
 def test_who_refuses_is_not_asked_for_ever(deployment: Deployment, tmp_path: Path) -> None:
     told = Told(deployment)
-    rosters = Rosters(deployment, told.ports)
+    rosters = Rosters(RunningDeployment(deployment), told.ports)
     told.ports["far-0"][0].takes_rosters = False
-    rosters.adopt(wider(tmp_path))
+    move(rosters, wider(tmp_path))
     for _ in range(2):
         asyncio.run(rosters.look())
         told.ports["far-0"][0].roster = {"digest": "old", "told": True, "trouble": "it can't"}
@@ -88,7 +94,7 @@ def test_who_does_not_answer_or_does_not_know_is_passed_over(deployment: Deploym
     told = Told(deployment)
     told.ports["far-0"][0].links = None
     told.ports["far-1"][0].roster = None
-    rosters = Rosters(wider(tmp_path), told.ports)
+    rosters = Rosters(RunningDeployment(wider(tmp_path)), told.ports)
     asyncio.run(rosters.look())
     assert told.counts() == {} and rosters.behind == []
 
@@ -97,8 +103,8 @@ def test_all_are_told_twice_after_a_change(deployment: Deployment, tmp_path: Pat
     async def main() -> dict[str, int]:
         told = Told(deployment)
         told.ports["home-d0"][0].links = None
-        rosters = Rosters(deployment, told.ports)
-        rosters.adopt(wider(tmp_path))
+        rosters = Rosters(RunningDeployment(deployment), told.ports)
+        move(rosters, wider(tmp_path))
         rosters.announce()
         for _ in range(10):
             await asyncio.sleep(0)

@@ -3,6 +3,7 @@
 import asyncio
 import math
 import random
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from prfaas.core.deployment import Deployment
 from prfaas.core.planner.two_clusters import best_threshold
 from prfaas.core.scheduling import Decision
 from prfaas.core.scheduling.length_window import LengthWindow
+from prfaas.core.scheduling.policy import is_shortest_first
 from prfaas.core.scheduling.threshold import ThresholdOptimiser
 from prfaas.serving.control.engine_monitor import EngineMeter
 from prfaas.serving.control.engine_reading import read_exposition
@@ -25,6 +27,7 @@ from prfaas.serving.control.planning_inputs import (
 )
 from prfaas.serving.control.role_allocation import RoleAllocation, RoleChanges, stage_utilisation
 from prfaas.serving.control.thresholds import DEFAULT_TOKENS, Thresholds
+from prfaas.serving.running_deployment import RunningDeployment
 
 from .world import LINK, FakeClock, cluster_state_of, decision, deployment_of
 
@@ -38,11 +41,11 @@ class Slow:
         self.cluster_state = cluster_state_of(deployment, clock)
         self.engines = {name: EngineMeter(60.0) for name in self.cluster_state.names}
         self.window = LengthWindow(600.0)
-        self.facts = LiveFacts(deployment, None, self.cluster_state, self.curves, self.engines)
+        running = RunningDeployment(deployment)
+        self.facts = LiveFacts(running, None, self.cluster_state, self.curves, self.engines)
         self.changes: list[tuple[str, str]] = []
         self.thresholds = Thresholds(
-            deployment,
-            self.cluster_state,
+            running,
             self.facts,
             self.window,
             clock=clock,
@@ -51,13 +54,12 @@ class Slow:
         self.roles = RoleChanges(self.cluster_state, clock=clock, on_end=lambda _: None)
         self.usage = stage_utilisation(self.cluster_state, self.engines, lambda _cluster: 0, clock)
         self.allocating = RoleAllocation(
-            deployment.control,
+            running,
             self.facts,
             self.usage,
             self.window,
             self.roles,
-            clock=clock,
-            policy=policy_of(deployment),
+            shortest_first=lambda: is_shortest_first(policy_of(deployment), self.cluster_state.view),
         )
 
     @property
@@ -76,12 +78,12 @@ class Slow:
 def test_the_first_threshold_is_the_configured_one(deployment: Deployment, clock: FakeClock) -> None:
     slow = Slow(deployment, clock)
     assert slow.threshold == 4000.0
-    assert slow.thresholds.state(clock.now_s)[0]["reason"] == "configured"
+    assert slow.thresholds.state(clock.now_s)["thresholds"]["history"][0]["reason"] == "configured"
 
 
 def test_without_one_it_is_planned_from_profiles(tmp_path: Path, clock: FakeClock) -> None:
     slow = Slow(deployment_of(tmp_path, no=", threshold_tokens: 4000 -> "), clock)
-    assert slow.thresholds.state(clock.now_s)[0]["reason"] == "planned from profiles"
+    assert slow.thresholds.state(clock.now_s)["thresholds"]["history"][0]["reason"] == "planned from profiles"
     assert 128 < slow.threshold < 32_768
 
 
@@ -150,7 +152,7 @@ def test_a_link_that_goes_down_ends_offloading_and_comes_back(
     slow.thresholds.ask("link")
     slow.search()
     assert math.isinf(slow.threshold)
-    assert slow.thresholds.state(clock.now_s)[-1]["tokens"] is None
+    assert slow.thresholds.state(clock.now_s)["thresholds"]["history"][-1]["tokens"] is None
     slow.cluster_state.view.links[LINK].up = True
     slow.thresholds.ask("link")
     slow.search()
@@ -270,3 +272,20 @@ def test_decode_facts(deployment: Deployment, tmp_path: Path, clock: FakeClock) 
 
 def _local(prefill: str) -> Decision:
     return decision(prefill, "home-d1", prefill_tokens=9000)
+
+
+@pytest.mark.parametrize(("decoding", "waits"), [(3, (5.0, 0.0)), (18, (3.0, 2.0)), (40, (0.0, 5.0))])
+def test_who_waits_for_a_slot_waits_for_no_prefill(
+    deployment: Deployment, clock: FakeClock, decoding: int, waits: tuple[float, float]
+) -> None:
+    """Five wait in the engine of an instance that does both, with sixteen slots; nobody is counted twice."""
+    slow = Slow(deployment, clock)
+    for name in ("home-p0", "home-p1", "home-d0"):
+        slow.cluster_state.instance(name).healthy = False
+    slow.cluster_state.set_roles("home-d1", ["prefill", "decode"])
+    slow.engines["home-d1"].add(read_exposition(b"vllm:num_requests_waiting 5\n"), clock())
+    with ExitStack() as open_there:
+        for _ in range(decoding):
+            open_there.enter_context(slow.cluster_state.decoding("home-d1", 0))
+        (load,) = slow.usage.loads(clock() + 1.0)
+    assert (load.prefill.waiting, load.decode.waiting) == waits

@@ -1,13 +1,20 @@
 """A small deployment, a clock that a test moves, and engines that are not there."""
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from prfaas.core.deployment import Deployment, Instance, load_deployment
+from prometheus_client import CollectorRegistry
+
+from prfaas.core.deployment import AppliedDeployment, Deployment, Instance, load_deployment
+from prfaas.core.kv import KvModel
 from prfaas.core.scheduling import CacheTransfer, Decision, KvFacts, Route
 from prfaas.serving.control.cluster_state import ClusterState
+from prfaas.serving.control.members import Members
+from prfaas.serving.control.plane import LivePlane
 from prfaas.serving.control.planning_inputs import prefill_curves, view_of
+from prfaas.serving.running_deployment import RunningDeployment
 from prfaas.serving.transport.pacing import PaceOrder
 from prfaas.serving.transport.roster import Roster
 
@@ -99,6 +106,32 @@ def cluster_state_of(
         for instance in cluster.instances:
             instance.decode_slots = 16 if cluster.kind == "pd" else 1
     return ClusterState(view, clock=clock, on_service=on_service)
+
+
+def plane_of(
+    deployment: Deployment,
+    registry: CollectorRegistry,
+    kv_model: KvModel | None,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    **asked: Any,
+) -> LivePlane:
+    """A plane of the tests' key; `asked`: how engines and pools are, see `Members`."""
+    members = Members(RunningDeployment(deployment), KEY, **asked)
+    return LivePlane(members, registry, kv_model, clock=clock)
+
+
+def take_on(plane: LivePlane, applied: AppliedDeployment) -> None:
+    """As a reloader does it."""
+    running = plane.members.running
+    before = running.applied
+    running.move(applied)
+    try:
+        plane.follow(before, applied)
+    except Exception:
+        running.move(before)
+        plane.follow(applied, before)
+        raise
 
 
 def decision(

@@ -33,16 +33,6 @@ class FixedWork:
         self.is_measured = True
 
 
-class FixedWaits:
-    """`every_tokens`: between checkpoints."""
-
-    def __init__(self) -> None:
-        self.every_tokens = 0
-
-    def checkpoint_tokens(self, decision: Decision) -> int:
-        return self.every_tokens
-
-
 class FixedLinks:
     """`resent`: what the producers of a pair have sent again so far."""
 
@@ -56,7 +46,7 @@ class FixedLinks:
 class FixedPlane:
     """`prefers`: a decode instance that is taken first. `edit`: changes decisions before they are given out.
 
-    `waits_s`: what it predicts for everything.
+    `waits_s`: what it predicts for everything. `every_tokens`: between checkpoints.
     """
 
     def __init__(
@@ -78,7 +68,7 @@ class FixedPlane:
         self.measured: list[str] = []
         self.suspected: list[tuple[str, bool]] = []
         self.rejections: dict[tuple[str, str], str] = {}
-        self.asked: list[tuple[str, str]] = []
+        self.asked: list[str] = []
         self.routed_early: list[bool] = []
         self.own_prefills: list[int] = []
         self.drained: list[tuple[str, bool]] = []
@@ -89,7 +79,10 @@ class FixedPlane:
         self.closed = False
         self.loop_clock = LoopClock()
         self.links = FixedLinks()
-        self.waits = FixedWaits()
+        self.every_tokens = 0
+        # All the parts that the gateway asks.
+        self.router = self.members = self.cluster_state = self.admission = self.prefixes = self.waits = self
+        self.health = self.compatibility = self.drains = self.thresholds = self
         self.listeners = Listeners()
         self.notices: list[tuple[str, float]] = []
         self.left_s = 0.0
@@ -97,11 +90,11 @@ class FixedPlane:
 
     def silence(self, producer: str, consumer: str, sentence: str = "nothing has come back") -> None:
         """A producer has given up the path to a consumer."""
-        self.listeners.tell_silent(producer, consumer, sentence)
+        self.listeners.silent.tell(producer, consumer, sentence)
 
     def freeze(self, name: str, reason: str | None = "frozen: made to be") -> None:
         """Judge an instance frozen; with None: not any more. It stays in routing."""
-        self.listeners.tell_frozen(name, reason)
+        self.listeners.frozen.tell(name, reason)
 
     def idle_decode_instance(self) -> str | None:
         return self.idle
@@ -179,7 +172,13 @@ class FixedPlane:
         hashes = chains.by_block_tokens[BLOCK_TOKENS] if chains is not None else ()
         return BLOCK_TOKENS * sum(1 for _ in itertools.takewhile(self._held[name].__contains__, hashes))
 
-    def wait_s(self, decision: Decision | None) -> float:
+    def checkpoint_tokens(self, decision: Decision) -> int:
+        return self.every_tokens
+
+    def least(self) -> float:
+        return self.waits_s
+
+    def of(self, decision: Decision) -> float:
         return self.waits_s
 
     def answer_s(self, decode: str, max_tokens: int | None) -> float:
@@ -241,18 +240,17 @@ class FixedPlane:
 
     def give_notice(self, name: str, notice_s: float) -> None:
         self.notices.append((name, notice_s))
-        self.listeners.tell_noticed(name, notice_s)
+        self.listeners.noticed.tell(name, notice_s)
 
-    def hold_threshold(self, cluster: str, tokens: float | None) -> None:
+    def hold(self, cluster: str, tokens: float | None) -> None:
         raise ValueError("this one is fixed")
 
-    def incompatible(self, producer: str, consumer: str) -> str | None:
+    def reason(self, producer: str, consumer: str) -> str | None:
         # What only a producer knows yet is not known here before it was asked.
-        return self.rejections.get((producer, consumer)) if (producer, consumer) in self.asked else None
+        return self.rejections.get((producer, consumer)) if producer in self.asked else None
 
-    async def ask_incompatible(self, producer: str, consumer: str) -> str | None:
-        self.asked.append((producer, consumer))
-        return self.rejections.get((producer, consumer))
+    async def ask(self, producer: str) -> None:
+        self.asked.append(producer)
 
     def is_up(self, name: str) -> bool:
         return name not in self._suspects

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,13 +40,16 @@ DECISION = Decision(
 
 
 class Waits:
-    """A control plane of which admission needs one answer."""
+    """What a control plane predicts."""
 
     def __init__(self, seconds: float = 0.0) -> None:
         self.seconds = seconds
         self.token_s = 0.0
 
-    def wait_s(self, _decision: Decision | None) -> float:
+    def least(self) -> float:
+        return self.seconds
+
+    def of(self, _decision: Decision) -> float:
         return self.seconds
 
     def answer_s(self, _decode: str, max_tokens: int | None) -> float:
@@ -54,7 +58,8 @@ class Waits:
 
 def admission(limits: GatewayLimits = LIMITS, waits_s: float = 0.0) -> tuple[Admission, Waits]:
     waits = Waits(waits_s)
-    return Admission(limits, waits), waits  # type: ignore[arg-type]
+    running = SimpleNamespace(current=SimpleNamespace(gateway=SimpleNamespace(limits=limits)))
+    return Admission(running, waits), waits  # type: ignore[arg-type]
 
 
 NO_HEADERS: CIMultiDict[str] = CIMultiDict()

@@ -11,6 +11,7 @@ from prfaas.serving import issuing
 from prfaas.serving.certificates import CertificateFolder
 from prfaas.serving.gateway import certificate_watch
 from prfaas.serving.gateway.certificate_watch import CertificateWatch
+from prfaas.serving.running_deployment import RunningDeployment
 
 FILE = """
 name: sites
@@ -48,14 +49,14 @@ def shown(gauge: Gauge) -> dict[str, float]:
 
 
 def test_a_deployment_without_certificates_shows_none(tmp_path: Path, expires: Gauge) -> None:
-    assert CertificateWatch(deployment_at(tmp_path), expires).ends_s() == {}
+    assert CertificateWatch(RunningDeployment(deployment_at(tmp_path)), expires).ends_s() == {}
 
 
 def test_each_file_that_is_there_has_its_own_end(tmp_path: Path, expires: Gauge) -> None:
     deployment = deployment_at(tmp_path)
     folder = CertificateFolder(deployment)
     folder.make(lifetime_days=30)
-    watch = CertificateWatch(deployment, expires)
+    watch = CertificateWatch(RunningDeployment(deployment), expires)
     ends_s = watch.ends_s()
     assert ends_s.keys() == FILES
     ends = {state.member.file.name: state.expires for state in folder.states()}
@@ -75,7 +76,7 @@ def test_of_two_authorities_the_newest_is_shown(
         year_ago = issuing.now() - 365 * issuing.DAY
         earlier.setattr(issuing, "now", lambda: year_ago)
         folder.make()
-    watch = CertificateWatch(deployment, expires)
+    watch = CertificateWatch(RunningDeployment(deployment), expires)
     folder.add_authority()
     newest, older = folder.authorities()
     assert newest.expires > older.expires
@@ -88,7 +89,7 @@ def test_files_are_read_again(tmp_path: Path, expires: Gauge, monkeypatch: pytes
     folder.make(lifetime_days=30)
 
     async def body() -> None:
-        watching = asyncio.create_task(CertificateWatch(deployment, expires).run())
+        watching = asyncio.create_task(CertificateWatch(RunningDeployment(deployment), expires).run())
         try:
             async with asyncio.timeout(20):
                 while not shown(expires):

@@ -18,7 +18,7 @@ from prfaas.cli import main as cli
 from prfaas.core.byte_ring import RingEntry
 from prfaas.core.deployment import AdminConfig, GatewayConfig, Routing, load_deployment
 from prfaas.core.workload import read_requests
-from prfaas.serving.control.history import StateHistory
+from prfaas.serving.console.history import StateHistory
 from prfaas.serving.gateway import console
 from prfaas.serving.gateway.scenario import scenario_of
 
@@ -287,7 +287,7 @@ def test_a_threshold_is_held_and_searched_again(in_world: InWorld, tmp_path: Pat
             assert answer.status == 409
             assert "static_threshold" in (await answer.json())["error"]["message"]
         assert world.live is not None
-        deployment = world.live.deployment
+        deployment = world.live.members.running.current
         object.__setattr__(deployment, "routing", Routing("paper", 100))
         async with world.admin.post(path, json={"tokens": 77}) as answer:
             assert await answer.json() == {"threshold_tokens": 77.0, "threshold_held": True}

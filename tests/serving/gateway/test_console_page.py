@@ -34,7 +34,7 @@ async def seen(home: Path, *, token: bool) -> AsyncIterator[tuple[World, Page, s
     ):
         assert world.live is not None
         # The world's own policy reads no threshold that could be set.
-        object.__setattr__(world.live.deployment, "routing", Routing("paper", 100))
+        object.__setattr__(world.live.members.running.current, "routing", Routing("paper", 100))
         ending = asyncio.Event()
         load = asyncio.create_task(_load(world, ending))
         try:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from prfaas.serving.gateway.control_plane import ControlPlane
+from prfaas.serving.control.plane import LivePlane
 
 from .stand_in import answer_text
 from .world import World, route_of
@@ -18,7 +18,7 @@ SENTENCE = "KV layout differs in 'layout': decode/0 has 'other', remote/0 has 'i
 
 def test_prompts_go_where_the_threshold_sends_them(in_world: InWorld) -> None:
     async def body(world: World) -> None:
-        plane: ControlPlane | None = world.live
+        plane: LivePlane | None = world.live
         assert plane is not None
         routes = [(await world.complete(prompt))[0] for prompt in (LONG, SHORT)]
         assert [(r["route"], r["prefill"], r["threshold"]) for r in routes] == [

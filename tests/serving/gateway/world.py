@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import aiohttp
 from prometheus_client import CollectorRegistry
@@ -28,9 +28,11 @@ from prfaas.core.deployment import (
     TransferLimits,
 )
 from prfaas.core.kv import model_from_directory
+from prfaas.serving.control.members import Members
 from prfaas.serving.control.plane import LivePlane
 from prfaas.serving.control.planning_inputs import kv_model_of
 from prfaas.serving.gateway import Draining, GatewayOptions, serve_gateway
+from prfaas.serving.running_deployment import RunningDeployment
 from prfaas.serving.transport.ticket import create_key
 
 from .fixed_plane import FixedPlane
@@ -227,10 +229,14 @@ async def running_world(
     plane = FixedPlane(deployment)
     plane.prefers = "decode"
     registry = CollectorRegistry()
-    live_plane = LivePlane(deployment, key, registry, kv_model_of(deployment)) if live else None
+    live_plane = (
+        LivePlane(Members(RunningDeployment(deployment), key), registry, kv_model_of(deployment))
+        if live
+        else None
+    )
     served = serve_gateway(
         deployment,
-        live_plane or plane,
+        live_plane or cast(Any, plane),
         kv_model=model_from_directory(model_dir),
         ready=port.set_result,
         admin_ready=admin_port.set_result,

@@ -12,9 +12,11 @@ from prfaas.core.deployment import Deployment, load_deployment
 from prfaas.core.kv.groups import GroupKind
 from prfaas.core.pool.geometry import PageGroup, PoolGeometry
 from prfaas.core.prefix import NOTHING, PoolHit
+from prfaas.serving.control.members import Members
 from prfaas.serving.control.plane import LivePlane
 from prfaas.serving.pool.client import PoolClient
 from prfaas.serving.pool.running import RunningPools
+from prfaas.serving.running_deployment import RunningDeployment
 from prfaas.serving.transport.ticket import load_key
 
 from .pool_daemon import is_provided, store_prompt, wait_until
@@ -76,11 +78,15 @@ def test_what_a_daemon_holds_is_known_from_its_start_to_its_next_life(deployment
 
 
 async def follow(deployment: Deployment, pools: RunningPools, client: PoolClient) -> None:
-    plane = LivePlane(deployment, load_key(deployment.security.key_file), CollectorRegistry(), None)
+    plane = LivePlane(
+        Members(RunningDeployment(deployment), load_key(deployment.security.key_file)),
+        CollectorRegistry(),
+        None,
+    )
     running = asyncio.create_task(plane.run())
 
     def hit(token_ids: list[int]) -> PoolHit:
-        match = plane.prefix_knowledge.match(plane.chains([*token_ids, 0], "", ""))
+        match = plane.prefixes.match(plane.prefixes.chains([*token_ids, 0], "", ""))
         return match.pools.get("home-pool", PoolHit(NOTHING, NOTHING))
 
     def daemon() -> dict[str, int]:
@@ -101,7 +107,7 @@ async def follow(deployment: Deployment, pools: RunningPools, client: PoolClient
         await until(lambda: daemon()["ssd_queued_bytes"] == 0 and daemon()["bytes"]["ssd"] > 0)
         pools.kill("home-pool")
         await until(lambda: hit(PROMPT) == PoolHit(NOTHING, NOTHING))
-        assert not plane.prefix_knowledge.blocks("home-pool")
+        assert not plane.prefixes.blocks("home-pool")
         await asyncio.to_thread(pools.restart, ["home-pool"])
         await asyncio.to_thread(pools.wait_ready, LIMIT_S)
         await until(lambda: hit(PROMPT).every_tier.reusable_tokens == TOKENS)

@@ -36,6 +36,7 @@ from prfaas.serving.pool.neighbours import PoolNeighbours
 from prfaas.serving.pool.page_table import PageState, row_of
 from prfaas.serving.pool.running import RunningPools
 from prfaas.serving.pool.store import PageStore
+from prfaas.serving.running_deployment import RunningDeployment
 from prfaas.serving.transport import (
     Observer,
     Ticket,
@@ -484,7 +485,7 @@ def store_whole(scheduler: PoolClient, ranks: Sequence[PoolClient], pages: Prefi
 async def copied(deployment: Deployment) -> CopyResult:
     """A copy as the gateway orders it."""
     key, tls = load_key(deployment.security.key_file), identity_of(deployment, GATEWAY)
-    copier = PoolCopier(deployment, key, pool_observers(deployment, GATEWAY, key, tls))
+    copier = PoolCopier(RunningDeployment(deployment), key, pool_observers(deployment, GATEWAY, key, tls))
     try:
         return await copier.copy(
             "far-pool", "home-pool-0", PROMPT, "salt", "adapter", TransferClass(), kv_bytes=1 << 20

@@ -150,7 +150,7 @@ def test_who_comes_late_gets_a_snapshot(
                 await until(lambda prompt=prompt, wanted=wanted: followed.tokens(prompt) == wanted)
             # A second time where the first question came before the connection.
             assert publisher.state()["snapshots"] in (1, 2)
-            assert followed.feed.state()["pool"]["resyncs"] == 1
+            assert followed.feed.state_of("pool", 0.0)["events"]["resyncs"] == 1
             publisher.removed(some[0].pages[0][0], "memory")
             await until(lambda: followed.tokens(some[0]) == 0)
 

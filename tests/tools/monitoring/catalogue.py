@@ -6,9 +6,9 @@ from typing import Any, Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from prfaas.serving.control.fleet_metrics import FleetMetrics
 from prfaas.serving.control.metrics import ControlMetrics
 from prfaas.serving.engines.transfer_counters import COUNTERS, POOL_COUNTERS
+from prfaas.serving.fleet.control import FleetMetrics
 from prfaas.serving.gateway.metrics import Metrics
 
 OWN_INSTANCE = "exported_instance"

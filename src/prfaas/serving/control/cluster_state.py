@@ -4,12 +4,11 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 
 from prfaas.core.deployment import Role
 from prfaas.core.scheduling import ClusterView, Decision, InstanceView, KvFacts, LinkView, View
 from prfaas.core.scheduling.gateway_share import NOTHING_AT_INSTANCE, GatewayShare, InstanceShare
-from prfaas.serving.control.link_load import LinkLoad
-from prfaas.serving.control.prefill_queue import PrefillQueue
 
 Clock = Callable[[], float]
 OnService = Callable[[str, int, int, float], None]
@@ -17,6 +16,150 @@ OnService = Callable[[str, int, int, float], None]
 # A measured service time is one of the prefill only if the link was done well before.
 _LINK_SHARE = 0.8
 _TYPICAL_WEIGHT = 0.05
+
+
+_ids = count()
+
+
+class LinkLoad:
+    """Bytes of the open transfers of one link, accepted by prediction, sent by measurement.
+
+    Bytes that the link is measured to deliver come off the oldest promises, and a transfer that ends takes its
+    own with it. So nothing is left when nothing is open, however wrong the predictions were. Where other gateways use
+    the link too, what it delivers comes off the promises of all, in proportion.
+    """
+
+    __slots__ = ("_measured_bytes", "_open", "_open_bytes", "_unsent_bytes", "others_bytes")
+
+    def __init__(self) -> None:
+        self._open: dict[int, int] = {}
+        self._open_bytes = 0
+        self._unsent_bytes = 0
+        self._measured_bytes = 0
+        self.others_bytes = 0
+        """What other gateways have promised to the link and is still to leave."""
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def accept(self, nbytes: int) -> int:
+        """Open a transfer of `nbytes` >= 0. Returns the number that `finish` takes."""
+        transfer = next(_ids)
+        self._open[transfer] = nbytes
+        self._open_bytes += nbytes
+        self._unsent_bytes += nbytes
+        return transfer
+
+    def finish(self, transfer: int) -> None:
+        """The transfer is complete, or given up."""
+        self._open_bytes -= self._open.pop(transfer)
+        self._unsent_bytes = min(self._unsent_bytes, self._open_bytes)
+
+    def delivered(self, nbytes: int, measured_bytes: int) -> None:
+        """Note that the link delivered `nbytes` more, and that by its producers `measured_bytes` are still to leave."""
+        if self._unsent_bytes:
+            own_bytes = nbytes * self._unsent_bytes // (self._unsent_bytes + self.others_bytes)
+            self._unsent_bytes = max(self._unsent_bytes - own_bytes, 0)
+        self._measured_bytes = measured_bytes
+
+    @property
+    def promised_bytes(self) -> int:
+        """Of what was promised here, what is still to leave."""
+        return self._unsent_bytes
+
+    @property
+    def residual_bytes(self) -> int:
+        """Still to leave: what was promised by all gateways, or what its producers report, if that is more."""
+        return max(self._unsent_bytes + self.others_bytes, self._measured_bytes)
+
+
+@dataclass(slots=True)
+class _Work:
+    predicted_s: float
+    timed: bool
+
+
+class PrefillQueue:
+    """First in, first out, one at a time: the paper's model of a prefill instance.
+
+    The work at the head runs since the later of its acceptance and the end of the work before it; the rest waits.
+    Work that overruns its prediction counts as done in this moment, so `busy_until_s` is never in the past while
+    anything is open. The end of a decode instance's own prefill is not seen: such work is accepted with `timed=True`
+    and leaves when its prediction is over. Times are seconds of one clock that does not go back.
+    """
+
+    __slots__ = ("_busy_s", "_head_start_s", "_open", "_waiting_s")
+
+    def __init__(self) -> None:
+        self._open: dict[int, _Work] = {}
+        self._head_start_s = 0.0
+        self._waiting_s = 0.0
+        self._busy_s = 0.0
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def add(self, now_s: float, predicted_s: float, *, timed: bool = False) -> int:
+        """Accept work of `predicted_s` >= 0 seconds. Returns the number that `remove` takes."""
+        self._expire(now_s)
+        work = next(_ids)
+        if self._open:
+            self._waiting_s += predicted_s
+        else:
+            self._head_start_s = now_s
+        self._open[work] = _Work(predicted_s, timed)
+        return work
+
+    def remove(self, now_s: float, work: int) -> float | None:
+        """End `work`; nothing happens if it has left already.
+
+        Returns:
+            Its service time in seconds: end − the later of acceptance and the end of the work before it. None for
+            work that ends before earlier work: they shared the instance, so its time is not its own.
+        """
+        self._expire(now_s)
+        if work not in self._open:
+            return None
+        if work != next(iter(self._open)):
+            self._waiting_s -= self._open.pop(work).predicted_s
+            self._settle()
+            return None
+        start_s = self._head_start_s
+        self._pop_head(now_s)
+        return now_s - start_s
+
+    def busy_until_s(self, now_s: float) -> float:
+        """When all open work will be done; never before `now_s` while there is any, else when the last ended."""
+        self._expire(now_s)
+        if not self._open:
+            return self._head_start_s
+        head = next(iter(self._open.values()))
+        return max(now_s, self._head_start_s + head.predicted_s) + self._waiting_s
+
+    def busy_s(self, now_s: float) -> float:
+        """Seconds in which anything was open, since the beginning."""
+        self._expire(now_s)
+        return self._busy_s + (now_s - self._head_start_s if self._open else 0.0)
+
+    def _expire(self, now_s: float) -> None:
+        while self._open:
+            head = next(iter(self._open.values()))
+            end_s = self._head_start_s + head.predicted_s
+            if not head.timed or end_s > now_s:
+                return
+            self._pop_head(end_s)
+
+    def _pop_head(self, end_s: float) -> None:
+        self._open.pop(next(iter(self._open)))
+        self._busy_s += end_s - self._head_start_s
+        self._head_start_s = end_s
+        if self._open:
+            self._waiting_s -= next(iter(self._open.values())).predicted_s
+        self._settle()
+
+    def _settle(self) -> None:
+        # Differences of sums drift: with at most one open, nothing waits for certain.
+        self._waiting_s = max(self._waiting_s, 0.0) if len(self._open) > 1 else 0.0
 
 
 @dataclass(slots=True)
@@ -85,7 +228,8 @@ class ClusterState:
             on_service: called with (cluster, uncached tokens, reused ones, seconds) for every measured prefill.
         """
         self.view = view
-        self._clock = clock
+        self.clock = clock
+        """Seconds that never go back."""
         self._on_service = on_service
         self._loads = {
             instance.name: _Load(instance, cluster, counted_s=view.now_s)
@@ -125,11 +269,13 @@ class ClusterState:
         self.view.links[link.source, link.target] = link
         self._links[link.source, link.target] = LinkLoad()
 
-    def keep_only(self, clusters: Collection[str], links: Collection[tuple[str, str]]) -> None:
-        """Forget all other clusters and links; no instance is in the ones, and nothing is open on the others."""
-        for name in self.view.clusters.keys() - set(clusters):
-            del self.view.clusters[name]
-            self.view.threshold_tokens.pop(name, None)
+    def drop_cluster(self, name: str) -> None:
+        """Forget a cluster without instances."""
+        del self.view.clusters[name]
+        self.view.threshold_tokens.pop(name, None)
+
+    def keep_links(self, links: Collection[tuple[str, str]]) -> None:
+        """Forget all other links, on which nothing is open."""
         for pair in self.view.links.keys() - set(links):
             del self.view.links[pair], self._links[pair]
 
@@ -137,12 +283,21 @@ class ClusterState:
         """One more instance in its cluster."""
         cluster = self.view.clusters[instance.cluster]
         cluster.instances.append(instance)
-        self._loads[instance.name] = _Load(instance, cluster, counted_s=self._clock())
+        self._loads[instance.name] = _Load(instance, cluster, counted_s=self.clock())
 
     def leave(self, name: str) -> None:
         """The instance is none any more; nothing is open there."""
         load = self._loads.pop(name)
         load.cluster.instances[:] = [each for each in load.cluster.instances if each is not load.view]
+
+    def is_used(self, name: str) -> bool:
+        """Whether a request is open at the instance, or on its way there."""
+        return self.instance(name).in_flight > 0
+
+    def idle_decode_instance(self) -> str | None:
+        """A healthy instance that decodes and has nothing to do; None if there is none."""
+        views = (load.view for load in self._loads.values())
+        return next((view.name for view in views if view.takes_decodes and not view.in_flight), None)
 
     def is_planned(self, name: str) -> bool:
         """Whether a decision for it is about to be carried out."""
@@ -156,12 +311,12 @@ class ClusterState:
     def prefill_busy_s(self, name: str) -> float:
         """Seconds in which a prefill was open there, since the start."""
         load = self._loads[name]
-        return load.queue.busy_s(self._clock()) + load.others_busy_s
+        return load.queue.busy_s(self.clock()) + load.others_busy_s
 
     def decoding_s(self, name: str) -> float:
         """Request-seconds of decode there, since the start: it grows by the batch, second by second."""
         load = self._loads[name]
-        self._count(load, self._clock())
+        self._count(load, self.clock())
         return load.decoding_s
 
     def transfers_open(self, pair: tuple[str, str]) -> int:
@@ -183,7 +338,7 @@ class ClusterState:
     def set_roles(self, name: str, roles: Collection[Role]) -> None:
         """The instance has these roles from now on."""
         load = self._loads[name]
-        self._count(load, self._clock())
+        self._count(load, self.clock())
         load.view.prefills, load.view.decodes = "prefill" in roles, "decode" in roles
         self._update_decoding(load)
 
@@ -193,7 +348,7 @@ class ClusterState:
 
     def own_share(self) -> GatewayShare:
         """What is open here and nowhere else, for the other gateways of a fleet."""
-        now_s = self._clock()
+        now_s = self.clock()
         instances = {
             name: InstanceShare(
                 requests=load.view.in_flight - load.others.requests,
@@ -215,7 +370,7 @@ class ClusterState:
 
     def set_others(self, others: GatewayShare) -> None:
         """What the other gateways of a fleet have open, all together, from now on."""
-        now_s = self._clock()
+        now_s = self.clock()
         for name, load in self._loads.items():
             now, before = others.instances.get(name, NOTHING_AT_INSTANCE), load.others
             if before.prefills and not len(load.queue):
@@ -252,14 +407,14 @@ class ClusterState:
         link = self.view.links[pair]
         link.capacity_bits_per_s = capacity_bits_per_s
         self._links[pair].delivered(delivered_bytes, measured_bytes)
-        link.drained_s = self._drained_s(pair, self._clock())
+        link.drained_s = self._drained_s(pair, self.clock())
 
     def set_engine_load(self, name: str, requests: int) -> None:
         """Correct an instance by the number of requests that its engine reports as open.
 
         What two reports in a row have beyond the requests that are open here is another gateway's.
         """
-        load, now_s = self._loads[name], self._clock()
+        load, now_s = self._loads[name], self.clock()
         beyond = max(requests - load.view.in_flight, 0)
         foreign, load.foreign_before = min(beyond, load.foreign_before), beyond
         self._count(load, now_s)
@@ -273,7 +428,7 @@ class ClusterState:
 
         Only an end after a call of `OpenPrefill.measured` counts as a measurement of service time.
         """
-        now_s = self._clock()
+        now_s = self.clock()
         load = self._loads[decision.prefill]
         transfer = decision.cache_transfer
         with ExitStack() as open_here:
@@ -292,14 +447,14 @@ class ClusterState:
             )
             work = load.queue.add(now_s, predicted_s)
             self._predict(load, now_s)
-            prefill = OpenPrefill(max(load.view.busy_until_s, link_done_s), self._clock)
+            prefill = OpenPrefill(max(load.view.busy_until_s, link_done_s), self.clock)
             try:
                 yield prefill
             except BaseException:
                 prefill.is_measured = False
                 raise
             finally:
-                end_s = self._clock()
+                end_s = self.clock()
                 service_s = load.queue.remove(end_s, work)
                 self._predict(load, end_s)
                 if prefill.is_measured and service_s and link_done_s <= end_s - (1 - _LINK_SHARE) * service_s:
@@ -331,7 +486,7 @@ class ClusterState:
         load = self._loads[name]
         work = None
         if tokens > 0:
-            now_s = self._clock()
+            now_s = self.clock()
             work = load.queue.add(now_s, load.cluster.after_prefix_s(tokens, reused_tokens), timed=True)
             self._predict(load, now_s)
         with self._in_flight(load):
@@ -341,7 +496,7 @@ class ClusterState:
             finally:
                 self._decode(load, -1)
                 if work is not None:
-                    now_s = self._clock()
+                    now_s = self.clock()
                     load.queue.remove(now_s, work)
                     self._predict(load, now_s)
 
@@ -360,16 +515,16 @@ class ClusterState:
         pair = (source.cluster.name, target.cluster.name)
         load = self._links.get(pair)
         if load is None:
-            yield self._clock()
+            yield self.clock()
             return
         link = self.view.links[pair]
         transfer = load.accept(nbytes)
-        link.drained_s = max(link.drained_s, self._clock()) + 8 * nbytes / link.capacity_bits_per_s
+        link.drained_s = max(link.drained_s, self.clock()) + 8 * nbytes / link.capacity_bits_per_s
         try:
             yield link.drained_s
         finally:
             load.finish(transfer)
-            link.drained_s = min(link.drained_s, self._drained_s(pair, self._clock()))
+            link.drained_s = min(link.drained_s, self._drained_s(pair, self.clock()))
 
     @contextmanager
     def _arriving(self, load: _Load) -> Iterator[None]:
@@ -384,7 +539,7 @@ class ClusterState:
                 self._update_decoding(load)
 
     def _decode(self, load: _Load, change: int) -> None:
-        self._count(load, self._clock())
+        self._count(load, self.clock())
         load.own_decoding += change
         self._update_decoding(load)
 

@@ -5,10 +5,13 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from prfaas.core.deployment import Deployment
+from prfaas.core.deployment import AppliedDeployment
 from prfaas.serving.control.cluster_state import ClusterState
 from prfaas.serving.control.engine_monitor import period_s
+from prfaas.serving.control.metrics import ControlMetrics
+from prfaas.serving.control.part import Json, Part
 from prfaas.serving.control.pulse import KvPort
+from prfaas.serving.running_deployment import RunningDeployment
 from prfaas.serving.transport.handshake import is_peer_name
 from prfaas.serving.transport.sentences import legible
 
@@ -21,7 +24,7 @@ _ANSWER_S = 1.0
 Pair = tuple[str, str]
 
 
-class Compatibility:
+class Compatibility(Part):
     """Asks every sender whom it cannot reach for a rejection, and keeps the pairs of the `View` right.
 
     A pair (producer, consumer) is blocked while the producer's newest report says so. Senders connect ahead of
@@ -31,7 +34,7 @@ class Compatibility:
 
     def __init__(
         self,
-        deployment: Deployment,
+        running: RunningDeployment,
         kv_ports: Mapping[str, Sequence[KvPort]],
         cluster_state: ClusterState,
         on_silent: Callable[[str, str, str], None] = lambda _producer, _consumer, _sentence: None,
@@ -39,33 +42,32 @@ class Compatibility:
         """Nobody is asked before `run` or `ask`.
 
         Args:
-            deployment: whose instances.
-            kv_ports: instance → one observer per rank.
+            running: whose instances.
+            kv_ports: instance → one observer per rank; whoever made them keeps them up to date.
             cluster_state: whose `View` gets the pairs.
             on_silent: told a producer, a consumer and a sentence, again and again, while the producer has given the
                 path between them up.
         """
+        self._running = running
+        self._kv_ports = kv_ports
         self._on_silent = on_silent
         self._cluster_state = cluster_state
         # Producer and rank → consumer → sentence.
         self._rejected: dict[tuple[str, int], dict[str, str]] = {}
         self._reasons: dict[Pair, str] = {}
         self._asking: dict[str, asyncio.Task[None]] = {}
-        self.adopt(deployment, kv_ports)
+        self._producers = self._find_producers()
 
-    def adopt(self, deployment: Deployment, kv_ports: Mapping[str, Sequence[KvPort]]) -> None:
-        """Ask the senders among these instances from now on; what is known of others is forgotten."""
-        self._instances = {instance.name for instance in deployment.instances}
-        self._kv_ports = {
-            instance.name: tuple(kv_ports[instance.name])
-            for instance in deployment.instances
-            if deployment.peers_of(instance)
-        }
-        self.period_s = period_s(WANTED_S, len(self._kv_ports), MOST_ASKED_PER_S)
+    def follow(self, _before: AppliedDeployment, _now: AppliedDeployment) -> None:
+        """Others may send now: looked for once, since it takes some work."""
+        self._producers = self._find_producers()
+
+    def leave(self, name: str) -> None:
+        """Forget what is known of an instance."""
         known = {
-            key: {consumer: why for consumer, why in rejected.items() if consumer in self._instances}
+            key: {consumer: why for consumer, why in rejected.items() if consumer != name}
             for key, rejected in self._rejected.items()
-            if key[0] in self._instances
+            if key[0] != name
         }
         if known != self._rejected:
             self._rejected = known
@@ -75,16 +77,16 @@ class Compatibility:
         """Until cancelled."""
         try:
             while True:
-                for name in self._kv_ports:
+                for name in self._producers:
                     self._ask_soon(name)
-                await asyncio.sleep(self.period_s)
+                await asyncio.sleep(period_s(WANTED_S, len(self._producers), MOST_ASKED_PER_S))
         finally:
             for task in self._asking.values():
                 task.cancel()
 
     async def ask(self, producer: str) -> None:
         """Have the word of `producer` as of now, unless it does not answer within two seconds."""
-        if producer in self._kv_ports:
+        if producer in self._cluster_state.names:
             before = self._asking.get(producer)
             if before is not None:
                 # What is being asked already may be answered by what was so before.
@@ -95,12 +97,21 @@ class Compatibility:
         """Why `consumer` takes no KV from `producer`; None where no rejection is known."""
         return self._reasons.get((producer, consumer))
 
-    def state(self) -> list[dict[str, str]]:
-        """All pairs, ready for JSON."""
-        return [
+    def state(self, _now_s: float) -> Json:
+        """All pairs."""
+        pairs = [
             {"producer": producer, "consumer": consumer, "reason": reason}
             for (producer, consumer), reason in sorted(self._reasons.items())
         ]
+        return {"incompatible": pairs}
+
+    def write_gauges(self, metrics: ControlMetrics, _now_s: float) -> None:
+        """How many pairs there are."""
+        metrics.incompatible.set(len(self._reasons))
+
+    def _find_producers(self) -> list[str]:
+        current = self._running.current
+        return [instance.name for instance in current.instances if current.peers_of(instance)]
 
     def _ask_soon(self, producer: str) -> "asyncio.Task[None]":
         asking = self._asking.get(producer)
@@ -122,7 +133,7 @@ class Compatibility:
         except (OSError, TimeoutError, KeyError, TypeError, ValueError, AttributeError) as error:
             logger.debug("%s/%d does not say whom it may send to: %s", producer, rank, error)
             return
-        if producer not in self._kv_ports:
+        if producer not in self._cluster_state.names:
             return
         for consumer, sentence in silent.items():
             self._on_silent(producer, consumer, sentence)
@@ -138,7 +149,7 @@ class Compatibility:
             for peer, sentence in rejected.items()
             if is_peer_name(peer)
         )
-        return {consumer: sentence for consumer, sentence in named if consumer in self._instances}
+        return {consumer: sentence for consumer, sentence in named if consumer in self._cluster_state.names}
 
     def _conclude(self) -> None:
         reasons: dict[Pair, str] = {}

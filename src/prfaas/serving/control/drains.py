@@ -1,63 +1,119 @@
-"""Instances that are taken out of a running deployment: by an operator, or by their owner at short notice."""
+"""Instances that are taken out of a running deployment: by an operator, by their owner at short notice, by the file."""
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Mapping
 
-from prfaas.serving.control.cluster_state import Clock, ClusterState
+from prfaas.core.deployment import AppliedDeployment
+from prfaas.serving.control.cluster_state import ClusterState
+from prfaas.serving.control.engine_monitor import EngineMeter
+from prfaas.serving.control.listeners import Listeners
+from prfaas.serving.control.part import Part
+from prfaas.serving.control.prefill_admission import PrefillAdmission
 
 logger = logging.getLogger(__name__)
 
 
-class InstanceDrains:
+class InstanceDrains(Part):
     """Closes instances and lets them in again. It belongs to the event loop.
 
     One that was given notice still gets prefills that end in time (`core.scheduling.preemption`). It is closed when the
-    time is over, and takes part again as soon as another process answers in its place.
+    time is over, and takes part again as soon as another process answers in its place. One that the file has no more
+    gets nothing new; it is forgotten by a deployment without it, which must wait until `is_idle`.
     """
 
     def __init__(
-        self, cluster_state: ClusterState, *, clock: Clock, on_change: Callable[[str], None]
+        self,
+        cluster_state: ClusterState,
+        admission: PrefillAdmission,
+        meters: Mapping[str, EngineMeter],
+        listeners: Listeners,
     ) -> None:
-        """`on_change(instance)` is called when an instance may be given other work than before."""
-        self._cluster_state = cluster_state
-        self._clock = clock
-        self._on_change = on_change
+        """
+        Args:
+            cluster_state: whose instances are closed.
+            admission: knows who has been given a prefill.
+            meters: what engines say of their work, by instance.
+            listeners: are told of notices, of operators' drains, and of everybody who may be given other work.
+        """
+        self.cluster_state = cluster_state
+        self._admission = admission
+        self._meters = meters
+        self._listeners = listeners
         # When those that were given notice are gone, or were.
         self._noticed: dict[str, float] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._leaving_since_s: dict[str, float] = {}
 
     def drain(self, name: str, *, wanted: bool) -> None:
         """Let nothing new go to an instance from now on, or let it take part again, whatever notice it had."""
-        instance = self._cluster_state.instance(name)
-        had_notice = not wanted and self.forget(name)
+        self.carry_out(name, wanted=wanted)
+        self._listeners.drained.tell(name, wanted)
+
+    def carry_out(self, name: str, *, wanted: bool) -> None:
+        """The same, as another gateway has been told."""
+        instance = self.cluster_state.instance(name)
+        had_notice = not wanted and self._forget(name)
         if instance.closed != wanted or had_notice:
             instance.closed = wanted
-            self._on_change(name)
+            self._listeners.changed.tell(name)
 
     def give_notice(self, name: str, notice_s: float) -> None:
-        """The instance is gone in so many seconds; a second notice replaces the first."""
-        self.forget(name)
-        leaves_s = self._clock() + notice_s
-        self._noticed[name] = self._cluster_state.view.leaves_s[name] = leaves_s
+        """The instance is taken away in so many seconds; a second notice replaces the first.
+
+        It begins only what it ends until then, and gets nothing more from then on. It takes part again when another
+        process answers in its place, or with `drain(name, wanted=False)`.
+        """
+        self._forget(name)
+        leaves_s = self.cluster_state.clock() + notice_s
+        self._noticed[name] = self.cluster_state.view.leaves_s[name] = leaves_s
         self._timers[name] = asyncio.get_running_loop().call_later(notice_s, self._gone, name)
         logger.warning("%s is taken away in %g s", name, notice_s)
-        self._on_change(name)
+        self._listeners.changed.tell(name)
+        self._listeners.noticed.tell(name, notice_s)
 
-    def has_left(self, name: str) -> bool:
-        """Whether its notice is over: another process in its place is a new instance."""
-        return name in self._noticed and self._clock() >= self._noticed[name]
+    def restarted(self, name: str) -> None:
+        """Another process is in its place: it is a new instance where the notice of the old one is over."""
+        if name in self._noticed and self.cluster_state.clock() >= self._noticed[name]:
+            self.drain(name, wanted=False)
 
-    def forget(self, name: str) -> bool:
+    def follow(self, _before: AppliedDeployment, now: AppliedDeployment) -> None:
+        """Close who begins to leave, and open who is in the file again."""
+        leaving = {instance.name for instance in now.leaving}
+        for name in leaving - self._leaving_since_s.keys():
+            self._leaving_since_s[name] = self.cluster_state.clock()
+            self.cluster_state.instance(name).closed = True
+        for name in self._leaving_since_s.keys() - leaving:
+            del self._leaving_since_s[name]
+            if any(instance.name == name for instance in now.said.instances):
+                self.cluster_state.instance(name).closed = False
+
+    def is_idle(self, name: str) -> bool:
+        """Whether nothing is left of the work of an instance that leaves; an engine that does not answer has none."""
+        view = self.cluster_state.instance(name)
+        if view.in_flight or self.cluster_state.is_planned(name) or self._admission.is_working(name):
+            return False
+        newest = self._meters[name].newest
+        if not view.healthy or newest is None:
+            return True
+        # Another gateway's work counts as well, and what the engine said before may be old.
+        is_fresh = view.seen_s > self._leaving_since_s.get(name, 0.0)
+        return is_fresh and newest.running + newest.waiting == 0
+
+    def leave(self, name: str) -> None:
+        """Its notice counts no more."""
+        self._forget(name)
+
+    def _forget(self, name: str) -> bool:
         """Its notice counts no more. Returns whether it had one."""
         timer = self._timers.pop(name, None)
         if timer is not None:
             timer.cancel()
-        self._cluster_state.view.leaves_s.pop(name, None)
+        self.cluster_state.view.leaves_s.pop(name, None)
         return self._noticed.pop(name, None) is not None
 
     def _gone(self, name: str) -> None:
         del self._timers[name]
-        self._cluster_state.view.leaves_s.pop(name, None)
-        self._cluster_state.instance(name).closed = True
-        self._on_change(name)
+        self.cluster_state.view.leaves_s.pop(name, None)
+        self.cluster_state.instance(name).closed = True
+        self._listeners.changed.tell(name)

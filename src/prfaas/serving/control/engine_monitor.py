@@ -2,13 +2,17 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
 from itertools import pairwise
 
-from prfaas.core.deployment import Deployment, Instance
+from prfaas.core.deployment import Instance
 from prfaas.serving.control.cluster_state import Clock, ClusterState
 from prfaas.serving.control.engine_http import EngineAccess
 from prfaas.serving.control.engine_reading import EngineReading, read_exposition
+from prfaas.serving.control.listeners import Listeners
+from prfaas.serving.control.metrics import ControlMetrics
+from prfaas.serving.control.part import Json, Part
+from prfaas.serving.running_deployment import RunningDeployment
+from prfaas.serving.tasks import BackgroundTasks
 
 _STARTED_TOLERANCE_S = 0.5
 
@@ -117,54 +121,76 @@ _ANSWER_S = 2.0
 _WINDOW_S = 60.0
 
 
-class EngineMonitor:
+class EngineMonitor(Part):
     """Asks every engine for its counters, and keeps one meter per instance."""
 
     def __init__(
         self,
-        deployment: Deployment,
+        running: RunningDeployment,
         http: EngineAccess,
         cluster_state: ClusterState,
+        listeners: Listeners,
         *,
         clock: Clock,
-        on_restart: Callable[[str], None],
-        on_reading: Callable[[Instance, EngineReading], None],
     ) -> None:
-        """`on_restart(instance name)`: the process is another one than at the last look."""
-        self._instances = deployment.instances
+        """`listeners`: are told what was read, and who was started again."""
+        self._running = running
         self._http = http
         self._cluster_state = cluster_state
         self._clock = clock
-        self._on_restart = on_restart
-        self._on_reading = on_reading
-        self.meters = {instance.name: EngineMeter(_WINDOW_S) for instance in self._instances}
-        self.period_s = period_s(WANTED_S, len(self._instances), MOST_ASKED_PER_S)
-        self.failures = 0
+        self._listeners = listeners
+        self.meters = {instance.name: EngineMeter(_WINDOW_S) for instance in running.current.instances}
+        self.failures = self._counted = 0
 
-    def adopt(self, instances: tuple[Instance, ...]) -> None:
-        """Ask these instances from now on."""
-        self._instances = instances
-        names = [instance.name for instance in instances]
-        for name in self.meters.keys() - set(names):
-            del self.meters[name]
-        for name in names:
-            self.meters.setdefault(name, EngineMeter(_WINDOW_S))
-        self.period_s = period_s(WANTED_S, len(instances), MOST_ASKED_PER_S)
+    def join(self, instance: Instance) -> None:
+        """Begin a meter."""
+        self.meters[instance.name] = EngineMeter(_WINDOW_S)
+
+    def leave(self, name: str) -> None:
+        """Forget its meter."""
+        del self.meters[name]
+
+    def stuck_s(self, name: str) -> float:
+        """For how long an instance has had running requests and made no progress."""
+        return self.meters[name].stuck_s
+
+    def state_of(self, name: str, _now_s: float) -> Json:
+        """An engine's own word, and how far an operator's drain is.
+
+        It is drained once nothing is open there, not even another gateway's work.
+        """
+        meter = self.meters.get(name)
+        if meter is None:
+            return {}
+        view, newest = self._cluster_state.instance(name), meter.newest
+        is_idle = view.in_flight == 0 and (newest is None or newest.running + newest.waiting == 0)
+        drain = ("drained" if is_idle else "draining") if view.closed else None
+        return {"drain": drain, "engine": None if newest is None else _told(meter, newest)}
+
+    def write_gauges(self, metrics: ControlMetrics, _now_s: float) -> None:
+        """Those of engines' caches."""
+        for name, meter in self.meters.items():
+            if meter.newest is None:
+                continue
+            told = _told(meter, meter.newest)
+            metrics.instance_kv_usage_ratio.labels(name).set(told["kv_usage"])
+            if told["hit_rate"] is not None:
+                metrics.instance_prefix_hit_ratio.labels(name).set(told["hit_rate"])
+        metrics.telemetry_failures.labels("engines").inc(self.failures - self._counted)
+        self._counted = self.failures
 
     async def run(self) -> None:
         """Until cancelled. Instances are asked one after the other, evenly over the period."""
-        asked: set[asyncio.Task[None]] = set()
+        asked = BackgroundTasks()
         try:
             while True:
-                for instance in self._instances:
-                    task = asyncio.get_running_loop().create_task(self.ask(instance))
-                    asked.add(task)
-                    task.add_done_callback(asked.discard)
-                    await asyncio.sleep(self.period_s / len(self._instances))
+                instances = self._running.current.instances
+                between_s = period_s(WANTED_S, len(instances), MOST_ASKED_PER_S) / len(instances)
+                for instance in instances:
+                    asked.start(self.ask(instance))
+                    await asyncio.sleep(between_s)
         finally:
-            for task in list(asked):
-                task.cancel()
-            await asyncio.gather(*asked, return_exceptions=True)
+            await asked.cancel()
 
     async def ask(self, instance: Instance) -> None:
         """One look at one engine; without an answer nothing changes."""
@@ -177,7 +203,23 @@ class EngineMonitor:
         reading = read_exposition(text)
         now_s = self._clock()
         if self.meters[instance.name].add(reading, now_s):
-            self._on_restart(instance.name)
+            self._listeners.restarted.tell(instance.name)
         self._cluster_state.instance(instance.name).seen_s = now_s
         self._cluster_state.set_engine_load(instance.name, reading.running + reading.waiting)
-        self._on_reading(instance, reading)
+        self._listeners.read.tell(instance, reading)
+
+
+def _told(meter: EngineMeter, newest: EngineReading) -> Json:
+    return {
+        "running": newest.running,
+        "waiting": newest.waiting,
+        "kv_usage": round(newest.kv_usage, 4),
+        "hit_rate": _rounded(meter.hit_rate),
+        "pool_hit_tokens": {"memory": round(newest.pool_memory_tokens), "ssd": round(newest.pool_ssd_tokens)},
+        "token_gap_s": _rounded(meter.token_gap_s),
+        "output_tokens": _rounded(meter.output_tokens),
+    }
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 6)

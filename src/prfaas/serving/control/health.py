@@ -5,12 +5,16 @@ import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 
-from prfaas.core.deployment import Deployment
+from prfaas.core.deployment import Instance
 from prfaas.serving.control.cluster_state import Clock, ClusterState
 from prfaas.serving.control.engine_http import EngineAccess
+from prfaas.serving.control.listeners import Listeners
+from prfaas.serving.control.part import Json, Part
 from prfaas.serving.control.pulse import KvPort, Pulse
+from prfaas.serving.running_deployment import RunningDeployment
+from prfaas.serving.tasks import BackgroundTasks
 
 logger = logging.getLogger(__name__)
 
@@ -38,87 +42,83 @@ class _Suspicion:
     """When it was judged frozen, by the loop's clock."""
 
 
-class HealthWatch:
+class Watchable(Protocol):
+    """Whom health is asked of; `Members` is the real one."""
+
+    running: RunningDeployment
+    http: EngineAccess
+
+    @property
+    def kv_ports(self) -> Mapping[str, Sequence[KvPort]]:
+        """Those of each instance's ranks, by its name."""
+        ...
+
+
+class HealthWatch(Part):
     """The one judge of who is in routing. It says three things of an instance that is not.
 
     - Failed: a request went wrong there. A good /health brings it back, 3 s later at the earliest.
     - Dead: it refused or reset a connection, or its /health says so. Its cache is gone. The same brings it back.
     - Frozen: a way to it has not answered for `control.silence_s`, or it gets on with none of its running requests for
-      `control.stall_s`. It keeps its cache. What is open there is ended (`on_frozen`). It is back once every way has
-      answered again.
+      `control.stall_s`. It keeps its cache. What is open there is ended (`Listeners.frozen`). It is back once every way
+      has answered again.
     """
 
     def __init__(
         self,
-        deployment: Deployment,
-        http: EngineAccess,
-        kv_ports: Mapping[str, Sequence[KvPort]],
+        members: Watchable,
         cluster_state: ClusterState,
+        listeners: Listeners,
         *,
-        clock: Clock,
         loop_clock: Clock,
         stuck_s: Callable[[str], float],
-        on_lost_cache: Callable[[str], None],
-        on_change: Callable[[str, bool], None],
-        on_frozen: Callable[[str, str | None], None],
     ) -> None:
         """Everybody is in routing at first.
 
         Args:
-            deployment: whose instances.
-            http: asks for /health.
-            kv_ports: instance name → the KV ports of its ranks.
+            members: how instances are asked, and the limits of their silence.
             cluster_state: whose instances become healthy or not.
-            clock: seconds that never go back.
-            loop_clock: the same less the time in which the event loop was late.
+            listeners: are told who is frozen, who has lost its cache, and who is in routing now.
+            loop_clock: seconds that never go back, less the time in which the event loop was late.
             stuck_s: for how long an instance has had running requests and made no progress.
-            on_lost_cache: told an instance that died or was restarted.
-            on_change: told an instance and whether it is in routing now.
-            on_frozen: told an instance and why it is frozen; None: it is not any more.
         """
-        self._names = [instance.name for instance in deployment.instances]
-        self._silence_s = deployment.control.silence_s
-        self._stall_s = deployment.control.stall_s
-        self._kv_ports = kv_ports
+        self._running = members.running
+        self._kv_ports = members.kv_ports
         self._cluster_state = cluster_state
-        self._clock = clock
+        self._clock = cluster_state.clock
+        self._listeners = listeners
         self._loop_clock = loop_clock
         self._stuck_s = stuck_s
-        self._on_lost_cache = on_lost_cache
-        self._on_change = on_change
-        self._on_frozen = on_frozen
         self._suspects: dict[str, _Suspicion] = {}
-        self.pulse = Pulse(
-            deployment.instances,
-            http,
-            kv_ports,
-            ask_s=self._ask_s,
-            clock=loop_clock,
-            on_health=self._probed,
+        self.pulse = Pulse(members.http, ask_s=self._ask_s, clock=loop_clock, on_health=self._probed)
+        for instance in members.running.current.instances:
+            self.pulse.join(instance, self._kv_ports.get(instance.name, ()))
+
+    def _ask_s(self) -> float:
+        return min(_ASK_S, self._running.current.control.silence_s / _ASKED_IN_SILENCE)
+
+    def join(self, instance: Instance) -> None:
+        """Watch an instance too, which is out of routing until it answers."""
+        self.pulse.join(instance, self._kv_ports.get(instance.name, ()))
+        self._suspects[instance.name] = _Suspicion(
+            _Kind.FAILED, "it has joined and has not answered yet", 0.0
         )
 
-    @property
-    def _ask_s(self) -> float:
-        return min(_ASK_S, self._silence_s / _ASKED_IN_SILENCE)
+    def leave(self, name: str) -> None:
+        """Watch an instance no longer."""
+        self.pulse.leave(name)
+        gone = self._suspects.pop(name, None)
+        if gone is not None and gone.kind is _Kind.FROZEN:
+            # Its name, or its address, may be another engine's next.
+            self._listeners.frozen.tell(name, None)
 
-    def adopt(self, deployment: Deployment) -> None:
-        """Watch these instances from now on, by these limits. Who is new is out of routing until it answers."""
-        control, before = deployment.control, set(self._names)
-        self._names = [instance.name for instance in deployment.instances]
-        self._silence_s, self._stall_s = control.silence_s, control.stall_s
-        self.pulse.adopt(deployment.instances, self._kv_ports, self._ask_s)
-        for name in before.difference(self._names):
-            gone = self._suspects.pop(name, None)
-            if gone is not None and gone.kind is _Kind.FROZEN:
-                # Its name, or its address, may be another engine's next.
-                self._on_frozen(name, None)
-        for name in self._names:
-            if name not in before:
-                self._suspects[name] = _Suspicion(_Kind.FAILED, "it has joined and has not answered yet", 0.0)
+    def state_of(self, name: str, _now_s: float) -> Json:
+        """Why an instance is out of routing."""
+        return {"suspicion": self.reason(name)} if name in self._cluster_state.names else {}
 
     def suspect(self, name: str, reason: str, *, lost_cache: bool = False) -> None:
         """A request or a probe failed at `name`; nothing happens where it has left."""
-        if name not in self._names:
+        if name not in self._cluster_state.names:
             return
         before = self._suspects.get(name)
         if lost_cache or (before is not None and before.kind is _Kind.DEAD):
@@ -126,7 +126,7 @@ class HealthWatch:
         elif before is None or before.kind is _Kind.FAILED:
             self._accuse(name, _Suspicion(_Kind.FAILED, reason, self._clock() + SUSPECT_AT_LEAST_S))
         if lost_cache:
-            self._on_lost_cache(name)
+            self._listeners.lost_cache.tell(name)
 
     def is_suspect(self, name: str) -> bool:
         """Out of routing."""
@@ -149,27 +149,23 @@ class HealthWatch:
 
     async def run(self) -> None:
         """Until cancelled."""
-        asked: set[asyncio.Task[None]] = set()
+        asked = BackgroundTasks()
         try:
             while True:
                 await asyncio.sleep(LOOK_S)
                 for question in self.due():
-                    task = asyncio.get_running_loop().create_task(question)
-                    asked.add(task)
-                    task.add_done_callback(asked.discard)
+                    asked.start(question)
                 self.judge()
         finally:
-            for task in list(asked):
-                task.cancel()
-            await asyncio.gather(*asked, return_exceptions=True)
+            await asked.cancel()
 
     def due(self) -> list[Coroutine[Any, Any, None]]:
         """The questions that are to be asked now: suspects again and again, the others where nothing is heard."""
-        return self.pulse.due(self._names, self.is_suspect)
+        return self.pulse.due(self._cluster_state.names, self.is_suspect)
 
     def judge(self) -> None:
         """Take the silent and the stuck out of routing, and those back in that answer again."""
-        for name in self._names:
+        for name in self._cluster_state.names:
             trouble = self._trouble(name)
             suspicion = self._suspects.get(name)
             if trouble is not None:
@@ -183,11 +179,12 @@ class HealthWatch:
                 self._acquit(name)
 
     def _trouble(self, name: str) -> str | None:
-        silent = self.pulse.silence(name, self._silence_s)
+        limits = self._running.current.control
+        silent = self.pulse.silence(name, limits.silence_s)
         if silent is not None:
-            return f"frozen: its {silent} has not answered for {self._silence_s:g} s"
-        if self._stuck_s(name) > self._stall_s:
-            return f"stalled: its running requests have made no progress for {self._stall_s:g} s"
+            return f"frozen: its {silent} has not answered for {limits.silence_s:g} s"
+        if self._stuck_s(name) > limits.stall_s:
+            return f"stalled: its running requests have made no progress for {limits.stall_s:g} s"
         return None
 
     def _probed(self, name: str, healthy: bool) -> None:
@@ -209,16 +206,16 @@ class HealthWatch:
         self._cluster_state.instance(name).healthy = False
         if before is None:
             logger.warning("%s is out of routing until it answers: %s", name, suspicion.reason)
-            self._on_change(name, False)
+            self._listeners.healthy.tell(name, False)
         if suspicion.kind is _Kind.FROZEN:
-            self._on_frozen(name, suspicion.reason)
+            self._listeners.frozen.tell(name, suspicion.reason)
         elif before is not None and before.kind is _Kind.FROZEN:
-            self._on_frozen(name, None)
+            self._listeners.frozen.tell(name, None)
 
     def _acquit(self, name: str) -> None:
         suspicion = self._suspects.pop(name)
         self._cluster_state.instance(name).healthy = True
         logger.info("%s answers again", name)
         if suspicion.kind is _Kind.FROZEN:
-            self._on_frozen(name, None)
-        self._on_change(name, True)
+            self._listeners.frozen.tell(name, None)
+        self._listeners.healthy.tell(name, True)

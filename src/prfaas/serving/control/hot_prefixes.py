@@ -9,11 +9,13 @@ from array import array
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import TypeAlias
 
 from prfaas.core.prefix import PoolHit, PromptChains, PromptTokens
 from prfaas.core.scheduling.rebalancing import Copy, Rebalancer
 from prfaas.serving.control.cluster_state import Clock, ClusterState
+from prfaas.serving.control.metrics import ControlMetrics
+from prfaas.serving.control.part import Json, Part
 from prfaas.serving.control.prefix_knowledge import MissedPrefix
 from prfaas.serving.pool.copier import PoolCopier
 from prfaas.serving.transport.requests import CopyResult
@@ -31,19 +33,6 @@ _GRACE_S = 300.0
 
 _Place: TypeAlias = tuple[Hashable, str]
 """The key of a prefix, and the cluster that it is to go to."""
-
-
-class CopyMetrics(Protocol):
-    """Who counts what becomes of copies."""
-
-    def decided(self) -> None:
-        """A copy is worth making."""
-
-    def ended(self, outcome: str, result: CopyResult, tokens: int) -> None:
-        """A copy of so many tokens was made ("done"), or why it was not."""
-
-    def spared(self, tokens: int) -> None:
-        """A request found a copied prefix: so many tokens need not be computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +67,7 @@ class _Recent:
     hits: int = 0
 
 
-class HotPrefixes:
+class HotPrefixes(Part):
     """Counts what clusters lack and others hold, decides copies by what links have to spare, and has them made.
 
     A copy that was made is followed until its pool no longer holds it: what it spared is counted, and whether it was
@@ -90,7 +79,7 @@ class HotPrefixes:
         cluster_state: ClusterState,
         *,
         clock: Clock,
-        metrics: CopyMetrics,
+        metrics: ControlMetrics,
         copier: PoolCopier | None = None,
         rebalancer: Rebalancer | None = None,
     ) -> None:
@@ -173,7 +162,7 @@ class HotPrefixes:
         fresh = [link for link in view.links.values() if now_s - link.seen_s <= view.stale_after_s]
         for copy in self._rebalancer.decide(fresh, now_s):
             self.decided += 1
-            self._metrics.decided()
+            self._metrics.copies.inc()
             logger.info(
                 "worth copying: %d tokens from %s to %s, missed %.1f times",
                 copy.tokens,
@@ -191,9 +180,14 @@ class HotPrefixes:
             else:
                 self._due.put_nowait((wanted, recent))
 
-    def state(self, now_s: float) -> dict[str, Any]:
+    async def close(self) -> None:
+        """End what is being given up."""
+        if self._copier is not None:
+            await self._copier.close()
+
+    def state(self, now_s: float) -> Json:
         """How many copies were decided and made, what they spared, and the last of them."""
-        return {
+        told = {
             "decided": self.decided,
             "remembered": len(self._rebalancer),
             "copied": self.copied,
@@ -216,6 +210,7 @@ class HotPrefixes:
                 for each in self._recent
             ],
         }
+        return {"rebalancing": told}
 
     def _keep(
         self, place: _Place, prompt: PromptTokens, num_tokens: int, target: str, sources: Mapping[str, str]
@@ -268,7 +263,9 @@ class HotPrefixes:
         self.copied += outcome == "done"
         self.copied_bytes += result.copied_bytes
         self.copied_tokens += tokens
-        self._metrics.ended(outcome, result, tokens)
+        self._metrics.copies_ended.labels(outcome).inc()
+        self._metrics.copied_bytes.inc(result.copied_bytes)
+        self._metrics.copied_tokens.inc(tokens)
 
     def _count_use(self, cluster: str, pool: str, chains: PromptChains, pools: Mapping[str, PoolHit]) -> None:
         """Whether a request that is prefilled on a pool's machine begins with what was copied there."""
@@ -286,4 +283,5 @@ class HotPrefixes:
             self.hits += 1
             self.spared_tokens += made.spared_tokens
             self._rebalancer.used(*place)
-            self._metrics.spared(made.spared_tokens)
+            self._metrics.copy_hits.inc()
+            self._metrics.spared_tokens.inc(made.spared_tokens)

@@ -11,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
 
 import zmq
 
@@ -26,6 +25,8 @@ from prfaas.core.prefix.events import (
     Subscription,
     decode_batch,
 )
+from prfaas.serving.control.metrics import ControlMetrics
+from prfaas.serving.control.part import Json, Part
 
 logger = logging.getLogger(__name__)
 
@@ -163,7 +164,7 @@ _POLL_MS = 100
 _MOST_WAITING = 2000
 
 
-class EventFeed:
+class EventFeed(Part):
     """Calls `apply(instance, batch)` and `drop(instance, reason)` in the event loop, in each engine's order.
 
     After every millisecond of applying, other tasks of the loop run; one batch (an engine's step) is not divided.
@@ -171,13 +172,15 @@ class EventFeed:
 
     def __init__(
         self,
-        endpoints: Mapping[str, EventsEndpoint],
+        endpoints: dict[str, EventsEndpoint],
         *,
         apply: Callable[[str, EventBatch], None],
         drop: Callable[[str, str], None],
+        endpoint_of: Callable[[Instance], EventsEndpoint | None] = lambda _: None,
     ) -> None:
-        """`endpoints` by the name of the instance or pool."""
+        """`endpoints` by the name of the instance or pool: kept up to date here, by `endpoint_of` who joins."""
         self._endpoints = endpoints
+        self._endpoint_of = endpoint_of
         self._apply = apply
         self._drop = drop
         self._sources: dict[str, EventSource] = {}
@@ -187,9 +190,20 @@ class EventFeed:
         self._thread_errors = 0
         self.refused_batches = 0
 
-    def adopt(self, endpoints: Mapping[str, EventsEndpoint]) -> None:
-        """Subscribe to these and no others from now on."""
-        self._endpoints = dict(endpoints)
+    def join(self, instance: Instance) -> None:
+        """Subscribe to an instance, where it can be."""
+        endpoint = self._endpoint_of(instance)
+        if endpoint is not None:
+            self._endpoints[instance.name] = endpoint
+
+    def leave(self, name: str) -> None:
+        """Subscribe to it no longer."""
+        self._endpoints.pop(name, None)
+
+    def lost(self, name: str, reason: str = "died") -> None:
+        """An engine has lost its cache: forget all at once, and ask it what it holds."""
+        self._drop(name, reason)
+        self.reset(name, reason)
 
     def reset(self, name: str, reason: str) -> None:
         """An engine lost its cache: drop what is known of it, and ask it what it holds."""
@@ -219,20 +233,40 @@ class EventFeed:
             self._stop.set()
             await asyncio.shield(loop.run_in_executor(None, thread.join))
 
-    def state(self) -> dict[str, dict[str, Any]]:
-        """Per instance: the last sequence applied, and what was missed, replayed, given up and started again."""
+    def state(self, _now_s: float) -> Json:
+        """What is waiting, and what failed."""
         return {
-            name: {
-                "sequence": source.subscription.sequence,
-                "replaying": source.subscription.is_replaying,
-                "gaps": source.subscription.gaps,
-                "replays": source.subscription.replays,
-                "resyncs": source.subscription.resyncs,
-                "restarts": source.subscription.restarts,
+            "index": {
+                "pending_batches": self.waiting_batches,
+                "refused_batches": self.refused_batches,
+                "feed_errors": self._thread_errors,
+            }
+        }
+
+    def state_of(self, name: str, _now_s: float) -> Json:
+        """The last sequence applied, and what was missed, replayed, given up and started again."""
+        source = self._sources.get(name)
+        if source is None:
+            return {"events": None}
+        subscription = source.subscription
+        return {
+            "events": {
+                "sequence": subscription.sequence,
+                "replaying": subscription.is_replaying,
+                "gaps": subscription.gaps,
+                "replays": subscription.replays,
+                "resyncs": subscription.resyncs,
+                "restarts": subscription.restarts,
                 "malformed": source.malformed,
             }
-            for name, source in list(self._sources.items())
         }
+
+    def write_gauges(self, metrics: ControlMetrics, _now_s: float) -> None:
+        """Those of subscriptions."""
+        for name, source in list(self._sources.items()):
+            metrics.feed_gaps.labels(name).set(source.subscription.gaps)
+            metrics.feed_replays.labels(name).set(source.subscription.replays)
+            metrics.feed_resyncs.labels(name).set(source.subscription.resyncs)
 
     @property
     def waiting_batches(self) -> int:
@@ -281,8 +315,9 @@ class EventFeed:
 
         try:
             while not self._stop.is_set():
+                # A copy: the event loop may change it meanwhile.
                 self._follow(
-                    self._endpoints, lambda name, at: EventSource(name, at, context, poller, on_step)
+                    dict(self._endpoints), lambda name, at: EventSource(name, at, context, poller, on_step)
                 )
                 if len(self._waiting) > _MOST_WAITING:
                     self._stop.wait(0.01)

@@ -6,13 +6,14 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from prfaas.core.deployment import Deployment
 from prfaas.core.link.budget import Claim, paces
 from prfaas.core.link.samples import SenderSample
 from prfaas.core.scheduling import LinkView
 from prfaas.core.units import BITS_PER_BYTE
 from prfaas.serving.control.cluster_state import Clock
+from prfaas.serving.control.part import Part
 from prfaas.serving.control.pulse import KvPort
+from prfaas.serving.running_deployment import RunningDeployment
 from prfaas.serving.transport.pacing import PaceOrder
 
 logger = logging.getLogger(__name__)
@@ -57,7 +58,7 @@ class _Told:
     """By the link's name."""
 
 
-class LinkBudget:
+class LinkBudget(Part):
     """Ten times a second divides each link's bandwidth by `core.link.budget.paces`, and tells the senders.
 
     The bandwidth is what the deployment file says. On a link that is believed slow it is what its meter allows: a
@@ -67,7 +68,7 @@ class LinkBudget:
 
     def __init__(
         self,
-        deployment: Deployment,
+        running: RunningDeployment,
         kv_ports: Mapping[str, Sequence[KvPort]],
         links: Mapping[tuple[str, str], LinkView],
         samples: Callable[[tuple[str, str]], Mapping[str, SenderSample]],
@@ -76,13 +77,14 @@ class LinkBudget:
     ) -> None:
         """
         Args:
-            deployment: the links, and who may send on them.
-            kv_ports: those of each instance's ranks, by its name.
+            running: the links.
+            kv_ports: those of each instance's ranks, by its name; whoever made them keeps them up to date.
             links: the view's, by (source, target).
             samples: of a link, the newest word of each sender by "instance/rank".
             clock: seconds.
         """
-        self.adopt(deployment, kv_ports)
+        self._running = running
+        self._ports = kv_ports
         self._links = links
         self._samples = samples
         self._clock = clock
@@ -92,15 +94,6 @@ class LinkBudget:
         self._paces: dict[str, dict[str, float]] = {}
         self._told: dict[str, _Told] = {}
         self._telling: dict[str, asyncio.Task[None]] = {}
-
-    def adopt(self, deployment: Deployment, kv_ports: Mapping[str, Sequence[KvPort]]) -> None:
-        """Divide as this file says from now on, and tell these."""
-        self._configured = {
-            (link.source, link.target): link.bandwidth_bits_per_s for link in deployment.links
-        }
-        self._ports = {
-            f"{name}/{rank}": port for name, ports in kv_ports.items() for rank, port in enumerate(ports)
-        }
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -121,18 +114,19 @@ class LinkBudget:
         self._paces = {}
         heard: set[tuple[tuple[str, str], str]] = set()
         since_s = self._clock() - HOLD_S
-        for pair, configured in self._configured.items():
+        for link in self._running.current.links:
+            pair = (link.source, link.target)
             # Who is not heard for so long is not told either, and has returned to its standing share.
             samples = {
                 name: each
                 for name, each in self._samples(pair).items()
-                if each.at_s > since_s and name in self._ports
+                if each.at_s > since_s and self._port(name) is not None
             }
             heard.update((pair, sender) for sender in samples)
-            usable = min(configured, self._links[pair].pace_bits_per_s)
+            usable = min(link.bandwidth_bits_per_s, self._links[pair].pace_bits_per_s)
             claims = [self._claim(pair, sender, sample) for sender, sample in samples.items()]
             for sender, pace in zip(samples, paces(usable, claims), strict=True):
-                self._paces.setdefault(sender, {})[f"{pair[0]}->{pair[1]}"] = pace
+                self._paces.setdefault(sender, {})[link.name] = pace
         for gone in self._productions.keys() - heard:
             del self._productions[gone]
         self._told = {sender: told for sender, told in self._told.items() if sender in self._paces}
@@ -146,6 +140,12 @@ class LinkBudget:
                 continue
             told.at_s, told.paces = now_s, now
             yield sender, PaceOrder({link: max(round(pace), 1) for link, pace in now.items()}, HOLD_S)
+
+    def _port(self, sender: str) -> KvPort | None:
+        """The KV port of an "instance/rank"; None: it has left."""
+        name, _, rank = sender.rpartition("/")
+        ports = self._ports.get(name, ())
+        return ports[int(rank)] if int(rank) < len(ports) else None
 
     def _claim(self, pair: tuple[str, str], sender: str, sample: SenderSample) -> Claim:
         produced_bytes = sample.acked_bytes_total + sample.queued_bytes
@@ -170,8 +170,9 @@ class LinkBudget:
     async def _send(self, sender: str, order: PaceOrder) -> None:
         try:
             async with asyncio.timeout(_ANSWER_S):
-                if sender in self._ports:
-                    await self._ports[sender].pace(order)
+                port = self._port(sender)
+                if port is not None:
+                    await port.pace(order)
         except (OSError, TimeoutError) as error:
             logger.debug("%s can't be told its pace: %s", sender, error)
 

@@ -6,22 +6,25 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from prfaas.core.deployment import CONTROL, Deployment, Instance, Link
+from prfaas.core.deployment import AppliedDeployment, Instance, Link
 from prfaas.core.link.announced import AnnouncedLink
 from prfaas.core.link.cost import LinkCost
 from prfaas.core.link.meter import LinkMeter
 from prfaas.core.link.samples import ArrivalSample, SenderSample
 from prfaas.core.scheduling.view import show
-from prfaas.serving.control.cluster_state import Clock, ClusterState
+from prfaas.serving.control.cluster_state import ClusterState
 from prfaas.serving.control.engine_monitor import period_s
+from prfaas.serving.control.metrics import ControlMetrics
+from prfaas.serving.control.part import Json, Part
 from prfaas.serving.control.pulse import KvPort
 from prfaas.serving.pool.copier import CopyPort
-from prfaas.serving.transport import Observer, TlsIdentity
+from prfaas.serving.running_deployment import RunningDeployment
+from prfaas.serving.tasks import BackgroundTasks
 
 _FAILURES_TO_CLOSE = 3
 _FIRST_PAUSE_S = 10.0
@@ -96,7 +99,7 @@ class _Rank:
     due: int = 0
 
 
-class LinkMonitor:
+class LinkMonitor(Part):
     """Asks every tensor-parallel rank at both ends of the links, and keeps the links of the state right.
 
     The word of a sender crosses the link that it speaks of. What arrives is counted at this end, where the gateway is.
@@ -104,11 +107,10 @@ class LinkMonitor:
 
     def __init__(
         self,
-        deployment: Deployment,
+        running: RunningDeployment,
         observer_of: Callable[[Instance, int], LinkPort],
         cluster_state: ClusterState,
         *,
-        clock: Clock,
         on_change: Callable[[str], None],
         on_answer: Callable[[str, int], None] = lambda _name, _rank: None,
         pool_ports: Mapping[str, LinkPort] = MappingProxyType({}),
@@ -117,8 +119,9 @@ class LinkMonitor:
 
         `on_answer(instance, rank)`: it has answered. `pool_ports`: of pools, by name; they send on links too.
         """
+        self._running = running
         self._cluster_state = cluster_state
-        self._clock = clock
+        self._clock = cluster_state.clock
         self._on_change = on_change
         self._on_answer = on_answer
         self.meters: dict[tuple[str, str], LinkMeter] = {}
@@ -134,68 +137,28 @@ class LinkMonitor:
         self._pool_ports = pool_ports
         self._clusters: dict[str, str] = {}
         self._ranks: dict[str, _Rank] = {}
-        self.adopt(deployment)
+        self._follow()
         # Engines that are there at the start know these from their own file.
         self._untold.clear()
-        self._asked: set[asyncio.Task[None]] = set()
-        self.failures = 0
+        self._asked = BackgroundTasks()
+        self.failures = self._counted = 0
 
-    def adopt(self, deployment: Deployment) -> None:
-        """Ask these ranks from now on, and take the links for as wide and as dear as this file says.
+    def follow(self, _before: AppliedDeployment, _now: AppliedDeployment) -> None:
+        """Ask other ranks, and take links for as wide and as dear as the file says.
 
         A link that is added is used once a sender has spoken of it: until then its engines may not know it.
         """
-        self._have(deployment.links)
-        self._clusters = {instance.name: instance.cluster for instance in deployment.instances}
-        self._clusters |= {pool.name: pool.cluster for pool in deployment.pools}
-        ends = {cluster for pair in self.meters for cluster in pair}
-        pools = [pool for pool in deployment.pools if pool.cluster in ends and pool.name in self._pool_ports]
-        ranks = {
-            (instance.name, rank): instance
-            for instance in deployment.instances
-            if instance.cluster in ends
-            for rank in range(instance.kv_ranks)
-        }
-        self._ranks = {
-            f"{name}/{rank}": self._ranks.get(f"{name}/{rank}")
-            or _Rank(name, instance.cluster, rank, self._observer_of(instance, rank))
-            for (name, rank), instance in ranks.items()
-        } | {
-            f"{pool.name}/0": self._ranks.get(f"{pool.name}/0")
-            or _Rank(pool.name, pool.cluster, 0, self._pool_ports[pool.name])
-            for pool in pools
-        }
-        for link in deployment.links:
-            meter = self.meters[link.source, link.target]
-            meter.reconfigure(link.bandwidth_bits_per_s)
-            self.costs[link.source, link.target].reprice(link.egress_per_gb, meter.carried_bytes)
-        self.period_s = period_s(WANTED_S, len(self._ranks), MOST_ASKED_PER_S)
-
-    def _have(self, links: Sequence[Link]) -> None:
-        """Begin with links that are new, and forget those that are gone."""
-        now_s = self._clock()
-        self._pairs = {link.name: (link.source, link.target) for link in links}
-        for link in links:
-            pair = (link.source, link.target)
-            if pair not in self.meters:
-                self.meters[pair] = meter = LinkMeter(link.bandwidth_bits_per_s, now_s)
-                self.breakers[pair], self.costs[pair] = LinkBreaker(), LinkCost(link.egress_per_gb)
-                self._announced[pair] = AnnouncedLink(meter.capacity_bits_per_s)
-                self._samples[pair], self._arrivals[pair] = {}, {}
-                self._untold.add(pair)
-        for pair in self.meters.keys() - set(self._pairs.values()):
-            del self.meters[pair], self.breakers[pair], self.costs[pair], self._announced[pair]
-            del self._samples[pair], self._arrivals[pair]
-            self._untold.discard(pair)
+        self._follow()
 
     async def run(self) -> None:
         """Until cancelled."""
         while True:
             self.ask()
+            pause_s = period_s(WANTED_S, len(self._ranks), MOST_ASKED_PER_S) / 2
             # Answers take a fraction of the period; a slower one counts in the next round.
-            await asyncio.sleep(self.period_s / 2)
+            await asyncio.sleep(pause_s)
             self.conclude()
-            await asyncio.sleep(self.period_s / 2)
+            await asyncio.sleep(pause_s)
 
     def ask(self) -> None:
         """Ask every rank, without waiting for answers: only what has failed is asked more rarely."""
@@ -203,7 +166,7 @@ class LinkMonitor:
         for name, rank in self._ranks.items():
             if rank.due < _MOST_DUE and now_s >= rank.ask_again_s:
                 rank.due += 1
-                self._start(self._ask(name, rank))
+                self._asked.start(self._ask(name, rank))
 
     def conclude(self) -> None:
         """Update the links with the answers so far, and probe those that are believed slow and have no work."""
@@ -248,18 +211,102 @@ class LinkMonitor:
         if pair in self.breakers:
             self.breakers[pair].succeeded()
 
-    async def close(self) -> None:
-        for task in list(self._asked):
-            task.cancel()
-        await asyncio.gather(*self._asked, return_exceptions=True)
-        await asyncio.gather(
-            *(rank.observer.close() for rank in self._ranks.values()), return_exceptions=True
-        )
+    def state(self, now_s: float) -> Json:
+        """All links."""
+        return {"links": {link.name: self._state(link, now_s) for link in self._running.current.links}}
 
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._asked.add(task)
-        task.add_done_callback(self._asked.discard)
+    def write_gauges(self, metrics: ControlMetrics, now_s: float) -> None:
+        """Those of links."""
+        for name, link in self.state(now_s)["links"].items():
+            metrics.link_up.labels(name).set(link["up"])
+            metrics.link_configured.labels(name).set(link["configured_bits_per_s"])
+            metrics.link_capacity.labels(name).set(link["capacity_bits_per_s"])
+            metrics.link_egress.labels(name).set(link["egress_bits_per_s"])
+            metrics.link_queued_bytes.labels(name).set(link["queued_bytes"])
+            metrics.link_drain_seconds.labels(name).set(link["drain_s"])
+            metrics.link_rtt_seconds.labels(name).set(link["rtt_s"])
+            metrics.link_queue_rtt_seconds.labels(name).set(link["queue_rtt_s"])
+            metrics.link_retransmit_ratio.labels(name).set(link["retransmit_ratio"])
+            metrics.link_congestion.labels(name).set(link["congestion"])
+            metrics.link_age_seconds.labels(name).set(link["age_s"])
+        metrics.telemetry_failures.labels("links").inc(self.failures - self._counted)
+        self._counted = self.failures
+
+    async def close(self) -> None:
+        """End what is being asked; the observers are those of whoever made them."""
+        await self._asked.cancel()
+
+    def _state(self, link: Link, now_s: float) -> Json:
+        pair = (link.source, link.target)
+        view, meter = self._cluster_state.view.links[pair], self.meters[pair]
+        return {
+            "source": link.source,
+            "target": link.target,
+            "up": view.up,
+            "configured_bits_per_s": link.bandwidth_bits_per_s,
+            "capacity_bits_per_s": round(view.capacity_bits_per_s),
+            "egress_bits_per_s": round(view.egress_bits_per_s),
+            "delivery_bits_per_s": round(meter.delivery_bits_per_s),
+            "utilisation": round(view.utilisation, 4),
+            "queued_bytes": meter.queued_bytes,
+            "residual_bytes": self._cluster_state.residual_bytes(pair),
+            "drain_s": round(max(view.drained_s - now_s, 0.0), 4),
+            "transfers": self._cluster_state.transfers_open(pair),
+            "rtt_s": round(view.rtt_s, 6),
+            "retransmit_ratio": round(view.retransmit_ratio, 6),
+            "connections_up": meter.connections_up,
+            "carried_bytes": meter.carried_bytes,
+            "egress_per_gb": link.egress_per_gb,
+            "egress_cost": round(self.costs[pair].total(meter.carried_bytes), 6),
+            "congestion": round(view.congestion, 4),
+            "condition": view.condition,
+            "queue_rtt_s": round(meter.network.rtt_s, 6),
+            "age_s": round(max(now_s - view.seen_s, 0.0), 3),
+        }
+
+    def _follow(self) -> None:
+        deployment = self._running.current
+        self._have(deployment.links)
+        self._clusters = {instance.name: instance.cluster for instance in deployment.instances}
+        self._clusters |= {pool.name: pool.cluster for pool in deployment.pools}
+        ends = {cluster for pair in self.meters for cluster in pair}
+        pools = [pool for pool in deployment.pools if pool.cluster in ends and pool.name in self._pool_ports]
+        ranks = {
+            (instance.name, rank): instance
+            for instance in deployment.instances
+            if instance.cluster in ends
+            for rank in range(instance.kv_ranks)
+        }
+        self._ranks = {
+            f"{name}/{rank}": self._ranks.get(f"{name}/{rank}")
+            or _Rank(name, instance.cluster, rank, self._observer_of(instance, rank))
+            for (name, rank), instance in ranks.items()
+        } | {
+            f"{pool.name}/0": self._ranks.get(f"{pool.name}/0")
+            or _Rank(pool.name, pool.cluster, 0, self._pool_ports[pool.name])
+            for pool in pools
+        }
+        for link in deployment.links:
+            meter = self.meters[link.source, link.target]
+            meter.reconfigure(link.bandwidth_bits_per_s)
+            self.costs[link.source, link.target].reprice(link.egress_per_gb, meter.carried_bytes)
+
+    def _have(self, links: Sequence[Link]) -> None:
+        """Begin with links that are new, and forget those that are gone."""
+        now_s = self._clock()
+        self._pairs = {link.name: (link.source, link.target) for link in links}
+        for link in links:
+            pair = (link.source, link.target)
+            if pair not in self.meters:
+                self.meters[pair] = meter = LinkMeter(link.bandwidth_bits_per_s, now_s)
+                self.breakers[pair], self.costs[pair] = LinkBreaker(), LinkCost(link.egress_per_gb)
+                self._announced[pair] = AnnouncedLink(meter.capacity_bits_per_s)
+                self._samples[pair], self._arrivals[pair] = {}, {}
+                self._untold.add(pair)
+        for pair in self.meters.keys() - set(self._pairs.values()):
+            del self.meters[pair], self.breakers[pair], self.costs[pair], self._announced[pair]
+            del self._samples[pair], self._arrivals[pair]
+            self._untold.discard(pair)
 
     async def _ask(self, name: str, rank: _Rank) -> None:
         asked_s = self._clock()
@@ -313,7 +360,7 @@ class LinkMonitor:
             if sample.connections_up and name in self._ranks
         ]
         for rank in able:
-            self._start(self._ask_probe(rank, f"{pair[0]}->{pair[1]}", nbytes // len(able)))
+            self._asked.start(self._ask_probe(rank, f"{pair[0]}->{pair[1]}", nbytes // len(able)))
 
     async def _ask_probe(self, rank: _Rank, link: str, nbytes: int) -> None:
         with contextlib.suppress(OSError, TimeoutError):
@@ -336,17 +383,6 @@ class LinkMonitor:
             logger.warning("link %s->%s is %s", *pair, "up" if up else "down: not used")
         if self._announced[pair].is_due(capacity, up, now_s):
             self._on_change(f"{pair[0]}->{pair[1]}")
-
-
-def observer_of(key: bytes, tls: TlsIdentity | None = None) -> Callable[[Instance, int], LinkPort]:
-    """Makes the observers of a deployment with this key. `tls`: for instances that the gateway speaks TLS with."""
-
-    def make(instance: Instance, rank: int) -> LinkPort:
-        port = instance.kv_ports[rank]
-        encrypted_by = tls if instance.tls else None
-        return Observer(CONTROL, key, instance.host, port, f"{instance.name}/{rank}", encrypted_by)
-
-    return make
 
 
 def _mapping(value: object) -> Mapping[str, Mapping[str, Any]]:

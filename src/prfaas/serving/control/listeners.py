@@ -1,29 +1,46 @@
 """Who the control plane tells of what cannot wait for the next decision."""
 
 from collections.abc import Callable
+from typing import ParamSpec
+
+from prfaas.core.deployment import Instance
+from prfaas.serving.control.engine_reading import EngineReading
+
+P = ParamSpec("P")
+
+
+class Signal(list[Callable[P, None]]):
+    """Callables that are called in the event loop, each at once; they must not raise."""
+
+    def tell(self, *args: P.args, **kwargs: P.kwargs) -> None:
+        """Call all of them."""
+        for listener in self:
+            listener(*args, **kwargs)
 
 
 class Listeners:
-    """Callables that are called in the event loop, each at once; they must not raise."""
+    """What is told, and to whom."""
 
     def __init__(self) -> None:
-        self.frozen: list[Callable[[str, str | None], None]] = []
+        self.frozen: Signal[[str, str | None]] = Signal()
         """With an instance and why it is frozen; None: not any more. Who waits for one must stop: it may never
         answer."""
-        self.silent: list[Callable[[str, str, str], None]] = []
+        self.silent: Signal[[str, str, str]] = Signal()
         """With a producer, a consumer and a sentence: the producer has given up the path. What it was to send there
         will not come, and its engine may not know that yet."""
-        self.noticed: list[Callable[[str, float], None]] = []
+        self.noticed: Signal[[str, float]] = Signal()
         """With an instance and the seconds until it is gone: what it cannot end until then must go elsewhere."""
-
-    def tell_frozen(self, name: str, reason: str | None) -> None:
-        for listener in self.frozen:
-            listener(name, reason)
-
-    def tell_silent(self, producer: str, consumer: str, sentence: str) -> None:
-        for listener in self.silent:
-            listener(producer, consumer, sentence)
-
-    def tell_noticed(self, name: str, notice_s: float) -> None:
-        for listener in self.noticed:
-            listener(name, notice_s)
+        self.drained: Signal[[str, bool]] = Signal()
+        """With an instance, and whether an operator wants it drained, or to take part again."""
+        self.healthy: Signal[[str, bool]] = Signal()
+        """With an instance, and whether it is in routing now."""
+        self.read: Signal[[Instance, EngineReading]] = Signal()
+        """With an instance and what its engine has just said of itself."""
+        self.restarted: Signal[[str]] = Signal()
+        """With an instance whose process is another one than at the last look."""
+        self.lost_cache: Signal[[str]] = Signal()
+        """With an instance that has died."""
+        self.changed: Signal[[str]] = Signal()
+        """With an instance that may be given other work than before."""
+        self.observed: Signal[[int]] = Signal()
+        """With the uncached tokens of a request that was decided."""

@@ -1,24 +1,13 @@
-"""The control plane's Prometheus metrics, `prfaas_control_*`. Every label takes values from a bounded set.
+"""The control plane's Prometheus metrics, `prfaas_control_*`. Every label takes values from a bounded set."""
 
-Once a second: the state of things into the gauges.
-"""
-
-import asyncio
-import math
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from prfaas.serving.control.cluster_state import Clock
-from prfaas.serving.control.pool_monitor import TIERS
-from prfaas.serving.control.state import Json, Overview, state_of
-from prfaas.serving.departed_series import DepartedSeries
-from prfaas.serving.transport.requests import CopyResult
-
 _SLICE_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.05)
+TIERS = ("memory", "ssd")
+"""Of a pool."""
 POOL_BYTES = ("stored", "evicted", "promoted", "ssd_written", "ssd_read", "copied", "lent")
 """What became of a pool's bytes: `copied` came from other pools, `lent` went to them."""
 POOL_LOSSES = ("refused", "evicted", "wrong")
@@ -27,35 +16,8 @@ _SERVICE_RATIOS = (0.25, 0.5, 0.8, 1.0, 1.25, 2.0, 4.0)
 Family = TypeVar("Family", Counter, Gauge, Histogram)
 
 
-@dataclass(frozen=True, slots=True)
-class HotCopyCounters:
-    """Implements `hot_prefixes.CopyMetrics`."""
-
-    decided_copies: Counter
-    ended_copies: Counter
-    copied_bytes: Counter
-    copied_tokens: Counter
-    used_copies: Counter
-    spared_tokens: Counter
-
-    def decided(self) -> None:
-        """See `CopyMetrics`."""
-        self.decided_copies.inc()
-
-    def ended(self, outcome: str, result: CopyResult, tokens: int) -> None:
-        """See `CopyMetrics`."""
-        self.ended_copies.labels(outcome).inc()
-        self.copied_bytes.inc(result.copied_bytes)
-        self.copied_tokens.inc(tokens)
-
-    def spared(self, tokens: int) -> None:
-        """See `CopyMetrics`."""
-        self.used_copies.inc()
-        self.spared_tokens.inc(tokens)
-
-
 class ControlMetrics:
-    """Gauges are written once a second; counters when something happens."""
+    """Gauges are written once a second, by the parts (`Part.write_gauges`); counters when something happens."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.labelled: dict[str, list[Counter | Gauge | Histogram]] = defaultdict(list)
@@ -88,14 +50,12 @@ class ControlMetrics:
         self.expected_requests_per_s = gauge(
             "expected_requests_per_second", "What roles were last evaluated for.", "source"
         )
-        self.copies = HotCopyCounters(
-            decided_copies=counter("prefix_copies", "Prefixes found worth copying to another cluster."),
-            ended_copies=counter("prefix_copies_ended", "What became of them.", "outcome"),
-            copied_bytes=counter("prefix_copied_bytes", "KV bytes of copies, of broken ones too."),
-            copied_tokens=counter("prefix_copied_tokens", "Tokens of copies that were made."),
-            used_copies=counter("prefix_copy_hits", "Requests that found a copied prefix."),
-            spared_tokens=counter("prefix_copy_spared_tokens", "What those need not compute."),
-        )
+        self.copies = counter("prefix_copies", "Prefixes found worth copying to another cluster.")
+        self.copies_ended = counter("prefix_copies_ended", "What became of them.", "outcome")
+        self.copied_bytes = counter("prefix_copied_bytes", "KV bytes of copies, of broken ones too.")
+        self.copied_tokens = counter("prefix_copied_tokens", "Tokens of copies that were made.")
+        self.copy_hits = counter("prefix_copy_hits", "Requests that found a copied prefix.")
+        self.spared_tokens = counter("prefix_copy_spared_tokens", "What those need not compute.")
         self.waiting_prefills = gauge(
             "waiting_prefills", "Prefills that no instance of the cluster has been given yet.", "cluster"
         )
@@ -207,139 +167,3 @@ class ControlMetrics:
         for label in labels:
             self.labelled[label].append(family)
         return family
-
-
-PERIOD_S = 1.0
-
-
-class GaugeWriter:
-    """Writes the gauges of `metrics.Series`, so that a scrape finds them ready."""
-
-    def __init__(self, plane: Overview, metrics: ControlMetrics, *, clock: Clock) -> None:
-        self._plane = plane
-        self._metrics = metrics
-        self._clock = clock
-        self._failures = {"links": 0, "engines": 0, "pools": 0}
-        self._departed = DepartedSeries(metrics.labelled)
-
-    async def run(self) -> None:
-        """Until cancelled."""
-        while True:
-            self.write()
-            await asyncio.sleep(PERIOD_S)
-
-    def write(self) -> None:
-        """Everything, as it is now."""
-        state, metrics = state_of(self._plane, self._clock()), self._metrics
-        for cluster, facts in state["clusters"].items():
-            metrics.waiting_prefills.labels(cluster).set(facts["waiting_prefills"])
-            tokens = self._plane.cluster_state.view.threshold_tokens.get(cluster)
-            if tokens is not None:
-                metrics.threshold_tokens.labels(cluster).set(tokens)
-            for name, instance in facts["instances"].items():
-                metrics.instance_info.labels(name, cluster, facts["kind"]).set(1)
-                metrics.instance_healthy.labels(name).set(instance["healthy"])
-                metrics.instance_prefills.labels(name).set("prefill" in instance["role"])
-                metrics.instance_decodes.labels(name).set("decode" in instance["role"])
-                metrics.instance_draining.labels(name).set(
-                    instance["draining"] or instance["drain"] is not None
-                )
-                metrics.instance_in_flight.labels(name).set(instance["in_flight"])
-                metrics.instance_wait_seconds.labels(name).set(instance["busy_s"])
-                metrics.instance_age_seconds.labels(name).set(instance["age_s"])
-                metrics.instance_blocks.labels(name).set(instance["blocks"])
-                metrics.instance_queued_prefills.labels(name).set(instance["queue"])
-                metrics.instance_decoding_requests.labels(name).set(instance["decoding"])
-                metrics.instance_decode_slots.labels(name).set(instance["decode_slots"])
-                self._write_engine(name, instance["engine"])
-                if instance["events"] is not None:
-                    self._write_feed(name, instance["events"])
-        self._write_pools(state["pools"])
-        metrics.incompatible.set(len(state["incompatible"]))
-        for name, link in state["links"].items():
-            metrics.link_up.labels(name).set(link["up"])
-            metrics.link_configured.labels(name).set(link["configured_bits_per_s"])
-            metrics.link_capacity.labels(name).set(link["capacity_bits_per_s"])
-            metrics.link_egress.labels(name).set(link["egress_bits_per_s"])
-            metrics.link_queued_bytes.labels(name).set(link["queued_bytes"])
-            metrics.link_drain_seconds.labels(name).set(link["drain_s"])
-            metrics.link_rtt_seconds.labels(name).set(link["rtt_s"])
-            metrics.link_queue_rtt_seconds.labels(name).set(link["queue_rtt_s"])
-            metrics.link_retransmit_ratio.labels(name).set(link["retransmit_ratio"])
-            metrics.link_congestion.labels(name).set(link["congestion"])
-            metrics.link_age_seconds.labels(name).set(link["age_s"])
-        self._write_roles(state["roles"]["last_evaluation"])
-        metrics.index_blocks.set(state["index"]["blocks"])
-        self._count("links", self._plane.links.failures)
-        self._count("engines", self._plane.engines.failures)
-        self._count("pools", self._plane.pools.failures)
-        holders = {name for facts in state["clusters"].values() for name in facts["instances"]}
-        self._departed.keep("cluster", state["clusters"])
-        # Pools have KV events too, in series with this label.
-        self._departed.keep("instance", holders | state["pools"].keys())
-        self._departed.keep("pool", state["pools"])
-        self._departed.keep("link", state["links"])
-
-    def _write_engine(self, name: str, engine: Json | None) -> None:
-        if engine is None:
-            return
-        self._metrics.instance_kv_usage_ratio.labels(name).set(engine["kv_usage"])
-        if engine["hit_rate"] is not None:
-            self._metrics.instance_prefix_hit_ratio.labels(name).set(engine["hit_rate"])
-
-    def _write_roles(self, evaluation: Json) -> None:
-        metrics, predicted = self._metrics, evaluation.get("predicted")
-        if predicted is None:
-            return
-        # What there is no prediction of any more must not stay.
-        metrics.predicted_ttft_seconds.clear()
-        metrics.predicted_prefill_instances.clear()
-        metrics.expected_requests_per_s.clear()
-        expected = evaluation["expected"]
-        source = "forecast" if expected["is_forecast"] else "measured"
-        metrics.expected_requests_per_s.labels(source).set(expected["requests_per_s"])
-        for roles in ("now", "best"):
-            told = predicted[roles]
-            if told is None:
-                continue
-            ttft_s = told["ttft_s"]
-            metrics.predicted_ttft_seconds.labels(roles).set(math.inf if ttft_s is None else ttft_s)
-            for cluster, count in told["prefill_instances"].items():
-                metrics.predicted_prefill_instances.labels(cluster, roles).set(count)
-
-    def _write_feed(self, holder: str, events: Json) -> None:
-        self._metrics.feed_gaps.labels(holder).set(events["gaps"])
-        self._metrics.feed_replays.labels(holder).set(events["replays"])
-        self._metrics.feed_resyncs.labels(holder).set(events["resyncs"])
-
-    def _write_pools(self, pools: Mapping[str, Json]) -> None:
-        metrics = self._metrics
-        for name, pool in pools.items():
-            metrics.pool_up.labels(name).set(pool["up"])
-            metrics.pool_load_bits_per_s.labels(name).set(pool["memory_bits_per_s"])
-            metrics.pool_blocks.labels(name, "memory").set(pool["memory_blocks"])
-            metrics.pool_blocks.labels(name, "all").set(pool["blocks"])
-            if pool["events"] is not None:
-                self._write_feed(name, pool["events"])
-            for tier, tokens in pool["hit_tokens"].items():
-                metrics.pool_hit_tokens.labels(name, tier).set(tokens)
-            daemon = pool["daemon"]
-            if daemon is None:
-                continue
-            metrics.pool_epoch.labels(name).set(daemon["epoch"])
-            metrics.pool_sessions.labels(name).set(daemon["sessions"])
-            metrics.pool_pinned_pages.labels(name).set(daemon["pinned_pages"])
-            metrics.pool_ssd_queued_bytes.labels(name).set(daemon["ssd_queued_bytes"])
-            for tier in TIERS:
-                metrics.pool_bytes.labels(name, tier).set(daemon["bytes"][tier])
-                metrics.pool_capacity_bytes.labels(name, tier).set(daemon["capacity_bytes"][tier])
-                for group, pages in daemon["pages"][tier].items():
-                    metrics.pool_pages.labels(name, tier, group).set(pages)
-            for what in POOL_BYTES:
-                metrics.pool_moved_bytes.labels(name, what).set(daemon[f"{what}_bytes"])
-            for why in POOL_LOSSES:
-                metrics.pool_lost_pages.labels(name, why).set(daemon[f"{why}_pages"])
-
-    def _count(self, kind: str, failures: int) -> None:
-        self._metrics.telemetry_failures.labels(kind).inc(failures - self._failures[kind])
-        self._failures[kind] = failures

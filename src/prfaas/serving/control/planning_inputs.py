@@ -29,6 +29,7 @@ from prfaas.core.units import GB, SECONDS_PER_HOUR
 from prfaas.core.workload import LengthDistribution
 from prfaas.serving.control.cluster_state import ClusterState
 from prfaas.serving.control.engine_monitor import EngineMeter
+from prfaas.serving.running_deployment import RunningDeployment
 
 if TYPE_CHECKING:
     import numpy as np
@@ -270,7 +271,7 @@ class LiveFacts:
 
     def __init__(
         self,
-        deployment: Deployment,
+        running: RunningDeployment,
         kv_model: KvModel | None,
         cluster_state: ClusterState,
         curves: Mapping[str, PrefillCurves],
@@ -278,25 +279,13 @@ class LiveFacts:
     ) -> None:
         """`curves` by cluster, `engines` by instance. Without a `kv_model` links count as unlimited, since nothing is
         known of bytes."""
-        self.adopt(deployment)
+        self._running = running
         self._cluster_state = cluster_state
         self._curves = curves
         self._engines = engines
+        self._sent_of: Deployment | None = None
+        self._sent: dict[tuple[str, str], OfLength] = {}
         self._kv_bytes: OfLength = KvSize(kv_model) if kv_model is not None else _no_bytes
-
-    def adopt(self, deployment: Deployment) -> None:
-        """The clusters, instances and prices of this file count from now on."""
-        self._deployment = deployment
-        self._link_bytes: dict[tuple[str, str], OfLength] = {
-            ends: KvSize(model)
-            for ends in ((link.source, link.target) for link in deployment.links)
-            if (model := sent_model(deployment, *ends)) is not None
-        }
-        self._profiled = {
-            cluster.name: step
-            for cluster in deployment.pd_clusters
-            if (step := _profiled_decode(deployment, cluster)) is not None
-        }
 
     def problem(self, lengths: LengthDistribution, output_tokens: float | None = None) -> PlanProblem:
         """The problem for uncached `lengths` and answers of a mean length; None takes what was measured.
@@ -304,12 +293,15 @@ class LiveFacts:
         Raises PlanError if no PD cluster has a healthy instance.
         """
         return problem_now(
-            [self._cluster(cluster) for cluster in self._deployment.clusters],
+            [self._cluster(cluster) for cluster in self._running.current.clusters],
             [
                 LinkFacts(
-                    *ends, link.capacity_bits_per_s if link.up else 0.0, kv_bytes=self._link_bytes.get(ends)
+                    source=source,
+                    target=target,
+                    bandwidth_bits_per_s=link.capacity_bits_per_s if link.up else 0.0,
+                    kv_bytes=self._link_bytes(source, target),
                 )
-                for ends, link in self._cluster_state.view.links.items()
+                for (source, target), link in self._cluster_state.view.links.items()
             ],
             lengths,
             self.output_tokens if output_tokens is None else output_tokens,
@@ -327,7 +319,7 @@ class LiveFacts:
 
     def decode(self, cluster: Cluster) -> DecodeFacts:
         """By profile where there is one, else as measured, else 50 ms a step."""
-        profiled = self._profiled.get(cluster.name)
+        profiled = _profiled_decode(self._running.current, cluster)
         if profiled is not None:
             return profiled
         gaps = [
@@ -336,7 +328,7 @@ class LiveFacts:
             if (gap := self._engines[i.name].token_gap_s) is not None and gap > 0
         ]
         step_s = sum(gaps) / len(gaps) if gaps else DEFAULT_STEP_S
-        return DecodeFacts(decode_slots(self._deployment, cluster), step_s)
+        return DecodeFacts(decode_slots(self._running.current, cluster), step_s)
 
     @property
     def output_tokens(self) -> float:
@@ -351,13 +343,26 @@ class LiveFacts:
             return DEFAULT_OUTPUT_TOKENS
         return max(sum(mean * count for mean, count in weighed) / outputs, 1.0)
 
+    def _link_bytes(self, source: str, target: str) -> "OfLength | None":
+        deployment = self._running.current
+        if self._sent_of is not deployment:
+            # Once per file: it takes some work, and may warn.
+            self._sent_of = deployment
+            self._sent = {
+                (link.source, link.target): KvSize(model)
+                for link in deployment.links
+                if (model := sent_model(deployment, link.source, link.target)) is not None
+            }
+        return self._sent.get((source, target))
+
     def _cluster(self, cluster: Cluster) -> ClusterFacts:
         instances = sum(i.available for i in self._cluster_state.view.clusters[cluster.name].instances)
         curve = self._curves[cluster.name].usual
+        facts = ClusterFacts(cluster.name, cluster.kind, instances, curve)
         if cluster.kind == "prfaas":
-            return ClusterFacts(cluster.name, cluster.kind, instances, curve)
+            return facts
         decode = self.decode(cluster)
-        return ClusterFacts(cluster.name, cluster.kind, instances, curve, decode.batch, decode.step_s)
+        return replace(facts, decode_batch=decode.batch, decode_step_s=decode.step_s)
 
 
 def _no_bytes(tokens: "FloatArray") -> "FloatArray":

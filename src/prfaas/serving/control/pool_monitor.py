@@ -7,12 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from prfaas.core.deployment import Deployment, Instance
+from prfaas.core.deployment import Instance, PoolNode
 from prfaas.core.scheduling import PoolView
 from prfaas.core.units import BITS_PER_BYTE
 from prfaas.serving.control.cluster_state import Clock
 from prfaas.serving.control.engine_monitor import EngineMeter, period_s
+from prfaas.serving.control.metrics import POOL_BYTES, POOL_LOSSES, TIERS, ControlMetrics
+from prfaas.serving.control.part import Json, Part
 from prfaas.serving.control.pulse import KvPort
+from prfaas.serving.running_deployment import RunningDeployment
 
 logger = logging.getLogger(__name__)
 
@@ -25,8 +28,6 @@ SILENCE_S = 5.0
 _LEAST_LOADED_BYTES = 1 << 20
 _LEAST_PROMOTED_BYTES = 16 << 20
 _LEAST_BITS_PER_S = 1e6
-
-TIERS = ("memory", "ssd")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,46 +52,41 @@ class PoolReading:
         )
 
 
-class PoolMonitor:
+class PoolMonitor(Part):
     """Asks every pool for its figures once a second. What is known of a silent one stays, with its age."""
 
     def __init__(
         self,
-        deployment: Deployment,
+        running: RunningDeployment,
         ports: Mapping[str, KvPort],
         pools: Mapping[str, PoolView],
+        meters: Mapping[str, EngineMeter],
         *,
         clock: Clock,
     ) -> None:
         """Nobody is asked before `run`.
 
         Args:
-            deployment: whose pools.
+            running: whose pools. They stay the same, and may get other engines.
             ports: how each pool's KV port is asked, by name; whoever made them closes them.
             pools: what policies see of them; they get the bandwidths that engines and daemons measure.
+            meters: of the engines, by instance.
             clock: seconds that never go back.
         """
+        self._meters = meters
+        self._running = running
         self._ports = ports
         self._views = pools
         self._promoted: dict[str, tuple[float, float]] = {}
-        self._pool_of: dict[str, PoolView] = {}
-        self.adopt(deployment)
         self._clock = clock
         self._newest: dict[str, PoolReading] = {}
-        self.period_s = period_s(WANTED_S, len(self.nodes), MOST_ASKED_PER_S)
-        self.failures = 0
-
-    def adopt(self, deployment: Deployment) -> None:
-        """The pools have these engines from now on; they are the same pools."""
-        self.nodes = deployment.pools
-        for node in self.nodes:
-            self._views[node.name].instances = node.instances
-        self._pool_of = {name: self._views[node.name] for node in self.nodes for name in node.instances}
+        self.failures = self._counted = 0
 
     async def run(self) -> None:
         """Until cancelled."""
-        while self.nodes:
-            await asyncio.gather(*(self.ask(node.name) for node in self.nodes), asyncio.sleep(self.period_s))
+        while nodes := self._running.current.pools:
+            pause_s = period_s(WANTED_S, len(nodes), MOST_ASKED_PER_S)
+            await asyncio.gather(*(self.ask(node.name) for node in nodes), asyncio.sleep(pause_s))
 
     async def ask(self, name: str) -> None:
         """One look at one pool; without an answer nothing changes."""
@@ -107,6 +103,52 @@ class PoolMonitor:
             return
         self._newest[name] = reading = PoolReading(self._clock(), parts)
         self._learn_ssd(name, reading)
+
+    def state(self, now_s: float) -> Json:
+        """All pools. Totals are since the daemon's start."""
+        return {"pools": {node.name: self._state(node, now_s) for node in self._running.current.pools}}
+
+    def write_gauges(self, metrics: ControlMetrics, now_s: float) -> None:
+        """Those of pools."""
+        for name, pool in self.state(now_s)["pools"].items():
+            metrics.pool_up.labels(name).set(pool["up"])
+            metrics.pool_load_bits_per_s.labels(name).set(pool["memory_bits_per_s"])
+            for tier, tokens in pool["hit_tokens"].items():
+                metrics.pool_hit_tokens.labels(name, tier).set(tokens)
+            daemon = pool["daemon"]
+            if daemon is None:
+                continue
+            metrics.pool_epoch.labels(name).set(daemon["epoch"])
+            metrics.pool_sessions.labels(name).set(daemon["sessions"])
+            metrics.pool_pinned_pages.labels(name).set(daemon["pinned_pages"])
+            metrics.pool_ssd_queued_bytes.labels(name).set(daemon["ssd_queued_bytes"])
+            for tier in TIERS:
+                metrics.pool_bytes.labels(name, tier).set(daemon["bytes"][tier])
+                metrics.pool_capacity_bytes.labels(name, tier).set(daemon["capacity_bytes"][tier])
+                for group, pages in daemon["pages"][tier].items():
+                    metrics.pool_pages.labels(name, tier, group).set(pages)
+            for what in POOL_BYTES:
+                metrics.pool_moved_bytes.labels(name, what).set(daemon[f"{what}_bytes"])
+            for why in POOL_LOSSES:
+                metrics.pool_lost_pages.labels(name, why).set(daemon[f"{why}_pages"])
+        metrics.telemetry_failures.labels("pools").inc(self.failures - self._counted)
+        self._counted = self.failures
+
+    def _state(self, node: PoolNode, now_s: float) -> Json:
+        newest = self._newest.get(node.name)
+        engines = [self._meters[name].newest for name in node.instances]
+        return {
+            "cluster": node.cluster,
+            "instances": list(node.instances),
+            "up": newest is not None and now_s - newest.at_s < SILENCE_S,
+            "age_s": None if newest is None else round(now_s - newest.at_s, 3),
+            "memory_bits_per_s": round(self._views[node.name].memory_bits_per_s),
+            "hit_tokens": {
+                "memory": round(sum(each.pool_memory_tokens for each in engines if each is not None)),
+                "ssd": round(sum(each.pool_ssd_tokens for each in engines if each is not None)),
+            },
+            "daemon": None if newest is None else _daemon(newest, node),
+        }
 
     def newest(self, name: str) -> PoolReading | None:
         """The last figures of a pool; None as long as it has not answered."""
@@ -126,7 +168,7 @@ class PoolMonitor:
 
     def learn(self, instance: Instance, meter: EngineMeter) -> None:
         """Take the bandwidth of an engine's loads of the last minute for that of its pool's memory."""
-        pool = self._pool_of.get(instance.name)
+        pool = next((each for each in self._views.values() if instance.name in each.instances), None)
         if pool is None or meter.pool_loaded_bytes < _LEAST_LOADED_BYTES or not meter.pool_load_bytes_per_s:
             return
         # Ranks load at the same time, and each counts its own seconds.
@@ -136,3 +178,33 @@ class PoolMonitor:
 
 def _number(value: object) -> float:
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else 0.0
+
+
+def _daemon(newest: PoolReading, node: PoolNode) -> Json:
+    store = newest.parts.get("store", {})
+
+    def number(part: str, name: str) -> int:
+        return round(newest.number(part, name))
+
+    return {
+        "epoch": number("store", "epoch"),
+        "sessions": number("store", "engine_sessions"),
+        "bytes": {"memory": number("store", "used_bytes"), "ssd": number("store", "ssd_bytes")},
+        "capacity_bytes": {"memory": number("store", "memory_bytes"), "ssd": node.ssd_bytes},
+        "pages": {tier: newest.pages(tier) for tier in TIERS},
+        "pinned_pages": number("store", "pinned_pages"),
+        "writing_pages": number("store", "writing_pages"),
+        "stored_bytes": number("store", "stored_bytes"),
+        "refused_pages": number("store", "refused_pages"),
+        "evicted_pages": number("store", "evicted_pages"),
+        "evicted_bytes": number("store", "evicted_bytes"),
+        "promoted_bytes": number("store", "promoted_bytes"),
+        "wrong_pages": number("store", "wrong_pages"),
+        "ssd_state": str(store.get("ssd_state", "")),
+        "ssd_queued_bytes": number("store", "ssd_queued_bytes"),
+        "ssd_written_bytes": number("store", "ssd_written_bytes"),
+        "ssd_read_bytes": number("store", "ssd_read_bytes"),
+        "copied_bytes": number("copies", "copied_bytes"),
+        "lent_bytes": number("copies", "lent_bytes"),
+        "failed_copies": number("copies", "failed_copies"),
+    }

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
+from prfaas.core.deployment import Instance
 from prfaas.core.prefix import PromptChains
 from prfaas.core.scheduling import Decision
 from prfaas.core.scheduling.gateway_share import (
@@ -19,11 +20,13 @@ from prfaas.core.scheduling.gateway_share import (
 from prfaas.core.scheduling.prefill_pool import PrefillPool
 from prfaas.core.scheduling.prefill_turns import PATIENCE_S, ServedWork, goes_first
 from prfaas.serving.control.cluster_state import Clock, ClusterState
+from prfaas.serving.control.metrics import ControlMetrics
+from prfaas.serving.control.part import Json, Part
 
 Admission = asyncio.Future[str | None]
 
 
-class PrefillAdmission:
+class PrefillAdmission(Part):
     """One pool of waiting prefills per cluster, for policies that say how urgent each is.
 
     An instance is free while fewer than `batch_tokens` uncached tokens are at work there: what its engine takes
@@ -50,7 +53,8 @@ class PrefillAdmission:
         self._reusable_at = reusable_at
         self._pools: dict[str, PrefillPool[Admission]] = {}
         self._served: dict[str, ServedWork] = {}
-        self.adopt()
+        for name in cluster_state.view.clusters:
+            self._open(name)
         # Uncached tokens by instance.
         self._at_work: Counter[str] = Counter()
         # Uncached tokens of those that wait.
@@ -60,13 +64,16 @@ class PrefillAdmission:
         # Since when an instance has had room that this gateway has left to another one.
         self._left_s: dict[str, float] = {}
 
-    def adopt(self) -> None:
-        """Admit to the clusters that the view has now. Nothing waits for one that it has no more."""
-        clusters = self._cluster_state.view.clusters
-        for name in clusters.keys() - self._pools.keys():
-            self._pools[name], self._served[name] = PrefillPool(waits=clusters[name].waits), ServedWork()
-        for name in self._pools.keys() - clusters.keys():
-            del self._pools[name], self._served[name]
+    def join(self, instance: Instance) -> None:
+        """The first instance of a cluster brings its pool."""
+        if instance.cluster not in self._pools:
+            self._open(instance.cluster)
+
+    def leave(self, name: str) -> None:
+        """The last instance of a cluster takes its pool, for which nothing waits any more."""
+        cluster = self._cluster_state.instance(name).cluster
+        if len(self._cluster_state.view.clusters[cluster].instances) == 1:
+            del self._pools[cluster], self._served[cluster]
 
     @asynccontextmanager
     async def admit(self, decision: Decision, chains: PromptChains) -> AsyncIterator[Decision]:
@@ -112,6 +119,15 @@ class PrefillAdmission:
             len(self._pools[cluster]) + self._others_total.clusters.get(cluster, NOTHING_AT_CLUSTER).waiting
         )
 
+    def state(self, _now_s: float) -> Json:
+        """Who waits."""
+        return {"clusters": {name: {"waiting_prefills": self.waiting(name)} for name in self._pools}}
+
+    def write_gauges(self, metrics: ControlMetrics, _now_s: float) -> None:
+        """Who waits."""
+        for name in self._pools:
+            metrics.waiting_prefills.labels(name).set(self.waiting(name))
+
     def own_share(self) -> GatewayShare:
         """What waits here and what has its turn, for the other gateways of a fleet."""
         now_s = self._clock()
@@ -143,6 +159,10 @@ class PrefillAdmission:
             self._serve(name, now_s)
         for cluster in self._pools:
             self._show_waiting(cluster)
+
+    def _open(self, cluster: str) -> None:
+        waits = self._cluster_state.view.clusters[cluster].waits
+        self._pools[cluster], self._served[cluster] = PrefillPool(waits=waits), ServedWork()
 
     async def _wait_for_instance(self, decision: Decision) -> str:
         assert decision.urgency_s is not None

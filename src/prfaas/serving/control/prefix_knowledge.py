@@ -2,8 +2,8 @@
 
 import hashlib
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from prfaas.core.deployment import Instance
@@ -17,12 +17,15 @@ from prfaas.core.prefix import (
     PrefixHit,
     PrefixRecord,
     PromptChains,
+    PromptTokens,
     chain_root,
 )
 from prfaas.core.prefix.events import Event, EventBatch, RemovedBlocks, StoredBlocks
 from prfaas.core.scheduling import Decision, KvFacts, RoutingRequest, with_pools
 from prfaas.serving.control.cluster_state import Clock, ClusterState
 from prfaas.serving.control.engine_reading import EngineReading
+from prfaas.serving.control.metrics import ControlMetrics
+from prfaas.serving.control.part import Json, Part
 
 LIFETIME_S = 5.0
 MOST_BLOCKS = 1 << 15
@@ -175,7 +178,7 @@ class MissedPrefix:
     """The clusters that hold all of it."""
 
 
-class PrefixKnowledge:
+class PrefixKnowledge(Part):
     """What is known from three sources, of which the longest prefix counts.
 
     - The index, from the engines' events. It is exact. Bytes are left out because of it (`skip_tokens`), where a wrong
@@ -196,15 +199,15 @@ class PrefixKnowledge:
         *,
         seed: int,
         is_hybrid: bool,
-        with_events: Collection[str],
+        with_events: Container[str],
         clock: Clock,
     ) -> None:
-        """`with_events`: the instances whose events are applied. `seed` is the index's."""
+        """`with_events`: who publishes events; its owner keeps it up to date. `seed` is the index's."""
         self.index = index
         self._cluster_state = cluster_state
         self._seed = seed
         self._is_hybrid = is_hybrid
-        self._with_events = frozenset(with_events)
+        self._with_events = with_events
         self._clock = clock
         self._memory_of = {name: f"{name}/memory" for name in cluster_state.view.pools}
         self._pool_of = self._pools_of_instances()
@@ -213,14 +216,21 @@ class PrefixKnowledge:
         self._hasher: BlockHasher | None = None
         self._own_last_tokens: dict[str, int] = {}
 
-    def adopt(self, with_events: Collection[str]) -> None:
-        """Apply the events of these instances from now on; the view has its instances and pools already."""
-        self._with_events = frozenset(with_events)
+    def join(self, _instance: Instance) -> None:
+        """The pools of the view have who joins already."""
+        self._pool_of = self._pools_of_instances()
+
+    def leave(self, name: str) -> None:
+        """Forget what it holds."""
+        self.drop(name, "left")
+        self._own_last_tokens.pop(name, None)
         self._pool_of = self._pools_of_instances()
 
     def chains(self, token_ids: Sequence[int], salt: str, adapter: str) -> PromptChains:
         """What a prompt is looked up by. May be called in a thread."""
-        chains = self.index.chains(token_ids, salt, adapter)
+        chains = replace(
+            self.index.chains(token_ids, salt, adapter), prompt=PromptTokens(token_ids, salt, adapter)
+        )
         hasher = self._hasher
         if hasher is None or hasher.block_tokens in chains.by_block_tokens:
             return chains
@@ -326,6 +336,24 @@ class PrefixKnowledge:
             only_ends=self._is_hybrid,
         )
         self._hasher = BlockHasher(block_tokens=block_tokens, seed=self._seed)
+
+    def state(self, _now_s: float) -> Json:
+        """How large the index is."""
+        return {"index": asdict(self.index.stats()) | {"expected_blocks": self.pending_blocks}}
+
+    def state_of(self, name: str, _now_s: float) -> Json:
+        """The blocks that are known of an instance or a pool."""
+        blocks = {"blocks": self.blocks(name)}
+        return blocks | {"memory_blocks": self.memory_blocks(name)} if self.is_pool(name) else blocks
+
+    def write_gauges(self, metrics: ControlMetrics, _now_s: float) -> None:
+        """Those of blocks."""
+        metrics.index_blocks.set(self.index.stats().blocks)
+        for name in self._cluster_state.names:
+            metrics.instance_blocks.labels(name).set(self.blocks(name))
+        for pool in self._memory_of:
+            metrics.pool_blocks.labels(pool, "memory").set(self.memory_blocks(pool))
+            metrics.pool_blocks.labels(pool, "all").set(self.blocks(pool))
 
     @property
     def pending_blocks(self) -> int:

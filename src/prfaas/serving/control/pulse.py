@@ -1,7 +1,7 @@
 """When every instance last answered, each way: over HTTP, and at the KV port of each rank."""
 
 import math
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -51,38 +51,32 @@ class Pulse:
 
     def __init__(
         self,
-        instances: Iterable[Instance],
         http: EngineAccess,
-        kv_ports: Mapping[str, Sequence[KvPort]],
         *,
-        ask_s: float,
+        ask_s: Callable[[], float],
         clock: Clock,
         on_health: Callable[[str, bool], None],
     ) -> None:
         """`on_health(instance, good)`: its /health was answered, or its HTTP port refused."""
         self._http = http
+        self._ask_s = ask_s
         self._clock = clock
         self._on_health = on_health
         self._ways: dict[str, tuple[_Way, ...]] = {}
-        self.adopt(instances, kv_ports, ask_s)
 
-    def adopt(
-        self, instances: Iterable[Instance], kv_ports: Mapping[str, Sequence[KvPort]], ask_s: float
-    ) -> None:
-        """Ask these instances from now on; one that is new counts as heard now."""
-        self._ask_s = ask_s
-        self._ways = {
-            instance.name: self._ways.get(instance.name)
-            or (
-                self._way("HTTP server", self._asker(instance), _HEALTH_S),
-                *(
-                    self._way(_port_label(rank, len(ports)), self._kv_asker(port), math.inf)
-                    for ports in (kv_ports.get(instance.name, ()),)
-                    for rank, port in enumerate(ports)
-                ),
-            )
-            for instance in instances
-        }
+    def join(self, instance: Instance, ports: Sequence[KvPort]) -> None:
+        """Ask an instance and the KV ports of its ranks from now on; it counts as heard now."""
+        self._ways[instance.name] = (
+            self._way("HTTP server", self._asker(instance), _HEALTH_S),
+            *(
+                self._way(_port_label(rank, len(ports)), self._kv_asker(port), math.inf)
+                for rank, port in enumerate(ports)
+            ),
+        )
+
+    def leave(self, name: str) -> None:
+        """Ask it no longer."""
+        del self._ways[name]
 
     def heard_http(self, name: str) -> None:
         """The instance has answered over HTTP."""
@@ -108,17 +102,13 @@ class Pulse:
 
         `urgent(instance)`: every way is to be asked every `ask_s`, also one that is heard.
         """
-        now_s = self._clock()
+        now_s, ask_s = self._clock(), self._ask_s()
         return [
             self._ask(way)
             for name in names
             for way in self._ways[name]
-            if not way.asking and now_s >= self._next_s(way, urgent=urgent(name))
+            if not way.asking and now_s >= _next_s(way, ask_s, urgent=urgent(name))
         ]
-
-    def _next_s(self, way: _Way, *, urgent: bool) -> float:
-        next_s = way.asked_s + self._ask_s
-        return next_s if urgent else max(next_s, min(way.heard_s + self._ask_s, way.asked_s + way.longest_s))
 
     def _way(self, label: str, ask: Callable[[], Awaitable[None]], longest_s: float) -> _Way:
         now_s = self._clock()
@@ -160,3 +150,8 @@ class Pulse:
 
 def _port_label(rank: int, ranks: int) -> str:
     return "KV port" if ranks == 1 else f"KV port of rank {rank}"
+
+
+def _next_s(way: _Way, ask_s: float, *, urgent: bool) -> float:
+    next_s = way.asked_s + ask_s
+    return next_s if urgent else max(next_s, min(way.heard_s + ask_s, way.asked_s + way.longest_s))

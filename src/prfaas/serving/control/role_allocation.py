@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from prfaas.core.deployment import ControlConfig, Role
+from prfaas.core.deployment import AppliedDeployment, ControlConfig, Role
 from prfaas.core.planner import PlanError
 from prfaas.core.planner.role_latency import QueueingModel, RoleLatency
 from prfaas.core.scheduling.allocation import (
@@ -21,14 +21,15 @@ from prfaas.core.scheduling.allocation import (
 )
 from prfaas.core.scheduling.forecast import Outlook, foresight_of
 from prfaas.core.scheduling.length_window import LengthWindow
-from prfaas.core.scheduling.policy import Policy
 from prfaas.core.scheduling.role_choice import ExpectedLoad, RoleOutlook
 from prfaas.core.scheduling.stage_utilisation import InstanceWork, StageUtilisation
 from prfaas.core.workload import WorkloadError
 from prfaas.serving.control.cluster_state import Clock, ClusterState
 from prfaas.serving.control.engine_monitor import EngineMeter
-from prfaas.serving.control.guarded_policy import prefills_shortest_first
+from prfaas.serving.control.metrics import ControlMetrics
+from prfaas.serving.control.part import Json, Part
 from prfaas.serving.control.planning_inputs import OUTPUT_AGE_S, LiveFacts
+from prfaas.serving.running_deployment import RunningDeployment
 
 logger = logging.getLogger(__name__)
 
@@ -67,8 +68,8 @@ class RoleChanges:
         """`on_begin` is called with every instance that starts to drain, `on_end` with every conversion that ends."""
         self.knows_all: Callable[[], bool] = lambda: True
         """Whether every gateway of a fleet knows of the conversion under way: then nothing more can come."""
-        self._cluster_state = cluster_state
-        self._clock = clock
+        self.cluster_state = cluster_state
+        self.clock = clock
         self._on_begin = on_begin
         self._on_end = on_end
         self._current: tuple[RoleChange, RoleDrain] | None = None
@@ -91,16 +92,23 @@ class RoleChanges:
 
     def begin(self, instance: str, to_role: Role, reason: str) -> bool:
         """Start to convert; False if another conversion is under way, or the instance has that role or has left."""
-        if instance not in self._cluster_state.names:
+        if instance not in self.cluster_state.names:
             return False
-        view = self._cluster_state.instance(instance)
+        view = self.cluster_state.instance(instance)
         has_role = (view.prefills, view.decodes) == (to_role == "prefill", to_role == "decode")
         if self._current is not None or has_role:
             return False
-        now_s = self._clock()
+        now_s = self.clock()
         drain = RoleDrain.begin(view, to_role, now_s)
         from_role: Role = "decode" if to_role == "prefill" else "prefill"
-        change = RoleChange(instance, view.cluster, from_role, to_role, reason, now_s)
+        change = RoleChange(
+            instance=instance,
+            cluster=view.cluster,
+            from_role=from_role,
+            to_role=to_role,
+            reason=reason,
+            at_s=now_s,
+        )
         self._current = change, drain
         self.history.append(change)
         logger.info("%s is to %s instead of %s: %s", instance, to_role, from_role, reason)
@@ -112,7 +120,7 @@ class RoleChanges:
         if self._current is None:
             return
         change, drain = self._current
-        now_s = self._clock()
+        now_s = self.clock()
         if now_s - drain.since_s < DRAIN_LIMIT_S and not self.knows_all():
             return
         result = drain.conclude(now_s)
@@ -128,7 +136,7 @@ class RoleChanges:
             change.drained_s,
         )
         if result != "abandoned":
-            self._cluster_state.set_role(change.instance, change.to_role)
+            self.cluster_state.set_role(change.instance, change.to_role)
         self._on_end(change)
 
     def hand_over(self) -> None:
@@ -143,7 +151,7 @@ class RoleChanges:
         change, drain = self._current
         self._current = None
         drain.instance.draining = False
-        change.outcome, change.drained_s = "abandoned", self._clock() - drain.since_s
+        change.outcome, change.drained_s = "abandoned", self.clock() - drain.since_s
 
     def state(self, now_s: float) -> list[dict[str, Any]]:
         """The last conversions, newest last, `age_s` instead of times."""
@@ -166,61 +174,102 @@ def stage_utilisation(
     """
 
     def work_of(name: str) -> InstanceWork:
-        waiting = engines[name].waiting
+        view, waiting = cluster_state.instance(name), engines[name].waiting
+        # An engine has one queue. Of one that does both, those wait for a decode slot that are beyond its slots.
+        beyond = max(view.decoding - view.decode_slots, 0) if view.prefills else waiting
+        waiting_decodes = min(waiting, beyond)
         return InstanceWork(
             busy_s=cluster_state.prefill_busy_s(name),
             decoding_s=cluster_state.decoding_s(name),
             open_prefills=cluster_state.open_prefills(name),
-            waiting_prefills=waiting,
-            waiting_decodes=waiting,
+            waiting_prefills=waiting - waiting_decodes,
+            waiting_decodes=waiting_decodes,
         )
 
     return StageUtilisation(cluster_state.view, work_of, pooled, clock())
 
 
-class RoleAllocation:
+class RoleAllocation(Part):
     """Evaluates the roles every `allocation_period_s` and sees conversions through."""
 
     def __init__(
         self,
-        config: ControlConfig,
+        running: RunningDeployment,
         facts: LiveFacts,
         utilisation: StageUtilisation,
         window: LengthWindow,
         changes: RoleChanges,
         *,
-        clock: Clock,
-        policy: Policy,
+        shortest_first: Callable[[], bool],
     ) -> None:
-        """`policy`: the one that routes; it is asked in which order prefills wait."""
-        self._config = config
+        """`shortest_first`: the order in which prefills wait under the policy that routes now."""
+        control = running.current.control
+        self._running = running
         self._facts = facts
         self._utilisation = utilisation
-        self._changes = changes
-        self._clock = clock
-        self._policy = policy
-        self._outlook = Outlook(window, foresight_of(config.forecast_period_s))
-        self._allocator = Allocator(cool_down_s=COOL_DOWN_PERIODS * config.allocation_period_s)
+        self.changes = changes
+        self._clock = changes.clock
+        self._shortest_first = shortest_first
+        self._outlook = Outlook(window, foresight_of(control.forecast_period_s))
+        self._allocator = Allocator(cool_down_s=COOL_DOWN_PERIODS * control.allocation_period_s)
         self.paused = False
         """Whether another gateway decides. After a pause the first evaluation comes a period later."""
         self.last: dict[str, Any] = {}
 
-    def adopt(self, config: ControlConfig, policy: Policy) -> None:
-        """Evaluate as this file says from now on."""
-        self._config, self._policy = config, policy
-        self._allocator.cool_down_s = COOL_DOWN_PERIODS * config.allocation_period_s
+    @property
+    def _control(self) -> ControlConfig:
+        return self._running.current.control
+
+    def follow(self, before: AppliedDeployment, now: AppliedDeployment) -> None:
+        """Roles that the file has changed. What was converted here stays, and who leaves is not converted."""
+        for instance in now.leaving:
+            self.changes.give_up(instance.name)
+        roles = {instance.name: instance.roles for instance in before.running.instances}
+        for instance in now.running.instances:
+            if roles.get(instance.name, instance.roles) != instance.roles:
+                self.changes.give_up(instance.name)
+                self.changes.cluster_state.set_roles(instance.name, instance.roles)
+
+    def leave(self, name: str) -> None:
+        """It is not converted any more."""
+        self.changes.give_up(name)
+
+    def state(self, now_s: float) -> Json:
+        """The last conversions, and the last evaluation."""
+        return {"roles": {"conversions": self.changes.state(now_s), "last_evaluation": self.last}}
+
+    def write_gauges(self, metrics: ControlMetrics, _now_s: float) -> None:
+        """Those of the last evaluation."""
+        predicted = self.last.get("predicted")
+        if predicted is None:
+            return
+        # What there is no prediction of any more must not stay.
+        metrics.predicted_ttft_seconds.clear()
+        metrics.predicted_prefill_instances.clear()
+        metrics.expected_requests_per_s.clear()
+        expected = self.last["expected"]
+        source = "forecast" if expected["is_forecast"] else "measured"
+        metrics.expected_requests_per_s.labels(source).set(expected["requests_per_s"])
+        for roles in ("now", "best"):
+            told = predicted[roles]
+            if told is None:
+                continue
+            ttft_s = told["ttft_s"]
+            metrics.predicted_ttft_seconds.labels(roles).set(math.inf if ttft_s is None else ttft_s)
+            for cluster, count in told["prefill_instances"].items():
+                metrics.predicted_prefill_instances.labels(cluster, roles).set(count)
 
     async def run(self) -> None:
         """Until cancelled."""
-        next_s = self._clock() + self._config.allocation_period_s
+        next_s = self._clock() + self._control.allocation_period_s
         while True:
             await asyncio.sleep(DRAIN_CHECK_S)
-            self._changes.tick()
+            self.changes.tick()
             if self.paused:
-                next_s = self._clock() + self._config.allocation_period_s
+                next_s = self._clock() + self._control.allocation_period_s
             elif self._clock() >= next_s:
-                next_s = self._clock() + self._config.allocation_period_s
-                if self._config.allocation:
+                next_s = self._clock() + self._control.allocation_period_s
+                if self._control.allocation:
                     await self.evaluate()
 
     async def evaluate(self) -> None:
@@ -233,19 +282,20 @@ class RoleAllocation:
                 for load in loads
             }
         }
-        period_s = self._config.allocation_period_s
+        period_s = self._control.allocation_period_s
+        self._allocator.cool_down_s = COOL_DOWN_PERIODS * period_s
         expected = self._outlook.expect(
             self._facts.output_tokens,
             OUTPUT_AGE_S,
             now_s,
-            self._allocator.lead_s(period_s, self._changes.drain_s),
+            self._allocator.lead_s(period_s, self.changes.drain_s),
         )
-        if expected is None or self._changes.is_busy:
-            self.last["result"] = "converting" if self._changes.is_busy else "too few requests"
+        if expected is None or self.changes.is_busy:
+            self.last["result"] = "converting" if self.changes.is_busy else "too few requests"
             return
         means = expected.means
         # Asked anew each time: at the start hardly any instance is there.
-        queues = QueueingModel(prefills_shortest_first(self._policy, self._facts.view))
+        queues = QueueingModel(self._shortest_first())
         load = ExpectedLoad(means.requests_per_s, queues, expected.is_forecast)
         try:
             problem = self._facts.problem(expected.lengths, means.output_tokens)
@@ -267,7 +317,7 @@ class RoleAllocation:
                 "rate_after": conversion.rate_after,
                 "rate_best": conversion.rate_best,
             }
-            self._changes.begin(conversion.instance, conversion.to_role, conversion.reason)
+            self.changes.begin(conversion.instance, conversion.to_role, conversion.reason)
 
 
 def _told(outlook: RoleOutlook | None) -> dict[str, Any] | None:

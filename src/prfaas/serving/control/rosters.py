@@ -5,9 +5,11 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from prfaas.core.deployment import Deployment
+from prfaas.core.deployment import AppliedDeployment
 from prfaas.serving.control.engine_monitor import period_s
+from prfaas.serving.control.part import Json, Part
 from prfaas.serving.control.pulse import KvPort
+from prfaas.serving.running_deployment import RunningDeployment
 from prfaas.serving.transport.roster import Roster, roster_of
 
 logger = logging.getLogger(__name__)
@@ -20,7 +22,7 @@ Rank = tuple[str, int]
 """An instance's name and the number of its rank."""
 
 
-class Rosters:
+class Rosters(Part):
     """Asks every rank once a second which roster it has, and tells it where that is another one.
 
     An engine that has started has the roster of its command line, and is told at once. One that another control plane
@@ -29,16 +31,17 @@ class Rosters:
 
     def __init__(
         self,
-        deployment: Deployment,
+        running: RunningDeployment,
         kv_ports: Mapping[str, Sequence[KvPort]],
         on_stats: Callable[[str, Mapping[str, Any]], None] = lambda _name, _stats: None,
     ) -> None:
         """
         Args:
-            deployment: its rosters are wanted.
+            running: its rosters are wanted.
             kv_ports: instance name → the KV ports of its ranks; whoever made them keeps them up to date.
             on_stats: (instance, all that one of its ranks has answered).
         """
+        self._running = running
         self._kv_ports = kv_ports
         self._on_stats = on_stats
         self._wanted: dict[Rank, Roster] = {}
@@ -47,18 +50,12 @@ class Rosters:
         self._settled: dict[Rank, str] = {}
         self._has: dict[Rank, str] = {}
         self._announcing: asyncio.Task[None] | None = None
-        self.adopt(deployment)
+        self._want()
 
-    def adopt(self, deployment: Deployment) -> None:
-        """Want the rosters of this deployment from now on."""
-        self._wanted = {
-            (instance.name, rank): roster_of(deployment, instance, rank)
-            for instance in deployment.instances
-            for rank in range(instance.kv_ranks)
-        }
-        self._digests = {rank: roster.digest for rank, roster in self._wanted.items()}
-        self._has = {rank: digest for rank, digest in self._has.items() if rank in self._wanted}
-        self.period_s = period_s(WANTED_S, len(self._wanted), MOST_ASKED_PER_S)
+    def follow(self, _before: AppliedDeployment, _now: AppliedDeployment) -> None:
+        """Want other rosters, and tell them to all at once."""
+        self._want()
+        self.announce()
 
     def announce(self) -> None:
         """Tell all now, in the background: twice, since who is new is let in only by those that were told before."""
@@ -75,7 +72,8 @@ class Rosters:
         """Until cancelled."""
         try:
             while True:
-                await asyncio.gather(self.look(), asyncio.sleep(self.period_s))
+                pause_s = period_s(WANTED_S, len(self._wanted), MOST_ASKED_PER_S)
+                await asyncio.gather(self.look(), asyncio.sleep(pause_s))
         finally:
             if self._announcing is not None:
                 self._announcing.cancel()
@@ -83,6 +81,10 @@ class Rosters:
     async def look(self) -> None:
         """Ask every rank once, and tell those that have another roster."""
         await asyncio.gather(*(self._look(rank) for rank in tuple(self._wanted)))
+
+    def state(self, _now_s: float) -> Json:
+        """Who is behind."""
+        return {"applied": {"rosters_behind": self.behind}}
 
     @property
     def behind(self) -> list[str]:
@@ -92,6 +94,17 @@ class Rosters:
             for (name, number), has in self._has.items()
             if has != self._digests[name, number]
         ]
+
+    def _want(self) -> None:
+        """Each takes some work: not made anew at every look."""
+        deployment = self._running.current
+        self._wanted = {
+            (instance.name, rank): roster_of(deployment, instance, rank)
+            for instance in deployment.instances
+            for rank in range(instance.kv_ranks)
+        }
+        self._digests = {rank: roster.digest for rank, roster in self._wanted.items()}
+        self._has = {rank: digest for rank, digest in self._has.items() if rank in self._wanted}
 
     async def _look(self, rank: Rank) -> None:
         name, number = rank

@@ -8,13 +8,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from prfaas.core.deployment import Deployment
+from prfaas.core.deployment import AppliedDeployment
 from prfaas.core.planner import PlanError
 from prfaas.core.scheduling.length_window import LengthWindow
 from prfaas.core.scheduling.threshold import SETTLE_S, Reason, ThresholdChange, ThresholdOptimiser
 from prfaas.core.workload import TruncatedLogNormal, WorkloadError
-from prfaas.serving.control.cluster_state import Clock, ClusterState
+from prfaas.serving.control.cluster_state import Clock
+from prfaas.serving.control.metrics import ControlMetrics
+from prfaas.serving.control.part import Json, Part
 from prfaas.serving.control.planning_inputs import LiveFacts
+from prfaas.serving.running_deployment import RunningDeployment
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +41,7 @@ class ThresholdEntry:
     """The same with the new threshold."""
 
 
-class Thresholds:
+class Thresholds(Part):
     """Sets `View.threshold_tokens`, with a history of why.
 
     At the start: as configured; else what the planner finds for the profiles and the paper's mix of lengths; without
@@ -48,8 +51,7 @@ class Thresholds:
 
     def __init__(
         self,
-        deployment: Deployment,
-        cluster_state: ClusterState,
+        running: RunningDeployment,
         facts: LiveFacts,
         window: LengthWindow,
         *,
@@ -58,10 +60,9 @@ class Thresholds:
         optimiser: ThresholdOptimiser | None = None,
     ) -> None:
         """`on_change` is called with (cluster, reason) for every change but the first."""
-        self._deployment = deployment
-        self._cluster_state = cluster_state
+        self._running = running
         self._facts = facts
-        self._window = window
+        self.window = window
         self._clock = clock
         self._on_change = on_change
         self._optimiser = optimiser or ThresholdOptimiser()
@@ -76,23 +77,22 @@ class Thresholds:
         self.last: dict[str, Any] = {}
         self._begin()
 
-    def adopt(self, deployment: Deployment) -> None:
-        """Search as this file says from now on. A threshold that it configures otherwise counts at once.
+    def follow(self, before: AppliedDeployment, now: AppliedDeployment) -> None:
+        """A threshold that the file configures otherwise counts at once.
 
         A PD cluster that joins begins with what the file configures, or with the default.
         """
-        before, self._deployment = self._deployment.routing, deployment
-        after = deployment.routing
-        if after.threshold_tokens not in (None, before.threshold_tokens):
-            for cluster in deployment.pd_clusters:
-                tokens = float(after.threshold_tokens or 0)
+        was, routing = before.said.routing, now.said.routing
+        if routing.threshold_tokens not in (None, was.threshold_tokens):
+            for cluster in now.said.pd_clusters:
+                tokens = float(routing.threshold_tokens or 0)
                 self._set(ThresholdEntry(self._clock(), cluster.name, tokens, "configured"))
                 self._on_change(cluster.name, "configured")
         first, why = self._unplanned()
-        for name in first.keys() - self._cluster_state.view.threshold_tokens.keys():
+        for name in first.keys() - self._facts.view.threshold_tokens.keys():
             self._set(ThresholdEntry(self._clock(), name, first[name], why))
             self._has_searched = self._has_searched and why != "default"
-        self._has_searched = self._has_searched and after.policy == before.policy
+        self._has_searched = self._has_searched and routing.policy == was.policy
         self.ask("roles")
 
     def ask(self, reason: Reason) -> None:
@@ -115,7 +115,7 @@ class Thresholds:
             raise ValueError(
                 "thresholds are set at the gateway that leads, while etcd answers; `prfaas status` names it"
             )
-        if self._deployment.routing.policy == "static_threshold":
+        if self._running.current.routing.policy == "static_threshold":
             raise ValueError(
                 "the policy static_threshold keeps routing.threshold_tokens of the deployment file; "
                 "a threshold can be set for policies that search it"
@@ -133,12 +133,12 @@ class Thresholds:
     def pause(self, paused: bool) -> None:
         """Whether another gateway decides. After a pause the first search comes a period later."""
         if self._is_paused and not paused:
-            self._next_search_s = self._clock() + self._deployment.control.threshold_period_s
+            self._next_search_s = self._clock() + self._running.current.control.threshold_period_s
         self._is_paused = paused
 
-    def follow(self, cluster: str, tokens: float, leader: str, *, is_held: bool = False) -> None:
+    def take_over(self, cluster: str, tokens: float, leader: str, *, is_held: bool = False) -> None:
         """Another gateway has decided a threshold. `is_held`: an operator has set it there."""
-        before = self._cluster_state.view.threshold_tokens
+        before = self._facts.view.threshold_tokens
         if cluster not in before:
             return
         (self.held.add if is_held else self.held.discard)(cluster)
@@ -151,7 +151,7 @@ class Thresholds:
         """Until cancelled."""
         while True:
             try:
-                async with asyncio.timeout(self._deployment.control.threshold_period_s):
+                async with asyncio.timeout(self._running.current.control.threshold_period_s):
                     await self._wake.wait()
                 await asyncio.sleep(SETTLE_S)
             except TimeoutError:
@@ -162,15 +162,15 @@ class Thresholds:
 
     async def search(self) -> None:
         """Search once with what is known now; the planner works in a thread."""
-        if self._deployment.routing.policy == "static_threshold":
+        if self._running.current.routing.policy == "static_threshold":
             # It never reads the view's threshold: one that moved would only be shown.
             self.last = {"result": "fixed by policy static_threshold"}
             return
         reason: Reason = (self._asked or "periodic") if self._has_searched else "start"
         now_s = self._clock()
-        lengths = self._window.lengths(now_s)
+        lengths = self.window.lengths(now_s)
         if lengths is None:
-            self.last = {"result": "too few requests", "requests": self._window.count(now_s)}
+            self.last = {"result": "too few requests", "requests": self.window.count(now_s)}
             return
         try:
             problem = self._facts.problem(lengths)
@@ -182,8 +182,8 @@ class Thresholds:
             self._optimiser.propose,
             problem,
             {pd.name: self._facts.prefill_instances(pd.name) for pd in problem.pd},
-            dict(self._cluster_state.view.threshold_tokens),
-            sample_count=self._window.count(now_s),
+            dict(self._facts.view.threshold_tokens),
+            sample_count=self.window.count(now_s),
             reason=reason,
         )
         if self._is_paused:
@@ -192,11 +192,11 @@ class Thresholds:
         self.last = {"result": "kept" if change is None else "moved", "reason": reason}
         if change is not None:
             self.last |= {"rate_before": change.rate_before, "rate_after": change.rate_after}
-            self._adopt(change)
+            self._set_all(change)
 
-    def state(self, now_s: float) -> list[dict[str, Any]]:
-        """The last changes, newest last."""
-        return [
+    def state(self, now_s: float) -> Json:
+        """Each cluster's, the last changes, newest last, and the last search; and what was observed."""
+        history = [
             {
                 "age_s": round(now_s - entry.at_s, 3),
                 "cluster": entry.cluster,
@@ -207,10 +207,35 @@ class Thresholds:
             }
             for entry in self.history
         ]
+        clusters = {
+            cluster.name: {
+                "threshold_tokens": json_tokens(tokens) if tokens is not None else None,
+                "threshold_held": cluster.name in self.held,
+            }
+            for cluster in self._running.current.clusters
+            for tokens in (self._facts.view.threshold_tokens.get(cluster.name),)
+        }
+        requests = {
+            "in_window": self.window.count(now_s),
+            "per_s": round(self.window.rate_per_s(now_s), 4),
+            "uncached_lengths": self.window.histogram(now_s),
+        }
+        return {
+            "clusters": clusters,
+            "thresholds": {"history": history, "last_search": self.last},
+            "requests": requests,
+        }
+
+    def write_gauges(self, metrics: ControlMetrics, _now_s: float) -> None:
+        """Those of thresholds."""
+        for cluster, tokens in self._facts.view.threshold_tokens.items():
+            metrics.threshold_tokens.labels(cluster).set(tokens)
 
     def _begin(self) -> None:
         first, why = self._unplanned()
-        if why == "default" and all(cluster.profile is not None for cluster in self._deployment.clusters):
+        if why == "default" and all(
+            cluster.profile is not None for cluster in self._running.current.clusters
+        ):
             first, why = self._planned(first), "planned from profiles"
         # A default is replaced by the first search, whatever its gain; what was planned or configured is not.
         self._has_searched = why != "default"
@@ -218,7 +243,7 @@ class Thresholds:
             self._set(ThresholdEntry(self._clock(), cluster, tokens, why))
 
     def _planned(self, default: Mapping[str, float]) -> Mapping[str, float]:
-        longest = float(self._deployment.model.max_model_len)
+        longest = float(self._running.current.model.max_model_len)
         try:
             lengths = TruncatedLogNormal(_MU, _SIGMA, min(_LOW_TOKENS, longest / 2), longest)
             problem = self._facts.problem(lengths)
@@ -231,24 +256,29 @@ class Thresholds:
 
     def _unplanned(self) -> tuple[Mapping[str, float], str]:
         """By PD cluster what the file configures, or the default; and which of the two it is."""
-        tokens, why = self._deployment.routing.threshold_tokens, "configured"
+        tokens, why = self._running.current.routing.threshold_tokens, "configured"
         if tokens is None:
-            tokens, why = min(DEFAULT_TOKENS, self._deployment.model.max_model_len // 4), "default"
-        return {cluster.name: float(tokens) for cluster in self._deployment.pd_clusters}, why
+            tokens, why = min(DEFAULT_TOKENS, self._running.current.model.max_model_len // 4), "default"
+        return {cluster.name: float(tokens) for cluster in self._running.current.pd_clusters}, why
 
-    def _adopt(self, change: ThresholdChange) -> None:
+    def _set_all(self, change: ThresholdChange) -> None:
         for cluster, tokens in change.tokens.items():
-            before = self._cluster_state.view.threshold_tokens.get(cluster)
+            before = self._facts.view.threshold_tokens.get(cluster)
             if tokens != before and cluster not in self.held:
                 entry = ThresholdEntry(
-                    self._clock(), cluster, tokens, change.reason, change.rate_before, change.rate_after
+                    at_s=self._clock(),
+                    cluster=cluster,
+                    tokens=tokens,
+                    reason=change.reason,
+                    rate_before=change.rate_before,
+                    rate_after=change.rate_after,
                 )
                 self._set(entry)
                 self._on_change(cluster, change.reason)
                 logger.info("threshold of %s: %s -> %.0f tokens (%s)", cluster, before, tokens, change.reason)
 
     def _set(self, entry: ThresholdEntry) -> None:
-        self._cluster_state.view.threshold_tokens[entry.cluster] = entry.tokens
+        self._facts.view.threshold_tokens[entry.cluster] = entry.tokens
         self.history.append(entry)
 
 

@@ -5,7 +5,7 @@ often it sends what another engine could go on from.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from prfaas.core.link.checkpoints import checkpoint_every_tokens
@@ -27,8 +27,11 @@ class PredictedWaits:
     without a queue says how seldom requests come.
     """
 
-    def __init__(self, cluster_state: ClusterState, *, seats: int, clock: Clock) -> None:
-        """`seats`: requests that an engine works on at a time."""
+    def __init__(
+        self, cluster_state: ClusterState, meters: Mapping[str, EngineMeter], *, seats: int, clock: Clock
+    ) -> None:
+        """`meters`: of the engines, by instance. `seats`: requests that an engine works on at a time."""
+        self._meters = meters
         self._cluster_state = cluster_state
         self._seats = seats
         self._clock = clock
@@ -40,7 +43,8 @@ class PredictedWaits:
 
     @contextmanager
     def decoding(self, name: str, tokens: int, reused_tokens: int = 0) -> Iterator[None]:
-        """While a request is open at its decode instance."""
+        """While a request is open at its decode instance, which also prefills `tokens` tokens of it, behind
+        `reused_tokens` that it has."""
         with self._cluster_state.decoding(name, tokens, reused_tokens):
             try:
                 yield
@@ -63,6 +67,13 @@ class PredictedWaits:
         if instance.decodes and answers > 0 and answer_tokens > 0 and step_s is not None:
             cluster = self._cluster_state.view.clusters[instance.cluster]
             cluster.slot_s = learnt_slot_s(cluster.slot_s, answers, answer_tokens * step_s)
+
+    def answer_s(self, decode: str, max_tokens: int | None) -> float:
+        """Seconds from an answer's first token to its last, as predicted; 0 where nothing is known of that yet.
+
+        `max_tokens`: what the client allows; None: it does not say.
+        """
+        return self._meters[decode].answer_s(max_tokens)
 
     def seat_wait_s(self, name: str) -> float:
         """Until an engine would have a seat; 0 while it has one, or where nothing has ended yet."""

@@ -48,10 +48,10 @@ class FollowingEngines:
         except (EngineError, KeyFileError, TlsFileError) as error:
             raise ReloadRefusedError(f"nothing was changed: {error}") from None
 
-    def adopt(self, applied: AppliedDeployment) -> None:
+    def follow(self, _before: AppliedDeployment, now: AppliedDeployment) -> None:
         """Have what is new started, soon."""
-        self._engines.adopt(applied.running)
-        for instance in filter(self.runs_here, applied.said.instances):
+        self._engines.deployment = now.running
+        for instance in filter(self.runs_here, now.said.instances):
             self._supervisor.watch(instance)
 
     def left(self, instance: Instance) -> None:

@@ -111,7 +111,7 @@ class RunningEngines:
             KeyFileError: the key can't be used.
             TlsFileError: a certificate can't be used.
         """
-        self._launch([name for name in self.names if name in names])
+        self._launch([each.name for each in self.deployment.instances if each.name in names])
 
     def _launch(self, names: Sequence[str]) -> None:
         instances = [self.deployment.instance(each) for each in names]
@@ -158,11 +158,6 @@ class RunningEngines:
         for instance in added:
             self._check_startable(instance)
         ensure_certificates(deployment, [instance.name for instance in added])
-
-    def adopt(self, deployment: Deployment) -> None:
-        """Start and restart engines by this file from now on; nothing is started or ended here."""
-        self.deployment = deployment
-        self.names = tuple(instance.name for instance in deployment.instances)
 
     def end(self, instance: Instance, timeout_s: float = STOP_TIMEOUT_S) -> None:
         """End an engine that the file has no more, and that has no work: asked first, killed after `timeout_s`.

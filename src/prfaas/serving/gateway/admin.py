@@ -12,10 +12,10 @@ from dataclasses import replace
 
 from aiohttp import web
 
-from prfaas.core.deployment import AppliedDeployment, Deployment, DeploymentError, Instance, is_loopback
+from prfaas.core.deployment import DeploymentError, Instance, is_loopback
 from prfaas.core.explanation import sentences
 from prfaas.core.kv import KvModel
-from prfaas.serving.control.history import StateHistory
+from prfaas.serving.console.history import StateHistory
 from prfaas.serving.gateway.bodies import ApiError
 from prfaas.serving.gateway.console import PAGE_PATH, Console
 from prfaas.serving.gateway.context import GatewayContext
@@ -35,7 +35,6 @@ class AdminRoutes:
 
     def __init__(
         self,
-        deployment: Deployment,
         kv_model: KvModel | None,
         log: RequestLog,
         context: GatewayContext,
@@ -45,27 +44,19 @@ class AdminRoutes:
     ) -> None:
         """`kv_model`: None where the size of the model's KV is unknown. `token`: None: none is asked for. `reloader`:
         None: the deployment does not change."""
-        self._applied = AppliedDeployment(deployment, "")
+        self._running = running = context.running
         # Records of requests outlive the instances that they name.
         self._left: deque[Instance] = deque(maxlen=_MOST_LEFT)
         self._reloader = reloader
+        if reloader is not None:
+            reloader.on_left(self._left.append)
         self._kv_model = kv_model
         self._plane = context.plane
         self._metrics = context.metrics
         self._log = log
-        self._host = deployment.gateway.admin.host
-        self._further_hosts: tuple[str, ...] = ()
-        self._console = Console(deployment, context.plane, history, log, may_change=token is not None)
-        self.adopt(self._applied)
+        self._host = running.current.gateway.admin.host
+        self._console = Console(running, context.plane, history, log, may_change=token is not None)
         self._token_hash = None if token is None else _hashed(token.encode())
-
-    def adopt(self, applied: AppliedDeployment) -> None:
-        """Answer for this deployment from now on."""
-        names = {instance.name for instance in applied.running.instances}
-        self._left += (each for each in self._applied.running.instances if each.name not in names)
-        self._applied = applied
-        self._further_hosts = (*applied.said.gateway.hosts, applied.said.gateway.host)
-        self._console.adopt(applied.said)
 
     def application(self) -> web.Application:
         """The aiohttp application with the operators' pages."""
@@ -88,7 +79,8 @@ class AdminRoutes:
     def _check(self, request: web.Request) -> None:
         """Raise ApiError for a request that must not be answered: 403 or 401."""
         # A web page whose own name resolves to this address (DNS rebinding) could read what a browser may reach.
-        if not may_ask(request.host, self._host, self._further_hosts):
+        gateway = self._running.applied.said.gateway
+        if not may_ask(request.host, self._host, (*gateway.hosts, gateway.host)):
             raise ApiError(
                 403,
                 "These pages answer only to addresses of this machine and to the names in gateway.host, "
@@ -156,19 +148,19 @@ class AdminRoutes:
         name = self._changeable(request)
         notice = request.query.get("notice_s")
         if notice is None:
-            self._plane.drain(name, wanted=True)
+            self._plane.drains.drain(name, wanted=True)
         else:
-            self._plane.give_notice(name, self._notice_s(name, notice))
+            self._plane.drains.give_notice(name, self._notice_s(name, notice))
         return web.json_response(instances_of(self._plane.state())[name])
 
     async def _undrain(self, request: web.Request) -> web.Response:
         name = self._changeable(request)
-        self._plane.drain(name, wanted=False)
+        self._plane.drains.drain(name, wanted=False)
         return web.json_response(instances_of(self._plane.state())[name])
 
     def _notice_s(self, name: str, notice: str) -> float:
         """Seconds of a notice that is given to an instance. Raises ApiError."""
-        running = self._applied.running
+        running = self._running.current
         cluster = running.cluster_of(running.instance(name))
         if not cluster.preemptible:
             raise ApiError(
@@ -188,10 +180,10 @@ class AdminRoutes:
     def _changeable(self, request: web.Request) -> str:
         """The instance that a request names. Raises ApiError."""
         name = request.match_info["name"]
-        names = [instance.name for instance in self._applied.running.instances]
+        names = [instance.name for instance in self._running.current.instances]
         if name not in names:
             raise ApiError(404, f"No instance is called {name[:64]}; there are {', '.join(names)}.")
-        if any(name == instance.name for instance in self._applied.leaving):
+        if any(name == instance.name for instance in self._running.applied.leaving):
             raise ApiError(409, f"{name} is about to leave; put it back into the deployment file and reload.")
         return name
 
@@ -200,10 +192,10 @@ class AdminRoutes:
         record = self._log.find(request_id)
         if record is None:
             raise ApiError(404, f"No request {request_id[:64]} is among the last {self._log.capacity}.")
-        known = {each.name: each for each in (*self._left, *self._applied.leaving)}
-        for instance in self._applied.said.instances:
+        known = {each.name: each for each in (*self._left, *self._running.applied.leaving)}
+        for instance in self._running.applied.said.instances:
             known.pop(instance.name, None)
-        remembered = replace(self._applied, leaving=tuple(known.values())).running
+        remembered = replace(self._running.applied, leaving=tuple(known.values())).running
         told = explain(record, remembered, self._kv_model)
         return web.json_response(told | {"text": list(sentences(told))})
 

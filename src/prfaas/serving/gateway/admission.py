@@ -14,9 +14,10 @@ from contextlib import asynccontextmanager, contextmanager
 
 from prfaas.core.deployment import GatewayLimits
 from prfaas.core.scheduling import Decision
+from prfaas.serving.control.waits import PredictedWaits
 from prfaas.serving.gateway.bodies import ApiError
-from prfaas.serving.gateway.control_plane import ControlPlane
 from prfaas.serving.gateway.request import Headers
+from prfaas.serving.running_deployment import RunningDeployment
 
 TIMEOUT_HEADER = "x-request-timeout"
 
@@ -80,9 +81,9 @@ class AdmittedRequest:
 class Admission:
     """Counts what all open requests of one gateway hold. It belongs to the event loop's thread."""
 
-    def __init__(self, limits: GatewayLimits, plane: ControlPlane) -> None:
-        self._limits = limits
-        self._plane = plane
+    def __init__(self, running: RunningDeployment, waits: PredictedWaits) -> None:
+        self._running = running
+        self._waits = waits
         self._open = 0
         self._bytes = 0
         self._open_of: Counter[str] = Counter()
@@ -91,16 +92,16 @@ class Admission:
     @property
     def queue_s(self) -> float:
         """The least that a new request would wait, as predicted."""
-        return self._plane.wait_s(None)
+        return self._waits.least()
 
     @property
     def queue_limit_s(self) -> float:
         """The wait beyond which it is refused."""
         return self._limits.queue_s
 
-    def adopt(self, limits: GatewayLimits) -> None:
-        """Take on so much from now on; what is open goes on."""
-        self._limits = limits
+    @property
+    def _limits(self) -> GatewayLimits:
+        return self._running.current.gateway.limits
 
     @contextmanager
     def admitted(self, tenant: str, headers: Headers, body_bytes: int | None) -> Iterator[AdmittedRequest]:
@@ -138,20 +139,20 @@ class Admission:
 
     def check_wait(self, decision: Decision, max_tokens: int | None, left_s: float) -> None:
         """Raises ApiError 429 when `decision` would wait too long, or `left_s` seconds can't be enough."""
-        wait_s = self._plane.wait_s(decision)
+        wait_s = self._waits.of(decision)
         self._check_queue(wait_s)
         if left_s < math.inf:
             predicted_s = decision.predicted_ttft_s + decision.kv_wait_s
             # It is no number where nothing could be predicted.
             begins_s = max(wait_s, 0.0 if math.isnan(predicted_s) else predicted_s)
-            ends_s = begins_s + self._plane.answer_s(decision.decode, max_tokens)
+            ends_s = begins_s + self._waits.answer_s(decision.decode, max_tokens)
             self._check_deadline(ends_s, left_s, _PLANNED_PART if wait_s else 1.0)
 
     def _check_room(self, tenant: str, body_bytes: int, timeout_s: float) -> None:
         limits = self._limits
         if self._open >= limits.requests:
             raise self._refusal("requests", f"The gateway has {self._open} open requests, its limit.")
-        wait_s = self._plane.wait_s(None) if self._open else 0.0
+        wait_s = self._waits.least() if self._open else 0.0
         self._check_queue(wait_s)
         self._check_deadline(wait_s, timeout_s)
         if body_bytes > limits.bodies_bytes:

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 
 from prometheus_client import Gauge
 
-from prfaas.core.deployment import Deployment
 from prfaas.serving.certificates import CertificateFolder
+from prfaas.serving.running_deployment import RunningDeployment
 from prfaas.serving.secret_files import TlsFileError
 
 _PERIOD_S = 60.0
@@ -15,14 +15,10 @@ _PERIOD_S = 60.0
 class CertificateWatch:
     """Reads the deployment's certificates again each minute, since they are replaced while the gateway runs."""
 
-    def __init__(self, deployment: Deployment, expires: Gauge) -> None:
+    def __init__(self, running: RunningDeployment, expires: Gauge) -> None:
         """`expires`: gets the Unix time of each certificate's end, by the name of its file."""
-        self._folder = CertificateFolder(deployment)
+        self._running = running
         self._expires = expires
-
-    def adopt(self, deployment: Deployment) -> None:
-        """Read the certificates of these members from now on."""
-        self._folder = CertificateFolder(deployment)
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -38,11 +34,12 @@ class CertificateWatch:
 
         Of the CAs that are trusted it is the newest: while the CA is changed, the older ones may end.
         """
+        folder = CertificateFolder(self._running.current)
         try:
-            newest, states = self._folder.authorities()[0], self._folder.states()
+            newest, states = folder.authorities()[0], folder.states()
         except TlsFileError:
             return {}
         ends_s = {
             each.member.file.name: each.expires.timestamp() for each in states if each.expires is not None
         }
-        return ends_s | {self._folder.ca_file.name: newest.expires.timestamp()}
+        return ends_s | {folder.ca_file.name: newest.expires.timestamp()}

@@ -7,7 +7,6 @@ import asyncio
 import json
 import math
 from collections.abc import Mapping
-from importlib.resources import files
 from typing import Any
 
 import orjson
@@ -15,32 +14,16 @@ from aiohttp import web
 
 from prfaas import __version__
 from prfaas.core.deployment import Deployment
-from prfaas.serving.control.history import StateHistory
+from prfaas.serving.console.history import StateHistory
+from prfaas.serving.console.pages import HEADERS, KINDS, page_files
+from prfaas.serving.control.plane import LivePlane
 from prfaas.serving.gateway.bodies import ApiError
-from prfaas.serving.gateway.control_plane import ControlPlane
 from prfaas.serving.gateway.request_log import RequestLog
 from prfaas.serving.gateway.scenario import scenario_of
 from prfaas.serving.gateway.told_requests import summary
+from prfaas.serving.running_deployment import RunningDeployment
 
 PAGE_PATH = "/console"
-_KINDS = {
-    ".html": "text/html",
-    ".js": "text/javascript",
-    ".css": "text/css",
-    ".svg": "image/svg+xml",
-    ".txt": "text/plain",
-}
-_HEADERS = {
-    # Nothing from elsewhere, nothing inline, and nobody may show the page in a frame of theirs.
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
-    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Opener-Policy": "same-origin",
-    "Cross-Origin-Resource-Policy": "same-origin",
-    # Another version's scripts must not meet this one's answers.
-    "Cache-Control": "no-cache",
-}
 _MOST_STREAMS = 16
 # Who reads nothing for so long has no place among them.
 _SLOWEST_S = 30.0
@@ -53,25 +36,25 @@ class Console:
 
     def __init__(
         self,
-        deployment: Deployment,
-        plane: ControlPlane,
+        running: RunningDeployment,
+        plane: LivePlane,
         history: StateHistory,
         log: RequestLog,
         *,
         may_change: bool,
     ) -> None:
         """`may_change`: whether the page may drain instances and set thresholds: only where a token is asked for."""
-        self._deployment = deployment
+        self._running = running
         self._plane = plane
         self._history = history
         self._log = log
         self._may_change = may_change
-        self._files = _page_files()
+        self._files = page_files()
         self._open_streams = 0
 
-    def adopt(self, deployment: Deployment) -> None:
-        """Tell of this deployment from now on."""
-        self._deployment = deployment
+    @property
+    def _deployment(self) -> Deployment:
+        return self._running.applied.said
 
     def add_to(self, router: web.UrlDispatcher) -> None:
         """Add the console's routes."""
@@ -94,8 +77,8 @@ class Console:
         found = self._files.get(name)
         if found is None:
             raise ApiError(404, f"The console has no file {name[:64]}.")
-        kind = _KINDS[name[name.rindex(".") :]]
-        return web.Response(body=found, content_type=kind, charset="utf-8", headers=_HEADERS)
+        kind = KINDS[name[name.rindex(".") :]]
+        return web.Response(body=found, content_type=kind, charset="utf-8", headers=HEADERS)
 
     async def _facts(self, _request: web.Request) -> web.Response:
         """What the page must know before it draws anything."""
@@ -177,21 +160,13 @@ class Console:
         if name not in names:
             raise ApiError(404, f"No PD cluster is called {name[:64]}; there are {', '.join(names)}.")
         try:
-            self._plane.hold_threshold(name, _tokens(await _object(request)))
+            self._plane.thresholds.hold(name, _tokens(await _object(request)))
         except ValueError as error:
             raise ApiError(409, f"The threshold of {name} can't be set: {error}.") from None
         cluster = self._plane.state()["clusters"][name]
         return web.json_response(
             {"threshold_tokens": cluster["threshold_tokens"], "threshold_held": cluster["threshold_held"]}
         )
-
-
-def _page_files() -> Mapping[str, bytes]:
-    """Path below `console_page` → content: only these are ever given out."""
-    root = files("prfaas.serving.gateway").joinpath("console_page")
-    found = {entry.name: entry for entry in root.iterdir() if entry.is_file()}
-    found |= {f"vendor/{entry.name}": entry for entry in root.joinpath("vendor").iterdir()}
-    return {name: entry.read_bytes() for name, entry in found.items() if name[name.rfind(".") :] in _KINDS}
 
 
 def _whole(request: web.Request, name: str, usual: int, least: int) -> int:

@@ -6,11 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
+from prfaas.serving.control.plane import LivePlane
 from prfaas.serving.descriptors import DescriptorBudget
-from prfaas.serving.gateway.control_plane import ControlPlane
 from prfaas.serving.gateway.draining import Draining
 from prfaas.serving.gateway.engine_client import EngineClient
 from prfaas.serving.gateway.metrics import Metrics
+from prfaas.serving.running_deployment import RunningDeployment
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -70,7 +71,8 @@ class GatewayOptions:
 class GatewayContext:
     """Handed to every part that talks to engines or decides."""
 
-    plane: ControlPlane
+    running: RunningDeployment
+    plane: LivePlane
     client: EngineClient
     metrics: Metrics
     options: GatewayOptions
@@ -80,3 +82,8 @@ class GatewayContext:
     """Tokens of a prompt and its answer together, at most."""
     draining: Draining
     descriptors: DescriptorBudget
+
+    def staging_bytes(self, name: str) -> int:
+        """Of all ranks of an instance together."""
+        instance = self.plane.members.instance(name)
+        return self.running.current.engine.staging_bytes * instance.tensor_parallel

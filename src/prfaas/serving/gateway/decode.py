@@ -97,7 +97,7 @@ class Decoder:
         try:
             body = await self._body(request, prepared)
             with (
-                self._plane.decoding(
+                self._plane.waits.decoding(
                     prepared.decode, prepared.own_prefill_tokens, prepared.own_reused_tokens
                 ),
                 engine_call(request.record.trace, "decode", request.headers, self._told(prepared)) as call,
@@ -147,7 +147,7 @@ class Decoder:
         request.record.note(f"{prepared.decode} failed: {failure.reason}")
         # The request itself may be what makes an engine answer with an error. That must not take engines out.
         if failure.blame is not Blame.NONE:
-            self._plane.suspect(prepared.decode, str(failure), lost_cache=failure.blame is Blame.DEAD)
+            self._plane.health.suspect(prepared.decode, str(failure), lost_cache=failure.blame is Blame.DEAD)
 
     def _note_refusal(self, request: ServingRequest, prepared: PreparedRequest, status: int) -> None:
         """The decode engine has refused the request: before KV was moved for it, or after."""
@@ -158,14 +158,14 @@ class Decoder:
         """What the span of a decode tells."""
         return {
             "prfaas.instance": prepared.decode,
-            "prfaas.cluster": self._plane.instance(prepared.decode).cluster,
+            "prfaas.cluster": self._plane.members.instance(prepared.decode).cluster,
             "prfaas.prefill_tokens": prepared.own_prefill_tokens,
         }
 
     async def _ask(
         self, request: ServingRequest, prepared: PreparedRequest, body: bytes, headers: Mapping[str, str]
     ) -> EngineResponse:
-        instance = self._plane.instance(prepared.decode)
+        instance = self._plane.members.instance(prepared.decode)
         try:
             return await self._client.open(instance, request.endpoint.path, body, headers)
         except EngineCallError as error:

@@ -35,13 +35,15 @@ _DEFAULTS_FILE = "generation_config.json"
 class FirstTokenRules:
     """Decides for each request, by what is known to be exact: anything else takes the other way."""
 
-    def __init__(self, deployment: Deployment, context: GatewayContext) -> None:
+    def __init__(self, context: GatewayContext) -> None:
+        self._running = context.running
         self._metrics = context.metrics
         self._max_model_len = context.max_model_len
-        self.adopt(deployment)
+        self.follow()
 
-    def adopt(self, deployment: Deployment) -> None:
-        """Decide by this file from now on."""
+    def follow(self) -> None:
+        """Look at the file, and at what the model's own defaults are, once."""
+        deployment = self._running.current
         self._wanted = deployment.gateway.first_token == "prefill"
         defaults = _checkpoint_defaults(deployment) if self._wanted else {}
         setting = _shaping_setting(deployment, defaults) if self._wanted else None

@@ -6,7 +6,6 @@ from contextlib import contextmanager
 
 from aiohttp import web
 
-from prfaas.core.deployment import RouteDetail
 from prfaas.core.scheduling import Decision, NoDecodeInstanceError
 from prfaas.serving.gateway.admission import Admission, AdmittedRequest, DeadlinePassedError
 from prfaas.serving.gateway.answer import DecodeFailedError, KeepBudget, ResponseWriter, answer_of, writing
@@ -57,11 +56,7 @@ class Generation:
         first_answers: FirstTokenAnswers,
         shadow: Shadow,
         log: RequestLog,
-        detail: RouteDetail,
-        policy: str,
     ) -> None:
-        """`detail`: what the route header tells clients that are no named tenant. `policy`: its name, for traces."""
-        self.adopt(detail, policy)
         self._context = context
         self._tenants = tenants
         self._admission = admission
@@ -76,11 +71,6 @@ class Generation:
         self._shadow = shadow
         self._log = log
         self._budget = KeepBudget(context.options.kept_answers_bytes)
-
-    def adopt(self, detail: RouteDetail, policy: str) -> None:
-        """Tell clients and traces so much from now on."""
-        self._tells_all = detail == "full"
-        self._policy = policy
 
     async def handle(self, http: web.Request, endpoint: Endpoint) -> web.StreamResponse:
         """Serve one request.
@@ -132,7 +122,8 @@ class Generation:
         http[RECORD] = record
         tenant = self._tenants.salt(http.headers)
         # A named tenant's numbers are about prefixes under its own salt: they tell nothing of others' prompts.
-        record.tells_details = self._tells_all or self._tenants.names(http.headers)
+        tells_all = self._context.running.current.gateway.route_header == "full"
+        record.tells_details = tells_all or self._tenants.names(http.headers)
         draining, descriptors = self._context.draining, self._context.descriptors
         with draining.request(), descriptors.serving(http.protocol):
             if not descriptors.has_room(draining.open_requests):
@@ -153,16 +144,17 @@ class Generation:
         """
         plane = self._context.plane
         if isinstance(prompt, DirectPrompt):
-            return plane.route(0, None)
+            return plane.router.route(0, None)
         begun_s = time.perf_counter()
         num_tokens = len(prompt.token_ids)
         record.prompt_tokens = num_tokens
         first_from_prefill = self._first_tokens.shows_first(request, prompt)
-        decision = plane.route(num_tokens, prompt.chains, first_from_prefill=first_from_prefill)
+        decision = plane.router.route(num_tokens, prompt.chains, first_from_prefill=first_from_prefill)
         plane.observe(num_tokens, decision.uncached_tokens)
         decided_s = record.since("decide", begun_s)
         if record.trace is not None:
-            record.trace.step("decide", begun_s, decided_s, decision_attributes(decision, self._policy))
+            policy = self._context.running.current.routing.policy
+            record.trace.step("decide", begun_s, decided_s, decision_attributes(decision, policy))
         return decision
 
     def _count_uncached(self, prepared: PreparedRequest) -> None:

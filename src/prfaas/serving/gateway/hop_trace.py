@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Mapping
 
-from prfaas.serving.gateway.control_plane import ControlPlane
+from prfaas.serving.control.plane import LivePlane
 from prfaas.serving.gateway.kv_transfer import TransferredBytes, TransferSpec
 from prfaas.serving.gateway.request_trace import CANCELLED, AttributeValue, RequestSpans
 
@@ -11,8 +11,11 @@ from prfaas.serving.gateway.request_trace import CANCELLED, AttributeValue, Requ
 class HopTrace:
     """The two spans begin together, and each ends by itself."""
 
-    def __init__(self, trace: RequestSpans, spec: TransferSpec, plane: ControlPlane) -> None:
-        producer, consumer = plane.instance(spec.producer).cluster, plane.instance(spec.consumer).cluster
+    def __init__(self, trace: RequestSpans, spec: TransferSpec, plane: LivePlane) -> None:
+        producer, consumer = (
+            plane.members.instance(spec.producer).cluster,
+            plane.members.instance(spec.consumer).cluster,
+        )
         self._spec = spec
         self._links = plane.links
         self._resent_bytes = plane.links.resent_bytes(spec.producer, spec.consumer)

@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Collection
 from dataclasses import replace
 
-from prfaas.core.deployment import Deployment
 from prfaas.core.scheduling import Decision, NoDecodeInstanceError, Route
 from prfaas.core.scheduling.preemption import goes_on_at_decode
 from prfaas.serving.gateway.context import GatewayContext
@@ -24,25 +23,12 @@ _PREFILL_ATTEMPTS = 2
 class PrefillOrchestrator:
     """Makes requests ready for their decode engines."""
 
-    def __init__(
-        self, deployment: Deployment, hop: PrefillHop, prefixes: PrefixMoves, context: GatewayContext
-    ) -> None:
-        self._remote = RemotePrefills(deployment, hop, prefixes, context)
+    def __init__(self, hop: PrefillHop, prefixes: PrefixMoves, context: GatewayContext) -> None:
+        self._remote = RemotePrefills(hop, prefixes, context)
         self._prefixes = prefixes
         self._plane = context.plane
         self._metrics = context.metrics
-        self._take_on(deployment)
-
-    def adopt(self, deployment: Deployment) -> None:
-        """Prefill with these instances from now on."""
-        self._remote.adopt(deployment)
-        self._take_on(deployment)
-
-    def _take_on(self, deployment: Deployment) -> None:
-        self._staging_bytes = {
-            instance.name: deployment.engine.staging_bytes * instance.tensor_parallel
-            for instance in deployment.instances
-        }
+        self._context = context
 
     async def prepare(
         self,
@@ -79,7 +65,7 @@ class PrefillOrchestrator:
                     moved = await self._prefixes.move(request, prompt, decision)
                 local = self._at_decode(request, prompt, moved.decision, decision.reason, fallback)
                 return replace(local, prefix=moved)
-            if decision.kv_bytes > self._staging_bytes[decision.decode]:
+            if decision.kv_bytes > self._context.staging_bytes(decision.decode):
                 return self._at_decode(request, prompt, decision, "staging", fallback)
             attempt = request.record.start(decision, num_tokens)
             try:
@@ -104,7 +90,7 @@ class PrefillOrchestrator:
                 try:
                     # Never to another remote cluster: the client has waited enough. Where notice was given, nothing
                     # has gone wrong yet, and its neighbours are as fast.
-                    decision = self._plane.route(
+                    decision = self._plane.router.route(
                         num_tokens, prompt.chains, avoid=failed, offload=fallback == PREEMPTED
                     )
                 except NoDecodeInstanceError:
@@ -125,9 +111,9 @@ class PrefillOrchestrator:
             NoDecodeInstanceError: no other engine can decode.
         """
         if isinstance(prompt, DirectPrompt):
-            decision = self._plane.route(0, None, avoid=avoid)
+            decision = self._plane.router.route(0, None, avoid=avoid)
         else:
-            decision = self._plane.route(len(prompt.token_ids), prompt.chains, avoid=avoid)
+            decision = self._plane.router.route(len(prompt.token_ids), prompt.chains, avoid=avoid)
         return await self.prepare(request, prompt, decision, avoid)
 
     async def prepare_near(
@@ -138,7 +124,7 @@ class PrefillOrchestrator:
         Raises:
             NoDecodeInstanceError: no engine can decode.
         """
-        decision = self._plane.route(len(prompt.token_ids), prompt.chains, avoid=avoid, offload=False)
+        decision = self._plane.router.route(len(prompt.token_ids), prompt.chains, avoid=avoid, offload=False)
         prepared = await self.prepare(request, prompt, decision, avoid)
         return replace(prepared, fallback=prepared.fallback or fallback)
 
@@ -211,15 +197,15 @@ class PrefillOrchestrator:
     def delivered(self, prepared: PreparedRequest) -> None:
         """The decode engine answers, so it holds the prompt now."""
         if prepared.prompt is not None:
-            self._plane.expect(prepared.decode, prepared.prompt.chains)
+            self._plane.prefixes.expect(prepared.decode, prepared.prompt.chains)
 
     def abandon(self, prepared: PreparedRequest, reason: str) -> None:
         """The decode engine may never take the transfer: have its staging freed."""
         self._remote.abandon(prepared, reason)
 
     def _note_rejections(self, request: ServingRequest, consumer: str) -> None:
-        for producer in self._staging_bytes:
-            why = self._plane.incompatible(producer, consumer)
+        for producer in self._plane.members.instances:
+            why = self._plane.compatibility.reason(producer, consumer)
             if why is not None:
                 request.record.note(f"{producer} may send nothing to {consumer}: {why}")
 

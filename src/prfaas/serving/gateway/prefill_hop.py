@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable
 
-from prfaas.core.deployment import Deployment
 from prfaas.core.link.patience import late_after_s
 from prfaas.serving.gateway.answer import cached_tokens_of
 from prfaas.serving.gateway.bodies import JSON_BYTES_PER_TOKEN, prefill_body
@@ -38,7 +37,7 @@ from prfaas.serving.gateway.kv_transfer import (
 from prfaas.serving.gateway.prompts import Endpoint
 from prfaas.serving.gateway.request import ServingRequest, Tenants
 from prfaas.serving.gateway.request_trace import CANCELLED
-from prfaas.serving.tasks import end_all
+from prfaas.serving.tasks import BackgroundTasks, end_all
 from prfaas.serving.transport.ticket import Ticket, prompt_digest
 
 logger = logging.getLogger(__name__)
@@ -57,7 +56,6 @@ class PrefillHop:
 
     def __init__(
         self,
-        deployment: Deployment,
         key: bytes,
         transfers: KvTransfers,
         tenants: Tenants,
@@ -66,24 +64,17 @@ class PrefillHop:
         """`key` seals tickets."""
         self._key = key
         self._tenants = tenants
-        self.adopt(deployment)
+        self._running = context.running
         self._transfers = transfers
         self._plane = context.plane
         self._client = context.client
         self._metrics = context.metrics
         self._json_threads = context.json_threads
         self._options = context.options
-        self._abandoning: set[asyncio.Task[None]] = set()
+        self._abandoning = BackgroundTasks()
         self._arriving: dict[asyncio.Task[TransferredBytes], TransferSpec] = {}
         self._frozen: dict[str, str] = {}
         self._given_up: dict[asyncio.Task[TransferredBytes], TransferFailedError] = {}
-
-    def adopt(self, deployment: Deployment) -> None:
-        """Expect links to be as wide as this file says from now on."""
-        self._bandwidth_bits_per_s = {
-            (link.source, link.target): link.bandwidth_bits_per_s for link in deployment.links
-        }
-        self._lead_s = deployment.transfer.decode_lead_s
 
     def frozen(self, name: str, reason: str | None) -> None:
         """An instance is frozen: nothing waits any longer for what it was to send or to receive. None: not any more."""
@@ -198,13 +189,11 @@ class PrefillHop:
                 await self._transfers.abandon(ticket, reason, self._options.abandon_timeout_s)
 
         # In the background, since it must also happen when this request's own task is being cancelled.
-        task = asyncio.get_running_loop().create_task(abandon())
-        self._abandoning.add(task)
-        task.add_done_callback(self._abandoning.discard)
+        self._abandoning.start(abandon())
 
     async def close(self) -> None:
         """Wait for the abandonments under way (each is bounded)."""
-        await asyncio.gather(*self._abandoning, return_exceptions=True)
+        await self._abandoning.finish()
 
     def _sealed_request(self, spec: TransferSpec, request: ServingRequest) -> tuple[Ticket, str, bytes]:
         ticket = Ticket.issue(
@@ -235,7 +224,7 @@ class PrefillHop:
         self, spec: TransferSpec, body: bytes, request: ServingRequest, spans: HopTrace | None
     ) -> bytes:
         """The producer's answer. Raises EngineCallError."""
-        producer = self._plane.instance(spec.producer)
+        producer = self._plane.members.instance(spec.producer)
         headers = request.headers if spans is None else spans.headers(request.headers)
         timeout_s = self._options.prefill_timeout_s
         answer = await self._client.call(producer, Endpoint.COMPLETIONS.path, body, headers, timeout_s)
@@ -260,7 +249,7 @@ class PrefillHop:
         late_s = self._deadline_s(spec)
         self._check_frozen(spec)
         prefill_timeout_s = self._options.prefill_timeout_s
-        _check_compatible(self._plane.incompatible(spec.producer, spec.consumer))
+        _check_compatible(self._plane.compatibility.reason(spec.producer, spec.consumer))
 
         async def prefill() -> tuple[float, int | None]:
             answer = await self._prefill(spec, body, request, spans)
@@ -273,7 +262,7 @@ class PrefillHop:
             if on_soon is not None:
                 on_soon(StartedTransfer(ticket, sealed, cached_tokens))
 
-        lead_s = self._lead_s if on_soon is not None else 0.0
+        lead_s = self._running.current.transfer.decode_lead_s if on_soon is not None else 0.0
         loop = asyncio.get_running_loop()
         # Two tasks and no group: each more costs every request some percent of the gateway's CPU time.
         prefilling = loop.create_task(prefill())
@@ -342,14 +331,15 @@ class PrefillHop:
         """Wait for the transfer to be opened. Raises TransferFailedError as soon as it is known that it cannot be."""
         clock = self._plane.loop_clock
         until_s = clock() + self._options.announce_grace_s
-        _check_compatible(self._plane.incompatible(spec.producer, spec.consumer))
+        _check_compatible(self._plane.compatibility.reason(spec.producer, spec.consumer))
         while not self._transfers.announced(ticket):
             left_s = until_s - clock()
             # Not asked at once: most transfers are announced in a moment, and this would hold them up.
             await asyncio.wait((arrival,), timeout=min(_ASK_PRODUCER_S, max(left_s, 0.0)))
             if arrival.done():
                 break
-            _check_compatible(await self._plane.ask_incompatible(spec.producer, spec.consumer))
+            await self._plane.compatibility.ask(spec.producer)
+            _check_compatible(self._plane.compatibility.reason(spec.producer, spec.consumer))
             if left_s <= 0:
                 return False
         return True
@@ -364,8 +354,9 @@ class PrefillHop:
 
     def _link_bits_per_s(self, spec: TransferSpec) -> float | None:
         """As the deployment file says; None inside of a cluster."""
-        pair = (self._plane.instance(spec.producer).cluster, self._plane.instance(spec.consumer).cluster)
-        return self._bandwidth_bits_per_s.get(pair)
+        producer, consumer = (self._plane.members.instance(name) for name in (spec.producer, spec.consumer))
+        link = self._running.current.link(producer.cluster, consumer.cluster)
+        return None if link is None else link.bandwidth_bits_per_s
 
     def _report(self, spec: TransferSpec, failure: EngineCallError | TransferFailedError) -> HopFailedError:
         """Tell the control plane whom a failure blames: the producer, the consumer or nobody, never both."""
@@ -373,13 +364,13 @@ class PrefillHop:
         if isinstance(failure, EngineCallError):
             if failure.blame is not Blame.NONE and not failure.is_clients_fault:
                 lost_cache = failure.blame is Blame.DEAD
-                self._plane.suspect(spec.producer, str(failure), lost_cache=lost_cache)
+                self._plane.health.suspect(spec.producer, str(failure), lost_cache=lost_cache)
             hopeless = failure.is_clients_fault or failure.reason == OWN_RESOURCES
             return HopFailedError(failure.reason, hopeless=hopeless)
         if failure.reason == CONSUMER_SILENT:
-            self._plane.suspect(spec.consumer, str(failure))
+            self._plane.health.suspect(spec.consumer, str(failure))
         elif failure.reason not in BLAMES_NOBODY:
-            self._plane.suspect(spec.producer, str(failure))
+            self._plane.health.suspect(spec.producer, str(failure))
         # No other producer could reach such a consumer either; it prefills, if it lives.
         return HopFailedError(failure.reason, hopeless=failure.reason in HOPELESS)
 

@@ -3,7 +3,6 @@
 import time
 from dataclasses import replace
 
-from prfaas.core.deployment import Deployment
 from prfaas.core.scheduling import CacheTransfer, Decision
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.egress_bill import EgressBill
@@ -22,7 +21,6 @@ class PrefixMoves:
 
     def __init__(
         self,
-        deployment: Deployment,
         hop: PrefillHop,
         copier: PoolCopier,
         tenants: Tenants,
@@ -33,18 +31,8 @@ class PrefixMoves:
         self._tenants = tenants
         self._plane = context.plane
         self._metrics = context.metrics
-        self._bill = EgressBill(deployment, context.metrics)
-        self._staging_bytes: dict[str, int] = {}
-        self.adopt(deployment)
-
-    def adopt(self, deployment: Deployment) -> None:
-        """Move prefixes between these instances and pools from now on."""
-        self._deployment = deployment
-        self._bill.adopt(deployment)
-        self._staging_bytes |= {
-            instance.name: deployment.engine.staging_bytes * instance.tensor_parallel
-            for instance in deployment.instances
-        }
+        self._bill = EgressBill(context.running, context.metrics)
+        self._context = context
 
     async def move(self, request: ServingRequest, prompt: TokenizedPrompt, decision: Decision) -> MovedPrefix:
         """The cache transfer that `decision` wants, if it wants one. If it fails, more is computed: never raises."""
@@ -67,18 +55,18 @@ class PrefixMoves:
         self, request: ServingRequest, prompt: TokenizedPrompt, decision: Decision, wanted: CacheTransfer
     ) -> CopyResult:
         """Pool to pool."""
-        pool = self._deployment.pool_of(self._plane.instance(decision.prefill))
+        pool = self._context.running.current.pool_of(self._plane.members.instance(decision.prefill))
         if pool is None:
             self._note(request, "target", 0)
             return CopyResult(0, 0, "target: there is no pool")
         begun_s = time.perf_counter()
-        source = self._deployment.pool_named(wanted.source)
+        source = self._context.running.current.pool_named(wanted.source)
         service = self._tenants.transfer_class(
             request.salt,
             # Only an abundant link is worth a cache transfer (section 3.4.3). Inside a cluster nothing is held up.
             background=source.cluster != pool.cluster,
         )
-        with self._plane.planned(decision):
+        with self._plane.cluster_state.planned(decision):
             result = await self._copier.copy(
                 wanted.source,
                 pool.name,
@@ -113,7 +101,7 @@ class PrefixMoves:
         prefix_tokens = min(wanted.num_tokens, len(prompt.token_ids) - 2)
         if prefix_tokens <= wanted.skip_tokens:
             outcome = "short"
-        elif wanted.kv_bytes > self._staging_bytes[decision.prefill]:
+        elif wanted.kv_bytes > self._context.staging_bytes(decision.prefill):
             outcome = "staging"
         else:
             spec = TransferSpec(

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 
-from prfaas.core.deployment import Deployment
 from prfaas.core.scheduling import Decision
+from prfaas.serving.control.cluster_state import OpenPrefill
 from prfaas.serving.gateway.context import GatewayContext
-from prfaas.serving.gateway.control_plane import PrefillWork
 from prfaas.serving.gateway.egress_bill import EgressBill
 from prfaas.serving.gateway.first_token import FirstTokenAsk, FirstTokenHeldError, SampledTokens
 from prfaas.serving.gateway.hop_failure import KeptPart
@@ -33,7 +32,7 @@ class _RemotePrefill:
     """What the prefill may start from."""
     wanted: str
     """The instance that it was moved to."""
-    work: PrefillWork
+    work: OpenPrefill
     stack: AsyncExitStack
     """Gives the instance back."""
     ask: FirstTokenAsk | None
@@ -45,21 +44,17 @@ class _RemotePrefill:
 class RemotePrefills:
     """Prefills elsewhere, each until its request can go to the decode instance, or has its first token."""
 
-    def __init__(
-        self, deployment: Deployment, hop: PrefillHop, prefixes: PrefixMoves, context: GatewayContext
-    ) -> None:
+    def __init__(self, hop: PrefillHop, prefixes: PrefixMoves, context: GatewayContext) -> None:
         self._hop = hop
         self._prefixes = prefixes
         self._plane = context.plane
         self._metrics = context.metrics
-        self._bill = EgressBill(deployment, context.metrics)
-        self.adopt(deployment)
+        self._bill = EgressBill(context.running, context.metrics)
+        self._running = context.running
 
-    def adopt(self, deployment: Deployment) -> None:
-        """Move KV as this file says from now on."""
-        self._lead_s = deployment.transfer.decode_lead_s
-        self._deployment = deployment
-        self._bill.adopt(deployment)
+    @property
+    def _lead_s(self) -> float:
+        return self._running.current.transfer.decode_lead_s
 
     def give_up(self, kept: KeptPart, reason: str) -> None:
         """Nobody goes on from what was kept of a broken transfer."""
@@ -93,16 +88,24 @@ class RemotePrefills:
                 stack.callback(self._abandon_unused, moved.transfer, wanted, attempt)
             # 2. Wait until an instance of the cluster is free for the prefill. From then on it counts as its work, and
             #    requests that are decided meanwhile see that.
-            decision = await stack.enter_async_context(self._plane.admit(decision, prompt.chains))
+            decision = await stack.enter_async_context(self._plane.admission.admit(decision, prompt.chains))
             request.record.since("turn", begun_s)
             request.record.waits_for = WaitsFor.PREFILL
             attempt.decision = decision
-            self._plane.expect(decision.prefill, prompt.chains)
+            self._plane.prefixes.expect(decision.prefill, prompt.chains)
             work = stack.enter_context(self._plane.prefilling(decision))
             # NIXL frees the blocks after one reader, and its producer leaves the last token of some models out.
             pulled = ask is None and request.samples == 1 and self._reads(decision)
             running = _RemotePrefill(
-                request, prompt, attempt, moved, wanted.prefill, work, stack.pop_all(), ask, pulled
+                request=request,
+                prompt=prompt,
+                attempt=attempt,
+                moved=moved,
+                wanted=wanted.prefill,
+                work=work,
+                stack=stack.pop_all(),
+                ask=ask,
+                pulled=pulled,
             )
         # 3. Prefill there.
         if ask is not None:
@@ -116,8 +119,10 @@ class RemotePrefills:
     def _reads(self, decision: Decision) -> bool:
         """Whether the decode engine reads the KV by NIXL."""
         # Of the plane: an instance that has just left the file may have work to end.
-        producer, consumer = (self._plane.instance(name) for name in (decision.prefill, decision.decode))
-        return self._deployment.pulls(producer, consumer)
+        producer, consumer = (
+            self._plane.members.instance(name) for name in (decision.prefill, decision.decode)
+        )
+        return self._running.current.pulls(producer, consumer)
 
     async def _until_soon(self, running: _RemotePrefill) -> PreparedRequest:
         soon: asyncio.Future[PreparedRequest] = asyncio.get_running_loop().create_future()
@@ -237,7 +242,7 @@ class RemotePrefills:
     def _moved_ids(self, prompt: TokenizedPrompt, decision: Decision) -> Sequence[int]:
         """Of a prompt, the tokens whose KV moves: at least what the decode engine is taken to hold already."""
         tokens = len(prompt.token_ids)
-        own = self._plane.own_last_tokens(decision.decode)
+        own = self._plane.prefixes.own_last_tokens(decision.decode)
         return prompt.token_ids[: min(tokens - 1, max(tokens - own, decision.skip_tokens, 1))]
 
     def _abandon_unused(self, prefix: TransferDone, wanted: Decision, attempt: Attempt) -> None:

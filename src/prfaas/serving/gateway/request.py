@@ -10,12 +10,11 @@ from typing import Protocol
 
 from aiohttp import web
 
-from prfaas.core.deployment import Deployment
 from prfaas.core.prefix import PromptChains
 from prfaas.core.route_header import REQUEST_ID_HEADER, RouteHeader
 from prfaas.core.scheduling import Decision, Route
 from prfaas.serving.gateway.bodies import ApiError, Json, parse_body, strip_owned
-from prfaas.serving.gateway.context import GatewayOptions, ThreadOffload
+from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.first_token import SampledTokens
 from prfaas.serving.gateway.kv_transfer import MovedPrefix, StartedTransfer, TransferDone
 from prfaas.serving.gateway.prompts import Endpoint, Prompt, prompt_of, samples_of
@@ -203,17 +202,11 @@ class Tenants:
 class RequestParser:
     """Turns an HTTP request into a `ServingRequest`."""
 
-    def __init__(self, deployment: Deployment, options: GatewayOptions, json_threads: ThreadOffload) -> None:
-        self._model = deployment.model
-        self.adopt(deployment)
-        self._most_bytes = options.max_body_bytes
-        self._json_threads = json_threads
-
-    def adopt(self, deployment: Deployment) -> None:
-        """Take bodies as large as this file says from now on."""
-        self._most_values = deployment.gateway.limits.body_values
-        # vLLM's CPU backend (0.32) ends when a prompt with a seed is prefilled in more than one chunk.
-        self._takes_seeds = all(cluster.hardware != "cpu" for cluster in deployment.pd_clusters)
+    def __init__(self, context: GatewayContext) -> None:
+        self._running = context.running
+        self._model = context.running.current.model
+        self._most_bytes = context.options.max_body_bytes
+        self._json_threads = context.json_threads
 
     async def parse(
         self,
@@ -269,14 +262,16 @@ class RequestParser:
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def _parse_body(self, raw: bytes, endpoint: Endpoint) -> tuple[Json, Prompt]:
-        body = parse_body(raw, self._most_values)
+        body = parse_body(raw, self._running.current.gateway.limits.body_values)
         model = body.get("model")
         names = (self._model.served_name, *self._model.adapters)
         # As in vLLM, no name at all means the base model. What is no name is the decode engine's to refuse.
         if isinstance(model, str) and model and model not in names:
             known = ", ".join(f"`{name}`" for name in names)
             raise ApiError(404, f"The model `{model[:200]}` does not exist; there is {known}.", param="model")
-        if not self._takes_seeds and _is_seeded(body):
+        # vLLM's CPU backend (0.32) ends when a prompt with a seed is prefilled in more than one chunk.
+        on_cpus = any(cluster.hardware == "cpu" for cluster in self._running.current.pd_clusters)
+        if on_cpus and _is_seeded(body):
             raise ApiError(
                 400,
                 "`seed` is not taken here: vLLM's CPU backend ends when it prefills a seeded prompt in more than one "

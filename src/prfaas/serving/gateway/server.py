@@ -14,13 +14,13 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 
 from prfaas.core.deployment import GATEWAY, AppliedDeployment, Deployment, Instance
 from prfaas.core.kv import KvModel
-from prfaas.serving.control.history import StateHistory
+from prfaas.serving.console.history import StateHistory
+from prfaas.serving.control.plane import LivePlane
 from prfaas.serving.descriptors import DescriptorBudget, raise_descriptor_limit
 from prfaas.serving.gateway.admin import AdminRoutes
 from prfaas.serving.gateway.admission import Admission
 from prfaas.serving.gateway.certificate_watch import CertificateWatch
 from prfaas.serving.gateway.context import GatewayContext, GatewayOptions, ThreadOffload
-from prfaas.serving.gateway.control_plane import ControlPlane
 from prfaas.serving.gateway.decode import Decoder
 from prfaas.serving.gateway.draining import Draining
 from prfaas.serving.gateway.engine_client import EngineCallError, EngineClient
@@ -45,7 +45,9 @@ from prfaas.serving.gateway.transcript import AnswerText
 from prfaas.serving.gateway.validation import Validation
 from prfaas.serving.pool.copier import PoolCopier, pool_observers
 from prfaas.serving.reloading import Reloader
+from prfaas.serving.running_deployment import RunningDeployment
 from prfaas.serving.secret_files import load_token
+from prfaas.serving.tasks import BackgroundTasks
 from prfaas.serving.tracing.collector import collector_of
 from prfaas.serving.transport.ticket import load_key
 from prfaas.serving.transport.tls_identity import TlsIdentity
@@ -68,7 +70,7 @@ class Gateway:
     def __init__(
         self,
         deployment: Deployment,
-        plane: ControlPlane,
+        plane: LivePlane,
         kv_model: KvModel | None,
         options: GatewayOptions,
         registry: CollectorRegistry,
@@ -77,6 +79,7 @@ class Gateway:
         reloader: Reloader | None,
     ) -> None:
         """Raises KeyFileError, AdminTokenError and TraceHeadersError for a file that can't be used."""
+        running = RunningDeployment(deployment) if reloader is None else reloader.running
         key = load_key(deployment.security.key_file)
         token_file = deployment.gateway.admin.token_file
         model = deployment.model
@@ -98,33 +101,36 @@ class Gateway:
         silence_s, clock = deployment.transfer.silence_s, plane.loop_clock
         self._watch = partial(watchers_of, key=key, tls=tls, silence_s=silence_s, clock=clock)
         self._transfers = KvTransfers({each.name: self._watch(each) for each in deployment.instances}, clock)
-        self._forgetting: set[asyncio.Task[None]] = set()
+        self._forgetting = BackgroundTasks()
         self._metrics = Metrics(registry)
-        self.certificates = CertificateWatch(deployment, self._metrics.certificate_expires)
+        self.certificates = CertificateWatch(running, self._metrics.certificate_expires)
         self.descriptors = DescriptorBudget(raise_descriptor_limit(), _reserved_descriptors(deployment))
         logger.info("file descriptors: %d at most", self.descriptors.limit)
         context = GatewayContext(
-            plane,
-            self._client,
-            self._metrics,
-            options,
-            self._json_threads,
-            model.max_model_len,
-            draining,
-            self.descriptors,
+            running=running,
+            plane=plane,
+            client=self._client,
+            metrics=self._metrics,
+            options=options,
+            json_threads=self._json_threads,
+            max_model_len=model.max_model_len,
+            draining=draining,
+            descriptors=self.descriptors,
         )
         local = LocalTokenizer.of_model(model.path, self._tokenizer_threads)
         self._tokenization = Tokenization(local, model.served_name, context)
         security = deployment.security
         self._tenants = tenants = Tenants(key, security.tenant_header, security.tenant_weights)
-        self._hop = PulledHop(deployment, key, self._transfers, tenants, context)
-        plane.listeners.frozen.append(lambda name, reason: self._client.bar(plane.instance(name), reason))
+        self._hop = PulledHop(key, self._transfers, tenants, context)
+        plane.listeners.frozen.append(
+            lambda name, reason: self._client.bar(plane.members.instance(name), reason)
+        )
         plane.listeners.frozen.append(self._hop.frozen)
         plane.listeners.silent.append(self._hop.silent)
         plane.listeners.noticed.append(self._hop.noticed)
-        self._copier = PoolCopier(deployment, key, pool_observers(deployment, GATEWAY, key, tls))
-        self._prefixes = PrefixMoves(deployment, self._hop, self._copier, tenants, context)
-        self._prefill = prefill = PrefillOrchestrator(deployment, self._hop, self._prefixes, context)
+        self._copier = PoolCopier(running, key, pool_observers(deployment, GATEWAY, key, tls))
+        prefixes = PrefixMoves(self._hop, self._copier, tenants, context)
+        prefill = PrefillOrchestrator(self._hop, prefixes, context)
         decoder = Decoder(prefill, context)
         resume = StreamResume(
             AnswerText(model.path),
@@ -133,17 +139,16 @@ class Gateway:
             decoder=decoder,
             context=context,
         )
-        self._first_tokens = FirstTokenRules(deployment, context)
-        self._shadow = Shadow(ShadowOptions(deployment.gateway.shadow), context)
+        self._first_tokens = FirstTokenRules(context)
+        self._shadow = Shadow(ShadowOptions(), context)
         self._tracing = _tracing(deployment, self._metrics)
         log = RequestLog(options.kept_records, context.metrics, self._tracing)
-        self._admission = Admission(deployment.gateway.limits, plane)
-        self._parser = RequestParser(deployment, options, self._json_threads)
-        self._generation = generation = Generation(
+        self._admission = Admission(running, plane.waits)
+        generation = Generation(
             context,
             tenants=tenants,
             admission=self._admission,
-            parser=self._parser,
+            parser=RequestParser(context),
             tokenization=self._tokenization,
             validation=Validation(context),
             first_tokens=self._first_tokens,
@@ -153,36 +158,26 @@ class Gateway:
             first_answers=FirstTokenAnswers(prefill=prefill, resume=resume, context=context),
             shadow=self._shadow,
             log=log,
-            detail=deployment.gateway.route_header,
-            policy=deployment.routing.policy,
         )
         self.routes = Routes(deployment, generation, context)
         token = None if token_file is None else load_token(token_file)
         self.history = StateHistory(plane.state)
-        self.admin_routes = AdminRoutes(deployment, kv_model, log, context, self.history, token, reloader)
+        self.admin_routes = AdminRoutes(kv_model, log, context, self.history, token, reloader)
         if reloader is not None:
             reloader.follow(self)
 
-    def adopt(self, applied: AppliedDeployment) -> None:
-        """Serve this deployment from now on. What is open goes on."""
+    def follow(self, _before: AppliedDeployment, applied: AppliedDeployment) -> None:
+        """Serve another deployment from now on. What is open goes on."""
         running, config = applied.running, applied.said.gateway
         self._decoders = _decoders(running)
         self._http.be_patient(config.first_byte_s, config.idle_s)
         for instance in running.instances:
             self._transfers.add(instance.name, self._watch(instance))
         for name in self._transfers.consumers.difference(instance.name for instance in running.instances):
-            task = asyncio.create_task(self._transfers.forget(name))
-            self._forgetting.add(task)
-            task.add_done_callback(self._forgetting.discard)
+            self._forgetting.start(self._transfers.forget(name))
         self.descriptors.reserved = _reserved_descriptors(running)
         self._tenants.adopt(running.security.tenant_header, running.security.tenant_weights)
-        for part in (self._hop, self._copier, self._prefixes, self._prefill, self._parser, self.certificates):
-            part.adopt(running)
-        self._admission.adopt(config.limits)
-        self._generation.adopt(config.route_header, running.routing.policy)
-        self._shadow.adopt(config.shadow)
-        self._first_tokens.adopt(running)
-        self.admin_routes.adopt(applied)
+        self._first_tokens.follow()
 
     async def introduce(self) -> None:
         """Ask a decode engine how it makes token ids, as soon as one answers; then do nothing."""
@@ -229,7 +224,7 @@ class Gateway:
 
     async def close(self) -> None:
         """Wait for the abandonments under way, and end connections and threads."""
-        await asyncio.gather(*self._forgetting, return_exceptions=True)
+        await self._forgetting.finish()
         await self._shadow.close()
         await self._hop.close()
         await self._copier.close()
@@ -277,7 +272,7 @@ def _decoders(deployment: Deployment) -> list[Instance]:
 
 async def serve_gateway(
     deployment: Deployment,
-    plane: ControlPlane,
+    plane: LivePlane,
     *,
     kv_model: KvModel | None,
     ready: Callable[[int], None] | None = None,
@@ -323,7 +318,7 @@ async def serve_gateway(
 
 async def _serve(
     deployment: Deployment,
-    plane: ControlPlane,
+    plane: LivePlane,
     gateway: Gateway,
     ready: Callable[[int], None] | None,
     admin_ready: Callable[[int], None] | None,

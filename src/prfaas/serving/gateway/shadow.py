@@ -8,7 +8,7 @@ import logging
 import random
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import orjson
 
@@ -32,10 +32,8 @@ _YIELD_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class ShadowOptions:
-    """Which requests are computed again, and what counts as equal."""
+    """What counts as equal."""
 
-    share: float = 0.0
-    """Of the requests whose KV was transferred; 0: none."""
     tie_nats: float = 0.25
     """How much likelier the plain path's token may be than the client's: two bf16 steps at a logit of 16 to 32."""
 
@@ -66,20 +64,18 @@ class Shadow:
     ) -> None:
         """`draw`: decides who is compared."""
         self._options = options
+        self._context = context
         self._plane = context.plane
         self._client = context.client
         self._metrics = context.metrics
         self._draw = draw or random.Random()
         self._running: asyncio.Task[None] | None = None
 
-    def adopt(self, share: float) -> None:
-        """Compare this share from now on."""
-        self._options = replace(self._options, share=share)
-
     def wants(self, request: ServingRequest, prepared: PreparedRequest) -> bool:
         """Whether the answer to this request is to be kept for `compare`. Asked once per request."""
         has_moved = prepared.transfer is not None or prepared.arriving is not None
-        if not self._options.share or not has_moved or self._draw.random() >= self._options.share:
+        share = self._context.running.current.gateway.shadow
+        if not share or not has_moved or self._draw.random() >= share:
             return False
         return is_comparable(request.endpoint, request.body)
 
@@ -89,7 +85,7 @@ class Shadow:
             self._count("skipped")
             return
         given = _given(request, prepared, written)
-        engine = self._plane.idle_decode_instance() if given is not None else None
+        engine = self._plane.cluster_state.idle_decode_instance() if given is not None else None
         if given is None or engine is None:
             self._count("skipped")
             return
@@ -106,7 +102,7 @@ class Shadow:
         try:
             while not asked.done():
                 await asyncio.wait((asked,), timeout=_YIELD_S)
-                if not asked.done() and self._plane.is_used(engine):
+                if not asked.done() and self._plane.cluster_state.is_used(engine):
                     self._count("yielded")
                     return
             outcome = compared(
@@ -137,7 +133,7 @@ class Shadow:
         }
         body.pop("stream_options", None)
         answer = await self._client.call(
-            self._plane.instance(engine),
+            self._plane.members.instance(engine),
             Endpoint.COMPLETIONS.path,
             orjson.dumps(body, default=list),
             {"Content-Type": "application/json"},

@@ -155,7 +155,7 @@ class Tokenization:
         """`token_ids` as the prompt of `request`, with the hashes of their blocks."""
         chains = await self._json_threads.run(
             len(token_ids) * JSON_BYTES_PER_TOKEN,
-            self._plane.chains,
+            self._plane.prefixes.chains,
             token_ids,
             request.salt,
             request.adapter,
@@ -188,15 +188,17 @@ class Tokenization:
             return prompt.token_ids, True
         if self._sources.get(endpoint) is TokenizerSource.OWN and _is_plain(prompt):
             return await self._own_prompt_ids(prompt)
-        asked = self._plane.instance(self._plane.route(0, None).decode)
+        asked = self._plane.members.instance(self._plane.router.route(0, None).decode)
         try:
             return await self._exact_ids(prompt, endpoint, asked)
         except EngineCallError as error:
             if error.reason not in ("unreachable", "died", "connect-timeout", FROZEN):
                 raise
             if error.blame is not Blame.NONE:
-                self._plane.suspect(asked.name, str(error), lost_cache=error.blame is Blame.DEAD)
-            asked = self._plane.instance(self._plane.route(0, None, avoid=(asked.name,)).decode)
+                self._plane.health.suspect(asked.name, str(error), lost_cache=error.blame is Blame.DEAD)
+            asked = self._plane.members.instance(
+                self._plane.router.route(0, None, avoid=(asked.name,)).decode
+            )
             return await self._exact_ids(prompt, endpoint, asked)
 
     async def _exact_ids(

@@ -129,10 +129,10 @@ class Validation:
 
     async def _ask(self, request: ServingRequest, prompt: TokenizedPrompt, decision: Decision) -> bool | None:
         """Whether the engine takes the fields of `request`; None when it does not say."""
-        engine = self._plane.instance(decision.decode)
+        engine = self._plane.members.instance(decision.decode)
         try:
             body = question(request, prompt)
-            with self._plane.planned(decision):
+            with self._plane.cluster_state.planned(decision):
                 await self._client.call(engine, request.endpoint.path, body, request.headers, _PATIENCE_S)
         except ApiError:
             return False

@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 from prfaas.core.deployment import Deployment
 from prfaas.core.units import BITS_PER_BYTE
+from prfaas.serving.running_deployment import RunningDeployment
+from prfaas.serving.tasks import BackgroundTasks
 from prfaas.serving.transport import Observer, Ticket, TlsIdentity, TransferClass, prompt_digest
 from prfaas.serving.transport.requests import MAX_COPIED_TOKENS, CopyOrder, CopyResult
 from prfaas.serving.transport.ticket import TransferAttributes
@@ -34,27 +36,17 @@ class CopyPort(Protocol):
 class PoolCopier:
     """Seals tickets for copies, has the target carry them out, and waits. It belongs to one event loop."""
 
-    def __init__(self, deployment: Deployment, key: bytes, ports: Mapping[str, CopyPort]) -> None:
+    def __init__(self, running: RunningDeployment, key: bytes, ports: Mapping[str, CopyPort]) -> None:
         """
         Args:
-            deployment: has the pools and the links between their clusters.
+            running: has the pools and the links between their clusters.
             key: seals tickets.
             ports: the pools' KV ports, by name.
         """
         self._key = key
         self._ports = ports
-        clusters = {pool.name: pool.cluster for pool in deployment.pools}
-        self._clusters = clusters
-        self._bandwidth_bits_per_s = {
-            (link.source, link.target): link.bandwidth_bits_per_s for link in deployment.links
-        }
-        self._abandoning: set[asyncio.Task[None]] = set()
-
-    def adopt(self, deployment: Deployment) -> None:
-        """Expect links to be as wide as this file says from now on."""
-        self._bandwidth_bits_per_s = {
-            (link.source, link.target): link.bandwidth_bits_per_s for link in deployment.links
-        }
+        self._running = running
+        self._abandoning = BackgroundTasks()
 
     async def copy(
         self,
@@ -112,13 +104,14 @@ class PoolCopier:
 
     async def close(self) -> None:
         """Wait for what is being given up (each is bounded), and end the connections."""
-        await asyncio.gather(*self._abandoning, return_exceptions=True)
+        await self._abandoning.finish()
         for port in self._ports.values():
             await port.close()
 
     def _moving_s(self, source: str, target: str, kv_bytes: int) -> float:
-        bandwidth = self._bandwidth_bits_per_s.get((self._clusters[source], self._clusters[target]))
-        return 0.0 if bandwidth is None else _SLACK * BITS_PER_BYTE * kv_bytes / bandwidth
+        current = self._running.current
+        link = current.link(current.pool_named(source).cluster, current.pool_named(target).cluster)
+        return 0.0 if link is None else _SLACK * BITS_PER_BYTE * kv_bytes / link.bandwidth_bits_per_s
 
     def _abandon(self, target: str, transfer_id: bytes) -> None:
         async def abandon() -> None:
@@ -130,9 +123,7 @@ class PoolCopier:
                 logger.info("could not give up a copy at %s: %s", target, error)
 
         # In the background, since it must also happen when the waiting task is being cancelled.
-        task = asyncio.get_running_loop().create_task(abandon())
-        self._abandoning.add(task)
-        task.add_done_callback(self._abandoning.discard)
+        self._abandoning.start(abandon())
 
 
 def pool_observers(

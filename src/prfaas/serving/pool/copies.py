@@ -15,6 +15,7 @@ import xxhash
 from prfaas.core.pool.prefix_pages import PrefixPage, PrefixPages, batches
 from prfaas.serving.pool.protocol import PageRef
 from prfaas.serving.pool.store import PageStore
+from prfaas.serving.tasks import BackgroundTasks
 from prfaas.serving.transport.region_layout import AskedTransfers
 from prfaas.serving.transport.requests import (
     MAX_PULLED_PAGES,
@@ -127,22 +128,20 @@ class PrefixCopies:
         }
         self._used_tickets: OrderedDict[bytes, None] = OrderedDict()
         self._running: dict[bytes, asyncio.Task[CopyResult]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = BackgroundTasks()
         # Bytes are moved and checked beside the loop, which engines wait for.
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="prfaas-pool-copies")
         self.counters = CopyCounters()
 
     def take(self, request: PeerRequest) -> None:
         """Carry a COPY out in the background, and answer it."""
-        task = asyncio.get_running_loop().create_task(self._serve(request))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.start(self._serve(request))
 
     async def close(self) -> None:
         """Give up what is under way, and wait until nothing is written any more."""
-        for task in (*self._tasks, *self._running.values()):
+        for task in self._running.values():
             task.cancel()
-        await asyncio.gather(*self._tasks, *self._running.values(), return_exceptions=True)
+        await asyncio.gather(self._tasks.cancel(), *self._running.values(), return_exceptions=True)
         self._threads.shutdown()
 
     @property

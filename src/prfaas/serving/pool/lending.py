@@ -12,6 +12,7 @@ from typing import Protocol
 from prfaas.serving.pool.page_table import PageState, row_of
 from prfaas.serving.pool.protocol import PageRef
 from prfaas.serving.pool.store import PageStore
+from prfaas.serving.tasks import BackgroundTasks
 from prfaas.serving.transport.outgoing import OutgoingTransfer
 from prfaas.serving.transport.requests import PeerRequest, PullAnswer, PullOrder
 from prfaas.serving.transport.ticket import Ticket, TicketError
@@ -100,20 +101,18 @@ class PageLender:
         self._store_of = store_of
         self._sender = sender
         self._most_bytes = most_bytes
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = BackgroundTasks()
         self.pinned_bytes = 0
         """Of pages that other pools get at the moment."""
         self.counters = LendingCounters()
 
     def take(self, request: PeerRequest) -> None:
         """Serve a PULL in the background."""
-        task = asyncio.get_running_loop().create_task(self._serve(request))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.start(self._serve(request))
 
     async def close(self) -> None:
         """Wait until no page is read any more; the sender must have been closed."""
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.finish()
 
     async def _serve(self, request: PeerRequest) -> None:
         assert isinstance(request.order, PullOrder)

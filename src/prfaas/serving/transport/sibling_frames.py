@@ -57,7 +57,7 @@ def send_frame(sock: socket.socket, frame: Frame) -> None:
     sock.sendall(_LENGTH.pack(len(body)) + body)
 
 
-def frame_of(sock: socket.socket) -> Frame:
+def sample_of(sock: socket.socket) -> Frame:
     """The next one.
 
     Raises:

@@ -19,7 +19,7 @@ import msgspec
 from prfaas.serving.transport.arrival import FollowedTransfer
 from prfaas.serving.transport.lent_transfer import LentTransfer
 from prfaas.serving.transport.receiver import Receiver
-from prfaas.serving.transport.sibling_frames import Came, Frame, GaveBack, Hello, Lent, frame_of, send_frame
+from prfaas.serving.transport.sibling_frames import Came, Frame, GaveBack, Hello, Lent, sample_of, send_frame
 from prfaas.serving.transport.sockets import shut
 from prfaas.serving.transport.staging import (
     MappedArena,
@@ -285,7 +285,7 @@ class SiblingStaging:
         sock = self._sockets[rank]
         try:
             while True:
-                self._take(rank, frame_of(sock))
+                self._take(rank, sample_of(sock))
         except (OSError, EOFError, msgspec.MsgspecError) as error:
             if not self._closing:
                 logger.info("rank %d shares its staging no more: %s", rank, error or "it has ended")
@@ -351,7 +351,7 @@ def arena_of(sock: socket.socket, map_memory: Callable[[int, int], memoryview]) 
     _, fds, _, _ = socket.recv_fds(sock, 1, 1)
     if len(fds) != 1:
         raise OSError("a sibling rank sent no memory")
-    hello = frame_of(sock)
+    hello = sample_of(sock)
     if not isinstance(hello, Hello):
         raise OSError("a sibling rank sent no greeting")
     return MappedArena(map_memory(fds[0], hello.staging_bytes), hello.block_bytes)

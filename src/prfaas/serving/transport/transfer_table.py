@@ -403,9 +403,9 @@ class TransferTable:
         self._counters["failed"] += transfer.checkpoint_of is None
         if was is TransferPhase.WAITING:
             self._waiting.remove(transfer)
-        frame_of = {TransferPhase.WAITING: refuse, TransferPhase.RECEIVING: abort}.get(was)
-        if tell_producer and frame_of is not None:
-            transfer.session.tell(frame_of(transfer_id, reason))
+        sample_of = {TransferPhase.WAITING: refuse, TransferPhase.RECEIVING: abort}.get(was)
+        if tell_producer and sample_of is not None:
+            transfer.session.tell(sample_of(transfer_id, reason))
         self._record_ended(transfer, taken=False)
         self._watchers.notify(transfer_id, transfer.status())
         transfer.release()

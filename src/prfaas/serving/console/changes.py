@@ -1,11 +1,11 @@
-"""What happened between two frames of the console, in sentences."""
+"""What happened between two samples, in sentences."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from prfaas.serving.control.alarms import WELL
-from prfaas.serving.control.frames import instances_in
+from prfaas.serving.console.alarms import WELL
+from prfaas.serving.console.samples import instances_in
 
 ChangeKind = Literal["threshold", "role", "health", "drain", "link", "pool", "alarm", "member"]
 

@@ -8,15 +8,27 @@ from pathlib import Path
 import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
-from tests.serving.fleet.memory_store import MemoryEtcd, MemoryStore
+from tests.serving.control.world import (
+    FILE,
+    LINK,
+    FakeClock,
+    FakeHttp,
+    FakeSender,
+    decision,
+    deployment_of,
+    plane_of,
+    report,
+    take_on,
+)
 
 from prfaas.core.deployment import AppliedDeployment, Deployment, FleetConfig
-from prfaas.serving.control.fleet_plane import FleetPlane, default_name
-from prfaas.serving.control.membership import Membership
+from prfaas.serving.control.link_budget import LinkBudget
+from prfaas.serving.control.role_allocation import RoleAllocation
+from prfaas.serving.fleet.control import default_name, join_fleet
 from prfaas.serving.fleet.messages import Announcement, Decisions, RoleDecision, file_digest
 from prfaas.serving.fleet.store import StoreError
 
-from .world import FILE, KEY, LINK, FakeClock, FakeHttp, FakeSender, decision, deployment_of, report
+from .memory_store import MemoryEtcd, MemoryStore
 
 LIMIT_S = 30.0
 PREFIX = "/prfaas/test/"
@@ -36,17 +48,17 @@ class Node:
     def __init__(self, deployment: Deployment, etcd: MemoryEtcd, name: str, clock: FakeClock) -> None:
         self.store = MemoryStore(etcd)
         self.registry = CollectorRegistry()
-        self.plane = FleetPlane(
-            deployment,
-            FleetConfig(("http://127.0.0.1:1",), name, lease_s=3, period_s=0.01),
-            KEY,
+        fleet = FleetConfig(("http://127.0.0.1:1",), name, lease_s=3, period_s=0.01)
+        self.plane = plane_of(
+            replace(deployment, fleet=fleet),
             self.registry,
             None,
-            store=self.store,
             clock=clock,
             http=FakeHttp(),
             sender_of=lambda *_: self._sender(),
         )
+        self.fleet = join_fleet(self.plane, self.registry, self.store)
+        self.allocation, self.budget = self.plane.part(RoleAllocation), self.plane.part(LinkBudget)
         self.task: asyncio.Task[None] | None = None
 
     def _sender(self) -> FakeSender:
@@ -56,7 +68,7 @@ class Node:
 
     @property
     def name(self) -> str:
-        return self.plane.fleet.member.name
+        return self.fleet.member.name
 
     @property
     def threshold(self) -> float:
@@ -67,8 +79,8 @@ class Node:
         return {view.name: (view.prefills, view.decodes, view.draining) for view in views}
 
     async def join(self) -> "Node":
-        self.task = asyncio.create_task(self.plane.fleet.run())
-        await until(lambda: self.plane.fleet.member.is_connected)
+        self.task = asyncio.create_task(self.fleet.run())
+        await until(lambda: self.fleet.member.is_connected)
         return self
 
     async def die(self) -> None:
@@ -92,7 +104,7 @@ class Stage:
             node = Node(deployment or self.deployment, self.etcd, name, self.clock)
             self.nodes.append(node)
             await node.join()
-        await until(lambda: all(len(n.plane.fleet.member.members) >= len(self.alive) for n in self.alive))
+        await until(lambda: all(len(n.fleet.member.members) >= len(self.alive) for n in self.alive))
         return self.nodes[-len(names) :]
 
     @property
@@ -122,7 +134,7 @@ async def told() -> None:
 async def heard(stage: Stage, node: Node, key: str) -> None:
     """Until a gateway has carried out the newest word of a key, which is written."""
     revision = next(each.revision for each in reversed(stage.etcd.history) if each.key == PREFIX + key)
-    fleet = node.plane.fleet
+    fleet = node.fleet
     await until(lambda: msgspec.json.decode(fleet.announcement(), type=Announcement).applied >= revision)
 
 
@@ -168,13 +180,15 @@ def test_all_observe_the_traffic_of_all(deployment: Deployment, clock: FakeClock
         for tokens in range(100, 130):
             a.plane.observe(2 * tokens, tokens)
         b.plane.observe(700, 900)
-        await until(lambda: a.plane.window.count(clock()) == b.plane.window.count(clock()) == 31)
+        await until(
+            lambda: a.plane.thresholds.window.count(clock()) == b.plane.thresholds.window.count(clock()) == 31
+        )
         clock.now_s += 10.0
         await told()
-        assert b.plane.window.count(clock()) == 31
+        assert b.plane.thresholds.window.count(clock()) == 31
         (late,) = await stage.join("late")
         await told()
-        assert late.plane.window.count(clock()) == 0
+        assert late.plane.thresholds.window.count(clock()) == 0
 
     play(deployment, clock, scene)
 
@@ -184,9 +198,9 @@ def test_the_leader_decides_and_the_others_follow(deployment: Deployment, clock:
         a, b = await stage.join("a", "b")
         await until(lambda: PREFIX + "decisions" in stage.etcd.entries)
         assert stage.decisions().thresholds == {"home": 4000.0}
-        assert a.plane.budget.paused is False
-        assert b.plane.budget.paused is True
-        assert not a.plane.role_allocation.paused and b.plane.role_allocation.paused
+        assert a.budget.paused is False
+        assert b.budget.paused is True
+        assert not a.allocation.paused and b.allocation.paused
         a.plane.cluster_state.view.threshold_tokens["home"] = 6500.5
         await until(lambda: b.threshold == 6500.5)
         assert b.plane.state()["thresholds"]["history"][-1]["reason"] == "decided by a"
@@ -227,8 +241,8 @@ def test_a_new_leader_goes_on_from_what_is_written_and_waits(
             node.plane.thresholds.search = lambda node=node: _noted(searched, node.name)  # type: ignore
             node.task_of_thresholds = asyncio.create_task(node.plane.thresholds.run())  # type: ignore
         await stage.kill(a)
-        await until(lambda: b.plane.fleet.state()["leads"] and not b.plane.role_allocation.paused)
-        await until(lambda: c.plane.fleet.state()["leader"] == "b")
+        await until(lambda: b.fleet.state(0.0)["fleet"]["leads"] and not b.allocation.paused)
+        await until(lambda: c.fleet.state(0.0)["fleet"]["leader"] == "b")
         await until(lambda: stage.decisions().leader == "b")
         for node in (b, c):
             assert (node.roles(), node.threshold) == (roles, 7000.0)
@@ -260,7 +274,7 @@ def test_a_conversion_waits_for_the_work_of_all_and_for_all_to_know(
     async def scene(stage: Stage) -> None:
         a, b = await stage.join("a", "b")
         await told()
-        changes = a.plane.role_changes
+        changes = a.allocation.changes
         with b.plane.cluster_state.decoding("home-d1", 0):
             assert changes.begin("home-d1", "prefill", "a test")
             # Nobody else knows yet.
@@ -286,17 +300,17 @@ def test_a_conversion_whose_leader_dies_is_seen_through_by_the_next(
     async def scene(stage: Stage) -> None:
         a, b, c = await stage.join("a", "b", "c")
         with c.plane.cluster_state.decoding("home-d1", 0):
-            assert a.plane.role_changes.begin("home-d1", "prefill", "a test")
+            assert a.allocation.changes.begin("home-d1", "prefill", "a test")
             await until(lambda: b.roles()["home-d1"][2] and c.roles()["home-d1"][2])
             await stage.kill(a)
-            await until(lambda: b.plane.role_changes.converting == ("home-d1", "prefill"))
+            await until(lambda: b.allocation.changes.converting == ("home-d1", "prefill"))
             assert b.roles()["home-d1"] == c.roles()["home-d1"] == (False, True, True)
-            assert not c.plane.role_changes.is_busy
+            assert not c.allocation.changes.is_busy
         await until(lambda: not b.plane.cluster_state.instance("home-d1").in_flight)
-        await until(lambda: b.plane.role_changes.knows_all())
-        b.plane.role_changes.tick()
+        await until(lambda: b.allocation.changes.knows_all())
+        b.allocation.changes.tick()
         await until(lambda: c.roles()["home-d1"] == (True, False, False))
-        assert b.plane.role_changes.history[-1].reason == "begun by a"
+        assert b.allocation.changes.history[-1].reason == "begun by a"
 
     play(deployment, clock, scene)
 
@@ -305,18 +319,20 @@ def test_who_leads_no_more_hands_its_conversion_over(deployment: Deployment, clo
     async def scene(stage: Stage) -> None:
         a, b = await stage.join("a", "b")
         await told()
-        assert a.plane.role_changes.begin("home-d1", "prefill", "a test")
+        assert a.allocation.changes.begin("home-d1", "prefill", "a test")
         await until(lambda: b.roles()["home-d1"][2])
         a.store.cut = True
         stage.etcd.end(stage.etcd.holders[f"{PREFIX}gateways/a"])
-        await until(lambda: b.plane.role_changes.is_busy)
-        b.plane.role_changes.tick()
+        await until(lambda: b.allocation.changes.is_busy)
+        b.allocation.changes.tick()
         await until(lambda: stage.decisions().roles["home-d1"] == RoleDecision(prefills=True))
         a.store.cut = False
-        await until(lambda: a.plane.fleet.state()["leader"] == "b" and a.plane.fleet.state()["connected"])
+        await until(
+            lambda: a.fleet.state(0.0)["fleet"]["leader"] == "b" and a.fleet.state(0.0)["fleet"]["connected"]
+        )
         await until(lambda: a.roles() == b.roles())
-        assert not a.plane.role_changes.is_busy
-        assert a.plane.role_changes.history[-1].outcome == "handed-over"
+        assert not a.allocation.changes.is_busy
+        assert a.allocation.changes.history[-1].outcome == "handed-over"
 
     play(deployment, clock, scene)
 
@@ -329,7 +345,7 @@ def test_a_drain_mark_holds_in_all_gateways_and_in_later_ones(
             return node.plane.state()["clusters"]["home"]["instances"][name]["drain"]
 
         a, b = await stage.join("a", "b")
-        b.plane.drain("home-d0", wanted=True)
+        b.plane.drains.drain("home-d0", wanted=True)
         # Not before all know it.
         assert drain_of(b) == "draining"
         await until(lambda: a.plane.cluster_state.instance("home-d0").closed)
@@ -338,7 +354,7 @@ def test_a_drain_mark_holds_in_all_gateways_and_in_later_ones(
         assert late.plane.cluster_state.instance("home-d0").closed
         with late.plane.cluster_state.decoding("home-d0", 0):
             await until(lambda: drain_of(a) == "draining")
-        a.plane.drain("home-d0", wanted=False)
+        a.plane.drains.drain("home-d0", wanted=False)
         await until(lambda: not any(n.plane.cluster_state.instance("home-d0").closed for n in stage.nodes))
         assert drain_of(b) is None
 
@@ -354,12 +370,12 @@ def test_without_etcd_all_go_on_and_a_mark_is_written_later(deployment: Deployme
         held.__enter__()
         await until(lambda: a.plane.cluster_state.instance("home-d0").decoding == 1)
         stage.etcd.stop()
-        await until(lambda: not a.plane.fleet.member.is_connected and not b.plane.fleet.member.is_connected)
+        await until(lambda: not a.fleet.member.is_connected and not b.fleet.member.is_connected)
         # Links are still told their paces by the one that led; nothing new is decided.
-        assert (a.plane.budget.paused, b.plane.budget.paused) == (False, True)
-        await until(lambda: a.plane.role_allocation.paused)
+        assert (a.budget.paused, b.budget.paused) == (False, True)
+        await until(lambda: a.allocation.paused)
         assert a.plane.cluster_state.instance("home-d0").decoding == 1
-        a.plane.drain("home-d1", wanted=True)
+        a.plane.drains.drain("home-d1", wanted=True)
         state = a.plane.state()
         assert state["fleet"]["problem"] == "etcd does not answer: it is stopped"
         assert state["fleet"]["unwritten_drains"] == ["home-d1"]
@@ -376,7 +392,7 @@ def test_without_etcd_all_go_on_and_a_mark_is_written_later(deployment: Deployme
         held.__exit__(None, None, None)
         await until(lambda: a.plane.state()["fleet"]["unwritten_drains"] == [])
         assert a.plane.state()["fleet"]["leads"]
-        await until(lambda: not a.plane.role_allocation.paused)
+        await until(lambda: not a.allocation.paused)
         assert a.metric("losses_total") == 1.0
         assert (a.metric("members"), a.metric("leads"), b.metric("leads")) == (2.0, 1.0, 0.0)
         assert b.metric("leader_changes_total") == 0.0
@@ -431,7 +447,7 @@ def test_what_nobody_of_us_wrote_changes_nothing(
         stage.etcd.set(PREFIX + "gateways/zz", value)
         stage.etcd.set(PREFIX + "drained/nobody", b"")
         await until(lambda: b.metric("unreadable_values_total"))
-        await until(lambda: "zz" in b.plane.fleet.member.members)
+        await until(lambda: "zz" in b.fleet.member.members)
         assert (b.threshold, b.roles()) == before
         assert b.plane.state()["fleet"]["members"]["zz"] == {"requests": 0, "same_file": False}
         a.plane.cluster_state.view.threshold_tokens["home"] = 5000.0
@@ -454,7 +470,7 @@ def test_roles_that_would_lose_an_instance_are_not_followed(deployment: Deployme
             {"home-d0": RoleDecision(), "far-0": RoleDecision(decodes=True), "nobody": RoleDecision(True)},
         )
         stage.etcd.set(PREFIX + "decisions", msgspec.json.encode(wrong))
-        await until(lambda: b.plane.fleet._followed == wrong)
+        await until(lambda: b.fleet._followed == wrong)
         assert b.roles() == before
         assert not b.plane.cluster_state.instance("far-0").decodes
         assert "nowhere" not in b.plane.cluster_state.view.threshold_tokens
@@ -468,7 +484,7 @@ def test_an_announcement_is_small_and_an_idle_gateway_has_no_news(
     async def scene(stage: Stage) -> None:
         (a,) = await stage.join("a")
         await told()
-        fleet = a.plane.fleet
+        fleet = a.fleet
         first = fleet.announcement()
         assert len(first) < 200
         for _ in range(1000):
@@ -498,14 +514,14 @@ def test_a_reload_at_one_has_the_others_look_at_their_files(
                 looked.append(node.name)
                 if not has_new_file:
                     raise ValueError("a mistake")
-                node.plane.fleet.adopt(new)
+                take_on(node.plane, new)
 
-            node.plane.fleet.reloads.reload = reload
+            node.fleet.reloads.reload = reload
 
         look(a, has_new_file=True)
         look(b, has_new_file=True)
         look(c, has_new_file=False)
-        a.plane.fleet.adopt(new)
+        take_on(a.plane, new)
         await until(lambda: len(looked) == 2)
         await told()
         # Once each; who was told does not tell it on.
@@ -522,8 +538,8 @@ def test_a_reload_at_one_has_the_others_look_at_their_files(
         assert sorted(looked) == ["b", "c"]
         # What is told while etcd is away is told afterwards.
         stage.etcd.stop()
-        await until(lambda: not a.plane.fleet.member.is_connected)
-        a.plane.fleet.adopt(AppliedDeployment(deployment, ""))
+        await until(lambda: not a.fleet.member.is_connected)
+        take_on(a.plane, AppliedDeployment(deployment, ""))
         stage.etcd.start()
         await until(lambda: {"b", "late"} <= set(looked[2:]))
 
@@ -547,12 +563,12 @@ def test_a_second_reload_that_is_told_during_the_first_is_looked_at_too(
             new = next(on_disk)
             is_reading.set()
             await may_end.wait()
-            b.plane.fleet.adopt(new)
+            take_on(b.plane, new)
 
-        b.plane.fleet.reloads.reload = reload
-        a.plane.fleet.adopt(files[0])
+        b.fleet.reloads.reload = reload
+        take_on(a.plane, files[0])
         await until(is_reading.is_set)
-        a.plane.fleet.adopt(files[1])
+        take_on(a.plane, files[1])
         await told()
         may_end.set()
         await until(lambda: a.plane.state()["fleet"]["members"]["b"]["same_file"])
@@ -572,7 +588,7 @@ def test_a_setting_of_gateways_alone_is_told_too_and_again_where_etcd_fails(
         async def reload() -> None:
             looked.set()
 
-        b.plane.fleet.reloads.reload = reload
+        b.fleet.reloads.reload = reload
         put_while, failures = a.store.put_while, iter([True, True])
 
         async def put_badly(key: str, value: bytes | None, holder: str, created: int) -> int | None:
@@ -581,11 +597,11 @@ def test_a_setting_of_gateways_alone_is_told_too_and_again_where_etcd_fails(
             return await put_while(key, value, holder, created)
 
         a.store.put_while = put_badly  # type: ignore[method-assign]
-        a.plane.fleet.adopt(AppliedDeployment(said, ""))
+        take_on(a.plane, AppliedDeployment(said, ""))
         await until(looked.is_set)
         # The same again is no news.
         looked.clear()
-        a.plane.fleet.adopt(AppliedDeployment(said, ""))
+        take_on(a.plane, AppliedDeployment(said, ""))
         await told()
         assert not looked.is_set()
 
@@ -599,32 +615,26 @@ def test_who_joins_is_drained_where_a_mark_says_so_and_who_leaves_is_not_undrain
         a, b = await stage.join("a", "b")
         gone = next(each for each in deployment.instances if each.name == "home-d1")
         less = smaller(tmp_path)
-        membership = Membership(b.plane)
-
-        def take_on(applied: AppliedDeployment) -> None:
-            membership.adopt(applied)
-            b.plane.fleet.adopt(applied)
 
         def is_closed(node: Node) -> bool:
             return node.plane.cluster_state.instance("home-d1").closed
 
-        a.plane.drain("home-d1", wanted=True)
+        a.plane.drains.drain("home-d1", wanted=True)
         await until(lambda: is_closed(b))
-        take_on(AppliedDeployment(less, "", (gone,)))
+        take_on(b.plane, AppliedDeployment(less, "", (gone,)))
         # The other gateway has not read its file yet, and takes the mark back, and sets it again.
-        a.plane.drain("home-d1", wanted=False)
+        a.plane.drains.drain("home-d1", wanted=False)
         await until(lambda: PREFIX + "drained/home-d1" not in stage.etcd.entries)
         await heard(stage, b, "drained/home-d1")
         assert is_closed(b)
-        take_on(AppliedDeployment(less, ""))
-        a.plane.drain("home-d1", wanted=True)
+        take_on(b.plane, AppliedDeployment(less, ""))
+        a.plane.drains.drain("home-d1", wanted=True)
         await until(lambda: PREFIX + "drained/home-d1" in stage.etcd.entries)
         await heard(stage, b, "drained/home-d1")
-        take_on(AppliedDeployment(deployment, ""))
+        take_on(b.plane, AppliedDeployment(deployment, ""))
         assert is_closed(b)
-        a.plane.drain("home-d1", wanted=False)
+        a.plane.drains.drain("home-d1", wanted=False)
         await until(lambda: not is_closed(b))
-        await membership.close()
 
     play(deployment, clock, scene)
 
@@ -639,11 +649,8 @@ def test_who_joins_has_the_role_that_the_leader_has_decided(
         a.plane.cluster_state.set_roles("home-d1", ["prefill"])
         await until(lambda: stage.decisions().roles["home-d1"].prefills)
         await heard(stage, b, "decisions")
-        membership, whole = Membership(b.plane), AppliedDeployment(deployment, "")
-        membership.adopt(whole)
-        b.plane.fleet.adopt(whole)
+        take_on(b.plane, AppliedDeployment(deployment, ""))
         assert b.roles()["home-d1"] == (True, False, False)
-        await membership.close()
 
     play(deployment, clock, scene)
 
@@ -658,30 +665,31 @@ def test_an_etcd_that_has_lost_its_data_is_told_everything_again(
         async def reload() -> None:
             looked.set()
 
-        b.plane.fleet.reloads.reload = reload
-        a.plane.fleet.adopt(
-            AppliedDeployment(replace(deployment, gateway=replace(deployment.gateway, shadow=0.5)), "")
+        b.fleet.reloads.reload = reload
+        take_on(
+            a.plane,
+            AppliedDeployment(replace(deployment, gateway=replace(deployment.gateway, shadow=0.5)), ""),
         )
         await until(looked.is_set)
         looked.clear()
-        a.plane.drain("home-d0", wanted=True)
+        a.plane.drains.drain("home-d0", wanted=True)
         a.plane.cluster_state.view.threshold_tokens["home"] = 7000.0
         await until(lambda: b.threshold == 7000.0 and b.plane.cluster_state.instance("home-d0").closed)
         for _ in range(100):
             stage.etcd.set(PREFIX + "nothing", b"")
         stage.etcd.stop()
-        await until(lambda: not any(node.plane.fleet.member.is_connected for node in stage.nodes))
+        await until(lambda: not any(node.fleet.member.is_connected for node in stage.nodes))
         stage.etcd.lose()
         stage.etcd.start()
         await until(lambda: {PREFIX + "decisions", PREFIX + "drained/home-d0"} <= stage.etcd.entries.keys())
         assert stage.decisions().thresholds["home"] == 7000.0
-        await until(lambda: all(node.plane.fleet.member.is_connected for node in stage.nodes))
+        await until(lambda: all(node.fleet.member.is_connected for node in stage.nodes))
         await told()
         assert all(node.plane.cluster_state.instance("home-d0").closed for node in stage.nodes)
         # Words with lower revisions than those before are heard.
-        a.plane.fleet.adopt(AppliedDeployment(deployment, ""))
+        take_on(a.plane, AppliedDeployment(deployment, ""))
         await until(looked.is_set)
-        a.plane.drain("home-d0", wanted=False)
+        a.plane.drains.drain("home-d0", wanted=False)
         await until(lambda: not b.plane.cluster_state.instance("home-d0").closed)
         (late,) = await stage.join("late")
         assert not late.plane.cluster_state.instance("home-d0").closed

@@ -1,6 +1,6 @@
 """One moment of the deployment as the console draws it: what `state_of` tells, less what no picture needs.
 
-A part that the state lacks is missing in the frame too, so that a control plane that tells less can be drawn as well.
+A part that the state lacks is missing in the sample too, so that a control plane that tells less can be drawn as well.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -44,8 +44,8 @@ _POOL = ("cluster", "up", "age_s", "hit_tokens")
 _DAEMON = ("bytes", "capacity_bytes", "wrong_pages", "failed_copies")
 
 
-def frame_of(state: Mapping[str, Any], at_s: float) -> Json:
-    """The frame of one state; `at_s`: its Unix time."""
+def sample_of(state: Mapping[str, Any], at_s: float) -> Json:
+    """The sample of one state; `at_s`: its Unix time."""
     leaving = state.get("applied", {}).get("leaving", ())
     return {
         "at_s": round(at_s, 3),
@@ -58,11 +58,11 @@ def frame_of(state: Mapping[str, Any], at_s: float) -> Json:
     }
 
 
-def instances_in(frame: Mapping[str, Any]) -> dict[str, Json]:
-    """Every instance of a frame, by name."""
+def instances_in(sample: Mapping[str, Any]) -> dict[str, Json]:
+    """Every instance of a sample, by name."""
     return {
         name: instance
-        for cluster in frame["clusters"].values()
+        for cluster in sample["clusters"].values()
         for name, instance in cluster["instances"].items()
     }
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from prfaas.serving.control.alarms import alarms_of
-from prfaas.serving.control.changes import changes_between
-from prfaas.serving.control.frames import frame_of, instances_in
-from prfaas.serving.control.history import StateHistory
+from prfaas.serving.console.alarms import alarms_of
+from prfaas.serving.console.changes import changes_between
+from prfaas.serving.console.history import StateHistory
+from prfaas.serving.console.samples import instances_in, sample_of
 
 Json = dict[str, Any]
 
@@ -76,7 +76,7 @@ PD_1 = "clusters/pd/instances/pd-1"
 
 
 def test_a_frame_has_what_is_drawn_and_nothing_else() -> None:
-    frame = frame_of(state(), 12.3456)
+    frame = sample_of(state(), 12.3456)
     assert frame["at_s"] == 12.346
     assert frame["clusters"]["pd"]["instances"]["pd-0"]["kv_usage"] == 0.5
     assert "events" not in frame["clusters"]["pd"]["instances"]["pd-0"]
@@ -87,7 +87,7 @@ def test_a_frame_has_what_is_drawn_and_nothing_else() -> None:
 
 def test_a_control_plane_that_tells_less_has_frames_too() -> None:
     least = {"clusters": {"pd": {"instances": {"a": {"role": "decode", "healthy": True, "drain": None}}}}}
-    frame = frame_of(least, 1.0)
+    frame = sample_of(least, 1.0)
     assert frame["links"] == {} and alarms_of(frame) == []
 
 
@@ -112,20 +112,20 @@ def test_a_control_plane_that_tells_less_has_frames_too() -> None:
     ],
 )
 def test_alarms(path: str, value: Any, kind: str, severity: str) -> None:
-    assert alarms_of(frame_of(state(), 1.0)) == []
-    (alarm,) = alarms_of(frame_of(put(state(), path, value), 1.0))
+    assert alarms_of(sample_of(state(), 1.0)) == []
+    (alarm,) = alarms_of(sample_of(put(state(), path, value), 1.0))
     assert (alarm.kind, alarm.severity) == (kind, severity)
     assert alarm.what.endswith(".")
 
 
 @pytest.mark.parametrize("condition", ["clear", "busy"])
 def test_a_link_that_works_is_no_alarm(condition: str) -> None:
-    assert alarms_of(frame_of(put(state(), "links/far->pd/condition", condition), 1.0)) == []
+    assert alarms_of(sample_of(put(state(), "links/far->pd/condition", condition), 1.0)) == []
 
 
 def test_critical_alarms_come_first() -> None:
     worse = put(put(state(), f"{PD_1}/age_s", 60.0), "links/far->pd/up", False)
-    assert [alarm.severity for alarm in alarms_of(frame_of(worse, 1.0))] == ["critical", "warning"]
+    assert [alarm.severity for alarm in alarms_of(sample_of(worse, 1.0))] == ["critical", "warning"]
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_critical_alarms_come_first() -> None:
     ],
 )
 def test_changes(path: str, value: Any, kind: str, words: str) -> None:
-    before, after = frame_of(state(), 1.0), frame_of(put(state(), path, value), 2.0)
+    before, after = sample_of(state(), 1.0), sample_of(put(state(), path, value), 2.0)
     assert changes_between(before, before) == []
     (change,) = changes_between(before, after)
     assert (change.kind, change.at_s) == (kind, 2.0)
@@ -153,8 +153,8 @@ def test_changes(path: str, value: Any, kind: str, words: str) -> None:
 
 
 def test_a_link_between_clear_and_busy_has_not_changed() -> None:
-    before = frame_of(state(), 1.0)
-    assert changes_between(before, frame_of(put(state(), "links/far->pd/condition", "busy"), 2.0)) == []
+    before = sample_of(state(), 1.0)
+    assert changes_between(before, sample_of(put(state(), "links/far->pd/condition", "busy"), 2.0)) == []
 
 
 class Recorded:
@@ -241,7 +241,7 @@ def test_who_leaves_is_not_said_to_be_drained_by_an_operator() -> None:
         each["applied"] = {"leaving": ["pd-0"]}
         each["clusters"]["pd"]["instances"]["pd-0"] = instance(drain=drain)
     del gone["clusters"]["pd"]["instances"]["pd-0"]
-    frames = [frame_of(each, at_s) for at_s, each in enumerate((before, leaving, idle, gone))]
+    frames = [sample_of(each, at_s) for at_s, each in enumerate((before, leaving, idle, gone))]
     told = [[change.what for change in changes_between(*pair)] for pair in itertools.pairwise(frames)]
     assert told == [
         ["pd-0 is not in the file any more, and leaves when its work has ended."],

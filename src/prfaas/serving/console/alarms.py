@@ -1,10 +1,10 @@
-"""What an operator should look at, by one frame of the console."""
+"""What an operator should look at, by one sample."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from prfaas.serving.control.frames import instances_in
+from prfaas.serving.console.samples import instances_in
 
 Severity = Literal["critical", "warning"]
 
@@ -36,22 +36,22 @@ class Alarm:
     """A sentence."""
 
 
-def alarms_of(frame: Mapping[str, Any]) -> list[Alarm]:
-    """All alarms of a frame, the critical ones first."""
-    found = [*_service(frame), *_instances(frame), *_links(frame), *_pools(frame), *_pairs(frame)]
+def alarms_of(sample: Mapping[str, Any]) -> list[Alarm]:
+    """All alarms of a sample, the critical ones first."""
+    found = [*_service(sample), *_instances(sample), *_links(sample), *_pools(sample), *_pairs(sample)]
     return sorted(found, key=lambda alarm: alarm.severity != "critical")
 
 
-def _service(frame: Mapping[str, Any]) -> Iterator[Alarm]:
+def _service(sample: Mapping[str, Any]) -> Iterator[Alarm]:
     if not any(
         "decode" in instance["role"] and instance["healthy"] and instance["drain"] is None
-        for instance in instances_in(frame).values()
+        for instance in instances_in(sample).values()
     ):
         yield Alarm("critical", "no-decode", "", "No instance can decode: requests are refused.")
 
 
-def _instances(frame: Mapping[str, Any]) -> Iterator[Alarm]:
-    for name, instance in instances_in(frame).items():
+def _instances(sample: Mapping[str, Any]) -> Iterator[Alarm]:
+    for name, instance in instances_in(sample).items():
         if not instance["healthy"]:
             why = instance.get("suspicion")
             yield Alarm("critical", "down", name, f"{name} is out of routing{f': {why}' if why else ''}.")
@@ -63,8 +63,8 @@ def _instances(frame: Mapping[str, Any]) -> Iterator[Alarm]:
             )
 
 
-def _links(frame: Mapping[str, Any]) -> Iterator[Alarm]:
-    for name, link in frame["links"].items():
+def _links(sample: Mapping[str, Any]) -> Iterator[Alarm]:
+    for name, link in sample["links"].items():
         if not link["up"]:
             yield Alarm("critical", "link-down", name, f"The link {name} is not used.")
             continue
@@ -77,8 +77,8 @@ def _links(frame: Mapping[str, Any]) -> Iterator[Alarm]:
             yield Alarm("warning", "link-queue", name, text)
 
 
-def _pools(frame: Mapping[str, Any]) -> Iterator[Alarm]:
-    for name, pool in frame["pools"].items():
+def _pools(sample: Mapping[str, Any]) -> Iterator[Alarm]:
+    for name, pool in sample["pools"].items():
         if not pool["up"]:
             yield Alarm("warning", "pool-down", name, f"The pool {name} does not answer.")
         if pool.get("wrong_pages", 0):
@@ -86,7 +86,7 @@ def _pools(frame: Mapping[str, Any]) -> Iterator[Alarm]:
             yield Alarm("warning", "wrong-pages", name, text)
 
 
-def _pairs(frame: Mapping[str, Any]) -> Iterator[Alarm]:
-    for pair in frame["incompatible"]:
+def _pairs(sample: Mapping[str, Any]) -> Iterator[Alarm]:
+    for pair in sample["incompatible"]:
         names = f"{pair['producer']} and {pair['consumer']}"
         yield Alarm("warning", "incompatible", names, f"{names} exchange no KVCache: {pair['reason']}.")

@@ -1,0 +1,171 @@
+"""Where requests go: what is known of a prompt and the view, put to the routing policy."""
+
+import logging
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import replace
+
+import prometheus_client
+
+from prfaas.core.deployment import BUILT_IN_POLICIES, DEFAULT_POLICY, AppliedDeployment
+from prfaas.core.prefix import PromptChains
+from prfaas.core.scheduling import CheckedPolicy, Decision, Policy, Route, RoutingRequest, View, make_policy
+from prfaas.core.scheduling.policy import is_shortest_first
+from prfaas.serving.control.cluster_state import ClusterState
+from prfaas.serving.control.hot_prefixes import HotPrefixes
+from prfaas.serving.control.metrics import ControlMetrics
+from prfaas.serving.control.part import Json, Part
+from prfaas.serving.control.planning_inputs import policy_of
+from prfaas.serving.control.prefix_knowledge import PrefixKnowledge
+from prfaas.serving.running_deployment import RunningDeployment
+
+logger = logging.getLogger(__name__)
+
+
+class GuardedPolicy:
+    """Decides as `policy`; where that raises, or decides what can't be carried out, as the default policy."""
+
+    def __init__(self, name: str, policy: Policy, failures: prometheus_client.Counter) -> None:
+        self._name = name
+        self._policy = CheckedPolicy(policy)
+        self._default = make_policy(DEFAULT_POLICY)
+        self._failures = failures
+        self._failed = 0
+
+    def decide(self, request: RoutingRequest, view: View) -> Decision:
+        """Raises NoDecodeInstanceError when nothing can decode."""
+        try:
+            return self._policy.decide(request, view)
+        except Exception as error:
+            self._note(error)
+            return self._default.decide(request, view)
+
+    def is_shortest_first(self, view: View) -> bool:
+        """See `is_shortest_first` of core; of the default policy where the own one fails. No failure is counted."""
+        try:
+            return is_shortest_first(CheckedPolicy(self._policy.policy), view)
+        except Exception:
+            return is_shortest_first(self._default, view)
+
+    def _note(self, error: Exception) -> None:
+        self._failures.inc()
+        self._failed += 1
+        # The 1st, 10th, 100th, …: it may fail for every request.
+        if str(self._failed).strip("0") == "1":
+            logger.error(
+                "policy %s failed (%d times so far), %s decided in its place: %s: %s",
+                self._name,
+                self._failed,
+                DEFAULT_POLICY,
+                type(error).__name__,
+                error,
+                exc_info=error,
+            )
+
+
+class Router(Part):
+    """Decides for one request after the other, by the policy that the file names now."""
+
+    def __init__(
+        self,
+        running: RunningDeployment,
+        cluster_state: ClusterState,
+        prefixes: PrefixKnowledge,
+        hot_prefixes: HotPrefixes,
+        metrics: ControlMetrics,
+    ) -> None:
+        """
+        Args:
+            running: names the policy and its parameters.
+            cluster_state: has the view that the policy reads.
+            prefixes: who holds what of a prompt.
+            hot_prefixes: is told what was missed.
+            metrics: count decisions.
+
+        Raises:
+            DeploymentError: there is no such policy, or it does not take these parameters.
+        """
+        self._running = running
+        self._cluster_state = cluster_state
+        self._prefixes = prefixes
+        self._hot_prefixes = hot_prefixes
+        self._metrics = metrics
+        self._local = make_policy("local_only")
+        self._routed = 0
+        self._reasons: dict[Route, Counter[str]] = {route: Counter() for route in Route}
+        self._policy = self._named()
+
+    def route(
+        self,
+        num_tokens: int,
+        chains: PromptChains | None,
+        *,
+        avoid: Collection[str] = (),
+        offload: bool = True,
+        first_from_prefill: bool = False,
+    ) -> Decision:
+        """Decide where a prompt of `num_tokens` tokens goes.
+
+        Args:
+            num_tokens: of the whole prompt.
+            chains: None when the prompt was not looked at. The decision is then a decode instance that
+                prefills itself.
+            avoid: instances that have failed this request.
+            offload: False: never to another cluster.
+            first_from_prefill: where another instance prefills, the client has its first token from there.
+
+        Raises:
+            NoDecodeInstanceError: no instance can decode.
+        """
+        state = self._cluster_state
+        view = state.at(state.clock())
+        if avoid:
+            view = view.without(avoid)
+        if chains is None:
+            decision = self._local.decide(RoutingRequest(0), view)
+            return replace(
+                decision, prefill=decision.decode, uncached_tokens=num_tokens, prefill_tokens=num_tokens
+            )
+        match = self._prefixes.match(chains)
+        self._routed += 1
+        request = self._prefixes.request(match, num_tokens, self._routed, first_from_prefill)
+        policy = self._policy if offload else self._local
+        decision = match.bound(policy.decide(request, view), num_tokens, state.kv_between)
+        self._count(decision)
+        if offload and not avoid and view.pools:
+            self._hot_prefixes.note_pools(decision.prefill, chains, match.pools)
+        elif offload and not avoid and request.held:
+            missed = self._prefixes.missed_prefix(decision.prefill, chains, request.held)
+            if missed is not None:
+                self._hot_prefixes.note(missed)
+        return decision
+
+    def follow(self, before: AppliedDeployment, now: AppliedDeployment) -> None:
+        """Decide by another policy. Raises DeploymentError where it can't be made."""
+        if now.said.routing != before.said.routing:
+            self._policy = self._named()
+
+    def state(self, _now_s: float) -> Json:
+        """Decisions so far, by route and reason."""
+        routes = {str(route): dict(reasons) for route, reasons in self._reasons.items()}
+        return {"requests": {"routed": self._routed}, "routes": routes}
+
+    def prefills_shortest_first(self) -> bool:
+        """The order in which prefills wait under the policy, asked anew each time. It never fails."""
+        policy, view = self._policy, self._cluster_state.view
+        if isinstance(policy, GuardedPolicy):
+            return policy.is_shortest_first(view)
+        return is_shortest_first(policy, view)
+
+    def _named(self) -> Policy:
+        """The policy that the file names, guarded where it is not one of ours."""
+        name, policy = self._running.current.routing.policy, policy_of(self._running.current)
+        if name in BUILT_IN_POLICIES:
+            return policy
+        return GuardedPolicy(name, policy, self._metrics.policy_failures)
+
+    def _count(self, decision: Decision) -> None:
+        self._reasons[decision.route][decision.reason] += 1
+        self._metrics.decisions.labels(str(decision.route), decision.reason).inc()
+        if decision.cache_transfer is not None:
+            self._metrics.cache_transfers.inc()
