@@ -11,12 +11,11 @@ from dataclasses import dataclass
 import pytest
 
 from prfaas.core.deployment import TransferLimits
-from prfaas.serving.transport.lent_transfer import LentTransfer
 from prfaas.serving.transport.options import Peer, ReceiverOptions, SenderOptions
 from prfaas.serving.transport.outgoing import OutgoingTransfer
 from prfaas.serving.transport.receiver import Receiver
 from prfaas.serving.transport.sender import Sender
-from prfaas.serving.transport.sibling_staging import SiblingStaging
+from prfaas.serving.transport.sibling_staging import LentTransfer, SiblingStaging
 from prfaas.serving.transport.staging import StagingArena, shared_memory
 from prfaas.serving.transport.ticket import Ticket
 from prfaas.serving.transport.wire import TransferPhase

@@ -8,6 +8,7 @@ An encrypted connection does all of it inside mutual TLS 1.3, which also binds t
 KEYS, hands over the secret that all later frames of this connection are sealed with; TLS ends with it.
 """
 
+import asyncio
 import hmac
 import json
 import re
@@ -21,7 +22,7 @@ from typing import Any, NoReturn
 
 from prfaas.serving.transport.fingerprint import Fingerprint, fingerprint_difference
 from prfaas.serving.transport.region_layout import PeerLayouts, heard, told_of
-from prfaas.serving.transport.sealing import SECRET_BYTES, Sealing
+from prfaas.serving.transport.sealing import SECRET_BYTES, Sealing, read_frame
 from prfaas.serving.transport.sentences import legible
 from prfaas.serving.transport.sockets import (
     ByteStream,
@@ -34,6 +35,7 @@ from prfaas.serving.transport.sockets import (
 from prfaas.serving.transport.tls_identity import TlsIdentity, names_instance, names_of
 from prfaas.serving.transport.tls_stream import (
     HANDSHAKE_RECORD,
+    AsyncTlsStream,
     NotTlsError,
     TlsStream,
     receive_record,
@@ -236,6 +238,37 @@ def _introduce(stream: ByteStream, hello: ClientHello, deadline_s: float | None)
             raise HandshakeError(difference)
     if trouble := heard(hello.layouts, hello.server_name, challenge.get("layout"), sends=True):
         raise HandshakeError(trouble)
+
+
+async def greet_async(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, hello: ClientHello, tls: TlsIdentity | None
+) -> tuple[str, Sealing | None]:
+    """Prove who this side is on a connection that has just been made, and see that the server is who it should be.
+
+    Takes as long as the server does. `tls`: the connection is encrypted; None: it is plain.
+
+    Returns:
+        The server's session, and what all further frames are sealed with; None on a plain connection.
+
+    Raises:
+        HandshakeError: one side has refused the other.
+        WireError: the server does not speak this protocol.
+        OSError: the connection is broken.
+        asyncio.IncompleteReadError: the server has ended it.
+    """
+    if tls is None:
+        writer.write(hello.frame())
+        writer.write(hello.answer(*await read_frame(reader)))
+        return hello.finish(*await read_frame(reader)), None
+    try:
+        stream = await AsyncTlsStream.open(reader, writer, tls.client_context())
+        hello.check_certificate(stream.certificate())
+        stream.write(hello.frame())
+        stream.write(hello.answer(*await read_frame(stream)))
+        session = hello.finish(*await read_frame(stream))
+        return session, hello.keys(*await read_frame(stream))
+    except (ssl.SSLError, NotTlsError) as error:
+        raise tls_trouble(error, hello.server_name) from None
 
 
 def welcome(

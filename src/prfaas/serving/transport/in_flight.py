@@ -5,9 +5,9 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from prfaas.serving.transport.liveness import Liveness
 from prfaas.serving.transport.offer import Offer
 from prfaas.serving.transport.outgoing import Carrier, Chunk, OutgoingTransfer, SendPhase
-from prfaas.serving.transport.silence import Silence
 from prfaas.serving.transport.wire import NO_TRANSFER, FrameType, Header, abort, pack_control, ping, pong
 
 # A peer that stays away for long knows nothing any more of transfers that failed meanwhile.
@@ -53,7 +53,7 @@ class InFlightWindow:
     """END frames by transfer id."""
     aborts: dict[int, ControlJob] = field(default_factory=dict)
     """ABORT frames by the number of the PING behind them, whose PONG says that they came."""
-    silence: Silence = field(default_factory=Silence)
+    liveness: Liveness = field(default_factory=Liveness)
     sent_at_s: float = 0.0
     """When a frame was sent last."""
     pings: int = 0

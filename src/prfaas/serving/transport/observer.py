@@ -10,13 +10,12 @@ from typing import Any, TypeVar
 
 from prfaas.serving.own_process import on_time_timeout
 from prfaas.serving.tasks import end_all, look_at
-from prfaas.serving.transport.async_handshake import shake_hands
-from prfaas.serving.transport.handshake import ROLE_OBSERVER, ClientHello
+from prfaas.serving.transport.handshake import ROLE_OBSERVER, ClientHello, greet_async
+from prfaas.serving.transport.liveness import Liveness, LookClock, heartbeat_period_s, path_timeout_s
 from prfaas.serving.transport.pacing import PaceOrder
+from prfaas.serving.transport.peer_list import PeerList
 from prfaas.serving.transport.requests import CopyOrder, PullOrder
-from prfaas.serving.transport.roster import Roster
 from prfaas.serving.transport.sealing import Sealing, read_frame
-from prfaas.serving.transport.silence import LookClock, Silence, patience_s, ping_period_s
 from prfaas.serving.transport.sockets import HandshakeError, expedite, keep_alive, read_tcp_info
 from prfaas.serving.transport.tls_identity import TlsIdentity
 from prfaas.serving.transport.wire import (
@@ -181,7 +180,7 @@ class Observer:
         """
         await self._tell(FrameType.PACE, order.to_body())
 
-    async def tell_roster(self, roster: Roster) -> None:
+    async def send_peer_list(self, roster: PeerList) -> None:
         """Tell the rank whom it may send to, and who may send to it; `stats` says whether it has taken it.
 
         Raises:
@@ -275,7 +274,7 @@ class Observer:
             expedite(sock)
             try:
                 async with on_time_timeout(_HANDSHAKE_S, self._clock):
-                    peer_session, self._sealing = await shake_hands(reader, writer, self._hello(), self._tls)
+                    peer_session, self._sealing = await greet_async(reader, writer, self._hello(), self._tls)
             except BaseException:
                 writer.close()
                 raise
@@ -336,20 +335,20 @@ class Observer:
 
     async def _listen(self) -> None:
         """Cut the connection when nothing comes back over its path while something is waited for."""
-        clock, silence, pings = LookClock(), Silence(), 0
+        clock, liveness, pings = LookClock(), Liveness(), 0
         writer = self._writer
         while writer is not None:
-            await asyncio.sleep(ping_period_s(self._silence_s))
+            await asyncio.sleep(heartbeat_period_s(self._silence_s))
             elapsed_s = clock.elapsed_s(time.monotonic())
             if not self._waits and not self._requests:
-                silence.rest()
+                liveness.rest()
                 continue
             try:
                 info = read_tcp_info(writer.get_extra_info("socket"))
             except OSError:
                 return
-            silence.look(info, elapsed_s, asked=False, spare_s=ping_period_s(self._silence_s))
-            if silence.path_s > patience_s(self._silence_s):
+            liveness.look(info, elapsed_s, asked=False, spare_s=heartbeat_period_s(self._silence_s))
+            if liveness.path_s > path_timeout_s(self._silence_s):
                 writer.transport.abort()
                 return
             pings += 1

@@ -26,7 +26,7 @@ class Peer:
     encrypted: bool = False
     """Its connections are encrypted, and never fall back; the sender must have a TLS identity."""
     compressed: bool = False
-    """Its chunks are coded where that spares more link time than it costs CPU time."""
+    """Its chunks are compressed where that spares more link time than it costs CPU time."""
     share_bits_per_s: float | None = None
     """What this sender may use of the link while no control plane tells it; None: all of it."""
 
@@ -58,7 +58,7 @@ class ReceiverOptions:
     """For the whole handshake, from the connection's acceptance."""
     max_connections: int = 256
     """Of peers that have proved to have the key."""
-    max_strangers: int = 64
+    max_unauthenticated: int = 64
     """Connections at once that are still in their handshake."""
     max_waiting: int = 1024
     """Transfers that may wait for staging."""

@@ -9,7 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from prfaas.core.link.turns import Turn, turn_of_ended, turn_of_open
+from prfaas.core.link.send_order import SendOrder, order_of_ended, order_of_open
 from prfaas.serving.transport.chunk_source import ChunkSource
 from prfaas.serving.transport.coverage import Coverage
 from prfaas.serving.transport.offer import Offer
@@ -83,7 +83,7 @@ class TransferQueue(Protocol):
 
     def abort(self, transfer: "OutgoingTransfer", reason: str) -> None: ...
 
-    def recall(self, transfer: "OutgoingTransfer", patience_s: float) -> None: ...
+    def recall(self, transfer: "OutgoingTransfer", timeout_s: float) -> None: ...
 
     def await_quiescent(self, transfer: "OutgoingTransfer", timeout_s: float) -> bool: ...
 
@@ -130,9 +130,9 @@ class OutgoingTransfer:
         self.reading: dict[Chunk, Carrier] = {}
         """The chunks whose source is read or sent from at this moment, and by which connection."""
         self.service = service
-        self.place: Turn = turn_of_open(opened_at_s, number)
+        self.place: SendOrder = order_of_open(opened_at_s, number)
         """Its turn among the transfers of its tenant: the least is first."""
-        self.listed_at: Turn | None = None
+        self.listed_at: SendOrder | None = None
         """The place at which the schedule has it; None: it has nothing to send there."""
         self.queued: list[Chunk] = []
         """A heap of what is to leave, once the consumer has accepted."""
@@ -183,7 +183,7 @@ class OutgoingTransfer:
         """The queue's own: its prefill has ended, so it gets the turn of one that has."""
         self.ended = True
         self.overlapped_bytes = self.acked_bytes
-        self.place = turn_of_ended(now_s, self.total_bytes - self.acked_bytes, bits_per_s, self.place[2])
+        self.place = order_of_ended(now_s, self.total_bytes - self.acked_bytes, bits_per_s, self.place[2])
 
     def end(self) -> None:
         """Prefill has finished: END goes ahead of all queued data and freezes `overlapped_bytes`. Idempotent.
@@ -206,14 +206,14 @@ class OutgoingTransfer:
         nothing reads a source at this moment."""
         return not self.reading and (self.phase.terminal or self.acked_bytes == self.put_bytes)
 
-    def recall(self, patience_s: float) -> None:
+    def recall(self, timeout_s: float) -> None:
         """No memory that a source has shown until now is read, or sent from, once this returns.
 
         Call it when the sources show other memory from now on. A connection that still sends from the old one
-        after `patience_s` is closed: its peer drops the half chunk, and the chunk is read and sent again.
+        after `timeout_s` is closed: its peer drops the half chunk, and the chunk is read and sent again.
         """
         if self.queue is not None:
-            self.queue.recall(self, patience_s)
+            self.queue.recall(self, timeout_s)
 
     def await_quiescent(self, timeout_s: float) -> bool:
         """Wait until the transfer is over and no source of it is read or will be again; False on timeout.
@@ -267,7 +267,7 @@ class QueueLoad:
         )
 
 
-class PeerSays(enum.Enum):
+class PeerAnswer(enum.Enum):
     """What a peer has answered to a connection that never came up."""
 
     REJECTED = "rejected"

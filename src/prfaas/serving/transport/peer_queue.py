@@ -22,12 +22,19 @@ from prfaas.serving.transport.in_flight import (
     InFlightWindow,
     gauges_of,
 )
+from prfaas.serving.transport.liveness import heartbeat_period_s
 from prfaas.serving.transport.offer import Offer
 from prfaas.serving.transport.options import Peer, SenderOptions
-from prfaas.serving.transport.outgoing import Carrier, Chunk, OutgoingTransfer, PeerSays, QueueLoad, SendPhase
+from prfaas.serving.transport.outgoing import (
+    Carrier,
+    Chunk,
+    OutgoingTransfer,
+    PeerAnswer,
+    QueueLoad,
+    SendPhase,
+)
 from prfaas.serving.transport.pacing import LinkPacer
-from prfaas.serving.transport.peer_watch import PeerWatch
-from prfaas.serving.transport.silence import ping_period_s
+from prfaas.serving.transport.peer_liveness import PeerLiveness
 from prfaas.serving.transport.sockets import TcpInfo
 from prfaas.serving.transport.ticket import DEFAULT_CLASS, TransferClass
 from prfaas.serving.transport.wire import END_REGION, FrameType, Header, WireError, text_field
@@ -60,8 +67,8 @@ class PeerQueue:
         self._windows: list[InFlightWindow] = []
         self._numbers = itertools.count()
         self._work = 0
-        self._ping_s = ping_period_s(options.limits.silence_s)
-        self._watch = PeerWatch(peer.name, options)
+        self._ping_s = heartbeat_period_s(options.limits.silence_s)
+        self._liveness = PeerLiveness(peer.name, options)
         self._filler_frames = 0
         self._trouble = self._rejection = ""
         self.closing = False
@@ -78,12 +85,12 @@ class PeerQueue:
     @property
     def silent(self) -> str:
         """What is known of the path to the peer if it was given up; empty if not, or if it was not used."""
-        return "" if self._windows else self._watch.silent
+        return "" if self._windows else self._liveness.silent
 
     @property
     def stalled(self) -> str:
         """What is known of the peer's engine if it does not answer while it is to; empty if not."""
-        return self._watch.stalled if self._windows and self._transfers else ""
+        return self._liveness.stalled if self._windows and self._transfers else ""
 
     # The engine's calls, through OutgoingTransfer
 
@@ -109,7 +116,7 @@ class PeerQueue:
             if reason:
                 return OutgoingTransfer.failed(transfer_id, offer, reason)
             if not self._transfers:
-                self._watch.begin()
+                self._liveness.begin()
             self._transfers[transfer_id] = transfer
             self._filler_frames = 0
             self._counters["opened"] += 1
@@ -168,11 +175,11 @@ class PeerQueue:
         with self._lock:
             return self._quiet.wait_for(lambda: transfer.phase.terminal and not transfer.reading, timeout_s)
 
-    def recall(self, transfer: OutgoingTransfer, patience_s: float) -> None:
+    def recall(self, transfer: OutgoingTransfer, timeout_s: float) -> None:
         """See `OutgoingTransfer.recall`."""
         with self._lock:
             recalled = dict(transfer.reading)
-            self._quiet.wait_for(lambda: recalled.keys().isdisjoint(transfer.reading), patience_s)
+            self._quiet.wait_for(lambda: recalled.keys().isdisjoint(transfer.reading), timeout_s)
             for chunk in recalled.keys() & transfer.reading.keys():
                 # From here on the kernel takes nothing more of the chunk: its frame stays incomplete for ever.
                 recalled[chunk].shut()
@@ -187,7 +194,7 @@ class PeerQueue:
                 if transfer.phase is SendPhase.SENDING:
                     self._controls.resume(transfer)
             self._windows.append(window)
-            self._watch.connected()
+            self._liveness.connected()
             self._rejection = self._trouble = ""
             self._counters["connects"] += 1
             self._repace()
@@ -208,20 +215,20 @@ class PeerQueue:
             self._repace()
             self._ready.notify_all()
 
-    def unreachable(self, trouble: str, peer_says: PeerSays) -> None:
+    def unreachable(self, trouble: str, answer: PeerAnswer) -> None:
         """A connection could not be made; a rejection fails the transfers at once."""
         with self._lock:
             self._trouble = trouble
             self._counters["connect_failures"] += 1
             if self._windows:
                 return
-            if peer_says is PeerSays.REJECTED:
+            if answer is PeerAnswer.REJECTED:
                 if trouble != self._rejection:
                     log.warning("%s", trouble)
                 self._rejection = trouble
                 for transfer in list(self._transfers.values()):
                     self._fail(transfer, trouble)
-            elif peer_says is PeerSays.CLOSED:
+            elif answer is PeerAnswer.CLOSED:
                 # Whoever rejected this side listens no more: what comes after it may be another engine.
                 self._rejection = ""
 
@@ -276,7 +283,7 @@ class PeerQueue:
     def acked(self, window: InFlightWindow, header: Header) -> None:
         """ACK: a chunk lies verified at the consumer, or END has come there."""
         with self._lock:
-            self._watch.progressed()
+            self._liveness.progressed()
             if header.region == END_REGION:
                 job = window.ends.pop(header.transfer_id, None)
                 if job is not None:
@@ -311,7 +318,7 @@ class PeerQueue:
                 return
             transfer.phase = SendPhase.SENDING
             self._schedule.place(transfer)
-            self._watch.progressed()
+            self._liveness.progressed()
             if transfer.ended:
                 self._controls.end(transfer)
             self._ready.notify_all()
@@ -334,13 +341,15 @@ class PeerQueue:
     # The supervisor's calls
 
     def apply_deadlines(self, now_s: float, infos: Mapping[Carrier, TcpInfo]) -> dict[Carrier, str]:
-        """Fail the transfers that are overdue. The rest is that of `PeerWatch.look`."""
+        """Fail the transfers that are overdue. The rest is that of `PeerLiveness.look`."""
         with self._lock:
-            silent = self._watch.look(now_s, self._windows, infos)
+            silent = self._liveness.look(now_s, self._windows, infos)
             for window in self._windows:
                 window.trouble = silent.get(window.connection, window.trouble)
             open_now = self._transfers.values()
-            for transfer, reason in self._watch.overdue(now_s, open_now, bool(self._windows), self._trouble):
+            for transfer, reason in self._liveness.overdue(
+                now_s, open_now, bool(self._windows), self._trouble
+            ):
                 self._fail(transfer, reason)
             return silent
 

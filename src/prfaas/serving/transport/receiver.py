@@ -6,30 +6,29 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from prfaas import __version__
 from prfaas.core.deployment import CONTROL
 from prfaas.serving.logs import PEER
 from prfaas.serving.transport.arrival import Arrival, FollowedTransfer
-from prfaas.serving.transport.arrival_sums import ArrivalSums
 from prfaas.serving.transport.fingerprint import Fingerprint
 from prfaas.serving.transport.handshake import ROLE_PRODUCER, PeerIdentity, welcome
+from prfaas.serving.transport.liveness import LONGEST_LOOK_S, LookClock
 from prfaas.serving.transport.options import ReceiverOptions
 from prfaas.serving.transport.pacing import PaceOrder
+from prfaas.serving.transport.peer_list import PeerList
 from prfaas.serving.transport.receiver_connection import ReceiverConnection
 from prfaas.serving.transport.region_layout import PeerLayouts, TransferLayout
 from prfaas.serving.transport.requests import PeerRequest, refuse_request
-from prfaas.serving.transport.roster import Roster
 from prfaas.serving.transport.sealing import Sealing
 from prfaas.serving.transport.sentences import bounded_sentences
-from prfaas.serving.transport.silence import LONGEST_LOOK_S, LookClock
 from prfaas.serving.transport.sockets import HandshakeError, shut, tune
 from prfaas.serving.transport.staging import StagedTransfer, StagingArena
-from prfaas.serving.transport.strangers import Strangers
 from prfaas.serving.transport.tls_identity import TlsIdentity
 from prfaas.serving.transport.transfer_table import TransferTable
+from prfaas.serving.transport.unauthenticated import UnauthenticatedPeers
 from prfaas.serving.transport.wire import TransferStatus, WireError
 
 log = logging.getLogger(__name__)
@@ -39,6 +38,57 @@ _ACCEPT_BACKLOG = 128
 # The machine, not the peer, is the cause: wait for something to be given back, and go on.
 _NO_RESOURCES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _RESOURCES_WAIT_S = 0.1
+
+
+_NOTHING_ARRIVED: dict[str, Any] = {
+    "bytes_total": 0,
+    "segments_total": 0,
+    "mss_bytes": 0,
+    "unread_bytes": 0,
+    "rtt_s": 0.0,
+    "connections": 0,
+}
+
+
+class ArrivalSums:
+    """Sums by producer; those of connections that have ended are kept. Not thread-safe."""
+
+    def __init__(self) -> None:
+        # Bytes and segments.
+        self._of_ended: dict[str, tuple[int, int]] = {}
+
+    def end(self, connection: ReceiverConnection) -> None:
+        """Keep what has arrived over a connection that has ended; once for each."""
+        name = _producer(connection)
+        if name is not None:
+            arrived = connection.arrived()
+            nbytes, segments = self._of_ended.get(name, (0, 0))
+            self._of_ended[name] = (nbytes + arrived.bytes_received, segments + arrived.segments)
+
+    def with_open(self, connections: Iterable[ReceiverConnection]) -> dict[str, dict[str, Any]]:
+        """The fields of `ArrivalSample` but the time, by producer, with what has come over open connections."""
+        found = {
+            name: _NOTHING_ARRIVED | {"bytes_total": nbytes, "segments_total": segments}
+            for name, (nbytes, segments) in self._of_ended.items()
+        }
+        for connection in connections:
+            name = _producer(connection)
+            if name is not None:
+                arrived = connection.arrived()
+                sums = found.setdefault(name, dict(_NOTHING_ARRIVED))
+                sums["bytes_total"] += arrived.bytes_received
+                sums["segments_total"] += arrived.segments
+                sums["mss_bytes"] = max(sums["mss_bytes"], arrived.mss_bytes)
+                sums["unread_bytes"] += arrived.unread_bytes
+                sums["rtt_s"] = max(sums["rtt_s"], arrived.rtt_s)
+                sums["connections"] += 1
+        return found
+
+
+def _producer(connection: ReceiverConnection) -> str | None:
+    """Who sends over a connection; None: nobody yet, or an observer."""
+    who = connection.identity
+    return who.name if who is not None and who.role == ROLE_PRODUCER else None
 
 
 class Receiver:
@@ -60,12 +110,12 @@ class Receiver:
         fingerprint: Fingerprint,
         options: ReceiverOptions | None = None,
         producers: Collection[str] | None = None,
-        roster: Roster | None = None,
+        roster: PeerList | None = None,
         sender_telemetry: Callable[[], dict[str, Any]] | None = None,
         tls: TlsIdentity | None = None,
         plain_peers: Collection[str] = (),
         on_pace: Callable[[PaceOrder], None] = lambda _order: None,
-        on_roster: Callable[[Roster], None] = lambda _roster: None,
+        on_roster: Callable[[PeerList], None] = lambda _roster: None,
         on_probe: Callable[[str, int], None] = lambda _link, _nbytes: None,
         on_request: Callable[[PeerRequest], None] = refuse_request,
         more_stats: Callable[[], Mapping[str, Any]] = dict,
@@ -120,7 +170,7 @@ class Receiver:
         self._table = TransferTable(name=name, key=key, arena=arena, layout=layout, options=self._options)
         self._lock = threading.Lock()
         self._connections: dict[ReceiverConnection, threading.Thread] = {}
-        self._strangers = Strangers(name, self._options.max_strangers)
+        self._unauthenticated = UnauthenticatedPeers(name, self._options.max_unauthenticated)
         self._listener: socket.socket | None = None
         self._threads: list[threading.Thread] = []
         self._closing = threading.Event()
@@ -221,10 +271,10 @@ class Receiver:
             "encrypted_connections": sum(each.sealing is not None for each in connections),
             "failed_connections": self._failed_connections,
             "forged_frames": self._forged_frames,
-            "strangers": len(self._strangers),
-            "closed_strangers": self._strangers.closed,
+            "strangers": len(self._unauthenticated),
+            "closed_strangers": self._unauthenticated.closed,
             "accept_failures": self._accept_failures,
-            "rejected": bounded_sentences(self._strangers.rejected),
+            "rejected": bounded_sentences(self._unauthenticated.rejected),
             "thread_errors": self._thread_errors,
             "threads": threads,
             "roster": self._roster_told,
@@ -247,7 +297,7 @@ class Receiver:
     def _observed(self, of_links: bool) -> dict[str, Any]:
         return self.telemetry() if of_links else self.stats()
 
-    def _take_roster(self, teller: str, roster: Roster) -> None:
+    def _take_roster(self, teller: str, roster: PeerList) -> None:
         """Obey the control plane: others let nobody in."""
         if teller != CONTROL:
             raise WireError(f"a roster comes from {CONTROL}, not from {teller}")
@@ -285,8 +335,8 @@ class Receiver:
                         f"{identity.name} finds {peers} other connections, which is the limit"
                     )
                 connection.identity = identity
-            self._strangers.leave(sock)
-            self._strangers.forgive(identity.name)
+            self._unauthenticated.leave(sock)
+            self._unauthenticated.forgive(identity.name)
 
         identity, sealing = welcome(
             sock,
@@ -327,9 +377,9 @@ class Receiver:
 
     def _accept_failed(self, error: OSError) -> None:
         self._accept_failures += 1
-        self._strangers.note(f"it cannot be accepted: {error}")
+        self._unauthenticated.note(f"it cannot be accepted: {error}")
         if error.errno in _NO_RESOURCES:
-            self._strangers.close_oldest()
+            self._unauthenticated.close_oldest()
         # A client that left before it was accepted costs nothing.
         if error.errno != errno.ECONNABORTED:
             self._closing.wait(_RESOURCES_WAIT_S)
@@ -340,7 +390,7 @@ class Receiver:
             self._table,
             self._observed,
             self._shake_hands,
-            self._strangers.note,
+            self._unauthenticated.note,
             self._on_pace,
             self._take_roster,
             self._on_probe,
@@ -354,14 +404,14 @@ class Receiver:
             try:
                 connection.serve()
             finally:
-                self._strangers.leave(sock)
+                self._unauthenticated.leave(sock)
                 with self._lock:
                     del self._connections[connection]
                     self._arrival_sums.end(connection)
                     self._failed_connections += bool(connection.failure)
                     self._forged_frames += connection.forged
 
-        if not self._strangers.enter(sock, address):
+        if not self._unauthenticated.enter(sock, address):
             sock.close()
             return
         thread = threading.Thread(target=serve, name=f"prfaas-recv-{self.name}", daemon=True)
@@ -373,7 +423,7 @@ class Receiver:
             self._connections[connection] = thread
 
     def _forget(self, sock: socket.socket) -> None:
-        self._strangers.leave(sock)
+        self._unauthenticated.leave(sock)
         sock.close()
 
     def _sweep(self) -> None:

@@ -15,15 +15,15 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
-from prfaas.serving.transport.coding import PREFIX_BYTES, decode, decoded_bytes
+from prfaas.serving.transport.compression import PREFIX_BYTES, decompress, decompressed_bytes
 from prfaas.serving.transport.handshake import ROLE_PRODUCER, PeerIdentity
 from prfaas.serving.transport.incoming import ProducerSession
+from prfaas.serving.transport.liveness import HEARTBEAT_BYTES, Liveness, heartbeat_period_s, path_timeout_s
 from prfaas.serving.transport.options import ReceiverOptions
 from prfaas.serving.transport.pacing import PaceOrder
+from prfaas.serving.transport.peer_list import PeerList
 from prfaas.serving.transport.requests import REQUESTS, PeerRequest
-from prfaas.serving.transport.roster import Roster
 from prfaas.serving.transport.sealing import SEALED_HEADER_BYTES, TAG_BYTES, ForgedFrameError, Sealing
-from prfaas.serving.transport.silence import HEARTBEAT_BYTES, Silence, patience_s, ping_period_s
 from prfaas.serving.transport.sockets import (
     Arrived,
     BulkReader,
@@ -37,7 +37,7 @@ from prfaas.serving.transport.sockets import (
 )
 from prfaas.serving.transport.transfer_table import TransferTable
 from prfaas.serving.transport.wire import (
-    CODED,
+    COMPRESSED,
     HEADER_BYTES,
     MAX_LINK_CHARS,
     MAX_PROBE_BYTES,
@@ -78,7 +78,7 @@ class ReceiverConnection:
         shake_hands: Callable[["ReceiverConnection", socket.socket], tuple[PeerIdentity, Sealing | None]],
         on_stranger_failed: Callable[[str, str], None],
         on_pace: Callable[[PaceOrder], None],
-        on_roster: Callable[[str, Roster], None],
+        on_roster: Callable[[str, PeerList], None],
         on_probe: Callable[[str, int], None],
         on_request: Callable[[PeerRequest], None],
         options: ReceiverOptions,
@@ -100,7 +100,7 @@ class ReceiverConnection:
         self._unsent = memoryview(b"")
         self._sending = threading.Lock()
         self._inside_frame = False
-        self._silence = Silence()
+        self._liveness = Liveness()
         self._session: ProducerSession | None = None
         self._pings = 0
         self._pongs = 0
@@ -178,27 +178,27 @@ class ReceiverConnection:
             self.flush()
         who = self.identity
         if who is None or not (self._inside_frame or (who.name, who.session) in awaited):
-            self._silence.rest()
+            self._liveness.rest()
             return
-        options, silence = self._options, self._silence
-        spare_s = ping_period_s(options.limits.silence_s)
+        options, liveness = self._options, self._liveness
+        spare_s = heartbeat_period_s(options.limits.silence_s)
         try:
             info = read_tcp_info(self._sock)
         except OSError:
             return
-        before = silence.bytes_received
-        silence.look(info, elapsed_s, asked=self._pongs < self._pings, spare_s=spare_s)
+        before = liveness.bytes_received
+        liveness.look(info, elapsed_s, asked=self._pongs < self._pings, spare_s=spare_s)
         if self._session is not None and info.bytes_received - before > HEARTBEAT_BYTES:
             # On a slow link it takes a while until a chunk is whole.
             self._session.progressed_at_s = now_s
-        if silence.path_s > patience_s(options.limits.silence_s):
-            self._close_silent(f"nothing has come back from it for {silence.path_s:.1f} s")
-        elif silence.engine_s > options.limits.progress_deadline_s:
+        if liveness.path_s > path_timeout_s(options.limits.silence_s):
+            self._close_silent(f"nothing has come back from it for {liveness.path_s:.1f} s")
+        elif liveness.engine_s > options.limits.progress_deadline_s:
             inside = ", inside a frame" if self._inside_frame else ""
             self._close_silent(
-                f"its machine acknowledges, its engine has sent nothing for {silence.engine_s:.1f} s{inside}"
+                f"its machine acknowledges, its engine has sent nothing for {liveness.engine_s:.1f} s{inside}"
             )
-        elif silence.engine_s >= spare_s and now_s - self._pinged_at_s >= spare_s:
+        elif liveness.engine_s >= spare_s and now_s - self._pinged_at_s >= spare_s:
             self._pinged_at_s = now_s
             self._pings += 1
             self.post(ping(self._pings))
@@ -263,7 +263,7 @@ class ReceiverConnection:
                 if len(self._outbox) > _OUTBOX_PRESSURE_FRAMES:
                     self._wait_for_outbox()
         finally:
-            self._table.disconnected(session, self, self._silence.path_s, self._trouble)
+            self._table.disconnected(session, self, self._liveness.path_s, self._trouble)
 
     def _serve_observer(self, identity: PeerIdentity) -> None:
         expedite(self._sock)
@@ -287,7 +287,7 @@ class ReceiverConnection:
                 elif header.kind is FrameType.PACE:
                     self._on_pace(PaceOrder.from_body(body))
                 elif header.kind is FrameType.ROSTER:
-                    self._on_roster(identity.name, Roster.from_body(body))
+                    self._on_roster(identity.name, PeerList.from_body(body))
                 elif header.kind is FrameType.PROBE:
                     nbytes = count_field(body, "bytes", MAX_PROBE_BYTES)
                     self._on_probe(text_field(body, "link", MAX_LINK_CHARS), nbytes)
@@ -348,8 +348,8 @@ class ReceiverConnection:
 
     def _receive_chunk(self, session: ProducerSession, header: Header) -> None:
         """Bytes of KV from the wire into staging; their header has been read."""
-        if header.flags & CODED:
-            self._receive_coded(session, header)
+        if header.flags & COMPRESSED:
+            self._receive_compressed(session, header)
             return
         # 1. Where they belong: a place in the transfer's staging, which is held until step 4.
         place = self._table.place_chunk(session, self, header)
@@ -384,7 +384,7 @@ class ReceiverConnection:
                 running.update(part)
         return running.value == header.checksum
 
-    def _receive_coded(self, session: ProducerSession, header: Header) -> None:
+    def _receive_compressed(self, session: ProducerSession, header: Header) -> None:
         """As `_receive_chunk`, of a chunk that is as long as its payload says, not its header."""
         if self.sealing is None:
             payload = self._scratch_view(header.length_bytes)
@@ -397,11 +397,11 @@ class ReceiverConnection:
             self.post(nack(header))
             return
         place = self._table.place_chunk(
-            session, self, replace(header, length_bytes=decoded_bytes(payload[:PREFIX_BYTES]))
+            session, self, replace(header, length_bytes=decompressed_bytes(payload[:PREFIX_BYTES]))
         )
         place.spared_bytes = max(place.header.length_bytes - len(payload), 0)
         try:
-            verified = place.transfer is None or decode(payload, place.pieces)
+            verified = place.transfer is None or decompress(payload, place.pieces)
         except BaseException:
             self._table.abandon_chunk(place)
             raise

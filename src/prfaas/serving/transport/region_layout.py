@@ -120,7 +120,7 @@ class PeerLayouts(Generic[AgreedT]):
         agree: Callable[[object, str, bool], AgreedT],
         alike: AgreedT,
         *,
-        takes_turns: bool = False,
+        shares_copies: bool = False,
     ) -> None:
         """
         Args:
@@ -128,9 +128,9 @@ class PeerLayouts(Generic[AgreedT]):
             agree: gives the layout for what a peer has told, its name, and whether this side sends to it; raises
                 ValueError if there is none.
             alike: the layout between equal sides, which is taken for granted until a peer has told.
-            takes_turns: between equal sides some is left to other ranks, so these agree too.
+            shares_copies: between equal sides some is left to other ranks, so these agree too.
         """
-        self._takes_turns = takes_turns
+        self._takes_turns = shares_copies
         self.told = told
         self._agree = agree
         self.alike = alike

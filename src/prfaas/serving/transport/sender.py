@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
-from prfaas.core.link.turns import turn_of_checkpoint
+from prfaas.core.link.send_order import order_of_checkpoint
 from prfaas.serving.transport.fingerprint import Fingerprint
 from prfaas.serving.transport.handshake import ROLE_PRODUCER, ClientHello
 from prfaas.serving.transport.link_report import KernelTotals, link_reports
@@ -153,7 +153,7 @@ class Sender:
             return OutgoingTransfer.failed(transfer_id, offer, f"{self.name} has no peer named {peer}")
         checkpoint = queue.open(transfer_id, offer, transfer.service, transfer)
         # It has nothing to send yet, so nobody looks at its place.
-        checkpoint.place = turn_of_checkpoint(transfer.place, checkpoint.place)
+        checkpoint.place = order_of_checkpoint(transfer.place, checkpoint.place)
         return checkpoint
 
     def ranks_of(self, instance: str) -> tuple[str, ...]:
@@ -170,7 +170,7 @@ class Sender:
                 name: queue.stats()
                 | {
                     "encrypted": queue.peer.encrypted,
-                    "coding": _coding(self._connections.get(name, ())),
+                    "coding": _compression(self._connections.get(name, ())),
                     "congestion": sorted({c.congestion for c in self._connections.get(name, ())}),
                     "forged_frames": sum(c.forged_frames for c in self._connections.get(name, ())),
                 }
@@ -373,7 +373,7 @@ def _is_same_way(before: Peer, after: Peer) -> bool:
     )
 
 
-def _coding(connections: Sequence[SenderConnection]) -> dict[str, float] | None:
-    """What coding did on all connections of a peer; None where its chunks leave as they are."""
-    counted = [asdict(counters) for each in connections if (counters := each.coding) is not None]
+def _compression(connections: Sequence[SenderConnection]) -> dict[str, float] | None:
+    """What compression did on all connections of a peer; None where its chunks leave as they are."""
+    counted = [asdict(counters) for each in connections if (counters := each.compression) is not None]
     return {name: sum(counters[name] for counters in counted) for name in counted[0]} if counted else None

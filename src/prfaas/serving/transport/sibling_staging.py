@@ -7,22 +7,23 @@ at the end of its load, and at once or after a while of what it will not load.
 
 import logging
 import socket
+import struct
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 import msgspec
 
 from prfaas.serving.transport.arrival import FollowedTransfer
-from prfaas.serving.transport.lent_transfer import LentTransfer
 from prfaas.serving.transport.receiver import Receiver
-from prfaas.serving.transport.sibling_frames import Came, Frame, GaveBack, Hello, Lent, frame_of, send_frame
 from prfaas.serving.transport.sockets import shut
 from prfaas.serving.transport.staging import (
     MappedArena,
+    StagedRegions,
+    StagedTransfer,
     StagingArena,
     mapped_memory,
 )
@@ -34,6 +35,123 @@ _LOOK_S = 0.02
 _TICK_S = 0.5
 _HELLO_S = 60.0
 _MOST_REFUSED = 1 << 12
+
+
+_LENGTH = struct.Struct("<I")
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """The first frame, behind the descriptor of the staging."""
+
+    staging_bytes: int
+    block_bytes: int
+
+
+class Lent(msgspec.Struct, frozen=True, tag="lent"):
+    """A transfer has its staging."""
+
+    transfer_id: bytes
+    num_tokens: int
+    skip_tokens: int
+    lease_bytes: int
+    blocks: tuple[int, ...]
+    region_starts: tuple[int, ...]
+    region_bytes: tuple[int, ...]
+
+
+class Came(msgspec.Struct, frozen=True, tag="came"):
+    """How far a transfer is that was lent."""
+
+    transfer_id: bytes
+    covered: tuple[tuple[tuple[int, int], ...], ...]
+    """By region."""
+    phase: TransferPhase
+    reason: str = ""
+    is_kept: bool = False
+    """It has failed, and some of it can be used."""
+
+
+class GaveBack(msgspec.Struct, frozen=True, tag="gave_back"):
+    """A reader needs no more of it."""
+
+    transfer_id: bytes
+
+
+Frame = Hello | Lent | Came | GaveBack
+_DECODER: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)
+
+
+def send_frame(sock: socket.socket, frame: Frame) -> None:
+    """Raises OSError: the other side is gone."""
+    body = msgspec.msgpack.encode(frame)
+    sock.sendall(_LENGTH.pack(len(body)) + body)
+
+
+def frame_of(sock: socket.socket) -> Frame:
+    """The next one.
+
+    Raises:
+        OSError: the other side is gone.
+        EOFError: it has closed the socket.
+        MsgspecError: it sent something else.
+    """
+    (length,) = _LENGTH.unpack(_exactly(sock, _LENGTH.size))
+    return _DECODER.decode(_exactly(sock, length))
+
+
+def _exactly(sock: socket.socket, nbytes: int) -> bytes:
+    got = bytearray()
+    while len(got) < nbytes:
+        piece = sock.recv(nbytes - len(got))
+        if not piece:
+            raise EOFError
+        got += piece
+    return bytes(got)
+
+
+class LentTransfer(StagedRegions):
+    """A sibling's transfer, read here while it arrives and once it is complete."""
+
+    checkpoint: StagedTransfer | None = None
+    """None: layers that have checkpoints travel to each rank."""
+
+    def __init__(self, lent: Lent, arena: MappedArena, lender: int) -> None:
+        lease = arena.lease(lent.lease_bytes, lent.blocks)
+        super().__init__(lease, lent.region_starts, lent.region_bytes)
+        self.lender = lender
+        self.transfer_id = lent.transfer_id
+        self.num_tokens = lent.num_tokens
+        self.skip_tokens = lent.skip_tokens
+        self.phase = TransferPhase.RECEIVING
+        self.reason = ""
+        self._covered: tuple[tuple[tuple[int, int], ...], ...] = ((),) * len(lent.region_bytes)
+        self._is_kept = False
+        self.readers = 0
+        """Loads that read it at this moment."""
+        self.uses_left: int | None = None
+        """Requests that have not loaded it yet; None: none has come."""
+        self.since_s = 0.0
+        """When it has ended, or was read last."""
+        self.given_back = False
+
+    def came(self, came: Came) -> None:
+        """The lender tells how far it is."""
+        self._covered, self._is_kept, self.reason = came.covered, came.is_kept, came.reason
+        self.phase = came.phase
+
+    def covered_end(self, region: int, start: int) -> int:
+        """Where the verified bytes of a region from `start` on end, as far as the lender has told."""
+        return next((end for first, end in self._covered[region] if first <= start < end), start)
+
+    def ends(self, starts: Sequence[tuple[int, int]]) -> list[int]:
+        """As `Arrival.ends`."""
+        return [self.covered_end(region, start) for region, start in starts]
+
+    def wanted_for_s(self, ttl_s: float, keep_s: float) -> float:
+        """How long after its end a load may still come."""
+        if self.phase is TransferPhase.COMPLETE:
+            return ttl_s
+        return keep_s if self._is_kept else 0.0
 
 
 @dataclass(slots=True, eq=False)

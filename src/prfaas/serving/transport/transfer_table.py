@@ -7,19 +7,22 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 from prfaas.serving.transport.arrival import Arrival, FollowedTransfer
-from prfaas.serving.transport.checkpoints import Checkpoints
+from prfaas.serving.transport.ended_transfers import PartialTransfers, Tombstones
 from prfaas.serving.transport.handshake import PeerIdentity
-from prfaas.serving.transport.incoming import ChunkPlace, FrameSink, IncomingTransfer, ProducerSession
-from prfaas.serving.transport.opening import OpenCheck
+from prfaas.serving.transport.incoming import (
+    ChunkPlace,
+    FrameSink,
+    IncomingTransfer,
+    OpenCheck,
+    ProducerSession,
+)
 from prfaas.serving.transport.options import ReceiverOptions
 from prfaas.serving.transport.region_layout import TransferLayout
-from prfaas.serving.transport.remains import Remains
 from prfaas.serving.transport.staging import StagedTransfer, StagingArena
-from prfaas.serving.transport.tombstones import Tombstones
-from prfaas.serving.transport.watchers import Watchers
 from prfaas.serving.transport.wire import (
     MAX_TRANSFER_BYTES,
     FrameType,
@@ -29,6 +32,7 @@ from prfaas.serving.transport.wire import (
     WireError,
     abort,
     ack,
+    body_of,
     count_field,
     nack,
     pack_control,
@@ -38,6 +42,137 @@ from prfaas.serving.transport.wire import (
 
 _OVERLAP_WAIT_S = 5.0
 _Ending = Literal["failed", "dropped", "broken"]
+
+
+# The newest, and the one before it: another part, or another rank of the engine, may not have got the newest.
+_KEPT_CHECKPOINTS = 2
+
+
+class Checkpoints:
+    """Those of the transfers of one table. Not thread-safe: the table's lock guards them."""
+
+    def __init__(self, layout: TransferLayout, transfers: Mapping[bytes, IncomingTransfer]) -> None:
+        """`transfers`: the table's live ones, by id."""
+        self._layout = layout
+        self._transfers = transfers
+
+    def check(self, checkpoint: IncomingTransfer) -> None:
+        """Whether a transfer may be sent, if it is a checkpoint.
+
+        Raises:
+            WireError: its producer does not send what it is a checkpoint of.
+        """
+        if checkpoint.checkpoint_of is not None and self._owner(checkpoint, TransferPhase.RECEIVING) is None:
+            raise WireError("the transfer that it is a checkpoint of is not under way")
+
+    def keep(self, checkpoint: IncomingTransfer) -> None:
+        """One has come: of those that the engine could go on from now the last two stay."""
+        # Its transfer may have been the faster one, and has use for it until it is taken.
+        owner = self._owner(checkpoint, TransferPhase.RECEIVING, TransferPhase.COMPLETE)
+        if owner is None:
+            checkpoint.discard()
+            return
+        owner.checkpoints[checkpoint.ticket.num_tokens] = checkpoint
+        owner.checkpoint_bytes += checkpoint.status().received_bytes
+        if owner.phase is TransferPhase.COMPLETE:
+            self.mark_usable(owner)
+        else:
+            self._keep_newest(owner)
+
+    def under_way(self, owner: IncomingTransfer) -> list[IncomingTransfer]:
+        """Those of a transfer that have not come."""
+        owner_id = owner.ticket.transfer_id
+        return [each for each in self._transfers.values() if each.checkpoint_of == owner_id]
+
+    def make_room(self, wanting: IncomingTransfer) -> bool:
+        """Free one for a transfer that is no checkpoint; False if there is none."""
+        for owner in self._transfers.values():
+            if owner.checkpoints and wanting.checkpoint_of is None:
+                owner.discard_checkpoints([min(owner.checkpoints)])
+                if owner.phase is TransferPhase.COMPLETE:
+                    self.mark_usable(owner)
+                return True
+        return False
+
+    def mark_usable(self, owner: IncomingTransfer) -> None:
+        """A transfer is complete: its status says from where an engine can go on if another part or rank breaks."""
+        # A checkpoint may have come before its full attention.
+        self._keep_newest(owner)
+        owner.usable = owner.resume_points(self._layout)
+
+    def _keep_newest(self, owner: IncomingTransfer) -> None:
+        ends = owner.resume_points(self._layout).ends
+        if len(ends) > _KEPT_CHECKPOINTS:
+            owner.discard_checkpoints(
+                tokens for tokens in owner.checkpoints if tokens < ends[-_KEPT_CHECKPOINTS]
+            )
+
+    def _owner(self, checkpoint: IncomingTransfer, *phases: TransferPhase) -> IncomingTransfer | None:
+        """None: it is in none of these phases."""
+        owner = self._transfers.get(checkpoint.checkpoint_of or b"")
+        if owner is None or owner.phase not in phases:
+            return None
+        return owner if owner.session.same(checkpoint.session) else None
+
+
+class Watchers:
+    """The connections that watch each transfer, until its last phase was sent to them.
+
+    Not thread-safe: the transfer table's lock guards it.
+    """
+
+    def __init__(self) -> None:
+        self._connections: dict[bytes, dict[FrameSink, float]] = {}
+
+    def __len__(self) -> int:
+        return len(self._connections)
+
+    def add(
+        self, connection: FrameSink, transfer_id: bytes, status: TransferStatus | None, lead_s: float
+    ) -> None:
+        """Send the present status, if there is one, and remember the connection if more can follow.
+
+        `lead_s`: the watcher wants to know so long ahead that the transfer is about to complete.
+        """
+        if status is not None:
+            connection.post(_frame(transfer_id, status))
+        if status is None or not status.phase.terminal:
+            self._connections.setdefault(transfer_id, {})[connection] = lead_s
+
+    def lead_s(self, transfer_id: bytes) -> float:
+        """How long before a transfer's end its watchers want to know of it; 0: none of them does."""
+        return max(self._connections.get(transfer_id, {}).values(), default=0.0)
+
+    def has(self, connection: FrameSink, transfer_id: bytes) -> bool:
+        """Whether the connection still waits for a phase of the transfer."""
+        return connection in self._connections.get(transfer_id, ())
+
+    def remove(self, connection: FrameSink, transfer_ids: set[bytes]) -> None:
+        """The connection is gone."""
+        for transfer_id in transfer_ids:
+            connections = self._connections.get(transfer_id)
+            if connections is not None:
+                connections.pop(connection, None)
+                if not connections:
+                    del self._connections[transfer_id]
+
+    def notify(self, transfer_id: bytes, status: TransferStatus) -> None:
+        """Send a new status to every connection that watches the transfer."""
+        connections = self._connections.get(transfer_id)
+        if connections:
+            frame = _frame(transfer_id, status)
+            for connection in connections:
+                connection.post(frame)
+            if status.phase.terminal:
+                del self._connections[transfer_id]
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._connections.clear()
+
+
+def _frame(transfer_id: bytes, status: TransferStatus) -> bytes:
+    return pack_control(FrameType.STATUS, transfer_id, body_of(replace(status, reason=status.reason[:4096])))
 
 
 class TransferTable:
@@ -56,7 +191,7 @@ class TransferTable:
         self._checkpoints = Checkpoints(layout, self._transfers)
         self._waiting: deque[IncomingTransfer] = deque()
         self._tombstones = Tombstones(options.max_tombstones)
-        self._remains = Remains(layout, options.keep_s, self._tombstones)
+        self._partials = PartialTransfers(layout, options.keep_s, self._tombstones)
         self._watchers = Watchers()
         self._sessions: dict[tuple[str, str], ProducerSession] = {}
         self._counters: Counter[str] = Counter()
@@ -146,7 +281,7 @@ class TransferTable:
         while self._waiting:
             transfer = next((each for each in self._waiting if not each.background), self._waiting[0])
             lease = self._arena.allocate(transfer.lease_bytes)
-            if lease is None and (self._remains.make_room() or self._checkpoints.make_room(transfer)):
+            if lease is None and (self._partials.make_room() or self._checkpoints.make_room(transfer)):
                 continue
             if lease is None:
                 return
@@ -290,7 +425,7 @@ class TransferTable:
         with self._lock:
             transfer = self._transfers.get(transfer_id)
             if transfer is None:
-                return self._remains.take(transfer_id, broken_tokens, self.admit)
+                return self._partials.take(transfer_id, broken_tokens, self.admit)
             is_there = not broken_tokens or transfer.status().resume_points.allows(broken_tokens)
             if transfer.phase is not TransferPhase.COMPLETE or not is_there:
                 return None
@@ -328,7 +463,7 @@ class TransferTable:
             elif transfer is None and self._tombstones.get(transfer_id) is None:
                 self._record(transfer_id, TransferStatus.refused(reason, dropped=True))
             elif not keep:
-                self._remains.forget(transfer_id)
+                self._partials.forget(transfer_id)
 
     def tell(self, transfer_id: bytes, status: TransferStatus) -> None:
         """See `Receiver.tell`."""
@@ -348,7 +483,7 @@ class TransferTable:
                 if session.is_lost(now_s, self._options.limits.resume_s):
                     del self._sessions[session.key]
             self._tombstones.sweep(now_s)
-            self._remains.sweep(now_s)
+            self._partials.sweep(now_s)
             self._admit()
 
     def close(self) -> None:
@@ -356,7 +491,7 @@ class TransferTable:
         with self._lock:
             while self._transfers:
                 self._fail(next(iter(self._transfers.values())), f"{self._name} shuts down")
-            self._remains.clear()
+            self._partials.clear()
             self._watchers.clear()
             self._sessions.clear()
 
@@ -378,7 +513,9 @@ class TransferTable:
     def _status(self, transfer_id: bytes, *, to_engine: bool = False) -> TransferStatus | None:
         if (transfer := self._transfers.get(transfer_id)) is not None:
             return transfer.status()
-        return self._remains.as_it_is(transfer_id, self._tombstones.get(transfer_id), to_engine=to_engine)
+        return self._partials.without_lost_tokens(
+            transfer_id, self._tombstones.get(transfer_id), to_engine=to_engine
+        )
 
     def _complete_if_done(self, transfer: IncomingTransfer) -> None:
         if transfer.phase is TransferPhase.RECEIVING and transfer.ended and transfer.covered:
@@ -397,7 +534,7 @@ class TransferTable:
         self, transfer: IncomingTransfer, reason: str, *, tell_producer: bool = True, how: _Ending = "failed"
     ) -> None:
         was, transfer_id = transfer.phase, transfer.ticket.transfer_id
-        kept = how == "broken" and self._remains.keep(transfer, time.monotonic())
+        kept = how == "broken" and self._partials.keep(transfer, time.monotonic())
         self._counters["kept"] += kept
         transfer.fail(reason, dropped=how == "dropped", kept=kept)
         self._counters["failed"] += transfer.checkpoint_of is None

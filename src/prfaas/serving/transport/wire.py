@@ -29,9 +29,9 @@ MAX_LINK_CHARS = 255
 MAX_PROBE_BYTES = 1 << 30
 NO_TRANSFER = bytes(16)
 # Flags of a header that this side understands; a frame with any other one is refused.
-CODED = 1 << 1
+COMPRESSED = 1 << 1
 UNCHECKED = 1 << 2
-KNOWN_FLAGS = CODED | UNCHECKED
+KNOWN_FLAGS = COMPRESSED | UNCHECKED
 # The region of an ACK that acknowledges END instead of a chunk.
 END_REGION = 0xFFFFFFFF
 

@@ -25,8 +25,8 @@ from prfaas.serving.engines.synthetic.layout import SyntheticGroup, SyntheticLay
 from prfaas.serving.engines.synthetic.stats import TransferCounts
 from prfaas.serving.transport.options import ReceiverOptions, SenderOptions
 from prfaas.serving.transport.outgoing import OutgoingTransfer, SendPhase
+from prfaas.serving.transport.peer_list import peer_list_of, ranked
 from prfaas.serving.transport.receiver import Receiver
-from prfaas.serving.transport.roster import ranked, roster_of
 from prfaas.serving.transport.sender import Sender
 from prfaas.serving.transport.staging import StagedTransfer, StagingArena
 from prfaas.serving.transport.ticket import Ticket
@@ -138,7 +138,7 @@ class Endpoints:
         self._has_sends = asyncio.Event()
         marks = layout.fingerprint(deployment.model.served_name, page_digests=limits.page_digests)
         self._digest_plan = layout.digest_plan() if limits.page_digests else None
-        roster, name = roster_of(deployment, instance, _RANK), ranked(instance.name, _RANK)
+        roster, name = peer_list_of(deployment, instance, _RANK), ranked(instance.name, _RANK)
         self.sender = Sender(
             name=name,
             key=key,

@@ -31,8 +31,8 @@ from prfaas.serving.engines.vllm.sibling_ranks import (
 from prfaas.serving.engines.vllm.stats import ConnectorStats
 from prfaas.serving.engines.vllm.wire_layout import wire_layouts
 from prfaas.serving.transport.options import ReceiverOptions, SenderOptions
+from prfaas.serving.transport.peer_list import ranked
 from prfaas.serving.transport.receiver import Receiver
-from prfaas.serving.transport.roster import ranked
 from prfaas.serving.transport.sender import Sender
 from prfaas.serving.transport.sibling_staging import SiblingStaging
 from prfaas.serving.transport.staging import StagingArena, mapped_memory, shared_memory

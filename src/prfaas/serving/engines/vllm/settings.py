@@ -8,7 +8,7 @@ from typing import Any
 from prfaas.core.deployment import TransferLimits
 from prfaas.core.kv.rank_shares import paired_ranks
 from prfaas.serving.transport.options import Peer
-from prfaas.serving.transport.roster import Roster, ranked
+from prfaas.serving.transport.peer_list import PeerList, ranked
 from prfaas.serving.transport.tls_identity import TlsIdentity
 
 MEBI = 1024 * 1024
@@ -78,7 +78,7 @@ class ConnectorSettings:
     convert_kv: bool = False
     """Some clusters of the deployment keep KV in another dtype: it is converted between them."""
 
-    def roster(self, rank: int, ranks: int) -> Roster:
+    def roster(self, rank: int, ranks: int) -> PeerList:
         """Who one of the engine's tensor-parallel ranks has to do with, until the control plane tells it."""
 
         def paired(name: str) -> range:
@@ -86,7 +86,7 @@ class ConnectorSettings:
 
         peers = [_at_rank(name, peer, other) for name, peer in self.peers.items() for other in paired(name)]
         producers = frozenset(ranked(name, other) for name in self.producers for other in paired(name))
-        return Roster({peer.name: peer for peer in peers}, producers, self.plain_peers)
+        return PeerList({peer.name: peer for peer in peers}, producers, self.plain_peers)
 
     @property
     def tls(self) -> TlsIdentity | None:

@@ -4,13 +4,13 @@ import time
 from collections.abc import Collection, Iterable, Mapping
 
 from prfaas.serving.transport.in_flight import InFlightWindow
+from prfaas.serving.transport.liveness import HEARTBEAT_BYTES, LookClock, heartbeat_period_s, path_timeout_s
 from prfaas.serving.transport.options import SenderOptions
 from prfaas.serving.transport.outgoing import Carrier, OutgoingTransfer, SendPhase
-from prfaas.serving.transport.silence import HEARTBEAT_BYTES, LookClock, patience_s, ping_period_s
 from prfaas.serving.transport.sockets import TcpInfo
 
 
-class PeerWatch:
+class PeerLiveness:
     """What a peer queue knows of its peer's life; guarded by the queue's lock."""
 
     def __init__(self, peer_name: str, options: SenderOptions) -> None:
@@ -41,7 +41,7 @@ class PeerWatch:
     def look(
         self, now_s: float, windows: Collection[InFlightWindow], infos: Mapping[Carrier, TcpInfo]
     ) -> dict[Carrier, str]:
-        """Count the silence.
+        """Count the liveness.
 
         Args:
             now_s: time.monotonic().
@@ -53,26 +53,26 @@ class PeerWatch:
         """
         options = self._options
         elapsed_s = self._clock.elapsed_s(now_s)
-        spare_s = ping_period_s(options.limits.silence_s)
+        spare_s = heartbeat_period_s(options.limits.silence_s)
         self._stuck_s += elapsed_s
         closing: dict[Carrier, str] = {}
         for window in windows:
-            info, silence = infos.get(window.connection), window.silence
+            info, liveness = infos.get(window.connection), window.liveness
             if info is None:
                 continue
-            before = silence.bytes_acked
-            silence.look(info, elapsed_s, asked=window.awaits_answer, spare_s=spare_s)
+            before = liveness.bytes_acked
+            liveness.look(info, elapsed_s, asked=window.awaits_answer, spare_s=spare_s)
             if info.bytes_acked - before > HEARTBEAT_BYTES:
                 self._stuck_s = 0.0
-            if silence.path_s > patience_s(options.limits.silence_s):
-                closing[window.connection] = f"nothing has come back from it for {silence.path_s:.1f} s"
-            elif silence.engine_s > options.limits.progress_deadline_s:
+            if liveness.path_s > path_timeout_s(options.limits.silence_s):
+                closing[window.connection] = f"nothing has come back from it for {liveness.path_s:.1f} s"
+            elif liveness.engine_s > options.limits.progress_deadline_s:
                 closing[window.connection] = (
-                    f"its machine acknowledges, its engine has taken nothing for {silence.engine_s:.1f} s"
+                    f"its machine acknowledges, its engine has taken nothing for {liveness.engine_s:.1f} s"
                 )
-        path_s = [window.silence.path_s for window in windows]
+        path_s = [window.liveness.path_s for window in windows]
         self._dark_s = min(path_s) if path_s else self._dark_s + elapsed_s
-        engine_s = min((window.silence.engine_s for window in windows), default=0.0)
+        engine_s = min((window.liveness.engine_s for window in windows), default=0.0)
         late = engine_s > options.limits.silence_s
         self.stalled = f"its engine has not answered for {engine_s:.1f} s" if late else ""
         if self._dark_s > options.limits.resume_s:

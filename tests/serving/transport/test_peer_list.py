@@ -16,7 +16,7 @@ from prfaas.core.deployment.examples import example_path
 from prfaas.serving.engines.command import kv_transfer_config
 from prfaas.serving.engines.vllm.settings import ConnectorSettings
 from prfaas.serving.transport import Observer, Peer, Receiver, Sender, StagingArena
-from prfaas.serving.transport.roster import Roster, roster_of
+from prfaas.serving.transport.peer_list import PeerList, peer_list_of
 from prfaas.serving.transport.wire import WireError
 
 from .harness import FAST_RECEIVER, FAST_SENDER, FINGERPRINT, KEY, SizesByTokens
@@ -37,7 +37,7 @@ peers = st.builds(
     share_bits_per_s=rates,
 )
 rosters = st.builds(
-    lambda found, producers, plain: Roster({peer.name: peer for peer in found}, producers, plain),
+    lambda found, producers, plain: PeerList({peer.name: peer for peer in found}, producers, plain),
     st.lists(peers, max_size=5),
     st.frozensets(texts, max_size=5),
     st.frozensets(texts, max_size=5),
@@ -45,14 +45,14 @@ rosters = st.builds(
 
 
 @given(rosters)
-def test_a_roster_comes_as_it_was_sent(roster: Roster) -> None:
-    came = Roster.from_body(json.loads(json.dumps(roster.to_body())))
+def test_a_roster_comes_as_it_was_sent(roster: PeerList) -> None:
+    came = PeerList.from_body(json.loads(json.dumps(roster.to_body())))
     assert came == roster
     assert came.digest == roster.digest
 
 
 @given(rosters, rosters)
-def test_digests_tell_rosters_apart(one: Roster, other: Roster) -> None:
+def test_digests_tell_rosters_apart(one: PeerList, other: PeerList) -> None:
     assert (one.digest == other.digest) == (one == other)
 
 
@@ -75,10 +75,10 @@ def test_digests_tell_rosters_apart(one: Roster, other: Roster) -> None:
     ],
 )
 def test_absurd_rosters_are_refused(break_it: Callable[[dict[str, object]], object]) -> None:
-    body = Roster({"c/0": Peer("c/0", "h", 1, "l", 1, 1e9)}, frozenset({"p/0"})).to_body()
+    body = PeerList({"c/0": Peer("c/0", "h", 1, "l", 1, 1e9)}, frozenset({"p/0"})).to_body()
     break_it(body)
     with pytest.raises(WireError):
-        Roster.from_body(body)
+        PeerList.from_body(body)
 
 
 @pytest.mark.parametrize("example", ["local.yaml", "local-wide.yaml", "synthetic.yaml"])
@@ -92,7 +92,7 @@ def test_the_command_line_and_the_control_plane_say_the_same(example: str, tmp_p
         for rank in range(instance.tensor_parallel):
             assert (
                 settings.roster(rank, instance.tensor_parallel).digest
-                == roster_of(deployment, instance, rank).digest
+                == peer_list_of(deployment, instance, rank).digest
             )
 
 
@@ -109,21 +109,21 @@ def test_ranks_of_unlike_engines_have_to_do_with_those_that_share_their_heads(tm
     deployment = replace(deployment, clusters=clusters)
     far = next(each for each in deployment.instances if each.name == "east-prefill-0")
     home = next(each for each in deployment.instances if each.name == "home-decode-0")
-    peers = roster_of(deployment, far, 0).peers
+    peers = peer_list_of(deployment, far, 0).peers
     for rank in range(2):
         assert peers[f"home-decode-0/{rank}"].port == home.kv_port + rank
-        roster = roster_of(deployment, home, rank)
+        roster = peer_list_of(deployment, home, rank)
         assert {"east-prefill-0/0", f"home-prefill-0/{rank}"} == roster.producers
     for instance in (far, home):
         config = kv_transfer_config(deployment, instance)["kv_connector_extra_config"]
         assert isinstance(config, dict)
         settings = ConnectorSettings.parse(json.loads(json.dumps(config)))
         for rank in range(instance.tensor_parallel):
-            told = roster_of(deployment, instance, rank)
+            told = peer_list_of(deployment, instance, rank)
             assert settings.roster(rank, instance.tensor_parallel).digest == told.digest
 
 
-def receiver(name: str, roster: Roster | None = None, **more: object) -> Receiver:
+def receiver(name: str, roster: PeerList | None = None, **more: object) -> Receiver:
     made = Receiver(
         name=name,
         key=KEY,
@@ -207,13 +207,13 @@ def test_a_link_takes_another_bandwidth_and_share() -> None:
     sender.close()
 
 
-def told(name: str, to: Receiver, roster: Roster) -> dict[str, object]:
+def told(name: str, to: Receiver, roster: PeerList) -> dict[str, object]:
     """What a receiver says of its roster after somebody has told it one."""
 
     async def tell() -> dict[str, object]:
         observer = Observer(name, KEY, "127.0.0.1", to.port, to.name)
         try:
-            await observer.tell_roster(roster)
+            await observer.send_peer_list(roster)
             found: dict[str, object] = (await observer.stats())["roster"]
             return found
         finally:
@@ -223,8 +223,8 @@ def told(name: str, to: Receiver, roster: Roster) -> dict[str, object]:
 
 
 def test_a_receiver_lets_in_whom_its_roster_names() -> None:
-    start = Roster({}, frozenset({"old/0"}))
-    heard: list[Roster] = []
+    start = PeerList({}, frozenset({"old/0"}))
+    heard: list[PeerList] = []
     here = receiver("here/0", start, on_roster=heard.append)
     senders = {
         name: Sender(
@@ -244,7 +244,7 @@ def test_a_receiver_lets_in_whom_its_roster_names() -> None:
         await_true(
             lambda: "not among its producers" in senders["new/0"].telemetry()["rejected"].get("here/0", "")
         )
-        new = Roster({}, frozenset({"new/0"}))
+        new = PeerList({}, frozenset({"new/0"}))
         assert here.stats()["roster"] == {"digest": start.digest, "told": False, "trouble": ""}
         assert told(CONTROL, here, new) == {"digest": new.digest, "told": True, "trouble": ""}
         assert heard == [new]
@@ -258,25 +258,25 @@ def test_a_receiver_lets_in_whom_its_roster_names() -> None:
 
 
 def test_only_the_control_plane_tells_a_roster() -> None:
-    start = Roster({}, frozenset({"old/0"}))
+    start = PeerList({}, frozenset({"old/0"}))
     here = receiver("here/0", start)
     try:
         with pytest.raises(ConnectionError):
-            told(TOOLS, here, Roster({}, frozenset({"new/0"})))
+            told(TOOLS, here, PeerList({}, frozenset({"new/0"})))
         assert here.stats()["roster"]["digest"] == start.digest
     finally:
         here.close()
 
 
 def test_a_roster_that_the_sender_refuses_changes_nothing() -> None:
-    start = Roster({}, frozenset({"old/0"}))
+    start = PeerList({}, frozenset({"old/0"}))
 
-    def refuse(_roster: Roster) -> None:
+    def refuse(_roster: PeerList) -> None:
         raise ValueError("it can't")
 
     here = receiver("here/0", start, on_roster=refuse)
     try:
-        assert told(CONTROL, here, Roster({}, frozenset({"new/0"}))) == {
+        assert told(CONTROL, here, PeerList({}, frozenset({"new/0"}))) == {
             "digest": start.digest,
             "told": True,
             "trouble": "it can't",

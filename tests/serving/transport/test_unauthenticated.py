@@ -95,7 +95,7 @@ def test_a_byte_now_and_then_does_not_stretch_the_handshake(make_world: MakeWorl
 
 
 def test_slow_strangers_keep_no_peer_out(make_world: MakeWorld) -> None:
-    options = replace(FAST_RECEIVER, max_connections=12, max_strangers=8, handshake_s=60.0)
+    options = replace(FAST_RECEIVER, max_connections=12, max_unauthenticated=8, handshake_s=60.0)
     world = make_world(receiver_options=options)
     with dripping(world, 40):
         await_true(lambda: world.receiver.stats()["closed_strangers"] >= 30, 5.0, lambda: "flood")
@@ -110,7 +110,7 @@ def test_slow_strangers_keep_no_peer_out(make_world: MakeWorld) -> None:
 
 
 def test_the_oldest_stranger_goes_first(make_world: MakeWorld) -> None:
-    world = make_world(receiver_options=replace(FAST_RECEIVER, max_strangers=3, handshake_s=60.0))
+    world = make_world(receiver_options=replace(FAST_RECEIVER, max_unauthenticated=3, handshake_s=60.0))
     await_true(lambda: world.receiver.stats()["connections"] == 4, 5.0, lambda: "up")
     # Its own four connections came as strangers, too.
     at_first = world.receiver.stats()["closed_strangers"]
@@ -136,7 +136,7 @@ def test_the_oldest_stranger_goes_first(make_world: MakeWorld) -> None:
 @pytest.mark.slow("connections wait for each other, and for time limits")
 def test_many_strangers_at_once_cost_few_threads(make_world: MakeWorld) -> None:
     world = make_world(
-        sender_options=PATIENT_SENDER, receiver_options=replace(PATIENT_RECEIVER, max_strangers=8)
+        sender_options=PATIENT_SENDER, receiver_options=replace(PATIENT_RECEIVER, max_unauthenticated=8)
     )
     await_true(lambda: world.receiver.stats()["connections"] == 4, 5.0, lambda: "up")
     await_true(lambda: sum(name.endswith("-acks") for name in our_threads()) == 4, 5.0, lambda: "reading")
@@ -194,7 +194,7 @@ def test_strangers_that_fail_are_logged_rarely_with_their_number(
     with caplog.at_level(logging.INFO):
         fail(30)
         assert len(caplog.records) == 1
-        world.receiver._strangers._noted_at_s = float("-inf")
+        world.receiver._unauthenticated._noted_at_s = float("-inf")
         fail(1)
     assert "29 more since the last such line" in caplog.records[1].getMessage()
 

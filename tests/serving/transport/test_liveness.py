@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from prfaas.serving.transport import BytesSource, Peer, Sender, SendPhase, TcpInfo, TransferPhase
-from prfaas.serving.transport.silence import LONGEST_LOOK_S, LookClock, Silence
+from prfaas.serving.transport.liveness import LONGEST_LOOK_S, Liveness, LookClock
 
 from .harness import (
     FAST_SENDER,
@@ -45,13 +45,13 @@ receiver.close()
 """
 
 
-def look(silence: Silence, info: TcpInfo, times: int = 1, *, asked: bool = True) -> None:
+def look(liveness: Liveness, info: TcpInfo, times: int = 1, *, asked: bool = True) -> None:
     for _ in range(times):
-        silence.look(info, 0.1, asked=asked, spare_s=0.5)
+        liveness.look(info, 0.1, asked=asked, spare_s=0.5)
 
 
 def test_a_dark_path_is_told_from_a_stopped_engine() -> None:
-    dark, stopped = Silence(), Silence()
+    dark, stopped = Liveness(), Liveness()
     look(dark, QUIET)
     look(stopped, QUIET)
     look(dark, replace(QUIET, in_flight=1), 20)
@@ -64,25 +64,25 @@ def test_a_dark_path_is_told_from_a_stopped_engine() -> None:
 
 
 def test_a_closed_window_is_the_engine_s_silence() -> None:
-    silence = Silence()
-    look(silence, QUIET)
-    look(silence, replace(QUIET, notsent_bytes=1 << 20), 40)
-    assert silence.path_s <= 0.5
-    assert silence.engine_s == pytest.approx(4.0)
+    liveness = Liveness()
+    look(liveness, QUIET)
+    look(liveness, replace(QUIET, notsent_bytes=1 << 20), 40)
+    assert liveness.path_s <= 0.5
+    assert liveness.engine_s == pytest.approx(4.0)
 
 
 def test_data_that_moves_is_a_sign_of_life_however_late_the_answer() -> None:
-    silence = Silence()
+    liveness = Liveness()
     for count in range(100):
-        look(silence, replace(QUIET, in_flight=9, bytes_acked=1000 + 1448 * count))
-    assert silence.path_s == silence.engine_s == 0.0
+        look(liveness, replace(QUIET, in_flight=9, bytes_acked=1000 + 1448 * count))
+    assert liveness.path_s == liveness.engine_s == 0.0
 
 
 def test_who_was_asked_nothing_is_not_silent() -> None:
-    silence = Silence()
-    look(silence, QUIET)
-    look(silence, QUIET, 1000, asked=False)
-    assert silence.path_s == silence.engine_s == pytest.approx(0.5)
+    liveness = Liveness()
+    look(liveness, QUIET)
+    look(liveness, QUIET, 1000, asked=False)
+    assert liveness.path_s == liveness.engine_s == pytest.approx(0.5)
 
 
 def test_a_stop_of_this_process_counts_as_one_look() -> None:

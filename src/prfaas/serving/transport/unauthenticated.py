@@ -16,10 +16,10 @@ _NOTE_PERIOD_S = 10.0
 _MAX_REJECTED = 64
 
 
-class Strangers:
+class UnauthenticatedPeers:
     """The places of connections in their handshake; thread-safe.
 
-    Strangers never take the place of a peer. Where all places are taken, the oldest stranger is closed, of the
+    UnauthenticatedPeers never take the place of a peer. Where all places are taken, the oldest stranger is closed, of the
     address that has most of them.
     """
 
@@ -95,7 +95,7 @@ class Strangers:
 
     @property
     def closed(self) -> int:
-        """Strangers that had to go for others."""
+        """UnauthenticatedPeers that had to go for others."""
         return self._closed
 
     def _close_one(self) -> None:

@@ -11,14 +11,14 @@ from prfaas.core.kv.rank_shares import paired_ranks
 from prfaas.serving.transport.options import Peer
 from prfaas.serving.transport.wire import MAX_LINK_CHARS, WireError, count_field, text_field
 
-MAX_ROSTER_NAMES = 4096
+MAX_LISTED_PEERS = 4096
 _MAX_NAME_CHARS = 255
 _MAX_BITS_PER_S = 1 << 50
 _DIGEST_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Roster:
+class PeerList:
     """The members that one rank has to do with, by their names on the wire."""
 
     peers: Mapping[str, Peer] = field(default_factory=dict)
@@ -84,7 +84,7 @@ def rank_of(name: str) -> int:
     return int(name.rpartition("/")[2])
 
 
-def roster_of(deployment: Deployment, instance: Instance, rank: int) -> Roster:
+def peer_list_of(deployment: Deployment, instance: Instance, rank: int) -> PeerList:
     """What a deployment says of one rank of an instance. A rank has to do with those that share its heads."""
     ranks = instance.kv_ranks
     peers = [
@@ -100,7 +100,7 @@ def roster_of(deployment: Deployment, instance: Instance, rank: int) -> Roster:
     plain = (
         deployment.plain_peers_of(instance) if deployment.needs_certificate(instance.name) else frozenset()
     )
-    return Roster({peer.name: peer for peer in peers}, frozenset(producers), plain)
+    return PeerList({peer.name: peer for peer in peers}, frozenset(producers), plain)
 
 
 def _peer_of(peer: KvPeer, ranks: int, other: int) -> Peer:
@@ -126,8 +126,8 @@ def _whole(bits_per_s: float | None) -> int | None:
 
 def _list(body: Mapping[str, Any], name: str) -> list[Any]:
     value = body.get(name)
-    if not isinstance(value, list) or len(value) > MAX_ROSTER_NAMES:
-        raise WireError(f"field {name!r} must be a list of at most {MAX_ROSTER_NAMES}")
+    if not isinstance(value, list) or len(value) > MAX_LISTED_PEERS:
+        raise WireError(f"field {name!r} must be a list of at most {MAX_LISTED_PEERS}")
     return value
 
 
