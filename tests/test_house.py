@@ -19,7 +19,6 @@ LONG_FUNCTIONS = {
     # Rooms that are still to be taken apart: control, gateway, transport, pool, lab.
     "serving.control.plane:LivePlane.__init__",
     *("serving.gateway.server:Gateway.__init__", "serving.gateway.prefill:PrefillOrchestrator.prepare"),
-    "serving.transport.receiver:Receiver.__init__",
     "serving.pool.node:serve_pool",
     *("lab.simulator.scenario:scenario_of", "lab.report.plan_figures:plot_sweep", "api:simulate"),
     *("core.scheduling.candidates:best_candidate", "core.scheduling.cache_transfers:with_cache"),
@@ -42,14 +41,9 @@ MANY_COLLABORATORS = {
     ),
     *("serving.gateway.admin:AdminRoutes.__init__", "serving.gateway.generation:Generation.__init__"),
     *("serving.gateway.http_pool:HttpPool.__init__", "serving.gateway.server:Gateway.__init__"),
-    *("serving.pool.copies:PrefixCopies.__init__", "serving.pool.ssd_tier:FileTier.__init__"),
-    *("serving.transport.incoming:IncomingTransfer.__init__", "serving.transport.observer:Observer.__init__"),
-    *(
-        "serving.transport.receiver:Receiver.__init__",
-        "serving.transport.sibling_staging:SiblingStaging.__init__",
-    ),
-    "serving.transport.receiver_connection:ReceiverConnection.__init__",
-    *("serving.transport.sender:Sender.__init__", "serving.transport.staging:StagedTransfer.__init__"),
+    "serving.transport.observer:Observer.__init__",
+    "serving.transport.receiver:Receiver.__init__",
+    "serving.transport.sender:Sender.__init__",
 }
 
 

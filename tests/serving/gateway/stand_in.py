@@ -291,7 +291,6 @@ class StandInEngine:
             layout=PartLayout() if self.keeps else IdLayout(),
             fingerprint={"layout": self.layout},
             producers=[f"{producer}/0" for producer in self.producers],
-            sender_telemetry=lambda: {"links": {}} if self.sender is None else self.sender.telemetry(),
         )
         self.sender: Sender | None = None
         self.receiver.start()
@@ -328,6 +327,7 @@ class StandInEngine:
             },
             fingerprint={"layout": self.layout},
         )
+        self.receiver._sender = self.sender
         self.sender.start()
 
     async def stop_http(self) -> None:

@@ -99,7 +99,7 @@ def test_an_observer_paces_the_sender_beside_a_receiver() -> None:
     arena = StagingArena(8 << 20)
     peer = Peer("c/0", "127.0.0.1", 1, "wan", 1, 64e6, on_demand=True, share_bits_per_s=16e6)
     sender = Sender(name="c/0", key=KEY, peers={"c/0": peer}, fingerprint=FINGERPRINT, options=FAST_SENDER)
-    receiver = make_receiver(arena, on_pace=sender.pace)
+    receiver = make_receiver(arena, sender=sender)
 
     async def main() -> None:
         observer = Observer("control", KEY, "127.0.0.1", receiver.port, "c/0")

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from prfaas.core.deployment import CONTROL, TOOLS, load_deployment
 from prfaas.core.deployment.examples import example_path
 from prfaas.serving.engines.command import kv_transfer_config
 from prfaas.serving.engines.vllm.settings import ConnectorSettings
-from prfaas.serving.transport import Observer, Peer, Receiver, Sender, StagingArena
+from prfaas.serving.transport import Observer, PaceOrder, Peer, Receiver, Sender, StagingArena
 from prfaas.serving.transport.peer_list import PeerList, peer_list_of
 from prfaas.serving.transport.wire import WireError
 
@@ -91,7 +91,7 @@ def test_the_command_line_and_the_control_plane_say_the_same(example: str, tmp_p
         settings = ConnectorSettings.parse(json.loads(json.dumps(config)))
         for rank in range(instance.tensor_parallel):
             assert (
-                settings.roster(rank, instance.tensor_parallel).digest
+                settings.peer_list(rank, instance.tensor_parallel).digest
                 == peer_list_of(deployment, instance, rank).digest
             )
 
@@ -120,7 +120,7 @@ def test_ranks_of_unlike_engines_have_to_do_with_those_that_share_their_heads(tm
         settings = ConnectorSettings.parse(json.loads(json.dumps(config)))
         for rank in range(instance.tensor_parallel):
             told = peer_list_of(deployment, instance, rank)
-            assert settings.roster(rank, instance.tensor_parallel).digest == told.digest
+            assert settings.peer_list(rank, instance.tensor_parallel).digest == told.digest
 
 
 def receiver(name: str, roster: PeerList | None = None, **more: object) -> Receiver:
@@ -133,11 +133,27 @@ def receiver(name: str, roster: PeerList | None = None, **more: object) -> Recei
         layout=SizesByTokens(),
         fingerprint=FINGERPRINT,
         options=FAST_RECEIVER,
-        roster=roster,
+        peer_list=roster,
         **more,  # type: ignore[arg-type]
     )
     made.start()
     return made
+
+
+class BesideSender:
+    """A sender beside a receiver that only learns its peers."""
+
+    def __init__(self, apply_peers: Callable[[Mapping[str, Peer]], None]) -> None:
+        self.apply_peers = apply_peers
+
+    def telemetry(self) -> dict[str, object]:
+        return {"links": {}}
+
+    def pace(self, order: PaceOrder) -> None:
+        raise AssertionError(order)
+
+    def probe(self, link: str, nbytes: int) -> None:
+        raise AssertionError(link)
 
 
 def peer_of(to: Receiver, **changes: object) -> Peer:
@@ -161,20 +177,20 @@ def test_a_sender_meets_new_peers_and_leaves_others() -> None:
     sender = Sender(name="p/0", key=KEY, peers={}, fingerprint=FINGERPRINT, options=FAST_SENDER)
     try:
         sender.start()
-        sender.adopt({"one/0": peer_of(one)})
+        sender.apply_peers({"one/0": peer_of(one)})
         await_true(lambda: connections(sender) == {"one/0": 1})
-        sender.adopt({"one/0": peer_of(one), "two/0": peer_of(two)})
+        sender.apply_peers({"one/0": peer_of(one), "two/0": peer_of(two)})
         await_true(lambda: connections(sender) == {"one/0": 1, "two/0": 1})
         assert sender.stats()["peers"]["one/0"]["connects"] == 1, "the old connection was made anew"
         # Another bandwidth is no other way.
         wider = {each.name: peer_of(each, bandwidth_bits_per_s=2e9) for each in (one, two)}
-        sender.adopt(wider)
+        sender.apply_peers(wider)
         assert {told["connects"] for told in sender.stats()["peers"].values()} == {1}
-        sender.adopt({"two/0": peer_of(two)})
+        sender.apply_peers({"two/0": peer_of(two)})
         await_true(lambda: one.stats()["producer_connections"] == 0)
         assert connections(sender) == {"two/0": 1}
         # More connections are another way.
-        sender.adopt({"two/0": peer_of(two, connections=3)})
+        sender.apply_peers({"two/0": peer_of(two, connections=3)})
         await_true(lambda: connections(sender) == {"two/0": 3})
     finally:
         for each in (sender, one, two):
@@ -185,14 +201,14 @@ def test_a_sender_meets_new_peers_and_leaves_others() -> None:
 def test_a_sender_refuses_what_it_cannot_be() -> None:
     sender = Sender(name="p/0", key=KEY, peers={}, fingerprint=FINGERPRINT, options=FAST_SENDER)
     there = Peer("c/0", "127.0.0.1", 9, "a->b", 1, 1e9, on_demand=True)
-    sender.adopt({"c/0": there})
+    sender.apply_peers({"c/0": there})
     for wrong, why in (
         ({"c/0": replace(there, encrypted=True)}, "no TLS identity"),
         ({"c/0": there, "d/0": replace(there, name="d/0", bandwidth_bits_per_s=2e9)}, "different bandwidths"),
-        ({"c/0": replace(there, bandwidth_bits_per_s=None)}, "is paced in one roster"),
+        ({"c/0": replace(there, bandwidth_bits_per_s=None)}, "is paced in one peer list"),
     ):
         with pytest.raises(ValueError, match=why):
-            sender.adopt(wrong)
+            sender.apply_peers(wrong)
         assert sender.stats()["peers"].keys() == {"c/0"}
     sender.close()
 
@@ -200,9 +216,9 @@ def test_a_sender_refuses_what_it_cannot_be() -> None:
 def test_a_link_takes_another_bandwidth_and_share() -> None:
     sender = Sender(name="p/0", key=KEY, peers={}, fingerprint=FINGERPRINT, options=FAST_SENDER)
     there = Peer("c/0", "127.0.0.1", 9, "a->b", 1, 1e9, on_demand=True, share_bits_per_s=5e8)
-    sender.adopt({"c/0": there})
+    sender.apply_peers({"c/0": there})
     assert sender.telemetry()["links"]["a->b"]["pace_bits_per_s"] == 5e8
-    sender.adopt({"c/0": replace(there, bandwidth_bits_per_s=4e9, share_bits_per_s=2e9)})
+    sender.apply_peers({"c/0": replace(there, bandwidth_bits_per_s=4e9, share_bits_per_s=2e9)})
     assert sender.telemetry()["links"]["a->b"]["pace_bits_per_s"] == 2e9
     sender.close()
 
@@ -224,8 +240,8 @@ def told(name: str, to: Receiver, roster: PeerList) -> dict[str, object]:
 
 def test_a_receiver_lets_in_whom_its_roster_names() -> None:
     start = PeerList({}, frozenset({"old/0"}))
-    heard: list[PeerList] = []
-    here = receiver("here/0", start, on_roster=heard.append)
+    heard: list[Mapping[str, Peer]] = []
+    here = receiver("here/0", start, sender=BesideSender(heard.append))
     senders = {
         name: Sender(
             name=name,
@@ -244,13 +260,13 @@ def test_a_receiver_lets_in_whom_its_roster_names() -> None:
         await_true(
             lambda: "not among its producers" in senders["new/0"].telemetry()["rejected"].get("here/0", "")
         )
-        new = PeerList({}, frozenset({"new/0"}))
+        new = PeerList({"x/0": Peer("x/0", "h", 1, "l", 1, 1e9)}, frozenset({"new/0"}))
         assert here.stats()["roster"] == {"digest": start.digest, "told": False, "trouble": ""}
         assert told(CONTROL, here, new) == {"digest": new.digest, "told": True, "trouble": ""}
-        assert heard == [new]
+        assert heard == [new.peers]
         await_true(lambda: connections(senders["old/0"])["here/0"] == 0)
         # Who was rejected asks again at once when it is told itself.
-        senders["new/0"].adopt({"here/0": peer_of(here)})
+        senders["new/0"].apply_peers({"here/0": peer_of(here)})
         await_true(lambda: connections(senders["new/0"])["here/0"] == 1)
     finally:
         for each in (*senders.values(), here):
@@ -271,10 +287,10 @@ def test_only_the_control_plane_tells_a_roster() -> None:
 def test_a_roster_that_the_sender_refuses_changes_nothing() -> None:
     start = PeerList({}, frozenset({"old/0"}))
 
-    def refuse(_roster: PeerList) -> None:
+    def refuse(_peers: Mapping[str, Peer]) -> None:
         raise ValueError("it can't")
 
-    here = receiver("here/0", start, on_roster=refuse)
+    here = receiver("here/0", start, sender=BesideSender(refuse))
     try:
         assert told(CONTROL, here, PeerList({}, frozenset({"new/0"}))) == {
             "digest": start.digest,

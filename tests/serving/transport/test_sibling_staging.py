@@ -114,9 +114,9 @@ def ranks(ttl_s: float = 30.0, keep_s: float = 30.0, total_bytes: int = 64 << 10
             threads.map(
                 lambda rank: SiblingStaging(
                     *(arenas[rank], memories[rank][0], receivers[rank], {1 - rank: pair[rank]}),
-                    ttl_s=ttl_s,
-                    keep_s=keep_s,
-                    waits_s=0.5,
+                    ReceiverOptions(
+                        limits=TransferLimits(staging_ttl_s=ttl_s, staging_wait_s=0.5), keep_partial_s=keep_s
+                    ),
                 ),
                 range(2),
             )

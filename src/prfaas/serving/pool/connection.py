@@ -40,8 +40,7 @@ from prfaas.serving.pool.protocol import (
     packed,
     unpacked,
 )
-from prfaas.serving.pool.sessions import StoreSession
-from prfaas.serving.pool.store import PageStore
+from prfaas.serving.pool.store import PageStore, StoreSession
 
 logger = logging.getLogger(__name__)
 

@@ -54,7 +54,10 @@ class SourcePort(Protocol):
 
 
 class StagedArrivals(Protocol):
-    """The part of `transport.Receiver` that has what arrives."""
+    """The part of `transport.Receiver` that stages incoming transfers."""
+
+    @property
+    def staging_bytes(self) -> int: ...
 
     def state(self, transfer_id: bytes) -> TransferStatus | None: ...
 
@@ -101,8 +104,6 @@ class PrefixCopies:
         arrivals: StagedArrivals,
         asked: AskedTransfers,
         sources: Mapping[str, SourcePort],
-        *,
-        staging_bytes: int,
     ) -> None:
         """
         Args:
@@ -112,7 +113,6 @@ class PrefixCopies:
             arrivals: has `asked` as its layout.
             asked: the transfers that may come.
             sources: the pools that may be asked, by name.
-            staging_bytes: of `arrivals`, for all transfers at once.
         """
         self._name = name
         self._key = key
@@ -120,7 +120,7 @@ class PrefixCopies:
         self._arrivals = arrivals
         self._asked = asked
         self._sources = sources
-        self._staging_bytes = staging_bytes
+        self._staging_bytes = arrivals.staging_bytes
         self._turns = {
             False: asyncio.Semaphore(_COPIES_AT_ONCE),
             True: asyncio.Semaphore(_BACKGROUND_AT_ONCE),

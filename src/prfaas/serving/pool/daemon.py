@@ -13,9 +13,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+
+import xxhash
 
 from prfaas.core.pool.eviction import EvictionPolicy, LruEviction
 from prfaas.core.pool.geometry import PoolGeometry
@@ -30,15 +32,13 @@ from prfaas.serving.pool.arena import (
     provide_slabs,
 )
 from prfaas.serving.pool.connection import PoolConnection
-from prfaas.serving.pool.figures import pool_figures
 from prfaas.serving.pool.hooks import PoolEvents, SsdFactory
-from prfaas.serving.pool.memory_tier import PoolPage
+from prfaas.serving.pool.memory_tier import NO_SLOT, PoolPage
+from prfaas.serving.pool.page_table import row_of
 from prfaas.serving.pool.processes import PeerProcess, owner_lives
-from prfaas.serving.pool.protocol import Figures, OpenSession
+from prfaas.serving.pool.protocol import Figures, OpenSession, PageRef
 from prfaas.serving.pool.recovery import recover
-from prfaas.serving.pool.sessions import StoreSession
-from prfaas.serving.pool.store import PageStore
-from prfaas.serving.pool.verification import verify_pages
+from prfaas.serving.pool.store import PageStore, StoreSession
 
 logger = logging.getLogger(__name__)
 
@@ -293,6 +293,86 @@ class PoolDaemon:
         self._settles = self.store is not None and self.store.settle()
         if self._settles:
             asyncio.get_running_loop().call_soon(self._settle)
+
+
+_BATCH_BYTES = 64 << 20
+
+
+async def verify_pages(store: PageStore, pages: Sequence[PoolPage]) -> tuple[int, int]:
+    """Hash these pages, a bounded number of bytes at a time, in a thread. Wrong ones are dropped.
+
+    Returns:
+        How many pages were in memory and right, and how many wrong.
+    """
+    right = wrong = 0
+    batch: list[PoolPage] = []
+    batch_bytes = 0
+    for page in pages:
+        batch.append(page)
+        batch_bytes += store.geometry.page_bytes(page.group)
+        if batch_bytes >= _BATCH_BYTES or page is pages[-1]:
+            rights = await _verify(store, batch)
+            right, wrong = right + rights.count(True), wrong + rights.count(False)
+            batch, batch_bytes = [], 0
+    return right, wrong
+
+
+async def _verify(store: PageStore, pages: Sequence[PoolPage]) -> list[bool]:
+    present = [page for page in pages if page.slot != NO_SLOT and page.state.is_readable]
+    refs = [PageRef(page.slot, page.offset) for page in present]
+    for page in present:
+        page.pins += 1
+    parts = [(page.offset, page.group, tuple(page.checksums)) for page in present]
+    try:
+        rights = await asyncio.to_thread(_are_right, store.geometry, store.memory.arena.view, parts)
+    finally:
+        store.unpin(refs)
+    for page, right in zip(present, rights, strict=True):
+        if right:
+            store.memory.table.set_must_verify(row_of(page.slot), False)
+        else:
+            store.drop_wrong(page)
+    return rights
+
+
+def _are_right(
+    geometry: PoolGeometry, view: memoryview, pages: Sequence[tuple[int, int, tuple[int, ...]]]
+) -> list[bool]:
+    return [
+        all(
+            xxhash.xxh3_64_intdigest(view[begin : begin + geometry.group(group).rank_bytes]) == checksum
+            for rank, checksum in enumerate(checksums)
+            for begin in [offset + geometry.rank_offset(group, rank)]
+        )
+        for offset, group, checksums in pages
+    ]
+
+
+def pool_figures(store: PageStore) -> dict[str, int | float | str | dict[str, int]]:
+    """Everything that a store counts, and what it holds now.
+
+    The keys of inner dictionaries are numbers of KV groups.
+    """
+    geometry, memory = store.geometry, store.memory
+    in_memory, on_ssd = store.tier_pages["memory"], store.tier_pages["ssd"]
+    pinned = {page for session in store.sessions for match in session.pins.values() for page in match}
+    layout = memory.arena.layout
+    of_tier = {} if store.ssd is None else store.ssd.figures()
+    return {
+        **{f"ssd_{name}": figure for name, figure in of_tier.items()},
+        "epoch": store.epoch,
+        "fingerprint": geometry.fingerprint,
+        "engine_sessions": sum(session.kind != "tool" for session in store.sessions),
+        "memory_bytes": layout.pages_bytes,
+        "provided_bytes": memory.provided_slabs * layout.slab_bytes,
+        "used_bytes": memory.used_bytes(),
+        "ssd_bytes": sum(count * geometry.page_bytes(group) for group, count in on_ssd.items()),
+        "memory_pages": {str(group): count for group, count in in_memory.items()},
+        "ssd_pages": {str(group): count for group, count in on_ssd.items()},
+        "pinned_pages": len(pinned),
+        "writing_pages": len(store.reservations),
+        **asdict(store.counters),
+    }
 
 
 async def _check(store: PageStore, recovered: Sequence[PoolPage]) -> None:

@@ -16,13 +16,13 @@ from prfaas.serving.transport import (
     Observer,
     Peer,
     PeerRequest,
-    Receiver,
     ReceiverOptions,
-    Sender,
     SenderOptions,
     StagingArena,
     TlsIdentity,
 )
+from prfaas.serving.transport.endpoint import KvEndpoint
+from prfaas.serving.transport.peer_list import PeerList
 from prfaas.serving.transport.requests import CopyOrder
 
 # What pages look like is compared in each PULL: a pool may listen before its first engine has said it.
@@ -39,7 +39,7 @@ class PoolNeighbours:
         key: bytes,
         tls: TlsIdentity | None,
         store_of: Callable[[], PageStore | None],
-        told: Callable[[], Mapping[str, Any]] = dict,
+        more_stats: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
         """
         Args:
@@ -48,40 +48,34 @@ class PoolNeighbours:
             key: of the deployment, 32 bytes.
             tls: who this pool is on encrypted ways; None: all of its ways are plain.
             store_of: its pages; None as long as no engine has said what they look like.
-            told: what the gateway gets with STATS besides; called in any thread.
+            more_stats: further fields of STATS answers; called in any thread.
         """
         limits = deployment.transfer
-        peers, sources = pool_peers(deployment, pool), pool_sources(deployment, pool)
+        sources = pool_sources(deployment, pool)
         self._loop = asyncio.get_running_loop()
-        self._sender = Sender(
-            name=pool.name,
-            key=key,
-            peers={peer.pool.name: _peer(peer) for peer in peers},
-            fingerprint=_FINGERPRINT,
-            options=SenderOptions(limits=limits),
-            tls=tls,
-        )
         asked = AskedTransfers()
         block_bytes = deployment.engine.transfer_block_bytes
         staging_bytes = max(deployment.pool.staging_bytes, block_bytes) if sources else block_bytes
-        self._receiver = Receiver(
+        endpoint = KvEndpoint.of(
             name=pool.name,
             key=key,
             host=pool.host,
             port=pool.kv_port,
+            fingerprint=_FINGERPRINT,
+            tls=tls,
+            peer_list=PeerList(
+                peers={peer.pool.name: _peer(peer) for peer in pool_peers(deployment, pool)},
+                producers=frozenset(source.pool.name for source in sources),
+                plain=frozenset(plain_pool_peers(deployment, pool)),
+            ),
             arena=StagingArena(staging_bytes, block_bytes),
             layout=asked,
-            fingerprint=_FINGERPRINT,
-            producers=[source.pool.name for source in sources],
-            options=ReceiverOptions(limits=limits),
-            sender_telemetry=self._sender.telemetry,
-            tls=tls,
-            plain_peers=plain_pool_peers(deployment, pool),
-            on_pace=self._sender.pace,
-            on_probe=self._sender.probe,
+            sender_options=SenderOptions(limits=limits),
+            receiver_options=ReceiverOptions(limits=limits),
             on_request=self._on_request,
-            more_stats=told,
+            more_stats=more_stats,
         )
+        self._sender, self._receiver = endpoint.sender, endpoint.receiver
         self._observers = {
             source.pool.name: Observer(
                 pool.name,
@@ -96,9 +90,7 @@ class PoolNeighbours:
         }
         # What is lent is pinned: the engines of this machine keep the greater part.
         self.lender = PageLender(pool.name, key, store_of, self._sender, most_bytes=pool.memory_bytes // 4)
-        self.copies = PrefixCopies(
-            pool.name, key, store_of, self._receiver, asked, self._observers, staging_bytes=staging_bytes
-        )
+        self.copies = PrefixCopies(pool.name, key, store_of, self._receiver, asked, self._observers)
 
     def start(self) -> None:
         """Listen at the KV port, and be ready to send.

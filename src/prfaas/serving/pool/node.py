@@ -4,7 +4,8 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import zmq
 
@@ -14,12 +15,32 @@ from prfaas.core.pool.geometry import PoolGeometry
 from prfaas.serving.certificates import identity_of
 from prfaas.serving.pool.daemon import DaemonOptions, PoolDaemon, PoolError, arena_path
 from prfaas.serving.pool.events import PoolEventPublisher
-from prfaas.serving.pool.figures import LatestFigures
 from prfaas.serving.pool.neighbours import PoolNeighbours
-from prfaas.serving.pool.ssd_tier import ssd_factory
+from prfaas.serving.pool.ssd_tier import SsdOptions, ssd_factory
 from prfaas.serving.transport.ticket import load_key
 
 logger = logging.getLogger(__name__)
+
+_PERIOD_S = 1.0
+
+
+class LatestFigures:
+    """A pool's figures for threads that must not touch the store: made in its loop once a second."""
+
+    def __init__(self, sources: Mapping[str, Callable[[], Mapping[str, Any]]]) -> None:
+        """`sources`: part of the figures → what makes them; called in the loop."""
+        self._sources = sources
+        self._latest: dict[str, Any] = {}
+
+    def reported(self) -> dict[str, Any]:
+        """The newest figures, as a part of STATS; in any thread."""
+        return {"pool": self._latest}
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            self._latest = {name: dict(make()) for name, make in self._sources.items()}
+            await asyncio.sleep(_PERIOD_S)
 
 
 async def serve_pool(
@@ -57,7 +78,7 @@ async def serve_pool(
 
     make_ssd, tenant_share = None, deployment.pool.tenant_share
     if node.ssd_bytes:
-        make_ssd = ssd_factory(node.path, node.ssd_bytes, tenant_share, policy, in_loop)
+        make_ssd = ssd_factory(SsdOptions(node.path, node.ssd_bytes, tenant_share), policy, in_loop)
     key, tls = load_key(deployment.security.key_file), identity_of(deployment, node.name)
     with _publisher(deployment, node) as events:
         daemon = PoolDaemon(
@@ -74,7 +95,7 @@ async def serve_pool(
                 "events": lambda: {} if events is None else events.state(),
             }
         )
-        neighbours = PoolNeighbours(deployment, node, key, tls, lambda: daemon.store, figures.told)
+        neighbours = PoolNeighbours(deployment, node, key, tls, lambda: daemon.store, figures.reported)
 
         def listening() -> None:
             try:

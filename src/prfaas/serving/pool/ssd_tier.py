@@ -6,6 +6,7 @@ All of it runs in the store's loop; the threads of `ssd_background` do the readi
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TypeAlias
@@ -16,7 +17,6 @@ from prfaas.core.pool.eviction import EvictionPolicy
 from prfaas.core.pool.geometry import PageIdentity, PoolGeometry, whole_sectors
 from prfaas.core.pool.keys import page_id as page_id_of
 from prfaas.core.pool.quota import TenantEviction
-from prfaas.serving.pool.counters import BusyClock
 from prfaas.serving.pool.hooks import SsdEntry, SsdFactory
 from prfaas.serving.pool.journal import JournalPage, most_record_bytes
 from prfaas.serving.pool.ssd_background import SsdLayout, SsdRead, SsdReaders, SsdWrite, SsdWriter
@@ -26,9 +26,23 @@ InLoop: TypeAlias = Callable[[Callable[[], None]], None]
 """Has a function called in the store's loop, from any thread."""
 
 _READERS = 8
-_RETRY_S = 10.0
-_MOST_QUEUED_BYTES = 256 << 20
 _HEADERS_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class SsdOptions:
+    """Where a pool's files on SSD are, and their limits."""
+
+    folder: Path
+    """On the disk; it is made."""
+    most_bytes: int
+    """What both files may take together."""
+    tenant_share: float = 1.0
+    """See `TenantEviction`."""
+    most_queued_bytes: int = 256 << 20
+    """Pages on their way to the disk, which keep their room in the arena."""
+    retry_s: float = 10.0
+    """How long after a failure of the disk it is tried again."""
 
 
 class _FilePage:
@@ -45,46 +59,67 @@ class _FilePage:
         self.reads = 0
 
 
+class BusyClock:
+    """Counts the seconds in which at least one piece of work was open: with bytes, a bandwidth that was reached.
+
+    Not thread-safe.
+    """
+
+    def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
+        self.done_bytes = 0
+        self.busy_s = 0.0
+        """Up to the last moment at which nothing was open."""
+        self._now_s = now_s
+        self._open = 0
+        self._since_s = 0.0
+
+    def begin(self) -> None:
+        """A piece of work is open."""
+        if not self._open:
+            self._since_s = self._now_s()
+        self._open += 1
+
+    def end(self, done_bytes: int) -> None:
+        """One that was open is not any more; `done_bytes` of it were done."""
+        self.done_bytes += done_bytes
+        self._open -= 1
+        if not self._open:
+            self.busy_s += self._now_s() - self._since_s
+
+
 class FileTier:
     """See `SsdTier`. Pages are in one file and a journal, in a folder of the pool's own.
 
     Args:
         geometry: Of the pages.
         arena: Where pages come from and go to.
-        folder: On the disk; it is made.
-        most_bytes: What both files may take together.
-        tenant_share: See `TenantEviction`.
+        options: Where the files are, and what they may take.
         make_policy: An empty eviction policy.
         in_loop: Has a function called in the store's loop.
-        most_queued_bytes: Pages that are on their way to the disk, which keep their room in the arena.
-        retry_s: A disk that failed is tried again after so long.
 
     Raises:
-        ValueError: `most_bytes` has no room for a page of each group.
+        ValueError: `options.most_bytes` has no room for a page of each group.
     """
 
     def __init__(
         self,
         geometry: PoolGeometry,
         arena: memoryview,
-        folder: Path,
-        most_bytes: int,
-        tenant_share: float,
+        options: SsdOptions,
         make_policy: Callable[[], EvictionPolicy[bytes]],
         in_loop: InLoop,
-        most_queued_bytes: int = _MOST_QUEUED_BYTES,
-        retry_s: float = _RETRY_S,
     ) -> None:
+        most_bytes = options.most_bytes
         started = time.monotonic()
         self._geometry = geometry
         self._lead = geometry.lead.index
         self._arena = np.frombuffer(arena, dtype=np.uint8)
         self._page_bytes = {group.index: geometry.page_bytes(group.index) for group in geometry.groups}
         self._parts = {group.index: _parts(geometry, group.index) for group in geometry.groups}
-        self._tenant_share = tenant_share
+        self._tenant_share = options.tenant_share
         self._make_policy = make_policy
         # Pages on their way can't make room for others.
-        self._most_queued_bytes = min(most_queued_bytes, len(arena) // 4)
+        self._most_queued_bytes = min(options.most_queued_bytes, len(arena) // 4)
         self._dropped: Callable[[bytes], None] = _nobody
         record_share = max(
             most_record_bytes(geometry.ranks, geometry.identity_bytes(group)) / stored_bytes(size)
@@ -106,13 +141,15 @@ class FileTier:
         self._counts = dict.fromkeys(("written_bytes", "read_bytes", "not_written", "evicted", "wrong"), 0)
         self._promoting = BusyClock()
         layout = SsdLayout(
-            folder,
+            options.folder,
             geometry.digest().hex(),
             geometry.digest(),
             self._slots.file_bytes,
             int(2 * record_share * self._slots.file_bytes) + _HEADERS_BYTES,
         )
-        self._writer = SsdWriter(lambda: layout.open(self._page_bytes), in_loop, self._found_later, retry_s)
+        self._writer = SsdWriter(
+            lambda: layout.open(self._page_bytes), in_loop, self._found_later, options.retry_s
+        )
         self._recovered = self._adopted(self._writer.start())
         self._readers = SsdReaders(self._writer.pages_file, in_loop, _READERS)
         self._recovery_s = time.monotonic() - started
@@ -385,16 +422,10 @@ class FileTier:
 
 
 def ssd_factory(
-    folder: Path,
-    most_bytes: int,
-    tenant_share: float,
-    policy: Callable[[PoolGeometry], EvictionPolicy[bytes]],
-    in_loop: InLoop,
+    options: SsdOptions, policy: Callable[[PoolGeometry], EvictionPolicy[bytes]], in_loop: InLoop
 ) -> SsdFactory:
-    """Makes the tier of a pool once its geometry is known; see `FileTier`."""
-    return lambda geometry, arena: FileTier(
-        geometry, arena, folder, most_bytes, tenant_share, lambda: policy(geometry), in_loop
-    )
+    """A factory of a pool's `FileTier`, for when its geometry is known."""
+    return lambda geometry, arena: FileTier(geometry, arena, options, lambda: policy(geometry), in_loop)
 
 
 def _parts(geometry: PoolGeometry, group: int) -> list[int]:

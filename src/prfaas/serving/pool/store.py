@@ -7,7 +7,9 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -18,18 +20,129 @@ from prfaas.core.pool.geometry import PageGroup, PageIdentity
 from prfaas.core.pool.keys import KEY_BYTES
 from prfaas.core.pool.quota import TenantEviction
 from prfaas.serving.pool.arena import Arena
-from prfaas.serving.pool.counters import PoolCounters
-from prfaas.serving.pool.hooks import MEDIA, Medium, PoolEvents, SsdTier
+from prfaas.serving.pool.hooks import MEDIA, Medium, PoolEvents, SsdEntry, SsdTier
 from prfaas.serving.pool.memory_tier import NO_SLOT, MemoryTier, PoolPage, ReadablePages
 from prfaas.serving.pool.page_table import Owner, PageState, row_of
 from prfaas.serving.pool.protocol import PageRef, SessionKind
 from prfaas.serving.pool.reservations import Reservations
-from prfaas.serving.pool.sessions import NeededPages, StoreMatch, StoreSession
-from prfaas.serving.pool.spilling import Spilling
 
 TENANT_BYTES = 8
 _DAEMON = Owner(0, 0, bytes(8))
 _TOUCHES_AT_ONCE = 256
+
+
+@dataclass(slots=True)
+class PoolCounters:
+    """What a store did since its start."""
+
+    lookups: int = 0
+    pinned_matches: int = 0
+    hit_memory_tokens: int = 0
+    hit_ssd_tokens: int = 0
+    stored_pages: int = 0
+    stored_bytes: int = 0
+    refused_pages: int = 0
+    """There was no room: everything was in use."""
+    aborted_pages: int = 0
+    evicted_pages: int = 0
+    evicted_bytes: int = 0
+    promoted_pages: int = 0
+    promoted_bytes: int = 0
+    failed_promotions: int = 0
+    recovered_pages: int = 0
+    wrong_pages: int = 0
+    """Their bytes did not have their checksums."""
+
+
+NeededPages: TypeAlias = tuple[int, int, list[PoolPage]]
+"""Group, first block, and its pages from there on."""
+
+
+class StoreMatch(NamedTuple):
+    """See `PoolMatch`, which has slots and offsets in place of the pages."""
+
+    pin: int
+    usable_tokens: int
+    attention_tokens: int
+    memory_tokens: int
+    pages: Sequence[NeededPages]
+
+
+class StoreSession:
+    """One connection's pins and reservations."""
+
+    def __init__(self, kind: SessionKind, rank: int, owner: Owner) -> None:
+        self.kind = kind
+        self.rank = rank
+        self.owner = owner
+        self.pins: dict[int, list[PoolPage]] = {}
+        self.reserved: set[PoolPage] = set()
+
+
+_MOST_OUTDATED = 1024
+
+
+class Spilling:
+    """Gives pages to the SSD tier, in the order in which they became ready, and no more than it takes.
+
+    Those that wait can go for others. So a burst of pages, or a disk that fails, does not fill the memory with pages
+    that must stay.
+
+    Args:
+        ssd: Where they go.
+        memory: Where they are.
+        page_of: The page of that id, if it is held.
+        ended: Told of each page that was given to the tier, and whether it is on SSD now.
+    """
+
+    def __init__(
+        self,
+        ssd: SsdTier,
+        memory: MemoryTier,
+        page_of: Callable[[bytes], PoolPage | None],
+        ended: Callable[[PoolPage, PageIdentity | None, bool], None],
+    ) -> None:
+        self._ssd = ssd
+        self._memory = memory
+        self._page_of = page_of
+        self._ended = ended
+        self._waiting: dict[bytes, None] = {}
+        self._is_giving = False
+
+    def add(self, page: PoolPage) -> None:
+        """A page is READY."""
+        self._waiting[page.page_id] = None
+        if len(self._waiting) > 2 * len(self._memory.rows) + _MOST_OUTDATED:
+            self._waiting = dict.fromkeys(each for each in self._waiting if self._wants(self._page_of(each)))
+        self._give()
+
+    def _give(self) -> None:
+        # The tier may say at once how a page ended.
+        if self._is_giving:
+            return
+        self._is_giving = True
+        while self._waiting and self._ssd.takes_more:
+            page_id = next(iter(self._waiting))
+            del self._waiting[page_id]
+            page = self._page_of(page_id)
+            if page is None or not self._wants(page):
+                continue
+            identity = self._memory.identity(page)
+            self._memory.set_state(page, PageState.SPILLING)
+            entry = SsdEntry(page_id, page.group, identity, tuple(page.checksums), page.tenant)
+            self._ssd.write(entry, page.offset, partial(self._was_given, page, identity))
+        self._is_giving = False
+
+    def _was_given(self, page: PoolPage, identity: PageIdentity | None, is_written: bool) -> None:
+        self._memory.set_state(page, PageState.READY)
+        if not is_written and not self._ssd.takes_more:
+            self._waiting[page.page_id] = None
+        self._ended(page, identity, is_written)
+        self._give()
+
+    @staticmethod
+    def _wants(page: PoolPage | None) -> bool:
+        return page is not None and page.state is PageState.READY and not page.on_ssd
 
 
 class PageStore:

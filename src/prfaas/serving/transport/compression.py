@@ -1,12 +1,12 @@
-"""Lossless compression of chunks for slow links: the plane of the elements' upper bytes is compressed, the rest is not.
+"""Lossless compression of chunks for slow links: only the plane of the elements' upper bytes is compressed.
 
 The upper byte of a floating-point number holds its sign and all or most of its exponent, which take few values in a
 KVCache. The bytes of the mantissa are as good as random. So a chunk is cut into planes, one for each byte of an
 element. The last plane goes through zstd, whose Huffman stage comes close to its entropy. Elements have 1, 2 or 4 bytes
-(fp8, bf16 or fp16, fp32). Which of them a chunk holds is read off its bytes, so nobody must know its layout.
+(fp8, bf16 or fp16, fp32). The size is estimated from the chunk's bytes, so no layout is needed.
 
-Layout of a compressed payload, little endian: u32 length of the chunk, u32 length of the compressed plane, u8 bytes of an
-element, 3 zero bytes; then the compressed plane, the other planes in order, and what is left of a last element.
+Layout of a compressed payload, little endian: u32 length of the chunk, u32 length of the compressed plane, u8 bytes of
+an element, 3 zero bytes; then the compressed plane, the other planes in order, and the rest of a last element.
 """
 
 import struct
@@ -37,10 +37,10 @@ _Bytes = NDArray[np.uint8]
 
 
 def element_bytes(chunk: memoryview) -> tuple[int, float]:
-    """Which elements a chunk holds, judged by a sample of it.
+    """Estimate the size of a chunk's elements from a sample of its bytes.
 
     Returns:
-        The bytes of an element, and the share of the chunk's length that is left when it is compressed so (estimated by the
+        The bytes of an element, and the share of the chunk's length that compression leaves then (estimated by the
         entropy of the last plane).
     """
     sample = _sample(np.frombuffer(chunk, dtype=np.uint8))
@@ -148,23 +148,23 @@ def _compressed_share(sample: _Bytes, size: int) -> float:
 
 @dataclass(slots=True)
 class CompressionCounters:
-    """What compression did on one connection; all only grow."""
+    """Counters of compression on one connection; all only grow."""
 
     coded_chunks: int = 0
     raw_bytes: int = 0
-    """Of the chunks that left compressed."""
+    """Of the compressed chunks, before compression."""
     sent_bytes: int = 0
-    """What they were compressed to."""
+    """Of the compressed chunks, after it."""
     encode_s: float = 0.0
-    """CPU time of this side, of chunks that left as they were too."""
+    """CPU time of this side, including chunks that left uncompressed in the end."""
 
 
 class ChunkCompressor:
-    """Codes the chunks of one connection where the link time saved exceeds the CPU time of both sides.
+    """Compresses the chunks of one connection where the link time saved exceeds the CPU time of both sides.
 
-    For a chunk of n bytes that is compressed to c bytes, the link saves 8 (n − c) / r seconds, with r the rate at which this
-    connection may or can send. Both c / n and the seconds per byte are moving averages of what was measured here. Not
-    thread-safe: one writer uses it.
+    A chunk of n bytes that is compressed to c bytes saves 8 (n − c) / r seconds of the link, with r the rate at which
+    this connection may or can send. c / n and the seconds per byte are moving averages of this connection's own
+    measurements. Not thread-safe: one writer uses it.
     """
 
     def __init__(self) -> None:
@@ -174,7 +174,7 @@ class ChunkCompressor:
         self._skipped = 0
 
     def compressed(self, chunk: memoryview, bits_per_s: float | None) -> bytearray | None:
-        """The compressed payload; None: the chunk is to leave as it is.
+        """The compressed payload of a chunk; None: send it uncompressed.
 
         Args:
             chunk: its bytes.
@@ -191,7 +191,7 @@ class ChunkCompressor:
         return compressed
 
     def _pays(self, bits_per_s: float) -> bool:
-        """Whether to try; at first, and now and then, in any case."""
+        """Whether compression is worth a try; true for the first chunks, and for one in `_RETRY_CHUNKS` in any case."""
         saved_s_per_byte = 8 * (1 - self._share_left) / bits_per_s
         spent_s_per_byte = self._encode_s_per_byte * (1 + _DECODE_SHARE)
         if saved_s_per_byte > spent_s_per_byte or self._skipped >= _RETRY_CHUNKS:

@@ -102,12 +102,8 @@ class IncomingTransfer:
         now_s: float,
         uncounted_regions: int = 0,
         cached_tokens: int | None = None,
-        checkpoint_of: bytes | None = None,
     ) -> None:
-        """`uncounted_regions`: see `ReceiverOptions`; `cached_tokens`: see `TransferStatus`.
-
-        `checkpoint_of`: the transfer that this one is a checkpoint of; None: it is none.
-        """
+        """`uncounted_regions`: see `ReceiverOptions`; `cached_tokens`: see `TransferStatus`."""
         self.ticket = ticket
         self.region_bytes = region_bytes
         self.session = session
@@ -143,7 +139,8 @@ class IncomingTransfer:
         held_tokens = min(cached_tokens or 0, ticket.num_tokens) - ticket.skip_tokens
         self._cached_bytes = self.total_bytes * max(held_tokens, 0) // ticket.num_tokens
         self._soon = self._dropped = False
-        self.checkpoint_of = checkpoint_of
+        self.checkpoint_of: bytes | None = None
+        """Id of the transfer that this one is a checkpoint of; None: it is none."""
         self.checkpoints: dict[int, IncomingTransfer] = {}
         """What an engine may go on from if this one breaks: complete ones, by their tokens."""
         self.checkpoint_bytes = 0
@@ -202,10 +199,7 @@ class IncomingTransfer:
         checkpoint = self.checkpoints.pop(tokens, None)
         self.discard_checkpoints(self.checkpoints)
         return StagedTransfer(
-            transfer_id=self.ticket.transfer_id,
-            num_tokens=self.ticket.num_tokens,
-            skip_tokens=self.ticket.skip_tokens,
-            prompt_digest=self.ticket.prompt_digest,
+            ticket=self.ticket,
             region_starts=self.region_starts,
             region_bytes=self.region_bytes,
             lease=lease,
@@ -419,12 +413,13 @@ class OpenCheck:
         _raise_if_different(ours, offer.regions, self.name, session.name)
         if offer.checkpoint:
             ticket = replace(ticket, num_tokens=offer.checkpoint, skip_tokens=0)
-        return IncomingTransfer(
+        transfer = IncomingTransfer(
             *(replace(ticket, transfer_id=transfer_id), ours, session, time.monotonic()),
             uncounted_regions=self.options.uncounted_regions,
             cached_tokens=offer.cached_tokens,
-            checkpoint_of=whole_id if offer.checkpoint else None,
         )
+        transfer.checkpoint_of = whole_id if offer.checkpoint else None
+        return transfer
 
 
 def _is_rank_of(name: str, instance: str) -> bool:

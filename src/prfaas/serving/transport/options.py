@@ -50,7 +50,7 @@ class ReceiverOptions:
     a PING at least that often."""
     idle_deadline_s: float = 600.0
     """Before END (prefill may be slow), a transfer must gain a byte that often."""
-    keep_s: float = 15.0
+    keep_partial_s: float = 15.0
     """What has come of a broken transfer is kept so long for the engine that may go on from it."""
     tombstone_s: float = 300.0
     """A finished transfer's id is remembered at least that long, and until its ticket expires."""

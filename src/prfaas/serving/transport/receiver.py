@@ -1,4 +1,4 @@
-"""The consumer's end: listens, stages what producers send, tells engine and observers."""
+"""The consumer's end: listens, stages what producers send, and reports to the engine and to observers."""
 
 import errno
 import logging
@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from prfaas import __version__
 from prfaas.core.deployment import CONTROL
@@ -16,7 +16,7 @@ from prfaas.serving.transport.arrival import Arrival, FollowedTransfer
 from prfaas.serving.transport.fingerprint import Fingerprint
 from prfaas.serving.transport.handshake import ROLE_PRODUCER, PeerIdentity, welcome
 from prfaas.serving.transport.liveness import LONGEST_LOOK_S, LookClock
-from prfaas.serving.transport.options import ReceiverOptions
+from prfaas.serving.transport.options import Peer, ReceiverOptions
 from prfaas.serving.transport.pacing import PaceOrder
 from prfaas.serving.transport.peer_list import PeerList
 from prfaas.serving.transport.receiver_connection import ReceiverConnection
@@ -91,11 +91,31 @@ def _producer(connection: ReceiverConnection) -> str | None:
     return who.name if who is not None and who.role == ROLE_PRODUCER else None
 
 
+class SteeredSender(Protocol):
+    """The sender beside a receiver, which observers read and steer over the receiver's port."""
+
+    def telemetry(self) -> dict[str, Any]:
+        """The state of its links."""
+
+    def pace(self, order: PaceOrder) -> None:
+        """Set what it may send."""
+
+    def probe(self, link: str, nbytes: int) -> None:
+        """Send filler on a link."""
+
+    def apply_peers(self, peers: Mapping[str, Peer]) -> None:
+        """Replace its peers. Raises ValueError, and changes nothing, if it cannot have them."""
+
+
 class Receiver:
     """Receives KV transfers into staging; thread-safe.
 
-    One thread accepts, one serves each connection, one applies the deadlines. Connections in their handshake have a
-    budget of their own, so that whoever lacks the key keeps no peer out.
+    1. `start` listens. One thread accepts, one serves each connection (`ReceiverConnection`), one applies deadlines.
+       Connections in their handshake have places of their own (`UnauthenticatedPeers`).
+    2. Connections write verified chunks into staging, through the `TransferTable`, which owns all decisions.
+    3. The engine polls `state`, then calls `take` once for the complete transfer, or `drop` if it gives up. `lend`
+       lets it read a transfer that is still arriving.
+    4. Observers get statuses, `stats` and `telemetry`, and steer the `sender` beside this receiver.
     """
 
     def __init__(
@@ -110,13 +130,10 @@ class Receiver:
         fingerprint: Fingerprint,
         options: ReceiverOptions | None = None,
         producers: Collection[str] | None = None,
-        roster: PeerList | None = None,
-        sender_telemetry: Callable[[], dict[str, Any]] | None = None,
+        peer_list: PeerList | None = None,
+        sender: SteeredSender | None = None,
         tls: TlsIdentity | None = None,
         plain_peers: Collection[str] = (),
-        on_pace: Callable[[PaceOrder], None] = lambda _order: None,
-        on_roster: Callable[[PeerList], None] = lambda _roster: None,
-        on_probe: Callable[[str, int], None] = lambda _link, _nbytes: None,
         on_request: Callable[[PeerRequest], None] = refuse_request,
         more_stats: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
@@ -132,17 +149,13 @@ class Receiver:
                 that it has asked for.
             fingerprint: the KV layout, compared field by field with each producer's.
             options: deadlines and limits.
-            producers: the only names that may send; None: those of `roster`, or all that have the key.
-            roster: who this rank has to do with until the control plane tells it another one.
-            sender_telemetry: what this engine's sender knows of its links; observers get it with `stats`.
+            producers: the only names that may send; None: those of `peer_list`, or all that have the key.
+            peer_list: this rank's peers until the control plane sends another list.
+            sender: read and steered by observers; None: there is none.
             tls: takes encrypted connections too; None: all connections are plain.
             plain_peers: with `tls`, the only instances (of producers and observers) whose connections may be plain.
-            on_probe: called with a link and the bytes of filler that an observer wants to see on it, as `on_pace` is.
-            on_pace: called with what an observer orders this engine's sender; in the connection's thread.
-            on_roster: called with the control plane's roster, for this engine's sender; in the connection's thread. May
-                raise ValueError for one that it can't take: nothing changes then.
-            on_request: called with what an observer asks of a pool; in the connection's thread.
-            more_stats: what else observers get with `stats`; in the connection's thread.
+            on_request: called with an observer's request to a pool; in the connection's thread.
+            more_stats: further fields of `stats`; called in the connection's thread.
         """
         self.name = name
         self._key = key
@@ -152,19 +165,13 @@ class Receiver:
         self._fingerprint = dict(fingerprint)
         self._layouts = layout if isinstance(layout, PeerLayouts) else None
         self._options = options or ReceiverOptions()
-        allowed = roster.producers if producers is None and roster is not None else producers
+        allowed = peer_list.producers if producers is None and peer_list is not None else producers
         self._producers = None if allowed is None else frozenset(allowed)
-        self._roster_told: dict[str, Any] = {
-            "digest": roster.digest if roster else "",
-            "told": False,
-            "trouble": "",
-        }
-        self._sender_telemetry = sender_telemetry
+        self._plain_peers = frozenset(plain_peers) if peer_list is None else peer_list.plain
+        digest = "" if peer_list is None else peer_list.digest
+        self._peer_list_state: dict[str, Any] = {"digest": digest, "told": False, "trouble": ""}
+        self._sender = sender
         self._tls = tls
-        self._plain_peers = frozenset(plain_peers) if roster is None else roster.plain
-        self._on_pace = on_pace
-        self._on_roster = on_roster
-        self._on_probe = on_probe
         self._on_request = on_request
         self._more_stats = more_stats
         self._table = TransferTable(name=name, key=key, arena=arena, layout=layout, options=self._options)
@@ -185,6 +192,11 @@ class Receiver:
         """The port listened at: the real one when 0 was asked for."""
         listener = self._listener
         return self._address[1] if listener is None else int(listener.getsockname()[1])
+
+    @property
+    def staging_bytes(self) -> int:
+        """Size of the staging of all transfers."""
+        return self._table.staging_bytes
 
     def start(self) -> None:
         """Listen, in the background.
@@ -277,7 +289,7 @@ class Receiver:
             "rejected": bounded_sentences(self._unauthenticated.rejected),
             "thread_errors": self._thread_errors,
             "threads": threads,
-            "roster": self._roster_told,
+            "roster": self._peer_list_state,
             **self.telemetry(),
             **self._more_stats(),
         }
@@ -291,39 +303,65 @@ class Receiver:
             arrivals = self._arrival_sums.with_open(self._connections)
         return {
             "arrivals": arrivals,
-            "sender": self._sender_telemetry() if self._sender_telemetry is not None else {"links": {}},
+            "sender": {"links": {}} if self._sender is None else self._sender.telemetry(),
         }
 
-    def _observed(self, of_links: bool) -> dict[str, Any]:
-        return self.telemetry() if of_links else self.stats()
+    # The calls of its connections: see `ConnectionHost`
 
-    def _take_roster(self, teller: str, roster: PeerList) -> None:
-        """Obey the control plane: others let nobody in."""
-        if teller != CONTROL:
-            raise WireError(f"a roster comes from {CONTROL}, not from {teller}")
-        told = {"digest": roster.digest, "told": True, "trouble": ""}
+    def observed(self, links_only: bool) -> dict[str, Any]:
+        """`telemetry()` or `stats()`, for an observer."""
+        return self.telemetry() if links_only else self.stats()
+
+    def handshake_failed(self, sentence: str, peer: str) -> None:
+        """Note why a handshake failed."""
+        self._unauthenticated.note(sentence, peer)
+
+    def pace(self, order: PaceOrder) -> None:
+        """Pass an observer's order to the sender."""
+        if self._sender is not None:
+            self._sender.pace(order)
+
+    def probe(self, link: str, nbytes: int) -> None:
+        """Pass an observer's probe to the sender."""
+        if self._sender is not None:
+            self._sender.probe(link, nbytes)
+
+    def request(self, request: PeerRequest) -> None:
+        """Pass an observer's request to the pool."""
+        self._on_request(request)
+
+    def apply_peer_list(self, sent_by: str, peer_list: PeerList) -> None:
+        """Replace this rank's peers, for the sender too; connections of producers that are no peers any more end.
+
+        Raises:
+            WireError: the list does not come from the control plane.
+        """
+        if sent_by != CONTROL:
+            raise WireError(f"a peer list comes from {CONTROL}, not from {sent_by}")
         try:
-            self._on_roster(roster)
+            if self._sender is not None:
+                self._sender.apply_peers(peer_list.peers)
         except ValueError as error:
-            log.warning("%s goes on with the roster it has: %s", self.name, error)
-            self._roster_told = self._roster_told | {"told": True, "trouble": str(error)}
+            log.warning("%s keeps its peer list: %s", self.name, error)
+            self._peer_list_state = self._peer_list_state | {"told": True, "trouble": str(error)}
             return
         with self._lock:
-            self._producers, self._plain_peers = roster.producers, roster.plain
+            self._producers, self._plain_peers = peer_list.producers, peer_list.plain
             gone = [
                 connection
                 for connection in self._connections
                 if (who := connection.identity) is not None
                 and who.role == ROLE_PRODUCER
-                and who.name not in roster.producers
+                and who.name not in peer_list.producers
             ]
-            self._roster_told = told
+            self._peer_list_state = {"digest": peer_list.digest, "told": True, "trouble": ""}
         for connection in gone:
             connection.shut()
 
-    def _shake_hands(
+    def shake_hands(
         self, connection: ReceiverConnection, sock: socket.socket
     ) -> tuple[PeerIdentity, Sealing | None]:
+        """Authenticate the peer of an accepted connection, within the limit on connections."""
         options = self._options
         tune(sock, user_timeout_s=options.limits.user_timeout_s, keepalive_s=options.limits.keepalive_s)
 
@@ -385,18 +423,7 @@ class Receiver:
             self._closing.wait(_RESOURCES_WAIT_S)
 
     def _serve(self, sock: socket.socket, address: str) -> None:
-        connection = ReceiverConnection(
-            sock,
-            self._table,
-            self._observed,
-            self._shake_hands,
-            self._unauthenticated.note,
-            self._on_pace,
-            self._take_roster,
-            self._on_probe,
-            self._on_request,
-            self._options,
-        )
+        connection = ReceiverConnection(sock, self._table, self, self._options)
 
         def serve() -> None:
             # This thread is the connection's own.

@@ -1,7 +1,6 @@
 """One accepted connection at the consumer, served by one blocking thread.
 
-The first half of the way of KV bytes from the wire: `_receive_chunk` (the second half is the engine's, which
-takes complete transfers out of staging).
+`_receive_chunk` moves KV bytes from the wire into staging. From there the engine takes complete transfers.
 """
 
 import contextlib
@@ -11,9 +10,9 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from prfaas.serving.transport.compression import PREFIX_BYTES, decompress, decompressed_bytes
 from prfaas.serving.transport.handshake import ROLE_PRODUCER, PeerIdentity
@@ -67,34 +66,54 @@ _CACHED_BYTES = 512 << 10
 _MAX_LEAD_S = 60.0
 
 
+class ConnectionHost(Protocol):
+    """The receiver as its connections see it; called in a connection's own thread."""
+
+    def shake_hands(
+        self, connection: "ReceiverConnection", sock: socket.socket
+    ) -> tuple[PeerIdentity, Sealing | None]:
+        """Authenticate the peer; raises as `handshake.welcome`."""
+
+    def handshake_failed(self, sentence: str, peer: str) -> None:
+        """Note why a handshake failed; `peer`: its name, if it had proved that."""
+
+    def observed(self, links_only: bool) -> dict[str, Any]:
+        """The fields of a STATS answer."""
+
+    def pace(self, order: PaceOrder) -> None:
+        """Apply an observer's PACE."""
+
+    def apply_peer_list(self, sent_by: str, peer_list: PeerList) -> None:
+        """Apply an observer's ROSTER."""
+
+    def probe(self, link: str, nbytes: int) -> None:
+        """Carry out an observer's PROBE."""
+
+    def request(self, request: PeerRequest) -> None:
+        """Carry out a COPY or PULL."""
+
+
 class ReceiverConnection:
-    """Reads frames of a producer or an observer; any thread may post answers to its outbox."""
+    """Reads frames of a producer or an observer; any thread may post answers to its outbox.
+
+    1. `serve`, in the connection's own thread, shakes hands through the host.
+    2. It then reads frames until the connection ends: a producer's go to the transfer table (`_serve_producer`), an
+       observer's to the table or the host (`_serve_observer`).
+    3. The table answers through `post` from any thread; `flush` sends without blocking.
+    4. The receiver's sweep calls `check`, which pings a silent producer and in the end closes the connection.
+    """
 
     def __init__(
         self,
         sock: socket.socket,
         table: TransferTable,
-        stats: Callable[[bool], dict[str, Any]],
-        shake_hands: Callable[["ReceiverConnection", socket.socket], tuple[PeerIdentity, Sealing | None]],
-        on_stranger_failed: Callable[[str, str], None],
-        on_pace: Callable[[PaceOrder], None],
-        on_roster: Callable[[str, PeerList], None],
-        on_probe: Callable[[str, int], None],
-        on_request: Callable[[PeerRequest], None],
+        host: ConnectionHost,
         options: ReceiverOptions,
     ) -> None:
-        """`stats` is asked whether only what concerns links is wanted. `on_stranger_failed` gets a sentence, and who it
-        was if it has proved that before it failed."""
         self._sock = sock
         self._arrived = Arrived()
         self._table = table
-        self._stats = stats
-        self._shake_hands = shake_hands
-        self._on_stranger_failed = on_stranger_failed
-        self._on_pace = on_pace
-        self._on_roster = on_roster
-        self._on_probe = on_probe
-        self._on_request = on_request
+        self._host = host
         self._options = options
         self._outbox: deque[bytes] = deque()
         self._unsent = memoryview(b"")
@@ -167,7 +186,7 @@ class ReceiverConnection:
         return self._arrived
 
     def check(self, now_s: float, elapsed_s: float, awaited: Collection[tuple[str, str]]) -> None:
-        """Ask a silent producer for a sign of life, close its connection in the end, send on what waits.
+        """Send a PING to a silent producer, close its connection after its timeout, and flush the outbox.
 
         Args:
             now_s: time.monotonic().
@@ -212,7 +231,7 @@ class ReceiverConnection:
     def serve(self) -> None:
         """Shake hands, then serve frames until the connection ends. Never raises."""
         try:
-            self.identity, self.sealing = self._shake_hands(self, self._sock)
+            self.identity, self.sealing = self._host.shake_hands(self, self._sock)
             if self.identity.role == ROLE_PRODUCER:
                 self._serve_producer(self.identity)
             else:
@@ -221,12 +240,12 @@ class ReceiverConnection:
             pass
         except HandshakeError as error:
             self.failure = str(error)
-            self._on_stranger_failed(self.failure, error.peer)
+            self._host.handshake_failed(self.failure, error.peer)
         except (OSError, WireError) as error:
             self.failure = str(error)
             self.forged = isinstance(error, ForgedFrameError)
             if self.identity is None:
-                self._on_stranger_failed(self.failure, "")
+                self._host.handshake_failed(self.failure, "")
             else:
                 said = log.warning if isinstance(error, WireError) else log.info
                 said("connection from %s ended: %s", self.identity.name, error)
@@ -258,7 +277,7 @@ class ReceiverConnection:
                     self._table.aborted(session, header, self._body(header))
                 elif header.kind is FrameType.FILLER:
                     self._body(header)
-                elif not self._took_sign_of_life(header):
+                elif not self._took_heartbeat(header):
                     raise WireError(f"a producer may not send {header.kind.name}")
                 if len(self._outbox) > _OUTBOX_PRESSURE_FRAMES:
                     self._wait_for_outbox()
@@ -283,26 +302,28 @@ class ReceiverConnection:
                     keep = body.get("keep") is True
                     self._table.drop(header.transfer_id, text_field(body, "reason"), keep=keep)
                 elif header.kind is FrameType.STATS:
-                    self.post(pack_control(FrameType.STATS, body=self._stats(body.get("of") == "links")))
+                    self.post(
+                        pack_control(FrameType.STATS, body=self._host.observed(body.get("of") == "links"))
+                    )
                 elif header.kind is FrameType.PACE:
-                    self._on_pace(PaceOrder.from_body(body))
+                    self._host.pace(PaceOrder.from_body(body))
                 elif header.kind is FrameType.ROSTER:
-                    self._on_roster(identity.name, PeerList.from_body(body))
+                    self._host.apply_peer_list(identity.name, PeerList.from_body(body))
                 elif header.kind is FrameType.PROBE:
                     nbytes = count_field(body, "bytes", MAX_PROBE_BYTES)
-                    self._on_probe(text_field(body, "link", MAX_LINK_CHARS), nbytes)
+                    self._host.probe(text_field(body, "link", MAX_LINK_CHARS), nbytes)
                 elif header.kind in REQUESTS:
-                    self._on_request(
+                    self._host.request(
                         PeerRequest.from_body(header.kind, identity.name, header.transfer_id, body, self.post)
                     )
-                elif not self._took_sign_of_life(header):
+                elif not self._took_heartbeat(header):
                     raise WireError(f"an observer may not send {header.kind.name}")
                 if len(self._outbox) > _OUTBOX_PRESSURE_FRAMES:
                     self._wait_for_outbox()
         finally:
             self._table.unwatch(self, self._watched)
 
-    def _took_sign_of_life(self, header: Header) -> bool:
+    def _took_heartbeat(self, header: Header) -> bool:
         if header.kind is FrameType.PING:
             self.post(pong(header))
         elif header.kind is FrameType.PONG:
@@ -347,7 +368,7 @@ class ReceiverConnection:
             self._inside_frame = False
 
     def _receive_chunk(self, session: ProducerSession, header: Header) -> None:
-        """Bytes of KV from the wire into staging; their header has been read."""
+        """Move a chunk's bytes from the wire into staging; its header has been read."""
         if header.flags & COMPRESSED:
             self._receive_compressed(session, header)
             return
@@ -385,7 +406,7 @@ class ReceiverConnection:
         return running.value == header.checksum
 
     def _receive_compressed(self, session: ProducerSession, header: Header) -> None:
-        """As `_receive_chunk`, of a chunk that is as long as its payload says, not its header."""
+        """Do the same for a compressed chunk, whose length is in its payload instead of its header."""
         if self.sealing is None:
             payload = self._scratch_view(header.length_bytes)
             verified = self._read_checked(header, [payload])

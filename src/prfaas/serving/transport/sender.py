@@ -71,7 +71,7 @@ class Sender:
         self._used: set[str] = set()  # peers that had work at the last look
         self._totals = KernelTotals()
         self._reporting = threading.Lock()
-        self.adopt(peers)
+        self.apply_peers(peers)
         self._supervisor = threading.Thread(target=self._supervise, name=f"prfaas-send-{name}", daemon=True)
 
     def start(self) -> None:
@@ -188,7 +188,7 @@ class Sender:
         """
         self._pacers[link].set_bandwidth(bits_per_s)
 
-    def adopt(self, peers: Mapping[str, Peer]) -> None:
+    def apply_peers(self, peers: Mapping[str, Peer]) -> None:
         """Have these peers from now on: connect to new ones, leave those that are missing, pace links as they say.
 
         What is open to a peer that stays goes on. Who rejected this side is asked again at once.
@@ -278,7 +278,7 @@ class Sender:
             before = self._pacers.get(peer.link)
             was_paced = before is not None and before.bandwidth_bits_per_s is not None
             if before is not None and was_paced != (peer.bandwidth_bits_per_s is not None):
-                raise ValueError(f"link {peer.link!r} is paced in one roster and not in the other")
+                raise ValueError(f"link {peer.link!r} is paced in one peer list and not in the other")
             if bandwidths.setdefault(peer.link, peer.bandwidth_bits_per_s) != peer.bandwidth_bits_per_s:
                 raise ValueError(f"peers of link {peer.link!r} name different bandwidths")
 

@@ -143,7 +143,7 @@ class SenderConnection:
 
     @property
     def compression(self) -> CompressionCounters | None:
-        """What compression did here; None where the peer's chunks leave as they are."""
+        """Counters of this connection's compression; None where the peer's chunks are not compressed."""
         return None if self._compressor is None else self._compressor.counters
 
     def tcp_info(self) -> TcpInfo | None:
@@ -325,7 +325,7 @@ class SenderConnection:
         return [payload]
 
     def _compressed(self, pieces: list[memoryview]) -> memoryview | None:
-        """The chunk as it is shorter; None: it is to leave as it is."""
+        """The chunk's compressed bytes; None: send it uncompressed."""
         if self._compressor is None:
             return None
         bits_per_s = self._pace_bits_per_s

@@ -18,6 +18,7 @@ from functools import partial
 import msgspec
 
 from prfaas.serving.transport.arrival import FollowedTransfer
+from prfaas.serving.transport.options import ReceiverOptions
 from prfaas.serving.transport.receiver import Receiver
 from prfaas.serving.transport.sockets import shut
 from prfaas.serving.transport.staging import (
@@ -147,11 +148,11 @@ class LentTransfer(StagedRegions):
         """As `Arrival.ends`."""
         return [self.covered_end(region, start) for region, start in starts]
 
-    def wanted_for_s(self, ttl_s: float, keep_s: float) -> float:
+    def wanted_for_s(self, options: ReceiverOptions) -> float:
         """How long after its end a load may still come."""
         if self.phase is TransferPhase.COMPLETE:
-            return ttl_s
-        return keep_s if self._is_kept else 0.0
+            return options.limits.staging_ttl_s
+        return options.keep_partial_s if self._is_kept else 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -183,10 +184,7 @@ class SiblingStaging:
         arena_fd: int,
         receiver: Receiver,
         sockets: Mapping[int, socket.socket],
-        *,
-        ttl_s: float,
-        keep_s: float,
-        waits_s: float,
+        options: ReceiverOptions,
         map_memory: Callable[[int, int], memoryview] = mapped_memory,
     ) -> None:
         """Shakes hands with all siblings, which must do so too.
@@ -196,9 +194,7 @@ class SiblingStaging:
             arena_fd: of its memory (`staging.shared_memory`).
             receiver: stages there.
             sockets: to each sibling, by its rank; closed by `close`.
-            ttl_s: a complete transfer that no load has asked for is wanted that long.
-            keep_s: and a broken one of which some can be used.
-            waits_s: a transfer may wait that long for its staging.
+            options: of the receiver, for how long transfers wait for staging and for a load.
             map_memory: maps a sibling's staging.
 
         Raises:
@@ -206,7 +202,7 @@ class SiblingStaging:
         """
         self._receiver = receiver
         self._sockets = dict(sockets)
-        self._ttl_s, self._keep_s, self._waits_s = ttl_s, keep_s, waits_s
+        self._options = options
         self.on_change: Callable[[], None] = lambda: None
         """Called when a sibling has told something; must not block."""
         self._lock = threading.Lock()
@@ -296,7 +292,7 @@ class SiblingStaging:
         """Tell the readers of a transfer that will have no staging."""
         state = self._receiver.state(transfer_id)
         is_over = state is not None and state.phase is TransferPhase.FAILED
-        if not is_over and time.monotonic() - begun.since_s < self._waits_s:
+        if not is_over and time.monotonic() - begun.since_s < self._options.limits.staging_wait_s:
             return
         with self._lock:
             self._begun.pop(transfer_id, None)
@@ -392,7 +388,7 @@ class SiblingStaging:
             late = [
                 lent
                 for lent in self._borrowed.values()
-                if lent.phase.terminal and now_s - lent.since_s > lent.wanted_for_s(self._ttl_s, self._keep_s)
+                if lent.phase.terminal and now_s - lent.since_s > lent.wanted_for_s(self._options)
             ]
         for lent in late:
             self._give_back_unwanted(lent, late=True)

@@ -12,6 +12,8 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from prfaas.serving.transport.ticket import Ticket
+
 DEFAULT_BLOCK_BYTES = 1 << 20
 _PAGE_BYTES = 4096
 _TOUCH_BYTES = 64 << 20
@@ -269,10 +271,7 @@ class StagedTransfer(StagedRegions):
     def __init__(
         self,
         *,
-        transfer_id: bytes,
-        num_tokens: int,
-        skip_tokens: int,
-        prompt_digest: bytes,
+        ticket: Ticket,
         region_starts: Sequence[int],
         region_bytes: Sequence[int],
         lease: StagingLease,
@@ -282,10 +281,9 @@ class StagedTransfer(StagedRegions):
         super().__init__(lease, region_starts, region_bytes)
         self.checkpoint = checkpoint
         """Of a transfer that broke: what layers with a state or a window hold after its usable tokens."""
-        self.transfer_id = transfer_id
-        self.num_tokens = num_tokens
-        self.skip_tokens = skip_tokens
-        self.prompt_digest = prompt_digest
+        self.transfer_id = ticket.transfer_id
+        self.num_tokens, self.skip_tokens = ticket.num_tokens, ticket.skip_tokens
+        self.prompt_digest = ticket.prompt_digest
         self._on_free = on_free
 
     def free(self) -> None:

@@ -191,10 +191,15 @@ class TransferTable:
         self._checkpoints = Checkpoints(layout, self._transfers)
         self._waiting: deque[IncomingTransfer] = deque()
         self._tombstones = Tombstones(options.max_tombstones)
-        self._partials = PartialTransfers(layout, options.keep_s, self._tombstones)
+        self._partials = PartialTransfers(layout, options.keep_partial_s, self._tombstones)
         self._watchers = Watchers()
         self._sessions: dict[tuple[str, str], ProducerSession] = {}
         self._counters: Counter[str] = Counter()
+
+    @property
+    def staging_bytes(self) -> int:
+        """Size of the staging of all transfers."""
+        return self._arena.total_bytes
 
     # Connections
 

@@ -78,8 +78,8 @@ class ConnectorSettings:
     convert_kv: bool = False
     """Some clusters of the deployment keep KV in another dtype: it is converted between them."""
 
-    def roster(self, rank: int, ranks: int) -> PeerList:
-        """Who one of the engine's tensor-parallel ranks has to do with, until the control plane tells it."""
+    def peer_list(self, rank: int, ranks: int) -> PeerList:
+        """The peers of one of the engine's tensor-parallel ranks, until the control plane sends another list."""
 
         def paired(name: str) -> range:
             return paired_ranks(rank, ranks, self.ranks_of_others.get(name, ranks))
