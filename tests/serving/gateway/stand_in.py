@@ -685,7 +685,7 @@ class StandInEngine:
         def tell(phase: TransferPhase, received_bytes: int = 0) -> None:
             reason = "made to fail" if phase is TransferPhase.FAILED else ""
             status = TransferStatus(phase, reason, received_bytes, nbytes, 0, len(ids), 0)
-            self.receiver.tell(ticket.transfer_id, status)
+            self.receiver.report(ticket.transfer_id, status)
 
         tell(TransferPhase.RECEIVING)
         if self.reads == "hangs":

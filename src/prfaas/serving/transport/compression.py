@@ -29,7 +29,7 @@ _SAMPLE_SLICES, _SAMPLE_SLICE_BYTES = 4, 4096
 _WORTH_RATIO = 0.95
 # Decompression takes this share of the compressor's CPU time (measured: bench/compression.py).
 _DECODE_SHARE = 0.4
-# A compressor that does not pay is tried again once in so many chunks: links and data change.
+# Where compression does not pay, one chunk in this many is a new try: links and data change.
 _RETRY_CHUNKS = 64
 _SMOOTHING = 0.2
 
@@ -191,7 +191,7 @@ class ChunkCompressor:
         return compressed
 
     def _pays(self, bits_per_s: float) -> bool:
-        """Whether compression is worth a try; true for the first chunks, and for one in `_RETRY_CHUNKS` in any case."""
+        """True if compression is worth a try: always at first, and for one chunk in `_RETRY_CHUNKS`."""
         saved_s_per_byte = 8 * (1 - self._share_left) / bits_per_s
         spent_s_per_byte = self._encode_s_per_byte * (1 + _DECODE_SHARE)
         if saved_s_per_byte > spent_s_per_byte or self._skipped >= _RETRY_CHUNKS:

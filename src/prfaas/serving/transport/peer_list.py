@@ -1,4 +1,4 @@
-"""Who a rank may send KV to, and who may send to it: at first by its command line, then by the control plane's word."""
+"""Peer lists: the peers that a rank may send KV to and receive it from, from its command line or the control plane."""
 
 import hashlib
 import json
@@ -19,18 +19,18 @@ _DIGEST_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class PeerList:
-    """The members that one rank has to do with, by their names on the wire."""
+    """Peers of one rank, by their names on the wire."""
 
     peers: Mapping[str, Peer] = field(default_factory=dict)
-    """The only ones that it may send to."""
+    """The only peers that it may send to."""
     producers: frozenset[str] = frozenset()
-    """The only ones that may send to it."""
+    """The only peers that may send to it."""
     plain: frozenset[str] = frozenset()
-    """Where it has a certificate, the only instances, gateways and tools that may connect without encryption."""
+    """If it has a certificate: the only instances, gateways and tools that may connect without encryption."""
 
     @property
     def digest(self) -> str:
-        """Equal for equal rosters, however they came: 16 hex digits."""
+        """16 hex digits, equal for equal lists."""
         canonical = json.dumps(self.to_body(), sort_keys=True, separators=(",", ":"))
         return hashlib.blake2b(canonical.encode(), digest_size=_DIGEST_BYTES).hexdigest()
 
@@ -85,7 +85,7 @@ def rank_of(name: str) -> int:
 
 
 def peer_list_of(deployment: Deployment, instance: Instance, rank: int) -> PeerList:
-    """What a deployment says of one rank of an instance. A rank has to do with those that share its heads."""
+    """The peers of one rank of an instance in a deployment: the ranks that share its heads."""
     ranks = instance.kv_ranks
     peers = [
         _peer_of(peer, ranks, other)
@@ -104,7 +104,7 @@ def peer_list_of(deployment: Deployment, instance: Instance, rank: int) -> PeerL
 
 
 def _peer_of(peer: KvPeer, ranks: int, other: int) -> Peer:
-    # Every rank sends its own part of a transfer, all at the same time.
+    # All ranks send their shares of a transfer at the same time.
     share = None if peer.share_bits_per_s is None else peer.share_bits_per_s / ranks
     return Peer(
         name=ranked(peer.instance.name, other),

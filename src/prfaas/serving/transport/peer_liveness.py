@@ -1,4 +1,4 @@
-"""What a producer makes of a peer's silence: connections to close, and transfers to give up."""
+"""Liveness of a producer's peer: connections to close after a timeout, and transfers to give up."""
 
 import time
 from collections.abc import Collection, Iterable, Mapping
@@ -11,7 +11,7 @@ from prfaas.serving.transport.sockets import TcpInfo
 
 
 class PeerLiveness:
-    """What a peer queue knows of its peer's life; guarded by the queue's lock."""
+    """Judges a peer queue's peer by the liveness of its connections; guarded by the queue's lock."""
 
     def __init__(self, peer_name: str, options: SenderOptions) -> None:
         self._peer_name = peer_name
@@ -20,36 +20,36 @@ class PeerLiveness:
         self._dark_s = 0.0
         self._stuck_s = 0.0
         self.silent = ""
-        """What is known of a path that is given up; empty while there is one."""
+        """Why the path to the peer was given up; empty while there is one."""
         self.stalled = ""
-        """What is known of an engine that does not answer while its machine does; empty while it answers."""
+        """Why the peer counts as stalled: its machine answers, its engine does not. Empty otherwise."""
 
     def begin(self) -> None:
-        """The first transfer after a time without any."""
+        """Start anew: a first transfer is opened."""
         self._clock.elapsed_s(time.monotonic())
         self._dark_s = self._stuck_s = 0.0
 
     def connected(self) -> None:
-        """A connection is up."""
+        """Note that a connection is up."""
         self._dark_s = 0.0
         self.silent = self.stalled = ""
 
     def progressed(self) -> None:
-        """The peer has accepted or acknowledged something."""
+        """Note that the peer has accepted or acknowledged something."""
         self._stuck_s = 0.0
 
     def look(
         self, now_s: float, windows: Collection[InFlightWindow], infos: Mapping[Carrier, TcpInfo]
     ) -> dict[Carrier, str]:
-        """Count the liveness.
+        """Update the silence of all connections and of the peer.
 
         Args:
             now_s: time.monotonic().
             windows: of the connections that are up.
-            infos: what the kernel says of them now.
+            infos: the kernel's counters of them now.
 
         Returns:
-            The connections to close, and why.
+            The reason to close, by connection.
         """
         options = self._options
         elapsed_s = self._clock.elapsed_s(now_s)
@@ -82,13 +82,13 @@ class PeerLiveness:
     def overdue(
         self, now_s: float, transfers: Iterable[OutgoingTransfer], up: bool, trouble: str
     ) -> list[tuple[OutgoingTransfer, str]]:
-        """The transfers that must end now, and why; after `look`.
+        """Transfers that must end now, each with the reason; call `look` before.
 
         Args:
             now_s: time.monotonic().
             transfers: all that are open.
             up: the peer has a connection.
-            trouble: what happened to the last one.
+            trouble: why the last connection failed.
         """
         options = self._options
         transfers = list(transfers)

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 _TICK_S = 0.2
 _ACCEPT_BACKLOG = 128
-# The machine, not the peer, is the cause: wait for something to be given back, and go on.
+# Errors of the machine, not of the peer: wait until resources are free, and go on.
 _NO_RESOURCES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _RESOURCES_WAIT_S = 0.1
 
@@ -51,7 +51,7 @@ _NOTHING_ARRIVED: dict[str, Any] = {
 
 
 class ArrivalSums:
-    """Sums by producer; those of connections that have ended are kept. Not thread-safe."""
+    """Sums of arrived bytes by producer, including connections that have ended. Not thread-safe."""
 
     def __init__(self) -> None:
         # Bytes and segments.
@@ -86,7 +86,7 @@ class ArrivalSums:
 
 
 def _producer(connection: ReceiverConnection) -> str | None:
-    """Who sends over a connection; None: nobody yet, or an observer."""
+    """The producer that sends over a connection; None: it is not authenticated, or an observer."""
     who = connection.identity
     return who.name if who is not None and who.role == ROLE_PRODUCER else None
 
@@ -137,7 +137,7 @@ class Receiver:
         on_request: Callable[[PeerRequest], None] = refuse_request,
         more_stats: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
-        """Nothing listens before `start`.
+        """Make it without listening.
 
         Args:
             name: this side's, as producers and tickets call it.
@@ -160,7 +160,7 @@ class Receiver:
         self.name = name
         self._key = key
         self._address = (host, port)
-        # New with each start: an observer tells a lost connection from a receiver that forgot everything.
+        # New with each start, so that observers can distinguish a lost connection from a restarted receiver.
         self._session = secrets.token_hex(8)
         self._fingerprint = dict(fingerprint)
         self._layouts = layout if isinstance(layout, PeerLayouts) else None
@@ -237,8 +237,8 @@ class Receiver:
     def take(self, transfer_id: bytes, *, broken_tokens: int = 0) -> StagedTransfer | None:
         """The staged bytes of a COMPLETE transfer, once; the caller must free them. None otherwise.
 
-        `broken_tokens`: from where the engine goes on after it, or another part of the KV, broke
-        (`TransferStatus.resume_points`); only so many tokens are there.
+        `broken_tokens`: take only the first tokens, up to this resume point (`TransferStatus.resume_points`), because
+        this transfer or another one of its ticket broke.
         """
         return self._table.take(transfer_id, broken_tokens=broken_tokens)
 
@@ -251,22 +251,22 @@ class Receiver:
         return self._table.lend(transfer_id, on_change)
 
     def follow(self, transfer_id: bytes, on_change: Callable[[], None]) -> FollowedTransfer | None:
-        """A transfer to be read by other processes, which the caller must give back; None as of `lend`.
+        """A transfer that other processes read; the caller must give it back. None, and `on_change`, as of `lend`.
 
-        It is in nobody's way here: it is taken, broken and dropped as if nobody followed it. `on_change` as of `lend`.
+        Here it is taken, dropped and broken as any other transfer.
         """
         return self._table.follow(transfer_id, on_change)
 
     def drop(self, transfer_id: bytes, reason: str, *, keep: bool = False) -> None:
-        """Give a transfer up: frees its staging unless taken, tells the producer, refuses the id from now on.
+        """Give a transfer up: free its staging unless taken, notify the producer, refuse the id from now on.
 
-        `keep`: a complete one stays, and what an engine can go on from of one that is not.
+        `keep`: a complete transfer stays, and an incomplete one becomes a partial transfer.
         """
         self._table.drop(transfer_id, reason, keep=keep)
 
-    def tell(self, transfer_id: bytes, status: TransferStatus) -> None:
-        """Tell those who watch a transfer what became of it that came another way than through here."""
-        self._table.tell(transfer_id, status)
+    def report(self, transfer_id: bytes, status: TransferStatus) -> None:
+        """Send watchers the status of a transfer that did not come through this receiver (NIXL)."""
+        self._table.report(transfer_id, status)
 
     def stats(self) -> dict[str, Any]:
         """Counters and gauges; every gauge of use is 0 when no transfer is going on."""
@@ -295,7 +295,7 @@ class Receiver:
         }
 
     def telemetry(self) -> dict[str, Any]:
-        """What concerns links, small enough for one packet: what has arrived, and what this engine's sender tells.
+        """State of the links, small enough for one packet: arrivals, and the sender's telemetry.
 
         `{"arrivals": {producer: fields of ArrivalSample but the time}, "sender": Sender.telemetry()}`
         """
@@ -418,7 +418,7 @@ class Receiver:
         self._unauthenticated.note(f"it cannot be accepted: {error}")
         if error.errno in _NO_RESOURCES:
             self._unauthenticated.close_oldest()
-        # A client that left before it was accepted costs nothing.
+        # A client that left before it was accepted needs no pause.
         if error.errno != errno.ECONNABORTED:
             self._closing.wait(_RESOURCES_WAIT_S)
 
@@ -464,7 +464,7 @@ class Receiver:
                     connections = list(self._connections)
                 for connection in connections:
                     connection.check(now_s, elapsed_s, awaited)
-                # After a stop of this process its connections are read first: what waits there counts.
+                # After a stop of this process its connections are read first: frames that wait there count.
                 late = elapsed_s >= LONGEST_LOOK_S and not was_late
                 if not late:
                     self._table.sweep(now_s)

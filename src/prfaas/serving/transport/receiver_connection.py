@@ -61,7 +61,7 @@ log = logging.getLogger(__name__)
 _MAX_OUTBOX_FRAMES = 8192
 _OUTBOX_PRESSURE_FRAMES = 64
 _MAX_WATCHED = 65536
-# What has arrived is summed up in parts of this size, while it still is in the processor's second cache.
+# Bytes are checksummed in pieces of this size, while they are still in the processor's second cache.
 _CACHED_BYTES = 512 << 10
 _MAX_LEAD_S = 60.0
 
@@ -130,18 +130,18 @@ class ReceiverConnection:
         self._bulk = BulkReader(sock)
         self._watched: set[bytes] = set()
         self.identity: PeerIdentity | None = None
-        """Who is at the other end; None until the handshake is over."""
+        """The authenticated peer; None until the handshake is over."""
         self.sealing: Sealing | None = None
         """The keys of an encrypted connection."""
         self.failure = ""
-        """Why the connection ended, where that was no orderly end."""
+        """Why the connection ended, unless it ended in order."""
         self.forged = False
-        """It ended for a frame that the peer did not seal, or not then."""
+        """True if it ended because of a forged or replayed frame."""
 
     # Any thread
 
     def post(self, frame: bytes) -> None:
-        """Send soon, never block: what the socket does not take now goes with the next flush."""
+        """Send soon, without blocking: bytes that the socket does not take now leave with the next flush."""
         if len(self._outbox) >= _MAX_OUTBOX_FRAMES:
             self.shut()  # a peer that doesn't read its answers
             return
@@ -149,8 +149,8 @@ class ReceiverConnection:
         self.flush()
 
     def flush(self) -> None:
-        """Send what waits, as far as the socket takes it without blocking."""
-        # Whoever holds the lock sends for all; looking again after releasing it catches what came meanwhile.
+        """Send waiting frames, as far as the socket takes them without blocking."""
+        # The holder of the lock sends for all; the second check catches frames that were posted meanwhile.
         while self._has_unsent and self._sending.acquire(blocking=False):
             try:
                 while self._has_unsent:
@@ -180,7 +180,7 @@ class ReceiverConnection:
         shut(self._sock)
 
     def arrived(self) -> Arrived:
-        """What the kernel has received so far; of a connection that has ended, all of it."""
+        """The kernel's counters of received bytes; after the end of the connection, the last ones."""
         with contextlib.suppress(OSError):
             self._arrived = read_arrived(self._sock)
         return self._arrived

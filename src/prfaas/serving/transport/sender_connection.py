@@ -1,8 +1,6 @@
-"""One connection to a peer: a writer thread that keeps it up and sends, a reader thread that takes the
-answers.
+"""One connection to a peer: a writer thread that keeps it up and sends, a reader thread that takes the answers.
 
-The second half of the way of KV bytes to the wire: `_send_chunk` (the first half is the engine's, which put
-the bytes into the peer queue).
+`_send_chunk` moves KV bytes from the engine's memory to the wire, after the engine has put them into the peer queue.
 """
 
 import logging
@@ -52,7 +50,7 @@ log = logging.getLogger(__name__)
 _READ_BYTES = 64 << 10
 # What may wait unsent in the kernel on a paced link.
 _UNSENT_S = 0.02
-# Sent again: more than what filling a queue once costs a long transfer.
+# Share of resent bytes: more than a long transfer loses by filling a queue once.
 _SPOILED_SHARE = 0.005
 # How long an attempt to connect lasts, in times of the pause behind it.
 _ATTEMPT_BACKOFFS = 4
@@ -61,7 +59,12 @@ _MAX_UNSENT_BYTES = 1 << 20
 
 
 class SenderConnection:
-    """Connection `number` of a peer queue: reconnects with back-off for as long as the queue lives."""
+    """Connection `number` of a peer queue: reconnects with back-off for as long as the queue lives.
+
+    1. The writer thread (`_run`) connects and greets, then asks the queue for jobs and sends them.
+    2. The reader thread (`_read`) passes the peer's answers to the queue.
+    3. When either fails, both end, the queue takes back what is unanswered, and the writer connects again.
+    """
 
     def __init__(
         self,
@@ -81,7 +84,7 @@ class SenderConnection:
         self.errors = 0
         """Unexpected exceptions in the two threads."""
         self.forged_frames = 0
-        """Answers that the peer did not seal, or not then: each has ended a connection."""
+        """Forged or replayed answers; each has ended a connection."""
         self._hello = hello
         self._tls = tls
         self._sealing: Sealing | None = None
@@ -157,7 +160,7 @@ class SenderConnection:
             return None
 
     def renew_if_spoiled(self) -> None:
-        """In an idle time: make a new connection if this one would send slowly for what it has lost.
+        """Reconnect, while idle, if losses have left this connection slow.
 
         BBR measures anew by itself. Others keep a small window after a lossy spell, and the first transfer after it
         is several times as slow.
@@ -168,7 +171,7 @@ class SenderConnection:
         self._renewal = (info.sent_bytes, info.resent_bytes)
         sent_bytes, resent_bytes = info.sent_bytes - before[0], info.resent_bytes - before[1]
         if resent_bytes > _SPOILED_SHARE * sent_bytes:
-            log.info("connection %d to %s is made anew after losses", self.number, self.queue.peer.name)
+            log.info("connection %d to %s is renewed after losses", self.number, self.queue.peer.name)
             self.shut()
 
     # The writer thread
@@ -189,7 +192,7 @@ class SenderConnection:
             rejected = answer is PeerAnswer.REJECTED
             lived = time.monotonic() - began_s > options.backoff_max_s and not rejected
             if lived or answer is PeerAnswer.CLOSED:
-                # A closed port is that of a peer which may be starting: it is to be found soon.
+                # A closed port may be that of a starting peer, which is to be found soon.
                 backoff_s = min(backoff_s, options.backoff_max_s) if not lived else options.backoff_min_s
             if self.queue.wait_before_retry(backoff_s):
                 backoff_s = options.backoff_min_s
@@ -205,7 +208,7 @@ class SenderConnection:
             backoff_s: between this attempt and the next.
 
         Returns:
-            Why it never came up ("" if it did), and what the peer has said to it.
+            Why it did not come up ("" if it did), and the peer's answer.
         """
         try:
             sock = self._connect(backoff_s)
@@ -280,7 +283,7 @@ class SenderConnection:
                 self._send_chunk(sock, job)
 
     def _send_chunk(self, sock: socket.socket, chunk: Chunk) -> None:
-        """Bytes of the engine's KV to the wire; `next_job` has cut the chunk and counts it as in flight."""
+        """Send a chunk of the engine's KV, which `next_job` has cut and counts as in flight."""
         # 1. The bytes: the engine's memory itself where it can be shown, else a copy.
         shown: list[memoryview] | None = None
         copied: list[memoryview] = []

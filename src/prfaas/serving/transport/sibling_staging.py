@@ -1,8 +1,8 @@
-"""Ranks of one engine on one machine read each other's staging: what several keep alike crosses the line once.
+"""Staging shared by the ranks of one engine on one machine, so that KV that several ranks keep crosses the link once.
 
-Each rank is sent a share of it. Its siblings map its staging, learn what has come over a local socket, and say when
-they have read it. A lender keeps the staging of a transfer until each reader has said so, or is gone. A reader says so
-at the end of its load, and at once or after a while of what it will not load.
+Each rank receives a share. Its siblings map its staging and learn over a local socket which bytes have arrived. The
+lender keeps a transfer's staging until each reader has given it back or is gone. A reader gives it back at the end of
+its load, or when it will not load it.
 """
 
 import logging
@@ -42,14 +42,14 @@ _LENGTH = struct.Struct("<I")
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """The first frame, behind the descriptor of the staging."""
+    """First frame, behind the descriptor of the staging."""
 
     staging_bytes: int
     block_bytes: int
 
 
 class Lent(msgspec.Struct, frozen=True, tag="lent"):
-    """A transfer has its staging."""
+    """Report that a transfer has its staging."""
 
     transfer_id: bytes
     num_tokens: int
@@ -61,19 +61,19 @@ class Lent(msgspec.Struct, frozen=True, tag="lent"):
 
 
 class Came(msgspec.Struct, frozen=True, tag="came"):
-    """How far a transfer is that was lent."""
+    """Progress of a lent transfer."""
 
     transfer_id: bytes
     covered: tuple[tuple[tuple[int, int], ...], ...]
-    """By region."""
+    """Verified bytes, by region."""
     phase: TransferPhase
     reason: str = ""
     is_kept: bool = False
-    """It has failed, and some of it can be used."""
+    """It has failed, and an engine can resume from what has come."""
 
 
 class GaveBack(msgspec.Struct, frozen=True, tag="gave_back"):
-    """A reader needs no more of it."""
+    """Report that a reader is done with a transfer."""
 
     transfer_id: bytes
 
@@ -83,13 +83,13 @@ _DECODER: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)
 
 
 def send_frame(sock: socket.socket, frame: Frame) -> None:
-    """Raises OSError: the other side is gone."""
+    """Send one frame. Raises OSError: the other side is gone."""
     body = msgspec.msgpack.encode(frame)
     sock.sendall(_LENGTH.pack(len(body)) + body)
 
 
 def frame_of(sock: socket.socket) -> Frame:
-    """The next one.
+    """Receive the next frame.
 
     Raises:
         OSError: the other side is gone.
@@ -132,20 +132,20 @@ class LentTransfer(StagedRegions):
         self.uses_left: int | None = None
         """Requests that have not loaded it yet; None: none has come."""
         self.since_s = 0.0
-        """When it has ended, or was read last."""
+        """When it ended, or was last read."""
         self.given_back = False
 
-    def came(self, came: Came) -> None:
-        """The lender tells how far it is."""
+    def update(self, came: Came) -> None:
+        """Apply the lender's report."""
         self._covered, self._is_kept, self.reason = came.covered, came.is_kept, came.reason
         self.phase = came.phase
 
     def covered_end(self, region: int, start: int) -> int:
-        """Where the verified bytes of a region from `start` on end, as far as the lender has told."""
+        """End of the verified bytes of a region that begin at `start`, by the lender's last report."""
         return next((end for first, end in self._covered[region] if first <= start < end), start)
 
     def ends(self, starts: Sequence[tuple[int, int]]) -> list[int]:
-        """As `Arrival.ends`."""
+        """Ends of verified bytes, as `Arrival.ends`."""
         return [self.covered_end(region, start) for region, start in starts]
 
     def wanted_for_s(self, options: ReceiverOptions) -> float:
@@ -157,11 +157,11 @@ class LentTransfer(StagedRegions):
 
 @dataclass(slots=True, eq=False)
 class _Loan:
-    """A transfer of this rank that siblings read."""
+    """A transfer of this rank that siblings read, with the last report to them."""
 
     followed: FollowedTransfer
     readers: set[int]
-    told: tuple[object, ...] = ()
+    reported: tuple[object, ...] = ()
 
 
 @dataclass(slots=True)
@@ -173,9 +173,13 @@ class _Begun:
 
 
 class SiblingStaging:
-    """What this rank lends its siblings, and borrows of them; thread-safe.
+    """Lends this rank's staging to its siblings, and borrows theirs; thread-safe.
 
-    One thread tells them what has come, one for each reads what they tell.
+    1. As lender: `begin` names a transfer's readers. A thread (`_publish`) lends it once it has staging, and
+       reports its progress.
+    2. As reader: `claim` begins to read a lent transfer, `release` ends that; `refuse` says that it is not wanted.
+       When all requests have read it, it is given back.
+    3. One thread per sibling (`_read`) takes its frames.
     """
 
     def __init__(
@@ -204,7 +208,7 @@ class SiblingStaging:
         self._sockets = dict(sockets)
         self._options = options
         self.on_change: Callable[[], None] = lambda: None
-        """Called when a sibling has told something; must not block."""
+        """Called when a sibling has reported something; must not block."""
         self._lock = threading.Lock()
         self._send_locks = {rank: threading.Lock() for rank in sockets}
         self._begun: dict[bytes, _Begun] = {}
@@ -233,7 +237,7 @@ class SiblingStaging:
     # The lender
 
     def begin(self, transfer_id: bytes, readers: Collection[int]) -> None:
-        """A transfer of this rank is opened of which siblings read some."""
+        """Lend a transfer of this rank, once it has staging, to `readers`."""
         if readers:
             with self._lock:
                 if transfer_id not in self._loans:
@@ -241,7 +245,7 @@ class SiblingStaging:
             self._wake.set()
 
     def is_begun(self, transfer_id: bytes) -> bool:
-        """Whether siblings are still to be lent it: who takes it before that takes it from them."""
+        """True if a transfer is still to be lent; taking it before that would take it from the siblings."""
         return transfer_id in self._begun
 
     def _publish(self) -> None:
@@ -251,10 +255,10 @@ class SiblingStaging:
             self._wake.clear()
             try:
                 self._lend_begun()
-                self._tell_loans()
+                self._report_loans()
                 self._expire()
             except Exception:
-                logger.exception("telling siblings of transfers failed")
+                logger.exception("reporting transfers to siblings failed")
 
     def _lend_begun(self) -> None:
         with self._lock:
@@ -280,7 +284,7 @@ class SiblingStaging:
             for rank in each.readers:
                 self._send(rank, lent)
             self._note_change(transfer_id)
-            # Whoever waits for `is_begun`.
+            # A caller may wait for `is_begun`.
             self.on_change()
 
     def _note_change(self, transfer_id: bytes) -> None:
@@ -289,7 +293,7 @@ class SiblingStaging:
         self._wake.set()
 
     def _give_up(self, transfer_id: bytes, begun: _Begun) -> None:
-        """Tell the readers of a transfer that will have no staging."""
+        """Report to the readers that a transfer will have no staging."""
         state = self._receiver.state(transfer_id)
         is_over = state is not None and state.phase is TransferPhase.FAILED
         if not is_over and time.monotonic() - begun.since_s < self._options.limits.staging_wait_s:
@@ -301,7 +305,7 @@ class SiblingStaging:
             self._send(rank, Lent(transfer_id, 0, 0, 0, (), (), ()))
             self._send(rank, Came(transfer_id, (), TransferPhase.FAILED, reason))
 
-    def _tell_loans(self) -> None:
+    def _report_loans(self) -> None:
         changed = set(self._changed)
         self._changed -= changed
         with self._lock:
@@ -309,9 +313,9 @@ class SiblingStaging:
         for transfer_id, loan in loans:
             # The status first: all that had come when a transfer was complete is covered.
             status, covered = loan.followed.status(), loan.followed.covered()
-            if (status.phase, covered) == loan.told:
+            if (status.phase, covered) == loan.reported:
                 continue
-            loan.told = (status.phase, covered)
+            loan.reported = (status.phase, covered)
             came = Came(transfer_id, covered, status.phase, status.reason, status.usable_tokens > 0)
             for rank in tuple(loan.readers):
                 self._send(rank, came)
@@ -347,7 +351,7 @@ class SiblingStaging:
             return lent
 
     def release(self, lent: LentTransfer, *, used: bool = True) -> None:
-        """A load that has claimed it reads no more of it; `used`: its request won't ask again."""
+        """End a load's `claim`; `used`: its request won't load it again."""
         with self._lock:
             lent.readers -= 1
             if used:
@@ -356,7 +360,7 @@ class SiblingStaging:
         self._give_back_unwanted(lent)
 
     def refuse(self, lender: int, transfer_id: bytes) -> None:
-        """A request will not load a transfer, which may still come."""
+        """Note that a request will not load a transfer, which may still come."""
         with self._lock:
             lent = self._borrowed.get((lender, transfer_id))
             if lent is None:
@@ -368,7 +372,7 @@ class SiblingStaging:
         self._give_back_unwanted(lent)
 
     def is_refused(self, lender: int, transfer_id: bytes) -> bool:
-        """Whether it was given back, or its lender is gone."""
+        """True if it was given back, or its lender is gone."""
         with self._lock:
             return (lender, transfer_id) in self._refused or lender not in self._sockets
 
@@ -418,7 +422,7 @@ class SiblingStaging:
             with self._lock:
                 known = self._borrowed.get((rank, frame.transfer_id))
                 if known is not None:
-                    known.came(frame)
+                    known.update(frame)
                     known.since_s = time.monotonic()
             self._wake.set()
         elif isinstance(frame, GaveBack):

@@ -155,7 +155,7 @@ class ConnectorWorker:
         ranks = vllm_config.parallel_config.tensor_parallel_size
         geometry = _pool_geometry(settings, layout, ranks, pool_fingerprint(marks, layout, ranks))
         wires = wire_layouts(layout, settings.name, rank, ranks, page_digests=digests)
-        logger.info("KV layout of %s: %s; pages: %s", settings.name, marks, wires.told)
+        logger.info("KV layout of %s: %s; pages: %s", settings.name, marks, wires.reported)
         on_device = any(tensor.device.type == "cuda" for tensor in _tensors(kv_caches))
         memory_fd, buffer = shared_memory(settings.staging_bytes) if sockets else (None, None)
         if on_device:
