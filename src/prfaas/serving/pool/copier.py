@@ -1,4 +1,4 @@
-"""Who orders copies of prefixes from pool to pool: the gateway before a prefill, the control plane for hot prefixes."""
+"""Orders for copies of prefixes from pool to pool: by the gateway before a prefill, and for hot prefixes."""
 
 import asyncio
 import logging
@@ -22,7 +22,7 @@ _ABANDON_S = 5.0
 
 
 class CopyPort(Protocol):
-    """What is needed of an observer of a pool."""
+    """The part of a pool's `Observer` that orders copies."""
 
     async def request(self, transfer_id: bytes, order: CopyOrder, timeout_s: float) -> dict[str, Any]: ...
 
@@ -43,15 +43,12 @@ class PoolCopier:
         """
         self._key = key
         self._ports = ports
-        clusters = {pool.name: pool.cluster for pool in deployment.pools}
-        self._clusters = clusters
-        self._bandwidth_bits_per_s = {
-            (link.source, link.target): link.bandwidth_bits_per_s for link in deployment.links
-        }
+        self._clusters = {pool.name: pool.cluster for pool in deployment.pools}
+        self.adopt(deployment)
         self._abandoning: set[asyncio.Task[None]] = set()
 
     def adopt(self, deployment: Deployment) -> None:
-        """Expect links to be as wide as this file says from now on."""
+        """Use the links' bandwidths of a reloaded deployment."""
         self._bandwidth_bits_per_s = {
             (link.source, link.target): link.bandwidth_bits_per_s for link in deployment.links
         }
@@ -70,8 +67,7 @@ class PoolCopier:
     ) -> CopyResult:
         """Have the pool `target` get a prefix from the pool `source`, and wait until it has it.
 
-        Never raises for what goes wrong with it: the result has the reason. A copy whose waiting is cancelled is given
-        up.
+        Failures do not raise: the result has the reason. A copy is given up when its waiting is cancelled.
 
         Args:
             source: name of the pool that holds the prefix.
@@ -79,9 +75,9 @@ class PoolCopier:
             token_ids: the prefix.
             salt: the tenant's.
             adapter: name of the LoRA adapter.
-            service: how it shares the link.
-            kv_bytes: what is expected to move.
-            grace_s: so long a copy may take, beside what its bytes take on the link.
+            service: its class on the link.
+            kv_bytes: expected size.
+            grace_s: allowed time besides that of the bytes on the link.
         """
         if len(token_ids) > MAX_COPIED_TOKENS:
             return CopyResult(0, 0, f"long: at most {MAX_COPIED_TOKENS} tokens can be copied")

@@ -47,30 +47,36 @@ _BACKLOG = 128
 
 
 class PoolError(Exception):
-    """The daemon cannot start or go on; the message says why, in one sentence."""
+    """Failure to start or go on; the message says why, in one sentence."""
 
 
 @dataclass(frozen=True, slots=True)
 class DaemonOptions:
-    """What a daemon needs to know."""
+    """Options of a daemon."""
 
     socket: Path
     arena: Path
     """The file of shared memory, as `arena_path` names it."""
     memory_bytes: int
-    """Of arena, page table and all."""
+    """Limit of the arena, page table included."""
     keep_arena: bool = False
     """Leave the arena to the next daemon at an orderly end, too."""
 
 
 def arena_path(pool_socket: Path, directory: Path = Path("/dev/shm")) -> Path:
-    """Where the arena of the pool with that socket is: no two sockets share one."""
+    """Path of the arena of the pool with that socket; no two sockets share one."""
     digest = hashlib.blake2b(str(pool_socket.absolute()).encode(), digest_size=6).hexdigest()
     return directory / f"prfaas-{pool_socket.stem}-{digest}.arena"
 
 
 class PoolDaemon:
-    """Serves one pool. Its geometry is that of the first engine that opens a session, or of what the arena holds."""
+    """Serves one pool, whose geometry is that of its arena, or of the first engine that opens a session.
+
+    1. `serve` takes the lock, opens an earlier daemon's arena if there is one, and accepts connections.
+    2. Each `PoolConnection` answers requests from the store, and calls `opened`, `used` and `closed` here.
+    3. `_begin` makes a store for an arena, recovers its pages and provides its memory in a thread; `_end` closes it.
+    4. Twice a second, slots that ended processes have left behind are freed.
+    """
 
     def __init__(
         self,
@@ -89,7 +95,7 @@ class PoolDaemon:
         self._make_policy = make_policy
         self._tenant_share = tenant_share
         self._connections: set[PoolConnection] = set()
-        # Of workers that ended without goodbye, whose processes may still write.
+        # Sessions of workers that ended without goodbye, whose processes may still write.
         self._lost: list[tuple[PeerProcess, StoreSession]] = []
         self._opening = asyncio.Lock()
         self._provider: threading.Thread | None = None
@@ -98,7 +104,7 @@ class PoolDaemon:
         self._settles = False
 
     async def serve(self, ready: Callable[[], None] = lambda: None) -> None:
-        """Until cancelled. `ready` is called when engines can connect.
+        """Serve until cancelled. `ready` is called when engines can connect.
 
         Raises:
             PoolError: another daemon has the socket, or it cannot be made.
@@ -122,14 +128,14 @@ class PoolDaemon:
     async def opened(
         self, message: OpenSession, process: PeerProcess
     ) -> tuple[PageStore | None, StoreSession | None]:
-        """See `PoolHost.opened`."""
+        """Open a session, as `PoolHost.opened`."""
         async with self._opening:
             if message.geometry is not None:
                 await self._agree_on(PoolGeometry.decode(message.geometry))
             store = self.store
             owner = process.owner(message.engine)
             if message.kind == "scheduler" and message.geometry is None:
-                # Its engine's worker says what the pages look like.
+                # The geometry comes from its engine's worker.
                 sessions = () if store is None else store.sessions
                 if not any(each.kind == "worker" and each.owner == owner for each in sessions):
                     raise ValueError("no worker of this engine has connected yet")
@@ -142,7 +148,7 @@ class PoolDaemon:
             return store, store.open_session(message.kind, message.rank, owner)
 
     def closed(self, connection: PoolConnection) -> None:
-        """See `PoolHost.closed`."""
+        """Close a connection's session, as `PoolHost.closed`."""
         self._connections.discard(connection)
         store, session = connection.store, connection.session
         connection.session = None
@@ -153,17 +159,17 @@ class PoolDaemon:
                 self._lost.append((connection.process, session))
 
     def used(self) -> None:
-        """See `PoolHost.used`."""
+        """Schedule deferred work, as `PoolHost.used`."""
         if not self._settles:
             self._settles = True
             asyncio.get_running_loop().call_soon(self._settle)
 
     def figures(self) -> Figures:
-        """See `PoolHost.figures`."""
+        """Figures of the pool, as `PoolHost.figures`."""
         return Figures({} if self.store is None else pool_figures(self.store))
 
     async def verified(self) -> Figures:
-        """See `PoolHost.verified`."""
+        """Verify every page, as `PoolHost.verified`."""
         store = self.store
         right = wrong = ssd_right = ssd_wrong = 0
         if store is not None:
@@ -182,7 +188,7 @@ class PoolDaemon:
         )
 
     async def _agree_on(self, geometry: PoolGeometry) -> None:
-        """Have a store of that geometry.
+        """Make sure that the store has that geometry.
 
         Raises:
             ValueError: engines of another one are connected, or there cannot be an arena.
@@ -349,7 +355,7 @@ def _are_right(
 
 
 def pool_figures(store: PageStore) -> dict[str, int | float | str | dict[str, int]]:
-    """Everything that a store counts, and what it holds now.
+    """Counters and gauges of a store.
 
     The keys of inner dictionaries are numbers of KV groups.
     """
@@ -376,7 +382,7 @@ def pool_figures(store: PageStore) -> dict[str, int | float | str | dict[str, in
 
 
 async def _check(store: PageStore, recovered: Sequence[PoolPage]) -> None:
-    """Verify what the last daemon left, so that readers need not."""
+    """Verify recovered pages, so that readers need not."""
     right, wrong = await verify_pages(store, recovered)
     logger.info("%d pages of the last daemon were verified, %d were wrong", right, wrong)
 

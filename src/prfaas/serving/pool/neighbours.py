@@ -1,4 +1,4 @@
-"""A pool among the other pools: its KV port, its connections to those that it may send to, and those it may ask."""
+"""A pool's links to other pools: its KV port, its connections to targets, and observers of its sources."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -25,12 +25,12 @@ from prfaas.serving.transport.endpoint import KvEndpoint
 from prfaas.serving.transport.peer_list import PeerList
 from prfaas.serving.transport.requests import CopyOrder
 
-# What pages look like is compared in each PULL: a pool may listen before its first engine has said it.
+# The geometry is compared in each PULL: a pool listens before its first engine has set it.
 _FINGERPRINT = {"prefix_pool": "v1"}
 
 
 class PoolNeighbours:
-    """Everything of a pool that other machines see. Make it in the daemon's event loop."""
+    """The side of a pool that other machines see. Make it in the daemon's event loop."""
 
     def __init__(
         self,
@@ -43,11 +43,11 @@ class PoolNeighbours:
     ) -> None:
         """
         Args:
-            deployment: says which pools there are, and the links between them.
+            deployment: has the pools and the links between them.
             pool: this one.
             key: of the deployment, 32 bytes.
-            tls: who this pool is on encrypted ways; None: all of its ways are plain.
-            store_of: its pages; None as long as no engine has said what they look like.
+            tls: this pool's identity on encrypted links; None: all of its links are plain.
+            store_of: its pages; None until the first engine has connected.
             more_stats: further fields of STATS answers; called in any thread.
         """
         limits = deployment.transfer
@@ -88,7 +88,7 @@ class PoolNeighbours:
             )
             for source in sources
         }
-        # What is lent is pinned: the engines of this machine keep the greater part.
+        # Lent pages are pinned: most of the memory stays for the engines of this machine.
         self.lender = PageLender(pool.name, key, store_of, self._sender, most_bytes=pool.memory_bytes // 4)
         self.copies = PrefixCopies(pool.name, key, store_of, self._receiver, asked, self._observers)
 
@@ -102,7 +102,7 @@ class PoolNeighbours:
         self._sender.start()
 
     async def close(self) -> None:
-        """End every copy, connection and thread. Afterwards no page is read or written for another pool."""
+        """End every copy, connection and thread; then no page is read or written for another pool."""
         await self.copies.close()
         await asyncio.to_thread(self._sender.close)
         await self.lender.close()
@@ -111,7 +111,7 @@ class PoolNeighbours:
         await asyncio.to_thread(self._receiver.close)
 
     def figures(self) -> dict[str, int]:
-        """Counters, and what is going on at the moment."""
+        """Counters and gauges of copies and lending."""
         return {
             **asdict(self.copies.counters),
             **asdict(self.lender.counters),
@@ -120,7 +120,7 @@ class PoolNeighbours:
         }
 
     def stats(self) -> dict[str, Any]:
-        """Of receiver and sender, as `Receiver.stats` and `Sender.stats`."""
+        """Stats of receiver and sender, as `Receiver.stats` and `Sender.stats`."""
         return {"receiver": self._receiver.stats(), "sender": self._sender.stats()}
 
     def _on_request(self, request: PeerRequest) -> None:

@@ -1,4 +1,4 @@
-"""One pool of a deployment, put together: its pages, its disk, what it publishes, and its neighbours."""
+"""One pool of a deployment, assembled: its pages, its disk, its events, and its neighbours."""
 
 import asyncio
 import contextlib
@@ -28,7 +28,7 @@ class LatestFigures:
     """A pool's figures for threads that must not touch the store: made in its loop once a second."""
 
     def __init__(self, sources: Mapping[str, Callable[[], Mapping[str, Any]]]) -> None:
-        """`sources`: part of the figures → what makes them; called in the loop."""
+        """`sources`: makers of the figures' parts, by name; called in the loop."""
         self._sources = sources
         self._latest: dict[str, Any] = {}
 
@@ -37,7 +37,7 @@ class LatestFigures:
         return {"pool": self._latest}
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Update the figures until cancelled."""
         while True:
             self._latest = {name: dict(make()) for name, make in self._sources.items()}
             await asyncio.sleep(_PERIOD_S)

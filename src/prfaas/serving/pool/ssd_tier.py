@@ -1,6 +1,6 @@
-"""Pages on SSD: which are there, where, and which go when the file is full.
+"""Tier of pages on SSD: an index of the pages in the file, and their eviction when it is full.
 
-All of it runs in the store's loop; the threads of `ssd_background` do the reading and writing.
+It runs in the store's loop; the threads of `ssd_background` read and write.
 """
 
 import time
@@ -23,7 +23,7 @@ from prfaas.serving.pool.ssd_background import SsdLayout, SsdRead, SsdReaders, S
 from prfaas.serving.pool.ssd_file import Bytes, FileSlots, PageRead, PageWrite, stored_bytes
 
 InLoop: TypeAlias = Callable[[Callable[[], None]], None]
-"""Has a function called in the store's loop, from any thread."""
+"""Calls a function in the store's loop, from any thread."""
 
 _READERS = 8
 _HEADERS_BYTES = 4096
@@ -53,14 +53,14 @@ class _FilePage:
     def __init__(self, offset: int, checksums: tuple[int, ...], tenant: bytes, slots: FileSlots) -> None:
         self.offset = offset
         self.checksums = checksums
-        """Of the ranks' parts, and of what follows them if anything does."""
+        """Of the ranks' shares, and of the bytes behind them if there are any."""
         self.tenant = tenant
         self.slots = slots
         self.reads = 0
 
 
 class BusyClock:
-    """Counts the seconds in which at least one piece of work was open: with bytes, a bandwidth that was reached.
+    """Counts the seconds in which at least one piece of work was open, and its bytes: together, a bandwidth.
 
     Not thread-safe.
     """
@@ -68,19 +68,19 @@ class BusyClock:
     def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
         self.done_bytes = 0
         self.busy_s = 0.0
-        """Up to the last moment at which nothing was open."""
+        """Without the present busy time."""
         self._now_s = now_s
         self._open = 0
         self._since_s = 0.0
 
     def begin(self) -> None:
-        """A piece of work is open."""
+        """Open a piece of work."""
         if not self._open:
             self._since_s = self._now_s()
         self._open += 1
 
     def end(self, done_bytes: int) -> None:
-        """One that was open is not any more; `done_bytes` of it were done."""
+        """Close a piece of work, of which `done_bytes` were done."""
         self.done_bytes += done_bytes
         self._open -= 1
         if not self._open:
@@ -88,14 +88,19 @@ class BusyClock:
 
 
 class FileTier:
-    """See `SsdTier`. Pages are in one file and a journal, in a folder of the pool's own.
+    """Implements `SsdTier` with a file of pages and a journal, in a folder of the pool's own.
+
+    1. At the start the writer opens both files, and the pages of the journal are held again.
+    2. `write` takes room, evicting pages if need be, and queues the page for the writer; `_written` holds it.
+    3. `read` queues a page for the readers; `_was_read` drops it if it was wrong.
+    4. After a failure of the disk, `_found_later` starts again from the files that are there then.
 
     Args:
-        geometry: Of the pages.
-        arena: Where pages come from and go to.
+        geometry: The pages' geometry.
+        arena: Memory that pages are written from and read into.
         options: Where the files are, and what they may take.
-        make_policy: An empty eviction policy.
-        in_loop: Has a function called in the store's loop.
+        make_policy: Makes an empty eviction policy.
+        in_loop: Calls a function in the store's loop.
 
     Raises:
         ValueError: `options.most_bytes` has no room for a page of each group.
@@ -150,39 +155,39 @@ class FileTier:
         self._writer = SsdWriter(
             lambda: layout.open(self._page_bytes), in_loop, self._found_later, options.retry_s
         )
-        self._recovered = self._adopted(self._writer.start())
+        self._recovered = self._held_again(self._writer.start())
         self._readers = SsdReaders(self._writer.pages_file, in_loop, _READERS)
         self._recovery_s = time.monotonic() - started
 
     def attach(self, dropped: Callable[[bytes], None]) -> None:
-        """See `SsdTier.attach`."""
+        """Set the callback for dropped pages, as `SsdTier.attach`."""
         self._dropped = dropped
 
     def entries(self) -> Iterator[SsdEntry]:
-        """See `SsdTier.entries`. To be called once."""
+        """The recovered pages, as `SsdTier.entries`; call it once."""
         recovered, self._recovered = self._recovered, []
         for record in recovered:
             if record.page_id in self._pages:
                 yield self._entry(record.page_id, record.identity)
 
     def entry(self, page_id: bytes) -> SsdEntry | None:
-        """See `SsdTier.entry`."""
+        """One page, as `SsdTier.entry`."""
         files = self._writer.files
         if page_id not in self._pages or files is None:
             return None
         return self._entry(page_id, files.journal.identity(page_id))
 
     def holds(self, page_id: bytes) -> bool:
-        """See `SsdTier.holds`."""
+        """True if a page can be read, as `SsdTier.holds`."""
         return page_id in self._pages
 
     @property
     def takes_more(self) -> bool:
-        """See `SsdTier.takes_more`."""
+        """True if a page could be written now, as `SsdTier.takes_more`."""
         return self._writer.failure is None and self._queued_bytes < self._most_queued_bytes
 
     def write(self, entry: SsdEntry, offset: int, done: Callable[[bool], None]) -> None:
-        """See `SsdTier.write`."""
+        """Write a page in the background, as `SsdTier.write`."""
         size, page_id = self._page_bytes[entry.group], entry.page_id
         if page_id in self._pages or page_id in self._writing:
             done(page_id in self._pages)
@@ -208,7 +213,7 @@ class FileTier:
         self._queued_of[entry.tenant] += self._slots.stored_bytes(entry.group)
 
     def read(self, page_id: bytes, into_offset: int, done: Callable[[bool], None]) -> None:
-        """See `SsdTier.read`."""
+        """Read a page in the background, as `SsdTier.read`."""
         size = self._page_bytes[page_id[-1]]
         self._promoting.begin()
 
@@ -219,18 +224,18 @@ class FileTier:
         self._read(page_id, self._room_in_arena(into_offset, size), finished)
 
     def touched(self, page_id: bytes) -> None:
-        """A page was used; one that is not held is passed over."""
+        """Note the use of a page; one that is not held is ignored."""
         self._eviction.touched(page_id)
 
     def forget(self, page_id: bytes) -> None:
-        """See `SsdTier.forget`."""
+        """Drop a page, as `SsdTier.forget`."""
         self._writing.pop(page_id, None)
         if page_id in self._pages:
             self._give_up(page_id)
             self._writer.drop(page_id)
 
     def clear(self) -> int:
-        """Forget every page, for good. Returns how many there were."""
+        """Drop every page for good. Returns their number."""
         count = len(self._pages)
         self._writing.clear()
         for page_id in list(self._pages):
@@ -239,13 +244,13 @@ class FileTier:
         return count
 
     def verify(self, done: Callable[[int, int], None]) -> None:
-        """See `SsdTier.verify`. One page at a time, so that engines need not wait for theirs."""
+        """Verify every page, as `SsdTier.verify`; one at a time, so that engines' reads need not wait."""
         left, counts = list(self._pages), Counter[bool]()
 
         def go_on() -> None:
             while left:
                 page_id = left.pop()
-                # What has left meanwhile is neither right nor wrong.
+                # A page that has gone meanwhile is neither right nor wrong.
                 if page_id in self._pages:
                     self._read(page_id, None, was_read)
                     return
@@ -258,7 +263,7 @@ class FileTier:
         go_on()
 
     def figures(self) -> dict[str, int | float | str]:
-        """What the tier holds and did so far."""
+        """Figures of the tier's content and work."""
         return {
             "state": self._writer.failure or "writable",
             "held_pages": len(self._pages),
@@ -273,7 +278,7 @@ class FileTier:
         }
 
     def close(self) -> None:
-        """See `SsdTier.close`. What is queued is written, unless that takes longer than a few seconds."""
+        """End the background work, writing queued pages for a few seconds at most."""
         self._writer.close()
         self._readers.close()
         # The arena can't be unmapped as long as anybody refers to it.
@@ -340,9 +345,9 @@ class FileTier:
         return self._arena[offset : offset + whole_sectors(size)]
 
     def _room(self, group: int, tenant: bytes) -> int | None:
-        """Room for a page, by what is there or by pages that go."""
+        """Free room for a page, evicting others if need be."""
         while (place := self._slots.take(group)) is None:
-            # What the tenant has on its way is not known to the eviction yet.
+            # The eviction does not know the tenant's queued pages yet.
             coming_bytes = self._queued_of[tenant] + self._slots.stored_bytes(group)
             victim = self._eviction.victim(
                 tenant, coming_bytes, lambda page_id: not self._pages[page_id].reads
@@ -371,7 +376,7 @@ class FileTier:
             page.slots.give_back(page.offset)
 
     def _parent(self, record: JournalPage) -> bytes | None:
-        """The page without which a page is of no use."""
+        """The page that a page depends on."""
         if record.page_id[-1] != self._lead:
             return page_id_of(record.page_id[:-1], self._lead)
         parent = PageIdentity.decode(record.identity).parent
@@ -382,19 +387,19 @@ class FileTier:
         self._slots = FileSlots(self._slots_bytes, self._page_bytes)
         self._eviction = self._no_eviction()
         self._pages = {}
-        self._adopted(found)
+        self._held_again(found)
         for page_id in before.keys() - self._pages.keys():
             self._dropped(page_id)
         self._writer.resume()
 
-    def _adopted(self, found: Sequence[JournalPage]) -> list[JournalPage]:
+    def _held_again(self, found: Sequence[JournalPage]) -> list[JournalPage]:
         """Hold the pages that were found. Returns those that could be."""
         # Of two records for one place, the page of the later one lies there.
-        adopted = [record for record in reversed(found) if self._claims_place(record)]
-        adopted.reverse()
-        for record in adopted:
+        held = [record for record in reversed(found) if self._claims_place(record)]
+        held.reverse()
+        for record in held:
             self._hold(record, _FilePage(record.offset, record.checksums, record.tenant, self._slots))
-        return adopted
+        return held
 
     def _claims_place(self, record: JournalPage) -> bool:
         group = record.page_id[-1]
@@ -429,11 +434,11 @@ def ssd_factory(
 
 
 def _parts(geometry: PoolGeometry, group: int) -> list[int]:
-    """Bytes of the parts of a page that have a checksum each."""
+    """Bytes of the pieces of a page that have a checksum each: the ranks' shares, and the rest."""
     ranks = [geometry.group(group).rank_bytes] * geometry.ranks
     rest = geometry.identity_bytes(group)
     return [*ranks, rest] if rest else ranks
 
 
 def _nobody(_page_id: bytes) -> None:
-    """Nobody wants to hear of pages that went."""
+    """Default for dropped pages, before `attach`."""
