@@ -164,8 +164,8 @@ class PoolClient:
         Args:
             path: of the daemon's socket.
             kind: purpose of the session. Scheduler and workers of one engine have a session each.
-            geometry: of the engine's KVCache. None, for a tool: the pool's; for a scheduler: that of its engine's worker,
-                which must have a session.
+            geometry: of the engine's KVCache. None, for a tool: the pool's; for a scheduler: its engine's, whose worker
+                must have a session.
             rank: the worker's tensor-parallel rank.
             timeout_s: longest wait for an answer.
             engine_id: the same in all processes of an engine, another in every engine of the process group.
