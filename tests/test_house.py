@@ -19,7 +19,6 @@ LONG_FUNCTIONS = {
     # Rooms that are still to be taken apart: control, gateway, transport, pool, lab.
     "serving.control.plane:LivePlane.__init__",
     *("serving.gateway.server:Gateway.__init__", "serving.gateway.prefill:PrefillOrchestrator.prepare"),
-    "serving.pool.node:serve_pool",
     *("lab.simulator.scenario:scenario_of", "lab.report.plan_figures:plot_sweep", "api:simulate"),
     *("core.scheduling.candidates:best_candidate", "core.scheduling.cache_transfers:with_cache"),
     *("core.planner.plan:make_plan", "tools.profiling.estimate:estimate"),

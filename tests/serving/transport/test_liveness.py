@@ -1,4 +1,4 @@
-"""Silence: of a path, of an engine, and of this process itself, which takes nobody for silent."""
+"""Liveness: silence of a path, of an engine, and of this process itself, which takes nobody for silent."""
 
 import os
 import signal
@@ -56,7 +56,7 @@ def test_a_dark_path_is_told_from_a_stopped_engine() -> None:
     look(stopped, QUIET)
     look(dark, replace(QUIET, in_flight=1), 20)
     for count in range(20):
-        # Its machine acknowledges one sign of life after the other.
+        # Its machine acknowledges one heartbeat after the other.
         look(stopped, replace(QUIET, in_flight=1, bytes_acked=1000 + 56 * count))
     assert dark.path_s == pytest.approx(2.0)
     assert stopped.path_s == 0.0
@@ -91,7 +91,7 @@ def test_a_stop_of_this_process_counts_as_one_look() -> None:
 
 
 @pytest.mark.slow("connections wait for each other, and for time limits")
-def test_signs_of_life_while_nothing_is_to_be_sent(make_world: MakeWorld) -> None:
+def test_heartbeats_while_nothing_is_to_be_sent(make_world: MakeWorld) -> None:
     """A prefill that takes longer than every deadline of silence is no silence."""
     world = make_world(
         sender_options=with_options(FAST_SENDER, silence_s=0.6, resume_s=0.5, progress_deadline_s=10.0),

@@ -1,4 +1,4 @@
-"""Rosters: on the wire, in a sender that goes on sending, and at a receiver that lets nobody else in."""
+"""Peer lists: on the wire, in a sender that goes on sending, and at a receiver that lets no other peer in."""
 
 import asyncio
 import json
@@ -36,7 +36,7 @@ peers = st.builds(
     compressed=st.booleans(),
     share_bits_per_s=rates,
 )
-rosters = st.builds(
+peer_lists = st.builds(
     lambda found, producers, plain: PeerList({peer.name: peer for peer in found}, producers, plain),
     st.lists(peers, max_size=5),
     st.frozensets(texts, max_size=5),
@@ -44,15 +44,15 @@ rosters = st.builds(
 )
 
 
-@given(rosters)
-def test_a_roster_comes_as_it_was_sent(roster: PeerList) -> None:
-    came = PeerList.from_body(json.loads(json.dumps(roster.to_body())))
-    assert came == roster
-    assert came.digest == roster.digest
+@given(peer_lists)
+def test_a_peer_list_comes_as_it_was_sent(peer_list: PeerList) -> None:
+    came = PeerList.from_body(json.loads(json.dumps(peer_list.to_body())))
+    assert came == peer_list
+    assert came.digest == peer_list.digest
 
 
-@given(rosters, rosters)
-def test_digests_tell_rosters_apart(one: PeerList, other: PeerList) -> None:
+@given(peer_lists, peer_lists)
+def test_digests_tell_peer_lists_apart(one: PeerList, other: PeerList) -> None:
     assert (one.digest == other.digest) == (one == other)
 
 
@@ -74,7 +74,7 @@ def test_digests_tell_rosters_apart(one: PeerList, other: PeerList) -> None:
         lambda body: body.pop("plain"),
     ],
 )
-def test_absurd_rosters_are_refused(break_it: Callable[[dict[str, object]], object]) -> None:
+def test_absurd_peer_lists_are_refused(break_it: Callable[[dict[str, object]], object]) -> None:
     body = PeerList({"c/0": Peer("c/0", "h", 1, "l", 1, 1e9)}, frozenset({"p/0"})).to_body()
     break_it(body)
     with pytest.raises(WireError):
@@ -112,8 +112,8 @@ def test_ranks_of_unlike_engines_have_to_do_with_those_that_share_their_heads(tm
     peers = peer_list_of(deployment, far, 0).peers
     for rank in range(2):
         assert peers[f"home-decode-0/{rank}"].port == home.kv_port + rank
-        roster = peer_list_of(deployment, home, rank)
-        assert {"east-prefill-0/0", f"home-prefill-0/{rank}"} == roster.producers
+        peer_list = peer_list_of(deployment, home, rank)
+        assert {"east-prefill-0/0", f"home-prefill-0/{rank}"} == peer_list.producers
     for instance in (far, home):
         config = kv_transfer_config(deployment, instance)["kv_connector_extra_config"]
         assert isinstance(config, dict)
@@ -123,7 +123,7 @@ def test_ranks_of_unlike_engines_have_to_do_with_those_that_share_their_heads(tm
             assert settings.peer_list(rank, instance.tensor_parallel).digest == told.digest
 
 
-def receiver(name: str, roster: PeerList | None = None, **more: object) -> Receiver:
+def receiver(name: str, peer_list: PeerList | None = None, **more: object) -> Receiver:
     made = Receiver(
         name=name,
         key=KEY,
@@ -133,7 +133,7 @@ def receiver(name: str, roster: PeerList | None = None, **more: object) -> Recei
         layout=SizesByTokens(),
         fingerprint=FINGERPRINT,
         options=FAST_RECEIVER,
-        peer_list=roster,
+        peer_list=peer_list,
         **more,  # type: ignore[arg-type]
     )
     made.start()
@@ -223,13 +223,13 @@ def test_a_link_takes_another_bandwidth_and_share() -> None:
     sender.close()
 
 
-def told(name: str, to: Receiver, roster: PeerList) -> dict[str, object]:
-    """What a receiver says of its roster after somebody has told it one."""
+def told(name: str, to: Receiver, peer_list: PeerList) -> dict[str, object]:
+    """What a receiver says of its peer_list after somebody has told it one."""
 
     async def tell() -> dict[str, object]:
         observer = Observer(name, KEY, "127.0.0.1", to.port, to.name)
         try:
-            await observer.send_peer_list(roster)
+            await observer.send_peer_list(peer_list)
             found: dict[str, object] = (await observer.stats())["roster"]
             return found
         finally:
@@ -238,7 +238,7 @@ def told(name: str, to: Receiver, roster: PeerList) -> dict[str, object]:
     return asyncio.run(tell())
 
 
-def test_a_receiver_lets_in_whom_its_roster_names() -> None:
+def test_a_receiver_lets_in_whom_its_peer_list_names() -> None:
     start = PeerList({}, frozenset({"old/0"}))
     heard: list[Mapping[str, Peer]] = []
     here = receiver("here/0", start, sender=BesideSender(heard.append))
@@ -273,7 +273,7 @@ def test_a_receiver_lets_in_whom_its_roster_names() -> None:
             each.close()
 
 
-def test_only_the_control_plane_tells_a_roster() -> None:
+def test_only_the_control_plane_sends_a_peer_list() -> None:
     start = PeerList({}, frozenset({"old/0"}))
     here = receiver("here/0", start)
     try:
@@ -284,7 +284,7 @@ def test_only_the_control_plane_tells_a_roster() -> None:
         here.close()
 
 
-def test_a_roster_that_the_sender_refuses_changes_nothing() -> None:
+def test_a_peer_list_that_the_sender_refuses_changes_nothing() -> None:
     start = PeerList({}, frozenset({"old/0"}))
 
     def refuse(_peers: Mapping[str, Peer]) -> None:

@@ -94,9 +94,16 @@ class ArenaLayout:
         slabs = room // slab_bytes
         slabs_at = _whole_pages(table_at + slabs * most_slots * a_row)
         return cls(
-            geometry, memory_bytes, slabs_at + slabs * slab_bytes, slab_bytes, slabs, most_slots, slot_bytes,
-            table_at, slabs_at,
-        )  # fmt: skip
+            geometry=geometry,
+            memory_bytes=memory_bytes,
+            arena_bytes=slabs_at + slabs * slab_bytes,
+            slab_bytes=slab_bytes,
+            slabs=slabs,
+            most_slots=most_slots,
+            slot_bytes=slot_bytes,
+            table_at=table_at,
+            slabs_at=slabs_at,
+        )
 
 
 class Arena:

@@ -241,8 +241,9 @@ class PoolClient:
             tenant: of the request, 8 bytes.
             pin: keep the pages that a load needs in memory until `unpin`, reading them from SSD if need be.
         """
+        question = Match(chain, start_tokens, limit_tokens, whole=whole, tenant=tenant, pin=pin)
         with self._lock:
-            answer = self._request(Match(chain, start_tokens, limit_tokens, whole, tenant, pin), Matched)
+            answer = self._request(question, Matched)
             epoch = self._epoch
         if answer is None:
             return None
@@ -251,7 +252,12 @@ class PoolClient:
             for group, first, slots, offsets in answer.pages
         )
         return PoolMatch(
-            answer.pin, answer.usable_tokens, answer.attention_tokens, answer.memory_tokens, pages, epoch
+            pin=answer.pin,
+            usable_tokens=answer.usable_tokens,
+            attention_tokens=answer.attention_tokens,
+            memory_tokens=answer.memory_tokens,
+            pages=pages,
+            epoch=epoch,
         )
 
     def unpin(self, pin: int) -> None:

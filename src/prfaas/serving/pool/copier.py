@@ -138,18 +138,18 @@ def pool_observers(
 
     Args:
         deployment: has the pools.
-        name: who observes.
+        name: of the observing side.
         key: of the deployment, 32 bytes.
-        tls: who that is, for pools that it speaks TLS with.
+        tls: its identity, for pools with TLS.
     """
     return {
         pool.name: Observer(
-            name,
-            key,
-            pool.host,
-            pool.kv_port,
-            pool.name,
-            tls if pool.tls else None,
+            name=name,
+            key=key,
+            host=pool.host,
+            port=pool.kv_port,
+            peer_name=pool.name,
+            tls=tls if pool.tls else None,
             silence_s=deployment.transfer.silence_s,
         )
         for pool in deployment.pools

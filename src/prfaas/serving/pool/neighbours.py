@@ -78,12 +78,12 @@ class PoolNeighbours:
         self._sender, self._receiver = endpoint.sender, endpoint.receiver
         self._observers = {
             source.pool.name: Observer(
-                pool.name,
-                key,
-                source.pool.host,
-                source.pool.kv_port,
-                source.pool.name,
-                tls if source.encrypted else None,
+                name=pool.name,
+                key=key,
+                host=source.pool.host,
+                port=source.pool.kv_port,
+                peer_name=source.pool.name,
+                tls=tls if source.encrypted else None,
                 silence_s=limits.silence_s,
             )
             for source in sources

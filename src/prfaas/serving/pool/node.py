@@ -64,30 +64,11 @@ async def serve_pool(
         KeyFileError: the key can't be used.
         TlsFileError: the pool's certificate can't be used.
     """
-    loop = asyncio.get_running_loop()
     socket = deployment.pool_socket(node)
     socket.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-
-    def policy(geometry: PoolGeometry) -> EvictionPolicy[bytes]:
-        return eviction_policy(deployment.pool.eviction, geometry.groups)
-
-    def in_loop(call: Callable[[], None]) -> None:
-        # The loop may have ended before the last thread has.
-        with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(call)
-
-    make_ssd, tenant_share = None, deployment.pool.tenant_share
-    if node.ssd_bytes:
-        make_ssd = ssd_factory(SsdOptions(node.path, node.ssd_bytes, tenant_share), policy, in_loop)
     key, tls = load_key(deployment.security.key_file), identity_of(deployment, node.name)
     with _publisher(deployment, node) as events:
-        daemon = PoolDaemon(
-            DaemonOptions(socket, arena_path(socket), node.memory_bytes, keep_memory),
-            events=events,
-            make_ssd=make_ssd,
-            make_policy=policy,
-            tenant_share=tenant_share,
-        )
+        daemon = _daemon(deployment, node, events, keep_memory=keep_memory)
         figures = LatestFigures(
             {
                 "store": lambda: daemon.figures().figures,
@@ -108,7 +89,7 @@ async def serve_pool(
 
         stopping = asyncio.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, stopping.set)
+            asyncio.get_running_loop().add_signal_handler(number, stopping.set)
         serving, stop = asyncio.create_task(daemon.serve(listening)), asyncio.create_task(stopping.wait())
         counting = asyncio.create_task(figures.run())
         try:
@@ -121,6 +102,33 @@ async def serve_pool(
             serving.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await serving
+
+
+def _daemon(
+    deployment: Deployment, node: PoolNode, events: PoolEventPublisher | None, *, keep_memory: bool
+) -> PoolDaemon:
+    """The daemon of a pool, with its tier on SSD if it has one."""
+    loop, tenant_share = asyncio.get_running_loop(), deployment.pool.tenant_share
+
+    def policy(geometry: PoolGeometry) -> EvictionPolicy[bytes]:
+        return eviction_policy(deployment.pool.eviction, geometry.groups)
+
+    def in_loop(call: Callable[[], None]) -> None:
+        # The loop may have ended before the last thread has.
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(call)
+
+    make_ssd = None
+    if node.ssd_bytes:
+        make_ssd = ssd_factory(SsdOptions(node.path, node.ssd_bytes, tenant_share), policy, in_loop)
+    socket = deployment.pool_socket(node)
+    return PoolDaemon(
+        DaemonOptions(socket, arena_path(socket), node.memory_bytes, keep_memory),
+        events=events,
+        make_ssd=make_ssd,
+        make_policy=policy,
+        tenant_share=tenant_share,
+    )
 
 
 @contextlib.contextmanager

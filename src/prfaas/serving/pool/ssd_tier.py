@@ -146,11 +146,11 @@ class FileTier:
         self._counts = dict.fromkeys(("written_bytes", "read_bytes", "not_written", "evicted", "wrong"), 0)
         self._promoting = BusyClock()
         layout = SsdLayout(
-            options.folder,
-            geometry.digest().hex(),
-            geometry.digest(),
-            self._slots.file_bytes,
-            int(2 * record_share * self._slots.file_bytes) + _HEADERS_BYTES,
+            folder=options.folder,
+            name=geometry.digest().hex(),
+            digest=geometry.digest(),
+            pages_bytes=self._slots.file_bytes,
+            journal_bytes=int(2 * record_share * self._slots.file_bytes) + _HEADERS_BYTES,
         )
         self._writer = SsdWriter(
             lambda: layout.open(self._page_bytes), in_loop, self._found_later, options.retry_s
@@ -199,7 +199,14 @@ class FileTier:
             return
         page = _FilePage(place, entry.checksums, entry.tenant, self._slots)
         identity = b"" if entry.identity is None else entry.identity.encode()
-        record = JournalPage(page_id, place, entry.checksums, 0, entry.tenant, identity)
+        record = JournalPage(
+            page_id=page_id,
+            offset=place,
+            checksums=entry.checksums,
+            rest_checksum=0,
+            tenant=entry.tenant,
+            identity=identity,
+        )
         rest_from = self._geometry.rank_offset(entry.group, self._geometry.ranks)
         write = PageWrite(place, self._room_in_arena(offset, size), size, rest_from)
         order = SsdWrite(write, record, partial(self._written, entry, page, done))

@@ -111,8 +111,16 @@ class ClientHello:
         layouts: PeerLayouts[Any] | None = None,
     ) -> "ClientHello":
         """A hello with a fresh nonce."""
-        nonce = secrets.token_hex(NONCE_BYTES)
-        return cls(key, name, server_name, role, session, nonce, dict(fingerprint), layouts)
+        return cls(
+            key=key,
+            name=name,
+            server_name=server_name,
+            role=role,
+            session=session,
+            nonce=secrets.token_hex(NONCE_BYTES),
+            fingerprint=dict(fingerprint),
+            layouts=layouts,
+        )
 
     def body(self) -> dict[str, Any]:
         """The fields of the HELLO frame."""

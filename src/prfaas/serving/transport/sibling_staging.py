@@ -52,12 +52,12 @@ class Lent(msgspec.Struct, frozen=True, tag="lent"):
     """Report that a transfer has its staging."""
 
     transfer_id: bytes
-    num_tokens: int
-    skip_tokens: int
-    lease_bytes: int
-    blocks: tuple[int, ...]
-    region_starts: tuple[int, ...]
-    region_bytes: tuple[int, ...]
+    num_tokens: int = 0
+    skip_tokens: int = 0
+    lease_bytes: int = 0
+    blocks: tuple[int, ...] = ()
+    region_starts: tuple[int, ...] = ()
+    region_bytes: tuple[int, ...] = ()
 
 
 class Came(msgspec.Struct, frozen=True, tag="came"):
@@ -270,13 +270,13 @@ class SiblingStaging:
                 continue
             ticket = followed.ticket
             lent = Lent(
-                transfer_id,
-                ticket.num_tokens,
-                ticket.skip_tokens,
-                followed.lease_bytes,
-                followed.blocks,
-                followed.region_starts,
-                followed.region_bytes,
+                transfer_id=transfer_id,
+                num_tokens=ticket.num_tokens,
+                skip_tokens=ticket.skip_tokens,
+                lease_bytes=followed.lease_bytes,
+                blocks=followed.blocks,
+                region_starts=followed.region_starts,
+                region_bytes=followed.region_bytes,
             )
             with self._lock:
                 self._begun.pop(transfer_id, None)
@@ -302,7 +302,7 @@ class SiblingStaging:
             self._begun.pop(transfer_id, None)
         reason = "it never came" if state is None else state.reason
         for rank in begun.readers:
-            self._send(rank, Lent(transfer_id, 0, 0, 0, (), (), ()))
+            self._send(rank, Lent(transfer_id))
             self._send(rank, Came(transfer_id, (), TransferPhase.FAILED, reason))
 
     def _report_loans(self) -> None:

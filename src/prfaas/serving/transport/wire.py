@@ -387,4 +387,13 @@ class TransferStatus:
     @classmethod
     def refused(cls, reason: str, *, dropped: bool = False) -> Self:
         """Status of a transfer that was never admitted."""
-        return cls(TransferPhase.FAILED, reason, 0, 0, 0, 0, 0, dropped=dropped)
+        return cls(
+            phase=TransferPhase.FAILED,
+            reason=reason,
+            received_bytes=0,
+            total_bytes=0,
+            overlapped_bytes=0,
+            num_tokens=0,
+            skip_tokens=0,
+            dropped=dropped,
+        )
