@@ -34,10 +34,7 @@ MANY_COLLABORATORS = {
         "serving.control.role_allocation:RoleAllocation.__init__",
         "serving.control.thresholds:Thresholds.__init__",
     ),
-    *(
-        "serving.engines.synthetic.engine:SyntheticEngine.__init__",
-        "serving.fleet.member:FleetMember.__init__",
-    ),
+    "serving.fleet.member:FleetMember.__init__",
     *("serving.gateway.admin:AdminRoutes.__init__", "serving.gateway.generation:Generation.__init__"),
     *("serving.gateway.http_pool:HttpPool.__init__", "serving.gateway.server:Gateway.__init__"),
     "serving.transport.observer:Observer.__init__",

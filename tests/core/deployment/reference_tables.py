@@ -29,8 +29,8 @@ def sections() -> dict[str, type]:
 def _below(section: type) -> Iterator[type]:
     yield section
     for field in fields_of(section).values():
-        if field.section is not None:
-            yield from _below(field.section)
+        for each in field.sections:
+            yield from _below(each)
 
 
 def written(text: str) -> str:
@@ -43,6 +43,7 @@ def written(text: str) -> str:
             f"| `{prefix}{field.name_in_file}` | {_default(field)} | "
             f"{docs[field.name].rstrip('.')}{bounds[field.name_in_file]} |\n"
             for field in fields_of(section).values()
+            if field.name != "distribution"
         ]
         first = mark[0].partition("\n")[0]
         return f"{first}\n\n| field | default | meaning |\n|---|---|---|\n{''.join(rows)}"
@@ -70,7 +71,7 @@ def _default(field: FieldFacts) -> str:
     value: Any = field.default
     if value is MISSING:
         return ""
-    if field.section is not None and value is not None:
+    if field.sections and value is not None:
         return "as below"
     if isinstance(value, bool):
         return "true" if value else "false"

@@ -315,7 +315,7 @@ def test_the_connector_is_told_where_its_pool_is(tmp_path: Path) -> None:
     )
     told = extra(command(pooled, "home-decode-0"))
     assert told["pool_socket"] == str(tmp_path / "state" / "local" / "pools" / "home-pool.sock")
-    assert (told["checkpoint_tokens"], told["pool_timeout_s"]) == (32768, 2.0)
+    assert (told["pool"]["checkpoint_tokens"], told["pool"]["timeout_s"]) == (32768, 2.0)
     assert "pool_socket" not in extra(command(pooled, "east-prefill-0"))
 
 

@@ -14,6 +14,10 @@ from prfaas.serving.engines.supervisor import RestartLimits, Supervisor
 NAMES = ("a", "b")
 
 
+def instance(name: str) -> Instance:
+    return Instance(name=name, cluster="c", roles=("decode",), host="127.0.0.1", http_port=1, kv_port=2)
+
+
 class World:
     """Engines that end and answer when the test says so."""
 
@@ -26,7 +30,7 @@ class World:
         self.broken: set[str] = set()
         """Which can't be started; nothing that is to be started together with them is."""
         self.told: list[str] = []
-        instances = [Instance(name, "c", ("decode",), "127.0.0.1", 1, 2, 1) for name in NAMES]
+        instances = [instance(name) for name in NAMES]
         self.supervisor = Supervisor(
             self,
             instances,
@@ -144,7 +148,7 @@ def test_new_ones_are_given_up_each_for_its_own_reason() -> None:
         world = World(RestartLimits(most=2))
         world.broken.add("c")
         for name in ("c", "d"):
-            world.supervisor.watch(Instance(name, "c", ("decode",), "127.0.0.1", 1, 2, 1))
+            world.supervisor.watch(instance(name))
         await world.pass_s(3)
         assert world.supervisor.given_up == ["c"]
         assert world.running == {"a", "b", "d"}
@@ -219,13 +223,13 @@ def test_waits_never_fall_and_are_bounded(restarts: int, first_s: float, longest
 def test_one_more_is_started_and_one_that_leaves_is_let_go() -> None:
     async def check() -> None:
         world = World(RestartLimits(most=2))
-        world.supervisor.watch(Instance("c", "c", ("decode",), "127.0.0.1", 1, 2, 1))
+        world.supervisor.watch(instance("c"))
         await world.pass_s(1)
         assert world.starts == [(101.0, ("c",))]
         world.ready.add("c")
         await world.pass_s(1)
         assert world.told == ["engine c is ready after 1 s"]
-        world.supervisor.watch(Instance("c", "c", ("decode",), "127.0.0.1", 1, 2, 1))
+        world.supervisor.watch(instance("c"))
         world.supervisor.leave("b")
         world.end("b", "c")
         await world.pass_s(3)
@@ -257,7 +261,7 @@ def test_one_more_that_cannot_be_started_is_given_up() -> None:
     async def check() -> None:
         world = World(RestartLimits(most=2))
         world.refuses = "port 1 is already in use"
-        world.supervisor.watch(Instance("c", "c", ("decode",), "127.0.0.1", 1, 2, 1))
+        world.supervisor.watch(instance("c"))
         await world.pass_s(5)
         assert world.told == ["no restart of c: port 1 is already in use"]
         assert world.supervisor.given_up == ["c"]

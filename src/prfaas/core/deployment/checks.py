@@ -9,9 +9,16 @@ from importlib.metadata import entry_points
 from prfaas.core.deployment.addresses import is_loopback, same_host
 from prfaas.core.deployment.encryption import check_encryption
 from prfaas.core.deployment.model_checks import check_model
+from prfaas.core.deployment.planned import (
+    EmpiricalLengths,
+    LengthsSpec,
+    LogNormalLengths,
+    TraceLengths,
+    UniformLengths,
+)
 from prfaas.core.deployment.planned_model import check_cluster_dtypes
 from prfaas.core.deployment.pool import by_machine, pool_names
-from prfaas.core.deployment.schema import ClusterSection, DeploymentFile, LengthsSection
+from prfaas.core.deployment.schema import ClusterSection, DeploymentFile
 from prfaas.core.deployment.source import Location, YamlSource
 from prfaas.core.deployment.types import (
     BUILT_IN_POLICIES,
@@ -24,16 +31,6 @@ LEAST_WINDOWS = 10
 """A forecast needs a period of at least so many windows: what changes within a window is not seen."""
 
 _MAX_NAME = 63
-
-# Which fields of `workload.lengths` go with which distribution, and which of them may be left out.
-_NEEDED = {
-    "lognormal": ("mu", "sigma", "low", "high"),
-    "uniform": ("low", "high"),
-    "fixed": ("tokens",),
-    "empirical": ("lengths",),
-    "trace": ("path",),
-}
-_OPTIONAL = {"empirical": ("weights",), "trace": ("format", "columns")}
 
 
 def _check_planning(source: YamlSource, file: DeploymentFile) -> None:
@@ -52,7 +49,7 @@ def _check_planning(source: YamlSource, file: DeploymentFile) -> None:
     if file.workload is None:
         raise source.error(("workload",), "is missing; say how long prompts and answers are")
     _check_lengths(source, file.workload.lengths)
-    if file.workload.output_tokens is None and file.workload.lengths.distribution != "trace":
+    if file.workload.output_tokens is None and not isinstance(file.workload.lengths, TraceLengths):
         raise source.error(("workload", "output_tokens"), "is missing; give the mean length of answers")
     if file.slo.tpot_s is None and file.slo.tokens_per_s is None:
         raise source.error(
@@ -61,29 +58,17 @@ def _check_planning(source: YamlSource, file: DeploymentFile) -> None:
     _check_prices(source, file)
 
 
-def _check_lengths(source: YamlSource, lengths: LengthsSection) -> None:
+def _check_lengths(source: YamlSource, lengths: LengthsSpec) -> None:
     place = ("workload", "lengths")
-    kind = lengths.distribution
-    needed, optional = _NEEDED[kind], _OPTIONAL.get(kind, ())
-    given = sorted(lengths.model_fields_set - {"distribution"})
-    for field in needed:
-        if getattr(lengths, field) is None:
-            raise source.error(
-                (*place, field), f'is missing; distribution "{kind}" needs {", ".join(needed)}'
-            )
-    for field in given:
-        if field not in needed + optional:
-            known = ", ".join(needed + optional)
-            raise source.error((*place, field), f'is not for distribution "{kind}", which has {known}')
-    if lengths.low is not None and lengths.high is not None and lengths.low >= lengths.high:
-        raise source.error((*place, "high"), f"{lengths.high:g} must be greater than low ({lengths.low:g})")
-    if lengths.weights is not None and lengths.lengths is not None:
-        if len(lengths.weights) != len(lengths.lengths):
+    match lengths:
+        case LogNormalLengths(low=low, high=high) | UniformLengths(low=low, high=high) if low >= high:
+            raise source.error((*place, "high"), f"{high:g} must be greater than low ({low:g})")
+        case EmpiricalLengths(weights=(_, *_) as weights) if len(weights) != len(lengths.lengths):
             raise source.error(
                 (*place, "weights"),
-                f"has {len(lengths.weights)} entries for {len(lengths.lengths)} lengths; give one for each",
+                f"has {len(weights)} entries for {len(lengths.lengths)} lengths; give one for each",
             )
-        if not any(lengths.weights):
+        case EmpiricalLengths(weights=(_, *_) as weights) if not any(weights):
             raise source.error((*place, "weights"), "are all 0; at least one must be above 0")
 
 

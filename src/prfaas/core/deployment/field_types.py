@@ -126,6 +126,11 @@ def _in_home(value: object, info: ValidationInfo) -> Path:
     return home / _folder(value)
 
 
+def _beside(value: object, info: ValidationInfo) -> Path:
+    beside: Path = (info.context or {}).get("beside", Path())
+    return beside / _folder(value)
+
+
 _AMOUNT = {"anyOf": [{"type": "integer", "minimum": 0}, {"type": "string"}]}
 
 Flag = Annotated[bool, Field(strict=True)]
@@ -159,5 +164,7 @@ PolicySetting = Annotated[
 Folder = Annotated[Path, BeforeValidator(_folder)]
 HomeFile = Annotated[Path, BeforeValidator(_in_home)]
 """Relative to the deployment's folder in the state directory, which readers of files give as `context["home"]`."""
+FileBeside = Annotated[Path, BeforeValidator(_beside)]
+"""Relative to the deployment file's folder, which readers of files give as `context["beside"]`."""
 GIVEN = BeforeValidator(_not_empty)
 SECTION = BeforeValidator(_mapping)

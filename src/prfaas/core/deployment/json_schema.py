@@ -45,5 +45,5 @@ def _as_in_files(shown: dict[str, Any]) -> dict[str, Any]:
 def _sections(section: type) -> Iterator[type]:
     yield section
     for field in fields_of(section).values():
-        if field.section is not None:
-            yield from _sections(field.section)
+        for each in field.sections:
+            yield from _sections(each)

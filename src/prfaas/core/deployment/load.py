@@ -11,20 +11,13 @@ from prfaas.core.deployment.encryption import gateway_cluster, speaks_tls
 from prfaas.core.deployment.model import ModelRef, default_state_dir
 from prfaas.core.deployment.model_checks import source_of
 from prfaas.core.deployment.planned import (
-    EmpiricalLengths,
-    FixedLengths,
-    LengthsSpec,
-    LogNormalLengths,
     PlannedCluster,
     PlannedDeployment,
-    TraceLengths,
-    UniformLengths,
-    WorkloadSpec,
 )
 from prfaas.core.deployment.planned_model import kept_models, planned_caches
 from prfaas.core.deployment.pool import by_machine
 from prfaas.core.deployment.problems import first_problem
-from prfaas.core.deployment.schema import ClusterSection, DeploymentFile, LengthsSection
+from prfaas.core.deployment.schema import ClusterSection, DeploymentFile
 from prfaas.core.deployment.source import YamlSource, changed, read_source
 from prfaas.core.deployment.types import (
     SYNTHETIC,
@@ -81,7 +74,7 @@ def read_file(
     try:
         # A section that is left out has files in the deployment's folder, too.
         values = {"security": {}} | source.values
-        return source, DeploymentFile.model_validate(values, context={"home": home})
+        return source, DeploymentFile.model_validate(values, context={"home": home, "beside": path.parent})
     except ValidationError as error:
         raise first_problem(source, error) from None
 
@@ -217,12 +210,7 @@ def load_planned(path: Path | str, *, changes: Mapping[str, float] | None = None
         kv_model=caches.kv_model,
         clusters=caches.clusters,
         links=links,
-        workload=WorkloadSpec(
-            lengths=_lengths(path, file.workload.lengths),
-            output_tokens=file.workload.output_tokens,
-            prefix_hit_ratio=file.workload.prefix_hit_ratio,
-            load=file.workload.load,
-        ),
+        workload=file.workload,
         routing=file.routing,
         control=file.control,
         slo=slo_of(file),
@@ -305,21 +293,3 @@ def _planned_cluster(
         tensor_parallel=_tensor_parallel(source, index, cluster, profile.gpus_per_instance, ranks),
         kills_per_hour=kills_per_hour(cluster),
     )
-
-
-def _lengths(path: Path, lengths: LengthsSection) -> LengthsSpec:
-    if lengths.distribution == "trace":
-        assert lengths.path is not None
-        return TraceLengths(path.parent / Path(lengths.path).expanduser(), lengths.format, lengths.columns)
-    if lengths.distribution == "empirical":
-        assert lengths.lengths is not None
-        weights = None if lengths.weights is None else tuple(lengths.weights)
-        return EmpiricalLengths(tuple(lengths.lengths), weights)
-    if lengths.distribution == "fixed":
-        assert lengths.tokens is not None
-        return FixedLengths(lengths.tokens)
-    assert lengths.low is not None and lengths.high is not None
-    if lengths.distribution == "uniform":
-        return UniformLengths(lengths.low, lengths.high)
-    assert lengths.mu is not None and lengths.sigma is not None
-    return LogNormalLengths(lengths.mu, lengths.sigma, lengths.low, lengths.high)

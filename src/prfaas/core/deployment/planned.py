@@ -3,10 +3,15 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
+from pydantic import Field
+
+from prfaas.core.deployment.engine import EngineConfig
+from prfaas.core.deployment.field_types import GIVEN, FileBeside, Finite, PositiveFloat, Ratio, Text, Weight
 from prfaas.core.deployment.gateway import FirstTokenSource
 from prfaas.core.deployment.pool import PoolSettings, PoolSpace
+from prfaas.core.deployment.section import Section
 from prfaas.core.deployment.source import DeploymentError, YamlSource
 from prfaas.core.deployment.types import ClusterKind, ControlConfig, Link, Routing, Slo
 from prfaas.core.kv import DEFAULT_DTYPES, CacheDtypes, KvModel
@@ -16,65 +21,84 @@ TraceFormat = Literal["mooncake", "azure", "burstgpt", "servegen", "jsonl"]
 
 
 @dataclass(frozen=True, slots=True)
-class LogNormalLengths:
+class LogNormalLengths(Section):
     """exp(N(mu, sigma²)) tokens, truncated to [low, high]."""
 
-    mu: float
-    sigma: float
-    low: float
-    high: float
+    mu: Finite
+    """Mean of the logarithm."""
+    sigma: PositiveFloat
+    """Standard deviation of the logarithm."""
+    low: PositiveFloat
+    """The shortest, in tokens."""
+    high: PositiveFloat
+    """The longest, in tokens."""
+    distribution: Literal["lognormal"] = "lognormal"
+    """Which form the others have."""
 
 
 @dataclass(frozen=True, slots=True)
-class UniformLengths:
+class UniformLengths(Section):
     """Every length from low to high tokens alike."""
 
-    low: float
-    high: float
+    low: PositiveFloat
+    """The shortest, in tokens."""
+    high: PositiveFloat
+    """The longest, in tokens."""
+    distribution: Literal["uniform"] = "uniform"
+    """Which form the others have."""
 
 
 @dataclass(frozen=True, slots=True)
-class FixedLengths:
+class FixedLengths(Section):
     """Every prompt has this many tokens."""
 
-    tokens: float
+    tokens: PositiveFloat
+    """Of every prompt."""
+    distribution: Literal["fixed"] = "fixed"
+    """Which form the others have."""
 
 
 @dataclass(frozen=True, slots=True)
-class EmpiricalLengths:
+class EmpiricalLengths(Section):
     """A list of lengths in tokens."""
 
-    lengths: tuple[float, ...]
-    weights: tuple[float, ...] | None
-    """One for each length; None: all alike."""
+    lengths: Annotated[tuple[PositiveFloat, ...], Field(min_length=1)]
+    """In tokens."""
+    weights: Annotated[tuple[Weight, ...], Field(min_length=1)] | None = None
+    """One for each length; left out: all alike."""
+    distribution: Literal["empirical"] = "empirical"
+    """Which form the others have."""
 
 
 @dataclass(frozen=True, slots=True)
-class TraceLengths:
+class TraceLengths(Section):
     """The lengths in a trace file."""
 
-    path: Path
-    format: TraceFormat | None
-    """None: as the file's name or first line tells."""
-    columns: Mapping[str, str] | None = None
+    path: FileBeside
+    """The trace, relative to the deployment file."""
+    format: TraceFormat | None = None
+    """Left out: as the file's name or first line tells."""
+    columns: Mapping[Text, Text] | None = None
     """Of a CSV file: what the columns `arrival`, `input` and `output` are called in it."""
+    distribution: Literal["trace"] = "trace"
+    """Which form the others have."""
 
 
 LengthsSpec = LogNormalLengths | UniformLengths | FixedLengths | EmpiricalLengths | TraceLengths
 
 
 @dataclass(frozen=True, slots=True)
-class WorkloadSpec:
+class WorkloadSpec(Section):
     """The traffic to plan for."""
 
-    lengths: LengthsSpec
-    """Of prompts."""
-    output_tokens: float | None
-    """Mean length of answers; None: the trace's."""
-    prefix_hit_ratio: float
-    """Part of each prompt that is found in a cache."""
-    load: float
-    """Share of the highest throughput at which queueing is estimated, in (0, 1)."""
+    lengths: Annotated[LengthsSpec, Field(discriminator="distribution")]
+    """How long prompts are, in one of five forms."""
+    output_tokens: Annotated[PositiveFloat | None, GIVEN] = None
+    """Mean length of answers; left out: the trace's."""
+    prefix_hit_ratio: Ratio = 0.0
+    """Share of each prompt that is found in a cache."""
+    load: Annotated[float, Field(strict=True, gt=0, lt=1)] = 0.7
+    """Share of the highest throughput at which waiting is estimated and `slo.ttft_s` must hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,9 +160,9 @@ class PlannedDeployment:
     """What crosses links, by name, over which dtypes or ranks of their ends let less cross."""
     first_token: FirstTokenSource = "decode"
     """`gateway.first_token`: who gives clients their first token."""
-    step_tokens: int = 2048
+    step_tokens: int = EngineConfig().max_num_batched_tokens
     """`engine.max_num_batched_tokens`: prompts are computed in chunks of so many tokens, between two decode steps."""
-    seats: int = 16
+    seats: int = EngineConfig().max_num_seqs
     """`engine.max_num_seqs`: answers that an engine decodes together."""
     dtypes: CacheDtypes = DEFAULT_DTYPES
     """What `kv_model` is counted in."""

@@ -29,6 +29,7 @@ _KINDS = {
     "too_short": "must have at least one entry",
 }
 _UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
+_NO_FORM = ("union_tag_not_found", "union_tag_invalid")
 _BOUNDS = {
     "greater_than": ("gt", "must be greater than"),
     "greater_than_equal": ("ge", "must be at least"),
@@ -43,24 +44,46 @@ def first_problem(source: YamlSource, error: ValidationError) -> DeploymentError
     # A list whose entries are wrong counts as too short besides.
     def order(details: ErrorDetails) -> tuple[bool, bool, int]:
         kind = details["type"]
-        return kind not in _UNKNOWN, kind == "too_short", source.line(_location(details)) or 0
+        return kind not in _UNKNOWN, kind == "too_short", source.line(_place(details)[0]) or 0
 
     details = min(error.errors(), key=order)
-    return source.error(_location(details), _sentence(details))
+    location, section = _place(details)
+    if details["type"] in _UNKNOWN:
+        return source.error(location, _unknown_field(str(location[-1]), section))
+    return source.error(location, _sentence(details))
 
 
-def _location(details: ErrorDetails) -> Location:
-    # A bad key of a mapping is reported at (..., key, "[key]").
-    return tuple(part for part in details["loc"] if part != "[key]")
+def _place(details: ErrorDetails) -> tuple[Location, type]:
+    """Where a finding is in the file, and the section there."""
+    location: list[str | int] = []
+    section: type = DeploymentFile
+    forms: Mapping[str, type] = {}
+    for part in details["loc"]:
+        # A bad key of a mapping is reported at (…, key, "[key]"), a field of one form of a section behind its name.
+        if part in forms:
+            section, forms = forms[str(part)], {}
+        elif part != "[key]":
+            location.append(part)
+            field = fields_of(section).get(str(part))
+            if field is not None and field.sections:
+                section, forms = field.section or section, field.forms
+    if details["type"] in _NO_FORM and isinstance(details["input"], dict):
+        location.append(details["ctx"]["discriminator"].strip("'"))
+    return tuple(location), section
 
 
 def _sentence(details: ErrorDetails) -> str:
     kind, value = details["type"], details["input"]
     context: Mapping[str, Any] = details.get("ctx", {})
+    if kind in _NO_FORM:
+        if not isinstance(value, dict):
+            kind = "model_type"
+        elif "expected_tags" in context:
+            return f"must be one of {_list_of(context['expected_tags'])}, not {_shown(context['tag'])}"
+        else:
+            kind = "missing"
     if kind == "missing":
         return "is missing"
-    if kind in _UNKNOWN:
-        return _unknown_field(_location(details))
     if kind == "value_error":
         return str(context["error"])
     if kind == "literal_error":
@@ -82,23 +105,17 @@ def _list_of(expected: str) -> str:
 def _shown(value: object) -> str:
     if value is None:
         return "empty"
+    if isinstance(value, bool):
+        return "true" if value else "false"
     if isinstance(value, dict | list):
         return "a mapping" if isinstance(value, dict) else "a list" if value else "an empty list"
     text = f'"{value}"' if isinstance(value, str) else str(value)
     return text if len(text) <= 60 else f'{text[:56]}…"'
 
 
-def _unknown_field(location: Location) -> str:
-    known = list(fields_of(_section_at(location[:-1])))
-    near = difflib.get_close_matches(str(location[-1]), known, n=1)
+def _unknown_field(name: str, section: type) -> str:
+    known = list(fields_of(section))
+    near = difflib.get_close_matches(name, known, n=1)
     if near:
         return f'is no known field; did you mean "{near[0]}"?'
     return f"is no known field; known here are {', '.join(known)}"
-
-
-def _section_at(location: Location) -> type:
-    section: type = DeploymentFile
-    for part in location:
-        if isinstance(part, str):
-            section = fields_of(section)[part].section or section
-    return section

@@ -6,7 +6,7 @@ like.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -16,7 +16,6 @@ from prfaas.core.deployment.field_types import (
     SECTION,
     Arg,
     Cidr,
-    Finite,
     Flag,
     ImageName,
     Label,
@@ -29,6 +28,7 @@ from prfaas.core.deployment.field_types import (
 )
 from prfaas.core.deployment.fleet import FleetConfig
 from prfaas.core.deployment.gateway import GatewayConfig
+from prfaas.core.deployment.planned import WorkloadSpec
 from prfaas.core.deployment.pool import PoolSettings, PoolSpace
 from prfaas.core.deployment.section import Section
 from prfaas.core.deployment.security import Security
@@ -107,46 +107,6 @@ class ClusterSection(_Section):
     """Share of each prompt that this cluster caches, to plan with; left out: the workload's."""
 
 
-class LengthsSection(_Section):
-    """How long prompts are. Which of the other fields are needed depends on `distribution`."""
-
-    distribution: Literal["lognormal", "uniform", "fixed", "empirical", "trace"]
-    """Which of the forms below."""
-    mu: Finite | None = None
-    """Of `lognormal`: mean of the logarithm."""
-    sigma: PositiveFloat | None = None
-    """Of `lognormal`: standard deviation of the logarithm."""
-    low: PositiveFloat | None = None
-    """Of `lognormal` and `uniform`: the shortest, in tokens."""
-    high: PositiveFloat | None = None
-    """Of `lognormal` and `uniform`: the longest, in tokens."""
-    tokens: PositiveFloat | None = None
-    """Of `fixed`: all of them."""
-    lengths: Annotated[list[PositiveFloat], Field(min_length=1)] | None = None
-    """Of `empirical`: lengths in tokens."""
-    weights: Annotated[list[Weight], Field(min_length=1)] | None = None
-    """Of `empirical`: one for each length; left out: all alike."""
-    path: Text | None = None
-    """Of `trace`: its file, relative to this one."""
-    format: Literal["mooncake", "azure", "burstgpt", "servegen", "jsonl"] | None = None
-    """Of `trace`; left out: as the file's name or first line tells."""
-    columns: dict[Text, Text] | None = None
-    """Of a trace in CSV: what the columns `arrival`, `input` and `output` are called in it."""
-
-
-class WorkloadSection(_Section):
-    """The traffic to plan for."""
-
-    lengths: LengthsSection
-    """How long prompts are."""
-    output_tokens: Annotated[PositiveFloat | None, GIVEN] = None
-    """Mean length of answers; left out: the trace's."""
-    prefix_hit_ratio: Ratio = 0.0
-    """Share of each prompt that is found in a cache."""
-    load: Annotated[float, Field(strict=True, gt=0, lt=1)] = 0.7
-    """Share of the highest throughput at which waiting is estimated and `slo.ttft_s` must hold."""
-
-
 class PricesSection(_Section):
     """What things cost, in any currency: further fields are hardware, each with the price of a GPU-hour."""
 
@@ -217,7 +177,7 @@ class DeploymentFile(_Section):
     """What all pools have in common."""
     containers: ContainersSection = ContainersSection()
     """What `prfaas emit` needs to know."""
-    workload: Annotated[WorkloadSection | None, SECTION] = None
+    workload: Annotated[WorkloadSpec | None, SECTION] = None
     """The traffic to plan for."""
     prices: PricesSection = PricesSection()
     """What things cost."""

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
 from types import UnionType
-from typing import Annotated, Any, ClassVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel, ConfigDict
 from pydantic.fields import FieldInfo
@@ -73,9 +73,26 @@ class FieldFacts:
         return get_origin(self.kind) in (list, tuple) and self.section is not None
 
     @property
+    def sections(self) -> tuple[type, ...]:
+        """The sections that it can hold, alone, optional or in a list: several where one field says which it is."""
+        return tuple(each for each in _types_in(self.kind) if is_section(each))
+
+    @property
+    def forms(self) -> dict[str, type]:
+        """The sections by the word that says which of several it is; empty where it can be one only."""
+        if len(self.sections) < 2:
+            return {}
+        return {
+            field.default: each
+            for each in self.sections
+            for field in fields_of(each).values()
+            if get_origin(field.kind) is Literal and get_args(field.kind) == (field.default,)
+        }
+
+    @property
     def section(self) -> type | None:
-        """The section that it holds, alone, optional or in a list; None: a plain value."""
-        return next((each for each in _types_in(self.kind) if is_section(each)), None)
+        """The section that it holds; None: a plain value, or one of several."""
+        return self.sections[0] if len(self.sections) == 1 else None
 
 
 def is_section(kind: Any) -> bool:

@@ -224,8 +224,7 @@ def _pool(deployment: Deployment, instance: Instance) -> dict[str, object]:
         return {}
     return {
         "pool_socket": str(deployment.pool_socket(node)),
-        "checkpoint_tokens": deployment.pool.checkpoint_tokens,
-        "pool_timeout_s": deployment.pool.timeout_s,
+        "pool": asdict(deployment.pool),
     }
 
 

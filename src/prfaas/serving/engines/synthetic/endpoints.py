@@ -130,6 +130,7 @@ class Endpoints:
     ) -> None:
         limits = deployment.transfer
         self.counts = TransferCounts()
+        self.key = key
         self._layout = layout
         self._lease_s = limits.lease_s
         self._load_wait_s = limits.load_wait_s

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
+from prfaas.core.deployment import EngineConfig
 from prfaas.serving.engines.synthetic.cache import Context, Lease, PrefixCache
 from prfaas.serving.engines.synthetic.content import TokenChain
 from prfaas.serving.engines.synthetic.endpoints import Endpoints, PrefillSend
@@ -129,7 +130,7 @@ class GeneratedAnswer:
 
 
 class SyntheticEngine:
-    """FIFO prefill, one request at a time, in chunks of `chunk_tokens`; decode in a batch of at most `max_batch`.
+    """FIFO prefill, one request at a time, in chunks as long as the file's steps; decode in a batch of `max_num_seqs`.
 
     Prefill does not slow decode down: both go at their profile's pace, also on an engine that does both.
     Use it from one event loop.
@@ -138,14 +139,12 @@ class SyntheticEngine:
     def __init__(
         self,
         name: str,
-        key: bytes,
+        config: EngineConfig,
         *,
         pace: Pace,
         cache: PrefixCache,
         endpoints: Endpoints,
         vocabulary: Sequence[int],
-        chunk_tokens: int,
-        max_batch: int,
     ) -> None:
         self.name = name
         self.cache = cache
@@ -153,14 +152,13 @@ class SyntheticEngine:
         self.vocabulary = vocabulary
         self.clock = DecodeClock(pace.step_s)
         self.counts = EngineCounts()
-        self._key = key
         self._pace = pace
-        self._chunk_tokens = chunk_tokens
+        self._chunk_tokens = config.max_num_batched_tokens
         self._loop = asyncio.get_running_loop()
         self._prefill_turn = asyncio.Lock()
         self._prefill_free_s = 0.0
         self._stalled_until_s = 0.0
-        self._seats = asyncio.Semaphore(max_batch)
+        self._seats = asyncio.Semaphore(config.max_num_seqs)
 
     @asynccontextmanager
     async def generate(self, work: Work) -> AsyncIterator[GeneratedAnswer]:
@@ -169,7 +167,7 @@ class SyntheticEngine:
         Raises:
             RoomError: the prompt and its answer can never fit into the cache.
         """
-        roles = TransferRoles.of(work, self.name, self._key)
+        roles = TransferRoles.of(work, self.name, self.endpoints.key)
         for ticket in roles.unwanted:
             self.endpoints.drop(ticket, "the request has another prompt")
         chain = TokenChain(work.token_ids, self.cache.layout.block_tokens, work.adapter)

@@ -56,13 +56,11 @@ class SyntheticNode:
         )
         self.engine = SyntheticEngine(
             instance.name,
-            key,
+            deployment.engine,
             pace=Pace(cluster.profile, cluster.speedup),
             cache=cache,
             endpoints=Endpoints(deployment, instance, layout, key, self._tls),
             vocabulary=text.vocabulary,
-            chunk_tokens=deployment.engine.max_num_batched_tokens,
-            max_batch=deployment.engine.max_num_seqs,
         )
         model = deployment.model
         self._server = EngineServer(

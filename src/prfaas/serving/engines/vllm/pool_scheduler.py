@@ -126,12 +126,12 @@ class PoolScheduler:
         if not any(group.kind is GroupKind.FULL for group in groups):
             logger.warning("%s has no pool: its model has no full attention", settings.name)
             return None
-        timeout_s = settings.pool_timeout_s
+        timeout_s = settings.pool.timeout_s
         client = PoolClient(
             settings.pool_socket, "scheduler", None, timeout_s=timeout_s, engine_id=settings.name
         )
         client.connect()
-        return cls(client, groups, block_bytes(kv_cache_config, groups), settings.checkpoint_tokens)
+        return cls(client, groups, block_bytes(kv_cache_config, groups), settings.pool.checkpoint_tokens)
 
     def close(self) -> None:
         """End the session; its pins are dropped."""

@@ -51,7 +51,7 @@ class PoolWorker:
     ) -> "PoolWorker":
         """Open the session; a daemon that is not there yet is looked for in the background."""
         assert settings.pool_socket is not None, "an engine without a pool has none to connect to"
-        timeout_s = settings.pool_timeout_s
+        timeout_s = settings.pool.timeout_s
         client = PoolClient(settings.pool_socket, "worker", geometry, rank, timeout_s, settings.name)
         client.connect()
         logger.info("pages of the pool, bytes on a rank by KV group: %s", geometry.groups)

@@ -5,13 +5,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from prfaas.core.deployment import TransferLimits
+from prfaas.core.deployment import EngineConfig, PoolSettings, TransferLimits
 from prfaas.core.kv.rank_shares import paired_ranks
 from prfaas.serving.transport.options import Peer
 from prfaas.serving.transport.peer_list import PeerList, ranked
 from prfaas.serving.transport.tls_identity import TlsIdentity
-
-MEBI = 1024 * 1024
 
 
 class SettingsError(ValueError):
@@ -54,7 +52,7 @@ class ConnectorSettings:
     """The only instances that may send to this engine, until then."""
     staging_bytes: int
     """Host memory for incoming transfers."""
-    transfer_block_bytes: int = MEBI
+    transfer_block_bytes: int = EngineConfig().transfer_block_bytes
     """Unit in which staging is handed out."""
     transfer: TransferLimits = field(default_factory=TransferLimits)
     """How long each step of a transfer may take."""
@@ -66,11 +64,8 @@ class ConnectorSettings:
     """The only instances, gateways and tools that may connect without encryption, where there is a certificate."""
     pool_socket: Path | None = None
     """Where this machine's pool daemon listens; None: there is no pool."""
-    checkpoint_tokens: int = 32768
-    """Beside prompt ends and junctions, a linear state goes into the pool every so many tokens."""
-    pool_timeout_s: float = 2.0
-    """A call of the pool daemon that has no answer for that long has failed."""
-
+    pool: PoolSettings = field(default_factory=PoolSettings)
+    """How far linear states in the pool are apart, and how long a call of its daemon may take."""
     ranks_of_others: Mapping[str, int] = field(default_factory=dict)
     """Tensor-parallel ranks of the peers and producers that have more or fewer than this engine."""
     nixl_beside: bool = False
@@ -112,6 +107,7 @@ class ConnectorSettings:
         try:
             fields["peers"] = {name: PeerSettings(**peer) for name, peer in fields["peers"].items()}
             fields["transfer"] = TransferLimits(**fields.get("transfer", {}))
+            fields["pool"] = PoolSettings(**fields.get("pool", {}))
             fields["producers"] = frozenset(fields["producers"])
             fields["plain_peers"] = frozenset(fields.get("plain_peers", ()))
             for name in ("key_file", "identity_file", "ca_file", "pool_socket"):
