@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from prfaas.core.units import BITS_PER_BYTE
-from prfaas.serving.transport.wire import MAX_LINK_CHARS, WireError, count_field
+from prfaas.serving.transport.wire import MAX_LINK_CHARS, MAX_PROBE_BYTES, WireError, count_field, text_field
 
 MAX_PACED_LINKS = 256
 MAX_PACE_BITS_PER_S = 1 << 50
@@ -47,6 +47,20 @@ class PaceOrder:
                 )
         hold_ms = count_field(body, "hold_ms", int(1000 * MAX_HOLD_S))
         return cls(links, hold_ms / 1000)
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeOrder:
+    """An observer's order to send filler on a link, to measure what it carries."""
+
+    link: str
+    nbytes: int
+
+    @classmethod
+    def from_body(cls, body: Mapping[str, Any]) -> "ProbeOrder":
+        """Read the fields of a PROBE frame. Raises WireError if one is missing or absurd."""
+        nbytes = count_field(body, "bytes", MAX_PROBE_BYTES)
+        return cls(text_field(body, "link", MAX_LINK_CHARS), nbytes)
 
 
 class Paced(Protocol):

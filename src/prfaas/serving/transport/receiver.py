@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from prfaas import __version__
 from prfaas.core.deployment import CONTROL
@@ -16,13 +16,14 @@ from prfaas.serving.transport.arrival import Arrival, FollowedTransfer
 from prfaas.serving.transport.fingerprint import Fingerprint
 from prfaas.serving.transport.handshake import ROLE_PRODUCER, PeerIdentity, welcome
 from prfaas.serving.transport.liveness import LONGEST_LOOK_S, LookClock
-from prfaas.serving.transport.options import Peer, ReceiverOptions
-from prfaas.serving.transport.pacing import PaceOrder
+from prfaas.serving.transport.options import ReceiverOptions
+from prfaas.serving.transport.pacing import PaceOrder, ProbeOrder
 from prfaas.serving.transport.peer_list import PeerList
-from prfaas.serving.transport.receiver_connection import ReceiverConnection
+from prfaas.serving.transport.receiver_connection import ObserverOrder, ReceiverConnection
 from prfaas.serving.transport.region_layout import PeerLayouts, TransferLayout
 from prfaas.serving.transport.requests import PeerRequest, refuse_request
 from prfaas.serving.transport.sealing import Sealing
+from prfaas.serving.transport.sender import Sender
 from prfaas.serving.transport.sentences import bounded_sentences
 from prfaas.serving.transport.sockets import HandshakeError, shut, tune
 from prfaas.serving.transport.staging import StagedTransfer, StagingArena
@@ -91,22 +92,6 @@ def _producer(connection: ReceiverConnection) -> str | None:
     return who.name if who is not None and who.role == ROLE_PRODUCER else None
 
 
-class SteeredSender(Protocol):
-    """The sender beside a receiver, which observers read and steer over the receiver's port."""
-
-    def telemetry(self) -> dict[str, Any]:
-        """The state of its links."""
-
-    def pace(self, order: PaceOrder) -> None:
-        """Set what it may send."""
-
-    def probe(self, link: str, nbytes: int) -> None:
-        """Send filler on a link."""
-
-    def apply_peers(self, peers: Mapping[str, Peer]) -> None:
-        """Replace its peers. Raises ValueError, and changes nothing, if it cannot have them."""
-
-
 class Receiver:
     """Receives KV transfers into staging; thread-safe.
 
@@ -131,7 +116,7 @@ class Receiver:
         options: ReceiverOptions | None = None,
         producers: Collection[str] | None = None,
         peer_list: PeerList | None = None,
-        sender: SteeredSender | None = None,
+        sender: Sender | None = None,
         tls: TlsIdentity | None = None,
         plain_peers: Collection[str] = (),
         on_request: Callable[[PeerRequest], None] = refuse_request,
@@ -308,7 +293,7 @@ class Receiver:
 
     # The calls of its connections: see `ConnectionHost`
 
-    def observed(self, links_only: bool) -> dict[str, Any]:
+    def observed(self, *, links_only: bool) -> dict[str, Any]:
         """`telemetry()` or `stats()`, for an observer."""
         return self.telemetry() if links_only else self.stats()
 
@@ -316,21 +301,19 @@ class Receiver:
         """Note why a handshake failed."""
         self._unauthenticated.note(sentence, peer)
 
-    def pace(self, order: PaceOrder) -> None:
-        """Pass an observer's order to the sender."""
-        if self._sender is not None:
-            self._sender.pace(order)
+    def carry_out(self, order: ObserverOrder, sent_by: str) -> None:
+        """Carry out an observer's order, by the sender, this receiver or the pool."""
+        match order:
+            case PeerList():
+                self._apply_peer_list(order, sent_by)
+            case PeerRequest():
+                self._on_request(order)
+            case PaceOrder() if self._sender is not None:
+                self._sender.pace(order)
+            case ProbeOrder() if self._sender is not None:
+                self._sender.probe(order.link, order.nbytes)
 
-    def probe(self, link: str, nbytes: int) -> None:
-        """Pass an observer's probe to the sender."""
-        if self._sender is not None:
-            self._sender.probe(link, nbytes)
-
-    def request(self, request: PeerRequest) -> None:
-        """Pass an observer's request to the pool."""
-        self._on_request(request)
-
-    def apply_peer_list(self, sent_by: str, peer_list: PeerList) -> None:
+    def _apply_peer_list(self, peer_list: PeerList, sent_by: str) -> None:
         """Replace this rank's peers, for the sender too; connections of producers that are no peers any more end.
 
         Raises:

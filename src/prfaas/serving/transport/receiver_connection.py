@@ -12,14 +12,14 @@ import time
 from collections import deque
 from collections.abc import Collection
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from prfaas.serving.transport.compression import PREFIX_BYTES, decompress, decompressed_bytes
 from prfaas.serving.transport.handshake import ROLE_PRODUCER, PeerIdentity
 from prfaas.serving.transport.incoming import ProducerSession
 from prfaas.serving.transport.liveness import HEARTBEAT_BYTES, Liveness, heartbeat_period_s, path_timeout_s
 from prfaas.serving.transport.options import ReceiverOptions
-from prfaas.serving.transport.pacing import PaceOrder
+from prfaas.serving.transport.pacing import PaceOrder, ProbeOrder
 from prfaas.serving.transport.peer_list import PeerList
 from prfaas.serving.transport.requests import REQUESTS, PeerRequest
 from prfaas.serving.transport.sealing import SEALED_HEADER_BYTES, TAG_BYTES, ForgedFrameError, Sealing
@@ -38,14 +38,11 @@ from prfaas.serving.transport.transfer_table import TransferTable
 from prfaas.serving.transport.wire import (
     COMPRESSED,
     HEADER_BYTES,
-    MAX_LINK_CHARS,
-    MAX_PROBE_BYTES,
     UNCHECKED,
     FrameType,
     Header,
     RunningChecksum,
     WireError,
-    count_field,
     nack,
     pack_control,
     parse_control,
@@ -66,6 +63,9 @@ _CACHED_BYTES = 512 << 10
 _MAX_LEAD_S = 60.0
 
 
+ObserverOrder: TypeAlias = PaceOrder | ProbeOrder | PeerList | PeerRequest
+
+
 class ConnectionHost(Protocol):
     """The receiver as its connections see it; called in a connection's own thread."""
 
@@ -77,20 +77,11 @@ class ConnectionHost(Protocol):
     def handshake_failed(self, sentence: str, peer: str) -> None:
         """Note why a handshake failed; `peer`: its name, if it had proved that."""
 
-    def observed(self, links_only: bool) -> dict[str, Any]:
+    def observed(self, *, links_only: bool) -> dict[str, Any]:
         """The fields of a STATS answer."""
 
-    def pace(self, order: PaceOrder) -> None:
-        """Apply an observer's PACE."""
-
-    def apply_peer_list(self, sent_by: str, peer_list: PeerList) -> None:
-        """Apply an observer's ROSTER."""
-
-    def probe(self, link: str, nbytes: int) -> None:
-        """Carry out an observer's PROBE."""
-
-    def request(self, request: PeerRequest) -> None:
-        """Carry out a COPY or PULL."""
+    def carry_out(self, order: ObserverOrder, sent_by: str) -> None:
+        """Carry out an observer's PACE, PROBE, ROSTER, COPY or PULL."""
 
 
 class ReceiverConnection:
@@ -302,26 +293,27 @@ class ReceiverConnection:
                     keep = body.get("keep") is True
                     self._table.drop(header.transfer_id, text_field(body, "reason"), keep=keep)
                 elif header.kind is FrameType.STATS:
-                    self.post(
-                        pack_control(FrameType.STATS, body=self._host.observed(body.get("of") == "links"))
-                    )
-                elif header.kind is FrameType.PACE:
-                    self._host.pace(PaceOrder.from_body(body))
-                elif header.kind is FrameType.ROSTER:
-                    self._host.apply_peer_list(identity.name, PeerList.from_body(body))
-                elif header.kind is FrameType.PROBE:
-                    nbytes = count_field(body, "bytes", MAX_PROBE_BYTES)
-                    self._host.probe(text_field(body, "link", MAX_LINK_CHARS), nbytes)
-                elif header.kind in REQUESTS:
-                    self._host.request(
-                        PeerRequest.from_body(header.kind, identity.name, header.transfer_id, body, self.post)
-                    )
+                    stats = self._host.observed(links_only=body.get("of") == "links")
+                    self.post(pack_control(FrameType.STATS, body=stats))
+                elif (order := self._order(header, body, identity.name)) is not None:
+                    self._host.carry_out(order, identity.name)
                 elif not self._took_heartbeat(header):
                     raise WireError(f"an observer may not send {header.kind.name}")
                 if len(self._outbox) > _OUTBOX_PRESSURE_FRAMES:
                     self._wait_for_outbox()
         finally:
             self._table.unwatch(self, self._watched)
+
+    def _order(self, header: Header, body: dict[str, Any], sent_by: str) -> ObserverOrder | None:
+        if header.kind is FrameType.PACE:
+            return PaceOrder.from_body(body)
+        if header.kind is FrameType.ROSTER:
+            return PeerList.from_body(body)
+        if header.kind is FrameType.PROBE:
+            return ProbeOrder.from_body(body)
+        if header.kind in REQUESTS:
+            return PeerRequest.from_body(header.kind, sent_by, header.transfer_id, body, self.post)
+        return None
 
     def _took_heartbeat(self, header: Header) -> bool:
         if header.kind is FrameType.PING:
