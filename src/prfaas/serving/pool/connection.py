@@ -76,7 +76,12 @@ class PoolHost(Protocol):
 
 
 class PoolConnection:
-    """Reads requests and writes answers, one after the other. Bad input ends this connection and nothing else."""
+    """Reads requests and writes answers, one after the other. Bad input ends this connection and nothing else.
+
+    The loop calls `_readable`, which answers every complete request (`_answer`). The first one opens the session
+    through the host; most are answered at once from the store (`_answer_to`), opening and verifying in a task. While an
+    answer cannot be sent whole, no request is answered; `_writable` goes on.
+    """
 
     def __init__(self, connection: socket.socket, host: PoolHost) -> None:
         """Serve a non-blocking socket; call it in the event loop.

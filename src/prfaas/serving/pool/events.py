@@ -105,8 +105,9 @@ class PoolEventLog:
 class PoolEventPublisher:
     """Implements `hooks.PoolEvents`: takes changes of pages in the store's loop, and publishes them from a thread.
 
-    The loop only appends to a queue. If the thread can't keep up, the pool reports that it is empty, which costs some
-    recomputing and nothing else.
+    The loop calls `opened`, `stored`, `removed` and `cleared`, which only append to a queue. The thread (`_run`)
+    publishes it in numbered batches of the `PoolEventLog`, and answers subscribers' replays (`_answer`). If it can't
+    keep up, the pool reports that it is empty, which costs some recomputing and nothing else.
     """
 
     def __init__(self, endpoint: EventsEndpoint) -> None:

@@ -72,7 +72,9 @@ class _Place:
 class Journal:
     """The journal's file, and the places of live pages' records in it.
 
-    Only `identity` may be called from another thread.
+    `open` reads the pages that are there; `append` adds records durably, and rewrites the file when dropped pages take
+    too much of it. After an error `forget` keeps what is gone out of the next `rewrite`. Only `identity` may be called
+    from another thread.
 
     Args:
         path: The file; its folder is there.

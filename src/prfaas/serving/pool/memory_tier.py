@@ -71,7 +71,12 @@ class ReadablePages:
 
 
 class MemoryTier:
-    """Gives slots to pages. `evicted` is called with each page that loses its slot to another."""
+    """Gives slots to pages. `evicted` is called with each page that loses its slot to another.
+
+    `place` finds a slot of the page's size, evicting others if none is free; `touch` keeps the order of eviction;
+    `free` takes the slot back. At a daemon's start `take_back` and `entered` recover pages. The page table and the
+    identities in the arena are written here.
+    """
 
     def __init__(
         self,

@@ -37,7 +37,7 @@ class RunningPools:
     """Pools of one deployment on this machine. As a context manager: started on entry, stopped on exit.
 
     They also end if this process is killed. Their pages stay on disk, and in memory until the machine is restarted.
-    Not thread-safe.
+    `start` and `restart` make the processes, `wait_ready` waits for their sockets, `stop` ends them. Not thread-safe.
     """
 
     def __init__(

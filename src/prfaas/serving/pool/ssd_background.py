@@ -87,6 +87,10 @@ _Order: TypeAlias = SsdWrite | JournalDrop | _Clear
 class SsdWriter:
     """One thread that does all writing, in order: pages are on the disk before the journal says so.
 
+    `write`, `drop` and `clear` queue orders. The thread takes a batch (`_carry_out`): drops go into the journal first,
+    then pages into the file, then their records. After an error it refuses orders (`_refuse`) and retries the files
+    (`_try_again`); the loop calls `resume` once it knows their content.
+
     Args:
         open_files: Opens or makes the files.
         in_loop: Calls a function in the store's loop.

@@ -172,11 +172,12 @@ class PieceBuffer:
 class PageFile:
     """The preallocated file. Its methods may be called from several threads, for different pages.
 
-    Pages go past the kernel's page cache where the file system allows it: memory is what the arena is for.
+    Pages bypass the kernel's page cache where the file system allows it, since the arena is the cache. `take_room`
+    preallocates; `write` and then `sync` put pages on the disk; `read` gets them back and compares checksums.
 
     Args:
         path: The file; its folder is there.
-        size_bytes: What it takes from now on.
+        size_bytes: Size of the file from now on.
 
     Raises:
         OSError: it can't be opened, or there is no room.
