@@ -24,8 +24,9 @@ from prfaas.core.latency import load_profile
 from prfaas.core.latency.service_curve import ServiceCurve
 from prfaas.core.planner import PlanProblem, best_operation, problem_of
 from prfaas.core.scheduling.allocation import Allocator, PdInstance, PdLoad, StageLoad
+from prfaas.core.scheduling.length_window import LengthWindow
 from prfaas.core.scheduling.rebalancing import Rebalancer
-from prfaas.core.scheduling.threshold import LengthWindow, ThresholdOptimiser
+from prfaas.core.scheduling.threshold import ThresholdOptimiser
 from prfaas.core.scheduling.view import LinkView
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"

@@ -166,8 +166,8 @@ def ready_bytes(regions: Sequence[Region], num_tokens: int, done_tokens: int) ->
     return sum(max(0, end - first) * region.page_bytes for region, end, first in pages)
 
 
-def hidden(model: str, rounds: int) -> Iterator[dict[str, Any]]:
-    """A figure for each last chunk."""
+def hidden(model: str, rounds: int, early_tokens: int | None) -> Iterator[dict[str, Any]]:
+    """A figure for each last chunk, behind so many tokens; None: as many as take long enough."""
     source = made_model(model)
     most_tokens = 32768 if source is not None and source.kind == "trained" else 65536
     seeds = itertools.count(1)
@@ -183,10 +183,11 @@ def hidden(model: str, rounds: int) -> Iterator[dict[str, Any]]:
             """Of the faster of two: then the line is too slow for none that is measured."""
             return min(float(prefilled(tokens)["prefill_s"]) for _ in range(2))
 
-        early_tokens = FEWEST_CHUNKS * CHUNK_TOKENS
-        prefilled(early_tokens)
-        while prefill_s(early_tokens) < SHORTEST_S and early_tokens < most_tokens - CHUNK_TOKENS:
-            early_tokens = min(2 * early_tokens, most_tokens - CHUNK_TOKENS)
+        prefilled(FEWEST_CHUNKS * CHUNK_TOKENS)
+        if early_tokens is None:
+            early_tokens = FEWEST_CHUNKS * CHUNK_TOKENS
+            while prefill_s(early_tokens) < SHORTEST_S and early_tokens < most_tokens - CHUNK_TOKENS:
+                early_tokens = min(2 * early_tokens, most_tokens - CHUNK_TOKENS)
         for last_tokens in LAST_CHUNKS:
             tokens = early_tokens + last_tokens
             set_line(stack, FREE_LINE)
@@ -263,7 +264,7 @@ def measured(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
             yield hook_off(model)
     if "hidden" in asked.rows:
         for model in asked.models:
-            yield from hidden(model, asked.rounds)
+            yield from hidden(model, asked.rounds, asked.tokens)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -284,6 +285,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "--rounds", type=int, default=3, metavar="N", help="of `hidden`: prompts for each figure"
+    )
+    parser.add_argument(
+        "--tokens", type=int, metavar="N", help="of `hidden`, before the last chunk; default: what takes 3 s"
     )
     asked = parser.parse_args(argv)
     figures = []

@@ -12,7 +12,7 @@ import yaml
 from prfaas.core.deployment import Deployment
 from prfaas.core.latency.service_curve import ServiceCurve
 from prfaas.core.planner import KvSize, PlanProblem, best_operation
-from prfaas.core.scheduling.threshold import ClusterFacts, LinkFacts, problem_now
+from prfaas.core.scheduling.live_problem import ClusterFacts, LinkFacts, problem_now
 from prfaas.core.units import parse_bits_per_s
 from prfaas.core.workload import LengthDistribution
 from prfaas.serving.control.planning_inputs import decode_slots

@@ -2,13 +2,14 @@
 
     python bench/routing.py [--json FILE] [--repeat N]
 
-The aims: at most 50 µs over 64 instances for every policy; 8 µs over the paper's 12 for `paper`, which a simulator
-asks a hundred thousand times. Exit code 1 if one of the first kind is missed. CPU time, the best of the repeats.
+The aim: at most 150 µs over 64 instances for every policy: little beside the 600 µs that a gateway
+has for a request. Exit code 1 if it is missed. CPU time, the median of the repeats.
 """
 
 import argparse
 import json
 import random
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -40,6 +41,7 @@ from prfaas.core.scheduling import (
 H200, H20 = (ServiceCurve.of_profile(load_profile(f"internal-1t-{name}")).seconds for name in ("h200", "h20"))
 GBIT = 1e9
 CALLS = 500
+GOAL_MICROSECONDS = 150.0
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class Row:
     policy: str
     board: str
     microseconds: float
-    limit_microseconds: float | None
+    goal_microseconds: float | None
 
 
 def board(prfaas: int, prefill: int, decode: int, clusters: int) -> View:
@@ -112,7 +114,7 @@ def measure(policy: Policy, request: RoutingRequest, view: View, repeat: int) ->
         for _ in range(CALLS):
             policy.decide(request, view)
 
-    return min(timed(calls) for _ in range(repeat)) / CALLS * 1e6
+    return statistics.median(timed(calls) for _ in range(repeat)) / CALLS * 1e6
 
 
 def timed(call: Callable[[], None]) -> float:
@@ -126,7 +128,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", type=Path, help="also write the results to this file")
-    parser.add_argument("--repeat", type=int, default=40, help="take the fastest of this many runs")
+    parser.add_argument("--repeat", type=int, default=40, help="take the median of this many runs")
     options = parser.parse_args()
     paper, large = board(4, 3, 5, 1), board(8, 3, 5, 4)
     with_pool, hits = pooled(large)
@@ -139,20 +141,18 @@ def main() -> None:
     cases = [
         ("12 instances, 8K prompt", paper, RoutingRequest(8_000), None),
         ("12 instances, 50K prompt", paper, RoutingRequest(50_000), None),
-        ("64 instances, 50K prompt", large, RoutingRequest(50_000), 50.0),
-        ("64 instances, 50K prompt, cached", large, conversation(large), 50.0),
+        ("64 instances, 50K prompt", large, RoutingRequest(50_000), GOAL_MICROSECONDS),
+        ("64 instances, 50K prompt, cached", large, conversation(large), GOAL_MICROSECONDS),
         ("64, cached, pools", with_pool, with_pools(50_000, own, hits, with_pool), None),
     ]
     rows = []
-    merging = min(timed(merge) for _ in range(options.repeat)) / CALLS * 1e6
+    merging = statistics.median(timed(merge) for _ in range(options.repeat)) / CALLS * 1e6
     with Progress(console=Console(stderr=True), transient=True) as progress:
         for name in progress.track(POLICIES):
             params = {"threshold_tokens": 19_400} if name == "static_threshold" else {}
             policy = policy_named(name, **params)
-            for label, view, request, limit in cases:
-                took = measure(policy, request, view, options.repeat)
-                goal = 8.0 if name == "paper" and view is paper else limit
-                rows.append(Row(name, label, took, goal))
+            for label, view, request, goal in cases:
+                rows.append(Row(name, label, measure(policy, request, view, options.repeat), goal))
     table = Table("policy", *(label for label, *_ in cases), title="µs per decision")
     for name in POLICIES:
         table.add_row(name, *(f"{row.microseconds:.1f}" for row in rows if row.policy == name))
@@ -163,7 +163,7 @@ def main() -> None:
     if options.json is not None:
         document = {"rows": [asdict(row) for row in rows]}
         options.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-    if any(row.limit_microseconds == 50.0 and row.microseconds > 50.0 for row in rows):
+    if any(row.goal_microseconds and row.microseconds > row.goal_microseconds for row in rows):
         sys.exit(1)
 
 

@@ -180,6 +180,8 @@ def _fields(node: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> Iterator[_F
     for base in node.bases:
         if isinstance(base, ast.Name) and base.id in classes:
             yield from _fields(classes[base.id], classes)
+    decorator = _dataclass_of(node)
+    all_by_name = decorator is not None and any(each.arg == "kw_only" for each in decorator.keywords)
     for each in node.body:
         if not isinstance(each, ast.AnnAssign) or _head_of(each.annotation) == "ClassVar":
             continue
@@ -189,11 +191,11 @@ def _fields(node: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> Iterator[_F
             annotation = annotation.slice.elts[0]
         kind = annotation.value if isinstance(annotation, ast.Constant) else ast.unparse(annotation)
         default = None if each.value is None else ast.unparse(each.value)
-        factory, is_keyword, is_given = None, False, True
+        factory, is_keyword, is_given = None, all_by_name, True
         if isinstance(each.value, ast.Call) and ast.unparse(each.value.func) == "field":
             given = {option.arg: ast.unparse(option.value) for option in each.value.keywords}
             default, factory = given.get("default"), given.get("default_factory")
-            is_keyword = given.get("kw_only") == "True"
+            is_keyword = all_by_name or given.get("kw_only") == "True"
             is_given = given.get("init") != "False"
         name = ast.unparse(each.target)
         yield _Field(name, str(kind).replace('"', "'"), default, factory, is_keyword, is_given)

@@ -390,6 +390,13 @@ def test_the_wait_for_a_decode_slot_is_told(deployment: Deployment) -> None:
     ]
 
 
+def test_why_a_cached_prefix_stays_is_told(deployment: Deployment) -> None:
+    record = RequestRecord(ID, "chat", 0.0, 0.0, prompt_tokens=5000)
+    record.start(decision(cache_stays="slower"), 5000).outcome = "done"
+    text = "\n".join(sentences(page(record, deployment)))
+    assert "did not move there first: moving it takes longer than the prefill that it spares." in text
+
+
 def test_the_link_s_part_in_a_decision_is_told(deployment: Deployment) -> None:
     record = RequestRecord(ID, "chat", 0.0, 0.0, prompt_tokens=5000)
     stays = decision(

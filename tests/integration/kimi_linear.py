@@ -51,12 +51,13 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def write_checkpoint(directory: Path) -> Path:
-    """Configuration, tokenizer and seeded weights."""
+def write_checkpoint(directory: Path, *, experts: bool = True) -> Path:
+    """Configuration, tokenizer and seeded weights. Without `experts` it has one for all tokens in each layer."""
     from safetensors.torch import save_file
 
     directory.mkdir(parents=True)
-    (directory / "config.json").write_text(json.dumps(CONFIG))
+    dense_layers = CONFIG["first_k_dense_replace"] if experts else CONFIG["num_hidden_layers"]
+    (directory / "config.json").write_text(json.dumps(CONFIG | {"first_k_dense_replace": dense_layers}))
     write_tokenizer(directory, _CONTEXT_TOKENS)
     maker, hidden = WeightMaker("kimi-linear"), CONFIG["hidden_size"]
     maker.put("model.embed_tokens.weight", maker.normal("model.embed_tokens.weight", VOCAB_SIZE, hidden))
@@ -68,7 +69,7 @@ def write_checkpoint(directory: Path) -> Path:
         maker.vector(layer + "post_attention_layernorm.weight", hidden, 1.0)
         is_linear = index + 1 in CONFIG["linear_attn_config"]["kda_layers"]
         (_put_delta_attention if is_linear else _put_latent_attention)(maker, layer + "self_attn.")
-        if index < CONFIG["first_k_dense_replace"]:
+        if index < dense_layers:
             _put_mlp(maker, layer + "mlp.", CONFIG["intermediate_size"])
         else:
             _put_experts(maker, layer + "block_sparse_moe.")

@@ -2,9 +2,11 @@
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.ports import neighbours
 
 from .kimi_linear import write_checkpoint
 from .shimmed import with_shims
@@ -16,6 +18,7 @@ pytestmark = [
     pytest.mark.timeout(1800),
 ]
 
+BLOCK_TOKENS = 128
 PREFILL, DECODE = "east-prefill-0", "home-decode-0"
 HOOK_OFF = pytest.param(
     "off",
@@ -23,22 +26,53 @@ HOOK_OFF = pytest.param(
 )
 
 
-@pytest.fixture(scope="module", params=["on", HOOK_OFF])
-def kimi(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """One engine that prefills elsewhere and one that decodes; vLLM's hook is on or off."""
-    directory = tmp_path_factory.mktemp(f"prfaas-kimi-{request.param}")
+# Of one block, less and more.
+PROMPTS = (41, 60, 300)
+
+
+def serving(directory: Path, *, hook: bool = True, ranks: tuple[int, int] = (1, 1)) -> Iterator[Stack]:
+    """One engine that prefills elsewhere and one that decodes, of so many tensor-parallel ranks."""
     path = write_deployment(directory, bandwidth="1 Gbit/s", max_model_len=1024)
     document: dict[str, Any] = json.loads(path.read_text())
     document["routing"] = {"policy": "offload_all"}
-    document["model"] |= {"path": str(write_checkpoint(directory / "model"))}
+    # Of the experts of several ranks, vLLM's class for ROCm takes packed weights alone.
+    experts = max(ranks) == 1
+    document["model"] |= {"path": str(write_checkpoint(directory / "model", experts=experts))}
     del document["model"]["tiny"]
     document["clusters"][1]["instances"].pop(0)
+    for cluster, count in zip(document["clusters"], ranks, strict=True):
+        if count > 1:
+            cluster["instances"][0] |= {"tensor_parallel": count, "kv_port": neighbours(count)}
     path.write_text(json.dumps(document))
-    shims = ["with_kimi_linear", *(["without_hook"] if request.param == "off" else [])]
-    yield from running(path, with_shims(*shims))
+    yield from running(path, with_shims("with_kimi_linear", *([] if hook else ["without_hook"])))
+
+
+@pytest.fixture(scope="module", params=["on", HOOK_OFF])
+def kimi(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """vLLM's hook is on or off."""
+    directory = tmp_path_factory.mktemp(f"prfaas-kimi-{request.param}")
+    yield from serving(directory, hook=request.param == "on")
 
 
 def test_answers_are_those_of_a_plain_engine(kimi: Stack) -> None:
-    # Of one block, less and more.
-    prompts = [prompt(870 + seed, tokens) for seed, tokens in enumerate((41, 60, 300))]
+    prompts = [prompt(870 + seed, tokens) for seed, tokens in enumerate(PROMPTS)]
     kimi.check_offloaded(prompts, prefill=PREFILL, decode=DECODE)
+
+
+@pytest.fixture(scope="module", params=[(2, 2), (1, 2), (2, 1)], ids="{0[0]}-to-{0[1]}".format)
+def ranked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    yield from serving(tmp_path_factory.mktemp("prfaas-ranked-kimi"), ranks=request.param)
+
+
+@pytest.mark.extended("which rank sends a latent is decided in units")
+def test_latents_of_several_ranks_cross_once(ranked: Stack) -> None:
+    """All ranks keep the same of MLA; states are divided among them."""
+    model = ranked.deployment.model.kv_model()
+    prompts = [prompt(880 + seed, tokens) for seed, tokens in enumerate(PROMPTS)]
+    for ids in prompts:
+        answer = ranked.complete(ids)
+        assert answer.route["prefill"] == PREFILL and "fallback" not in answer.route, ranked.explain(answer)
+        assert int(answer.route["bytes"]) == model.bytes_to_move(len(ids) - 1, 0, BLOCK_TOKENS)
+        ranked.wait_clean()
+        ranked.check_likely((ids, answer.token_ids), engine=DECODE)
+    assert ranked.metric(DECODE, "vllm:prfaas_loads_failed_total") == 0

@@ -80,7 +80,13 @@ def init(
         from prfaas.cli.init_draft import DraftOptions, write_draft
 
         given = DraftOptions(
-            name, model, served_name, max_model_len, tuple(site or ()), tuple(link or ()), gateway
+            name,
+            model,
+            served_name,
+            max_model_len,
+            tuple(site or ()),
+            links=tuple(link or ()),
+            gateway=gateway,
         )
         write_draft(given, out, ask=ask, secrets=secrets, force=force, as_json=as_json)
         return

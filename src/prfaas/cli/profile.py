@@ -230,7 +230,18 @@ def _estimate_plan(
     chosen = cast("Estimator", estimator)
     tokens = CONTEXT_TOKENS if context is None else context
     dtypes = cache_dtypes(kv_dtype)
-    return EstimatePlan(config, gpu, ranks, lengths, batches, tokens, weights, dtypes, chosen, name)
+    return EstimatePlan(
+        config,
+        gpu,
+        ranks,
+        lengths,
+        batches,
+        context_tokens=tokens,
+        weights=weights,
+        dtypes=dtypes,
+        estimator=chosen,
+        name=name,
+    )
 
 
 async def _run(

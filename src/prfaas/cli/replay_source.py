@@ -201,7 +201,9 @@ def _made_up(options: SourceOptions) -> "Traffic":
     outputs = _lengths("--output-tokens", options.output_tokens)
     if options.sessions is not None:
         rate, turns, think_s = _numbers("--sessions", options.sessions, "RATE/TURNS/THINK_S", 3)
-        return SessionTraffic(Poisson(rate), turns, think_s, inputs, outputs, options.shared_tokens)
+        return SessionTraffic(
+            Poisson(rate), turns, think_s, inputs, outputs, shared_tokens=options.shared_tokens
+        )
     return IndependentTraffic(_arrivals(options), inputs, outputs)
 
 
@@ -214,7 +216,8 @@ def _arrivals(options: SourceOptions) -> "Arrivals":
         )
         return Mmpp(tuple(Phase(rate, dwell_s) for rate, dwell_s in phases))
     if options.diurnal is not None:
-        return Diurnal(*_numbers("--diurnal", options.diurnal, "RATE/SWING/PERIOD_S", 3))
+        rate, swing, period_s = _numbers("--diurnal", options.diurnal, "RATE/SWING/PERIOD_S", 3)
+        return Diurnal(rate, swing, period_s)
     assert options.poisson is not None
     return Poisson(options.poisson)
 

@@ -72,6 +72,8 @@ def _attempt(number: int, attempt: Json) -> Iterator[str]:
     held = [f"{cluster} held {tokens:,}" for cluster, tokens in attempt["held_tokens"].items()]
     yield f"   Of the prompt's {attempt['prompt_tokens']:,} tokens {' and '.join(held)} that a prefill could reuse;"
     yield f"   {prefill} had to prefill {attempt['prefill_tokens']:,}."
+    if attempt.get("cache_stays"):
+        yield f"   A longer prefix of another cluster did not move there first: {_CACHE_STAYS[attempt['cache_stays']]}."
     yield from _pools(attempt)
     if attempt["predicted_ttft_s"] is not None:
         kv_s, wait_s = attempt.get("kv_wait_s", 0.0), attempt["decode_wait_s"]
@@ -80,6 +82,14 @@ def _attempt(number: int, attempt: Json) -> Iterator[str]:
         yield f"   Predicted time to first token: {format_s(attempt['predicted_ttft_s'])}{kv}{slot}."
 
 
+# `Decision.cache_stays`.
+_CACHE_STAYS = {
+    "no-bandwidth": "no link from there has bandwidth to spare",
+    "spares-little": "it would spare less than a tenth of the prefill",
+    "slower": "moving it takes longer than the prefill that it spares",
+    "egress-price": "its bytes cost more than the seconds that they spare",
+    "decode-prefills": "the decode instance prefills by itself",
+}
 _SOURCES = {
     "own": "in its own blocks",
     "memory": "in the memory of its machine's pool",

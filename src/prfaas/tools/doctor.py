@@ -10,7 +10,8 @@ from typing import Any
 import aiohttp
 
 from prfaas.core.deployment import TOOLS, Deployment, Instance
-from prfaas.core.kv import CacheDtypeError, ConfigError
+from prfaas.core.deployment.speculation import kept_model
+from prfaas.core.kv import CacheDtypeError, ConfigError, DrafterError
 from prfaas.core.route_header import REQUEST_ID_HEADER, ROUTE_HEADER, RouteHeader
 from prfaas.core.units import format_bytes
 from prfaas.serving.certificates import https_options
@@ -52,9 +53,12 @@ def check_model(deployment: Deployment) -> Finding:
     try:
         for cluster in deployment.clusters:
             section = "model" if cluster.kv_cache_dtype is None else f"clusters[{cluster.name}]"
-            described[model.kv_model(cluster.kv_cache_dtype).describe()] = None
+            described[kept_model(deployment, cluster).describe()] = None
     except CacheDtypeError as error:
         return problem("model", str(error), f"name another {section}.kv_cache_dtype in {deployment.path}")
+    except DrafterError as error:
+        mend = f"see --speculative-config in extra_args of {deployment.path}"
+        return problem("model", f"engines of {cluster.name} and {error}", mend)
     except ConfigError as error:
         mend = f"prfaas model fetch {deployment.path}"
         if source is None:

@@ -1,7 +1,7 @@
 """Run in a process of its own: which KV cache vLLM gives the layers of checkpoints.
 
-Arguments: FOLDER:PLACE for each, where `{"kind": …}` of its layers are written as JSON. vLLM is imported once: each
-checkpoint has a fork.
+Arguments: FOLDER:PLACE:DRAFTS for each, where `{"kind": …}` of its layers are written as JSON; DRAFTS is vLLM's
+`--speculative-config`, or empty. vLLM is imported once: each checkpoint has a fork.
 """
 
 import gc
@@ -18,7 +18,7 @@ from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 from prfaas.core.kv import model_from_directory
 
 
-def layers_of(checkpoint: Path) -> list[dict[str, Any]]:
+def layers_of(checkpoint: Path, drafts: str) -> list[dict[str, Any]]:
     has_state = model_from_directory(checkpoint).has_linear_state
     engine = LLM(
         model=str(checkpoint),
@@ -28,6 +28,8 @@ def layers_of(checkpoint: Path) -> list[dict[str, Any]]:
         max_num_seqs=2,
         disable_log_stats=True,
         **({"mamba_ssm_cache_dtype": "float32"} if has_state else {}),
+        # A tiny checkpoint has no layer that drafts.
+        **({"speculative_config": json.loads(drafts), "load_format": "dummy"} if drafts else {}),
     )
     core = engine.llm_engine.engine_core.engine_core
     layers = []
@@ -53,9 +55,9 @@ def layer_of(spec: Any) -> dict[str, Any]:
 if __name__ == "__main__":
     gc.freeze()
     for argument in sys.argv[1:]:
-        folder, place = map(Path, argument.split(":"))
+        folder, place, drafts = argument.split(":", 2)
         if os.fork() == 0:
-            place.write_text(json.dumps(layers_of(folder)))
+            Path(place).write_text(json.dumps(layers_of(Path(folder), drafts)))
             sys.stdout.flush()
             os._exit(0)
         os.wait()

@@ -6,7 +6,8 @@ from numpy.typing import NDArray
 from prfaas.core.latency import load_profile
 from prfaas.core.latency.service_curve import ServiceCurve
 from prfaas.core.planner import PlanProblem
-from prfaas.core.scheduling.threshold import ClusterFacts, LengthWindow, LinkFacts, problem_now
+from prfaas.core.scheduling.length_window import LengthWindow
+from prfaas.core.scheduling.live_problem import ClusterFacts, LinkFacts, problem_now
 from prfaas.core.workload import LengthDistribution, TruncatedLogNormal
 
 H200, H20 = load_profile("internal-1t-h200"), load_profile("internal-1t-h20")

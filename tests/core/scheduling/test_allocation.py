@@ -19,8 +19,8 @@ from prfaas.core.scheduling.allocation import (
     PdLoad,
     StageLoad,
 )
+from prfaas.core.scheduling.live_problem import ClusterFacts, LinkFacts, problem_now
 from prfaas.core.scheduling.role_choice import ExpectedLoad
-from prfaas.core.scheduling.threshold import ClusterFacts, LinkFacts, problem_now
 from prfaas.core.workload import LengthDistribution
 
 from . import case_study

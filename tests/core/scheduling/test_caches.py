@@ -74,6 +74,7 @@ def test_no_cache_moves_over_a_link_that_is_scarce_stale_or_down(
     assert policy.decide(AT_PREFILL, small()).cache_transfer is not None or policy.name != "paper"
     decision = policy.decide(AT_PREFILL, view)
     assert (decision.route, decision.cache_transfer) == (Route.OFFLOAD, None)
+    assert decision.cache_stays == "no-bandwidth"
 
 
 @pytest.mark.parametrize("policy", CACHING, ids=lambda p: p.name)
@@ -83,8 +84,9 @@ def test_no_cache_moves_where_computing_is_sooner(policy: Policy) -> None:
     fast = small()
     for view in (slow, fast):
         slow_at_home(view)
-    assert policy.decide(AT_PREFILL, slow).cache_transfer is None
-    assert policy.decide(AT_PREFILL, fast).cache_transfer is not None
+    stays, moves = policy.decide(AT_PREFILL, slow), policy.decide(AT_PREFILL, fast)
+    assert stays.cache_transfer is None and stays.cache_stays == "slower"
+    assert moves.cache_transfer is not None and not moves.cache_stays
 
 
 @pytest.mark.parametrize("policy", CACHING, ids=lambda p: p.name)
@@ -102,11 +104,11 @@ def test_no_cache_moves_from_an_instance_whose_queue_is_longer_than_the_prefill(
 
 
 def test_no_cache_moves_for_less_than_a_tenth_of_the_prefill() -> None:
-    def moves(tokens: int) -> bool:
+    def stays(tokens: int) -> str:
         request = RoutingRequest(40_000, {"prefill": PrefixHit(tokens, tokens)})
-        return PAPER.decide(request, small()).cache_transfer is not None
+        return PAPER.decide(request, small()).cache_stays
 
-    assert moves(4_096) and not moves(3_840)
+    assert stays(4_096) == "" and stays(3_840) == "spares-little"
 
 
 def test_what_the_target_holds_is_not_moved_again() -> None:

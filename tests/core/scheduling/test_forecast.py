@@ -16,7 +16,7 @@ from prfaas.core.scheduling.forecast import (
     TrafficMeans,
     foresight_of,
 )
-from prfaas.core.scheduling.threshold import LengthWindow
+from prfaas.core.scheduling.length_window import LengthWindow
 
 DAY_S, PERIOD_S = 4800.0, 20.0
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prfaas.core.scheduling.threshold import LengthWindow
+from prfaas.core.scheduling.length_window import LengthWindow
 
 from .case_study import LENGTHS, NOW_S, draw, window_of
 

@@ -6,7 +6,7 @@ from hypothesis import assume, given
 from prfaas.core.scheduling import NoDecodeInstanceError, RoutingRequest, View
 from prfaas.core.scheduling.candidates import prefill_candidates
 from prfaas.core.scheduling.decoders import decode_choices
-from prfaas.core.scheduling.routing import lone_pd_candidate, pd_candidate_of
+from prfaas.core.scheduling.pd_candidate import lone_pd_candidate, pd_candidate_of
 
 from .views import cases
 

@@ -12,15 +12,8 @@ from prfaas.core.latency.service_curve import ServiceCurve
 from prfaas.core.planner import PlanProblem
 from prfaas.core.planner.fixed_roles import prefill_sides
 from prfaas.core.planner.two_clusters import best_threshold
-from prfaas.core.scheduling.threshold import (
-    ClusterFacts,
-    LinkFacts,
-    ThresholdChange,
-    ThresholdOptimiser,
-    balance,
-    moments,
-    problem_now,
-)
+from prfaas.core.scheduling.live_problem import ClusterFacts, LinkFacts, problem_now
+from prfaas.core.scheduling.threshold import ThresholdChange, ThresholdOptimiser, balance, moments
 
 from .case_study import H20, H200, LENGTHS, kv_bytes, observed, problem_of
 

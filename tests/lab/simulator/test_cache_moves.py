@@ -23,10 +23,33 @@ class _FirstFarThenHome:
         self._count += 1
         tokens = request.num_tokens
         if self._count == 1:
-            return Decision(Route.OFFLOAD, "east-0", "home-7", tokens, tokens, 0, 0, "long", 1.0, 1.0)
+            return Decision(
+                route=Route.OFFLOAD,
+                prefill="east-0",
+                decode="home-7",
+                uncached_tokens=tokens,
+                prefill_tokens=tokens,
+                skip_tokens=0,
+                kv_bytes=0,
+                reason="long",
+                threshold_tokens=1.0,
+                predicted_ttft_s=1.0,
+            )
         moved = CacheTransfer(self._source, PREFIX + 1, 0, 0)
         left = tokens - PREFIX
-        return Decision(Route.LOCAL, "home-0", "home-7", left, left, 0, 0, "short", 1.0, 1.0, moved)
+        return Decision(
+            route=Route.LOCAL,
+            prefill="home-0",
+            decode="home-7",
+            uncached_tokens=left,
+            prefill_tokens=left,
+            skip_tokens=0,
+            kv_bytes=0,
+            reason="short",
+            threshold_tokens=1.0,
+            predicted_ttft_s=1.0,
+            cache_transfer=moved,
+        )
 
 
 @pytest.mark.parametrize("source", ["east-0", "east-1"])

@@ -63,6 +63,15 @@ def test_bytes_are_left_out_only_when_proven(holdings: PrefixKnowledge) -> None:
     assert belief.bound(fine, 1001, lambda *_: kv_facts()) is fine
 
 
+@pytest.mark.parametrize(("told", "own"), [(3, 3), (1, 1), (None, 1), (0, 1), (True, 1), ("3", 1), (65, 1)])
+def test_an_engine_tells_how_many_last_tokens_it_computes_itself(
+    holdings: PrefixKnowledge, told: object, own: int
+) -> None:
+    assert holdings.own_last_tokens("home-d0") == 1
+    holdings.learn_stats("home-d0", {"own_last_tokens": told})
+    assert (holdings.own_last_tokens("home-d0"), holdings.own_last_tokens("far-0")) == (own, 1)
+
+
 def test_a_block_less_is_proven_of_an_engine_that_computes_the_last_one_anew(
     holdings: PrefixKnowledge,
 ) -> None:

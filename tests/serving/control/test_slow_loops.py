@@ -11,7 +11,8 @@ import pytest
 from prfaas.core.deployment import Deployment
 from prfaas.core.planner.two_clusters import best_threshold
 from prfaas.core.scheduling import Decision
-from prfaas.core.scheduling.threshold import LengthWindow, ThresholdOptimiser
+from prfaas.core.scheduling.length_window import LengthWindow
+from prfaas.core.scheduling.threshold import ThresholdOptimiser
 from prfaas.serving.control.engine_monitor import EngineMeter
 from prfaas.serving.control.engine_reading import read_exposition
 from prfaas.serving.control.planning_inputs import (

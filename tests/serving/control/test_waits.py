@@ -23,7 +23,18 @@ from prfaas.serving.control.engine_reading import EngineReading, read_exposition
 from prfaas.serving.control.waits import PredictedWaits
 
 SEATS = 2
-DECISION = Decision(Route.OFFLOAD, "far", "decode", 500, 500, 0, 1000, "long", 100.0, 4.0)
+DECISION = Decision(
+    route=Route.OFFLOAD,
+    prefill="far",
+    decode="decode",
+    uncached_tokens=500,
+    prefill_tokens=500,
+    skip_tokens=0,
+    kv_bytes=1000,
+    reason="long",
+    threshold_tokens=100.0,
+    predicted_ttft_s=4.0,
+)
 
 
 class World:

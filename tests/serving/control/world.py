@@ -113,17 +113,17 @@ def decision(
     """Its last token is not sent. Without `num_tokens` nothing of the prompt is cached where it is prefilled."""
     route = Route.OFFLOAD if prefill.startswith("far") else Route.LOCAL
     return Decision(
-        route,
-        prefill,
-        decode,
-        prefill_tokens,
-        prefill_tokens,
-        skip_tokens,
-        (prefill_tokens - skip_tokens) * BYTES_PER_TOKEN,
-        "long",
-        4000.0,
-        1.0,
-        cache_transfer,
+        route=route,
+        prefill=prefill,
+        decode=decode,
+        uncached_tokens=prefill_tokens,
+        prefill_tokens=prefill_tokens,
+        skip_tokens=skip_tokens,
+        kv_bytes=(prefill_tokens - skip_tokens) * BYTES_PER_TOKEN,
+        reason="long",
+        threshold_tokens=4000.0,
+        predicted_ttft_s=1.0,
+        cache_transfer=cache_transfer,
         num_tokens=num_tokens,
     )
 

@@ -84,6 +84,7 @@ class FixedPlane:
         self.drained: list[tuple[str, bool]] = []
         self.waits_s = self.answers_s = 0.0
         self.idle: str | None = None
+        self.own_tokens: dict[str, int] = {}
         self.idle_is_used = False
         self.closed = False
         self.loop_clock = LoopClock()
@@ -186,6 +187,9 @@ class FixedPlane:
 
     def instance(self, name: str) -> Instance:
         return self._instances[name]
+
+    def own_last_tokens(self, name: str) -> int:
+        return self.own_tokens.get(name, 1)
 
     @asynccontextmanager
     async def admit(self, decision: Decision, chains: PromptChains) -> AsyncIterator[Decision]:

@@ -24,7 +24,18 @@ from .world import OPTIONS, World
 InWorld = Callable[..., None]
 LONG = list(range(40, 200)) * 3
 LIMITS = GatewayLimits(requests=10, queue_s=8.0, bodies_bytes=1000)
-DECISION = Decision(Route.OFFLOAD, "p", "d", 500, 500, 0, 10, "long", 100.0, 4.0)
+DECISION = Decision(
+    route=Route.OFFLOAD,
+    prefill="p",
+    decode="d",
+    uncached_tokens=500,
+    prefill_tokens=500,
+    skip_tokens=0,
+    kv_bytes=10,
+    reason="long",
+    threshold_tokens=100.0,
+    predicted_ttft_s=4.0,
+)
 
 
 class Waits:

@@ -35,6 +35,26 @@ def test_a_long_prompt_is_prefilled_elsewhere(in_world: InWorld) -> None:
     in_world(body)
 
 
+@pytest.mark.parametrize(
+    ("own", "held", "moved"), [(3, 0, 997), (3, 768, 997), (2000, 0, 1), (2000, 768, 768)]
+)
+def test_as_many_last_tokens_as_the_decode_engine_computes_itself_do_not_move(
+    in_world: InWorld, own: int, held: int, moved: int
+) -> None:
+    """With several modules for multi-token prediction it computes more than the last one."""
+
+    async def body(world: World) -> None:
+        if held:
+            await world.complete(LONG[: held + 1])
+        world.plane.own_tokens["decode"] = own
+        route, answer = await world.complete(LONG)
+        assert route["prefill"] == "remote" if not held else "fallback" not in route
+        assert answer["choices"][0]["text"] == answer_text(LONG)
+        assert world.decode.loaded[-1] == moved - held
+
+    in_world(body)
+
+
 def test_a_short_prompt_stays_in_the_pd_cluster(in_world: InWorld) -> None:
     async def body(world: World) -> None:
         route, answer = await world.complete(SHORT)

@@ -172,7 +172,9 @@ class PlannedDeployment:
         """The model for people, with the dtype of its KVCache where the file names one."""
         kept_in = self.dtypes.of_kv
         title = self.kv_model.name if kept_in is None else f"{self.kv_model.name}, KVCache in {kept_in}"
-        others = [f"{each.dtypes.of_kv} in {each.name}" for each in self.clusters if each.kv_model]
+        others = [
+            f"{each.dtypes.of_kv} in {each.name}" for each in self.clusters if each.dtypes != self.dtypes
+        ]
         return f"{title} ({', '.join(others)})" if others else title
 
     @property

@@ -12,11 +12,13 @@ from prfaas.core.deployment.model_checks import config_file, source_of
 from prfaas.core.deployment.planned import PlannedCluster
 from prfaas.core.deployment.schema import ClusterSection, DeploymentFile, ModelSection
 from prfaas.core.deployment.source import YamlSource
+from prfaas.core.deployment.speculation import speculation_of
 from prfaas.core.deployment.types import SYNTHETIC, Link
 from prfaas.core.kv import (
     CacheDtypeError,
     CacheDtypes,
     ConfigError,
+    DrafterError,
     FullAttention,
     KvModel,
     are_convertible,
@@ -26,6 +28,7 @@ from prfaas.core.kv import (
     model_on_wire,
     published_model,
     read_config,
+    with_drafter,
 )
 
 
@@ -118,6 +121,17 @@ def _dtypes(model: ModelSection, cluster: ClusterSection) -> CacheDtypes:
 
 
 def _kv_model(source: YamlSource, file: DeploymentFile, cluster: ClusterSection, index: int) -> KvModel:
+    model, config = _own_kv_model(source, file, cluster, index), _config(source, file)
+    assert config is not None
+    try:
+        speculation = speculation_of((*file.engine.extra_args, *cluster.extra_args))
+        return with_drafter(model, config, speculation, _dtypes(file.model, cluster))
+    except DrafterError as error:
+        place = ("clusters", index, "extra_args") if cluster.extra_args else ("engine", "extra_args")
+        raise source.error(place, str(error)) from None
+
+
+def _own_kv_model(source: YamlSource, file: DeploymentFile, cluster: ClusterSection, index: int) -> KvModel:
     model, dtypes = file.model, _dtypes(file.model, cluster)
     origin = source_of(model)
     try:

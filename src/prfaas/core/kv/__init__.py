@@ -1,6 +1,7 @@
 """What a request's KVCache is made of, and how many bytes of it must move."""
 
 from prfaas.core.kv.config_fields import CacheDtypeError, ConfigError
+from prfaas.core.kv.drafters import DrafterError, Speculation, with_drafter
 from prfaas.core.kv.dtypes import (
     DEFAULT_DTYPES,
     CacheDtypes,
@@ -27,6 +28,7 @@ __all__ = [
     "ChunkedWindow",
     "ConfigError",
     "ConfigSource",
+    "DrafterError",
     "FullAttention",
     "Group",
     "KvCacheDtype",
@@ -35,6 +37,7 @@ __all__ = [
     "ModelDtype",
     "PublishedModel",
     "SlidingWindow",
+    "Speculation",
     "StateDtype",
     "are_convertible",
     "kept_dtype",
@@ -45,4 +48,5 @@ __all__ = [
     "published_model",
     "published_models",
     "read_config",
+    "with_drafter",
 ]

@@ -44,7 +44,7 @@ def attention(config: ConfigFields, types: Sequence[str], size: ElementBytes) ->
     groups: list[Group] = [FullAttention(types.count(FULL), heads, head, head, size.kv)]
     if SLIDING in types:
         window = config.whole("sliding_window")
-        groups.append(SlidingWindow(types.count(SLIDING), heads, head, head, window, size.kv))
+        groups.append(SlidingWindow(types.count(SLIDING), heads, head, head, window, dtype_bytes=size.kv))
     return groups
 
 
@@ -147,7 +147,9 @@ def _gemma4(config: ConfigFields, size: ElementBytes) -> list[Group]:
     full_heads = config.whole("num_global_key_value_heads", heads) if keys_are_values else heads
     return [
         FullAttention(own.count(FULL), full_heads, full_head, full_head, size.kv),
-        SlidingWindow(own.count(SLIDING), heads, head, head, config.whole("sliding_window"), size.kv),
+        SlidingWindow(
+            own.count(SLIDING), heads, head, head, config.whole("sliding_window"), dtype_bytes=size.kv
+        ),
     ]
 
 
@@ -165,7 +167,7 @@ def _cohere2(config: ConfigFields, size: ElementBytes) -> list[Group]:
     groups: list[Group] = [FullAttention(types.count(FULL), heads, head, head, size.kv)]
     if SLIDING in types:
         window = config.whole("sliding_window") + 1
-        groups.append(SlidingWindow(types.count(SLIDING), heads, head, head, window, size.kv))
+        groups.append(SlidingWindow(types.count(SLIDING), heads, head, head, window, dtype_bytes=size.kv))
     return groups
 
 
@@ -183,7 +185,7 @@ def _llama4(config: ConfigFields, size: ElementBytes) -> list[Group]:
     heads, head = config.kv_heads, config.head_size
     groups: list[Group] = [FullAttention(layers - chunked, heads, head, head, size.kv)]
     if chunked:
-        groups.append(ChunkedWindow(chunked, heads, head, head, chunk, size.kv))
+        groups.append(ChunkedWindow(chunked, heads, head, head, chunk, dtype_bytes=size.kv))
     return groups
 
 
@@ -209,7 +211,7 @@ def _step3p5(config: ConfigFields, size: ElementBytes) -> list[Group]:
         if config.given("attention_other_setting"):
             other = config.section("attention_other_setting")
             groups, head = other.whole("num_attention_groups", groups), other.whole("head_dim", head)
-        found.append(SlidingWindow(types.count(SLIDING), groups, head, head, window, size.kv))
+        found.append(SlidingWindow(types.count(SLIDING), groups, head, head, window, dtype_bytes=size.kv))
     _no_linear(types, config)
     return found
 
@@ -231,7 +233,7 @@ def _mimo_v2(config: ConfigFields, size: ElementBytes) -> list[Group]:
             swa_head,
             config.whole("swa_v_head_dim", swa_head),
             config.whole("sliding_window_size"),
-            size.kv,
+            dtype_bytes=size.kv,
         ),
     ]
 

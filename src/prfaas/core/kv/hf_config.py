@@ -193,8 +193,8 @@ def _within_context(groups: Sequence[Group], context: int | None) -> tuple[Group
     others: list[Group] = []
     for group in groups:
         if isinstance(group, SlidingWindow) and context is not None and group.window_tokens >= context:
-            shape = group.kv_heads, group.head_size_k, group.head_size_v, group.dtype_bytes
-            full = _joined(full, FullAttention(group.layers, *shape))
+            heads, k, v = group.kv_heads, group.head_size_k, group.head_size_v
+            full = _joined(full, FullAttention(group.layers, heads, k, v, group.dtype_bytes))
         elif isinstance(group, FullAttention):
             full.append(group)
         else:

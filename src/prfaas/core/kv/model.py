@@ -21,6 +21,20 @@ class KvModel:
 
     name: str
     groups: tuple[Group, ...]
+    """Of its own layers, then of those of what drafts tokens for it."""
+    drafter: str = ""
+    """Which one that is: only between engines that have the same does its part cross. "": none has a KVCache."""
+    drafter_groups: int = 0
+    """How many of `groups`, the last ones, are the drafter's."""
+
+    @property
+    def own_groups(self) -> tuple[Group, ...]:
+        """Those of the model without a drafter's."""
+        return self.groups[: len(self.groups) - self.drafter_groups]
+
+    def without_drafter(self) -> "KvModel":
+        """What an engine keeps that drafts nothing."""
+        return replace(self, groups=self.own_groups, drafter="", drafter_groups=0)
 
     @property
     def is_hybrid(self) -> bool:
@@ -109,8 +123,8 @@ class KvModel:
 
     @property
     def full_heads(self) -> int:
-        """KV heads of full attention; 0 if its layers have unlike numbers, or all of them latents."""
-        found = {each.kv_heads for each in self.groups if type(each) is FullAttention and not each.is_mla}
+        """KV heads of its own full attention; 0 if its layers have unlike numbers, or all of them latents."""
+        found = {each.kv_heads for each in self.own_groups if type(each) is FullAttention and not each.is_mla}
         return found.pop() if len(found) == 1 else 0
 
     def on_all_ranks(self, tensor_parallel: int) -> "KvModel":
@@ -125,7 +139,9 @@ class KvModel:
 
     def describe(self) -> str:
         """One line for people."""
-        return f"{self.name}: " + "; ".join(group.describe() for group in self.groups)
+        kept = [group.describe() for group in self.groups]
+        drafted = [f"drafts: {each}" for each in kept[len(self.own_groups) :]]
+        return f"{self.name}: " + "; ".join([*kept[: len(self.own_groups)], *drafted])
 
 
 def model_on_wire(sent: KvModel, kept: KvModel, consumer_ranks: int) -> KvModel:
@@ -133,7 +149,8 @@ def model_on_wire(sent: KvModel, kept: KvModel, consumer_ranks: int) -> KvModel:
 
     Full attention crosses once, whatever ranks keep alike: the producer's take turns to send it, and the consumer's
     read what one of them was sent. Windows, states, and full attention of layers with unlike numbers of heads are sent
-    to each of the consumer's ranks that keeps them. Between unlike dtypes the narrower one crosses.
+    to each of the consumer's ranks that keeps them; so is a drafter's, but for latents. Between unlike dtypes the
+    narrower one crosses, and between unlike drafters nothing of theirs.
 
     Args:
         sent: the model on one rank, as the producer keeps it.
@@ -143,12 +160,16 @@ def model_on_wire(sent: KvModel, kept: KvModel, consumer_ranks: int) -> KvModel:
     Raises:
         ValueError: some layers' heads can't be divided among the consumer's ranks.
     """
+    if sent.drafter != kept.drafter:
+        sent, kept = sent.without_drafter(), kept.without_drafter()
     model = min(sent, kept, key=KvModel.compared_bytes)
-    held = model.on_all_ranks(consumer_ranks)
+    held, own = model.on_all_ranks(consumer_ranks), len(model.own_groups)
     return replace(
         model,
         groups=tuple(
-            once if isinstance(once, FullAttention) and (once.is_mla or model.full_heads) else copies
-            for once, copies in zip(model.groups, held.groups, strict=True)
+            once
+            if isinstance(once, FullAttention) and (once.is_mla or (model.full_heads and index < own))
+            else copies
+            for index, (once, copies) in enumerate(zip(model.groups, held.groups, strict=True))
         ),
     )

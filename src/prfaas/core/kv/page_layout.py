@@ -10,7 +10,7 @@ Where one side keeps elements of 16 bits and the other of 8, those of 8 travel: 
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from itertools import accumulate, groupby
 from math import gcd
 
@@ -51,8 +51,8 @@ class PagePart:
 
     def of_elements(self, nbytes: int, now: int) -> "PagePart":
         """The same with elements of so many bytes, which have `now` of them."""
-        heads, rows, *lengths = astuple(self)
-        return PagePart(heads, rows, *(length * nbytes // now for length in lengths))
+        lengths = {name: value for name, value in asdict(self).items() if name.endswith("_bytes")}
+        return replace(self, **{name: length * nbytes // now for name, length in lengths.items()})
 
     def strides(self, tokens: int) -> list[tuple[int, int]]:
         """(number, distance in bytes) of its tokens, heads and rows; the distance of a single one means nothing."""
@@ -210,7 +210,13 @@ def _dense_part(part: PagePart, tokens: int, offset_bytes: int) -> PagePart:
             nbytes *= numbers[place]
     token_stride, head_stride, row_stride = dense
     return PagePart(
-        part.heads, part.rows, part.width_bytes, offset_bytes, token_stride, head_stride, row_stride
+        part.heads,
+        part.rows,
+        part.width_bytes,
+        offset_bytes,
+        token_stride,
+        head_stride_bytes=head_stride,
+        row_stride_bytes=row_stride,
     )
 
 
@@ -284,7 +290,7 @@ def read_layouts(told: object) -> tuple[PageLayout, ...]:
             _number(page_tokens, 1, _MOST_TOKENS),
             _number(page_bytes, 1, _MOST_BYTES),
             tuple(_read_part(part) for part in _list(parts, _MOST_PARTS)),
-            str(element),
+            element=str(element),
         )
         if layout.element and not layout.parts:
             raise ValueError("only where the order in a page is known, its elements are")
@@ -295,12 +301,15 @@ def read_layouts(told: object) -> tuple[PageLayout, ...]:
 
 
 def _read_part(told: object) -> PagePart:
-    heads, rows, width, *places = _fields(told, 7)
+    heads, rows, width, offset, token_stride, head_stride, row_stride = _fields(told, 7)
     return PagePart(
-        _number(heads, 1, _MOST_TOKENS),
-        _number(rows, 1, _MOST_TOKENS),
-        _number(width, 1, _MOST_BYTES),
-        *(_number(place, 0, _MOST_BYTES) for place in places),
+        heads=_number(heads, 1, _MOST_TOKENS),
+        rows=_number(rows, 1, _MOST_TOKENS),
+        width_bytes=_number(width, 1, _MOST_BYTES),
+        offset_bytes=_number(offset, 0, _MOST_BYTES),
+        token_stride_bytes=_number(token_stride, 0, _MOST_BYTES),
+        head_stride_bytes=_number(head_stride, 0, _MOST_BYTES),
+        row_stride_bytes=_number(row_stride, 0, _MOST_BYTES),
     )
 
 

@@ -177,7 +177,8 @@ def naive(problem: PlanProblem, rival: Rival, service: ServiceModel = "mean leng
         found = naive_network(problem, service)
         if found is None:
             return None
-        operation = Operation(problem, *found)
+        point, work = found
+        operation = Operation(problem, point, work)
     return _baseline("all prefill on PrfaaS, no routing by length", operation, rival)
 
 
@@ -205,12 +206,14 @@ def _baseline(label: str, operation: Operation, rival: Rival) -> Baseline:
         sum(cluster.instances for cluster in clusters),
         sum(cluster.gpus for cluster in clusters),
         "+".join(dict.fromkeys(cluster.hardware for cluster in clusters)),
-        rival.per_hour / own_per_hour if rival.per_hour is not None and own_per_hour else None,
-        operation.estimate(problem.load),
-        operation.estimate(rival.requests_per_s / point.lambda_max) if point.lambda_max > 0 else None,
-        None if target is None else operation.rate_within(target),
-        operation.keeps_target,
-        cost_at(problem, point),
+        cost_ratio=rival.per_hour / own_per_hour if rival.per_hour is not None and own_per_hour else None,
+        ttft_estimate=operation.estimate(problem.load),
+        ttft_same_traffic=operation.estimate(rival.requests_per_s / point.lambda_max)
+        if point.lambda_max > 0
+        else None,
+        rate_within_target=None if target is None else operation.rate_within(target),
+        keeps_target=operation.keeps_target,
+        cost=cost_at(problem, point),
     )
 
 

@@ -199,7 +199,7 @@ def _side(
     ]
     # Its links are in the curve.
     name = f"others for {pd.name}"
-    away = PrfaasCluster(name, name, 1, 1, _Together(tuple(remote)), pd.prefix_hit_ratio)
+    away = PrfaasCluster(name, name, 1, 1, _Together(tuple(remote)), prefix_hit_ratio=pd.prefix_hit_ratio)
     alone = replace(
         problem,
         prfaas=(away,) if remote else (),

@@ -71,7 +71,7 @@ def problem_of(deployment: PlannedDeployment) -> PlanProblem:
                     cluster.instance_count,
                     cluster.gpus_per_instance,
                     prefill_s[cluster.name],
-                    cluster.prefix_hit_ratio,
+                    prefix_hit_ratio=cluster.prefix_hit_ratio,
                 )
                 for cluster in deployment.prfaas_clusters
             ),
@@ -87,9 +87,9 @@ def problem_of(deployment: PlannedDeployment) -> PlanProblem:
                     link.bandwidth_bits_per_s,
                     link.egress_per_gb,
                     link.rtt_s,
-                    mapping_bits_per_s(deployment, link),
-                    narrower.get(link.name),
-                    float(deployment.sent_over(link.name).token_bytes),
+                    transfer_limit_bits_per_s=mapping_bits_per_s(deployment, link),
+                    kv_bytes=narrower.get(link.name),
+                    streamed_token_bytes=float(deployment.sent_over(link.name).token_bytes),
                 )
                 for link in deployment.links
             ),
@@ -178,9 +178,9 @@ def _pd(
         cluster.instance_count,
         cluster.gpus_per_instance,
         prefill_s,
-        float(batch),
-        step_s,
-        cluster.prefix_hit_ratio,
+        decode_batch=float(batch),
+        decode_step_s=step_s,
+        prefix_hit_ratio=cluster.prefix_hit_ratio,
     )
 
 

@@ -236,8 +236,15 @@ def _routes(routing: RoutingPlan) -> list[RouteUse]:
             used = routing.shares[:, k] > min(_SEEN, total / 2)
             if not used.any():
                 used = routing.shares[:, k] > 0
-            ends = float(bins.lower[used].min()) * scale, float(bins.upper[used].max()) * scale
-            routes.append(RouteUse(path.prefill, path.decode, total, routing.mean_length(k) * scale, *ends))
+            use = RouteUse(
+                prefill=path.prefill,
+                decode=path.decode,
+                fraction=total,
+                mean_tokens=routing.mean_length(k) * scale,
+                from_tokens=float(bins.lower[used].min()) * scale,
+                to_tokens=float(bins.upper[used].max()) * scale,
+            )
+            routes.append(use)
     return routes
 
 

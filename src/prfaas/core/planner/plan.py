@@ -96,7 +96,7 @@ class Plan:
             self.ttft_estimate.load,
             self.ttft_target,
             self.keeps_target,
-            self.lambda_max_without_target or 0.0,
+            rate_without_target=self.lambda_max_without_target or 0.0,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -179,38 +179,29 @@ def make_plan(problem: PlanProblem, service: ServiceModel = "mean length") -> Pl
         links=tuple(replace(link, needed_bits_per_s=needed[link.name]) for link in operation.point.links),
     )
     by_length = rate if service == "by length" else best_operation(problem, "by length").lambda_max
-    per_hour, egress = cost_per_hour(problem, optimum), egress_per_hour(problem, optimum)
-    rival = Rival(per_hour, problem.load * rate)
-    same_gpus = homogeneous(problem, rival, service)
-    same_cost = homogeneous_at_equal_cost(problem, same_gpus, rival, service)
-    comparable = operation.comparable_rate
-    has_rival = comparable > 0 and same_gpus.comparable_rate > 0
-    ratio = comparable / same_gpus.comparable_rate if has_rival else None
-    at_equal_cost = equal_cost_ratio(comparable, same_cost) if has_rival else None
-    break_even = None
-    if at_equal_cost is not None:
-        even_per_hour = break_even_per_hour(problem, comparable, same_gpus, service)
-        if even_per_hour is not None:
-            break_even = break_even_per_gb(problem, optimum, even_per_hour)
+    rival = Rival(cost_per_hour(problem, optimum), problem.load * rate)
+    gain = _gain(problem, optimum, operation.comparable_rate, rival, service)
     naive_baseline = naive(problem, rival, service)
     naive_rate = naive_baseline.point.lambda_max if naive_baseline else 0.0
     without_target = rate
     if target is not None:
         without_target = best_operation(replace(problem, ttft_target=None), service).lambda_max
     keeps_target = operation.keeps_target
-    limits = Limits(optimum, unlimited.lambda_max, problem.load, target, keeps_target, without_target)
+    limits = Limits(
+        optimum, unlimited.lambda_max, problem.load, target, keeps_target, rate_without_target=without_target
+    )
     return Plan(
         name=problem.name,
         method="linear programme" if network else "exact search",
         service_model=service,
         optimum=optimum,
-        homogeneous=same_gpus,
-        homogeneous_equal_cost=same_cost,
+        homogeneous=gain.homogeneous,
+        homogeneous_equal_cost=gain.at_equal_cost,
         naive=naive_baseline,
-        ratio_to_homogeneous=ratio,
+        ratio_to_homogeneous=gain.ratio,
         ratio_to_naive=rate / naive_rate if naive_rate > 0 else None,
-        equal_cost_ratio=at_equal_cost,
-        egress_break_even_per_gb=break_even,
+        equal_cost_ratio=gain.equal_cost_ratio,
+        egress_break_even_per_gb=gain.break_even_per_gb,
         cheapest=_cheapest_within(problem, service),
         lambda_max_by_length=by_length,
         lambda_max_unlimited_links=max(unlimited.lambda_max, rate),
@@ -218,17 +209,36 @@ def make_plan(problem: PlanProblem, service: ServiceModel = "mean length") -> Pl
         shadow_prices=by_duals(problem, network) if network else by_difference(problem, rate, service),
         cost=cost_at(problem, optimum),
         ttft_estimate=operation.estimate(problem.load),
-        verdict=verdict_of(
-            limits,
-            Gain(same_gpus, ratio, at_equal_cost, egress, break_even),
-            has_prfaas=bool(problem.prfaas),
-        ),
+        verdict=verdict_of(limits, gain, has_prfaas=bool(problem.prfaas)),
         fleet=fleet(problem, rival, service),
         ttft_target=target,
         keeps_target=keeps_target,
         lambda_max_without_target=None if target is None else without_target,
         rate_within_target=None if target is None else operation.rate_within(target),
         rest_estimate=operation.rest_estimate(problem.load),
+    )
+
+
+def _gain(
+    problem: PlanProblem, optimum: OperatingPoint, comparable_rate: float, rival: Rival, service: ServiceModel
+) -> Gain:
+    """Against as many GPUs and against as much money without PrfaaS."""
+    same_gpus = homogeneous(problem, rival, service)
+    same_cost = homogeneous_at_equal_cost(problem, same_gpus, rival, service)
+    has_rival = comparable_rate > 0 and same_gpus.comparable_rate > 0
+    at_equal_cost = equal_cost_ratio(comparable_rate, same_cost) if has_rival else None
+    even_per_hour = None
+    if at_equal_cost is not None:
+        even_per_hour = break_even_per_hour(problem, comparable_rate, same_gpus, service)
+    return Gain(
+        homogeneous=same_gpus,
+        at_equal_cost=same_cost,
+        ratio=comparable_rate / same_gpus.comparable_rate if has_rival else None,
+        equal_cost_ratio=at_equal_cost,
+        egress_per_hour=egress_per_hour(problem, optimum),
+        break_even_per_gb=None
+        if even_per_hour is None
+        else break_even_per_gb(problem, optimum, even_per_hour),
     )
 
 

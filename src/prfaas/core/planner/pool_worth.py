@@ -103,7 +103,9 @@ def tier_worths(
                 _at(problem.kv_bytes, tokens), _at(cluster.prefill_s, tokens)
             )
             pays_from = _pays_from(problem.kv_bytes, cluster.prefill_s, bits_per_s, range_tokens)
-            found.append(TierWorth(cluster.name, tier, bits_per_s, tokens, kv_bits_per_s, pays_from))
+            found.append(
+                TierWorth(cluster.name, tier, bits_per_s, tokens, kv_bits_per_s, pays_from_tokens=pays_from)
+            )
     return tuple(found)
 
 

@@ -85,7 +85,7 @@ def latency_of_work(
     utilisation = requests_per_s / least if least > 0 else math.inf
     prefill_s = sum((pool.work_s for pool in work.pools), 0.0)
     if utilisation >= 1:
-        return RoleLatency(prefill, requests_per_s, utilisation, prefill_s, math.inf, math.inf)
+        return RoleLatency(prefill, requests_per_s, utilisation, prefill_s, math.inf, decode_wait_s=math.inf)
     prefill_wait_s = sum(
         (pool.part * _prefill_wait_s(pool, requests_per_s, queues) for pool in work.pools), 0.0
     )
@@ -98,7 +98,9 @@ def latency_of_work(
         ),
         0.0,
     )
-    return RoleLatency(prefill, requests_per_s, utilisation, prefill_s, prefill_wait_s, decode_wait_s)
+    return RoleLatency(
+        prefill, requests_per_s, utilisation, prefill_s, prefill_wait_s, decode_wait_s=decode_wait_s
+    )
 
 
 def decode_queues(

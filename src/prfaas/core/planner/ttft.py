@@ -321,7 +321,9 @@ def queueing_ttft(
     rate = load * lambda_max
     found = TtftDistribution(pools, rate, decode)
     mean_s, p90_s = (found.mean_s(), found.quantile_s(0.9)) if found.is_finite else (None, None)
-    return TtftEstimate(ESTIMATE_LABEL, load, rate, mean_s, p90_s, found.busiest_utilisation)
+    return TtftEstimate(
+        ESTIMATE_LABEL, load, rate, mean_s, p90_s, busiest_utilisation=found.busiest_utilisation
+    )
 
 
 def _utilisations(

@@ -307,7 +307,9 @@ def _distribution(
 
 def _estimate(found: TtftDistribution, load: float, requests_per_s: float) -> TtftEstimate:
     mean_s, p90_s = (found.mean_s(), found.quantile_s(0.9)) if found.is_finite else (None, None)
-    return TtftEstimate(ESTIMATE_LABEL, load, requests_per_s, mean_s, p90_s, found.busiest_utilisation)
+    return TtftEstimate(
+        ESTIMATE_LABEL, load, requests_per_s, mean_s, p90_s, busiest_utilisation=found.busiest_utilisation
+    )
 
 
 def _is_within(found: TtftDistribution, target: TtftTarget) -> bool:

@@ -145,7 +145,7 @@ def split_of(problem: PlanProblem, policy: CachePolicy, service: ServiceModel) -
     prfaas = problem.prfaas[0] if problem.prfaas else None
     remote = path(problem, prfaas, pd, policy) if prfaas is not None else None
     fine = problem.workload.lengths.fine_bins() if service == "by length" else None
-    return Split(problem, prfaas, pd, remote, local, fine)
+    return Split(problem, prfaas, pd, remote, local, fine=fine)
 
 
 def point_of(split: Split, length: float, n_prefill: int) -> OperatingPoint:
@@ -384,11 +384,18 @@ def _routes(split: Split, length: float, p: float) -> list[RouteUse]:
     long_tokens, short_tokens = lengths.mean_above(length), lengths.mean_at_most(length)
     if short_tokens is not None:
         end = min(length, lengths.high)
-        routes.append(RouteUse(split.pd.name, split.pd.name, 1 - p, short_tokens * share, 0.0, end * share))
+        routes.append(
+            RouteUse(split.pd.name, split.pd.name, 1 - p, short_tokens * share, 0.0, to_tokens=end * share)
+        )
     if long_tokens is not None and split.prfaas is not None:
         routes.append(
             RouteUse(
-                split.prfaas.name, split.pd.name, p, long_tokens * share, length * share, lengths.high * share
+                split.prfaas.name,
+                split.pd.name,
+                p,
+                long_tokens * share,
+                length * share,
+                to_tokens=lengths.high * share,
             )
         )
     return routes

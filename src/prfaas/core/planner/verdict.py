@@ -102,6 +102,7 @@ class Gain:
 
     homogeneous: Baseline
     """As many GPUs."""
+    at_equal_cost: Baseline | None
     ratio: float | None
     """Of the throughputs; None without PrfaaS clusters, or where one of them is 0."""
     equal_cost_ratio: float | None

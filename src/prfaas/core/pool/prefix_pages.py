@@ -89,7 +89,7 @@ class PrefixPages:
             end,
             identity,
             group.rank_bytes * self._geometry.ranks,
-            group.kind is not GroupKind.FULL,
+            is_tail=group.kind is not GroupKind.FULL,
         )
 
 

@@ -275,10 +275,10 @@ class Allocator:
             role,
             reason,
             rates[0],
-            rates[1],
-            rates[2],
-            now.ttft_s,
-            best.ttft_s,
+            rate_after=rates[1],
+            rate_best=rates[2],
+            ttft_before_s=now.ttft_s,
+            ttft_best_s=best.ttft_s,
         )
 
     def _is_full(self, load: PdLoad, role: Role) -> bool:
@@ -312,7 +312,7 @@ class Allocator:
                 continue
             reason = f"{role} is the limit: {now[load.cluster]} prefill, best {best[load.cluster]}"
             wanted[load.cluster, role] = Conversion(
-                load.cluster, _spare(load, role), role, reason, before, after, rate_best
+                load.cluster, _spare(load, role), role, reason, before, rate_after=after, rate_best=rate_best
             )
         return wanted
 

@@ -17,13 +17,13 @@ from prfaas.core.scheduling.decoders import decode_choices
 from prfaas.core.scheduling.egress import is_worth_offloading
 from prfaas.core.scheduling.link_choice import AbundanceMarks, usable_link
 from prfaas.core.scheduling.parameters import Bounds
+from prfaas.core.scheduling.pd_candidate import PdCandidate
 from prfaas.core.scheduling.routing import (
     Choice,
-    PdCandidate,
+    cheapest_remote,
     decision_of,
     route,
     single_token,
-    soonest_remote,
 )
 from prfaas.core.scheduling.view import ClusterView, InstanceView, LinkView, View
 
@@ -100,7 +100,7 @@ class StaticThreshold:
         uncached = request.num_tokens - pd.held_tokens
         long = uncached > self.threshold_tokens
         if long and pd.remotes:
-            best = soonest_remote(request, view, pd, pd.remotes)
+            best = cheapest_remote(request, view, pd.decode, pd.remotes)
             return Choice(best, uncached, self.threshold_tokens, "long")
         reason = pd.reason_to_stay(long=long)
         return Choice(pd.local, uncached, self.threshold_tokens, reason)
@@ -134,7 +134,7 @@ class OffloadAll:
     def _choose(self, request: RoutingRequest, view: View, pd: PdCandidate) -> Choice:
         uncached = request.num_tokens - pd.held_tokens
         if pd.remotes:
-            best = soonest_remote(request, view, pd, pd.remotes)
+            best = cheapest_remote(request, view, pd.decode, pd.remotes)
             return Choice(best, uncached, 0.0, "always")
         return Choice(pd.local, uncached, 0.0, pd.reason_to_stay(long=True))
 
@@ -154,11 +154,12 @@ class LeastTtft:
         return route(request, view, self._choose)
 
     def _choose(self, request: RoutingRequest, view: View, pd: PdCandidate) -> Choice:
-        best = with_cache(request, view, pd, pd.local, self.abundance)
+        best, stays = with_cache(request, view, pd, pd.local, self.abundance)
         if pd.remotes:
-            far = soonest_remote(request, view, pd, pd.remotes)
-            far = with_cache(request, view, pd, far, self.abundance)
-            best = far if far.delay_s < best.delay_s else best
+            far = cheapest_remote(request, view, pd.decode, pd.remotes)
+            far, far_stays = with_cache(request, view, pd, far, self.abundance)
+            if far.delay_s < best.delay_s:
+                best, stays = far, far_stays
         uncached = uncached_tokens(request, view, pd, self.abundance)
         reason = pd.local_reason if best.link is None else ""
-        return Choice(best, uncached, pd.threshold_tokens, reason or "soonest")
+        return Choice(best, uncached, pd.threshold_tokens, reason or "soonest", cache_stays=stays)

@@ -1,18 +1,24 @@
 """Caches of other clusters: when they count, and when they move first (section 3.4.3 of the paper)."""
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+
 from prfaas.core.prefix.index import PrefixHit
-from prfaas.core.scheduling.candidates import PooledPrefix, PrefillCandidate, PrefixSource
+from prfaas.core.scheduling.candidates import PooledPrefix, PrefillCandidate, PrefixSource, streamed
 from prfaas.core.scheduling.decision import CacheTransfer, RoutingRequest
 from prfaas.core.scheduling.egress import is_worth_its_bytes
-from prfaas.core.scheduling.hazard import streamed_s
 from prfaas.core.scheduling.link_choice import AbundanceMarks, abundant_link
-from prfaas.core.scheduling.routing import PdCandidate
+from prfaas.core.scheduling.pd_candidate import PdCandidate
 from prfaas.core.scheduling.tiers import pool_at, reading_s
 from prfaas.core.scheduling.view import InstanceView, LinkView, View
 from prfaas.core.units import BITS_PER_BYTE
 
 # Of the tokens to compute: a cache transfer costs two more hops of the gateway, whatever its size.
 _LEAST_SHARE = 0.1
+# An instance that sends a prefix computes its last token.
+_COMPUTED_AT_SOURCE = 1
+# The prefill instance computes a token of its own, and the decode instance the prompt's last.
+_COMPUTED_LATER = 2
 
 
 def uncached_tokens(request: RoutingRequest, view: View, pd: PdCandidate, marks: AbundanceMarks) -> int:
@@ -46,7 +52,7 @@ def sends_less(local: PrefillCandidate, there: PrefillCandidate) -> bool:
 
 def with_cache(
     request: RoutingRequest, view: View, pd: PdCandidate, option: PrefillCandidate, marks: AbundanceMarks
-) -> PrefillCandidate:
+) -> tuple[PrefillCandidate, str]:
     """The option after the longest cache of another cluster has moved to its instance, if that pays.
 
     Bandwidth must be abundant on a link from there. It must spare at least a tenth of the prefill's tokens, and
@@ -54,71 +60,92 @@ def with_cache(
     they spare, and cost no more than it.
     What a pool holds goes to the pool of the instance's machine, which the instance then loads from.
     A decode instance that prefills itself gets none.
+
+    Returns:
+        The option, as it was where no cache moves; and why none does, as `Decision.cache_stays`.
     """
-    if not pd.sources or option.instance is pd.decode:
-        return option
-    found = _best_source(view, pd, option, marks)
-    if found is None:
-        return option
-    source, link = found
-    pooled = type(source) is PooledPrefix
+    if not pd.sources:
+        return option, ""
+    longer = [each for each in pd.sources if each.held_tokens > option.reusable_tokens]
+    if not longer:
+        return option, ""
+    if option.instance is pd.decode:
+        return option, "decode-prefills"
+    way = _way(view, longer, option, marks)
+    if way is None:
+        return option, "no-bandwidth"
+    move = _move(request, view, option, *way)
+    if move.tokens - option.reusable_tokens < _LEAST_SHARE * (request.num_tokens - option.reusable_tokens):
+        return option, "spares-little"
+    if move.moved_s + move.load_s >= option.load_s + option.prefill_s - move.prefill_s:
+        return option, "slower"
+    link, spared_s = way[1], option.prefill_s - move.prefill_s
+    if link.egress_price_per_byte and not is_worth_its_bytes(
+        link, move.transfer.kv_bytes, spared_s, option.cluster.instance_price_per_s
+    ):
+        return option, "egress-price"
+    start_s = max(option.start_s - option.load_s, move.moved_s) + move.load_s
+    moved = PrefillCandidate(
+        cluster=option.cluster,
+        instance=option.instance,
+        reusable_tokens=move.tokens,
+        start_s=start_s,
+        prefill_s=move.prefill_s,
+        ttft_s=start_s + move.prefill_s,
+        loaded_s=start_s + move.prefill_s,
+        cache_transfer=move.transfer,
+        load_s=move.load_s,
+    )
+    if option.link is not None:
+        moved = streamed(moved, option.link, view, option.kv_bytes, request.first_from_prefill)
+    return moved, ""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Move:
+    """A cache on its way to an instance, and the prefill there after it."""
+
+    transfer: CacheTransfer
+    tokens: int
+    """That the prefill need not compute."""
+    moved_s: float
+    """From now until it is there."""
+    load_s: float
+    """What the instance loads after it."""
+    prefill_s: float
+
+
+def _move(
+    request: RoutingRequest, view: View, option: PrefillCandidate, source: PrefixSource, link: LinkView
+) -> _Move:
+    held, target = source.held_tokens, option.instance.name
     at_target: PrefixHit | None
-    if pooled:
-        sent_tokens = tokens = source.held_tokens
-        at_target = _in_target_pool(request, view, option)
+    if isinstance(source, PooledPrefix):
+        at_target, kv = _in_target_pool(request, view, option), view.kv_of_pools(option.cluster.name)
+        sent_tokens = tokens = held
     else:
-        # The source computes a last token, the target another, and the decode instance the prompt's last.
-        tokens = min(source.held_tokens, request.num_tokens - 3)
-        sent_tokens = tokens + 1
-        at_target = request.held.get(option.instance.name)
-    if tokens - option.reusable_tokens < _LEAST_SHARE * (request.num_tokens - option.reusable_tokens):
-        return option
-    skip = min(at_target.attention_tokens, tokens) if at_target is not None and view.kv.can_skip else 0
-    kv = view.kv_of_pools(option.cluster.name) if pooled else link.kv or view.kv
-    kv_bytes = kv.prefix_bytes_to_move(sent_tokens, skip)
-    moved_s = BITS_PER_BYTE * kv_bytes / (link.capacity_bits_per_s - link.egress_bits_per_s) + link.rtt_s
+        at_target, kv = request.held.get(target), link.kv or view.kv
+        sent_tokens = min(held + _COMPUTED_AT_SOURCE, request.num_tokens - _COMPUTED_LATER)
+        tokens = sent_tokens - _COMPUTED_AT_SOURCE
+    skip_tokens = min(at_target.attention_tokens, tokens) if at_target is not None and view.kv.can_skip else 0
+    kv_bytes = kv.prefix_bytes_to_move(sent_tokens, skip_tokens)
     begins_s = link.drained_s
-    holder = source.holder
-    if isinstance(holder, InstanceView) and holder.busy_until_s > begins_s:
+    if isinstance(source.holder, InstanceView):
         # It computes the last token of what it sends, behind the prefills that it has.
-        begins_s = holder.busy_until_s
-    if begins_s > view.now_s:
-        moved_s += begins_s - view.now_s
+        begins_s = max(begins_s, source.holder.busy_until_s)
+    moved_s = BITS_PER_BYTE * kv_bytes / (link.capacity_bits_per_s - link.egress_bits_per_s) + link.rtt_s
+    moved_s += max(begins_s - view.now_s, 0.0)
     load_s = option.load_s
     if request.pools:
-        moved_s, load_s = _from_tiers(request, view, option, source, tokens, skip, moved_s)
-    prefill_s = option.cluster.after_prefix_s(request.num_tokens - tokens, tokens)
-    if moved_s + load_s >= option.load_s + option.prefill_s - prefill_s:
-        return option
-    if link.egress_price_per_byte:
-        spared_s = option.prefill_s - prefill_s
-        if not is_worth_its_bytes(link, kv_bytes, spared_s, option.cluster.instance_price_per_s):
-            return option
-    ready_s = option.start_s - option.load_s
-    start_s = (ready_s if ready_s > moved_s else moved_s) + load_s
-    ttft_s = loaded_s = start_s + prefill_s
-    if option.link is not None:
-        wait_s, link_s, rtt_s = option.link_wait_s, option.link_s, option.link.rtt_s
-        early, kills_per_s = request.first_from_prefill, option.cluster.kills_per_s
-        checkpoint_s = view.checkpoint_s(option.link, early)
-        loaded_s = streamed_s(start_s, prefill_s, wait_s, link_s, rtt_s, kills_per_s, checkpoint_s)
-        ttft_s = loaded_s
-        if early:
-            ttft_s = streamed_s(start_s, prefill_s, 0.0, 0.0, rtt_s, kills_per_s, checkpoint_s)
-    return PrefillCandidate(
-        option.cluster,
-        option.instance,
-        tokens,
-        start_s,
-        prefill_s,
-        option.link,
-        option.link_wait_s,
-        option.link_s,
-        ttft_s,
-        loaded_s,
-        option.kv_bytes,
-        CacheTransfer(holder.name, sent_tokens, skip, kv_bytes, pooled),
-        load_s,
+        moved_s, load_s = _from_tiers(request, view, option, source, tokens, skip_tokens, moved_s)
+    return _Move(
+        transfer=CacheTransfer(
+            source.holder.name, sent_tokens, skip_tokens, kv_bytes, isinstance(source, PooledPrefix)
+        ),
+        tokens=tokens,
+        moved_s=moved_s,
+        load_s=load_s,
+        prefill_s=option.cluster.after_prefix_s(request.num_tokens - tokens, tokens),
     )
 
 
@@ -142,7 +169,7 @@ def _from_tiers(
         # The instance loads it from its machine's pool before it sends.
         return moved_s + request.loads_s.get(source.holder.name, 0.0), option.load_s
     target = pool_at(view, option.instance.name)
-    assert target is not None  # `_best_source` has asked for it
+    assert target is not None  # `_way` has asked for it
     # Pools exchange pages between clusters that keep them in one dtype.
     kv = view.kv_of_pools(option.cluster.name)
     read_s = reading_s(kv, source.holder, request.pools[source.holder.name], tokens, skip_tokens)
@@ -150,15 +177,14 @@ def _from_tiers(
     return max(moved_s, read_s), BITS_PER_BYTE * loaded_bytes / target.memory_bits_per_s
 
 
-def _best_source(
-    view: View, pd: PdCandidate, option: PrefillCandidate, marks: AbundanceMarks
+def _way(
+    view: View, longest_first: Iterable[PrefixSource], option: PrefillCandidate, marks: AbundanceMarks
 ) -> tuple[PrefixSource, LinkView] | None:
-    for source in pd.sources:
-        if source.held_tokens <= option.reusable_tokens:
-            return None
-        if type(source) is PooledPrefix and pool_at(view, option.instance.name) is None:
+    """The first source that can send to the option's instance now, and its link."""
+    for source in longest_first:
+        if isinstance(source, PooledPrefix) and pool_at(view, option.instance.name) is None:
             continue
-        if view.blocked and (source.holder.name, option.instance.name) in view.blocked:
+        if (source.holder.name, option.instance.name) in view.blocked:
             continue
         link = _link_from(source, option.cluster.name, view, marks)
         if link is not None:
@@ -168,5 +194,5 @@ def _best_source(
 
 def _link_from(source: PrefixSource, target: str, view: View, marks: AbundanceMarks) -> LinkView | None:
     link = abundant_link(view, source.cluster.name, target, marks)
-    is_apart = link is not None and not link.joins_pools and type(source) is PooledPrefix
+    is_apart = link is not None and not link.joins_pools and isinstance(source, PooledPrefix)
     return None if is_apart else link

@@ -4,11 +4,12 @@ A `PrefillCandidate` carries what is predicted of one way to prefill.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from typing import Protocol
 
-from prfaas.core.scheduling.decision import CacheTransfer, PoolCopy, RoutingRequest
+from prfaas.core.scheduling.decision import CacheTransfer, RoutingRequest
 from prfaas.core.scheduling.hazard import streamed_s
 from prfaas.core.scheduling.tiers import source_pool
 from prfaas.core.scheduling.view import (
@@ -23,7 +24,7 @@ from prfaas.core.units import BITS_PER_BYTE
 
 
 # Not frozen, like all that doesn't outlive a decision: a frozen one takes five times as long to make.
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class PrefillCandidate:
     """Prefill by `instance` of `cluster` and, unless it decodes too, a transfer. Seconds count from now."""
 
@@ -35,20 +36,20 @@ class PrefillCandidate:
     """Until the prefill starts: its queue, or the arrival of a cache, and what it loads from its machine's pool."""
     prefill_s: float
     """What the prefill takes."""
-    link: LinkView | None
-    """What the KV crosses; None inside a PD cluster, whose network is never the bottleneck (section 3.4.1)."""
-    link_wait_s: float
-    """Until the bytes accepted for the link have left."""
-    link_s: float
-    """What this KV alone takes on the link."""
     ttft_s: float
     """Until the decode instance has everything; where the prefill gives the first token, until the client has it."""
     loaded_s: float
     """Until the decode instance has everything, whoever gives the first token."""
-    kv_bytes: int
+    link: LinkView | None = None
+    """What the KV crosses; None inside a PD cluster, whose network is never the bottleneck (section 3.4.1)."""
+    link_wait_s: float = 0.0
+    """Until the bytes accepted for the link have left."""
+    link_s: float = 0.0
+    """What this KV alone takes on the link."""
+    kv_bytes: int = 0
     """What crosses `link`; 0 without one."""
-    cache_transfer: CacheTransfer | None
-    load_s: float
+    cache_transfer: CacheTransfer | None = None
+    load_s: float = 0.0
     """Of `start_s` what it loads from its machine's pool."""
 
     @property
@@ -65,24 +66,20 @@ def prefill_by(
     request: RoutingRequest, view: View, cluster: ClusterView, instance: InstanceView
 ) -> PrefillCandidate:
     """Prefill by an instance that decodes too, or whose transfer takes no time."""
-    held_tokens = request.reusable_at(instance.name) if request.held else 0
-    load_s = request.loads_s.get(instance.name, 0.0) if request.loads_s else 0.0
+    held_tokens = request.reusable_at(instance.name)
+    load_s = request.loads_s.get(instance.name, 0.0)
     start_s = max(instance.busy_until_s - view.now_s, 0.0) + load_s
     prefill_s = cluster.after_prefix_s(request.num_tokens - held_tokens, held_tokens)
+    end_s = start_s + prefill_s
     return PrefillCandidate(
-        cluster,
-        instance,
-        held_tokens,
-        start_s,
-        prefill_s,
-        None,
-        0.0,
-        0.0,
-        start_s + prefill_s,
-        start_s + prefill_s,
-        0,
-        None,
-        load_s,
+        cluster=cluster,
+        instance=instance,
+        reusable_tokens=held_tokens,
+        start_s=start_s,
+        prefill_s=prefill_s,
+        ttft_s=end_s,
+        loaded_s=end_s,
+        load_s=load_s,
     )
 
 
@@ -128,9 +125,7 @@ def streamed(
     With `first_from_prefill` its TTFT is that of a token which comes back while the KV is still on its way.
     """
     link_s = BITS_PER_BYTE * kv_bytes / link.capacity_bits_per_s
-    link_wait_s = link.drained_s - view.now_s
-    if link_wait_s < 0.0:
-        link_wait_s = 0.0
+    link_wait_s = max(link.drained_s - view.now_s, 0.0)
     start_s, prefill_s, rtt_s = option.start_s, option.prefill_s, link.rtt_s
     kills_per_s, checkpoint_s = option.cluster.kills_per_s, math.inf
     if kills_per_s:
@@ -140,23 +135,23 @@ def streamed(
     if first_from_prefill:
         ttft_s = streamed_s(start_s, prefill_s, 0.0, 0.0, rtt_s, kills_per_s, checkpoint_s)
     return PrefillCandidate(
-        option.cluster,
-        option.instance,
-        option.reusable_tokens,
-        start_s,
-        prefill_s,
-        link,
-        link_wait_s,
-        link_s,
-        ttft_s,
-        loaded_s,
-        kv_bytes,
-        option.cache_transfer,
-        option.load_s,
+        cluster=option.cluster,
+        instance=option.instance,
+        reusable_tokens=option.reusable_tokens,
+        start_s=start_s,
+        prefill_s=prefill_s,
+        ttft_s=ttft_s,
+        loaded_s=loaded_s,
+        link=link,
+        link_wait_s=link_wait_s,
+        link_s=link_s,
+        kv_bytes=kv_bytes,
+        cache_transfer=option.cache_transfer,
+        load_s=option.load_s,
     )
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class BestCandidate(PrefillCandidate):
     """The instance of one cluster that would prefill a request, and the cluster's queue and prefix."""
 
@@ -172,142 +167,78 @@ def best_candidate(request: RoutingRequest, cluster: ClusterView, view: View) ->
     """The instance that would be done first: its queue, then what it does not hold. None if none may be used.
 
     So the instance with the longest prefix is taken unless its queue costs more than its cache saves. Equal ones are
-    compared by the longer prefix, the fewer requests in flight, the order of the cluster's list. Prefills that wait
-    for any instance of the cluster come first too, an equal part of them at each.
+    compared by the longer prefix, the shorter queue, the fewer requests in flight, the order of the cluster's list.
+    Prefills that wait for any instance of the cluster come first too, an equal part of them at each.
     """
     if not request.held:
         return least_queued(request, cluster, view)
-    if request.loads_s or request.copies:
-        return _best_with_pools(request, cluster, view)
-    now_s, avoid, num_tokens = view.now_s, view.avoid, request.num_tokens
-    held_at, prefill = request.held.get, cluster.prefill_s
-    whole_s = prefill(num_tokens)
-    chosen: InstanceView | None = None
-    holder: InstanceView | None = None
-    # No instance holds so little: the first one is not compared with anything.
-    reusable, longest, in_flight, asked_tokens = -2, -1, 0, -1
-    done_s = wait_s = prefill_s = seconds = least_wait_s = math.inf
-    # `reusable_at` in line: this loop is most of a decision's time.
-    for instance in cluster.instances:
-        if not instance.takes_prefills or (avoid and instance.name in avoid):
-            continue
-        queue_s = instance.busy_until_s - now_s
-        if queue_s < 0.0:
-            queue_s = 0.0
-        if queue_s < least_wait_s:
-            least_wait_s = queue_s
-        if (here := held_at(instance.name)) is None:
-            tokens = 0
-        elif (tokens := here.reusable_tokens) >= num_tokens:
-            tokens = num_tokens - 1
-        if tokens > longest:
-            holder, longest = instance, tokens
-        if queue_s >= wait_s and tokens <= reusable:
-            # Not sooner; as good only if it is equal in both, and then less may be open there.
-            if queue_s > wait_s or tokens < reusable or instance.in_flight >= in_flight:
-                continue
-        elif tokens != reusable:
-            if queue_s > done_s:
-                continue
-            if tokens != asked_tokens:
-                # As `after_prefix_s`, in line, and no further than it may still win.
-                longer_s = whole_s - prefill(tokens)
-                if queue_s + longer_s > done_s:
-                    continue
-                asked_tokens, seconds = tokens, prefill(num_tokens - tokens)
-                if longer_s > seconds:
-                    seconds = longer_s
-            end_s = queue_s + seconds
-            if end_s > done_s or (end_s == done_s and tokens < reusable):
-                continue
-            prefill_s = seconds
-        chosen, reusable, in_flight, wait_s = instance, tokens, instance.in_flight, queue_s
-        done_s = wait_s + prefill_s
-    if chosen is None or holder is None:
+    able = prefillers(cluster, view)
+    if not able:
         return None
-    if cluster.waiting_s > 0.0:
-        shared_s = cluster.waiting_s / len(prefillers(cluster, view))
-        least_wait_s += shared_s
-        wait_s += shared_s
-        done_s += shared_s
+    held = [request.reusable_at(each.name) for each in able]
+    held_tokens = max(held)
+    _, minus_tokens, ready_s, _, place, load_s, copied = min(
+        _ranked(request, cluster, view.now_s, able, held)
+    )
+    shared_s = cluster.waiting_s / len(able)
+    start_s = ready_s + load_s
+    prefill_s = cluster.after_prefix_s(request.num_tokens + minus_tokens, -minus_tokens)
+    end_s = start_s + prefill_s + shared_s
     return BestCandidate(
-        cluster,
-        chosen,
-        reusable,
-        wait_s,
-        prefill_s,
-        None,
-        0.0,
-        0.0,
-        done_s,
-        done_s,
-        0,
-        None,
-        0.0,
-        least_wait_s,
-        holder,
-        longest,
+        cluster=cluster,
+        instance=able[place],
+        reusable_tokens=-minus_tokens,
+        start_s=start_s + shared_s,
+        prefill_s=prefill_s,
+        ttft_s=end_s,
+        loaded_s=end_s,
+        cache_transfer=copied,
+        load_s=load_s,
+        least_wait_s=max(min([each.busy_until_s for each in able]) - view.now_s, 0.0) + shared_s,
+        holder=able[held.index(held_tokens)],
+        held_tokens=held_tokens,
     )
 
 
-def _best_with_pools(request: RoutingRequest, cluster: ClusterView, view: View) -> BestCandidate | None:
-    """`best_candidate` where instances load from pools, or have a prefix copied from another machine first."""
-    now_s, num_tokens = view.now_s, request.num_tokens
-    holder: InstanceView | None = None
-    longest, least_wait_s = -1, math.inf
-    options: list[tuple[tuple[float, int, int], InstanceView, int, float, float, PoolCopy | None]] = []
-    for instance in prefillers(cluster, view):
-        name, queue_s = instance.name, max(instance.busy_until_s - now_s, 0.0)
-        least_wait_s = min(least_wait_s, queue_s)
-        tokens, load_s = request.reusable_at(name), request.loads_s.get(name, 0.0)
-        if tokens > longest:
-            holder, longest = instance, tokens
-        done_s = queue_s + load_s + cluster.after_prefix_s(num_tokens - tokens, tokens)
-        options.append(((done_s, -tokens, instance.in_flight), instance, tokens, queue_s, load_s, None))
-        copy = request.copies.get(name)
+_Rank = tuple[float, int, float, int, int, float, CacheTransfer | None]
+
+
+def _ranked(
+    request: RoutingRequest,
+    cluster: ClusterView,
+    now_s: float,
+    able: Sequence[InstanceView],
+    held: Sequence[int],
+) -> list[_Rank]:
+    """All ways for instances to begin, the least is the best: from what each has `held`, or from a copy.
+
+    Done when; less the tokens that it starts from; ready when; requests in flight; its place in `able`; what it loads;
+    the copy that comes first.
+    """
+    num_tokens = request.num_tokens
+    # Most hold the same.
+    prefill_s = {tokens: cluster.after_prefix_s(num_tokens - tokens, tokens) for tokens in set(held)}
+    ranked: list[_Rank] = []
+    for place, (each, tokens) in enumerate(zip(able, held, strict=True)):
+        queue_s, load_s = max(each.busy_until_s - now_s, 0.0), request.loads_s.get(each.name, 0.0)
+        end_s = queue_s + load_s + prefill_s[tokens]
+        ranked.append((end_s, -tokens, queue_s, each.in_flight, place, load_s, None))
+        copy = request.copies.get(each.name)
         if copy is not None:
-            start_s = max(queue_s, copy.copy_s)
-            rest_s = cluster.after_prefix_s(num_tokens - copy.num_tokens, copy.num_tokens)
-            done_s = start_s + copy.load_s + rest_s
-            rank = (done_s, -copy.num_tokens, instance.in_flight)
-            options.append((rank, instance, copy.num_tokens, start_s, copy.load_s, copy))
-    if holder is None:
-        return None
-    _, chosen, reusable, ready_s, load_s, copy = min(options, key=itemgetter(0))
-    shared_s = cluster.waiting_s / len(prefillers(cluster, view)) if cluster.waiting_s > 0.0 else 0.0
-    start_s = ready_s + load_s + shared_s
-    prefill_s = cluster.after_prefix_s(num_tokens - reusable, reusable)
-    moved = None
-    if copy is not None:
-        moved = CacheTransfer(copy.source, copy.num_tokens, copy.skip_tokens, copy.kv_bytes, from_pool=True)
-    return BestCandidate(
-        cluster,
-        chosen,
-        reusable,
-        start_s,
-        prefill_s,
-        None,
-        0.0,
-        0.0,
-        start_s + prefill_s,
-        start_s + prefill_s,
-        0,
-        moved,
-        load_s,
-        least_wait_s + shared_s,
-        holder,
-        longest,
-    )
+            tokens, ready_s = copy.transfer.num_tokens, max(queue_s, copy.copy_s)
+            end_s = ready_s + copy.load_s + cluster.after_prefix_s(num_tokens - tokens, tokens)
+            ranked.append((end_s, -tokens, ready_s, each.in_flight, place, copy.load_s, copy.transfer))
+    return ranked
 
 
 def least_queued(request: RoutingRequest, cluster: ClusterView, view: View) -> BestCandidate | None:
     """`best_candidate` where none holds anything, several times as fast: the shortest queue, the fewest in flight."""
-    avoid, now_s = view.avoid, view.now_s
+    now_s = view.now_s
     chosen: InstanceView | None = None
     holder: InstanceView | None = None
     least_s, in_flight = math.inf, 0
     for instance in cluster.instances:
-        if not instance.takes_prefills or (avoid and instance.name in avoid):
+        if not instance.takes_prefills or instance.name in view.avoid:
             continue
         if holder is None:
             holder = instance
@@ -320,15 +251,20 @@ def least_queued(request: RoutingRequest, cluster: ClusterView, view: View) -> B
                 break  # none can be better
     if chosen is None or holder is None:
         return None
-    wait_s = least_s - now_s
-    prefill_s = cluster.prefill_s(request.num_tokens)
-    done_s = wait_s + prefill_s
-    if cluster.waiting_s > 0.0:
-        shared_s = cluster.waiting_s / len(prefillers(cluster, view))
-        wait_s += shared_s
-        done_s += shared_s
+    shared_s = cluster.waiting_s / len(prefillers(cluster, view)) if cluster.waiting_s > 0.0 else 0.0
+    wait_s, prefill_s = least_s - now_s, cluster.prefill_s(request.num_tokens)
+    end_s = wait_s + prefill_s + shared_s
     return BestCandidate(
-        cluster, chosen, 0, wait_s, prefill_s, None, 0.0, 0.0, done_s, done_s, 0, None, 0.0, wait_s, holder, 0
+        cluster=cluster,
+        instance=chosen,
+        reusable_tokens=0,
+        start_s=wait_s + shared_s,
+        prefill_s=prefill_s,
+        ttft_s=end_s,
+        loaded_s=end_s,
+        least_wait_s=wait_s + shared_s,
+        holder=holder,
+        held_tokens=0,
     )
 
 
@@ -378,7 +314,7 @@ def prefill_candidates(request: RoutingRequest, view: View) -> PrefillCandidates
     sources: list[PrefixSource] = []
     for cluster in view.clusters.values():
         if request.pools and (pooled := source_pool(request, view, cluster.name)) is not None:
-            sources.append(PooledPrefix(cluster, *pooled))
+            sources.append(PooledPrefix(cluster, holder=pooled[0], held_tokens=pooled[1]))
         node = best_candidate(request, cluster, view)
         if node is None:
             continue
@@ -403,7 +339,8 @@ def able_to_send(
 
 def prefillers(cluster: ClusterView, view: View) -> list[InstanceView]:
     """The instances of `cluster` that may be given prefills."""
-    return [each for each in cluster.instances if each.takes_prefills and each.name not in view.avoid]
+    able = [each for each in cluster.instances if each.takes_prefills]
+    return [each for each in able if each.name not in view.avoid] if view.avoid else able
 
 
 def is_kept_apart(view: View, decode: InstanceView, kind: ClusterKind) -> bool:

@@ -82,14 +82,8 @@ def _without_last_token(prefix_bytes: Callable[[int, int], int]) -> Callable[[in
 class PoolCopy:
     """A prefix that another machine of the cluster holds, read into the pool of an instance's own machine."""
 
-    source: str
-    """The pool that holds it."""
-    num_tokens: int
-    """Its length: a prefill starts after these."""
-    skip_tokens: int
-    """Leading tokens that the pool of the own machine holds."""
-    kv_bytes: int
-    """What moves between the two machines."""
+    transfer: "CacheTransfer"
+    """From that machine's pool: a prefill starts after its tokens."""
     copy_s: float
     """What moving takes."""
     load_s: float
@@ -185,7 +179,7 @@ class CacheTransfer:
 
 
 # Not frozen: a frozen one takes four times as long to make, and a simulator asks for a hundred thousand a second.
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Decision:
     """One routing decision, with the numbers that decided. It is never changed; `replace` makes another."""
 
@@ -210,6 +204,9 @@ class Decision:
     """Wait, prefill, and what of the transfer the prefill does not hide. A first token of the prefill waits for no
     transfer: that is `kv_wait_s` then."""
     cache_transfer: CacheTransfer | None = None
+    cache_stays: str = ""
+    """Why a longer prefix that another cluster holds does not move to `prefill` first, in a word: "no-bandwidth",
+    "spares-little", "slower", "egress-price", "decode-prefills". Empty: one moves, or no other cluster holds one."""
     urgency_s: float | None = None
     """None: the prefill goes to `prefill` at once, in the order of arrival. A number: it waits until an instance of
     the cluster is free, and of those that wait the one with the smallest number is next. `prefill` is then the

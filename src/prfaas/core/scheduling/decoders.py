@@ -1,6 +1,8 @@
 """Which instance of every PD cluster would decode a request, and when it would have a slot for it."""
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable
+from operator import attrgetter
 
 from prfaas.core.scheduling.decision import RoutingRequest
 from prfaas.core.scheduling.view import ClusterView, InstanceView, NoDecodeInstanceError, View
@@ -21,17 +23,16 @@ def decode_choices(request: RoutingRequest, view: View) -> list[tuple[ClusterVie
     Raises:
         NoDecodeInstanceError: there is not even one of these.
     """
-    found = []
-    for cluster in view.clusters.values():
-        if cluster.kind == "pd":
-            if request.held or view.avoid:
-                able = [each for each in cluster.instances if each.takes_decodes]
-                decode = _decoder(request, cluster, able, view)
-            else:
-                decode = soonest_free(cluster.instances)
-            if decode is not None:
-                found.append((cluster, decode))
-    return found or _last_resorts(request, view)
+    for is_able in _ABLE:
+        found = []
+        for cluster in view.clusters.values():
+            if cluster.kind == "pd":
+                decode = _decoder(request, cluster, filter(is_able, cluster.instances), view)
+                if decode is not None:
+                    found.append((cluster, decode))
+        if found:
+            return found
+    raise NoDecodeInstanceError("no instance of any PD cluster can decode")
 
 
 def load_of(decode: InstanceView) -> float:
@@ -62,27 +63,17 @@ def learnt_slot_s(slot_s: float, answers: float, seconds: float) -> float:
     return slot_s + answers / (answers + _MEMORY_ANSWERS) * (seconds / answers - slot_s)
 
 
-def _last_resorts(request: RoutingRequest, view: View) -> list[tuple[ClusterView, InstanceView]]:
-    resorts: tuple[Callable[[InstanceView], bool], ...] = (
-        lambda each: each.decodes and each.healthy,
-        lambda each: each.healthy,
-        lambda _: True,
-    )
-    for is_able in resorts:
-        found = []
-        for cluster in view.clusters.values():
-            if cluster.kind == "pd":
-                able = [each for each in cluster.instances if is_able(each) and not each.closed]
-                decode = _decoder(request, cluster, able, view)
-                if decode is not None:
-                    found.append((cluster, decode))
-        if found:
-            return found
-    raise NoDecodeInstanceError("no instance of any PD cluster can decode")
+# In which order instances are asked.
+_ABLE: tuple[Callable[[InstanceView], bool], ...] = (
+    attrgetter("takes_decodes"),
+    lambda each: each.decodes and each.available,
+    attrgetter("available"),
+    lambda each: not each.closed,
+)
 
 
 def _decoder(
-    request: RoutingRequest, cluster: ClusterView, able: Sequence[InstanceView], view: View
+    request: RoutingRequest, cluster: ClusterView, able: Iterable[InstanceView], view: View
 ) -> InstanceView | None:
     """The best of these that need not be avoided; None if there is none.
 
@@ -91,47 +82,24 @@ def _decoder(
     until its load and its wait exceed another's by more than that share. Equal ones are compared by the fewer
     requests in flight, then by their order.
     """
-    if view.avoid:
-        able = [each for each in able if each.name not in view.avoid]
-    held_at, num_tokens, can_skip = request.held.get, request.num_tokens, view.kv.can_skip
-    chosen: InstanceView | None = None
-    worth = prefill_s = 0.0
-    for instance in able:
-        here = -instance.decoding / instance.decode_slots
-        if here <= -1.0:
-            prefill_s = prefill_s or max(cluster.prefill_s(num_tokens), _LEAST_S)
-            here = -1.0 - slot_free_s(instance, cluster.slot_s) / prefill_s
-        if (at := held_at(instance.name)) is not None:
-            # Of windows nothing is skipped; what spares neither bytes nor computing is worth nothing.
-            spared = at.attention_tokens if can_skip else at.reusable_tokens
-            here += spared / num_tokens if spared < num_tokens else 1.0
-        if chosen is None or here > worth or (here == worth and instance.in_flight < chosen.in_flight):
-            chosen, worth = instance, here
+    chosen, least = None, (math.inf, 0)
+    for each in able:
+        cost = each.decoding / each.decode_slots
+        if cost >= 1.0 or request.held:
+            cost = _cost(request, view, cluster, each)
+        rank = cost, each.in_flight
+        if (chosen is None or rank < least) and each.name not in view.avoid:
+            chosen, least = each, rank
     return chosen
 
 
-def soonest_free(instances: Sequence[InstanceView]) -> InstanceView | None:
-    """Where none holds anything and none is to be avoided: of a cluster's instances the one with the soonest slot,
-    then the lightest, then the fewest requests in flight. None if none may decode."""
-    chosen: InstanceView | None = None
-    decoding = slots = in_flight = 0
-    for instance in instances:
-        if not instance.takes_decodes:
-            continue
-        here = instance.decoding
-        if instance.decode_slots == slots:
-            # With as many slots the fewer requests are the lighter load.
-            if here > decoding or (here == decoding and instance.in_flight >= in_flight):
-                continue
-        elif chosen is not None:
-            load, least = _load_and_wait(here, instance.decode_slots), _load_and_wait(decoding, slots)
-            if load > least or (load == least and instance.in_flight >= in_flight):
-                continue
-        chosen, decoding, slots, in_flight = instance, here, instance.decode_slots, instance.in_flight
-    return chosen
-
-
-def _load_and_wait(decoding: int, slots: int) -> float:
-    """The share of its slots in use; of a full one 1 and the wait for a slot, in units of the cluster's `slot_s`."""
-    load = decoding / slots
-    return load + 1.0 / slots if load >= 1.0 else load
+def _cost(request: RoutingRequest, view: View, cluster: ClusterView, decode: InstanceView) -> float:
+    num_tokens, cost = request.num_tokens, load_of(decode)
+    if cost >= 1.0:
+        cost = 1.0 + slot_free_s(decode, cluster.slot_s) / max(cluster.prefill_s(num_tokens), _LEAST_S)
+    held = request.held.get(decode.name)
+    if held is None:
+        return cost
+    # Of windows nothing is skipped; what spares neither bytes nor computing is worth nothing.
+    spared = held.attention_tokens if view.kv.can_skip else held.reusable_tokens
+    return cost - (spared / num_tokens if spared < num_tokens else 1.0)

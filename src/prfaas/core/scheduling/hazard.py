@@ -77,21 +77,3 @@ def streamed_s(
         risk_s = at_risk_s(prefill_s, waits_s, link_s, kills_per_s, checkpoint_s)
         left_s += expected_loss_s(left_s - start_s, kills_per_s, risk_s)
     return left_s + rtt_s
-
-
-def streamed_delay_s(
-    start_s: float,
-    prefill_s: float,
-    link_wait_s: float,
-    link_s: float,
-    rtt_s: float,
-    kills_per_s: float,
-    checkpoint_s: float,
-    first_from_prefill: bool,
-) -> float:
-    """What ways of streaming a prefill are compared by before they are candidates: `PrefillCandidate.delay_s`."""
-    loaded_s = streamed_s(start_s, prefill_s, link_wait_s, link_s, rtt_s, kills_per_s, checkpoint_s)
-    if not first_from_prefill:
-        return loaded_s
-    early_s = streamed_s(start_s, prefill_s, 0.0, 0.0, rtt_s, kills_per_s, checkpoint_s)
-    return (early_s + loaded_s) / 2.0

@@ -137,7 +137,7 @@ def options(request: RoutingRequest, view: View) -> list[PrefillOption]:
         near = able_to_send(request, view, decode, everywhere)
         here = near.own.get(cluster.name) if request.num_tokens > 1 else None
         local = here or prefill_by(request, view, cluster, decode)
-        found.append(PrefillOption(request, view, local.instance, decode, None, local))
+        found.append(PrefillOption(request, view, local.instance, decode, None, candidate=local))
         if request.num_tokens <= 1:
             continue  # nothing to transfer: the last token is computed where it is decoded
         for node in near.far:
@@ -145,5 +145,5 @@ def options(request: RoutingRequest, view: View) -> list[PrefillOption]:
             if link is not None:
                 kv_bytes = kv_bytes_to(request, view, decode, link)
                 far = streamed(node, link, view, kv_bytes, request.first_from_prefill)
-                found.append(PrefillOption(request, view, far.instance, decode, link, far))
+                found.append(PrefillOption(request, view, far.instance, decode, link, candidate=far))
     return found

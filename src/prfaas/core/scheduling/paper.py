@@ -14,7 +14,8 @@ from prfaas.core.scheduling.candidates import BestCandidate, PrefillCandidate
 from prfaas.core.scheduling.decision import Decision, RoutingRequest
 from prfaas.core.scheduling.link_choice import AbundanceMarks, is_stale, unpriced
 from prfaas.core.scheduling.parameters import Bounds
-from prfaas.core.scheduling.routing import Choice, PdCandidate, route, soonest_remote
+from prfaas.core.scheduling.pd_candidate import PdCandidate
+from prfaas.core.scheduling.routing import Choice, cheapest_remote, route
 from prfaas.core.scheduling.view import LinkView, View
 
 _LEAST_MARK_S = 1e-3
@@ -54,33 +55,31 @@ class Paper:
 
     def _choose(self, request: RoutingRequest, view: View, pd: PdCandidate) -> Choice:
         threshold = pd.threshold_tokens
-        uncached = request.num_tokens - pd.held_tokens
-        if pd.sources:
-            uncached = uncached_tokens(request, view, pd, self.abundance)
+        uncached = uncached_tokens(request, view, pd, self.abundance)
         remotes, lowest = self._open_to(uncached, pd, view)
         if remotes:
-            best = soonest_remote(request, view, pd, remotes)
+            best = cheapest_remote(request, view, pd.decode, remotes)
             reason = "long" if uncached > threshold else "busy-pd"
         else:
             best, reason = pd.local, pd.reason_to_stay(long=uncached > threshold)
             if not pd.local_reason and uncached > unpriced(lowest, pd.remotes):
                 reason = "congested-link"
-        if pd.sources:
-            best = with_cache(request, view, pd, best, self.abundance)
-            if not remotes and uncached < own_uncached_tokens(request, pd):
-                best, reason = self._where_cached(request, view, pd, best, reason)
-        return Choice(best, uncached, lowest, reason)
+        best, stays = with_cache(request, view, pd, best, self.abundance)
+        if not remotes and uncached < own_uncached_tokens(request, pd):
+            there = self._where_cached(request, view, pd, best)
+            if there is not None:
+                best, reason, stays = there, "cached-there", ""
+        return Choice(best, uncached, lowest, reason, cache_stays=stays)
 
     def _where_cached(
-        self, request: RoutingRequest, view: View, pd: PdCandidate, local: PrefillCandidate, reason: str
-    ) -> tuple[PrefillCandidate, str]:
-        """Of a prompt that is short only by another cluster's cache: move the cache here, or compute the rest there."""
+        self, request: RoutingRequest, view: View, pd: PdCandidate, local: PrefillCandidate
+    ) -> PrefillCandidate | None:
+        """Of a prompt that is short only by another cluster's cache: the prefill there, if moving it here is worse."""
         remotes, _ = self._open_to(own_uncached_tokens(request, pd), pd, view)
-        if remotes:
-            there = soonest_remote(request, view, pd, remotes)
-            if sends_less(local, there):
-                return there, "cached-there"
-        return local, reason
+        if not remotes:
+            return None
+        there = cheapest_remote(request, view, pd.decode, remotes)
+        return there if sends_less(local, there) else None
 
     def _open_to(
         self, uncached: int, pd: PdCandidate, view: View
@@ -89,26 +88,17 @@ class Paper:
         threshold = pd.threshold_tokens
         if not pd.remotes or threshold == math.inf:
             return [], threshold
-        mark_s = self.queue_mark * pd.cluster.prefill_s(threshold)
-        if mark_s < _LEAST_MARK_S:
-            mark_s = _LEAST_MARK_S
-        near_s = pd.least_wait_s if pd.least_wait_s > mark_s else mark_s
+        mark_s = max(self.queue_mark * pd.cluster.prefill_s(threshold), _LEAST_MARK_S)
+        near_s = max(pd.least_wait_s, mark_s)
         lowest, found = math.inf, []
         for node, link in pd.remotes:
-            far_s = link.drained_s - view.now_s
-            if far_s < node.least_wait_s:
-                far_s = node.least_wait_s
-            if far_s < mark_s:
-                far_s = mark_s
+            far_s = max(link.drained_s - view.now_s, node.least_wait_s, mark_s)
             factor = far_s / near_s
-            if link.egress_bits_per_s > self.utilisation_mark * link.capacity_bits_per_s:
-                factor *= link.egress_bits_per_s / (self.utilisation_mark * link.capacity_bits_per_s)
+            factor *= max(link.egress_bits_per_s / (self.utilisation_mark * link.capacity_bits_per_s), 1.0)
             if factor < 1.0 and is_stale(link, view):
                 factor = 1.0
-            if link.congestion:
-                factor *= 1.0 + link.congestion
-            if threshold * factor < lowest:
-                lowest = threshold * factor
+            factor *= 1.0 + link.congestion
+            lowest = min(lowest, threshold * factor)
             if uncached > threshold * factor:
                 found.append((node, link))
         return found, lowest

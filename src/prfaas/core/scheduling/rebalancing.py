@@ -140,7 +140,7 @@ class Rebalancer:
                 continue
             spare[source, target] -= missing.num_bytes
             misses = missing.misses * self._decay(now_s - missing.times_s[-1])
-            copies.append(Copy(key, source, target, missing.tokens, missing.num_bytes, misses))
+            copies.append(Copy(key, source, target, missing.tokens, missing.num_bytes, misses=misses))
             self._note(place, now_s)
         return tuple(copies)
 

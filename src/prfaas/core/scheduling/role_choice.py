@@ -42,7 +42,7 @@ def latency_of(problem: PlanProblem, roles: Mapping[str, int], expected: Expecte
     try:
         return latency_with_roles(problem, roles, expected.requests_per_s, expected.queues)
     except PlanError:
-        return RoleLatency(roles, expected.requests_per_s, math.inf, 0.0, math.inf, math.inf)
+        return RoleLatency(roles, expected.requests_per_s, math.inf, 0.0, math.inf, decode_wait_s=math.inf)
 
 
 def latencies_of(

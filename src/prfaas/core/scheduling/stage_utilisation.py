@@ -76,7 +76,7 @@ class StageUtilisation:
                     self._prefill_load([each for each in healthy if each.prefills]),
                     self._decode_load([each for each in healthy if each.decodes]),
                     self._prefill_load(remote) if remote else None,
-                    len(remote),
+                    remote_instances=len(remote),
                 )
             )
         return loads
@@ -104,4 +104,4 @@ class StageUtilisation:
 
     def _instance(self, view: InstanceView) -> PdInstance:
         busy = float(self._work[view.name].open_prefills if view.prefills else view.decoding)
-        return PdInstance(view.name, view.prefills, view.decodes, view.available, view.draining, busy)
+        return PdInstance(view.name, view.prefills, view.decodes, view.available, view.draining, busy=busy)

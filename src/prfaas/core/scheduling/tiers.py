@@ -63,7 +63,16 @@ def with_pools(
                 copy = _best_copy(num_tokens, own, here, load_s, pool, own_hit, others, view)
                 if copy is not None:
                     copies[name] = copy
-    return RoutingRequest(num_tokens, merged, ordinal, loads_s, usable, copies, held, first_from_prefill)
+    return RoutingRequest(
+        num_tokens,
+        merged,
+        ordinal,
+        loads_s=loads_s,
+        pools=usable,
+        copies=copies,
+        own=held,
+        first_from_prefill=first_from_prefill,
+    )
 
 
 def loading_s(kv: KvFacts, pool: PoolView, hit: PoolHit, num_tokens: int, own_tokens: int) -> float:
@@ -178,7 +187,7 @@ def _best_copy(
         done_s = copy_s + loaded_s + cluster.after_prefix_s(num_tokens - tokens, tokens)
         if done_s < least_s:
             least_s = done_s
-            best = PoolCopy(name, tokens, skip, kv_bytes, copy_s, loaded_s)
+            best = PoolCopy(CacheTransfer(name, tokens, skip, kv_bytes, from_pool=True), copy_s, loaded_s)
     return best
 
 

@@ -5,20 +5,14 @@ from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
 from prfaas.core.scheduling.cache_transfers import own_uncached_tokens, uncached_tokens, with_cache
-from prfaas.core.scheduling.candidates import (
-    BestCandidate,
-    PrefillCandidate,
-    kv_bytes_to,
-    streamed,
-)
+from prfaas.core.scheduling.candidates import PrefillCandidate
 from prfaas.core.scheduling.decision import Decision, RoutingRequest
-from prfaas.core.scheduling.hazard import streamed_delay_s
 from prfaas.core.scheduling.link_choice import AbundanceMarks, is_stale, unpriced
 from prfaas.core.scheduling.parameters import Bounds
+from prfaas.core.scheduling.pd_candidate import PdCandidate
 from prfaas.core.scheduling.prefill_order import place_in_line_s
-from prfaas.core.scheduling.routing import Choice, PdCandidate, route
-from prfaas.core.scheduling.view import LinkView, View
-from prfaas.core.units import BITS_PER_BYTE
+from prfaas.core.scheduling.routing import Choice, cheapest_remote, route
+from prfaas.core.scheduling.view import View
 
 _LEAST_S = 1e-3
 # Of the tokens to compute: what a cached prefix must spare for a prefill to wait for the instance that holds it.
@@ -78,12 +72,11 @@ class Tilted:
     def _choose(self, request: RoutingRequest, view: View, pd: PdCandidate) -> Choice:
         threshold = adjusted = pd.threshold_tokens
         uncached = uncached_tokens(request, view, pd, self.abundance)
-        local = with_cache(request, view, pd, pd.local, self.abundance) if pd.sources else pd.local
+        local, local_stays = with_cache(request, view, pd, pd.local, self.abundance)
         far: PrefillCandidate | None = None
         if pd.remotes and threshold < math.inf:
-            far = self._cheapest_remote(request, view, pd)
-            if pd.sources:
-                far = with_cache(request, view, pd, far, self.abundance)
+            far = cheapest_remote(request, view, pd.decode, pd.remotes, _added_work)
+            far, far_stays = with_cache(request, view, pd, far, self.abundance)
             done_s = far.delay_s if request.first_from_prefill else far.ttft_s
             tilt_s = self.beta * self._ahead_s(local, far, done_s, view)
             tilt = tilt_s / max(pd.cluster.prefill_s(threshold), _LEAST_S)
@@ -92,18 +85,18 @@ class Tilted:
                 adjusted *= 1.0 + far.link.congestion
             if uncached > adjusted:
                 reason = "long" if uncached > threshold else "busy-pd"
-                return Choice(far, uncached, adjusted, reason)
+                return Choice(far, uncached, adjusted, reason, cache_stays=far_stays)
             short_by_cache = own_uncached_tokens(request, pd) > adjusted
             if short_by_cache and (local.cache_transfer is None or far.delay_s <= local.delay_s):
                 # The cache that makes it short does not come here, or is done sooner where it is.
-                return Choice(far, uncached, adjusted, "cached-there")
+                return Choice(far, uncached, adjusted, "cached-there", cache_stays=far_stays)
         reason = pd.reason_to_stay(long=uncached > threshold)
         is_busy, early = reason == "busy-prfaas", request.first_from_prefill
         if is_busy and far is not None and uncached <= self._idle_threshold(local, far, pd, early):
             reason = "slow-link"
         elif far is not None and not pd.local_reason and uncached > unpriced(adjusted, pd.remotes):
             reason = "congested-link"
-        return Choice(local, uncached, adjusted, reason)
+        return Choice(local, uncached, adjusted, reason, cache_stays=local_stays)
 
     def _idle_threshold(
         self, local: PrefillCandidate, far: PrefillCandidate, pd: PdCandidate, first_from_prefill: bool
@@ -116,39 +109,6 @@ class Tilted:
         tilt_s = -self.beta * unhidden_s * far.prefill_s / (local.prefill_s or _LEAST_S)
         return _tilted(pd.threshold_tokens, tilt_s / max(pd.cluster.prefill_s(pd.threshold_tokens), _LEAST_S))
 
-    def _cheapest_remote(self, request: RoutingRequest, view: View, pd: PdCandidate) -> PrefillCandidate:
-        first_from_prefill, now_s = request.first_from_prefill, view.now_s
-        if len(pd.remotes) == 1:
-            kv_bytes = kv_bytes_to(request, view, pd.decode, pd.remotes[0][1])
-            return streamed(*pd.remotes[0], view, kv_bytes, first_from_prefill)
-        chosen: tuple[BestCandidate, LinkView, int] | None = None
-        least = math.inf
-        for node, link in pd.remotes:
-            # Without the link the cost can only be less.
-            if node.ttft_s * node.prefill_s < least:
-                # Backlog times work as above, the request's own work counted as backlog.
-                kv_bytes = kv_bytes_to(request, view, pd.decode, link)
-                link_s, wait_s = BITS_PER_BYTE * kv_bytes / link.capacity_bits_per_s, link.drained_s - now_s
-                if wait_s < 0.0:
-                    wait_s = 0.0
-                kills_per_s = node.cluster.kills_per_s
-                delay_s = streamed_delay_s(
-                    node.start_s,
-                    node.prefill_s,
-                    wait_s,
-                    link_s,
-                    link.rtt_s,
-                    kills_per_s,
-                    view.checkpoint_s(link, first_from_prefill) if kills_per_s else math.inf,
-                    first_from_prefill,
-                )
-                cost = delay_s * node.prefill_s + wait_s * link_s
-                if cost < least:
-                    chosen, least = (node, link, kv_bytes), cost
-        assert chosen is not None  # there is at least one
-        node, link, kv_bytes = chosen
-        return streamed(node, link, view, kv_bytes, first_from_prefill)
-
     def _ahead_s(self, local: PrefillCandidate, far: PrefillCandidate, done_s: float, view: View) -> float:
         work = (done_s - far.prefill_s) * far.prefill_s + far.link_wait_s * far.link_s
         ahead_s = local.start_s - work / (local.prefill_s or _LEAST_S)
@@ -157,18 +117,19 @@ class Tilted:
         return ahead_s
 
 
+def _added_work(far: PrefillCandidate) -> float:
+    """Backlog times work as in the tilt, the request's own work counted as backlog."""
+    return far.delay_s * far.prefill_s + far.link_wait_s * far.link_s
+
+
 def _is_held_best(request: RoutingRequest, option: PrefillCandidate) -> bool:
     """Whether every other instance of the cluster would have to compute a tenth more."""
-    here, num_tokens, held_at = option.instance, request.num_tokens, request.held.get
-    reusable = option.reusable_tokens
+    num_tokens, reusable = request.num_tokens, option.reusable_tokens
     if reusable <= _MUCH * num_tokens:
         return False
     for each in option.cluster.instances:
-        # `reusable_at` in line: it is asked of a whole cluster.
-        if each.prefills and each is not here and (hit := held_at(each.name)) is not None:
-            elsewhere = hit.reusable_tokens
-            if elsewhere >= num_tokens:
-                elsewhere = num_tokens - 1
+        if each.prefills and each is not option.instance:
+            elsewhere = request.reusable_at(each.name)
             if reusable - elsewhere <= _MUCH * (num_tokens - elsewhere):
                 return False
     return True

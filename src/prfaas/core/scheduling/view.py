@@ -23,136 +23,47 @@ class NoDecodeInstanceError(LookupError):
     """No instance can decode."""
 
 
-# Not read of the class: a compiled one has no slots.
-_INSTANCE_FIELDS = (
-    "_closed", "_decodes", "_draining", "_healthy", "_prefills", "busy_until_s", "cluster", "decode_slots",
-    "decoding", "in_flight", "name", "seen_s", "takes_decodes", "takes_prefills",
-)  # fmt: skip
-
-
+@dataclass(slots=True)
 class InstanceView:
-    """One engine instance.
+    """One engine instance."""
 
-    `takes_prefills` and `takes_decodes` say whether it may be given new work of that kind. They are kept and not worked
-    out at every read: a decision reads them of every instance, and the flags that they follow from rarely change.
-    """
-
-    __slots__ = _INSTANCE_FIELDS
-
-    def __init__(
-        self,
-        name: str,
-        cluster: str,
-        prefills: bool,
-        decodes: bool,
-        healthy: bool = True,
-        draining: bool = False,
-        in_flight: int = 0,
-        busy_until_s: float = 0.0,
-        decoding: int = 0,
-        decode_slots: int = 1,
-        seen_s: float = 0.0,
-        closed: bool = False,
-    ) -> None:
-        self.name = name
-        self.cluster = cluster
-        self._prefills, self._decodes, self._healthy, self._draining = prefills, decodes, healthy, draining
-        self._closed = closed
-        self.in_flight = in_flight
-        """Requests open there in any role."""
-        self.busy_until_s = busy_until_s
-        """When the prefill work accepted there will be done, as predicted; in the past when idle."""
-        self.decoding = decoding
-        """Requests that decode there or are on their way."""
-        self.decode_slots = decode_slots
-        """How many of them keep the SLO, at least 1."""
-        self.seen_s = seen_s
-        """When the engine last answered."""
-        self._update()
-
-    def _update(self) -> None:
-        is_open = self.available and not self._draining
-        self.takes_prefills = is_open and self._prefills
-        self.takes_decodes = is_open and self._decodes
+    name: str
+    cluster: str
+    prefills: bool
+    """It has the prefill role."""
+    decodes: bool
+    """It has the decode role."""
+    healthy: bool = True
+    """It answers."""
+    draining: bool = False
+    """Its role is being changed: it finishes what it has and gets nothing new."""
+    in_flight: int = 0
+    """Requests open there in any role."""
+    busy_until_s: float = 0.0
+    """When the prefill work accepted there will be done, as predicted; in the past when idle."""
+    decoding: int = 0
+    """Requests that decode there or are on their way."""
+    decode_slots: int = 1
+    """How many of them keep the SLO, at least 1."""
+    seen_s: float = 0.0
+    """When the engine last answered."""
+    closed: bool = False
+    """An operator drains it: it finishes what it has and gets nothing new, whatever else can answer."""
 
     @property
     def available(self) -> bool:
         """Whether it counts for what the deployment can do: it answers, and no operator has closed it."""
-        return self._healthy and not self._closed
+        return self.healthy and not self.closed
 
     @property
-    def prefills(self) -> bool:
-        """Whether it has the prefill role."""
-        return self._prefills
-
-    @prefills.setter
-    def prefills(self, prefills: bool) -> None:
-        self._prefills = prefills
-        self._update()
+    def takes_prefills(self) -> bool:
+        """Whether it may be given new prefills."""
+        return self.prefills and self.healthy and not (self.draining or self.closed)
 
     @property
-    def decodes(self) -> bool:
-        """Whether it has the decode role."""
-        return self._decodes
-
-    @decodes.setter
-    def decodes(self, decodes: bool) -> None:
-        self._decodes = decodes
-        self._update()
-
-    @property
-    def healthy(self) -> bool:
-        """Whether it answers."""
-        return self._healthy
-
-    @healthy.setter
-    def healthy(self, healthy: bool) -> None:
-        self._healthy = healthy
-        self._update()
-
-    @property
-    def draining(self) -> bool:
-        """Whether its role is being changed: it finishes what it has and gets nothing new."""
-        return self._draining
-
-    @draining.setter
-    def draining(self, draining: bool) -> None:
-        self._draining = draining
-        self._update()
-
-    @property
-    def closed(self) -> bool:
-        """Whether an operator drains it: it finishes what it has and gets nothing new, whatever else can answer."""
-        return self._closed
-
-    @closed.setter
-    def closed(self, closed: bool) -> None:
-        self._closed = closed
-        self._update()
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, InstanceView):
-            return NotImplemented
-        return all(getattr(self, field) == getattr(other, field) for field in _INSTANCE_FIELDS)
-
-    def __copy__(self) -> "InstanceView":
-        return InstanceView(
-            self.name,
-            self.cluster,
-            self._prefills,
-            self._decodes,
-            self._healthy,
-            self._draining,
-            self.in_flight,
-            self.busy_until_s,
-            self.decoding,
-            self.decode_slots,
-            self.seen_s,
-            self._closed,
-        )
-
-    def __repr__(self) -> str:
-        return f"InstanceView({', '.join(f'{field}={getattr(self, field)!r}' for field in _INSTANCE_FIELDS)})"
+    def takes_decodes(self) -> bool:
+        """Whether it may be given new requests to decode."""
+        return self.decodes and self.healthy and not (self.draining or self.closed)
 
 
 @dataclass(slots=True)

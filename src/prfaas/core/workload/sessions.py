@@ -76,7 +76,8 @@ class SessionTraffic(Traffic):
         """See `Traffic.chunks`; without end."""
         of_sessions, of_turns = rng.spawn(2)
         sampler = _TurnSampler(self, of_turns)
-        waiting = _Turns(*(np.empty(0, dtype=kind) for kind in (float, int, int, int)))
+        none = np.empty(0, dtype=int)
+        waiting = _Turns(np.empty(0), none, none, none)
         for begun_s in self.arrivals.chunks(of_sessions):
             turns = sampler.turns(begun_s)
             if self.longest_tokens < math.inf:
@@ -121,7 +122,12 @@ class _Turns:
         own = np.repeat(self.first_block - shared, counts) + places
         ids = np.where(places < shared, places, own)
         return RequestChunk(
-            self.arrival_s, self.input_tokens, self.output_tokens, ids, starts_of(counts), block_tokens
+            self.arrival_s,
+            self.input_tokens,
+            self.output_tokens,
+            ids,
+            starts_of(counts),
+            block_tokens=block_tokens,
         )
 
 

@@ -151,7 +151,7 @@ class IndependentTraffic(Traffic):
             ids = np.arange(next_id, next_id + starts[-1])
             next_id += int(starts[-1])
             answers = outputs.draw(of_outputs, len(arrival_s))
-            yield RequestChunk(arrival_s, prompts, answers, ids, starts, self.block_tokens)
+            yield RequestChunk(arrival_s, prompts, answers, ids, starts, block_tokens=self.block_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +240,7 @@ class ReplayedTraffic(Traffic):
                 answers[order],
                 ids[picked] + number * len(known),
                 starts_of(counts[order]),
-                self.block_tokens,
+                block_tokens=self.block_tokens,
             )
 
     def _inputs(self, prompts: IntArray) -> IntArray:

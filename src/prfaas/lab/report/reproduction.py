@@ -161,8 +161,15 @@ def _compare(
     paper: Mapping[str, Any], key: str, label: str, ours: float | None, printed: float, digits: int = 4
 ) -> ReproducedNumber:
     assert ours is not None, key
-    told = (_told(paper[kind], key) for kind in ("reasons", "by_construction"))
-    return ReproducedNumber(key, label, ours, printed, digits, *told)
+    return ReproducedNumber(
+        key,
+        label,
+        ours,
+        printed,
+        digits,
+        reason=_told(paper["reasons"], key),
+        by_construction=_told(paper["by_construction"], key),
+    )
 
 
 def _told(texts: Mapping[str, str], key: str) -> str | None:

@@ -16,18 +16,11 @@ from prfaas.core.scheduling.allocation import (
     RoleDrain,
 )
 from prfaas.core.scheduling.forecast import Outlook, foresight_of
+from prfaas.core.scheduling.live_problem import ClusterFacts, LinkFacts, prefill_instances, problem_now
 from prfaas.core.scheduling.policy import is_shortest_first
 from prfaas.core.scheduling.role_choice import ExpectedLoad
 from prfaas.core.scheduling.stage_utilisation import InstanceWork, StageUtilisation
-from prfaas.core.scheduling.threshold import (
-    SETTLE_S,
-    ClusterFacts,
-    LinkFacts,
-    Reason,
-    ThresholdOptimiser,
-    prefill_instances,
-    problem_now,
-)
+from prfaas.core.scheduling.threshold import SETTLE_S, Reason, ThresholdOptimiser
 from prfaas.core.workload import LengthDistribution, WorkloadError
 from prfaas.lab.simulator.world import World
 
@@ -221,7 +214,7 @@ class SlowLoops:
                     healthy,
                     world.usual.get(cluster.name, cluster.curve),
                     float(cluster.decode_slots),
-                    self._step_s[cluster.name],
+                    decode_step_s=self._step_s[cluster.name],
                 )
             )
         links = [

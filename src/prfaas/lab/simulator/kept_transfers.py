@@ -95,16 +95,16 @@ class _GoesOn:
         before, left_tokens = self._job.decision, request.num_tokens - self._kept_tokens
         target = view.clusters[self._job.target.cluster.name]
         return Decision(
-            Route.LOCAL,
-            before.decode,
-            before.decode,
-            before.uncached_tokens,
-            left_tokens,
-            0,
-            0,
-            "kept",
-            before.threshold_tokens,
-            target.after_prefix_s(left_tokens, self._kept_tokens),
+            route=Route.LOCAL,
+            prefill=before.decode,
+            decode=before.decode,
+            uncached_tokens=before.uncached_tokens,
+            prefill_tokens=left_tokens,
+            skip_tokens=0,
+            kv_bytes=0,
+            reason="kept",
+            threshold_tokens=before.threshold_tokens,
+            predicted_ttft_s=target.after_prefix_s(left_tokens, self._kept_tokens),
             num_tokens=request.num_tokens,
         )
 

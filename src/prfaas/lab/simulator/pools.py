@@ -185,7 +185,7 @@ class MachinePools:
                 instances,
                 options.memory_bits_per_s,
                 options.ssd_bits_per_s,
-                options.network_bits_per_s,
+                network_bits_per_s=options.network_bits_per_s,
             )
             pool = MachinePool(
                 options, cluster.kv_model or scenario.kv_model, block_tokens, cluster.curve.between_s

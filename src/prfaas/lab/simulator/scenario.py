@@ -290,8 +290,10 @@ def scenario_of(
                 link.bandwidth_bits_per_s,
                 processes.get(link.name, Constant(link.bandwidth_bits_per_s)),
                 link.rtt_s,
-                min(link.transfer_limit_bits_per_s, mapping_bits_per_s(planned, link)),
-                link.egress_per_gb,
+                transfer_limit_bits_per_s=min(
+                    link.transfer_limit_bits_per_s, mapping_bits_per_s(planned, link)
+                ),
+                egress_per_gb=link.egress_per_gb,
             )
             for link in planned.links
         ),

@@ -90,7 +90,7 @@ def cluster_of(
         cluster.instance_count,
         prefill[cluster.name],
         curve,
-        _decode_step_of(cluster.profile),
+        decode_step_s=_decode_step_of(cluster.profile),
         decode_slots=slots,
         prefill_concurrency=concurrency,
     )

@@ -146,7 +146,7 @@ def _head(chunk: RequestChunk, count: int) -> RequestChunk:
         chunk.output_tokens[:count],
         chunk.block_ids[: chunk.block_starts[count]],
         chunk.block_starts[: count + 1],
-        chunk.block_tokens,
+        block_tokens=chunk.block_tokens,
     )
 
 

@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from heapq import heappop, heappush
 from typing import Any
 
@@ -35,6 +35,7 @@ class TokenClock:
         "_armed_s",
         "_at_s",
         "_busy_slot_s",
+        "_chunk_s",
         "_done",
         "_events",
         "_gone",
@@ -46,7 +47,6 @@ class TokenClock:
         "_started_number",
         "_steps_s",
         "_tokens",
-        "_tokens_per_s",
         "_waiting_gone",
         "_when_due",
         "batch",
@@ -66,7 +66,7 @@ class TokenClock:
         self._slots = slots
         self._started = started
         self._done = done
-        self._steps_s: list[float] = []
+        self._steps_s = [math.inf]  # over the batch
         for batch in range(1, slots + 1):
             seconds = float(step_s(batch))
             if not (math.isfinite(seconds) and seconds > 0):
@@ -74,7 +74,7 @@ class TokenClock:
                     f"A decode step takes more than 0 s and not for ever: {seconds:g} s at {batch}."
                 )
             self._steps_s.append(seconds)
-        self._tokens_per_s = [0.0, *(1 / seconds for seconds in self._steps_s)]
+        self._chunk_s = 0.0
         self.batch = 0
         self._tokens = 0.0  # what a member from the start would have at _at_s
         self._at_s = events.now_s
@@ -110,7 +110,10 @@ class TokenClock:
 
     def lengthen(self, chunk_s: float) -> None:
         """Every step takes so much longer from now on, for what else is computed in it. What is done stays done."""
-        self._go_on_at(seconds + chunk_s for seconds in self._steps_s)
+        self._advance()
+        self._chunk_s = chunk_s
+        if self.batch:
+            self._arm()
 
     def remove(self, number: int) -> None:
         """Take out a request before its end; it is not called back."""
@@ -156,7 +159,7 @@ class TokenClock:
         if batch:
             passed_s = now_s - self._at_s
             self._busy_slot_s += batch * passed_s
-            self._tokens += passed_s * self._tokens_per_s[batch]
+            self._tokens += passed_s * self._tokens_per_s(batch)
         else:
             self._tokens = 0.0
             self._forget_members()
@@ -167,7 +170,7 @@ class TokenClock:
         heappush(members, (end, number, argument))
         # Others only get slower, and are looked at when their event comes; a new first one comes before them.
         if members[0][1] == number:
-            end_s = now_s + tokens / self._tokens_per_s[batch]
+            end_s = now_s + tokens / self._tokens_per_s(batch)
             if end_s < self._armed_s:
                 self._armed_s = end_s
                 self._events.at(end_s, self._when_due, end_s)
@@ -179,7 +182,7 @@ class TokenClock:
         self._armed_s = math.inf
         self._at_s, before_s = armed_s, self._at_s
         passed_s = armed_s - before_s
-        rate = self._tokens_per_s[self.batch]
+        rate = self._tokens_per_s(self.batch)
         self._busy_slot_s += self.batch * passed_s
         self._tokens = tokens = self._tokens + passed_s * rate
         members = self._members
@@ -218,7 +221,7 @@ class TokenClock:
         while members and members[0][1] in self._gone:
             self._gone.discard(heappop(members)[1])
         if members:
-            end_s = self._at_s + (members[0][0] - self._tokens) / self._tokens_per_s[self.batch]
+            end_s = self._at_s + (members[0][0] - self._tokens) / self._tokens_per_s(self.batch)
             if end_s < self._armed_s:
                 self._armed_s = end_s = max(end_s, self._at_s)
                 self._events.at(end_s, self._when_due, end_s)
@@ -229,18 +232,14 @@ class TokenClock:
             self._gone.discard(number)
         self._members.clear()
 
-    def _go_on_at(self, steps_s: Iterable[float]) -> None:
-        """Steps take so many seconds from now on, over the batch from 1 on."""
-        self._advance()
-        self._tokens_per_s = [0.0, *(1 / seconds for seconds in steps_s)]
-        if self.batch:
-            self._arm()
+    def _tokens_per_s(self, batch: int) -> float:
+        return 1 / (self._steps_s[batch] + self._chunk_s)
 
     def _advance(self) -> None:
         now_s = self._events.now_s
         passed_s = now_s - self._at_s
         self._busy_slot_s += self.batch * passed_s
-        self._tokens += passed_s * self._tokens_per_s[self.batch]
+        self._tokens += passed_s * self._tokens_per_s(self.batch)
         self._at_s = now_s
 
 
@@ -266,7 +265,7 @@ class ContextClock(TokenClock):
         ValueError: as `TokenClock`; or contexts of `measured_tokens` would take longer than a whole step.
     """
 
-    __slots__ = ("_bare_s", "_chunk_s", "_context_of", "_context_s", "_contexts", "_origins")
+    __slots__ = ("_bare_s", "_context_of", "_context_s", "_contexts", "_origins")
 
     def __init__(
         self,
@@ -292,7 +291,6 @@ class ContextClock(TokenClock):
                     f"can't take {context_s * batch * measured_tokens:g} s of it."
                 )
             self._bare_s.append(seconds)
-        self._chunk_s = 0.0
         self._contexts = 0.0  # tokens of all members, as of _at_s
         self._origins: dict[int, float] = {}  # by number: a context less _tokens, which stays as it is
 
@@ -329,13 +327,6 @@ class ContextClock(TokenClock):
         heappush(self._members, (self._tokens + tokens, number, argument))
         self._arm()
         self._started(argument)
-
-    def lengthen(self, chunk_s: float) -> None:
-        """See `TokenClock`."""
-        self._advance()
-        self._chunk_s = chunk_s
-        if self.batch:
-            self._arm()
 
     def _leave(self, number: int) -> None:
         self._contexts = max(self._contexts - self._origins.pop(number) - self._tokens, 0.0)

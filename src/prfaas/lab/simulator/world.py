@@ -9,8 +9,8 @@ import numpy as np
 from prfaas.core.link.patience import late_after_s
 from prfaas.core.prefix.index import PrefixHit
 from prfaas.core.scheduling import POLICIES, CheckedPolicy, Policy, RoutingRequest, make_policy
+from prfaas.core.scheduling.length_window import LengthWindow
 from prfaas.core.scheduling.prefill_pool import PrefillPool
-from prfaas.core.scheduling.threshold import LengthWindow
 from prfaas.lab.simulator.answers import Answers
 from prfaas.lab.simulator.cache_moves import CacheMoves
 from prfaas.lab.simulator.columns import REFUSED, Columns
@@ -226,7 +226,16 @@ class World:
     def _request(self, job: Job, held: dict[str, PrefixHit]) -> RoutingRequest:
         first = self._first_from_prefill and not job.has_first
         if self.pools is None:
-            return RoutingRequest(job.tokens, held, job.number, _NOTHING, _NOTHING, _NOTHING, _NOTHING, first)
+            return RoutingRequest(
+                job.tokens,
+                held,
+                job.number,
+                _NOTHING,
+                _NOTHING,
+                copies=_NOTHING,
+                own=_NOTHING,
+                first_from_prefill=first,
+            )
         return self.pools.request(job.number, job.tokens, job.blocks, held, first)
 
     def _prefix_here(self, job: Job) -> None:

@@ -156,7 +156,7 @@ def context_of(
     optimum = best_operation(problem)
     if optimum.lambda_max <= 0:
         raise ValueError("by `prfaas plan` it can serve nothing")
-    return StudyContext(planned, problem, optimum, trace, seed, is_quick)
+    return StudyContext(planned, problem, optimum, trace, seed, is_quick=is_quick)
 
 
 def with_bandwidth(planned: PlannedDeployment, bits_per_s: float) -> PlannedDeployment:

@@ -91,7 +91,7 @@ class SharedPrefixes(Traffic):
                 chunk.output_tokens,
                 ids,
                 chunk.block_starts,
-                chunk.block_tokens,
+                block_tokens=chunk.block_tokens,
             )
 
 
@@ -134,7 +134,7 @@ class DayOfMixes(Traffic):
             # No two prompts begin alike, so blocks are of no use to any cache.
             empty = np.zeros(0, dtype=np.int64)
             starts = np.zeros(len(one) + 1, dtype=np.int64)
-            yield RequestChunk(one.arrival_s, inputs, outputs, empty, starts, one.block_tokens)
+            yield RequestChunk(one.arrival_s, inputs, outputs, empty, starts, block_tokens=one.block_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,5 +274,5 @@ def _together(one: list[RequestChunk], other: list[RequestChunk]) -> RequestChun
         np.concatenate([chunk.output_tokens for chunk in chunks])[order],
         ids[np.repeat(starts, counts[order]) + places_in(counts[order])],
         starts_of(counts[order]),
-        chunks[0].block_tokens,
+        block_tokens=chunks[0].block_tokens,
     )

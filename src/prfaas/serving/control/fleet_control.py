@@ -19,7 +19,7 @@ from prfaas.core.scheduling.gateway_share import (
     new_lengths,
     total,
 )
-from prfaas.core.scheduling.threshold import LengthWindow
+from prfaas.core.scheduling.length_window import LengthWindow
 from prfaas.serving.control.cluster_state import Clock, ClusterState
 from prfaas.serving.control.fleet_metrics import FleetMetrics
 from prfaas.serving.control.fleet_reloads import FleetReloads

@@ -14,7 +14,7 @@ from prfaas.core.kv import KvModel
 from prfaas.core.prefix import PromptChains, PromptTokens
 from prfaas.core.prefix.events import EventBatch
 from prfaas.core.scheduling import Decision, RoutingRequest, make_policy
-from prfaas.core.scheduling.threshold import LengthWindow
+from prfaas.core.scheduling.length_window import LengthWindow
 from prfaas.serving.control.cluster_state import Clock, ClusterState, OpenPrefill
 from prfaas.serving.control.compatibility import Compatibility
 from prfaas.serving.control.drains import InstanceDrains
@@ -250,6 +250,10 @@ class LivePlane:
         """The instance called `name`."""
         found = self.instances.get(name)
         return found if found is not None else self.deployment.instance(name)
+
+    def own_last_tokens(self, name: str) -> int:
+        """Of a prompt, what the instance computes itself, whatever is moved to it."""
+        return self.prefix_knowledge.own_last_tokens(name)
 
     def admit(self, decision: Decision, chains: PromptChains) -> AbstractAsyncContextManager[Decision]:
         """Until an instance is free for the prefill, and while it has it. See `gateway.control_plane`."""

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from prfaas.core.deployment import Cluster, Deployment, Instance, Link
 from prfaas.core.deployment.pool_peers import joins_pools
 from prfaas.core.deployment.source import read_source
-from prfaas.core.kv import ConfigError, KvModel, model_on_wire
+from prfaas.core.deployment.speculation import kept_model
+from prfaas.core.kv import ConfigError, DrafterError, KvModel, model_on_wire
 from prfaas.core.latency.prefill_curves import PrefillCurves
 from prfaas.core.latency.service_curve import ServiceCurve
 from prfaas.core.planner import KvSize, PlanProblem
@@ -23,7 +24,7 @@ from prfaas.core.scheduling import (
     View,
     make_policy,
 )
-from prfaas.core.scheduling.threshold import ClusterFacts, LinkFacts, prefill_instances, problem_now
+from prfaas.core.scheduling.live_problem import ClusterFacts, LinkFacts, prefill_instances, problem_now
 from prfaas.core.units import GB, SECONDS_PER_HOUR
 from prfaas.core.workload import LengthDistribution
 from prfaas.serving.control.cluster_state import ClusterState
@@ -46,15 +47,21 @@ _LARGEST_BLOCK_TOKENS = 256
 
 
 def kv_model_of(deployment: Deployment) -> KvModel | None:
-    """The model's layers by its config, in the widest dtype of any cluster; None, with a warning, where that can't be
-    read."""
+    """The model's layers by its config, with the widest dtype and drafter of any cluster; None, with a warning, where
+    that can't be read."""
     try:
-        dtypes = dict.fromkeys(cluster.kv_cache_dtype for cluster in deployment.clusters)
-        kept = [deployment.model.kv_model(dtype) for dtype in dtypes]
+        for cluster in deployment.clusters:
+            kept_model(deployment, cluster)
+    except DrafterError as error:
+        logger.warning("the KVCache of %s is counted without a drafter's; %s", cluster.name, error)
     except ConfigError as error:
         logger.warning("the KV cache's shape is unknown, so it is taken for a hybrid one: %s", error)
         return None
-    return max(kept, key=KvModel.compared_bytes)
+    return _widest(deployment)
+
+
+def _widest(deployment: Deployment) -> KvModel:
+    return max((_kept(deployment, each.name) for each in deployment.clusters), key=KvModel.compared_bytes)
 
 
 def sent_model(deployment: Deployment, source: str, target: str) -> KvModel | None:
@@ -63,23 +70,23 @@ def sent_model(deployment: Deployment, source: str, target: str) -> KvModel | No
     None: it is what `kv_model_of` says, or not known.
     """
     ranks = _ranks(deployment.cluster(target))
-    if ranks == 1 and not deployment.converts_kv:
-        return None
     return _unless_usual(
-        deployment, lambda: model_on_wire(_kept(deployment, source), _kept(deployment, target), ranks)
+        deployment, ranks, lambda: model_on_wire(_kept(deployment, source), _kept(deployment, target), ranks)
     )
 
 
 def held_model(deployment: Deployment, cluster: str) -> KvModel | None:
     """What all ranks of an instance hold, and so does its machine's pool; None as of `sent_model`."""
     ranks = _ranks(deployment.cluster(cluster))
-    if ranks == 1 and not deployment.converts_kv:
-        return None
-    return _unless_usual(deployment, lambda: _kept(deployment, cluster).on_all_ranks(ranks))
+    return _unless_usual(deployment, ranks, lambda: _kept(deployment, cluster).on_all_ranks(ranks))
 
 
-def _kept(deployment: Deployment, cluster: str) -> KvModel:
-    return deployment.model.kv_model(deployment.cluster(cluster).kv_cache_dtype)
+def _kept(deployment: Deployment, name: str) -> KvModel:
+    cluster = deployment.cluster(name)
+    try:
+        return kept_model(deployment, cluster)
+    except DrafterError:
+        return deployment.model.kv_model(cluster.kv_cache_dtype)
 
 
 def _ranks(cluster: Cluster) -> int:
@@ -87,7 +94,11 @@ def _ranks(cluster: Cluster) -> int:
     return max(instance.tensor_parallel for instance in cluster.instances)
 
 
-def _unless_usual(deployment: Deployment, model_of: Callable[[], KvModel]) -> KvModel | None:
+def _unless_usual(deployment: Deployment, ranks: int, model_of: Callable[[], KvModel]) -> KvModel | None:
+    # Options may give a drafter.
+    are_alike = len({cluster.extra_args for cluster in deployment.clusters}) == 1
+    if ranks == 1 and are_alike and not deployment.converts_kv:
+        return None
     try:
         model = model_of()
     except ConfigError:
@@ -95,7 +106,7 @@ def _unless_usual(deployment: Deployment, model_of: Callable[[], KvModel]) -> Kv
     except ValueError as error:
         logger.warning("KVCache is counted as that of one rank: %s", error)
         return None
-    return None if model == kv_model_of(deployment) else model
+    return None if model == _widest(deployment) else model
 
 
 def _facts(model: KvModel | None) -> KvFacts | None:

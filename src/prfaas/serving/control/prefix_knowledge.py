@@ -114,6 +114,8 @@ class PendingPrefixes:
 logger = logging.getLogger(__name__)
 
 _DEFAULT_CACHE_TOKENS = 1 << 20
+# More modules for multi-token prediction than any model has.
+_MOST_OWN_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +211,7 @@ class PrefixKnowledge:
         self._pending = PendingPrefixes()
         self._record: PrefixRecord | None = None
         self._hasher: BlockHasher | None = None
+        self._own_last_tokens: dict[str, int] = {}
 
     def adopt(self, with_events: Collection[str]) -> None:
         """Apply the events of these instances from now on; the view has its instances and pools already."""
@@ -298,6 +301,12 @@ class PrefixKnowledge:
     def learn_stats(self, name: str, stats: Mapping[str, Any]) -> None:
         """Take what an engine's connector tells of how it reuses prefixes; older ones tell nothing."""
         self.index.learn_drop(name, drops_last_block=stats.get("drops_last_block") is True)
+        told = stats.get("own_last_tokens")
+        self._own_last_tokens[name] = told if type(told) is int and 0 < told <= _MOST_OWN_TOKENS else 1
+
+    def own_last_tokens(self, name: str) -> int:
+        """How many last tokens of a prompt an engine computes itself, whatever is moved to it."""
+        return self._own_last_tokens.get(name, 1)
 
     def learn(self, instance: Instance, reading: EngineReading) -> None:
         """Take the size of an engine's cache, and the block size of the first engine without events that reports it.

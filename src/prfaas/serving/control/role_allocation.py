@@ -20,10 +20,10 @@ from prfaas.core.scheduling.allocation import (
     RoleDrain,
 )
 from prfaas.core.scheduling.forecast import Outlook, foresight_of
+from prfaas.core.scheduling.length_window import LengthWindow
 from prfaas.core.scheduling.policy import Policy
 from prfaas.core.scheduling.role_choice import ExpectedLoad, RoleOutlook
 from prfaas.core.scheduling.stage_utilisation import InstanceWork, StageUtilisation
-from prfaas.core.scheduling.threshold import LengthWindow
 from prfaas.core.workload import WorkloadError
 from prfaas.serving.control.cluster_state import Clock, ClusterState
 from prfaas.serving.control.engine_monitor import EngineMeter

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from prfaas.core.deployment import AppliedDeployment, Instance, Link, PoolNode
 from prfaas.core.scheduling import InstanceView, Route
 from prfaas.core.scheduling.decoders import slot_free_s
-from prfaas.core.scheduling.threshold import LengthWindow
+from prfaas.core.scheduling.length_window import LengthWindow
 from prfaas.serving.control.cluster_state import ClusterState
 from prfaas.serving.control.compatibility import Compatibility
 from prfaas.serving.control.engine_monitor import EngineMeter, EngineMonitor

@@ -10,13 +10,8 @@ from typing import Any
 
 from prfaas.core.deployment import Deployment
 from prfaas.core.planner import PlanError
-from prfaas.core.scheduling.threshold import (
-    SETTLE_S,
-    LengthWindow,
-    Reason,
-    ThresholdChange,
-    ThresholdOptimiser,
-)
+from prfaas.core.scheduling.length_window import LengthWindow
+from prfaas.core.scheduling.threshold import SETTLE_S, Reason, ThresholdChange, ThresholdOptimiser
 from prfaas.core.workload import TruncatedLogNormal, WorkloadError
 from prfaas.serving.control.cluster_state import Clock, ClusterState
 from prfaas.serving.control.planning_inputs import LiveFacts

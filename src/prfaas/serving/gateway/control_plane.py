@@ -91,6 +91,10 @@ class ControlPlane(Protocol):
         """The instance called `name`, which a decision has named."""
         ...
 
+    def own_last_tokens(self, name: str) -> int:
+        """How many last tokens of a prompt an instance computes itself, whatever is moved to it; at least 1."""
+        ...
+
     def admit(self, decision: Decision, chains: PromptChains) -> AbstractAsyncContextManager[Decision]:
         """Wait until the prefill of `decision` is next, and hold its instance for it.
 

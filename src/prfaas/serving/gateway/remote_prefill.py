@@ -211,9 +211,9 @@ class RemotePrefills:
                 told.set_result(first)
 
         # The last token of what is decoded stays for the decode engine, which samples from it: of the prompt, or the
-        # first of the answer. NIXL's connectors see to that by themselves.
+        # first of the answer. Some drafters need more. NIXL's connectors see to that by themselves.
         whole = running.ask is not None or running.pulled
-        token_ids = prompt.token_ids if whole else prompt.token_ids[:-1]
+        token_ids = prompt.token_ids if whole else self._moved_ids(prompt, decision)
         # With the first token the ticket is for one more than the decode request's prompt. What NIXL has read lies in
         # no staging.
         keeps = running.ask is None and not running.pulled
@@ -233,6 +233,12 @@ class RemotePrefills:
             attempt.moved, attempt.cached_tokens, attempt.by = done.moved, done.cached_tokens, done.by
         self._count(request, decision, done)
         return _prepared(prompt, decision, done, moved)
+
+    def _moved_ids(self, prompt: TokenizedPrompt, decision: Decision) -> Sequence[int]:
+        """Of a prompt, the tokens whose KV moves: at least what the decode engine is taken to hold already."""
+        tokens = len(prompt.token_ids)
+        own = self._plane.own_last_tokens(decision.decode)
+        return prompt.token_ids[: min(tokens - 1, max(tokens - own, decision.skip_tokens, 1))]
 
     def _abandon_unused(self, prefix: TransferDone, wanted: Decision, attempt: Attempt) -> None:
         if attempt.moved is None or attempt.decision.prefill != wanted.prefill:

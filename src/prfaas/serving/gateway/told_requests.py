@@ -91,6 +91,7 @@ def _attempt(attempt: Attempt, deployment: Deployment) -> Json:
         "predicted_ttft_s": _finite(decision.predicted_ttft_s),
         "kv_wait_s": decision.kv_wait_s,
         "decode_wait_s": decision.decode_wait_s,
+        "cache_stays": decision.cache_stays,
         "cache_transfer": None
         if transfer is None
         else {

@@ -202,8 +202,18 @@ class PageTable:
         known = _STATES[state] if state < len(_STATES) else PageState.FREE
         checksums = self._checksums.unpack_from(self._rows, at + _ROW.size)
         return PageRow(
-            row, known, group, process_group, started, engine, tenant, page_id, last_use_s, ranks_left, checksums
-        )  # fmt: skip
+            row,
+            known,
+            group,
+            process_group,
+            started,
+            engine=engine,
+            tenant=tenant,
+            page_id=page_id,
+            last_use_s=last_use_s,
+            ranks_left=ranks_left,
+            checksums=checksums,
+        )
 
     def _column(self, kind: "np.dtype[Any]", offset: int) -> npt.NDArray[Any]:
         """One field of all rows. Not to be kept: the arena can't be unmapped as long as anybody refers to it."""

@@ -163,7 +163,7 @@ def outcome_of(
         )
     labels = [prompt.label for prompt in prompts]
     second = second_act(kv_model, pages, labels, answers, seconds, repeated) if seconds else None
-    return DemoOutcome(deployment, kv_model, pages, tuple(rows), second, line)
+    return DemoOutcome(deployment, kv_model, pages, tuple(rows), second, line=line)
 
 
 def _link_s(deployment: Deployment, answer: DemoAnswer) -> float | None:

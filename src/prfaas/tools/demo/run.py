@@ -73,9 +73,8 @@ def run_demo(
     try:
         # What has imported vLLM for the engines becomes the plain one too.
         with EngineTemplates() as templates:
-            run = _Run(
-                with_room(deployment, kv_model), prompts, chars_per_token, stages, ready_timeout_s, templates
-            )
+            room = with_room(deployment, kv_model)
+            run = _Run(room, prompts, chars_per_token, stages, ready_timeout_s, templates=templates)
             line, answers, seconds = run.two_clusters(kv_model, restart=restart)
             references, repeated = run.plain(answers, seconds)
     except (RequestFailedError, ReferenceFailedError) as error:

@@ -116,7 +116,7 @@ def second_act(
         if difference is None:
             compared = Comparison(Equality.EXACT)
         explained = _explains(kv_model, pages, second)
-        rows.append(Repetition(label, first, second, difference, compared, explained))
+        rows.append(Repetition(label, first, second, difference, compared, is_explained=explained))
     return SecondAct(tuple(rows))
 
 

@@ -102,10 +102,10 @@ def _pods_of(blueprint: Blueprint, site: Site, machine: Machine) -> Iterator[Pod
     if is_address(host):
         if machine.pool is not None:
             name = kubernetes_name(blueprint, machine.pool.name)
-            yield PodPlan(name, site.name, "pool", None, machine.pool, None, host)
+            yield PodPlan(name, site.name, "pool", None, machine.pool, uses_pool=None, host=host)
         for instance in machine.instances:
             name = kubernetes_name(blueprint, instance.name)
-            yield PodPlan(name, site.name, "engine", instance, None, machine.pool, host)
+            yield PodPlan(name, site.name, "engine", instance, None, uses_pool=machine.pool, host=host)
         return
     first, *others = machine.instances
     if others:
@@ -122,7 +122,7 @@ def _pods_of(blueprint: Blueprint, site: Site, machine: Machine) -> Iterator[Pod
             f"clusters.{site.name}",
             f'host "{host}" of "{first.name}" must begin with "{name}", which is the name of its Service',
         )
-    yield PodPlan(name, site.name, "engine", first, machine.pool, None, None)
+    yield PodPlan(name, site.name, "engine", first, machine.pool, uses_pool=None, host=None)
 
 
 def _gateway(blueprint: Blueprint, site: Site) -> PodPlan:
@@ -134,7 +134,7 @@ def _gateway(blueprint: Blueprint, site: Site) -> PodPlan:
     if host not in WILDCARDS and not is_address(host):
         raise bad_field(blueprint, "gateway.host", f'a pod can\'t listen on "{host}"; write "0.0.0.0"')
     own = None if host in WILDCARDS else host
-    return PodPlan("prfaas-gateway", site.name, GATEWAY, None, None, None, own)
+    return PodPlan("prfaas-gateway", site.name, GATEWAY, None, None, uses_pool=None, host=own)
 
 
 def is_address(host: str) -> bool:

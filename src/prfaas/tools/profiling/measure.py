@@ -107,7 +107,7 @@ async def measure(endpoint: ProfiledEndpoint, plan: MeasurePlan, progress: Progr
             )
             break
         decode.append(sample)
-    return Measurement(endpoint.url, endpoint.model, plan, tuple(prefill), tuple(decode), tuple(notes))
+    return Measurement(endpoint.url, endpoint.model, plan, tuple(prefill), tuple(decode), notes=tuple(notes))
 
 
 def _check(endpoint: ProfiledEndpoint, plan: MeasurePlan) -> None:

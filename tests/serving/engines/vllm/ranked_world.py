@@ -50,6 +50,8 @@ class Model:
     window_heads: int = 4
     state_keys: int = 4
     state_heads: int = 8
+    is_mamba2: bool = False
+    """Its heads come first in a convolution's state, then B and C of `state_keys` groups; else a gated delta net's."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,8 @@ class Truth:
         keys = heads_of(self.model.state_keys, rank, keeping.ranks)
         heads = heads_of(self.model.state_heads, rank, keeping.ranks)
         parts = [self.queries[list(keys)], self.keys[list(keys)], self.values[list(heads)]]
+        if self.model.is_mamba2:
+            parts = [parts[2], *parts[:2]]
         convolved = torch.cat([part.reshape(-1, CONVOLVED) for part in parts])
         if not keeping.channels_outside:
             convolved = convolved.T
@@ -196,11 +200,12 @@ class RankMemory:
         channels = 2 * keys * KEY_WIDTH + heads * VALUE_WIDTH
         rows = CONVOLVED + self.keeping.drafts
         convolved = (channels, rows) if self.keeping.channels_outside else (rows, channels)
+        of_model = "MAMBA2" if self.model.is_mamba2 else "GDN_ATTN"
         return MambaSpec(
             block_size=self.keeping.state_tokens,
             shapes=(convolved, (heads, VALUE_WIDTH, KEY_WIDTH)),
             dtypes=(torch.int16, torch.int16),
-            mamba_type=MambaAttentionBackendEnum.GDN_ATTN,
+            mamba_type=MambaAttentionBackendEnum[of_model],
             num_speculative_blocks=self.keeping.drafts,
         )
 

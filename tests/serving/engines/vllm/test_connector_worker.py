@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from tests.serving.pool.pool_daemon import (
     running_daemon,
 )
 from tests.serving.pool.pool_daemon import chain_of as keys_of
+from vllm.config import SpeculativeConfig, VllmConfig
 
 from prfaas.core.kv.groups import GroupKind
 from prfaas.core.kv.page_layout import PageLayout
@@ -27,7 +29,7 @@ from prfaas.core.pool.depth import needed_blocks
 from prfaas.core.pool.geometry import PoolGeometry
 from prfaas.serving.engines.model_identity import ModelIdentity
 from prfaas.serving.engines.vllm.connector import _check_parallelism
-from prfaas.serving.engines.vllm.connector_worker import ConnectorWorker, _drops_last_block
+from prfaas.serving.engines.vllm.connector_worker import ConnectorWorker, _drops_last_block, _own_last_tokens
 from prfaas.serving.engines.vllm.fingerprint import fingerprint, pool_fingerprint
 from prfaas.serving.engines.vllm.layout import (
     EngineGroup,
@@ -484,6 +486,29 @@ def test_an_engine_tells_whether_it_drops_the_last_block_of_a_hit(
         SimpleNamespace(regions=regions),  # type: ignore[arg-type]
     )
     assert told is expected
+
+
+@pytest.mark.parametrize(
+    ("modules", "drafts", "own"),
+    [(0, 0, 1), (1, 1, 1), (1, 3, 1), (3, 1, 1), (3, 2, 1), (3, 3, 2), (3, 6, 5)],
+)
+def test_several_modules_that_draft_need_more_last_tokens_of_a_prompt(
+    modules: int, drafts: int, own: int
+) -> None:
+    """By vLLM's own property of a configuration."""
+    told = {"num_nextn_predict_layers": modules}
+    speculative = SimpleNamespace(
+        method="mtp",
+        draft_model_config=SimpleNamespace(hf_config=SimpleNamespace(**told)),
+        num_speculative_tokens=drafts,
+        use_eagle=lambda: True,
+    )
+    speculative.use_multi_module_mtp = partial(SpeculativeConfig.use_multi_module_mtp, speculative)
+    of_engine = SimpleNamespace(
+        speculative_config=speculative if modules else None, num_speculative_tokens=drafts
+    )
+    of_engine.num_prefill_lookahead_tokens = VllmConfig.num_prefill_lookahead_tokens.fget(of_engine)
+    assert _own_last_tokens(of_engine) == own
 
 
 @pytest.mark.parametrize("option", ["pipeline", "decode_context", "prefill_context"])

@@ -236,6 +236,15 @@ def test_what_leaves_is_final_and_leaves_as_soon_as_it_can(
     assert model.sender.cached_tokens == 7
 
 
+def test_a_window_without_a_hook_waits_for_an_attention_layer_behind_it() -> None:
+    """In the last chunk, of a model without states too."""
+    model = Model([GroupKind.FULL, GroupKind.WINDOW, GroupKind.FULL])
+    order = send(model, ticket_of(2), 1, 0, 2)
+    _, silent, behind = model.step([order], [(1, 0, 2)], {"model.layers.1.window": 0})
+    window = model.region("model.layers.1.window")
+    assert window not in silent and behind[window] == PAGE_BYTES
+
+
 def test_a_state_waits_for_an_attention_layer_behind_it() -> None:
     model = Model([GroupKind.STATE, GroupKind.FULL, GroupKind.STATE])
     ticket = ticket_of(40)

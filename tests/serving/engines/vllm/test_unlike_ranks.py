@@ -36,6 +36,7 @@ def worlds(draw: st.DrawFn) -> tuple[Model, Keeping, Keeping]:
         window_heads=draw(st.sampled_from(HEADS)),
         state_keys=(keys := draw(st.sampled_from(HEADS))),
         state_heads=keys * draw(st.sampled_from([1, 2])),
+        is_mamba2=draw(st.booleans()),
     )
     channels_outside, shares = draw(st.booleans()), draw(st.booleans())
     keepings = [

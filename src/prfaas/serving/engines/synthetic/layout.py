@@ -103,7 +103,9 @@ class SyntheticLayout:
             for start in range(0, len(layers), step):
                 part = tuple(layers[start : start + step])
                 groups.append(
-                    SyntheticGroup(len(groups), kind, block_tokens, window_tokens, first_layer, part)
+                    SyntheticGroup(
+                        len(groups), kind, block_tokens, window_tokens, first_layer, layer_bytes=part
+                    )
                 )
                 first_layer += len(part)
         return cls(tuple(groups))

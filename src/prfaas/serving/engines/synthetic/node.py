@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import zmq
 
 from prfaas.core.deployment import SYNTHETIC, Deployment, Instance
+from prfaas.core.deployment.speculation import kept_model
 from prfaas.core.kv import KvModel, model_on_wire
 from prfaas.core.units import GIB
 from prfaas.serving.certificates import identity_of
@@ -116,9 +117,13 @@ def _sent_model(deployment: Deployment) -> KvModel:
     ranks = {instance.tensor_parallel for instance in deployment.instances if instance.is_stand_in}
     if len(ranks) > 1:
         raise EngineError("stand-ins map no KVCache; give all of them the same tensor_parallel")
-    model = deployment.model.kv_model()
+    clusters = {instance.cluster for instance in deployment.instances if instance.is_stand_in}
+    kept = [kept_model(deployment, deployment.cluster(name)) for name in sorted(clusters)]
     try:
-        return model_on_wire(model, model, *ranks)
+        # What one side lacks, an unlike drafter's, none of them sends.
+        return min(
+            (model_on_wire(one, other, *ranks) for one in kept for other in kept), key=KvModel.compared_bytes
+        )
     except ValueError as error:
         raise EngineError(f"{error}; give another tensor_parallel") from None
 

@@ -174,7 +174,10 @@ class ConnectorWorker:
             layout=wires,
             sender_options=SenderOptions(limits=settings.transfer),
             receiver_options=options,
-            more_stats={"drops_last_block": _drops_last_block(vllm_config, kv_cache_config, layout)}.copy,
+            more_stats={
+                "drops_last_block": _drops_last_block(vllm_config, kv_cache_config, layout),
+                "own_last_tokens": _own_last_tokens(vllm_config),
+            }.copy,
         )
         receiver, sender = endpoint.receiver, endpoint.sender
         siblings = None
@@ -319,6 +322,17 @@ def _drops_last_block(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, l
     full = {region.group.index for region in layout.regions if region.group.kind is GroupKind.FULL}
     marked = {index for index, group in enumerate(kv_cache_config.kv_cache_groups) if group.is_eagle_group}
     return bool(full & marked if marked else full)
+
+
+def _own_last_tokens(vllm_config: VllmConfig) -> int:
+    """How many last tokens of a prompt this engine computes itself, whatever is moved to it.
+
+    It samples from the last one. With several modules for multi-token prediction vLLM's later steps go back over the
+    tokens that these look ahead by, and have hidden states only of those that it has computed: as NIXL's connector does
+    (read in 0.32: `_prefill_backoff` of nixl/base_scheduler.py).
+    """
+    looked_ahead: int = vllm_config.num_prefill_lookahead_tokens
+    return max(1, looked_ahead - 1)
 
 
 def _tensors(kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]]) -> list[torch.Tensor]:

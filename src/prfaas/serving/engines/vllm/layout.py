@@ -151,9 +151,9 @@ class KvLayout:
                 index,
                 name,
                 part,
-                layer,
-                page_layouts[name][part] if page_layouts else opaque_layout(group, layer.page_bytes),
-                name in drafter.layer_names,
+                pages=layer,
+                layout=page_layouts[name][part] if page_layouts else opaque_layout(group, layer.page_bytes),
+                is_drafters=name in drafter.layer_names,
             )
             for index, (group, name, part, layer) in enumerate(tensors)
         )
@@ -287,17 +287,43 @@ def page_layout(
     _, head_stride, token_stride, _ = (stride * item_bytes for stride in tensor.stride())
     head_stride = head_stride if heads > 1 else 0
     if packing is Packing.PLAIN:
-        parts = [PagePart(heads, 1, width * item_bytes, 0, token_stride, head_stride, 0)]
+        parts = [
+            PagePart(
+                heads,
+                1,
+                width * item_bytes,
+                0,
+                token_stride,
+                head_stride_bytes=head_stride,
+                row_stride_bytes=0,
+            )
+        ]
     elif tensor[0].is_contiguous() and not width % 2 and not page_tokens % _CPU_BLOCK_TOKENS:
         elements = width // 2
         values = elements * page_tokens * item_bytes
         parts = [
-            PagePart(heads, elements, item_bytes, 0, item_bytes, head_stride, page_tokens * item_bytes),
-            PagePart(heads, 1, elements * item_bytes, values, elements * item_bytes, head_stride, 0),
+            PagePart(
+                heads,
+                elements,
+                item_bytes,
+                0,
+                item_bytes,
+                head_stride_bytes=head_stride,
+                row_stride_bytes=page_tokens * item_bytes,
+            ),
+            PagePart(
+                heads,
+                1,
+                elements * item_bytes,
+                values,
+                elements * item_bytes,
+                head_stride_bytes=head_stride,
+                row_stride_bytes=0,
+            ),
         ]
     else:
         return opaque
-    return PageLayout(group.kind, group.block_tokens, page_tokens, page_bytes, tuple(parts), element)
+    return PageLayout(group.kind, group.block_tokens, page_tokens, page_bytes, tuple(parts), element=element)
 
 
 def read_packings(vllm_config: VllmConfig) -> Mapping[str, Packing]:

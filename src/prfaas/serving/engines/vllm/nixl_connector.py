@@ -179,7 +179,7 @@ class PrfaasNixlConnector(MultiConnector):
         self, request_id: str, pull: _Pull, num_tokens: int, local_tokens: int, *, refused: bool
     ) -> None:
         transfer_id, expires_at_s = pull.ticket.transfer_id, pull.expires_at_s
-        read = NixlRead(request_id, transfer_id, num_tokens, local_tokens, expires_at_s, refused)
+        read = NixlRead(request_id, transfer_id, num_tokens, local_tokens, expires_at_s, refused=refused)
         self._pulls.append(read)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> NixlMetadata:

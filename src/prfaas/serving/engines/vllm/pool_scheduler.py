@@ -240,7 +240,8 @@ class PoolScheduler:
             for pages in match.pages
         )
         self._ordered.append(PoolLoad(request.request_id, match.pin, match.epoch, parts))
-        self._loading[request.request_id] = _Loading(match.pin, *self._bytes(answer))
+        loaded_bytes, ssd_bytes = self._bytes(answer)
+        self._loading[request.request_id] = _Loading(match.pin, loaded_bytes, ssd_bytes)
         tokens_in_memory = self._tokens_in_memory(answer)
         self.stats.add("pool_hit_tokens_memory", tokens_in_memory)
         self.stats.add("pool_hit_tokens_ssd", answer.tokens - tokens_in_memory)

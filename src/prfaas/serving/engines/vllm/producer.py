@@ -92,12 +92,12 @@ class KvProducer:
 
         vLLM calls this for most attention modules, where no graph is replayed whole; a drafter's layer may come several
         times in a step. What does not come leaves in `end_step`. Layers are computed in order: what a last chunk leaves
-        in the linear layers before this one is final, on a device in what the compute stream has queued.
+        in the layers of states and windows before this one is final, on a device in what the compute stream has queued.
         """
         before = self._layout.closing_before.get(layer_name, ())
         for send in sends:
             if not self._is_postponed(send):
-                self._queue_layers(send, (*before, layer_name) if send.closing else (layer_name,))
+                self._queue_layers(send, (*before, layer_name) if send.final else (layer_name,))
 
     def _is_postponed(self, send: SendOrder) -> bool:
         """Whether it is not known yet what travels to its consumer."""

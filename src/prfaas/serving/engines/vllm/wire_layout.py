@@ -226,8 +226,12 @@ class _OwnSide:
         me, rank, ranks = self._me, self._rank, self._ranks
         try:
             others = _Told.read(told)
-            theirs = (rank_of(peer), others.ranks)
-            pair = RankPair(rank, ranks, *theirs) if sends else RankPair(*theirs, rank, ranks)
+            its_rank = rank_of(peer)
+            pair = (
+                RankPair(rank, ranks, its_rank, others.ranks)
+                if sends
+                else RankPair(its_rank, others.ranks, rank, ranks)
+            )
         except ValueError as error:
             raise UnlikePagesError(f"the KV layout that {peer} tells {me} can't be read: {error}") from None
         if others.drafted != self.drafted:
@@ -405,7 +409,7 @@ def _wire_region(index: int, share: _Share, form: WireForm) -> WireRegion:
         index,
         region.layer_name,
         region.part,
-        wire_pages,
-        per_block,
+        pages=wire_pages,
+        per_block=per_block,
         renumbered=group != region.group,
     )
