@@ -52,9 +52,7 @@ MANY_POSITIONAL = {
     *("serving.control.thresholds:ThresholdEntry", "serving.gateway.kv_transfer:TransferredBytes"),
     *("serving.gateway.prefill_hop:TransferDone", "serving.gateway.pulled_hop:TransferDone"),
     *("serving.gateway.remote_prefill:_RemotePrefill", "serving.gateway.server:GatewayContext"),
-    *("serving.gateway.stream_resume:BegunAnswer", "serving.transport.peer_queue:Chunk"),
-    "serving.transport.transfer_table:ProducerSession",
-    "serving.transport.wire:Header",
+    "serving.gateway.stream_resume:BegunAnswer",
 }
 
 

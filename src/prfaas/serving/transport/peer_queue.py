@@ -145,7 +145,8 @@ class PeerQueue:
                 raise ValueError(f"bytes {offset}..{end} of region {region} were put already")
             transfer.coverage[region].add(offset, end)
             transfer.put_bytes += end - offset
-            chunk = Chunk(transfer, next(self._numbers), region, offset, end, offset, source, urgent=urgent)
+            number = next(self._numbers)
+            chunk = Chunk(transfer, number, region, offset, end, base=offset, source=source, urgent=urgent)
             self._schedule.add(chunk)
             self._ready.notify(1 + chunk.nbytes // self._options.min_chunk_bytes)
 

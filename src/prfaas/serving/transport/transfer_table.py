@@ -218,8 +218,8 @@ class TransferTable:
     def connected(self, identity: PeerIdentity, connection: FrameSink) -> ProducerSession:
         """Add a producer's connection, and return its session."""
         with self._lock:
-            found = (identity.name, identity.session)
-            session = self._sessions.setdefault(found, ProducerSession(*found))
+            new = ProducerSession(name=identity.name, session=identity.session)
+            session = self._sessions.setdefault(new.key, new)
             session.connections.append(connection)
             session.lost_at_s = None
             return session

@@ -189,7 +189,7 @@ def unpack_header(raw: bytes | bytearray | memoryview) -> Header:
         raise WireError(f"{frame_type.name} frame of {length} bytes is over {_LIMITS[frame_type]}")
     if offset > MAX_REGION_BYTES or (region >= MAX_REGIONS and region != END_REGION):
         raise WireError(f"{frame_type.name} frame names region {region} at offset {offset}: out of bounds")
-    return Header(frame_type, transfer_id, region, offset, length, payload_checksum, flags)
+    return Header(frame_type, transfer_id, region, offset, length, checksum=payload_checksum, flags=flags)
 
 
 def pack_control(
