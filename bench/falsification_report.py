@@ -1,7 +1,9 @@
 """What `falsification.py` concludes: every phase live beside its prediction, and the plots."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,10 @@ from falsification_phases import STATIC, bytes_between, capacity_per_s, mean_bit
 from fidelity_recorded import errors_of
 from prfaas.core.planner import PlanProblem
 from prfaas.lab.simulator.result import is_stable
-from prfaas.lab.studies.figures import Panel, PlotCurve, lines
+
+# The plots of the project's studies.
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+from studies._figures import Panel, PlotCurve, lines
 
 FloatArray = NDArray[np.float64]
 

@@ -40,8 +40,11 @@ from prfaas.core.planner import best_operation, problem_of
 from prfaas.core.workload import fixed
 from prfaas.core.workload.traffic import IndependentTraffic
 from prfaas.lab.simulator import scenario_of, simulate
-from prfaas.lab.studies.figures import Panel, PlotCurve, lines
-from prfaas.lab.studies.traffic import bursts
+
+# The plots and bursts of the project's studies.
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+from studies._figures import Panel, PlotCurve, lines
+from studies._traffic import bursts
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "paper.yaml"
 LONG_TOKENS = 100 * 1024

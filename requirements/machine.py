@@ -56,11 +56,14 @@ def machine_facts(environment: Path | None = None) -> MachineFacts:
 def machine_problem(facts: MachineFacts) -> str | None:
     """Why the demo can't run on such a machine, and what would do; None if it can."""
     if (facts.system, facts.architecture) != ("Linux", "x86_64"):
-        return (
-            f"the demo needs Linux on x86-64, for vLLM's CPU build; this is {facts.system} on {facts.architecture}"
-        )
+        return f"the demo needs Linux on x86-64, for vLLM's CPU build; this is {facts.system} on {facts.architecture}"
     for what, free_bytes, needed_bytes, remedy in (
-        ("disk for the environment", facts.free_disk_bytes, DISK_BYTES, "free some, or name another with VENV=DIR"),
+        (
+            "disk for the environment",
+            facts.free_disk_bytes,
+            DISK_BYTES,
+            "free some, or name another with VENV=DIR",
+        ),
         ("memory for three engines", facts.free_memory_bytes, MEMORY_BYTES, "end other programs"),
         (
             "shared memory for two pools",

@@ -21,7 +21,9 @@ OLDEST, TOO_NEW = (3, 11), (3, 14)
 _LAST_LINES = 15
 _LOOK_EVERY_S = 0.2
 _LINE_CHARACTERS = 96
-_COMPILE = "import compileall, sysconfig; compileall.compile_dir(sysconfig.get_path('purelib'), quiet=2, workers=0)"
+_COMPILE = (
+    "import compileall, sysconfig; compileall.compile_dir(sysconfig.get_path('purelib'), quiet=2, workers=0)"
+)
 
 
 class SetUpError(Exception):
@@ -51,7 +53,15 @@ def phases(
     don't load beside the CPU build of torch. It says why torch is apart.
     """
     python = environment / "bin" / "python"
-    install: list[object] = [python, "-m", "pip", "install", "--disable-pip-version-check", "--no-deps", "--no-compile"]
+    install: list[object] = [
+        python,
+        "-m",
+        "pip",
+        "install",
+        "--disable-pip-version-check",
+        "--no-deps",
+        "--no-compile",
+    ]
     made = [] if python.exists() else [("virtual environment", [[sys.executable, "-m", "venv", environment]])]
     return [
         *made,
@@ -133,7 +143,12 @@ def _latest(log_path: Path) -> str:
 
 def _show(line: str, out: TextIO, is_last: bool) -> None:
     if out.isatty():
-        print(f"\r{line[:_LINE_CHARACTERS]:<{_LINE_CHARACTERS}}", end="\n" if is_last else "", file=out, flush=True)
+        print(
+            f"\r{line[:_LINE_CHARACTERS]:<{_LINE_CHARACTERS}}",
+            end="\n" if is_last else "",
+            file=out,
+            flush=True,
+        )
     else:
         print(line, file=out, flush=True)
 

@@ -1,6 +1,7 @@
 """The project's own studies of the scheduler: each a question, many simulations, and what they say.
 
-`prfaas study NAME` carries one out. A study of your own is a file like these in a folder of this form.
+`prfaas study NAME` carries one out. A study of your own is a file like these in a folder of this form; the files
+`_figures.py`, `_repeats.py`, `_traffic.py` and `_variants.py` are what several of them share.
 """
 
 from studies.ablation import ABLATION

@@ -12,7 +12,8 @@ from prfaas.core.latency import Curve, DecodeCurve, Evidence, LatencyProfile, lo
 from prfaas.core.planner import Baseline, best_operation, problem_of
 from prfaas.core.planner.comparisons import Rival, homogeneous, homogeneous_at_equal_cost
 from prfaas.core.planner.cost import cost_per_hour
-from prfaas.lab.studies.context import StudyContext, pd_only
+from prfaas.lab.studies.context import StudyContext
+from studies._variants import pd_only
 
 # Of a curve that is another one times a ratio: enough that it is right between them.
 _POINTS = 24

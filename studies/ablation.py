@@ -5,17 +5,18 @@ from dataclasses import dataclass, field, replace
 
 from prfaas.core.units import GIB, format_bits_per_s
 from prfaas.lab.simulator.capacity import Fluctuating
-from prfaas.lab.studies.context import StudyContext, cache_of, with_bandwidth
-from prfaas.lab.studies.figures import (
+from prfaas.lab.studies.context import StudyContext
+from prfaas.lab.studies.study import Outcomes, Run, Study, StudyFigure, StudySection, StudyTable
+from studies._figures import (
     NONE,
     Difference,
     bars,
     listed,
     seconds,
 )
-from prfaas.lab.studies.repeats import TAIL_TITLE, Repeats, tail_table
-from prfaas.lab.studies.study import Outcomes, Run, Study, StudyFigure, StudySection, StudyTable
-from prfaas.lab.studies.traffic import DAY_S, bursts, day_plan
+from studies._repeats import TAIL_TITLE, Repeats, tail_table
+from studies._traffic import DAY_S, bursts, day_plan
+from studies._variants import cache_of, with_bandwidth
 
 LOAD = 0.9
 _REQUESTS = 8_000

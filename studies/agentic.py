@@ -15,10 +15,11 @@ from prfaas.core.workload.requests import BLOCK_TOKENS
 from prfaas.core.workload.sessions import SessionTraffic
 from prfaas.core.workload.traffic import RequestChunk, Traffic, take
 from prfaas.lab.simulator import PoolOptions
-from prfaas.lab.studies.context import StudyContext, cache_of
-from prfaas.lab.studies.figures import bars, listed, percent
-from prfaas.lab.studies.repeats import Repeats, tail_table
+from prfaas.lab.studies.context import StudyContext
 from prfaas.lab.studies.study import Outcomes, Run, Study, StudySection, StudyTable
+from studies._figures import bars, listed, percent
+from studies._repeats import Repeats, tail_table
+from studies._variants import cache_of
 
 _MEAN_TURNS = 12.0
 _SYSTEM_TOKENS = 8 * BLOCK_TOKENS

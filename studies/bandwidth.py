@@ -7,10 +7,11 @@ from prfaas.core.planner import OperatingPoint, best_operation
 from prfaas.core.units import format_bits_per_s
 from prfaas.core.workload.arrivals import Poisson
 from prfaas.lab.simulator.capacity import Fluctuating
-from prfaas.lab.studies.context import StudyContext, with_bandwidth
-from prfaas.lab.studies.figures import Panel, PlotCurve, lines
-from prfaas.lab.studies.repeats import TAIL_TITLE, Repeats, tail_table
+from prfaas.lab.studies.context import StudyContext
 from prfaas.lab.studies.study import Outcomes, Run, Study, StudyFigure, StudySection, StudyTable
+from studies._figures import Panel, PlotCurve, lines
+from studies._repeats import TAIL_TITLE, Repeats, tail_table
+from studies._variants import with_bandwidth
 
 _LOAD = 0.9
 _STEPS = 7

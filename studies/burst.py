@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 
 from prfaas.lab.studies.context import StudyContext
-from prfaas.lab.studies.figures import Panel, PlotCurve, lines, listed
-from prfaas.lab.studies.repeats import TAIL_TITLE, TTFT, Repeats, tail_table
 from prfaas.lab.studies.study import Outcomes, Run, Study, StudyFigure, StudySection, StudyTable
-from prfaas.lab.studies.traffic import BURST_S, CALM_S, bursts
+from studies._figures import Panel, PlotCurve, lines, listed
+from studies._repeats import TAIL_TITLE, TTFT, Repeats, tail_table
+from studies._traffic import BURST_S, CALM_S, bursts
 
 _LOAD = 0.8
 _PEAKS = (1.0, 1.5, 2.0, 3.0, 4.0, 5.0)

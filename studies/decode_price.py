@@ -9,9 +9,9 @@ from prfaas.core.planner import best_operation, problem_of
 from prfaas.core.scheduling import Decision, Policy, RoutingRequest, View, make_policy
 from prfaas.core.scheduling.decoders import decode_choices, load_of
 from prfaas.lab.studies.context import StudyContext
-from prfaas.lab.studies.figures import listed
-from prfaas.lab.studies.repeats import TAIL_TITLE, Repeats, tail_table
 from prfaas.lab.studies.study import Outcomes, Run, Study, StudySection, StudyTable
+from studies._figures import listed
+from studies._repeats import TAIL_TITLE, Repeats, tail_table
 
 _EXAMPLE = "multi.yaml"
 _LOADS = (0.7, 0.85, 0.95)

@@ -10,11 +10,12 @@ from prfaas.core.planner import PlanProblem, best_operation, problem_of
 from prfaas.core.planner.ttft_target import best_within_target
 from prfaas.core.units import KIB, format_bits_per_s
 from prfaas.core.workload.arrivals import Poisson
-from prfaas.lab.studies.context import StudyContext, with_bandwidth
-from prfaas.lab.studies.figures import NONE, Panel, PlotCurve, SeedMean, lines, seed_mean
-from prfaas.lab.studies.repeats import Repeats, tail_table
+from prfaas.lab.studies.context import StudyContext
 from prfaas.lab.studies.study import Key, Outcomes, Run, Study, StudyFigure, StudySection, StudyTable
+from studies._figures import NONE, Panel, PlotCurve, SeedMean, lines, seed_mean
 from studies._other_models import ModelFleet, other_models
+from studies._repeats import Repeats, tail_table
+from studies._variants import with_bandwidth
 
 _LOAD = 0.85
 _FACTORS = (0.35, 0.5, 0.71, 1.0, 1.41, 2.0, 2.8)

@@ -14,7 +14,8 @@ from prfaas.core.planner.comparisons import homogeneous
 from prfaas.core.planner.cost import break_even_per_gb, gb_per_hour, instances_per_hour
 from prfaas.core.units import GB, SECONDS_PER_HOUR, format_bits_per_s
 from prfaas.lab.studies.context import StudyContext
-from prfaas.lab.studies.figures import (
+from prfaas.lab.studies.study import Outcomes, Run, Study, StudyFigure, StudySection, StudyTable
+from studies._figures import (
     NONE,
     Panel,
     PlotCurve,
@@ -23,8 +24,7 @@ from prfaas.lab.studies.figures import (
     listed,
     seed_mean,
 )
-from prfaas.lab.studies.repeats import TAIL_TITLE, Repeats, tail_table
-from prfaas.lab.studies.study import Outcomes, Run, Study, StudyFigure, StudySection, StudyTable
+from studies._repeats import TAIL_TITLE, Repeats, tail_table
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

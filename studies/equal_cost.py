@@ -5,11 +5,12 @@ from dataclasses import dataclass, replace
 
 from prfaas.core.deployment import PlannedDeployment
 from prfaas.core.planner import Baseline, best_operation, make_plan, problem_of
-from prfaas.lab.studies.context import StudyContext, pd_only
-from prfaas.lab.studies.figures import Panel, PlotCurve, lines, listed, more_or_less
-from prfaas.lab.studies.repeats import TAIL_TITLE, Repeats, tail_table
+from prfaas.lab.studies.context import StudyContext
 from prfaas.lab.studies.study import Outcomes, Run, Study, StudyFigure, StudyRun, StudySection, StudyTable
+from studies._figures import Panel, PlotCurve, lines, listed, more_or_less
 from studies._rate_search import LARGEST_RPS, STEP, RateSearch, hidden_overload
+from studies._repeats import TAIL_TITLE, Repeats, tail_table
+from studies._variants import pd_only
 
 _LOADS = (0.3, 0.45, 0.55, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95)
 _TOLD_LOADS = (0.3, 0.6, 0.8, 0.9)

@@ -4,11 +4,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from prfaas.core.units import GIB, format_bytes
-from prfaas.lab.studies.context import StudyContext, cache_of
-from prfaas.lab.studies.figures import Panel, PlotCurve, lines
-from prfaas.lab.studies.repeats import TAIL_TITLE, Repeats, tail_table
+from prfaas.lab.studies.context import StudyContext
 from prfaas.lab.studies.study import Outcomes, Run, Study, StudySection, StudyTable
-from prfaas.lab.studies.traffic import SharedPrefixes
+from studies._figures import Panel, PlotCurve, lines
+from studies._repeats import TAIL_TITLE, Repeats, tail_table
+from studies._traffic import SharedPrefixes
+from studies._variants import cache_of
 
 _LOAD = 0.9
 _SHARES = (0.0, 0.15, 0.3, 0.45, 0.6, 0.75, 0.9)

@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from prfaas.core.units import KIB, format_bits_per_s
 from prfaas.core.workload.arrivals import Poisson
 from prfaas.lab.studies.context import StudyContext
-from prfaas.lab.studies.figures import NONE, bars, listed, percent
-from prfaas.lab.studies.repeats import Repeats, tail_table
 from prfaas.lab.studies.study import Outcomes, Run, Study, StudySection, StudyTable
+from studies._figures import NONE, bars, listed, percent
 from studies._other_models import ModelFleet, other_models
+from studies._repeats import Repeats, tail_table
 
 _LOAD = 0.8
 _REQUESTS = 6_000

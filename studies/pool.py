@@ -19,9 +19,7 @@ from prfaas.core.workload.traffic import ReplayedTraffic, Traffic, take
 from prfaas.lab.simulator import PoolOptions
 from prfaas.lab.simulator.machine_pool import MachinePool, replayed
 from prfaas.lab.simulator.pools import TIERS
-from prfaas.lab.studies.context import StudyContext, cache_of
-from prfaas.lab.studies.figures import Panel, PlotCurve, SeedMean, lines, listed, seed_mean
-from prfaas.lab.studies.repeats import TAIL_TITLE, Repeats, tail_table
+from prfaas.lab.studies.context import StudyContext
 from prfaas.lab.studies.study import (
     Key,
     Outcomes,
@@ -33,7 +31,10 @@ from prfaas.lab.studies.study import (
     StudySection,
     StudyTable,
 )
-from prfaas.lab.studies.traffic import ChatsAndDocuments
+from studies._figures import Panel, PlotCurve, SeedMean, lines, listed, seed_mean
+from studies._repeats import TAIL_TITLE, Repeats, tail_table
+from studies._traffic import ChatsAndDocuments
+from studies._variants import cache_of
 
 _EVICTIONS: tuple[EvictionName, ...] = get_args(EvictionName)
 _CONVERSATION, _SYNTHETIC, _DAY = "conversation", "synthetic", "day"

@@ -9,9 +9,9 @@ import numpy as np
 from prfaas.core.deployment import PlannedDeployment
 from prfaas.core.units import BITS_PER_BYTE, MIB, format_bits_per_s
 from prfaas.lab.studies.context import StudyContext
-from prfaas.lab.studies.figures import Panel, PlotCurve, lines, listed
-from prfaas.lab.studies.repeats import TTFT, Repeats, tail_table
 from prfaas.lab.studies.study import Key, Outcomes, Run, Study, StudyFigure, StudySection, StudyTable
+from studies._figures import Panel, PlotCurve, lines, listed
+from studies._repeats import TTFT, Repeats, tail_table
 
 _ROUND_TRIPS_S = (0.001, 0.005, 0.02, 0.05, 0.1, 0.2)
 _LOAD = 0.8

@@ -4,10 +4,11 @@ from collections.abc import Sequence
 
 from prfaas.core.planner import best_operation, problem_of
 from prfaas.core.workload.arrivals import Poisson
-from prfaas.lab.studies.context import StudyContext, times
-from prfaas.lab.studies.figures import Panel, PlotCurve, lines, more_or_less, seconds
-from prfaas.lab.studies.repeats import TAIL_TITLE, Repeats, tail_table
+from prfaas.lab.studies.context import StudyContext
 from prfaas.lab.studies.study import Outcomes, Run, Study, StudySection, StudyTable
+from studies._figures import Panel, PlotCurve, lines, more_or_less, seconds
+from studies._repeats import TAIL_TITLE, Repeats, tail_table
+from studies._variants import times
 
 _LOAD = 0.9
 _FACTORS = (1, 2, 5, 10, 30, 100)

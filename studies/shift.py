@@ -10,7 +10,8 @@ from prfaas.core.planner.two_clusters import evaluate
 from prfaas.core.workload import Empirical, Workload
 from prfaas.core.workload.arrivals import Poisson
 from prfaas.lab.studies.context import StudyContext
-from prfaas.lab.studies.figures import (
+from prfaas.lab.studies.study import Outcomes, Run, Study, StudyFigure, StudySection, StudyTable, Verdict
+from studies._figures import (
     Panel,
     PlotCurve,
     lines,
@@ -18,9 +19,8 @@ from prfaas.lab.studies.figures import (
     seconds,
     seed_mean,
 )
-from prfaas.lab.studies.repeats import TAIL_TITLE, Repeats, tail_table
-from prfaas.lab.studies.study import Outcomes, Run, Study, StudyFigure, StudySection, StudyTable, Verdict
-from prfaas.lab.studies.traffic import (
+from studies._repeats import TAIL_TITLE, Repeats, tail_table
+from studies._traffic import (
     DAY_S,
     NIGHT_ANSWERS,
     NIGHT_PROMPTS,

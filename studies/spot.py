@@ -12,9 +12,9 @@ from prfaas.core.planner import best_operation
 from prfaas.core.units import SECONDS_PER_HOUR
 from prfaas.lab.simulator import Failure
 from prfaas.lab.studies.context import StudyContext
-from prfaas.lab.studies.figures import NONE, Panel, PlotCurve, lines, listed, percent
-from prfaas.lab.studies.repeats import TTFT, Repeats, tail_table
 from prfaas.lab.studies.study import Outcomes, Run, Study, StudyFigure, StudySection, StudyTable
+from studies._figures import NONE, Panel, PlotCurve, lines, listed, percent
+from studies._repeats import TTFT, Repeats, tail_table
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

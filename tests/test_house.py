@@ -21,12 +21,10 @@ LONG_FUNCTIONS = {
     # Rooms that are still to be taken apart: control, gateway, transport, pool, lab.
     "serving.control.plane:LivePlane.__init__",
     *("serving.gateway.server:Gateway.__init__", "serving.gateway.prefill:PrefillOrchestrator.prepare"),
-    *("lab.simulator.scenario:scenario_of", "lab.report.plan_figures:plot_sweep", "api:simulate"),
-    "tools.profiling.estimate:estimate",
-    *("serving.engines.vllm.connector_worker:ConnectorWorker.start", "cli.simulate:simulate"),
+    "lab.simulator.scenario:scenario_of",
+    "serving.engines.vllm.connector_worker:ConnectorWorker.start",
 }
 MANY_COLLABORATORS = {
-    "cli.replay:_Run.__init__",
     *("lab.simulator.instance:Engine.__init__", "lab.simulator.link:FluidLink.__init__"),
     *("lab.simulator.send_queue:FluidTransfer.__init__", "lab.simulator.token_clock:ContextClock.__init__"),
     *("serving.control.fleet_control:FleetControl.__init__", "serving.control.health:HealthWatch.__init__"),
@@ -44,15 +42,39 @@ MANY_COLLABORATORS = {
 }
 # Calls by module and class: with more values by position, where one in a wrong place is a silent bug.
 MANY_POSITIONAL = {
-    # Rooms that are still to be taken apart: deployment, control, gateway, transport.
-    "core.deployment.load:ModelRef",
-    *("core.deployment.pool_peers:PoolPeer", "core.deployment.types:KvPeer"),
+    # Rooms that are still to be taken apart: control, gateway, transport.
     *("serving.control.plane:Overview", "serving.control.planning_inputs:ClusterFacts"),
     *("serving.control.planning_inputs:LinkFacts", "serving.control.role_allocation:RoleChange"),
     *("serving.control.thresholds:ThresholdEntry", "serving.gateway.kv_transfer:TransferredBytes"),
     *("serving.gateway.prefill_hop:TransferDone", "serving.gateway.pulled_hop:TransferDone"),
     *("serving.gateway.remote_prefill:_RemotePrefill", "serving.gateway.server:GatewayContext"),
     "serving.gateway.stream_resume:BegunAnswer",
+}
+
+# Under a hundred lines, and used by one other file of its room alone.
+OF_ONE_USER = {
+    # Compiled apart for long simulations; its user has numpy in it.
+    "core.latency.curve_reader",
+    # A table of vLLM's options, each with what to write in its place.
+    "core.deployment.engine_args",
+    # Each asks its own questions at the keyboard, or of its own process.
+    *("cli.init_questions", "cli.site_share"),
+    # Rooms that are still to be taken apart: deployment, control, gateway, transport, engines, pool, tools, lab.
+    *("serving.control.drains", "serving.control.fleet_metrics", "serving.control.fleet_reloads"),
+    *("serving.control.link_load", "serving.control.prefill_queue", "serving.gateway.certificate_watch"),
+    *(
+        "serving.engines.asking",
+        "serving.engines.trained",
+        "serving.engines.vllm.converted_pages",
+        "serving.engines.vllm.dense_sums",
+    ),
+    *("serving.engines.vllm.host_runs", "serving.engines.vllm.pool_worker", "serving.engines.vllm.postponed"),
+    *("serving.engines.vllm.standby", "serving.engines.vllm.state_layout"),
+    "serving.tracing.queue",
+    *("tools.demo.pools", "tools.demo.warm_up", "tools.emit.hub_revision", "tools.emit.monitor"),
+    "tools.emit.containers",
+    *("lab.simulator.cache_moves", "lab.simulator.queue_limit", "lab.simulator.slowed_world"),
+    "lab.simulator.worlds",
 }
 
 
@@ -105,6 +127,23 @@ def test_no_file_is_long() -> None:
     """A file is one noun, and as long as the noun."""
     lines = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in FILES.items()}
     assert {name: count for name, count in lines.items() if count > MOST_FILE_LINES} == {}
+
+
+def test_what_one_file_uses_stands_in_it() -> None:
+    """Unless it is long, or listed with a reason. Commands are found by their names; packages show what they have."""
+    users: dict[str, set[str]] = defaultdict(set)
+    for name, tree in trees().items():
+        for other in imported(tree) - {name}:
+            users[other].add(name)
+    alone = set()
+    for name, path in FILES.items():
+        room = name.rpartition(".")[0]
+        user = next(iter(users[name])) if len(users[name]) == 1 else name
+        is_of_room = user != name and user.rpartition(".")[0] == room and FILES[user].name != "__init__.py"
+        lines = len(path.read_text(encoding="utf-8").splitlines())
+        if is_of_room and user != "prfaas.cli.main" and lines < LEAST_LINES_OF_ONE_USER:
+            alone.add(name.removeprefix("prfaas."))
+    assert alone == OF_ONE_USER
 
 
 def functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:

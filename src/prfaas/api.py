@@ -289,32 +289,16 @@ def simulate(
         >>> summary["lost"], summary["stable"], 0 < summary["offloaded_fraction"] < 1
         (0, True, True)
     """
-    import math
-
     import numpy as np
 
-    from prfaas.core.planner import best_operation, problem_of
-    from prfaas.core.workload import CsvColumns, fixed
-    from prfaas.core.workload.arrivals import Poisson
-    from prfaas.core.workload.traffic import IndependentTraffic, Traffic
     from prfaas.lab.simulator import CacheOptions, scenario_of
     from prfaas.lab.simulator import simulate as run
-    from prfaas.lab.simulator.recording import CACHE_BYTES, Recording
+    from prfaas.lab.simulator.recording import CACHE_BYTES, traffic_for
 
-    if load is not None and requests_per_s is not None:
-        raise ValueError("give a load or requests_per_s, not both")
     planned = _planned(deployment)
-    problem = problem_of(planned)
-    named = None if columns is None else CsvColumns.of(columns)
-    recording = None if trace is None else Recording.read(planned, problem, Path(trace), named)
-    rate = requests_per_s
-    if rate is None:
-        most_rps = best_operation(problem).lambda_max if recording is None else recording.lambda_max_rps
-        rate = (0.7 if load is None else load) * most_rps
+    traffic = traffic_for(planned, load, requests_per_s, trace, columns)
     if cache_bytes is None:
-        cache_bytes = 0 if recording is None else CACHE_BYTES
-    if not (math.isfinite(rate) and rate > 0):
-        raise ValueError(f"requests must arrive at a rate above 0, not {rate:g} per second")
+        cache_bytes = 0 if trace is None else CACHE_BYTES
     threshold = planned.routing.threshold_tokens
     name = policy or planned.routing.policy
     scenario = scenario_of(
@@ -326,10 +310,6 @@ def simulate(
         allocation=planned.control.allocation,
         caches=CacheOptions.of_memory(planned.kv_model, cache_bytes) if cache_bytes else None,
     )
-    workload = problem.workload
-    traffic: Traffic = IndependentTraffic(Poisson(rate), workload.uncached, fixed(workload.output_tokens))
-    if recording is not None:
-        traffic = recording.at_rate(rate)
     return run(scenario, traffic.chunks(np.random.default_rng(seed)), seed=seed, requests=requests)
 
 

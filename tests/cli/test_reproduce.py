@@ -5,9 +5,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from studies import _reproduction as paper_tables
 
 from prfaas.cli import main as cli
-from prfaas.lab.report import reproduction as paper_tables
 
 PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "reproduction.md"
 

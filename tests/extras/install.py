@@ -26,7 +26,6 @@ BASE = (
 PLAN = (
     "prfaas plan paper.yaml --plot plots",
     "prfaas simulate paper.yaml --requests 500 --report out",
-    "prfaas reproduce",
     "prfaas bandwidth internal-1t --gpus 32",
     "prfaas simulate paper.yaml --requests 500 --records rows.csv.gz",
 )

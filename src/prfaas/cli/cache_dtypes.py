@@ -9,7 +9,7 @@ KV_DTYPE_HELP = "Of K and V: bf16, fp16, fp32, fp8, fp8_e4m3, fp8_e5m2 or fp8_ds
 
 
 def cache_dtypes(kv_dtype: str | None, state_dtype: str | None = None) -> "CacheDtypes":
-    """What the two options mean in vLLM's words.
+    """The two options' values as vLLM's dtypes.
 
     Raises:
         CliError: one of them is none of its choices.

@@ -1,4 +1,4 @@
-"""What the commands share: arguments, errors that end a command with one sentence, JSON and tables on stdout."""
+"""Parts that commands share: arguments, errors that end a command with one sentence, JSON and tables on stdout."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +43,7 @@ _OWNERS = {"plan": "the planner's", "gateway": "the gateway's"}
 
 
 def sentence(error: Exception, command: str = "") -> str | None:
-    """What to tell the user about an error that they can mend; None for one of ours.
+    """The sentence for an error that the user can mend; None for a bug of ours.
 
     Args:
         error: what ended the command.
@@ -116,7 +116,7 @@ def print_json(document: Any) -> None:
 
 
 def json_text(document: Any) -> str:
-    """As `print_json` prints it."""
+    """The text that `print_json` prints."""
     import json
 
     return json.dumps(_finite(document), indent=2, allow_nan=False)
@@ -136,7 +136,7 @@ def _finite(value: Any) -> Any:
 
 
 def is_rate_field(field: str) -> bool:
-    """Whether a field of the deployment file holds bits per second."""
+    """True if a field of the deployment file holds bits per second."""
     return field.endswith("bandwidth")
 
 

@@ -1,4 +1,4 @@
-"""What shells offer for an argument: names of policies, studies and models, and those in a deployment file.
+"""Shell completions: names of policies, studies and models, and those in a deployment file.
 
 Nothing here may fail or be slow: it runs at every press of the Tab key, and a file may be half written.
 """

@@ -30,7 +30,7 @@ _TINY_STAGING = "  staging: 256 MiB"
 
 
 class DraftError(ValueError):
-    """What was asked for makes no deployment; one sentence that says what would be right."""
+    """The options make no deployment; one sentence that says what would be right."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class DraftSite:
 
     @property
     def engine(self) -> str:
-        """What one engine runs on, as `parse` reads it: "h200x8"."""
+        """The hardware of one engine, as `parse` reads it: "h200x8"."""
         return f"{self.hardware}x{self.gpus}" if self.gpus > 1 else self.hardware
 
     @classmethod
@@ -118,7 +118,7 @@ class DraftLink:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """What a deployment file is written from."""
+    """The facts that a deployment file is written from."""
 
     name: str
     model: str
@@ -130,7 +130,7 @@ class Draft:
     gateway_host: str
 
     def check(self) -> None:
-        """Whether a file of it can be good. Loading the file checks the rest.
+        """Check that a file of it can be good. Loading the file checks the rest.
 
         Raises:
             DraftError: in one sentence, what would be right.
@@ -302,7 +302,7 @@ def _instance(site: DraftSite, number: int, host: str, index: int) -> str:
 
 
 def drafted_source(model: str) -> ModelSource | None:
-    """What "trained:NAME", "hub:ORG/NAME" and "tiny:NAME" say; None: a path."""
+    """The model source of "trained:NAME", "hub:ORG/NAME" or "tiny:NAME"; None: a path."""
     kind, found, name = model.partition(":")
     if not found:
         return None
@@ -314,7 +314,7 @@ def drafted_source(model: str) -> ModelSource | None:
 
 
 def check_model(model: str) -> None:
-    """Whether every machine can find the model there.
+    """Check that every machine can find the model there.
 
     Raises:
         DraftError: it is neither the absolute path of a directory below the root nor a model that prfaas makes.

@@ -1,4 +1,4 @@
-"""What `prfaas plan` says of pools: their hits from a trace or as stated, and what both are worth."""
+"""Pools in `prfaas plan`: their hits from a trace or as stated, and the worth of both."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -21,7 +21,7 @@ _BINS = 2048
 
 
 def pool_plan(planned: "PlannedDeployment", problem: "PlanProblem", asked: PoolsAsked) -> "PoolPlan | None":
-    """What pools are worth to a deployment; None if it has none.
+    """The worth of pools to a deployment; None if it has none.
 
     Args:
         planned: The deployment.

@@ -49,7 +49,7 @@ PoolRates = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class PoolsAsked:
-    """What is asked of pools on the command line."""
+    """The command line's options for pools."""
 
     memory: str | None = None
     ssd: str | None = None

@@ -1,6 +1,7 @@
 """`prfaas replay`: traffic against a running endpoint."""
 
 import json
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -185,7 +186,15 @@ def replay(
         timeout_s=timeout_s,
         headers=dict(_header(text) for text in header or ()),
     )
-    run = _Run(source, options, limit, duration_s, seed, max_input_tokens, records)
+    run = _Run(
+        source=source,
+        options=options,
+        limit=limit,
+        duration_s=duration_s,
+        seed=seed,
+        max_input_tokens=max_input_tokens,
+        records=records,
+    )
     try:
         result = uvloop.run(run.replayed(url, model))
     except ReplayError as error:
@@ -202,25 +211,18 @@ def replay(
         raise typer.Exit(1)
 
 
+@dataclass(slots=True, kw_only=True)
 class _Run:
-    def __init__(
-        self,
-        source: "Source",
-        options: "ReplayOptions",
-        limit: int | None,
-        duration_s: float | None,
-        seed: int,
-        max_input_tokens: int | None,
-        records: Path | None,
-    ) -> None:
-        self._source = source
-        self._options = options
-        self._limit = limit
-        self._duration_s = duration_s
-        self._seed = seed
-        self._max_input_tokens = max_input_tokens
-        self._records = records
-        self.left_out = 0
+    """One replay: what is sent, how, and how much of it."""
+
+    source: "Source"
+    options: "ReplayOptions"
+    limit: int | None
+    duration_s: float | None
+    seed: int
+    max_input_tokens: int | None
+    records: Path | None
+    left_out: int = 0
 
     async def replayed(self, url: str, model: str | None) -> "ReplayResult":
         import aiohttp
@@ -230,14 +232,14 @@ class _Run:
 
         async with aiohttp.ClientSession() as session:
             target = await find_target(session, url, model)
-        for note in self._source.notes:
+        for note in self.source.notes:
             typer.echo(note, err=True)
         fitting = self._fitting(target.max_model_len)
-        total = self._source.total if self._limit is None else self._limit
-        if self._source.total is not None and total is not None:
-            total = min(total, self._source.total)
-        with shown_replay(total, self._records) as shown:
-            result = await replay(target, islice(fitting, self._limit), self._options, shown.ended, shown.due)
+        total = self.source.total if self.limit is None else self.limit
+        if self.source.total is not None and total is not None:
+            total = min(total, self.source.total)
+        with shown_replay(total, self.records) as shown:
+            result = await replay(target, islice(fitting, self.limit), self.options, shown.ended, shown.due)
         self.left_out = fitting.left_out
         if self.left_out:
             typer.echo(f"{self.left_out} requests were too long and were left out", err=True)
@@ -249,8 +251,8 @@ class _Run:
         from prfaas.cli.replay_source import FittingRequests
         from prfaas.core.workload.traffic import take
 
-        chunks = self._source.traffic.chunks(np.random.default_rng(self._seed))
-        return FittingRequests(take(chunks, until_s=self._duration_s), self._max_input_tokens, max_model_len)
+        chunks = self.source.traffic.chunks(np.random.default_rng(self.seed))
+        return FittingRequests(take(chunks, until_s=self.duration_s), self.max_input_tokens, max_model_len)
 
 
 def _header(text: str) -> tuple[str, str]:

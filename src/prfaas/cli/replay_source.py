@@ -1,4 +1,4 @@
-"""What `prfaas replay` sends, from the command's options; and its progress, with a record per request."""
+"""The traffic of `prfaas replay`, from the command's options; and its progress, with a record per request."""
 
 import contextlib
 import json

@@ -22,16 +22,20 @@ def reproduce(
 ) -> None:
     """Compute Tables 3, 5 and 6 of the paper again: ours beside the paper's, with a reason for every deviation.
 
-    Exit code 1 if a number differs by more than 1 % and no reason is known.
+    The page is made by studies/ of a checkout. Exit code 1 if a number differs by more than 1 % and no reason is known.
 
     Example: prfaas reproduce --out docs/explanation/reproduction.md
     """
+    from prfaas.cli.study_folder import StudyFolderError, own_module
     from prfaas.core.deployment import load_planned
     from prfaas.core.planner import make_plan, problem_of
-    from prfaas.lab.report.reproduction import reproduction_page, sections, unexplained
 
-    result = sections(make_plan(problem_of(load_planned(example_path("paper.yaml")))))
-    page = reproduction_page(_INTRO, result)
+    try:
+        reproduction = own_module("_reproduction")
+    except StudyFolderError as error:
+        raise CliError(str(error)) from None
+    result = reproduction.sections(make_plan(problem_of(load_planned(example_path("paper.yaml")))))
+    page = reproduction.reproduction_page(_INTRO, result)
     if out is not None:
         try:
             out.write_text(page, encoding="utf-8")
@@ -45,7 +49,7 @@ def reproduce(
         print_json({"numbers": rows})
     elif out is None:
         typer.echo(page, nl=False)
-    missing = unexplained(result)
+    missing = reproduction.unexplained(result)
     for row in missing:
         typer.echo(f"no reason is known for {row.label}: {row.ours:.4g}, paper {row.paper:.4g}", err=True)
     if missing:

@@ -154,7 +154,7 @@ def simulate(
     Example: prfaas simulate examples/paper.yaml --load 0.9 --compare paper,tilted --report out
     """
     from prfaas.cli.simulate_inputs import (
-        cache_options,
+        caches_asked,
         fluctuation,
         made_up,
         parse_changes,
@@ -165,7 +165,7 @@ def simulate(
     )
     from prfaas.core.deployment import load_planned
     from prfaas.core.planner import best_operation, problem_of
-    from prfaas.lab.report.simulation import SimulationReport, print_simulation
+    from prfaas.lab.report.simulation import SimulationReport
     from prfaas.lab.simulator.recording import Recording
 
     length = _length(requests, duration)
@@ -176,26 +176,20 @@ def simulate(
     if trace is not None and bursts:
         _refuse("--bursts makes up arrivals; a --trace has its own")
     named = csv_columns(columns, trace)
-    recorded_trace = None if trace is None else Recording.read(planned, problem, trace, named)
-    lambda_max = (
-        best_operation(problem).lambda_max if recorded_trace is None else recorded_trace.lambda_max_rps
-    )
+    recording = None if trace is None else Recording.read(planned, problem, trace, named)
+    lambda_max = best_operation(problem).lambda_max if recording is None else recording.lambda_max_rps
     if lambda_max == 0:
         _refuse(
             f"{deployment}: can serve nothing by `prfaas plan`; it needs instances that prefill and that decode"
         )
     rate_rps = _rate(load, rate, lambda_max)
     links = fluctuation(planned, link_fluctuation)
-    options = None
-    if caches or (caches is None and trace is not None):
-        options = cache_options(planned.kv_model, cache_memory)
-    elif cache_memory is not None:
-        _refuse("--cache-memory is for prefix caches, and there are none: give --caches, too")
+    options = caches_asked(planned, trace is not None if caches is None else caches, cache_memory)
     pools = pools_asked(planned, PoolsAsked(pool, pool_ssd, tuple(pool_rate or ())))
-    if trace is None or recorded_trace is None:
+    if trace is None or recording is None:
         traffic = made_up(problem, rate_rps, bursts=bursts)
     else:
-        traffic = recorded(recorded_trace, trace.name, rate_rps)
+        traffic = recorded(recording, trace.name, rate_rps)
     _check_any(traffic, seed, length[1])
     folder = None if report is None else made_folder(report, "--report")
     rows = records_file(records)
@@ -225,6 +219,14 @@ def simulate(
         params={name: params for name, params in asked.items() if params},
         command=shlex.join(["prfaas", *sys.argv[1:]]),
     )
+    _show(shown, folder, rows, as_json=as_json)
+
+
+def _show(
+    shown: "SimulationReport", folder: Path | None, rows: "RecordsFile | None", *, as_json: bool
+) -> None:
+    from prfaas.lab.report.simulation import print_simulation
+
     if folder is not None:
         _write_page(folder / "index.html", shown)
     if rows is not None:

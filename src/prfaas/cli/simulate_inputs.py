@@ -1,4 +1,4 @@
-"""What `prfaas simulate` is asked for, checked: its traffic, policies, changed fields, caches and links' fluctuation.
+"""Checked inputs of `prfaas simulate`: its traffic, policies, changed fields, caches and links' fluctuation.
 
 The traffic is made up, or a recorded trace, at one rate.
 """
@@ -89,7 +89,7 @@ def check_rate(rate_rps: float, option: str) -> None:
 
 
 def recorded(recording: "Recording", name: str, rate_rps: float) -> SimulatedTraffic:
-    """See `Recording.at_rate`.
+    """A recorded trace at one rate, with its description.
 
     Raises:
         WorkloadError: the trace has no duration and so no rate.
@@ -235,7 +235,7 @@ def scenario_for(
     prefill_concurrency: int = 1,
     pools: "Mapping[str, PoolOptions] | None" = None,
 ) -> "Scenario":
-    """As the deployment would run: its `routing` and `control` sections count.
+    """The scenario of a deployment as it would run: its `routing` and `control` sections count.
 
     Raises:
         CliError: a deployment that can be planned but not run by this policy, or a parameter out of its bounds.
@@ -288,6 +288,17 @@ def cache_options(model: "KvModel", text: str | None) -> "CacheOptions":
         return CacheOptions.of_memory(model, num_bytes)
     except ValueError as error:
         raise CliError(f"--caches: {error}") from None
+
+
+def caches_asked(
+    deployment: "PlannedDeployment", has_caches: bool, memory: str | None
+) -> "CacheOptions | None":
+    """`cache_options`, or None without caches. Raises CliError as that does, and for memory that no cache has."""
+    if has_caches:
+        return cache_options(deployment.kv_model, memory)
+    if memory is not None:
+        raise CliError("--cache-memory is for prefix caches, and there are none: give --caches, too")
+    return None
 
 
 def fluctuation(deployment: "PlannedDeployment", text: str | None) -> "dict[str, CapacityProcess]":

@@ -1,4 +1,4 @@
-"""What of a deployment `prfaas up` starts on this machine."""
+"""The part of a deployment that `prfaas up` starts on this machine."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -55,7 +55,7 @@ def share_of(deployment: "Deployment", site_name: str | None, with_gateway: bool
 
 
 def runs_here(site_name: str | None, instance: "Instance") -> bool:
-    """Whether `prfaas up` with that site starts an instance on this machine."""
+    """True if `prfaas up` with that site starts an instance on this machine."""
     from prfaas.serving.engines.preparation import is_here
 
     return site_name is None or (instance.cluster == site_name and is_here(instance.host))

@@ -26,7 +26,7 @@ def status(
 ) -> None:
     """Show a running deployment: instances with roles and queues, links, thresholds, hit rates, routes.
 
-    What does not fit the terminal is left out, least important first, and named. With --watch, a gateway that
+    Columns that do not fit the terminal are left out, least important first, and named. With --watch, a gateway that
     restarts is waited for. With --watch --json, one JSON document per line and second.
 
     Example: prfaas status examples/local.yaml --watch
@@ -52,9 +52,9 @@ class _Watched:
     def __init__(self, admin: AdminAddress) -> None:
         self._admin = admin
         self.state: dict[str, Any] | None = None
-        """The newest that it told."""
+        """Its newest state."""
         self.lost: CliError | None = None
-        """Why it does not answer now."""
+        """The reason why it does not answer now."""
         self._lost_at_s = 0.0
 
     def ask(self) -> str:
@@ -83,7 +83,7 @@ class _Watched:
         return "the gateway answers again" if was_lost else ""
 
     def note(self) -> str:
-        """What stands above the tables while they are old."""
+        """The line above the tables while they are old."""
         import time
 
         from prfaas.core.units import format_s

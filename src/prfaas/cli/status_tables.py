@@ -1,18 +1,109 @@
-"""A gateway's state as tables for people."""
+"""A gateway's state as tables for people. Columns that a terminal has no room for are left out; a hint names them."""
 
-import math
 from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
+from rich import box
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
 from rich.text import Text
 
-from prfaas.cli.status_fit import StatusColumn, StatusPage, StatusRow, StatusTable
 from prfaas.core.units import format_bits_per_s, format_bytes, format_s
 
 Json = dict[str, Any]
 
 # How many of the latest changes are shown.
 _LATEST = 5
+# From here on columns stand two cells apart, below one.
+_WIDE = 100
+
+
+@dataclass(frozen=True, slots=True)
+class StatusColumn:
+    """A heading, and how much the column matters."""
+
+    heading: str
+    is_number: bool = True
+    rank: int = 0
+    """0: always shown. Of the others the highest is left out first."""
+    what: str = ""
+    """Its name in the hint, where the heading alone says too little."""
+
+
+@dataclass(frozen=True, slots=True)
+class StatusTable:
+    """A table with a title; the first column names what a row is about, and folds rather than being cut."""
+
+    title: str
+    columns: tuple[StatusColumn, ...]
+    rows: tuple[tuple[Text, ...], ...]
+    hidden_columns: tuple[str, ...] = ()
+
+    def within(self, width: int) -> "StatusTable":
+        """The table without the columns that have no room."""
+        widths = [
+            max(cell_len(column.heading), *(row[place].cell_len for row in self.rows), 0)
+            for place, column in enumerate(self.columns)
+        ]
+        kept = list(range(len(self.columns)))
+        while sum(widths[place] for place in kept) + _gap(width) * (len(kept) - 1) > width:
+            optional = [place for place in kept if self.columns[place].rank]
+            if not optional:
+                break
+            kept.remove(max(optional, key=lambda place: self.columns[place].rank))
+        return replace(
+            self,
+            columns=tuple(self.columns[place] for place in kept),
+            rows=tuple(tuple(row[place] for place in kept) for row in self.rows),
+            hidden_columns=tuple(
+                column.what or column.heading
+                for place, column in enumerate(self.columns)
+                if place not in kept
+            ),
+        )
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Text()
+        yield Text(self.title, style="bold")
+        padding = (0, _gap(options.max_width) - 1, 0, 0)
+        table = Table(box=box.SIMPLE_HEAD, padding=padding, pad_edge=False, show_edge=False)
+        for place, column in enumerate(self.columns):
+            table.add_column(
+                column.heading,
+                justify="right" if column.is_number else "left",
+                no_wrap=place > 0,
+                overflow="fold",
+            )
+        for row in self.rows:
+            table.add_row(*row)
+        yield table
+
+
+def _gap(width: int) -> int:
+    return 2 if width >= _WIDE else 1
+
+
+@dataclass(frozen=True, slots=True)
+class StatusPage:
+    """A screen: lines above the tables, the tables, and lines below them."""
+
+    above: tuple[Text, ...]
+    tables: tuple[StatusTable, ...]
+    below: tuple[Text, ...]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        tables = [table.within(options.max_width) for table in self.tables]
+        yield from self.above
+        yield from tables
+        if self.below:
+            yield Text()
+            yield from self.below
+        hidden = dict.fromkeys(heading for table in tables for heading in table.hidden_columns)
+        if hidden:
+            hint = f"Not shown here: columns {', '.join(hidden)}. A larger window or --json has it."
+            yield Text(hint, style="dim")
 
 
 def tables(state: Json, note: str = "") -> StatusPage:
@@ -72,8 +163,8 @@ def _numbers(**ranks: int) -> tuple[StatusColumn, ...]:
     return tuple(StatusColumn(heading.replace("_", " "), rank=rank) for heading, rank in ranks.items())
 
 
-def _row(cells: Iterable[str | Text], urgency: float = 0.0) -> StatusRow:
-    return StatusRow(tuple(Text(cell) if isinstance(cell, str) else cell for cell in cells), urgency)
+def _row(cells: Iterable[str | Text]) -> tuple[Text, ...]:
+    return tuple(Text(cell) if isinstance(cell, str) else cell for cell in cells)
 
 
 _INSTANCE = (
@@ -87,17 +178,10 @@ def _instances(name: str, cluster: Json) -> StatusTable:
     if cluster["kind"] == "pd":
         title += f", threshold: {_tokens(cluster['threshold_tokens'])}"
     rows = tuple(
-        _row((instance_name, *_instance(instance)), _urgency(instance))
+        _row((instance_name, *_instance(instance)))
         for instance_name, instance in cluster["instances"].items()
     )
-    return StatusTable(title, _INSTANCE, rows, what="instances")
-
-
-def _urgency(instance: Json) -> float:
-    """What is out of routing comes first, then what has most to do."""
-    if not instance["healthy"]:
-        return math.inf
-    return float(instance["in_flight"]) + 1e6 * bool(instance["drain"] or instance["draining"])
+    return StatusTable(title, _INSTANCE, rows)
 
 
 def _instance(instance: Json) -> Iterable[str | Text]:
@@ -179,8 +263,8 @@ def _links(state: Json) -> StatusTable:
             f"{link['retransmit_ratio']:.2%}",
             f"{format_s(link['age_s'])} ago",
         )
-        rows.append(_row(cells, (link["drain_s"] or 0.0) if link["up"] else math.inf))
-    return StatusTable("links", columns, tuple(rows), what="links")
+        rows.append(_row(cells))
+    return StatusTable("links", columns, tuple(rows))
 
 
 def _narrowed(state: Json) -> Iterable[Text]:
@@ -206,8 +290,8 @@ def _pools(pools: Json) -> StatusTable:
     rows = []
     for name, pool in pools.items():
         state = Text("up", style="green") if pool["up"] else Text("down", style="bold red")
-        rows.append(_row((name, state, *_pool(pool)), 0.0 if pool["up"] else math.inf))
-    return StatusTable("pools", _POOL, tuple(rows), what="pools")
+        rows.append(_row((name, state, *_pool(pool))))
+    return StatusTable("pools", _POOL, tuple(rows))
 
 
 def _pool(pool: Json) -> Iterable[str]:
@@ -244,11 +328,11 @@ def _routes(state: Json) -> StatusTable:
     ]
     total = sum(count for count, _, _ in counted)
     rows = tuple(
-        _row((route, reason, f"{count:,}", _share(count / total)), count)
+        _row((route, reason, f"{count:,}", _share(count / total)))
         for count, route, reason in sorted(counted, reverse=True)
     )
     columns = (*_words("route", "reason"), *_numbers(requests=0, share=0))
-    return StatusTable("routes", columns, rows or (_row(("none yet", "", "", "")),), what="routes")
+    return StatusTable("routes", columns, rows or (_row(("none yet", "", "", "")),))
 
 
 def _copies(state: Json) -> Iterable[Text]:

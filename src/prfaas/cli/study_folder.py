@@ -32,12 +32,10 @@ def studies_of(folder: Path | None) -> Mapping[str, Any]:
     Raises:
         StudyFolderError: there is none, or it can't be imported.
     """
-    package = own_folder() if folder is None else folder.resolve()
-    if package is None:
-        raise StudyFolderError(
-            "prfaas is installed without its studies: run this in a checkout of its repository, which has them in "
-            f"{_NAME}/, or give a folder of your own with --studies"
-        )
+    try:
+        package = _own() if folder is None else folder.resolve()
+    except StudyFolderError as error:
+        raise StudyFolderError(f"{error}, or give a folder of your own with --studies") from None
     sys.path.insert(0, str(package.parent))
     try:
         studies: Mapping[str, Any] = importlib.import_module(package.name).STUDIES
@@ -46,6 +44,26 @@ def studies_of(folder: Path | None) -> Mapping[str, Any]:
             f"{package} is no folder of studies, a Python package whose STUDIES has each by its name: {error}"
         ) from error
     return studies
+
+
+def own_module(name: str) -> Any:
+    """Import a module of the project's own studies.
+
+    Raises:
+        StudyFolderError: they are not here.
+    """
+    sys.path.insert(0, str(_own().parent))
+    return importlib.import_module(f"{_NAME}.{name}")
+
+
+def _own() -> Path:
+    folder = own_folder()
+    if folder is None:
+        raise StudyFolderError(
+            "prfaas is installed without its studies: run this in a checkout of its repository, which has them in "
+            f"{_NAME}/"
+        )
+    return folder
 
 
 def study_names() -> list[str]:

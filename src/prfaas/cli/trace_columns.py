@@ -22,7 +22,7 @@ def columns_option(panel: str) -> Any:
 
 
 def csv_columns(text: str | None, trace: Path | None) -> "CsvColumns | None":
-    """What the option says; None where it is not given.
+    """The columns that the option names; None where it is not given.
 
     Raises:
         CliError: another form, or no trace.

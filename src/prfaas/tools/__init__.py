@@ -1,1 +1,1 @@
-"""What drives a live deployment: demo, replay, profiling, doctor."""
+"""Tools that drive a live deployment: demo, replay, profiling, doctor."""

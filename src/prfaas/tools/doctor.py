@@ -227,7 +227,7 @@ async def _check_kv_port(
 
 
 def judge_connections(subject: str, expected: Mapping[str, int], stats: Mapping[str, Any]) -> Finding:
-    """Whether the producers of `expected`, name → connections, are connected to a KV port that told its `stats`."""
+    """The finding on connections of the producers in `expected` (name → connections) to a KV port, from its `stats`."""
     connected, wanted, sources = stats["producer_connections"], sum(expected.values()), ", ".join(expected)
     if connected < wanted:
         return problem(
@@ -241,7 +241,7 @@ def judge_connections(subject: str, expected: Mapping[str, int], stats: Mapping[
 
 
 def judge_rejections(name: str, stats: Mapping[str, Any]) -> list[Finding]:
-    """Who will not take KV from the rank `name`, in the words of the rejection."""
+    """Findings on consumers that refuse KV from the rank `name`, in the words of the rejection."""
     return [
         problem(
             f"KV of {name} for {peer}",
@@ -337,7 +337,7 @@ async def check_disaggregation(deployment: Deployment, session: aiohttp.ClientSe
 
 
 def judge_route(deployment: Deployment, length: int, threshold_tokens: float, route: RouteHeader) -> Finding:
-    """Whether a probe of `length` tokens went where the policy sends it, with its KVCache moved."""
+    """The finding on a probe of `length` tokens: its route by the policy, and its KVCache moved."""
     subject = "disaggregation"
     went = f"a prompt of {length} tokens was prefilled by {route.prefill}, decoded by {route.decode}"
     expected = expected_route(deployment, length, threshold_tokens) or route.route
@@ -371,7 +371,7 @@ def expected_route(deployment: Deployment, length: int, threshold_tokens: float)
 
 
 async def _threshold_tokens(deployment: Deployment, session: aiohttp.ClientSession) -> float:
-    """Above how many tokens every PD cluster offloads now, by the gateway's word; infinite if one never does."""
+    """The threshold above which every PD cluster offloads now, as the gateway reports; infinite if one never does."""
     try:
         clusters = (await _operators_page(deployment, session, "/prfaas/state"))["clusters"]
     except (aiohttp.ClientError, TimeoutError, ValueError, KeyError):

@@ -1,4 +1,4 @@
-"""What a check of a deployment found."""
+"""Findings of the checks of a deployment."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -57,7 +57,7 @@ async def served_models(
     timeout_s: float | None = None,
     https: Mapping[str, Any] = _PLAIN,
 ) -> dict[str, int | None]:
-    """Name → `max_model_len` (None: not told) of every model that the server at `url` (without /v1) lists.
+    """Name → `max_model_len` (None: not reported) of every model that the server at `url` (without /v1) lists.
 
     Raises:
         As `get_json`; ValueError, too, where the answer is no list of models.

@@ -29,20 +29,22 @@ async def check_pools(deployment: Deployment) -> list[Finding]:
         # Its own finding says so; without the key no pool can be asked.
         key = None
     tls = tools_identity(deployment)
-    told = await asyncio.gather(*(_figures(node, key, tls) for node in deployment.pools))
+    reported = await asyncio.gather(*(_figures(node, key, tls) for node in deployment.pools))
     findings = []
-    for node, figures in zip(deployment.pools, told, strict=True):
+    for node, figures in zip(deployment.pools, reported, strict=True):
         if isinstance(figures, str):
             findings.append(_silent(deployment, node, figures))
         else:
             findings += _judged(deployment, node, figures)
         if _is_here(node):
             findings += check_room(deployment, node, is_running=not isinstance(figures, str))
-    return findings + _compared({node.name: each for node, each in zip(deployment.pools, told, strict=True)})
+    return findings + _compared(
+        {node.name: each for node, each in zip(deployment.pools, reported, strict=True)}
+    )
 
 
 async def _figures(node: PoolNode, key: bytes | None, tls: TlsIdentity | None) -> Mapping[str, Any] | str:
-    """What a pool tells at its KV port, or why it does not."""
+    """The figures that a pool reports at its KV port, or why it does not."""
     if key is None:
         return "can't be asked without the key"
     observer = Observer(TOOLS, key, node.host, node.kv_port, node.name, tls if node.tls else None)
@@ -87,11 +89,11 @@ def _judged(deployment: Deployment, node: PoolNode, figures: Mapping[str, Any]) 
     return findings
 
 
-def _compared(told: Mapping[str, Mapping[str, Any] | str]) -> list[Finding]:
+def _compared(reported: Mapping[str, Mapping[str, Any] | str]) -> list[Finding]:
     """Pools exchange pages only where they hold the same model."""
     fingerprints = {
         name: str(figures["fingerprint"])
-        for name, figures in told.items()
+        for name, figures in reported.items()
         if not isinstance(figures, str) and "fingerprint" in figures
     }
     if len(set(fingerprints.values())) < 2:

@@ -1,4 +1,4 @@
-"""What engines and the gateway tell of their processes: clock, file descriptors, version; and what is wrong there."""
+"""Facts of engines' and gateways' processes (clock, file descriptors, version), and the problems there."""
 
 import asyncio
 import re
@@ -38,12 +38,12 @@ _DATE_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class ProcessFacts:
-    """Of one process, as far as it tells."""
+    """Facts of one process, as far as it reports them."""
 
     name: str
     """For messages: "the gateway", "engine NAME"."""
     ahead_s: float | None = None
-    """Its clock less this machine's; None: it does not tell."""
+    """Its clock less this machine's; None: not reported."""
     open_descriptors: int | None = None
     max_descriptors: int | None = None
     prfaas_version: str | None = None
@@ -90,7 +90,7 @@ async def _gateway_facts(deployment: Deployment, session: aiohttp.ClientSession)
 
 
 async def _plugin_version(deployment: Deployment, instance: Instance, tls: TlsIdentity | None) -> str | None:
-    """The prfaas that an engine runs, by its KV port; None where that does not tell."""
+    """The prfaas that an engine runs, by its KV port; None where that does not report it."""
     try:
         key = load_key(deployment.security.key_file)
     except KeyFileError:
@@ -157,11 +157,11 @@ def _count(series: re.Pattern[bytes], text: bytes) -> int | None:
 
 
 def check_clocks(engines: Sequence[ProcessFacts], gateway: ProcessFacts, now_s: float) -> list[Finding]:
-    """Whether tickets, which the gateway dates, are good at the engines for as long as they are meant to be.
+    """Findings on clocks: tickets, which the gateway dates, must be good at the engines for their whole lifetime.
 
     Args:
-        engines: all that tell.
-        gateway: compared with; this machine's clock stands in for one that does not tell.
+        engines: all that report their clock.
+        gateway: compared with; this machine's clock stands in for one that does not report.
         now_s: Unix time here.
     """
     options = GatewayOptions()
@@ -194,7 +194,7 @@ def _clock(unix_s: float) -> str:
 
 
 def check_descriptors(processes: Sequence[ProcessFacts]) -> list[Finding]:
-    """Whether processes may open enough file descriptors, and have enough left."""
+    """Findings on file descriptors: processes may open enough, and have enough left."""
     found, shares = [], []
     for each in processes:
         if each.open_descriptors is None or not each.max_descriptors:
@@ -215,15 +215,15 @@ def check_descriptors(processes: Sequence[ProcessFacts]) -> list[Finding]:
 
 
 def check_versions(processes: Sequence[ProcessFacts]) -> list[Finding]:
-    """Whether all run the prfaas that is installed here."""
-    told = [each for each in processes if each.prfaas_version is not None]
+    """Findings on versions: all run the prfaas that is installed here."""
+    reporting = [each for each in processes if each.prfaas_version is not None]
     found = [
         problem(
             "versions",
             f"{each.name} runs prfaas {each.prfaas_version}, here it is {__version__}",
             "install one version on all machines, then start it again",
         )
-        for each in told
+        for each in reporting
         if each.prfaas_version != __version__
     ]
-    return found or ([ok("versions", f"all that tell run prfaas {__version__}")] if told else [])
+    return found or ([ok("versions", f"all that tell run prfaas {__version__}")] if reporting else [])

@@ -1,4 +1,4 @@
-"""Whether engines that send each other KVCache can share its heads among their ranks."""
+"""Checks that engines which exchange KVCache can divide its heads among their ranks."""
 
 from prfaas.core.deployment import Deployment
 from prfaas.core.kv.rank_shares import paired_ranks

@@ -63,7 +63,7 @@ def check_certificates(deployment: Deployment) -> list[Finding]:
 
 
 def tools_identity(deployment: Deployment) -> TlsIdentity | None:
-    """Who the tools are; None where they need no certificate, or have none that can be used."""
+    """The tools' TLS identity; None where they need no certificate, or have none that can be used."""
     try:
         return identity_of(deployment, TOOLS)
     except TlsFileError:

@@ -1,6 +1,7 @@
 """Engines that draft tokens: how their options are read, and what plan, simulation and gateway count of the drafter."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from prfaas.core.planner import problem_of
 from prfaas.lab.simulator import scenario_of
 from prfaas.lab.simulator.world import World
 from prfaas.serving.control.planning_inputs import kv_model_of, prefill_curves, view_of
+from prfaas.serving.engines.synthetic.node import _sent_model
 
 MTP = Speculation("mtp")
 
@@ -119,10 +121,23 @@ def test_in_an_unlike_dtype_too(tmp_path: Path) -> None:
 
 def test_a_drafter_that_is_not_here(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A plan can't be made; a gateway that has no such files goes on without it, and says so."""
-    path = drafting(tmp_path, "home", "org/draft")
+    path = drafting(tmp_path, "home west", "org/draft")
     said = r"clusters\[1\]\.extra_args: what drafts tokens: org/draft is no directory on this machine"
     with pytest.raises(DeploymentError, match=said):
         load_planned(path)
     model = kv_model_of(load_deployment(path, state_dir=tmp_path / "state"))
     assert model is not None and model.token_bytes == WHOLE
-    assert "the KVCache of home is counted without a drafter's; what drafts tokens: org/draft" in caplog.text
+    for cluster in ("home", "west"):
+        assert (
+            f"the KVCache of {cluster} is counted without a drafter's; what drafts tokens: org/draft"
+            in caplog.text
+        )
+
+
+@pytest.mark.parametrize(("clusters", "drafts"), [("east home west", 1), ("east home", 0)])
+def test_stand_ins_send_what_all_of_them_have(tmp_path: Path, clusters: str, drafts: int) -> None:
+    path = drafting(tmp_path, clusters)
+    text = re.sub("hardware: h200?", "hardware: synthetic", path.read_text())
+    path.write_text(re.sub("prices: .*", "prices: {synthetic: 1}", text))
+    deployment = load_deployment(path, state_dir=tmp_path / "state")
+    assert _sent_model(deployment).token_bytes == WHOLE + DRAFTED * drafts

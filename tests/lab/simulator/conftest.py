@@ -14,6 +14,7 @@ from prfaas.core.workload import LengthDistribution, fixed
 from prfaas.core.workload.arrivals import Poisson
 from prfaas.core.workload.traffic import IndependentTraffic, RequestChunk
 from prfaas.lab.simulator import Scenario, scenario_of
+from prfaas.lab.simulator.capacity import Steps
 
 PAPER = Path(__file__).parents[3] / "examples" / "paper.yaml"
 
@@ -71,3 +72,11 @@ def chunk_of(
         np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
         block_tokens,
     )
+
+
+def outages(bits_per_s: float, mean_up_s: float, mean_down_s: float, changes: int = 400) -> Steps:
+    """A link that is up and down in turn, for exponentially distributed times."""
+    rng = np.random.default_rng(1)
+    means_s = np.tile([mean_up_s, mean_down_s], changes // 2)
+    times_s = np.concatenate([[0.0], np.cumsum(rng.exponential(means_s))])
+    return Steps(tuple((float(at_s), 0.0 if n % 2 else bits_per_s) for n, at_s in enumerate(times_s)))

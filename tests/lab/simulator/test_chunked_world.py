@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from tests.lab.simulator.conftest import CaseStudy, chunk_of
+from tests.lab.simulator.invariants import Invariants
 
 from prfaas.core.kv import FullAttention, KvModel, SlidingWindow
 from prfaas.core.units import BITS_PER_BYTE
@@ -45,7 +46,7 @@ def test_each_chunk_sends_its_tokens_in_the_time_that_it_takes(
     case_study: CaseStudy, changes: list[tuple[float, float]]
 ) -> None:
     shown = scenario(case_study, CHUNK_TOKENS)
-    simulate(shown, [chunk_of([0.0], [LONG_TOKENS])], warmup_share=0.0, debug=True)
+    simulate(shown, [chunk_of([0.0], [LONG_TOKENS])], warmup_share=0.0, on_event=Invariants())
     seconds = shown.clusters[0].curve.seconds
     streamed_bits = BITS_PER_BYTE * KvMoves(shown.sent_model).streamed_bytes(LONG_TOKENS - 1, 0)
     token_bits = streamed_bits / (LONG_TOKENS - 1)
@@ -68,7 +69,7 @@ def test_windows_leave_with_the_chunks_that_compute_them(
     shown = replace(scenario(case_study, CHUNK_TOKENS), kv_model=KvModel("windows", (attention, window)))
     # The last token of a prompt is not sent.
     tokens = 3 * CHUNK_TOKENS + last_tokens + 1
-    simulate(shown, [chunk_of([0.0], [tokens])], warmup_share=0.0, debug=True)
+    simulate(shown, [chunk_of([0.0], [tokens])], warmup_share=0.0, on_event=Invariants())
     seconds = shown.clusters[0].curve.seconds
     ends = [CHUNK_TOKENS, 2 * CHUNK_TOKENS, 3 * CHUNK_TOKENS, tokens]
     times_s = [0.0, *(seconds(end) for end in ends)]
@@ -90,7 +91,7 @@ def test_what_was_cached_leaves_with_the_first_chunk(
     shown = scenario(case_study, CHUNK_TOKENS)
     blocks = [list(range(LONG_TOKENS // 512)), list(range(LONG_TOKENS // 512 + 16))]
     tokens = [len(each) * 512 for each in blocks]
-    simulate(shown, [chunk_of([0.0, 1000.0], tokens, blocks=blocks)], warmup_share=0.0, debug=True)
+    simulate(shown, [chunk_of([0.0, 1000.0], tokens, blocks=blocks)], warmup_share=0.0, on_event=Invariants())
     again = [change for change in changes if change[0] >= 1000.0]
     # The decode instance has the prefix too, so it is neither computed nor sent again.
     curve = shown.clusters[0].curve
@@ -102,5 +103,7 @@ def test_what_was_cached_leaves_with_the_first_chunk(
 def test_without_chunks_a_stream_comes_evenly(
     case_study: CaseStudy, changes: list[tuple[float, float]]
 ) -> None:
-    simulate(scenario(case_study, 0), [chunk_of([0.0], [LONG_TOKENS])], warmup_share=0.0, debug=True)
+    simulate(
+        scenario(case_study, 0), [chunk_of([0.0], [LONG_TOKENS])], warmup_share=0.0, on_event=Invariants()
+    )
     assert changes == []

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.lab.simulator.conftest import CaseStudy, chunk_of
+from tests.lab.simulator.invariants import Invariants
 
 from prfaas.core.kv import FullAttention, KvModel
 from prfaas.lab.simulator import Failure, PoolOptions, Result, Scenario, scenario_of, simulate
@@ -33,7 +34,7 @@ def scenario(case_study: CaseStudy, chunk_tokens: int = CHUNK_TOKENS, **options:
 def run(shown: Scenario, tokens: list[int], arrivals_s: list[float] | None = None) -> Result:
     """The first prompt finds an idle instance, the others come at once behind it unless it is said when."""
     times_s = [0.0, *(1e-3 + 1e-4 * number for number in range(len(tokens) - 1))]
-    return simulate(shown, [chunk_of(arrivals_s or times_s, tokens)], warmup_share=0.0, debug=True)
+    return simulate(shown, [chunk_of(arrivals_s or times_s, tokens)], warmup_share=0.0, on_event=Invariants())
 
 
 def ends_s(result: Result) -> list[float]:
@@ -164,8 +165,6 @@ def test_results_come_later_and_all_of_them_as_soon(
 def test_other_ways_to_share_and_blocks_that_cannot_be_are_refused(case_study: CaseStudy) -> None:
     with pytest.raises(ValueError, match="fills up a prompt's last steps"):
         scenario(case_study, prefill_concurrency=2)
-    with pytest.raises(ValueError, match="fills up a prompt's last steps"):
-        scenario(case_study, prefill_step_tokens=8192)
     with pytest.raises(ValueError, match="fills up a prompt's last steps"):
         scenario(case_study, pools={"home": PoolOptions(1 << 30)})
     for block_tokens in (0, CHUNK_TOKENS + 1):

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.lab.simulator.conftest import PAPER, CaseStudy, chunk_of
+from tests.lab.simulator.invariants import Invariants
 
 from prfaas.core.deployment import load_planned
 from prfaas.core.kv import FullAttention
@@ -41,7 +42,7 @@ def run(shown: Scenario, answers: list[int] | None = None, tokens: int = TOKENS)
     answers = answers or [ANSWER]
     arrivals_s = [0.01 * number for number in range(len(answers))]
     chunk = chunk_of(arrivals_s, [tokens] * len(answers), answers)
-    return simulate(shown, [chunk], warmup_share=0.0, debug=True)
+    return simulate(shown, [chunk], warmup_share=0.0, on_event=Invariants())
 
 
 def decided_by_decode(shown: Scenario) -> Scenario:
@@ -148,7 +149,8 @@ def test_every_token_is_as_soon_and_all_bytes_and_tokens_are_the_same(
     gaps_s, tokens, answers = zip(*requests, strict=True)
     chunk = chunk_of(np.cumsum(gaps_s).tolist(), list(tokens), list(answers))
     soon, usual = (
-        simulate(each, [chunk], warmup_share=0.0, debug=True) for each in (shown, decided_by_decode(shown))
+        simulate(each, [chunk], warmup_share=0.0, on_event=Invariants())
+        for each in (shown, decided_by_decode(shown))
     )
     assert soon.link_bytes.tolist() == usual.link_bytes.tolist()
     assert soon.output_tokens.tolist() == usual.output_tokens.tolist() == list(answers)
@@ -187,7 +189,7 @@ def test_under_failures(
     chunk = chunk_of(
         np.cumsum(rng.exponential(0.7, 40)).tolist(), rng.integers(50, 40_000, 40).tolist(), answers
     )
-    result = simulate(shown, [chunk], seed=seed, debug=True)
+    result = simulate(shown, [chunk], seed=seed, on_event=Invariants())
     assert not np.isnan(result.e2e_s).any()
     assert (result.ttft_s <= result.e2e_s + 1e-9).all()
     assert result.second_token_s is not None

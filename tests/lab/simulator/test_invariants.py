@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tests.lab.simulator.conftest import CaseStudy, chunk_of
+from tests.lab.simulator.conftest import CaseStudy, chunk_of, outages
+from tests.lab.simulator.invariants import Invariants
 
 from prfaas.core.link.patience import late_after_s
 from prfaas.core.scheduling import POLICIES
@@ -16,7 +17,7 @@ from prfaas.core.workload import fixed
 from prfaas.core.workload.arrivals import Poisson
 from prfaas.core.workload.traffic import IndependentTraffic, RequestChunk
 from prfaas.lab.simulator import CacheOptions, Failure, PoolOptions, Scenario, scenario_of, simulate
-from prfaas.lab.simulator.capacity import Constant, Outages
+from prfaas.lab.simulator.capacity import Constant
 
 INSTANCES = [f"east-{k}" for k in range(4)] + [f"home-{k}" for k in range(8)]
 
@@ -82,7 +83,7 @@ def test_under_failures(
         options = PoolOptions(int(pool_gib * GIB), GIB, 4096, instances_per_machine=2)
         pools = {cluster.name: options for cluster in clusters}
     scenario = replace(plain, clusters=clusters, failures=failed, caches=caches, pools=pools)
-    result = simulate(scenario, [conversations(seed, 60)], seed=seed, debug=True)
+    result = simulate(scenario, [conversations(seed, 60)], seed=seed, on_event=Invariants())
     assert not np.isnan(result.e2e_s).any()
     assert (result.ttft_s <= result.e2e_s).all()
     least_s = min(cluster.curve.seconds(1) for cluster in scenario.clusters)
@@ -99,7 +100,7 @@ def test_a_dead_instances_work_is_done_elsewhere(case_study: CaseStudy) -> None:
         adapts=False,
         allocation=False,
     )
-    result = simulate(scenario, [chunk_of([10.0], [131_072])], warmup_share=0.0, debug=True)
+    result = simulate(scenario, [chunk_of([10.0], [131_072])], warmup_share=0.0, on_event=Invariants())
     home = scenario.clusters[1].curve
     assert result.retries[0] == 1
     assert result.ttft_s[0] == pytest.approx(2.0 + home.seconds(131_072))
@@ -119,7 +120,9 @@ def test_an_instance_with_notice_ends_what_it_has_and_gets_nothing_new(
         allocation=False,
     )
     arrivals_s = [12.0, 18.0, 60.0]
-    result = simulate(scenario, [chunk_of(arrivals_s, [131_072] * 3)], warmup_share=0.0, debug=True)
+    result = simulate(
+        scenario, [chunk_of(arrivals_s, [131_072] * 3)], warmup_share=0.0, on_event=Invariants()
+    )
     home, east = scenario.clusters[1].curve.seconds(131_072), scenario.clusters[0].curve.seconds(131_072)
     assert result.retries.tolist() == [0, retries, 0]
     assert result.offloaded.tolist() == [True, not notice_s, True]
@@ -139,7 +142,7 @@ def test_what_notice_would_cut_goes_to_a_neighbour_at_once(case_study: CaseStudy
         allocation=False,
     )
     chunk = chunk_of([10.0, 10.5], [131_072] * 2)
-    result = simulate(scenario, [chunk], warmup_share=0.0, debug=True)
+    result = simulate(scenario, [chunk], warmup_share=0.0, on_event=Invariants())
     assert east > 6.0
     # East-1 has the second one already, and does the first one after it.
     assert result.retries.tolist() == [1, 0] and result.offloaded.tolist() == [True, True]
@@ -150,7 +153,7 @@ def test_what_notice_would_cut_goes_to_a_neighbour_at_once(case_study: CaseStudy
             replace(scenario, policy=policy, threshold_tokens={"home": 1000.0}),
             [short],
             warmup_share=0.0,
-            debug=True,
+            on_event=Invariants(),
         )
         assert again.retries.tolist() == [1, 0] and not np.isnan(again.ttft_s).any()
 
@@ -179,14 +182,14 @@ def test_a_decode_instance_goes_on_from_what_came_to_it_only_without_states(
     )
     blocks = list(range(97))
     twice = chunk_of([0.0, 100.0], [50_000, 50_000], [10, 10], [blocks, blocks])
-    result = simulate(scenario, [twice], warmup_share=0.0, debug=True)
+    result = simulate(scenario, [twice], warmup_share=0.0, on_event=Invariants())
     assert result.hit_tokens.tolist() == [0, hit_tokens]
 
 
 def test_an_answer_goes_on_where_its_instance_died(case_study: CaseStudy) -> None:
     """After the failure: prompt and what was written are prefilled again, then the rest is decoded."""
     alone = _alone(case_study, [Failure("home-3", 15.0, 1000.0)])
-    result = simulate(alone, [chunk_of([0.0], [4000], [1000])], warmup_share=0.0, debug=True)
+    result = simulate(alone, [chunk_of([0.0], [4000], [1000])], warmup_share=0.0, on_event=Invariants())
     curve = alone.clusters[0].curve
     first_s = curve.seconds(4000)
     written = round((15.0 - first_s) / 0.025)
@@ -201,7 +204,7 @@ def test_a_link_that_stays_down_is_not_waited_for(case_study: CaseStudy) -> None
         scenario_of(case_study.planned, policy="offload_all", failures=[Failure("east->home", 1.0, 500.0)]),
         stall_limit_s=8.0,
     )
-    result = simulate(scenario, [chunk_of([0.0], [131_072])], warmup_share=0.0, debug=True)
+    result = simulate(scenario, [chunk_of([0.0], [131_072])], warmup_share=0.0, on_event=Invariants())
     home = scenario.clusters[1].curve
     assert result.retries[0] == 1
     assert 8.0 <= result.ttft_s[0] - home.seconds(131_072) <= 11.0
@@ -218,7 +221,7 @@ def test_a_transfer_over_a_slow_link_is_given_up_when_it_is_late(
         links={"east->home": Constant(1e8)},
         transfer_grace_s=grace_s,
     )
-    result = simulate(scenario, [chunk_of([0.0], [131_072])], warmup_share=0.0, debug=True)
+    result = simulate(scenario, [chunk_of([0.0], [131_072])], warmup_share=0.0, on_event=Invariants())
     far, home = (cluster.curve.seconds(131_072) for cluster in scenario.clusters)
     kv_bytes = case_study.planned.kv_model.bytes_to_move(131_071)
     if grace_s < math.inf:
@@ -233,10 +236,12 @@ def test_a_transfer_over_a_slow_link_is_given_up_when_it_is_late(
 @pytest.mark.slow("simulates hours of traffic")
 def test_random_outages_lose_nothing(case_study: CaseStudy) -> None:
     scenario = scenario_of(
-        case_study.planned, policy="tilted", links={"east->home": Outages(2e9, 30.0, 20.0)}
+        case_study.planned, policy="tilted", links={"east->home": outages(2e9, 30.0, 20.0)}
     )
     traffic = IndependentTraffic(Poisson(2.0), case_study.lengths, fixed(200.0))
-    result = simulate(scenario, traffic.chunks(np.random.default_rng(1)), seed=1, requests=600, debug=True)
+    result = simulate(
+        scenario, traffic.chunks(np.random.default_rng(1)), seed=1, requests=600, on_event=Invariants()
+    )
     assert result.summary()["lost"] == 0
     assert result.retries.sum() > 0
 
@@ -246,7 +251,9 @@ def test_prefills_may_share_an_instance(case_study: CaseStudy) -> None:
     alone = _alone(case_study, [])
     sharing = replace(alone.clusters[0], instances=2, prefill_instances=1, prefill_concurrency=2)
     scenario = replace(alone, clusters=(sharing,))
-    result = simulate(scenario, [chunk_of([0.0, 0.0, 0.0], [8000] * 3)], warmup_share=0.0, debug=True)
+    result = simulate(
+        scenario, [chunk_of([0.0, 0.0, 0.0], [8000] * 3)], warmup_share=0.0, on_event=Invariants()
+    )
     service_s = sharing.curve.seconds(8000)
     assert result.ttft_s == pytest.approx([2 * service_s, 2 * service_s, 3 * service_s])
 
@@ -256,7 +263,7 @@ def test_shared_prefills_stream_over_the_link(case_study: CaseStudy) -> None:
     scenario = scenario_of(
         case_study.planned, policy="offload_all", adapts=False, allocation=False, prefill_concurrency=4
     )
-    result = simulate(scenario, [chunk_of([0.0] * 8, [50_000] * 8)], warmup_share=0.0, debug=True)
+    result = simulate(scenario, [chunk_of([0.0] * 8, [50_000] * 8)], warmup_share=0.0, on_event=Invariants())
     service_s = scenario.clusters[0].curve.seconds(50_000)
     assert (result.ttft_s >= 2 * service_s - 1e-6).all()
     assert (result.ttft_s <= 2 * service_s + 0.2).all()

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.lab.simulator.conftest import CaseStudy, chunk_of
+from tests.lab.simulator.invariants import Invariants
 from tests.lab.simulator.test_invariants import conversations, failures
 
 from prfaas.core.kv import published_model
@@ -53,7 +54,7 @@ def scenario(
 
 def one(shown: Scenario, tokens: int = TOKENS) -> Result:
     """A prompt that comes at 0 s."""
-    return simulate(shown, [chunk_of([0.0], [tokens])], warmup_share=0.0, debug=True)
+    return simulate(shown, [chunk_of([0.0], [tokens])], warmup_share=0.0, on_event=Invariants())
 
 
 def lone_prefill_s(shown: Scenario) -> float:
@@ -236,7 +237,7 @@ def test_under_failures(
         caches=caches,
         links={"east->home": Constant(bits_per_s)},
     )
-    result = simulate(shown, [conversations(seed, 60)], seed=seed, debug=True)
+    result = simulate(shown, [conversations(seed, 60)], seed=seed, on_event=Invariants())
     assert not np.isnan(result.e2e_s).any()
     assert (result.ttft_s <= result.e2e_s).all()
     least_s = min(cluster.curve.seconds(1) for cluster in shown.clusters)

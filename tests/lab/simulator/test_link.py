@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.lab.simulator.conftest import outages
 
 from prfaas.core.link.budget import max_min
-from prfaas.lab.simulator.capacity import CapacityProcess, Constant, Fluctuating, Outages, Piece, Steps
+from prfaas.lab.simulator.capacity import CapacityProcess, Constant, Fluctuating, Piece, Steps
 from prfaas.lab.simulator.events import Events
 from prfaas.lab.simulator.link import FluidLink
 from prfaas.lab.simulator.send_queue import FluidTransfer, Route
@@ -349,7 +350,7 @@ def test_who_is_cancelled_leaves_its_share_to_the_others(
     assert run.link.sent_bits == pytest.approx(expected.sent_bits[-1], abs=1e-3)
 
 
-@pytest.mark.parametrize("capacity", [Fluctuating(60 * MBIT, 0.4, 5.0), Outages(60 * MBIT, 8.0, 2.0)])
+@pytest.mark.parametrize("capacity", [Fluctuating(60 * MBIT, 0.4, 5.0), outages(60 * MBIT, 8.0, 2.0)])
 def test_random_capacities_are_followed(capacity: CapacityProcess) -> None:
     """Rates of a real link and a longer run: the oracle gets the same draws."""
     rng = np.random.default_rng(3)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.lab.simulator.conftest import CaseStudy, chunk_of
+from tests.lab.simulator.invariants import Invariants
 from tests.lab.simulator.test_invariants import conversations, failures
 
 from prfaas.core.deployment.engine import mixed_chunk_tokens
@@ -40,7 +41,9 @@ def scenario(case_study: CaseStudy, mixed_tokens: int = MIXED_TOKENS, **options:
 def run(
     shown: Scenario, arrivals_s: list[float], tokens: list[int], answers: list[int], blocks: list[list[int]]
 ) -> Result:
-    return simulate(shown, [chunk_of(arrivals_s, tokens, answers, blocks)], warmup_share=0.0, debug=True)
+    return simulate(
+        shown, [chunk_of(arrivals_s, tokens, answers, blocks)], warmup_share=0.0, on_event=Invariants()
+    )
 
 
 def conversation(shown: Scenario, *, others_s: float | None = None) -> tuple[Result, float]:
@@ -124,7 +127,7 @@ def test_under_failures(
     shown = scenario(
         case_study, policy=policy, failures=failed, roles={"home": 3}, decode_context_s=context_s
     )
-    result = simulate(shown, [conversations(seed, 120)], seed=seed, warmup_share=0.0, debug=True)
+    result = simulate(shown, [conversations(seed, 120)], seed=seed, warmup_share=0.0, on_event=Invariants())
     ended = ~np.isnan(result.e2e_s)
     assert ended.all()
     # An answer that another instance goes on with has its first token from before.

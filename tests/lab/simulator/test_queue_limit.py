@@ -7,6 +7,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.lab.simulator.conftest import CaseStudy, chunk_of
+from tests.lab.simulator.invariants import Invariants
 
 from prfaas.core.units import BITS_PER_BYTE
 from prfaas.lab.simulator import Failure, Result, Scenario, scenario_of, simulate
@@ -33,7 +34,7 @@ def scenario(
 
 def run(shown: Scenario, tokens: list[int], answers: list[int] | None = None) -> Result:
     times_s = [1e-4 * number for number in range(len(tokens))]
-    return simulate(shown, [chunk_of(times_s, tokens, answers)], warmup_share=0.0, debug=True)
+    return simulate(shown, [chunk_of(times_s, tokens, answers)], warmup_share=0.0, on_event=Invariants())
 
 
 def refused(result: Result) -> list[bool]:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pytest
 from tests.lab.simulator.conftest import CaseStudy, chunk_of
+from tests.lab.simulator.invariants import Invariants
 
 from prfaas.core.units import BITS_PER_BYTE, GIB
 from prfaas.lab.simulator import CacheOptions, Failure, PoolOptions, Result, Scenario, scenario_of, simulate
@@ -27,7 +28,9 @@ def scenario(case_study: CaseStudy, pools: Mapping[str, PoolOptions], **changes:
 def run(
     shown: Scenario, arrivals_s: Sequence[float], tokens: Sequence[int], blocks: Sequence[Sequence[int]]
 ) -> Result:
-    return simulate(shown, [chunk_of(arrivals_s, tokens, None, blocks)], warmup_share=0.0, debug=True)
+    return simulate(
+        shown, [chunk_of(arrivals_s, tokens, None, blocks)], warmup_share=0.0, on_event=Invariants()
+    )
 
 
 def seconds(shown: Scenario, tokens: int, cluster: int = 1) -> float:

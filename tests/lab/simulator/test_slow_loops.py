@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 from tests.lab.simulator.conftest import CaseStudy
+from tests.lab.simulator.invariants import Invariants
 
 from prfaas.core.planner.role_latency import QueueingModel, latency_with_roles
 from prfaas.core.planner.two_clusters import best_threshold
@@ -106,7 +107,7 @@ def test_a_role_change_drains_first(case_study: CaseStudy) -> None:
     scenario = scenario_of(
         case_study.planned, policy="tilted", roles={"home": 4}, threshold_tokens=23_000, foresight=Evening()
     )
-    result = simulate(scenario, case_study.poisson(1.6, seed=2), requests=2500, debug=True)
+    result = simulate(scenario, case_study.poisson(1.6, seed=2), requests=2500, on_event=Invariants())
     (first, *_) = result.changes["conversions"]
     assert first["drained_s"] > 0
     at = np.searchsorted(result.series["time_s"], first["at_s"] + first["drained_s"])

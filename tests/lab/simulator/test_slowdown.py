@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.lab.simulator.conftest import CaseStudy, chunk_of
+from tests.lab.simulator.invariants import Invariants
 
 from prfaas.lab.simulator import Scenario, Slowdown, simulate
 
@@ -61,7 +62,7 @@ def test_prefills_take_longer_and_those_behind_wait_longer(case_study: CaseStudy
     first_s, second_s = seconds(20_000), seconds(5_000)
     middle_s = first_s / 2
     shown = scenario(case_study, Slowdown(((0.0, 1.0), (middle_s, 3.0))))
-    result = simulate(shown, [requests], warmup_share=0.0, debug=True)
+    result = simulate(shown, [requests], warmup_share=0.0, on_event=Invariants())
     ends_s = result.arrival_s + result.ttft_s
     assert ends_s[0] == pytest.approx(middle_s + 3 * middle_s)
     assert ends_s[1] == pytest.approx(ends_s[0] + 3 * second_s)

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 from tests.lab.simulator.conftest import CaseStudy, chunk_of
+from tests.lab.simulator.invariants import Invariants
 
 from prfaas.core.kv import CacheDtypes, published_model
 from prfaas.lab.simulator import scenario_of, simulate
@@ -19,7 +20,7 @@ def test_what_crosses_is_not_what_ranks_hold(case_study: CaseStudy) -> None:
     for wire_model in (None, once):
         planned = replace(case_study.planned, kv_model=held, wire_model=wire_model)
         scenario = scenario_of(planned, policy="offload_all", adapts=False, allocation=False)
-        result = simulate(scenario, [chunk_of([0.0], [TOKENS])], warmup_share=0.0, debug=True)
+        result = simulate(scenario, [chunk_of([0.0], [TOKENS])], warmup_share=0.0, on_event=Invariants())
         moved[wire_model] = result.link_bytes[0]
     assert moved == {None: held.bytes_to_move(TOKENS - 1), once: once.bytes_to_move(TOKENS - 1)}
 
@@ -29,7 +30,7 @@ def test_a_link_of_a_narrower_dtype_carries_less(case_study: CaseStudy) -> None:
     narrow = published_model(plain.kv_model.name).kept_in(CacheDtypes("fp8"))
     planned = replace(plain, link_models={plain.links[0].name: narrow})
     scenario = scenario_of(planned, policy="offload_all", adapts=False, allocation=False)
-    result = simulate(scenario, [chunk_of([0.0], [TOKENS])], warmup_share=0.0, debug=True)
+    result = simulate(scenario, [chunk_of([0.0], [TOKENS])], warmup_share=0.0, on_event=Invariants())
     assert result.link_bytes[0] == narrow.bytes_to_move(TOKENS - 1) < plain.kv_model.bytes_to_move(TOKENS - 1)
 
 
@@ -45,7 +46,7 @@ def test_mapping_takes_time_between_unlike_ends_alone(
     times_s = []
     for planned in (plain, replace(plain, clusters=clusters, links=links)):
         scenario = scenario_of(planned, policy="offload_all", adapts=False, allocation=False)
-        result = simulate(scenario, [chunk_of([0.0], [TOKENS])], warmup_share=0.0, debug=True)
+        result = simulate(scenario, [chunk_of([0.0], [TOKENS])], warmup_share=0.0, on_event=Invariants())
         times_s.append(result.ttft_s[0])
     mapped_s = 8 * plain.kv_model.bytes_to_move(TOKENS - 1) / 1e9 + 0.063
     assert times_s[1] == pytest.approx(mapped_s if is_slower else times_s[0])

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-from prfaas.lab.studies.figures import (
+from studies._figures import (
     difference,
     listed,
     more_or_less,

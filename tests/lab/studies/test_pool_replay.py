@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from studies._traffic import ChatsAndDocuments
 from studies.pool import PoolReplay
 
 from prfaas.core.deployment.examples import example_path
@@ -10,7 +11,6 @@ from prfaas.core.workload import read_requests
 from prfaas.core.workload.traffic import ReplayedTraffic
 from prfaas.lab.simulator import PoolOptions
 from prfaas.lab.studies import StudyContext
-from prfaas.lab.studies.traffic import ChatsAndDocuments
 
 
 def hits(context: StudyContext, trace: str, machines: int, options: PoolOptions) -> float:

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from studies._rate_search import LARGEST_RPS, STEP, RateSearch, hidden_overload, largest_factor
+from studies._traffic import SharedPrefixes
 
 from prfaas.lab.studies import StudyContext
 from prfaas.lab.studies.study import Run, Verdict
-from prfaas.lab.studies.traffic import SharedPrefixes
 
 
 @given(st.floats(0.25, 1.9))

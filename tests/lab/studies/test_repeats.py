@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from studies._repeats import Repeats, tail_table
 
 from prfaas.lab.studies import StudyContext
 from prfaas.lab.studies.context import LengthClasses
-from prfaas.lab.studies.repeats import Repeats, tail_table
 from prfaas.lab.studies.study import Run, StudyOutcome
 
 CLASSES = LengthClasses((1000.0, 32_768.0))

@@ -6,11 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-from prfaas.core.workload import TruncatedLogNormal
-from prfaas.lab.studies import StudyContext
-from prfaas.lab.studies.context import cache_of
-from prfaas.lab.studies.traffic import (
+from studies._traffic import (
     DAY_S,
     NIGHT_ANSWERS,
     NOON_ANSWERS,
@@ -21,6 +17,10 @@ from prfaas.lab.studies.traffic import (
     noon_share,
     stretched,
 )
+from studies._variants import cache_of
+
+from prfaas.core.workload import TruncatedLogNormal
+from prfaas.lab.studies import StudyContext
 
 LENGTHS = TruncatedLogNormal(9.9, 1.0, 128, 131072)
 

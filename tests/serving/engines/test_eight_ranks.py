@@ -11,6 +11,7 @@ import pytest
 import yaml
 from synthetic_world import free_ports, random_ids, running
 from tests.lab.simulator.conftest import chunk_of
+from tests.lab.simulator.invariants import Invariants
 
 from prfaas.core.deployment import Deployment, load_deployment, load_planned
 from prfaas.core.planner import problem_of
@@ -62,7 +63,7 @@ def test_the_plan_counts_every_byte_once() -> None:
 def test_the_simulator_sends_as_much() -> None:
     planned = load_planned(FILE)
     scenario = scenario_of(planned, policy="offload_all", adapts=False, allocation=False)
-    result = simulate(scenario, [chunk_of([0.0], [TOKENS + 1])], warmup_share=0.0, debug=True)
+    result = simulate(scenario, [chunk_of([0.0], [TOKENS + 1])], warmup_share=0.0, on_event=Invariants())
     assert result.link_bytes[0] == ONCE_BYTES
 
 

@@ -135,13 +135,13 @@ def _model(path: Path, file: DeploymentFile, state_dir: Path) -> ModelRef:
         name: path.parent.absolute() / Path(adapter).expanduser() for name, adapter in model.adapters.items()
     }
     return ModelRef(
-        model.served_name,
-        model.max_model_len,
-        directory,
-        origin,
-        adapters,
-        model.kv_cache_dtype,
-        model.dtype,
+        served_name=model.served_name,
+        max_model_len=model.max_model_len,
+        path=directory,
+        source=origin,
+        adapters=adapters,
+        kv_cache_dtype=model.kv_cache_dtype,
+        dtype=model.dtype,
     )
 
 

@@ -66,12 +66,24 @@ def _ways(deployment: Deployment, source: PoolNode) -> Iterator[PoolPeer]:
             continue
         if target.cluster == source.cluster:
             encrypted = deployment.security.encrypt_inside
-            yield PoolPeer(target, target.cluster, INTRA_CLUSTER_CONNECTIONS, None, None, encrypted, False)
+            yield PoolPeer(
+                target,
+                link=target.cluster,
+                connections=INTRA_CLUSTER_CONNECTIONS,
+                bandwidth_bits_per_s=None,
+                share_bits_per_s=None,
+                encrypted=encrypted,
+                compressed=False,
+            )
         elif (link := deployment.link(source.cluster, target.cluster)) is not None:
             if not joins_pools(deployment, link):
                 continue
-            whole = link.bandwidth_bits_per_s
-            share = _STANDING_PART * whole / senders
             yield PoolPeer(
-                target, link.name, link.connections, whole, share, link.encryption, link.compression
+                target,
+                link=link.name,
+                connections=link.connections,
+                bandwidth_bits_per_s=link.bandwidth_bits_per_s,
+                share_bits_per_s=_STANDING_PART * link.bandwidth_bits_per_s / senders,
+                encrypted=link.encryption,
+                compressed=link.compression,
             )

@@ -27,6 +27,14 @@ def kept_model(deployment: Deployment, cluster: Cluster) -> KvModel:
     return with_drafter(model, config, speculation, deployment.cache_dtypes(cluster.name))
 
 
+def counted_model(deployment: Deployment, cluster: Cluster) -> KvModel:
+    """The same, or the model's alone where it is not known what the drafter keeps. Raises ConfigError."""
+    try:
+        return kept_model(deployment, cluster)
+    except DrafterError:
+        return deployment.model.kv_model(cluster.kv_cache_dtype)
+
+
 def speculation_of(arguments: Sequence[str]) -> Speculation | None:
     """Of an engine that is started with these arguments of vLLM's server; None where it drafts nothing.
 

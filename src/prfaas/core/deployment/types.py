@@ -439,11 +439,29 @@ class Deployment(Section):
             if target.cluster == instance.cluster:
                 if self.can_decode(target):
                     encrypted = self.security.encrypt_inside
-                    peers.append(KvPeer(target, target.cluster, inside, None, on_demand, encrypted))
+                    peers.append(
+                        KvPeer(
+                            target,
+                            link=target.cluster,
+                            connections=inside,
+                            bandwidth_bits_per_s=None,
+                            on_demand=on_demand,
+                            encrypted=encrypted,
+                        )
+                    )
             elif (link := self.link(instance.cluster, target.cluster)) is not None:
-                whole, share = link.bandwidth_bits_per_s, self.share_bits_per_s(link)
-                over = link.name, link.connections, whole, on_demand, link.encryption, share, link.compression
-                peers.append(KvPeer(target, *over))
+                peers.append(
+                    KvPeer(
+                        target,
+                        link=link.name,
+                        connections=link.connections,
+                        bandwidth_bits_per_s=link.bandwidth_bits_per_s,
+                        on_demand=on_demand,
+                        encrypted=link.encryption,
+                        share_bits_per_s=self.share_bits_per_s(link),
+                        compressed=link.compression,
+                    )
+                )
         return tuple(peers)
 
     def share_bits_per_s(self, link: Link) -> float:

@@ -1,4 +1,4 @@
-"""What a request's KVCache is made of, and how many bytes of it must move."""
+"""Models of a request's KVCache, and how many bytes of it must move."""
 
 from prfaas.core.kv.config_fields import CacheDtypeError, ConfigError
 from prfaas.core.kv.drafters import DrafterError, Speculation, with_drafter

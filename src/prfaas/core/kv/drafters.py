@@ -60,7 +60,8 @@ def with_drafter(
         groups = _drafters_groups(config, speculation, dtypes)
     except ConfigError as error:
         raise DrafterError(f"what drafts tokens: {error}") from None
-    drafter = speculation.model or "mtp"
+    # Machines may have the same checkpoint in other places.
+    drafter = Path(speculation.model).name or "mtp"
     return replace(
         model, groups=(*model.groups, *groups), drafter=drafter if groups else "", drafter_groups=len(groups)
     )

@@ -41,7 +41,7 @@ class CacheDtypes:
 
     @property
     def of_kv(self) -> str | None:
-        """What was chosen for K and V, for people; None: nothing was."""
+        """The dtype that was chosen for K and V, for people; None: none was."""
         named = self.kv_cache if self.kv_cache != "auto" else self.model
         return None if named == "auto" else named
 
@@ -51,7 +51,7 @@ class CacheDtypes:
         return _ONE_NAME.get(self.of_kv or "auto", self.of_kv or "auto")
 
     def kept(self, quantization: object, checkpoint: object, *, is_latent: bool) -> str:
-        """As `named`, with what "auto" means for a checkpoint; "auto" where that says nothing.
+        """The dtype as `named`, with "auto" resolved by a checkpoint; "auto" where that says nothing.
 
         Args:
             quantization: as in `element_bytes`.
@@ -103,7 +103,7 @@ _OF_8_BITS = tuple(element for element, nbytes in ELEMENT_BYTES.items() if nbyte
 
 
 def are_convertible(one: str, other: str) -> bool:
-    """Whether K and V kept in the first dtype become those of the second on the way, both as `CacheDtypes.named`.
+    """True if K and V kept in the first dtype can be converted to the second on the way, both as `CacheDtypes.named`.
 
     "auto" counts as 16 bits of either kind: what is known of it has another name.
     """

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 
 class GroupKind(Enum):
-    """What a request needs of a layer to go on after n tokens."""
+    """Kinds of KV that a request needs of a layer to go on after n tokens."""
 
     FULL = "full_attention"
     """The KV of all n tokens."""

@@ -88,7 +88,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def text_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What a `config.json` says of the model that reads and writes text: a multimodal one has it in a section."""
+    """The fields of a `config.json` for the text model: a multimodal one has them in a section."""
     # InternVL calls it llm_config: vllm/transformers_utils/config.py, _CONFIG_ATTRS_MAPPING.
     sections = ("text_config", "llm_config")
     text = next((config[section] for section in sections if section in config), None)

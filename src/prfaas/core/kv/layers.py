@@ -1,4 +1,4 @@
-"""What a group of equal layers keeps of a request, and how many bytes of it must move.
+"""KV of a group of equal layers for a request, and how many bytes of it must move.
 
 Three kinds: full attention (MHA, GQA, MQA, MLA) keeps every token, a window the last few or those of a chunk, and
 linear attention (GDN, KDA, Mamba, Mamba2, Lightning) or a short convolution a state of fixed size.
@@ -79,11 +79,11 @@ class SlidingWindow:
         return tokens_in_blocks(first, num_tokens, block_tokens) * self.token_bytes
 
     def per_rank(self, tensor_parallel: int) -> "SlidingWindow":
-        """What one of `tensor_parallel` ranks holds. ValueError if the heads can't be divided."""
+        """The part of one of `tensor_parallel` ranks. ValueError if the heads can't be divided."""
         return replace(self, kv_heads=heads_per_rank(self.kv_heads, tensor_parallel))
 
     def on_all_ranks(self, tensor_parallel: int) -> "SlidingWindow":
-        """What so many ranks hold together. ValueError if the heads can't be divided."""
+        """The KV that `tensor_parallel` ranks hold together. ValueError if the heads can't be divided."""
         return replace(self, kv_heads=tensor_parallel * heads_per_rank(self.kv_heads, tensor_parallel))
 
     def describe(self) -> str:
@@ -294,7 +294,7 @@ class LinearState:
         return self.bytes_at(num_tokens)
 
     def per_rank(self, tensor_parallel: int) -> "LinearState":
-        """What one of `tensor_parallel` ranks holds: its heads' state, and the groups that those heads use.
+        """The part of one of `tensor_parallel` ranks: its heads' state, and the groups that those heads use.
 
         Raises:
             ValueError: the heads can't be divided among the ranks.
@@ -324,7 +324,7 @@ class LinearState:
         )
 
     def on_all_ranks(self, tensor_parallel: int) -> "LinearState":
-        """What so many ranks hold together: groups that there are too few of are copied. ValueError as `per_rank`."""
+        """The KV that `tensor_parallel` ranks hold together: too few groups are copied. ValueError as `per_rank`."""
         rank = self.per_rank(tensor_parallel)
         return replace(self, conv_bytes=tensor_parallel * rank.conv_bytes)
 
@@ -376,14 +376,14 @@ class FullAttention:
         return tokens_in_blocks(skip_tokens, num_tokens, block_tokens) * self.token_bytes
 
     def per_rank(self, tensor_parallel: int) -> "FullAttention":
-        """What one of `tensor_parallel` ranks holds; MLA's one latent head is in every rank.
+        """The part of one of `tensor_parallel` ranks; MLA's one latent head is in every rank.
 
         Raises ValueError if the heads can't be divided.
         """
         return replace(self, kv_heads=heads_per_rank(self.kv_heads, tensor_parallel))
 
     def on_all_ranks(self, tensor_parallel: int) -> "FullAttention":
-        """What so many ranks hold together, a head or latent for each at least. ValueError as `per_rank`."""
+        """The KV that `tensor_parallel` ranks hold, a head or latent each at least. ValueError as `per_rank`."""
         return replace(self, kv_heads=tensor_parallel * heads_per_rank(self.kv_heads, tensor_parallel))
 
     def describe(self) -> str:

@@ -17,7 +17,7 @@ _COMPARED_TOKENS = 32768
 
 @dataclass(frozen=True, slots=True)
 class KvModel:
-    """What one request's KVCache is made of; on one rank, unless it comes from `per_rank`."""
+    """The KVCache of one request by groups of layers; on one rank, unless it comes from `per_rank`."""
 
     name: str
     groups: tuple[Group, ...]
@@ -114,7 +114,7 @@ class KvModel:
         return sum(group.bytes_to_move(num_tokens, skip_tokens, block_tokens) for group in self.groups)
 
     def per_rank(self, tensor_parallel: int) -> "KvModel":
-        """What one of `tensor_parallel` ranks holds, where `self` is the model on one rank.
+        """The part of one of `tensor_parallel` ranks, where `self` is the model on one rank.
 
         Raises:
             ValueError: some layers' heads can't be divided among so many ranks.
@@ -128,7 +128,7 @@ class KvModel:
         return found.pop() if len(found) == 1 else 0
 
     def on_all_ranks(self, tensor_parallel: int) -> "KvModel":
-        """What `tensor_parallel` ranks hold together: heads that there are too few of are copied.
+        """The KVCache that `tensor_parallel` ranks hold together: too few heads are copied.
 
         Qwen3-Next has 2 KV heads, so 4 ranks keep each twice; MLA has one latent, which every rank keeps.
 
@@ -145,7 +145,7 @@ class KvModel:
 
 
 def model_on_wire(sent: KvModel, kept: KvModel, consumer_ranks: int) -> KvModel:
-    """What of a request's KVCache crosses from one engine to another: whoever counts such bytes counts these.
+    """The part of a request's KVCache that crosses from one engine to another: all counts of such bytes use it.
 
     Full attention crosses once, whatever ranks keep alike: the producer's take turns to send it, and the consumer's
     read what one of them was sent. Windows, states, and full attention of layers with unlike numbers of heads are sent

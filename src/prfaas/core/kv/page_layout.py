@@ -249,7 +249,7 @@ def _digest(text: str) -> str:
 
 
 def told_layouts(layouts: Sequence[PageLayout]) -> object:
-    """What the other side is told, as JSON: equal layouts that follow each other once, with their number.
+    """Layouts as JSON for the other side: equal ones that follow each other once, with their number.
 
     So many different ones that a handshake has no room for them are a digest: only an equal side can read that.
     """

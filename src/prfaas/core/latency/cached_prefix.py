@@ -1,4 +1,4 @@
-"""What a prefill takes that goes on from a cached prefix."""
+"""Seconds of a prefill that goes on from a cached prefix."""
 
 from collections.abc import Callable
 

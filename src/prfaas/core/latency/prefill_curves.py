@@ -1,4 +1,4 @@
-"""What prefills of one cluster take, as they are measured: for a single decision, and for plans."""
+"""Measured prefill times of one cluster: for a single decision, and for plans."""
 
 from collections.abc import Callable
 

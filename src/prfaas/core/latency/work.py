@@ -1,4 +1,4 @@
-"""What a model computes and reads for a token: parameters, attention and weights, counted from its `config.json`.
+"""The work of a model per token: parameters, attention and weights, counted from its `config.json`.
 
 Counted are the matrices, which are all but a thousandth of a model. Norms, biases, convolutions, routers, a vision
 tower and the layers of multi-token prediction are not.

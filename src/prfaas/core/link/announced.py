@@ -8,7 +8,7 @@ _RISEN_S, _LONGEST_RISE_S = 1.0, 1.5
 
 @dataclass(slots=True)
 class AnnouncedLink:
-    """What thresholds were last searched for.
+    """A change detector: the link's state that thresholds were last searched for.
 
     A fall of the capacity by more than 30 % counts at once. A rise by as much counts when it has come to rest for a
     second, since it is found step by step, or after 1.5 s. Going down and coming back count at once.
@@ -22,7 +22,7 @@ class AnnouncedLink:
     """When the capacity came to differ much from the announced one."""
 
     def is_due(self, bits_per_s: float, up: bool, now_s: float) -> bool:
-        """Whether to search again; then what is given counts as announced."""
+        """True if thresholds should be searched again; then this state is the one they were searched for."""
         if bits_per_s != self._newest_bits_per_s:
             self._newest_bits_per_s, self._newest_s = bits_per_s, now_s
         if up == self.up and not self._has_changed(bits_per_s, now_s):

@@ -1,17 +1,17 @@
-"""How a link's bandwidth is divided among those who have something to send: senders live, transfers in simulations."""
+"""Division of a link's bandwidth among its senders: live senders, and transfers in simulations."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 STANDING_PART = 0.1
-"""Of a link at work, what senders with nothing to send may use together until they are told more."""
+"""Share of a busy link that senders with nothing to send may use together until they get another pace."""
 
 HEADROOM = 1.25
-"""Who gets all that it claims may send so much more, until it is seen that it does."""
+"""Factor by which a sender whose claim is met may exceed it, until its next claim."""
 
 TRICKLE_PART = 0.01
-"""Of a link at work, what senders get together that have nothing but background: it keeps connections alive."""
+"""Share of a busy link for all senders with background transfers alone: it keeps their connections alive."""
 
 
 def max_min(bandwidth: float, demands: Sequence[float]) -> list[float]:
@@ -20,8 +20,8 @@ def max_min(bandwidth: float, demands: Sequence[float]) -> list[float]:
     D. Bertsekas and R. Gallager, "Data Networks", 6.5.2.
 
     Args:
-        bandwidth: what there is.
-        demands: what each could use, 0 or more; infinite: all there is.
+        bandwidth: to divide.
+        demands: of each, 0 or more; infinite: all of the bandwidth.
 
     Returns:
         The part of each, in the order of `demands`. Their sum is the lesser of bandwidth and demands.
@@ -37,26 +37,26 @@ def max_min(bandwidth: float, demands: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What one sender has to do on a link."""
+    """The demand of one sender on a link."""
 
     bits_per_s: float = 0.0
-    """What it could send; infinite: more waits than it can send soon."""
+    """The rate that it could send; infinite: more waits than it can send soon."""
     background_bits_per_s: float = 0.0
-    """The same of its transfers that get what others leave."""
+    """The same for its background transfers, which get the bandwidth that others leave."""
     is_working: bool = False
     """It has open transfers, so it may have more to send at any moment."""
 
 
 def paces(bandwidth_bits_per_s: float, claims: Sequence[Claim]) -> list[float]:
-    """What each sender may send, in bits per second.
+    """The pace of each sender, in bits per second.
 
     1. Max-min fair parts of all that is not in the background, less `TRICKLE_PART` for those who have nothing else.
     2. What is left, max-min fair to what is in the background.
     3. What is left then, in equal parts to those who work: they are never held back for a claim that was too low.
 
-    Two things are not taken from the others, since they are used only until it is noticed. Who gets all that it claims
-    may send `HEADROOM` times that. And everybody has a standing share, so that a new transfer starts at once: an equal
-    part while nobody works, else an equal part of `STANDING_PART`.
+    Two allowances overbook the link for a moment, until the next claims. A sender whose claim is met may send
+    `HEADROOM` times that. And every sender has a standing share, so that a new transfer starts at once: an equal part
+    while nobody works, else an equal part of `STANDING_PART`.
     """
     if not claims:
         return []

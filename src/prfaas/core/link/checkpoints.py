@@ -55,7 +55,7 @@ def checkpoint_count(every_tokens: int, num_tokens: int) -> int:
 
 
 def is_checkpoint_due(every_tokens: int, last_tokens: int, end_tokens: int, num_tokens: int) -> bool:
-    """Whether a checkpoint at the end of a chunk spares more than it costs, on average.
+    """True if a state snapshot at the end of a chunk spares more than it costs, on average.
 
     An interval τ = √(2 c / k) says what a checkpoint costs: c = k τ² / 2. What it spares is the probability of a kill
     in what is left, times what was computed since the last one: k · left · since.

@@ -1,4 +1,4 @@
-"""Whether queues build up in the network or packets get lost, with hysteresis (section 3.3: back off early)."""
+"""Congestion of a link: queues that build up or lost packets, with hysteresis (section 3.3: back off early)."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -8,9 +8,9 @@ from math import inf
 from prfaas.core.link.samples import ArrivalSample, SenderSample
 
 EGRESS_WINDOW_S = 2.0
-"""What a link did in the last so many seconds counts as what it does now."""
+"""Seconds whose mean counts as the present rate of a link."""
 
-# The least round trip is that of the last 5 to 10 minutes: ways change.
+# The least round trip is that of the last 5 to 10 minutes: network paths change.
 _LEAST_RTT_S = 300.0
 _RECEIVE_INFLATION, _RECEIVE_EXCESS_S = 2.0, 0.020
 
@@ -36,9 +36,9 @@ class CongestionSignal:
 
     level: float = 0.0
     is_suspected: bool = False
-    """The last look had a sign of either, though perhaps too small or too new for a level."""
+    """The last update had a sign of either, though perhaps too small or too new for a level."""
     is_queueing: bool = False
-    """The last look's round trip tells of a queue that is as long as the way."""
+    """The last round trip was at least twice the least: a queue as long as the path itself."""
     _since_s: float | None = None
     """When the signals began to say the opposite of `level`; None: they agree."""
 
@@ -71,7 +71,7 @@ class CongestionSignal:
 
 
 class NetworkSigns:
-    """Round trips and retransmissions of one link, of fresh words of senders alone.
+    """Round trips and retransmissions of one link, from fresh reports of senders alone.
 
     While none is fresh, the round trip that the consumers' kernels see stands in where it is long.
     """
@@ -95,7 +95,7 @@ class NetworkSigns:
         arrivals: Mapping[str, ArrivalSample],
         now_s: float,
     ) -> None:
-        """Take the fresh words of `senders` senders in all."""
+        """Take the fresh reports of `senders` senders in all."""
         rtts_s = [sample.rtt_s for sample in fresh if sample.rtt_s > 0]
         for rtt_s in rtts_s:
             self._note_least(rtt_s, now_s)
@@ -114,12 +114,12 @@ class NetworkSigns:
         self.signal.update(self.rtt_s, self.least_rtt_s, self.retransmit_ratio, now_s)
 
     def is_seen_by_receivers(self, arrivals: Mapping[str, ArrivalSample]) -> bool:
-        """Whether a consumer's kernel sees the round trip of what arrives grown: by itself it tells a full link."""
+        """True if a consumer's kernel sees a grown round trip of arriving data: that alone means a full link."""
         limit_s = max(_RECEIVE_INFLATION * self.least_rtt_s, self.least_rtt_s + _RECEIVE_EXCESS_S)
         return self.least_rtt_s > 0 and any(arrival.rtt_s > limit_s for arrival in arrivals.values())
 
     def shows_queue(self, arrivals: Mapping[str, ArrivalSample]) -> bool:
-        """Whether there is any sign of a queue or of drops now, though perhaps too new for a level."""
+        """True at any sign of a queue or of drops now, though perhaps too new for a level."""
         return self.signal.is_suspected or self.is_seen_by_receivers(arrivals)
 
     def _note_least(self, rtt_s: float, now_s: float) -> None:

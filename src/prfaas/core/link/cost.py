@@ -1,4 +1,4 @@
-"""What a link's bytes have cost, while its price may change."""
+"""The cost of a link's bytes, while its price may change."""
 
 from prfaas.core.units import GB
 
@@ -18,5 +18,5 @@ class LinkCost:
         self._price_per_gb = price_per_gb
 
     def total(self, carried_bytes: int) -> float:
-        """What `carried_bytes` have cost, of which the last ones at the newest price."""
+        """The cost of `carried_bytes`, the last ones at the newest price."""
         return self._before + (carried_bytes - self._since_bytes) / GB * self._price_per_gb

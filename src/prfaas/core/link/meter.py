@@ -1,4 +1,4 @@
-"""One link by what arrives over it and what its senders tell: what it carries, what waits, what it can carry."""
+"""Meter of one link, from arrivals and senders' reports: bytes carried, bytes that wait, and the capacity."""
 
 from collections import deque
 from collections.abc import Mapping
@@ -14,13 +14,13 @@ LinkCondition = Literal[
     "clear", "busy", "congested", "slow", "slow-sender", "slow-receiver", "unheard", "down"
 ]
 """clear; busy: as full as its pace allows; congested: its queues build up, or it loses; slow: it carries less than
-configured; slow-sender, slow-receiver: one end and not the link sets the pace; unheard: nothing is heard of it; down:
-its connections are."""
+configured; slow-sender, slow-receiver: one end and not the link sets the pace; unheard: neither reports nor bytes come;
+down: its connections are."""
 
 FRESH_S = 0.6
-"""Older words of senders are not judged by themselves."""
+"""Older reports of senders are not judged by themselves."""
 UNHEARD_S = 3.0
-"""A link of which nothing is heard for so long is not up."""
+"""A link without a report or bytes for this long is not up."""
 # Connections are being made again for a while after an engine's start.
 _DOWN_AFTER_S = 1.5
 
@@ -57,17 +57,17 @@ _LEAST_PROBE_BYTES = 64 << 10
 class LinkMeter:
     """Sums the ends of one link. `configured_bits_per_s` > 0 is the deployment file's bandwidth.
 
-    The capacity starts as configured. The link is *full* while a sender's kernel has more than it can send; then what
-    could come is the pace of the connections that have. It is full, too, while round trips are twice the least and
-    half as much again as they hold is ready. What the consumers' kernels take in meanwhile is measured four
+    The capacity starts as configured. The link is *full* while a sender's kernel has more than it can send; it could
+    then carry the pace of those connections. It is full, too, while round trips are twice the least and half as much
+    again as they hold is ready. What the consumers' kernels take in meanwhile is measured four
     times a second, over 0.5 s or three round trips, at most 1.2 s. It says nothing where it is 0.85 of what could come
     or more, or where a receive window is shut (a quarter of the time). Three measurements in a row that agree within
     1.25 move the capacity to the median of the last five, if that is more than a tenth away; eight, where neither
     round trip nor retransmissions show a queue.
     What arrives is also a lower bound: 0.3 s with more than the capacity raise it at once, where nothing is congested.
 
-    While a sender's word is late (0.6 s), its last one goes on as long as not all that it spoke of has arrived; and a
-    round trip of twice the least at the consumer, seen there, tells a full link without any sender's word.
+    While a sender's report is late (0.6 s), its last one holds until all bytes of that have arrived. A round trip of
+    twice the least, as the consumer's kernel sees it, means a full link without any report.
     Nothing else moves the capacity: time alone never does. It stays between 1 % and all of what was configured.
     A link believed slow and without work asks for probes: every 3 s as many bytes as twice the capacity carries in
     0.6 s, and 0.9 s after one that has raised the capacity.
@@ -109,7 +109,7 @@ class LinkMeter:
         self._raised_s = -inf
 
     def reconfigure(self, bits_per_s: float) -> None:
-        """The deployment file says another bandwidth. What was believed of a slow link stays, up to that."""
+        """Take another bandwidth of the deployment file. The believed capacity of a slow link stays, up to that."""
         was_whole = not self.is_slow
         self.configured_bits_per_s = bits_per_s
         self.capacity_bits_per_s = bits_per_s if was_whole else min(self.capacity_bits_per_s, bits_per_s)
@@ -177,23 +177,23 @@ class LinkMeter:
 
     @property
     def congestion(self) -> float:
-        """See `CongestionSignal`."""
+        """The level of congestion (`CongestionSignal`)."""
         return self.network.signal.level
 
     @property
     def is_slow(self) -> bool:
-        """Whether it is believed to carry less than configured."""
+        """True if it is believed to carry less than configured."""
         return self.capacity_bits_per_s < (1 - _DEAD_BAND) * self.configured_bits_per_s
 
     @property
     def pace_bits_per_s(self) -> float:
-        """What senders may send together; infinite where the link is not slow."""
+        """The rate at which senders may send together; infinite where the link is not slow."""
         if not self.is_slow:
             return inf
         return (_CLIMBING if self._is_climbing else _HEADROOM) * self.capacity_bits_per_s
 
     def egress_bits_per_s(self, now_s: float) -> float:
-        """What was carried in the last two seconds, per second; 0 where nothing is known of them."""
+        """The mean rate over the last two seconds; 0 where nothing is known of them."""
         start_s, start_bytes = self._history[0]
         end_s, end_bytes = self._history[-1]
         if end_s <= start_s or end_s < now_s - EGRESS_WINDOW_S:
@@ -205,15 +205,15 @@ class LinkMeter:
         return now_s - self._connected_s < _DOWN_AFTER_S or not self._senders
 
     def is_heard(self, now_s: float) -> bool:
-        """Whether a sender's word or any bytes have come in the last 3 s."""
+        """True if a sender's report or any bytes have come in the last 3 s."""
         return now_s - self.seen_s <= UNHEARD_S
 
     def is_up(self, now_s: float) -> bool:
-        """Whether it may be used: connected and heard."""
+        """True if the link may be used: connected and heard of."""
         return self.is_connected(now_s) and self.is_heard(now_s)
 
     def condition(self, now_s: float) -> LinkCondition:
-        """What the last seconds say, in a word; the first that holds of `LinkCondition`'s last seven."""
+        """The link's condition in the last seconds: the first that holds of `LinkCondition`'s last seven."""
         if not self.is_connected(now_s):
             return "down"
         if not self.is_heard(now_s):
@@ -227,7 +227,7 @@ class LinkMeter:
         return "busy" if self._is_pace_limited else "clear"
 
     def probe_bytes(self, now_s: float) -> int:
-        """What to send over the link now only to see what it carries; 0: nothing. The asker sends it."""
+        """Bytes of a bandwidth probe to send over the link now; 0: none. The caller sends them."""
         every_s = _PROBE_AGAIN_S if self._raised_s > self._probed_s else _PROBE_EVERY_S
         is_due = now_s - self._probed_s >= every_s and now_s - self._worked_s >= _PROBE_AGAIN_S
         if not (is_due and self.is_slow and self.is_up(now_s) and now_s - self.seen_s <= FRESH_S):
@@ -261,15 +261,15 @@ class LinkMeter:
         return carried, carried, min((sample.at_s for sample in senders.values()), default=None)
 
     def _filled_pace(self, fresh: list[SenderSample]) -> float | None:
-        """What the connections may send together that fill the link; None: none does.
+        """The rate that connections which fill the link may send together; None: none does.
 
-        By the words of senders; of late ones while not all has come that they spoke of.
+        From fresh reports, and from late ones until all their bytes have arrived.
         """
-        words = fresh
+        reports = fresh
         if len(fresh) < len(self._senders):
             late = [(name, sample) for name, sample in self._senders.items() if sample not in fresh]
             come = {name: self.carried_bytes - self._carried_then.get(name, 0) for name, _ in late}
-            words = fresh + [sample for name, sample in late if sample.ready_bytes > come[name]]
+            reports = fresh + [sample for name, sample in late if sample.ready_bytes > come[name]]
         in_network_bytes = inf
         if self.network.signal.is_queueing:
             # Where its queue is long all may be on its way, and again: none waits in a sender's kernel then.
@@ -277,7 +277,7 @@ class LinkMeter:
             in_network_bytes = flow_bits_per_s / BITS_PER_BYTE * self.network.rtt_s
         shares = [
             (sample, 1.0 if sample.ready_bytes > _MORE * in_network_bytes else sample.filled_share)
-            for sample in words
+            for sample in reports
         ]
         shares = [(sample, share) for sample, share in shares if share]
         if not shares:

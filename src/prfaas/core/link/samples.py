@@ -1,4 +1,4 @@
-"""What the two ends of a link tell of it, each at one moment. Totals only grow, but start again with the process."""
+"""Reports of the two ends of a link, each at one moment. Totals only grow, but start again with the process."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,16 +7,16 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class SenderSample:
-    """One producer's (rank's) word on a link. It has crossed the link that it speaks of, so it may be late."""
+    """One producer's (rank's) report on a link. It has crossed that link itself, so it may be late."""
 
     at_s: float
-    """When it was taken, by the observer's clock; no later than that is certain."""
+    """When it was taken at the latest, by the observer's clock."""
     pace_bits_per_s: float | None
-    """What the producer may send; None: unknown, or all it can."""
+    """The rate that the producer may send; None: unknown, or unlimited."""
     queued_bytes: int
     """Produced and not acknowledged yet."""
     waiting_bytes: int
-    """Of these, what waits for room at a consumer and not for the link."""
+    """Of these, bytes that wait for room at a consumer and not for the link."""
     open_bytes: int
     """Of open transfers, not acknowledged yet; also what is still to be produced."""
     acked_bytes_total: int
@@ -38,7 +38,7 @@ class SenderSample:
     connections_up: int
     connections: int
     background_bytes: int = 0
-    """Of those produced and not acknowledged, what gets what others leave."""
+    """Of those produced and not acknowledged, bytes in the background: they get the bandwidth that others leave."""
 
     @classmethod
     def of_report(cls, report: Mapping[str, Any], at_s: float) -> "SenderSample":
@@ -76,7 +76,7 @@ class SenderSample:
 
     @property
     def filled_share(self) -> float:
-        """Of the connections, those whose kernel had more than it could send: of these the producer is not short."""
+        """Share of the connections whose kernel had more than it could send: for them the producer is fast enough."""
         return min(self.filled_connections / self.connections_up, 1.0) if self.connections_up else 0.0
 
 
@@ -88,7 +88,7 @@ class ArrivalSample:
     bytes_total: int
     """By the kernel, in order, since the start."""
     segments_total: int
-    """Segments that came, also out of order or twice: so many that a lost one does not hold the count back."""
+    """Segments that came, also out of order or twice: a lost one does not hold this count back."""
     mss_bytes: int = 1448
     """Payload of a full segment."""
     unread_bytes: int = 0

@@ -1,4 +1,4 @@
-"""What a plan is compared with: the fleet as it stands, as many GPUs, the same money, no routing by length."""
+"""Baselines of a plan: the fleet as it stands, as many GPUs, the same money, no routing by length."""
 
 import math
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ _GBIT = 1e9
 
 @dataclass(frozen=True, slots=True)
 class ShadowPrice:
-    """What one more unit of a resource adds to Λ_max."""
+    """The gain in Λ_max from one more unit of a resource."""
 
     resource: str
     """The name of a cluster or link."""
@@ -83,19 +83,19 @@ class Baseline:
     cost_ratio: float | None
     """The deployment's cost over the baseline's, egress included."""
     ttft_estimate: TtftEstimate | None = None
-    """With waiting at the problem's load of its own Λ_max."""
+    """TTFT with waiting, at the problem's load of its own Λ_max."""
     ttft_same_traffic: TtftEstimate | None = None
-    """With waiting for the traffic that the deployment is planned for: its load of the deployment's Λ_max."""
+    """TTFT with waiting under the deployment's own traffic: the load of the deployment's Λ_max."""
     rate_within_target: float | None = None
-    """The most requests per second at which it keeps the target of the TTFT; None without a target."""
+    """The highest rate at which it meets the TTFT target; None without a target."""
     keeps_target: bool = True
-    """Whether it does at the problem's load of its own Λ_max."""
+    """True if it meets the target at the problem's load of its own Λ_max."""
     cost: Cost | None = None
     """At Λ_max."""
 
     @property
     def comparable_rate(self) -> float:
-        """Λ_max; where the target is not kept, that of which the problem's load is the most that keeps it."""
+        """The Λ_max to compare by; where it misses the target, the highest one whose load meets it."""
         rate, estimate = self.point.lambda_max, self.ttft_estimate
         if self.keeps_target or self.rate_within_target is None or estimate is None or rate <= 0:
             return rate
@@ -104,22 +104,22 @@ class Baseline:
 
 @dataclass(frozen=True, slots=True)
 class Rival:
-    """What baselines are measured against: the deployment at its optimum."""
+    """The deployment at its optimum, which baselines are measured against."""
 
     per_hour: float | None
-    """What it costs."""
+    """Its cost; None without prices."""
     requests_per_s: float = 0.0
     """The traffic that it is planned for."""
 
 
 NOBODY = Rival(None)
-"""To compare with nothing."""
+"""A rival without cost and traffic."""
 
 
 def homogeneous(
     problem: PlanProblem, rival: Rival = NOBODY, service: ServiceModel = "mean length"
 ) -> Baseline:
-    """As many GPUs as the deployment has, all of a PD cluster's hardware in one PD cluster with the best split.
+    """The homogeneous baseline: as many GPUs, all of a PD cluster's hardware, in one PD cluster with the best split.
 
     With PD clusters of several kinds: of the kind that does best. GPUs beyond whole instances stay idle.
     """
@@ -134,7 +134,7 @@ def homogeneous(
 def homogeneous_at_equal_cost(
     problem: PlanProblem, same_gpus: Baseline, rival: Rival, service: ServiceModel = "mean length"
 ) -> Baseline | None:
-    """As many whole PD instances as the deployment's money buys, that for egress included; None without prices.
+    """The baseline of as many whole PD instances as the deployment's money buys, egress included; None without prices.
 
     The hardware is that of `same_gpus`.
     """
@@ -190,7 +190,7 @@ def pd_only(
     rival: Rival,
     service: ServiceModel,
 ) -> Baseline:
-    """So many instances like a PD cluster's, alone, with the best roles."""
+    """A PD cluster of `instances` like a given one's, alone, with the best roles."""
     alone = replace(problem, prfaas=(), pd=(replace(pd, instances=instances),), links=())
     return _baseline(label, best_within_target(alone, service), rival)
 
@@ -227,7 +227,7 @@ def equal_cost_ratio(rate: float, baseline: Baseline | None) -> float | None:
 def break_even_per_hour(
     problem: PlanProblem, rate: float, same_gpus: Baseline, service: ServiceModel = "mean length"
 ) -> float | None:
-    """What a deployment of this Λ_max may cost per hour until `equal_cost_ratio` is 1, egress included.
+    """The cost per hour at which a deployment of this Λ_max has an `equal_cost_ratio` of 1, egress included.
 
     The money buys whole instances of the baseline, and their throughput per instance depends on how well so many can
     be divided: the least cost above the instances' own from which on the baseline does as much for the money.

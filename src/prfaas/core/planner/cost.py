@@ -1,4 +1,4 @@
-"""What a way to operate costs, egress included, and the operation that costs the least per request."""
+"""Costs of an operating point, egress included, and the operation that costs the least per request."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ _MILLION = 1e6
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """In the currency of the prices, at Λ_max."""
+    """Costs at Λ_max, in the currency of the prices."""
 
     per_hour: float
     """Of instances and egress together."""
@@ -23,7 +23,7 @@ class Cost:
     """Of answers alone."""
     per_million_requests: float
     egress_per_hour: float
-    """Of `per_hour` what the bytes over links cost."""
+    """The part of `per_hour` for bytes over links."""
 
 
 def instances_per_hour(problem: PlanProblem) -> float | None:
@@ -115,5 +115,5 @@ def cheapest_operation(problem: PlanProblem, service: ServiceModel) -> CheapestO
 
 
 def _per_bit(problem: PlanProblem) -> Mapping[str, float]:
-    """What a bit over each link costs, by name."""
+    """The price of a bit over each link, by name."""
     return {link.name: link.egress_per_gb / GB / BITS_PER_BYTE for link in problem.links}

@@ -1,4 +1,4 @@
-"""What a deployment that runs can do with its roles as they are, and which thresholds are best."""
+"""The throughput of a running deployment with its roles as they are, and the best thresholds."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -64,13 +64,13 @@ def even_spread(problem: PlanProblem, prefill: Mapping[str, int]) -> dict[str, f
 
 @dataclass(frozen=True, slots=True)
 class PrefillSide:
-    """What prefills for one PD cluster: its own instances, and others over links.
+    """The prefill capacity of one PD cluster: its own instances, and others over links.
 
     Decode is left out, since no threshold changes it. Thresholds are in uncached tokens.
     """
 
     problem: PlanProblem
-    """This PD cluster and at most one PrfaaS cluster."""
+    """The problem of this PD cluster and at most one PrfaaS cluster."""
     n_prefill: int
     """Instances of the PD cluster that prefill."""
     part: float
@@ -79,7 +79,7 @@ class PrefillSide:
 
     @property
     def is_reached(self) -> bool:
-        """Whether anything but its own instances can prefill for the PD cluster."""
+        """True if others than its own instances can prefill for the PD cluster."""
         target = self.problem.pd[0].name
         return any(link.target == target for link in self.problem.links)
 
@@ -91,7 +91,7 @@ class PrefillSide:
         return ThresholdRates.of(self.problem, self.n_prefill, self.service)
 
     def best_threshold(self) -> float:
-        """The best one alone."""
+        """The best threshold alone."""
         return self.threshold_rates().best_threshold()
 
     def rate(self, threshold: float) -> float:

@@ -114,7 +114,7 @@ def link_sizes(models: Mapping[str, KvModel]) -> dict[str, KvSize]:
 
 
 def mapping_bits_per_s(deployment: PlannedDeployment, link: Link) -> float:
-    """What the ends of a link map of one transfer; infinite where they are alike, or where the file does not say."""
+    """The rate at which a link's ends map one transfer; infinite where they are alike, or the file does not say."""
     if link.mapping_bits_per_s is None or not deployment.has_unlike_ends(link):
         return math.inf
     return link.mapping_bits_per_s

@@ -36,7 +36,7 @@ class BinnedLengths:
 
     @classmethod
     def of(cls, distribution: LengthDistribution, bins: Bins) -> "BinnedLengths":
-        """With bins of that distribution."""
+        """Lengths cut into the given bins."""
         import numpy as np
 
         edges = np.concatenate([[0.0], distribution.fine_bins().upper, bins.lower, bins.upper])
@@ -45,7 +45,7 @@ class BinnedLengths:
         return cls(distribution, bins, fine, where)
 
     def divided(self, chosen: "NDArray[np.intp]", parts: int) -> "BinnedLengths":
-        """With the chosen bins cut into equal intervals."""
+        """Lengths with the chosen bins cut into equal intervals."""
         import numpy as np
 
         bins = self.bins
@@ -81,13 +81,13 @@ _FULL, _SLACK = 1e-3, 1e-6
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ResourceUse:
-    """What requests take of one resource."""
+    """The use of one resource by requests."""
 
     resource: Resource
     columns: "NDArray[np.int64]"
-    """Flows (bin, path) that use it."""
+    """Indices of the flows (bin, path) that use it."""
     amounts: "FloatArray"
-    """What one request of each of these flows takes."""
+    """The use per request of each of these flows."""
     capacity: float | None
     """None: prefill instances, whose number depends on the roles."""
 

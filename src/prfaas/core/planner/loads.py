@@ -1,4 +1,4 @@
-"""What each resource of a two-cluster deployment has to do per request, as a function of the threshold."""
+"""The work of each resource of a two-cluster deployment per request, as a function of the threshold."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -43,7 +43,7 @@ class Split:
     local: Path
     """Of the other requests."""
     fine: Bins | None
-    """The lengths to sum T(L) over; None takes T(E[L]) as the paper does."""
+    """Bins of lengths to sum T(L) over; None takes T(E[L]) as the paper does."""
 
     @property
     def own_share(self) -> float:
@@ -151,7 +151,7 @@ class _ByLength:
 
 
 def work_of(split: Split, length: float, n_prefill: int) -> StageWork:
-    """What the stages do for a request if prompts of more than `length` tokens (cached ones counted) are offloaded."""
+    """The stages' work per request if prompts of more than `length` tokens (cached ones counted) are offloaded."""
     import numpy as np
 
     loads = split.loads(np.array([length], dtype=np.float64))

@@ -26,7 +26,7 @@ _SEEN = 1e-6
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NetworkPlan:
-    """What `best_network` finds."""
+    """The plan that `best_network` finds."""
 
     point: OperatingPoint
     work: StageWork

@@ -1,4 +1,4 @@
-"""One way to operate a deployment: who prefills what, and what that gives."""
+"""Operating points of a deployment: roles, routes and the throughput they give."""
 
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -57,7 +57,7 @@ class LinkUse:
     egress_bits_per_s: float
     utilisation: float
     needed_bits_per_s: float | None = None
-    """What it would carry at the best plan if no link were a limit."""
+    """The rate that it would carry at the best plan if no link were a limit."""
 
 
 @dataclass(frozen=True, slots=True)

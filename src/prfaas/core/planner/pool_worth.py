@@ -1,4 +1,4 @@
-"""What a prefix-cache pool is worth: the work that its hits spare, and whether its tiers are fast enough."""
+"""The worth of a prefix-cache pool: the work that its hits spare, and tiers that are fast enough."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -27,14 +27,14 @@ class TierWorth:
     tokens: float
     """A length of the workload: the mean of its prompts."""
     kv_bits_per_s: float
-    """Φ_kv there: what loading must exceed to be sooner done than computing."""
+    """Φ_kv there: the rate that loading must exceed to be faster than computing."""
     pays_from_tokens: float | None
     """The shortest prefix within the profile's range that is sooner loaded than computed, and all longer ones are;
     None: there is none."""
 
     @property
     def pays(self) -> bool:
-        """Whether loading is faster than computing at that length."""
+        """True if loading is faster than computing at that length."""
         return self.bandwidth_bits_per_s > self.kv_bits_per_s
 
 
@@ -88,7 +88,7 @@ def tier_worths(
     bandwidths_bits_per_s: Mapping[str, Mapping[str, float]],
     range_tokens: tuple[float, float],
 ) -> tuple[TierWorth, ...]:
-    """Whether tiers are faster than computing: a tier pays where its bandwidth exceeds Φ_kv (Eq. 1).
+    """The worth of each tier: it pays where its bandwidth exceeds Φ_kv (Eq. 1), so that loading beats computing.
 
     Args:
         problem: Its clusters' curves, KV sizes and lengths.

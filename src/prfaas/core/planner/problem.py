@@ -1,4 +1,4 @@
-"""What the planner works on: clusters, links, traffic and sizes as plain numbers and functions.
+"""The planner's input: clusters, links, traffic and sizes as plain numbers and functions.
 
 A path says how a request can go: which cluster prefills, which decodes, what is computed and what crosses which link.
 """
@@ -87,11 +87,11 @@ class PlanLink:
     rtt_s: float = 0.0
     """Round trip in seconds: every request that crosses waits for one."""
     transfer_limit_bits_per_s: float = math.inf
-    """What one transfer gets at most: what its ends can map."""
+    """The highest rate of one transfer: its ends can map no more."""
     kv_bytes: "OfLength | None" = None
     """S_kv on this link, where its ends keep KVCache in a narrower dtype than others; None: the problem's."""
     streamed_token_bytes: float = math.inf
-    """As the problem's, with `kv_bytes`."""
+    """Like the problem's `streamed_token_bytes`, for `kv_bytes` of this link."""
 
     @property
     def name(self) -> str:
@@ -100,7 +100,7 @@ class PlanLink:
 
 
 TtftStatistic = Literal["mean", "p90"]
-"""What of the TTFTs of all requests is to be no longer than a target."""
+"""The statistic of all TTFTs that a target bounds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,11 +133,11 @@ class PlanProblem:
     kv_bytes: "OfLength"
     """S_kv: bytes for arrays of tokens."""
     prices: Mapping[str, float] = field(default_factory=dict)
-    """Per GPU-hour by hardware, in any currency; empty: nothing is said about cost."""
+    """Prices per GPU-hour by hardware, in any currency; empty: costs are unknown."""
     load: float = 0.7
     """The share of Λ_max, in (0, 1), at which queueing is estimated."""
     ttft_target: TtftTarget | None = None
-    """What the TTFT at `load` must keep to; None: nothing."""
+    """The bound on the TTFT at `load`; None: none."""
     first_token: FirstTokenSource = "decode"
     """Who gives clients their first token; "prefill": as if every request allowed it."""
     streamed_token_bytes: float = math.inf
@@ -222,7 +222,7 @@ class PathTransfer:
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """Which cluster prefills, which decodes, and what that takes."""
+    """A path of requests: the clusters that prefill and decode, and the work there."""
 
     prefill: str
     decode: str
@@ -240,7 +240,7 @@ class Path:
 def path(
     problem: PlanProblem, prefill: PrfaasCluster | PdCluster, decode: PdCluster, policy: CachePolicy
 ) -> Path | None:
-    """The way of requests from one cluster to another under a cache policy; None if a link for it is missing.
+    """The path from one cluster to another under a cache policy; None if a link for it is missing.
 
     Only what the destination doesn't hold crosses a link (section 3.4.3). With the policy "best" the longer
     cached prefix goes first to the cluster that computes.
@@ -278,7 +278,7 @@ def _local_with_best(problem: PlanProblem, decode: PdCluster, decode_ratio: floa
 
 
 def all_paths(problem: PlanProblem) -> tuple[Path, ...]:
-    """Every way that the links allow, each once: where both cache policies do the same, only "own"."""
+    """Every path that the links allow, each once: where both cache policies do the same, only "own"."""
     found: list[Path] = []
     for prefill in problem.clusters:
         for decode in problem.pd:

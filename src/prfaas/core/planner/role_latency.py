@@ -1,4 +1,4 @@
-"""What roles make of the time to the first token at a given rate: prefill and decode queues included."""
+"""The TTFT of roles at a given rate, prefill and decode queues included."""
 
 import math
 from collections.abc import Mapping
@@ -12,10 +12,10 @@ from prfaas.core.planner.ttft import NO_WAIT, DecodeQueue, PrefillPoolLoad, Stag
 
 @dataclass(frozen=True, slots=True)
 class QueueingModel:
-    """What is taken for known of the queues."""
+    """Assumptions about the queues."""
 
     is_shortest_first: bool = False
-    """Whether short prefills go before long ones; False: first come, first served."""
+    """Short prefills go before long ones; False: first come, first served."""
     answer_variation: float = 1.0
     """The squared coefficient of variation of the lengths of answers; 1: exponential."""
 
@@ -27,7 +27,7 @@ class RoleLatency:
     prefill: Mapping[str, int]
     """Prefill instances by PD cluster."""
     requests_per_s: float
-    """What arrives."""
+    """The rate of arrivals."""
     utilisation: float
     """Of the fullest prefill pool (by E[T(L)]), link or decode side."""
     prefill_s: float
@@ -74,7 +74,7 @@ def latency_of_work(
     queues: QueueingModel,
     work: StageWork,
 ) -> RoleLatency:
-    """`latency_with_roles`, given what the stages do for a request."""
+    """`latency_with_roles`, given the stages' work per request."""
     decode_rates = _decode_rates(problem, prefill, work)
     full_rates = (
         *(_full_rate(pool) for pool in work.pools),

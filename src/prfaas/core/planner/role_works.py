@@ -1,4 +1,4 @@
-"""What the stages of two clusters do for a request, with some roles and the best threshold for them."""
+"""The work of the stages of two clusters per request, with some roles and the best threshold for them."""
 
 import math
 from collections.abc import Sequence

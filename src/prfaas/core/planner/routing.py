@@ -1,4 +1,4 @@
-"""Which requests go by which path, and what that takes of every resource, at roles that are given."""
+"""Routes at given roles: the requests of each path, and the use of every resource."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ _NOTHING = 1e-7
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoutingPlan:
-    """Which part of every bin of lengths goes by which path, at given roles."""
+    """Routes at given roles: the part of every bin of lengths that goes by each path."""
 
     problem: PlanProblem
     paths: tuple[Path, ...]
@@ -189,7 +189,7 @@ def best_routing(
 
 
 def cleaned(lengths: BinnedLengths, shares: "FloatArray") -> "FloatArray":
-    """Without the solver's rounding: what is next to nothing is nothing, and each bin is used up exactly."""
+    """Flows without the solver's rounding: tiny ones are 0, and those of each bin sum to it exactly."""
     import numpy as np
 
     weights = lengths.bins.weights[:, None]

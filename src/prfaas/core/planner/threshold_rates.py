@@ -1,4 +1,4 @@
-"""What thresholds are worth where roles are given: the best one, and the rate with any other."""
+"""Throughput over the threshold with given roles: the best threshold, and the rate with any other."""
 
 import math
 from dataclasses import dataclass

@@ -41,7 +41,7 @@ class TtftEstimate:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LinkTime:
-    """What the link adds to requests' time, one entry per service time. Layers are sent while the next is computed."""
+    """The time that a link adds to requests, one entry per service time. Layers are sent while the next is computed."""
 
     streamed_s: "FloatArray"
     """Seconds on the empty link of what can leave while the prefill runs."""
@@ -138,7 +138,7 @@ class PrefillPoolLoad:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StageWork:
-    """What the stages of a deployment do for a request, at roles and routes that are given."""
+    """The work of a deployment's stages per request, at given roles and routes."""
 
     pools: tuple[PrefillPoolLoad, ...]
     link_rates: dict[str, float]
@@ -173,7 +173,7 @@ class DecodeQueue:
 def link_time(
     problem: PlanProblem, path: Path, lengths: "FloatArray", weights: "FloatArray"
 ) -> LinkTime | None:
-    """What links add to requests of a path; None if it crosses none.
+    """The time that links add to requests of a path; None if it crosses none.
 
     Args:
         problem: Its links and sizes.

@@ -44,7 +44,7 @@ class Operation:
     point: OperatingPoint
     work: StageWork
     network: NetworkPlan | None = None
-    """Where it is from, if several clusters are on a side."""
+    """The network plan that it comes from, if several clusters are on a side."""
 
     def waits(self, requests_per_s: float) -> TtftDistribution:
         """TTFT with waiting at a rate."""
@@ -56,7 +56,7 @@ class Operation:
         return _estimate(self.waits(requests_per_s), load, requests_per_s)
 
     def rest_estimate(self, load: float) -> TtftEstimate | None:
-        """The same until decode instances have the KV and a slot; None where the TTFT waits for those."""
+        """Time until decode instances have the KV and a slot; None where the TTFT waits for those."""
         if self.problem.first_token == "decode":
             return None
         requests_per_s = load * self.point.lambda_max
@@ -69,13 +69,13 @@ class Operation:
 
     @property
     def keeps_target(self) -> bool:
-        """Whether the TTFT at the problem's load is within its target; True without one."""
+        """True if the TTFT at the problem's load is within its target, or there is none."""
         target = self.problem.ttft_target
         return target is None or _is_within(self.waits(self.problem.load * self.point.lambda_max), target)
 
     @property
     def comparable_rate(self) -> float:
-        """Λ_max; where the target is not kept, that of which the problem's load is the most that keeps it."""
+        """The Λ_max to compare by; where it misses the target, the highest one whose load meets it."""
         target = self.problem.ttft_target
         if target is None or self.keeps_target:
             return self.point.lambda_max
@@ -197,7 +197,7 @@ class _TargetSearch:
         return found if found.point.lambda_max > 0 else None
 
     def _best_of(self, lengths: "FloatArray") -> tuple[float, float, int]:
-        """The highest rate that keeps the target, and the length of those given and the split that have it."""
+        """The highest rate that meets the target, with the length and split that reach it."""
         rates, _ = merits(self._split, self._split.loads(lengths), self._splits)
         works = self._works(lengths)
         # Where not even a prefill that never waits is in time, no split helps.
@@ -266,7 +266,7 @@ class _TargetSearch:
 
 
 def _most(keeps: Callable[[float], bool], high: float, low: float = 0.0) -> float:
-    """The highest value between two up to which something is kept; 0 if it is not kept at the lower one."""
+    """The highest value between two at which a condition holds, by bisection; 0 if it fails at the lower one."""
     if high <= low or not keeps(low):
         return 0.0
     if keeps(high):

@@ -46,7 +46,7 @@ def best_point(problem: PlanProblem, service: ServiceModel = "mean length") -> O
 
 
 def _best(problem: PlanProblem, service: ServiceModel) -> tuple[Split, float, int]:
-    """The two routes, the length and the prefill instances of `best_point`."""
+    """The search behind `best_point`: its two routes, length and prefill instances."""
     best: tuple[tuple[float, float], Split, float, int] | None = None
     for policy in policies(problem):
         split = split_of(problem, policy, service)
@@ -244,7 +244,7 @@ def settled(problem: PlanProblem, length: float, longer: float | None = None) ->
 
 
 def policies(problem: PlanProblem) -> tuple[CachePolicy, ...]:
-    """Those that differ."""
+    """The cache policies that differ for this problem."""
     ratios = {problem.hit_ratio(cluster) for cluster in problem.clusters}
     return ("own",) if len(ratios) == 1 else ("own", "best")
 
@@ -269,7 +269,7 @@ def own_split(problem: PlanProblem, service: ServiceModel) -> Split:
 
 
 def candidate_lengths(split: Split) -> "FloatArray":
-    """Where a threshold may be: at every atom, or on a fine grid."""
+    """Candidate thresholds: every atom, or a fine grid."""
     import numpy as np
 
     lengths = split.problem.workload.lengths
@@ -328,7 +328,7 @@ def _zoom(
 
 
 def highest(rates: "FloatArray", limits: "FloatArray") -> list[int]:
-    """In every row, of the highest rates the last one with the highest limit."""
+    """Per row the place of the highest rate; among ties, the last one with the highest limit."""
     import numpy as np
 
     # No limit is below 0.
@@ -339,7 +339,7 @@ def highest(rates: "FloatArray", limits: "FloatArray") -> list[int]:
 
 
 def merits(split: Split, loads: Loads, splits: Sequence[int]) -> "tuple[FloatArray, FloatArray]":
-    """Λ, and what it would be if decode were no limit: a row for every split, over the lengths of the loads."""
+    """Λ, and Λ without the limit of decode: a row for every split, over the lengths of the loads."""
     import numpy as np
 
     # What every split has.

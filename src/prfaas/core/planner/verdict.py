@@ -1,4 +1,4 @@
-"""What a plan comes to in a few sentences: what binds, what it gains, what egress may cost."""
+"""The verdict on a plan in a few sentences: its bottleneck, its gain, and the break-even price of egress."""
 
 from dataclasses import dataclass
 
@@ -24,7 +24,7 @@ _KINDS: dict[StageKind, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What limits an optimum."""
+    """The limits of an optimum."""
 
     optimum: OperatingPoint
     """Its links have their `needed_bits_per_s`."""
@@ -38,12 +38,12 @@ class Limits:
 
     @property
     def is_network_bound(self) -> bool:
-        """Whether faster links alone would raise Λ_max."""
+        """True if faster links alone would raise Λ_max."""
         return self.unlimited_rate > self.optimum.lambda_max * BOUND
 
     @property
     def is_latency_bound(self) -> bool:
-        """Whether the target costs throughput."""
+        """True if the TTFT target costs throughput."""
         return (
             self.target is not None
             and self.keeps_target
@@ -60,7 +60,7 @@ class Limits:
         return (*stages, TARGET) if self.is_latency_bound else stages
 
     def sentence(self) -> str:
-        """What binds, and by how much."""
+        """The sentence on the bottleneck, and by how much it binds."""
         rate = self.optimum.lambda_max
         by = f"limited by {_names(self.binding)}"
         if self.target is not None and not self.keeps_target:
@@ -98,7 +98,7 @@ def _shortness(link: LinkUse) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """What a deployment is worth against others."""
+    """The gain of a deployment over others."""
 
     homogeneous: Baseline
     """As many GPUs."""
@@ -110,7 +110,7 @@ class Gain:
     break_even_per_gb: float | None
 
     def sentence(self, *, has_prfaas: bool) -> str:
-        """Whether it is worth it."""
+        """The sentence on whether it pays."""
         if not has_prfaas:
             return ""
         if self.ratio is None:

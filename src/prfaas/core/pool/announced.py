@@ -1,4 +1,4 @@
-"""What a pool has told of its pages: as vLLM's KV cache events, in an order that an index can follow."""
+"""Events of a pool's pages: as vLLM's KV cache events, in an order that an index can follow."""
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
@@ -28,8 +28,8 @@ class _Page:
     identity: PageIdentity | None
     tiers: int = 0
     """Sum of the tiers that hold it."""
-    told: int = _ABSENT
-    """The tier that it was announced in last."""
+    announced: int = _ABSENT
+    """The tier that the latest event has it in."""
 
     @property
     def fastest(self) -> int:
@@ -94,7 +94,7 @@ class AnnouncedPages:
             self._stop_waiting(page_id, page)
 
     def beginning(self) -> list[Event]:
-        """What comes before all other events: nothing is held."""
+        """The event before all others: nothing is held."""
         return [Cleared(), *self._other_groups()]
 
     def take_events(self, most_pages: int) -> Iterator[list[Event]]:
@@ -112,11 +112,11 @@ class AnnouncedPages:
         while pending:
             page_id = pending.pop()
             page = self._pages[page_id]
-            before, fastest = page.told, page.fastest
+            before, fastest = page.announced, page.fastest
             if fastest < before:
                 self._lower(page_id, page, fastest)
             elif fastest > before:
-                reached = min(fastest, self._told_before(page_id, page))
+                reached = min(fastest, self._announced_before(page_id, page))
                 if reached > before:
                     self._raise(page_id, page, reached)
                     pending += self._waiting.pop(page_id, ())
@@ -125,28 +125,28 @@ class AnnouncedPages:
 
     def _raise(self, page_id: bytes, page: _Page, tier: int) -> None:
         self._changes.append(_Change(page_id, tier, True, page.identity))
-        if page.told:
-            self._changes.append(_Change(page_id, page.told, False, None))
-        page.told = tier
+        if page.announced:
+            self._changes.append(_Change(page_id, page.announced, False, None))
+        page.announced = tier
 
     def _lower(self, page_id: bytes, page: _Page, tier: int) -> None:
         # The page before it may be gone by now, so no parent is named: the block is known.
         if tier:
             self._changes.append(_Change(page_id, tier, True, None))
-        self._changes.append(_Change(page_id, page.told, False, None))
-        page.told = tier
+        self._changes.append(_Change(page_id, page.announced, False, None))
+        page.announced = tier
 
     def _before(self, page_id: bytes, page: _Page) -> bytes:
         """The page that must have been announced; empty for a chain's first one."""
         key = page_id[:KEY_BYTES] if page.identity is None else page.identity.parent
         return key + bytes((self._lead.index,)) if key else b""
 
-    def _told_before(self, page_id: bytes, page: _Page) -> int:
+    def _announced_before(self, page_id: bytes, page: _Page) -> int:
         before = self._before(page_id, page)
         if not before:
             return _MEMORY
         held = self._pages.get(before)
-        return _ABSENT if held is None else held.told
+        return _ABSENT if held is None else held.announced
 
     def _stop_waiting(self, page_id: bytes, page: _Page) -> None:
         before = self._before(page_id, page)
@@ -160,18 +160,18 @@ class AnnouncedPages:
         children: dict[bytes, list[bytes]] = {}
         others: list[bytes] = []
         for page_id, page in self._pages.items():
-            if page.told and page.identity is None:
+            if page.announced and page.identity is None:
                 others.append(page_id)
-            elif page.told:
+            elif page.announced:
                 children.setdefault(self._before(page_id, page), []).append(page_id)
         pending = children.get(b"", [])
         while pending:
             page_id = pending.pop()
             page = self._pages[page_id]
-            yield _Change(page_id, page.told, True, page.identity)
+            yield _Change(page_id, page.announced, True, page.identity)
             pending += children.get(page_id, ())
         for page_id in others:
-            yield _Change(page_id, self._pages[page_id].told, True, None)
+            yield _Change(page_id, self._pages[page_id].announced, True, None)
 
     def _other_groups(self) -> list[Event]:
         """Which groups the model has besides the lead group: no page of theirs, but their kind.
@@ -208,7 +208,7 @@ class AnnouncedPages:
             yield [*events, self._event(run)]
 
     def _continues(self, run: Sequence[_Change], change: _Change) -> bool:
-        """Whether a change can be told in one event with those before it."""
+        """True if a change fits into one event with those before it."""
         last = run[-1]
         if (change.tier, change.is_stored, change.page_id[-1]) != (
             last.tier,
@@ -254,7 +254,7 @@ class AnnouncedPages:
 
 
 def block_hash(key: bytes) -> int:
-    """What a page's key is called in events: its last 8 bytes, as vLLM shortens its own hashes."""
+    """The name of a page's key in events: its last 8 bytes, as vLLM shortens its own hashes."""
     return int.from_bytes(key[-_HASH_BYTES:], "big")
 
 

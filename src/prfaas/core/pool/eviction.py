@@ -116,7 +116,7 @@ class _RankedPages(Generic[Page]):
         self._uses = 0
 
     def added(self, page: Page, size_bytes: int, group: int, parent: Page | None = None) -> None:
-        """See `EvictionPolicy.added`."""
+        """Know a new page; one that is here already is only touched."""
         if page in self._entries:
             self.touched(page)
             return
@@ -128,7 +128,7 @@ class _RankedPages(Generic[Page]):
         self._use(page, entry)
 
     def touched(self, page: Page) -> None:
-        """See `EvictionPolicy.touched`."""
+        """Count another use of a page."""
         entry = self._entries.get(page)
         if entry is not None:
             entry.uses += 1
@@ -136,7 +136,7 @@ class _RankedPages(Generic[Page]):
             self._use(page, entry)
 
     def removed(self, page: Page) -> None:
-        """See `EvictionPolicy.removed`."""
+        """Forget a page."""
         entry = self._entries.pop(page, None)
         if entry is None:
             return
@@ -155,7 +155,7 @@ class _RankedPages(Generic[Page]):
             self._queue(parent, parent_entry)
 
     def victim(self, may_go: Callable[[Page], bool]) -> Page | None:
-        """See `EvictionPolicy.victim`."""
+        """The next page to go; None if none may."""
         for number in self._queues_in_order():
             page = self._first(self._queues[number], number, may_go)
             if page is not None:

@@ -51,7 +51,7 @@ class PageGroup(KvGroup):
 
 @dataclass(frozen=True, slots=True)
 class PageIdentity:
-    """What tokens a page of the lead group stands for; enough to publish it, and to find it elsewhere."""
+    """The tokens of a page of the lead group; enough to publish it, and to find it elsewhere."""
 
     parent: bytes
     """Key of the block before this one, empty for a chain's first."""
@@ -67,7 +67,7 @@ class PageIdentity:
 
     @staticmethod
     def decode(trailer: bytes | memoryview) -> "PageIdentity":
-        """What `encode` gave; bytes behind it are passed over.
+        """The identity that `encode` wrote; bytes behind it are passed over.
 
         Raises:
             ValueError: the trailer holds no identity.
@@ -78,11 +78,11 @@ class PageIdentity:
         return msgspec.msgpack.decode(trailer[_LENGTH_BYTES : _LENGTH_BYTES + length], type=PageIdentity)
 
     def describes(self, lead: PageGroup) -> bool:
-        """Whether it can be the identity of a page of that group."""
+        """True if it can be the identity of a page of that group."""
         return len(self.token_ids) == 4 * lead.block_tokens and len(self.parent) in (0, KEY_BYTES)
 
     def fits(self, room_bytes: int) -> bool:
-        """Whether the trailer has at most that many bytes; salt and adapter may be too long for it."""
+        """True if the trailer has at most that many bytes; salt and adapter may be too long for it."""
         # Nobody has long ones, and encoding costs more than looking.
         longest = 4 * (len(self.salt) + len(self.adapter)) + len(self.token_ids) + _OTHER_IDENTITY_BYTES
         return longest <= room_bytes or len(self.encode()) <= room_bytes
@@ -90,7 +90,7 @@ class PageIdentity:
 
 @dataclass(frozen=True, slots=True)
 class PoolGeometry:
-    """What the pages of one model on so many ranks look like. Two engines share a pool if theirs are equal."""
+    """The page layout of one model on so many ranks. Two engines share a pool if theirs are equal."""
 
     fingerprint: str
     """Of the model, its weights and the layout of its KVCache."""
@@ -163,7 +163,7 @@ class PoolGeometry:
 
     @staticmethod
     def decode(encoded: bytes | memoryview) -> "PoolGeometry":
-        """What `encode` gave.
+        """The geometry that `encode` wrote.
 
         Raises:
             ValueError: the bytes are none, or no pool can have this geometry.

@@ -29,7 +29,7 @@ class PrefixPage:
 
 
 class PrefixPages:
-    """What a prefill needs to go on behind a prefix.
+    """The pages that a prefill needs to go on behind a prefix.
 
     Tails come first, so that it shows at once whether they are still there. Full attention follows from the head on:
     what breaks off leaves a shorter prefix that can be used, where the model has nothing but full attention.

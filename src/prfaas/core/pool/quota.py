@@ -38,11 +38,11 @@ class TenantEviction:
 
     @property
     def used_bytes(self) -> int:
-        """What all pages take."""
+        """Bytes of all pages."""
         return self._all.used_bytes
 
     def tenant_bytes(self, tenant: bytes) -> int:
-        """What a tenant's pages take."""
+        """Bytes of a tenant's pages."""
         if not self._has_shares:
             return sum(size for owner, size in self._pages.values() if owner == tenant)
         policy = self._of_tenant.get(tenant)
@@ -110,7 +110,7 @@ class TenantEviction:
         return found if found is not None else self._all.victim(may_go)
 
     def may_lose(self, tenant: bytes, size_bytes: int, pages: Collection[bytes]) -> bool:
-        """Whether all these pages may go for one new page of a tenant, so that nobody is pushed below its share."""
+        """True if all these pages may go for one new page of a tenant, so that nobody is pushed below its share."""
         if not self._has_shares or self.tenant_bytes(tenant) + size_bytes <= self._share_bytes:
             return True
         lost: Counter[bytes] = Counter()

@@ -1,4 +1,4 @@
-"""Whether loading a prefix from the pool is quicker than computing it, from what both took so far."""
+"""Decides if loading a prefix from the pool is faster than computing it, from the times of both so far."""
 
 import math
 
@@ -26,7 +26,7 @@ class LinearCost:
 
     @property
     def is_known(self) -> bool:
-        """Whether there was a sample."""
+        """True once there was a sample."""
         return self._count > 0.0
 
     def add(self, units: float, seconds: float) -> None:
@@ -49,7 +49,7 @@ class LinearCost:
         return self._parts()[1]
 
     def seconds(self, units: float) -> float:
-        """What a job of `units` should take."""
+        """Predicted seconds of a job of `units`."""
         fixed_s, per_unit_s = self._parts()
         return fixed_s + per_unit_s * units
 
@@ -69,7 +69,7 @@ class LinearCost:
 
 
 class LoadWorth:
-    """What one engine has measured of its prefill steps and of its loads from the pool."""
+    """Measured times of one engine's prefill steps and loads from the pool."""
 
     def __init__(self) -> None:
         self.prefill = LinearCost()
@@ -94,16 +94,16 @@ class LoadWorth:
             self.ssd_wait.add(ssd_bytes, wait_s)
 
     def load_s(self, loaded_bytes: int, ssd_bytes: int) -> float:
-        """What such a load should take; what was not measured counts as nothing."""
+        """Predicted seconds of such a load; parts that were not measured count as nothing."""
         wait_s = self.ssd_wait.seconds(ssd_bytes) if ssd_bytes else 0.0
         return self.copy.seconds(loaded_bytes) + wait_s
 
     def prefill_s(self, tokens: int) -> float:
-        """What so many more tokens in a prefill should take. The step itself runs in any case."""
+        """Predicted seconds of so many more tokens in a prefill. The step itself runs in any case."""
         return self.prefill.per_unit_s * tokens
 
     def pays(self, tokens: int, loaded_bytes: int, ssd_bytes: int) -> bool:
-        """Whether to load what spares the prefill of `tokens`. True until loads and such prefills were measured."""
+        """True if a load that spares the prefill of `tokens` pays. True until loads and such prefills were measured."""
         if not self.copy.is_known or tokens > _FAR * self.prefill.largest_units:
             return True
         if self.load_s(loaded_bytes, ssd_bytes) < self.prefill_s(tokens):

@@ -1,7 +1,7 @@
 """vLLM's KV cache events: their format, as they come over ZMQ, and their order.
 
-`EventBatch` is what one engine step did. `Subscription` says which batch of one engine to apply next, and what to ask
-for again. It does no I/O and has no clock.
+An `EventBatch` has the events of one engine step. A `Subscription` decides which batch of one engine to apply next, and
+which to ask for again. It does no I/O and has no clock.
 """
 
 from collections import deque
@@ -79,7 +79,7 @@ Event = StoredBlocks | RemovedBlocks | Cleared
 
 
 class EventBatch(msgspec.Struct, array_like=True, gc=False):
-    """What one engine step did."""
+    """The KV events of one engine step."""
 
     at_s: float
     """By the engine's own wall clock."""
@@ -157,17 +157,17 @@ class SequenceGuard:
     """The sequence numbers of one engine's batches, which count from 0 in every process.
 
     Every batch is offered before it is applied. The answer is one of:
-    - "apply": it is the next one, and from now on taken as applied;
+    - "apply": it is the next one, and counts as applied from now on;
     - "duplicate": it was applied before (replay and live feed overlap);
     - `Gap`: batches before it are missing: replay them, offer each, then offer this one again. Where replay
       can't give them, `skip_to` it, and forget what the instance held;
     - "restart": the engine is a new process. Forget what the instance held, then offer this one again: the new
       process's own first batches may be missing too.
 
-    A lower number than expected is either old or from a new process. The batches' times tell which: a copy has
-    a time that is not later than the last applied one's. The time of number 0 is remembered too, in case the clock
+    A lower number than expected is either old or from a new process. The batches' times decide: a copy has a time
+    that is not later than the last applied one's. The time of number 0 is remembered too, in case the clock
     was set back. One case is not noticed: the first batches of a new process are lost, and its next one has just
-    the number that was expected of the old one. Only the lost connection tells of that.
+    the number that was expected of the old one. Only the lost connection shows that.
     """
 
     __slots__ = ("_first_s", "_latest_s", "_next")
@@ -178,7 +178,7 @@ class SequenceGuard:
         self._first_s: float | None = None
 
     def offer(self, sequence: int, at_s: float) -> Offer:
-        """What to do with batch `sequence`, made at `at_s` of the engine's clock."""
+        """The action for batch `sequence`, made at `at_s` of the engine's clock."""
         if sequence == self._next:
             self._take(sequence, at_s)
             return "apply"
@@ -218,7 +218,7 @@ class Apply:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """What is known of the engine's blocks is no longer true."""
+    """Knowledge of the engine's blocks is void."""
 
     reason: str
 
@@ -236,12 +236,11 @@ Step = Apply | Drop | Ask
 class Subscription:
     """Turns live and replayed batches into steps: between two drops every batch is applied once, in order.
 
-    A gap in the live batches is asked for again; what comes meanwhile is kept back. A replay without its beginning
-    (the engine keeps the last 10,000 batches), or one that says nothing for 2 s, ends in a drop, unless nothing was
-    missed. A
-    replay with a hole in its midst was cut by a full queue and is asked for again from there. `SequenceGuard`
-    recognises a new process by its lower numbers. Where they are not lower, `restarted` has to be called: when the
-    connection was lost, or a restart was noticed in another way.
+    A gap in the live batches is asked for again; batches that come meanwhile are kept back. A replay without its
+    beginning (the engine keeps the last 10,000 batches), or one that sends nothing for 2 s, ends in a drop, unless
+    nothing was missed. A replay with a gap in its midst was cut by a full queue and is asked for again from there.
+    `SequenceGuard` recognises a new process by its lower numbers. Where they are not lower, `restarted` has to be
+    called: when the connection was lost, or a restart was noticed in another way.
     """
 
     def __init__(self) -> None:
@@ -296,7 +295,7 @@ class Subscription:
             yield self._apply(sequence, batch)
 
     def replay_ended(self, now_s: float) -> Iterator[Step]:
-        """The replay endpoint has told all it had."""
+        """The replay endpoint has sent all that it had."""
         if not self.is_replaying:
             return
         self.replays += 1
@@ -306,7 +305,7 @@ class Subscription:
             yield from self._release(now_s, may_ask=True)
 
     def tick(self, now_s: float) -> Iterator[Step]:
-        """Give up a replay of which nothing comes any more."""
+        """Give up a replay that has sent nothing for `REPLAY_TIMEOUT_S`."""
         if self._heard_s is not None and now_s - self._heard_s >= REPLAY_TIMEOUT_S:
             yield from self._release(now_s, may_ask=False)
 

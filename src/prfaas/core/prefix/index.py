@@ -12,7 +12,7 @@ from prfaas.core.prefix.instance_blocks import InstanceBlocks
 
 # Not a frozen dataclass: that takes three times as long to make, and a lookup makes one for every length.
 class PrefixHit(NamedTuple):
-    """What one instance holds of one prompt, in tokens."""
+    """The part of one prompt that one instance holds, in tokens."""
 
     reusable_tokens: int
     """A prefill there starts after these: full-attention blocks cover them, and linear states and sliding windows are
@@ -26,7 +26,7 @@ NOTHING = PrefixHit(0, 0)
 
 
 class PoolHit(NamedTuple):
-    """What the prefix-cache pool of one machine holds of one prompt."""
+    """The part of one prompt that the prefix-cache pool of one machine holds."""
 
     every_tier: PrefixHit
     """In memory or on SSD."""
@@ -105,7 +105,7 @@ class GlobalIndex:
         self._names: dict[int, tuple[str, ...]] = {}
 
     def chains(self, token_ids: TokenIds, salt: str = "", adapter: str = "") -> PromptChains:
-        """What to `match` a prompt by. May be called in any thread.
+        """The hash chains that `match` takes for a prompt. May be called in any thread.
 
         Args:
             token_ids: the whole prompt.
@@ -142,7 +142,7 @@ class GlobalIndex:
             held.most_engine_blocks = engine_blocks
 
     def learn_drop(self, instance: str, *, drops_last_block: bool) -> None:
-        """Whether an engine computes the last block of what it holds anew: its drafter goes on from hidden states."""
+        """Note that an engine computes the last block of a hit anew: its drafter goes on from hidden states."""
         if drops_last_block != (instance in self._dropping):
             self._dropping ^= {instance}
             self._learn()

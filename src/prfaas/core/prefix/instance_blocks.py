@@ -14,7 +14,7 @@ ATTENTION_KINDS = frozenset({None, "full_attention", "mla_attention", "sink_full
 
 
 class GroupBlocks:
-    """What one engine holds of a KV group that keeps less than every token.
+    """Blocks of one engine in a KV group that keeps less than every token.
 
     A block stands for a prefix: of a linear group the engine has the state at its end, of a window group the last
     block before its end.
@@ -92,7 +92,7 @@ class WindowGroup(GroupBlocks):
         self._blocks = None if window_tokens is None else -(-(window_tokens - 1) // block_tokens)
 
     def rule(self, chain: Sequence[int], block_tokens: int) -> Callable[[int], int]:
-        """What `common_end` asks: which end, in blocks of `chain` (`block_tokens` tokens each), suits the window.
+        """The rule for `common_end`: which end, in blocks of `chain` (`block_tokens` tokens each), suits the window.
 
         No end where the window's blocks are smaller than those: the chain says nothing of them.
         """
@@ -215,7 +215,7 @@ class InstanceBlocks:
         return linear if linear is not None else self.windows.get(group)
 
     def _group(self, event: StoredBlocks) -> GroupBlocks | None:
-        """The group of `event`; None if it tells too little of it."""
+        """The group of `event`; None if the event says too little about it."""
         known = self._known_group(event.group)
         if known is not None or event.group is None or event.block_tokens < 1:
             return known

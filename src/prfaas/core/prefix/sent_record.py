@@ -1,4 +1,4 @@
-"""What was sent to which instance: all that is known of engines that publish no events."""
+"""A record of prompts sent to instances: all that is known of engines that publish no events."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ class PrefixRecord:
     Nothing here comes from the engines. So an answer can be too long (the engine evicted a block) or too short (it
     computed a block that was never sent). Either costs time, never a wrong token.
 
-    Whoever has a block here has all blocks before it: blocks are used from the tail to the head, so a chain's tail
+    An instance with a block here has all blocks before it: blocks are used from the tail to the head, so a chain's tail
     is always older than its head and is forgotten first. A lookup is therefore a bisection.
     """
 
@@ -34,7 +34,7 @@ class PrefixRecord:
         self._held: dict[str, OrderedDict[int, bool]] = {}
 
     def held(self, instance: str, chain: Sequence[int]) -> PrefixHit:
-        """What `instance` is believed to hold of the prompt with this chain; refreshes nothing."""
+        """The hit that `instance` is believed to have for the prompt with this chain; refreshes nothing."""
         held = self._held.get(instance)
         if not held or not chain or chain[0] not in held:
             return NOTHING

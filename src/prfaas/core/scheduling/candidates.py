@@ -233,26 +233,21 @@ def _ranked(
 
 def least_queued(request: RoutingRequest, cluster: ClusterView, view: View) -> BestCandidate | None:
     """`best_candidate` where none holds anything, several times as fast: the shortest queue, the fewest in flight."""
-    now_s = view.now_s
+    now_s, avoid = view.now_s, view.avoid
     chosen: InstanceView | None = None
-    holder: InstanceView | None = None
-    least_s, in_flight = math.inf, 0
+    best = (math.inf, 0)
     for instance in cluster.instances:
-        if not instance.takes_prefills or instance.name in view.avoid:
+        if not instance.prefills:
             continue
-        if holder is None:
-            holder = instance
-        busy_s = instance.busy_until_s
-        if busy_s < now_s:
-            busy_s = now_s
-        if busy_s < least_s or (busy_s == least_s and instance.in_flight < in_flight):
-            chosen, least_s, in_flight = instance, busy_s, instance.in_flight
-            if busy_s == now_s and not in_flight:
+        rank = max(instance.busy_until_s, now_s), instance.in_flight
+        if rank < best and instance.is_open and instance.name not in avoid:
+            chosen, best = instance, rank
+            if best == (now_s, 0):
                 break  # none can be better
-    if chosen is None or holder is None:
+    if chosen is None:
         return None
     shared_s = cluster.waiting_s / len(prefillers(cluster, view)) if cluster.waiting_s > 0.0 else 0.0
-    wait_s, prefill_s = least_s - now_s, cluster.prefill_s(request.num_tokens)
+    wait_s, prefill_s = best[0] - now_s, cluster.prefill_s(request.num_tokens)
     end_s = wait_s + prefill_s + shared_s
     return BestCandidate(
         cluster=cluster,
@@ -263,7 +258,7 @@ def least_queued(request: RoutingRequest, cluster: ClusterView, view: View) -> B
         ttft_s=end_s,
         loaded_s=end_s,
         least_wait_s=wait_s + shared_s,
-        holder=holder,
+        holder=chosen,
         held_tokens=0,
     )
 
@@ -339,7 +334,7 @@ def able_to_send(
 
 def prefillers(cluster: ClusterView, view: View) -> list[InstanceView]:
     """The instances of `cluster` that may be given prefills."""
-    able = [each for each in cluster.instances if each.takes_prefills]
+    able = [each for each in cluster.instances if each.prefills and each.is_open]
     return [each for each in able if each.name not in view.avoid] if view.avoid else able
 
 

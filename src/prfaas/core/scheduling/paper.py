@@ -65,7 +65,7 @@ class Paper:
             if not pd.local_reason and uncached > unpriced(lowest, pd.remotes):
                 reason = "congested-link"
         best, stays = with_cache(request, view, pd, best, self.abundance)
-        if not remotes and uncached < own_uncached_tokens(request, pd):
+        if pd.sources and not remotes and uncached < own_uncached_tokens(request, pd):
             there = self._where_cached(request, view, pd, best)
             if there is not None:
                 best, reason, stays = there, "cached-there", ""

@@ -163,15 +163,24 @@ def lone_pd_candidate(request: RoutingRequest, view: View) -> PdCandidate | None
     It takes a third of the time, and most requests of a simulator are of this kind. None where anything is out of the
     ordinary; then `pd_candidate_of` has to be asked. For prompts of two tokens and more.
     """
-    homes = [each for each in view.clusters.values() if each.kind == "pd"]
-    if len(homes) != 1 or request.held or view.avoid or view.blocked:
+    if request.held or view.avoid or view.blocked:
         return None
-    (home,) = homes
+    home: ClusterView | None = None
+    far: list[BestCandidate] = []
+    for cluster in view.clusters.values():
+        if cluster.kind == "prfaas":
+            node = least_queued(request, cluster, view)
+            if node is not None:
+                far.append(node)
+        elif home is not None:
+            return None
+        else:
+            home = cluster
+    if home is None:
+        return None
     own, decode = least_queued(request, home, view), _soonest_free(home.instances)
     if own is None or decode is None or decode.prefills:
         return None
-    others = [least_queued(request, each, view) for each in view.clusters.values() if each is not home]
-    far = [each for each in others if each is not None]
     remotes, is_too_dear = _linked(request, view, decode, own, far)
     return PdCandidate(
         cluster=home,
@@ -190,13 +199,14 @@ def lone_pd_candidate(request: RoutingRequest, view: View) -> PdCandidate | None
 def _soonest_free(instances: Sequence[InstanceView]) -> InstanceView | None:
     """As `decode_choices` where none holds anything: the soonest slot, the lightest load, the fewest in flight."""
     chosen: InstanceView | None = None
-    least, in_flight = math.inf, 0
+    best = (math.inf, 0)
     for instance in instances:
-        if not instance.takes_decodes:
+        if not instance.decodes:
             continue
         load = instance.decoding / instance.decode_slots
         if load >= 1.0:
             load += 1.0 / instance.decode_slots  # the wait for a slot, in units of the cluster's `slot_s`
-        if load < least or (load == least and instance.in_flight < in_flight):
-            chosen, least, in_flight = instance, load, instance.in_flight
+        rank = load, instance.in_flight
+        if rank < best and instance.is_open:
+            chosen, best = instance, rank
     return chosen

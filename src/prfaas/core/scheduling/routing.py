@@ -153,7 +153,11 @@ def decision_of(request: RoutingRequest, view: View, decode: InstanceView, choic
             skip_tokens = request.attention_at(decode.name)
         inside = view.clusters[decode.cluster].kv or view.kv
         kv_bytes = option.kv_bytes if link else inside.bytes_to_move(request.num_tokens, skip_tokens)
-    hit = hit_tokens(request, view, prefill.name, option.reusable_tokens, option.cache_transfer)
+    hit, decode_wait_s = None, 0.0
+    if request.pools:
+        hit = hit_tokens(request, view, prefill.name, option.reusable_tokens, option.cache_transfer)
+    if decode.decoding >= decode.decode_slots:
+        decode_wait_s = slot_wait_s(decode, view, option.ttft_s + kv_wait_s)
     return Decision(
         route=_LOCAL if link is None else _OFFLOAD,
         prefill=prefill.name,
@@ -172,7 +176,7 @@ def decision_of(request: RoutingRequest, view: View, decode: InstanceView, choic
         load_s=option.load_s,
         pools=request.pools or None,
         hit=hit,
-        decode_wait_s=slot_wait_s(decode, view, option.ttft_s + kv_wait_s),
+        decode_wait_s=decode_wait_s,
         kv_wait_s=kv_wait_s,
         num_tokens=request.num_tokens,
     )

@@ -56,14 +56,19 @@ class InstanceView:
         return self.healthy and not self.closed
 
     @property
+    def is_open(self) -> bool:
+        """Whether it may be given new work."""
+        return self.healthy and not (self.draining or self.closed)
+
+    @property
     def takes_prefills(self) -> bool:
         """Whether it may be given new prefills."""
-        return self.prefills and self.healthy and not (self.draining or self.closed)
+        return self.prefills and self.is_open
 
     @property
     def takes_decodes(self) -> bool:
         """Whether it may be given new requests to decode."""
-        return self.decodes and self.healthy and not (self.draining or self.closed)
+        return self.decodes and self.is_open
 
 
 @dataclass(slots=True)

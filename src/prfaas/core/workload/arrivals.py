@@ -55,7 +55,7 @@ class Poisson(Arrivals):
         return self.rate_per_s
 
     def chunks(self, rng: np.random.Generator) -> Iterator[FloatArray]:
-        """See `Arrivals.chunks`."""
+        """Times in seconds, ascending; without end."""
         for operational in unit_poisson(rng):
             yield operational / self.rate_per_s
 
@@ -117,7 +117,7 @@ class Mmpp(Arrivals):
         return arrivals / sum(phase.dwell_s for phase in self.phases)
 
     def chunks(self, rng: np.random.Generator) -> Iterator[FloatArray]:
-        """See `Arrivals.chunks`. Arrivals of rate 1 are put where the integral of the rate says."""
+        """Times in seconds, ascending: arrivals of rate 1, put where the integral of the rate says."""
         modulation, arrivals = rng.spawn(2)
         pieces = self._pieces(modulation)
         ends_s, integrals = next(pieces)
@@ -183,7 +183,7 @@ class Diurnal(Arrivals):
         return self.rate_per_s
 
     def chunks(self, rng: np.random.Generator) -> Iterator[FloatArray]:
-        """See `Arrivals.chunks`. By thinning: of arrivals at the highest rate, each stays with rate / highest."""
+        """Times in seconds, ascending, by thinning: of arrivals at the highest rate, each stays with rate / highest."""
         candidates, thinning = rng.spawn(2)
         highest = 1 + self.swing
         for operational in unit_poisson(candidates):

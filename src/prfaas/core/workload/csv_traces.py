@@ -22,7 +22,7 @@ _FORM = "arrival=COLUMN,input=COLUMN,output=COLUMN"
 
 @dataclass(frozen=True, slots=True)
 class CsvColumns:
-    """What the columns of a CSV trace are called."""
+    """The names of a CSV trace's columns."""
 
     arrival: str
     """When a request came: a number, or a date and time."""

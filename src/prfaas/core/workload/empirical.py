@@ -92,15 +92,15 @@ class Empirical(_Atoms):
         return self.lengths
 
     def steps(self) -> "FloatArray":
-        """See `LengthDistribution.steps`."""
+        """0 and the atoms."""
         return self.edges
 
     def mean(self) -> float:
-        """See `LengthDistribution.mean`."""
+        """E[L] in tokens."""
         return float(self.tail_tokens[0])
 
     def above(self, thresholds: "FloatArray") -> "tuple[FloatArray, FloatArray]":
-        """See `LengthDistribution.above`."""
+        """P(L > t) and E[L; L > t] in tokens, for every t of an array."""
         if thresholds is self.edges:
             # Every search asks for these: nothing has to be looked up.
             return self.tail_mass, self.tail_tokens
@@ -108,7 +108,7 @@ class Empirical(_Atoms):
         return self.tail_mass[index], self.tail_tokens[index]
 
     def fine_bins(self, above: float = 0.0, up_to: float = float("inf")) -> Bins:
-        """See `LengthDistribution.fine_bins`: the atoms of (above, up_to]."""
+        """The atoms of (above, up_to] as bins."""
         import numpy as np
 
         first, end = (
@@ -127,7 +127,7 @@ class Empirical(_Atoms):
         return Bins(lower, upper, lengths, weights)
 
     def quantile(self, q: float) -> float:
-        """See `LengthDistribution.quantile`."""
+        """The smallest atom l with P(L <= l) >= q."""
         import numpy as np
 
         check_quantile(q)
@@ -141,7 +141,7 @@ class Empirical(_Atoms):
         return float(self.tail_mass[index]), float(self.tail_tokens[index])
 
     def scaled(self, factor: float) -> "Empirical":
-        """See `LengthDistribution.scaled`."""
+        """The distribution of factor × L."""
         check_factor(factor)
         return Empirical(self.lengths * factor, self.probabilities)
 

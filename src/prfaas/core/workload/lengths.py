@@ -221,7 +221,7 @@ class Uniform(_Limited):
         _Limited.__init__(self, low, high)
 
     def above(self, thresholds: "FloatArray") -> "tuple[FloatArray, FloatArray]":
-        """See `LengthDistribution.above`."""
+        """P(L > t) and E[L; L > t] in tokens, for every t of an array."""
         import numpy as np
 
         t = np.clip(thresholds, self.low, self.high)
@@ -229,12 +229,12 @@ class Uniform(_Limited):
         return mass, mass * (self.high + t) / 2
 
     def quantile(self, q: float) -> float:
-        """See `LengthDistribution.quantile`."""
+        """The smallest l with P(L <= l) >= q."""
         check_quantile(q)
         return self.low + q * (self.high - self.low)
 
     def scaled(self, factor: float) -> "Uniform":
-        """See `LengthDistribution.scaled`."""
+        """The distribution of factor × L."""
         check_factor(factor)
         return Uniform(self.low * factor, self.high * factor)
 
@@ -275,7 +275,7 @@ class TruncatedLogNormal(_LogNormal):
             )
 
     def above(self, thresholds: "FloatArray") -> "tuple[FloatArray, FloatArray]":
-        """See `LengthDistribution.above`. The first moment shifts the normal by sigma: exp(mu + σ²/2) × Φ(z − σ)."""
+        """P(L > t) and E[L; L > t]. The first moment shifts the normal by sigma: exp(mu + σ²/2) × Φ(z − σ)."""
         import numpy as np
 
         end = self._z(self.high)
@@ -289,7 +289,7 @@ class TruncatedLogNormal(_LogNormal):
         return mass, tokens
 
     def quantile(self, q: float) -> float:
-        """See `LengthDistribution.quantile`."""
+        """The smallest l with P(L <= l) >= q."""
         check_quantile(q)
         if q in (0, 1):
             return self.high if q else self.low
@@ -305,11 +305,11 @@ class TruncatedLogNormal(_LogNormal):
         return min(max(length, self.low), self.high)
 
     def fine_bins(self, above: float = 0.0, up_to: float = float("inf")) -> Bins:
-        """See `LengthDistribution.fine_bins`."""
+        """Bins of (above, up_to] that integrals are taken over."""
         return _fine_bins(self, above, up_to)
 
     def scaled(self, factor: float) -> "TruncatedLogNormal":
-        """See `LengthDistribution.scaled`."""
+        """The distribution of factor × L."""
         check_factor(factor)
         return TruncatedLogNormal(
             self.mu + math.log(factor), self.sigma, self.low * factor, self.high * factor

@@ -73,7 +73,7 @@ class SessionTraffic(Traffic):
         return self.arrivals.mean_per_s * self.mean_turns
 
     def chunks(self, rng: np.random.Generator) -> Iterator[RequestChunk]:
-        """See `Traffic.chunks`; without end."""
+        """The requests of all sessions in the order of arrival; without end."""
         of_sessions, of_turns = rng.spawn(2)
         sampler = _TurnSampler(self, of_turns)
         none = np.empty(0, dtype=int)

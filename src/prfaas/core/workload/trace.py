@@ -1,4 +1,4 @@
-"""What a trace says about traffic, whatever its format, and how its lines are read.
+"""Request traces, whatever their format, and how their lines are read.
 
 Traces are text files, packed or not; errors name the line. Of files with one JSON object per line the fields must be
 numbers of something.

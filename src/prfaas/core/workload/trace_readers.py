@@ -269,7 +269,7 @@ def check_no_format(path: Path, form: TraceFormat | None) -> None:
 
 
 def guess_format(path: Path) -> TraceFormat:
-    """What a file's name, or its first line, says about its format.
+    """The format of a trace, from its file's name or first line.
 
     Raises:
         WorkloadError: nothing, or the file can't be read.

@@ -141,7 +141,7 @@ class IndependentTraffic(Traffic):
         return self.arrivals.mean_per_s
 
     def chunks(self, rng: np.random.Generator) -> Iterator[RequestChunk]:
-        """See `Traffic.chunks`; without end."""
+        """The requests in the order of arrival; without end."""
         of_times, of_inputs, of_outputs = rng.spawn(3)
         inputs, outputs = LengthSampler.of(self.inputs), LengthSampler.of(self.outputs)
         next_id = 0
@@ -213,11 +213,11 @@ class ReplayedTraffic(Traffic):
 
     @property
     def mean_per_s(self) -> float:
-        """See `Traffic`; infinite for a trace without duration."""
+        """Requests per second in the long run; infinite for a trace without duration."""
         return len(self.trace.requests) / self.round_s if self.round_s > 0 else float("inf")
 
     def chunks(self, rng: np.random.Generator) -> Iterator[RequestChunk]:
-        """See `Traffic.chunks`; one chunk per round."""
+        """The requests in the order of arrival, one chunk per round."""
         requests = self.trace.requests
         recorded_s = np.array([each.arrival_s for each in requests])
         prompts = self._inputs(np.array([each.input_tokens for each in requests]))

@@ -28,6 +28,7 @@ from prfaas.lab.report.style import (
 
 if TYPE_CHECKING:
     import numpy as np
+    from matplotlib.axes import Axes
     from numpy.typing import NDArray
 
 _BANDWIDTH_POINTS = 61
@@ -363,32 +364,7 @@ def plot_sweep(
     with_threshold = None not in thresholds
     with plot(path, panels=2 if with_threshold else 1, height=5.6 if with_threshold else 4.4) as panels:
         upper, lower = panels[0], panels[-1]
-        rates = [point.lambda_max for point in points]
-        # What misses the target is no answer for its value: the curve leaves it out, and one point alone is seen.
-        kept = (
-            [nan if misses else rate for rate, misses in zip(rates, missed, strict=True)] if missed else rates
-        )
-        upper.plot(
-            values,
-            kept,
-            "o-" if any(missed) else "-",
-            color=THROUGHPUT,
-            markersize=4,
-            label="this deployment, best plan",
-        )
-        upper.plot(
-            values,
-            homogeneous,
-            color=MUTED,
-            linestyle="--",
-            linewidth=1.4,
-            label="homogeneous PD with as many GPUs",
-        )
-        if any(missed):
-            mark_missed(upper, values, rates, missed)
-        highest = max(*rates, *(rate for rate in homogeneous if not isnan(rate)))
-        upper.set_ylim(0, 1.12 * highest if highest > 0 else 1)
-        upper.set_ylabel("requests per second")
+        _plot_throughput(upper, values, [point.lambda_max for point in points], homogeneous, missed)
         upper.set_title(title)
         if with_threshold:
             tokens = _filled(thresholds, 0.0)
@@ -414,3 +390,23 @@ def plot_sweep(
             lower.set_xlabel(label)
         if len(values) > 1 and min(values) < max(values):
             lower.set_xlim(min(values), max(values))
+
+
+def _plot_throughput(
+    axes: "Axes",
+    values: Sequence[float],
+    rates: Sequence[float],
+    homogeneous: Sequence[float],
+    missed: Sequence[bool],
+) -> None:
+    # What misses the target is no answer for its value: the curve leaves it out, and one point alone is seen.
+    kept = [nan if misses else rate for rate, misses in zip(rates, missed, strict=True)] if missed else rates
+    mark = "o-" if any(missed) else "-"
+    axes.plot(values, kept, mark, color=THROUGHPUT, markersize=4, label="this deployment, best plan")
+    label = "homogeneous PD with as many GPUs"
+    axes.plot(values, homogeneous, color=MUTED, linestyle="--", linewidth=1.4, label=label)
+    if any(missed):
+        mark_missed(axes, values, rates, missed)
+    highest = max(*rates, *(rate for rate in homogeneous if not isnan(rate)))
+    axes.set_ylim(0, 1.12 * highest if highest > 0 else 1)
+    axes.set_ylabel("requests per second")

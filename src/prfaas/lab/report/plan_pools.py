@@ -1,4 +1,4 @@
-"""What a plan says of pools, for people and for programs."""
+"""The part of a plan that is about pools, for people and for programs."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PoolPlan:
-    """What pools are worth, and their tiers."""
+    """The worth of a deployment's pools and of their tiers."""
 
     pools: Mapping[str, PoolOptions]
     """By cluster, of each machine."""

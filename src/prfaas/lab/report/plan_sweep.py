@@ -1,4 +1,4 @@
-"""What a sweep is over, in words; and sweeps over prices, whose answer is the price at which both sides do the same."""
+"""Sweeps for people: the field in words, and over prices the break-even at which both sides serve as much per money."""
 
 import re
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ _ENTRY = re.compile(r"\[([^\[\]]*)\]")
 
 
 def is_planned_field(field: str) -> bool:
-    """Whether a plan depends on a field of the deployment file."""
+    """True if a plan depends on this field of the deployment file."""
     return _ENTRY.sub("[]", field) in _FIELDS or field.startswith(_PRICE)
 
 
@@ -53,12 +53,12 @@ def planned_fields() -> str:
 
 
 def is_price_field(field: str) -> bool:
-    """Whether it is a price: throughput doesn't depend on it, cost does."""
+    """True for a price: cost depends on it, throughput does not."""
     return field.startswith(_PRICE) or field.endswith("egress_per_gb")
 
 
 def field_words(deployment: PlannedDeployment, field: str) -> str:
-    """What a field is called, `links[0].bandwidth` → "bandwidth of link east->home"."""
+    """The field's name for people: `links[0].bandwidth` → "bandwidth of link east->home"."""
     words = _FIELDS.get(_ENTRY.sub("[]", field))
     if words is None:
         return f"price of a GPU-hour of {field.removeprefix(_PRICE)}" if field.startswith(_PRICE) else field

@@ -72,7 +72,7 @@ class SimulationReport:
         return f"{self.deployment.model_title}; simulated with prfaas simulate, seed {self.seed}"
 
     def facts(self) -> list[tuple[str, str]]:
-        """What was simulated, in words: a name and a text each."""
+        """The simulated deployment and load in words: a name and a text each."""
         length = (
             f"{self.requests:,} requests"
             if self.requests is not None

@@ -1,4 +1,4 @@
-"""What became of every request while a simulation goes on."""
+"""The outcomes of requests while a simulation goes on."""
 
 from array import array
 
@@ -44,8 +44,8 @@ class Columns:
         self.reason_codes: dict[str, int] = {}
         # Of the hit tokens, those that came from pools, by tier; no columns without pools.
         self.tier_tokens: dict[str, array[int]] = {}
-        # Whose first token came from the prefill; the times of every second token and of the latest one that was told;
-        # the longest gap between those told.
+        # Whose first token came from the prefill; the times of every second token and of the latest one that is known;
+        # the longest gap between known ones.
         self.prefilled_first = array("b")
         self.second_token_s = array("d") if first_from_prefill else None
         self.last_token_s, self.longest_gap_s = array("d"), array("d")

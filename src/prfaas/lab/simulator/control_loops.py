@@ -138,7 +138,7 @@ class SlowLoops:
             self._world.events.at(self._world.events.now_s + SETTLE_S, self._search, reason)
 
     def changes(self) -> dict[str, Any]:
-        """What the loops did."""
+        """The changes of thresholds and roles so far."""
         return {"threshold_changes": self._moves, "conversions": self._conversions.history}
 
     def _periodic(self, _argument: object) -> None:

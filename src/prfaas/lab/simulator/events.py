@@ -1,4 +1,4 @@
-"""What happens when: a heap of callbacks on a simulated clock."""
+"""The event loop: a heap of callbacks on a simulated clock."""
 
 from collections.abc import Callable
 from heapq import heappop, heappush

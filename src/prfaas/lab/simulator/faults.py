@@ -48,7 +48,7 @@ class Faults:
         of what all of them take.
         """
         now_s = self._world.events.now_s
-        is_alone = engine.sharing is None and not engine.step_tokens and not engine.chunk_tokens
+        is_alone = engine.sharing is None and not engine.chunk_tokens
         free_s = max(engine.free_at_s, now_s) if engine.at_work else now_s
         if is_alone and free_s > engine.leaves_s:
             free_s = now_s

@@ -1,4 +1,4 @@
-"""What a scenario's world is built of: its view, links and engines."""
+"""The parts of a scenario's world: its view, links and engines."""
 
 from collections.abc import Callable, Mapping
 
@@ -62,7 +62,6 @@ def engines_of(
             cluster.decode_step_s,
             cluster.prefill_concurrency,
             _shared_prefills_of(cluster, events, prefilled),
-            cluster.prefill_step_tokens,
             cluster.chunk_tokens,
             cluster.kv_block_tokens if scenario.kv_model.is_hybrid else 1,
             cluster.mixed_tokens,
@@ -108,7 +107,7 @@ def _nothing(_job: Job) -> None:
 
 
 def view_of(scenario: Scenario, kv: KvFacts) -> View:
-    """What policies read when a simulation begins: every instance idle, in its first role."""
+    """The view that policies read when a simulation begins: every instance idle, in its first role."""
     kept = {cluster.name: cluster.kv_model or scenario.kv_model for cluster in scenario.clusters}
     return View(
         clusters={

@@ -1,4 +1,4 @@
-"""What is sent as one and gets one part of a link: a queue, a sender with its queues, all senders together."""
+"""Flows that each get one share of a link: a queue, a sender with its queues, all senders together."""
 
 import math
 
@@ -28,7 +28,7 @@ class Flow:
         self.is_late = False
 
     def most_bits_per_s(self) -> float:
-        """What its connections carry together, at most."""
+        """The highest rate that its connections carry together."""
         raise NotImplementedError
 
     def serve(self, bits_per_s: float, now_s: float) -> float:
@@ -157,7 +157,7 @@ class SharedFlow(Flow):
         return next_s
 
     def pace_of(self, member: Flow, bandwidth_bits_per_s: float) -> float:
-        """What a member with something to send is told that it may send of a bandwidth."""
+        """The pace that a member with something to send gets of a bandwidth."""
         abreast_bits_per_s, late = self.bits_per_s - self.late_bits_per_s, len(self.late)
         if not member.is_late:
             abreast_bits_per_s -= member.bits_per_s

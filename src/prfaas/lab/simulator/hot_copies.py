@@ -1,4 +1,4 @@
-"""Prefixes that clusters often lack and others hold: copied from pool to pool by the live system's own rule."""
+"""Copies of hot prefixes from pool to pool, by the live system's own rule."""
 
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -28,8 +28,8 @@ class _Wanted:
 class _Made:
     pool: str
     num_tokens: int
-    told: dict[str, Any]
-    """What is said of it in the result."""
+    report: dict[str, Any]
+    """Its entry in the result."""
 
 
 class HotCopies:
@@ -48,16 +48,16 @@ class HotCopies:
         self._rebalancer = Rebalancer()
         self._wanted: OrderedDict[_Place, _Wanted] = OrderedDict()
         self._made: dict[_Place, _Made] = {}
-        self._told: list[dict[str, Any]] = []
+        self._reports: list[dict[str, Any]] = []
         world.pools.on_place = self._note
         world.events.at(self._rebalancer.period_s, self._decide)
 
     def changes(self) -> dict[str, Any]:
         """The copies that were begun, and how many requests found each."""
-        return {"prefix_copies": self._told}
+        return {"prefix_copies": self._reports}
 
     def _note(self, job: Job) -> None:
-        """A request was routed: what it found of what was copied, and what its cluster lacks."""
+        """A request was routed: count the copies that it found, and note the prefix that its cluster lacks."""
         pools, here = job.decision.pools, self._pools.name_at(job.engine.name)
         if not pools or here is None:
             return
@@ -97,7 +97,7 @@ class HotCopies:
             if hit is None or hit.every_tier.reusable_tokens < made.num_tokens:
                 del self._made[block, cluster]
                 continue
-            made.told["hits"] += 1
+            made.report["hits"] += 1
             self._rebalancer.used(block, cluster)
 
     def _decide(self, _argument: object) -> None:
@@ -108,7 +108,7 @@ class HotCopies:
             wanted = self._wanted.pop((copy.key, copy.target), None)  # type: ignore[arg-type]
             if wanted is None:
                 continue
-            told = {
+            report = {
                 "at_s": now_s,
                 "source": copy.source,
                 "target": copy.target,
@@ -116,14 +116,14 @@ class HotCopies:
                 "bytes": copy.num_bytes,
                 "hits": 0,
             }
-            self._told.append(told)
+            self._reports.append(report)
             link = world.links[copy.source, copy.target]
             route = copy.source, wanted.target
-            link.fluid.send(route, copy.num_bytes, self._arrived, (copy, wanted, told), background=True)
+            link.fluid.send(route, copy.num_bytes, self._arrived, (copy, wanted, report), background=True)
 
     def _arrived(self, argument: tuple[Copy, _Wanted, dict[str, Any]]) -> None:
-        copy, wanted, told = argument
+        copy, wanted, report = argument
         num_tokens = len(wanted.blocks) * self._block_tokens
         self._pools.keep(wanted.target, wanted.blocks, num_tokens)
         self._rebalancer.copied(copy.key, copy.target, self._world.events.now_s)
-        self._made[wanted.blocks[-1], copy.target] = _Made(wanted.target, num_tokens, told)
+        self._made[wanted.blocks[-1], copy.target] = _Made(wanted.target, num_tokens, report)

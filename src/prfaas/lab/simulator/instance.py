@@ -15,7 +15,7 @@ from prfaas.lab.simulator.token_clock import TokenClock
 
 
 class JobStage(IntEnum):
-    """What a job waits for."""
+    """The event that a job waits for."""
 
     MOVING = 0
     """Its prefix, which comes from another cluster."""
@@ -58,7 +58,6 @@ class Job:
         "load_s",
         "number",
         "own_tokens",
-        "place",
         "prefix_link",
         "promised_bytes",
         "queued_s",
@@ -119,8 +118,6 @@ class Job:
     """On which its prefix comes."""
     transfer: FluidTransfer | None
     """Under way, on either link."""
-    place: int
-    """Its number in the decode batch."""
     is_void: bool
     """Given up; another attempt took its place."""
     is_lost: bool
@@ -146,12 +143,12 @@ class Job:
         self.stage = _QUEUED
 
     def hold_back(self) -> None:
-        """What would leave at the end of its prefill will not leave then, but at the end of the step that it shares."""
+        """Keep its last bytes back until the end of the step that it shares."""
         if self.link is not None and self.transfer is not None:
             self.link.fluid.hold(self.transfer)
 
     def send_held(self) -> None:
-        """What was held back leaves now."""
+        """Send the bytes that were held back."""
         if self.link is not None and self.transfer is not None:
             self.link.fluid.release(self.transfer)
 
@@ -166,7 +163,7 @@ class Job:
 
     @property
     def is_at_prefill(self) -> bool:
-        """Whether it needs its prefill instance: until all KV has left it."""
+        """True while it needs its prefill instance: until all KV has left it."""
         return self.stage is not JobStage.DECODING and self.stage is not JobStage.POOLED
 
 
@@ -194,7 +191,6 @@ class Engine:
         "queue",
         "sharing",
         "step_s",
-        "step_tokens",
         "view",
         "waiting",
         "waiting_s",
@@ -208,8 +204,6 @@ class Engine:
     """When it is taken away, where it has notice; else infinite."""
     sharing: TokenClock | None
     """How they share the instance's time evenly; None where there is only one."""
-    step_tokens: int
-    """Up to so many uncached tokens are computed together; 0: one prompt after another."""
     chunk_tokens: int
     """Of a step, where the next prompts fill up what a prompt leaves of its last ones; 0: they don't."""
     block_tokens: int
@@ -247,7 +241,6 @@ class Engine:
         step_s: Callable[[int], float] | None,
         prefill_slots: int = 1,
         sharing: TokenClock | None = None,
-        step_tokens: int = 0,
         chunk_tokens: int = 0,
         block_tokens: int = 1,
         mixed_tokens: int = 0,
@@ -263,7 +256,6 @@ class Engine:
         self.queue = deque()
         self.prefill_slots = prefill_slots
         self.sharing = sharing
-        self.step_tokens = step_tokens
         self.chunk_tokens = chunk_tokens
         self.block_tokens = block_tokens
         self.mixed_tokens = mixed_tokens
@@ -302,7 +294,7 @@ class Engine:
         self.view.busy_until_s = now_s + self.waiting_s
 
     def has_time(self, now_s: float) -> bool:
-        """Whether the next of its cluster's pool would end before it is taken away."""
+        """True if the next prefill of its cluster's queue would end before this instance is taken away."""
         if self.leaves_s == math.inf:
             return True
         job = self.pool.next_of(self.name)
@@ -313,16 +305,8 @@ class Engine:
             <= self.leaves_s
         )
 
-    def together_s(self, jobs: "list[Job]") -> float:
-        """Seconds of computing prompts in one step, each of which would take its `service_s` alone."""
-        alone_s = sum((job.service_s for job in jobs), 0.0)
-        tokens_s = self.prefill_s(sum(job.computed_tokens for job in jobs))
-        prefixes_s = alone_s - sum((self.prefill_s(job.computed_tokens) for job in jobs), 0.0)
-        # A curve counts what one long prompt attends to in itself; several short ones take no longer than in turn.
-        return min(tokens_s + prefixes_s, alone_s)
-
     def fill_up(self, job: Job, now_s: float) -> float:
-        """What `job` leaves of its last steps is filled up with tokens of the prompts that wait here.
+        """Fill up the last steps of `job` with tokens of the prompts that wait here.
 
         As vLLM's scheduler does it: prompts in turn take of a step what it has left, in whole blocks up to their last
         full one. That one ends a step where a model has states, since a state is kept there.
@@ -368,7 +352,7 @@ class Engine:
         return filled
 
     def late_s(self, now_s: float) -> tuple[float, float]:
-        """What a request that gets its decode slot now waits for by the prompts that are computed here.
+        """The delay of a request that gets its decode slot now, from prompts that are computed here.
 
         Its token is in the first step that begins behind the present one, and so is a chunk if any is left.
 

@@ -1,4 +1,4 @@
-"""What is kept of prefills that fail: how much of one has come, and who goes on from there."""
+"""Partial transfers of prefills that fail: how much has arrived, and which instance goes on from there."""
 
 from prfaas.core.link.checkpoints import checkpoint_count, checkpoint_every_tokens
 from prfaas.core.scheduling import Decision, Policy, Route, RoutingRequest, View
@@ -21,7 +21,7 @@ class KeptTransfers:
         self._are_kept = scenario.keeps_transfers and scenario.first_token != "prefill"
 
     def checkpoint_bytes(self, job: Job, link_bits_per_s: float) -> int:
-        """What a prefill that begins now sends as checkpoints; the job is told, and how far they are apart."""
+        """Bytes of the state snapshots that a prefill sends which begins now; the job gets their size and spacing."""
         engine, size_bytes = job.engine, self._kv_of(job).facts.checkpoint_bytes
         if not self._are_kept or engine.sharing is not None:
             return 0
@@ -91,7 +91,7 @@ class _GoesOn:
         self._kept_tokens = kept_tokens
 
     def decide(self, request: RoutingRequest, view: View) -> Decision:
-        """As the gateway does it, without asking the policy."""
+        """Route to the decode instance, as the gateway does without asking the policy."""
         before, left_tokens = self._job.decision, request.num_tokens - self._kept_tokens
         target = view.clusters[self._job.target.cluster.name]
         return Decision(

@@ -48,7 +48,7 @@ class FluidLink:
         rng: For the capacity's draws alone.
         rtt_s: From the last byte sent to `done`.
         transfer_limit_bits_per_s: What the connections of one sender to one consumer carry.
-        paced_bits_per_s: What senders are told that the link carries; only the order of transfers depends on it.
+        paced_bits_per_s: The bandwidth that senders count with; only the order of transfers depends on it.
     """
 
     __slots__ = (
@@ -120,12 +120,12 @@ class FluidLink:
 
     @property
     def rate_bits_per_s(self) -> float:
-        """What is being sent now."""
+        """The rate at which bits are sent now."""
         return self._rate_bits_per_s
 
     @property
     def is_full(self) -> bool:
-        """Whether transfers wait, and all of the capacity is used."""
+        """True if transfers wait and all of the capacity is used."""
         return self._foreground.is_late and self._rate_bits_per_s >= _NEARLY * self._capacity_bits_per_s
 
     @property
@@ -248,11 +248,11 @@ class FluidLink:
             self._end(transfer, now_s)
 
     def hold(self, transfer: FluidTransfer) -> None:
-        """What would come at the end of its production waits for `release`, and it keeps its turn until then."""
+        """Keep back the bytes that come at the end of its production until `release`; it keeps its turn."""
         transfer.is_held = transfer.state <= BEHIND
 
     def release(self, transfer: FluidTransfer) -> None:
-        """What is held back of it comes now."""
+        """Send the bytes of it that are held back."""
         if not transfer.is_held or transfer.state >= PRODUCED:
             return
         now_s = self._events.now_s
@@ -261,7 +261,7 @@ class FluidLink:
         self._end(transfer, now_s)
 
     def sent_bytes(self, transfer: FluidTransfer) -> float:
-        """What of it has left by now, and will arrive whatever becomes of its sender."""
+        """Bytes of it that have left by now: they arrive whatever becomes of their sender."""
         now_s = self._events.now_s
         self._advance(now_s)
         if transfer.state == ABREAST:

@@ -1,4 +1,4 @@
-"""What the prefix-cache pool of one machine holds: blocks and states in memory, and behind it on SSD."""
+"""The prefix-cache pool of one machine: blocks and states in memory, and behind it on SSD."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -130,7 +130,7 @@ class MachinePool:
         return self._ssd.policy.used_bytes
 
     def hit(self, blocks: Sequence[int], num_tokens: int) -> PoolHit | None:
-        """What is held of the first `num_tokens` tokens of a prompt; None: nothing."""
+        """The hit for the first `num_tokens` tokens of a prompt; None: nothing is held."""
         most = min(len(blocks), num_tokens // self._block_tokens)
         memory, ssd = self._memory.pages, self._ssd.pages
         every, fast = 0, most
@@ -269,7 +269,7 @@ _MORE_SHARE, _MORE_TOKENS = 0.1, 200_000
 
 @dataclass(frozen=True, slots=True)
 class PoolReuse:
-    """What one prompt found."""
+    """The reuse that one prompt found in a pool."""
 
     input_tokens: int
     reused_tokens: int

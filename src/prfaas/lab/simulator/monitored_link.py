@@ -1,4 +1,4 @@
-"""A link as the simulated deployment uses it: the fluid that carries, and what policies are told of it."""
+"""A link of the simulated deployment: the fluid that carries, and the view of it that policies read."""
 
 from collections.abc import Callable
 
@@ -46,13 +46,13 @@ class MonitoredLink:
     )  # fmt: skip
 
     view: LinkView
-    """What policies read."""
+    """The link for policies."""
     fluid: FluidLink
-    """What carries the transfers."""
+    """Carries the transfers."""
     kv: KvMoves
-    """What of KVCache crosses it."""
+    """The KVCache that crosses it."""
     meter: LinkMeter
-    """What the view is told by while the link is watched."""
+    """Gives the view its numbers while the link is watched."""
     on_change: Callable[[], None]
     """Called when thresholds should be searched again."""
     promised_bytes: int
@@ -78,11 +78,11 @@ class MonitoredLink:
         self._delivered_bits_per_s = view.capacity_bits_per_s
         self._excess_s = 0.0
         self._rtt_s = view.rtt_s
-        self._sender = self._word(events.now_s, view.capacity_bits_per_s, view.rtt_s, False)
+        self._sender = self._report(events.now_s, view.capacity_bits_per_s, view.rtt_s, False)
 
     @property
     def configured_bits_per_s(self) -> float:
-        """As the deployment says."""
+        """The bandwidth that the deployment file gives."""
         return self.meter.configured_bits_per_s
 
     def promise(self, nbytes: int, now_s: float) -> None:
@@ -126,11 +126,11 @@ class MonitoredLink:
         is_full = fluid.is_full
         if capacity > 0:
             self.carried_s = now_s
-            self._take_word(capacity, is_full, now_s)
+            self._renew_report(capacity, is_full, now_s)
         arrived = int(fluid.sent_bits / BITS_PER_BYTE)
         arrival = ArrivalSample(now_s, arrived, arrived // _SEGMENT_BYTES, mss_bytes=_SEGMENT_BYTES)
         meter.observe({"": self._sender}, {"": arrival}, now_s)
-        self._tell(now_s)
+        self._show(now_s)
         fluid.paced_bits_per_s = min(meter.pace_bits_per_s, meter.configured_bits_per_s)
         probe_bytes = meter.probe_bytes(now_s)
         if probe_bytes:
@@ -142,8 +142,8 @@ class MonitoredLink:
             return
         self._events.at(now_s + WATCH_S, self._watch)
 
-    def _take_word(self, capacity_bits_per_s: float, is_full: bool, now_s: float) -> None:
-        """What senders would tell now."""
+    def _renew_report(self, capacity_bits_per_s: float, is_full: bool, now_s: float) -> None:
+        """Renew the senders' report."""
         fluid, configured = self.fluid, self.meter.configured_bits_per_s
         pace = min(self.meter.pace_bits_per_s, configured)
         sent_bytes = fluid.sent_bits / BITS_PER_BYTE
@@ -153,10 +153,10 @@ class MonitoredLink:
             self._resent_bytes += (excess - 1) * (sent_bytes - self._sent_bytes)
             rtt_s *= 1 + configured / capacity_bits_per_s
         self._sent_bytes = sent_bytes
-        self._sender = self._word(now_s, pace, rtt_s, is_full)
+        self._sender = self._report(now_s, pace, rtt_s, is_full)
 
-    def _word(self, now_s: float, pace_bits_per_s: float, rtt_s: float, is_full: bool) -> SenderSample:
-        """Of all senders together."""
+    def _report(self, now_s: float, pace_bits_per_s: float, rtt_s: float, is_full: bool) -> SenderSample:
+        """The report of all senders together."""
         open_bytes = int(self.fluid.residual_bytes)
         return SenderSample(
             at_s=now_s,
@@ -190,7 +190,7 @@ class MonitoredLink:
             self._excess_s = 0.0
         return min(pace_bits_per_s, self._delivered_bits_per_s) / capacity_bits_per_s
 
-    def _tell(self, now_s: float) -> None:
+    def _show(self, now_s: float) -> None:
         view, meter = self.view, self.meter
         believed = meter.capacity_bits_per_s
         if believed != view.capacity_bits_per_s:

@@ -92,7 +92,7 @@ class MachinePools:
         self.on_place(job)
 
     def settle(self, job: Job, held: Mapping[str, PrefixHit], reused_tokens: int, load_s: float) -> None:
-        """What a job reuses at its prefill instance, and so loads from its machine unless it is to come there first.
+        """Set the tokens that a job reuses at its prefill instance, and the load from its machine's pool.
 
         Its service takes `load_s` longer.
         """
@@ -143,7 +143,7 @@ class MachinePools:
             job.load = target.pool.load(job.blocks, job.own_tokens, job.reused_tokens)
 
     def service_s(self, job: Job, now_s: float) -> float:
-        """What a job's loading, beside all others of its machine, and its prefill take from now on."""
+        """Seconds of a job's load, beside all other loads of its machine, and of its prefill."""
         if job.load is None:
             return job.service_s
         machine = self._of[job.engine.name]

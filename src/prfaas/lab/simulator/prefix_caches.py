@@ -1,4 +1,4 @@
-"""What the prefix caches of all instances hold."""
+"""The prefix caches of all instances."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -268,7 +268,7 @@ class PrefixCaches:
         self._answers: dict[tuple[int, int], PrefixHit] = {}
 
     def held(self, block_ids: list[int], num_tokens: int) -> dict[str, PrefixHit]:
-        """What each instance holds of a prompt; those that hold nothing are left out."""
+        """The hit of each instance for a prompt; those that hold nothing are left out."""
         found: dict[str, PrefixHit] = {}
         most = min(len(block_ids), num_tokens // self._block_tokens)
         if not most:
@@ -331,7 +331,7 @@ class CacheOptions:
 
     @classmethod
     def of_memory(cls, model: KvModel, num_bytes: int) -> "CacheOptions":
-        """As many tokens of the model as fit into so much memory of one instance, hybrid states as engines keep them.
+        """Options for caches of `num_bytes` on every instance, with hybrid states spaced as engines keep them.
 
         Raises:
             ValueError: the model keeps nothing per token.

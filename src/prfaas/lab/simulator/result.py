@@ -1,4 +1,4 @@
-"""What a simulation gives: a row per request, how things were over time, and the numbers people ask for."""
+"""Results of a simulation: a row per request, series over time, and a summary."""
 
 import math
 from collections.abc import Mapping
@@ -46,7 +46,7 @@ def backlog_growth(
 
 
 def is_stable(arrived_s: FloatArray, left_s: FloatArray, start_s: float, end_s: float) -> bool:
-    """Whether a run could have gone on without end: True unless the backlog grows with time.
+    """True if a run could have gone on without end: unless its backlog grows with time.
 
     `left_s`: when each request was done, NaN if never. The mean number of open requests in the last fifth of
     [`start_s`, `end_s`] may exceed that in the second fifth by 1 % of the arrivals between them, or by two standard
@@ -98,7 +98,7 @@ BoolArray = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Result:
-    """What a simulation gives. Arrays have one entry per request, in the order of arrival."""
+    """The result of a simulation. Arrays have one entry per request, in the order of arrival."""
 
     arrival_s: FloatArray
     ttft_s: FloatArray

@@ -1,4 +1,4 @@
-"""What is simulated: clusters, links, roles, the policy and everything that will go wrong."""
+"""Scenarios: clusters, links, roles, the policy and everything that will go wrong."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -133,11 +133,6 @@ class Scenario:
         if self.pools and self.kv_model.token_bytes == 0:
             raise ValueError(f"{self.kv_model.name} has no full-attention layers, so it gets no pool")
         for cluster in self.clusters:
-            if cluster.prefill_step_tokens and (cluster.prefill_concurrency > 1 or self.pools):
-                raise ValueError(
-                    "prompts share steps (prefill_step_tokens) only where they don't share an instance's time evenly "
-                    "(prefill_concurrency) and load nothing from pools"
-                )
             self._check_chunks(cluster)
         names = {link.name for link in self.links} | {
             instance for cluster in self.clusters for instance in instance_names(cluster)
@@ -149,12 +144,10 @@ class Scenario:
                 )
 
     def _check_chunks(self, cluster: SimulatedCluster) -> None:
-        if cluster.chunk_tokens and (
-            cluster.prefill_concurrency > 1 or cluster.prefill_step_tokens or self.pools
-        ):
+        if cluster.chunk_tokens and (cluster.prefill_concurrency > 1 or self.pools):
             raise ValueError(
                 "the next prompt fills up a prompt's last steps (chunk_tokens) only where prompts are computed one "
-                "after another (no prefill_concurrency or prefill_step_tokens) and load nothing from pools"
+                "after another (no prefill_concurrency) and load nothing from pools"
             )
         least = 1 if self.kv_model.is_hybrid else 0
         if cluster.chunk_tokens and not least <= cluster.kv_block_tokens <= cluster.chunk_tokens:
@@ -165,11 +158,11 @@ class Scenario:
 
     @property
     def sent_model(self) -> KvModel:
-        """What of a request's KVCache crosses a link."""
+        """The part of a request's KVCache that crosses a link."""
         return self.kv_model if self.wire_model is None else self.wire_model
 
     def capacity_of(self, link: SimulatedLink) -> CapacityProcess:
-        """What a link really carries, its failures included."""
+        """The bandwidth of a link over time, its failures included."""
         outages = [
             (failure.at_s, failure.at_s + failure.lasts_s)
             for failure in self.failures
@@ -200,7 +193,6 @@ def scenario_of(
     failures: Sequence[Failure] = (),
     overheads: Overheads | None = None,
     prefill_concurrency: int = 1,
-    prefill_step_tokens: int = 0,
     chunk_tokens: int = 0,
     kv_block_tokens: int = 0,
     mixed_tokens: int | None = None,
@@ -211,7 +203,7 @@ def scenario_of(
     keeps_transfers: bool = True,
     slowdown: Slowdown | None = None,
 ) -> Scenario:
-    """What a deployment file describes.
+    """The scenario of a deployment file, with options for everything the file does not say.
 
     Args:
         planned: The deployment.
@@ -229,7 +221,6 @@ def scenario_of(
         failures: Instances and links that fail.
         overheads: Time beside the work itself.
         prefill_concurrency: Prefills that share an instance's time evenly.
-        prefill_step_tokens: Prompts that wait are computed together up to so many uncached tokens; 0: none are.
         chunk_tokens: Of a prefill step, whose rest the next prompt fills up; 0: it does not.
         kv_block_tokens: Of a block of the KVCache; needed with `chunk_tokens` where a model has linear states.
         mixed_tokens: Of a prompt that a decode instance computes in each step of its answers
@@ -273,7 +264,6 @@ def scenario_of(
                 instance_price_per_hour=planned.prices.get(cluster.hardware, 0.0) * cluster.gpus_per_instance,
                 kills_per_hour=cluster.kills_per_hour,
                 kv_model=cluster.kv_model,
-                prefill_step_tokens=prefill_step_tokens,
                 chunk_tokens=chunk_tokens,
                 kv_block_tokens=kv_block_tokens,
                 mixed_tokens=mixed_tokens,

@@ -1,4 +1,4 @@
-"""What one sender has for one consumer: the transfers, and the order in which their bits leave."""
+"""The transfers of one sender to one consumer, and the order in which their bits leave."""
 
 import math
 from collections.abc import Callable
@@ -85,7 +85,7 @@ class FluidTransfer:
         self.is_held = self.has_stopped = False
 
     def produced_bits(self, now_s: float) -> float:
-        """What is there of it, while its production goes on or is held back."""
+        """Bits of it that have been produced, while production goes on or is held back."""
         return self.made_bits + self.bits_per_s * (now_s - self.start_s)
 
     def fall_behind(self, now_s: float) -> None:
@@ -162,7 +162,7 @@ class SendQueue(Flow):
         self.become_late()
 
     def pace_bits_per_s(self, bandwidth_bits_per_s: float) -> float:
-        """What its sender is told that it may send of the link's bandwidth."""
+        """The share of the link's bandwidth that its sender may use."""
         sender = self.parent
         assert sender is not None and sender.parent is not None
         return sender.parent.pace_of(sender, bandwidth_bits_per_s)
@@ -231,7 +231,7 @@ class SendQueue(Flow):
         return now_s + (head.produced_bits(now_s) - head.sent_bits) / faster_bits_per_s
 
     def settle(self, now_s: float, slack_s: float, over: list[FluidTransfer]) -> float:
-        """See who has sent all that is there, or will in a moment.
+        """Settle the transfer that has sent all its bits, or will in a moment.
 
         Args:
             now_s: Now.

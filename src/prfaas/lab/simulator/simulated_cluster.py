@@ -29,9 +29,6 @@ class SimulatedCluster:
     """Requests that decode together on one instance; the others wait."""
     prefill_concurrency: int = 1
     """Prefills that share an instance's time evenly, as chunked prefill can; 1: first come, first served."""
-    prefill_step_tokens: int = 0
-    """Prompts that wait are computed together up to so many uncached tokens, in the time of one prompt of as many; 0:
-    one after another."""
     chunk_tokens: int = 0
     """Of a prefill step: what a prompt leaves of its last steps is filled up with the next one that waits at the same
     instance; 0: it is not."""

@@ -12,7 +12,6 @@ from prfaas.core.workload.traffic import RequestChunk
 from prfaas.lab.simulator.control_loops import SlowLoops
 from prfaas.lab.simulator.faults import Faults
 from prfaas.lab.simulator.hot_copies import HotCopies
-from prfaas.lab.simulator.invariants import Invariants
 from prfaas.lab.simulator.result import FloatArray, IntArray, Result
 from prfaas.lab.simulator.scenario import Scenario
 from prfaas.lab.simulator.time_series import TimeSeries
@@ -37,7 +36,7 @@ def simulate(
     requests: int | None = None,
     duration_s: float | None = None,
     warmup_share: float = 0.1,
-    debug: bool = False,
+    on_event: Callable[[World], None] | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Result:
     """Send requests through a scenario; after the last arrival what is under way ends, but does not count in rates.
@@ -50,7 +49,7 @@ def simulate(
         duration_s: Only those that come before; None: all.
         warmup_share: Requests in this first share of the time don't count, nor those of the first three answers'
             time; but at most half of the time. 0: all count.
-        debug: Check invariants after every event, which is slow; AssertionError says what is wrong.
+        on_event: Called with the world after every event, to look at what must always hold.
         progress: Called with the number of requests that came, every some thousand.
 
     Raises:
@@ -63,7 +62,6 @@ def simulate(
     if first is None:
         raise ValueError("there is no request to simulate")
     world = world_of(scenario, np.random.default_rng(seed), first.block_tokens)
-    invariants = Invariants(world) if debug else None
     loops = SlowLoops(world)
     copies = None if world.pools is None else HotCopies(world, first.block_tokens)
     Faults(world)
@@ -75,14 +73,14 @@ def simulate(
     gc.disable()
     try:
         for chunk in _with_first(first, chunks):
-            _feed(world, chunk, count, invariants)
+            _feed(world, chunk, count, on_event)
             count += len(chunk)
             # Not its blocks, which are most of a chunk.
             arrived.append((chunk.arrival_s, chunk.input_tokens, chunk.output_tokens))
             if progress is not None:
                 progress(count)
         loops.is_over = True
-        _finish(world, invariants)
+        _finish(world, on_event)
         series.is_over = True
     finally:
         if was_collecting:
@@ -91,7 +89,7 @@ def simulate(
     return _result(world, arrived, series, changes, warmup_share)
 
 
-def _feed(world: World, chunk: RequestChunk, start: int, invariants: Invariants | None) -> None:
+def _feed(world: World, chunk: RequestChunk, start: int, on_event: Callable[[World], None] | None) -> None:
     world.columns.grow(len(chunk))
     events, arrive = world.events, world.arrive
     heap = events.heap
@@ -106,22 +104,22 @@ def _feed(world: World, chunk: RequestChunk, start: int, invariants: Invariants 
         while heap[0][0] <= arrival_s:
             events.now_s, _, callback, argument = heappop(heap)
             callback(argument)
-            if invariants is not None:
-                invariants.check()
+            if on_event is not None:
+                on_event(world)
         events.now_s = arrival_s
         own = _NO_BLOCKS if blocks is None else blocks[starts[index] : starts[index + 1]]
         arrive(start + index, tokens, answer_tokens, own)
-        if invariants is not None:
-            invariants.check()
+        if on_event is not None:
+            on_event(world)
 
 
-def _finish(world: World, invariants: Invariants | None) -> None:
+def _finish(world: World, on_event: Callable[[World], None] | None) -> None:
     events = world.events
     while world.open:
         events.now_s, _, callback, argument = heappop(events.heap)
         callback(argument)
-        if invariants is not None:
-            invariants.check()
+        if on_event is not None:
+            on_event(world)
 
 
 def _limited(

@@ -38,16 +38,13 @@ class TokenClock:
         "_chunk_s",
         "_done",
         "_events",
-        "_gone",
         "_members",
         "_number",
         "_queue",
         "_slots",
         "_started",
-        "_started_number",
         "_steps_s",
         "_tokens",
-        "_waiting_gone",
         "_when_due",
         "batch",
     )
@@ -82,9 +79,6 @@ class TokenClock:
         self._members: list[tuple[float, int, Any]] = []  # heap of (_tokens at its end, number, argument)
         self._queue: deque[tuple[int, float, Any]] = deque()
         self._number = 0
-        self._started_number = 0
-        self._gone: set[int] = set()
-        self._waiting_gone = 0
         self._armed_s = math.inf
         # Bound once: every event would make another.
         self._when_due: Callback = self._wake
@@ -92,21 +86,20 @@ class TokenClock:
     @property
     def waiting(self) -> int:
         """Requests without a slot."""
-        return len(self._queue) - self._waiting_gone
+        return len(self._queue)
 
     @property
     def busy_slot_s(self) -> float:
         """Slot-seconds used so far: the batch, integrated over time."""
         return self._busy_slot_s + self.batch * (self._events.now_s - self._at_s)
 
-    def join(self, tokens: float, argument: Any = None) -> int:
-        """A slot now, or after those who wait. Returns the number that `remove` takes."""
+    def join(self, tokens: float, argument: Any = None) -> None:
+        """Give a request of so many tokens a slot now, or after those who wait."""
         self._number = number = self._number + 1
         if self.batch >= self._slots or self._queue:
             self._queue.append((number, tokens, argument))
         else:
             self._enter(number, tokens, argument)
-        return number
 
     def lengthen(self, chunk_s: float) -> None:
         """Every step takes so much longer from now on, for what else is computed in it. What is done stays done."""
@@ -114,17 +107,6 @@ class TokenClock:
         self._chunk_s = chunk_s
         if self.batch:
             self._arm()
-
-    def remove(self, number: int) -> None:
-        """Take out a request before its end; it is not called back."""
-        self._gone.add(number)
-        if number > self._started_number:
-            self._waiting_gone += 1
-            return
-        self._advance()
-        self.batch -= 1
-        self._admit()
-        self._arm()
 
     def drop_all(self) -> list[tuple[Any, float]]:
         """Take out all requests, because the instance is gone; none is called back.
@@ -134,22 +116,16 @@ class TokenClock:
         """
         self._advance()
         members = sorted(self._members, key=lambda member: member[1])
-        here = [
-            (argument, max(end - self._tokens, 0.0))
-            for end, number, argument in members
-            if number not in self._gone
-        ]
-        here += [(argument, tokens) for number, tokens, argument in self._queue if number not in self._gone]
+        here = [(argument, max(end - self._tokens, 0.0)) for end, _, argument in members]
+        here += [(argument, tokens) for _, tokens, argument in self._queue]
         self._members.clear()
         self._queue.clear()
-        self._gone.clear()
-        self.batch = self._waiting_gone = 0
+        self.batch = 0
         self._tokens = 0.0
         self._armed_s = math.inf
         return here
 
     def _enter(self, number: int, tokens: float, argument: Any) -> None:
-        self._started_number = number
         if tokens <= 0:
             self._started(argument)
             self._done(argument)
@@ -162,7 +138,6 @@ class TokenClock:
             self._tokens += passed_s * self._tokens_per_s(batch)
         else:
             self._tokens = 0.0
-            self._forget_members()
         self._at_s = now_s
         self.batch = batch = batch + 1
         members = self._members
@@ -187,15 +162,10 @@ class TokenClock:
         self._tokens = tokens = self._tokens + passed_s * rate
         members = self._members
         reached = tokens + (_SLACK_S + armed_s * _SLACK) * rate
-        gone = self._gone
         finished = []
         while members and members[0][0] <= reached:
-            _, number, argument = heappop(members)
-            if gone and number in gone:
-                gone.discard(number)
-                continue
+            finished.append(heappop(members)[2])
             self.batch -= 1
-            finished.append(argument)
         if finished:
             if not self.batch:
                 self._tokens = 0.0
@@ -209,28 +179,15 @@ class TokenClock:
     def _admit(self) -> None:
         queue = self._queue
         while queue and self.batch < self._slots:
-            number, tokens, argument = queue.popleft()
-            if number in self._gone:
-                self._gone.discard(number)
-                self._waiting_gone -= 1
-            else:
-                self._enter(number, tokens, argument)
+            self._enter(*queue.popleft())
 
     def _arm(self) -> None:
         members = self._members
-        while members and members[0][1] in self._gone:
-            self._gone.discard(heappop(members)[1])
         if members:
             end_s = self._at_s + (members[0][0] - self._tokens) / self._tokens_per_s(self.batch)
             if end_s < self._armed_s:
                 self._armed_s = end_s = max(end_s, self._at_s)
                 self._events.at(end_s, self._when_due, end_s)
-
-    def _forget_members(self) -> None:
-        # Without a batch, who is still a member was removed: its end is by another count of tokens.
-        for _, number, _ in self._members:
-            self._gone.discard(number)
-        self._members.clear()
 
     def _tokens_per_s(self, batch: int) -> float:
         return 1 / (self._steps_s[batch] + self._chunk_s)
@@ -294,22 +251,14 @@ class ContextClock(TokenClock):
         self._contexts = 0.0  # tokens of all members, as of _at_s
         self._origins: dict[int, float] = {}  # by number: a context less _tokens, which stays as it is
 
-    def remove(self, number: int) -> None:
-        """See `TokenClock`."""
-        if number <= self._started_number:
-            self._advance()
-            self._leave(number)
-        super().remove(number)
-
     def drop_all(self) -> list[tuple[Any, float]]:
-        """See `TokenClock`."""
+        """Take out all requests, because the instance is gone; none is called back."""
         dropped = super().drop_all()
         self._origins.clear()
         self._contexts = 0.0
         return dropped
 
     def _enter(self, number: int, tokens: float, argument: Any) -> None:
-        self._started_number = number
         if tokens <= 0:
             self._started(argument)
             self._done(argument)
@@ -319,7 +268,6 @@ class ContextClock(TokenClock):
         else:
             self._at_s = self._events.now_s
             self._tokens = self._contexts = 0.0
-            self._forget_members()
         self.batch += 1
         context = self._context_of(argument)
         self._contexts += context
@@ -327,9 +275,6 @@ class ContextClock(TokenClock):
         heappush(self._members, (self._tokens + tokens, number, argument))
         self._arm()
         self._started(argument)
-
-    def _leave(self, number: int) -> None:
-        self._contexts = max(self._contexts - self._origins.pop(number) - self._tokens, 0.0)
 
     def _wake(self, armed_s: float) -> None:
         if armed_s != self._armed_s:
@@ -341,10 +286,7 @@ class ContextClock(TokenClock):
         finished = []
         while members and members[0][0] <= reached:
             _, number, argument = heappop(members)
-            if number in self._gone:
-                self._gone.discard(number)
-                continue
-            self._leave(number)
+            self._contexts = max(self._contexts - self._origins.pop(number) - self._tokens, 0.0)
             self.batch -= 1
             finished.append(argument)
         if finished and not self.batch:
@@ -358,8 +300,6 @@ class ContextClock(TokenClock):
 
     def _arm(self) -> None:
         members = self._members
-        while members and members[0][1] in self._gone:
-            self._gone.discard(heappop(members)[1])
         if members:
             left = max(members[0][0] - self._tokens, 0.0)
             end_s = self._at_s + left * (self._now_s + self._context_s * self.batch * left / 2)

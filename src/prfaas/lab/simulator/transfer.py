@@ -1,4 +1,4 @@
-"""What one request sends over a link, and how many bytes of KV that is."""
+"""The bytes of KV that one request sends over a link, by when they can leave."""
 
 from prfaas.core.kv import FullAttention, KvModel, LinearState, SlidingWindow
 from prfaas.core.scheduling import KvFacts
@@ -17,7 +17,7 @@ class KvMoves:
     __slots__ = ("_fixed_bytes", "_model", "_token_bytes", "_windows", "facts")
 
     facts: KvFacts
-    """What policies are told, the same as in the live system."""
+    """The facts that policies read, as in the live system."""
 
     def __init__(self, model: KvModel) -> None:
         self._model = model
@@ -39,7 +39,7 @@ class KvMoves:
         )
 
     def total_bytes(self, num_tokens: int, skip_tokens: int) -> int:
-        """As `KvModel.bytes_to_move`; a skip beyond the end counts as the end."""
+        """Bytes of the whole transfer (`KvModel.bytes_to_move`); a skip beyond the end counts as the end."""
         if self._fixed_bytes is None:
             return self._model.bytes_to_move(num_tokens, min(skip_tokens, num_tokens))
         if num_tokens <= 0:

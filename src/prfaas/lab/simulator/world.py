@@ -9,8 +9,10 @@ import numpy as np
 from prfaas.core.link.patience import late_after_s
 from prfaas.core.prefix.index import PrefixHit
 from prfaas.core.scheduling import POLICIES, CheckedPolicy, Policy, RoutingRequest, make_policy
+from prfaas.core.scheduling.decoders import slot_free_s
 from prfaas.core.scheduling.length_window import LengthWindow
 from prfaas.core.scheduling.prefill_pool import PrefillPool
+from prfaas.core.scheduling.waits import work_wait_s
 from prfaas.lab.simulator.answers import Answers
 from prfaas.lab.simulator.cache_moves import CacheMoves
 from prfaas.lab.simulator.columns import REFUSED, Columns
@@ -20,7 +22,6 @@ from prfaas.lab.simulator.instance import Engine, Job, JobStage
 from prfaas.lab.simulator.kept_transfers import KeptTransfers
 from prfaas.lab.simulator.monitored_link import LOOK_S
 from prfaas.lab.simulator.pools import pools_of
-from prfaas.lab.simulator.queue_limit import QueueLimit
 from prfaas.lab.simulator.scenario import Scenario
 from prfaas.lab.simulator.transfer import KvMoves
 
@@ -66,7 +67,7 @@ class World:
         self._moves = CacheMoves(
             self.events, self.engines, self.links, self.pools, self.columns, self._prefix_here
         )
-        self._queue_limit = QueueLimit.of(scenario.queue_limit_s, self.view)
+        self._limits_waits = scenario.queue_limit_s < math.inf
         self.window = LengthWindow(scenario.control.window_s)
         self._local: Policy = make_policy("local_only")
         self._kept = KeptTransfers(scenario, self.kv)
@@ -117,9 +118,6 @@ class World:
 
     def start_next(self, engine: Engine) -> None:
         """Begin the next of an instance's queue, or of its cluster's pool, if there is room."""
-        if engine.step_tokens:
-            self._start_step(engine)
-            return
         queue, view = engine.queue, engine.view
         while queue and engine.at_work < engine.prefill_slots:
             job = queue.popleft()
@@ -134,41 +132,6 @@ class World:
                 return
             self._assign(engine, taken)
             self._start(engine, taken)
-
-    def _start_step(self, engine: Engine) -> None:
-        """Begin together, where nothing is at work, what fits into one step: the first of those that wait at least."""
-        if engine.at_work:
-            return
-        jobs: list[Job] = []
-        left_tokens = engine.step_tokens
-        while (job := self._next_for(engine, left_tokens if jobs else math.inf)) is not None:
-            jobs.append(job)
-            left_tokens -= job.computed_tokens
-        if not jobs:
-            return
-        step_s = engine.together_s(jobs)
-        for job in jobs:
-            job.service_s = step_s
-            self._start(engine, job)
-        engine.prefilled_s -= (len(jobs) - 1) * step_s
-
-    def _next_for(self, engine: Engine, most_tokens: float) -> Job | None:
-        """Take the next of its queue, or of its pool, if it computes no more than `most_tokens`."""
-        queue, pool = engine.queue, engine.pool
-        if queue:
-            if queue[0].computed_tokens > most_tokens:
-                return None
-            job = queue.popleft()
-            engine.take(job.service_s)
-            return job
-        can_take = engine.view.takes_prefills and len(pool) and engine.has_time(self.events.now_s)
-        waits = pool.next_of(engine.name) if can_take else None
-        if waits is None or waits.computed_tokens > most_tokens:
-            return None
-        taken = pool.take(engine.name, now_s=self.events.now_s)
-        assert taken is waits
-        self._assign(engine, taken)
-        return taken
 
     def set_free(self, engine: Engine) -> None:
         """Let any other instance of its cluster take what waits for this one alone: it leaves, or has failed."""
@@ -195,8 +158,7 @@ class World:
         job.decision = decision = policy.decide(self._request(job, held), view)
         job.engine = engine = engines[decision.prefill]
         job.target = target = engines[decision.decode]
-        limit = self._queue_limit if is_new else None
-        if limit is not None and limit.refuses(decision, engine, target):
+        if self._limits_waits and is_new and self._would_wait_s(job) > self.scenario.queue_limit_s:
             return False
         job.computed_tokens = computed = decision.prefill_tokens
         job.service_s = engine.after_prefix_s(computed, job.tokens - computed)
@@ -222,6 +184,17 @@ class World:
         else:
             self._wait(job)
         return True
+
+    def _would_wait_s(self, job: Job) -> float:
+        """Seconds that a new job would wait for its prefill, its link or its decode slot.
+
+        Live the wait for a decode slot is that of the engine's seats; here it is that of the slots which keep the SLO,
+        for no more decode here.
+        """
+        engine, target, view = job.engine, job.target, self.view
+        link = view.links.get((engine.cluster.name, target.cluster.name))
+        work_s = work_wait_s(job.decision, engine.view, engine.cluster, link, view.now_s)
+        return max(work_s, slot_free_s(target.view, target.cluster.slot_s))
 
     def _request(self, job: Job, held: dict[str, PrefixHit]) -> RoutingRequest:
         first = self._first_from_prefill and not job.has_first
@@ -409,7 +382,7 @@ class World:
             self.pools.arrived(job)
         job.stage = _DECODING
         assert target.clock is not None  # only PD instances decode
-        job.place = target.clock.join(job.left_tokens, job)
+        target.clock.join(job.left_tokens, job)
 
     def _give_up(self, job: Job) -> None:
         """Undo what the job holds."""

@@ -1,4 +1,4 @@
-"""What all studies of one call share: the deployment, its plan, and how much to simulate; and changes to it."""
+"""The context that all studies of one call share: the deployment, its plan, and how much to simulate."""
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from prfaas.core.deployment import PlannedDeployment
-from prfaas.core.kv import KvModel
 from prfaas.core.planner import (
     OperatingPoint,
     PlanProblem,
@@ -20,7 +19,6 @@ from prfaas.core.planner import (
 from prfaas.core.workload import LengthDistribution, RequestTrace, fixed
 from prfaas.core.workload.arrivals import Arrivals, Poisson
 from prfaas.core.workload.traffic import IndependentTraffic, ReplayedTraffic
-from prfaas.lab.simulator import CacheOptions
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -108,7 +106,7 @@ class StudyContext:
         return max(int(count * _QUICK_SHARE), 50) if self.is_quick else count
 
     def seeds(self, count: int = SEEDS) -> range:
-        """As many seeds from its own on; fewer if it is quick."""
+        """The seeds of repeats, from its own on; fewer if it is quick."""
         return range(self.seed, self.seed + (min(count, _QUICK_SEEDS) if self.is_quick else count))
 
     def poisson(self, load: float) -> IndependentTraffic:
@@ -157,33 +155,3 @@ def context_of(
     if optimum.lambda_max <= 0:
         raise ValueError("by `prfaas plan` it can serve nothing")
     return StudyContext(planned, problem, optimum, trace, seed, is_quick=is_quick)
-
-
-def with_bandwidth(planned: PlannedDeployment, bits_per_s: float) -> PlannedDeployment:
-    """The deployment with another link."""
-    links = tuple(replace(link, bandwidth_bits_per_s=bits_per_s) for link in planned.links)
-    return replace(planned, links=links)
-
-
-def times(planned: PlannedDeployment, factor: int) -> PlannedDeployment:
-    """So many times the instances and the link."""
-    return replace(
-        planned,
-        clusters=tuple(
-            replace(cluster, instance_count=cluster.instance_count * factor) for cluster in planned.clusters
-        ),
-        links=tuple(
-            replace(link, bandwidth_bits_per_s=link.bandwidth_bits_per_s * factor) for link in planned.links
-        ),
-    )
-
-
-def pd_only(planned: PlannedDeployment, instances: int) -> PlannedDeployment:
-    """Only the PD cluster, with so many instances."""
-    pd = replace(planned.pd_clusters[0], instance_count=instances)
-    return replace(planned, clusters=(pd,), links=())
-
-
-def cache_of(model: KvModel, num_bytes: int) -> CacheOptions | None:
-    """A prefix cache of so many bytes on every instance; None for 0, and for models without KV that grows."""
-    return CacheOptions.of_memory(model, num_bytes) if model.token_bytes and num_bytes else None

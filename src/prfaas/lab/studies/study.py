@@ -1,4 +1,4 @@
-"""What a study is: simulations to run, on several processes, and what to make of their outcomes."""
+"""Studies: simulations to run on several processes, and the section that describes their outcomes."""
 
 import multiprocessing
 import os
@@ -75,11 +75,11 @@ class Run:
     """Capacity over time by link; that of other links is constant."""
     failures: Sequence[Failure] = ()
     keeps_transfers: bool = True
-    """Whether decode instances go on from what has come of a prefill that was lost."""
+    """Decode instances go on from the partial transfer of a prefill that was lost."""
     adapts: bool = True
-    """Whether thresholds are searched again while it runs."""
+    """Thresholds are searched again while it runs."""
     allocation: bool = True
-    """Whether roles change while it runs."""
+    """Roles change while it runs."""
     control: ControlConfig | None = None
     """Of the slow loops; None takes the defaults."""
     foresight: Foresight | None = None
@@ -88,17 +88,17 @@ class Run:
     """Simulated seconds of arrivals, in place of `requests`."""
     warmup_share: float = 0.1
     classes: LengthClasses | None = None
-    """Of prompts, whose TTFT is told apart; None: of none."""
+    """Classes of prompts with a TTFT of their own; None: none."""
     course_parts: int = 0
     """Into how many equal parts of the counted time `StudyOutcome.course` is cut."""
 
     @property
     def expected_requests(self) -> float:
-        """See `StudyRun`."""
+        """Requests that arrive, about."""
         return self.requests if self.duration_s is None else self.duration_s * self.traffic.mean_per_s
 
     def outcome(self) -> "StudyOutcome":
-        """See `StudyRun`."""
+        """Simulate it: the same run gives the same numbers wherever that is done."""
         started_s = time.perf_counter()
         scenario = scenario_of(
             self.planned,
@@ -138,7 +138,7 @@ Verdict = Literal["stable", "grows", "too short to say"]
 
 @dataclass(frozen=True, slots=True)
 class StudyOutcome:
-    """What came out of one run."""
+    """The outcome of one run."""
 
     numbers: Mapping[str, Any]
     """The simulator's summary with `ttft_p999_s`; and `ttft_by_length`, an entry per class, where a run has them."""
@@ -160,13 +160,13 @@ class StudyOutcome:
 
     @property
     def verdict(self) -> Verdict:
-        """What the simulator says of its queues."""
+        """The simulator's verdict on its queues."""
         stable = self.numbers["stable"]
         return "too short to say" if stable is None else "stable" if stable else "grows"
 
     @property
     def is_stable(self) -> bool:
-        """Whether it could have gone on without end, as far as a run of its length can say."""
+        """True if it could have gone on without end, as far as a run of its length can say."""
         return self.verdict == "stable"
 
 

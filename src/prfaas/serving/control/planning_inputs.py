@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from prfaas.core.deployment import Cluster, Deployment, Instance, Link
 from prfaas.core.deployment.pool_peers import joins_pools
 from prfaas.core.deployment.source import read_source
-from prfaas.core.deployment.speculation import kept_model
+from prfaas.core.deployment.speculation import counted_model, kept_model
 from prfaas.core.kv import ConfigError, DrafterError, KvModel, model_on_wire
 from prfaas.core.latency.prefill_curves import PrefillCurves
 from prfaas.core.latency.service_curve import ServiceCurve
@@ -49,14 +49,14 @@ _LARGEST_BLOCK_TOKENS = 256
 def kv_model_of(deployment: Deployment) -> KvModel | None:
     """The model's layers by its config, with the widest dtype and drafter of any cluster; None, with a warning, where
     that can't be read."""
-    try:
-        for cluster in deployment.clusters:
+    for cluster in deployment.clusters:
+        try:
             kept_model(deployment, cluster)
-    except DrafterError as error:
-        logger.warning("the KVCache of %s is counted without a drafter's; %s", cluster.name, error)
-    except ConfigError as error:
-        logger.warning("the KV cache's shape is unknown, so it is taken for a hybrid one: %s", error)
-        return None
+        except DrafterError as error:
+            logger.warning("the KVCache of %s is counted without a drafter's; %s", cluster.name, error)
+        except ConfigError as error:
+            logger.warning("the KV cache's shape is unknown, so it is taken for a hybrid one: %s", error)
+            return None
     return _widest(deployment)
 
 
@@ -81,12 +81,8 @@ def held_model(deployment: Deployment, cluster: str) -> KvModel | None:
     return _unless_usual(deployment, ranks, lambda: _kept(deployment, cluster).on_all_ranks(ranks))
 
 
-def _kept(deployment: Deployment, name: str) -> KvModel:
-    cluster = deployment.cluster(name)
-    try:
-        return kept_model(deployment, cluster)
-    except DrafterError:
-        return deployment.model.kv_model(cluster.kv_cache_dtype)
+def _kept(deployment: Deployment, cluster: str) -> KvModel:
+    return counted_model(deployment, deployment.cluster(cluster))
 
 
 def _ranks(cluster: Cluster) -> int:

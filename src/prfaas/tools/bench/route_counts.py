@@ -1,4 +1,4 @@
-"""What a gateway counted between two moments: requests, bytes and times of each route."""
+"""Counters of a gateway between two moments: requests, bytes and times of each route."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -71,7 +71,7 @@ class RouteCounts:
 
 @dataclass(frozen=True, slots=True)
 class GatewayCounts:
-    """What was counted between two readings."""
+    """Counts between two readings."""
 
     routes: tuple[RouteCounts, ...]
     """Those that had requests."""
@@ -95,7 +95,7 @@ class GatewayCounts:
 
 
 def counts_between(before: GatewayReading, after: GatewayReading) -> GatewayCounts:
-    """What was counted from one reading to the next.
+    """Count from one reading to the next.
 
     Raises:
         CountsError: a counter went back: the gateway was started again in between.
@@ -176,7 +176,7 @@ def counts_notes(counts: GatewayCounts, sent: int) -> Iterator[str]:
 
     Args:
         counts: What the gateway counted.
-        sent: Requests that the test sent, by its own word.
+        sent: Requests that the test reports as sent.
     """
     if counts.requests > sent:
         yield f"{counts.requests - sent} requests were others' or warm-up; the table counts them too"

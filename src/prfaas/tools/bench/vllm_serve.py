@@ -24,7 +24,7 @@ main(parser.parse_args())
 
 
 class LoadTestError(Exception):
-    """vLLM's tool did not end well; its own words are on stderr."""
+    """vLLM's tool failed; its own message is on stderr."""
 
 
 def load_test_command(deployment: Deployment, options: Sequence[str], folder: Path) -> list[str]:

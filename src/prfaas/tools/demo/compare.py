@@ -1,4 +1,4 @@
-"""Whether two greedy answers are the same, and if not, whether bf16 rounding can be the reason.
+"""Comparison of greedy answers: equal, different within the rounding of bf16, or different.
 
 How many bytes should have moved: `kvmodel` to the token, then rounded up to the engine's pages.
 """

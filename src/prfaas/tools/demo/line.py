@@ -45,14 +45,14 @@ class DemoLine:
         return cls(speed, math.ceil(exact / step) * step)
 
     def put_in(self, deployment: Deployment) -> Deployment:
-        """`deployment` with all its links as wide. Whoever serves it tells its engines, which obey at once."""
+        """`deployment` with all its links as wide. The gateway that serves it tells its engines, which obey at once."""
         links = tuple(
             replace(link, bandwidth_bits_per_s=self.bandwidth_bits_per_s) for link in deployment.links
         )
         return replace(deployment, links=links)
 
     def used_share(self, model: KvModel, tokens: int) -> float:
-        """What the KVCache of so many tokens takes on this line, as a share of its prefill's time."""
+        """The time that the KVCache of `tokens` takes on this line, as a share of its prefill's time."""
         line_s = model.bytes_to_move(tokens) * BITS_PER_BYTE / self.bandwidth_bits_per_s
         return line_s / (tokens / self.speed.tokens_per_s)
 

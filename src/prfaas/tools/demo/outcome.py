@@ -1,4 +1,4 @@
-"""What the demo found: one row per prompt, and what all of them together say.
+"""Findings of the demo: one row per prompt, and a conclusion.
 
 The demo's findings for people.
 """
@@ -30,7 +30,7 @@ _EXACT_OF = (5, 6)
 class Row:
     """One prompt: the answer through the gateway, and how it compares with the plain engine's.
 
-    `plain_ttft_s`: the plain engine's time to the first token, None if it doesn't tell. `exact_bytes`: what `kvmodel`
+    `plain_ttft_s`: the plain engine's time to the first token, None if not reported. `exact_bytes`: what `kvmodel`
     says must move, to the token. `paged_bytes`: the same in whole pages of the engine, None if no page size explains
     the run. `link_s`: what the moved bytes alone take on the link between the two clusters, None within a cluster.
     """
@@ -94,7 +94,7 @@ class DemoOutcome:
 
     @property
     def writes_words(self) -> bool:
-        """Whether answers can be read: tiny models have random weights."""
+        """True if answers can be read: tiny models have random weights."""
         source = self.deployment.model.source
         return source is None or source.kind != "tiny"
 
@@ -235,7 +235,7 @@ def _difference(row: Row) -> str:
 
 
 def footnotes(outcome: DemoOutcome) -> list[str]:
-    """What the columns mean, in sentences."""
+    """Sentences that explain the columns."""
     notes = [] if outcome.line is None else [outcome.line.sentence()]
     notes += [
         "cached: tokens that the decode engine already held, so that their KV did not move again. hidden: share of "
@@ -261,7 +261,7 @@ def footnotes(outcome: DemoOutcome) -> list[str]:
 
 
 def closing(outcome: DemoOutcome) -> str:
-    """What was shown, in one or two sentences."""
+    """The conclusion in one or two sentences."""
     rows = outcome.rows
     offloaded = [row for row in rows if row.answer.route.route == "offload"]
     equal = f"{outcome.count(Equality.EXACT)} of {len(rows)} answers are equal to plain vLLM's token by token"

@@ -19,7 +19,7 @@ _TYPOGRAPHIC = str.maketrans({"’": "'", "‘": "'", "“": '"', "”": '"', "�
 
 @dataclass(frozen=True, slots=True)
 class DemoPrompt:
-    """What one prompt is there to show, and its text."""
+    """A prompt's purpose, and its text."""
 
     label: str
     text: str

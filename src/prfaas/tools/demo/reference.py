@@ -41,7 +41,7 @@ class ReferenceAnswer:
     token_ids: tuple[int, ...]
     top_logits: tuple[dict[int, float], ...]
     ttft_s: float | None = None
-    """From the request's arrival to its first token, by the engine's own metric; None if it doesn't tell."""
+    """From the request's arrival to its first token, by the engine's own metric; None if not reported."""
 
 
 def reference_deployment(deployment: Deployment) -> Deployment:
@@ -131,7 +131,7 @@ async def complete_alike(
 
 
 async def _ttfts(session: aiohttp.ClientSession, url: str) -> tuple[float, float] | None:
-    """Sum in seconds and count of all TTFTs so far; None if the engine doesn't tell."""
+    """Sum in seconds and count of all TTFTs so far; None if the engine does not report them."""
     from prometheus_client.parser import text_string_to_metric_families
 
     try:
@@ -150,7 +150,7 @@ async def _ttfts(session: aiohttp.ClientSession, url: str) -> tuple[float, float
 
 
 def _one_ttft(before: tuple[float, float] | None, after: tuple[float, float] | None) -> float | None:
-    """What one request added; None if that can't be told."""
+    """The TTFT that one request added; None if that is not known."""
     if after is None:
         return None
     sum_s, count = before or (0.0, 0.0)

@@ -174,7 +174,7 @@ def second_table(act: SecondAct) -> Table:
 
 
 def second_closing(act: SecondAct) -> str:
-    """What was shown, in some sentences."""
+    """The conclusion of the second act in some sentences."""
     before, now = act.crossed_bytes
     same = sum(row.first_difference is None for row in act.rows)
     exact = sum(row.comparison.equality is Equality.EXACT for row in act.rows)

@@ -1,20 +1,23 @@
-"""What files are emitted from, and the files themselves."""
+"""Blueprints that files are emitted from, and the emitted files."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+
+import yaml
 
 from prfaas.core.deployment import (
     CERTIFICATE_NAMES,
     Deployment,
     DeploymentError,
     Instance,
+    ModelSource,
     PoolNode,
+    default_state_dir,
     is_loopback,
     load_deployment,
 )
 from prfaas.tools.emit.containers import ContainerSettings, load_containers
-from prfaas.tools.emit.hub_revision import with_hub_revision
 from prfaas.tools.emit.site import Machine, Site, sites_of
 
 STATE_DIR = "/var/lib/prfaas"
@@ -99,7 +102,7 @@ class Blueprint:
 
     @property
     def etcd_files(self) -> tuple[tuple[str, Path], ...]:
-        """What a gateway shows etcd and trusts of it: what each is, and where the deployment file has it."""
+        """Files for TLS with etcd, by name: the CA that a gateway trusts, and its own certificate."""
         fleet = self.deployment.fleet
         if fleet is None:
             return ()
@@ -147,7 +150,7 @@ def read_blueprint(path: Path) -> Blueprint:
     """
     deployment = load_deployment(path, state_dir=Path(STATE_DIR))
     containers = load_containers(path)
-    text = with_hub_revision(deployment, path.read_text(encoding="utf-8"))
+    text = _with_hub_revision(deployment, path.read_text(encoding="utf-8"))
     documents = {PurePosixPath(CONFIG_FILE).name: text}
     for companion in containers.companions:
         try:
@@ -159,3 +162,52 @@ def read_blueprint(path: Path) -> Blueprint:
 
 def _same_machine(one: str, other: str) -> bool:
     return one == other or (is_loopback(one) and is_loopback(other))
+
+
+def _with_hub_revision(deployment: Deployment, text: str) -> str:
+    """The deployment file with the commit that this machine has for a model of the hub.
+
+    Each machine asks the hub by itself. A branch may move between two of them, and their engines would refuse each
+    other. Files of other models stay as they are.
+
+    Raises:
+        DeploymentError: the file names a branch or a tag, and this machine has not pinned it.
+    """
+    source = deployment.model.source
+    if source is None or source.kind != "hub" or all(is_loopback(each.host) for each in deployment.instances):
+        return text
+    return _written(text, _commit(deployment, source))
+
+
+def _commit(deployment: Deployment, source: ModelSource) -> str:
+    if source.is_commit:
+        assert source.revision is not None
+        return source.revision
+    pin = source.directory(default_state_dir(), deployment.name)
+    if not pin.is_symlink():
+        raise DeploymentError(
+            deployment.path,
+            None,
+            "model.revision",
+            f"is no commit, and {source.name} may move between two machines; pin it here first: "
+            f"prfaas model fetch {deployment.path} --no-weights",
+        )
+    return Path(pin.readlink()).name
+
+
+def _written(text: str, commit: str) -> str:
+    """`text` with the commit in place of `model.revision`, or behind `model.hub`; comments and order stay."""
+    model = _field(yaml.compose(text, yaml.CSafeLoader), "model")
+    revision = _field(model, "revision")
+    if revision is not None:
+        return f"{text[: revision.start_mark.index]}{commit}{text[revision.end_mark.index :]}"
+    hub = _field(model, "hub")
+    assert isinstance(model, yaml.MappingNode) and hub is not None
+    before = ", " if model.flow_style else "\n" + " " * model.start_mark.column
+    return f"{text[: hub.end_mark.index]}{before}revision: {commit}{text[hub.end_mark.index :]}"
+
+
+def _field(node: yaml.Node | None, name: str) -> yaml.Node | None:
+    """What a mapping has under a key."""
+    pairs = node.value if isinstance(node, yaml.MappingNode) else ()
+    return next((value for key, value in pairs if key.value == name), None)

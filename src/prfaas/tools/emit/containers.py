@@ -1,4 +1,4 @@
-"""What the deployment file says of containers: images, volumes, GPUs. Only `prfaas emit` uses it."""
+"""Container settings of the deployment file: images, volumes, GPUs. Only `prfaas emit` uses them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields

@@ -4,10 +4,9 @@ import shlex
 from collections.abc import Iterator
 from pathlib import PurePosixPath
 
-from prfaas.core.deployment import GATEWAY, TOOLS
+from prfaas.core.deployment import GATEWAY, TOOLS, is_loopback
 from prfaas.tools.emit.blueprint import ENGINE_STOP_S, GATEWAY_STOP_S, Blueprint, EmittedFile
 from prfaas.tools.emit.document import yaml_text
-from prfaas.tools.emit.monitor import needs_tools_certificate, pod_monitors
 from prfaas.tools.emit.network_policy import PolicyMaker
 from prfaas.tools.emit.pod import (
     COMPONENT_LABEL,
@@ -19,7 +18,9 @@ from prfaas.tools.emit.pod import (
 from prfaas.tools.emit.pod_plan import PodPlan, kubernetes_name, plan_pods
 from prfaas.tools.emit.site import Site, sites_of
 from prfaas.tools.emit.volume import (
+    CA_SECRET,
     CONFIG_MAP,
+    TOKEN_SECRET,
     Fields,
     config_keys,
     secret_files,
@@ -79,7 +80,7 @@ def _overlay_files(blueprint: Blueprint, site: Site, plans: tuple[PodPlan, ...])
     if any(plan.component == "engine" for plan in plans):
         names.append("pod-disruption-budget.yaml")
         yield _file(folder / names[-1], _disruption_budget(blueprint, site))
-    monitors = tuple(pod_monitors(blueprint, plans)) if blueprint.containers.pod_monitor else ()
+    monitors = tuple(_pod_monitors(blueprint, plans)) if blueprint.containers.pod_monitor else ()
     if monitors:
         names.append("pod-monitors.yaml")
         yield _file(folder / names[-1], *monitors)
@@ -200,7 +201,7 @@ def _secrets_script(blueprint: Blueprint, plans: tuple[PodPlan, ...]) -> str:
         for name, target in secret_files(blueprint, plan):
             file = target.relative_to(deployment.home) if target.is_relative_to(deployment.home) else target
             wanted[secret_name(blueprint, name)] = (name, str(file))
-    if blueprint.containers.pod_monitor and needs_tools_certificate(plans):
+    if blueprint.containers.pod_monitor and _needs_tools_certificate(plans):
         file = deployment.security.identity_file(TOOLS).relative_to(deployment.home)
         wanted[secret_of(blueprint, TOOLS)] = (f"{TOOLS}.pem", str(file))
     lines = [
@@ -215,3 +216,64 @@ def _secrets_script(blueprint: Blueprint, plans: tuple[PodPlan, ...]) -> str:
         *(f"secret {secret} {key} {shlex.quote(file)}" for secret, (key, file) in wanted.items()),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _pod_monitors(blueprint: Blueprint, plans: tuple[PodPlan, ...]) -> Iterator[Fields]:
+    """PodMonitors of the Prometheus operator: one for each pod that has metrics which Prometheus can reach."""
+    for plan in plans:
+        endpoint = _monitored_endpoint(blueprint, plan)
+        if endpoint is not None:
+            yield {
+                "apiVersion": "monitoring.coreos.com/v1",
+                "kind": "PodMonitor",
+                "metadata": {"name": plan.name},
+                "spec": {
+                    "selector": {"matchLabels": {MEMBER_LABEL: plan.name}},
+                    "podMetricsEndpoints": [
+                        {
+                            "path": "/metrics",
+                            "interval": "15s",
+                            "relabelings": _target_labels(blueprint, plan),
+                            **endpoint,
+                        }
+                    ],
+                },
+            }
+
+
+def _target_labels(blueprint: Blueprint, plan: PodPlan) -> list[Fields]:
+    """What dashboards choose by, as `prfaas monitoring scrape` gives it."""
+    labels = {"deployment": blueprint.deployment.name}
+    if plan.instance is not None:
+        labels |= {"cluster": plan.instance.cluster, "instance": plan.instance.name}
+    return [{"targetLabel": label, "replacement": value} for label, value in labels.items()]
+
+
+def _needs_tools_certificate(plans: tuple[PodPlan, ...]) -> bool:
+    """True if Prometheus must show a certificate: engines with TLS accept nobody without one."""
+    return any(plan.instance is not None and plan.instance.tls for plan in plans)
+
+
+def _monitored_endpoint(blueprint: Blueprint, plan: PodPlan) -> Fields | None:
+    if plan.component == GATEWAY:
+        admin = blueprint.deployment.gateway.admin
+        if is_loopback(admin.host):
+            return None
+        token = {"name": TOKEN_SECRET, "key": "admin-token"}
+        return {"port": "admin", "authorization": {"type": "Bearer", "credentials": token}}
+    if plan.instance is None:
+        return None
+    if not plan.instance.tls:
+        return {"port": "http"}
+    own = {"name": secret_of(blueprint, TOOLS), "key": f"{TOOLS}.pem"}
+    return {
+        "port": "http",
+        "scheme": "https",
+        "tlsConfig": {
+            "ca": {"secret": {"name": CA_SECRET, "key": "ca.crt"}},
+            # One file has both.
+            "cert": {"secret": own},
+            "keySecret": own,
+            "serverName": plan.instance.name,
+        },
+    }

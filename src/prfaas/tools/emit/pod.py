@@ -54,7 +54,7 @@ def pod_template(blueprint: Blueprint, plan: PodPlan) -> Fields:
 
 
 def pod_labels(blueprint: Blueprint, plan: PodPlan) -> Fields:
-    """What its pods are found by; engines have llm-d's label for the role that they start with."""
+    """Labels by which its pods are found; engines have llm-d's label for the role that they start with."""
     labels = {
         "app.kubernetes.io/name": "prfaas",
         COMPONENT_LABEL: plan.component,

@@ -10,7 +10,7 @@ from prfaas.core.deployment.types import Cluster, Deployment, Instance
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What of a site runs on one host."""
+    """The members of a site that run on one host."""
 
     host: str
     instances: tuple[Instance, ...]

@@ -105,7 +105,7 @@ def secrets_mount() -> Fields:
 
 
 def standing_mounts() -> list[Fields]:
-    """What every container has: the deployment file, the state directory, and a folder for passing files."""
+    """Mounts of every container: the deployment file, the state directory, and a folder for passing files."""
     return [mount("config", CONFIG_DIR, read_only=True), mount("state", STATE_DIR), mount("tmp", "/tmp")]
 
 

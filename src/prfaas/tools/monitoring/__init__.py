@@ -1,4 +1,4 @@
-"""What Grafana and Prometheus read to watch a deployment: dashboards, alert rules, scrape configurations."""
+"""Files for Grafana and Prometheus: dashboards, alert rules, scrape configurations."""
 
 from pathlib import Path
 

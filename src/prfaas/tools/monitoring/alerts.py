@@ -1,4 +1,4 @@
-"""Alert rules: what is told, when, and what to do about it."""
+"""Alert rules: their conditions, their texts, and what to do about each."""
 
 from dataclasses import dataclass
 from typing import Any, Literal

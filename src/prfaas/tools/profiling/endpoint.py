@@ -67,8 +67,8 @@ class TokenTimes:
 class ProfiledEndpoint:
     """Sends prompts of exactly so many tokens that no prefix cache knows, and takes the time.
 
-    Use as an async context manager; `model` and `max_model_len` (None: not told) are known inside. Prompts are random
-    ids out of what the model's own tokenizer makes of random letters, new ones in every run.
+    Use as an async context manager; `model` and `max_model_len` (None: not reported) are known inside. Prompts are
+    random ids out of what the model's own tokenizer makes of random letters, new ones in every run.
 
     Raises:
         MeasureError: whatever is wrong with the endpoint or an answer, in one sentence.

@@ -99,15 +99,7 @@ def estimate(plan: EstimatePlan) -> Estimate:
     lengths = plan.lengths or _default_lengths(config)
     if len(lengths) < 2:
         raise ProfileError("an estimate needs at least two lengths")
-    room = bound.max_batch(plan.context_tokens)
-    batches = plan.batches
-    if batches is None:
-        batches = tuple(batch for batch in _BATCHES if batch <= room)
-    elif batches and batches[-1] > room:
-        raise ProfileError(
-            f"{model} on {plan.ranks} {bound.gpu.name} has memory for {room} requests of {plan.context_tokens} tokens, "
-            f"not for a batch of {batches[-1]}"
-        )
+    batches = _batches(plan, bound, model)
     notes = []
     if plan.ranks > bound.gpu.per_machine:
         notes.append(
@@ -115,24 +107,24 @@ def estimate(plan: EstimatePlan) -> Estimate:
             "between machines is slower than the estimate, which has none"
         )
     kept_in = plan.dtypes.of_kv
-    times: EngineTimes = bound
-    source = f"the roofline of prfaas, with the peaks of {bound.gpu.source}"
-    bands = (roofline.PREFILL_BAND, roofline.DECODE_BAND)
+    points: tuple[_Curve, _Curve] | None = None
     if plan.estimator != "roofline":
         try:
             if plan.dtypes != DEFAULT_DTYPES:
                 raise EstimatorGap("aiconfigurator is only asked about caches of the engine's own dtype")
             times = AiconfiguratorTimes(config, bound.gpu.name, plan.ranks, weights)
-            prefill, steps = _points(times, lengths, batches, plan.context_tokens)
+            points = _points(times, lengths, batches, plan.context_tokens)
             source = f"aiconfigurator-core {aiconfigurator.version()}, vLLM on {bound.gpu.name}"
             bands = (aiconfigurator.PREFILL_BAND, aiconfigurator.DECODE_BAND)
         except EstimatorGap as gap:
             if plan.estimator == "aiconfigurator":
                 raise
             notes.append(f"{gap}; estimated by the roofline")
-            times = bound
-    if times is bound:
-        prefill, steps = _points(times, lengths, batches, plan.context_tokens)
+    if points is None:
+        points = _points(bound, lengths, batches, plan.context_tokens)
+        source = f"the roofline of prfaas, with the peaks of {bound.gpu.source}"
+        bands = (roofline.PREFILL_BAND, roofline.DECODE_BAND)
+    prefill, steps = points
     return Estimate(
         LatencyProfile(
             name=plan.name or f"{model}-{bound.gpu.name}",
@@ -184,9 +176,25 @@ def _differences(
     )
 
 
+_Curve = tuple[tuple[float, float], ...]
+
+
+def _batches(plan: EstimatePlan, bound: Roofline, model: str) -> tuple[int, ...]:
+    """What was asked for, or all that there is memory for."""
+    room = bound.max_batch(plan.context_tokens)
+    if plan.batches is None:
+        return tuple(batch for batch in _BATCHES if batch <= room)
+    if plan.batches and plan.batches[-1] > room:
+        raise ProfileError(
+            f"{model} on {plan.ranks} {bound.gpu.name} has memory for {room} requests of {plan.context_tokens} tokens, "
+            f"not for a batch of {plan.batches[-1]}"
+        )
+    return plan.batches
+
+
 def _points(
     times: EngineTimes, lengths: Sequence[int], batches: Sequence[int], context_tokens: int
-) -> tuple[tuple[tuple[float, float], ...], tuple[tuple[float, float], ...]]:
+) -> tuple[_Curve, _Curve]:
     # Four digits: more would only look exact.
     prefill = [(float(tokens), float(f"{times.prefill_s(tokens):.4g}")) for tokens in lengths]
     steps = [(float(batch), float(f"{times.decode_step_s(batch, context_tokens):.4g}")) for batch in batches]

@@ -17,7 +17,7 @@ _ATTEMPTS = 3
 
 @dataclass(frozen=True, slots=True)
 class MeasurePlan:
-    """What to measure."""
+    """The lengths and batches to measure, and how often."""
 
     lengths: tuple[int, ...]
     """Tokens of prompts, ascending."""
@@ -46,13 +46,13 @@ class Sample:
 
     @property
     def median_s(self) -> float:
-        """What goes into the profile."""
+        """The median, which goes into the profile."""
         return statistics.median(self.seconds)
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What was measured."""
+    """The measured times of one endpoint."""
 
     url: str
     model: str

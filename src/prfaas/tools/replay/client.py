@@ -99,7 +99,7 @@ class ReplayOptions:
 
 @dataclass(frozen=True, slots=True)
 class ReplayedRequest:
-    """What became of one request. Times are seconds since the beginning of the replay; None: it did not happen."""
+    """The record of one request. Times are seconds since the beginning of the replay; None: it did not happen."""
 
     index: int
     arrival_s: float
@@ -115,7 +115,7 @@ class ReplayedRequest:
     answered_tokens: int | None = None
     """Tokens of the answer as the server counts them; None if it doesn't."""
     cached_tokens: int | None = None
-    """Tokens of the prompt that the server had in a cache, by its own count; None if it doesn't tell."""
+    """Tokens of the prompt that the server had in a cache, by its own count; None if not reported."""
     status: int | None = None
     request_id: str = ""
     route: str = ""
@@ -188,7 +188,7 @@ class Target:
     """Without a trailing slash and without /v1."""
     model: str
     max_model_len: int | None = None
-    """None if the server doesn't tell."""
+    """None if the server does not report it."""
 
 
 async def find_target(session: aiohttp.ClientSession, url: str, model: str | None = None) -> Target:

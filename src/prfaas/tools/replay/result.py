@@ -1,4 +1,4 @@
-"""What a replay found, as numbers and for people."""
+"""Results of a replay, as numbers and for people."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator

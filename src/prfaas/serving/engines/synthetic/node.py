@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import zmq
 
 from prfaas.core.deployment import SYNTHETIC, Deployment, Instance
-from prfaas.core.deployment.speculation import kept_model
+from prfaas.core.deployment.speculation import counted_model
 from prfaas.core.kv import KvModel, model_on_wire
 from prfaas.core.units import GIB
 from prfaas.serving.certificates import identity_of
@@ -118,7 +118,7 @@ def _sent_model(deployment: Deployment) -> KvModel:
     if len(ranks) > 1:
         raise EngineError("stand-ins map no KVCache; give all of them the same tensor_parallel")
     clusters = {instance.cluster for instance in deployment.instances if instance.is_stand_in}
-    kept = [kept_model(deployment, deployment.cluster(name)) for name in sorted(clusters)]
+    kept = [counted_model(deployment, deployment.cluster(name)) for name in sorted(clusters)]
     try:
         # What one side lacks, an unlike drafter's, none of them sends.
         return min(

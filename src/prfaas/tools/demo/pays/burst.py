@@ -1,4 +1,4 @@
-"""What is compared: a deployment with PrfaaS and one without, and the burst that both get."""
+"""The two sides of the comparison, a deployment with PrfaaS and one without, and the burst that both get."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

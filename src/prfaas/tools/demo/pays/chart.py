@@ -43,7 +43,7 @@ def _measure(side: SideOutcome, how: str) -> tuple[float, float]:
 
 
 def burst_notes(outcome: BurstOutcome) -> list[str]:
-    """What was sent to what, in sentences."""
+    """Sentences on the setup: both sides, the link and the burst."""
     paying, without = outcome.paying, outcome.without
     (link,) = paying.side.deployment.links
     (planned,) = paying.side.operation.links
@@ -66,7 +66,7 @@ def burst_notes(outcome: BurstOutcome) -> list[str]:
 
 
 def burst_closing(outcome: BurstOutcome) -> str:
-    """What was shown."""
+    """The conclusion in one sentence."""
     ahead = outcome.ahead
     live, simulated = (
         f"{ahead[f'{how}_mean']:.1f} times in the mean and {ahead[f'{how}_p90']:.1f} times at P90"

@@ -17,7 +17,7 @@ _SHORT_TOKENS = 2048
 
 @dataclass(frozen=True, slots=True)
 class PayLimits:
-    """What the planner says of the paper's case. Ratios: throughput per money over that of the homogeneous cluster.
+    """The planner's limits for the paper's case. Ratios: throughput per money over that of the homogeneous cluster.
 
     None: it can't be said.
     """
@@ -33,7 +33,7 @@ class PayLimits:
     short_tokens: int = _SHORT_TOKENS
 
     def to_json(self) -> dict[str, Any]:
-        """As the fields are."""
+        """The fields by name."""
         return asdict(self)
 
 

@@ -25,7 +25,7 @@ _PROBE_BLOCK, _BLOCK_TOKENS = 1 << 40, 512
 
 @dataclass(frozen=True, slots=True)
 class LiveRun:
-    """What became of the burst on one side."""
+    """The records of the burst on one side."""
 
     records: tuple[ReplayedRequest, ...]
     """In the order of arrival."""

@@ -1,4 +1,4 @@
-"""What the burst found on both sides, live and simulated."""
+"""Outcome of the burst on both sides, live and simulated."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -49,7 +49,7 @@ class SideOutcome:
 
     @property
     def live(self) -> Ttfts:
-        """As the client saw them."""
+        """TTFTs that the client measured."""
         return Ttfts(tuple(record.ttft_s for record in self.live_run.records))
 
     @property
@@ -118,7 +118,7 @@ class BurstOutcome:
 
     @property
     def is_ahead(self) -> bool:
-        """Whether PrfaaS was ahead live, in mean and P90."""
+        """True if PrfaaS was ahead live, in mean and P90."""
         return self.ahead["live_mean"] > 1 and self.ahead["live_p90"] > 1
 
     def to_json(self) -> dict[str, Any]:

@@ -5,7 +5,6 @@ import copy
 import json
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
-from rich.console import Console, Group
+from rich.console import Console
 from rich.text import Text
 
 from prfaas.cli import main as cli
 from prfaas.cli.common import CliError
-from prfaas.cli.status_fit import StatusColumn, StatusPage, StatusRow, StatusTable
-from prfaas.cli.status_tables import tables
+from prfaas.cli.status_tables import StatusColumn, StatusPage, StatusTable, tables
 from prfaas.core.deployment import DeploymentError, load_deployment
 from prfaas.serving.control.plane import LivePlane
 from prfaas.serving.control.planning_inputs import kv_model_of
@@ -96,13 +94,6 @@ def shown(page: StatusPage, width: int) -> str:
     return out.getvalue()
 
 
-def on_screen(page: StatusPage, width: int, height: int) -> list[str]:
-    console = Console(file=StringIO(), width=width, height=height)
-    lines = console.render_lines(page, console.options.update(height=height), pad=False)
-    text = "\n".join("".join(segment.text for segment in line) for line in lines)
-    return text.rstrip().split("\n")
-
-
 @pytest.mark.parametrize("name", STARTED)
 @pytest.mark.parametrize("make", [quiet_state, busy_state])
 def test_80_columns_cut_nothing(
@@ -145,29 +136,8 @@ def test_what_is_left_out_is_named_and_a_wide_terminal_has_it(tmp_path: Path) ->
     assert "Not shown" not in wide and "1,234,567" in wide and "4,321" in wide
 
 
-@pytest.mark.parametrize(("height", "has"), [(60, "instances"), (24, "links")])
-def test_a_low_screen_shows_the_urgent_rows_and_names_the_rest(height: int, has: str, tmp_path: Path) -> None:
-    state = busy_state("synthetic", tmp_path)
-    lines = on_screen(tables(state), 80, height)
-    assert len(lines) <= height
-    hint = " ".join(line.strip() for line in lines[-3:])
-    assert "Not shown here" in hint and "the latest changes" in hint and has in hint
-    if height == 60:
-        assert any(line.startswith("osaka-decode-4 ") and " down " in line for line in lines)
-
-
-def test_a_high_screen_hides_nothing(tmp_path: Path) -> None:
-    page = tables(busy_state("local", tmp_path))
-    assert "changes" not in " ".join(on_screen(page, 80, 60)[-2:])
-    assert "4,321" in " ".join(on_screen(page, 80, 60))
-
-
 CELL = st.text("abc", max_size=12).map(Text)
-ROW = st.builds(
-    StatusRow,
-    st.tuples(st.text("abc->", min_size=1, max_size=40).map(Text), CELL, CELL, CELL),
-    st.floats(0, 9),
-)
+ROW = st.tuples(st.text("abc->", min_size=1, max_size=40).map(Text), CELL, CELL, CELL)
 COLUMN = st.builds(StatusColumn, st.text("xyz", min_size=1, max_size=12), st.booleans(), st.integers(0, 9))
 TABLE = st.builds(
     StatusTable,
@@ -178,42 +148,24 @@ TABLE = st.builds(
 
 
 @pytest.mark.slow("runs commands one after the other")
-@given(TABLE, st.integers(60, 120), st.integers(1, 12))
+@given(TABLE, st.integers(60, 120))
 @settings(max_examples=50)
-def test_every_table_fits_and_keeps_its_first_column(table: StatusTable, width: int, most: int) -> None:
-    cut = table.with_rows(most)
-    assert len(cut.rows) + cut.hidden_rows == len(table.rows) and len(cut.rows) <= most
-    hidden = [row for row in table.rows if row not in cut.rows]
-    assert all(row.urgency <= min(each.urgency for each in cut.rows) for row in hidden)
-    page = StatusPage((), (replace(table, what="instances"),), ())
-    lines = [line.rstrip() for line in shown(page, width).splitlines()]
+def test_every_table_fits_and_keeps_its_first_column(table: StatusTable, width: int) -> None:
+    lines = [line.rstrip() for line in shown(StatusPage((), (table,), ()), width).splitlines()]
     assert max(map(len, lines)) <= width
     fitted = table.within(width)
-    assert fitted.columns[0] == table.columns[0]
-    assert len(shown(StatusPage((), (replace(fitted, hidden_columns=()),), ()), width).splitlines()) == (
-        fitted.lines_at(width)
-    )
+    assert fitted.columns[0] == table.columns[0] and len(fitted.rows) == len(table.rows)
+    kept = [column.rank for column in fitted.columns]
+    hidden = [column.rank for column in table.columns if column not in fitted.columns]
+    assert all(rank and rank >= max(kept) for rank in hidden)
 
 
 def test_a_long_name_folds_and_loses_nothing() -> None:
     name = "".join(chr(97 + place % 26) for place in range(100))
     columns = (StatusColumn("name", is_number=False), StatusColumn("open"))
-    table = StatusTable("title", columns, (StatusRow((Text(name), Text("7"))),))
+    table = StatusTable("title", columns, ((Text(name), Text("7")),))
     _, _, _, _, *rows = shown(StatusPage((), (table,), ()), 60).splitlines()
     assert "".join(row.split()[0] for row in rows) == name
-
-
-@given(st.lists(TABLE, min_size=1, max_size=4).map(tuple), st.integers(60, 120), st.integers(12, 60))
-@settings(max_examples=50)
-def test_a_screen_is_never_too_low(tables_: tuple[StatusTable, ...], width: int, height: int) -> None:
-    """Nothing is cut at its lower end but what the last lines name."""
-    page = StatusPage((Text("above"),), tables_, (Text("below"),))
-    console = Console(file=StringIO(), width=width, height=height)
-    # As a screen would, but without cutting what is too long.
-    lines = console.render_lines(
-        Group(*list(page.__rich_console__(console, console.options.update(height=height))))
-    )
-    assert len(lines) <= height
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *args: object) -> int:

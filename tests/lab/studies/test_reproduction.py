@@ -1,8 +1,7 @@
 """The page that puts our numbers beside the paper's."""
 
 import pytest
-
-from prfaas.lab.report.reproduction import ReproducedNumber, ReproducedTable, reproduction_page, unexplained
+from studies._reproduction import ReproducedNumber, ReproducedTable, reproduction_page, unexplained
 
 
 def page(*rows: ReproducedNumber) -> str:

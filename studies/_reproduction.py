@@ -3,7 +3,7 @@
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import resources
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prfaas.core.kv import published_model
@@ -55,7 +55,7 @@ class ReproducedTable:
 
 
 def unexplained(sections: Sequence[ReproducedTable]) -> list[ReproducedNumber]:
-    """What differs by more than 1 % and has no reason."""
+    """The numbers that differ by more than 1 % without a reason."""
     return [row for section in sections for row in section.rows if row.is_off and not row.reason]
 
 
@@ -137,10 +137,10 @@ _HYBRID_1T = "internal-1t"
 
 
 def paper_numbers() -> dict[str, Any]:
-    """What the paper prints, and the reasons for what we get otherwise: `data/paper.yaml`."""
+    """The paper's printed numbers, and the reasons where ours differ: `paper.yaml` beside this file."""
     import yaml
 
-    text = (resources.files(__package__) / "data" / "paper.yaml").read_text(encoding="utf-8")
+    text = (Path(__file__).parent / "paper.yaml").read_text(encoding="utf-8")
     numbers: dict[str, Any] = yaml.safe_load(text)
     return numbers
 

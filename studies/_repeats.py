@@ -4,8 +4,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from prfaas.lab.studies.context import LengthClasses
-from prfaas.lab.studies.figures import NONE, Difference, SeedMean, difference, seconds, seed_mean
 from prfaas.lab.studies.study import Key, Outcomes, StudyOutcome, StudyTable, Verdict
+from studies._figures import NONE, Difference, SeedMean, difference, seconds, seed_mean
 
 TTFT = "ttft_mean_s"
 _TAILS = {"mean": TTFT, "P90": "ttft_p90_s", "P99": "ttft_p99_s", "P99.9": "ttft_p999_s"}
