@@ -2,7 +2,7 @@
 
     python bench/compression.py [--json FILE] [--tokens N] [--models NAME ...] [--cpu-only]
 
-A real engine prefills one prompt, the documentation of this repository. Every page that it wrote is then coded in
+A real engine prefills one prompt, the documentation of this repository. Every page that it wrote is then compressed in
 chunks, layer by layer, as a sender would. `below` is the rate of a connection under which one core spares more link
 time than it and the receiver's core spend. The tiny models have random weights. The first rows are normal random
 numbers, for comparison. `--cpu-only` stops after these.
@@ -25,13 +25,19 @@ from tokenizers import Tokenizer
 from prfaas.core.deployment.model import default_state_dir, made_model, made_model_names
 from prfaas.serving.engines.fetching import LoggedFetch
 from prfaas.serving.engines.preparation import make_model
-from prfaas.serving.transport.coding import PREFIX_BYTES, decode, decoded_bytes, element_bytes, encode
+from prfaas.serving.transport.compression import (
+    PREFIX_BYTES,
+    compress,
+    decompress,
+    decompressed_bytes,
+    element_bytes,
+)
 
 CHUNK_BYTES = 1 << 20
 ROUNDS = 3
 TEXTS = ("docs/explanation/request.md", "docs/explanation/simulator.md", "docs/explanation/scheduling.md")
 _ROOT = Path(__file__).parents[1]
-# As ChunkCoder: a longer result is not worth its time, and the chunk leaves as it is.
+# As ChunkCompressor: a longer result is not worth its time, and the chunk leaves as it is.
 WORTH_SHARE = 0.95
 
 
@@ -96,7 +102,7 @@ def chunks(data: bytes) -> Iterator[memoryview]:
         yield memoryview(data)[start : start + CHUNK_BYTES]
 
 
-def coded(data: bytes) -> dict[str, float]:
+def compressed(data: bytes) -> dict[str, float]:
     """Share of the length that is left, and CPU seconds per GB of either side; every byte is compared."""
     payloads: list[bytearray | None] = []
     sizes: set[int] = set()
@@ -106,7 +112,7 @@ def coded(data: bytes) -> dict[str, float]:
         payloads = []
         for chunk in chunks(data):
             size, share = element_bytes(chunk)
-            payload = encode(chunk, size) if share <= WORTH_SHARE else None
+            payload = compress(chunk, size) if share <= WORTH_SHARE else None
             if payload is not None and len(payload) > WORTH_SHARE * len(chunk):
                 payload = None
             payloads.append(payload)
@@ -119,11 +125,11 @@ def coded(data: bytes) -> dict[str, float]:
             if payload is None:
                 continue
             began_s = time.thread_time()
-            out = target[: decoded_bytes(payload[:PREFIX_BYTES])]
-            done = decode(memoryview(payload), [out])
+            out = target[: decompressed_bytes(payload[:PREFIX_BYTES])]
+            done = decompress(memoryview(payload), [out])
             spent_s += time.thread_time() - began_s
             if not done or out != chunk:
-                raise RuntimeError("a decoded chunk is not the one that was coded")
+                raise RuntimeError("a decompressed chunk is not the one that was compressed")
         decode_s.append(spent_s)
     left = sum(len(c) if p is None else len(p) for c, p in zip(chunks(data), payloads, strict=True))
     gigabytes = len(data) / 1e9
@@ -131,8 +137,8 @@ def coded(data: bytes) -> dict[str, float]:
     return {
         "MB": len(data) / 1e6,
         "share left": left / len(data),
-        "encode s/GB": min(encode_s) / gigabytes,
-        "decode s/GB": min(decode_s) / gigabytes,
+        "compress s/GB": min(encode_s) / gigabytes,
+        "decompress s/GB": min(decode_s) / gigabytes,
         "below Mbit/s": 8e3 * (1 - left / len(data)) / spent,
         "element bytes": float(max(sizes, default=0)),
     }
@@ -148,12 +154,12 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", default=list(made_model_names()), choices=made_model_names())
     parser.add_argument("--cpu-only", action="store_true", help="only random numbers; starts no engine")
     options = parser.parse_args()
-    figures = {f"normal {kind}": coded(random_numbers(kind)) for kind in ("bf16", "fp32", "fp8 (e5m2)")}
+    figures = {f"normal {kind}": compressed(random_numbers(kind)) for kind in ("bf16", "fp32", "fp8 (e5m2)")}
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     for name in () if options.cpu_only else options.models:
         for kind, data in prefilled(name, options.tokens).items():
-            figures[f"{name}, {kind}"] = coded(data)
+            figures[f"{name}, {kind}"] = compressed(data)
     table = Table("KVCache", *next(iter(figures.values())))
     for what, each in figures.items():
         table.add_row(what, *(f"{value:.2f}" for value in each.values()))

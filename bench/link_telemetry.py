@@ -112,9 +112,7 @@ def receiver_of(name: str, host: str, sender: Sender | None = None) -> Receiver:
         arena=StagingArena(256 << 20),
         layout=EqualRegions(),
         fingerprint={},
-        sender_telemetry=None if sender is None else sender.telemetry,
-        on_probe=(lambda _link, _nbytes: None) if sender is None else sender.probe,
-        on_pace=(lambda _order: None) if sender is None else sender.pace,
+        sender=sender,
     )
 
 

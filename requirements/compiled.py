@@ -22,7 +22,7 @@ SOURCE = Path(__file__).resolve().parent.parent / "src" / "prfaas"
 COMPILED = (
     "core/latency/cached_prefix.py",
     "core/latency/curve_reader.py",
-    "core/link/turns.py",
+    "core/link/send_order.py",
     "core/planner/fixed_roles.py",
     "core/planner/loads.py",
     "core/planner/problem.py",

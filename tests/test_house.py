@@ -20,8 +20,6 @@ LONG_FUNCTIONS = {
     *("serving.gateway.metrics:Metrics.__init__", "serving.control.metrics:ControlMetrics.__init__"),
     # Rooms that are still to be taken apart: gateway, transport, pool, lab.
     *("serving.gateway.server:Gateway.__init__", "serving.gateway.prefill:PrefillOrchestrator.prepare"),
-    "serving.transport.receiver:Receiver.__init__",
-    "serving.pool.node:serve_pool",
     "lab.simulator.scenario:scenario_of",
     "serving.engines.vllm.connector_worker:ConnectorWorker.start",
 }
@@ -30,23 +28,16 @@ MANY_COLLABORATORS = {
     *("lab.simulator.send_queue:FluidTransfer.__init__", "lab.simulator.token_clock:ContextClock.__init__"),
     *("serving.fleet.member:FleetMember.__init__", "serving.gateway.generation:Generation.__init__"),
     *("serving.gateway.http_pool:HttpPool.__init__", "serving.gateway.server:Gateway.__init__"),
-    *("serving.pool.copies:PrefixCopies.__init__", "serving.pool.ssd_tier:FileTier.__init__"),
-    *("serving.transport.incoming:IncomingTransfer.__init__", "serving.transport.observer:Observer.__init__"),
-    *(
-        "serving.transport.receiver:Receiver.__init__",
-        "serving.transport.sibling_staging:SiblingStaging.__init__",
-    ),
-    "serving.transport.receiver_connection:ReceiverConnection.__init__",
-    *("serving.transport.sender:Sender.__init__", "serving.transport.staging:StagedTransfer.__init__"),
+    "serving.transport.observer:Observer.__init__",
+    "serving.transport.receiver:Receiver.__init__",
+    "serving.transport.sender:Sender.__init__",
 }
 # Calls by module and class: with more values by position, where one in a wrong place is a silent bug.
 MANY_POSITIONAL = {
     # Rooms that are still to be taken apart: gateway, transport.
     "serving.gateway.kv_transfer:TransferredBytes",
     *("serving.gateway.prefill_hop:TransferDone", "serving.gateway.pulled_hop:TransferDone"),
-    *("serving.gateway.stream_resume:BegunAnswer", "serving.transport.peer_queue:Chunk"),
-    *("serving.transport.sibling_staging:Lent", "serving.transport.transfer_table:ProducerSession"),
-    "serving.transport.wire:Header",
+    "serving.gateway.stream_resume:BegunAnswer",
 }
 
 # Under a hundred lines, and used by one other file of its room alone.
@@ -59,10 +50,8 @@ OF_ONE_USER = {
     "cli.site_share",
     # Two of what a fleet does, each with other parts of a plane; with both, its control would be as long as a file may.
     *("serving.fleet.decisions", "serving.fleet.shares"),
-    # Rooms that are still to be taken apart: deployment, gateway, transport, engines, pool, tools, lab.
+    # Rooms that are still to be taken apart: gateway, engines, tools, lab.
     "serving.gateway.certificate_watch",
-    *("serving.transport.arrival_sums", "serving.transport.async_handshake", "serving.transport.checkpoints"),
-    *("serving.transport.opening", "serving.transport.remains", "serving.transport.watchers"),
     *(
         "serving.engines.asking",
         "serving.engines.trained",
@@ -71,7 +60,7 @@ OF_ONE_USER = {
     ),
     *("serving.engines.vllm.host_runs", "serving.engines.vllm.pool_worker", "serving.engines.vllm.postponed"),
     *("serving.engines.vllm.standby", "serving.engines.vllm.state_layout"),
-    *("serving.pool.exchange", "serving.pool.spilling", "serving.pool.verification", "serving.tracing.queue"),
+    "serving.tracing.queue",
     *("tools.demo.pools", "tools.demo.warm_up"),
     "tools.emit.containers",
     "lab.simulator.cache_moves",

@@ -209,8 +209,7 @@ class Site:
             arena=StagingArena(_STAGING_BYTES if sender is None else 1 << 20),
             layout=_OneRegion(),
             fingerprint=FINGERPRINT,
-            sender_telemetry=None if sender is None else sender.telemetry,
-            on_pace=(lambda _order: None) if sender is None else sender.pace,
+            sender=sender,
         )
         with self._laboratory.inside(name):
             receiver.start()

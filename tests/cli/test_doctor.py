@@ -185,7 +185,7 @@ def test_a_rejection_is_quoted(
         name="east-prefill-0/0", key=key, peers={target.name: peer}, fingerprint={"block_tokens": "32"}
     )
     east = next(r for r in receivers if r.name == "east-prefill-0/0")
-    east._sender_telemetry = sender.telemetry
+    east._sender = sender
     sender.start()
     try:
         deadline_s = time.monotonic() + 60

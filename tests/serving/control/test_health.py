@@ -16,7 +16,7 @@ from prfaas.serving.own_process import LoopClock
 from prfaas.serving.running_deployment import RunningDeployment
 from prfaas.serving.transport.handshake import HandshakeError
 from prfaas.serving.transport.pacing import PaceOrder
-from prfaas.serving.transport.roster import Roster
+from prfaas.serving.transport.peer_list import PeerList
 
 from .world import FakeClock, FakeHttp
 
@@ -40,7 +40,7 @@ class Port:
 
     async def pace(self, order: PaceOrder) -> None: ...
 
-    async def tell_roster(self, roster: Roster) -> None: ...
+    async def send_peer_list(self, roster: PeerList) -> None: ...
 
     async def close(self) -> None: ...
 

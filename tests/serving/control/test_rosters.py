@@ -8,7 +8,7 @@ import pytest
 from prfaas.core.deployment import AppliedDeployment, Deployment
 from prfaas.serving.control.rosters import Rosters
 from prfaas.serving.running_deployment import RunningDeployment
-from prfaas.serving.transport.roster import roster_of
+from prfaas.serving.transport.peer_list import peer_list_of
 
 from .world import FILE, FakeSender, deployment_of
 
@@ -19,7 +19,7 @@ class Told:
     def __init__(self, deployment: Deployment) -> None:
         self.ports = {instance.name: (FakeSender(),) for instance in deployment.instances}
         for instance in deployment.instances:
-            digest = roster_of(deployment, instance, 0).digest
+            digest = peer_list_of(deployment, instance, 0).digest
             self.ports[instance.name][0].roster = {"digest": digest, "told": False, "trouble": ""}
 
     def counts(self) -> dict[str, int]:

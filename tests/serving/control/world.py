@@ -16,7 +16,7 @@ from prfaas.serving.control.plane import LivePlane
 from prfaas.serving.control.planning_inputs import prefill_curves, view_of
 from prfaas.serving.running_deployment import RunningDeployment
 from prfaas.serving.transport.pacing import PaceOrder
-from prfaas.serving.transport.roster import Roster
+from prfaas.serving.transport.peer_list import PeerList
 
 KEY = bytes(range(32))
 
@@ -191,7 +191,7 @@ class FakeSender:
         self.probes: list[tuple[str, int]] = []
         self.asked = 0
         self.orders: list[PaceOrder] = []
-        self.rosters: list[Roster] = []
+        self.rosters: list[PeerList] = []
         self.roster: dict[str, Any] | None = None
         self.takes_rosters = True
         self.closed = False
@@ -215,7 +215,7 @@ class FakeSender:
             raise ConnectionError("nobody there")
         self.orders.append(order)
 
-    async def tell_roster(self, roster: Roster) -> None:
+    async def send_peer_list(self, roster: PeerList) -> None:
         if self.links is None:
             raise ConnectionError("nobody there")
         self.rosters.append(roster)

@@ -1,5 +1,6 @@
 """The digests of pages: what they see, and where they lie in a transfer."""
 
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -22,6 +23,7 @@ from prfaas.serving.engines.synthetic.layout import SyntheticLayout
 from prfaas.serving.engines.tiny import tiny_config
 from prfaas.serving.transport.fingerprint import fingerprint_difference
 from prfaas.serving.transport.staging import StagedTransfer, StagingArena
+from prfaas.serving.transport.ticket import Ticket
 
 ID = bytes(range(16))
 FULL = KvGroup(0, GroupKind.FULL, 16, 0)
@@ -190,6 +192,20 @@ def test_what_was_digested_passes_and_nothing_else(
             digests.check(staged, number, first_block, wrong)
 
 
+A_TICKET = replace(
+    Ticket.issue(
+        producer="east",
+        consumer="home",
+        num_tokens=1,
+        skip_tokens=0,
+        prompt_digest=bytes(16),
+        lifetime_s=60.0,
+        now_s=0.0,
+    ),
+    transfer_id=ID,
+)
+
+
 def staged_digests(some_plan: DigestPlan, sent: bytes, num_tokens: int, skip_tokens: int) -> StagedTransfer:
     sizes = some_plan.region_bytes(num_tokens, skip_tokens)
     lease = StagingArena(1 << 20, 4096).allocate(sum(sizes))
@@ -200,10 +216,7 @@ def staged_digests(some_plan: DigestPlan, sent: bytes, num_tokens: int, skip_tok
         piece[:] = sent[start : start + len(piece)]
         start += len(piece)
     return StagedTransfer(
-        transfer_id=ID,
-        num_tokens=num_tokens,
-        skip_tokens=skip_tokens,
-        prompt_digest=bytes(16),
+        ticket=replace(A_TICKET, num_tokens=num_tokens, skip_tokens=skip_tokens),
         region_starts=starts,
         region_bytes=sizes,
         lease=lease,

@@ -291,7 +291,6 @@ class StandInEngine:
             layout=PartLayout() if self.keeps else IdLayout(),
             fingerprint={"layout": self.layout},
             producers=[f"{producer}/0" for producer in self.producers],
-            sender_telemetry=lambda: {"links": {}} if self.sender is None else self.sender.telemetry(),
         )
         self.sender: Sender | None = None
         self.receiver.start()
@@ -328,6 +327,7 @@ class StandInEngine:
             },
             fingerprint={"layout": self.layout},
         )
+        self.receiver._sender = self.sender
         self.sender.start()
 
     async def stop_http(self) -> None:
@@ -685,7 +685,7 @@ class StandInEngine:
         def tell(phase: TransferPhase, received_bytes: int = 0) -> None:
             reason = "made to fail" if phase is TransferPhase.FAILED else ""
             status = TransferStatus(phase, reason, received_bytes, nbytes, 0, len(ids), 0)
-            self.receiver.tell(ticket.transfer_id, status)
+            self.receiver.report(ticket.transfer_id, status)
 
         tell(TransferPhase.RECEIVING)
         if self.reads == "hangs":

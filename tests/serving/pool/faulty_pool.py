@@ -22,7 +22,7 @@ from prfaas.core.pool.geometry import PageGroup, PoolGeometry
 from prfaas.serving.pool.client import PoolClient
 from prfaas.serving.pool.daemon import DaemonOptions, PoolDaemon
 from prfaas.serving.pool.page_table import PageState
-from prfaas.serving.pool.ssd_tier import FileTier
+from prfaas.serving.pool.ssd_tier import FileTier, SsdOptions
 
 from .pool_daemon import (
     TENANT,
@@ -214,7 +214,7 @@ def _serve(options: DaemonOptions, disk: Path) -> None:
 
         def make_ssd(geometry: PoolGeometry, arena: memoryview) -> FileTier:
             in_loop = partial(_in_loop, loop)
-            return FileTier(geometry, arena, disk, SSD_BYTES, 1.0, LruEviction, in_loop, retry_s=0.05)
+            return FileTier(geometry, arena, SsdOptions(disk, SSD_BYTES, retry_s=0.05), LruEviction, in_loop)
 
         with contextlib.suppress(asyncio.CancelledError):
             await PoolDaemon(options, make_ssd=make_ssd).serve()

@@ -15,7 +15,7 @@ from prfaas.core.pool.eviction import LruEviction
 from prfaas.core.pool.geometry import PageGroup, PageIdentity, PoolGeometry, whole_sectors
 from prfaas.core.pool.keys import page_id
 from prfaas.serving.pool.hooks import SsdEntry
-from prfaas.serving.pool.ssd_tier import FileTier
+from prfaas.serving.pool.ssd_tier import FileTier, SsdOptions
 
 GEOMETRY = PoolGeometry(
     "model",
@@ -81,13 +81,9 @@ class SsdPool:
         self.tier = FileTier(
             geometry,
             self.arena,
-            folder,
-            most_bytes,
-            tenant_share,
+            SsdOptions(folder, most_bytes, tenant_share, most_queued_bytes, retry_s),
             LruEviction,
             self.loop.in_loop,
-            most_queued_bytes,
-            retry_s,
         )
         self.tier.attach(self.dropped.append)
 

@@ -1,6 +1,6 @@
 """Seconds in which work was open are counted once, however much of it there was."""
 
-from prfaas.serving.pool.counters import BusyClock
+from prfaas.serving.pool.ssd_tier import BusyClock
 
 
 def test_work_that_overlaps_is_counted_once() -> None:

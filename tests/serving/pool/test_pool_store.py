@@ -19,8 +19,7 @@ from prfaas.serving.pool.memory_tier import NO_SLOT
 from prfaas.serving.pool.page_table import Owner, PageState
 from prfaas.serving.pool.protocol import PageRef
 from prfaas.serving.pool.recovery import recover
-from prfaas.serving.pool.sessions import StoreMatch, StoreSession
-from prfaas.serving.pool.store import PageStore
+from prfaas.serving.pool.store import PageStore, StoreMatch, StoreSession
 
 from .pool_daemon import TENANT, chain_of, packed_chain, pages_of, part_of
 from .stepped_ssd import RecordedEvents, SteppedSsd

@@ -13,7 +13,7 @@ from prfaas.core.pool.geometry import PageGroup, PoolGeometry
 from prfaas.serving.pool.client import PoolClient
 from prfaas.serving.pool.hooks import SsdFactory
 from prfaas.serving.pool.page_table import PageState
-from prfaas.serving.pool.ssd_tier import ssd_factory
+from prfaas.serving.pool.ssd_tier import SsdOptions, ssd_factory
 
 from .pool_daemon import (
     MIB,
@@ -44,7 +44,9 @@ def in_loop(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
 def on_ssd(
     folder: Path, ssd_bytes: int, share: float = 1.0
 ) -> Callable[[asyncio.AbstractEventLoop], SsdFactory]:
-    return lambda loop: ssd_factory(folder, ssd_bytes, share, lambda _: LruEviction(), partial(in_loop, loop))
+    return lambda loop: ssd_factory(
+        SsdOptions(folder, ssd_bytes, share), lambda _: LruEviction(), partial(in_loop, loop)
+    )
 
 
 def prompt(number: int, blocks: int = 4) -> list[int]:

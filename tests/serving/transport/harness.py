@@ -27,7 +27,6 @@ from prfaas.serving.transport import (
     TransferStatus,
     prompt_digest,
 )
-from prfaas.serving.transport.pacing import PaceOrder
 
 KEY = bytes(range(32))
 FINGERPRINT = {"model": "tiny", "layers": 4, "dtype": "bf16"}
@@ -197,7 +196,7 @@ def make_receiver(
     key: bytes = KEY,
     tls: TlsIdentity | None = None,
     plain_peers: Sequence[str] = (),
-    on_pace: Callable[[PaceOrder], None] = lambda _order: None,
+    sender: Sender | None = None,
 ) -> Receiver:
     receiver = Receiver(
         name="c/0",
@@ -211,7 +210,7 @@ def make_receiver(
         producers=["p/0"],
         tls=tls,
         plain_peers=plain_peers,
-        on_pace=on_pace,
+        sender=sender,
     )
     receiver.start()
     return receiver

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 
 import pytest
 
-from prfaas.core.link.turns import turn_of_checkpoint, turn_of_ended, turn_of_open
+from prfaas.core.link.send_order import order_of_checkpoint, order_of_ended, order_of_open
 from prfaas.serving.transport import BytesSource, OutgoingTransfer, StagingArena, Ticket, TransferPhase
 from prfaas.serving.transport.offer import Offer
 from prfaas.serving.transport.ticket import checkpoint_id, part_id
@@ -196,11 +196,11 @@ def test_one_that_breaks_with_its_transfer_leaves_nothing(world: World) -> None:
 
 
 def test_a_checkpoint_leaves_before_the_rest_of_its_transfer_alone() -> None:
-    first, second = turn_of_open(5.0, 1), turn_of_open(6.0, 2)
-    checkpoints = [turn_of_checkpoint(second, turn_of_open(9.0, number)) for number in (7, 8)]
+    first, second = order_of_open(5.0, 1), order_of_open(6.0, 2)
+    checkpoints = [order_of_checkpoint(second, order_of_open(9.0, number)) for number in (7, 8)]
     assert sorted([second, *checkpoints[::-1], first]) == [first, *checkpoints, second]
-    ended = turn_of_ended(7.0, 100.0, 8.0, 1)
-    assert sorted([first, turn_of_checkpoint(ended, turn_of_open(9.0, 7)), ended])[1] == ended
+    ended = order_of_ended(7.0, 100.0, 8.0, 1)
+    assert sorted([first, order_of_checkpoint(ended, order_of_open(9.0, 7)), ended])[1] == ended
 
 
 def test_it_overtakes_what_its_transfer_has_still_to_send(world: World) -> None:

@@ -1,4 +1,4 @@
-"""Encrypted connections end to end: exact, closed to strangers, and nothing that was altered counts."""
+"""Encrypted connections end to end: exact, closed to unauthenticated peers, and nothing that was altered counts."""
 
 import asyncio
 import logging
@@ -322,7 +322,7 @@ def foreign(authority: Authority, name: str) -> TlsIdentity:
         ("plain server", "c/0 does not encrypt", "c/0 takes no encrypted connections"),
     ],
 )
-def test_strangers_are_refused_and_logged_once(
+def test_unauthenticated_peers_are_refused_and_logged_once(
     make_world: MakeWorld,
     authority: Authority,
     caplog: pytest.LogCaptureFixture,
@@ -357,7 +357,7 @@ def test_strangers_are_refused_and_logged_once(
     stats = world.receiver.stats()
     assert (stats["connections"], stats["received_bytes"], stats["opened"]) == (0, 0, 0)
     by_sender = [r.getMessage() for r in caplog.records if r.name.endswith("peer_queue")]
-    by_receiver = [r.getMessage() for r in caplog.records if r.name.endswith("strangers")]
+    by_receiver = [r.getMessage() for r in caplog.records if r.name.endswith("unauthenticated")]
     assert len(by_sender) == 1 and sentence in by_sender[0]
     assert len(by_receiver) <= 1
     if heard:
@@ -575,7 +575,7 @@ def test_rotated_certificates_are_used_by_new_connections(
     assert world.take(ticket) == content
 
 
-# Strangers
+# Unauthenticated peers
 
 
 @pytest.mark.parametrize(
@@ -603,8 +603,8 @@ def test_a_byte_now_and_then_does_not_stretch_the_tls_handshake(
                 time.sleep(0.05)
 
 
-def test_slow_tls_strangers_keep_no_peer_out(make_world: MakeWorld, authority: Authority) -> None:
-    options = replace(FAST_RECEIVER, max_strangers=8, handshake_s=60.0)
+def test_slow_unauthenticated_tls_peers_keep_no_peer_out(make_world: MakeWorld, authority: Authority) -> None:
+    options = replace(FAST_RECEIVER, max_unauthenticated=8, handshake_s=60.0)
     tls = authority.identity("p")
     world = make_world(receiver_options=options, server_tls=authority.identity("c"), tls=tls)
     await_true(lambda: world.receiver.stats()["connections"] == 4, 5.0, lambda: "up")

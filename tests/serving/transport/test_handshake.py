@@ -258,7 +258,7 @@ def test_a_layout_that_is_changed_on_its_way_is_no_proof(changed: str) -> None:
 
 def test_a_transfer_comes_in_the_form_that_was_agreed() -> None:
     theirs = layouts([32])
-    theirs.hear("p/0", [16], sends=False)
+    theirs.note("p/0", [16], sends=False)
     with pytest.raises(WireError, match=r"p/0 sends KV in form 'x', where '\[32\] and \[16\]' was agreed"):
         theirs.begin("p/0", b"t" * 16, "x")
     with pytest.raises(WireError, match="p/0 sends part 1 of a transfer, where part 0 was agreed"):
@@ -266,7 +266,7 @@ def test_a_transfer_comes_in_the_form_that_was_agreed() -> None:
     assert theirs.of_ticket(b"t" * 16) == {}
     theirs.begin("p/0", b"t" * 16, "[32] and [16]")
     # Another handshake changes nothing of what has begun.
-    theirs.hear("p/0", [64], sends=False)
+    theirs.note("p/0", [64], sends=False)
     assert theirs.of_ticket(b"t" * 16)[0].mark == "[32] and [16]"
 
 

@@ -49,9 +49,9 @@ def test_what_is_told_holds_for_a_while_and_never_exceeds_the_link() -> None:
     one = _Socket()
     pacer.update("a", [one])
     assert (one.rate, pacer.pace_bits_per_s) == (2_500_000, 20e6)
-    pacer.tell(60e6, 3.0)
+    pacer.order(60e6, 3.0)
     assert (one.rate, pacer.pace_bits_per_s) == (7_500_000, 60e6)
-    pacer.tell(1e12, 3.0)
+    pacer.order(1e12, 3.0)
     assert one.rate == 10_000_000
     clock[0] = 2.9
     pacer.look()
@@ -59,13 +59,13 @@ def test_what_is_told_holds_for_a_while_and_never_exceeds_the_link() -> None:
     clock[0] = 3.0
     pacer.look()
     assert (one.rate, pacer.pace_bits_per_s) == (2_500_000, 20e6)
-    pacer.tell(60e6, 3.0)
+    pacer.order(60e6, 3.0)
     clock[0] = 9.0
     pacer.update("a", [one])
     assert one.rate == 2_500_000
     unpaced = LinkPacer(None)
     unpaced.update("a", [one])
-    unpaced.tell(8.0, 3.0)
+    unpaced.order(8.0, 3.0)
     assert (one.rate, unpaced.pace_bits_per_s) == (2_500_000, None)
 
 
@@ -99,7 +99,7 @@ def test_an_observer_paces_the_sender_beside_a_receiver() -> None:
     arena = StagingArena(8 << 20)
     peer = Peer("c/0", "127.0.0.1", 1, "wan", 1, 64e6, on_demand=True, share_bits_per_s=16e6)
     sender = Sender(name="c/0", key=KEY, peers={"c/0": peer}, fingerprint=FINGERPRINT, options=FAST_SENDER)
-    receiver = make_receiver(arena, on_pace=sender.pace)
+    receiver = make_receiver(arena, sender=sender)
 
     async def main() -> None:
         observer = Observer("control", KEY, "127.0.0.1", receiver.port, "c/0")

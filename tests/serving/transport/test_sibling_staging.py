@@ -11,12 +11,11 @@ from dataclasses import dataclass
 import pytest
 
 from prfaas.core.deployment import TransferLimits
-from prfaas.serving.transport.lent_transfer import LentTransfer
 from prfaas.serving.transport.options import Peer, ReceiverOptions, SenderOptions
 from prfaas.serving.transport.outgoing import OutgoingTransfer
 from prfaas.serving.transport.receiver import Receiver
 from prfaas.serving.transport.sender import Sender
-from prfaas.serving.transport.sibling_staging import SiblingStaging
+from prfaas.serving.transport.sibling_staging import LentTransfer, SiblingStaging
 from prfaas.serving.transport.staging import StagingArena, shared_memory
 from prfaas.serving.transport.ticket import Ticket
 from prfaas.serving.transport.wire import TransferPhase
@@ -115,9 +114,9 @@ def ranks(ttl_s: float = 30.0, keep_s: float = 30.0, total_bytes: int = 64 << 10
             threads.map(
                 lambda rank: SiblingStaging(
                     *(arenas[rank], memories[rank][0], receivers[rank], {1 - rank: pair[rank]}),
-                    ttl_s=ttl_s,
-                    keep_s=keep_s,
-                    waits_s=0.5,
+                    ReceiverOptions(
+                        limits=TransferLimits(staging_ttl_s=ttl_s, staging_wait_s=0.5), keep_partial_s=keep_s
+                    ),
                 ),
                 range(2),
             )

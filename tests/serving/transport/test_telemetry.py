@@ -4,6 +4,8 @@ import asyncio
 import time
 from collections.abc import Callable
 
+import pytest
+
 from prfaas.serving.transport import BytesSource, Observer
 from prfaas.serving.transport.options import Peer
 from prfaas.serving.transport.receiver import Receiver
@@ -79,7 +81,7 @@ def test_observers_hear_of_the_sender_beside_the_receiver(world: World) -> None:
         arena=StagingArena(1 << 20, 1 << 16),
         layout=SizesByTokens(),
         fingerprint=FINGERPRINT,
-        sender_telemetry=world.sender.telemetry,
+        sender=world.sender,
     )
     receiver.start()
 
@@ -162,8 +164,11 @@ def test_work_ends_filler(make_world: MakeWorld) -> None:
     assert world.receiver.telemetry()["arrivals"]["p/0"]["bytes_total"] < 50_000_000
 
 
-def test_an_observer_asks_for_links_alone_and_for_filler() -> None:
+def test_an_observer_asks_for_links_alone_and_for_filler(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[tuple[str, int]] = []
+    monkeypatch.setattr(world.sender, "probe", lambda link, nbytes: asked.append((link, nbytes)))
     receiver = Receiver(
         name="p/0",
         key=KEY,
@@ -172,7 +177,7 @@ def test_an_observer_asks_for_links_alone_and_for_filler() -> None:
         arena=StagingArena(1 << 20, 1 << 16),
         layout=SizesByTokens(),
         fingerprint=FINGERPRINT,
-        on_probe=lambda link, nbytes: asked.append((link, nbytes)),
+        sender=world.sender,
     )
     receiver.start()
 

@@ -210,8 +210,8 @@ def _ranked(
 ) -> list[_Rank]:
     """All ways for instances to begin, the least is the best: from what each has `held`, or from a copy.
 
-    Done when; less the tokens that it starts from; ready when; requests in flight; its place in `able`; what the prefill
-    takes; what it loads; the copy that comes first.
+    Done when; less the tokens that it starts from; ready when; requests in flight; its place in `able`; what
+    its prefill takes; what it loads; the copy that comes first.
     """
     num_tokens, loads_s = request.num_tokens, request.loads_s
     # Most hold the same.

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from prfaas.core.link.turns import turn_of_ended
+from prfaas.core.link.send_order import order_of_ended
 from prfaas.core.units import BITS_PER_BYTE
 from prfaas.lab.simulator.capacity import CapacityProcess
 from prfaas.lab.simulator.events import Callback, Events
@@ -333,7 +333,7 @@ class FluidLink:
         """Give the turn of one of which all is there."""
         left_bytes = left_bits / BITS_PER_BYTE
         pace = transfer.queue.pace_bits_per_s(self.paced_bits_per_s)
-        transfer.queue.end(transfer, turn_of_ended(now_s, left_bytes, pace, transfer.number))
+        transfer.queue.end(transfer, order_of_ended(now_s, left_bytes, pace, transfer.number))
 
     def _sent(self, transfer: FluidTransfer) -> None:
         if self._rtt_s:

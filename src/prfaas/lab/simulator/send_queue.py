@@ -5,7 +5,7 @@ from collections.abc import Callable
 from heapq import heappop, heappush
 from typing import Any
 
-from prfaas.core.link.turns import Turn
+from prfaas.core.link.send_order import SendOrder
 from prfaas.lab.simulator.flow import Flow, SharedFlow
 
 # The states of a transfer.
@@ -95,7 +95,7 @@ class FluidTransfer:
 
 
 class SendQueue(Flow):
-    """The turns of `core.link.turns`, as the live `ChunkSchedule` gives them, for a fluid.
+    """The turns of `core.link.send_order`, as the live `ChunkSchedule` gives them, for a fluid.
 
     The first that has something to send gets all. A prefill that goes on has only what it has just produced, once all
     before that is sent: what it leaves is for the next one. So some may be abreast of their production, and behind
@@ -123,7 +123,7 @@ class SendQueue(Flow):
         self.streams = {}
         self.head = None
         self.head_bits_per_s = 0.0
-        self._ended: list[tuple[Turn, FluidTransfer]] = []
+        self._ended: list[tuple[SendOrder, FluidTransfer]] = []
 
     def become_late(self) -> None:
         if not self.is_late:
@@ -155,7 +155,7 @@ class SendQueue(Flow):
         transfer.bits_per_s = bits_per_s
         self.produce(bits_per_s)
 
-    def end(self, transfer: FluidTransfer, turn: Turn) -> None:
+    def end(self, transfer: FluidTransfer, turn: SendOrder) -> None:
         """All of a transfer is there, and something of it is left."""
         transfer.state = PRODUCED
         heappush(self._ended, (turn, transfer))

@@ -10,7 +10,7 @@ from prfaas.serving.control.cluster_state import Clock
 from prfaas.serving.control.engine_http import EngineAccess
 from prfaas.serving.own_process import lacks_descriptors, on_time_timeout
 from prfaas.serving.transport.pacing import PaceOrder
-from prfaas.serving.transport.roster import Roster
+from prfaas.serving.transport.peer_list import PeerList
 from prfaas.serving.transport.sockets import HandshakeError
 
 _ANSWER_S = 2.0
@@ -27,7 +27,7 @@ class KvPort(Protocol):
 
     async def pace(self, order: PaceOrder) -> None: ...
 
-    async def tell_roster(self, roster: Roster) -> None: ...
+    async def send_peer_list(self, roster: PeerList) -> None: ...
 
     async def close(self) -> None: ...
 

@@ -10,7 +10,7 @@ from prfaas.serving.control.engine_monitor import period_s
 from prfaas.serving.control.part import Json, Part
 from prfaas.serving.control.pulse import KvPort
 from prfaas.serving.running_deployment import RunningDeployment
-from prfaas.serving.transport.roster import Roster, roster_of
+from prfaas.serving.transport.peer_list import PeerList, peer_list_of
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class Rosters(Part):
         self._running = running
         self._kv_ports = kv_ports
         self._on_stats = on_stats
-        self._wanted: dict[Rank, Roster] = {}
+        self._wanted: dict[Rank, PeerList] = {}
         self._digests: dict[Rank, str] = {}
         # Which wanted roster a rank has had, or was told.
         self._settled: dict[Rank, str] = {}
@@ -99,7 +99,7 @@ class Rosters(Part):
         """Each takes some work: not made anew at every look."""
         deployment = self._running.current
         self._wanted = {
-            (instance.name, rank): roster_of(deployment, instance, rank)
+            (instance.name, rank): peer_list_of(deployment, instance, rank)
             for instance in deployment.instances
             for rank in range(instance.kv_ranks)
         }
@@ -136,7 +136,7 @@ class Rosters(Part):
             return
         try:
             async with asyncio.timeout(_ANSWER_S):
-                await self._kv_ports[name][number].tell_roster(roster)
+                await self._kv_ports[name][number].send_peer_list(roster)
         except (OSError, TimeoutError) as error:
             logger.debug("%s/%d can't be told its roster: %s", name, number, error)
             return

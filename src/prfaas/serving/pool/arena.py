@@ -1,7 +1,7 @@
 """A pool's arena: one file of shared memory with a header, the page table and the slabs of pages.
 
-It outlives the daemon, so that a new one finds the pages again. Its size never changes: who maps it can always read
-it. Another geometry gets a new file.
+It outlives the daemon, so that the next one finds the pages again. Its size never changes, so every mapping of it
+stays readable. Another geometry gets a new file.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 class ArenaError(Exception):
-    """There cannot be an arena of this size here; the message says why, in one sentence."""
+    """An arena of this size cannot be here; the message says why, in one sentence."""
 
 
 def _whole_pages(size_bytes: int) -> int:
@@ -48,13 +48,13 @@ def _whole_pages(size_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ArenaLayout:
-    """Where everything lies in an arena; it follows from geometry and size."""
+    """Offsets and sizes in an arena, which follow from geometry and size."""
 
     geometry: PoolGeometry
     memory_bytes: int
-    """What the arena may take."""
+    """Limit of the arena."""
     arena_bytes: int
-    """What it takes."""
+    """Size of the arena."""
     slab_bytes: int
     slabs: int
     most_slots: int
@@ -66,12 +66,12 @@ class ArenaLayout:
 
     @property
     def pages_bytes(self) -> int:
-        """What all slabs take."""
+        """Bytes of all slabs."""
         return self.slabs * self.slab_bytes
 
     @classmethod
     def of(cls, geometry: PoolGeometry, memory_bytes: int) -> "ArenaLayout":
-        """As many slabs as fit into `memory_bytes`, header and page table included.
+        """Lay out as many slabs as fit into `memory_bytes`, with header and page table.
 
         Raises:
             ArenaError: the memory is too little, or the geometry has too many ranks.
@@ -94,13 +94,20 @@ class ArenaLayout:
         slabs = room // slab_bytes
         slabs_at = _whole_pages(table_at + slabs * most_slots * a_row)
         return cls(
-            geometry, memory_bytes, slabs_at + slabs * slab_bytes, slab_bytes, slabs, most_slots, slot_bytes,
-            table_at, slabs_at,
-        )  # fmt: skip
+            geometry=geometry,
+            memory_bytes=memory_bytes,
+            arena_bytes=slabs_at + slabs * slab_bytes,
+            slab_bytes=slab_bytes,
+            slabs=slabs,
+            most_slots=most_slots,
+            slot_bytes=slot_bytes,
+            table_at=table_at,
+            slabs_at=slabs_at,
+        )
 
 
 class Arena:
-    """The daemon's arena, which it reads and writes; or an engine's, of which it writes pages only."""
+    """A mapped arena: the daemon's, which owns all of it, or an engine's, which writes only pages."""
 
     def __init__(self, file: BinaryIO, layout: ArenaLayout) -> None:
         """Map `file`, which is as long as the layout says, and is closed with this object."""
@@ -119,16 +126,16 @@ class Arena:
 
     @property
     def epoch(self) -> int:
-        """Which daemon's start this is, as it stands in shared memory now."""
+        """Number of the daemon's start, read from shared memory."""
         return int(_NUMBER.unpack_from(self._map, _EPOCH_AT)[0])
 
     def begin_epoch(self, epoch: int) -> None:
-        """A daemon has taken over: who copied under an earlier epoch must not trust it."""
+        """Start a new epoch: copies that began in an earlier one must not be trusted."""
         _NUMBER.pack_into(self._map, _PROVIDED_AT, 0)
         _NUMBER.pack_into(self._map, _EPOCH_AT, epoch)
 
     def provide(self, slab: int) -> None:
-        """Have the system give the memory of a slab, which takes a while; what is in it stays.
+        """Allocate the memory of a slab, which takes a while; its content stays.
 
         Raises:
             OSError: it has none. Without this, the first to touch the memory would be killed.
@@ -138,15 +145,15 @@ class Arena:
 
     @property
     def provided_slabs(self) -> int:
-        """So many slabs, from the first on, have been provided."""
+        """Number of slabs, from the first on, whose memory was provided."""
         return int(_NUMBER.unpack_from(self._map, _PROVIDED_AT)[0])
 
     def set_provided_slabs(self, count: int) -> None:
-        """Tell engines."""
+        """Publish the number of provided slabs to engines."""
         _NUMBER.pack_into(self._map, _PROVIDED_AT, count)
 
     def populate(self, slab: int) -> None:
-        """Have a provided slab mapped into this process now: page by page, as copies come to them, it costs more."""
+        """Map a provided slab into this process at once, which is cheaper than page by page during copies."""
         begin = self.layout.slabs_at + slab * self.layout.slab_bytes
         start = begin - begin % _PAGE_BYTES
         size = begin + self.layout.slab_bytes - start
@@ -155,16 +162,16 @@ class Arena:
         _LIBC.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), _POPULATE_WRITE)
 
     def provide_table(self) -> None:
-        """The same for header and page table."""
+        """Allocate the memory of header and page table."""
         os.posix_fallocate(self._file.fileno(), 0, self.layout.slabs_at)
 
     def close(self) -> None:
-        """Close the file. The memory stays mapped as long as somebody holds a view."""
+        """Close the file. The memory stays mapped as long as a view of it exists."""
         self._file.close()
 
 
 def create_arena(path: Path, layout: ArenaLayout, epoch: int) -> Arena:
-    """A new, empty arena in place of what is at `path`. Who has mapped an old one keeps it.
+    """Make a new, empty arena at `path`. Mappings of an old one there stay valid.
 
     Raises:
         OSError: the file cannot be made.
@@ -198,7 +205,7 @@ def create_arena(path: Path, layout: ArenaLayout, epoch: int) -> Arena:
 
 
 def open_arena(path: Path, memory_bytes: int) -> Arena | None:
-    """What an earlier daemon left at `path`; None, and a line in the log, if it cannot be used."""
+    """Open an earlier daemon's arena at `path`; None, and a line in the log, if it cannot be used."""
     try:
         file = os.fdopen(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC), "r+b", 0)
     except FileNotFoundError:
@@ -238,7 +245,7 @@ def map_arena(descriptor: int) -> Arena:
 
 
 def _layout_in(file: BinaryIO) -> ArenaLayout:
-    """The layout that a file's header tells.
+    """Read the layout from a file's header.
 
     Raises:
         ValueError, ArenaError: the file is no such arena.
@@ -260,9 +267,9 @@ def _layout_in(file: BinaryIO) -> ArenaLayout:
 
 
 def provide_slabs(arena: Arena, provided: Callable[[int], None], stopped: Callable[[], bool]) -> None:
-    """Provide the memory of all slabs, one after the other; for a thread of its own.
+    """Provide the memory of all slabs, one after the other, in a thread of its own.
 
-    Logs how far it is. Ends early when `stopped`, or when the machine has no more: the pool then goes on with less.
+    Logs its progress. Ends early when `stopped`, or when the machine has no more: the pool then goes on with less.
     """
     layout = arena.layout
     for slab in range(layout.slabs):
@@ -285,7 +292,7 @@ def provide_slabs(arena: Arena, provided: Callable[[int], None], stopped: Callab
 
 
 def check_room(path: Path, memory_bytes: int) -> None:
-    """Whether an arena of that size can be at `path`; the file that is there now counts as room.
+    """Check that an arena of that size fits at `path`; the file that is there now counts as room.
 
     Raises:
         ArenaError: there is too little.

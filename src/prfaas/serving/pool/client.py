@@ -1,26 +1,32 @@
 """An engine's or a tool's end of the pool's Unix socket."""
 
 import contextlib
+import errno
 import hashlib
 import logging
+import os
+import select
 import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from prfaas.core.pool.geometry import PageIdentity, PoolGeometry
 from prfaas.serving.pool.arena import Arena, ArenaError, map_arena
-from prfaas.serving.pool.exchange import A, Unavailable, exchange, has_hung_up
 from prfaas.serving.pool.page_table import PageState
 from prfaas.serving.pool.protocol import (
+    LENGTH_BYTES,
+    MOST_MESSAGE_BYTES,
     PROTOCOL_VERSION,
     Abort,
+    Answer,
     Clear,
     Commit,
     Discard,
@@ -34,6 +40,7 @@ from prfaas.serving.pool.protocol import (
     OpenSession,
     PageRef,
     PoolMatch,
+    Refused,
     Request,
     Reserve,
     Reserved,
@@ -56,10 +63,91 @@ _TOOL_TIMEOUT_S = 600.0
 _MOST_KEPT_ENDS = 100_000
 
 
-class PoolClient:
-    """Thread-safe by one lock. A dead or slow daemon is an empty pool; it is reconnected in the background.
+A = TypeVar("A", Opened, Matched, Reserved, Figures, Done)
 
-    Nothing here raises because of the daemon, and every call ends within the timeout.
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(Answer)
+
+
+class Unavailable(Exception):
+    """The daemon cannot answer now; the text says why."""
+
+
+def has_hung_up(connection: socket.socket, timeout_s: float) -> bool:
+    """Wait for the end of a connection; answers that arrive are passed over. A closed socket has ended, too."""
+    file = connection.fileno()
+    if file < 0:
+        return True
+    poll = select.poll()
+    poll.register(file, select.POLLRDHUP)
+    return bool(poll.poll(timeout_s * 1000))
+
+
+def exchange(
+    connection: socket.socket, message: Request, expected: type[A], timeout_s: float
+) -> tuple[A, list[int]]:
+    """Send a request and receive its answer, and the file descriptors that come with it.
+
+    Raises:
+        Unavailable: it took too long, the connection is gone, or the daemon refuses.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    body = _ENCODER.encode(message)
+    descriptors: list[int] = []
+    try:
+        connection.settimeout(timeout_s)
+        connection.sendall(len(body).to_bytes(LENGTH_BYTES, "little") + body)
+        head, descriptors, _, _ = socket.recv_fds(connection, LENGTH_BYTES, 1)
+        head += _receive(connection, LENGTH_BYTES - len(head), deadline_s) if head else b""
+        length = int.from_bytes(head, "little")
+        if not 0 < length <= MOST_MESSAGE_BYTES:
+            raise Unavailable("the daemon is gone" if not head else "its answer is garbage")
+        answer = _DECODER.decode(_receive(connection, length, deadline_s))
+        if isinstance(answer, Refused):
+            raise Unavailable(answer.reason)
+        if not isinstance(answer, expected):
+            raise Unavailable("it answers something else than was asked")
+    except BaseException as error:
+        for each in descriptors:
+            os.close(each)
+        if isinstance(error, TimeoutError):
+            raise Unavailable(f"no answer within {timeout_s:g} s") from None
+        if isinstance(error, OSError):
+            raise Unavailable(f"the daemon is gone ({error.strerror})") from None
+        if isinstance(error, msgspec.DecodeError):
+            raise Unavailable("its answer is garbage") from None
+        raise
+    return answer, descriptors
+
+
+def _receive(connection: socket.socket, size_bytes: int, deadline_s: float) -> bytearray:
+    """Receive exactly `size_bytes`.
+
+    Raises:
+        OSError: the connection ended, or the deadline has passed (TimeoutError).
+    """
+    received = bytearray(size_bytes)
+    view = memoryview(received)
+    while view:
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError
+        connection.settimeout(left_s)
+        count = connection.recv_into(view)
+        if not count:
+            raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
+        view = view[count:]
+    return received
+
+
+class PoolClient:
+    """An engine's or tool's session with a pool's daemon; thread-safe by one lock.
+
+    1. `connect` opens the session and maps the arena; a thread (`_keep`) reconnects in the background.
+    2. A scheduler calls `match` for a prompt (`unpin` afterwards) and `reserve` for pages to store.
+    3. Workers copy pages out of `arena` and check `intact`, or copy into it inside `writing` and `commit`.
+
+    A dead or slow daemon looks like an empty pool: no method raises because of it, and each ends within the timeout.
     """
 
     def __init__(
@@ -71,13 +159,13 @@ class PoolClient:
         timeout_s: float = 2.0,
         engine_id: str = "",
     ) -> None:
-        """Not connected yet.
+        """Make it without connecting.
 
         Args:
             path: of the daemon's socket.
-            kind: what the session is for. Scheduler and workers of one engine have a session each.
-            geometry: of the engine's KVCache. None takes what the pool has: a tool whatever that is, a scheduler what
-                a worker of its engine has opened a session with.
+            kind: purpose of the session. Scheduler and workers of one engine have a session each.
+            geometry: of the engine's KVCache. None, for a tool: the pool's; for a scheduler: its engine's, whose worker
+                must have a session.
             rank: the worker's tensor-parallel rank.
             timeout_s: longest wait for an answer.
             engine_id: the same in all processes of an engine, another in every engine of the process group.
@@ -93,7 +181,7 @@ class PoolClient:
         self._arena: Arena | None = None
         self._epoch = 0
         self._pages: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
-        # Commits and aborts that the daemon has not heard of: slot → checksum, or None.
+        # Commits and aborts that the daemon has not received: slot → checksum, or None.
         self._ends: dict[int, int | None] = {}
         self._ends_epoch = 0
         self._copies = 0
@@ -104,22 +192,21 @@ class PoolClient:
 
     @property
     def epoch(self) -> int:
-        """Of the daemon's start; 0 = not connected."""
+        """Number of the daemon's start; 0 = not connected."""
         return self._epoch
 
     @property
     def arena(self) -> npt.NDArray[np.uint8]:
-        """All of the arena; empty before the first connection. Take it anew for each copy: a reconnect replaces it."""
+        """Bytes of the arena; empty before the first connection. Read it for each copy: a reconnect replaces it."""
         return self._pages
 
     @property
     def geometry(self) -> PoolGeometry | None:
-        """What was given, or else what the pool has."""
+        """The given geometry, or else the pool's."""
         return self._geometry if self._arena is None else self._arena.layout.geometry
 
     def connect(self) -> bool:
-        """Open the session now. False if the daemon cannot be reached or refuses: the log says why, and it is tried
-        again in the background."""
+        """Open the session now. False if that fails: the log says why, and it is tried again in the background."""
         with self._lock:
             if self._socket is None:
                 try:
@@ -144,18 +231,19 @@ class PoolClient:
     def match(
         self, chain: bytes, start_tokens: int, limit_tokens: int, *, whole: bool, tenant: bytes, pin: bool
     ) -> PoolMatch | None:
-        """What the pool has of a prompt. None if it cannot be asked.
+        """Look up a prompt in the pool. None if it cannot answer.
 
         Args:
             chain: the keys of all whole steps from token 0 on, packed.
-            start_tokens: what is in front of it is had already.
-            limit_tokens: the usable end is not behind it.
-            whole: by the hybrid rule. Without: full-attention groups only.
-            tenant: whose request this is, 8 bytes.
-            pin: the pages that a load needs stay where they are until `unpin`, and come back from SSD.
+            start_tokens: tokens that the engine has already.
+            limit_tokens: most usable tokens.
+            whole: match all groups, by the hybrid rule; False: full-attention groups only.
+            tenant: of the request, 8 bytes.
+            pin: keep the pages that a load needs in memory until `unpin`, reading them from SSD if need be.
         """
+        question = Match(chain, start_tokens, limit_tokens, whole=whole, tenant=tenant, pin=pin)
         with self._lock:
-            answer = self._request(Match(chain, start_tokens, limit_tokens, whole, tenant, pin=pin), Matched)
+            answer = self._request(question, Matched)
             epoch = self._epoch
         if answer is None:
             return None
@@ -164,23 +252,23 @@ class PoolClient:
             for group, first, slots, offsets in answer.pages
         )
         return PoolMatch(
-            answer.pin,
-            answer.usable_tokens,
-            answer.attention_tokens,
-            answer.memory_tokens,
-            pages,
+            pin=answer.pin,
+            usable_tokens=answer.usable_tokens,
+            attention_tokens=answer.attention_tokens,
+            memory_tokens=answer.memory_tokens,
+            pages=pages,
             epoch=epoch,
         )
 
     def unpin(self, pin: int) -> None:
-        """The pages of a match are no longer needed."""
+        """Release the pages of a match."""
         with self._lock:
             self._request(Unpin(pin), Done)
 
     def reserve(
         self, tenant: bytes, pages: Sequence[tuple[bytes, PageIdentity | None]]
     ) -> list[PageRef | None] | None:
-        """Room for pages. None entries: already there, being written, or no room. None: the pool cannot be asked."""
+        """Reserve room for pages. None entries: already there, being written, or no room. None: no answer."""
         page_ids = b"".join([page_id for page_id, _ in pages])
         with self._lock:
             answer = self._request(Reserve(tenant, page_ids, [identity for _, identity in pages]), Reserved)
@@ -189,49 +277,49 @@ class PoolClient:
         return [ref if ref.slot >= 0 else None for ref in page_refs(answer.slots, answer.offsets)]
 
     def commit(self, pages: Sequence[tuple[PageRef, int]]) -> None:
-        """This rank has written its parts, of these xxh3_64. Kept and sent later if the daemon cannot be reached."""
+        """Report this rank's written shares with their xxh3_64; sent later if the daemon cannot be reached."""
         self._end({ref.slot: checksum for ref, checksum in pages})
 
     def abort(self, pages: Sequence[PageRef]) -> None:
-        """A worker: this rank will not write its parts. A scheduler: nobody got the order to write them."""
+        """Report that this rank will not write its shares; from a scheduler: that no rank will."""
         self._end({ref.slot: None for ref in pages})
 
     def discard(self, page_ids: Sequence[bytes]) -> None:
-        """Superseded pages: those that nobody uses and nobody ever hit go."""
+        """Drop superseded pages, if they are unused and were never hit."""
         with self._lock:
             self._request(Discard(b"".join(page_ids)), Done)
 
     def stats(self) -> dict[str, Any] | None:
-        """What the pool holds and did. None if it cannot be asked."""
+        """Figures of the pool's content and work. None if it cannot answer."""
         return self._figures(Stats(), self._timeout_s)
 
     def clear(self) -> dict[str, Any] | None:
-        """Drop every page that nobody uses. Returns how many there were, None if the pool cannot be asked."""
+        """Drop every unused page. Returns their number; None if the pool cannot answer."""
         return self._figures(Clear(), _TOOL_TIMEOUT_S)
 
     def verify(self) -> dict[str, Any] | None:
-        """Compare every page's bytes with its checksums; wrong pages go. None if the pool cannot be asked."""
+        """Compare every page's bytes with its checksums, and drop wrong pages. None if the pool cannot answer."""
         return self._figures(Verify(), _TOOL_TIMEOUT_S)
 
     def page_state(self, slot: int) -> PageState:
-        """Of the page that a match or reservation gave; FREE once the slot has another use."""
+        """State of a page that a match or reservation gave; FREE once the slot has another use."""
         arena = self._arena
         return PageState.FREE if arena is None else arena.table.state(slot)
 
     def page_states(self, pages: Sequence[PageRef]) -> npt.NDArray[np.uint8]:
-        """`page_state` of each page, as numbers."""
+        """States of several pages, as numbers: see `page_state`."""
         arena = self._arena
         if arena is None:
             return np.full(len(pages), PageState.FREE, np.uint8)
         return arena.table.states([page.slot for page in pages])
 
     def must_verify(self, pages: Sequence[PageRef]) -> bool:
-        """Whether this reader must verify any of these pages (`checksum_to_verify`)."""
+        """True if this reader must verify any of these pages (`checksum_to_verify`)."""
         arena = self._arena
         return arena is not None and arena.table.must_verify([page.slot for page in pages])
 
     def intact(self, epoch: int, pages: Sequence[PageRef]) -> bool:
-        """After copying pages out: whether all of them were readable all the time since the match of that epoch."""
+        """True if pages that were copied out have been readable ever since the match of that epoch."""
         arena = self._arena
         return (
             arena is not None
@@ -240,16 +328,16 @@ class PoolClient:
         )
 
     def checksum_to_verify(self, slot: int) -> int | None:
-        """xxh3_64 of this rank's part if its reader must verify the page (it outlived a daemon), else None."""
+        """xxh3_64 of this rank's share if the reader must verify the page, which outlived a daemon; else None."""
         arena = self._arena
         return None if arena is None else arena.table.checksum_to_verify(slot, self._rank)
 
     @contextmanager
     def writing(self, epoch: int) -> Iterator[bool]:
-        """Around every copy into the arena. False: the epoch is over, nothing may be written.
+        """Guard for every copy into the arena. False: the epoch is over, nothing may be written.
 
-        A session is opened only while nobody is inside, by which the daemon knows that earlier copies have ended.
-        So check `page_state` inside: only WRITING pages may be written.
+        A session is opened only while no copy is inside, so the daemon knows that earlier copies have ended. Check
+        `page_state` inside: only WRITING pages may be written.
         """
         with self._copies_changed:
             self._copies += 1
@@ -336,7 +424,7 @@ class PoolClient:
         logger.info("the pool at %s is used", self._path)
 
     def _lost(self, error: Unavailable) -> None:
-        """Say so once."""
+        """Disconnect, and log the reason once."""
         self._disconnect()
         if str(error) != self._said:
             self._said = str(error)

@@ -40,8 +40,7 @@ from prfaas.serving.pool.protocol import (
     packed,
     unpacked,
 )
-from prfaas.serving.pool.sessions import StoreSession
-from prfaas.serving.pool.store import PageStore
+from prfaas.serving.pool.store import PageStore, StoreSession
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +51,7 @@ _DECODER = msgspec.msgpack.Decoder(Request)
 
 
 class PoolHost(Protocol):
-    """What a connection asks of the daemon."""
+    """The daemon as its connections see it."""
 
     async def opened(
         self, message: OpenSession, process: PeerProcess
@@ -64,23 +63,28 @@ class PoolHost(Protocol):
         """
 
     def closed(self, connection: "PoolConnection") -> None:
-        """The connection has ended."""
+        """Forget a connection that has ended."""
 
     def used(self) -> None:
-        """The store has work that was put off."""
+        """Schedule the store's deferred work."""
 
     def figures(self) -> Figures:
-        """What the pool holds and does."""
+        """Figures of the pool."""
 
     async def verified(self) -> Figures:
         """Verify every page."""
 
 
 class PoolConnection:
-    """Reads requests and writes answers, one after the other. Whatever comes in ends this connection at most."""
+    """Reads requests and writes answers, one after the other. Bad input ends this connection and nothing else.
+
+    The loop calls `_readable`, which answers every complete request (`_answer`). The first one opens the session
+    through the host; most are answered at once from the store (`_answer_to`), opening and verifying in a task. While an
+    answer cannot be sent whole, no request is answered; `_writable` goes on.
+    """
 
     def __init__(self, connection: socket.socket, host: PoolHost) -> None:
-        """In the event loop. `connection` does not block.
+        """Serve a non-blocking socket; call it in the event loop.
 
         Raises:
             ValueError: the process at the other end cannot be seen.
@@ -125,7 +129,7 @@ class PoolConnection:
         self._answer_all()
 
     def _answer_all(self) -> None:
-        """Answer what has been received whole, as long as the answers go out."""
+        """Answer every complete request, as long as the answers can be sent."""
         while not (self._closed or self._task or self._unsent) and len(self._received) >= LENGTH_BYTES:
             length = int.from_bytes(self._received[:LENGTH_BYTES], "little")
             if not 0 < length <= MOST_MESSAGE_BYTES:
@@ -233,7 +237,7 @@ class PoolConnection:
         self._send(await self._host.verified())
 
     def _later(self, answer: Coroutine[None, None, None]) -> None:
-        """Answer in a task; nothing is read meanwhile but what is buffered."""
+        """Answer in a task; until it ends, requests are only buffered."""
         self._task = self._loop.create_task(self._wait(answer))
 
     async def _wait(self, answer: Coroutine[None, None, None]) -> None:

@@ -1,4 +1,4 @@
-"""Who orders copies of prefixes from pool to pool: the gateway before a prefill, the control plane for hot prefixes."""
+"""Orders for copies of prefixes from pool to pool: by the gateway before a prefill, and for hot prefixes."""
 
 import asyncio
 import logging
@@ -24,7 +24,7 @@ _ABANDON_S = 5.0
 
 
 class CopyPort(Protocol):
-    """What is needed of an observer of a pool."""
+    """The part of a pool's `Observer` that orders copies."""
 
     async def request(self, transfer_id: bytes, order: CopyOrder, timeout_s: float) -> dict[str, Any]: ...
 
@@ -62,8 +62,7 @@ class PoolCopier:
     ) -> CopyResult:
         """Have the pool `target` get a prefix from the pool `source`, and wait until it has it.
 
-        Never raises for what goes wrong with it: the result has the reason. A copy whose waiting is cancelled is given
-        up.
+        Failures do not raise: the result has the reason. A copy is given up when its waiting is cancelled.
 
         Args:
             source: name of the pool that holds the prefix.
@@ -71,9 +70,9 @@ class PoolCopier:
             token_ids: the prefix.
             salt: the tenant's.
             adapter: name of the LoRA adapter.
-            service: how it shares the link.
-            kv_bytes: what is expected to move.
-            grace_s: so long a copy may take, beside what its bytes take on the link.
+            service: its class on the link.
+            kv_bytes: expected size.
+            grace_s: allowed time besides that of the bytes on the link.
         """
         if len(token_ids) > MAX_COPIED_TOKENS:
             return CopyResult(0, 0, f"long: at most {MAX_COPIED_TOKENS} tokens can be copied")
@@ -133,18 +132,18 @@ def pool_observers(
 
     Args:
         deployment: has the pools.
-        name: who observes.
+        name: of the observing side.
         key: of the deployment, 32 bytes.
-        tls: who that is, for pools that it speaks TLS with.
+        tls: its identity, for pools with TLS.
     """
     return {
         pool.name: Observer(
-            name,
-            key,
-            pool.host,
-            pool.kv_port,
-            pool.name,
-            tls if pool.tls else None,
+            name=name,
+            key=key,
+            host=pool.host,
+            port=pool.kv_port,
+            peer_name=pool.name,
+            tls=tls if pool.tls else None,
             silence_s=deployment.transfer.silence_s,
         )
         for pool in deployment.pools

@@ -33,10 +33,10 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 0.002
 _ANSWER_S = 15.0
-"""A source has so long to say what it has; longer than it waits for its SSD."""
+"""Timeout of a source's answer; longer than it waits for its SSD."""
 _ANNOUNCE_S = 15.0
-"""And then so long to open the transfer: it may have to connect first."""
-# Two transfers of a copy at once: the next one's question and first bytes are on their way while one is landed.
+"""Timeout of the transfer's OPEN after the answer: the source may have to connect first."""
+# Two transfers of a copy at once: one is moved into pages while the next is requested and begins to arrive.
 _TRANSFERS_AT_ONCE = 2
 _COPIES_AT_ONCE = 8
 _BACKGROUND_AT_ONCE = 2
@@ -55,7 +55,10 @@ class SourcePort(Protocol):
 
 
 class StagedArrivals(Protocol):
-    """The part of `transport.Receiver` that has what arrives."""
+    """The part of `transport.Receiver` that stages incoming transfers."""
+
+    @property
+    def staging_bytes(self) -> int: ...
 
     def state(self, transfer_id: bytes) -> TransferStatus | None: ...
 
@@ -66,7 +69,7 @@ class StagedArrivals(Protocol):
 
 @dataclass(slots=True)
 class CopyCounters:
-    """What was copied to this pool since its start."""
+    """Counters of copies to this pool since its start."""
 
     copies: int = 0
     failed_copies: int = 0
@@ -87,12 +90,18 @@ class _Batch:
     staged: StagedTransfer | None
 
     def lack(self, source: str) -> str:
-        """Why nothing should follow, empty if nothing is missing."""
+        """The reason to end the copy, empty if nothing is missing."""
         return f"gone: {source} no longer has {len(self.missing)} of the pages" if self.missing else ""
 
 
 class PrefixCopies:
-    """Carries out COPY orders. Belongs to the daemon's event loop, as the store does."""
+    """Carries out COPY orders, in the daemon's event loop.
+
+    1. `take` starts `_serve` for a request: it checks the ticket, and joins a running copy of the same prefix.
+    2. `_copy` pulls the missing pages in batches: `_fetch` requests one and waits until it is staged, `_land` moves it
+       into reserved pages and commits those whose checksums fit.
+    3. The answer has the copied bytes, the tokens that are usable now, and the reason if some are missing.
+    """
 
     def __init__(
         self,
@@ -102,18 +111,15 @@ class PrefixCopies:
         arrivals: StagedArrivals,
         asked: AskedTransfers,
         sources: Mapping[str, SourcePort],
-        *,
-        staging_bytes: int,
     ) -> None:
         """
         Args:
             name: of this pool.
             key: of the deployment, 32 bytes.
-            store_of: the pages; None as long as no engine has said what they look like.
-            arrivals: has `asked` as its layout.
+            store_of: the pages; None until the first engine has connected.
+            arrivals: stages the transfers in `asked`.
             asked: the transfers that may come.
-            sources: the pools that may be asked, by name.
-            staging_bytes: of `arrivals`, for all transfers at once.
+            sources: the pools that pages may be pulled from, by name.
         """
         self._name = name
         self._key = key
@@ -121,24 +127,24 @@ class PrefixCopies:
         self._arrivals = arrivals
         self._asked = asked
         self._sources = sources
-        self._staging_bytes = staging_bytes
-        self._turns = {
+        self._staging_bytes = arrivals.staging_bytes
+        self._slots = {
             False: asyncio.Semaphore(_COPIES_AT_ONCE),
             True: asyncio.Semaphore(_BACKGROUND_AT_ONCE),
         }
         self._used_tickets: OrderedDict[bytes, None] = OrderedDict()
         self._running: dict[bytes, asyncio.Task[CopyResult]] = {}
         self._tasks = BackgroundTasks()
-        # Bytes are moved and checked beside the loop, which engines wait for.
+        # Bytes are moved and checked in a thread, since engines wait for the loop.
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="prfaas-pool-copies")
         self.counters = CopyCounters()
 
     def take(self, request: PeerRequest) -> None:
-        """Carry a COPY out in the background, and answer it."""
+        """Carry out a COPY in the background, and answer it."""
         self._tasks.start(self._serve(request))
 
     async def close(self) -> None:
-        """Give up what is under way, and wait until nothing is written any more."""
+        """Give up running copies, and wait until no page is written any more."""
         for task in self._running.values():
             task.cancel()
         await asyncio.gather(self._tasks.cancel(), *self._running.values(), return_exceptions=True)
@@ -146,7 +152,7 @@ class PrefixCopies:
 
     @property
     def running(self) -> int:
-        """Copies that are under way or wait for their turn."""
+        """Number of copies that run or wait for a slot."""
         return len(self._tasks)
 
     async def _serve(self, request: PeerRequest) -> None:
@@ -208,7 +214,7 @@ class PrefixCopies:
 
     async def _copy(self, ticket: Ticket, store: PageStore, prefix: PrefixPages) -> CopyResult:
         copied_bytes, reason = 0, ""
-        async with self._turns[ticket.attributes.service.background]:
+        async with self._slots[ticket.attributes.service.background]:
             missing = [page for page in prefix.pages if not _holds(store, page.page_id)]
             largest = max((page.nbytes for page in missing), default=0)
             if largest > self._staging_bytes:
@@ -314,7 +320,7 @@ class PrefixCopies:
     async def _landed(
         self, store: PageStore, ticket: Ticket, tenant: bytes, batch: _Batch
     ) -> tuple[int, str]:
-        """Move a batch into pages: the bytes of those that are READY now, and why no more should follow."""
+        """Move a batch into pages. Returns the bytes that are READY now, and the reason to end the copy, if any."""
         if batch.staged is None:
             return 0, batch.lack(ticket.producer)
         landing = asyncio.get_running_loop().create_task(
@@ -323,7 +329,7 @@ class PrefixCopies:
         try:
             return await asyncio.shield(landing)
         except asyncio.CancelledError:
-            # A thread writes into reserved pages: it must be through before they are given back.
+            # A thread writes into reserved pages: it must end before they are given back.
             await asyncio.wait((landing,))
             raise
 
@@ -332,7 +338,7 @@ class PrefixCopies:
     ) -> tuple[int, str]:
         try:
             if any(page.is_tail for page in batch.missing):
-                # Nothing of the rest would be of use at the wanted end.
+                # Without its last page the prefix is of no use.
                 return 0, batch.lack(ticket.producer)
             refs = store.reserve(tenant, [(page.page_id, page.identity) for page in batch.pages])
             try:
@@ -377,7 +383,7 @@ def _holds(store: PageStore, page_id: bytes) -> bool:
 def _move(
     store: PageStore, batch: _Batch, refs: Sequence[PageRef | None], staged: StagedTransfer
 ) -> list[bool]:
-    """Copy pages out of staging into those that were reserved. For each: whether its bytes have their checksums."""
+    """Copy pages out of staging into reserved ones. Returns, for each, whether its checksums fit."""
     view, ranks = store.memory.arena.view, store.geometry.ranks
     right, at = [], 0
     for page, sums, ref in zip(batch.pages, batch.checksums, refs, strict=True):
@@ -387,8 +393,8 @@ def _move(
             for piece in staged.region_views(0, at, page.nbytes):
                 target[filled : filled + piece.nbytes] = np.frombuffer(piece, np.uint8)
                 filled += piece.nbytes
-            parts = target.reshape(ranks, -1)
-            right.append(tuple(xxhash.xxh3_64_intdigest(part.data) for part in parts) == sums)
+            shares = target.reshape(ranks, -1)
+            right.append(tuple(xxhash.xxh3_64_intdigest(share.data) for share in shares) == sums)
         else:
             right.append(True)
         at += page.nbytes

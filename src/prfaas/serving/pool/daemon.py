@@ -13,9 +13,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+
+import xxhash
 
 from prfaas.core.pool.eviction import EvictionPolicy, LruEviction
 from prfaas.core.pool.geometry import PoolGeometry
@@ -30,15 +32,13 @@ from prfaas.serving.pool.arena import (
     provide_slabs,
 )
 from prfaas.serving.pool.connection import PoolConnection
-from prfaas.serving.pool.figures import pool_figures
 from prfaas.serving.pool.hooks import PoolEvents, SsdFactory
-from prfaas.serving.pool.memory_tier import PoolPage
+from prfaas.serving.pool.memory_tier import NO_SLOT, PoolPage
+from prfaas.serving.pool.page_table import row_of
 from prfaas.serving.pool.processes import PeerProcess, owner_lives
-from prfaas.serving.pool.protocol import Figures, OpenSession
+from prfaas.serving.pool.protocol import Figures, OpenSession, PageRef
 from prfaas.serving.pool.recovery import recover
-from prfaas.serving.pool.sessions import StoreSession
-from prfaas.serving.pool.store import PageStore
-from prfaas.serving.pool.verification import verify_pages
+from prfaas.serving.pool.store import PageStore, StoreSession
 
 logger = logging.getLogger(__name__)
 
@@ -47,30 +47,36 @@ _BACKLOG = 128
 
 
 class PoolError(Exception):
-    """The daemon cannot start or go on; the message says why, in one sentence."""
+    """Failure to start or go on; the message says why, in one sentence."""
 
 
 @dataclass(frozen=True, slots=True)
 class DaemonOptions:
-    """What a daemon needs to know."""
+    """Options of a daemon."""
 
     socket: Path
     arena: Path
     """The file of shared memory, as `arena_path` names it."""
     memory_bytes: int
-    """Of arena, page table and all."""
+    """Limit of the arena, page table included."""
     keep_arena: bool = False
     """Leave the arena to the next daemon at an orderly end, too."""
 
 
 def arena_path(pool_socket: Path, directory: Path = Path("/dev/shm")) -> Path:
-    """Where the arena of the pool with that socket is: no two sockets share one."""
+    """Path of the arena of the pool with that socket; no two sockets share one."""
     digest = hashlib.blake2b(str(pool_socket.absolute()).encode(), digest_size=6).hexdigest()
     return directory / f"prfaas-{pool_socket.stem}-{digest}.arena"
 
 
 class PoolDaemon:
-    """Serves one pool. Its geometry is that of the first engine that opens a session, or of what the arena holds."""
+    """Serves one pool, whose geometry is that of its arena, or of the first engine that opens a session.
+
+    1. `serve` takes the lock, opens an earlier daemon's arena if there is one, and accepts connections.
+    2. Each `PoolConnection` answers requests from the store, and calls `opened`, `used` and `closed` here.
+    3. `_begin` makes a store for an arena, recovers its pages and provides its memory in a thread; `_end` closes it.
+    4. Twice a second, slots that ended processes have left behind are freed.
+    """
 
     def __init__(
         self,
@@ -89,7 +95,7 @@ class PoolDaemon:
         self._make_policy = make_policy
         self._tenant_share = tenant_share
         self._connections: set[PoolConnection] = set()
-        # Of workers that ended without goodbye, whose processes may still write.
+        # Sessions of workers that ended without goodbye, whose processes may still write.
         self._lost: list[tuple[PeerProcess, StoreSession]] = []
         self._opening = asyncio.Lock()
         self._provider: threading.Thread | None = None
@@ -98,7 +104,7 @@ class PoolDaemon:
         self._settles = False
 
     async def serve(self, ready: Callable[[], None] = lambda: None) -> None:
-        """Until cancelled. `ready` is called when engines can connect.
+        """Serve until cancelled. `ready` is called when engines can connect.
 
         Raises:
             PoolError: another daemon has the socket, or it cannot be made.
@@ -122,14 +128,14 @@ class PoolDaemon:
     async def opened(
         self, message: OpenSession, process: PeerProcess
     ) -> tuple[PageStore | None, StoreSession | None]:
-        """See `PoolHost.opened`."""
+        """Open a session, as `PoolHost.opened`."""
         async with self._opening:
             if message.geometry is not None:
                 await self._agree_on(PoolGeometry.decode(message.geometry))
             store = self.store
             owner = process.owner(message.engine)
             if message.kind == "scheduler" and message.geometry is None:
-                # Its engine's worker says what the pages look like.
+                # The geometry comes from its engine's worker.
                 sessions = () if store is None else store.sessions
                 if not any(each.kind == "worker" and each.owner == owner for each in sessions):
                     raise ValueError("no worker of this engine has connected yet")
@@ -142,7 +148,7 @@ class PoolDaemon:
             return store, store.open_session(message.kind, message.rank, owner)
 
     def closed(self, connection: PoolConnection) -> None:
-        """See `PoolHost.closed`."""
+        """Close a connection's session, as `PoolHost.closed`."""
         self._connections.discard(connection)
         store, session = connection.store, connection.session
         connection.session = None
@@ -153,17 +159,17 @@ class PoolDaemon:
                 self._lost.append((connection.process, session))
 
     def used(self) -> None:
-        """See `PoolHost.used`."""
+        """Schedule deferred work, as `PoolHost.used`."""
         if not self._settles:
             self._settles = True
             asyncio.get_running_loop().call_soon(self._settle)
 
     def figures(self) -> Figures:
-        """See `PoolHost.figures`."""
+        """Figures of the pool, as `PoolHost.figures`."""
         return Figures({} if self.store is None else pool_figures(self.store))
 
     async def verified(self) -> Figures:
-        """See `PoolHost.verified`."""
+        """Verify every page, as `PoolHost.verified`."""
         store = self.store
         right = wrong = ssd_right = ssd_wrong = 0
         if store is not None:
@@ -182,7 +188,7 @@ class PoolDaemon:
         )
 
     async def _agree_on(self, geometry: PoolGeometry) -> None:
-        """Have a store of that geometry.
+        """Make sure that the store has that geometry.
 
         Raises:
             ValueError: engines of another one are connected, or there cannot be an arena.
@@ -295,8 +301,88 @@ class PoolDaemon:
             asyncio.get_running_loop().call_soon(self._settle)
 
 
+_BATCH_BYTES = 64 << 20
+
+
+async def verify_pages(store: PageStore, pages: Sequence[PoolPage]) -> tuple[int, int]:
+    """Hash these pages, a bounded number of bytes at a time, in a thread. Wrong ones are dropped.
+
+    Returns:
+        How many pages were in memory and right, and how many wrong.
+    """
+    right = wrong = 0
+    batch: list[PoolPage] = []
+    batch_bytes = 0
+    for page in pages:
+        batch.append(page)
+        batch_bytes += store.geometry.page_bytes(page.group)
+        if batch_bytes >= _BATCH_BYTES or page is pages[-1]:
+            rights = await _verify(store, batch)
+            right, wrong = right + rights.count(True), wrong + rights.count(False)
+            batch, batch_bytes = [], 0
+    return right, wrong
+
+
+async def _verify(store: PageStore, pages: Sequence[PoolPage]) -> list[bool]:
+    present = [page for page in pages if page.slot != NO_SLOT and page.state.is_readable]
+    refs = [PageRef(page.slot, page.offset) for page in present]
+    for page in present:
+        page.pins += 1
+    parts = [(page.offset, page.group, tuple(page.checksums)) for page in present]
+    try:
+        rights = await asyncio.to_thread(_are_right, store.geometry, store.memory.arena.view, parts)
+    finally:
+        store.unpin(refs)
+    for page, right in zip(present, rights, strict=True):
+        if right:
+            store.memory.table.set_must_verify(row_of(page.slot), False)
+        else:
+            store.drop_wrong(page)
+    return rights
+
+
+def _are_right(
+    geometry: PoolGeometry, view: memoryview, pages: Sequence[tuple[int, int, tuple[int, ...]]]
+) -> list[bool]:
+    return [
+        all(
+            xxhash.xxh3_64_intdigest(view[begin : begin + geometry.group(group).rank_bytes]) == checksum
+            for rank, checksum in enumerate(checksums)
+            for begin in [offset + geometry.rank_offset(group, rank)]
+        )
+        for offset, group, checksums in pages
+    ]
+
+
+def pool_figures(store: PageStore) -> dict[str, int | float | str | dict[str, int]]:
+    """Counters and gauges of a store.
+
+    The keys of inner dictionaries are numbers of KV groups.
+    """
+    geometry, memory = store.geometry, store.memory
+    in_memory, on_ssd = store.tier_pages["memory"], store.tier_pages["ssd"]
+    pinned = {page for session in store.sessions for match in session.pins.values() for page in match}
+    layout = memory.arena.layout
+    of_tier = {} if store.ssd is None else store.ssd.figures()
+    return {
+        **{f"ssd_{name}": figure for name, figure in of_tier.items()},
+        "epoch": store.epoch,
+        "fingerprint": geometry.fingerprint,
+        "engine_sessions": sum(session.kind != "tool" for session in store.sessions),
+        "memory_bytes": layout.pages_bytes,
+        "provided_bytes": memory.provided_slabs * layout.slab_bytes,
+        "used_bytes": memory.used_bytes(),
+        "ssd_bytes": sum(count * geometry.page_bytes(group) for group, count in on_ssd.items()),
+        "memory_pages": {str(group): count for group, count in in_memory.items()},
+        "ssd_pages": {str(group): count for group, count in on_ssd.items()},
+        "pinned_pages": len(pinned),
+        "writing_pages": len(store.reservations),
+        **asdict(store.counters),
+    }
+
+
 async def _check(store: PageStore, recovered: Sequence[PoolPage]) -> None:
-    """Verify what the last daemon left, so that readers need not."""
+    """Verify recovered pages, so that readers need not."""
     right, wrong = await verify_pages(store, recovered)
     logger.info("%d pages of the last daemon were verified, %d were wrong", right, wrong)
 

@@ -1,6 +1,6 @@
-"""Publishes what a pool holds, so that a gateway follows a pool as it follows an engine.
+"""Publishes a pool's content, so that a gateway follows a pool as it follows an engine.
 
-The wire format is vLLM's: batches over ZeroMQ, numbered from 0, and an endpoint that tells them again.
+The wire format is vLLM's: batches over ZeroMQ, numbered from 0, and an endpoint that replays them.
 """
 
 import logging
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 KEPT_BATCHES = 10_000
 KEPT_BYTES = 32 << 20
 MOST_WAITING = 1 << 21
-"""Changes of pages that may wait for the thread. Beyond it the pool says that it holds nothing."""
+"""Most changes that wait for the thread. Beyond it the pool reports that it is empty."""
 _BATCH_PAGES = 128
 _COALESCE_S = 0.01
 _POLL_MS = 200
@@ -40,12 +40,11 @@ _Change: TypeAlias = tuple[bytes, PageIdentity | None, Medium, bool]
 
 
 class PoolEventLog:
-    """The last batches with their numbers, and what stands for those that are no longer kept.
+    """The last batches with their numbers, and snapshots in place of those that are no longer kept.
 
-    A replay that would have to begin before the first kept batch is a snapshot: that nothing is held, and then all
-    that is. Its batches have the last numbers. To a subscriber it looks like a replay without its beginning, after
-    which it forgets what it knew.
-    A pool of another kind is like a new process: numbers begin at 0 again, with later times.
+    A replay from before the first kept batch is a snapshot: a clear event, then every page, in batches with the last
+    numbers. A subscriber sees a replay whose beginning is missing, and forgets what it knew. A pool of another geometry
+    is like a new process: numbers begin at 0 again, with later times.
     """
 
     def __init__(self) -> None:
@@ -59,7 +58,7 @@ class PoolEventLog:
         self._encoder = msgspec.msgpack.Encoder()
 
     def open(self, geometry: PoolGeometry, now_s: float) -> tuple[int, bytes]:
-        """The pool has pages of this kind from now on, and holds none. Returns the batch that says so."""
+        """Start with an empty pool of this geometry. Returns the batch that says so."""
         self.pages = AnnouncedPages(geometry)
         self._kept.clear()
         self._kept_bytes = 0
@@ -89,7 +88,7 @@ class PoolEventLog:
         return self._snapshot(self.pages, self._next - first)
 
     def _snapshot(self, pages: AnnouncedPages, most_batches: int) -> Iterator[tuple[int, bytes]]:
-        """As many batches as there are portions, but no more than numbers that may be used."""
+        """One batch for each portion of pages, but at most `most_batches`."""
         needed = 1 + -(-len(pages) // _BATCH_PAGES)
         batches = min(needed, most_batches)
         portion = max(-(-len(pages) // max(batches - 1, 1)), 1)
@@ -98,16 +97,17 @@ class PoolEventLog:
         if batches == 1:
             beginning, portions = chain(beginning, *portions), iter(())
         # There may be fewer portions than numbers, since not every page can be announced.
-        told = [list(beginning), *portions]
-        for sequence, events in enumerate(told, start=self._next - len(told)):
+        batches_of_events = [list(beginning), *portions]
+        for sequence, events in enumerate(batches_of_events, start=self._next - len(batches_of_events)):
             yield sequence, self._encoder.encode(EventBatch(self._latest_s, events))
 
 
 class PoolEventPublisher:
-    """Implements `store.PoolEvents`: takes what becomes of pages in the store's loop, and tells it from a thread.
+    """Implements `hooks.PoolEvents`: takes changes of pages in the store's loop, and publishes them from a thread.
 
-    The loop only appends to a queue. If the thread can't keep up, the pool says that it holds nothing: what is not
-    claimed costs some computing, and nothing else.
+    The loop calls `opened`, `stored`, `removed` and `cleared`, which only append to a queue. The thread (`_run`)
+    publishes it in numbered batches of the `PoolEventLog`, and answers subscribers' replays (`_answer`). If it can't
+    keep up, the pool reports that it is empty, which costs some recomputing and nothing else.
     """
 
     def __init__(self, endpoint: EventsEndpoint) -> None:
@@ -122,7 +122,7 @@ class PoolEventPublisher:
         self._live.sndhwm = _LIVE_QUEUE
         self._replay = self._context.socket(zmq.ROUTER)
         self._replay.sndhwm = _REPLAY_QUEUE
-        # What a subscriber does not take is not replayed to it; without this, parts of it would be.
+        # A subscriber that takes too little gets no replay; without this, it would get pieces of one.
         self._replay.router_mandatory = 1
         self._replay.sndtimeo = _SEND_TIMEOUT_MS
         try:
@@ -145,26 +145,26 @@ class PoolEventPublisher:
         self._thread.start()
 
     def opened(self, geometry: PoolGeometry, epoch: int) -> None:
-        """The pool is empty and has pages of this kind from now on."""
-        logger.info("epoch %d of the pool: what it holds is told from now on", epoch)
+        """Report an empty pool of this geometry."""
+        logger.info("epoch %d of the pool: its pages are published from now on", epoch)
         self._geometry = geometry
         self._add(geometry)
 
     def stored(self, page_id: bytes, identity: PageIdentity | None, medium: Medium) -> None:
-        """A tier holds the page now."""
+        """Report that a tier holds the page."""
         self._add((page_id, identity, medium, True))
 
     def removed(self, page_id: bytes, medium: Medium) -> None:
-        """A tier no longer holds the page."""
+        """Report that a tier no longer holds the page."""
         self._add((page_id, None, medium, False))
 
     def cleared(self) -> None:
-        """Nothing is held any more."""
+        """Report that the pool is empty."""
         if self._geometry is not None:
             self._add(self._geometry)
 
     def state(self) -> dict[str, int]:
-        """What was published so far."""
+        """Counters of publishing."""
         return {
             "batches": self.batches,
             "replays": self.replays,
@@ -173,7 +173,7 @@ class PoolEventPublisher:
         }
 
     def close(self) -> None:
-        """End the thread; what was not sent is lost, as when the process dies."""
+        """End the thread; unsent changes are lost."""
         self._stop.set()
         if self._thread.ident is not None:
             os.eventfd_write(self._wake, 1)
@@ -185,7 +185,8 @@ class PoolEventPublisher:
         if len(self._changes) >= MOST_WAITING and self._geometry is not None:
             self.overflows += 1
             logger.error(
-                "%d changes of pages could not be told: the pool now says that it holds nothing", MOST_WAITING
+                "%d changes of pages could not be published: the pool now reports that it is empty",
+                MOST_WAITING,
             )
             self._changes.clear()
             self._changes.append(self._geometry)
@@ -207,15 +208,15 @@ class PoolEventPublisher:
                 self._publish()
                 if self._replay in ready:
                     self._answer()
-                # What comes meanwhile is told together.
+                # Changes that come meanwhile are published together.
                 self._stop.wait(_COALESCE_S)
             except Exception:
-                # To stop telling would make the index claim what is gone.
-                logger.exception("what the pool holds can't be told; it is told anew")
-                self._tell_anew()
+                # Without events the index would claim pages that are gone.
+                logger.exception("the pool's pages can't be published; they are reported anew")
+                self._report_anew()
 
     def _publish(self) -> None:
-        """Tell what waits."""
+        """Publish waiting changes."""
         pages = self._log.pages
         for _ in range(len(self._changes)):
             try:
@@ -223,7 +224,7 @@ class PoolEventPublisher:
             except IndexError:
                 break  # it overflowed meanwhile
             if isinstance(change, PoolGeometry):
-                # What was told before it no longer counts.
+                # Events before it no longer count.
                 self._send(self._log.open(change, time.time()))
                 pages = self._log.pages
                 continue
@@ -257,7 +258,7 @@ class PoolEventPublisher:
         except zmq.ZMQError as error:
             logger.info("a subscriber did not take its replay: %s", error)
 
-    def _tell_anew(self) -> None:
+    def _report_anew(self) -> None:
         geometry = self._geometry
         if geometry is not None:
             self._send(self._log.open(geometry, time.time()))

@@ -1,8 +1,8 @@
-"""What lies where in a pool's file on SSD, in an append-only file that outlives the daemon.
+"""Journal of a pool's file on SSD: an append-only record of its pages' places, which outlives the daemon.
 
-A record is a magic word, the length of its body, the body's xxh3_64, and the body. A damaged record costs the page
-that it is about: reading goes on at the next magic word. That can bring back a page whose record of leaving was
-damaged. Pages are verified when they are read, so that costs a read, and never serves wrong bytes.
+A record is a magic word, the length of its body, the body's xxh3_64, and the body. A damaged record costs only its
+page: reading goes on at the next magic word. If a page's drop was damaged, the page comes back; since pages are
+verified when they are read, that costs a read and never serves wrong bytes.
 """
 
 import os
@@ -30,22 +30,22 @@ _FEW_BYTES = 4 << 20
 
 
 class JournalPage(msgspec.Struct, tag="page", array_like=True, frozen=True):
-    """A page was written."""
+    """Record of a page that was written."""
 
     page_id: bytes
     offset: int
-    """Where it begins in the file of pages."""
+    """Its offset in the file of pages."""
     checksums: tuple[int, ...]
-    """xxh3_64 of each rank's part."""
+    """xxh3_64 of each rank's share."""
     rest_checksum: int
-    """xxh3_64 of what follows the ranks' parts."""
+    """xxh3_64 of the bytes behind the ranks' shares."""
     tenant: bytes
     identity: bytes
     """`PageIdentity.encode`, empty for pages that have none."""
 
 
 class JournalDrop(msgspec.Struct, tag="drop", array_like=True, frozen=True):
-    """A page is no longer there."""
+    """Record of a page that is gone."""
 
     page_id: bytes
 
@@ -56,27 +56,29 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 
 def most_record_bytes(ranks: int, identity_bytes: int) -> int:
-    """What the records of a page that comes and goes take at most."""
+    """Most bytes that the records of a page's coming and going take."""
     # Of msgpack: up to 9 bytes a number, 5 before a byte string, 5 before a list; of page ids and tenants, 256.
     return 2 * (_RECORD.size + 64 + 256) + 9 * (ranks + 2) + identity_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Of a record in the file."""
+    """Place of a record in the file."""
 
     offset: int
     size_bytes: int
 
 
 class Journal:
-    """The file and where in it the pages are that are still there.
+    """The journal's file, and the places of live pages' records in it.
 
-    Of its methods only `identity` may be called from another thread.
+    `open` reads the pages that are there; `append` adds records durably, and rewrites the file when dropped pages take
+    too much of it. After an error `forget` keeps what is gone out of the next `rewrite`. Only `identity` may be called
+    from another thread.
 
     Args:
         path: The file; its folder is there.
-        digest: 16 bytes; a file that was written with others holds nothing of use.
+        digest: 16 bytes of the geometry; a file with another digest is emptied.
         most_bytes: The file is rewritten before it is larger.
     """
 
@@ -91,19 +93,19 @@ class Journal:
         # The file is replaced while another thread may read an identity.
         self._lock = threading.Lock()
         self.damaged_records = 0
-        """Places in the file that were no records when it was opened."""
+        """Damaged places found when the file was opened."""
 
     @property
     def size_bytes(self) -> int:
-        """Of the file."""
+        """Size of the file."""
         return self._end
 
     def is_in_place(self) -> bool:
-        """Whether the path still leads to this file."""
+        """True if the path still leads to this file."""
         return leads_to(self._path, self._fd)
 
     def open(self) -> list[JournalPage]:
-        """Read what is there, and cut a torn tail off.
+        """Read the records, and cut off a torn tail.
 
         Returns:
             The pages that are there, in the order in which they were written.
@@ -159,12 +161,12 @@ class Journal:
                 self._remember(record.page_id, place)
 
     def forget(self, page_ids: Iterable[bytes]) -> None:
-        """Pages are no longer there; the file learns it when it is rewritten."""
+        """Drop pages in memory; the file follows when it is rewritten."""
         for page_id in page_ids:
             self._forget(page_id)
 
     def forget_all(self) -> None:
-        """No page is there any more; the file learns it when it is rewritten."""
+        """Drop every page in memory; the file follows when it is rewritten."""
         self._live.clear()
         self._live_bytes = 0
 
@@ -177,7 +179,7 @@ class Journal:
         self._write_anew()
 
     def clear(self) -> None:
-        """No page is there any more, also after a loss of power.
+        """Drop every page, durably.
 
         Raises:
             OSError: the old file is as it was.

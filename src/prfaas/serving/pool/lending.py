@@ -1,4 +1,4 @@
-"""The source's half of a copy: pages that another pool asks for are pinned, and sent from where they lie."""
+"""The source's half of a copy: pages that another pool requests are pinned, and sent from the arena itself."""
 
 import asyncio
 import itertools
@@ -20,7 +20,7 @@ from prfaas.serving.transport.ticket import Ticket, TicketError
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.002
-# Pages that come from SSD first; what is not there by then counts as not held.
+# Time for pages to come from SSD; those that have not come by then count as missing.
 _PROMOTION_S = 8.0
 # Chunks in smaller pieces are copied: each piece costs more than its bytes.
 _MIN_PIECE_BYTES = 4096
@@ -33,7 +33,7 @@ class PageSender(Protocol):
 
 
 class PinnedPages:
-    """Pinned pages one after the other, as a `ChunkSource`: they are sent from the arena itself."""
+    """Pinned pages one after the other, as a `ChunkSource`."""
 
     def __init__(self, pages: Sequence[memoryview]) -> None:
         self._pages = pages
@@ -41,12 +41,12 @@ class PinnedPages:
         self.nbytes = self._ends[-1]
 
     def views(self, start: int, nbytes: int) -> list[memoryview] | None:
-        """See `ChunkSource.views`."""
+        """The pages' memory, as `ChunkSource.views`."""
         pieces = self._pieces(start, nbytes)
         return pieces if nbytes >= len(pieces) * _MIN_PIECE_BYTES else None
 
     def read_into(self, start: int, out: memoryview) -> None:
-        """See `ChunkSource.read_into`."""
+        """Copy bytes, as `ChunkSource.read_into`."""
         at = 0
         for piece in self._pieces(start, out.nbytes):
             out[at : at + piece.nbytes] = piece
@@ -66,7 +66,7 @@ class PinnedPages:
 
 @dataclass(slots=True)
 class LendingCounters:
-    """What was lent since the start."""
+    """Counters of lending since the start."""
 
     pulls: int = 0
     refused_pulls: int = 0
@@ -77,7 +77,7 @@ class LendingCounters:
 
 
 class PageLender:
-    """Answers PULL frames. Belongs to the daemon's event loop, as the store does."""
+    """Answers PULL frames, in the daemon's event loop."""
 
     def __init__(
         self,
@@ -92,9 +92,9 @@ class PageLender:
         Args:
             name: of this pool.
             key: of the deployment, 32 bytes.
-            store_of: the pages; None as long as no engine has said what they look like.
+            store_of: the pages; None until the first engine has connected.
             sender: has the pools that may be sent to as its peers.
-            most_bytes: pages of so many bytes are pinned at once for other pools.
+            most_bytes: most bytes of pages that are pinned at once for other pools.
         """
         self._name = name
         self._key = key
@@ -171,7 +171,7 @@ class PageLender:
         store: PageStore,
         pins: Sequence[PageRef | None],
     ) -> None:
-        # 1. What lies on SSD comes into memory.
+        # 1. Pages on SSD come into memory.
         await _promoted(store, pins)
         table, view, ranks = store.memory.table, store.memory.arena.view, store.geometry.ranks
         pages: list[memoryview] = []
@@ -182,11 +182,11 @@ class PageLender:
                 continue
             pages.append(view[ref.offset : ref.offset + store.geometry.group(page_id[-1]).rank_bytes * ranks])
             checksums.append(table.read(row_of(ref.slot)).checksums)
-        # 2. The other side learns what will come, and what each page's bytes must be.
+        # 2. The other side learns which pages will come, with their checksums.
         request.answer(PullAnswer(tuple(checksums)))
         if not pages:
             return
-        # 3. They are sent from where they lie, and stay there until all is acknowledged or nothing reads them.
+        # 3. They are sent from the arena, and stay pinned until all is acknowledged or the sender has ended.
         source = PinnedPages(pages)
         transfer = self._sender.open(ticket, order.ticket, [source.nbytes])
         transfer.put(0, 0, source)

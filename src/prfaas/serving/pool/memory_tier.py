@@ -1,4 +1,4 @@
-"""The pages of a pool that have a slot in the arena, and which of them go when others need the room."""
+"""Pages of a pool that have a slot in the arena, and their eviction when others need the room."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,7 @@ _IN_USE = frozenset({PageState.WRITING, PageState.SPILLING, PageState.PROMOTING,
 
 
 class PoolPage:
-    """What the store knows of a page, wherever it is."""
+    """The store's record of a page, in memory or on SSD."""
 
     __slots__ = (
         "checksums", "discarded", "failed", "group", "identity", "key", "left_behind", "offset", "on_ssd", "owner",
@@ -39,28 +39,28 @@ class PoolPage:
         self.discarded = False
         self.checksums: list[int] = []
         self.identity: PageIdentity | None = None
-        """What it stands for, while it is WRITING or PROMOTING; of others see `MemoryTier.identity`."""
+        """Its identity while it is WRITING or PROMOTING; for other pages see `MemoryTier.identity`."""
         self.owner: Owner | None = None
-        """Who reserved it, while it is WRITING."""
+        """Its writer, while it is WRITING."""
         self.reserved_in: set[PoolPage] | None = None
-        """The pages that the session has reserved which reserved it, while it is WRITING."""
+        """All pages reserved by its writer's session, while it is WRITING."""
         self.touched_s = -math.inf
-        """When that was last told to the eviction policy."""
+        """Time of the use that the eviction policy last learned of."""
         self.ranks_left = 0
-        """Bit r: rank r has not ended its part."""
+        """Bit r: rank r has not finished its share."""
         self.left_behind = False
         """It was WRITING when the last daemon ended."""
         self.failed = False
-        """It will not become READY: a rank gave up, or nobody waits for it."""
+        """It will not become READY: a rank gave up, or its session ended."""
 
     @property
     def in_use(self) -> bool:
-        """Whether its slot must stay as it is."""
+        """True if its slot must not be reused."""
         return self.pins > 0 or self.state in _IN_USE
 
 
 class ReadablePages:
-    """Those of a group's pages that can be read without the SSD."""
+    """View of a group's pages that can be read without the SSD."""
 
     def __init__(self, pages: Mapping[bytes, PoolPage]) -> None:
         self._pages = pages
@@ -71,7 +71,12 @@ class ReadablePages:
 
 
 class MemoryTier:
-    """Gives slots to pages. A page that must go for another is told to `evicted` before its slot is reused."""
+    """Gives slots to pages. `evicted` is called with each page that loses its slot to another.
+
+    `place` finds a slot of the page's size, evicting others if none is free; `touch` keeps the order of eviction;
+    `free` takes the slot back. At a daemon's start `take_back` and `entered` recover pages. The page table and the
+    identities in the arena are written here.
+    """
 
     def __init__(
         self,
@@ -99,7 +104,7 @@ class MemoryTier:
         self._by_id: dict[bytes, PoolPage] = {}
 
     def add_slab(self, slab: int) -> None:
-        """The memory of that slab is provided."""
+        """Use a slab whose memory was provided."""
         self._slabs.add(slab)
 
     @property
@@ -108,11 +113,11 @@ class MemoryTier:
         return self._slabs.known_slabs
 
     def used_bytes(self) -> int:
-        """Of all slots with pages."""
+        """Bytes of all slots with pages."""
         return self._slabs.taken_bytes()
 
     def place(self, page: PoolPage, state: PageState, owner: Owner, identity: PageIdentity | None) -> bool:
-        """Give the page a slot, and begin its row; others may go for it. False: all slots are in use."""
+        """Give the page a slot and a row, evicting others if need be. False: all slots are in use."""
         row = self._free_row(self._slot_bytes[page.group], page.tenant)
         if row is None:
             return False
@@ -129,7 +134,7 @@ class MemoryTier:
         return True
 
     def take_back(self, row: PageRow) -> PoolPage | None:
-        """A page that an earlier daemon left in that row, None if the row makes no sense."""
+        """Recover the page that an earlier daemon left in a row; None if the row makes no sense."""
         slot_bytes = self._slot_bytes.get(row.group)
         if slot_bytes is None or row.page_id[KEY_BYTES] != row.group:
             return None
@@ -144,7 +149,7 @@ class MemoryTier:
         return page
 
     def entered(self, page: PoolPage) -> None:
-        """A page that was taken back counts for eviction from now on.
+        """Let a recovered page count for eviction.
 
         Raises:
             ValueError: its trailer is damaged.
@@ -153,13 +158,13 @@ class MemoryTier:
         self._enter(page, page.identity)
 
     def disown(self, page: PoolPage) -> None:
-        """The page keeps its slot, but it is not what its name says: another page may have that name."""
+        """Free the page's name for another page; it keeps its slot."""
         if self._by_id.get(page.page_id) is page:
             del self._by_id[page.page_id]
             self._eviction.removed(page.page_id)
 
     def free(self, page: PoolPage) -> None:
-        """The page has no slot any more."""
+        """Take the page's slot back."""
         self.disown(page)
         row = row_of(page.slot)
         self.table.set_state(row, PageState.FREE)
@@ -168,14 +173,14 @@ class MemoryTier:
         page.slot = NO_SLOT
 
     def set_state(self, page: PoolPage, state: PageState) -> None:
-        """Of a page with a slot, here and in shared memory."""
+        """Set the state of a page with a slot, here and in shared memory."""
         page.state = state
         self.table.set_state(row_of(page.slot), state)
 
     def touch(self, pages: Sequence[PoolPage], now_s: float) -> None:
-        """These pages were used, the first of them last: so a prefix's head outlives its tail.
+        """Note the use of pages, the first of them last, so that a prefix's head outlives its tail.
 
-        What was touched within a second is passed over: a hot prefix would cost more than all others together.
+        Pages touched within the last second are skipped: a hot prefix would cost more than all others together.
         """
         for page in reversed(pages):
             if page.slot != NO_SLOT and not 0 <= now_s - page.touched_s < _TOUCHED_AGAIN_S:
@@ -184,7 +189,7 @@ class MemoryTier:
                 self.table.set_last_use(row_of(page.slot), now_s)
 
     def identity(self, page: PoolPage) -> PageIdentity | None:
-        """What a page with a slot stands for; None for other groups than the lead.
+        """Identity of a page with a slot; None for other groups than the lead.
 
         Raises:
             ValueError: its trailer is damaged.

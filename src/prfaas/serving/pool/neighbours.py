@@ -1,4 +1,4 @@
-"""A pool among the other pools: its KV port, its connections to those that it may send to, and those it may ask."""
+"""A pool's links to other pools: its KV port, its connections to targets, and observers of its sources."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -16,21 +16,21 @@ from prfaas.serving.transport import (
     Observer,
     Peer,
     PeerRequest,
-    Receiver,
     ReceiverOptions,
-    Sender,
     SenderOptions,
     StagingArena,
     TlsIdentity,
 )
+from prfaas.serving.transport.endpoint import KvEndpoint
+from prfaas.serving.transport.peer_list import PeerList
 from prfaas.serving.transport.requests import CopyOrder
 
-# What pages look like is compared in each PULL: a pool may listen before its first engine has said it.
+# The geometry is compared in each PULL: a pool listens before its first engine has set it.
 _FINGERPRINT = {"prefix_pool": "v1"}
 
 
 class PoolNeighbours:
-    """Everything of a pool that other machines see. Make it in the daemon's event loop."""
+    """The side of a pool that other machines see. Make it in the daemon's event loop."""
 
     def __init__(
         self,
@@ -39,66 +39,58 @@ class PoolNeighbours:
         key: bytes,
         tls: TlsIdentity | None,
         store_of: Callable[[], PageStore | None],
-        told: Callable[[], Mapping[str, Any]] = dict,
+        more_stats: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
         """
         Args:
-            deployment: says which pools there are, and the links between them.
+            deployment: has the pools and the links between them.
             pool: this one.
             key: of the deployment, 32 bytes.
-            tls: who this pool is on encrypted ways; None: all of its ways are plain.
-            store_of: its pages; None as long as no engine has said what they look like.
-            told: what the gateway gets with STATS besides; called in any thread.
+            tls: this pool's identity on encrypted links; None: all of its links are plain.
+            store_of: its pages; None until the first engine has connected.
+            more_stats: further fields of STATS answers; called in any thread.
         """
         limits = deployment.transfer
-        peers, sources = pool_peers(deployment, pool), pool_sources(deployment, pool)
+        sources = pool_sources(deployment, pool)
         self._loop = asyncio.get_running_loop()
-        self._sender = Sender(
-            name=pool.name,
-            key=key,
-            peers={peer.pool.name: _peer(peer) for peer in peers},
-            fingerprint=_FINGERPRINT,
-            options=SenderOptions(limits=limits),
-            tls=tls,
-        )
         asked = AskedTransfers()
         block_bytes = deployment.engine.transfer_block_bytes
         staging_bytes = max(deployment.pool.staging_bytes, block_bytes) if sources else block_bytes
-        self._receiver = Receiver(
+        endpoint = KvEndpoint.of(
             name=pool.name,
             key=key,
             host=pool.host,
             port=pool.kv_port,
+            fingerprint=_FINGERPRINT,
+            tls=tls,
+            peer_list=PeerList(
+                peers={peer.pool.name: _peer(peer) for peer in pool_peers(deployment, pool)},
+                producers=frozenset(source.pool.name for source in sources),
+                plain=frozenset(plain_pool_peers(deployment, pool)),
+            ),
             arena=StagingArena(staging_bytes, block_bytes),
             layout=asked,
-            fingerprint=_FINGERPRINT,
-            producers=[source.pool.name for source in sources],
-            options=ReceiverOptions(limits=limits),
-            sender_telemetry=self._sender.telemetry,
-            tls=tls,
-            plain_peers=plain_pool_peers(deployment, pool),
-            on_pace=self._sender.pace,
-            on_probe=self._sender.probe,
+            sender_options=SenderOptions(limits=limits),
+            receiver_options=ReceiverOptions(limits=limits),
             on_request=self._on_request,
-            more_stats=told,
+            more_stats=more_stats,
         )
+        self._sender, self._receiver = endpoint.sender, endpoint.receiver
         self._observers = {
             source.pool.name: Observer(
-                pool.name,
-                key,
-                source.pool.host,
-                source.pool.kv_port,
-                source.pool.name,
-                tls if source.encrypted else None,
+                name=pool.name,
+                key=key,
+                host=source.pool.host,
+                port=source.pool.kv_port,
+                peer_name=source.pool.name,
+                tls=tls if source.encrypted else None,
                 silence_s=limits.silence_s,
             )
             for source in sources
         }
-        # What is lent is pinned: the engines of this machine keep the greater part.
+        # Lent pages are pinned: most of the memory stays for the engines of this machine.
         self.lender = PageLender(pool.name, key, store_of, self._sender, most_bytes=pool.memory_bytes // 4)
-        self.copies = PrefixCopies(
-            pool.name, key, store_of, self._receiver, asked, self._observers, staging_bytes=staging_bytes
-        )
+        self.copies = PrefixCopies(pool.name, key, store_of, self._receiver, asked, self._observers)
 
     def start(self) -> None:
         """Listen at the KV port, and be ready to send.
@@ -110,7 +102,7 @@ class PoolNeighbours:
         self._sender.start()
 
     async def close(self) -> None:
-        """End every copy, connection and thread. Afterwards no page is read or written for another pool."""
+        """End every copy, connection and thread; then no page is read or written for another pool."""
         await self.copies.close()
         await asyncio.to_thread(self._sender.close)
         await self.lender.close()
@@ -119,7 +111,7 @@ class PoolNeighbours:
         await asyncio.to_thread(self._receiver.close)
 
     def figures(self) -> dict[str, int]:
-        """Counters, and what is going on at the moment."""
+        """Counters and gauges of copies and lending."""
         return {
             **asdict(self.copies.counters),
             **asdict(self.lender.counters),
@@ -128,7 +120,7 @@ class PoolNeighbours:
         }
 
     def stats(self) -> dict[str, Any]:
-        """Of receiver and sender, as `Receiver.stats` and `Sender.stats`."""
+        """Stats of receiver and sender, as `Receiver.stats` and `Sender.stats`."""
         return {"receiver": self._receiver.stats(), "sender": self._sender.stats()}
 
     def _on_request(self, request: PeerRequest) -> None:

@@ -1,10 +1,11 @@
-"""One pool of a deployment, put together: its pages, its disk, what it publishes, and its neighbours."""
+"""One pool of a deployment, assembled: its pages, its disk, its events, and its neighbours."""
 
 import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import zmq
 
@@ -14,12 +15,32 @@ from prfaas.core.pool.geometry import PoolGeometry
 from prfaas.serving.certificates import identity_of
 from prfaas.serving.pool.daemon import DaemonOptions, PoolDaemon, PoolError, arena_path
 from prfaas.serving.pool.events import PoolEventPublisher
-from prfaas.serving.pool.figures import LatestFigures
 from prfaas.serving.pool.neighbours import PoolNeighbours
-from prfaas.serving.pool.ssd_tier import ssd_factory
+from prfaas.serving.pool.ssd_tier import SsdOptions, ssd_factory
 from prfaas.serving.transport.ticket import load_key
 
 logger = logging.getLogger(__name__)
+
+_PERIOD_S = 1.0
+
+
+class LatestFigures:
+    """A pool's figures for threads that must not touch the store: made in its loop once a second."""
+
+    def __init__(self, sources: Mapping[str, Callable[[], Mapping[str, Any]]]) -> None:
+        """`sources`: makers of the figures' parts, by name; called in the loop."""
+        self._sources = sources
+        self._latest: dict[str, Any] = {}
+
+    def reported(self) -> dict[str, Any]:
+        """The newest figures, as a part of STATS; in any thread."""
+        return {"pool": self._latest}
+
+    async def run(self) -> None:
+        """Update the figures until cancelled."""
+        while True:
+            self._latest = {name: dict(make()) for name, make in self._sources.items()}
+            await asyncio.sleep(_PERIOD_S)
 
 
 async def serve_pool(
@@ -43,30 +64,11 @@ async def serve_pool(
         KeyFileError: the key can't be used.
         TlsFileError: the pool's certificate can't be used.
     """
-    loop = asyncio.get_running_loop()
     socket = deployment.pool_socket(node)
     socket.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-
-    def policy(geometry: PoolGeometry) -> EvictionPolicy[bytes]:
-        return eviction_policy(deployment.pool.eviction, geometry.groups)
-
-    def in_loop(call: Callable[[], None]) -> None:
-        # The loop may have ended before the last thread has.
-        with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(call)
-
-    make_ssd, tenant_share = None, deployment.pool.tenant_share
-    if node.ssd_bytes:
-        make_ssd = ssd_factory(node.path, node.ssd_bytes, tenant_share, policy, in_loop)
     key, tls = load_key(deployment.security.key_file), identity_of(deployment, node.name)
     with _publisher(deployment, node) as events:
-        daemon = PoolDaemon(
-            DaemonOptions(socket, arena_path(socket), node.memory_bytes, keep_memory),
-            events=events,
-            make_ssd=make_ssd,
-            make_policy=policy,
-            tenant_share=tenant_share,
-        )
+        daemon = _daemon(deployment, node, events, keep_memory=keep_memory)
         figures = LatestFigures(
             {
                 "store": lambda: daemon.figures().figures,
@@ -74,7 +76,7 @@ async def serve_pool(
                 "events": lambda: {} if events is None else events.state(),
             }
         )
-        neighbours = PoolNeighbours(deployment, node, key, tls, lambda: daemon.store, figures.told)
+        neighbours = PoolNeighbours(deployment, node, key, tls, lambda: daemon.store, figures.reported)
 
         def listening() -> None:
             try:
@@ -87,7 +89,7 @@ async def serve_pool(
 
         stopping = asyncio.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, stopping.set)
+            asyncio.get_running_loop().add_signal_handler(number, stopping.set)
         serving, stop = asyncio.create_task(daemon.serve(listening)), asyncio.create_task(stopping.wait())
         counting = asyncio.create_task(figures.run())
         try:
@@ -100,6 +102,33 @@ async def serve_pool(
             serving.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await serving
+
+
+def _daemon(
+    deployment: Deployment, node: PoolNode, events: PoolEventPublisher | None, *, keep_memory: bool
+) -> PoolDaemon:
+    """The daemon of a pool, with its tier on SSD if it has one."""
+    loop, tenant_share = asyncio.get_running_loop(), deployment.pool.tenant_share
+
+    def policy(geometry: PoolGeometry) -> EvictionPolicy[bytes]:
+        return eviction_policy(deployment.pool.eviction, geometry.groups)
+
+    def in_loop(call: Callable[[], None]) -> None:
+        # The loop may have ended before the last thread has.
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(call)
+
+    make_ssd = None
+    if node.ssd_bytes:
+        make_ssd = ssd_factory(SsdOptions(node.path, node.ssd_bytes, tenant_share), policy, in_loop)
+    socket = deployment.pool_socket(node)
+    return PoolDaemon(
+        DaemonOptions(socket, arena_path(socket), node.memory_bytes, keep_memory),
+        events=events,
+        make_ssd=make_ssd,
+        make_policy=policy,
+        tenant_share=tenant_share,
+    )
 
 
 @contextlib.contextmanager

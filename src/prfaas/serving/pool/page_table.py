@@ -15,7 +15,7 @@ import numpy.typing as npt
 MOST_RANKS = 64
 
 # State, group, whether readers must verify, use, process group, start of its leader, engine, tenant, page id, padding,
-# last use, ranks that have not ended their part. Checksums of the ranks follow.
+# last use, ranks that have not finished their share. Checksums of the ranks follow.
 _ROW = struct.Struct("<BBBxIQQ8s8s17s7xdQ")
 _LAST_USE = struct.Struct("<d")
 _MASK = struct.Struct("<Q")
@@ -29,10 +29,10 @@ _ROW_MASK = (1 << _USE_BITS) - 1
 
 
 class PageState(IntEnum):
-    """What can be done with the page in a slot."""
+    """State of the page in a slot."""
 
     FREE = 0
-    """Nothing is there, or another page than the one that was asked for."""
+    """Empty, or another page than the requested one."""
     WRITING = 1
     """An engine fills it."""
     READY = 2
@@ -44,11 +44,11 @@ class PageState(IntEnum):
     PROMOTING = 5
     """It is being read from SSD into its slot."""
     FAILED = 6
-    """It could not be read from SSD, or its bytes were wrong. Who pinned it must do without."""
+    """It could not be read from SSD, or its bytes were wrong. A load that pinned it must do without."""
 
     @property
     def is_readable(self) -> bool:
-        """Whether the page's bytes may be copied out of the slot now."""
+        """True if the page's bytes may be copied out of the slot now."""
         return self in (PageState.READY, PageState.SPILLING)
 
 
@@ -63,17 +63,17 @@ def are_readable(states: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Who reserved a page: an engine, which is one or more processes of one process group."""
+    """The engine that reserved a page: one or more processes of one process group."""
 
     process_group: int
     started: int
-    """Start time of the group's leader in clock ticks since boot, 0 if it had ended. Numbers are given again."""
+    """Start time of the group's leader in clock ticks since boot, 0 if it had ended; numbers are reused."""
     engine: bytes
-    """8 bytes that tell engines of one process group apart."""
+    """8 bytes that distinguish engines of one process group."""
 
 
 class PageRow(NamedTuple):
-    """What the table says of a slot."""
+    """A row of the table."""
 
     row: int
     state: PageState
@@ -89,12 +89,12 @@ class PageRow(NamedTuple):
 
     @property
     def owner(self) -> Owner:
-        """Who reserved the page."""
+        """The engine that reserved the page."""
         return Owner(self.process_group, self.started, self.engine)
 
 
 def row_bytes(ranks: int) -> int:
-    """Bytes of a row whose pages have parts of so many ranks."""
+    """Bytes of a row for pages with shares of `ranks` ranks."""
     return _ROW.size + 8 * ranks
 
 
@@ -117,11 +117,11 @@ class PageTable:
         return len(self._rows) // self._row_bytes
 
     def slot(self, row: int) -> int:
-        """What a `PageRef` calls the row's present use."""
+        """The slot number of a `PageRef` for the row's present use."""
         return row | int(_USE.unpack_from(self._rows, row * self._row_bytes + _USE_AT)[0]) << _USE_BITS
 
     def state(self, slot: int) -> PageState:
-        """Of the page that a `PageRef` named, FREE if its row has another use or does not exist."""
+        """State of a `PageRef`'s page; FREE if its row has another use or does not exist."""
         row, use = slot & _ROW_MASK, slot >> _USE_BITS
         at = row * self._row_bytes
         if at >= len(self._rows) or _USE.unpack_from(self._rows, at + _USE_AT)[0] != use:
@@ -144,16 +144,16 @@ class PageTable:
         return states
 
     def are_readable(self, slots: Sequence[int]) -> bool:
-        """Whether every one of these slots may be copied out."""
+        """True if all these slots may be copied out."""
         return bool(are_readable(self.states(slots)).all())
 
     def must_verify(self, slots: Sequence[int]) -> bool:
-        """Whether readers must compare any of these pages with its checksum."""
+        """True if readers must compare any of these pages with its checksum."""
         rows = [row_of(slot) for slot in slots]
         return bool(self._column(np.dtype(np.uint8), _VERIFY_AT)[rows].any())
 
     def checksum_to_verify(self, slot: int, rank: int) -> int | None:
-        """The checksum of a rank's part if readers must verify the page, else None."""
+        """The checksum of a rank's share if readers must verify the page, else None."""
         at = row_of(slot) * self._row_bytes
         if not self._rows[at + _VERIFY_AT]:
             return None
@@ -162,10 +162,10 @@ class PageTable:
     def begin(
         self, row: int, state: PageState, page_id: bytes, owner: Owner, tenant: bytes, ranks_left: int
     ) -> int:
-        """The row is used for a page from now on. Returns the slot of its `PageRef`s."""
+        """Start a new use of the row. Returns the slot of its `PageRef`s."""
         at = row * self._row_bytes
         use = (int(_USE.unpack_from(self._rows, at + _USE_AT)[0]) + 1) & _ROW_MASK
-        # The state comes last: what a killed daemon leaves half written is FREE.
+        # The state comes last: a row that a killed daemon left incomplete is FREE.
         _ROW.pack_into(
             self._rows, at, PageState.FREE, page_id[16], 0, use, owner.process_group, owner.started,
             owner.engine, tenant, page_id, 0.0, ranks_left,
@@ -174,27 +174,27 @@ class PageTable:
         return row | use << _USE_BITS
 
     def set_state(self, row: int, state: PageState) -> None:
-        """The row's use stays the same."""
+        """Set the state; the row's use stays the same."""
         self._rows[row * self._row_bytes] = state
 
     def set_ranks_left(self, row: int, ranks_left: int) -> None:
-        """Bit r: rank r has not ended its part."""
+        """Set the ranks that have not finished their shares: bit r for rank r."""
         _MASK.pack_into(self._rows, row * self._row_bytes + _MASK_AT, ranks_left)
 
     def set_checksums(self, row: int, checksums: Sequence[int]) -> None:
-        """One of each rank."""
+        """Set the checksum of each rank's share."""
         self._checksums.pack_into(self._rows, row * self._row_bytes + _ROW.size, *checksums)
 
     def set_must_verify(self, row: int, must: bool) -> None:
-        """Whether readers must compare the page's parts with their checksums."""
+        """Set whether readers must compare the page's shares with their checksums."""
         self._rows[row * self._row_bytes + _VERIFY_AT] = must
 
     def set_last_use(self, row: int, last_use_s: float) -> None:
-        """Seconds since the epoch of the clock; a daemon that comes back orders pages by it."""
+        """Set the time of the last use, in Unix time; the next daemon orders pages by it."""
         _LAST_USE.pack_into(self._rows, row * self._row_bytes + _LAST_USE_AT, last_use_s)
 
     def read(self, row: int) -> PageRow:
-        """All of a row."""
+        """Read a row."""
         at = row * self._row_bytes
         state, group, _, _, process_group, started, engine, tenant, page_id, last_use_s, ranks_left = (
             _ROW.unpack_from(self._rows, at)

@@ -1,7 +1,7 @@
-"""Which processes are at the other end of a Unix socket, and whether they still live.
+"""Processes at the other end of a Unix socket, and whether they still live.
 
-Process numbers are given again, so a process is known by its number and its start time. The number of a process group
-is not given again while the group has a process.
+Process numbers are reused, so a process is known by its number and its start time. The number of a process group is
+not reused while the group has a process.
 """
 
 import os
@@ -29,7 +29,7 @@ class PeerProcess:
 
     @classmethod
     def of(cls, connection: socket.socket) -> "PeerProcess":
-        """The one that connected to that Unix socket.
+        """The process that connected to that Unix socket.
 
         Raises:
             ValueError: it is in a process namespace that cannot be seen from here.
@@ -43,7 +43,7 @@ class PeerProcess:
         return cls(pid, start_ticks(pid))
 
     def owner(self, engine: bytes) -> Owner:
-        """The engine that it is a part of: its process group."""
+        """The engine that it belongs to, by its process group."""
         try:
             group = os.getpgid(self.pid)
         except ProcessLookupError:
@@ -52,18 +52,18 @@ class PeerProcess:
 
     @property
     def lives(self) -> bool:
-        """Whether it has not ended."""
+        """True until it has ended."""
         return self.started > 0 and start_ticks(self.pid) == self.started
 
 
 def start_ticks(pid: int) -> int:
-    """When a process began, in clock ticks since boot; 0 if it has ended."""
+    """Start time of a process, in clock ticks since boot; 0 if it has ended."""
     fields = _stat(pid)
     return int(fields[_STARTED]) if fields else 0
 
 
 def owner_lives(owner: Owner) -> bool:
-    """Whether any process of an engine may be there."""
+    """True if a process of the engine may still live."""
     started = start_ticks(owner.process_group)
     if started:
         return started == owner.started or not owner.started

@@ -1,4 +1,4 @@
-"""What engines and the pool's daemon say to each other over a Unix socket.
+"""Messages between engines and the pool's daemon, over a Unix socket.
 
 Every message is one of the structs below in msgpack, after its length in 4 bytes, little-endian. Each request gets
 one answer. The answer to `OpenSession` carries the arena as a file descriptor. Many keys, slots or offsets are
@@ -26,9 +26,9 @@ class PageRef(NamedTuple):
     """A page in the arena, as one reservation or pin knows it."""
 
     slot: int
-    """Row of the page table in the lower 32 bits, number of the row's use in the upper: it is never given twice."""
+    """Row of the page table in the lower 32 bits, number of the row's use in the upper; never reused."""
     offset: int
-    """Where the page begins in the arena."""
+    """The page's offset in the arena."""
 
 
 class MatchedPages(NamedTuple):
@@ -40,20 +40,20 @@ class MatchedPages(NamedTuple):
 
 
 class PoolMatch(NamedTuple):
-    """What a pool has of a prompt."""
+    """A pool's match for a prompt."""
 
     pin: int
     """To be given back with `unpin`; 0 if nothing was pinned."""
     usable_tokens: int
-    """The largest end from which a request can go on, by the hybrid rule. Not above the start: nothing to load."""
+    """Most tokens that a request can reuse, by the hybrid rule. Not above the start: nothing to load."""
     attention_tokens: int
-    """How far all full-attention groups are held."""
+    """Leading tokens of which the pool has all full-attention groups."""
     memory_tokens: int
-    """How far of `usable_tokens` the lead group lies in memory; what is behind it may be read from SSD first."""
+    """Leading usable tokens whose lead group is in memory; later pages may have to come from SSD."""
     pages: tuple[MatchedPages, ...]
-    """What a load of [start, usable_tokens) fills."""
+    """The pages that a load of [start, usable_tokens) reads."""
     epoch: int
-    """Of the daemon's start."""
+    """Number of the daemon's start."""
 
 
 class OpenSession(msgspec.Struct, tag="open", array_like=True, frozen=True):
@@ -63,9 +63,9 @@ class OpenSession(msgspec.Struct, tag="open", array_like=True, frozen=True):
     kind: SessionKind
     rank: int
     engine: bytes
-    """8 bytes that tell engines of one process group apart."""
+    """8 bytes that distinguish engines of one process group."""
     geometry: bytes | None
-    """`PoolGeometry.encode`; None: what the pool has. A scheduler without one needs a worker of its engine first."""
+    """`PoolGeometry.encode`; None: the pool's. A scheduler without one needs a worker of its engine first."""
 
 
 class Opened(msgspec.Struct, tag="opened", array_like=True, frozen=True):
@@ -77,11 +77,11 @@ class Opened(msgspec.Struct, tag="opened", array_like=True, frozen=True):
 
 
 class Goodbye(msgspec.Struct, tag="goodbye", array_like=True, frozen=True):
-    """The process writes no more. A connection that ends without it may leave copies behind that go on."""
+    """The process writes no more. After a connection that ends without it, copies may still go on."""
 
 
 class Match(msgspec.Struct, tag="match", array_like=True, frozen=True):
-    """How far is this prompt held?"""
+    """Look up a prompt."""
 
     chain: bytes
     """The keys of all whole steps from token 0 on, packed."""
@@ -93,7 +93,7 @@ class Match(msgspec.Struct, tag="match", array_like=True, frozen=True):
 
 
 class Matched(msgspec.Struct, tag="matched", array_like=True, frozen=True):
-    """See `PoolMatch`."""
+    """The answer to `Match`: the fields of `PoolMatch`."""
 
     pin: int
     usable_tokens: int
@@ -126,31 +126,31 @@ class Reserved(msgspec.Struct, tag="reserved", array_like=True, frozen=True):
 
 
 class Commit(msgspec.Struct, tag="commit", array_like=True, frozen=True):
-    """The session's rank has written its parts of these pages."""
+    """The session's rank has written its shares of these pages."""
 
     slots: bytes
     checksums: bytes
-    """xxh3_64 of each part, packed as little-endian unsigned 64-bit integers."""
+    """xxh3_64 of each share, packed as little-endian unsigned 64-bit integers."""
 
 
 class Abort(msgspec.Struct, tag="abort", array_like=True, frozen=True):
-    """A worker will not write its parts of these pages. From a scheduler: nobody will."""
+    """A worker will not write its shares of these pages. From a scheduler: no worker will."""
 
     slots: bytes
 
 
 class Discard(msgspec.Struct, tag="discard", array_like=True, frozen=True):
-    """These pages are superseded: they go if nobody ever hit them."""
+    """Drop superseded pages, if they were never hit."""
 
     page_ids: bytes
 
 
 class Stats(msgspec.Struct, tag="stats", array_like=True, frozen=True):
-    """What does the pool hold and do?"""
+    """Ask for the pool's figures."""
 
 
 class Clear(msgspec.Struct, tag="clear", array_like=True, frozen=True):
-    """Drop every page that nobody uses."""
+    """Drop every unused page."""
 
 
 class Verify(msgspec.Struct, tag="verify", array_like=True, frozen=True):
@@ -164,7 +164,7 @@ class Figures(msgspec.Struct, tag="figures", array_like=True, frozen=True):
 
 
 class Done(msgspec.Struct, tag="done", array_like=True, frozen=True):
-    """The answer to a request that asks nothing."""
+    """The answer to a request without a result."""
 
 
 class Refused(msgspec.Struct, tag="refused", array_like=True, frozen=True):
@@ -180,12 +180,12 @@ Answer: TypeAlias = Opened | Matched | Reserved | Figures | Done | Refused
 
 
 def packed(numbers: Sequence[int], form: Literal["q", "Q"] = "q") -> bytes:
-    """Numbers as messages carry them: 64 bits each, signed ("q") or not, little-endian as every machine here."""
+    """Pack numbers for a message: 64 bits each, signed ("q") or not, little-endian as every machine here."""
     return array(form, numbers).tobytes()
 
 
 def unpacked(numbers: bytes, form: Literal["q", "Q"] = "q") -> list[int]:
-    """What `packed` was given.
+    """Unpack numbers, the inverse of `packed`.
 
     Raises:
         ValueError: these are no whole numbers.

@@ -1,4 +1,4 @@
-"""What a new daemon takes over: the pages in the arena of the last one, and those on SSD."""
+"""Recovery at a daemon's start: pages in the last daemon's arena, and pages on SSD."""
 
 import logging
 from collections import defaultdict
@@ -16,11 +16,11 @@ logger = logging.getLogger(__name__)
 def recover(store: PageStore, may_write: Callable[[Owner], bool]) -> list[PoolPage]:
     """Fill a new store from its arena and its SSD tier, and publish all of it.
 
-    Readers verify pages from the arena until `verified`. Slots that somebody may still write into stay unused.
+    Readers verify pages from the arena until the daemon has. Slots that a process may still write into stay unused.
 
     Args:
         store: without any page so far.
-        may_write: whether a process of that owner lives.
+        may_write: true if a process of that owner lives.
 
     Returns:
         The pages from the arena.
@@ -51,14 +51,14 @@ def recover(store: PageStore, may_write: Callable[[Owner], bool]) -> list[PoolPa
     )  # fmt: skip
     for page, identity in _parents_first(store, identities):
         for medium in _media(page):
-            store.tell_stored(page, identity, medium)
+            store.report_stored(page, identity, medium)
     for page in recovered:
         store.write_to_ssd(page)
     return recovered
 
 
 def _taken_back(store: PageStore, row: PageRow, may_write: Callable[[Owner], bool]) -> PoolPage | None:
-    """The page of a row; None if the row is of no use, and its slot free."""
+    """Recover the page of a row; None if it is of no use, and its slot free."""
     memory = store.memory
     writing = row.state is PageState.WRITING
     if writing and not may_write(row.owner):

@@ -1,9 +1,9 @@
-"""Pages that engines fill, and which processes may still write into their slots.
+"""Reservations: pages that engines fill, and the processes that may still write into their slots.
 
-A slot is given to another page only when nobody writes into it any more. So what a scheduler's end or a lost
-connection leave behind keeps its slot until every rank has said commit or abort, said goodbye, or ended itself. A
-worker's client keeps what it could not say, and says it in its next session. What the last daemon left behind waits
-for each rank's next session or end (see `PoolClient.writing`).
+A slot is reused only when no process writes into it any more. So after a scheduler's end or a lost connection a page
+keeps its slot until every rank has sent commit or abort, said goodbye, or ended. A worker's client keeps commits and
+aborts that it could not send for its next session. Pages that the last daemon left WRITING wait for each rank's next
+session or end (see `PoolClient.writing`).
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from prfaas.serving.pool.page_table import Owner, PageState, row_of
 
 
 class Reservations:
-    """All pages that are WRITING. `ready` is told of those whose ranks have all committed, `aborted` of the others."""
+    """All pages that are WRITING. Calls `ready` when all ranks of a page have committed, else `aborted`."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class Reservations:
         return page_id in self._by_id
 
     def __len__(self) -> int:
-        """Pages with a slot, those that will not become READY included."""
+        """Number of pages, including those that will not become READY."""
         return sum(len(pages) for pages in self._of.values())
 
     def begin(self, page: PoolPage, owner: Owner, identity: PageIdentity | None) -> bool:
@@ -52,12 +52,12 @@ class Reservations:
         return True
 
     def take_back(self, page: PoolPage, owner: Owner, ranks_left: int) -> None:
-        """A page that was WRITING when the last daemon ended: its slot must wait for its writers."""
+        """Keep the slot of a page that was WRITING when the last daemon ended, until its writers have ended."""
         page.owner, page.ranks_left, page.failed, page.left_behind = owner, ranks_left, True, True
         self._of.setdefault(owner, set()).add(page)
 
     def commit(self, slot: int, rank: int, checksum: int) -> None:
-        """A rank has written its part. Passed over if the page is not WRITING any more, or the rank had ended."""
+        """Record that a rank has written its share. Ignored if the page is not WRITING, or the rank had ended."""
         page = self._writing(slot)
         if page is not None and page.ranks_left >> rank & 1:
             if not page.failed:
@@ -65,14 +65,14 @@ class Reservations:
             self._end_rank(page, rank)
 
     def abort(self, slot: int, rank: int) -> None:
-        """A rank will not write its part. Passed over as in `commit`."""
+        """Record that a rank will not write its share. Ignored as in `commit`."""
         page = self._writing(slot)
         if page is not None and page.ranks_left >> rank & 1:
             self._fail(page)
             self._end_rank(page, rank)
 
     def abort_all(self, slot: int) -> None:
-        """Nobody writes the page, nor will."""
+        """Give up a page that no rank writes or will write."""
         page = self._writing(slot)
         if page is not None:
             self._fail(page)
@@ -80,7 +80,7 @@ class Reservations:
             self._end(page)
 
     def disown(self, page: PoolPage) -> None:
-        """Who reserved the page is gone. Ranks without a worker never write; others may be at it."""
+        """Give up a page whose session is gone. Ranks without a worker never write it; others may be writing."""
         if page.owner is None:
             return
         self._fail(page)
@@ -90,12 +90,12 @@ class Reservations:
                 self._end_rank(page, rank)
 
     def worker_began(self, owner: Owner, rank: int, session: object) -> None:
-        """A worker opened a session, so it is at no copy of the last daemon's time."""
+        """Note a worker's new session: its copies from the last daemon's time have ended."""
         self._rank_ended(owner, rank, only_left_behind=True)
         self._workers.setdefault(owner, {})[rank] = session
 
     def worker_ended(self, owner: Owner, rank: int, session: object) -> None:
-        """A worker ended, or said that it writes no more. Passed over if it has a newer session."""
+        """Note that a worker writes no more. Ignored if it has a newer session."""
         workers = self._workers.get(owner, {})
         if workers.get(rank) is session:
             del workers[rank]
@@ -104,11 +104,11 @@ class Reservations:
             self._rank_ended(owner, rank, only_left_behind=False)
 
     def owners(self) -> list[Owner]:
-        """Who has pages here."""
+        """The engines with reservations."""
         return list(self._of)
 
     def owner_ended(self, owner: Owner) -> None:
-        """All its processes have ended."""
+        """Give up all pages of an engine whose processes have ended."""
         for page in list(self._of.get(owner, ())):
             self._fail(page)
             page.ranks_left = 0

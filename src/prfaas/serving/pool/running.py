@@ -36,8 +36,8 @@ def pool_command(deployment: Deployment, node: PoolNode, *, keep_memory: bool = 
 class RunningPools:
     """Pools of one deployment on this machine. As a context manager: started on entry, stopped on exit.
 
-    They also end if this process is killed. What they hold stays on disk, and in memory until the machine is started
-    again. Not thread-safe.
+    They also end if this process is killed. Their pages stay on disk, and in memory until the machine is restarted.
+    `start` and `restart` make the processes, `wait_ready` waits for their sockets, `stop` ends them. Not thread-safe.
     """
 
     def __init__(
@@ -46,11 +46,11 @@ class RunningPools:
         names: Iterable[str] | None = None,
         extra_env: Mapping[str, str] | None = None,
     ) -> None:
-        """Nothing is started yet.
+        """Make it without starting any.
 
         Args:
             deployment: whose pools they are. The daemons read its file themselves.
-            names: the pools to start; None: all.
+            names: pools to start; None: all.
             extra_env: laid over the environment of each.
         """
         self.deployment = deployment

@@ -1,7 +1,7 @@
-"""The threads that write a pool's pages to SSD and read them back.
+"""Threads that write a pool's pages to SSD and read them back.
 
-A disk that fails does not disturb the pool: what can't be written stays in memory only, the log says so once, and
-the writer tries again until the disk takes pages.
+The pool survives a failing disk: pages that can't be written stay in memory only, the log says so once, and the
+writer tries again until the disk takes pages.
 """
 
 import logging
@@ -26,7 +26,7 @@ _CLOSING_S = 5.0
 
 
 class SsdFiles(NamedTuple):
-    """Both files, and which pages were found in them."""
+    """Both files, and the pages found in them."""
 
     pages: PageFile
     journal: Journal
@@ -35,7 +35,7 @@ class SsdFiles(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SsdLayout:
-    """Where the files are, and what they may take."""
+    """Places and limits of the files."""
 
     folder: Path
     name: str
@@ -45,7 +45,7 @@ class SsdLayout:
     journal_bytes: int
 
     def open(self, page_bytes: Mapping[int, int]) -> SsdFiles:
-        """Open both files; those of other models in the folder go.
+        """Open both files, and remove those of other models in the folder.
 
         Args:
             page_bytes: Of a page, by the number of its group.
@@ -74,11 +74,11 @@ class SsdWrite:
     write: PageWrite
     record: JournalPage
     finished: Callable[[JournalPage | None], None]
-    """Called in the loop: what is in the journal now; None: the page is not on the disk."""
+    """Called in the loop with the page's record in the journal; None: it is not on the disk."""
 
 
 class _Clear:
-    """All pages that were written so far are to go."""
+    """Order to drop all pages written before it."""
 
 
 _Order: TypeAlias = SsdWrite | JournalDrop | _Clear
@@ -87,11 +87,15 @@ _Order: TypeAlias = SsdWrite | JournalDrop | _Clear
 class SsdWriter:
     """One thread that does all writing, in order: pages are on the disk before the journal says so.
 
+    `write`, `drop` and `clear` queue orders. The thread takes a batch (`_carry_out`): drops go into the journal first,
+    then pages into the file, then their records. After an error it refuses orders (`_refuse`) and retries the files
+    (`_try_again`); the loop calls `resume` once it knows their content.
+
     Args:
-        open_files: Makes the files usable, from scratch.
-        in_loop: Has a function called in the store's loop.
+        open_files: Opens or makes the files.
+        in_loop: Calls a function in the store's loop.
         found: Called in the loop when the files were opened later than at the start, with the pages in them.
-        retry_s: A disk that failed is tried again after so long.
+        retry_s: Pause before a disk that failed is tried again.
     """
 
     def __init__(
@@ -118,7 +122,7 @@ class SsdWriter:
         self._thread = threading.Thread(target=self._run, name="pool-ssd-writer", daemon=True)
 
     def pages_file(self) -> PageFile | None:
-        """The file to read from at the moment."""
+        """The present file of pages; None if there is none."""
         return None if self.files is None else self.files.pages
 
     def start(self) -> list[JournalPage]:
@@ -133,7 +137,7 @@ class SsdWriter:
         return found
 
     def close(self) -> None:
-        """Write what is queued, if that takes a few seconds at most, and end."""
+        """Write queued pages for a few seconds at most, and end."""
         with self._changed:
             self._is_closing = True
             self._changed.notify()
@@ -154,15 +158,15 @@ class SsdWriter:
         return True
 
     def drop(self, page_id: bytes) -> None:
-        """A page is no longer there; its room may be used by what is queued after this."""
+        """Drop a page; pages queued after this may use its room."""
         self._order(JournalDrop(page_id))
 
     def clear(self) -> None:
-        """Nothing that was queued before this is there any more."""
+        """Drop everything that was queued before this."""
         self._order(_Clear())
 
     def resume(self) -> None:
-        """The loop knows what the files hold now; pages are taken again."""
+        """Take pages again: the loop knows the files' content now."""
         with self._changed:
             self.failure = None
 
@@ -231,7 +235,7 @@ class SsdWriter:
         self._report(writes, records)
 
     def _refuse(self, orders: Sequence[_Order]) -> None:
-        """Nothing of this was done; what is gone must not come back with the journal."""
+        """Report orders that were not carried out; dropped pages must not come back with the journal."""
         if self.files is not None:
             journal = self.files.journal
             journal.forget(order.page_id for order in orders if isinstance(order, JournalDrop))
@@ -277,7 +281,7 @@ class SsdWriter:
 
 
 def _runs(writes: Sequence[SsdWrite]) -> Iterator[list[SsdWrite]]:
-    """Pages that lie one after the other in the file, together."""
+    """Group pages that are neighbours in the file."""
     run: list[SsdWrite] = []
     for order in writes:
         if run and not (
@@ -295,16 +299,16 @@ class SsdRead(NamedTuple):
 
     page: PageRead
     finished: Callable[[bool], None]
-    """Called in the loop: whether the page is right."""
+    """Called in the loop with True if the page is right."""
 
 
 class SsdReaders:
-    """Threads that read pages and verify them. More than one, since a disk is faster with several requests.
+    """Threads that read and verify pages. Several, since a disk is faster with several requests.
 
     Args:
-        pages: The file at the moment; None if there is none.
-        in_loop: Has a function called in the store's loop.
-        count: Threads.
+        pages: Gives the present file; None if there is none.
+        in_loop: Calls a function in the store's loop.
+        count: Number of threads.
     """
 
     def __init__(
@@ -332,7 +336,7 @@ class SsdReaders:
             self._changed.notify()
 
     def close(self) -> None:
-        """End when what is queued is read."""
+        """End after the queued reads."""
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
@@ -348,7 +352,7 @@ class SsdReaders:
             del run
 
     def _next_run(self) -> list[SsdRead]:
-        """The next page, and those behind it that follow it in the file; empty at the end."""
+        """The next page, with queued neighbours in the file behind it; empty at the end."""
         with self._changed:
             while not self._reads:
                 if self._is_closing:

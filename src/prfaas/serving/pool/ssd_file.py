@@ -1,4 +1,4 @@
-"""The file of a pool's pages on SSD: where pages lie in it, and how they get there and back."""
+"""File of a pool's pages on SSD: their places in it, and how they are written and read."""
 
 import errno
 import fcntl
@@ -31,7 +31,7 @@ class SsdFileError(OSError):
 
 
 def stored_bytes(page_bytes: int) -> int:
-    """What a page takes in the file."""
+    """Bytes that a page takes in the file."""
     return -(-page_bytes // BLOCK_BYTES) * BLOCK_BYTES
 
 
@@ -41,21 +41,21 @@ class PageRead(NamedTuple):
     offset: int
     """In the file."""
     parts: Sequence[int]
-    """Bytes of each part of the page, one after the other."""
+    """Bytes of each piece of the page that has a checksum, one after the other."""
     checksums: Sequence[int]
-    """xxh3_64 of each part."""
+    """xxh3_64 of each piece."""
     into: Bytes | None
     """Where the bytes go, right or wrong; None: nowhere. It may be longer than the page, up to a multiple of 512. That
     saves a copy, and what is behind the page is overwritten."""
 
     @property
     def page_bytes(self) -> int:
-        """Of the page."""
+        """Size of the page."""
         return sum(self.parts)
 
     @property
     def end(self) -> int:
-        """Where the next page begins in the file."""
+        """The next page's offset in the file."""
         return self.offset + stored_bytes(self.page_bytes)
 
 
@@ -68,19 +68,19 @@ class PageWrite(NamedTuple):
     """Its bytes, and more up to a multiple of 512 if they are at hand: that saves a copy."""
     page_bytes: int
     rest_from: int
-    """Where the ranks' parts end in the page."""
+    """End of the ranks' shares in the page."""
 
     @property
     def end(self) -> int:
-        """Where the next page begins in the file."""
+        """The next page's offset in the file."""
         return self.offset + stored_bytes(self.page_bytes)
 
 
 class FileSlots:
-    """Which parts of the file are free.
+    """Allocator of the file's room.
 
-    The file is cut into segments of one size. A segment holds pages of one KV group as long as it holds any, and then
-    those of any group. So no group keeps room that it no longer uses.
+    The file is cut into segments of one size. A segment holds pages of one KV group until it is empty, and then of any
+    group, so no group keeps room that it no longer uses.
 
     Args:
         file_bytes: Most that the file may take.
@@ -102,15 +102,15 @@ class FileSlots:
 
     @property
     def file_bytes(self) -> int:
-        """Of the file: all segments."""
+        """Size of all segments."""
         return self.segments * self.segment_bytes
 
     def stored_bytes(self, group: int) -> int:
-        """What a page of the group takes."""
+        """Bytes that a page of the group takes."""
         return self._stored_bytes[group]
 
     def take(self, group: int) -> int | None:
-        """Room for a page of the group: its offset in the file, None if there is none."""
+        """Take room for a page of the group: its offset in the file, None if there is none."""
         if not self._with_room[group]:
             if not self._unused:
                 return None
@@ -123,7 +123,7 @@ class FileSlots:
         return offset
 
     def claim(self, group: int, offset: int) -> bool:
-        """Take just this room; False if a page of the group can't lie there, or it isn't free."""
+        """Take the room at this offset; False if a page of the group can't lie there, or it isn't free."""
         segment = offset // self.segment_bytes
         if group not in self._stored_bytes or not 0 <= segment < self.segments:
             return False
@@ -139,7 +139,7 @@ class FileSlots:
         return True
 
     def give_back(self, offset: int) -> None:
-        """The page at this offset is gone."""
+        """Give back the room at this offset."""
         segment = offset // self.segment_bytes
         group, free = self._of[segment]
         free[offset] = None
@@ -172,11 +172,12 @@ class PieceBuffer:
 class PageFile:
     """The preallocated file. Its methods may be called from several threads, for different pages.
 
-    Pages go past the kernel's page cache where the file system allows it: memory is what the arena is for.
+    Pages bypass the kernel's page cache where the file system allows it, since the arena is the cache. `take_room`
+    preallocates; `write` and then `sync` put pages on the disk; `read` gets them back and compares checksums.
 
     Args:
         path: The file; its folder is there.
-        size_bytes: What it takes from now on.
+        size_bytes: Size of the file from now on.
 
     Raises:
         OSError: it can't be opened, or there is no room.
@@ -190,7 +191,7 @@ class PageFile:
         # Through the page cache memory needs no alignment.
         self._takes_sectors = True
         fds = [self._fd]
-        # A reader may be inside of a file that is replaced: it is closed once nobody knows it.
+        # A replaced file may still be read: it is closed with the last reference.
         self._close = weakref.finalize(self, _close_all, fds)
         try:
             try:
@@ -211,7 +212,7 @@ class PageFile:
         self._close()
 
     def is_in_place(self) -> bool:
-        """Whether the path still leads to this file."""
+        """True if the path still leads to this file."""
         return leads_to(self._path, self._fd)
 
     def take_room(self) -> bool:
@@ -229,7 +230,7 @@ class PageFile:
         try:
             os.posix_fallocate(self._fd, 0, self._size_bytes)
         except OSError:
-            # What it got of the room would be missing to others.
+            # Give back the room that it got: others may need it.
             os.ftruncate(self._fd, min(before, self._size_bytes))
             raise
         os.ftruncate(self._fd, self._size_bytes)
@@ -243,7 +244,7 @@ class PageFile:
             buffer: This thread's.
 
         Returns:
-            Of each page, xxh3_64 of what follows the ranks' parts.
+            xxh3_64 of the bytes behind the ranks' shares, of each page.
 
         Raises:
             OSError: they aren't written, or not all.
@@ -329,7 +330,7 @@ class PageFile:
             if piece is None:
                 pieces.append(buffer.view[begin:end])
             else:
-                # What lies between two pages in the file goes where it disturbs nobody.
+                # The gap between two pages in the file goes into the buffer.
                 pieces += [piece, buffer.view[begin + len(piece) : end]]
         got = os.preadv(self._io_fd, pieces, start)
         rights = []
@@ -357,7 +358,7 @@ class PageFile:
             piece, offset = piece[written:], offset + written
 
     def _past_cache(self) -> int | None:
-        """A descriptor that goes past the page cache; None where the file system has no such thing."""
+        """A descriptor that bypasses the page cache; None where the file system has none."""
         try:
             fd = os.open(self._path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
         except OSError:
@@ -376,7 +377,7 @@ class PageFile:
 
 
 def leads_to(path: Path, fd: int) -> bool:
-    """Whether the path is that of an open file."""
+    """True if the path leads to an open file."""
     try:
         there, own = path.stat(), os.fstat(fd)
     except OSError:

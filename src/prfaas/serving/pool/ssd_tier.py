@@ -1,11 +1,12 @@
-"""Pages on SSD: which are there, where, and which go when the file is full.
+"""Tier of pages on SSD: an index of the pages in the file, and their eviction when it is full.
 
-All of it runs in the store's loop; the threads of `ssd_background` do the reading and writing.
+It runs in the store's loop; the threads of `ssd_background` read and write.
 """
 
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TypeAlias
@@ -16,19 +17,32 @@ from prfaas.core.pool.eviction import EvictionPolicy
 from prfaas.core.pool.geometry import PageIdentity, PoolGeometry, whole_sectors
 from prfaas.core.pool.keys import page_id as page_id_of
 from prfaas.core.pool.quota import TenantEviction
-from prfaas.serving.pool.counters import BusyClock
 from prfaas.serving.pool.hooks import SsdEntry, SsdFactory
 from prfaas.serving.pool.journal import JournalPage, most_record_bytes
 from prfaas.serving.pool.ssd_background import SsdLayout, SsdRead, SsdReaders, SsdWrite, SsdWriter
 from prfaas.serving.pool.ssd_file import Bytes, FileSlots, PageRead, PageWrite, stored_bytes
 
 InLoop: TypeAlias = Callable[[Callable[[], None]], None]
-"""Has a function called in the store's loop, from any thread."""
+"""Calls a function in the store's loop, from any thread."""
 
 _READERS = 8
-_RETRY_S = 10.0
-_MOST_QUEUED_BYTES = 256 << 20
 _HEADERS_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class SsdOptions:
+    """Where a pool's files on SSD are, and their limits."""
+
+    folder: Path
+    """On the disk; it is made."""
+    most_bytes: int
+    """What both files may take together."""
+    tenant_share: float = 1.0
+    """See `TenantEviction`."""
+    most_queued_bytes: int = 256 << 20
+    """Pages on their way to the disk, which keep their room in the arena."""
+    retry_s: float = 10.0
+    """How long after a failure of the disk it is tried again."""
 
 
 class _FilePage:
@@ -39,52 +53,78 @@ class _FilePage:
     def __init__(self, offset: int, checksums: tuple[int, ...], tenant: bytes, slots: FileSlots) -> None:
         self.offset = offset
         self.checksums = checksums
-        """Of the ranks' parts, and of what follows them if anything does."""
+        """Of the ranks' shares, and of the bytes behind them if there are any."""
         self.tenant = tenant
         self.slots = slots
         self.reads = 0
 
 
+class BusyClock:
+    """Counts the seconds in which at least one piece of work was open, and its bytes: together, a bandwidth.
+
+    Not thread-safe.
+    """
+
+    def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
+        self.done_bytes = 0
+        self.busy_s = 0.0
+        """Without the present busy time."""
+        self._now_s = now_s
+        self._open = 0
+        self._since_s = 0.0
+
+    def begin(self) -> None:
+        """Open a piece of work."""
+        if not self._open:
+            self._since_s = self._now_s()
+        self._open += 1
+
+    def end(self, done_bytes: int) -> None:
+        """Close a piece of work, of which `done_bytes` were done."""
+        self.done_bytes += done_bytes
+        self._open -= 1
+        if not self._open:
+            self.busy_s += self._now_s() - self._since_s
+
+
 class FileTier:
-    """See `SsdTier`. Pages are in one file and a journal, in a folder of the pool's own.
+    """Implements `SsdTier` with a file of pages and a journal, in a folder of the pool's own.
+
+    1. At the start the writer opens both files, and the pages of the journal are held again.
+    2. `write` takes room, evicting pages if need be, and queues the page for the writer; `_written` holds it.
+    3. `read` queues a page for the readers; `_was_read` drops it if it was wrong.
+    4. After a failure of the disk, `_found_later` starts again from the files that are there then.
 
     Args:
-        geometry: Of the pages.
-        arena: Where pages come from and go to.
-        folder: On the disk; it is made.
-        most_bytes: What both files may take together.
-        tenant_share: See `TenantEviction`.
-        make_policy: An empty eviction policy.
-        in_loop: Has a function called in the store's loop.
-        most_queued_bytes: Pages that are on their way to the disk, which keep their room in the arena.
-        retry_s: A disk that failed is tried again after so long.
+        geometry: The pages' geometry.
+        arena: Memory that pages are written from and read into.
+        options: Where the files are, and what they may take.
+        make_policy: Makes an empty eviction policy.
+        in_loop: Calls a function in the store's loop.
 
     Raises:
-        ValueError: `most_bytes` has no room for a page of each group.
+        ValueError: `options.most_bytes` has no room for a page of each group.
     """
 
     def __init__(
         self,
         geometry: PoolGeometry,
         arena: memoryview,
-        folder: Path,
-        most_bytes: int,
-        tenant_share: float,
+        options: SsdOptions,
         make_policy: Callable[[], EvictionPolicy[bytes]],
         in_loop: InLoop,
-        most_queued_bytes: int = _MOST_QUEUED_BYTES,
-        retry_s: float = _RETRY_S,
     ) -> None:
+        most_bytes = options.most_bytes
         started = time.monotonic()
         self._geometry = geometry
         self._lead = geometry.lead.index
         self._arena = np.frombuffer(arena, dtype=np.uint8)
         self._page_bytes = {group.index: geometry.page_bytes(group.index) for group in geometry.groups}
         self._parts = {group.index: _parts(geometry, group.index) for group in geometry.groups}
-        self._tenant_share = tenant_share
+        self._tenant_share = options.tenant_share
         self._make_policy = make_policy
         # Pages on their way can't make room for others.
-        self._most_queued_bytes = min(most_queued_bytes, len(arena) // 4)
+        self._most_queued_bytes = min(options.most_queued_bytes, len(arena) // 4)
         self._dropped: Callable[[bytes], None] = _nobody
         record_share = max(
             most_record_bytes(geometry.ranks, geometry.identity_bytes(group)) / stored_bytes(size)
@@ -106,46 +146,48 @@ class FileTier:
         self._counts = dict.fromkeys(("written_bytes", "read_bytes", "not_written", "evicted", "wrong"), 0)
         self._promoting = BusyClock()
         layout = SsdLayout(
-            folder,
-            geometry.digest().hex(),
-            geometry.digest(),
-            self._slots.file_bytes,
-            int(2 * record_share * self._slots.file_bytes) + _HEADERS_BYTES,
+            folder=options.folder,
+            name=geometry.digest().hex(),
+            digest=geometry.digest(),
+            pages_bytes=self._slots.file_bytes,
+            journal_bytes=int(2 * record_share * self._slots.file_bytes) + _HEADERS_BYTES,
         )
-        self._writer = SsdWriter(lambda: layout.open(self._page_bytes), in_loop, self._found_later, retry_s)
-        self._recovered = self._adopted(self._writer.start())
+        self._writer = SsdWriter(
+            lambda: layout.open(self._page_bytes), in_loop, self._found_later, options.retry_s
+        )
+        self._recovered = self._held_again(self._writer.start())
         self._readers = SsdReaders(self._writer.pages_file, in_loop, _READERS)
         self._recovery_s = time.monotonic() - started
 
     def attach(self, dropped: Callable[[bytes], None]) -> None:
-        """See `SsdTier.attach`."""
+        """Set the callback for dropped pages, as `SsdTier.attach`."""
         self._dropped = dropped
 
     def entries(self) -> Iterator[SsdEntry]:
-        """See `SsdTier.entries`. To be called once."""
+        """The recovered pages, as `SsdTier.entries`; call it once."""
         recovered, self._recovered = self._recovered, []
         for record in recovered:
             if record.page_id in self._pages:
                 yield self._entry(record.page_id, record.identity)
 
     def entry(self, page_id: bytes) -> SsdEntry | None:
-        """See `SsdTier.entry`."""
+        """One page, as `SsdTier.entry`."""
         files = self._writer.files
         if page_id not in self._pages or files is None:
             return None
         return self._entry(page_id, files.journal.identity(page_id))
 
     def holds(self, page_id: bytes) -> bool:
-        """See `SsdTier.holds`."""
+        """True if a page can be read, as `SsdTier.holds`."""
         return page_id in self._pages
 
     @property
     def takes_more(self) -> bool:
-        """See `SsdTier.takes_more`."""
+        """True if a page could be written now, as `SsdTier.takes_more`."""
         return self._writer.failure is None and self._queued_bytes < self._most_queued_bytes
 
     def write(self, entry: SsdEntry, offset: int, done: Callable[[bool], None]) -> None:
-        """See `SsdTier.write`."""
+        """Write a page in the background, as `SsdTier.write`."""
         size, page_id = self._page_bytes[entry.group], entry.page_id
         if page_id in self._pages or page_id in self._writing:
             done(page_id in self._pages)
@@ -157,7 +199,14 @@ class FileTier:
             return
         page = _FilePage(place, entry.checksums, entry.tenant, self._slots)
         identity = b"" if entry.identity is None else entry.identity.encode()
-        record = JournalPage(page_id, place, entry.checksums, 0, entry.tenant, identity=identity)
+        record = JournalPage(
+            page_id=page_id,
+            offset=place,
+            checksums=entry.checksums,
+            rest_checksum=0,
+            tenant=entry.tenant,
+            identity=identity,
+        )
         rest_from = self._geometry.rank_offset(entry.group, self._geometry.ranks)
         write = PageWrite(place, self._room_in_arena(offset, size), size, rest_from)
         order = SsdWrite(write, record, partial(self._written, entry, page, done))
@@ -171,7 +220,7 @@ class FileTier:
         self._queued_of[entry.tenant] += self._slots.stored_bytes(entry.group)
 
     def read(self, page_id: bytes, into_offset: int, done: Callable[[bool], None]) -> None:
-        """See `SsdTier.read`."""
+        """Read a page in the background, as `SsdTier.read`."""
         size = self._page_bytes[page_id[-1]]
         self._promoting.begin()
 
@@ -182,18 +231,18 @@ class FileTier:
         self._read(page_id, self._room_in_arena(into_offset, size), finished)
 
     def touched(self, page_id: bytes) -> None:
-        """A page was used; one that is not held is passed over."""
+        """Note the use of a page; one that is not held is ignored."""
         self._eviction.touched(page_id)
 
     def forget(self, page_id: bytes) -> None:
-        """See `SsdTier.forget`."""
+        """Drop a page, as `SsdTier.forget`."""
         self._writing.pop(page_id, None)
         if page_id in self._pages:
             self._give_up(page_id)
             self._writer.drop(page_id)
 
     def clear(self) -> int:
-        """Forget every page, for good. Returns how many there were."""
+        """Drop every page for good. Returns their number."""
         count = len(self._pages)
         self._writing.clear()
         for page_id in list(self._pages):
@@ -202,13 +251,13 @@ class FileTier:
         return count
 
     def verify(self, done: Callable[[int, int], None]) -> None:
-        """See `SsdTier.verify`. One page at a time, so that engines need not wait for theirs."""
+        """Verify every page, as `SsdTier.verify`; one at a time, so that engines' reads need not wait."""
         left, counts = list(self._pages), Counter[bool]()
 
         def go_on() -> None:
             while left:
                 page_id = left.pop()
-                # What has left meanwhile is neither right nor wrong.
+                # A page that has gone meanwhile is neither right nor wrong.
                 if page_id in self._pages:
                     self._read(page_id, None, was_read)
                     return
@@ -221,7 +270,7 @@ class FileTier:
         go_on()
 
     def figures(self) -> dict[str, int | float | str]:
-        """What the tier holds and did so far."""
+        """Figures of the tier's content and work."""
         return {
             "state": self._writer.failure or "writable",
             "held_pages": len(self._pages),
@@ -236,7 +285,7 @@ class FileTier:
         }
 
     def close(self) -> None:
-        """See `SsdTier.close`. What is queued is written, unless that takes longer than a few seconds."""
+        """End the background work, writing queued pages for a few seconds at most."""
         self._writer.close()
         self._readers.close()
         # The arena can't be unmapped as long as anybody refers to it.
@@ -303,9 +352,9 @@ class FileTier:
         return self._arena[offset : offset + whole_sectors(size)]
 
     def _room(self, group: int, tenant: bytes) -> int | None:
-        """Room for a page, by what is there or by pages that go."""
+        """Free room for a page, evicting others if need be."""
         while (place := self._slots.take(group)) is None:
-            # What the tenant has on its way is not known to the eviction yet.
+            # The eviction does not know the tenant's queued pages yet.
             coming_bytes = self._queued_of[tenant] + self._slots.stored_bytes(group)
             victim = self._eviction.victim(
                 tenant, coming_bytes, lambda page_id: not self._pages[page_id].reads
@@ -334,7 +383,7 @@ class FileTier:
             page.slots.give_back(page.offset)
 
     def _parent(self, record: JournalPage) -> bytes | None:
-        """The page without which a page is of no use."""
+        """The page that a page depends on."""
         if record.page_id[-1] != self._lead:
             return page_id_of(record.page_id[:-1], self._lead)
         parent = PageIdentity.decode(record.identity).parent
@@ -345,19 +394,19 @@ class FileTier:
         self._slots = FileSlots(self._slots_bytes, self._page_bytes)
         self._eviction = self._no_eviction()
         self._pages = {}
-        self._adopted(found)
+        self._held_again(found)
         for page_id in before.keys() - self._pages.keys():
             self._dropped(page_id)
         self._writer.resume()
 
-    def _adopted(self, found: Sequence[JournalPage]) -> list[JournalPage]:
+    def _held_again(self, found: Sequence[JournalPage]) -> list[JournalPage]:
         """Hold the pages that were found. Returns those that could be."""
         # Of two records for one place, the page of the later one lies there.
-        adopted = [record for record in reversed(found) if self._claims_place(record)]
-        adopted.reverse()
-        for record in adopted:
+        held = [record for record in reversed(found) if self._claims_place(record)]
+        held.reverse()
+        for record in held:
             self._hold(record, _FilePage(record.offset, record.checksums, record.tenant, self._slots))
-        return adopted
+        return held
 
     def _claims_place(self, record: JournalPage) -> bool:
         group = record.page_id[-1]
@@ -385,24 +434,18 @@ class FileTier:
 
 
 def ssd_factory(
-    folder: Path,
-    most_bytes: int,
-    tenant_share: float,
-    policy: Callable[[PoolGeometry], EvictionPolicy[bytes]],
-    in_loop: InLoop,
+    options: SsdOptions, policy: Callable[[PoolGeometry], EvictionPolicy[bytes]], in_loop: InLoop
 ) -> SsdFactory:
-    """Makes the tier of a pool once its geometry is known; see `FileTier`."""
-    return lambda geometry, arena: FileTier(
-        geometry, arena, folder, most_bytes, tenant_share, lambda: policy(geometry), in_loop
-    )
+    """A factory of a pool's `FileTier`, for when its geometry is known."""
+    return lambda geometry, arena: FileTier(geometry, arena, options, lambda: policy(geometry), in_loop)
 
 
 def _parts(geometry: PoolGeometry, group: int) -> list[int]:
-    """Bytes of the parts of a page that have a checksum each."""
+    """Bytes of the pieces of a page that have a checksum each: the ranks' shares, and the rest."""
     ranks = [geometry.group(group).rank_bytes] * geometry.ranks
     rest = geometry.identity_bytes(group)
     return [*ranks, rest] if rest else ranks
 
 
 def _nobody(_page_id: bytes) -> None:
-    """Nobody wants to hear of pages that went."""
+    """Default for dropped pages, before `attach`."""

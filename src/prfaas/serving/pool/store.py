@@ -1,13 +1,15 @@
-"""The pages of a pool: which are in memory, which on SSD, who uses them, and which go.
+"""Store of a pool's pages in memory and on SSD: look-up, pins, reservations and promotion.
 
-One event loop owns a store; nothing here waits.
+One event loop owns a store; no method waits.
 """
 
 import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -18,22 +20,140 @@ from prfaas.core.pool.geometry import PageGroup, PageIdentity
 from prfaas.core.pool.keys import KEY_BYTES
 from prfaas.core.pool.quota import TenantEviction
 from prfaas.serving.pool.arena import Arena
-from prfaas.serving.pool.counters import PoolCounters
-from prfaas.serving.pool.hooks import MEDIA, Medium, PoolEvents, SsdTier
+from prfaas.serving.pool.hooks import MEDIA, Medium, PoolEvents, SsdEntry, SsdTier
 from prfaas.serving.pool.memory_tier import NO_SLOT, MemoryTier, PoolPage, ReadablePages
 from prfaas.serving.pool.page_table import Owner, PageState, row_of
 from prfaas.serving.pool.protocol import PageRef, SessionKind
 from prfaas.serving.pool.reservations import Reservations
-from prfaas.serving.pool.sessions import NeededPages, StoreMatch, StoreSession
-from prfaas.serving.pool.spilling import Spilling
 
 TENANT_BYTES = 8
 _DAEMON = Owner(0, 0, bytes(8))
 _TOUCHES_AT_ONCE = 256
 
 
+@dataclass(slots=True)
+class PoolCounters:
+    """Counters of a store since its start."""
+
+    lookups: int = 0
+    pinned_matches: int = 0
+    hit_memory_tokens: int = 0
+    hit_ssd_tokens: int = 0
+    stored_pages: int = 0
+    stored_bytes: int = 0
+    refused_pages: int = 0
+    """For lack of room: all slots were in use."""
+    aborted_pages: int = 0
+    evicted_pages: int = 0
+    evicted_bytes: int = 0
+    promoted_pages: int = 0
+    promoted_bytes: int = 0
+    failed_promotions: int = 0
+    recovered_pages: int = 0
+    wrong_pages: int = 0
+    """Their bytes did not have their checksums."""
+
+
+NeededPages: TypeAlias = tuple[int, int, list[PoolPage]]
+"""Group, first block, and its pages from there on."""
+
+
+class StoreMatch(NamedTuple):
+    """A match with the store's own pages; `PoolMatch` has their slots and offsets instead."""
+
+    pin: int
+    usable_tokens: int
+    attention_tokens: int
+    memory_tokens: int
+    pages: Sequence[NeededPages]
+
+
+class StoreSession:
+    """Pins and reservations of one connection."""
+
+    def __init__(self, kind: SessionKind, rank: int, owner: Owner) -> None:
+        self.kind = kind
+        self.rank = rank
+        self.owner = owner
+        self.pins: dict[int, list[PoolPage]] = {}
+        self.reserved: set[PoolPage] = set()
+
+
+_MOST_OUTDATED = 1024
+
+
+class Spilling:
+    """Gives pages to the SSD tier in the order in which they became ready, and only as many as it takes.
+
+    Waiting pages can be evicted, so neither a burst of pages nor a failing disk fills the memory with pages that must
+    stay.
+
+    Args:
+        ssd: The tier.
+        memory: Has the pages.
+        page_of: Finds the held page of an id.
+        ended: Called with each page that was given to the tier, its identity, and whether it is on SSD now.
+    """
+
+    def __init__(
+        self,
+        ssd: SsdTier,
+        memory: MemoryTier,
+        page_of: Callable[[bytes], PoolPage | None],
+        ended: Callable[[PoolPage, PageIdentity | None, bool], None],
+    ) -> None:
+        self._ssd = ssd
+        self._memory = memory
+        self._page_of = page_of
+        self._ended = ended
+        self._waiting: dict[bytes, None] = {}
+        self._is_giving = False
+
+    def add(self, page: PoolPage) -> None:
+        """Queue a READY page."""
+        self._waiting[page.page_id] = None
+        if len(self._waiting) > 2 * len(self._memory.rows) + _MOST_OUTDATED:
+            self._waiting = dict.fromkeys(each for each in self._waiting if self._wants(self._page_of(each)))
+        self._give()
+
+    def _give(self) -> None:
+        # The tier may call back at once.
+        if self._is_giving:
+            return
+        self._is_giving = True
+        while self._waiting and self._ssd.takes_more:
+            page_id = next(iter(self._waiting))
+            del self._waiting[page_id]
+            page = self._page_of(page_id)
+            if page is None or not self._wants(page):
+                continue
+            identity = self._memory.identity(page)
+            self._memory.set_state(page, PageState.SPILLING)
+            entry = SsdEntry(page_id, page.group, identity, tuple(page.checksums), page.tenant)
+            self._ssd.write(entry, page.offset, partial(self._was_given, page, identity))
+        self._is_giving = False
+
+    def _was_given(self, page: PoolPage, identity: PageIdentity | None, is_written: bool) -> None:
+        self._memory.set_state(page, PageState.READY)
+        if not is_written and not self._ssd.takes_more:
+            self._waiting[page.page_id] = None
+        self._ended(page, identity, is_written)
+        self._give()
+
+    @staticmethod
+    def _wants(page: PoolPage | None) -> bool:
+        return page is not None and page.state is PageState.READY and not page.on_ssd
+
+
 class PageStore:
-    """All pages of one geometry. What engines ask comes with their session; `pin` and the like are the daemon's own."""
+    """All pages of one geometry.
+
+    1. Engines' requests come with their session: `match` and `unpin_match`, `reserve_for`, then `commit` or `abort` of
+       `reservations`, `discard`. The daemon's own copies use `pin`, `unpin`, `reserve`, `commit_all` and `abort`.
+    2. A page is WRITING until all ranks have committed, then READY and `held`; `_spilling` writes it to SSD.
+    3. A match of pages that are on SSD only gives them slots and reads them (PROMOTING).
+    4. `MemoryTier` evicts pages for others; a page that is nowhere any more is forgotten.
+    """
 
     def __init__(
         self,
@@ -44,7 +164,7 @@ class PageStore:
         ssd: SsdTier | None = None,
         time_s: Callable[[], float] = time.time,
     ) -> None:
-        """There is no room until `memory.add_slab`."""
+        """Make a store without room, until `memory.add_slab`."""
         self.geometry = arena.layout.geometry
         self.epoch = arena.epoch
         self.counters = PoolCounters()
@@ -52,7 +172,7 @@ class PageStore:
         self.reservations = Reservations(self.memory, self.geometry.ranks, self._ready, self._aborted)
         self.sessions: set[StoreSession] = set()
         self.held: dict[int, dict[bytes, PoolPage]] = {group.index: {} for group in self.geometry.groups}
-        """By group: key → page in memory or on SSD. Those that are WRITING are not among them."""
+        """By group: key → page in memory or on SSD, without those that are WRITING."""
         self.tier_pages: dict[Medium, dict[int, int]] = {tier: dict.fromkeys(self.held, 0) for tier in MEDIA}
         """By tier and group: pages that can be read there."""
         self.events = events
@@ -68,7 +188,7 @@ class PageStore:
         self._touches: deque[list[PoolPage]] = deque()
 
     def open_session(self, kind: SessionKind, rank: int, owner: Owner) -> StoreSession:
-        """A connection begins."""
+        """Open a connection's session."""
         session = StoreSession(kind, rank, owner)
         self.sessions.add(session)
         if kind == "worker":
@@ -76,7 +196,7 @@ class PageStore:
         return session
 
     def close_session(self, session: StoreSession, *, writes_no_more: bool) -> None:
-        """A connection ended: its pins and reservations are dropped.
+        """Drop the pins and reservations of a connection that ended.
 
         Args:
             writes_no_more: its process ended, or said goodbye. Otherwise `reservations.worker_ended` follows.
@@ -99,7 +219,7 @@ class PageStore:
         whole: bool,
         pin: bool,
     ) -> StoreMatch:
-        """See `PoolClient.match`. Pages that are on SSD only get a slot and are read into it.
+        """Look up a prompt, as `PoolClient.match`. With `pin`, pages that are on SSD only are read into memory.
 
         Raises:
             ValueError: an argument makes no sense.
@@ -128,14 +248,14 @@ class PageStore:
         return StoreMatch(number, found.usable_tokens, found.attention_tokens, memory_tokens, needed)
 
     def unpin_match(self, session: StoreSession, number: int) -> None:
-        """The pages of a match are no longer needed; an unknown number is passed over."""
+        """Release the pages of a match; an unknown number is ignored."""
         for page in session.pins.pop(number, ()):
             self._unpin(page)
 
     def reserve_for(
         self, session: StoreSession, tenant: bytes, pages: Sequence[tuple[bytes, PageIdentity | None]]
     ) -> list[PageRef | None]:
-        """See `PoolClient.reserve`.
+        """Reserve room for an engine's pages, as `PoolClient.reserve`.
 
         Raises:
             ValueError: an argument makes no sense.
@@ -145,7 +265,7 @@ class PageStore:
     def reserve(
         self, tenant: bytes, pages: Sequence[tuple[bytes, PageIdentity | None]]
     ) -> list[PageRef | None]:
-        """The same for who fills pages inside the daemon, and says `commit_all` or `abort` of each.
+        """Reserve room for the daemon's own pages, each to be ended by `commit_all` or `abort`.
 
         Raises:
             ValueError: an argument makes no sense.
@@ -153,17 +273,17 @@ class PageStore:
         return [self._reserve(_DAEMON, None, tenant, *each) for each in pages]
 
     def commit_all(self, page: PageRef, checksums: Sequence[int]) -> None:
-        """All ranks' parts of a page are written, with these checksums."""
+        """Commit all ranks' shares of a page, with these checksums."""
         for rank, checksum in enumerate(checksums):
             self.reservations.commit(page.slot, rank, checksum)
 
     def abort(self, pages: Iterable[PageRef]) -> None:
-        """Nobody writes these pages."""
+        """Give up reserved pages."""
         for page in pages:
             self.reservations.abort_all(page.slot)
 
     def pin(self, page_ids: Sequence[bytes]) -> list[PageRef | None]:
-        """Pin each page that is held, and have it read if it is on SSD only. None for the others."""
+        """Pin each held page, reading it into memory if it is on SSD only. None for the others."""
         refs: list[PageRef | None] = []
         for page_id in page_ids:
             page = self._page(page_id)
@@ -172,14 +292,14 @@ class PageStore:
         return refs
 
     def unpin(self, pages: Iterable[PageRef]) -> None:
-        """What `pin` gave is no longer needed."""
+        """Release pages that `pin` gave."""
         for ref in pages:
             page = self.memory.rows.get(row_of(ref.slot))
             if page is not None and page.slot == ref.slot:
                 self._unpin(page)
 
     def discard(self, page_ids: Iterable[bytes]) -> None:
-        """Drop those of these pages that nobody ever hit and nobody uses."""
+        """Drop those of these pages that are unused and were never hit."""
         for page_id in page_ids:
             page = self._page(page_id)
             if page is None or page.was_hit or page.pins:
@@ -190,7 +310,7 @@ class PageStore:
                 self.drop(page)
 
     def clear(self) -> int:
-        """Drop every page that nobody uses from memory, and all of them from SSD. Returns how many went."""
+        """Drop every unused page from memory, and all pages from SSD. Returns how many went."""
         pages = [page for pages in self.held.values() for page in pages.values()]
         if self.ssd is not None:
             self.ssd.clear()
@@ -204,22 +324,22 @@ class PageStore:
         return sum(page.slot == NO_SLOT for page in pages)
 
     def drop(self, page: PoolPage) -> None:
-        """Forget a page that is held and that nobody uses."""
+        """Forget a held, unused page."""
         del self.held[page.group][page.key]
         if page.slot != NO_SLOT:
             self.memory.free(page)
-            self._tell_removed(page, "memory")
+            self._report_removed(page, "memory")
         if page.on_ssd:
             assert self.ssd is not None
             self.ssd.forget(page.page_id)
-            self._tell_removed(page, "ssd")
+            self._report_removed(page, "ssd")
 
     def drop_wrong(self, page: PoolPage) -> None:
-        """The bytes of a page in memory are not what they were. What SSD has of it is verified when it is read."""
+        """Drop a page in memory whose bytes are wrong. Its copy on SSD is verified when it is read."""
         self.counters.wrong_pages += 1
         self.memory.disown(page)
         self.memory.set_state(page, PageState.FAILED)
-        self._tell_removed(page, "memory")
+        self._report_removed(page, "memory")
         del self.held[page.group][page.key]
         if page.on_ssd:
             page.on_ssd = False
@@ -229,28 +349,28 @@ class PageStore:
             self.memory.free(page)
 
     def settle(self) -> bool:
-        """Do a bounded part of what was put off so that answers go out first. Returns whether some is left."""
+        """Do a bounded portion of the work deferred behind answers. Returns whether some is left."""
         if self._touches:
             self.memory.touch(self._touches.popleft(), self._time_s())
         return bool(self._touches)
 
     def dropped_by_ssd(self, page_id: bytes) -> None:
-        """The SSD tier gave up a page."""
+        """Note that the SSD tier has dropped a page."""
         page = self._page(page_id)
         if page is not None and page.on_ssd:
             page.on_ssd = False
-            self._tell_removed(page, "ssd")
+            self._report_removed(page, "ssd")
             if page.slot == NO_SLOT:
                 del self.held[page.group][page.key]
 
-    def tell_stored(self, page: PoolPage, identity: PageIdentity | None, medium: Medium) -> None:
-        """A tier has the page now."""
+    def report_stored(self, page: PoolPage, identity: PageIdentity | None, medium: Medium) -> None:
+        """Count and publish that a tier has the page."""
         self.tier_pages[medium][page.group] += 1
         if self.events is not None:
             self.events.stored(page.page_id, identity, medium)
 
     def write_to_ssd(self, page: PoolPage) -> None:
-        """Have a READY page written in the background."""
+        """Write a READY page in the background."""
         if self._spilling is not None:
             self._spilling.add(page)
 
@@ -261,7 +381,7 @@ class PageStore:
     def _needed(
         self, groups: Sequence[PageGroup], keys: list[bytes], start_tokens: int, end_tokens: int
     ) -> list[NeededPages]:
-        """What a load fills."""
+        """The pages that a load reads, by group."""
         needed: list[NeededPages] = []
         for group, (index, blocks) in zip(
             groups, needed_blocks(groups, start_tokens, end_tokens), strict=True
@@ -308,7 +428,7 @@ class PageStore:
             self.memory.free(page)
 
     def _count_hit(self, needed: Sequence[NeededPages], start_tokens: int, end_tokens: int) -> int:
-        """Count the hit by tier. Returns up to where it lies in memory."""
+        """Count a hit by tier. Returns the leading tokens that are in memory."""
         block_tokens, promoting = self._lead.block_tokens, PageState.PROMOTING
         first, pages = next((first, pages) for group, first, pages in needed if group == self._lead.index)
         absent = [first + place for place, page in enumerate(pages) if page.state is promoting]
@@ -359,7 +479,7 @@ class PageStore:
         self.memory.set_state(page, PageState.READY)
         self.counters.stored_pages += 1
         self.counters.stored_bytes += self._page_bytes[page.group]
-        self.tell_stored(page, page.identity, "memory")
+        self.report_stored(page, page.identity, "memory")
         page.identity = None
         self.write_to_ssd(page)
 
@@ -369,7 +489,7 @@ class PageStore:
     def _spilled(self, page: PoolPage, identity: PageIdentity | None, is_written: bool) -> None:
         if is_written:
             page.on_ssd = True
-            self.tell_stored(page, identity, "ssd")
+            self.report_stored(page, identity, "ssd")
         if page.discarded and not page.was_hit and not page.pins:
             self.drop(page)
 
@@ -379,7 +499,7 @@ class PageStore:
             self.memory.set_state(page, PageState.READY)
             self.counters.promoted_pages += 1
             self.counters.promoted_bytes += self._page_bytes[page.group]
-            self.tell_stored(page, page.identity, "memory")
+            self.report_stored(page, page.identity, "memory")
             page.identity = None
             return
         self.counters.failed_promotions += 1
@@ -390,21 +510,21 @@ class PageStore:
             assert self.ssd is not None
             page.on_ssd = False
             self.ssd.forget(page.page_id)
-            self._tell_removed(page, "ssd")
+            self._report_removed(page, "ssd")
         if not page.pins:
             self.memory.free(page)
 
     def _evicted(self, page: PoolPage) -> None:
         self.counters.evicted_pages += 1
         self.counters.evicted_bytes += self._page_bytes[page.group]
-        self._tell_removed(page, "memory")
+        self._report_removed(page, "memory")
         page.state = PageState.ON_SSD
         if not page.on_ssd:
             del self.held[page.group][page.key]
         elif self.ssd is not None:
             self.ssd.touched(page.page_id)
 
-    def _tell_removed(self, page: PoolPage, medium: Medium) -> None:
+    def _report_removed(self, page: PoolPage, medium: Medium) -> None:
         self.tier_pages[medium][page.group] -= 1
         if self.events is not None:
             self.events.removed(page.page_id, medium)

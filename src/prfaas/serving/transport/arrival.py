@@ -11,8 +11,8 @@ from prfaas.serving.transport.wire import TransferStatus
 class Arrival(StagedRegions):
     """Lent by `Receiver.lend`; thread-safe.
 
-    The staging stays in place until `give_back`, also when the transfer fails meanwhile. Whether it has completed
-    or failed is what `Receiver.state` says, and `Receiver.take` hands over a complete one as ever.
+    The staging stays in place until `give_back`, even if the transfer fails meanwhile. `Receiver.state` still reports
+    completion or failure, and `Receiver.take` still hands over the complete transfer.
     """
 
     def __init__(
@@ -23,7 +23,7 @@ class Arrival(StagedRegions):
         on_change: Callable[[], None],
         admit: Callable[[], None],
     ) -> None:
-        """Called under `lock`, which guards the transfer; `admit` lets waiting transfers in, under it too."""
+        """Called under `lock`, which guards the transfer, as is `admit`, which lets waiting transfers in."""
         super().__init__(lease, transfer.region_starts, transfer.region_bytes)
         self._transfer = transfer
         self._lock = lock
@@ -31,19 +31,19 @@ class Arrival(StagedRegions):
         transfer.lend(self, on_change)
 
     def ends(self, starts: Sequence[tuple[int, int]]) -> list[int]:
-        """For each (region, start in bytes): where the verified bytes from there on end."""
+        """The end of the verified bytes that begin at each (region, start in bytes)."""
         with self._lock:
             return [self._transfer.covered_end(region, start) for region, start in starts]
 
     def give_back(self) -> None:
-        """Nothing is read any more; idempotent."""
+        """End reading; idempotent."""
         with self._lock:
             self._transfer.give_back(self)
             self._admit()
 
 
 class FollowedTransfer:
-    """A transfer whose staging other processes read: it stays in place until `give_back`, whatever becomes of it here.
+    """A transfer whose staging other processes read: it stays in place until `give_back`, even if it fails here.
 
     Made by `Receiver.follow`; thread-safe.
     """
@@ -56,13 +56,13 @@ class FollowedTransfer:
         on_change: Callable[[], None],
         admit: Callable[[], None],
     ) -> None:
-        """Arguments as of `Arrival`, but that `admit` takes the lock itself."""
+        """Arguments of `Arrival`, except that `admit` takes the lock itself."""
         self.ticket = transfer.ticket
-        """With the transfer's own id."""
+        """The transfer's ticket, with the transfer's own id."""
         self.region_starts = tuple(transfer.region_starts)
         self.region_bytes = transfer.region_bytes
         self.lease_bytes, self.blocks = lease.nbytes, lease.blocks
-        """Where it lies in the arena."""
+        """Its place in the arena."""
         self._transfer = transfer
         self._lease: StagingLease | None = lease
         self._lock = lock
@@ -76,12 +76,12 @@ class FollowedTransfer:
             return self._transfer.covered_ranges()
 
     def status(self) -> TransferStatus:
-        """What has become of it; whether an engine has taken it here plays no part."""
+        """The transfer's phase and progress, regardless of whether the engine here has taken it."""
         with self._lock:
             return self._transfer.status()
 
     def give_back(self) -> None:
-        """Nobody reads it any more; idempotent."""
+        """End reading by other processes; idempotent."""
         with self._lock:
             lease, self._lease = self._lease, None
         if lease is not None:

@@ -1,4 +1,4 @@
-"""The order in which the chunks of one peer's transfers leave. Not thread-safe: the peer queue's lock guards it."""
+"""Order in which the chunks of one peer's transfers leave. Not thread-safe: the peer queue's lock guards it."""
 
 import heapq
 import itertools
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from prfaas.serving.transport.outgoing import Chunk, OutgoingTransfer, SendPhase
 
-# A tenant with nothing to send counts while it is ahead of the others. From so many on it is looked who does not.
+# An idle tenant is remembered while it is ahead of the others. Above this many tenants the rest are dropped.
 _FORGET_ABOVE = 64
 # Smaller chunks would cost more than an even share of the last bytes gains.
 _MIN_SHARE_BYTES = 256 << 10
@@ -14,7 +14,7 @@ _MIN_SHARE_BYTES = 256 << 10
 
 @dataclass(slots=True, eq=False)
 class _Flow:
-    """What one tenant has to send in one class."""
+    """Transfers of one tenant in one class."""
 
     weight: int
     start: float = 0.0
@@ -25,7 +25,7 @@ class _Flow:
     """A heap by place. A transfer's place only moves forward: behind its newest entry it may have an older one."""
 
     def first(self) -> OutgoingTransfer | None:
-        """The transfer whose turn it is; None: it has nothing to send."""
+        """The next transfer with something to send; None: there is none."""
         while self.transfers:
             place, transfer = self.transfers[0]
             if transfer.queued:
@@ -39,10 +39,9 @@ class _Flow:
 class _FairQueue:
     """Transfers of one class, fair between tenants.
 
-    Start-time fair queueing (P. Goyal, H. Vin and H. Cheng, "Start-time fair queuing", SIGCOMM 1996). Whoever has sent
-    least for its weight is next. What two tenants with something to send get over any time, each divided by its weight,
-    differs by one chunk of each at most. A tenant that comes back starts where the others are, so it owes nothing and
-    is owed nothing.
+    Start-time fair queueing (P. Goyal, H. Vin and H. Cheng, "Start-time fair queuing", SIGCOMM 1996). The tenant
+    that has sent least for its weight is next. Over any time, what two busy tenants get for their weights differs by at
+    most one chunk of each. A tenant that comes back starts where the others are, so it neither owes nor is owed.
     """
 
     def __init__(self) -> None:
@@ -94,10 +93,9 @@ class ChunkSchedule:
 
     1. Transfers in the background leave when no other has anything to send.
     2. Tenants share by their weights.
-    3. Of one tenant, a transfer whose prefill has ended leaves before one whose prefill goes on: its request waits for
-       nothing else. Those that have ended leave by when they are due (`OutgoingTransfer.ends`), the others in the order
-       in which they were opened, which is that of their prefills.
-    4. Of one transfer, urgent chunks leave first, then in the order of `put`.
+    3. Within a tenant, transfers whose prefill has ended leave first, since their requests wait for nothing else, in
+       the order in which they are due (`OutgoingTransfer.ends`). The others leave in the order of opening.
+    4. Within a transfer, urgent chunks leave first, then in the order of `put`.
     """
 
     def __init__(self) -> None:
@@ -105,19 +103,19 @@ class ChunkSchedule:
         self._background = _FairQueue()
 
     def add(self, chunk: Chunk) -> None:
-        """A chunk is to leave: a new one, or one that is sent again."""
+        """Queue a chunk: a new one, or one to be sent again."""
         transfer = chunk.transfer
         heapq.heappush(transfer.queued, chunk)
         self.place(transfer)
 
     def place(self, transfer: OutgoingTransfer) -> None:
-        """The consumer has accepted it, it has something to send, or its place has changed."""
+        """List a transfer that was accepted, has something to send, or has a new place."""
         if transfer.queued and transfer.phase is SendPhase.SENDING and transfer.listed_at != transfer.place:
             (self._background if transfer.service.background else self._foreground).add(transfer)
 
     def take(self, nbytes: int, sharing: int = 1) -> Chunk | None:
-        """The next chunk of at most `nbytes`, or one that is sent again as it was; None: nothing waits.
+        """The next chunk, of at most `nbytes` unless it is sent again as it was; None: nothing waits.
 
-        `sharing`: so many connections take chunks. What is left of a transfer is cut so that each has a share.
+        `sharing`: the number of connections that take chunks. The last bytes of a transfer are cut into shares for all.
         """
         return self._foreground.take(nbytes, sharing) or self._background.take(nbytes, sharing)

@@ -1,33 +1,33 @@
-"""Where the bytes of a transfer are until they are sent: with whoever made them."""
+"""Sources of a transfer's bytes, which stay in their maker's memory until they are sent."""
 
 from typing import Protocol
 
 
 class SourceGone(Exception):
-    """The bytes are no longer there (blocks were freed, the request was preempted); fails the transfer."""
+    """The bytes are gone (blocks were freed, the request was preempted); fails the transfer."""
 
 
 class ChunkSource(Protocol):
-    """`nbytes` of KV that stay the same until they are acknowledged or the transfer is over and quiescent."""
+    """`nbytes` of KV that do not change until they are acknowledged, or the transfer is over and quiescent."""
 
     @property
     def nbytes(self) -> int: ...
 
     def views(self, start: int, nbytes: int) -> list[memoryview] | None:
-        """The memory itself that holds bytes [start, start + nbytes), in order, to be sent without a copy.
+        """Views of the memory that holds bytes [start, start + nbytes), in order, for sending without a copy.
 
-        Called by writer threads, several at once. The memory stays as it is until the writer has sent it, or
-        until `OutgoingTransfer.recall` has returned.
+        Called by several writer threads at once. The memory must not change until the writer has sent it, or
+        `OutgoingTransfer.recall` has returned.
 
         Returns:
-            None: the memory cannot be shown, or not well; the bytes must be copied by `read_into`.
+            None: there is no such memory, or only in small pieces; use `read_into`.
 
         Raises:
             SourceGone: the bytes are no longer there.
         """
 
     def read_into(self, start: int, out: memoryview) -> None:
-        """Copy bytes [start, start + len(out)) into `out`. Called by writer threads, several at once.
+        """Copy bytes [start, start + len(out)) into `out`. Called by several writer threads at once.
 
         May be called more than once for the same bytes (after a lost connection).
 
@@ -37,7 +37,7 @@ class ChunkSource(Protocol):
 
 
 class BytesSource:
-    """Bytes that lie in host memory already."""
+    """Bytes in host memory, as a `ChunkSource`."""
 
     def __init__(self, data: bytes | bytearray | memoryview) -> None:
         self._view = memoryview(data).cast("B")

@@ -1,4 +1,4 @@
-"""Which bytes of a region are in place: a set of integers kept as merged intervals."""
+"""Coverage of a region: the bytes that are in place, as merged intervals."""
 
 from bisect import bisect_left, bisect_right
 
@@ -11,7 +11,7 @@ class Coverage:
         self._ends: list[int] = []
 
     def __len__(self) -> int:
-        """How many intervals there are."""
+        """Number of intervals."""
         return len(self._starts)
 
     def ranges(self) -> tuple[tuple[int, int], ...]:
@@ -19,7 +19,7 @@ class Coverage:
         return tuple(zip(self._starts, self._ends, strict=True))
 
     def overlap_bytes(self, start: int, end: int) -> int:
-        """How many of the bytes [start, end) are in place."""
+        """Number of bytes in [start, end) that are in place."""
         total = 0
         index = bisect_right(self._ends, start)
         while index < len(self._starts) and self._starts[index] < end:
@@ -28,15 +28,15 @@ class Coverage:
         return total
 
     def end_from(self, start: int) -> int:
-        """Where the bytes that are in place from `start` on end; `start` itself if that byte is not."""
+        """End of the interval that contains `start`; `start` itself if that byte is not in place."""
         index = bisect_right(self._starts, start) - 1
         return max(start, self._ends[index]) if index >= 0 else start
 
     def add(self, start: int, end: int) -> int:
-        """Put [start, end) in place.
+        """Add [start, end).
 
         Returns:
-            How many of its bytes are new.
+            The number of its bytes that are new.
         """
         if start >= end:
             return 0

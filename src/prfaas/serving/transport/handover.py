@@ -1,7 +1,7 @@
-"""How a transfer by NIXL is named in requests: a ticket that asks for it, and what the producer hands over.
+"""Transfers by NIXL in requests: a ticket that asks for one, and the handover that the producer answers with.
 
-vLLM's NIXL connector takes the address to connect to, and the blocks to read there, out of a request. So the producer
-seals them with the deployment's key: who carries them to the consumer can change nothing.
+vLLM's NIXL connector reads the address to connect to, and the blocks to read there, from a request. So the producer
+seals them with the deployment's key, and nobody on the way to the consumer can change them.
 """
 
 import base64
@@ -14,7 +14,7 @@ from typing import Any, Self
 import msgspec
 
 NIXL_MARK = "nixl."
-"""What a ticket's text begins with where NIXL is to move the KV. A ticket itself has no dot."""
+"""Prefix of a ticket's text where NIXL is to move the KV. A ticket itself has no dot."""
 
 MAX_HANDOVER_CHARS = 16 << 20
 """Enough for the block ids of a million tokens."""
@@ -24,16 +24,16 @@ _PURPOSE = b"prfaas handover\x00"
 
 
 class HandoverError(ValueError):
-    """The text is not what a producer of this deployment has handed over."""
+    """The text is no handover of a producer of this deployment."""
 
 
 def by_nixl(sealed_ticket: str) -> str:
-    """The ticket as it asks its producer to leave the KV where the consumer reads it by NIXL."""
+    """Mark a ticket as one for a transfer by NIXL."""
     return NIXL_MARK + sealed_ticket
 
 
 def is_by_nixl(text: str) -> bool:
-    """Whether this text, a ticket's or a handover's, is about a transfer by NIXL."""
+    """True if the text of a ticket or handover is about a transfer by NIXL."""
     return text.startswith(NIXL_MARK)
 
 
@@ -44,24 +44,24 @@ def ticket_of(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Handover:
-    """What a producer tells the consumer of a transfer by NIXL."""
+    """A producer's offer of KV to be read by NIXL."""
 
     ticket: str
     """The sealed ticket that it belongs to."""
     params: Mapping[str, Any]
     """`kv_transfer_params` as vLLM's NIXL connector gives and takes them."""
     expires_at_s: float
-    """Unix time until which the producer keeps the blocks. What is read later may be another request's KV."""
+    """Unix time until which the producer keeps the blocks. A later read may get another request's KV."""
 
     def seal(self, key: bytes) -> str:
-        """Opaque text that `unseal` with the same key turns back into this."""
+        """Seal it into opaque text, the inverse of `unseal` with the same key."""
         payload = msgspec.msgpack.encode([self.expires_at_s, self.params])
         sealed = base64.urlsafe_b64encode(payload + _mac(key, self.ticket, payload)).rstrip(b"=")
         return f"{NIXL_MARK}{self.ticket}.{sealed.decode('ascii')}"
 
     @classmethod
     def unseal(cls, text: str, key: bytes) -> Self:
-        """Check and open what a producer handed over. The ticket in it is still to be unsealed.
+        """Check and open a sealed handover. The ticket in it is still to be unsealed.
 
         Raises:
             HandoverError: it was not made by `seal` with this key.

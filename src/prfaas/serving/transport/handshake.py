@@ -8,6 +8,7 @@ An encrypted connection does all of it inside mutual TLS 1.3, which also binds t
 KEYS, hands over the secret that all later frames of this connection are sealed with; TLS ends with it.
 """
 
+import asyncio
 import hmac
 import json
 import re
@@ -20,8 +21,8 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from prfaas.serving.transport.fingerprint import Fingerprint, fingerprint_difference
-from prfaas.serving.transport.region_layout import PeerLayouts, heard, told_of
-from prfaas.serving.transport.sealing import SECRET_BYTES, Sealing
+from prfaas.serving.transport.region_layout import PeerLayouts, note_layout, reported_layout
+from prfaas.serving.transport.sealing import SECRET_BYTES, Sealing, read_frame
 from prfaas.serving.transport.sentences import legible
 from prfaas.serving.transport.sockets import (
     ByteStream,
@@ -34,6 +35,7 @@ from prfaas.serving.transport.sockets import (
 from prfaas.serving.transport.tls_identity import TlsIdentity, names_instance, names_of
 from prfaas.serving.transport.tls_stream import (
     HANDSHAKE_RECORD,
+    AsyncTlsStream,
     NotTlsError,
     TlsStream,
     receive_record,
@@ -53,9 +55,9 @@ ROLE_PRODUCER = "producer"
 ROLE_OBSERVER = "observer"
 NONCE_BYTES = 16
 MAX_HANDSHAKE_BYTES = 8 << 10
-"""The longest payload that is read of someone who has proved nothing yet."""
+"""Most bytes of a payload that is read of an unauthenticated peer."""
 
-# What deployment files allow as a name, and the rank of a tensor-parallel engine.
+# A name in a deployment file, and the rank of a tensor-parallel engine.
 _PEER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}(/[0-9]{1,4})?")
 _SESSION = re.compile(r"[A-Za-z0-9]{1,64}")
 _NONCE = re.compile(rf"[0-9a-f]{{{2 * NONCE_BYTES}}}")
@@ -63,7 +65,7 @@ _SECRET = re.compile(rf"[0-9a-f]{{{2 * SECRET_BYTES}}}")
 
 
 def is_peer_name(name: str) -> bool:
-    """Whether an engine, a gateway or a tool of a deployment may be called so."""
+    """True if an engine, a gateway or a tool of a deployment may have this name."""
     return _PEER_NAME.fullmatch(name) is not None
 
 
@@ -80,7 +82,7 @@ class PeerIdentity:
 
 @dataclass(frozen=True, slots=True)
 class ClientHello:
-    """What a client sends first, and the proofs that follow from it."""
+    """A client's side of the handshake: its HELLO, and the proofs that follow from it."""
 
     key: bytes
     name: str
@@ -92,9 +94,9 @@ class ClientHello:
     nonce: str
     """16 random bytes as hex."""
     fingerprint: Fingerprint
-    """What must be equal at both sides."""
+    """Compared with the server's."""
     layouts: PeerLayouts[Any] | None = None
-    """What the client tells of its KV, and hears of the server's."""
+    """Exchange of both sides' KV layouts; None: this side keeps to the fingerprint."""
 
     @classmethod
     def new(
@@ -109,8 +111,16 @@ class ClientHello:
         layouts: PeerLayouts[Any] | None = None,
     ) -> "ClientHello":
         """A hello with a fresh nonce."""
-        nonce = secrets.token_hex(NONCE_BYTES)
-        return cls(key, name, server_name, role, session, nonce, dict(fingerprint), layouts)
+        return cls(
+            key=key,
+            name=name,
+            server_name=server_name,
+            role=role,
+            session=session,
+            nonce=secrets.token_hex(NONCE_BYTES),
+            fingerprint=dict(fingerprint),
+            layouts=layouts,
+        )
 
     def body(self) -> dict[str, Any]:
         """The fields of the HELLO frame."""
@@ -122,7 +132,7 @@ class ClientHello:
             "session": self.session,
             "nonce": self.nonce,
             "fingerprint": dict(self.fingerprint),
-            "layout": told_of(self.layouts),
+            "layout": reported_layout(self.layouts),
         }
 
     def frame(self) -> bytes:
@@ -166,7 +176,7 @@ class ClientHello:
         return text_field(body, "session", 64)
 
     def check_certificate(self, certificate: Mapping[str, Any]) -> None:
-        """Check whose certificate the server has shown.
+        """Check that the server's certificate is its own.
 
         Raises:
             HandshakeError: it is another one's.
@@ -206,7 +216,7 @@ def greet(
         tls: the connection is to be encrypted, with this identity; None: it is to be plain.
 
     Returns:
-        What all further frames are sealed with; None on a plain connection.
+        The keys that seal all further frames; None on a plain connection.
 
     Raises:
         HandshakeError: the server is not the expected one, or rejected the connection.
@@ -234,8 +244,37 @@ def _introduce(stream: ByteStream, hello: ClientHello, deadline_s: float | None)
         both = (hello.fingerprint, challenge.get("fingerprint"), hello.name, hello.server_name)
         if difference := fingerprint_difference(*both):
             raise HandshakeError(difference)
-    if trouble := heard(hello.layouts, hello.server_name, challenge.get("layout"), sends=True):
+    if trouble := note_layout(hello.layouts, hello.server_name, challenge.get("layout"), sends=True):
         raise HandshakeError(trouble)
+
+
+async def greet_async(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, hello: ClientHello, tls: TlsIdentity | None
+) -> tuple[str, Sealing | None]:
+    """Client side on asyncio streams, without a deadline. `tls`: encrypt the connection; None: it is plain.
+
+    Returns:
+        The server's session, and the keys that seal all further frames; None on a plain connection.
+
+    Raises:
+        HandshakeError: one side has refused the other.
+        WireError: the server does not speak this protocol.
+        OSError: the connection is broken.
+        asyncio.IncompleteReadError: the server has ended it.
+    """
+    if tls is None:
+        writer.write(hello.frame())
+        writer.write(hello.answer(*await read_frame(reader)))
+        return hello.finish(*await read_frame(reader)), None
+    try:
+        stream = await AsyncTlsStream.open(reader, writer, tls.client_context())
+        hello.check_certificate(stream.certificate())
+        stream.write(hello.frame())
+        stream.write(hello.answer(*await read_frame(stream)))
+        session = hello.finish(*await read_frame(stream))
+        return session, hello.keys(*await read_frame(stream))
+    except (ssl.SSLError, NotTlsError) as error:
+        raise tls_trouble(error, hello.server_name) from None
 
 
 def welcome(
@@ -261,17 +300,17 @@ def welcome(
         session: this side's, new with each start.
         fingerprint: what must be equal at both sides.
         producers: the only names that may send; None: all that have the key.
-        layouts: what this side tells of its KV, and hears of producers; None: they keep it as this side does.
+        layouts: exchange of both sides' KV layouts; None: producers keep KV as this side does.
         handshake_s: for all of it, however many bytes the client sends one by one.
         tls: encrypted connections are taken, with this identity; None: all connections are plain.
         plain_peers: with `tls`, the only instances whose connections may be plain.
-        admit: called with a client that is welcome, before it is told so. May raise: then it is told nothing.
+        admit: called with an authenticated client before WELCOME is sent; if it raises, nothing is sent.
 
     Returns:
-        Who the client is, and what all further frames are sealed with; None on a plain connection.
+        The client, and the keys that seal all further frames; None on a plain connection.
 
     Raises:
-        HandshakeError: the client was refused; it got a REJECT with the same reason, or TLS told it.
+        HandshakeError: the client was refused, by a REJECT with the same reason or by a TLS alert.
         WireError: it does not speak this protocol.
         OSError: the connection is broken.
     """
@@ -315,7 +354,7 @@ def _examine(
     deadline_s: float,
     certificate: Mapping[str, Any] | None,
 ) -> PeerIdentity:
-    """HELLO, CHALLENGE and AUTH: who the client is, unless it is rejected. `certificate`: None without TLS."""
+    """HELLO, CHALLENGE and AUTH, which authenticate the client or reject it. `certificate`: None without TLS."""
     header, body = _first_frame(stream, deadline_s)
     if header.kind is not FrameType.HELLO:
         raise HandshakeError(f"a client began with {header.kind.name} instead of HELLO")
@@ -334,12 +373,17 @@ def _examine(
     if server != name:
         _reject(stream, f"this is {name}, not {legible(server, 80)}")
     nonce = secrets.token_hex(NONCE_BYTES)
-    answer = {"name": name, "nonce": nonce, "fingerprint": dict(fingerprint), "layout": told_of(layouts)}
-    told = (body, answer)
-    challenge = answer | {"proof": _proof(key, "server", *told).hex()}
+    answer = {
+        "name": name,
+        "nonce": nonce,
+        "fingerprint": dict(fingerprint),
+        "layout": reported_layout(layouts),
+    }
+    exchanged = (body, answer)
+    challenge = answer | {"proof": _proof(key, "server", *exchanged).hex()}
     stream.sendall(pack_control(FrameType.CHALLENGE, body=challenge))
     header, auth = receive_control(stream, deadline_s, MAX_HANDSHAKE_BYTES)
-    if header.kind is not FrameType.AUTH or not _proved(key, "client", *told, text_field(auth, "proof")):
+    if header.kind is not FrameType.AUTH or not _proved(key, "client", *exchanged, text_field(auth, "proof")):
         _reject(stream, f"{client} does not have this deployment's key")
     limit(stream, deadline_s)
     if certificate is not None and not names_instance(certificate, client):
@@ -353,7 +397,7 @@ def _examine(
         if producers is not None and client not in producers:
             _reject(stream, f"{name} takes no KV from {client}: it is not among its producers", client)
         difference = fingerprint_difference(fingerprint, body.get("fingerprint"), name, client)
-        difference = difference or heard(layouts, client, body.get("layout"), sends=False)
+        difference = difference or note_layout(layouts, client, body.get("layout"), sends=False)
         if difference is not None:
             _reject(stream, difference, client)
     return PeerIdentity(client, role, client_session)

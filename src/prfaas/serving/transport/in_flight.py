@@ -1,16 +1,16 @@
-"""What waits for a connection ahead of all chunks, and what one connection has sent and got no answer to."""
+"""Control frames that wait for a connection, and the window of frames that a connection has in flight."""
 
 from collections import Counter, deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from prfaas.serving.transport.liveness import Liveness
 from prfaas.serving.transport.offer import Offer
 from prfaas.serving.transport.outgoing import Carrier, Chunk, OutgoingTransfer, SendPhase
-from prfaas.serving.transport.silence import Silence
 from prfaas.serving.transport.wire import NO_TRANSFER, FrameType, Header, abort, pack_control, ping, pong
 
-# A peer that stays away for long knows nothing any more of transfers that failed meanwhile.
+# A peer that is away for long has forgotten the transfers that failed meanwhile.
 _MAX_JOBS = 4096
 
 
@@ -24,25 +24,25 @@ class ControlJob:
 
     @property
     def is_early(self) -> bool:
-        """Whether it opens a checkpoint of a transfer that the consumer has not let in: it would refuse it."""
+        """True for the OPEN of a checkpoint whose transfer was not accepted yet: the consumer would refuse it."""
         owner = self.transfer.owner
         return owner is not None and owner.phase is SendPhase.OPENING and self.kind is FrameType.OPEN
 
 
 NOBODY = OutgoingTransfer.failed(NO_TRANSFER, Offer("", ()), "no transfer")
-"""Whose frames of no transfer are."""
+"""Stands for the transfer of frames that belong to none."""
 _FILLER_CHARS = 60_000
 FILLER = ControlJob(
     FrameType.FILLER,
     NOBODY,
     pack_control(FrameType.FILLER, body={"filler": "0" * _FILLER_CHARS}),
 )
-"""A frame of bytes that nobody needs, to see what a link carries; it belongs to no transfer."""
+"""A frame of filler, which probes a link's bandwidth; it belongs to no transfer."""
 
 
 @dataclass(slots=True, eq=False)
 class InFlightWindow:
-    """What one live connection has sent and got no answer to; guarded by its queue's lock."""
+    """Frames of one live connection that are not answered yet; guarded by its queue's lock."""
 
     connection: Carrier
     chunks: dict[tuple[bytes, int, int], Chunk] = field(default_factory=dict)
@@ -52,33 +52,33 @@ class InFlightWindow:
     ends: dict[bytes, ControlJob] = field(default_factory=dict)
     """END frames by transfer id."""
     aborts: dict[int, ControlJob] = field(default_factory=dict)
-    """ABORT frames by the number of the PING behind them, whose PONG says that they came."""
-    silence: Silence = field(default_factory=Silence)
+    """ABORT frames by the number of the PING behind them, whose PONG confirms them."""
+    liveness: Liveness = field(default_factory=Liveness)
     sent_at_s: float = 0.0
-    """When a frame was sent last."""
+    """time.monotonic() of the last frame sent."""
     pings: int = 0
     """The number of the last PING."""
     pongs: int = 0
     """The number of the last PONG."""
     asked: Header | None = None
-    """The peer's PING that is to be answered."""
+    """The peer's unanswered PING."""
     trouble: str = ""
-    """Why this side closes it."""
+    """Why this side closes the connection."""
     closed: bool = False
     """The connection is broken: nothing more goes out on it."""
 
     @property
     def awaits_answer(self) -> bool:
-        """Whether an answer is due soon (an OPEN may wait long for staging, so it does not count)."""
+        """True if the peer owes an answer soon. An OPEN may wait long for staging, so it does not count."""
         return bool(self.chunks or self.ends) or self.pongs < self.pings
 
     def add_chunk(self, chunk: Chunk, now_s: float) -> None:
-        """The chunk is about to be sent."""
+        """Record a chunk that is about to be sent."""
         self.sent_at_s = now_s
         self.chunks[chunk.transfer.transfer_id, chunk.region, chunk.start] = chunk
 
     def add_control(self, job: ControlJob, now_s: float) -> None:
-        """The frame is about to be sent."""
+        """Record a control frame that is about to be sent."""
         self.sent_at_s = now_s
         if job.kind is FrameType.ABORT:
             self.aborts[self.pings + 1] = job
@@ -87,12 +87,12 @@ class InFlightWindow:
         else:
             self.ends[job.transfer.transfer_id] = job
 
-    def sign_of_life(self, now_s: float, period_s: float, *, busy: bool) -> bytes:
+    def heartbeat(self, now_s: float, period_s: float, *, busy: bool) -> bytes:
         """The PONG or PING that is due now, empty if none is.
 
         Args:
             now_s: time.monotonic().
-            period_s: without another frame, a PING is due after so long.
+            period_s: a PING is due this long after the last frame.
             busy: transfers are open; otherwise only an ABORT needs one.
         """
         asked, self.asked = self.asked, None
@@ -105,7 +105,7 @@ class InFlightWindow:
         return b""
 
     def heard(self, header: Header) -> None:
-        """A PING or a PONG has come."""
+        """Take a PING or a PONG."""
         if header.kind is FrameType.PING:
             self.asked = header
             return
@@ -142,7 +142,7 @@ class ControlQueue:
         self._jobs.append(ControlJob(FrameType.END, transfer, frame))
 
     def abort(self, transfer: OutgoingTransfer) -> None:
-        """Tell the consumer that the transfer failed, and why."""
+        """Report to the consumer that the transfer failed, and why."""
         if len(self._jobs) < _MAX_JOBS:
             frame = abort(transfer.transfer_id, transfer.reason)
             self._jobs.append(ControlJob(FrameType.ABORT, transfer, frame))
@@ -166,7 +166,7 @@ class ControlQueue:
 
 
 def gauges_of(transfers: Collection[OutgoingTransfer], windows: Collection[InFlightWindow]) -> dict[str, Any]:
-    """What one peer's queue has to do, as observers get it."""
+    """Gauges of one peer's queue, as observers get them."""
     pending_bytes = sum(transfer.waiting_bytes for transfer in transfers)
     return {
         "connections": len(windows),

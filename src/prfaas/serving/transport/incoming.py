@@ -3,20 +3,30 @@
 None of the classes here is thread-safe: the transfer table's lock guards them.
 """
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import Protocol
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 from prfaas.serving.transport.coverage import Coverage
+from prfaas.serving.transport.offer import Offer
 from prfaas.serving.transport.options import ReceiverOptions
-from prfaas.serving.transport.region_layout import TransferLayout, resume_points
+from prfaas.serving.transport.region_layout import TransferLayout, expected_regions, resume_points
 from prfaas.serving.transport.resume_points import ResumePoints
 from prfaas.serving.transport.staging import StagedTransfer, StagingLease
-from prfaas.serving.transport.ticket import Ticket
-from prfaas.serving.transport.wire import Header, TransferPhase, TransferStatus, WireError
+from prfaas.serving.transport.ticket import Ticket, TicketError, checkpoint_id, part_id
+from prfaas.serving.transport.wire import (
+    MAX_REGION_BYTES,
+    MAX_REGIONS,
+    Header,
+    TransferPhase,
+    TransferStatus,
+    WireError,
+    read_body,
+)
 
 MAX_PIECES = 1 << 16
-"""What has arrived of a transfer is remembered in so many intervals; an honest producer needs few per region."""
+"""Most intervals in which a transfer's arrived bytes may lie; an honest producer needs few per region."""
 _ALIGN_BYTES = 64
 
 
@@ -39,50 +49,57 @@ class ProducerSession:
     """New with each start of the producer."""
     connections: list[FrameSink] = field(default_factory=list)
     lost_at_s: float | None = None
-    """When its last connection ended, or had its last sign of life; None while it has one."""
+    """When its last connection ended, or had its last heartbeat; None while it has one."""
     trouble: str = ""
     """Why this side closed its last connection; empty if it was lost."""
     progressed_at_s: float = 0.0
-    """When an END or data of any of its transfers came last."""
+    """When an END or data last came of any of its transfers."""
 
     @property
     def key(self) -> tuple[str, str]:
         """Name and session."""
         return self.name, self.session
 
-    def tell(self, frame: bytes) -> None:
-        """On every connection: any may be dead without a word, and hearing it twice changes nothing."""
+    def post(self, frame: bytes) -> None:
+        """Send a frame on every connection: any of them may be dead unnoticed, and a second copy changes nothing."""
         for connection in self.connections:
             connection.post(frame)
 
     def same(self, other: "ProducerSession") -> bool:
-        """Whether both are the same run of the same producer."""
+        """True if both are the same run of the same producer."""
         return self.key == other.key
 
     def is_lost(self, now_s: float, resume_s: float) -> bool:
-        """Whether it has had no connection and given no sign of life for longer than `resume_s`."""
+        """True if it has had no connection and no heartbeat for longer than `resume_s`."""
         return self.lost_at_s is not None and now_s - self.lost_at_s > resume_s
 
 
 @dataclass(slots=True, eq=False)
 class ChunkPlace:
-    """Where the payload of one DATA frame goes while it is read from the socket."""
+    """Destination of one DATA frame's payload while it is read from the socket."""
 
     header: Header
     """Of the frame: transfer, region, offset and length in bytes."""
     connection: FrameSink
     transfer: "IncomingTransfer | None" = None
-    """None: the payload is of no use and must only be read off the socket."""
+    """None: the payload is discarded."""
     pieces: list[memoryview] = field(default_factory=list)
     """The chunk's memory in staging, in order; empty without a transfer."""
     spared_bytes: int = 0
-    """By how many bytes compression made the chunk less on the link."""
+    """Bytes that compression saved on the link."""
     answer: bytes = b""
     """Without a transfer: the frame to answer with (ACK of a doubled chunk, ABORT of a transfer that is over)."""
 
 
 class IncomingTransfer:
-    """State machine WAITING → RECEIVING → COMPLETE | FAILED."""
+    """State machine of one transfer: WAITING → RECEIVING → COMPLETE | FAILED.
+
+    1. `accept` gives it staging. For each chunk, `is_duplicate` and `overlapping` check it, `pin` holds its place while
+       a connection writes, `unpin` records it if it was verified.
+    2. `end` records the producer's END. When all bytes are `covered`, the table calls `complete`.
+    3. `hand_over` makes the staging the engine's; `fail` and then `release` give it back.
+    4. Meanwhile the engine may read it (`lend`), and so may other processes (`follow`).
+    """
 
     def __init__(
         self,
@@ -92,12 +109,8 @@ class IncomingTransfer:
         now_s: float,
         uncounted_regions: int = 0,
         cached_tokens: int | None = None,
-        checkpoint_of: bytes | None = None,
     ) -> None:
-        """`uncounted_regions`: see `ReceiverOptions`; `cached_tokens`: see `TransferStatus`.
-
-        `checkpoint_of`: the transfer that this one is a checkpoint of; None: it is none.
-        """
+        """`uncounted_regions`: see `ReceiverOptions`; `cached_tokens`: see `TransferStatus`."""
         self.ticket = ticket
         self.region_bytes = region_bytes
         self.session = session
@@ -120,24 +133,25 @@ class IncomingTransfer:
         self._received_uncounted_bytes = 0
         self._spared_bytes = 0
         self.overlapped_bytes = 0
-        """Those of them that the producer knew to be there when the prefill ended."""
+        """Bytes acknowledged before the prefill ended."""
         self.ended = False
         """END has come."""
         self.usable = ResumePoints()
-        """Of a broken one whose staging is kept, or a complete one beside one that broke: from where to go on."""
+        """Tokens after which an engine can resume: of a partial transfer, or a complete one beside a partial one."""
         self.opened_at_s = now_s
         self.progressed_at_s = now_s
-        """When the phase changed last or a verified chunk came."""
+        """When the phase last changed or a verified chunk last came."""
         self._accepted_at_s = self._computed_from_s = now_s
         self._cached_tokens = cached_tokens
         held_tokens = min(cached_tokens or 0, ticket.num_tokens) - ticket.skip_tokens
         self._cached_bytes = self.total_bytes * max(held_tokens, 0) // ticket.num_tokens
         self._soon = self._dropped = False
-        self.checkpoint_of = checkpoint_of
+        self.checkpoint_of: bytes | None = None
+        """Id of the transfer that this one is a checkpoint of; None: it is none."""
         self.checkpoints: dict[int, IncomingTransfer] = {}
-        """What an engine may go on from if this one breaks: complete ones, by their tokens."""
+        """Complete checkpoints, from which an engine can resume if this one breaks, by their tokens."""
         self.checkpoint_bytes = 0
-        """Of all that have come, without the digests of their pages."""
+        """Bytes of all checkpoints that have come, without their pages' digests."""
         self._coverage = [Coverage() for _ in region_bytes]
         self._pieces = 0
         self._arriving: list[ChunkPlace] = []
@@ -174,28 +188,25 @@ class IncomingTransfer:
         """RECEIVING → COMPLETE."""
         self.phase = TransferPhase.COMPLETE
         self.progressed_at_s = now_s
-        self._tell_engine()
+        self._notify_readers()
 
     def fail(self, reason: str, *, dropped: bool = False, kept: bool = False) -> None:
-        """Whatever it was → FAILED; `dropped`: nobody here wants it any more; `kept`: its staging is."""
+        """Any phase → FAILED; `dropped`: no longer wanted here; `kept`: its staging stays, as a partial transfer."""
         if not kept:
             self.usable = ResumePoints()
         # The reason first: the table's `state` reads without the lock.
         self.reason, self._dropped = reason, dropped
         self.phase = TransferPhase.FAILED
-        self._tell_engine()
+        self._notify_readers()
 
     def hand_over(self, on_free: Callable[[], None], tokens: int = 0) -> StagedTransfer:
-        """Its staging becomes the engine's, with the checkpoint after `tokens`; `on_free`: it is free again."""
+        """Make the staging the engine's, with the checkpoint after `tokens`; `on_free` is called when it is freed."""
         lease, self.lease = self.lease, None
         assert lease is not None
         checkpoint = self.checkpoints.pop(tokens, None)
         self.discard_checkpoints(self.checkpoints)
         return StagedTransfer(
-            transfer_id=self.ticket.transfer_id,
-            num_tokens=self.ticket.num_tokens,
-            skip_tokens=self.ticket.skip_tokens,
-            prompt_digest=self.ticket.prompt_digest,
+            ticket=self.ticket,
             region_starts=self.region_starts,
             region_bytes=self.region_bytes,
             lease=lease,
@@ -204,34 +215,34 @@ class IncomingTransfer:
         )
 
     def lend(self, loan: object, on_change: Callable[[], None]) -> None:
-        """The engine reads the staging: it stays until `give_back`, and each change calls `on_change`."""
+        """Keep the staging for the engine to read until `give_back`; `on_change` is called at each change."""
         self._lent[loan] = on_change
 
     def give_back(self, loan: object) -> None:
-        """The engine no longer reads; frees the staging if it was held back only for that."""
+        """End a `lend`; frees the staging if it was kept only for that."""
         if self._lent.pop(loan, None) is not None and self.phase is TransferPhase.FAILED:
             self.release()
 
     def follow(self, follower: object, on_change: Callable[[], None]) -> None:
-        """As `lend` for who holds the lease too (`StagingLease.share`), so that the transfer need not wait for it."""
+        """Call `on_change` at each change for a reader that holds the lease itself (`StagingLease.share`)."""
         self._followed[follower] = on_change
 
-    def _tell_engine(self) -> None:
+    def _notify_readers(self) -> None:
         for on_change in (*self._lent.values(), *self._followed.values()):
             on_change()
 
     def end(self, overlapped_bytes: int) -> None:
-        """END has come, which says how many bytes were there by then."""
+        """Record END, with the bytes that were acknowledged before it."""
         if not self.ended:
             self.ended = True
             # The producer counts what it has sent of digests before its last chunk; a status counts KV alone.
             self.overlapped_bytes = max(overlapped_bytes - self._received_uncounted_bytes, 0)
 
     def becomes_soon(self, lead_s: float, now_s: float) -> bool:
-        """Whether it is to complete within `lead_s` by its pace until now; True once, at the first time.
+        """True, once, when its pace so far says that it completes within `lead_s`.
 
-        Before END, what the producer had cached says nothing of its pace: only what came after as many bytes does. Half
-        of what counts must be there, so that the pace is not that of a few chunks.
+        Before END the producer's cached tokens say nothing of its pace, so only bytes after as many as theirs count.
+        Half of what counts must be there, so that a few chunks do not decide.
         """
         if self._soon or self.phase is not TransferPhase.RECEIVING:
             return False
@@ -247,7 +258,7 @@ class IncomingTransfer:
         return self._soon
 
     def covered_end(self, region: int, start: int) -> int:
-        """Where the verified bytes of a region from `start` on end."""
+        """End of the verified bytes of a region that begin at `start`."""
         return self._coverage[region].end_from(start)
 
     def covered_ranges(self) -> tuple[tuple[tuple[int, int], ...], ...]:
@@ -255,21 +266,21 @@ class IncomingTransfer:
         return tuple(coverage.ranges() for coverage in self._coverage)
 
     def resume_points(self, layout: TransferLayout) -> ResumePoints:
-        """From where an engine can go on with what has come of it, if it breaks now, or another part does."""
+        """Tokens after which an engine could resume if this transfer broke now, or another one of its ticket."""
         return resume_points(layout, self.ticket, self.covered_end, self.checkpoints)
 
     @property
     def background(self) -> bool:
-        """It comes after all others."""
+        """True if it comes after all others."""
         return self.ticket.attributes.service.background
 
     @property
     def covered(self) -> bool:
-        """Whether every byte of every region is in place."""
+        """True if every byte of every region is in place."""
         return self.received_bytes == self.total_bytes
 
     def overdue(self, options: ReceiverOptions, now_s: float) -> str:
-        """Why the transfer must end now, as a sentence; "" as long as every deadline is kept."""
+        """The missed deadline, as a sentence; "" if there is none."""
         session = self.session
         if self.phase is TransferPhase.FAILED:
             return ""
@@ -294,7 +305,7 @@ class IncomingTransfer:
         return ""
 
     def is_duplicate(self, region: int, start: int, end: int) -> bool:
-        """Whether the chunk is in place already.
+        """True if the chunk is in place already.
 
         Raises:
             WireError: the chunk cannot belong to this transfer.
@@ -314,7 +325,7 @@ class IncomingTransfer:
         return overlap > 0
 
     def overlapping(self, region: int, start: int, end: int) -> ChunkPlace | None:
-        """A chunk that is arriving right now on another connection and overlaps this one."""
+        """A chunk that overlaps this one and is arriving on another connection at this moment; None: there is none."""
         for place in self._arriving:
             other = place.header
             if other.region == region and other.offset < end and start < other.offset + other.length_bytes:
@@ -330,7 +341,7 @@ class IncomingTransfer:
         return place
 
     def unpin(self, place: ChunkPlace, *, verified: bool, now_s: float) -> None:
-        """The connection no longer writes; frees the staging if it was held back only for that."""
+        """End a `pin`, recording verified bytes; frees the staging if it was kept only for that."""
         self._arriving.remove(place)
         place.pieces.clear()
         if verified:
@@ -345,13 +356,14 @@ class IncomingTransfer:
             elif new_bytes:
                 self._spared_bytes += place.spared_bytes
             self.progressed_at_s = now_s
-            self._tell_engine()
+            self._notify_readers()
         if self.phase is TransferPhase.FAILED:
             self.release()
 
     def release(self) -> None:
-        """Free the staging unless a connection still writes into it (then `unpin` does), the engine reads it (then
-        `give_back` does), it was handed over, or it is kept (`Remains`).
+        """Free the staging, unless it was handed over or is kept (`PartialTransfers`).
+
+        While a connection writes into it or the engine reads it, `unpin` or `give_back` frees it later.
         """
         if self.lease is not None and not self.is_used and not self.usable.tokens:
             self.lease.free()
@@ -359,16 +371,73 @@ class IncomingTransfer:
             self.discard_checkpoints(self.checkpoints)
 
     def discard(self) -> None:
-        """A checkpoint that is complete, and of no use any more."""
-        self.fail("it is of no use any more", dropped=True)
+        """Drop a complete checkpoint that is not needed any more."""
+        self.fail("it is not needed any more", dropped=True)
         self.release()
 
     def discard_checkpoints(self, ends: Iterable[int]) -> None:
-        """Those after so many tokens are of no use any more."""
+        """Drop the checkpoints after these numbers of tokens."""
         for tokens in tuple(ends):
             self.checkpoints.pop(tokens).discard()
 
     @property
     def is_used(self) -> bool:
-        """Whether a connection writes into its staging, or the engine reads it."""
+        """True if a connection writes into its staging, or the engine reads it."""
         return bool(self._arriving or self._lent)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenCheck:
+    """Check of an OPEN: its ticket, the names in it, and the regions that both sides expect."""
+
+    name: str
+    """The consumer's."""
+    key: bytes
+    """Of the deployment, 32 bytes."""
+    layout: TransferLayout
+    """Gives the regions that the consumer expects."""
+    options: ReceiverOptions
+
+    def transfer(
+        self, session: ProducerSession, transfer_id: bytes, body: Mapping[str, Any]
+    ) -> IncomingTransfer:
+        """The transfer that a producer opens, if its ticket allows it.
+
+        Raises:
+            ValueError: with the sentence to refuse the OPEN with.
+        """
+        offer = read_body(Offer, body)
+        ticket = Ticket.unseal(offer.ticket, self.key, time.time())
+        whole_id = part_id(ticket.transfer_id, offer.part)
+        if checkpoint_id(whole_id, offer.checkpoint) != transfer_id:
+            raise TicketError("ticket belongs to another transfer")
+        if not _is_rank_of(self.name, ticket.consumer):
+            raise TicketError(f"ticket names consumer {ticket.consumer}, this is {self.name}")
+        if not _is_rank_of(session.name, ticket.producer):
+            raise TicketError(f"ticket names producer {ticket.producer}, the peer is {session.name}")
+        ours = expected_regions(self.layout, ticket, offer, session.name)
+        if len(ours) > MAX_REGIONS or not all(0 <= nbytes <= MAX_REGION_BYTES for nbytes in ours):
+            raise WireError("this side's own regions are out of bounds")
+        _raise_if_different(ours, offer.regions, self.name, session.name)
+        if offer.checkpoint:
+            ticket = replace(ticket, num_tokens=offer.checkpoint, skip_tokens=0)
+        transfer = IncomingTransfer(
+            *(replace(ticket, transfer_id=transfer_id), ours, session, time.monotonic()),
+            uncounted_regions=self.options.uncounted_regions,
+            cached_tokens=offer.cached_tokens,
+        )
+        transfer.checkpoint_of = whole_id if offer.checkpoint else None
+        return transfer
+
+
+def _is_rank_of(name: str, instance: str) -> bool:
+    """True if `name` is `instance` itself or one of its ranks ("pd-0/1" of "pd-0")."""
+    return name == instance or name.rpartition("/")[0] == instance
+
+
+def _raise_if_different(ours: tuple[int, ...], theirs: tuple[int, ...], name: str, peer: str) -> None:
+    if len(ours) != len(theirs):
+        raise WireError(f"{peer} announced {len(theirs)} regions, {name} expects {len(ours)}")
+    for index, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+        if mine != other:
+            raise WireError(f"{peer} announced {other} bytes in region {index}, {name} expects {mine}")

@@ -1,4 +1,4 @@
-"""What one sender knows of its links, summed over the peers and connections of each."""
+"""Reports of one sender's links, summed over the peers and connections of each."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -10,23 +10,23 @@ from prfaas.serving.transport.sockets import TcpInfo
 
 @dataclass(frozen=True, slots=True)
 class LinkReport:
-    """One link as one sender sees it, at the moment of the report. Totals only grow, over reconnections too."""
+    """State of one link at one sender. Totals never shrink, not even over reconnections."""
 
     pace_bits_per_s: float | None
-    """What this sender was told that it may send; None: unpaced."""
+    """The pace that this sender keeps to; None: unpaced."""
     queued_bytes: int
     """Produced and not acknowledged yet."""
     waiting_bytes: int
-    """Those of them that are held back until the consumer has room."""
+    """Of `queued_bytes`: those held back until the consumer has room."""
     background_bytes: int
-    """Those of `queued_bytes` that get what others leave."""
+    """Of `queued_bytes`: those of background transfers."""
     open_bytes: int
-    """`queued_bytes`, and what the open transfers have still to produce."""
+    """`queued_bytes`, and bytes that the open transfers have still to produce."""
     acked_bytes_total: int
     unsent_bytes: int
-    """Bytes that the kernel has and could not send yet."""
+    """Bytes that wait in the kernel."""
     filled_connections: int
-    """Connections with such bytes: the path, the pace or the peer holds them back, and not this process."""
+    """Connections with unsent bytes: the path, the pace or the peer limits them, not this process."""
     delivery_bits_per_s: float
     """Sum of the kernel's newest delivery rates."""
     rtt_s: float
@@ -34,22 +34,22 @@ class LinkReport:
     least_rtt_s: float
     retransmits_total: int
     sent_bytes_total: int
-    """By the kernel, those sent again included."""
+    """As the kernel counts them, resent bytes included."""
     resent_bytes_total: int
     busy_s_total: float
     """Seconds with something in flight, summed over the connections."""
     receiver_limited_s_total: float
-    """Those of them in which the peer's receive window was shut."""
+    """Of `busy_s_total`: seconds with the peer's receive window shut."""
     connections_up: int
     connections: int
-    """Those that should be up, so not those to peers on demand that nothing was sent to yet."""
+    """Connections that should be up: all but those to peers on demand without a transfer so far."""
 
 
 _COUNTED = ("retransmits", "sent_bytes", "resent_bytes", "busy_s", "receiver_limited_s")
 
 
 class KernelTotals:
-    """Adds up what the kernel counts per connection, so that a new connection does not start again from nothing."""
+    """Sums of the kernel's counters by link, which go on when a connection is replaced."""
 
     def __init__(self) -> None:
         self._newest: dict[object, TcpInfo] = {}
@@ -75,12 +75,12 @@ def link_reports(
     infos: Mapping[str, Sequence[TcpInfo]],
     totals: KernelTotals,
 ) -> dict[str, dict[str, Any]]:
-    """Link name → the fields of its `LinkReport`. Peers of a link share its bandwidth.
+    """The fields of each link's `LinkReport`, by link.
 
     Args:
         queues: of all peers.
         paces: by link, in bits per second.
-        infos: by link, what the kernel says now of every connection that is up.
+        infos: by link, the kernel's counters of every connection that is up.
         totals: with `infos` added.
     """
     by_link: dict[str, list[PeerQueue]] = {}
@@ -100,7 +100,7 @@ def _report(
 ) -> LinkReport:
     loads = [queue.load() for queue in queues]
     least_rtt_s = min((info.least_rtt_s for info in infos if info.least_rtt_s > 0), default=0.0)
-    # A connection that has sent nothing lately knows only what was.
+    # The round trip of an idle connection is out of date.
     at_work = [info.rtt_s for info in infos if info.notsent_bytes or info.in_flight]
     return LinkReport(
         pace_bits_per_s=pace_bits_per_s,

@@ -10,13 +10,12 @@ from typing import Any, TypeVar
 
 from prfaas.serving.own_process import on_time_timeout
 from prfaas.serving.tasks import end_all, look_at
-from prfaas.serving.transport.async_handshake import shake_hands
-from prfaas.serving.transport.handshake import ROLE_OBSERVER, ClientHello
+from prfaas.serving.transport.handshake import ROLE_OBSERVER, ClientHello, greet_async
+from prfaas.serving.transport.liveness import Liveness, LookClock, heartbeat_period_s, path_timeout_s
 from prfaas.serving.transport.pacing import PaceOrder
+from prfaas.serving.transport.peer_list import PeerList
 from prfaas.serving.transport.requests import CopyOrder, PullOrder
-from prfaas.serving.transport.roster import Roster
 from prfaas.serving.transport.sealing import Sealing, read_frame
-from prfaas.serving.transport.silence import LookClock, Silence, patience_s, ping_period_s
 from prfaas.serving.transport.sockets import HandshakeError, expedite, keep_alive, read_tcp_info
 from prfaas.serving.transport.tls_identity import TlsIdentity
 from prfaas.serving.transport.wire import (
@@ -43,9 +42,10 @@ _BACKOFF_S = 0.05
 class Observer:
     """One connection to the receiver `peer_name` at host:port; use it from one event loop only.
 
-    Connects on first use, and again by itself when the connection is lost. What waits then fails with
-    ConnectionError only if the receiver stays away for half of `silence_s`, or is not the same run of it (its
-    transfers are gone). Who calls may give up sooner: the connection is made all the same, for the next call.
+    1. The first call connects; several callers share one attempt, which goes on if they are cancelled.
+    2. `_stay_connected` then reads answers and reconnects after a loss. `wait` calls are asked again; they fail with
+       ConnectionError only if the receiver is away for half of `silence_s` or was restarted. Other calls fail at once.
+    3. `_listen` closes a silent connection while a `wait` or `request` is open.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Observer:
         silence_s: float = 3.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Nothing is connected before the first call.
+        """Make it without connecting.
 
         Args:
             name: this side's.
@@ -69,8 +69,8 @@ class Observer:
             port: the receiver's.
             peer_name: whom to expect there.
             tls: the connection is encrypted, and never falls back; None: it is plain.
-            silence_s: while a `wait` is under way, a silent path is noticed and given up within that time.
-            clock: limits of connecting are measured by it; best the event loop's own (`LoopClock`).
+            silence_s: a silent path is given up within this time, while a `wait` is open.
+            clock: measures the limits of connecting; best the event loop's own (`LoopClock`).
         """
         self.name = name
         self.peer_name = peer_name
@@ -109,10 +109,10 @@ class Observer:
         connecting = self._connecting
         if connecting is None or connecting.done():
             connecting = asyncio.create_task(self._connect(), name=f"prfaas-connect-{self.peer_name}")
-            # Nobody may be left to hear of a failure.
+            # All callers may have given up when it fails.
             connecting.add_done_callback(look_at)
             self._connecting = connecting
-        # Never cancelled with whoever waits: with each question that is given up it would begin anew.
+        # Not cancelled with a caller that gives up: otherwise the next call would begin anew.
         await asyncio.wait((connecting,))
         if connecting.cancelled():
             raise ConnectionError(f"observer of {self.peer_name} was closed")
@@ -131,8 +131,8 @@ class Observer:
     ) -> TransferStatus:
         """The final status (COMPLETE or FAILED) of a transfer, which need not have been opened yet.
 
-        `on_soon` is called once, when the receiver expects the transfer to complete within `lead_s`; not at all for a
-        transfer that is faster than the word of it. One wait of a transfer at a time may ask for that.
+        `on_soon` is called at most once, when the receiver expects the transfer to complete within `lead_s`. A fast
+        transfer may complete without it. Only one open `wait` of a transfer may ask for it.
 
         Raises:
             TimeoutError: there is none after `timeout_s`.
@@ -157,13 +157,13 @@ class Observer:
                         self._announced.discard(transfer_id)
 
     def announced(self, transfer_id: bytes) -> bool:
-        """Whether the receiver knows a transfer that a `wait` of this observer is for."""
+        """True if the receiver has reported a status of this transfer, to an open `wait`."""
         return transfer_id in self._announced
 
     async def abandon(self, transfer_id: bytes, reason: str, *, keep: bool = False) -> None:
         """Ask the receiver to drop a transfer, or to refuse it if it has not come yet.
 
-        `keep`: what has come of it is kept for a while, and a complete one is not dropped.
+        `keep`: an incomplete one is kept for a while as a partial transfer, and a complete one is not dropped.
 
         Raises:
             ConnectionError: it cannot be reached; its own deadlines drop the transfer then.
@@ -174,20 +174,20 @@ class Observer:
             raise ConnectionError(f"connection to {self.peer_name} is lost")
 
     async def pace(self, order: PaceOrder) -> None:
-        """Order what the engine's sender may send; there is no answer.
+        """Set what the engine's sender may send; there is no answer.
 
         Raises:
             ConnectionError: the receiver is gone.
         """
-        await self._tell(FrameType.PACE, order.to_body())
+        await self._order(FrameType.PACE, order.to_body())
 
-    async def tell_roster(self, roster: Roster) -> None:
-        """Tell the rank whom it may send to, and who may send to it; `stats` says whether it has taken it.
+    async def send_peer_list(self, peer_list: PeerList) -> None:
+        """Replace the peers of the rank. There is no answer; `stats` shows the list in use.
 
         Raises:
             ConnectionError: the receiver is gone.
         """
-        await self._tell(FrameType.ROSTER, roster.to_body())
+        await self._order(FrameType.ROSTER, peer_list.to_body())
 
     async def stats(self) -> dict[str, Any]:
         """The receiver's `stats()`.
@@ -206,12 +206,12 @@ class Observer:
         return await self._ask_stats({"of": "links"})
 
     async def probe(self, link: str, nbytes: int) -> None:
-        """Have the engine's sender send so much filler on a link; there is no answer.
+        """Have the engine's sender send `nbytes` of filler on a link; there is no answer.
 
         Raises:
             ConnectionError: the receiver is gone.
         """
-        await self._tell(FrameType.PROBE, {"link": link, "bytes": min(nbytes, MAX_PROBE_BYTES)})
+        await self._order(FrameType.PROBE, {"link": link, "bytes": min(nbytes, MAX_PROBE_BYTES)})
 
     async def request(
         self, transfer_id: bytes, order: CopyOrder | PullOrder, timeout_s: float
@@ -232,7 +232,7 @@ class Observer:
             finally:
                 self._requests.pop(transfer_id, None)
 
-    async def _tell(self, kind: FrameType, body: Mapping[str, Any]) -> None:
+    async def _order(self, kind: FrameType, body: Mapping[str, Any]) -> None:
         await self.connect()
         self._send(pack_control(kind, body=body))
 
@@ -249,8 +249,8 @@ class Observer:
         self._send(pack_control(FrameType.WATCH, transfer_id, body))
 
     def _send(self, frame: bytes) -> None:
-        # While reconnecting there is no writer: what still waits is asked again once the connection is back. Or it has
-        # ended, and nobody was told yet: uvloop raises RuntimeError for a write then, which would end the gateway.
+        # While reconnecting there is no writer; open waits are asked again afterwards. A closing transport is skipped
+        # too: uvloop raises RuntimeError for a write to it, which would end the gateway.
         if self._writer is not None and not self._writer.is_closing():
             self._writer.write(frame if self._sealing is None else self._sealing.sealer.seal(frame))
 
@@ -275,7 +275,7 @@ class Observer:
             expedite(sock)
             try:
                 async with on_time_timeout(_HANDSHAKE_S, self._clock):
-                    peer_session, self._sealing = await shake_hands(reader, writer, self._hello(), self._tls)
+                    peer_session, self._sealing = await greet_async(reader, writer, self._hello(), self._tls)
             except BaseException:
                 writer.close()
                 raise
@@ -335,21 +335,21 @@ class Observer:
             self._fail_all(f"{self.peer_name} is gone: {trouble}")
 
     async def _listen(self) -> None:
-        """Cut the connection when nothing comes back over its path while something is waited for."""
-        clock, silence, pings = LookClock(), Silence(), 0
+        """Abort the connection when its path is silent while a `wait` or request is open."""
+        clock, liveness, pings = LookClock(), Liveness(), 0
         writer = self._writer
         while writer is not None:
-            await asyncio.sleep(ping_period_s(self._silence_s))
+            await asyncio.sleep(heartbeat_period_s(self._silence_s))
             elapsed_s = clock.elapsed_s(time.monotonic())
             if not self._waits and not self._requests:
-                silence.rest()
+                liveness.rest()
                 continue
             try:
                 info = read_tcp_info(writer.get_extra_info("socket"))
             except OSError:
                 return
-            silence.look(info, elapsed_s, asked=False, spare_s=ping_period_s(self._silence_s))
-            if silence.path_s > patience_s(self._silence_s):
+            liveness.look(info, elapsed_s, asked=False, spare_s=heartbeat_period_s(self._silence_s))
+            if liveness.path_s > path_timeout_s(self._silence_s):
                 writer.transport.abort()
                 return
             pings += 1

@@ -1,4 +1,4 @@
-"""What a producer says of a transfer when it opens it: the attributes that travel from producer to consumer."""
+"""Attributes of a transfer that its producer sends to the consumer when it opens it."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -11,7 +11,7 @@ from prfaas.serving.transport.wire import MAX_REGION_BYTES, MAX_REGIONS, TokenCo
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """The fields of an OPEN frame. One that is new has a default, which peers of before mean by not naming it."""
+    """The fields of an OPEN frame. A new field needs a default, which older releases mean by leaving it out."""
 
     ticket: Annotated[str, Meta(max_length=4096)]
     """Sealed."""
@@ -20,12 +20,12 @@ class Offer:
     ]
     """Their sizes, in bytes."""
     cached_tokens: TokenCount | None = None
-    """That the producer need not compute; None: it does not say."""
+    """Tokens that the producer has cached; None: unknown."""
     form: Annotated[str, Meta(max_length=4096)] = ""
-    """The mark of the form in which pages travel; "": as both sides keep them."""
+    """Mark of the form in which pages travel; "": as both sides keep them."""
     part: Annotated[int, Meta(ge=0, le=MAX_PARTS)] = 0
-    """Which of the ticket's transfers it is."""
+    """Number of the transfer among those of its ticket."""
     checkpoint: TokenCount = 0
-    """It is a checkpoint after so many tokens; 0: it is none."""
+    """Tokens after which it is a checkpoint; 0: it is none."""
     resume: bool = False
     """The consumer has accepted the transfer before."""

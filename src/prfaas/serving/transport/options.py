@@ -1,4 +1,4 @@
-"""What both ends are configured with: peers, deadlines, limits.
+"""Configuration of both ends: peers, deadlines, limits.
 
 The defaults fit datacenters up to about 100 ms apart.
 """
@@ -26,9 +26,9 @@ class Peer:
     encrypted: bool = False
     """Its connections are encrypted, and never fall back; the sender must have a TLS identity."""
     compressed: bool = False
-    """Its chunks are coded where that spares more link time than it costs CPU time."""
+    """Its chunks are compressed where that saves more link time than it costs CPU time."""
     share_bits_per_s: float | None = None
-    """What this sender may use of the link while no control plane tells it; None: all of it."""
+    """This sender's share of the link without orders of a control plane; None: all of it."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.connections <= 64:
@@ -46,25 +46,24 @@ class ReceiverOptions:
     """Deadlines and limits of the consumer."""
 
     limits: TransferLimits = field(default_factory=TransferLimits)
-    """Of the deployment. `progress_deadline_s` holds after END and inside a frame: before END the producer must answer
-    a PING at least that often."""
+    """The deployment's. `progress_deadline_s` applies after END, inside a frame, and to answers to a PING."""
     idle_deadline_s: float = 600.0
-    """Before END (prefill may be slow), a transfer must gain a byte that often."""
-    keep_s: float = 15.0
-    """What has come of a broken transfer is kept so long for the engine that may go on from it."""
+    """Most time between two chunks of a transfer before END, since a prefill may be slow."""
+    keep_partial_s: float = 15.0
+    """How long a partial transfer is kept for an engine to resume from."""
     tombstone_s: float = 300.0
-    """A finished transfer's id is remembered at least that long, and until its ticket expires."""
+    """Least time for which a finished transfer's id is remembered; also until its ticket expires."""
     handshake_s: float = 5.0
     """For the whole handshake, from the connection's acceptance."""
     max_connections: int = 256
-    """Of peers that have proved to have the key."""
-    max_strangers: int = 64
-    """Connections at once that are still in their handshake."""
+    """Most connections of authenticated peers."""
+    max_unauthenticated: int = 64
+    """Most connections in their handshake."""
     max_waiting: int = 1024
-    """Transfers that may wait for staging."""
+    """Most transfers that wait for staging."""
     max_tombstones: int = 65536
     uncounted_regions: int = 0
-    """So many regions at the end of each transfer are not KV (digests): no status counts their bytes."""
+    """Number of regions at a transfer's end that hold digests, not KV: no status counts their bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,31 +71,31 @@ class SenderOptions:
     """Deadlines and limits of the producer."""
 
     limits: TransferLimits = field(default_factory=TransferLimits)
-    """Of the deployment."""
+    """The deployment's."""
     accept_margin_s: float = 10.0
-    """An OPEN fails that has no answer for so long after the time that a receiver may have it wait for staging."""
+    """How long an OPEN may stay unanswered beyond the receiver's `staging_wait_s`."""
     transfer_deadline_s: float = 20.0
-    """A peer that has work and acknowledges nothing that long fails its transfers."""
+    """How long a peer with work may acknowledge nothing before its transfers fail."""
     connect_s: float = 5.0
     """For connecting and the whole handshake."""
     backoff_min_s: float = 0.05
     backoff_max_s: float = 2.0
     rejected_backoff_max_s: float = 30.0
-    """A peer that rejects this side (wrong key, other layout) is asked again that rarely."""
+    """Longest pause before a peer that rejected this side (wrong key, other layout) is tried again."""
     congestion: str | None = "bbr"
-    """Congestion control to ask the kernel for on paths over a millisecond; None: its default everywhere."""
+    """Congestion control on paths over a millisecond; None: the kernel's default everywhere."""
     chunk_bytes: int = 4 << 20
     """The largest chunk."""
     min_chunk_bytes: int = 32 << 10
-    """The smallest chunk that a slow link leads to."""
+    """The smallest chunk, on slow links."""
     chunk_s: float = 0.05
-    """A paced connection's chunks are cut so that each takes about that long."""
+    """Time that a chunk takes on a paced connection, which decides its size."""
     max_resends: int = 8
-    """A chunk reported damaged more often fails its transfer."""
+    """How often a damaged chunk is sent again before its transfer fails."""
     sample_s: float = 0.1
     """Period of the link samples and of the deadlines, while there is work."""
 
     @property
     def accept_deadline_s(self) -> float:
-        """An OPEN without an answer that long fails."""
+        """How long an OPEN may stay unanswered."""
         return self.limits.staging_wait_s + self.accept_margin_s

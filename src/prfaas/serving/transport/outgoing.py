@@ -9,7 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from prfaas.core.link.turns import Turn, turn_of_ended, turn_of_open
+from prfaas.core.link.send_order import SendOrder, order_of_ended, order_of_open
 from prfaas.serving.transport.chunk_source import ChunkSource
 from prfaas.serving.transport.coverage import Coverage
 from prfaas.serving.transport.offer import Offer
@@ -35,9 +35,9 @@ class Chunk:
     resends: int = 0
     """How often the consumer reported it damaged."""
     urgent: bool = False
-    """It overtakes what is not urgent."""
+    """It overtakes chunks that are not urgent."""
     whole: bool = False
-    """It was sent once: it must be sent again as it is, since the consumer compares ranges."""
+    """It was sent before: it must be sent again uncut, since the consumer compares ranges."""
 
     def __lt__(self, other: "Chunk") -> bool:
         return (not self.urgent, self.sequence, self.start) < (not other.urgent, other.sequence, other.start)
@@ -73,7 +73,7 @@ class SendPhase(enum.StrEnum):
 
 
 class TransferQueue(Protocol):
-    """What a transfer asks of the queue that it was opened on."""
+    """The queue of a transfer, as the transfer sees it."""
 
     def put(
         self, transfer: "OutgoingTransfer", region: int, offset: int, source: ChunkSource, *, urgent: bool
@@ -83,15 +83,18 @@ class TransferQueue(Protocol):
 
     def abort(self, transfer: "OutgoingTransfer", reason: str) -> None: ...
 
-    def recall(self, transfer: "OutgoingTransfer", patience_s: float) -> None: ...
+    def recall(self, transfer: "OutgoingTransfer", timeout_s: float) -> None: ...
 
     def await_quiescent(self, transfer: "OutgoingTransfer", timeout_s: float) -> bool: ...
 
 
 class OutgoingTransfer:
-    """Handle of a transfer; thread-safe, and no method waits for the network but `recall` and `await_quiescent`.
+    """Handle of a transfer; thread-safe, and only `recall` and `await_quiescent` wait for the network.
 
-    The attributes are plain: cheap to read at every engine step.
+    1. `put` queues bytes as the prefill computes them; `end` says that the prefill has finished.
+    2. The transfer completes once all its bytes are acknowledged. The engine polls `phase`, which is cheap.
+    3. `abort` gives it up. After that, and after a failure, memory behind its sources may be reused only once
+       `await_quiescent` returns True.
     """
 
     def __init__(
@@ -105,7 +108,7 @@ class OutgoingTransfer:
     ) -> None:
         self.transfer_id = transfer_id
         self.offer = offer
-        """What its OPEN says."""
+        """The fields of its OPEN."""
         self.region_bytes = offer.regions
         """Size of each region, in bytes."""
         self.total_bytes = sum(self.region_bytes)
@@ -115,11 +118,11 @@ class OutgoingTransfer:
         self.acked_bytes = 0
         """Bytes that lie verified at the consumer."""
         self.overlapped_bytes = 0
-        """Those of them that lay there when the prefill ended; 0 until `end`."""
+        """Bytes acknowledged before the prefill ended; 0 until `end`."""
         self.put_bytes = 0
         """Bytes that the engine has produced."""
 
-        # The queue's own, guarded by its lock.
+        # For the queue only, guarded by its lock.
         self.queue = queue
         """None: it failed before it could begin."""
         self.opened_at_s = opened_at_s
@@ -128,19 +131,19 @@ class OutgoingTransfer:
         self.ended = False
         self.end_acked = False
         self.reading: dict[Chunk, Carrier] = {}
-        """The chunks whose source is read or sent from at this moment, and by which connection."""
+        """Chunks whose source is in use at this moment, with the connection that uses it."""
         self.service = service
-        self.place: Turn = turn_of_open(opened_at_s, number)
-        """Its turn among the transfers of its tenant: the least is first."""
-        self.listed_at: Turn | None = None
-        """The place at which the schedule has it; None: it has nothing to send there."""
+        self.place: SendOrder = order_of_open(opened_at_s, number)
+        """Its place among the transfers of its tenant."""
+        self.listed_at: SendOrder | None = None
+        """Its place in the schedule; None: it is not listed."""
         self.queued: list[Chunk] = []
-        """A heap of what is to leave, once the consumer has accepted."""
+        """A heap of chunks to send, once the consumer has accepted."""
         self.coverage = [Coverage() for _ in self.region_bytes]
 
     @property
     def waiting_bytes(self) -> int:
-        """What was put before the consumer accepted."""
+        """Bytes put before the consumer has accepted."""
         return sum(chunk.nbytes for chunk in self.queued) if self.phase is SendPhase.OPENING else 0
 
     @classmethod
@@ -162,8 +165,7 @@ class OutgoingTransfer:
     def put(self, region: int, offset: int, source: ChunkSource, *, urgent: bool = False) -> None:
         """Queue all bytes of `source` for [offset, offset + source.nbytes) of `region`.
 
-        They leave behind what was put before. Urgent ones leave before those of the transfer that are not.
-        Ignored once the transfer is over.
+        They leave in the order of `put`, but urgent ones before all others of the transfer. Ignored once it is over.
 
         Raises:
             ValueError: outside the region, or over bytes that were put already.
@@ -180,43 +182,40 @@ class OutgoingTransfer:
         self.queue.put(self, region, offset, source, urgent=urgent)
 
     def ends(self, now_s: float, bits_per_s: float) -> None:
-        """The queue's own: its prefill has ended, so it gets the turn of one that has."""
+        """For the queue only: move it to its place among transfers whose prefill has ended."""
         self.ended = True
         self.overlapped_bytes = self.acked_bytes
-        self.place = turn_of_ended(now_s, self.total_bytes - self.acked_bytes, bits_per_s, self.place[2])
+        self.place = order_of_ended(now_s, self.total_bytes - self.acked_bytes, bits_per_s, self.place[2])
 
     def end(self) -> None:
-        """Prefill has finished: END goes ahead of all queued data and freezes `overlapped_bytes`. Idempotent.
+        """Report that the prefill has finished: END overtakes queued data and freezes `overlapped_bytes`. Idempotent.
 
-        The transfer completes when every byte of every region has been put and acknowledged; what is still
-        missing may be put after this.
+        The transfer completes when every byte of every region was put and acknowledged; missing bytes may still be
+        put after this.
         """
         if self.queue is not None:
             self.queue.end(self)
 
     def abort(self, reason: str) -> None:
-        """Give up: the transfer is FAILED, queued chunks and sources are dropped, the consumer is
-        told. Idempotent.
-        """
+        """Give up: the transfer is FAILED, its chunks are dropped, an ABORT goes to the consumer. Idempotent."""
         if self.queue is not None:
             self.queue.abort(self, reason)
 
     def idle(self) -> bool:
-        """Nothing of what was put is still needed: all of it is acknowledged, or the transfer is over; and
-        nothing reads a source at this moment."""
+        """True if no source is needed: none is in use, and all bytes are acknowledged or the transfer is over."""
         return not self.reading and (self.phase.terminal or self.acked_bytes == self.put_bytes)
 
-    def recall(self, patience_s: float) -> None:
-        """No memory that a source has shown until now is read, or sent from, once this returns.
+    def recall(self, timeout_s: float) -> None:
+        """Wait until memory that sources have shown so far is no longer in use.
 
-        Call it when the sources show other memory from now on. A connection that still sends from the old one
-        after `patience_s` is closed: its peer drops the half chunk, and the chunk is read and sent again.
+        Call it after the sources have moved to other memory. A connection that still sends from the old one after
+        `timeout_s` is closed: its peer drops the incomplete chunk, which is read and sent again.
         """
         if self.queue is not None:
-            self.queue.recall(self, patience_s)
+            self.queue.recall(self, timeout_s)
 
     def await_quiescent(self, timeout_s: float) -> bool:
-        """Wait until the transfer is over and no source of it is read or will be again; False on timeout.
+        """Wait until the transfer is over and none of its sources is in use any more; False on timeout.
 
         Only after True may the memory behind the sources of an aborted or failed transfer be reused.
         """
@@ -238,16 +237,16 @@ class Carrier(Paced, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class QueueLoad:
-    """What a queue has to do, and what it has done."""
+    """Load of a queue."""
 
     queued_bytes: int
     """Produced and not acknowledged yet."""
     waiting_bytes: int
-    """Those of them that are held back until the consumer has room."""
+    """Of `queued_bytes`: those held back until the consumer has room."""
     background_bytes: int
-    """Those of `queued_bytes` that get what others leave."""
+    """Of `queued_bytes`: those of background transfers."""
     open_bytes: int
-    """`queued_bytes`, and what the open transfers have still to produce."""
+    """`queued_bytes`, and bytes that the open transfers have still to produce."""
     acked_bytes_total: int
     """Acknowledged since the start; only grows."""
     connections_up: int
@@ -267,8 +266,8 @@ class QueueLoad:
         )
 
 
-class PeerSays(enum.Enum):
-    """What a peer has answered to a connection that never came up."""
+class PeerAnswer(enum.Enum):
+    """A peer's answer to a connection that did not come up."""
 
     REJECTED = "rejected"
     """It will not have this side: wrong key, other layout. That stays so until one of the two restarts."""

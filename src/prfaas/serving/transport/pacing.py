@@ -1,4 +1,4 @@
-"""A link's bandwidth, divided over the connections that have something to send, and who may change it."""
+"""Pacing of a link: its bandwidth, divided over the connections that have something to send."""
 
 import threading
 import time
@@ -7,24 +7,24 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from prfaas.core.units import BITS_PER_BYTE
-from prfaas.serving.transport.wire import MAX_LINK_CHARS, WireError, count_field
+from prfaas.serving.transport.wire import MAX_LINK_CHARS, MAX_PROBE_BYTES, WireError, count_field, text_field
 
 MAX_PACED_LINKS = 256
 MAX_PACE_BITS_PER_S = 1 << 50
 MAX_HOLD_S = 60.0
-# Of a link, while a transfer to another peer goes on that is not in the background: enough to be no dead connection.
+# Share of a link for background transfers while others are open: enough to keep their connections alive.
 _BACKGROUND = 0.02
 _NO_WORK: "tuple[tuple[Paced, ...], bool]" = ((), False)
 
 
 @dataclass(frozen=True, slots=True)
 class PaceOrder:
-    """What a control plane tells a sender: what it may send on its links, and for how long that holds."""
+    """A control plane's order to a sender: its paces on links, and how long they hold."""
 
     bits_per_s: Mapping[str, int]
     """Goodput by the link's name; a link that is not named keeps its pace."""
     hold_s: float
-    """After that time without another order the sender returns to its standing share."""
+    """Time without another order after which the sender returns to its standing share."""
 
     def to_body(self) -> dict[str, Any]:
         """The fields of a PACE frame."""
@@ -49,6 +49,20 @@ class PaceOrder:
         return cls(links, hold_ms / 1000)
 
 
+@dataclass(frozen=True, slots=True)
+class ProbeOrder:
+    """An observer's order to send filler on a link, to measure what it carries."""
+
+    link: str
+    nbytes: int
+
+    @classmethod
+    def from_body(cls, body: Mapping[str, Any]) -> "ProbeOrder":
+        """Read the fields of a PROBE frame. Raises WireError if one is missing or absurd."""
+        nbytes = count_field(body, "bytes", MAX_PROBE_BYTES)
+        return cls(text_field(body, "link", MAX_LINK_CHARS), nbytes)
+
+
 class Paced(Protocol):
     """A connection whose send rate can be capped."""
 
@@ -57,10 +71,10 @@ class Paced(Protocol):
 
 
 class LinkPacer:
-    """One sender's part of a link. Lock order: a peer queue's lock, then this one.
+    """Paces one sender on a link. Lock order: a peer queue's lock, then this one.
 
-    The part is what the control plane has told last. After `hold_s` without a word it is the standing share again.
-    It is never above the link's bandwidth.
+    The pace is the control plane's last order, or the standing share once that order has expired; never more than the
+    link's bandwidth.
     """
 
     def __init__(
@@ -72,21 +86,21 @@ class LinkPacer:
         """
         Args:
             bandwidth_bits_per_s: of the whole link; None: the link is not paced, and never will be.
-            share_bits_per_s: what this sender may use of it while nobody tells; None: all.
+            share_bits_per_s: this sender's standing share; None: all of it.
             clock: seconds.
         """
         self.bandwidth_bits_per_s = bandwidth_bits_per_s
         self.share_bits_per_s = bandwidth_bits_per_s if share_bits_per_s is None else share_bits_per_s
         self._clock = clock
-        self._told_bits_per_s: float | None = None
-        self._told_until_s = 0.0
+        self._ordered_bits_per_s: float | None = None
+        self._ordered_until_s = 0.0
         self._lock = threading.Lock()
         self._sharing: dict[object, tuple[tuple[Paced, ...], bool]] = {}
 
     @property
     def pace_bits_per_s(self) -> float | None:
-        """What this sender may send at present, all connections together; None: as much as it can."""
-        return self.share_bits_per_s if self._told_bits_per_s is None else self._told_bits_per_s
+        """The present pace of all connections together; None: not paced."""
+        return self.share_bits_per_s if self._ordered_bits_per_s is None else self._ordered_bits_per_s
 
     def update(self, queue: object, connections: Sequence[Paced], *, background: bool = False) -> None:
         """Divide again if the connections of one peer queue changed.
@@ -107,24 +121,24 @@ class LinkPacer:
                 self._sharing.pop(queue, None)
             self._divide()
 
-    def tell(self, bits_per_s: float, hold_s: float) -> None:
-        """The control plane's word on what this sender may send; ignored where the link is not paced."""
+    def order(self, bits_per_s: float, hold_s: float) -> None:
+        """Apply the control plane's order; ignored where the link is not paced."""
         with self._lock:
             if self.bandwidth_bits_per_s is None:
                 return
-            self._told_until_s = self._clock() + hold_s
-            if bits_per_s != self._told_bits_per_s:
-                self._told_bits_per_s = bits_per_s
+            self._ordered_until_s = self._clock() + hold_s
+            if bits_per_s != self._ordered_bits_per_s:
+                self._ordered_bits_per_s = bits_per_s
                 self._divide()
 
     def look(self) -> None:
-        """Return to the standing share if the control plane's word is too old."""
+        """Return to the standing share if the last order has expired."""
         with self._lock:
             if self._expire():
                 self._divide()
 
     def set_bandwidth(self, bits_per_s: float, share_bits_per_s: float | None = None) -> None:
-        """A paced link carries at most that from now on, whatever is told; and another standing share, if given."""
+        """Set a paced link's bandwidth, which orders never exceed, and the standing share if one is given."""
         with self._lock:
             self.bandwidth_bits_per_s = bits_per_s
             if share_bits_per_s is not None:
@@ -132,9 +146,9 @@ class LinkPacer:
             self._divide()
 
     def _expire(self) -> bool:
-        expired = self._told_bits_per_s is not None and self._clock() >= self._told_until_s
+        expired = self._ordered_bits_per_s is not None and self._clock() >= self._ordered_until_s
         if expired:
-            self._told_bits_per_s = None
+            self._ordered_bits_per_s = None
         return expired
 
     def _divide(self) -> None:

@@ -1,4 +1,4 @@
-"""Everything on its way to one peer: its transfers, the queue that its connections share, what is unanswered.
+"""Queue of everything on its way to one peer: transfers, chunks that its connections share, unanswered frames.
 
 One lock per queue guards all of it, and the queue's part of its transfers. Lock order: queue, then link pacer.
 """
@@ -22,26 +22,36 @@ from prfaas.serving.transport.in_flight import (
     InFlightWindow,
     gauges_of,
 )
+from prfaas.serving.transport.liveness import heartbeat_period_s
 from prfaas.serving.transport.offer import Offer
 from prfaas.serving.transport.options import Peer, SenderOptions
-from prfaas.serving.transport.outgoing import Carrier, Chunk, OutgoingTransfer, PeerSays, QueueLoad, SendPhase
+from prfaas.serving.transport.outgoing import (
+    Carrier,
+    Chunk,
+    OutgoingTransfer,
+    PeerAnswer,
+    QueueLoad,
+    SendPhase,
+)
 from prfaas.serving.transport.pacing import LinkPacer
-from prfaas.serving.transport.peer_watch import PeerWatch
-from prfaas.serving.transport.silence import ping_period_s
+from prfaas.serving.transport.peer_liveness import PeerLiveness
 from prfaas.serving.transport.sockets import TcpInfo
 from prfaas.serving.transport.ticket import DEFAULT_CLASS, TransferClass
 from prfaas.serving.transport.wire import END_REGION, FrameType, Header, WireError, text_field
 
 log = logging.getLogger(__name__)
 
-# What a transfer is taken to leave at where no pace says it: only the order of transfers depends on it.
+# Assumed pace of an unpaced link; only the order of transfers depends on it.
 _UNPACED_BITS_PER_S = 1e10
 
 
 class PeerQueue:
-    """The queue that the writers of one peer's connections pull from, and the state of its transfers.
+    """Queue that the writers of one peer's connections pull from, with the state of the peer's transfers.
 
-    Implements `TransferQueue` for the transfers that it opens.
+    1. The engine calls `open`, then `put`, `end` or `abort` through the `OutgoingTransfer`.
+    2. A writer that has connected calls `connected`, then `next_job` in a loop, and `read_done` after each chunk.
+    3. The connection's reader calls `accepted`, `acked`, `nacked`, `refused` and `heard`.
+    4. After a loss, `disconnected` queues the unanswered frames again. The supervisor calls `apply_deadlines`.
     """
 
     def __init__(
@@ -60,8 +70,8 @@ class PeerQueue:
         self._windows: list[InFlightWindow] = []
         self._numbers = itertools.count()
         self._work = 0
-        self._ping_s = ping_period_s(options.limits.silence_s)
-        self._watch = PeerWatch(peer.name, options)
+        self._ping_s = heartbeat_period_s(options.limits.silence_s)
+        self._liveness = PeerLiveness(peer.name, options)
         self._filler_frames = 0
         self._trouble = self._rejection = ""
         self.closing = False
@@ -72,18 +82,18 @@ class PeerQueue:
 
     @property
     def rejection(self) -> str:
-        """Why the peer will not have this side; empty if it has not said so."""
+        """Why the peer rejects this side; empty if it does not."""
         return "" if self._windows else self._rejection
 
     @property
     def silent(self) -> str:
-        """What is known of the path to the peer if it was given up; empty if not, or if it was not used."""
-        return "" if self._windows else self._watch.silent
+        """Why the path to the peer was given up; empty if it was not, or was not used."""
+        return "" if self._windows else self._liveness.silent
 
     @property
     def stalled(self) -> str:
-        """What is known of the peer's engine if it does not answer while it is to; empty if not."""
-        return self._watch.stalled if self._windows and self._transfers else ""
+        """Why the peer counts as stalled (it owes an answer); empty otherwise."""
+        return self._liveness.stalled if self._windows and self._transfers else ""
 
     # The engine's calls, through OutgoingTransfer
 
@@ -94,7 +104,7 @@ class PeerQueue:
         service: TransferClass = DEFAULT_CLASS,
         owner: OutgoingTransfer | None = None,
     ) -> OutgoingTransfer:
-        """Begin a transfer, or a checkpoint of `owner`. What is wrong its reason tells."""
+        """Begin a transfer, or a checkpoint of `owner`. One that cannot be opened is FAILED, with the reason."""
         now_s, number = time.monotonic(), next(self._numbers)
         transfer = OutgoingTransfer(self, transfer_id, offer, now_s, service, number)
         transfer.owner = owner
@@ -109,15 +119,15 @@ class PeerQueue:
             if reason:
                 return OutgoingTransfer.failed(transfer_id, offer, reason)
             if not self._transfers:
-                self._watch.begin()
+                self._liveness.begin()
             self._transfers[transfer_id] = transfer
             self._filler_frames = 0
             self._counters["opened"] += 1
             self._controls.open(transfer, frame)
             self._repace()
-            # All: from now on each writer also gives its connection's signs of life.
+            # All: from now on each writer also sends its connection's heartbeats.
             self._ready.notify_all()
-            # Whoever waits before connecting again tries at once for new work.
+            # Writers that wait before they reconnect try at once for new work.
             self._work += 1
             self._retry.notify_all()
         self._on_work()
@@ -126,7 +136,7 @@ class PeerQueue:
     def put(
         self, transfer: OutgoingTransfer, region: int, offset: int, source: ChunkSource, *, urgent: bool
     ) -> None:
-        """See `OutgoingTransfer.put`."""
+        """Queue bytes of a transfer, as `OutgoingTransfer.put`."""
         end = offset + source.nbytes
         with self._lock:
             if transfer.phase.terminal or end == offset:
@@ -135,12 +145,13 @@ class PeerQueue:
                 raise ValueError(f"bytes {offset}..{end} of region {region} were put already")
             transfer.coverage[region].add(offset, end)
             transfer.put_bytes += end - offset
-            chunk = Chunk(transfer, next(self._numbers), region, offset, end, offset, source, urgent=urgent)
+            number = next(self._numbers)
+            chunk = Chunk(transfer, number, region, offset, end, base=offset, source=source, urgent=urgent)
             self._schedule.add(chunk)
             self._ready.notify(1 + chunk.nbytes // self._options.min_chunk_bytes)
 
     def end(self, transfer: OutgoingTransfer) -> None:
-        """See `OutgoingTransfer.end`."""
+        """Record the end of the prefill, as `OutgoingTransfer.end`."""
         with self._lock:
             if transfer.phase.terminal or transfer.ended:
                 return
@@ -151,12 +162,12 @@ class PeerQueue:
                 self._ready.notify()
 
     def abort(self, transfer: OutgoingTransfer, reason: str) -> None:
-        """See `OutgoingTransfer.abort`."""
+        """Give a transfer up, as `OutgoingTransfer.abort`."""
         with self._lock:
             self._fail(transfer, reason)
 
     def fill(self, nbytes: int) -> None:
-        """Have about so many bytes of filler sent; not where transfers are open, and the next one ends it."""
+        """Send about `nbytes` of filler, unless transfers are open; the next transfer ends it."""
         with self._lock:
             if self._windows and not self._transfers:
                 self._filler_frames = -(-nbytes // len(FILLER.frame))
@@ -164,15 +175,15 @@ class PeerQueue:
                 self._ready.notify_all()
 
     def await_quiescent(self, transfer: OutgoingTransfer, timeout_s: float) -> bool:
-        """See `OutgoingTransfer.await_quiescent`."""
+        """Wait until a transfer's sources are free, as `OutgoingTransfer.await_quiescent`."""
         with self._lock:
             return self._quiet.wait_for(lambda: transfer.phase.terminal and not transfer.reading, timeout_s)
 
-    def recall(self, transfer: OutgoingTransfer, patience_s: float) -> None:
-        """See `OutgoingTransfer.recall`."""
+    def recall(self, transfer: OutgoingTransfer, timeout_s: float) -> None:
+        """Wait until old memory is no longer read, as `OutgoingTransfer.recall`."""
         with self._lock:
             recalled = dict(transfer.reading)
-            self._quiet.wait_for(lambda: recalled.keys().isdisjoint(transfer.reading), patience_s)
+            self._quiet.wait_for(lambda: recalled.keys().isdisjoint(transfer.reading), timeout_s)
             for chunk in recalled.keys() & transfer.reading.keys():
                 # From here on the kernel takes nothing more of the chunk: its frame stays incomplete for ever.
                 recalled[chunk].shut()
@@ -180,20 +191,20 @@ class PeerQueue:
     # The calls of a connection's writer
 
     def connected(self, window: InFlightWindow) -> None:
-        """A connection is up."""
+        """Add a connection that is up."""
         with self._lock:
             window.sent_at_s = time.monotonic()
             for transfer in self._transfers.values() if not self._windows else ():
                 if transfer.phase is SendPhase.SENDING:
                     self._controls.resume(transfer)
             self._windows.append(window)
-            self._watch.connected()
+            self._liveness.connected()
             self._rejection = self._trouble = ""
             self._counters["connects"] += 1
             self._repace()
 
     def disconnected(self, window: InFlightWindow, trouble: str) -> None:
-        """A live connection ended: what it carried goes back to the front of the queue."""
+        """Remove a connection that ended; its unanswered frames go back to the front of the queue."""
         with self._lock:
             self._windows.remove(window)
             self._trouble = window.trouble or trouble
@@ -208,21 +219,21 @@ class PeerQueue:
             self._repace()
             self._ready.notify_all()
 
-    def unreachable(self, trouble: str, peer_says: PeerSays) -> None:
-        """A connection could not be made; a rejection fails the transfers at once."""
+    def unreachable(self, trouble: str, answer: PeerAnswer) -> None:
+        """Note that a connection could not be made; a rejection fails the transfers at once."""
         with self._lock:
             self._trouble = trouble
             self._counters["connect_failures"] += 1
             if self._windows:
                 return
-            if peer_says is PeerSays.REJECTED:
+            if answer is PeerAnswer.REJECTED:
                 if trouble != self._rejection:
                     log.warning("%s", trouble)
                 self._rejection = trouble
                 for transfer in list(self._transfers.values()):
                     self._fail(transfer, trouble)
-            elif peer_says is PeerSays.CLOSED:
-                # Whoever rejected this side listens no more: what comes after it may be another engine.
+            elif answer is PeerAnswer.CLOSED:
+                # The engine that rejected this side has ended; the next one may be another.
                 self._rejection = ""
 
     def wait_before_retry(self, seconds: float) -> bool:
@@ -237,7 +248,7 @@ class PeerQueue:
         with self._lock:
             while not (self.closing or window.closed):
                 now_s, busy = time.monotonic(), self.busy
-                sign = window.sign_of_life(now_s, self._ping_s, busy=busy)
+                sign = window.heartbeat(now_s, self._ping_s, busy=busy)
                 if sign:
                     return ControlJob(FrameType.PING, NOBODY, sign)
                 if (job := self._controls.take()) is not None:
@@ -256,7 +267,7 @@ class PeerQueue:
             return None
 
     def read_done(self, chunk: Chunk, error: str = "") -> bool:
-        """The writer needs the source no more, or could not read it (`error`). Returns whether to send on."""
+        """End the use of a chunk's source, which may have failed (`error`). Returns whether to send the chunk."""
         with self._lock:
             transfer = chunk.transfer
             del transfer.reading[chunk]
@@ -266,7 +277,7 @@ class PeerQueue:
             return not transfer.phase.terminal
 
     def close_window(self, window: InFlightWindow) -> None:
-        """The connection is broken: its writer must not wait for work any more."""
+        """Wake the writer of a broken connection."""
         with self._lock:
             window.closed = True
             self._ready.notify_all()
@@ -274,9 +285,9 @@ class PeerQueue:
     # The calls of a connection's reader
 
     def acked(self, window: InFlightWindow, header: Header) -> None:
-        """ACK: a chunk lies verified at the consumer, or END has come there."""
+        """Take an ACK: the consumer has verified a chunk, or received END."""
         with self._lock:
-            self._watch.progressed()
+            self._liveness.progressed()
             if header.region == END_REGION:
                 job = window.ends.pop(header.transfer_id, None)
                 if job is not None:
@@ -290,7 +301,7 @@ class PeerQueue:
                 self._complete_if_done(chunk.transfer)
 
     def nacked(self, window: InFlightWindow, header: Header) -> None:
-        """NACK: a chunk arrived damaged; send it again, but not for ever."""
+        """Take a NACK: a chunk arrived damaged and is sent again, up to `max_resends` times."""
         with self._lock:
             chunk = window.chunks.pop((header.transfer_id, header.region, header.offset), None)
             if chunk is None:
@@ -299,34 +310,34 @@ class PeerQueue:
             if chunk.resends >= self._options.max_resends:
                 self._fail(chunk.transfer, f"a chunk arrived damaged {chunk.resends + 1} times")
             else:
-                # One of its own: the writer of the damaged one may not be done with that.
+                # A copy: the writer may still use the damaged chunk.
                 self._schedule.add(replace(chunk, resends=chunk.resends + 1))
                 self._ready.notify()
 
     def accepted(self, header: Header) -> None:
-        """ACCEPT: the consumer has room, what was put so far may go out."""
+        """Take an ACCEPT: the consumer has room, so queued chunks may leave."""
         with self._lock:
             transfer = self._answered(header)
             if transfer is None or transfer.phase is not SendPhase.OPENING:
                 return
             transfer.phase = SendPhase.SENDING
             self._schedule.place(transfer)
-            self._watch.progressed()
+            self._liveness.progressed()
             if transfer.ended:
                 self._controls.end(transfer)
             self._ready.notify_all()
 
     def refused(self, header: Header, body: Mapping[str, Any]) -> None:
-        """REFUSE or ABORT from the consumer."""
+        """Take a REFUSE or ABORT of the consumer."""
         what = "refused" if header.kind is FrameType.REFUSE else "aborted"
         reason = f"{self.peer.name} {what}: {text_field(body, 'reason')}"
         with self._lock:
             transfer = self._answered(header)
             if transfer is not None:
-                self._fail(transfer, reason, tell_peer=False)
+                self._fail(transfer, reason, notify_peer=False)
 
     def heard(self, window: InFlightWindow, header: Header) -> None:
-        """PING: the consumer has not heard this side for a while. PONG: what was sent before its PING has come."""
+        """Take a PING, which is answered, or a PONG, which confirms what was sent before its PING."""
         with self._lock:
             window.heard(header)
             self._ready.notify_all()
@@ -334,18 +345,20 @@ class PeerQueue:
     # The supervisor's calls
 
     def apply_deadlines(self, now_s: float, infos: Mapping[Carrier, TcpInfo]) -> dict[Carrier, str]:
-        """Fail the transfers that are overdue. The rest is that of `PeerWatch.look`."""
+        """Fail overdue transfers. Returns the connections to close, and why, as `PeerLiveness.look`."""
         with self._lock:
-            silent = self._watch.look(now_s, self._windows, infos)
+            silent = self._liveness.look(now_s, self._windows, infos)
             for window in self._windows:
                 window.trouble = silent.get(window.connection, window.trouble)
             open_now = self._transfers.values()
-            for transfer, reason in self._watch.overdue(now_s, open_now, bool(self._windows), self._trouble):
+            for transfer, reason in self._liveness.overdue(
+                now_s, open_now, bool(self._windows), self._trouble
+            ):
                 self._fail(transfer, reason)
             return silent
 
     def close(self) -> None:
-        """Fail what is unfinished and let every writer end."""
+        """Fail unfinished transfers and let every writer end."""
         with self._lock:
             self.closing = True
             for transfer in list(self._transfers.values()):
@@ -354,7 +367,7 @@ class PeerQueue:
             self._retry.notify_all()
 
     def load(self) -> QueueLoad:
-        """What the queue has to do: cheap enough to ask ten times a second."""
+        """The queue's load; cheap enough for ten calls a second."""
         with self._lock:
             return QueueLoad.of(self._transfers.values(), self._counters["acked_bytes"], len(self._windows))
 
@@ -378,13 +391,13 @@ class PeerQueue:
             self._counters["completed"] += 1
             self._finish(transfer, SendPhase.COMPLETE)
 
-    def _fail(self, transfer: OutgoingTransfer, reason: str, *, tell_peer: bool = True) -> None:
+    def _fail(self, transfer: OutgoingTransfer, reason: str, *, notify_peer: bool = True) -> None:
         if transfer.phase.terminal:
             return
         transfer.reason = reason
         self._counters["failed"] += 1
         self._finish(transfer, SendPhase.FAILED)
-        if tell_peer:
+        if notify_peer:
             self._controls.abort(transfer)
             self._ready.notify()
 

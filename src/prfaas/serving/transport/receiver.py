@@ -1,4 +1,4 @@
-"""The consumer's end: listens, stages what producers send, tells engine and observers."""
+"""The consumer's end: listens, stages what producers send, and reports to the engine and to observers."""
 
 import errno
 import logging
@@ -6,46 +6,101 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from prfaas import __version__
 from prfaas.core.deployment import CONTROL
 from prfaas.serving.logs import PEER
 from prfaas.serving.transport.arrival import Arrival, FollowedTransfer
-from prfaas.serving.transport.arrival_sums import ArrivalSums
 from prfaas.serving.transport.fingerprint import Fingerprint
 from prfaas.serving.transport.handshake import ROLE_PRODUCER, PeerIdentity, welcome
+from prfaas.serving.transport.liveness import LONGEST_LOOK_S, LookClock
 from prfaas.serving.transport.options import ReceiverOptions
-from prfaas.serving.transport.pacing import PaceOrder
-from prfaas.serving.transport.receiver_connection import ReceiverConnection
+from prfaas.serving.transport.pacing import PaceOrder, ProbeOrder
+from prfaas.serving.transport.peer_list import PeerList
+from prfaas.serving.transport.receiver_connection import ObserverOrder, ReceiverConnection
 from prfaas.serving.transport.region_layout import PeerLayouts, TransferLayout
 from prfaas.serving.transport.requests import PeerRequest, refuse_request
-from prfaas.serving.transport.roster import Roster
 from prfaas.serving.transport.sealing import Sealing
+from prfaas.serving.transport.sender import Sender
 from prfaas.serving.transport.sentences import bounded_sentences
-from prfaas.serving.transport.silence import LONGEST_LOOK_S, LookClock
 from prfaas.serving.transport.sockets import HandshakeError, shut, tune
 from prfaas.serving.transport.staging import StagedTransfer, StagingArena
-from prfaas.serving.transport.strangers import Strangers
 from prfaas.serving.transport.tls_identity import TlsIdentity
 from prfaas.serving.transport.transfer_table import TransferTable
+from prfaas.serving.transport.unauthenticated import UnauthenticatedPeers
 from prfaas.serving.transport.wire import TransferStatus, WireError
 
 log = logging.getLogger(__name__)
 
 _TICK_S = 0.2
 _ACCEPT_BACKLOG = 128
-# The machine, not the peer, is the cause: wait for something to be given back, and go on.
+# Errors of the machine, not of the peer: wait until resources are free, and go on.
 _NO_RESOURCES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _RESOURCES_WAIT_S = 0.1
+
+
+_NOTHING_ARRIVED: dict[str, Any] = {
+    "bytes_total": 0,
+    "segments_total": 0,
+    "mss_bytes": 0,
+    "unread_bytes": 0,
+    "rtt_s": 0.0,
+    "connections": 0,
+}
+
+
+class ArrivalSums:
+    """Sums of arrived bytes by producer, including connections that have ended. Not thread-safe."""
+
+    def __init__(self) -> None:
+        # Bytes and segments.
+        self._of_ended: dict[str, tuple[int, int]] = {}
+
+    def end(self, connection: ReceiverConnection) -> None:
+        """Keep what has arrived over a connection that has ended; once for each."""
+        name = _producer(connection)
+        if name is not None:
+            arrived = connection.arrived()
+            nbytes, segments = self._of_ended.get(name, (0, 0))
+            self._of_ended[name] = (nbytes + arrived.bytes_received, segments + arrived.segments)
+
+    def with_open(self, connections: Iterable[ReceiverConnection]) -> dict[str, dict[str, Any]]:
+        """The fields of `ArrivalSample` but the time, by producer, with what has come over open connections."""
+        found = {
+            name: _NOTHING_ARRIVED | {"bytes_total": nbytes, "segments_total": segments}
+            for name, (nbytes, segments) in self._of_ended.items()
+        }
+        for connection in connections:
+            name = _producer(connection)
+            if name is not None:
+                arrived = connection.arrived()
+                sums = found.setdefault(name, dict(_NOTHING_ARRIVED))
+                sums["bytes_total"] += arrived.bytes_received
+                sums["segments_total"] += arrived.segments
+                sums["mss_bytes"] = max(sums["mss_bytes"], arrived.mss_bytes)
+                sums["unread_bytes"] += arrived.unread_bytes
+                sums["rtt_s"] = max(sums["rtt_s"], arrived.rtt_s)
+                sums["connections"] += 1
+        return found
+
+
+def _producer(connection: ReceiverConnection) -> str | None:
+    """The producer that sends over a connection; None: it is not authenticated, or an observer."""
+    who = connection.identity
+    return who.name if who is not None and who.role == ROLE_PRODUCER else None
 
 
 class Receiver:
     """Receives KV transfers into staging; thread-safe.
 
-    One thread accepts, one serves each connection, one applies the deadlines. Connections in their handshake have a
-    budget of their own, so that whoever lacks the key keeps no peer out.
+    1. `start` listens. One thread accepts, one serves each connection (`ReceiverConnection`), one applies deadlines.
+       Connections in their handshake have places of their own (`UnauthenticatedPeers`).
+    2. Connections write verified chunks into staging, through the `TransferTable`, which owns all decisions.
+    3. The engine polls `state`, then calls `take` once for the complete transfer, or `drop` if it gives up. `lend`
+       lets it read a transfer that is still arriving.
+    4. Observers get statuses, `stats` and `telemetry`, and steer the `sender` beside this receiver.
     """
 
     def __init__(
@@ -60,17 +115,14 @@ class Receiver:
         fingerprint: Fingerprint,
         options: ReceiverOptions | None = None,
         producers: Collection[str] | None = None,
-        roster: Roster | None = None,
-        sender_telemetry: Callable[[], dict[str, Any]] | None = None,
+        peer_list: PeerList | None = None,
+        sender: Sender | None = None,
         tls: TlsIdentity | None = None,
         plain_peers: Collection[str] = (),
-        on_pace: Callable[[PaceOrder], None] = lambda _order: None,
-        on_roster: Callable[[Roster], None] = lambda _roster: None,
-        on_probe: Callable[[str, int], None] = lambda _link, _nbytes: None,
         on_request: Callable[[PeerRequest], None] = refuse_request,
         more_stats: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
-        """Nothing listens before `start`.
+        """Make it without listening.
 
         Args:
             name: this side's, as producers and tickets call it.
@@ -82,45 +134,35 @@ class Receiver:
                 that it has asked for.
             fingerprint: the KV layout, compared field by field with each producer's.
             options: deadlines and limits.
-            producers: the only names that may send; None: those of `roster`, or all that have the key.
-            roster: who this rank has to do with until the control plane tells it another one.
-            sender_telemetry: what this engine's sender knows of its links; observers get it with `stats`.
+            producers: the only names that may send; None: those of `peer_list`, or all that have the key.
+            peer_list: this rank's peers until the control plane sends another list.
+            sender: read and steered by observers; None: there is none.
             tls: takes encrypted connections too; None: all connections are plain.
             plain_peers: with `tls`, the only instances (of producers and observers) whose connections may be plain.
-            on_probe: called with a link and the bytes of filler that an observer wants to see on it, as `on_pace` is.
-            on_pace: called with what an observer orders this engine's sender; in the connection's thread.
-            on_roster: called with the control plane's roster, for this engine's sender; in the connection's thread. May
-                raise ValueError for one that it can't take: nothing changes then.
-            on_request: called with what an observer asks of a pool; in the connection's thread.
-            more_stats: what else observers get with `stats`; in the connection's thread.
+            on_request: called with an observer's request to a pool; in the connection's thread.
+            more_stats: further fields of `stats`; called in the connection's thread.
         """
         self.name = name
         self._key = key
         self._address = (host, port)
-        # New with each start: an observer tells a lost connection from a receiver that forgot everything.
+        # New with each start, so that observers can distinguish a lost connection from a restarted receiver.
         self._session = secrets.token_hex(8)
         self._fingerprint = dict(fingerprint)
         self._layouts = layout if isinstance(layout, PeerLayouts) else None
         self._options = options or ReceiverOptions()
-        allowed = roster.producers if producers is None and roster is not None else producers
+        allowed = peer_list.producers if producers is None and peer_list is not None else producers
         self._producers = None if allowed is None else frozenset(allowed)
-        self._roster_told: dict[str, Any] = {
-            "digest": roster.digest if roster else "",
-            "told": False,
-            "trouble": "",
-        }
-        self._sender_telemetry = sender_telemetry
+        self._plain_peers = frozenset(plain_peers) if peer_list is None else peer_list.plain
+        digest = "" if peer_list is None else peer_list.digest
+        self._peer_list_state: dict[str, Any] = {"digest": digest, "told": False, "trouble": ""}
+        self._sender = sender
         self._tls = tls
-        self._plain_peers = frozenset(plain_peers) if roster is None else roster.plain
-        self._on_pace = on_pace
-        self._on_roster = on_roster
-        self._on_probe = on_probe
         self._on_request = on_request
         self._more_stats = more_stats
         self._table = TransferTable(name=name, key=key, arena=arena, layout=layout, options=self._options)
         self._lock = threading.Lock()
         self._connections: dict[ReceiverConnection, threading.Thread] = {}
-        self._strangers = Strangers(name, self._options.max_strangers)
+        self._unauthenticated = UnauthenticatedPeers(name, self._options.max_unauthenticated)
         self._listener: socket.socket | None = None
         self._threads: list[threading.Thread] = []
         self._closing = threading.Event()
@@ -135,6 +177,11 @@ class Receiver:
         """The port listened at: the real one when 0 was asked for."""
         listener = self._listener
         return self._address[1] if listener is None else int(listener.getsockname()[1])
+
+    @property
+    def staging_bytes(self) -> int:
+        """Size of the staging of all transfers."""
+        return self._table.staging_bytes
 
     def start(self) -> None:
         """Listen, in the background.
@@ -175,8 +222,8 @@ class Receiver:
     def take(self, transfer_id: bytes, *, broken_tokens: int = 0) -> StagedTransfer | None:
         """The staged bytes of a COMPLETE transfer, once; the caller must free them. None otherwise.
 
-        `broken_tokens`: from where the engine goes on after it, or another part of the KV, broke
-        (`TransferStatus.resume_points`); only so many tokens are there.
+        `broken_tokens`: take only the first tokens, up to this resume point (`TransferStatus.resume_points`), because
+        this transfer or another one of its ticket broke.
         """
         return self._table.take(transfer_id, broken_tokens=broken_tokens)
 
@@ -189,22 +236,22 @@ class Receiver:
         return self._table.lend(transfer_id, on_change)
 
     def follow(self, transfer_id: bytes, on_change: Callable[[], None]) -> FollowedTransfer | None:
-        """A transfer to be read by other processes, which the caller must give back; None as of `lend`.
+        """A transfer that other processes read; the caller must give it back. None, and `on_change`, as of `lend`.
 
-        It is in nobody's way here: it is taken, broken and dropped as if nobody followed it. `on_change` as of `lend`.
+        Here it is taken, dropped and broken as any other transfer.
         """
         return self._table.follow(transfer_id, on_change)
 
     def drop(self, transfer_id: bytes, reason: str, *, keep: bool = False) -> None:
-        """Give a transfer up: frees its staging unless taken, tells the producer, refuses the id from now on.
+        """Give a transfer up: free its staging unless taken, notify the producer, refuse the id from now on.
 
-        `keep`: a complete one stays, and what an engine can go on from of one that is not.
+        `keep`: a complete transfer stays, and an incomplete one becomes a partial transfer.
         """
         self._table.drop(transfer_id, reason, keep=keep)
 
-    def tell(self, transfer_id: bytes, status: TransferStatus) -> None:
-        """Tell those who watch a transfer what became of it that came another way than through here."""
-        self._table.tell(transfer_id, status)
+    def report(self, transfer_id: bytes, status: TransferStatus) -> None:
+        """Send watchers the status of a transfer that did not come through this receiver (NIXL)."""
+        self._table.report(transfer_id, status)
 
     def stats(self) -> dict[str, Any]:
         """Counters and gauges; every gauge of use is 0 when no transfer is going on."""
@@ -221,19 +268,19 @@ class Receiver:
             "encrypted_connections": sum(each.sealing is not None for each in connections),
             "failed_connections": self._failed_connections,
             "forged_frames": self._forged_frames,
-            "strangers": len(self._strangers),
-            "closed_strangers": self._strangers.closed,
+            "strangers": len(self._unauthenticated),
+            "closed_strangers": self._unauthenticated.closed,
             "accept_failures": self._accept_failures,
-            "rejected": bounded_sentences(self._strangers.rejected),
+            "rejected": bounded_sentences(self._unauthenticated.rejected),
             "thread_errors": self._thread_errors,
             "threads": threads,
-            "roster": self._roster_told,
+            "roster": self._peer_list_state,
             **self.telemetry(),
             **self._more_stats(),
         }
 
     def telemetry(self) -> dict[str, Any]:
-        """What concerns links, small enough for one packet: what has arrived, and what this engine's sender tells.
+        """State of the links, small enough for one packet: arrivals, and the sender's telemetry.
 
         `{"arrivals": {producer: fields of ArrivalSample but the time}, "sender": Sender.telemetry()}`
         """
@@ -241,39 +288,63 @@ class Receiver:
             arrivals = self._arrival_sums.with_open(self._connections)
         return {
             "arrivals": arrivals,
-            "sender": self._sender_telemetry() if self._sender_telemetry is not None else {"links": {}},
+            "sender": {"links": {}} if self._sender is None else self._sender.telemetry(),
         }
 
-    def _observed(self, of_links: bool) -> dict[str, Any]:
-        return self.telemetry() if of_links else self.stats()
+    # The calls of its connections: see `ConnectionHost`
 
-    def _take_roster(self, teller: str, roster: Roster) -> None:
-        """Obey the control plane: others let nobody in."""
-        if teller != CONTROL:
-            raise WireError(f"a roster comes from {CONTROL}, not from {teller}")
-        told = {"digest": roster.digest, "told": True, "trouble": ""}
+    def observed(self, *, links_only: bool) -> dict[str, Any]:
+        """`telemetry()` or `stats()`, for an observer."""
+        return self.telemetry() if links_only else self.stats()
+
+    def handshake_failed(self, sentence: str, peer: str) -> None:
+        """Note why a handshake failed."""
+        self._unauthenticated.note(sentence, peer)
+
+    def carry_out(self, order: ObserverOrder, sent_by: str) -> None:
+        """Carry out an observer's order, by the sender, this receiver or the pool."""
+        match order:
+            case PeerList():
+                self._apply_peer_list(order, sent_by)
+            case PeerRequest():
+                self._on_request(order)
+            case PaceOrder() if self._sender is not None:
+                self._sender.pace(order)
+            case ProbeOrder() if self._sender is not None:
+                self._sender.probe(order.link, order.nbytes)
+
+    def _apply_peer_list(self, peer_list: PeerList, sent_by: str) -> None:
+        """Replace this rank's peers, for the sender too; connections of producers that are no peers any more end.
+
+        Raises:
+            WireError: the list does not come from the control plane.
+        """
+        if sent_by != CONTROL:
+            raise WireError(f"a peer list comes from {CONTROL}, not from {sent_by}")
         try:
-            self._on_roster(roster)
+            if self._sender is not None:
+                self._sender.apply_peers(peer_list.peers)
         except ValueError as error:
-            log.warning("%s goes on with the roster it has: %s", self.name, error)
-            self._roster_told = self._roster_told | {"told": True, "trouble": str(error)}
+            log.warning("%s keeps its peer list: %s", self.name, error)
+            self._peer_list_state = self._peer_list_state | {"told": True, "trouble": str(error)}
             return
         with self._lock:
-            self._producers, self._plain_peers = roster.producers, roster.plain
+            self._producers, self._plain_peers = peer_list.producers, peer_list.plain
             gone = [
                 connection
                 for connection in self._connections
                 if (who := connection.identity) is not None
                 and who.role == ROLE_PRODUCER
-                and who.name not in roster.producers
+                and who.name not in peer_list.producers
             ]
-            self._roster_told = told
+            self._peer_list_state = {"digest": peer_list.digest, "told": True, "trouble": ""}
         for connection in gone:
             connection.shut()
 
-    def _shake_hands(
+    def shake_hands(
         self, connection: ReceiverConnection, sock: socket.socket
     ) -> tuple[PeerIdentity, Sealing | None]:
+        """Authenticate the peer of an accepted connection, within the limit on connections."""
         options = self._options
         tune(sock, user_timeout_s=options.limits.user_timeout_s, keepalive_s=options.limits.keepalive_s)
 
@@ -285,8 +356,8 @@ class Receiver:
                         f"{identity.name} finds {peers} other connections, which is the limit"
                     )
                 connection.identity = identity
-            self._strangers.leave(sock)
-            self._strangers.forgive(identity.name)
+            self._unauthenticated.leave(sock)
+            self._unauthenticated.forgive(identity.name)
 
         identity, sealing = welcome(
             sock,
@@ -327,26 +398,15 @@ class Receiver:
 
     def _accept_failed(self, error: OSError) -> None:
         self._accept_failures += 1
-        self._strangers.note(f"it cannot be accepted: {error}")
+        self._unauthenticated.note(f"it cannot be accepted: {error}")
         if error.errno in _NO_RESOURCES:
-            self._strangers.close_oldest()
-        # A client that left before it was accepted costs nothing.
+            self._unauthenticated.close_oldest()
+        # A client that left before it was accepted needs no pause.
         if error.errno != errno.ECONNABORTED:
             self._closing.wait(_RESOURCES_WAIT_S)
 
     def _serve(self, sock: socket.socket, address: str) -> None:
-        connection = ReceiverConnection(
-            sock,
-            self._table,
-            self._observed,
-            self._shake_hands,
-            self._strangers.note,
-            self._on_pace,
-            self._take_roster,
-            self._on_probe,
-            self._on_request,
-            self._options,
-        )
+        connection = ReceiverConnection(sock, self._table, self, self._options)
 
         def serve() -> None:
             # This thread is the connection's own.
@@ -354,14 +414,14 @@ class Receiver:
             try:
                 connection.serve()
             finally:
-                self._strangers.leave(sock)
+                self._unauthenticated.leave(sock)
                 with self._lock:
                     del self._connections[connection]
                     self._arrival_sums.end(connection)
                     self._failed_connections += bool(connection.failure)
                     self._forged_frames += connection.forged
 
-        if not self._strangers.enter(sock, address):
+        if not self._unauthenticated.enter(sock, address):
             sock.close()
             return
         thread = threading.Thread(target=serve, name=f"prfaas-recv-{self.name}", daemon=True)
@@ -373,7 +433,7 @@ class Receiver:
             self._connections[connection] = thread
 
     def _forget(self, sock: socket.socket) -> None:
-        self._strangers.leave(sock)
+        self._unauthenticated.leave(sock)
         sock.close()
 
     def _sweep(self) -> None:
@@ -387,7 +447,7 @@ class Receiver:
                     connections = list(self._connections)
                 for connection in connections:
                     connection.check(now_s, elapsed_s, awaited)
-                # After a stop of this process its connections are read first: what waits there counts.
+                # After a stop of this process its connections are read first: frames that wait there count.
                 late = elapsed_s >= LONGEST_LOOK_S and not was_late
                 if not late:
                     self._table.sweep(now_s)

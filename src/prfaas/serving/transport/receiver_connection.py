@@ -1,7 +1,6 @@
 """One accepted connection at the consumer, served by one blocking thread.
 
-The first half of the way of KV bytes from the wire: `_receive_chunk` (the second half is the engine's, which
-takes complete transfers out of staging).
+`_receive_chunk` moves KV bytes from the wire into staging. From there the engine takes complete transfers.
 """
 
 import contextlib
@@ -11,19 +10,19 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
-from prfaas.serving.transport.coding import PREFIX_BYTES, decode, decoded_bytes
+from prfaas.serving.transport.compression import PREFIX_BYTES, decompress, decompressed_bytes
 from prfaas.serving.transport.handshake import ROLE_PRODUCER, PeerIdentity
 from prfaas.serving.transport.incoming import ProducerSession
+from prfaas.serving.transport.liveness import HEARTBEAT_BYTES, Liveness, heartbeat_period_s, path_timeout_s
 from prfaas.serving.transport.options import ReceiverOptions
-from prfaas.serving.transport.pacing import PaceOrder
+from prfaas.serving.transport.pacing import PaceOrder, ProbeOrder
+from prfaas.serving.transport.peer_list import PeerList
 from prfaas.serving.transport.requests import REQUESTS, PeerRequest
-from prfaas.serving.transport.roster import Roster
 from prfaas.serving.transport.sealing import SEALED_HEADER_BYTES, TAG_BYTES, ForgedFrameError, Sealing
-from prfaas.serving.transport.silence import HEARTBEAT_BYTES, Silence, patience_s, ping_period_s
 from prfaas.serving.transport.sockets import (
     Arrived,
     BulkReader,
@@ -37,16 +36,13 @@ from prfaas.serving.transport.sockets import (
 )
 from prfaas.serving.transport.transfer_table import TransferTable
 from prfaas.serving.transport.wire import (
-    CODED,
+    COMPRESSED,
     HEADER_BYTES,
-    MAX_LINK_CHARS,
-    MAX_PROBE_BYTES,
     UNCHECKED,
     FrameType,
     Header,
     RunningChecksum,
     WireError,
-    count_field,
     nack,
     pack_control,
     parse_control,
@@ -62,45 +58,59 @@ log = logging.getLogger(__name__)
 _MAX_OUTBOX_FRAMES = 8192
 _OUTBOX_PRESSURE_FRAMES = 64
 _MAX_WATCHED = 65536
-# What has arrived is summed up in parts of this size, while it still is in the processor's second cache.
+# Bytes are checksummed in pieces of this size, while they are still in the processor's second cache.
 _CACHED_BYTES = 512 << 10
 _MAX_LEAD_S = 60.0
 
 
+ObserverOrder: TypeAlias = PaceOrder | ProbeOrder | PeerList | PeerRequest
+
+
+class ConnectionHost(Protocol):
+    """The receiver as its connections see it; called in a connection's own thread."""
+
+    def shake_hands(
+        self, connection: "ReceiverConnection", sock: socket.socket
+    ) -> tuple[PeerIdentity, Sealing | None]:
+        """Authenticate the peer; raises as `handshake.welcome`."""
+
+    def handshake_failed(self, sentence: str, peer: str) -> None:
+        """Note why a handshake failed; `peer`: its name, if it had proved that."""
+
+    def observed(self, *, links_only: bool) -> dict[str, Any]:
+        """The fields of a STATS answer."""
+
+    def carry_out(self, order: ObserverOrder, sent_by: str) -> None:
+        """Carry out an observer's PACE, PROBE, ROSTER, COPY or PULL."""
+
+
 class ReceiverConnection:
-    """Reads frames of a producer or an observer; any thread may post answers to its outbox."""
+    """Reads frames of a producer or an observer; any thread may post answers to its outbox.
+
+    1. `serve`, in the connection's own thread, shakes hands through the host.
+    2. It then reads frames until the connection ends: a producer's go to the transfer table (`_serve_producer`), an
+       observer's to the table or the host (`_serve_observer`).
+    3. The table answers through `post` from any thread; `flush` sends without blocking.
+    4. The receiver's sweep calls `check`, which pings a silent producer and in the end closes the connection.
+    """
 
     def __init__(
         self,
         sock: socket.socket,
         table: TransferTable,
-        stats: Callable[[bool], dict[str, Any]],
-        shake_hands: Callable[["ReceiverConnection", socket.socket], tuple[PeerIdentity, Sealing | None]],
-        on_stranger_failed: Callable[[str, str], None],
-        on_pace: Callable[[PaceOrder], None],
-        on_roster: Callable[[str, Roster], None],
-        on_probe: Callable[[str, int], None],
-        on_request: Callable[[PeerRequest], None],
+        host: ConnectionHost,
         options: ReceiverOptions,
     ) -> None:
-        """`stats` is asked whether only what concerns links is wanted. `on_stranger_failed` gets a sentence, and who it
-        was if it has proved that before it failed."""
         self._sock = sock
         self._arrived = Arrived()
         self._table = table
-        self._stats = stats
-        self._shake_hands = shake_hands
-        self._on_stranger_failed = on_stranger_failed
-        self._on_pace = on_pace
-        self._on_roster = on_roster
-        self._on_probe = on_probe
-        self._on_request = on_request
+        self._host = host
         self._options = options
         self._outbox: deque[bytes] = deque()
         self._unsent = memoryview(b"")
         self._sending = threading.Lock()
         self._inside_frame = False
-        self._silence = Silence()
+        self._liveness = Liveness()
         self._session: ProducerSession | None = None
         self._pings = 0
         self._pongs = 0
@@ -111,18 +121,18 @@ class ReceiverConnection:
         self._bulk = BulkReader(sock)
         self._watched: set[bytes] = set()
         self.identity: PeerIdentity | None = None
-        """Who is at the other end; None until the handshake is over."""
+        """The authenticated peer; None until the handshake is over."""
         self.sealing: Sealing | None = None
         """The keys of an encrypted connection."""
         self.failure = ""
-        """Why the connection ended, where that was no orderly end."""
+        """Why the connection ended, unless it ended in order."""
         self.forged = False
-        """It ended for a frame that the peer did not seal, or not then."""
+        """True if it ended because of a forged or replayed frame."""
 
     # Any thread
 
     def post(self, frame: bytes) -> None:
-        """Send soon, never block: what the socket does not take now goes with the next flush."""
+        """Send soon, without blocking: bytes that the socket does not take now leave with the next flush."""
         if len(self._outbox) >= _MAX_OUTBOX_FRAMES:
             self.shut()  # a peer that doesn't read its answers
             return
@@ -130,8 +140,8 @@ class ReceiverConnection:
         self.flush()
 
     def flush(self) -> None:
-        """Send what waits, as far as the socket takes it without blocking."""
-        # Whoever holds the lock sends for all; looking again after releasing it catches what came meanwhile.
+        """Send waiting frames, as far as the socket takes them without blocking."""
+        # The holder of the lock sends for all; the second check catches frames that were posted meanwhile.
         while self._has_unsent and self._sending.acquire(blocking=False):
             try:
                 while self._has_unsent:
@@ -161,13 +171,13 @@ class ReceiverConnection:
         shut(self._sock)
 
     def arrived(self) -> Arrived:
-        """What the kernel has received so far; of a connection that has ended, all of it."""
+        """The kernel's counters of received bytes; after the end of the connection, the last ones."""
         with contextlib.suppress(OSError):
             self._arrived = read_arrived(self._sock)
         return self._arrived
 
     def check(self, now_s: float, elapsed_s: float, awaited: Collection[tuple[str, str]]) -> None:
-        """Ask a silent producer for a sign of life, close its connection in the end, send on what waits.
+        """Send a PING to a silent producer, close its connection after its timeout, and flush the outbox.
 
         Args:
             now_s: time.monotonic().
@@ -178,27 +188,27 @@ class ReceiverConnection:
             self.flush()
         who = self.identity
         if who is None or not (self._inside_frame or (who.name, who.session) in awaited):
-            self._silence.rest()
+            self._liveness.rest()
             return
-        options, silence = self._options, self._silence
-        spare_s = ping_period_s(options.limits.silence_s)
+        options, liveness = self._options, self._liveness
+        spare_s = heartbeat_period_s(options.limits.silence_s)
         try:
             info = read_tcp_info(self._sock)
         except OSError:
             return
-        before = silence.bytes_received
-        silence.look(info, elapsed_s, asked=self._pongs < self._pings, spare_s=spare_s)
+        before = liveness.bytes_received
+        liveness.look(info, elapsed_s, asked=self._pongs < self._pings, spare_s=spare_s)
         if self._session is not None and info.bytes_received - before > HEARTBEAT_BYTES:
             # On a slow link it takes a while until a chunk is whole.
             self._session.progressed_at_s = now_s
-        if silence.path_s > patience_s(options.limits.silence_s):
-            self._close_silent(f"nothing has come back from it for {silence.path_s:.1f} s")
-        elif silence.engine_s > options.limits.progress_deadline_s:
+        if liveness.path_s > path_timeout_s(options.limits.silence_s):
+            self._close_silent(f"nothing has come back from it for {liveness.path_s:.1f} s")
+        elif liveness.engine_s > options.limits.progress_deadline_s:
             inside = ", inside a frame" if self._inside_frame else ""
             self._close_silent(
-                f"its machine acknowledges, its engine has sent nothing for {silence.engine_s:.1f} s{inside}"
+                f"its machine acknowledges, its engine has sent nothing for {liveness.engine_s:.1f} s{inside}"
             )
-        elif silence.engine_s >= spare_s and now_s - self._pinged_at_s >= spare_s:
+        elif liveness.engine_s >= spare_s and now_s - self._pinged_at_s >= spare_s:
             self._pinged_at_s = now_s
             self._pings += 1
             self.post(ping(self._pings))
@@ -212,7 +222,7 @@ class ReceiverConnection:
     def serve(self) -> None:
         """Shake hands, then serve frames until the connection ends. Never raises."""
         try:
-            self.identity, self.sealing = self._shake_hands(self, self._sock)
+            self.identity, self.sealing = self._host.shake_hands(self, self._sock)
             if self.identity.role == ROLE_PRODUCER:
                 self._serve_producer(self.identity)
             else:
@@ -221,12 +231,12 @@ class ReceiverConnection:
             pass
         except HandshakeError as error:
             self.failure = str(error)
-            self._on_stranger_failed(self.failure, error.peer)
+            self._host.handshake_failed(self.failure, error.peer)
         except (OSError, WireError) as error:
             self.failure = str(error)
             self.forged = isinstance(error, ForgedFrameError)
             if self.identity is None:
-                self._on_stranger_failed(self.failure, "")
+                self._host.handshake_failed(self.failure, "")
             else:
                 said = log.warning if isinstance(error, WireError) else log.info
                 said("connection from %s ended: %s", self.identity.name, error)
@@ -258,12 +268,12 @@ class ReceiverConnection:
                     self._table.aborted(session, header, self._body(header))
                 elif header.kind is FrameType.FILLER:
                     self._body(header)
-                elif not self._took_sign_of_life(header):
+                elif not self._took_heartbeat(header):
                     raise WireError(f"a producer may not send {header.kind.name}")
                 if len(self._outbox) > _OUTBOX_PRESSURE_FRAMES:
                     self._wait_for_outbox()
         finally:
-            self._table.disconnected(session, self, self._silence.path_s, self._trouble)
+            self._table.disconnected(session, self, self._liveness.path_s, self._trouble)
 
     def _serve_observer(self, identity: PeerIdentity) -> None:
         expedite(self._sock)
@@ -283,26 +293,29 @@ class ReceiverConnection:
                     keep = body.get("keep") is True
                     self._table.drop(header.transfer_id, text_field(body, "reason"), keep=keep)
                 elif header.kind is FrameType.STATS:
-                    self.post(pack_control(FrameType.STATS, body=self._stats(body.get("of") == "links")))
-                elif header.kind is FrameType.PACE:
-                    self._on_pace(PaceOrder.from_body(body))
-                elif header.kind is FrameType.ROSTER:
-                    self._on_roster(identity.name, Roster.from_body(body))
-                elif header.kind is FrameType.PROBE:
-                    nbytes = count_field(body, "bytes", MAX_PROBE_BYTES)
-                    self._on_probe(text_field(body, "link", MAX_LINK_CHARS), nbytes)
-                elif header.kind in REQUESTS:
-                    self._on_request(
-                        PeerRequest.from_body(header.kind, identity.name, header.transfer_id, body, self.post)
-                    )
-                elif not self._took_sign_of_life(header):
+                    stats = self._host.observed(links_only=body.get("of") == "links")
+                    self.post(pack_control(FrameType.STATS, body=stats))
+                elif (order := self._order(header, body, identity.name)) is not None:
+                    self._host.carry_out(order, identity.name)
+                elif not self._took_heartbeat(header):
                     raise WireError(f"an observer may not send {header.kind.name}")
                 if len(self._outbox) > _OUTBOX_PRESSURE_FRAMES:
                     self._wait_for_outbox()
         finally:
             self._table.unwatch(self, self._watched)
 
-    def _took_sign_of_life(self, header: Header) -> bool:
+    def _order(self, header: Header, body: dict[str, Any], sent_by: str) -> ObserverOrder | None:
+        if header.kind is FrameType.PACE:
+            return PaceOrder.from_body(body)
+        if header.kind is FrameType.ROSTER:
+            return PeerList.from_body(body)
+        if header.kind is FrameType.PROBE:
+            return ProbeOrder.from_body(body)
+        if header.kind in REQUESTS:
+            return PeerRequest.from_body(header.kind, sent_by, header.transfer_id, body, self.post)
+        return None
+
+    def _took_heartbeat(self, header: Header) -> bool:
         if header.kind is FrameType.PING:
             self.post(pong(header))
         elif header.kind is FrameType.PONG:
@@ -347,9 +360,9 @@ class ReceiverConnection:
             self._inside_frame = False
 
     def _receive_chunk(self, session: ProducerSession, header: Header) -> None:
-        """Bytes of KV from the wire into staging; their header has been read."""
-        if header.flags & CODED:
-            self._receive_coded(session, header)
+        """Move a chunk's bytes from the wire into staging; its header has been read."""
+        if header.flags & COMPRESSED:
+            self._receive_compressed(session, header)
             return
         # 1. Where they belong: a place in the transfer's staging, which is held until step 4.
         place = self._table.place_chunk(session, self, header)
@@ -384,8 +397,8 @@ class ReceiverConnection:
                 running.update(part)
         return running.value == header.checksum
 
-    def _receive_coded(self, session: ProducerSession, header: Header) -> None:
-        """As `_receive_chunk`, of a chunk that is as long as its payload says, not its header."""
+    def _receive_compressed(self, session: ProducerSession, header: Header) -> None:
+        """Do the same for a compressed chunk, whose length is in its payload instead of its header."""
         if self.sealing is None:
             payload = self._scratch_view(header.length_bytes)
             verified = self._read_checked(header, [payload])
@@ -397,11 +410,11 @@ class ReceiverConnection:
             self.post(nack(header))
             return
         place = self._table.place_chunk(
-            session, self, replace(header, length_bytes=decoded_bytes(payload[:PREFIX_BYTES]))
+            session, self, replace(header, length_bytes=decompressed_bytes(payload[:PREFIX_BYTES]))
         )
         place.spared_bytes = max(place.header.length_bytes - len(payload), 0)
         try:
-            verified = place.transfer is None or decode(payload, place.pieces)
+            verified = place.transfer is None or decompress(payload, place.pieces)
         except BaseException:
             self._table.abandon_chunk(place)
             raise

@@ -1,4 +1,4 @@
-"""Which regions a consumer lets in: those of its own layout, or agreed with a peer, or that it has asked for."""
+"""Regions that a consumer expects of a transfer: by its own layout, by agreement with a peer, or as it asked for."""
 
 import threading
 from collections import OrderedDict
@@ -12,7 +12,7 @@ from prfaas.serving.transport.wire import WireError
 
 
 class RegionLayout(Protocol):
-    """The consumer's own idea of what a transfer consists of."""
+    """The regions of a transfer, as the consumer computes them."""
 
     def region_bytes(self, num_tokens: int, skip_tokens: int) -> Sequence[int]:
         """Sizes in bytes of the regions of a transfer of tokens [skip_tokens, num_tokens).
@@ -24,7 +24,7 @@ class RegionLayout(Protocol):
 
 @runtime_checkable
 class DivisibleLayout(Protocol):
-    """A `RegionLayout` of which a part may be enough to go on from."""
+    """A `RegionLayout` whose partial transfers an engine can resume from."""
 
     def usable_tokens(
         self,
@@ -33,25 +33,25 @@ class DivisibleLayout(Protocol):
         covered_end: Callable[[int, int], int],
         checkpoints: Collection[int] = (),
     ) -> int:
-        """How many tokens' KV a transfer has brought that broke, from the first token on.
+        """Number of leading tokens whose KV a partial transfer has brought.
 
         Args:
             num_tokens: of the transfer.
             skip_tokens: of the transfer.
-            covered_end: (region, start) → where the bytes that have come from there on end.
-            checkpoints: after how many tokens a checkpoint has come.
+            covered_end: (region, start) → end of the bytes that have come from there on.
+            checkpoints: numbers of tokens after which a checkpoint has come.
 
         Returns:
-            More than `skip_tokens`, or 0: nothing that an engine could go on from.
+            More than `skip_tokens`, or 0: an engine cannot resume from it.
         """
 
 
 @runtime_checkable
 class CheckpointedLayout(Protocol):
-    """A `RegionLayout` with layers of which an engine can go on from a checkpoint only."""
+    """A `RegionLayout` with layers that an engine can resume only from a checkpoint."""
 
     def checkpoint_bytes(self, num_tokens: int) -> Sequence[int]:
-        """Sizes in bytes of the regions of a checkpoint after so many tokens.
+        """Sizes in bytes of the regions of a checkpoint after `num_tokens`.
 
         Raises:
             ValueError: there can be none.
@@ -61,7 +61,7 @@ class CheckpointedLayout(Protocol):
 class AskedTransfers:
     """Transfers of one region that this side has asked for; thread-safe.
 
-    The producer sends what it has of what was asked, so only the most that may come is known before.
+    The producer may lack some of it, so only the most that may come is known in advance.
     """
 
     def __init__(self) -> None:
@@ -69,17 +69,17 @@ class AskedTransfers:
         self._most_bytes: dict[bytes, int] = {}
 
     def ask(self, transfer_id: bytes, most_bytes: int) -> None:
-        """Let this transfer in, of so many bytes at most, until `forget`."""
+        """Expect this transfer, of at most `most_bytes`, until `forget`."""
         with self._lock:
             self._most_bytes[transfer_id] = most_bytes
 
     def forget(self, transfer_id: bytes) -> None:
-        """Let it in no more; idempotent."""
+        """Stop expecting it; idempotent."""
         with self._lock:
             self._most_bytes.pop(transfer_id, None)
 
     def check(self, transfer_id: bytes, announced: Sequence[int]) -> None:
-        """Whether a transfer with such regions may come.
+        """Check that a transfer was asked for with such regions.
 
         Raises:
             ValueError: nobody asked for it, or it is another one than was asked for.
@@ -102,78 +102,80 @@ class AgreedLayout(RegionLayout, Protocol):
     part: int
     """Number of the transfer among those that bring the consumer's rank its KV."""
     parts: int
-    """How many do."""
+    """How many transfers those are."""
 
 
 AgreedT = TypeVar("AgreedT", bound=AgreedLayout)
 
 
 class PeerLayouts(Generic[AgreedT]):
-    """The layouts that follow from what this side and each of its peers have told of their KV; thread-safe."""
+    """Layouts agreed between this side and each of its peers, from both sides' reports of their KV; thread-safe."""
 
-    # Of which it is remembered in which form they came; more are not staged at once.
+    # Transfers whose form is remembered; more are not staged at once.
     MOST_TRANSFERS = 1 << 14
 
     def __init__(
         self,
-        told: object,
+        reported: object,
         agree: Callable[[object, str, bool], AgreedT],
         alike: AgreedT,
         *,
-        takes_turns: bool = False,
+        shares_copies: bool = False,
     ) -> None:
         """
         Args:
-            told: what peers are told, as JSON.
-            agree: gives the layout for what a peer has told, its name, and whether this side sends to it; raises
+            reported: this side's report of its KV, as JSON.
+            agree: gives the layout for a peer's report, its name, and whether this side sends to it; raises
                 ValueError if there is none.
-            alike: the layout between equal sides, which is taken for granted until a peer has told.
-            takes_turns: between equal sides some is left to other ranks, so these agree too.
+            alike: the layout between equal sides, assumed until a peer has reported.
+            shares_copies: equal sides leave copies to other ranks, so they must agree too.
         """
-        self._takes_turns = takes_turns
-        self.told = told
+        self._shares_copies = shares_copies
+        self.reported = reported
         self._agree = agree
         self.alike = alike
-        """What travels where pages go as this side keeps them."""
+        """The layout between equal sides."""
         self.on_begin: Callable[[bytes, AgreedT], None] = lambda _transfer_id, _agreed: None
         """Called with the id and the layout of a transfer that is being opened; must not block."""
         self._lock = threading.Lock()
-        self._told = threading.Condition(self._lock)
-        self._heard: set[tuple[str, bool]] = set()
+        self._reports = threading.Condition(self._lock)
+        self._noted: set[tuple[str, bool]] = set()
         self._agreed: dict[tuple[str, bool], AgreedT] = {}
         self._of_tickets: OrderedDict[bytes, dict[int, AgreedT]] = OrderedDict()
         self._of_transfers: OrderedDict[bytes, AgreedT] = OrderedDict()
 
-    def hear(self, peer: str, told: object, *, sends: bool) -> str | None:
-        """Take note of what an authenticated peer tells; a sentence if no KV can travel between the two.
+    def note(self, peer: str, reported: object, *, sends: bool) -> str | None:
+        """Note an authenticated peer's report; returns a sentence if no KV can travel between the two.
 
         `sends`: this side sends to the peer, else the peer sends to this side.
         """
         agreed, trouble = self.alike, None
-        if told != self.told or self._takes_turns:
+        if reported != self.reported or self._shares_copies:
             try:
-                agreed = self._agree(told, peer, sends)
+                agreed = self._agree(reported, peer, sends)
             except ValueError as error:
                 trouble = str(error)
         with self._lock:
             if trouble is None:
                 self._agreed[peer, sends] = agreed
-            self._heard.add((peer, sends))
-            self._told.notify_all()
+            self._noted.add((peer, sends))
+            self._reports.notify_all()
         return trouble
 
-    def await_told(self, peers: Collection[str], timeout_s: float) -> bool:
-        """Wait until each of these, to which this side sends, has told of its KV; False on timeout."""
+    def await_reports(self, peers: Collection[str], timeout_s: float) -> bool:
+        """Wait until each of these consumers has reported its KV; False on timeout."""
         with self._lock:
-            return self._told.wait_for(lambda: all((peer, True) in self._heard for peer in peers), timeout_s)
+            return self._reports.wait_for(
+                lambda: all((peer, True) in self._noted for peer in peers), timeout_s
+            )
 
     def towards(self, peer: str) -> AgreedT:
-        """What this side sends to a peer."""
+        """The layout of transfers to a peer."""
         with self._lock:
             return self._agreed.get((peer, True), self.alike)
 
     def coming_from(self, peer: str) -> AgreedT:
-        """What a peer sends to this side."""
+        """The layout of transfers from a peer."""
         with self._lock:
             return self._agreed.get((peer, False), self.alike)
 
@@ -218,21 +220,21 @@ class PeerLayouts(Generic[AgreedT]):
             return self._of_transfers.get(transfer_id)
 
 
-def told_of(layouts: PeerLayouts[Any] | None) -> object:
-    """What a side tells of its KV in a handshake."""
-    return None if layouts is None else layouts.told
+def reported_layout(layouts: PeerLayouts[Any] | None) -> object:
+    """This side's report of its KV for the handshake; None without agreed layouts."""
+    return None if layouts is None else layouts.reported
 
 
-def heard(layouts: PeerLayouts[Any] | None, peer: str, told: object, *, sends: bool) -> str | None:
-    """See `PeerLayouts.hear`; a side without such layouts needs to know nothing of its peers'."""
-    return None if layouts is None else layouts.hear(peer, told, sends=sends)
+def note_layout(layouts: PeerLayouts[Any] | None, peer: str, reported: object, *, sends: bool) -> str | None:
+    """Note a peer's report, as `PeerLayouts.note`; ignored without agreed layouts."""
+    return None if layouts is None else layouts.note(peer, reported, sends=sends)
 
 
 TransferLayout = RegionLayout | AskedTransfers | PeerLayouts[Any]
 
 
 def expected_regions(layout: TransferLayout, ticket: Ticket, offer: Offer, producer: str) -> tuple[int, ...]:
-    """What a consumer expects of the transfer that a ticket allows, in bytes.
+    """Sizes of the regions that a consumer expects of a ticket's transfer, in bytes.
 
     Args:
         layout: of this side.
@@ -267,9 +269,9 @@ def usable_tokens(
     covered_end: Callable[[int, int], int],
     checkpoints: Collection[int] = (),
 ) -> int:
-    """See `DivisibleLayout`, of the transfer that a ticket allows; 0 for every other layout.
+    """Usable tokens of a ticket's partial transfer, as `DivisibleLayout.usable_tokens`; 0 for other layouts.
 
-    Of several parts each may have broken elsewhere: the engine goes on from what it has of all of them.
+    Each transfer of a ticket may have broken elsewhere: the engine resumes from the tokens that all of them have.
     """
     regions = layout.of_transfer(ticket.transfer_id) if isinstance(layout, PeerLayouts) else layout
     if not isinstance(regions, DivisibleLayout):
@@ -283,7 +285,7 @@ def resume_points(
     covered_end: Callable[[int, int], int],
     checkpoints: Collection[int] = (),
 ) -> ResumePoints:
-    """From where an engine can go on, by `usable_tokens` with all checkpoints and with each alone."""
+    """Resume points of a partial transfer, by `usable_tokens` with all checkpoints and with each alone."""
     tokens = usable_tokens(layout, ticket, covered_end, checkpoints)
     ends = (end for end in sorted(checkpoints) if usable_tokens(layout, ticket, covered_end, [end]) == end)
     return ResumePoints(tokens, tuple(ends))

@@ -1,4 +1,4 @@
-"""What is asked of a prefix-cache pool over its KV port: COPY by the gateway, PULL by another pool; and the answers."""
+"""Requests to a prefix-cache pool over its KV port, and their answers: COPY of the gateway, PULL of another pool."""
 
 import base64
 import binascii
@@ -22,7 +22,7 @@ PAGE_ID_BYTES = 17
 """A key, and the number of the KV group."""
 
 MAX_PULLED_PAGES = 1024
-"""So many pages are asked for in one PULL at most."""
+"""Most pages of one PULL."""
 
 MAX_COPIED_TOKENS = 700_000
 """A longer prefix does not fit into a COPY frame."""
@@ -84,14 +84,14 @@ class CopyOrder:
 
 @dataclass(frozen=True, slots=True)
 class CopyResult:
-    """What became of a COPY."""
+    """Result of a COPY."""
 
     copied_bytes: int
-    """That crossed to this pool."""
+    """Bytes that crossed to this pool."""
     usable_tokens: int
-    """A prefill can go on behind so many tokens of the prefix, by what this pool has now."""
+    """Tokens of the prefix that a prefill can reuse from this pool now."""
     reason: str
-    """Why it is not all that was asked for, else empty: one word, and what is known of it behind a colon."""
+    """Why the copy is incomplete, else empty: one word, a colon, and details."""
 
     @property
     def word(self) -> str:
@@ -100,7 +100,7 @@ class CopyResult:
 
     @property
     def outcome(self) -> str:
-        """One word of a bounded set, for metrics: "done", or why not."""
+        """A word of a bounded set, for metrics: "done", or the reason's word."""
         if not self.reason:
             return "done"
         return self.word if self.word in _REASONS else "failed"
@@ -125,7 +125,7 @@ class CopyResult:
 
 @dataclass(frozen=True, slots=True)
 class PullOrder:
-    """Send what you have of these pages, in one transfer. The ticket is that transfer's."""
+    """Send those of these pages that you have, in one transfer. The ticket is that transfer's."""
 
     kind: ClassVar[FrameType] = FrameType.PULL
 
@@ -168,9 +168,9 @@ class PullAnswer:
     """Which of the pages will come, in the order in which they were asked for, one after the other."""
 
     checksums: tuple[tuple[int, ...] | None, ...]
-    """For each page that was asked for: xxh3_64 of each rank's part; None: it will not come."""
+    """For each page that was asked for: xxh3_64 of each rank's share; None: it will not come."""
     reason: str = ""
-    """Why the whole question is refused, else empty."""
+    """Why the whole request is refused, else empty."""
 
     def to_body(self) -> dict[str, Any]:
         """The fields of a PULLED frame."""
@@ -223,10 +223,10 @@ REQUESTS = (FrameType.COPY, FrameType.PULL)
 
 @dataclass(frozen=True, slots=True)
 class PeerRequest:
-    """A question that came over a KV port."""
+    """A request that came over a KV port."""
 
     peer: str
-    """Who asks: it has proved its name."""
+    """Authenticated name of the sender."""
     transfer_id: bytes
     """Of the frame: the answer repeats it."""
     order: CopyOrder | PullOrder
@@ -263,7 +263,7 @@ class PeerRequest:
 
 
 def refuse_request(request: PeerRequest) -> None:
-    """The answer of one that is no pool."""
+    """Refuse a request, on a side that is no pool."""
     request.refuse("refused: there is no pool here")
 
 

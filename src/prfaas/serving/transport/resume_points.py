@@ -1,4 +1,4 @@
-"""From where an engine can go on with what has come of a transfer that broke."""
+"""Resume points: numbers of tokens after which an engine can resume from a partial transfer."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -7,18 +7,18 @@ from functools import reduce
 
 @dataclass(frozen=True, slots=True)
 class ResumePoints:
-    """Of full attention whole blocks are enough; with states or windows it goes on from a checkpoint alone.
+    """Numbers of tokens after which an engine can resume: any whole block, or checkpoints if it has states or windows.
 
-    Several parts, or ranks of an engine, may have broken at different places: it goes on from where all of them can.
+    Several transfers of a ticket, or ranks, may have broken at different places; `&` gives the points that all have.
     """
 
     tokens: int = 0
-    """The most after which it can go on; 0: after none."""
+    """The largest one; 0: there is none."""
     ends: tuple[int, ...] = ()
-    """All of them where they are checkpoints, ascending, `tokens` the last. Empty: any whole blocks up to `tokens`."""
+    """All of them, ascending, where they are checkpoints; the last is `tokens`. Empty: any whole blocks up to there."""
 
     def __and__(self, other: "ResumePoints") -> "ResumePoints":
-        """From where both can go on."""
+        """The points that both have."""
         tokens = min(self.tokens, other.tokens)
         if not (self.ends or other.ends) or not tokens:
             return ResumePoints(tokens)
@@ -27,7 +27,7 @@ class ResumePoints:
         return ResumePoints(ends[-1], ends) if ends else ResumePoints()
 
     def in_blocks(self, block_tokens: int, skip_tokens: int) -> "ResumePoints":
-        """Of these, where whole blocks end, behind `skip_tokens`."""
+        """The points at which whole blocks end, behind `skip_tokens`."""
         if self.ends:
             ends = tuple(end for end in self.ends if end % block_tokens == 0 and end > skip_tokens)
             return ResumePoints(ends[-1], ends) if ends else ResumePoints()
@@ -35,10 +35,10 @@ class ResumePoints:
         return ResumePoints(tokens) if tokens > skip_tokens else ResumePoints()
 
     def allows(self, tokens: int) -> bool:
-        """Whether it can go on after so many tokens, if whole blocks end there."""
+        """True if the engine can resume after `tokens`, provided that whole blocks end there."""
         return 0 < tokens <= self.tokens and (not self.ends or tokens in self.ends)
 
 
 def common(points: Iterable[ResumePoints]) -> ResumePoints:
-    """From where all of them can go on; there is at least one."""
+    """The points that all of `points` have; there is at least one."""
     return reduce(ResumePoints.__and__, points)

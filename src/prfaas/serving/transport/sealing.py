@@ -28,8 +28,8 @@ TAG_BYTES = 16
 SEALED_HEADER_BYTES = HEADER_BYTES + TAG_BYTES
 
 _KEY_BYTES = 16
-# Header and payload each take a nonce. At 4 MiB a frame, a key meets 2^34 blocks at most, which leaves whoever tells
-# ciphertext from noise an advantage of 2^-60 (q^2 / 2^128).
+# Header and payload each take a nonce. At 4 MiB a frame, a key meets 2^34 blocks at most, which leaves an attacker who
+# distinguishes ciphertext from noise an advantage of 2^-60 (q^2 / 2^128).
 _NONCES_PER_KEY = 1 << 17
 
 
@@ -56,7 +56,7 @@ class _KeyChain:
 
     def _next_key(self) -> None:
         self._cipher = AESGCM(_expand(self._secret, b"prfaas frame key", _KEY_BYTES))
-        # The old secret is gone: whoever reads this process's memory cannot open what went before.
+        # The old secret is dropped: later access to this process's memory cannot open earlier frames.
         self._secret = _expand(self._secret, b"prfaas next secret", SECRET_BYTES)
         self._count = 0
 

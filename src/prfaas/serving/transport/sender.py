@@ -1,5 +1,4 @@
-"""The producer's end: connections to every peer, kept open ahead of time, and the transfers that go over
-them."""
+"""The producer's end: connections to every peer, kept open ahead of time, and the transfers over them."""
 
 import logging
 import secrets
@@ -10,7 +9,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
-from prfaas.core.link.turns import turn_of_checkpoint
+from prfaas.core.link.send_order import order_of_checkpoint
 from prfaas.serving.transport.fingerprint import Fingerprint
 from prfaas.serving.transport.handshake import ROLE_PRODUCER, ClientHello
 from prfaas.serving.transport.link_report import KernelTotals, link_reports
@@ -31,6 +30,11 @@ log = logging.getLogger(__name__)
 
 class Sender:
     """Sends KV transfers; thread-safe. Two threads per connection and one that supervises all.
+
+    1. `start` connects to all peers that are not on demand. `apply_peers` replaces the peers later.
+    2. `open` begins a transfer in its peer's `PeerQueue`; the engine feeds it through the `OutgoingTransfer`.
+    3. Connections (`SenderConnection`) pull chunks from the queue, at the pace of the link's `LinkPacer`.
+    4. The supervisor applies deadlines and renews connections that have lost packets.
 
     Raises:
         ValueError: peers of one link name different bandwidths, or one is encrypted and there is no `tls`.
@@ -54,8 +58,7 @@ class Sender:
         self._layouts = layouts
         self._tls = tls
         self._options = options or SenderOptions()
-        # New with each start: a consumer tells a producer that lost its connections from one that was
-        # restarted.
+        # New with each start, so that consumers can distinguish lost connections from a restart.
         self._session = secrets.token_hex(8)
         self._wake = threading.Event()
         self._closing = False
@@ -65,13 +68,12 @@ class Sender:
         self._connections: dict[str, list[SenderConnection]] = {}
         self._starting = threading.Lock()
         self._is_started = False
-        self._left: list[
-            SenderConnection
-        ] = []  # of peers that are none any more, until their threads have ended
+        # Connections of former peers, until their threads have ended.
+        self._left: list[SenderConnection] = []
         self._used: set[str] = set()  # peers that had work at the last look
         self._totals = KernelTotals()
         self._reporting = threading.Lock()
-        self.adopt(peers)
+        self.apply_peers(peers)
         self._supervisor = threading.Thread(target=self._supervise, name=f"prfaas-send-{name}", daemon=True)
 
     def start(self) -> None:
@@ -96,10 +98,10 @@ class Sender:
             self._supervisor.join()
 
     def meet(self, instance: str, timeout_s: float = 0.0) -> bool:
-        """Connect to a consumer, and wait until all its ranks have told how they keep KV.
+        """Connect to a consumer, and wait until all its ranks have reported their KV layouts.
 
         Returns:
-            Whether there is nothing more to wait for: they have told, will not have this side, or are no peers.
+            True if there is nothing more to wait for: they have reported, reject this side, or are no peers.
         """
         if self._layouts is None:
             return True
@@ -107,7 +109,7 @@ class Sender:
         ranks = [peer for peer in self.ranks_of(instance) if peer in queues and not queues[peer].rejection]
         for peer_key in ranks:
             self._connect(peer_key)
-        return self._layouts.await_told(ranks, timeout_s)
+        return self._layouts.await_reports(ranks, timeout_s)
 
     def open(
         self,
@@ -141,7 +143,7 @@ class Sender:
     def open_checkpoint(
         self, transfer: OutgoingTransfer, num_tokens: int, region_bytes: Sequence[int], peer: str
     ) -> OutgoingTransfer:
-        """Begin a checkpoint of a transfer to a peer, after so many of its tokens; see `checkpoints`.
+        """Begin a checkpoint of a transfer to a peer, after `num_tokens` of its tokens.
 
         It leaves before what the transfer has still to send, and not before the consumer has let that in. Never
         blocks, never raises for the network.
@@ -152,8 +154,8 @@ class Sender:
         if queue is None:
             return OutgoingTransfer.failed(transfer_id, offer, f"{self.name} has no peer named {peer}")
         checkpoint = queue.open(transfer_id, offer, transfer.service, transfer)
-        # It has nothing to send yet, so nobody looks at its place.
-        checkpoint.place = turn_of_checkpoint(transfer.place, checkpoint.place)
+        # Its place may still change, since it has nothing to send yet.
+        checkpoint.place = order_of_checkpoint(transfer.place, checkpoint.place)
         return checkpoint
 
     def ranks_of(self, instance: str) -> tuple[str, ...]:
@@ -170,7 +172,7 @@ class Sender:
                 name: queue.stats()
                 | {
                     "encrypted": queue.peer.encrypted,
-                    "coding": _coding(self._connections.get(name, ())),
+                    "coding": _compression(self._connections.get(name, ())),
                     "congestion": sorted({c.congestion for c in self._connections.get(name, ())}),
                     "forged_frames": sum(c.forged_frames for c in self._connections.get(name, ())),
                 }
@@ -181,17 +183,17 @@ class Sender:
         }
 
     def set_bandwidth(self, link: str, bits_per_s: float) -> None:
-        """Send at most that on `link` from now on, whatever is told by `pace`.
+        """Set a limit on `link` that orders of `pace` never exceed.
 
         Raises:
             KeyError: no peer is on this link.
         """
         self._pacers[link].set_bandwidth(bits_per_s)
 
-    def adopt(self, peers: Mapping[str, Peer]) -> None:
-        """Have these peers from now on: connect to new ones, leave those that are missing, pace links as they say.
+    def apply_peers(self, peers: Mapping[str, Peer]) -> None:
+        """Replace the peers: connect to new ones, leave missing ones, and pace the links as the new peers say.
 
-        What is open to a peer that stays goes on. Who rejected this side is asked again at once.
+        Transfers to peers that stay go on. Peers that rejected this side are tried again at once.
 
         Raises:
             ValueError: peers of one link name different bandwidths, or one is encrypted and there is no TLS identity,
@@ -202,7 +204,7 @@ class Sender:
             stay = {
                 key: queue
                 for key, queue in self._queues.items()
-                # Who rejected this side may have been told of it by now, and would be asked again only rarely.
+                # A peer that rejected this side may know it by now, and would otherwise be tried again only rarely.
                 if key in peers and _is_same_way(queue.peer, peers[key]) and not queue.rejection
             }
             gone = {key: queue for key, queue in self._queues.items() if key not in stay}
@@ -226,17 +228,17 @@ class Sender:
                     self._connect(key)
 
     def pace(self, order: PaceOrder) -> None:
-        """Obey the control plane; links that this sender does not know, or that are not paced, are ignored."""
+        """Apply a control plane's order; unknown and unpaced links are ignored."""
         for link, bits_per_s in order.bits_per_s.items():
             pacer = self._pacers.get(link)
             if pacer is not None:
-                pacer.tell(bits_per_s, order.hold_s)
+                pacer.order(bits_per_s, order.hold_s)
 
     def telemetry(self) -> dict[str, Any]:
-        """What observers of this engine get.
+        """State of links and peers for observers.
 
-        `{"links": {name: LinkReport's fields}, "rejected": {peer: why it will not have this sender},
-        "silent": {peer: what is known of its silence}, "stalled": {peer: what is known of its engine}}`
+        `{"links": {name: LinkReport's fields}, "rejected": {peer: why it rejects this sender},
+        "silent": {peer: why its path was given up}, "stalled": {peer: why it counts as stalled}}`
         """
         silent = {name: queue.silent for name, queue in self._queues.items() if queue.silent}
         stalled = {name: queue.stalled for name, queue in self._queues.items() if queue.stalled}
@@ -259,7 +261,7 @@ class Sender:
         }
 
     def probe(self, link: str, nbytes: int) -> None:
-        """Send about so many bytes of filler on `link`, to see what it carries; real work goes first.
+        """Send about `nbytes` of filler on `link`, to measure what it carries; transfers go first.
 
         Nothing is sent where the link is unknown, its connections are down, or transfers are open.
         """
@@ -278,7 +280,7 @@ class Sender:
             before = self._pacers.get(peer.link)
             was_paced = before is not None and before.bandwidth_bits_per_s is not None
             if before is not None and was_paced != (peer.bandwidth_bits_per_s is not None):
-                raise ValueError(f"link {peer.link!r} is paced in one roster and not in the other")
+                raise ValueError(f"link {peer.link!r} is paced in one peer list and not in the other")
             if bandwidths.setdefault(peer.link, peer.bandwidth_bits_per_s) != peer.bandwidth_bits_per_s:
                 raise ValueError(f"peers of link {peer.link!r} name different bandwidths")
 
@@ -344,7 +346,7 @@ class Sender:
                 connection.renew_if_spoiled()
 
     def _supervise_once(self) -> None:
-        """Apply the deadlines, close what is stuck."""
+        """Apply the deadlines, and close silent connections."""
         now_s = time.monotonic()
         self._renew_idle()
         for pacer in self._pacers.values():
@@ -364,7 +366,7 @@ class Sender:
 
 
 def _is_same_way(before: Peer, after: Peer) -> bool:
-    """Whether connections to a peer can stay as they are."""
+    """True if the connections to a peer can stay."""
     return before == replace(
         after,
         bandwidth_bits_per_s=before.bandwidth_bits_per_s,
@@ -373,7 +375,7 @@ def _is_same_way(before: Peer, after: Peer) -> bool:
     )
 
 
-def _coding(connections: Sequence[SenderConnection]) -> dict[str, float] | None:
-    """What coding did on all connections of a peer; None where its chunks leave as they are."""
-    counted = [asdict(counters) for each in connections if (counters := each.coding) is not None]
+def _compression(connections: Sequence[SenderConnection]) -> dict[str, float] | None:
+    """Sums of the compression counters of a peer's connections; None where chunks are not compressed."""
+    counted = [asdict(counters) for each in connections if (counters := each.compression) is not None]
     return {name: sum(counters[name] for counters in counted) for name in counted[0]} if counted else None

@@ -1,8 +1,6 @@
-"""One connection to a peer: a writer thread that keeps it up and sends, a reader thread that takes the
-answers.
+"""One connection to a peer: a writer thread that keeps it up and sends, a reader thread that takes the answers.
 
-The second half of the way of KV bytes to the wire: `_send_chunk` (the first half is the engine's, which put
-the bytes into the peer queue).
+`_send_chunk` moves KV bytes from the engine's memory to the wire, after the engine has put them into the peer queue.
 """
 
 import logging
@@ -12,14 +10,14 @@ import time
 from collections.abc import Callable
 
 from prfaas.serving.transport.chunk_source import SourceGone
-from prfaas.serving.transport.coding import ChunkCoder, CodingCounters
+from prfaas.serving.transport.compression import ChunkCompressor, CompressionCounters
 from prfaas.serving.transport.handshake import ClientHello, greet
 from prfaas.serving.transport.in_flight import ControlJob, InFlightWindow
+from prfaas.serving.transport.liveness import heartbeat_period_s
 from prfaas.serving.transport.options import SenderOptions
-from prfaas.serving.transport.outgoing import Chunk, PeerSays
+from prfaas.serving.transport.outgoing import Chunk, PeerAnswer
 from prfaas.serving.transport.peer_queue import PeerQueue
 from prfaas.serving.transport.sealing import SEALED_HEADER_BYTES, TAG_BYTES, ForgedFrameError, Sealing
-from prfaas.serving.transport.silence import ping_period_s
 from prfaas.serving.transport.sockets import (
     ConnectionEnded,
     HandshakeError,
@@ -35,7 +33,7 @@ from prfaas.serving.transport.sockets import (
 )
 from prfaas.serving.transport.tls_identity import TlsIdentity
 from prfaas.serving.transport.wire import (
-    CODED,
+    COMPRESSED,
     HEADER_BYTES,
     UNCHECKED,
     FrameType,
@@ -52,7 +50,7 @@ log = logging.getLogger(__name__)
 _READ_BYTES = 64 << 10
 # What may wait unsent in the kernel on a paced link.
 _UNSENT_S = 0.02
-# Sent again: more than what filling a queue once costs a long transfer.
+# Share of resent bytes: more than a long transfer loses by filling a queue once.
 _SPOILED_SHARE = 0.005
 # How long an attempt to connect lasts, in times of the pause behind it.
 _ATTEMPT_BACKOFFS = 4
@@ -61,7 +59,12 @@ _MAX_UNSENT_BYTES = 1 << 20
 
 
 class SenderConnection:
-    """Connection `number` of a peer queue: reconnects with back-off for as long as the queue lives."""
+    """Connection `number` of a peer queue: reconnects with back-off for as long as the queue lives.
+
+    1. The writer thread (`_run`) connects and greets, then asks the queue for jobs and sends them.
+    2. The reader thread (`_read`) passes the peer's answers to the queue.
+    3. When either fails, both end, the queue takes back what is unanswered, and the writer connects again.
+    """
 
     def __init__(
         self,
@@ -81,13 +84,13 @@ class SenderConnection:
         self.errors = 0
         """Unexpected exceptions in the two threads."""
         self.forged_frames = 0
-        """Answers that the peer did not seal, or not then: each has ended a connection."""
+        """Forged or replayed answers; each has ended a connection."""
         self._hello = hello
         self._tls = tls
         self._sealing: Sealing | None = None
         self._options = options
         self._buffer = bytearray()
-        self._coder = ChunkCoder() if queue.peer.compressed else None
+        self._compressor = ChunkCompressor() if queue.peer.compressed else None
         self._pace_bits_per_s: float | None = None
         self._sock: socket.socket | None = None
         self._up = False
@@ -142,9 +145,9 @@ class SenderConnection:
             pass  # the connection is going down: its threads notice by themselves
 
     @property
-    def coding(self) -> CodingCounters | None:
-        """What coding did here; None where the peer's chunks leave as they are."""
-        return None if self._coder is None else self._coder.counters
+    def compression(self) -> CompressionCounters | None:
+        """Counters of this connection's compression; None where the peer's chunks are not compressed."""
+        return None if self._compressor is None else self._compressor.counters
 
     def tcp_info(self) -> TcpInfo | None:
         """None while the connection is down."""
@@ -157,7 +160,7 @@ class SenderConnection:
             return None
 
     def renew_if_spoiled(self) -> None:
-        """In an idle time: make a new connection if this one would send slowly for what it has lost.
+        """Reconnect, while idle, if losses have left this connection slow.
 
         BBR measures anew by itself. Others keep a small window after a lossy spell, and the first transfer after it
         is several times as slow.
@@ -168,7 +171,7 @@ class SenderConnection:
         self._renewal = (info.sent_bytes, info.resent_bytes)
         sent_bytes, resent_bytes = info.sent_bytes - before[0], info.resent_bytes - before[1]
         if resent_bytes > _SPOILED_SHARE * sent_bytes:
-            log.info("connection %d to %s is made anew after losses", self.number, self.queue.peer.name)
+            log.info("connection %d to %s is renewed after losses", self.number, self.queue.peer.name)
             self.shut()
 
     # The writer thread
@@ -179,17 +182,17 @@ class SenderConnection:
         while not self.queue.closing:
             began_s = time.monotonic()
             try:
-                trouble, peer_says = self._serve_one_connection(backoff_s)
+                trouble, answer = self._serve_one_connection(backoff_s)
             except Exception as error:
                 self.errors += 1
                 log.exception("connection to %s failed", self.queue.peer.name)
-                trouble, peer_says = repr(error), PeerSays.NOTHING
+                trouble, answer = repr(error), PeerAnswer.NOTHING
             if trouble:
-                self.queue.unreachable(trouble, peer_says)
-            rejected = peer_says is PeerSays.REJECTED
+                self.queue.unreachable(trouble, answer)
+            rejected = answer is PeerAnswer.REJECTED
             lived = time.monotonic() - began_s > options.backoff_max_s and not rejected
-            if lived or peer_says is PeerSays.CLOSED:
-                # A closed port is that of a peer which may be starting: it is to be found soon.
+            if lived or answer is PeerAnswer.CLOSED:
+                # A closed port may be that of a starting peer, which is to be found soon.
                 backoff_s = min(backoff_s, options.backoff_max_s) if not lived else options.backoff_min_s
             if self.queue.wait_before_retry(backoff_s):
                 backoff_s = options.backoff_min_s
@@ -198,23 +201,23 @@ class SenderConnection:
                     2 * backoff_s, options.rejected_backoff_max_s if rejected else options.backoff_max_s
                 )
 
-    def _serve_one_connection(self, backoff_s: float) -> "tuple[str, PeerSays]":
+    def _serve_one_connection(self, backoff_s: float) -> "tuple[str, PeerAnswer]":
         """Connect and send until the connection ends.
 
         Args:
             backoff_s: between this attempt and the next.
 
         Returns:
-            Why it never came up ("" if it did), and what the peer has said to it.
+            Why it did not come up ("" if it did), and the peer's answer.
         """
         try:
             sock = self._connect(backoff_s)
         except HandshakeError as error:
-            return str(error), PeerSays.REJECTED
+            return str(error), PeerAnswer.REJECTED
         except ConnectionRefusedError as error:
-            return str(error), PeerSays.CLOSED
+            return str(error), PeerAnswer.CLOSED
         except (OSError, WireError) as error:
-            return str(error) or repr(error), PeerSays.NOTHING
+            return str(error) or repr(error), PeerAnswer.NOTHING
         window = InFlightWindow(connection=self)
         reader = threading.Thread(target=self._read, args=(sock, window), name=self._reader_name, daemon=True)
         self._up = True
@@ -239,12 +242,12 @@ class SenderConnection:
             self.queue.disconnected(window, trouble)
             self._sock = None
             sock.close()
-        return "", PeerSays.NOTHING
+        return "", PeerAnswer.NOTHING
 
     def _connect(self, backoff_s: float) -> socket.socket:
         peer, options = self.queue.peer, self._options
         # A path that comes back is found soon: TCP's own next attempt may be seconds away.
-        attempt_s = max(ping_period_s(options.limits.silence_s), _ATTEMPT_BACKOFFS * backoff_s)
+        attempt_s = max(heartbeat_period_s(options.limits.silence_s), _ATTEMPT_BACKOFFS * backoff_s)
         stage = "no answer from its machine"
         family, kind, protocol, _, address = socket.getaddrinfo(
             peer.host, peer.port, type=socket.SOCK_STREAM
@@ -280,15 +283,17 @@ class SenderConnection:
                 self._send_chunk(sock, job)
 
     def _send_chunk(self, sock: socket.socket, chunk: Chunk) -> None:
-        """Bytes of the engine's KV to the wire; `next_job` has cut the chunk and counts it as in flight."""
+        """Send a chunk of the engine's KV, which `next_job` has cut and counts as in flight."""
         # 1. The bytes: the engine's memory itself where it can be shown, else a copy.
         shown: list[memoryview] | None = None
         copied: list[memoryview] = []
         error = ""
         try:
             shown = chunk.source.views(chunk.start - chunk.base, chunk.nbytes)
-            if shown is None or (len(shown) > 1 and (self._sealing is not None or self._coder is not None)):
-                # Sealing and coding read one piece; a source copies its own scattered memory best.
+            if shown is None or (
+                len(shown) > 1 and (self._sealing is not None or self._compressor is not None)
+            ):
+                # Sealing and compression read one piece; a source copies its own scattered memory best.
                 shown, copied = None, self._copied(chunk)
         except SourceGone as gone:
             error = f"source gone: {gone}"
@@ -302,10 +307,12 @@ class SenderConnection:
         # 3. The bytes leave behind a header; the reader thread takes the ACK.
         try:
             plain = copied if shown is None else shown
-            coded = self._coded(plain)
-            frame = self._frame_chunk(chunk, plain if coded is None else [coded], is_coded=coded is not None)
-            if shown is not None and (self._sealing is not None or coded is not None):
-                # Sealed and coded bytes are a copy.
+            compressed = self._compressed(plain)
+            frame = self._frame_chunk(
+                chunk, plain if compressed is None else [compressed], is_compressed=compressed is not None
+            )
+            if shown is not None and (self._sealing is not None or compressed is not None):
+                # Sealed and compressed bytes are a copy.
                 shown = None
                 self.queue.read_done(chunk)
             send_pieces(sock, frame)
@@ -320,19 +327,19 @@ class SenderConnection:
         chunk.source.read_into(chunk.start - chunk.base, payload)
         return [payload]
 
-    def _coded(self, pieces: list[memoryview]) -> memoryview | None:
-        """The chunk as it is shorter; None: it is to leave as it is."""
-        if self._coder is None:
+    def _compressed(self, pieces: list[memoryview]) -> memoryview | None:
+        """The chunk's compressed bytes; None: send it uncompressed."""
+        if self._compressor is None:
             return None
         bits_per_s = self._pace_bits_per_s
         if bits_per_s is None:
             info = self.tcp_info()
             bits_per_s = info.delivery_bits_per_s if info is not None else None
-        coded = self._coder.coded(pieces[0], bits_per_s or None)
-        return None if coded is None else memoryview(coded)
+        compressed = self._compressor.compressed(pieces[0], bits_per_s or None)
+        return None if compressed is None else memoryview(compressed)
 
     def _frame_chunk(
-        self, chunk: Chunk, pieces: list[memoryview], *, is_coded: bool = False
+        self, chunk: Chunk, pieces: list[memoryview], *, is_compressed: bool = False
     ) -> list[memoryview]:
         """The DATA frame of a chunk; its header says where the bytes belong, and carries their checksum.
 
@@ -347,7 +354,7 @@ class SenderConnection:
             offset=chunk.start,
             length_bytes=sum(piece.nbytes for piece in pieces),
             payload_checksum=checksum_of(pieces) if checked else 0,
-            flags=(0 if checked else UNCHECKED) | (CODED if is_coded else 0),
+            flags=(0 if checked else UNCHECKED) | (COMPRESSED if is_compressed else 0),
         )
         if sealing is None:
             return [memoryview(header), *pieces]

@@ -1,28 +1,30 @@
-"""Ranks of one engine on one machine read each other's staging: what several keep alike crosses the line once.
+"""Staging shared by the ranks of one engine on one machine, so that KV that several ranks keep crosses the link once.
 
-Each rank is sent a share of it. Its siblings map its staging, learn what has come over a local socket, and say when
-they have read it. A lender keeps the staging of a transfer until each reader has said so, or is gone. A reader says so
-at the end of its load, and at once or after a while of what it will not load.
+Each rank receives a share. Its siblings map its staging and learn over a local socket which bytes have arrived. The
+lender keeps a transfer's staging until each reader has given it back or is gone. A reader gives it back at the end of
+its load, or when it will not load it.
 """
 
 import logging
 import socket
+import struct
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 import msgspec
 
 from prfaas.serving.transport.arrival import FollowedTransfer
-from prfaas.serving.transport.lent_transfer import LentTransfer
+from prfaas.serving.transport.options import ReceiverOptions
 from prfaas.serving.transport.receiver import Receiver
-from prfaas.serving.transport.sibling_frames import Came, Frame, GaveBack, Hello, Lent, sample_of, send_frame
 from prfaas.serving.transport.sockets import shut
 from prfaas.serving.transport.staging import (
     MappedArena,
+    StagedRegions,
+    StagedTransfer,
     StagingArena,
     mapped_memory,
 )
@@ -36,13 +38,130 @@ _HELLO_S = 60.0
 _MOST_REFUSED = 1 << 12
 
 
+_LENGTH = struct.Struct("<I")
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """First frame, behind the descriptor of the staging."""
+
+    staging_bytes: int
+    block_bytes: int
+
+
+class Lent(msgspec.Struct, frozen=True, tag="lent"):
+    """Report that a transfer has its staging."""
+
+    transfer_id: bytes
+    num_tokens: int = 0
+    skip_tokens: int = 0
+    lease_bytes: int = 0
+    blocks: tuple[int, ...] = ()
+    region_starts: tuple[int, ...] = ()
+    region_bytes: tuple[int, ...] = ()
+
+
+class Came(msgspec.Struct, frozen=True, tag="came"):
+    """Progress of a lent transfer."""
+
+    transfer_id: bytes
+    covered: tuple[tuple[tuple[int, int], ...], ...]
+    """Verified bytes, by region."""
+    phase: TransferPhase
+    reason: str = ""
+    is_kept: bool = False
+    """It has failed, and an engine can resume from what has come."""
+
+
+class GaveBack(msgspec.Struct, frozen=True, tag="gave_back"):
+    """Report that a reader is done with a transfer."""
+
+    transfer_id: bytes
+
+
+Frame = Hello | Lent | Came | GaveBack
+_DECODER: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)
+
+
+def send_frame(sock: socket.socket, frame: Frame) -> None:
+    """Send one frame. Raises OSError: the other side is gone."""
+    body = msgspec.msgpack.encode(frame)
+    sock.sendall(_LENGTH.pack(len(body)) + body)
+
+
+def frame_of(sock: socket.socket) -> Frame:
+    """Receive the next frame.
+
+    Raises:
+        OSError: the other side is gone.
+        EOFError: it has closed the socket.
+        MsgspecError: it sent something else.
+    """
+    (length,) = _LENGTH.unpack(_exactly(sock, _LENGTH.size))
+    return _DECODER.decode(_exactly(sock, length))
+
+
+def _exactly(sock: socket.socket, nbytes: int) -> bytes:
+    got = bytearray()
+    while len(got) < nbytes:
+        piece = sock.recv(nbytes - len(got))
+        if not piece:
+            raise EOFError
+        got += piece
+    return bytes(got)
+
+
+class LentTransfer(StagedRegions):
+    """A sibling's transfer, read here while it arrives and once it is complete."""
+
+    checkpoint: StagedTransfer | None = None
+    """None: layers that have checkpoints travel to each rank."""
+
+    def __init__(self, lent: Lent, arena: MappedArena, lender: int) -> None:
+        lease = arena.lease(lent.lease_bytes, lent.blocks)
+        super().__init__(lease, lent.region_starts, lent.region_bytes)
+        self.lender = lender
+        self.transfer_id = lent.transfer_id
+        self.num_tokens = lent.num_tokens
+        self.skip_tokens = lent.skip_tokens
+        self.phase = TransferPhase.RECEIVING
+        self.reason = ""
+        self._covered: tuple[tuple[tuple[int, int], ...], ...] = ((),) * len(lent.region_bytes)
+        self._is_kept = False
+        self.readers = 0
+        """Loads that read it at this moment."""
+        self.uses_left: int | None = None
+        """Requests that have not loaded it yet; None: none has come."""
+        self.since_s = 0.0
+        """When it ended, or was last read."""
+        self.given_back = False
+
+    def update(self, came: Came) -> None:
+        """Apply the lender's report."""
+        self._covered, self._is_kept, self.reason = came.covered, came.is_kept, came.reason
+        self.phase = came.phase
+
+    def covered_end(self, region: int, start: int) -> int:
+        """End of the verified bytes of a region that begin at `start`, by the lender's last report."""
+        return next((end for first, end in self._covered[region] if first <= start < end), start)
+
+    def ends(self, starts: Sequence[tuple[int, int]]) -> list[int]:
+        """Ends of verified bytes, as `Arrival.ends`."""
+        return [self.covered_end(region, start) for region, start in starts]
+
+    def wanted_for_s(self, options: ReceiverOptions) -> float:
+        """How long after its end a load may still come."""
+        if self.phase is TransferPhase.COMPLETE:
+            return options.limits.staging_ttl_s
+        return options.keep_partial_s if self._is_kept else 0.0
+
+
 @dataclass(slots=True, eq=False)
 class _Loan:
-    """A transfer of this rank that siblings read."""
+    """A transfer of this rank that siblings read, with the last report to them."""
 
     followed: FollowedTransfer
     readers: set[int]
-    told: tuple[object, ...] = ()
+    reported: tuple[object, ...] = ()
 
 
 @dataclass(slots=True)
@@ -54,9 +173,13 @@ class _Begun:
 
 
 class SiblingStaging:
-    """What this rank lends its siblings, and borrows of them; thread-safe.
+    """Lends this rank's staging to its siblings, and borrows theirs; thread-safe.
 
-    One thread tells them what has come, one for each reads what they tell.
+    1. As lender: `begin` names a transfer's readers. A thread (`_publish`) lends it once it has staging, and
+       reports its progress.
+    2. As reader: `claim` begins to read a lent transfer, `release` ends that; `refuse` says that it is not wanted.
+       When all requests have read it, it is given back.
+    3. One thread per sibling (`_read`) takes its frames.
     """
 
     def __init__(
@@ -65,10 +188,7 @@ class SiblingStaging:
         arena_fd: int,
         receiver: Receiver,
         sockets: Mapping[int, socket.socket],
-        *,
-        ttl_s: float,
-        keep_s: float,
-        waits_s: float,
+        options: ReceiverOptions,
         map_memory: Callable[[int, int], memoryview] = mapped_memory,
     ) -> None:
         """Shakes hands with all siblings, which must do so too.
@@ -78,9 +198,7 @@ class SiblingStaging:
             arena_fd: of its memory (`staging.shared_memory`).
             receiver: stages there.
             sockets: to each sibling, by its rank; closed by `close`.
-            ttl_s: a complete transfer that no load has asked for is wanted that long.
-            keep_s: and a broken one of which some can be used.
-            waits_s: a transfer may wait that long for its staging.
+            options: of the receiver, for how long transfers wait for staging and for a load.
             map_memory: maps a sibling's staging.
 
         Raises:
@@ -88,9 +206,9 @@ class SiblingStaging:
         """
         self._receiver = receiver
         self._sockets = dict(sockets)
-        self._ttl_s, self._keep_s, self._waits_s = ttl_s, keep_s, waits_s
+        self._options = options
         self.on_change: Callable[[], None] = lambda: None
-        """Called when a sibling has told something; must not block."""
+        """Called when a sibling has reported something; must not block."""
         self._lock = threading.Lock()
         self._send_locks = {rank: threading.Lock() for rank in sockets}
         self._begun: dict[bytes, _Begun] = {}
@@ -119,7 +237,7 @@ class SiblingStaging:
     # The lender
 
     def begin(self, transfer_id: bytes, readers: Collection[int]) -> None:
-        """A transfer of this rank is opened of which siblings read some."""
+        """Lend a transfer of this rank, once it has staging, to `readers`."""
         if readers:
             with self._lock:
                 if transfer_id not in self._loans:
@@ -127,7 +245,7 @@ class SiblingStaging:
             self._wake.set()
 
     def is_begun(self, transfer_id: bytes) -> bool:
-        """Whether siblings are still to be lent it: who takes it before that takes it from them."""
+        """True if a transfer is still to be lent; taking it before that would take it from the siblings."""
         return transfer_id in self._begun
 
     def _publish(self) -> None:
@@ -137,10 +255,10 @@ class SiblingStaging:
             self._wake.clear()
             try:
                 self._lend_begun()
-                self._tell_loans()
+                self._report_loans()
                 self._expire()
             except Exception:
-                logger.exception("telling siblings of transfers failed")
+                logger.exception("reporting transfers to siblings failed")
 
     def _lend_begun(self) -> None:
         with self._lock:
@@ -152,13 +270,13 @@ class SiblingStaging:
                 continue
             ticket = followed.ticket
             lent = Lent(
-                transfer_id,
-                ticket.num_tokens,
-                ticket.skip_tokens,
-                followed.lease_bytes,
-                followed.blocks,
-                followed.region_starts,
-                followed.region_bytes,
+                transfer_id=transfer_id,
+                num_tokens=ticket.num_tokens,
+                skip_tokens=ticket.skip_tokens,
+                lease_bytes=followed.lease_bytes,
+                blocks=followed.blocks,
+                region_starts=followed.region_starts,
+                region_bytes=followed.region_bytes,
             )
             with self._lock:
                 self._begun.pop(transfer_id, None)
@@ -166,7 +284,7 @@ class SiblingStaging:
             for rank in each.readers:
                 self._send(rank, lent)
             self._note_change(transfer_id)
-            # Whoever waits for `is_begun`.
+            # A caller may wait for `is_begun`.
             self.on_change()
 
     def _note_change(self, transfer_id: bytes) -> None:
@@ -175,19 +293,19 @@ class SiblingStaging:
         self._wake.set()
 
     def _give_up(self, transfer_id: bytes, begun: _Begun) -> None:
-        """Tell the readers of a transfer that will have no staging."""
+        """Report to the readers that a transfer will have no staging."""
         state = self._receiver.state(transfer_id)
         is_over = state is not None and state.phase is TransferPhase.FAILED
-        if not is_over and time.monotonic() - begun.since_s < self._waits_s:
+        if not is_over and time.monotonic() - begun.since_s < self._options.limits.staging_wait_s:
             return
         with self._lock:
             self._begun.pop(transfer_id, None)
         reason = "it never came" if state is None else state.reason
         for rank in begun.readers:
-            self._send(rank, Lent(transfer_id, 0, 0, 0, (), (), ()))
+            self._send(rank, Lent(transfer_id))
             self._send(rank, Came(transfer_id, (), TransferPhase.FAILED, reason))
 
-    def _tell_loans(self) -> None:
+    def _report_loans(self) -> None:
         changed = set(self._changed)
         self._changed -= changed
         with self._lock:
@@ -195,9 +313,9 @@ class SiblingStaging:
         for transfer_id, loan in loans:
             # The status first: all that had come when a transfer was complete is covered.
             status, covered = loan.followed.status(), loan.followed.covered()
-            if (status.phase, covered) == loan.told:
+            if (status.phase, covered) == loan.reported:
                 continue
-            loan.told = (status.phase, covered)
+            loan.reported = (status.phase, covered)
             came = Came(transfer_id, covered, status.phase, status.reason, status.usable_tokens > 0)
             for rank in tuple(loan.readers):
                 self._send(rank, came)
@@ -233,7 +351,7 @@ class SiblingStaging:
             return lent
 
     def release(self, lent: LentTransfer, *, used: bool = True) -> None:
-        """A load that has claimed it reads no more of it; `used`: its request won't ask again."""
+        """End a load's `claim`; `used`: its request won't load it again."""
         with self._lock:
             lent.readers -= 1
             if used:
@@ -242,7 +360,7 @@ class SiblingStaging:
         self._give_back_unwanted(lent)
 
     def refuse(self, lender: int, transfer_id: bytes) -> None:
-        """A request will not load a transfer, which may still come."""
+        """Note that a request will not load a transfer, which may still come."""
         with self._lock:
             lent = self._borrowed.get((lender, transfer_id))
             if lent is None:
@@ -254,7 +372,7 @@ class SiblingStaging:
         self._give_back_unwanted(lent)
 
     def is_refused(self, lender: int, transfer_id: bytes) -> bool:
-        """Whether it was given back, or its lender is gone."""
+        """True if it was given back, or its lender is gone."""
         with self._lock:
             return (lender, transfer_id) in self._refused or lender not in self._sockets
 
@@ -274,7 +392,7 @@ class SiblingStaging:
             late = [
                 lent
                 for lent in self._borrowed.values()
-                if lent.phase.terminal and now_s - lent.since_s > lent.wanted_for_s(self._ttl_s, self._keep_s)
+                if lent.phase.terminal and now_s - lent.since_s > lent.wanted_for_s(self._options)
             ]
         for lent in late:
             self._give_back_unwanted(lent, late=True)
@@ -285,7 +403,7 @@ class SiblingStaging:
         sock = self._sockets[rank]
         try:
             while True:
-                self._take(rank, sample_of(sock))
+                self._take(rank, frame_of(sock))
         except (OSError, EOFError, msgspec.MsgspecError) as error:
             if not self._closing:
                 logger.info("rank %d shares its staging no more: %s", rank, error or "it has ended")
@@ -304,7 +422,7 @@ class SiblingStaging:
             with self._lock:
                 known = self._borrowed.get((rank, frame.transfer_id))
                 if known is not None:
-                    known.came(frame)
+                    known.update(frame)
                     known.since_s = time.monotonic()
             self._wake.set()
         elif isinstance(frame, GaveBack):
@@ -351,7 +469,7 @@ def arena_of(sock: socket.socket, map_memory: Callable[[int, int], memoryview]) 
     _, fds, _, _ = socket.recv_fds(sock, 1, 1)
     if len(fds) != 1:
         raise OSError("a sibling rank sent no memory")
-    hello = sample_of(sock)
+    hello = frame_of(sock)
     if not isinstance(hello, Hello):
         raise OSError("a sibling rank sent no greeting")
     return MappedArena(map_memory(fds[0], hello.staging_bytes), hello.block_bytes)

@@ -1,4 +1,4 @@
-"""Blocking sockets of the data plane: options, exact reads and writes, and what the kernel knows of them.
+"""Blocking sockets of the data plane: options, exact reads and writes, and the kernel's counters.
 
 The kernel's view is struct tcp_info of <linux/tcp.h>; to read it takes 0.23 µs.
 """
@@ -39,7 +39,7 @@ _NO_RTT = 0xFFFFFFFF
 
 @dataclass(frozen=True, slots=True)
 class TcpInfo:
-    """What the kernel knows of one connection; what an older kernel does not report is 0."""
+    """The kernel's counters of one connection; 0 for those that an older kernel lacks."""
 
     rtt_s: float
     """Smoothed round-trip time."""
@@ -75,7 +75,7 @@ class TcpInfo:
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """What the kernel has received on one connection."""
+    """The kernel's counters of received data on one connection."""
 
     bytes_received: int = 0
     """In order, since the connection was made."""
@@ -163,7 +163,7 @@ _MAX_PIECES = 1024
 
 
 class ByteStream(Protocol):
-    """What a handshake needs of a blocking socket."""
+    """The part of a blocking socket that a handshake uses."""
 
     def sendall(self, data: bytes, /) -> None: ...
 
@@ -180,7 +180,7 @@ class HandshakeError(ConnectionError):
     """The peer is not who or what was expected; the message says why. Retrying soon won't help."""
 
     def __init__(self, sentence: str, *, peer: str = "") -> None:
-        """`peer`: who was refused, if it has proved to have the key."""
+        """`peer`: name of the refused peer, if it has proved to have the key."""
         super().__init__(sentence)
         self.peer = peer
 
@@ -293,7 +293,7 @@ def receive_exactly(sock: ByteStream, view: memoryview, deadline_s: float | None
 class BulkReader:
     """Reads long payloads from one blocking socket.
 
-    A segment that arrives wakes whoever waits in a read, which on a slow path costs more than the bytes. So there it
+    A segment that arrives wakes a waiting reader, which on a slow path costs more than the bytes. So there it
     waits until 64 KiB are there, or all that is still to come: a mark above that would never be reached.
     """
 
@@ -341,7 +341,7 @@ class BulkReader:
 
 
 def drain(sock: socket.socket, deadline_s: float) -> None:
-    """Say no more, and read on until the peer closes too or the deadline (by `time.monotonic`) has passed.
+    """End sending, and read on until the peer closes too or the deadline (by `time.monotonic`) has passed.
 
     If a socket is closed with bytes left unread, the peer may lose what was said to it last.
     """

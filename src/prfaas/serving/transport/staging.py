@@ -12,6 +12,8 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from prfaas.serving.transport.ticket import Ticket
+
 DEFAULT_BLOCK_BYTES = 1 << 20
 _PAGE_BYTES = 4096
 _TOUCH_BYTES = 64 << 20
@@ -34,7 +36,7 @@ class StagingArena:
     def __init__(
         self, total_bytes: int, block_bytes: int = DEFAULT_BLOCK_BYTES, buffer: memoryview | None = None
     ) -> None:
-        """All memory is touched once here, since a first touch extents at about 1.4 GB/s (notes on transport).
+        """All memory is touched once here, since first touches run at about 1.4 GB/s.
 
         Args:
             total_bytes: rounded down to whole blocks.
@@ -76,7 +78,7 @@ class StagingArena:
         return self._peak_used_blocks
 
     def gauges(self) -> dict[str, int]:
-        """How much there is, and is used, as observers get it."""
+        """Sizes and use, as observers get them."""
         return {
             "staging_used_blocks": self.used_blocks,
             "staging_peak_blocks": self.peak_used_blocks,
@@ -210,7 +212,7 @@ def shared_memory(nbytes: int) -> tuple[int, memoryview]:
 
 
 def mapped_memory(fd: int, nbytes: int) -> memoryview:
-    """What another process made with `shared_memory`. Raises OSError."""
+    """Map memory that another process made with `shared_memory`. Raises OSError."""
     return memoryview(mmap.mmap(fd, nbytes))
 
 
@@ -226,7 +228,7 @@ class MappedArena:
         return StagingLease(self, nbytes, list(blocks))
 
     def _give_back(self, blocks: list[int]) -> None:
-        """Whoever lent them is told by other means."""
+        """Nothing to do: the lender learns it by a `GaveBack` frame."""
 
 
 def _touch(buffer: memoryview) -> None:
@@ -269,10 +271,7 @@ class StagedTransfer(StagedRegions):
     def __init__(
         self,
         *,
-        transfer_id: bytes,
-        num_tokens: int,
-        skip_tokens: int,
-        prompt_digest: bytes,
+        ticket: Ticket,
         region_starts: Sequence[int],
         region_bytes: Sequence[int],
         lease: StagingLease,
@@ -281,11 +280,10 @@ class StagedTransfer(StagedRegions):
     ) -> None:
         super().__init__(lease, region_starts, region_bytes)
         self.checkpoint = checkpoint
-        """Of a transfer that broke: what layers with a state or a window hold after its usable tokens."""
-        self.transfer_id = transfer_id
-        self.num_tokens = num_tokens
-        self.skip_tokens = skip_tokens
-        self.prompt_digest = prompt_digest
+        """Of a partial transfer: the states and windows after its usable tokens."""
+        self.transfer_id = ticket.transfer_id
+        self.num_tokens, self.skip_tokens = ticket.num_tokens, ticket.skip_tokens
+        self.prompt_digest = ticket.prompt_digest
         self._on_free = on_free
 
     def free(self) -> None:

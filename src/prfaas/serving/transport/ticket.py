@@ -34,13 +34,13 @@ PREFIX_TICKET_PARAMETER = "prfaas_from"
 """The same for a transfer that a prefill starts from: a prefix that another cluster sends first."""
 
 KEPT_PARAMETER = "prfaas_kept"
-"""The transfer of the ticket broke: after how many tokens all ranks can go on with what has come of it."""
+"""Number of tokens after which all ranks can resume from the ticket's partial transfer."""
 
 REMOTE_PREFILL_PARAMETER = "do_remote_prefill"
 """vLLM's own key: another engine has prefilled the prompt."""
 
 CACHED_TOKENS_PARAMETER = "remote_prefill_cached_tokens"
-"""vLLM's own key: the tokens of the prompt that were cached, as the answer's usage is to tell them."""
+"""vLLM's own key: cached tokens of the prompt, for the answer's usage."""
 
 
 def create_key(path: Path) -> bytes:
@@ -136,7 +136,7 @@ def part_id(transfer_id: bytes, part: int) -> bytes:
 
 
 def checkpoint_id(transfer_id: bytes, num_tokens: int) -> bytes:
-    """The id under which a checkpoint of a transfer travels, after so many tokens; the transfer's own is that of 0."""
+    """The id of a transfer's checkpoint after these tokens; the transfer's own id for 0."""
     if not num_tokens:
         return transfer_id
     return hashlib.blake2b(
@@ -146,14 +146,14 @@ def checkpoint_id(transfer_id: bytes, num_tokens: int) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class TransferClass:
-    """Whose a transfer is and how it shares a link with others. Sealed in the ticket, so no client can choose it."""
+    """Tenant, weight and class of a transfer on its link. Sealed in the ticket, so no client can choose it."""
 
     tenant: bytes = bytes(TENANT_BYTES)
-    """What tells tenants apart, 8 bytes; zeros where nobody does."""
+    """8 bytes of the tenant; zeros where tenants are not distinguished."""
     weight: int = 1
     """A tenant with twice the weight of another gets twice the bytes while both have something to send."""
     background: bool = False
-    """It gets what the others leave."""
+    """It gets the bandwidth that other transfers leave."""
 
     def __post_init__(self) -> None:
         if len(self.tenant) != TENANT_BYTES:
@@ -167,10 +167,9 @@ DEFAULT_CLASS = TransferClass()
 
 @dataclass(frozen=True, slots=True)
 class TransferAttributes:
-    """How a transfer is to go: what the gateway says of it, sealed in its ticket.
+    """Attributes of a transfer that the gateway sets, sealed in its ticket.
 
-    The registry of such words: a new one has a default, which is what an earlier release means that does not say it,
-    and is ignored by an earlier release that is told it.
+    A new one needs a default, which older releases mean by leaving it out; they ignore attributes that they lack.
     """
 
     uses: int = 1
@@ -178,7 +177,7 @@ class TransferAttributes:
     service: TransferClass = DEFAULT_CLASS
     """How it shares the link."""
     checkpoint_tokens: int = 0
-    """The producer is to send a checkpoint about every so many tokens (see `checkpoints.is_due`); 0: none."""
+    """The producer sends a checkpoint about every `checkpoint_tokens` (see `checkpoints.is_due`); 0: none."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.checkpoint_tokens <= MAX_TOKENS:
@@ -190,7 +189,7 @@ class TransferAttributes:
 
 
 PLAIN = TransferAttributes()
-"""Of a transfer of which nothing else is said."""
+"""Attributes of a transfer without any of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +252,7 @@ class Ticket:
         )
 
     def seal(self, key: bytes) -> str:
-        """Opaque base64url text (no padding) that `unseal` with the same key turns back into this ticket."""
+        """Seal it into opaque base64url text (no padding), the inverse of `unseal` with the same key."""
         body = msgspec.msgpack.encode(self)
         return base64.urlsafe_b64encode(body + _mac(key, body)).rstrip(b"=").decode("ascii")
 

@@ -1,4 +1,4 @@
-"""Who this side is on encrypted links: a certificate, its key, and the authority that both sides trust.
+"""This side's identity on encrypted links: a certificate, its key, and the authority that both sides trust.
 
 A certificate belongs to the instances that its dNSName entries list, compared without case. The ranks of an instance
 ("p/0", "p/1") share it.
@@ -56,7 +56,7 @@ class TlsIdentity:
             return self._client
 
     def https_context(self) -> ssl.SSLContext:
-        """As `client_context`, but it checks whose the peer's certificate is, by the host name that is asked for."""
+        """The `client_context`, which also checks the host name in the peer's certificate."""
         with self._lock:
             self._reload()
             return self._https
@@ -118,7 +118,7 @@ class TlsIdentity:
 
 
 def names_instance(certificate: Mapping[str, Any], peer_name: str) -> bool:
-    """Whether a verified certificate belongs to the instance of `peer_name`, which may be one of its ranks.
+    """True if a verified certificate belongs to the instance of `peer_name`, which may be one of its ranks.
 
     Args:
         certificate: as `ssl.SSLObject.getpeercert` gives it.
@@ -128,7 +128,7 @@ def names_instance(certificate: Mapping[str, Any], peer_name: str) -> bool:
 
 
 def names_of(certificate: Mapping[str, Any]) -> str:
-    """Whom a verified certificate belongs to, as part of a sentence."""
+    """The names in a verified certificate, as part of a sentence."""
     return ", ".join(_dns_names(certificate)) or "nobody"
 
 

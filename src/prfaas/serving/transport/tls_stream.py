@@ -52,7 +52,7 @@ def receive_record(sock: socket.socket, deadline_s: float | None) -> bytes:
 
 
 def tls_trouble(error: ssl.SSLError | NotTlsError, peer: str) -> HandshakeError | WireError:
-    """What to raise for an error of TLS: a certificate stays refused, damaged records may come whole next time."""
+    """The exception for an error of TLS: certificates stay refused, damaged records may be whole next time."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return HandshakeError(f"the certificate of {peer} is not accepted: {error.verify_message}")
     if isinstance(error, NotTlsError):
@@ -102,7 +102,7 @@ class TlsState:
         self._incoming.write(record)
 
     def read(self, nbytes: int) -> bytes:
-        """So many decrypted bytes; empty while more records are needed.
+        """Read decrypted bytes; empty while more records are needed.
 
         Raises:
             ConnectionError: the peer has ended TLS.
@@ -122,7 +122,7 @@ class TlsState:
 
 
 class TlsStream:
-    """TLS on a blocking socket: what the handshake needs of a socket."""
+    """TLS on a blocking socket, as a `ByteStream`."""
 
     def __init__(
         self, sock: socket.socket, context: ssl.SSLContext, *, server_side: bool, deadline_s: float | None
@@ -142,7 +142,7 @@ class TlsStream:
                 self._flush()
                 self._state.feed(receive_record(self._sock, self._deadline_s))
         except ssl.SSLError:
-            # The last record tells the peer why.
+            # The last record has the reason for the peer.
             with contextlib.suppress(OSError):
                 self._flush()
             raise
@@ -153,7 +153,7 @@ class TlsStream:
         return self._state.certificate()
 
     def sendall(self, data: bytes) -> None:
-        """As a socket's."""
+        """Send as `socket.sendall`."""
         self._state.write(data)
         self._flush()
 
@@ -165,7 +165,7 @@ class TlsStream:
         return view.nbytes
 
     def settimeout(self, seconds: float | None) -> None:
-        """As a socket's."""
+        """Set the timeout as `socket.settimeout`."""
         self._sock.settimeout(seconds)
 
     def _flush(self) -> None:
@@ -199,7 +199,7 @@ class AsyncTlsStream:
                 stream._flush()
                 await stream._receive_record()
         finally:
-            # Of a failed handshake, the last record tells the peer why.
+            # After a failed handshake, the last record has the reason for the peer.
             stream._flush()
         return stream
 
@@ -208,12 +208,12 @@ class AsyncTlsStream:
         return self._state.certificate()
 
     def write(self, data: bytes) -> None:
-        """As a StreamWriter's."""
+        """Write as `asyncio.StreamWriter.write`."""
         self._state.write(data)
         self._flush()
 
     async def readexactly(self, nbytes: int) -> bytes:
-        """As a StreamReader's."""
+        """Read as `asyncio.StreamReader.readexactly`."""
         if nbytes == 0:
             return b""
         while not (data := self._state.read(nbytes)):

@@ -7,19 +7,22 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 from prfaas.serving.transport.arrival import Arrival, FollowedTransfer
-from prfaas.serving.transport.checkpoints import Checkpoints
+from prfaas.serving.transport.ended_transfers import PartialTransfers, Tombstones
 from prfaas.serving.transport.handshake import PeerIdentity
-from prfaas.serving.transport.incoming import ChunkPlace, FrameSink, IncomingTransfer, ProducerSession
-from prfaas.serving.transport.opening import OpenCheck
+from prfaas.serving.transport.incoming import (
+    ChunkPlace,
+    FrameSink,
+    IncomingTransfer,
+    OpenCheck,
+    ProducerSession,
+)
 from prfaas.serving.transport.options import ReceiverOptions
 from prfaas.serving.transport.region_layout import TransferLayout
-from prfaas.serving.transport.remains import Remains
 from prfaas.serving.transport.staging import StagedTransfer, StagingArena
-from prfaas.serving.transport.tombstones import Tombstones
-from prfaas.serving.transport.watchers import Watchers
 from prfaas.serving.transport.wire import (
     MAX_TRANSFER_BYTES,
     FrameType,
@@ -29,6 +32,7 @@ from prfaas.serving.transport.wire import (
     WireError,
     abort,
     ack,
+    body_of,
     count_field,
     nack,
     pack_control,
@@ -40,8 +44,151 @@ _OVERLAP_WAIT_S = 5.0
 _Ending = Literal["failed", "dropped", "broken"]
 
 
+# The newest and the one before it: another rank, or another transfer of the ticket, may lack the newest.
+_KEPT_CHECKPOINTS = 2
+
+
+class Checkpoints:
+    """Checkpoints of a table's transfers: states and windows after some tokens, sent while a prefill goes on.
+
+    With such layers an engine can resume from a partial transfer only after a checkpoint. Each is a small transfer
+    beside its own; once complete it is freed or handed over with that. A complete transfer may need it too, if another
+    transfer of the ticket breaks. Not thread-safe: the table's lock guards them.
+    """
+
+    def __init__(self, layout: TransferLayout, transfers: Mapping[bytes, IncomingTransfer]) -> None:
+        """`transfers`: the table's live ones, by id."""
+        self._layout = layout
+        self._transfers = transfers
+
+    def check(self, checkpoint: IncomingTransfer) -> None:
+        """Check that a checkpoint may be sent; other transfers pass.
+
+        Raises:
+            WireError: its producer does not send what it is a checkpoint of.
+        """
+        if checkpoint.checkpoint_of is not None and self._owner(checkpoint, TransferPhase.RECEIVING) is None:
+            raise WireError("the transfer that it is a checkpoint of is not under way")
+
+    def keep(self, checkpoint: IncomingTransfer) -> None:
+        """Keep a complete checkpoint: the last two that the engine could resume from stay."""
+        # Its transfer may have completed before it, and can use it until it is taken.
+        owner = self._owner(checkpoint, TransferPhase.RECEIVING, TransferPhase.COMPLETE)
+        if owner is None:
+            checkpoint.discard()
+            return
+        owner.checkpoints[checkpoint.ticket.num_tokens] = checkpoint
+        owner.checkpoint_bytes += checkpoint.status().received_bytes
+        if owner.phase is TransferPhase.COMPLETE:
+            self.mark_usable(owner)
+        else:
+            self._keep_newest(owner)
+
+    def under_way(self, owner: IncomingTransfer) -> list[IncomingTransfer]:
+        """Checkpoints of a transfer that are not complete."""
+        owner_id = owner.ticket.transfer_id
+        return [each for each in self._transfers.values() if each.checkpoint_of == owner_id]
+
+    def make_room(self, wanting: IncomingTransfer) -> bool:
+        """Free a checkpoint for a transfer that is none; False if there is none to free."""
+        for owner in self._transfers.values():
+            if owner.checkpoints and wanting.checkpoint_of is None:
+                owner.discard_checkpoints([min(owner.checkpoints)])
+                if owner.phase is TransferPhase.COMPLETE:
+                    self.mark_usable(owner)
+                return True
+        return False
+
+    def mark_usable(self, owner: IncomingTransfer) -> None:
+        """Give a complete transfer's status resume points, in case another rank or transfer of the ticket breaks."""
+        # A checkpoint may have come before its full attention.
+        self._keep_newest(owner)
+        owner.usable = owner.resume_points(self._layout)
+
+    def _keep_newest(self, owner: IncomingTransfer) -> None:
+        ends = owner.resume_points(self._layout).ends
+        if len(ends) > _KEPT_CHECKPOINTS:
+            owner.discard_checkpoints(
+                tokens for tokens in owner.checkpoints if tokens < ends[-_KEPT_CHECKPOINTS]
+            )
+
+    def _owner(self, checkpoint: IncomingTransfer, *phases: TransferPhase) -> IncomingTransfer | None:
+        """The checkpoint's transfer; None: it is in none of these phases."""
+        owner = self._transfers.get(checkpoint.checkpoint_of or b"")
+        if owner is None or owner.phase not in phases:
+            return None
+        return owner if owner.session.same(checkpoint.session) else None
+
+
+class Watchers:
+    """Observers' connections that watch transfers, until the final phase was sent to them.
+
+    Not thread-safe: the transfer table's lock guards it.
+    """
+
+    def __init__(self) -> None:
+        self._connections: dict[bytes, dict[FrameSink, float]] = {}
+
+    def __len__(self) -> int:
+        return len(self._connections)
+
+    def add(
+        self, connection: FrameSink, transfer_id: bytes, status: TransferStatus | None, lead_s: float
+    ) -> None:
+        """Send the present status, if there is one, and remember the connection if more can follow.
+
+        `lead_s`: how long before its completion the watcher wants to know of it.
+        """
+        if status is not None:
+            connection.post(_frame(transfer_id, status))
+        if status is None or not status.phase.terminal:
+            self._connections.setdefault(transfer_id, {})[connection] = lead_s
+
+    def lead_s(self, transfer_id: bytes) -> float:
+        """The longest lead time of a transfer's watchers; 0: none wants to know ahead."""
+        return max(self._connections.get(transfer_id, {}).values(), default=0.0)
+
+    def has(self, connection: FrameSink, transfer_id: bytes) -> bool:
+        """True if the connection still waits for a phase of the transfer."""
+        return connection in self._connections.get(transfer_id, ())
+
+    def remove(self, connection: FrameSink, transfer_ids: set[bytes]) -> None:
+        """Remove a connection that is gone."""
+        for transfer_id in transfer_ids:
+            connections = self._connections.get(transfer_id)
+            if connections is not None:
+                connections.pop(connection, None)
+                if not connections:
+                    del self._connections[transfer_id]
+
+    def notify(self, transfer_id: bytes, status: TransferStatus) -> None:
+        """Send a new status to every connection that watches the transfer."""
+        connections = self._connections.get(transfer_id)
+        if connections:
+            frame = _frame(transfer_id, status)
+            for connection in connections:
+                connection.post(frame)
+            if status.phase.terminal:
+                del self._connections[transfer_id]
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._connections.clear()
+
+
+def _frame(transfer_id: bytes, status: TransferStatus) -> bytes:
+    return pack_control(FrameType.STATUS, transfer_id, body_of(replace(status, reason=status.reason[:4096])))
+
+
 class TransferTable:
-    """All live transfers, those waiting for staging (FIFO), tombstones, watchers and producer sessions."""
+    """All transfers of a receiver: live ones, those waiting for staging, ended ones, their watchers and producers.
+
+    1. A producer's connections call `connected`, then `open`, `place_chunk` and `finish_chunk` for each chunk, `end`
+       or `aborted`, and at last `disconnected`.
+    2. `_admit` gives staging to waiting transfers, whenever some becomes free.
+    3. The engine calls `state`, and `take`, `lend`, `follow` or `drop`.
+    4. Observers `watch` transfers: each new phase is posted to them. `sweep` applies the deadlines.
+    """
 
     def __init__(
         self, *, name: str, key: bytes, arena: StagingArena, layout: TransferLayout, options: ReceiverOptions
@@ -56,18 +203,23 @@ class TransferTable:
         self._checkpoints = Checkpoints(layout, self._transfers)
         self._waiting: deque[IncomingTransfer] = deque()
         self._tombstones = Tombstones(options.max_tombstones)
-        self._remains = Remains(layout, options.keep_s, self._tombstones)
+        self._partials = PartialTransfers(layout, options.keep_partial_s, self._tombstones)
         self._watchers = Watchers()
         self._sessions: dict[tuple[str, str], ProducerSession] = {}
         self._counters: Counter[str] = Counter()
 
+    @property
+    def staging_bytes(self) -> int:
+        """Size of the staging of all transfers."""
+        return self._arena.total_bytes
+
     # Connections
 
     def connected(self, identity: PeerIdentity, connection: FrameSink) -> ProducerSession:
-        """A producer's connection is up."""
+        """Add a producer's connection, and return its session."""
         with self._lock:
-            found = (identity.name, identity.session)
-            session = self._sessions.setdefault(found, ProducerSession(*found))
+            new = ProducerSession(name=identity.name, session=identity.session)
+            session = self._sessions.setdefault(new.key, new)
             session.connections.append(connection)
             session.lost_at_s = None
             return session
@@ -75,7 +227,7 @@ class TransferTable:
     def disconnected(
         self, session: ProducerSession, connection: FrameSink, silent_s: float = 0.0, trouble: str = ""
     ) -> None:
-        """A producer's connection is gone, `silent_s` after its last sign of life; `trouble`: why we closed it."""
+        """Remove a producer's connection, `silent_s` after its last heartbeat; `trouble`: why this side closed it."""
         with self._lock:
             session.connections.remove(connection)
             if not session.connections:
@@ -84,10 +236,10 @@ class TransferTable:
             for transfer in self._transfers.values():
                 # An ACCEPT may have been lost with it; a second one changes nothing.
                 if transfer.session is session and transfer.phase is TransferPhase.RECEIVING:
-                    transfer.session.tell(pack_control(FrameType.ACCEPT, transfer.ticket.transfer_id))
+                    transfer.session.post(pack_control(FrameType.ACCEPT, transfer.ticket.transfer_id))
 
     def awaited(self) -> set[tuple[str, str]]:
-        """Name and session of the producers that have a transfer to finish: they must give signs of life."""
+        """Name and session of the producers with unfinished transfers, which must send heartbeats."""
         with self._lock:
             return {each.session.key for each in self._transfers.values() if not each.phase.terminal}
 
@@ -96,7 +248,7 @@ class TransferTable:
     def open(
         self, session: ProducerSession, connection: FrameSink, header: Header, body: Mapping[str, Any]
     ) -> None:
-        """OPEN: accept, put into the queue for staging, or refuse with a sentence."""
+        """Take an OPEN: accept, queue for staging, or refuse with a sentence."""
         transfer_id, resumes = header.transfer_id, body.get("resume") is True
         with self._lock:
             live = self._transfers.get(transfer_id)
@@ -104,7 +256,7 @@ class TransferTable:
             known = live if live is not None and live.session.same(session) else None
             whole = resumes and live is None and over is not None and over.phase is TransferPhase.COMPLETE
             if known is not None or whole:
-                # Asked again after a lost connection; one that waits is answered when its turn comes.
+                # Sent again after a lost connection; one that waits for staging is answered when it is admitted.
                 if known is None or known.phase is not TransferPhase.WAITING:
                     connection.post(pack_control(FrameType.ACCEPT, transfer_id))
                 return
@@ -142,22 +294,22 @@ class TransferTable:
         return transfer
 
     def _admit(self) -> None:
-        """Give staging to those that wait: first come first served, the background last; under the lock."""
+        """Give staging to waiting transfers in order, background ones last; under the lock."""
         while self._waiting:
             transfer = next((each for each in self._waiting if not each.background), self._waiting[0])
             lease = self._arena.allocate(transfer.lease_bytes)
-            if lease is None and (self._remains.make_room() or self._checkpoints.make_room(transfer)):
+            if lease is None and (self._partials.make_room() or self._checkpoints.make_room(transfer)):
                 continue
             if lease is None:
                 return
             self._waiting.remove(transfer)
             transfer.accept(lease, time.monotonic())
             transfer_id = transfer.ticket.transfer_id
-            transfer.session.tell(pack_control(FrameType.ACCEPT, transfer_id))
+            transfer.session.post(pack_control(FrameType.ACCEPT, transfer_id))
             self._watchers.notify(transfer_id, transfer.status())
 
     def place_chunk(self, session: ProducerSession, connection: FrameSink, header: Header) -> ChunkPlace:
-        """DATA's header has come: say where its payload goes.
+        """The destination of the payload behind a DATA header.
 
         Raises:
             WireError: no honest sender would send this chunk; its transfer has failed already.
@@ -182,14 +334,13 @@ class TransferTable:
                 overlapping = transfer.overlapping(region, start, end)
                 if overlapping is None:
                     return transfer.pin(header, connection)
-                # The sender gave that connection up: what it still carries must not write over this chunk
-                # later.
+                # The sender gave that connection up; its late bytes must not overwrite this chunk.
                 overlapping.connection.shut()
                 if not self._unpinned.wait(deadline_s - time.monotonic()):
                     raise WireError(f"DATA {start}..{end} of region {region} came twice at once")
 
     def finish_chunk(self, place: ChunkPlace, *, verified: bool) -> None:
-        """The payload is in place (verified), damaged (not verified), or was only read off: answer it."""
+        """Record and answer a chunk whose payload is in place (verified), damaged, or was discarded."""
         header = place.header
         if place.transfer is None:
             place.connection.post(place.answer if verified else nack(header))
@@ -204,7 +355,7 @@ class TransferTable:
                 self._admit()
             elif verified:
                 transfer.session.progressed_at_s = now_s
-                # First complete, then acknowledge: what the producer calls complete, is.
+                # Complete before the ACK, so that a transfer is complete here when its producer says so.
                 self._complete_if_done(transfer)
                 place.connection.post(ack(header))
                 if transfer.becomes_soon(self._watchers.lead_s(header.transfer_id), now_s):
@@ -214,7 +365,7 @@ class TransferTable:
                 place.connection.post(nack(header))
 
     def abandon_chunk(self, place: ChunkPlace) -> None:
-        """The connection ended inside the payload."""
+        """Undo `place_chunk`: the connection ended inside the payload."""
         if place.transfer is not None:
             with self._lock:
                 place.transfer.unpin(place, verified=False, now_s=time.monotonic())
@@ -224,7 +375,7 @@ class TransferTable:
     def end(
         self, session: ProducerSession, connection: FrameSink, header: Header, body: Mapping[str, Any]
     ) -> None:
-        """END: prefill is over at the producer; chunks may still be on their way."""
+        """Take an END: the prefill is over at the producer; chunks may still be on their way."""
         total = count_field(body, "total_bytes", MAX_TRANSFER_BYTES)
         overlapped = count_field(body, "overlapped_bytes", MAX_TRANSFER_BYTES)
         with self._lock:
@@ -245,52 +396,52 @@ class TransferTable:
             connection.post(ack(header))
 
     def aborted(self, session: ProducerSession, header: Header, body: Mapping[str, Any]) -> None:
-        """ABORT from the producer."""
+        """Take an ABORT of the producer."""
         reason = text_field(body, "reason")
         with self._lock:
             transfer = self._transfers.get(header.transfer_id)
             if transfer is None and self._tombstones.get(header.transfer_id) is None:
-                # It came in place of its OPEN, or overtook it on another connection.
+                # It replaces its OPEN, or has overtaken it on another connection.
                 self._record(header.transfer_id, TransferStatus.refused(f"producer aborted: {reason}"))
-            # An abort that crossed the last byte changes nothing: what is complete, is.
+            # An ABORT that crossed the last byte changes nothing.
             if transfer is None or not transfer.session.same(session) or transfer.phase.terminal:
                 return
-            self._fail(transfer, f"producer aborted: {reason}", tell_producer=False, how="broken")
+            self._fail(transfer, f"producer aborted: {reason}", notify_producer=False, how="broken")
 
     # Observers
 
     def watch(self, connection: FrameSink, transfer_id: bytes, lead_s: float = 0.0) -> None:
-        """Send the present status, if there is one, each later phase, and a word `lead_s` before the end."""
+        """Send the present status, if there is one, each later phase, and a notice `lead_s` before the end."""
         with self._lock:
             if (transfer := self._transfers.get(transfer_id)) is not None:
                 transfer.becomes_soon(lead_s, time.monotonic())
             self._watchers.add(connection, transfer_id, self._status(transfer_id), lead_s)
 
     def is_watching(self, connection: FrameSink, transfer_id: bytes) -> bool:
-        """False once the last phase was sent."""
+        """True until the final phase was sent."""
         with self._lock:
             return self._watchers.has(connection, transfer_id)
 
     def unwatch(self, connection: FrameSink, transfer_ids: set[bytes]) -> None:
-        """The observer's connection is gone."""
+        """Remove an observer's connection that is gone."""
         with self._lock:
             self._watchers.remove(connection, transfer_ids)
 
     # The engine
 
     def state(self, transfer_id: bytes) -> TransferStatus | None:
-        """Cheap and without the lock for a live transfer: an engine asks at every step."""
+        """Status of a transfer; cheap, and without the lock for a live one, since engines ask at every step."""
         if (transfer := self._transfers.get(transfer_id)) is not None:
             return transfer.status()
         with self._lock:
             return self._status(transfer_id, to_engine=True)
 
     def take(self, transfer_id: bytes, *, broken_tokens: int = 0) -> StagedTransfer | None:
-        """Hand a complete transfer over, once; or the first so many tokens of it, or of what a broken one has kept."""
+        """Hand a complete transfer over, once; or the first `broken_tokens` of a complete or partial one."""
         with self._lock:
             transfer = self._transfers.get(transfer_id)
             if transfer is None:
-                return self._remains.take(transfer_id, broken_tokens, self.admit)
+                return self._partials.take(transfer_id, broken_tokens, self.admit)
             is_there = not broken_tokens or transfer.status().resume_points.allows(broken_tokens)
             if transfer.phase is not TransferPhase.COMPLETE or not is_there:
                 return None
@@ -299,7 +450,7 @@ class TransferTable:
             return transfer.hand_over(self.admit, broken_tokens)
 
     def lend(self, transfer_id: bytes, on_change: Callable[[], None]) -> Arrival | None:
-        """See `Receiver.lend`."""
+        """Lend a transfer that is arriving, as `Receiver.lend`."""
         with self._lock:
             transfer = self._transfers.get(transfer_id)
             if transfer is not None and transfer.lease is not None:
@@ -307,19 +458,19 @@ class TransferTable:
             return None
 
     def follow(self, transfer_id: bytes, on_change: Callable[[], None]) -> FollowedTransfer | None:
-        """See `Receiver.follow`."""
+        """Share a transfer with other processes, as `Receiver.follow`."""
         with self._lock:
             if (transfer := self._transfers.get(transfer_id)) is None or transfer.lease is None:
                 return None
             return FollowedTransfer(transfer, transfer.lease, self._lock, on_change, self.admit)
 
     def admit(self) -> None:
-        """Staging may have become free."""
+        """Admit waiting transfers: staging may have become free."""
         with self._lock:
             self._admit()
 
     def drop(self, transfer_id: bytes, reason: str, *, keep: bool = False) -> None:
-        """Forget a transfer in any phase, or forbid one that has not come; `keep`: but for what an engine can use."""
+        """Drop a transfer in any phase, or refuse one that has not come; `keep`: leave what an engine can use."""
         with self._lock:
             transfer = self._transfers.get(transfer_id)
             if transfer is not None and not (keep and transfer.phase is TransferPhase.COMPLETE):
@@ -328,10 +479,10 @@ class TransferTable:
             elif transfer is None and self._tombstones.get(transfer_id) is None:
                 self._record(transfer_id, TransferStatus.refused(reason, dropped=True))
             elif not keep:
-                self._remains.forget(transfer_id)
+                self._partials.forget(transfer_id)
 
-    def tell(self, transfer_id: bytes, status: TransferStatus) -> None:
-        """See `Receiver.tell`."""
+    def report(self, transfer_id: bytes, status: TransferStatus) -> None:
+        """Record the status of a transfer that came another way, as `Receiver.report`."""
         with self._lock:
             self._record(transfer_id, status)
 
@@ -348,7 +499,7 @@ class TransferTable:
                 if session.is_lost(now_s, self._options.limits.resume_s):
                     del self._sessions[session.key]
             self._tombstones.sweep(now_s)
-            self._remains.sweep(now_s)
+            self._partials.sweep(now_s)
             self._admit()
 
     def close(self) -> None:
@@ -356,7 +507,7 @@ class TransferTable:
         with self._lock:
             while self._transfers:
                 self._fail(next(iter(self._transfers.values())), f"{self._name} shuts down")
-            self._remains.clear()
+            self._partials.clear()
             self._watchers.clear()
             self._sessions.clear()
 
@@ -378,7 +529,9 @@ class TransferTable:
     def _status(self, transfer_id: bytes, *, to_engine: bool = False) -> TransferStatus | None:
         if (transfer := self._transfers.get(transfer_id)) is not None:
             return transfer.status()
-        return self._remains.as_it_is(transfer_id, self._tombstones.get(transfer_id), to_engine=to_engine)
+        return self._partials.without_lost_tokens(
+            transfer_id, self._tombstones.get(transfer_id), to_engine=to_engine
+        )
 
     def _complete_if_done(self, transfer: IncomingTransfer) -> None:
         if transfer.phase is TransferPhase.RECEIVING and transfer.ended and transfer.covered:
@@ -394,18 +547,23 @@ class TransferTable:
             self._admit()
 
     def _fail(
-        self, transfer: IncomingTransfer, reason: str, *, tell_producer: bool = True, how: _Ending = "failed"
+        self,
+        transfer: IncomingTransfer,
+        reason: str,
+        *,
+        notify_producer: bool = True,
+        how: _Ending = "failed",
     ) -> None:
         was, transfer_id = transfer.phase, transfer.ticket.transfer_id
-        kept = how == "broken" and self._remains.keep(transfer, time.monotonic())
+        kept = how == "broken" and self._partials.keep(transfer, time.monotonic())
         self._counters["kept"] += kept
         transfer.fail(reason, dropped=how == "dropped", kept=kept)
         self._counters["failed"] += transfer.checkpoint_of is None
         if was is TransferPhase.WAITING:
             self._waiting.remove(transfer)
-        sample_of = {TransferPhase.WAITING: refuse, TransferPhase.RECEIVING: abort}.get(was)
-        if tell_producer and sample_of is not None:
-            transfer.session.tell(sample_of(transfer_id, reason))
+        frame_of = {TransferPhase.WAITING: refuse, TransferPhase.RECEIVING: abort}.get(was)
+        if notify_producer and frame_of is not None:
+            transfer.session.post(frame_of(transfer_id, reason))
         self._record_ended(transfer, taken=False)
         self._watchers.notify(transfer_id, transfer.status())
         transfer.release()
@@ -421,7 +579,7 @@ class TransferTable:
         self._tombstones.put(ticket.transfer_id, transfer.status(taken=taken), time.monotonic() + keep_s)
 
     def _record(self, transfer_id: bytes, status: TransferStatus) -> None:
-        """What became of a transfer that was never let in: those who watch it must learn that."""
+        """Record the final status of a transfer that was never admitted, and send it to its watchers."""
         self._tombstones.put(transfer_id, status, time.monotonic() + self._options.tombstone_s)
         self._watchers.notify(transfer_id, status)
 

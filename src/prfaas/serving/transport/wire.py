@@ -29,9 +29,9 @@ MAX_LINK_CHARS = 255
 MAX_PROBE_BYTES = 1 << 30
 NO_TRANSFER = bytes(16)
 # Flags of a header that this side understands; a frame with any other one is refused.
-CODED = 1 << 1
+COMPRESSED = 1 << 1
 UNCHECKED = 1 << 2
-KNOWN_FLAGS = CODED | UNCHECKED
+KNOWN_FLAGS = COMPRESSED | UNCHECKED
 # The region of an ACK that acknowledges END instead of a chunk.
 END_REGION = 0xFFFFFFFF
 
@@ -96,7 +96,7 @@ _LIMITS = dict.fromkeys(FrameType, MAX_CONTROL_BYTES) | {
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What stands in front of a payload.
+    """Header of a frame, in front of its payload.
 
     ACK and NACK repeat the region and the offset of their chunk and have no payload.
     """
@@ -130,7 +130,7 @@ class RunningChecksum:
 
     @property
     def value(self) -> int:
-        """Of all that was passed to `update` until now."""
+        """Checksum of the bytes passed to `update` so far."""
         return self._state.intdigest()
 
 
@@ -189,7 +189,7 @@ def unpack_header(raw: bytes | bytearray | memoryview) -> Header:
         raise WireError(f"{frame_type.name} frame of {length} bytes is over {_LIMITS[frame_type]}")
     if offset > MAX_REGION_BYTES or (region >= MAX_REGIONS and region != END_REGION):
         raise WireError(f"{frame_type.name} frame names region {region} at offset {offset}: out of bounds")
-    return Header(frame_type, transfer_id, region, offset, length, payload_checksum, flags)
+    return Header(frame_type, transfer_id, region, offset, length, checksum=payload_checksum, flags=flags)
 
 
 def pack_control(
@@ -308,7 +308,7 @@ def nack(header: Header) -> bytes:
 
 
 def ping(number: int) -> bytes:
-    """Ask the other side for a sign of life; its PONG repeats `number`."""
+    """Ask the other side for a heartbeat; its PONG repeats `number`."""
     return pack_header(FrameType.PING, offset=number)
 
 
@@ -362,29 +362,38 @@ class TransferStatus:
     taken: bool = False
     """The engine owns the staged bytes already."""
     soon: bool = False
-    """It has come so far that a watcher's request for it may be sent, see `IncomingTransfer.is_soon`."""
+    """It is about to complete, so that a watcher's request for it may be sent: `IncomingTransfer.becomes_soon`."""
     cached_tokens: TokenCount | None = None
     """Tokens that the producer had cached, where its OPEN said so."""
     dropped: bool = False
     """It FAILED since the consumer's engine, or an observer, had no use for it: no fault of the producer."""
     spared_bytes: _Bytes = 0
-    """By how many bytes compression has made `received_bytes` less on the link."""
+    """Bytes of `received_bytes` that compression has saved on the link."""
     usable_tokens: TokenCount = 0
-    """Tokens of one that FAILED whose KV has come: an engine can go on from there, or does (`taken`).
+    """Tokens of a FAILED transfer from which an engine can resume, or does (`taken`).
 
-    Of one that is COMPLETE: from where it could, if another part of the KV broke.
+    Of a COMPLETE one: from which it could, if another transfer of the ticket broke.
     """
     checkpoint_bytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 62)] = 0
-    """Of checkpoints that have come beside it."""
+    """Bytes of the transfer's checkpoints that have come."""
     usable_ends: Annotated[tuple[TokenCount, ...], msgspec.Meta(max_length=4096)] = ()
     """See `ResumePoints.ends`, of those `usable_tokens`."""
 
     @property
     def resume_points(self) -> ResumePoints:
-        """From where an engine can go on, or does (`taken`)."""
+        """Points from which an engine can resume, or does (`taken`)."""
         return ResumePoints(self.usable_tokens, tuple(sorted(self.usable_ends)))
 
     @classmethod
     def refused(cls, reason: str, *, dropped: bool = False) -> Self:
-        """Of a transfer that was never let in."""
-        return cls(TransferPhase.FAILED, reason, 0, 0, 0, 0, 0, dropped=dropped)
+        """Status of a transfer that was never admitted."""
+        return cls(
+            phase=TransferPhase.FAILED,
+            reason=reason,
+            received_bytes=0,
+            total_bytes=0,
+            overlapped_bytes=0,
+            num_tokens=0,
+            skip_tokens=0,
+            dropped=dropped,
+        )

@@ -424,9 +424,10 @@ def ranked_pair(
                     threads.map(
                         lambda rank: SiblingStaging(
                             *(arenas[rank], memories[rank][0], pair.receivers[rank], sockets[rank]),
-                            ttl_s=5.0,
-                            keep_s=1.0,
-                            waits_s=5.0,
+                            ReceiverOptions(
+                                limits=TransferLimits(staging_ttl_s=5.0, staging_wait_s=5.0),
+                                keep_partial_s=1.0,
+                            ),
                         ),
                         range(theirs.ranks),
                     )

@@ -115,7 +115,7 @@ def test_a_page_that_is_another_one_by_then_is_seen(dense: Ends) -> None:
         dense.step(orders)
     arrived(dense, ticket, 160)
     dense.receiver._table.drop(ticket.transfer_id, "its prefill engine is dead", keep=True)
-    staged = dense.receiver._table._remains._kept[ticket.transfer_id][0]
+    staged = dense.receiver._table._partials._kept[ticket.transfer_id][0]
     assert staged.lease is not None
     staged.lease.views(5 * 4096, 4096)[0][9] ^= 1
     dense.order(part(ticket, 0, 160))

@@ -292,7 +292,7 @@ def test_a_page_of_a_checkpoint_that_is_another_one_is_seen(ends: Ends, region: 
     prefill.run(3)
     await_usable(ends, prefill.ticket, 160)
     broken(ends, prefill.ticket)
-    checkpoint = ends.receiver._table._remains._kept[prefill.ticket.transfer_id][0].checkpoints[160]
+    checkpoint = ends.receiver._table._partials._kept[prefill.ticket.transfer_id][0].checkpoints[160]
     assert checkpoint.lease is not None
     checkpoint.lease.views(checkpoint.region_starts[region], 8)[0][3] ^= 1
     ends.order(part(prefill.ticket, 0, 160))

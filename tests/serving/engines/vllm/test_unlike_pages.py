@@ -485,11 +485,11 @@ def test_a_null_block_is_never_read_or_written_in_parts() -> None:
 def test_pages_that_hold_other_kv_are_refused_by_name() -> None:
     ours, theirs = Engine(SIXTEEN, 1), Engine(EIGHT, 2)
     layouts = wire_layouts(ours.layout, "east", 0)
-    told = wire_layouts(theirs.layout, "home", 0).told
+    told = wire_layouts(theirs.layout, "home", 0).reported
     assert isinstance(told, dict)
-    assert layouts.hear("home/0", told, sends=True) is None
+    assert layouts.note("home/0", told, sends=True) is None
     told["pages"][0][5][0][0] = 4
-    assert layouts.hear("home/0", told, sends=True) == (
+    assert layouts.note("home/0", told, sends=True) == (
         "KV layout differs in 'heads' of full_attention layers: east/0 has 2, home/0 has 4"
     )
     for wrong, sentence in (
@@ -498,6 +498,6 @@ def test_pages_that_hold_other_kv_are_refused_by_name() -> None:
         ({"ranks": 0}, "an engine has at least one rank"),
         ({"ranks": "1"}, "field 'ranks' must be an integer within 0..1024"),
     ):
-        said = layouts.hear("home/0", wrong, sends=True)
+        said = layouts.note("home/0", wrong, sends=True)
         assert said is not None and said.startswith("the KV layout that home/0 tells east/0 can't be read: ")
         assert said.endswith(sentence)

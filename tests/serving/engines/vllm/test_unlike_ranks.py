@@ -76,8 +76,8 @@ def test_every_rank_gets_its_heads_and_each_byte_once(
     for memory, loading in zip(home, loadings, strict=True):
         for rank in paired_ranks(memory.rank, theirs.ranks, ours.ranks):
             sending = wire_layouts(east[rank].layout, "east", rank, ours.ranks)
-            assert sending.hear(f"home/{memory.rank}", loading.told, sends=True) is None
-            assert loading.hear(f"east/{rank}", sending.told, sends=False) is None
+            assert sending.note(f"home/{memory.rank}", loading.reported, sends=True) is None
+            assert loading.note(f"east/{rank}", sending.reported, sends=False) is None
             sent, kept = sending.towards(f"home/{memory.rank}"), loading.coming_from(f"east/{rank}")
             assert (sent.mark, sent.part, sent.parts) == (kept.mark, kept.part, kept.parts)
             assert sent.region_bytes(*extent) == kept.region_bytes(*extent)
@@ -330,16 +330,16 @@ def test_a_part_must_be_the_one_of_its_rank() -> None:
 def test_what_cannot_be_divided_is_refused(ours: Keeping, theirs: Keeping, sentence: str) -> None:
     model = Model(6, 6, 6, 6)
     sending = wire_layouts(RankMemory(model, ours, 0, 1).layout, "east", 0, ours.ranks)
-    told = wire_layouts(RankMemory(model, theirs, 0, 2).layout, "home", 0, theirs.ranks).told
-    assert (sending.hear("home/0", told, sends=True) or "") == sentence
+    told = wire_layouts(RankMemory(model, theirs, 0, 2).layout, "home", 0, theirs.ranks).reported
+    assert (sending.note("home/0", told, sends=True) or "") == sentence
 
 
 def test_other_heads_are_refused_with_both_numbers() -> None:
     ours = wire_layouts(RankMemory(Model(8), Keeping(2), 0, 1).layout, "east", 0, 2)
     theirs = wire_layouts(RankMemory(Model(6), Keeping(1), 0, 2).layout, "home", 0, 1)
-    assert ours.hear("home/0", theirs.told, sends=True) == (
+    assert ours.note("home/0", theirs.reported, sends=True) == (
         "KV layout differs in 'heads' of full_attention layers on 2 and 1 ranks: east/0 has 4, home/0 has 6"
     )
-    assert theirs.hear("east/0", ours.told, sends=False) == (
+    assert theirs.note("east/0", ours.reported, sends=False) == (
         "KV layout differs in 'heads' of full_attention layers on 2 and 1 ranks: east/0 has 4, home/0 has 6"
     )

@@ -23,11 +23,10 @@ from prfaas.serving.engines.synthetic.content import (
 )
 from prfaas.serving.engines.synthetic.layout import SyntheticGroup, SyntheticLayout, SyntheticRegion
 from prfaas.serving.engines.synthetic.stats import TransferCounts
+from prfaas.serving.transport.endpoint import KvEndpoint
 from prfaas.serving.transport.options import ReceiverOptions, SenderOptions
 from prfaas.serving.transport.outgoing import OutgoingTransfer, SendPhase
-from prfaas.serving.transport.receiver import Receiver
-from prfaas.serving.transport.roster import ranked, roster_of
-from prfaas.serving.transport.sender import Sender
+from prfaas.serving.transport.peer_list import peer_list_of, ranked
 from prfaas.serving.transport.staging import StagedTransfer, StagingArena
 from prfaas.serving.transport.ticket import Ticket
 from prfaas.serving.transport.tls_identity import TlsIdentity
@@ -137,35 +136,23 @@ class Endpoints:
         self._load_wait_s = limits.load_wait_s
         self._sends: dict[OutgoingTransfer, _Sending] = {}
         self._has_sends = asyncio.Event()
-        marks = layout.fingerprint(deployment.model.served_name, page_digests=limits.page_digests)
         self._digest_plan = layout.digest_plan() if limits.page_digests else None
-        roster, name = roster_of(deployment, instance, _RANK), ranked(instance.name, _RANK)
-        self.sender = Sender(
-            name=name,
-            key=key,
-            peers=roster.peers,
-            fingerprint=marks,
-            options=SenderOptions(limits=limits, chunk_bytes=_CHUNK_BYTES),
-            tls=tls,
-        )
         staging_bytes = deployment.engine.staging_bytes * instance.tensor_parallel
         self.arena = StagingArena(staging_bytes, deployment.engine.transfer_block_bytes)
-        self.receiver = Receiver(
-            name=name,
+        endpoint = KvEndpoint.of(
+            name=ranked(instance.name, _RANK),
             key=key,
             host=instance.host,
             port=instance.kv_port,
+            fingerprint=layout.fingerprint(deployment.model.served_name, page_digests=limits.page_digests),
+            tls=tls,
+            peer_list=peer_list_of(deployment, instance, _RANK),
             arena=self.arena,
             layout=self._digest_plan or layout,
-            fingerprint=marks,
-            roster=roster,
-            options=ReceiverOptions(limits=limits, uncounted_regions=int(limits.page_digests)),
-            sender_telemetry=self.sender.telemetry,
-            tls=tls,
-            on_roster=lambda told: self.sender.adopt(told.peers),
-            on_probe=self.sender.probe,
-            on_pace=self.sender.pace,
+            sender_options=SenderOptions(limits=limits, chunk_bytes=_CHUNK_BYTES),
+            receiver_options=ReceiverOptions(limits=limits, uncounted_regions=int(limits.page_digests)),
         )
+        self.sender, self.receiver = endpoint.sender, endpoint.receiver
         self._sweeper: asyncio.Task[None] | None = None
 
     def listen(self) -> None:

@@ -10,7 +10,7 @@ from prfaas.serving.engines.page_digests import PendingSums
 from prfaas.serving.engines.vllm.metadata import LoadOrder
 from prfaas.serving.engines.vllm.wire_layout import WireLayout, WireRegion
 from prfaas.serving.transport.arrival import Arrival
-from prfaas.serving.transport.lent_transfer import LentTransfer
+from prfaas.serving.transport.sibling_staging import LentTransfer
 from prfaas.serving.transport.staging import StagedRegions, StagedTransfer
 
 

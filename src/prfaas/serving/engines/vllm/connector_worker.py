@@ -30,9 +30,10 @@ from prfaas.serving.engines.vllm.sibling_ranks import (
 )
 from prfaas.serving.engines.vllm.stats import ConnectorStats
 from prfaas.serving.engines.vllm.wire_layout import wire_layouts
+from prfaas.serving.transport.endpoint import KvEndpoint
 from prfaas.serving.transport.options import ReceiverOptions, SenderOptions
+from prfaas.serving.transport.peer_list import ranked
 from prfaas.serving.transport.receiver import Receiver
-from prfaas.serving.transport.roster import ranked
 from prfaas.serving.transport.sender import Sender
 from prfaas.serving.transport.sibling_staging import SiblingStaging
 from prfaas.serving.transport.staging import StagingArena, mapped_memory, shared_memory
@@ -154,50 +155,35 @@ class ConnectorWorker:
         ranks = vllm_config.parallel_config.tensor_parallel_size
         geometry = _pool_geometry(settings, layout, ranks, pool_fingerprint(marks, layout, ranks))
         wires = wire_layouts(layout, settings.name, rank, ranks, page_digests=digests)
-        logger.info("KV layout of %s: %s; pages: %s", settings.name, marks, wires.told)
+        logger.info("KV layout of %s: %s; pages: %s", settings.name, marks, wires.reported)
         on_device = any(tensor.device.type == "cuda" for tensor in _tensors(kv_caches))
         memory_fd, buffer = shared_memory(settings.staging_bytes) if sockets else (None, None)
         if on_device:
             buffer = _pinned(settings.staging_bytes) if buffer is None else page_locked(buffer)
         arena = StagingArena(settings.staging_bytes, settings.transfer_block_bytes, buffer)
-        roster, tls = settings.roster(rank, ranks), settings.tls
-        sender = Sender(
-            name=ranked(settings.name, rank),
-            key=key,
-            peers=roster.peers,
-            fingerprint=marks,
-            options=SenderOptions(limits=settings.transfer),
-            tls=tls,
-            layouts=wires,
-        )
         options = ReceiverOptions(limits=settings.transfer, uncounted_regions=int(digests))
-        receiver = Receiver(
+        endpoint = KvEndpoint.of(
             name=ranked(settings.name, rank),
             key=key,
             host=settings.kv_host,
             port=settings.kv_port + rank,
+            fingerprint=marks,
+            tls=settings.tls,
+            peer_list=settings.peer_list(rank, ranks),
             arena=arena,
             layout=wires,
-            fingerprint=marks,
-            roster=roster,
-            options=options,
-            sender_telemetry=sender.telemetry,
-            tls=tls,
-            on_roster=lambda told: sender.adopt(told.peers),
-            on_probe=sender.probe,
-            on_pace=sender.pace,
+            sender_options=SenderOptions(limits=settings.transfer),
+            receiver_options=options,
             more_stats={
                 "drops_last_block": _drops_last_block(vllm_config, kv_cache_config, layout),
                 "own_last_tokens": _own_last_tokens(vllm_config),
             }.copy,
         )
+        receiver, sender = endpoint.receiver, endpoint.sender
         siblings = None
         if memory_fd is not None:
             siblings = SiblingStaging(
-                *(arena, memory_fd, receiver, sockets),
-                ttl_s=settings.transfer.staging_ttl_s,
-                keep_s=options.keep_s,
-                waits_s=settings.transfer.staging_wait_s,
+                *(arena, memory_fd, receiver, sockets, options),
                 map_memory=_mapped_and_locked if on_device else mapped_memory,
             )
             lend = siblings.begin

@@ -155,7 +155,7 @@ class KvConsumer:
             skip_tokens=pull.local_tokens,
             taken=is_complete,
         )
-        self._receiver.tell(pull.transfer_id, status)
+        self._receiver.report(pull.transfer_id, status)
 
     def results(self) -> tuple[set[str], set[str]]:
         """What has become of the ordered loads.

@@ -6,9 +6,8 @@ from prfaas.serving.engines.vllm.block_load import BlockLoad
 from prfaas.serving.engines.vllm.metadata import LoadOrder
 from prfaas.serving.engines.vllm.wire_layout import WireLayout
 from prfaas.serving.transport.arrival import Arrival
-from prfaas.serving.transport.lent_transfer import LentTransfer
 from prfaas.serving.transport.resume_points import ResumePoints
-from prfaas.serving.transport.sibling_staging import SiblingStaging
+from prfaas.serving.transport.sibling_staging import LentTransfer, SiblingStaging
 from prfaas.serving.transport.wire import TransferPhase
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from prfaas.core.deployment import EngineConfig, PoolSettings, TransferLimits
 from prfaas.core.kv.rank_shares import paired_ranks
 from prfaas.serving.transport.options import Peer
-from prfaas.serving.transport.roster import Roster, ranked
+from prfaas.serving.transport.peer_list import PeerList, ranked
 from prfaas.serving.transport.tls_identity import TlsIdentity
 
 
@@ -73,15 +73,15 @@ class ConnectorSettings:
     convert_kv: bool = False
     """Some clusters of the deployment keep KV in another dtype: it is converted between them."""
 
-    def roster(self, rank: int, ranks: int) -> Roster:
-        """Who one of the engine's tensor-parallel ranks has to do with, until the control plane tells it."""
+    def peer_list(self, rank: int, ranks: int) -> PeerList:
+        """The peers of one of the engine's tensor-parallel ranks, until the control plane sends another list."""
 
         def paired(name: str) -> range:
             return paired_ranks(rank, ranks, self.ranks_of_others.get(name, ranks))
 
         peers = [_at_rank(name, peer, other) for name, peer in self.peers.items() for other in paired(name)]
         producers = frozenset(ranked(name, other) for name in self.producers for other in paired(name))
-        return Roster({peer.name: peer for peer in peers}, producers, self.plain_peers)
+        return PeerList({peer.name: peer for peer in peers}, producers, self.plain_peers)
 
     @property
     def tls(self) -> TlsIdentity | None:

@@ -23,8 +23,8 @@ from prfaas.serving.engines.vllm.cut_pages import cut_pages
 from prfaas.serving.engines.vllm.layout import EngineRegion, KvLayout
 from prfaas.serving.engines.vllm.metadata import BlockRun
 from prfaas.serving.engines.vllm.pages import WirePages
+from prfaas.serving.transport.peer_list import rank_of, ranked
 from prfaas.serving.transport.region_layout import PeerLayouts
-from prfaas.serving.transport.roster import rank_of, ranked
 from prfaas.serving.transport.ticket import MAX_PARTS
 from prfaas.serving.transport.wire import count_field
 
@@ -190,14 +190,14 @@ def wire_layouts(
         page_digests: pages travel with digests.
     """
     own = _OwnSide(layout, ranked(name, rank), rank, ranks, page_digests=page_digests)
-    takes_turns = max(layout.copies, default=1) > 1
+    shares_copies = max(layout.copies, default=1) > 1
     told = {
         "ranks": ranks,
         "pages": told_layouts([region.layout for region in layout.regions]),
         "drafter": astuple(own.drafted),
-        "copies": list(layout.copies) if takes_turns else [],
+        "copies": list(layout.copies) if shares_copies else [],
     }
-    return PeerLayouts(told, own.agree, own.alike(), takes_turns=takes_turns)
+    return PeerLayouts(told, own.agree, own.alike(), shares_copies=shares_copies)
 
 
 class _OwnSide:

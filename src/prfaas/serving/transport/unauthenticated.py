@@ -1,4 +1,4 @@
-"""Connections that have not proved yet who they are: a budget of their own, and what is said of them."""
+"""Limits on unauthenticated peers: places for connections in their handshake, and what the log says of them."""
 
 import logging
 import socket
@@ -10,21 +10,21 @@ from prfaas.serving.transport.sockets import shut
 
 log = logging.getLogger(__name__)
 
-# A closed stranger's thread gives its place back within microseconds; a busy machine may need longer.
+# The thread of a closed connection gives its place back within microseconds; a busy machine may need longer.
 _ROOM_WAIT_S = 1.0
 _NOTE_PERIOD_S = 10.0
 _MAX_REJECTED = 64
 
 
-class Strangers:
-    """The places of connections in their handshake; thread-safe.
+class UnauthenticatedPeers:
+    """Limits connections that are still in their handshake; thread-safe.
 
-    Strangers never take the place of a peer. Where all places are taken, the oldest stranger is closed, of the
-    address that has most of them.
+    They have places of their own, so they never take an authenticated peer's. When all places are taken, the oldest
+    connection is closed, of the address that has most of them.
     """
 
     def __init__(self, name: str, places: int) -> None:
-        """`name`: of the side that they connect to."""
+        """`name`: of this side, for the log. `places`: connections in their handshake at once."""
         self._name = name
         self._places = places
         self._changed = threading.Condition()
@@ -39,7 +39,7 @@ class Strangers:
         return len(self._inside)
 
     def enter(self, sock: socket.socket, address: str) -> bool:
-        """Take a place, of the oldest stranger if need be. False if none becomes free."""
+        """Take a place, closing the oldest connection if need be. False if none becomes free."""
         with self._changed:
             if len(self._inside) >= self._places:
                 self._close_one()
@@ -49,21 +49,21 @@ class Strangers:
             return True
 
     def leave(self, sock: socket.socket) -> None:
-        """The stranger has ended or is a peer now; idempotent."""
+        """Give the place back: the connection has ended or is authenticated; idempotent."""
         with self._changed:
             if self._inside.pop(sock, None) is not None:
                 self._changed.notify_all()
 
     def close_oldest(self) -> None:
-        """Give a file descriptor back where none are left."""
+        """Close the oldest connection, where no file descriptors are left."""
         with self._changed:
             self._close_one()
 
     def note(self, sentence: str, peer: str = "") -> None:
-        """A connection failed before it was a peer's.
+        """Log that a connection failed in its handshake.
 
-        A peer that has the key is named at once, if it was not refused for the same reason before. Of all others a
-        line is logged at most every 10 s, with how many more there were.
+        A peer that has the key is named at once, unless it was refused for the same reason before. For all others one
+        line is logged at most every 10 s, with the number of further ones.
         """
         with self._changed:
             if peer:
@@ -83,19 +83,19 @@ class Strangers:
         log.warning("%s closed a connection in its handshake: %s%s", self._name, sentence, more)
 
     def forgive(self, peer: str) -> None:
-        """The peer is welcome now."""
+        """Drop the peer's last rejection: it is welcome now."""
         with self._changed:
             self._rejected.pop(peer, None)
 
     @property
     def rejected(self) -> dict[str, str]:
-        """Peer that has the key → why it was refused at its last attempt. The latest 64."""
+        """Reasons of the last refusal, by peer, of the latest 64 peers that have the key."""
         with self._changed:
             return dict(self._rejected)
 
     @property
     def closed(self) -> int:
-        """Strangers that had to go for others."""
+        """Connections that were closed to make room for others."""
         return self._closed
 
     def _close_one(self) -> None:

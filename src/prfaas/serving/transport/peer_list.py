@@ -1,4 +1,4 @@
-"""Who a rank may send KV to, and who may send to it: at first by its command line, then by the control plane's word."""
+"""Peer lists: the peers that a rank may send KV to and receive it from, from its command line or the control plane."""
 
 import hashlib
 import json
@@ -11,26 +11,26 @@ from prfaas.core.kv.rank_shares import paired_ranks
 from prfaas.serving.transport.options import Peer
 from prfaas.serving.transport.wire import MAX_LINK_CHARS, WireError, count_field, text_field
 
-MAX_ROSTER_NAMES = 4096
+MAX_LISTED_PEERS = 4096
 _MAX_NAME_CHARS = 255
 _MAX_BITS_PER_S = 1 << 50
 _DIGEST_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Roster:
-    """The members that one rank has to do with, by their names on the wire."""
+class PeerList:
+    """Peers of one rank, by their names on the wire."""
 
     peers: Mapping[str, Peer] = field(default_factory=dict)
-    """The only ones that it may send to."""
+    """The only peers that it may send to."""
     producers: frozenset[str] = frozenset()
-    """The only ones that may send to it."""
+    """The only peers that may send to it."""
     plain: frozenset[str] = frozenset()
-    """Where it has a certificate, the only instances, gateways and tools that may connect without encryption."""
+    """If it has a certificate: the only instances, gateways and tools that may connect without encryption."""
 
     @property
     def digest(self) -> str:
-        """Equal for equal rosters, however they came: 16 hex digits."""
+        """16 hex digits, equal for equal lists."""
         canonical = json.dumps(self.to_body(), sort_keys=True, separators=(",", ":"))
         return hashlib.blake2b(canonical.encode(), digest_size=_DIGEST_BYTES).hexdigest()
 
@@ -84,8 +84,8 @@ def rank_of(name: str) -> int:
     return int(name.rpartition("/")[2])
 
 
-def roster_of(deployment: Deployment, instance: Instance, rank: int) -> Roster:
-    """What a deployment says of one rank of an instance. A rank has to do with those that share its heads."""
+def peer_list_of(deployment: Deployment, instance: Instance, rank: int) -> PeerList:
+    """The peers of one rank of an instance in a deployment: the ranks that share its heads."""
     ranks = instance.kv_ranks
     peers = [
         _peer_of(peer, ranks, other)
@@ -100,11 +100,11 @@ def roster_of(deployment: Deployment, instance: Instance, rank: int) -> Roster:
     plain = (
         deployment.plain_peers_of(instance) if deployment.needs_certificate(instance.name) else frozenset()
     )
-    return Roster({peer.name: peer for peer in peers}, frozenset(producers), plain)
+    return PeerList({peer.name: peer for peer in peers}, frozenset(producers), plain)
 
 
 def _peer_of(peer: KvPeer, ranks: int, other: int) -> Peer:
-    # Every rank sends its own part of a transfer, all at the same time.
+    # All ranks send their shares of a transfer at the same time.
     share = None if peer.share_bits_per_s is None else peer.share_bits_per_s / ranks
     return Peer(
         name=ranked(peer.instance.name, other),
@@ -126,8 +126,8 @@ def _whole(bits_per_s: float | None) -> int | None:
 
 def _list(body: Mapping[str, Any], name: str) -> list[Any]:
     value = body.get(name)
-    if not isinstance(value, list) or len(value) > MAX_ROSTER_NAMES:
-        raise WireError(f"field {name!r} must be a list of at most {MAX_ROSTER_NAMES}")
+    if not isinstance(value, list) or len(value) > MAX_LISTED_PEERS:
+        raise WireError(f"field {name!r} must be a list of at most {MAX_LISTED_PEERS}")
     return value
 
 

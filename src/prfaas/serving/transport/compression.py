@@ -1,12 +1,12 @@
-"""Lossless coding of chunks for slow links: the plane of the elements' upper bytes is compressed, the rest is not.
+"""Lossless compression of chunks for slow links: only the plane of the elements' upper bytes is compressed.
 
 The upper byte of a floating-point number holds its sign and all or most of its exponent, which take few values in a
 KVCache. The bytes of the mantissa are as good as random. So a chunk is cut into planes, one for each byte of an
 element. The last plane goes through zstd, whose Huffman stage comes close to its entropy. Elements have 1, 2 or 4 bytes
-(fp8, bf16 or fp16, fp32). Which of them a chunk holds is read off its bytes, so nobody must know its layout.
+(fp8, bf16 or fp16, fp32). The size is estimated from the chunk's bytes, so no layout is needed.
 
-Layout of a coded payload, little endian: u32 length of the chunk, u32 length of the compressed plane, u8 bytes of an
-element, 3 zero bytes; then the compressed plane, the other planes in order, and what is left of a last element.
+Layout of a compressed payload, little endian: u32 length of the chunk, u32 length of the compressed plane, u8 bytes of
+an element, 3 zero bytes; then the compressed plane, the other planes in order, and the rest of a last element.
 """
 
 import struct
@@ -27,9 +27,9 @@ _LEVEL = 1
 _SAMPLE_SLICES, _SAMPLE_SLICE_BYTES = 4, 4096
 # A chunk that would not get shorter than this is sent as it is.
 _WORTH_RATIO = 0.95
-# Decoding takes this share of the encoder's CPU time (measured: bench/compression.py).
+# Decompression takes this share of the compressor's CPU time (measured: bench/compression.py).
 _DECODE_SHARE = 0.4
-# An encoder that does not pay is tried again once in so many chunks: links and data change.
+# Where compression does not pay, one chunk in this many is a new try: links and data change.
 _RETRY_CHUNKS = 64
 _SMOOTHING = 0.2
 
@@ -37,69 +37,69 @@ _Bytes = NDArray[np.uint8]
 
 
 def element_bytes(chunk: memoryview) -> tuple[int, float]:
-    """Which elements a chunk holds, judged by a sample of it.
+    """Estimate the size of a chunk's elements from a sample of its bytes.
 
     Returns:
-        The bytes of an element, and the share of the chunk's length that is left when it is coded so (estimated by the
+        The bytes of an element, and the share of the chunk's length that compression leaves then (estimated by the
         entropy of the last plane).
     """
     sample = _sample(np.frombuffer(chunk, dtype=np.uint8))
-    ratios = {size: _coded_share(sample, size) for size in _ELEMENT_BYTES if len(sample) >= size}
+    ratios = {size: _compressed_share(sample, size) for size in _ELEMENT_BYTES if len(sample) >= size}
     if not ratios:
         return 1, 1.0
     best = min(ratios, key=ratios.__getitem__)
     return best, ratios[best]
 
 
-def encode(chunk: memoryview, size: int) -> bytearray:
-    """The coded payload of a chunk of elements of `size` bytes; may be longer than the chunk."""
+def compress(chunk: memoryview, size: int) -> bytearray:
+    """The compressed payload of a chunk of elements of `size` bytes; may be longer than the chunk."""
     data = np.frombuffer(chunk, dtype=np.uint8)
     elements, rest = divmod(len(data), size)
     planes = data[: elements * size].reshape(elements, size)
     plane = zstandard.ZstdCompressor(level=_LEVEL).compress(np.ascontiguousarray(planes[:, -1]).data)
     plain_at = PREFIX_BYTES + len(plane)
-    coded = bytearray(plain_at + elements * (size - 1) + rest)
-    _PREFIX.pack_into(coded, 0, len(data), len(plane), size)
-    coded[PREFIX_BYTES:plain_at] = plane
-    target = np.frombuffer(coded, dtype=np.uint8)[plain_at:]
+    compressed = bytearray(plain_at + elements * (size - 1) + rest)
+    _PREFIX.pack_into(compressed, 0, len(data), len(plane), size)
+    compressed[PREFIX_BYTES:plain_at] = plane
+    target = np.frombuffer(compressed, dtype=np.uint8)[plain_at:]
     for number in range(size - 1):
         target[number * elements : (number + 1) * elements] = planes[:, number]
     target[elements * (size - 1) :] = data[elements * size :]
-    return coded
+    return compressed
 
 
-def decoded_bytes(prefix: bytes | bytearray | memoryview) -> int:
-    """The length of the chunk in a coded payload that begins with `prefix` (12 bytes).
+def decompressed_bytes(prefix: bytes | bytearray | memoryview) -> int:
+    """The length of the chunk in a compressed payload that begins with `prefix` (12 bytes).
 
     Raises:
         WireError: it is out of bounds.
     """
     if len(prefix) < PREFIX_BYTES:
-        raise WireError(f"a coded chunk must begin with {PREFIX_BYTES} bytes that describe it")
+        raise WireError(f"a compressed chunk must begin with {PREFIX_BYTES} bytes that describe it")
     nbytes, _, size = _PREFIX.unpack_from(prefix)
     if not 0 < nbytes <= MAX_DATA_BYTES or size not in _ELEMENT_BYTES:
-        raise WireError(f"a coded chunk of {nbytes} bytes in elements of {size} is out of bounds")
+        raise WireError(f"a compressed chunk of {nbytes} bytes in elements of {size} is out of bounds")
     return int(nbytes)
 
 
-def decode(coded: memoryview, pieces: Sequence[memoryview]) -> bool:
+def decompress(compressed: memoryview, pieces: Sequence[memoryview]) -> bool:
     """Decode a payload into `pieces`, which have together as many bytes as the chunk.
 
     Returns:
-        Whether it could be decoded. If not, the content of `pieces` is undefined.
+        Whether it could be decompressed. If not, the content of `pieces` is undefined.
     """
-    nbytes, plane_bytes, size = _PREFIX.unpack_from(coded)
+    nbytes, plane_bytes, size = _PREFIX.unpack_from(compressed)
     elements, rest = divmod(nbytes, size)
     plain_at = PREFIX_BYTES + plane_bytes
-    if len(coded) != plain_at + elements * (size - 1) + rest or sum(map(len, pieces)) != nbytes:
+    if len(compressed) != plain_at + elements * (size - 1) + rest or sum(map(len, pieces)) != nbytes:
         return False
     try:
-        plane = _decompressed(coded[PREFIX_BYTES:plain_at], elements)
+        plane = _decompressed(compressed[PREFIX_BYTES:plain_at], elements)
     except zstandard.ZstdError:
         return False
     if len(plane) != elements:
         return False
-    source = np.frombuffer(coded, dtype=np.uint8)[plain_at:]
+    source = np.frombuffer(compressed, dtype=np.uint8)[plain_at:]
     alone = len(pieces) == 1
     chunk = np.frombuffer(pieces[0], dtype=np.uint8) if alone else np.empty(nbytes, dtype=np.uint8)
     planes = chunk[: elements * size].reshape(elements, size)
@@ -138,7 +138,7 @@ def _sample(data: _Bytes) -> _Bytes:
     return np.concatenate([data[start : start + _SAMPLE_SLICE_BYTES] for start in starts])
 
 
-def _coded_share(sample: _Bytes, size: int) -> float:
+def _compressed_share(sample: _Bytes, size: int) -> float:
     plane = sample[: len(sample) // size * size].reshape(-1, size)[:, -1]
     counts = np.bincount(plane, minlength=256)
     shares = counts[counts > 0] / len(plane)
@@ -147,34 +147,34 @@ def _coded_share(sample: _Bytes, size: int) -> float:
 
 
 @dataclass(slots=True)
-class CodingCounters:
-    """What coding did on one connection; all only grow."""
+class CompressionCounters:
+    """Counters of compression on one connection; all only grow."""
 
     coded_chunks: int = 0
     raw_bytes: int = 0
-    """Of the chunks that left coded."""
+    """Of the compressed chunks, before compression."""
     sent_bytes: int = 0
-    """What they were coded to."""
+    """Of the compressed chunks, after it."""
     encode_s: float = 0.0
-    """CPU time of this side, of chunks that left as they were too."""
+    """CPU time of this side, including chunks that left uncompressed in the end."""
 
 
-class ChunkCoder:
-    """Codes the chunks of one connection where the link time saved exceeds the CPU time of both sides.
+class ChunkCompressor:
+    """Compresses the chunks of one connection where the link time saved exceeds the CPU time of both sides.
 
-    For a chunk of n bytes that is coded to c bytes, the link saves 8 (n − c) / r seconds, with r the rate at which this
-    connection may or can send. Both c / n and the seconds per byte are moving averages of what was measured here. Not
-    thread-safe: one writer uses it.
+    A chunk of n bytes that is compressed to c bytes saves 8 (n − c) / r seconds of the link, with r the rate at which
+    this connection may or can send. c / n and the seconds per byte are moving averages of this connection's own
+    measurements. Not thread-safe: one writer uses it.
     """
 
     def __init__(self) -> None:
-        self.counters = CodingCounters()
+        self.counters = CompressionCounters()
         self._encode_s_per_byte = 0.0
         self._share_left = 0.0
         self._skipped = 0
 
-    def coded(self, chunk: memoryview, bits_per_s: float | None) -> bytearray | None:
-        """The coded payload; None: the chunk is to leave as it is.
+    def compressed(self, chunk: memoryview, bits_per_s: float | None) -> bytearray | None:
+        """The compressed payload of a chunk; None: send it uncompressed.
 
         Args:
             chunk: its bytes.
@@ -184,14 +184,14 @@ class ChunkCoder:
             return None
         began_s = time.thread_time()
         size, share = element_bytes(chunk)
-        coded = encode(chunk, size) if share <= _WORTH_RATIO else None
-        if coded is not None and len(coded) > _WORTH_RATIO * len(chunk):
-            coded = None
-        self._learn(len(chunk), coded, time.thread_time() - began_s)
-        return coded
+        compressed = compress(chunk, size) if share <= _WORTH_RATIO else None
+        if compressed is not None and len(compressed) > _WORTH_RATIO * len(chunk):
+            compressed = None
+        self._learn(len(chunk), compressed, time.thread_time() - began_s)
+        return compressed
 
     def _pays(self, bits_per_s: float) -> bool:
-        """Whether to try; at first, and now and then, in any case."""
+        """True if compression is worth a try: always at first, and for one chunk in `_RETRY_CHUNKS`."""
         saved_s_per_byte = 8 * (1 - self._share_left) / bits_per_s
         spent_s_per_byte = self._encode_s_per_byte * (1 + _DECODE_SHARE)
         if saved_s_per_byte > spent_s_per_byte or self._skipped >= _RETRY_CHUNKS:
@@ -200,14 +200,14 @@ class ChunkCoder:
         self._skipped += 1
         return False
 
-    def _learn(self, nbytes: int, coded: bytearray | None, encode_s: float) -> None:
+    def _learn(self, nbytes: int, compressed: bytearray | None, encode_s: float) -> None:
         counters, first = self.counters, self._encode_s_per_byte == 0.0
-        share = 1.0 if coded is None else len(coded) / nbytes
+        share = 1.0 if compressed is None else len(compressed) / nbytes
         weight = 1.0 if first else _SMOOTHING
         self._share_left += weight * (share - self._share_left)
         self._encode_s_per_byte += weight * (encode_s / nbytes - self._encode_s_per_byte)
         counters.encode_s += encode_s
-        if coded is not None:
+        if compressed is not None:
             counters.coded_chunks += 1
             counters.raw_bytes += nbytes
-            counters.sent_bytes += len(coded)
+            counters.sent_bytes += len(compressed)

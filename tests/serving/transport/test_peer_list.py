@@ -1,9 +1,9 @@
-"""Rosters: on the wire, in a sender that goes on sending, and at a receiver that lets nobody else in."""
+"""Peer lists: on the wire, in a sender that goes on sending, and at a receiver that lets no other peer in."""
 
 import asyncio
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,8 +15,8 @@ from prfaas.core.deployment import CONTROL, TOOLS, load_deployment
 from prfaas.core.deployment.examples import example_path
 from prfaas.serving.engines.command import kv_transfer_config
 from prfaas.serving.engines.vllm.settings import ConnectorSettings
-from prfaas.serving.transport import Observer, Peer, Receiver, Sender, StagingArena
-from prfaas.serving.transport.roster import Roster, roster_of
+from prfaas.serving.transport import Observer, PaceOrder, Peer, Receiver, Sender, StagingArena
+from prfaas.serving.transport.peer_list import PeerList, peer_list_of
 from prfaas.serving.transport.wire import WireError
 
 from .harness import FAST_RECEIVER, FAST_SENDER, FINGERPRINT, KEY, SizesByTokens
@@ -36,23 +36,23 @@ peers = st.builds(
     compressed=st.booleans(),
     share_bits_per_s=rates,
 )
-rosters = st.builds(
-    lambda found, producers, plain: Roster({peer.name: peer for peer in found}, producers, plain),
+peer_lists = st.builds(
+    lambda found, producers, plain: PeerList({peer.name: peer for peer in found}, producers, plain),
     st.lists(peers, max_size=5),
     st.frozensets(texts, max_size=5),
     st.frozensets(texts, max_size=5),
 )
 
 
-@given(rosters)
-def test_a_roster_comes_as_it_was_sent(roster: Roster) -> None:
-    came = Roster.from_body(json.loads(json.dumps(roster.to_body())))
-    assert came == roster
-    assert came.digest == roster.digest
+@given(peer_lists)
+def test_a_peer_list_comes_as_it_was_sent(peer_list: PeerList) -> None:
+    came = PeerList.from_body(json.loads(json.dumps(peer_list.to_body())))
+    assert came == peer_list
+    assert came.digest == peer_list.digest
 
 
-@given(rosters, rosters)
-def test_digests_tell_rosters_apart(one: Roster, other: Roster) -> None:
+@given(peer_lists, peer_lists)
+def test_digests_tell_peer_lists_apart(one: PeerList, other: PeerList) -> None:
     assert (one.digest == other.digest) == (one == other)
 
 
@@ -74,11 +74,11 @@ def test_digests_tell_rosters_apart(one: Roster, other: Roster) -> None:
         lambda body: body.pop("plain"),
     ],
 )
-def test_absurd_rosters_are_refused(break_it: Callable[[dict[str, object]], object]) -> None:
-    body = Roster({"c/0": Peer("c/0", "h", 1, "l", 1, 1e9)}, frozenset({"p/0"})).to_body()
+def test_absurd_peer_lists_are_refused(break_it: Callable[[dict[str, object]], object]) -> None:
+    body = PeerList({"c/0": Peer("c/0", "h", 1, "l", 1, 1e9)}, frozenset({"p/0"})).to_body()
     break_it(body)
     with pytest.raises(WireError):
-        Roster.from_body(body)
+        PeerList.from_body(body)
 
 
 @pytest.mark.parametrize("example", ["local.yaml", "local-wide.yaml", "synthetic.yaml"])
@@ -91,8 +91,8 @@ def test_the_command_line_and_the_control_plane_say_the_same(example: str, tmp_p
         settings = ConnectorSettings.parse(json.loads(json.dumps(config)))
         for rank in range(instance.tensor_parallel):
             assert (
-                settings.roster(rank, instance.tensor_parallel).digest
-                == roster_of(deployment, instance, rank).digest
+                settings.peer_list(rank, instance.tensor_parallel).digest
+                == peer_list_of(deployment, instance, rank).digest
             )
 
 
@@ -109,21 +109,21 @@ def test_ranks_of_unlike_engines_have_to_do_with_those_that_share_their_heads(tm
     deployment = replace(deployment, clusters=clusters)
     far = next(each for each in deployment.instances if each.name == "east-prefill-0")
     home = next(each for each in deployment.instances if each.name == "home-decode-0")
-    peers = roster_of(deployment, far, 0).peers
+    peers = peer_list_of(deployment, far, 0).peers
     for rank in range(2):
         assert peers[f"home-decode-0/{rank}"].port == home.kv_port + rank
-        roster = roster_of(deployment, home, rank)
-        assert {"east-prefill-0/0", f"home-prefill-0/{rank}"} == roster.producers
+        peer_list = peer_list_of(deployment, home, rank)
+        assert {"east-prefill-0/0", f"home-prefill-0/{rank}"} == peer_list.producers
     for instance in (far, home):
         config = kv_transfer_config(deployment, instance)["kv_connector_extra_config"]
         assert isinstance(config, dict)
         settings = ConnectorSettings.parse(json.loads(json.dumps(config)))
         for rank in range(instance.tensor_parallel):
-            told = roster_of(deployment, instance, rank)
-            assert settings.roster(rank, instance.tensor_parallel).digest == told.digest
+            told = peer_list_of(deployment, instance, rank)
+            assert settings.peer_list(rank, instance.tensor_parallel).digest == told.digest
 
 
-def receiver(name: str, roster: Roster | None = None, **more: object) -> Receiver:
+def receiver(name: str, peer_list: PeerList | None = None, **more: object) -> Receiver:
     made = Receiver(
         name=name,
         key=KEY,
@@ -133,11 +133,27 @@ def receiver(name: str, roster: Roster | None = None, **more: object) -> Receive
         layout=SizesByTokens(),
         fingerprint=FINGERPRINT,
         options=FAST_RECEIVER,
-        roster=roster,
+        peer_list=peer_list,
         **more,  # type: ignore[arg-type]
     )
     made.start()
     return made
+
+
+class BesideSender:
+    """A sender beside a receiver that only learns its peers."""
+
+    def __init__(self, apply_peers: Callable[[Mapping[str, Peer]], None]) -> None:
+        self.apply_peers = apply_peers
+
+    def telemetry(self) -> dict[str, object]:
+        return {"links": {}}
+
+    def pace(self, order: PaceOrder) -> None:
+        raise AssertionError(order)
+
+    def probe(self, link: str, nbytes: int) -> None:
+        raise AssertionError(link)
 
 
 def peer_of(to: Receiver, **changes: object) -> Peer:
@@ -161,20 +177,20 @@ def test_a_sender_meets_new_peers_and_leaves_others() -> None:
     sender = Sender(name="p/0", key=KEY, peers={}, fingerprint=FINGERPRINT, options=FAST_SENDER)
     try:
         sender.start()
-        sender.adopt({"one/0": peer_of(one)})
+        sender.apply_peers({"one/0": peer_of(one)})
         await_true(lambda: connections(sender) == {"one/0": 1})
-        sender.adopt({"one/0": peer_of(one), "two/0": peer_of(two)})
+        sender.apply_peers({"one/0": peer_of(one), "two/0": peer_of(two)})
         await_true(lambda: connections(sender) == {"one/0": 1, "two/0": 1})
         assert sender.stats()["peers"]["one/0"]["connects"] == 1, "the old connection was made anew"
         # Another bandwidth is no other way.
         wider = {each.name: peer_of(each, bandwidth_bits_per_s=2e9) for each in (one, two)}
-        sender.adopt(wider)
+        sender.apply_peers(wider)
         assert {told["connects"] for told in sender.stats()["peers"].values()} == {1}
-        sender.adopt({"two/0": peer_of(two)})
+        sender.apply_peers({"two/0": peer_of(two)})
         await_true(lambda: one.stats()["producer_connections"] == 0)
         assert connections(sender) == {"two/0": 1}
         # More connections are another way.
-        sender.adopt({"two/0": peer_of(two, connections=3)})
+        sender.apply_peers({"two/0": peer_of(two, connections=3)})
         await_true(lambda: connections(sender) == {"two/0": 3})
     finally:
         for each in (sender, one, two):
@@ -185,14 +201,14 @@ def test_a_sender_meets_new_peers_and_leaves_others() -> None:
 def test_a_sender_refuses_what_it_cannot_be() -> None:
     sender = Sender(name="p/0", key=KEY, peers={}, fingerprint=FINGERPRINT, options=FAST_SENDER)
     there = Peer("c/0", "127.0.0.1", 9, "a->b", 1, 1e9, on_demand=True)
-    sender.adopt({"c/0": there})
+    sender.apply_peers({"c/0": there})
     for wrong, why in (
         ({"c/0": replace(there, encrypted=True)}, "no TLS identity"),
         ({"c/0": there, "d/0": replace(there, name="d/0", bandwidth_bits_per_s=2e9)}, "different bandwidths"),
-        ({"c/0": replace(there, bandwidth_bits_per_s=None)}, "is paced in one roster"),
+        ({"c/0": replace(there, bandwidth_bits_per_s=None)}, "is paced in one peer list"),
     ):
         with pytest.raises(ValueError, match=why):
-            sender.adopt(wrong)
+            sender.apply_peers(wrong)
         assert sender.stats()["peers"].keys() == {"c/0"}
     sender.close()
 
@@ -200,20 +216,20 @@ def test_a_sender_refuses_what_it_cannot_be() -> None:
 def test_a_link_takes_another_bandwidth_and_share() -> None:
     sender = Sender(name="p/0", key=KEY, peers={}, fingerprint=FINGERPRINT, options=FAST_SENDER)
     there = Peer("c/0", "127.0.0.1", 9, "a->b", 1, 1e9, on_demand=True, share_bits_per_s=5e8)
-    sender.adopt({"c/0": there})
+    sender.apply_peers({"c/0": there})
     assert sender.telemetry()["links"]["a->b"]["pace_bits_per_s"] == 5e8
-    sender.adopt({"c/0": replace(there, bandwidth_bits_per_s=4e9, share_bits_per_s=2e9)})
+    sender.apply_peers({"c/0": replace(there, bandwidth_bits_per_s=4e9, share_bits_per_s=2e9)})
     assert sender.telemetry()["links"]["a->b"]["pace_bits_per_s"] == 2e9
     sender.close()
 
 
-def told(name: str, to: Receiver, roster: Roster) -> dict[str, object]:
-    """What a receiver says of its roster after somebody has told it one."""
+def told(name: str, to: Receiver, peer_list: PeerList) -> dict[str, object]:
+    """What a receiver says of its peer_list after somebody has told it one."""
 
     async def tell() -> dict[str, object]:
         observer = Observer(name, KEY, "127.0.0.1", to.port, to.name)
         try:
-            await observer.tell_roster(roster)
+            await observer.send_peer_list(peer_list)
             found: dict[str, object] = (await observer.stats())["roster"]
             return found
         finally:
@@ -222,10 +238,10 @@ def told(name: str, to: Receiver, roster: Roster) -> dict[str, object]:
     return asyncio.run(tell())
 
 
-def test_a_receiver_lets_in_whom_its_roster_names() -> None:
-    start = Roster({}, frozenset({"old/0"}))
-    heard: list[Roster] = []
-    here = receiver("here/0", start, on_roster=heard.append)
+def test_a_receiver_lets_in_whom_its_peer_list_names() -> None:
+    start = PeerList({}, frozenset({"old/0"}))
+    heard: list[Mapping[str, Peer]] = []
+    here = receiver("here/0", start, sender=BesideSender(heard.append))
     senders = {
         name: Sender(
             name=name,
@@ -244,39 +260,39 @@ def test_a_receiver_lets_in_whom_its_roster_names() -> None:
         await_true(
             lambda: "not among its producers" in senders["new/0"].telemetry()["rejected"].get("here/0", "")
         )
-        new = Roster({}, frozenset({"new/0"}))
+        new = PeerList({"x/0": Peer("x/0", "h", 1, "l", 1, 1e9)}, frozenset({"new/0"}))
         assert here.stats()["roster"] == {"digest": start.digest, "told": False, "trouble": ""}
         assert told(CONTROL, here, new) == {"digest": new.digest, "told": True, "trouble": ""}
-        assert heard == [new]
+        assert heard == [new.peers]
         await_true(lambda: connections(senders["old/0"])["here/0"] == 0)
         # Who was rejected asks again at once when it is told itself.
-        senders["new/0"].adopt({"here/0": peer_of(here)})
+        senders["new/0"].apply_peers({"here/0": peer_of(here)})
         await_true(lambda: connections(senders["new/0"])["here/0"] == 1)
     finally:
         for each in (*senders.values(), here):
             each.close()
 
 
-def test_only_the_control_plane_tells_a_roster() -> None:
-    start = Roster({}, frozenset({"old/0"}))
+def test_only_the_control_plane_sends_a_peer_list() -> None:
+    start = PeerList({}, frozenset({"old/0"}))
     here = receiver("here/0", start)
     try:
         with pytest.raises(ConnectionError):
-            told(TOOLS, here, Roster({}, frozenset({"new/0"})))
+            told(TOOLS, here, PeerList({}, frozenset({"new/0"})))
         assert here.stats()["roster"]["digest"] == start.digest
     finally:
         here.close()
 
 
-def test_a_roster_that_the_sender_refuses_changes_nothing() -> None:
-    start = Roster({}, frozenset({"old/0"}))
+def test_a_peer_list_that_the_sender_refuses_changes_nothing() -> None:
+    start = PeerList({}, frozenset({"old/0"}))
 
-    def refuse(_roster: Roster) -> None:
+    def refuse(_peers: Mapping[str, Peer]) -> None:
         raise ValueError("it can't")
 
-    here = receiver("here/0", start, on_roster=refuse)
+    here = receiver("here/0", start, sender=BesideSender(refuse))
     try:
-        assert told(CONTROL, here, Roster({}, frozenset({"new/0"}))) == {
+        assert told(CONTROL, here, PeerList({}, frozenset({"new/0"}))) == {
             "digest": start.digest,
             "told": True,
             "trouble": "it can't",

@@ -1,17 +1,17 @@
-"""What a producer makes of a peer's silence: connections to close, and transfers to give up."""
+"""Liveness of a producer's peer: connections to close after a timeout, and transfers to give up."""
 
 import time
 from collections.abc import Collection, Iterable, Mapping
 
 from prfaas.serving.transport.in_flight import InFlightWindow
+from prfaas.serving.transport.liveness import HEARTBEAT_BYTES, LookClock, heartbeat_period_s, path_timeout_s
 from prfaas.serving.transport.options import SenderOptions
 from prfaas.serving.transport.outgoing import Carrier, OutgoingTransfer, SendPhase
-from prfaas.serving.transport.silence import HEARTBEAT_BYTES, LookClock, patience_s, ping_period_s
 from prfaas.serving.transport.sockets import TcpInfo
 
 
-class PeerWatch:
-    """What a peer queue knows of its peer's life; guarded by the queue's lock."""
+class PeerLiveness:
+    """Judges a peer queue's peer by the liveness of its connections; guarded by the queue's lock."""
 
     def __init__(self, peer_name: str, options: SenderOptions) -> None:
         self._peer_name = peer_name
@@ -20,59 +20,59 @@ class PeerWatch:
         self._dark_s = 0.0
         self._stuck_s = 0.0
         self.silent = ""
-        """What is known of a path that is given up; empty while there is one."""
+        """Why the path to the peer was given up; empty while there is one."""
         self.stalled = ""
-        """What is known of an engine that does not answer while its machine does; empty while it answers."""
+        """Why the peer counts as stalled: its machine answers, its engine does not. Empty otherwise."""
 
     def begin(self) -> None:
-        """The first transfer after a time without any."""
+        """Start anew: a first transfer is opened."""
         self._clock.elapsed_s(time.monotonic())
         self._dark_s = self._stuck_s = 0.0
 
     def connected(self) -> None:
-        """A connection is up."""
+        """Note that a connection is up."""
         self._dark_s = 0.0
         self.silent = self.stalled = ""
 
     def progressed(self) -> None:
-        """The peer has accepted or acknowledged something."""
+        """Note that the peer has accepted or acknowledged something."""
         self._stuck_s = 0.0
 
     def look(
         self, now_s: float, windows: Collection[InFlightWindow], infos: Mapping[Carrier, TcpInfo]
     ) -> dict[Carrier, str]:
-        """Count the silence.
+        """Update the silence of all connections and of the peer.
 
         Args:
             now_s: time.monotonic().
             windows: of the connections that are up.
-            infos: what the kernel says of them now.
+            infos: the kernel's counters of them now.
 
         Returns:
-            The connections to close, and why.
+            The reason to close, by connection.
         """
         options = self._options
         elapsed_s = self._clock.elapsed_s(now_s)
-        spare_s = ping_period_s(options.limits.silence_s)
+        spare_s = heartbeat_period_s(options.limits.silence_s)
         self._stuck_s += elapsed_s
         closing: dict[Carrier, str] = {}
         for window in windows:
-            info, silence = infos.get(window.connection), window.silence
+            info, liveness = infos.get(window.connection), window.liveness
             if info is None:
                 continue
-            before = silence.bytes_acked
-            silence.look(info, elapsed_s, asked=window.awaits_answer, spare_s=spare_s)
+            before = liveness.bytes_acked
+            liveness.look(info, elapsed_s, asked=window.awaits_answer, spare_s=spare_s)
             if info.bytes_acked - before > HEARTBEAT_BYTES:
                 self._stuck_s = 0.0
-            if silence.path_s > patience_s(options.limits.silence_s):
-                closing[window.connection] = f"nothing has come back from it for {silence.path_s:.1f} s"
-            elif silence.engine_s > options.limits.progress_deadline_s:
+            if liveness.path_s > path_timeout_s(options.limits.silence_s):
+                closing[window.connection] = f"nothing has come back from it for {liveness.path_s:.1f} s"
+            elif liveness.engine_s > options.limits.progress_deadline_s:
                 closing[window.connection] = (
-                    f"its machine acknowledges, its engine has taken nothing for {silence.engine_s:.1f} s"
+                    f"its machine acknowledges, its engine has taken nothing for {liveness.engine_s:.1f} s"
                 )
-        path_s = [window.silence.path_s for window in windows]
+        path_s = [window.liveness.path_s for window in windows]
         self._dark_s = min(path_s) if path_s else self._dark_s + elapsed_s
-        engine_s = min((window.silence.engine_s for window in windows), default=0.0)
+        engine_s = min((window.liveness.engine_s for window in windows), default=0.0)
         late = engine_s > options.limits.silence_s
         self.stalled = f"its engine has not answered for {engine_s:.1f} s" if late else ""
         if self._dark_s > options.limits.resume_s:
@@ -82,13 +82,13 @@ class PeerWatch:
     def overdue(
         self, now_s: float, transfers: Iterable[OutgoingTransfer], up: bool, trouble: str
     ) -> list[tuple[OutgoingTransfer, str]]:
-        """The transfers that must end now, and why; after `look`.
+        """Transfers that must end now, each with the reason; call `look` before.
 
         Args:
             now_s: time.monotonic().
             transfers: all that are open.
             up: the peer has a connection.
-            trouble: what happened to the last one.
+            trouble: why the last connection failed.
         """
         options = self._options
         transfers = list(transfers)

@@ -1,4 +1,4 @@
-"""Silence: of a path, of an engine, and of this process itself, which takes nobody for silent."""
+"""Liveness: silence of a path, of an engine, and of this process itself, which takes nobody for silent."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from prfaas.serving.transport import BytesSource, Peer, Sender, SendPhase, TcpInfo, TransferPhase
-from prfaas.serving.transport.silence import LONGEST_LOOK_S, LookClock, Silence
+from prfaas.serving.transport.liveness import LONGEST_LOOK_S, Liveness, LookClock
 
 from .harness import (
     FAST_SENDER,
@@ -45,18 +45,18 @@ receiver.close()
 """
 
 
-def look(silence: Silence, info: TcpInfo, times: int = 1, *, asked: bool = True) -> None:
+def look(liveness: Liveness, info: TcpInfo, times: int = 1, *, asked: bool = True) -> None:
     for _ in range(times):
-        silence.look(info, 0.1, asked=asked, spare_s=0.5)
+        liveness.look(info, 0.1, asked=asked, spare_s=0.5)
 
 
 def test_a_dark_path_is_told_from_a_stopped_engine() -> None:
-    dark, stopped = Silence(), Silence()
+    dark, stopped = Liveness(), Liveness()
     look(dark, QUIET)
     look(stopped, QUIET)
     look(dark, replace(QUIET, in_flight=1), 20)
     for count in range(20):
-        # Its machine acknowledges one sign of life after the other.
+        # Its machine acknowledges one heartbeat after the other.
         look(stopped, replace(QUIET, in_flight=1, bytes_acked=1000 + 56 * count))
     assert dark.path_s == pytest.approx(2.0)
     assert stopped.path_s == 0.0
@@ -64,25 +64,25 @@ def test_a_dark_path_is_told_from_a_stopped_engine() -> None:
 
 
 def test_a_closed_window_is_the_engine_s_silence() -> None:
-    silence = Silence()
-    look(silence, QUIET)
-    look(silence, replace(QUIET, notsent_bytes=1 << 20), 40)
-    assert silence.path_s <= 0.5
-    assert silence.engine_s == pytest.approx(4.0)
+    liveness = Liveness()
+    look(liveness, QUIET)
+    look(liveness, replace(QUIET, notsent_bytes=1 << 20), 40)
+    assert liveness.path_s <= 0.5
+    assert liveness.engine_s == pytest.approx(4.0)
 
 
 def test_data_that_moves_is_a_sign_of_life_however_late_the_answer() -> None:
-    silence = Silence()
+    liveness = Liveness()
     for count in range(100):
-        look(silence, replace(QUIET, in_flight=9, bytes_acked=1000 + 1448 * count))
-    assert silence.path_s == silence.engine_s == 0.0
+        look(liveness, replace(QUIET, in_flight=9, bytes_acked=1000 + 1448 * count))
+    assert liveness.path_s == liveness.engine_s == 0.0
 
 
 def test_who_was_asked_nothing_is_not_silent() -> None:
-    silence = Silence()
-    look(silence, QUIET)
-    look(silence, QUIET, 1000, asked=False)
-    assert silence.path_s == silence.engine_s == pytest.approx(0.5)
+    liveness = Liveness()
+    look(liveness, QUIET)
+    look(liveness, QUIET, 1000, asked=False)
+    assert liveness.path_s == liveness.engine_s == pytest.approx(0.5)
 
 
 def test_a_stop_of_this_process_counts_as_one_look() -> None:
@@ -91,7 +91,7 @@ def test_a_stop_of_this_process_counts_as_one_look() -> None:
 
 
 @pytest.mark.slow("connections wait for each other, and for time limits")
-def test_signs_of_life_while_nothing_is_to_be_sent(make_world: MakeWorld) -> None:
+def test_heartbeats_while_nothing_is_to_be_sent(make_world: MakeWorld) -> None:
     """A prefill that takes longer than every deadline of silence is no silence."""
     world = make_world(
         sender_options=with_options(FAST_SENDER, silence_s=0.6, resume_s=0.5, progress_deadline_s=10.0),

@@ -1,4 +1,4 @@
-"""Whoever lacks the key keeps nobody out, forges no log line and uses up neither threads nor file descriptors."""
+"""An unauthenticated peer keeps no other out, forges no log line, and uses up neither threads nor file descriptors."""
 
 import io
 import logging
@@ -54,7 +54,7 @@ def is_closed(sock: socket.socket) -> bool:
 
 @contextmanager
 def dripping(world: World, count: int) -> Iterator[list[socket.socket]]:
-    """As many strangers; each sends one more byte of its HELLO every 50 ms, and comes again when it is closed."""
+    """`count` unauthenticated peers: each sends a byte of its HELLO every 50 ms, and comes again when it is closed."""
     frame = hello().frame()
     socks, over = [connected(world) for _ in range(count)], threading.Event()
     sent = [0] * count
@@ -94,8 +94,8 @@ def test_a_byte_now_and_then_does_not_stretch_the_handshake(make_world: MakeWorl
     await_true(lambda: world.receiver.stats()["strangers"] == 0, 5.0, lambda: "closed")
 
 
-def test_slow_strangers_keep_no_peer_out(make_world: MakeWorld) -> None:
-    options = replace(FAST_RECEIVER, max_connections=12, max_strangers=8, handshake_s=60.0)
+def test_slow_unauthenticated_peers_keep_no_peer_out(make_world: MakeWorld) -> None:
+    options = replace(FAST_RECEIVER, max_connections=12, max_unauthenticated=8, handshake_s=60.0)
     world = make_world(receiver_options=options)
     with dripping(world, 40):
         await_true(lambda: world.receiver.stats()["closed_strangers"] >= 30, 5.0, lambda: "flood")
@@ -109,10 +109,10 @@ def test_slow_strangers_keep_no_peer_out(make_world: MakeWorld) -> None:
                 greet(sock, hello())
 
 
-def test_the_oldest_stranger_goes_first(make_world: MakeWorld) -> None:
-    world = make_world(receiver_options=replace(FAST_RECEIVER, max_strangers=3, handshake_s=60.0))
+def test_the_oldest_unauthenticated_peer_goes_first(make_world: MakeWorld) -> None:
+    world = make_world(receiver_options=replace(FAST_RECEIVER, max_unauthenticated=3, handshake_s=60.0))
     await_true(lambda: world.receiver.stats()["connections"] == 4, 5.0, lambda: "up")
-    # Its own four connections came as strangers, too.
+    # Its own four connections were unauthenticated at first, too.
     at_first = world.receiver.stats()["closed_strangers"]
     socks = []
     for count in range(1, 6):
@@ -134,9 +134,9 @@ def test_the_oldest_stranger_goes_first(make_world: MakeWorld) -> None:
 
 
 @pytest.mark.slow("connections wait for each other, and for time limits")
-def test_many_strangers_at_once_cost_few_threads(make_world: MakeWorld) -> None:
+def test_many_unauthenticated_peers_at_once_cost_few_threads(make_world: MakeWorld) -> None:
     world = make_world(
-        sender_options=PATIENT_SENDER, receiver_options=replace(PATIENT_RECEIVER, max_strangers=8)
+        sender_options=PATIENT_SENDER, receiver_options=replace(PATIENT_RECEIVER, max_unauthenticated=8)
     )
     await_true(lambda: world.receiver.stats()["connections"] == 4, 5.0, lambda: "up")
     await_true(lambda: sum(name.endswith("-acks") for name in our_threads()) == 4, 5.0, lambda: "reading")
@@ -177,7 +177,7 @@ def test_a_name_forges_no_log_line(world: World, caplog: pytest.LogCaptureFixtur
     assert all(record.getMessage().isprintable() for record in caplog.records)
 
 
-def test_strangers_that_fail_are_logged_rarely_with_their_number(
+def test_unauthenticated_peers_that_fail_are_logged_rarely_with_their_number(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(times: int) -> None:
@@ -194,7 +194,7 @@ def test_strangers_that_fail_are_logged_rarely_with_their_number(
     with caplog.at_level(logging.INFO):
         fail(30)
         assert len(caplog.records) == 1
-        world.receiver._strangers._noted_at_s = float("-inf")
+        world.receiver._unauthenticated._noted_at_s = float("-inf")
         fail(1)
     assert "29 more since the last such line" in caplog.records[1].getMessage()
 
