@@ -28,14 +28,14 @@ from prfaas.serving.transport.region_layout import PeerLayouts
 @pytest.fixture
 def greeted(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Producers learn how a peer keeps its KV once this is set."""
-    event, hear = threading.Event(), PeerLayouts.hear
+    event, note = threading.Event(), PeerLayouts.note
 
     def late(layouts: PeerLayouts, peer: str, told: object, *, sends: bool) -> str | None:
         if sends:
             event.wait(60)
-        return hear(layouts, peer, told, sends=sends)
+        return note(layouts, peer, told, sends=sends)
 
-    monkeypatch.setattr(PeerLayouts, "hear", late)
+    monkeypatch.setattr(PeerLayouts, "note", late)
     yield event
     event.set()
 
