@@ -111,8 +111,8 @@ def up(
                     drain_timeout_s=drain_timeout_s,
                 )
             else:
-                typer.echo(f"ready: site {site} without gateway")
-                _follow_file(loaded, following, [following.run, pool_supervisor.run])
+                ready = partial(typer.echo, f"ready: site {site} without gateway")
+                _follow_file(loaded, following, [following.run, pool_supervisor.run], ready)
             typer.echo("stopping", err=True)
     except KeyboardInterrupt:
         typer.echo("stopped before it was ready", err=True)
@@ -125,8 +125,12 @@ def _follow_file(
     deployment: "Deployment",
     following: "FollowingEngines",
     beside: "Sequence[Callable[[], Coroutine[None, None, None]]]",
+    ready: "Callable[[], None]",
 ) -> None:
-    """Run what is beside until SIGINT or SIGTERM. SIGHUP: start the engines that the file adds."""
+    """Run what is beside until SIGINT or SIGTERM. SIGHUP: start the engines that the file adds.
+
+    `ready` is called once signals are heard: before that a SIGHUP would end the process.
+    """
     import asyncio
 
     from prfaas.cli.serve import reload_and_tell
@@ -151,6 +155,7 @@ def _follow_file(
             loop.add_signal_handler(number, ended.set)
         tasks = [asyncio.create_task(make()) for make in beside]
         loop.add_signal_handler(signal.SIGHUP, lambda: tasks.append(asyncio.create_task(reload())))
+        ready()
         await ended.wait()
         for task in tasks:
             task.cancel()
