@@ -51,7 +51,7 @@ class ChunkedWorld(World):
             end = min(prefix_tokens + done, job.tokens - 1)
             if at_s > before_s and end > unsent_from:
                 # What windows hold of the prompt so far.
-                held_bits = BITS_PER_BYTE * link.kv.window_bytes(job.tokens - 1, end)
+                held_bits = float(BITS_PER_BYTE * link.kv.window_bytes(job.tokens - 1, end))
                 bits = token_bits * (end - unsent_from) + held_bits - sent_bits
                 yield at_s - before_s, bits / (at_s - before_s)
                 before_s, unsent_from, sent_bits = at_s, end, held_bits
