@@ -28,7 +28,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from prfaas.core.deployment.model import TINY_MODELS, default_state_dir, made_model, made_model_names
+from goals import goal, home_with_models, report
+from prfaas.core.deployment.model import TINY_MODELS, made_model, made_model_names
 from prfaas.core.kv import FullAttention, KvModel, LinearState, SlidingWindow
 from prfaas.core.kv.groups import GroupKind, KvGroup, Region, region_bytes
 from prfaas.core.units import BITS_PER_BYTE, format_bits_per_s
@@ -252,11 +253,6 @@ def goals_of(figure: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield goal(f"{model}: equal greedy tokens", figure["equal_greedy"], GOAL_GREEDY, is_least=True)
 
 
-def goal(name: str, value: float, limit: float, *, is_least: bool) -> dict[str, Any]:
-    met = value >= limit if is_least else value <= limit
-    return {"name": name, "value": value, "goal": limit, "is_least": is_least, "met": met}
-
-
 def measured(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """All figures, one after the other."""
     if "hook-off" in asked.rows:
@@ -290,25 +286,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--tokens", type=int, metavar="N", help="of `hidden`, before the last chunk; default: what takes 3 s"
     )
     asked = parser.parse_args(argv)
-    figures = []
-    with tempfile.TemporaryDirectory(prefix="prfaas-as-served-") as home, TEMPLATES:
-        # Models stay where everything else keeps them, and are fetched once.
-        models = default_state_dir() / "models"
-        models.mkdir(parents=True, exist_ok=True)
-        Path(home, "models").symlink_to(models)
-        os.environ["PRFAAS_HOME"] = home
-        for figure in measured(asked):
-            figures.append(figure)
-            print(sentence(figure), file=sys.stderr, flush=True)
-    goals = [each for figure in figures for each in goals_of(figure)]
-    if asked.json:
-        print(json.dumps({"figures": figures, "goals": goals}, indent=2))
-        return 0
-    for figure in figures:
-        print(sentence(figure))
-    for each in goals:
-        word = "at least" if each["is_least"] else "at most"
-        print(f"{each['name']}: {each['value']:.3f}, goal {word} {each['goal']:g}: {each['met']}")
+    with home_with_models("prfaas-as-served-") as home, TEMPLATES:
+        os.environ["PRFAAS_HOME"] = str(home)
+        report(measured(asked), sentence, goals_of, as_json=asked.json)
     return 0
 
 

@@ -30,9 +30,10 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from first_token import running
+from goals import home_with_models
 from ports import free_ports
 from prfaas.core.deployment import load_deployment
-from prfaas.core.deployment.model import TRAINED_MODELS, default_state_dir, made_model, made_model_names
+from prfaas.core.deployment.model import TRAINED_MODELS, made_model, made_model_names
 from prfaas.core.route_header import ROUTE_HEADER, RouteHeader
 from prfaas.serving.engines.preparation import ensure_model
 
@@ -243,14 +244,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     lengths = (arguments.tokens, arguments.rest_tokens)
     figures = []
-    with tempfile.TemporaryDirectory(prefix="prfaas-converted-") as home:
-        # Models stay where everything else keeps them, and are fetched once.
-        (default_state_dir() / "models").mkdir(parents=True, exist_ok=True)
-        Path(home, "models").symlink_to(default_state_dir() / "models")
+    with home_with_models("prfaas-converted-") as home:
         for model in arguments.models:
             reference: Reading | None = None
             for pair in (each for each in PAIRS if each.row in arguments.rows):
-                for row, reading in measure(Path(home), model, arguments.dtype, pair, reference, lengths):
+                for row, reading in measure(home, model, arguments.dtype, pair, reference, lengths):
                     reference = reference or reading
                     figures.append(
                         {

@@ -24,7 +24,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from prfaas.core.deployment.model import default_state_dir
+from goals import goal, home_with_models, report
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 from tests.integration.shimmed import with_shims
@@ -159,11 +159,6 @@ def goals_of(figure: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     yield goal(f"{model}: points between the shares accepted", points, GOAL_POINTS, is_least=False)
 
 
-def goal(name: str, value: float, limit: float, *, is_least: bool) -> dict[str, Any]:
-    met = value >= limit if is_least else value <= limit
-    return {"name": name, "value": value, "goal": limit, "is_least": is_least, "met": met}
-
-
 def sentence(figure: Mapping[str, Any]) -> str:
     """A figure in words."""
     return (
@@ -191,25 +186,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", nargs="+", default=ROWS, choices=ROWS)
     parser.add_argument("--models", nargs="+", default=tuple(MODELS), choices=MODELS, help="of `drafts`")
     asked = parser.parse_args(argv)
-    figures = []
-    with tempfile.TemporaryDirectory(prefix="prfaas-drafts-") as home, TEMPLATES:
-        # Models stay where everything else keeps them, and are fetched once.
-        models = default_state_dir() / "models"
-        models.mkdir(parents=True, exist_ok=True)
-        Path(home, "models").symlink_to(models)
-        os.environ["PRFAAS_HOME"] = home
-        for figure in measured(asked):
-            figures.append(figure)
-            print(sentence(figure), file=sys.stderr, flush=True)
-    goals = [each for figure in figures for each in goals_of(figure)]
-    if asked.json:
-        print(json.dumps({"figures": figures, "goals": goals}, indent=2))
-        return 0
-    for figure in figures:
-        print(sentence(figure))
-    for each in goals:
-        word = "at least" if each["is_least"] else "at most"
-        print(f"{each['name']}: {each['value']:.3f}, goal {word} {each['goal']:g}: {each['met']}")
+    with home_with_models("prfaas-drafts-") as home, TEMPLATES:
+        os.environ["PRFAAS_HOME"] = str(home)
+        report(measured(asked), sentence, goals_of, as_json=asked.json)
     return 0
 
 
