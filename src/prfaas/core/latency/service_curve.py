@@ -5,17 +5,11 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from prfaas.core.arrays import FloatArray, np
 from prfaas.core.latency import LatencyProfile
 from prfaas.core.latency.cached_prefix import after_prefix_s
 from prfaas.core.latency.curve_reader import curve_reader
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    FloatArray = NDArray[np.float64]
 
 # The curve is a table of straight pieces, eight to an octave: within 0.1 % of a parabola.
 _KNOTS_PER_OCTAVE = 8
@@ -45,18 +39,14 @@ class PrefillSeconds:
     _arrays: "tuple[FloatArray, FloatArray]" = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        import numpy as np
-
         # The last piece goes on far beyond the table, so that one interpolation does for all lengths.
         slope = (self.seconds[-1] - self.seconds[-2]) / (self.tokens[-1] - self.tokens[-2])
         beyond_s = self.seconds[-1] + (_FAR_TOKENS - self.tokens[-1]) * slope
         arrays = np.array([*self.tokens, _FAR_TOKENS]), np.array([*self.seconds, beyond_s])
         object.__setattr__(self, "_arrays", arrays)
 
-    def __call__(self, tokens: "FloatArray") -> "FloatArray":
+    def __call__(self, tokens: FloatArray) -> FloatArray:
         """Seconds for arrays of tokens, of the same shape; see `ServiceCurve` for lengths outside the table."""
-        import numpy as np
-
         return np.interp(tokens, *self._arrays)
 
 
@@ -90,7 +80,6 @@ class ServiceCurve:
             half_life_s: after so long a sample has half its weight.
             rebuild_s: the table is made again at most so often, but at each of the first samples.
         """
-        import numpy as np
         import scipy.optimize  # noqa: F401  # half a second that the first sample must not cost an event loop
 
         knots = np.exp2(np.arange(_OCTAVES * _KNOTS_PER_OCTAVE + 1) / _KNOTS_PER_OCTAVE)
@@ -147,7 +136,7 @@ class ServiceCurve:
             self._at_rest = PrefillSeconds(tuple(self._knots), tuple(self._values[1:]))
         return self._at_rest
 
-    def prefill_s(self, tokens: "FloatArray") -> "FloatArray":
+    def prefill_s(self, tokens: FloatArray) -> FloatArray:
         """`seconds` for arrays of tokens, of the same shape."""
         return self.at_rest()(tokens)
 
@@ -186,7 +175,6 @@ class ServiceCurve:
             self._rebuild()
 
     def _rebuild(self) -> None:
-        import numpy as np
         from scipy.optimize import isotonic_regression
 
         weights = np.exp2((self._taken_s - self._active_s) / self._half_life_s)
@@ -203,10 +191,8 @@ class ServiceCurve:
         # In place: `seconds` reads them.
         self._values[:], self._slopes[:] = self._lines(rising)
 
-    def _lines(self, seconds: "FloatArray") -> tuple[list[float], list[float]]:
+    def _lines(self, seconds: FloatArray) -> tuple[list[float], list[float]]:
         """Value and slope of every piece; the first is what lies below the table, the last what lies above."""
-        import numpy as np
-
         slopes = np.diff(seconds) / np.diff(self._knots)
         return [float(seconds[0]), *seconds.tolist()], [0.0, *slopes.tolist(), float(slopes[-1])]
 
@@ -242,8 +228,6 @@ def extended(
 
 def _between(low: float, high: float) -> list[float]:
     """Both ends, and enough lengths between them."""
-    import numpy as np
-
     octaves = math.log2(high / low)
     between: list[float] = np.geomspace(
         low, high, max(math.ceil(octaves * 2 * _KNOTS_PER_OCTAVE), 1) + 1
@@ -251,10 +235,8 @@ def _between(low: float, high: float) -> list[float]:
     return [low, *between[1:-1], high] if high > low else [low]
 
 
-def _medians(values: "FloatArray", weights: "FloatArray") -> "FloatArray":
+def _medians(values: FloatArray, weights: FloatArray) -> FloatArray:
     """The weighted median of every row."""
-    import numpy as np
-
     order = np.argsort(values, axis=1)
     sorted_values = np.take_along_axis(values, order, axis=1)
     cumulative = np.cumsum(np.take_along_axis(weights, order, axis=1), axis=1)

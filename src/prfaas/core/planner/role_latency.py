@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from prfaas.core.arrays import np
 from prfaas.core.planner.network import network_work
 from prfaas.core.planner.problem import PlanProblem
 from prfaas.core.planner.role_works import work_with_prefill
@@ -150,8 +151,6 @@ def _prefill_wait_s(pool: PrefillPoolLoad, requests_per_s: float, queues: Queuei
 
 def _shortest_first_factor(pool: PrefillPoolLoad, requests_per_s: float) -> float:
     """The mean wait with short ones first over that of first come, first served."""
-    import numpy as np
-
     share = pool.part
     if share <= 0:
         return 1.0

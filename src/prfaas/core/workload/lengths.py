@@ -10,13 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import NormalDist
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    FloatArray = NDArray[np.float64]
+from prfaas.core.arrays import FloatArray, np
 
 
 class WorkloadError(ValueError):
@@ -33,19 +28,17 @@ _INTEGRATION_BINS = 4096
 class Bins:
     """A distribution cut into intervals (lower, upper]; arrays with one entry per bin of positive probability."""
 
-    lower: "FloatArray"
+    lower: FloatArray
     """Tokens, excluded."""
-    upper: "FloatArray"
+    upper: FloatArray
     """Tokens, included."""
-    lengths: "FloatArray"
+    lengths: FloatArray
     """Mean length in tokens. Σ weight × length is exactly the first moment of the range that was cut."""
-    weights: "FloatArray"
+    weights: FloatArray
     """Probabilities; they sum to that of the range that was cut."""
 
     def split_at(self, length: float) -> "tuple[Bins, Bins]":
         """The bins up to a length, and those above it. It must be an edge."""
-        import numpy as np
-
         count = int(np.searchsorted(self.upper, length, side="right"))
         low, high = (
             Bins(self.lower[part], self.upper[part], self.lengths[part], self.weights[part])
@@ -73,7 +66,7 @@ class LengthDistribution(ABC):
         """The largest possible length in tokens."""
 
     @abstractmethod
-    def above(self, thresholds: "FloatArray") -> "tuple[FloatArray, FloatArray]":
+    def above(self, thresholds: FloatArray) -> "tuple[FloatArray, FloatArray]":
         """P(L > t) and E[L; L > t] (tokens, not divided by the probability) for every t of an array."""
 
     @abstractmethod
@@ -90,8 +83,6 @@ class LengthDistribution(ABC):
 
     def steps(self) -> "FloatArray | None":
         """0 and the atoms: any threshold divides the lengths as one of these does; None without atoms."""
-        import numpy as np
-
         atoms = self.atoms()
         return None if atoms is None else np.concatenate([[0.0], atoms])
 
@@ -116,8 +107,6 @@ class LengthDistribution(ABC):
 
     def bins(self, n: int, cuts: "tuple[float, ...]" = ()) -> Bins:
         """About `n` bins over the whole range, fine both in probability and in length; `cuts` become edges too."""
-        import numpy as np
-
         atoms = self.atoms()
         if atoms is not None and len(atoms) <= n:
             edges = atoms
@@ -128,10 +117,8 @@ class LengthDistribution(ABC):
         inner = [cut for cut in cuts if 0 < cut < self.high]
         return self.bins_between(np.concatenate([[0.0], edges, inner, [self.high]]))
 
-    def bins_between(self, edges: "FloatArray") -> Bins:
+    def bins_between(self, edges: FloatArray) -> Bins:
         """The bins between the sorted, deduplicated `edges` in tokens; those of probability zero are left out."""
-        import numpy as np
-
         edges = np.unique(edges)
         mass, tokens = self.above(edges)
         weights, moments = mass[:-1] - mass[1:], tokens[:-1] - tokens[1:]
@@ -154,8 +141,6 @@ class LengthDistribution(ABC):
 
     def fine_bins(self, above: float = 0.0, up_to: float = float("inf")) -> Bins:
         """The bins that `expect` sums over: every atom, or thousands of intervals, of (above, up_to]."""
-        import numpy as np
-
         start, end = max(above, 0.0), min(up_to, self.high)
         if end <= start:
             empty = np.empty(0)
@@ -170,8 +155,6 @@ class LengthDistribution(ABC):
         return self.bins_between(np.concatenate([[start], edges[edges >= start], [end]]))
 
     def _above(self, t: float) -> tuple[float, float]:
-        import numpy as np
-
         mass, tokens = self.above(np.array([t], dtype=np.float64))
         return float(mass[0]), float(tokens[0])
 
@@ -220,10 +203,8 @@ class Uniform(_Limited):
         _check_limits(low, high)
         _Limited.__init__(self, low, high)
 
-    def above(self, thresholds: "FloatArray") -> "tuple[FloatArray, FloatArray]":
+    def above(self, thresholds: FloatArray) -> "tuple[FloatArray, FloatArray]":
         """P(L > t) and E[L; L > t] in tokens, for every t of an array."""
-        import numpy as np
-
         t = np.clip(thresholds, self.low, self.high)
         mass = (self.high - t) / (self.high - self.low)
         return mass, mass * (self.high + t) / 2
@@ -274,10 +255,8 @@ class TruncatedLogNormal(_LogNormal):
                 f"a log-normal with mu {mu:g} and sigma {sigma:g} has no lengths between {low:g} and {high:g}"
             )
 
-    def above(self, thresholds: "FloatArray") -> "tuple[FloatArray, FloatArray]":
+    def above(self, thresholds: FloatArray) -> "tuple[FloatArray, FloatArray]":
         """P(L > t) and E[L; L > t]. The first moment shifts the normal by sigma: exp(mu + σ²/2) × Φ(z − σ)."""
-        import numpy as np
-
         end = self._z(self.high)
         all_mass = self._mass(self._z(self.low), end)
         # The factor is kept in the exponent together with 1 / all_mass: either alone may be out of range.
