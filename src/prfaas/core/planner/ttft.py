@@ -295,21 +295,6 @@ class TtftDistribution:
         return high
 
 
-def queueing_ttft(
-    pools: tuple[PrefillPoolLoad, ...],
-    lambda_max: float,
-    load: float,
-    decode: Sequence[DecodeQueue] = (),
-) -> TtftEstimate:
-    """TTFT with waiting at `load` × `lambda_max` requests per second, as `TtftDistribution` has it."""
-    rate = load * lambda_max
-    found = TtftDistribution(pools, rate, decode)
-    mean_s, p90_s = (found.mean_s(), found.quantile_s(0.9)) if found.is_finite else (None, None)
-    return TtftEstimate(
-        ESTIMATE_LABEL, load, rate, mean_s, p90_s, busiest_utilisation=found.busiest_utilisation
-    )
-
-
 def _utilisations(
     pools: tuple[PrefillPoolLoad, ...], requests_per_s: float, decode: Sequence[DecodeQueue]
 ) -> list[float]:
