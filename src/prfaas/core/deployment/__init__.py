@@ -1,13 +1,12 @@
 """The one YAML file a user writes, read into frozen typed objects."""
 
 from prfaas.core.deployment.addresses import EventsEndpoint, is_loopback, traces_url
-from prfaas.core.deployment.applied import AppliedDeployment
-from prfaas.core.deployment.difference import DeploymentDifference, FieldChange, difference
+from prfaas.core.deployment.difference import AppliedDeployment, DeploymentDifference, FieldChange, difference
 from prfaas.core.deployment.engine import EngineConfig, LocalTransfer, TransferLimits
-from prfaas.core.deployment.fleet import FleetConfig
 from prfaas.core.deployment.gateway import (
     AdminConfig,
     FirstTokenSource,
+    FleetConfig,
     GatewayConfig,
     GatewayLimits,
     RouteDetail,
