@@ -171,37 +171,24 @@ def check_quantile(q: float) -> None:
         raise WorkloadError(f"a quantile is asked for with a probability in [0, 1], not {q!r}")
 
 
-@dataclass(frozen=True, slots=True)
-class _Limited(LengthDistribution):
-    low_tokens: float
-    high_tokens: float
-
-    @property
-    def low(self) -> float:
-        return self.low_tokens
-
-    @property
-    def high(self) -> float:
-        return self.high_tokens
-
-
 def _check_limits(low: float, high: float) -> None:
     if not (math.isfinite(high) and 0 < low < high):
         raise WorkloadError(f"the limits of lengths must satisfy 0 < low < high, not {low!r} and {high!r}")
 
 
-class Uniform(_Limited):
+@dataclass(frozen=True, slots=True, repr=False)
+class Uniform(LengthDistribution):
     """Continuous and uniform on [low, high] tokens.
 
     Raises:
         WorkloadError: the limits are not 0 < low < high.
     """
 
-    __slots__ = ()
+    low: float
+    high: float
 
-    def __init__(self, low: float, high: float) -> None:
-        _check_limits(low, high)
-        _Limited.__init__(self, low, high)
+    def __post_init__(self) -> None:
+        _check_limits(self.low, self.high)
 
     def above(self, thresholds: FloatArray) -> "tuple[FloatArray, FloatArray]":
         """P(L > t) and E[L; L > t] in tokens, for every t of an array."""
@@ -228,12 +215,7 @@ _BISECTIONS = 200
 
 
 @dataclass(frozen=True, slots=True)
-class _LogNormal(_Limited):
-    mu: float
-    sigma: float
-
-
-class TruncatedLogNormal(_LogNormal):
+class TruncatedLogNormal(LengthDistribution):
     """log L is normal with mean `mu` and deviation `sigma`, given low <= L <= high (tokens).
 
     Raises:
@@ -241,15 +223,18 @@ class TruncatedLogNormal(_LogNormal):
             between them.
     """
 
-    __slots__ = ()
+    mu: float
+    sigma: float
+    low: float
+    high: float
 
-    def __init__(self, mu: float, sigma: float, low: float, high: float) -> None:
+    def __post_init__(self) -> None:
+        mu, sigma, low, high = self.mu, self.sigma, self.low, self.high
         if not (math.isfinite(mu) and math.isfinite(sigma) and sigma > 0):
             raise WorkloadError(
                 f"a log-normal needs a finite mu and a sigma above 0, not {mu!r} and {sigma!r}"
             )
         _check_limits(low, high)
-        _LogNormal.__init__(self, low, high, mu, sigma)
         if not self._mass(self._z(low), self._z(high)) > 1e-250:
             raise WorkloadError(
                 f"a log-normal with mu {mu:g} and sigma {sigma:g} has no lengths between {low:g} and {high:g}"
@@ -293,9 +278,6 @@ class TruncatedLogNormal(_LogNormal):
         return TruncatedLogNormal(
             self.mu + math.log(factor), self.sigma, self.low * factor, self.high * factor
         )
-
-    def __repr__(self) -> str:
-        return f"TruncatedLogNormal(mu={self.mu}, sigma={self.sigma}, low={self.low}, high={self.high})"
 
     def _z(self, length: float) -> float:
         return (math.log(length) - self.mu) / self.sigma
