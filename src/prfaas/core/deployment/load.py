@@ -28,7 +28,7 @@ from prfaas.core.deployment.types import (
     Link,
     Slo,
 )
-from prfaas.core.latency import ProfileError, load_profile
+from prfaas.core.latency import LatencyProfile, ProfileError, load_profile
 
 USUAL_KILLS_PER_HOUR = 1.0
 """Of a preemptible instance of which the file says nothing: far more than clouds tell of most kinds of machines. It
@@ -147,12 +147,8 @@ def _model(path: Path, file: DeploymentFile, state_dir: Path) -> ModelRef:
 
 
 def _cluster(source: YamlSource, index: int, file: DeploymentFile) -> Cluster:
-    cluster, profile = file.clusters[index], None
-    if cluster.profile is not None:
-        try:
-            profile = load_profile(cluster.profile, relative_to=source.path.parent)
-        except ProfileError as error:
-            raise source.error(("clusters", index, "profile"), str(error)) from None
+    cluster = file.clusters[index]
+    profile = None if cluster.profile is None else _profile(source, index, cluster.profile)
     instances = tuple(
         Instance(
             **{each.name: getattr(instance, each.name) for each in fields(instance)},
@@ -180,6 +176,13 @@ def _cluster(source: YamlSource, index: int, file: DeploymentFile) -> Cluster:
         extra_args=cluster.extra_args,
         kv_cache_dtype=cluster.kv_cache_dtype,
     )
+
+
+def _profile(source: YamlSource, index: int, name: str) -> LatencyProfile:
+    try:
+        return load_profile(name, relative_to=source.path.parent)
+    except ProfileError as error:
+        raise source.error(("clusters", index, "profile"), str(error)) from None
 
 
 def _instance_price_per_hour(file: DeploymentFile, cluster: ClusterSection) -> float:
@@ -249,10 +252,7 @@ def _planned_cluster(
     source: YamlSource, index: int, cluster: ClusterSection, model: str | None
 ) -> PlannedCluster:
     assert cluster.profile is not None
-    try:
-        profile = load_profile(cluster.profile, relative_to=source.path.parent)
-    except ProfileError as error:
-        raise source.error(("clusters", index, "profile"), str(error)) from None
+    profile = _profile(source, index, cluster.profile)
     if model is not None and profile.model != model:
         raise source.error(
             ("clusters", index, "profile"),

@@ -21,6 +21,9 @@ _REACH_OCTAVES = 1.0
 # The profile weighs as much as this many samples: against the mean of all bins, and that mean against each bin.
 _PRIOR_SAMPLES = 2.0
 _FIRST_SAMPLES = 16
+_HALF_LIFE_S = 600.0
+# The table is made again at most so often, but at each of the first samples.
+_REBUILD_S = 1.0
 _PAUSES = 20
 # No length is longer.
 _FAR_TOKENS = 2.0**50
@@ -54,32 +57,20 @@ class ServiceCurve:
     """T_prefill of one instance of a cluster (the paper's Table 4), for every length.
 
     It starts as `base` and is corrected by measured samples. Per half octave of lengths, the correction is the median
-    ratio of measured to base of the last 32 samples. A sample has half its weight after `half_life_s`. Up to half of
+    ratio of measured to base of the last 32 samples. A sample has half its weight after ten minutes. Up to half of
     the weight may come from stalled engines without moving the median far. Lengths without samples follow the bins
     around them, then the mean of all. With few samples the base still counts. A pause between two samples ages the
-    older ones by a twentieth of `half_life_s` at most, so that an idle cluster forgets nothing.
+    older ones by half a minute at most, so that an idle cluster forgets nothing.
 
     Whatever is measured, the curve is above 0 and never falls as lengths grow (isotonic regression). It is constant
     below 1 token and goes on with its last slope above 4 million.
     """
 
-    seconds: "Callable[[float], float]"
+    seconds: Callable[[float], float]
     """Seconds of a prefill of so many uncached tokens, about 0.2 µs: for `ClusterView.prefill_s`."""
 
-    def __init__(
-        self,
-        base: "Callable[[float], float] | None" = None,
-        *,
-        half_life_s: float = 600.0,
-        rebuild_s: float = 1.0,
-    ) -> None:
-        """Start with the base alone.
-
-        Args:
-            base: seconds at any number of tokens of 1 and above; None: `DEFAULT_POINTS`.
-            half_life_s: after so long a sample has half its weight.
-            rebuild_s: the table is made again at most so often, but at each of the first samples.
-        """
+    def __init__(self, base: Callable[[float], float] | None = None) -> None:
+        """Start with the base alone: seconds at any number of tokens of 1 and above; None: `DEFAULT_POINTS`."""
         import scipy.optimize  # noqa: F401  # half a second that the first sample must not cost an event loop
 
         knots = np.exp2(np.arange(_OCTAVES * _KNOTS_PER_OCTAVE + 1) / _KNOTS_PER_OCTAVE)
@@ -88,7 +79,7 @@ class ServiceCurve:
         self._base = np.maximum.accumulate(np.array([seconds(tokens) for tokens in self._knots]))
         if not (np.isfinite(self._base).all() and self._base[0] > 0):
             raise ValueError("a prefill takes a finite number of seconds above 0")
-        self._half_life_s, self._rebuild_s = half_life_s, rebuild_s
+        self._rebuild_s = _REBUILD_S
         bins = _OCTAVES * _BINS_PER_OCTAVE
         self._logs: FloatArray = np.zeros((bins, _SAMPLES_PER_BIN))
         self._taken_s: FloatArray = np.full((bins, _SAMPLES_PER_BIN), -np.inf)
@@ -166,7 +157,7 @@ class ServiceCurve:
         self._filled[bin_] += 1
         self._logs[bin_, place] = math.log(seconds / self._base_at(tokens))
         if self.samples:
-            self._active_s += min(max(now_s - self._newest_s, 0.0), self._half_life_s / _PAUSES)
+            self._active_s += min(max(now_s - self._newest_s, 0.0), _HALF_LIFE_S / _PAUSES)
         self._newest_s = max(now_s, self._newest_s)
         self._taken_s[bin_, place] = self._active_s
         self.samples += 1
@@ -177,7 +168,7 @@ class ServiceCurve:
     def _rebuild(self) -> None:
         from scipy.optimize import isotonic_regression
 
-        weights = np.exp2((self._taken_s - self._active_s) / self._half_life_s)
+        weights = np.exp2((self._taken_s - self._active_s) / _HALF_LIFE_S)
         mass = weights.sum(axis=1)
         seen = mass > 0
         medians = np.zeros(len(mass))
@@ -201,9 +192,7 @@ class ServiceCurve:
         return self._base_values[piece] + self._base_slopes[piece] * (tokens - self._starts[piece])
 
 
-def extended(
-    points: "Sequence[tuple[float, float]]", power: float | None = None
-) -> "Callable[[float], float]":
+def extended(points: Sequence[tuple[float, float]], power: float | None = None) -> Callable[[float], float]:
     """The curve through `points` ((tokens, seconds), ascending), straight between them and for every length.
 
     Below the first point it is constant. Above the last it grows with the `power` of the length, within [1, 2];

@@ -214,9 +214,9 @@ def joined(parts: Sequence[LinkTime | None], counts: Sequence[int]) -> LinkTime 
 
 
 def service_ttft(
-    pools: tuple[PrefillPoolLoad, ...], first_token: FirstTokenSource = "decode", quantile: float = 0.9
+    pools: tuple[PrefillPoolLoad, ...], first_token: FirstTokenSource = "decode"
 ) -> tuple[float, float]:
-    """Mean and quantile of prefill and link in seconds, without waiting: what Table 6 prints."""
+    """Mean and P90 of prefill and link in seconds, without waiting: what Table 6 prints."""
     seconds = np.concatenate([pool.served_s(0.0, first_token) for pool in pools])
     weights = np.concatenate([pool.weights for pool in pools])
     order = np.argsort(seconds)
@@ -224,8 +224,8 @@ def service_ttft(
     cumulative = np.cumsum(weights)
     mean = float((seconds * weights).sum())
     if all(pool.smooth for pool in pools):
-        return mean, float(np.interp(quantile, cumulative - weights / 2, seconds))
-    return mean, float(seconds[min(int(np.searchsorted(cumulative, quantile - 1e-12)), len(seconds) - 1)])
+        return mean, float(np.interp(0.9, cumulative - weights / 2, seconds))
+    return mean, float(seconds[min(int(np.searchsorted(cumulative, 0.9 - 1e-12)), len(seconds) - 1)])
 
 
 class TtftDistribution:

@@ -240,7 +240,9 @@ def _read_burstgpt(path: Path) -> RequestTrace:
 def _of_csv(path: Path, rows: Iterable[CsvRequest], units: str, *notes: str) -> RequestTrace:
     fresh = count()
     requests = [
-        TracedRequest(*each, block_ids=_new_ids(fresh, each.input_tokens), block_tokens=BLOCK_TOKENS)
+        TracedRequest(
+            **each._asdict(), block_ids=_new_ids(fresh, each.input_tokens), block_tokens=BLOCK_TOKENS
+        )
         for each in rows
     ]
     return RequestTrace.of(str(path), requests, "; ".join([units, "no two prompts begin alike", *notes]))
