@@ -211,7 +211,6 @@ def scenario(
         with running(path, directory):
             deployment = load_deployment(path, state_dir=directory / "home")
             recorded = read_trace(TRACE)
-            assert recorded.uncached is not None
             lengths = recorded.uncached.scaled(INPUT_FACTOR)
             carried_per_s = best_operation(
                 problem_of(deployment, lengths, recorded.output_tokens, {})

@@ -45,7 +45,6 @@ OF_ONE_USER = {
     # Compiled apart for long simulations; its user has numpy in it.
     "core.latency.curve_reader",
     # A table of vLLM's options, each with what to write in its place.
-    "core.deployment.engine_args",
     # It asks its own process.
     "cli.site_share",
     # Two of what a fleet does, each with other parts of a plane; with both, its control would be as long as a file may.

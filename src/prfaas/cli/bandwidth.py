@@ -106,8 +106,7 @@ def _lengths(length: float | None, lognormal: str | None, trace: Path | None) ->
     if sum(given) > 1:
         raise CliError("give only one of --length, --lognormal and --trace")
     if trace is not None:
-        read = read_trace(trace)
-        return read.uncached or read.lengths
+        return read_trace(trace).uncached
     if lognormal is not None:
         try:
             mu, sigma, low, high = (float(part) for part in lognormal.split(","))

@@ -10,8 +10,7 @@ import yaml
 
 from prfaas.core.deployment.addresses import checked_host, is_loopback, plain_host
 from prfaas.core.deployment.field_types import NAME_PATTERN
-from prfaas.core.deployment.model import ModelSource, made_model, made_model_names
-from prfaas.core.deployment.model_checks import is_hub_name
+from prfaas.core.deployment.model import ModelSource, is_hub_name, made_model, made_model_names
 from prfaas.core.deployment.types import SYNTHETIC
 from prfaas.core.units import parse_bits_per_s
 

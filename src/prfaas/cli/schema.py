@@ -13,6 +13,6 @@ def schema() -> None:
     """
     import json
 
-    from prfaas.core.deployment.json_schema import json_schema
+    from prfaas.core.deployment.schema import json_schema
 
     typer.echo(json.dumps(json_schema(), indent=2))

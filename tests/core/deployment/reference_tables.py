@@ -11,8 +11,7 @@ from dataclasses import MISSING
 from pathlib import Path
 from typing import Any
 
-from prfaas.core.deployment.json_schema import json_schema
-from prfaas.core.deployment.schema import DeploymentFile
+from prfaas.core.deployment.schema import DeploymentFile, json_schema
 from prfaas.core.deployment.section import FieldFacts, docs_of, fields_of
 from prfaas.core.units import format_bytes
 

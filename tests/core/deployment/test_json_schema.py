@@ -9,7 +9,7 @@ import yaml
 from jsonschema import Draft202012Validator
 from tests.core.deployment.reference_tables import PAGE, sections, written
 
-from prfaas.core.deployment.json_schema import json_schema
+from prfaas.core.deployment.schema import json_schema
 
 ROOT = Path(__file__).parents[3]
 FILES = sorted((ROOT / "examples").rglob("*.yaml"))

@@ -22,11 +22,12 @@ from prfaas.core.deployment.examples import example_path
 from prfaas.core.deployment.model import (
     TINY_MODELS,
     TRAINED_MODELS,
+    is_hub_name,
+    is_revision,
     made_model,
     made_model_names,
     trained_folder,
 )
-from prfaas.core.deployment.model_checks import is_hub_name, is_revision
 from prfaas.core.kv import model_from_file
 from prfaas.serving.engines.tiny import tiny_config
 

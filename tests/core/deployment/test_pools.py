@@ -163,7 +163,7 @@ def test_settings_without_any_pool_are_a_mistake(tmp_path: Path) -> None:
     lines = [line for line in GOOD.splitlines() if "    pool:" not in line]
     assert load(tmp_path, "\n".join(lines)).pools == ()
     with pytest.raises(DeploymentError, match="24: pool: is about pools, but no cluster has one"):
-        load(tmp_path, "\n".join([*lines, "pool: {eviction: 2q}"]))
+        load(tmp_path, "\n".join([*lines, "pool: {eviction: cost}"]))
 
 
 def test_the_operators_port_is_none_of_a_pool(tmp_path: Path) -> None:

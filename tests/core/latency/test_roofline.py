@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prfaas.core.latency import ProfileError, load_profile
-from prfaas.core.latency.roofline import DECODE_BAND, PREFILL_BAND, Roofline, gpu, gpu_names
+from prfaas.core.latency.roofline import DECODE_BAND, PREFILL_BAND, Roofline, gpu
 from prfaas.core.latency.work import WEIGHT_FORMATS, model_work
 
 HERE = Path(__file__).parent
@@ -103,7 +103,7 @@ def test_memory_holds_weights_and_requests() -> None:
 
 def test_gpus_are_known_by_name_in_any_case_and_compute_what_they_can() -> None:
     assert gpu("H200") is gpu("h200")
-    assert all(gpu(name).source for name in gpu_names())
+    assert gpu("h20").source.startswith("NVIDIA H20 96 GB")
     assert gpu("a100").flops_per_s("fp8") == gpu("a100").flops_per_s("bf16") == 312e12
     assert gpu("h200").flops_per_s("fp4") == gpu("h200").flops_per_s("fp8") == 1979e12
     assert gpu("b200").flops_per_s("fp4") == 9000e12

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from prfaas.core.planner import make_plan
-from prfaas.core.planner.ttft import PrefillPoolLoad, ServiceTimes, erlang_c, queueing_ttft, service_ttft
+from prfaas.core.planner.ttft import PrefillPoolLoad, ServiceTimes, TtftDistribution, erlang_c, service_ttft
 
 from .problems import paper_problem
 
@@ -31,9 +31,9 @@ def test_service_times_are_those_of_the_mixture() -> None:
 
 def test_md1_is_exact() -> None:
     """One server, constant service: the mean wait is ρ / (2 (1 − ρ)) × s, as Pollaczek and Khinchine have it."""
-    estimate = queueing_ttft((pool(1, (2.0, 1.0)),), lambda_max=0.5, load=0.8)
-    assert estimate.mean_s == pytest.approx(2 + 0.8 / (2 * 0.2) * 2)
-    assert "estimate" in estimate.label and estimate.busiest_utilisation == pytest.approx(0.8)
+    found = TtftDistribution((pool(1, (2.0, 1.0)),), 0.4)
+    assert found.mean_s() == pytest.approx(2 + 0.8 / (2 * 0.2) * 2)
+    assert found.busiest_utilisation == pytest.approx(0.8)
 
 
 def simulated(instances: int, seconds: list[float], rate: float, seed: int) -> tuple[float, float]:
@@ -54,12 +54,10 @@ def test_close_to_a_simulation(instances: int) -> None:
     seconds = [0.5, 0.7, 1.0, 1.2, 4.0]
     work = sum(seconds) / len(seconds)
     full = instances / work
-    estimate = queueing_ttft(
-        (pool(instances, *((each, 0.2) for each in seconds)),), lambda_max=full, load=0.8
-    )
+    found = TtftDistribution((pool(instances, *((each, 0.2) for each in seconds)),), 0.8 * full)
     mean, p90 = simulated(instances, seconds, 0.8 * full, seed=3)
-    assert estimate.mean_s == pytest.approx(mean, rel=0.1)
-    assert estimate.p90_s == pytest.approx(p90, rel=0.12)
+    assert found.mean_s() == pytest.approx(mean, rel=0.1)
+    assert found.quantile_s(0.9) == pytest.approx(p90, rel=0.12)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +77,7 @@ def test_overload_has_no_estimate() -> None:
 
 
 def test_nobody_to_prefill_has_no_estimate() -> None:
-    assert queueing_ttft((pool(0, (1.0, 1.0)),), 1.0, 0.5).mean_s is None
+    assert not TtftDistribution((pool(0, (1.0, 1.0)),), 0.5).is_finite
 
 
 def test_waiting_grows_with_load() -> None:

@@ -19,7 +19,6 @@ from prfaas.core.planner.ttft import (
     Wait,
     joined,
     link_time,
-    queueing_ttft,
 )
 from prfaas.core.planner.ttft_target import best_within_target, operation_at
 from prfaas.core.planner.two_clusters import best_point, evaluate
@@ -242,8 +241,8 @@ def test_both_waits_add_up() -> None:
 
 def test_full_decode_slots_have_no_estimate() -> None:
     pool = PrefillPoolLoad("home", 4, ServiceTimes.of(np.array([0.1]), np.array([1.0])), False)
-    full = queueing_ttft((pool,), 1.0, 0.5, (DecodeQueue(1.0, math.inf, Wait(0.0, 0.0)),))
-    assert full.mean_s is None and full.busiest_utilisation == math.inf
+    full = TtftDistribution((pool,), 0.5, (DecodeQueue(1.0, math.inf, Wait(0.0, 0.0)),))
+    assert not full.is_finite and full.busiest_utilisation == math.inf
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, math.inf])

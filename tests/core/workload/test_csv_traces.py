@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prfaas.core.workload import CsvColumns, WorkloadError, read_requests, read_trace
+from prfaas.core.workload.csv_traces import read_csv
 
 # Made up in the form of release 1.1 of github.com/HPMLL/BurstGPT: the second and the last request failed.
 BURSTGPT_1 = """\
@@ -37,14 +38,12 @@ def written(path: Path, text: str) -> Path:
 @pytest.mark.parametrize("name", ["b.csv", "b.csv.gz"])
 def test_burstgpt_of_both_releases(tmp_path: Path, text: str, later_s: float, name: str) -> None:
     path = written(tmp_path / name, text)
-    trace = read_trace(path)
-    assert [(each.arrival_s, each.input_tokens, each.output_tokens) for each in trace.requests] == [
+    assert read_trace(path).lengths.lengths.tolist() == [310, 1200]
+    requests = read_requests(path, "burstgpt")
+    assert [(each.arrival_s, each.input_tokens, each.output_tokens) for each in requests.requests] == [
         (0.0, 310, 25),
         (later_s, 1200, 300),
     ]
-    assert trace.uncached is None and trace.skipped == ("2 requests that failed",)
-    requests = read_requests(path, "burstgpt")
-    assert [each.arrival_s for each in requests.requests] == [0.0, later_s]
     assert [each.block_ids for each in requests.requests] == [(0,), (1, 2, 3)]
     assert requests.units.startswith("BurstGPT's: times in s; ")
     assert requests.units.endswith("; 2 requests that failed are left out")
@@ -60,8 +59,9 @@ def test_an_own_file_with_columns_in_any_order(tmp_path: Path) -> None:
     assert "when as date and time, or s; no two prompts begin alike" in requests.units
     # A file's own name and header don't count where the columns are named.
     azure = "TIMESTAMP,ContextTokens,GeneratedTokens,when,prompt,answer\n1,2,3,4,5,6\n7,8,9,10,11,12\n"
-    trace = read_trace(written(tmp_path / "o.txt", azure), columns=OWN)
-    assert [each.arrival_s for each in trace.requests] == [0, 6] and trace.lengths.mean() == 8
+    path = written(tmp_path / "o.txt", azure)
+    assert read_trace(path, columns=OWN).lengths.mean() == 8
+    assert [each.arrival_s for each in read_requests(path, columns=OWN).requests] == [0, 6]
 
 
 @pytest.mark.parametrize(
@@ -78,8 +78,8 @@ def test_an_own_file_with_columns_in_any_order(tmp_path: Path) -> None:
 )
 def test_times(tmp_path: Path, columns: CsvColumns, times: tuple[str, str], later_s: float) -> None:
     text = "when,prompt,answer\n" + "".join(f"{time},1,1\n" for time in times)
-    trace = read_trace(written(tmp_path / "t.csv", text), columns=columns)
-    assert [each.arrival_s for each in trace.requests] == [0, pytest.approx(later_s, abs=1e-6)]
+    requests = read_csv(written(tmp_path / "t.csv", text), columns)
+    assert [each.arrival_s for each in requests] == [0, pytest.approx(later_s, abs=1e-6)]
 
 
 words = st.text(st.characters(exclude_categories=["C", "Z"]), min_size=1, max_size=12)
@@ -100,9 +100,9 @@ def test_any_names_in_any_order(
         table = csv.writer(file)
         for row in ([*names], *([*map(str, each), "other"] for each in requests)):
             table.writerow([row[at] for at in order])
-    trace = read_trace(path, columns=CsvColumns(names[0], names[1], names[2]))
+    read = read_csv(path, CsvColumns(names[0], names[1], names[2]))
     first_s = requests[0][0]
-    assert [(each.arrival_s, each.input_tokens, each.output_tokens) for each in trace.requests] == [
+    assert list(read) == [
         (pytest.approx(arrival_s - first_s), prompt, answer) for arrival_s, prompt, answer in requests
     ]
 

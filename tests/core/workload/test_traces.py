@@ -38,13 +38,10 @@ def archive(path: Path, files: dict[str, str]) -> Path:
 @pytest.mark.parametrize("name", ["trace.jsonl", "trace.jsonl.gz"])
 def test_mooncake_with_the_prefixes_that_an_endless_cache_holds(tmp_path: Path, name: str) -> None:
     trace = read_trace(written(tmp_path / name, rows(MOONCAKE)))
-    # Request 2 finds 2 blocks of 512, request 3 one, and request 4 everything (never more than its prompt).
-    assert [request.cached_tokens for request in trace.requests] == [0, 1000 + 24, 512, 1000]
+    # Request 2 finds 2 blocks of 512, request 3 one, and request 4 everything; one token is always computed.
     assert trace.lengths.mean() == 1000
-    assert trace.uncached is not None
     assert sorted(trace.uncached.lengths.tolist()) == [1, 600 - 512, 1400 - 1024, 1000]
-    assert trace.output_tokens == 25 and trace.requests_per_s == pytest.approx(4 / 3)
-    assert [request.arrival_s for request in trace.requests] == [0, 1.5, 3, 3]
+    assert trace.output_tokens == 25
 
 
 def test_azure(tmp_path: Path) -> None:
@@ -54,19 +51,23 @@ def test_azure(tmp_path: Path) -> None:
         "2023-11-16 18:17:05.9799600,3180,8\r\n"
     )
     trace = read_trace(written(tmp_path / "azure.csv", text))
-    assert trace.requests[1].arrival_s == pytest.approx(2, abs=1e-6)
-    assert trace.lengths.mean() == 3994 and trace.output_tokens == 9 and trace.uncached is None
+    assert trace.lengths.mean() == trace.uncached.mean() == 3994 and trace.output_tokens == 9
 
 
 def test_our_own_format(tmp_path: Path) -> None:
     values: list[dict[str, object]] = [
-        {"arrival_s": 0.5, "input_tokens": 100, "output_tokens": 5, "cached_tokens": 60},
-        {"arrival_s": 1.5, "input_tokens": 200, "output_tokens": 15, "cached_tokens": 200},
+        {"arrival_s": 0.5, "input_tokens": 100, "output_tokens": 5, "block_tokens": 64, "block_ids": [3, 4]},
+        {
+            "arrival_s": 1.5,
+            "input_tokens": 200,
+            "output_tokens": 15,
+            "block_tokens": 64,
+            "block_ids": [3, 5, 6, 7],
+        },
     ]
     trace = read_trace(written(tmp_path / "t.jsonl", rows(values)))
-    assert trace.uncached is not None and trace.uncached.lengths.tolist() == [1, 40]
-    values[1].pop("cached_tokens")
-    assert read_trace(written(tmp_path / "t.jsonl", rows(values))).uncached is None
+    assert trace.lengths.lengths.tolist() == [100, 200] and trace.output_tokens == 10
+    assert trace.uncached.lengths.tolist() == [100, 200 - 64]
 
 
 def test_servegen_mixes_clients_by_their_requests(tmp_path: Path) -> None:
@@ -94,9 +95,7 @@ def test_servegen_mixes_clients_by_their_requests(tmp_path: Path) -> None:
     assert trace.lengths.lengths.tolist() == [100, 300, 400]
     assert trace.lengths.probabilities.tolist() == pytest.approx([0.125, 0.125, 0.75])
     assert trace.output_tokens == pytest.approx((100 * 10 + 300 * 50) / 400)
-    assert trace.requests_per_s == pytest.approx(400 / 20)
-    assert trace.skipped == ("client 2 has no dataset", "client 3 has about 80 requests without lengths")
-    assert trace.requests == ()
+    assert trace.uncached is trace.lengths
 
 
 def bad_row(**fields: object) -> str:
@@ -116,11 +115,6 @@ def bad_row(**fields: object) -> str:
         ("t.jsonl", '{"arrival_s": 1, "output_tokens": 3}\n', ":1: input_tokens is missing"),
         ("t.jsonl", "", "has no request with a prompt"),
         ("t.jsonl", "not json\n", ":1: is not JSON"),
-        (
-            "t.jsonl",
-            '{"arrival_s": 1, "input_tokens": 3, "output_tokens": 3, "cached_tokens": 4}\n',
-            ":1: cached_tokens (4) can't be more than input_tokens (3)",
-        ),
         ("t.csv", "", "is empty; the first line must name the columns"),
         (
             "t.csv",

@@ -161,7 +161,7 @@ def test_pools_are_told_by_what_they_hit(context: StudyContext, runs: Mapping[st
     def found(run: StudyRun) -> StudyOutcome:
         hits = 0.3
         if run.key[0] == "size":
-            hits += {"lru": 0.0, "2q": -0.05, "cost": 0.02}[str(run.key[2])] + float(run.key[3]) / 1e5
+            hits += {"lru": 0.0, "cost": 0.02}[str(run.key[2])] + float(run.key[3]) / 1e5
         elif run.key[0] == "rule":
             hits += 0.1 if "junctions" in str(run.key[2]) else 0.0
         return outcome(context, 2.0, hits=hits)
@@ -170,10 +170,7 @@ def test_pools_are_told_by_what_they_hit(context: StudyContext, runs: Mapping[st
     assert "4 × 272 GiB with `lru` hit 30.3 % of conversation (infinite: 40.0 %; 4 × 16 GiB: 30.0 %)" in text
     assert "± 0.0 % of day" in text
     assert "change the hits by +10.0 points of conversation, +10.0 points of synthetic" in text
-    assert (
-        "`2q` differs from `lru` by −5.0 points" in text
-        and "`cost` differs from `lru` by +2.0 points" in text
-    )
+    assert "`cost` differs from `lru` by +2.0 points" in text
     assert "| synthetic, cost | 32.0 % |" in page
 
 

@@ -1,16 +1,14 @@
 """The one YAML file a user writes, read into frozen typed objects."""
 
 from prfaas.core.deployment.addresses import EventsEndpoint, is_loopback, traces_url
-from prfaas.core.deployment.applied import AppliedDeployment
-from prfaas.core.deployment.difference import DeploymentDifference, FieldChange, difference
+from prfaas.core.deployment.difference import AppliedDeployment, DeploymentDifference, difference
 from prfaas.core.deployment.engine import EngineConfig, LocalTransfer, TransferLimits
-from prfaas.core.deployment.fleet import FleetConfig
 from prfaas.core.deployment.gateway import (
     AdminConfig,
     FirstTokenSource,
+    FleetConfig,
     GatewayConfig,
     GatewayLimits,
-    RouteDetail,
     TracingConfig,
 )
 from prfaas.core.deployment.load import load_deployment, load_planned
@@ -18,23 +16,18 @@ from prfaas.core.deployment.model import ModelRef, ModelSource, default_state_di
 from prfaas.core.deployment.planned import (
     EmpiricalLengths,
     FixedLengths,
-    LengthsSpec,
     LogNormalLengths,
     PlannedCluster,
     PlannedDeployment,
-    TraceFormat,
     TraceLengths,
     UniformLengths,
-    WorkloadSpec,
 )
 from prfaas.core.deployment.pool import EvictionName, PoolNode, PoolSettings, PoolSpace
 from prfaas.core.deployment.security import (
     CERTIFICATE_NAMES,
     CONTROL,
     GATEWAY,
-    OBSERVERS,
     TOOLS,
-    EngineTls,
     Security,
 )
 from prfaas.core.deployment.source import DeploymentError
@@ -60,7 +53,6 @@ __all__ = [
     "CONTROL",
     "DEFAULT_POLICY",
     "GATEWAY",
-    "OBSERVERS",
     "POLICY_ENTRY_POINTS",
     "SYNTHETIC",
     "TOOLS",
@@ -73,10 +65,8 @@ __all__ = [
     "DeploymentError",
     "EmpiricalLengths",
     "EngineConfig",
-    "EngineTls",
     "EventsEndpoint",
     "EvictionName",
-    "FieldChange",
     "FirstTokenSource",
     "FixedLengths",
     "FleetConfig",
@@ -84,7 +74,6 @@ __all__ = [
     "GatewayLimits",
     "Instance",
     "KvPeer",
-    "LengthsSpec",
     "Link",
     "LocalTransfer",
     "LogNormalLengths",
@@ -96,16 +85,13 @@ __all__ = [
     "PoolSettings",
     "PoolSpace",
     "Role",
-    "RouteDetail",
     "Routing",
     "Security",
     "Slo",
-    "TraceFormat",
     "TraceLengths",
     "TracingConfig",
     "TransferLimits",
     "UniformLengths",
-    "WorkloadSpec",
     "default_state_dir",
     "difference",
     "is_loopback",

@@ -3,12 +3,18 @@
 A file that is to run and one that is to be planned share most checks; each has some of its own.
 """
 
-from collections.abc import Iterator
+import ipaddress
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import entry_points
 
 from prfaas.core.deployment.addresses import is_loopback, same_host
-from prfaas.core.deployment.encryption import check_encryption
-from prfaas.core.deployment.model_checks import check_model
+from prfaas.core.deployment.model import (
+    TINY_MODELS,
+    TRAINED_MODELS,
+    is_hub_name,
+    is_revision,
+)
 from prfaas.core.deployment.planned import (
     EmpiricalLengths,
     LengthsSpec,
@@ -19,6 +25,7 @@ from prfaas.core.deployment.planned import (
 from prfaas.core.deployment.planned_model import check_cluster_dtypes
 from prfaas.core.deployment.pool import by_machine, pool_names
 from prfaas.core.deployment.schema import ClusterSection, DeploymentFile
+from prfaas.core.deployment.security import OBSERVERS
 from prfaas.core.deployment.source import Location, YamlSource
 from prfaas.core.deployment.types import (
     BUILT_IN_POLICIES,
@@ -26,11 +33,21 @@ from prfaas.core.deployment.types import (
     SYNTHETIC,
     InstanceSection,
 )
+from prfaas.core.kv import ConfigError
 
 LEAST_WINDOWS = 10
 """A forecast needs a period of at least so many windows: what changes within a window is not seen."""
 
 _MAX_NAME = 63
+
+_MODEL_FIELDS = {
+    "path": "a checkpoint directory",
+    "trained": "a model with trained weights",
+    "hub": "ORG/NAME on the Hugging Face hub",
+    "tiny": "a made model's name",
+    "published": "a model that `prfaas models` lists",
+    "config": "a config.json to plan with",
+}
 
 
 def _check_planning(source: YamlSource, file: DeploymentFile) -> None:
@@ -111,7 +128,7 @@ def check_to_run(source: YamlSource, file: DeploymentFile) -> None:
     _check_pools(source, file)
     _check_local_transfer(source, file)
     _check_tenants(source, file)
-    check_encryption(source, file)
+    _check_encryption(source, file)
     _check_fleet(source, file)
     if _has_egress_price(file):
         _check_prices(source, file)
@@ -145,7 +162,7 @@ def check_to_plan(source: YamlSource, file: DeploymentFile) -> None:
 
 
 def _check_common(source: YamlSource, file: DeploymentFile) -> None:
-    check_model(source, file)
+    _check_model(source, file)
     _check_counts(source, file)
     _check_names(source, file)
     _check_roles(source, file)
@@ -536,3 +553,142 @@ def _check_preemptible(source: YamlSource, file: DeploymentFile) -> None:
             raise source.error(
                 ("clusters", c, "kills_per_hour"), "goes with preemptible: true; add that or leave this out"
             )
+
+
+def _check_model(source: YamlSource, file: DeploymentFile) -> None:
+    """Whether the file names one model, and a name that can be one.
+
+    Raises:
+        DeploymentError: none or several are named, or there is no such model.
+    """
+    model = file.model
+    given = [field for field in _MODEL_FIELDS if getattr(model, field) is not None]
+    if len(given) != 1:
+        choices = ", ".join(f"{field} ({meaning})" for field, meaning in _MODEL_FIELDS.items())
+        found = f"{' and '.join(given)} are given" if given else "none is given"
+        raise source.error(("model",), f"needs either {choices}; {found}")
+    _check_known_model(source, "tiny", model.tiny, TINY_MODELS)
+    _check_known_model(source, "trained", model.trained, TRAINED_MODELS)
+    _check_model_length(source, file)
+    if model.hub is not None and not is_hub_name(model.hub):
+        raise source.error(
+            ("model", "hub"), f'"{model.hub}" is no name of the hub; write it like HuggingFaceTB/SmolLM2-135M'
+        )
+    if model.revision is None:
+        return
+    if model.hub is None:
+        raise source.error(("model", "revision"), "is of a model of the hub; it goes with model.hub only")
+    if not is_revision(model.revision):
+        raise source.error(
+            ("model", "revision"),
+            f'"{model.revision}" is no revision; write a branch, a tag or a commit, for example main',
+        )
+
+
+def _check_model_length(source: YamlSource, file: DeploymentFile) -> None:
+    origin, length = file.model.origin, file.model.max_model_len
+    try:
+        most = None if origin is None else origin.context_tokens
+    except ConfigError as error:
+        raise source.error(("model", "trained"), str(error)) from None
+    if origin is not None and length is not None and most is not None and length > most:
+        raise source.error(
+            ("model", "max_model_len"), f"{length} is more than the {most} tokens that {origin.name} takes"
+        )
+
+
+def _check_known_model(source: YamlSource, field: str, name: str | None, known: Sequence[str]) -> None:
+    if name not in (None, *known):
+        raise source.error(
+            ("model", field), f'there is no {field} model "{name}"; choose one of {", ".join(known)}'
+        )
+
+
+def _check_encryption(source: YamlSource, file: DeploymentFile) -> None:
+    """Whether certificates can be made for all that need one.
+
+    Raises:
+        DeploymentError: `gateway.cluster` is no cluster, or an instance has a name that no certificate can bear.
+    """
+    names = [cluster.name for cluster in file.clusters]
+    if file.gateway.cluster is not None and file.gateway.cluster not in names:
+        raise source.error(
+            ("gateway", "cluster"),
+            f'there is no cluster "{file.gateway.cluster}"; the clusters are {", ".join(names)}',
+        )
+    if not _encrypts(file):
+        return
+    seen: dict[str, str] = {}
+    for c, cluster in enumerate(file.clusters):
+        for i, instance in enumerate(cluster.instances or ()):
+            location = ("clusters", c, "instances", i, "name")
+            lower = instance.name.lower()
+            if lower in OBSERVERS:
+                raise source.error(location, f'"{instance.name}" is a name of prfaas itself; take another')
+            if lower in seen:
+                raise source.error(
+                    location,
+                    f'"{instance.name}" and "{seen[lower]}" are one name in certificates; let more than case differ',
+                )
+            seen[lower] = instance.name
+    for c, cluster in enumerate(file.clusters):
+        for name in _pools(cluster):
+            if name.lower() in seen:
+                raise source.error(
+                    ("clusters", c, "pool"),
+                    f'its name "{name}" and "{seen[name.lower()]}" are one name in certificates; '
+                    "let more than case differ",
+                )
+            if not _is_dns_name(name):
+                raise source.error(
+                    ("clusters", c, "name"),
+                    f'"{cluster.name}" is part of the name of its pool, "{name}", which can\'t stand in a certificate; '
+                    'take one without empty parts between "."',
+                )
+            seen[name.lower()] = name
+    for c, cluster in enumerate(file.clusters):
+        for i, instance in enumerate(cluster.instances or ()):
+            host = instance.host.lower()
+            # Certificates bear the host beside the name: whoever has one could pass for the other.
+            if host != instance.name.lower() and (host in OBSERVERS or host in seen):
+                raise source.error(
+                    ("clusters", c, "instances", i, "host"),
+                    f'"{instance.host}" is also the name of {_whose(host, seen)}, and certificates bear both; '
+                    "give the machine's address",
+                )
+            if not _is_dns_name(instance.name):
+                raise source.error(
+                    location,
+                    f'"{instance.name}" can\'t stand in a certificate, which needs the form of a host name; '
+                    'take one without empty parts between ".", and no IP address',
+                )
+
+
+def _pools(cluster: ClusterSection) -> tuple[str, ...]:
+    if cluster.pool is None:
+        return ()
+    return pool_names(cluster.name, len(by_machine(cluster.instances or ())))
+
+
+def _whose(host: str, instances: Mapping[str, str]) -> str:
+    return f'"{instances[host]}"' if host in instances else "a part of prfaas"
+
+
+def _encrypts(file: DeploymentFile) -> bool:
+    return (
+        file.security.encrypt_inside
+        or any(link.encryption for link in file.links)
+        or any(
+            file.speaks_tls(cluster, instance)
+            for cluster in file.clusters
+            for instance in cluster.instances or ()
+        )
+    )
+
+
+def _is_dns_name(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return re.fullmatch(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*", name) is not None
+    return False

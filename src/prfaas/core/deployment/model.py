@@ -17,6 +17,8 @@ TINY_MODELS = ("qwen3-next", "gpt-oss", "mimo-v2-flash", "qwen3")
 TRAINED_MODELS = ("words", "smollm2", "gemma3")
 """Models with trained weights that prfaas ships or fetches: `serving/engines/trained/` has a folder for each name."""
 
+_MOST_NAME_CHARACTERS = 96
+
 _TRAINED_FOLDER = Path(__file__).parents[2] / "serving" / "engines" / "trained"
 
 
@@ -139,3 +141,20 @@ class ModelRef(Section):
     def config_folder(self) -> Path:
         """Where its `config.json` is. A trained model's is shipped, so that it is known before the model is fetched."""
         return self.path if self.source is None else self.source.config_folder(self.path)
+
+
+def is_hub_name(text: str) -> bool:
+    """Whether it is `ORG/NAME`, as the hub takes it."""
+    parts = text.split("/")
+    return len(parts) == 2 and all(
+        re.fullmatch(r"\w([\w.-]*\w)?", part, re.ASCII)
+        and len(part) <= _MOST_NAME_CHARACTERS
+        and "--" not in part
+        and ".." not in part
+        for part in parts
+    )
+
+
+def is_revision(text: str) -> bool:
+    """Whether it can be a branch, a tag or a commit."""
+    return re.fullmatch(r"\w[\w./-]{0,199}", text, re.ASCII) is not None and ".." not in text

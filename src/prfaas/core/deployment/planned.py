@@ -16,8 +16,7 @@ from prfaas.core.deployment.source import DeploymentError, YamlSource
 from prfaas.core.deployment.types import ClusterKind, ControlConfig, Link, Routing, Slo
 from prfaas.core.kv import DEFAULT_DTYPES, CacheDtypes, KvModel
 from prfaas.core.latency import LatencyProfile
-
-TraceFormat = Literal["mooncake", "azure", "burstgpt", "servegen", "jsonl"]
+from prfaas.core.workload.requests import TraceFormat
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,10 @@ It is that of a published model, a `config.json` or a checkpoint.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
-from prfaas.core.deployment.model_checks import config_file, source_of
+from prfaas.core.deployment.model import default_state_dir
 from prfaas.core.deployment.planned import PlannedCluster
 from prfaas.core.deployment.schema import ClusterSection, DeploymentFile, ModelSection
 from prfaas.core.deployment.source import YamlSource
@@ -133,11 +134,11 @@ def _kv_model(source: YamlSource, file: DeploymentFile, cluster: ClusterSection,
 
 def _own_kv_model(source: YamlSource, file: DeploymentFile, cluster: ClusterSection, index: int) -> KvModel:
     model, dtypes = file.model, _dtypes(file.model, cluster)
-    origin = source_of(model)
+    origin = model.origin
     try:
         if model.published is not None:
             return published_model(model.published).kept_in(dtypes)
-        config = config_file(source, file)
+        config = _config_file(source, file)
         if config is not None:
             return model_from_file(
                 config, name=model.served_name or (None if origin is None else origin.name), dtypes=dtypes
@@ -203,12 +204,26 @@ def check_cluster_dtypes(source: YamlSource, file: DeploymentFile) -> None:
             )
 
 
+def _config_file(source: YamlSource, file: DeploymentFile) -> Path | None:
+    """The `config.json` of the model of a file that is to be planned; None: published, or only made when it runs."""
+    model, origin = file.model, file.model.origin
+    if origin is not None:
+        if origin.kind == "tiny":
+            return None
+        return origin.config_folder(origin.directory(default_state_dir(), file.name)) / "config.json"
+    given = model.config or model.path
+    if given is None:
+        return None
+    path = source.path.parent / Path(given).expanduser()
+    return path if model.config is not None and path.suffix == ".json" else path / "config.json"
+
+
 def _config(source: YamlSource, file: DeploymentFile) -> Mapping[str, Any] | None:
     """The model's configuration; None where it is made or brought later."""
     try:
         if file.model.published is not None:
             return published_model(file.model.published).config
-        path = config_file(source, file)
+        path = _config_file(source, file)
         return None if path is None else read_config(path)
     except ConfigError:
         return None

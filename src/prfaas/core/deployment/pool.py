@@ -12,8 +12,8 @@ from prfaas.core.deployment.field_types import GIVEN, Folder, Port, Seconds, Siz
 from prfaas.core.deployment.section import POOLS_AGAIN, Section
 from prfaas.core.units import MIB
 
-EvictionName = Literal["lru", "2q", "cost"]
-"""Which page goes when a pool is full: the least recently used, by 2Q, or what is cheapest to compute per byte."""
+EvictionName = Literal["lru", "cost"]
+"""Which page goes when a pool is full: the least recently used, or what is cheapest to compute per byte."""
 
 
 class _Placed(Protocol):

@@ -4,12 +4,13 @@ Only what loads and checks a file uses these. All other sections are the objects
 like.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from prfaas.core.deployment.addresses import is_loopback
 from prfaas.core.deployment.engine import EngineConfig, TransferLimits
 from prfaas.core.deployment.field_types import (
     GIVEN,
@@ -26,11 +27,11 @@ from prfaas.core.deployment.field_types import (
     Text,
     Weight,
 )
-from prfaas.core.deployment.fleet import FleetConfig
-from prfaas.core.deployment.gateway import GatewayConfig
+from prfaas.core.deployment.gateway import FleetConfig, GatewayConfig
+from prfaas.core.deployment.model import ModelSource
 from prfaas.core.deployment.planned import WorkloadSpec
 from prfaas.core.deployment.pool import PoolSettings, PoolSpace
-from prfaas.core.deployment.section import Section
+from prfaas.core.deployment.section import Section, docs_of, fields_of
 from prfaas.core.deployment.security import Security
 from prfaas.core.deployment.types import ClusterKind, ControlConfig, InstanceSection, Link, Routing, Slo
 from prfaas.core.kv import KvCacheDtype, ModelDtype
@@ -70,6 +71,15 @@ class ModelSection(_Section):
     """What engines keep K and V in, unless their cluster has its own: vLLM's `--kv-cache-dtype`."""
     dtype: ModelDtype = "auto"
     """What engines compute in: vLLM's `--dtype`."""
+
+    @property
+    def origin(self) -> ModelSource | None:
+        """Where prfaas has the model from; None: the checkpoint is the user's, or nothing is to be run."""
+        if self.tiny is not None:
+            return ModelSource("tiny", self.tiny)
+        if self.trained is not None:
+            return ModelSource("trained", self.trained)
+        return None if self.hub is None else ModelSource("hub", self.hub, self.revision)
 
 
 class ClusterSection(_Section):
@@ -181,3 +191,63 @@ class DeploymentFile(_Section):
     """The traffic to plan for."""
     prices: PricesSection = PricesSection()
     """What things cost."""
+
+    @property
+    def gateway_cluster(self) -> str | None:
+        """The cluster whose network the gateway is in: the file's word, or the only one that decodes."""
+        if self.gateway.cluster is not None:
+            return self.gateway.cluster
+        decoding = [cluster.name for cluster in self.clusters if cluster.kind == "pd"]
+        return decoding[0] if len(decoding) == 1 else None
+
+    def speaks_tls(self, cluster: ClusterSection, instance: InstanceSection) -> bool:
+        """Whether the gateway and the tools speak TLS with an instance.
+
+        By default they do where prompts would cross to another cluster. What goes to a loopback address stays on this
+        machine.
+        """
+        if self.security.engine_tls != "elsewhere":
+            return self.security.engine_tls == "always"
+        return cluster.name != self.gateway_cluster and not is_loopback(instance.host)
+
+
+def json_schema() -> dict[str, Any]:
+    """A JSON Schema (draft 2020-12), with the meaning of every field.
+
+    It knows each field by itself. What must fit together between several is said where the file is loaded.
+    """
+    schema = DeploymentFile.model_json_schema(by_alias=True)
+    sections = {each.__name__: each for each in _sections(DeploymentFile)}
+    for name, found in ((DeploymentFile.__name__, schema), *schema["$defs"].items()):
+        docs = docs_of(sections[name])
+        for facts in fields_of(sections[name]).values():
+            shown = _as_in_files(found["properties"][facts.name_in_file])
+            if facts.name in docs:
+                shown["description"] = docs[facts.name]
+            # A section's own fields say their defaults.
+            if facts.section is not None:
+                shown.pop("default", None)
+            found["properties"][facts.name_in_file] = shown
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **schema,
+        "title": "A deployment file of prfaas",
+    }
+
+
+def _as_in_files(shown: dict[str, Any]) -> dict[str, Any]:
+    """Without what only the code can say: null, and a default that stands for "left out"."""
+    kinds = [each for each in shown.get("anyOf", ()) if each != {"type": "null"}]
+    if len(kinds) == 1:
+        shown = {**{name: value for name, value in shown.items() if name != "anyOf"}, **kinds[0]}
+    default, least = shown.get("default"), shown.get("minimum")
+    if "default" in shown and (default is None or (least is not None and default < least)):
+        del shown["default"]
+    return {name: value for name, value in shown.items() if name != "title"}
+
+
+def _sections(section: type) -> Iterator[type]:
+    yield section
+    for facts in fields_of(section).values():
+        for each in facts.sections:
+            yield from _sections(each)

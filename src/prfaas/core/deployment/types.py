@@ -1,10 +1,10 @@
 """A deployment file in typed, frozen form: what runs where, who may send KV to whom, with which limits."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, TypeVar
 
 from pydantic import Field
 
@@ -32,8 +32,7 @@ from prfaas.core.deployment.field_types import (
     Text,
     Weight,
 )
-from prfaas.core.deployment.fleet import FleetConfig
-from prfaas.core.deployment.gateway import GatewayConfig
+from prfaas.core.deployment.gateway import FleetConfig, GatewayConfig
 from prfaas.core.deployment.model import ModelRef
 from prfaas.core.deployment.pool import PoolNode, PoolSettings, PoolSpace, pool_nodes
 from prfaas.core.deployment.section import (
@@ -276,6 +275,9 @@ class Slo(Section):
     """How fast each answer grows, at least: in the file in place of `tpot_s`, whose inverse it is."""
 
 
+_Named = TypeVar("_Named", Instance, Cluster, PoolNode)
+
+
 @dataclass(frozen=True, slots=True)
 class Deployment(Section):
     """Everything a deployment file says, checked."""
@@ -320,11 +322,7 @@ class Deployment(Section):
         Raises:
             DeploymentError: there is none; the text lists those that are.
         """
-        for instance in self.instances:
-            if instance.name == name:
-                return instance
-        known = ", ".join(instance.name for instance in self.instances)
-        raise DeploymentError(self.path, None, "", f'has no instance "{name}"; it has {known}')
+        return self._named("instance", name, self.instances)
 
     def cluster(self, name: str) -> Cluster:
         """A cluster by name.
@@ -332,11 +330,14 @@ class Deployment(Section):
         Raises:
             DeploymentError: there is none; the text lists those that are.
         """
-        for cluster in self.clusters:
-            if cluster.name == name:
-                return cluster
-        known = ", ".join(cluster.name for cluster in self.clusters)
-        raise DeploymentError(self.path, None, "", f'has no cluster "{name}"; it has {known}')
+        return self._named("cluster", name, self.clusters)
+
+    def _named(self, kind: str, name: str, among: Sequence[_Named]) -> _Named:
+        for each in among:
+            if each.name == name:
+                return each
+        known = ", ".join(each.name for each in among) or "none"
+        raise DeploymentError(self.path, None, "", f'has no {kind} "{name}"; it has {known}')
 
     def cluster_of(self, instance: Instance) -> Cluster:
         """The cluster that an instance belongs to."""
@@ -368,11 +369,7 @@ class Deployment(Section):
         Raises:
             DeploymentError: there is none; the text lists those that are.
         """
-        for node in self.pools:
-            if node.name == name:
-                return node
-        known = ", ".join(node.name for node in self.pools) or "none"
-        raise DeploymentError(self.path, None, "", f'has no pool "{name}"; it has {known}')
+        return self._named("pool", name, self.pools)
 
     def pool_of(self, instance: Instance) -> PoolNode | None:
         """The pool of an instance's machine; None if its cluster has no pools."""

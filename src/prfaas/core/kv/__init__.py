@@ -19,7 +19,7 @@ from prfaas.core.kv.hf_config import (
 )
 from prfaas.core.kv.layers import ChunkedWindow, FullAttention, LinearState, SlidingWindow
 from prfaas.core.kv.model import Group, KvModel, model_on_wire
-from prfaas.core.kv.published import ConfigSource, PublishedModel, published_model, published_models
+from prfaas.core.kv.published import PublishedModel, published_model, published_models
 
 __all__ = [
     "DEFAULT_DTYPES",
@@ -27,7 +27,6 @@ __all__ = [
     "CacheDtypes",
     "ChunkedWindow",
     "ConfigError",
-    "ConfigSource",
     "DrafterError",
     "FullAttention",
     "Group",

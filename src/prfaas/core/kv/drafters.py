@@ -103,52 +103,33 @@ def _drafters_fields(name: str) -> dict[str, Any]:
     return {**fields, **layers} if isinstance(layers, Mapping) else fields
 
 
-def _mtp_layers(config: ConfigFields, field: str = "num_nextn_predict_layers") -> int:
-    """How many there are. Published files that leave it out have one: `getattr` in qwen3_next_mtp.py and others."""
-    return config.whole(field, 1)
+_Fields = Callable[[ConfigFields], Mapping[str, Any]]
+_COUNT = "num_nextn_predict_layers"
 
 
-def _full_layers(config: ConfigFields) -> Mapping[str, Any]:
-    """Layers of full attention, whatever the model's own are: qwen3_next_mtp.py, glm4_moe_mtp.py, ernie_mtp.py."""
-    layers = _mtp_layers(config)
-    return {"num_hidden_layers": layers, "layer_types": [FULL] * layers}
+def _layers(
+    *, counted_by: str | None = _COUNT, each: Mapping[str, str | list[Any]] | None = None, **fields: Any
+) -> _Fields:
+    """What the file would say of the layers of multi-token prediction, were they a model.
 
+    Args:
+        counted_by: the field that says how many there are; None: one. Published files that leave it out have one:
+            `getattr` in qwen3_next_mtp.py and others.
+        each: by field, what stands there for every layer.
+        fields: what else.
+    """
 
-def _full_layers_of_qwen3_5(config: ConfigFields) -> Mapping[str, Any]:
-    """qwen3_5_mtp.py `Qwen3_5MultiTokenPredictor`."""
-    layers = _mtp_layers(config, "mtp_num_hidden_layers")
-    return {"num_hidden_layers": layers, "layer_types": [FULL] * layers}
+    def read(config: ConfigFields) -> Mapping[str, Any]:
+        layers = 1 if counted_by is None else config.whole(counted_by, 1)
+        listed = {name: entry * layers for name, entry in (each or {}).items()}
+        return {"num_hidden_layers": layers, **fields, **listed}
 
-
-def _latent_layers(config: ConfigFields) -> Mapping[str, Any]:
-    """MLA: deepseek_mtp.py and glm4_moe_lite_mtp.py."""
-    return {"num_hidden_layers": _mtp_layers(config)}
-
-
-def _indexed_latent_layers(config: ConfigFields) -> Mapping[str, Any]:
-    """Each has an index of its own: `is_mtp_layer` in vllm/models/deepseek_v32/attention.py."""
-    layers = _mtp_layers(config)
-    return {"num_hidden_layers": layers, "index_topk_pattern": "F" * layers, "indexer_types": None}
-
-
-def _layer_of_longcat(_config: ConfigFields) -> Mapping[str, Any]:
-    """One of MLA, where the model's own have two each: longcat_flash_mtp.py."""
-    return {"model_type": "deepseek_v3", "num_hidden_layers": 1}
-
-
-def _groups_of_bailing(config: ConfigFields) -> Mapping[str, Any]:
-    """MLA in each: bailing_moe_mtp.py."""
-    return {"num_hidden_layers": _mtp_layers(config), "layer_group_size": 1}
-
-
-def _window_of_mimo(_config: ConfigFields) -> Mapping[str, Any]:
-    """vLLM knows the first one, with the window of the model's: mimo_v2_mtp.py `MiMoV2MTPLayer`."""
-    return {"num_hidden_layers": 1, "hybrid_layer_pattern": [1]}
+    return read
 
 
 def _layers_of_step(config: ConfigFields) -> Mapping[str, Any]:
     """The file's list of kinds goes on over them: step3p5_mtp.py."""
-    layers = _mtp_layers(config)
+    layers = config.whole(_COUNT, 1)
     listed = config.entries("layer_types", None) or []
     types = [*listed[config.layers : config.layers + layers]]
     return {
@@ -162,19 +143,26 @@ def _pattern_of_nemotron(config: ConfigFields) -> Mapping[str, Any]:
     pattern = config.fields.get("mtp_hybrid_override_pattern")
     if not isinstance(pattern, str):
         raise ConfigError("mtp_hybrid_override_pattern must be text of * (attention) and E (experts)")
-    return {"hybrid_override_pattern": pattern * _mtp_layers(config)}
+    return {"hybrid_override_pattern": pattern * config.whole(_COUNT, 1)}
 
 
 _QWEN3_5 = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
-_MTP: Mapping[str, Callable[[ConfigFields], Mapping[str, Any]]] = {
-    **dict.fromkeys(("qwen3_next", "glm4_moe", "ernie4_5_moe"), _full_layers),
-    **dict.fromkeys(_QWEN3_5, _full_layers_of_qwen3_5),
-    **dict.fromkeys(("deepseek_v3", "glm4_moe_lite"), _latent_layers),
-    **dict.fromkeys(SPARSE_MLA, _indexed_latent_layers),
-    "longcat_flash": _layer_of_longcat,
-    "bailing_hybrid": _groups_of_bailing,
-    "mimo_v2_flash": _window_of_mimo,
+_MTP: Mapping[str, _Fields] = {
+    # Full attention, whatever the model's own are: qwen3_next_mtp.py, glm4_moe_mtp.py, ernie_mtp.py.
+    **dict.fromkeys(("qwen3_next", "glm4_moe", "ernie4_5_moe"), _layers(each={"layer_types": [FULL]})),
+    # qwen3_5_mtp.py `Qwen3_5MultiTokenPredictor`.
+    **dict.fromkeys(_QWEN3_5, _layers(counted_by="mtp_num_hidden_layers", each={"layer_types": [FULL]})),
+    # MLA: deepseek_mtp.py and glm4_moe_lite_mtp.py.
+    **dict.fromkeys(("deepseek_v3", "glm4_moe_lite"), _layers()),
+    # Each has an index of its own: `is_mtp_layer` in vllm/models/deepseek_v32/attention.py.
+    **dict.fromkeys(SPARSE_MLA, _layers(each={"index_topk_pattern": "F"}, indexer_types=None)),
+    # One of MLA, where the model's own have two each: longcat_flash_mtp.py.
+    "longcat_flash": _layers(counted_by=None, model_type="deepseek_v3"),
+    # MLA in each: bailing_moe_mtp.py.
+    "bailing_hybrid": _layers(layer_group_size=1),
+    # vLLM knows the first one, with the window of the model's: mimo_v2_mtp.py `MiMoV2MTPLayer`.
+    "mimo_v2_flash": _layers(counted_by=None, each={"hybrid_layer_pattern": [1]}),
     **dict.fromkeys(("step3p5", "step3p7"), _layers_of_step),
     "nemotron_h": _pattern_of_nemotron,
 }
-"""By family, what its file would say of the layers of multi-token prediction, were they a model."""
+"""By family, the fields of a file of its layers of multi-token prediction."""

@@ -35,15 +35,17 @@ _DS_MLA_BYTES, _DS_MLA_LATENT, _DS_MLA_ROPE = 656, 512, 64
 _INDEX_SCALE_TOKENS, _INDEX_SCALE_BYTES = 128, 4
 
 
-def attention(config: ConfigFields, types: Sequence[str], size: ElementBytes) -> list[Group]:
-    """Full and sliding layers that share their shape.
+def attention(
+    config: ConfigFields, types: Sequence[str], size: ElementBytes, *, more: int = 0
+) -> list[Group]:
+    """Full and sliding layers that share their shape; a token sees `more` than the file's window.
 
     llama.py `LlamaAttention` and vllm/model_executor/layers/attention/attention.py `Attention.get_kv_cache_spec`.
     """
     heads, head = config.kv_heads, config.head_size
     groups: list[Group] = [FullAttention(types.count(FULL), heads, head, head, size.kv)]
     if SLIDING in types:
-        window = config.whole("sliding_window")
+        window = config.whole("sliding_window") + more
         groups.append(SlidingWindow(types.count(SLIDING), heads, head, head, window, dtype_bytes=size.kv))
     return groups
 
@@ -162,13 +164,7 @@ def _cohere2_moe(config: ConfigFields, size: ElementBytes) -> list[Group]:
 
 def _cohere2(config: ConfigFields, size: ElementBytes) -> list[Group]:
     """Three layers of four see `sliding_window` tokens before their own: commandr.py `CohereAttention`."""
-    types = _interval_types(config, 4)
-    heads, head = config.kv_heads, config.head_size
-    groups: list[Group] = [FullAttention(types.count(FULL), heads, head, head, size.kv)]
-    if SLIDING in types:
-        window = config.whole("sliding_window") + 1
-        groups.append(SlidingWindow(types.count(SLIDING), heads, head, head, window, dtype_bytes=size.kv))
-    return groups
+    return attention(config, _interval_types(config, 4), size, more=1)
 
 
 def _llama4(config: ConfigFields, size: ElementBytes) -> list[Group]:

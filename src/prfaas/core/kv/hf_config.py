@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from prfaas.core.kv.config_fields import FAMILY_DEFAULTS, CacheDtypeError, ConfigError, ConfigFields
+from prfaas.core.kv.config_fields import CacheDtypeError, ConfigError, ConfigFields, family_defaults
 from prfaas.core.kv.dtypes import DEFAULT_DTYPES, CacheDtypes
 from prfaas.core.kv.families import (
     ATTENTION_READERS,
@@ -139,7 +139,7 @@ def model_from_config(
         )
     size = dtypes.element_bytes(config.get("quantization_config"), is_latent=fields.given("kv_lora_rank"))
     read = READERS.get(model_type, by_layer_types)
-    groups = read(fields.with_defaults(FAMILY_DEFAULTS.get(model_type, {})), size)
+    groups = read(fields.with_defaults(family_defaults(model_type)), size)
     if groups is None:
         raise ConfigError(
             f'the KVCache of model_type "{model_type}" is not known, and it has no layer_types that tell its shape; '

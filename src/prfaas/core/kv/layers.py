@@ -5,7 +5,10 @@ linear attention (GDN, KDA, Mamba, Mamba2, Lightning) or a short convolution a s
 """
 
 from dataclasses import dataclass, replace
-from typing import overload
+from typing import TypeVar
+
+_Tokens = TypeVar("_Tokens", int, float)
+"""Whole numbers of them give whole numbers of bytes; a mean length does as well."""
 
 
 def check_span(num_tokens: int, skip_tokens: int, block_tokens: int) -> None:
@@ -56,15 +59,11 @@ class SlidingWindow:
         """Bytes per token inside the window, all layers together."""
         return self.layers * self.kv_heads * (self.head_size_k + self.head_size_v) * self.dtype_bytes
 
-    @overload
-    def bytes_at(self, tokens: int) -> int: ...
-    @overload
-    def bytes_at(self, tokens: float) -> float: ...
-    def bytes_at(self, tokens: float) -> float:
+    def bytes_at(self, tokens: _Tokens) -> _Tokens:
         """Bytes of the window at a length of `tokens` tokens; constant once the window is full."""
         return self.held_tokens(tokens) * self.token_bytes
 
-    def held_tokens(self, tokens: float) -> float:
+    def held_tokens(self, tokens: _Tokens) -> _Tokens:
         """Tokens that the layers keep at a length of `tokens` tokens."""
         return min(tokens, self.window_tokens)
 
@@ -101,7 +100,7 @@ class ChunkedWindow(SlidingWindow):
     v1/core/single_type_kv_cache_manager.py, whose `get_num_skipped_tokens` says which tokens are not needed.
     """
 
-    def held_tokens(self, tokens: float) -> float:
+    def held_tokens(self, tokens: _Tokens) -> _Tokens:
         """Tokens of the chunk that the last of `tokens` tokens is in."""
         return tokens - (-(-tokens // self.window_tokens) - 1) * self.window_tokens if tokens > 0 else 0
 
@@ -277,11 +276,7 @@ class LinearState:
         """Bytes of one layer's state."""
         return self.conv_bytes + self.recurrent_bytes
 
-    @overload
-    def bytes_at(self, tokens: int) -> int: ...
-    @overload
-    def bytes_at(self, tokens: float) -> float: ...
-    def bytes_at(self, tokens: float) -> float:
+    def bytes_at(self, tokens: _Tokens) -> _Tokens:
         """Bytes of all layers' state, at any length but 0."""
         return self.layers * self.state_bytes if tokens > 0 else 0
 
@@ -358,11 +353,7 @@ class FullAttention:
         """Bytes per token, all layers together."""
         return self.layers * self.kv_heads * (self.head_size_k + self.head_size_v) * self.dtype_bytes
 
-    @overload
-    def bytes_at(self, tokens: int) -> int: ...
-    @overload
-    def bytes_at(self, tokens: float) -> float: ...
-    def bytes_at(self, tokens: float) -> float:
+    def bytes_at(self, tokens: _Tokens) -> _Tokens:
         """Bytes that the cache of `tokens` tokens holds."""
         return tokens * self.token_bytes
 

@@ -1,13 +1,10 @@
 """A model as the KVCache sees it: groups of layers of one kind each."""
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, overload
+from typing import overload
 
+from prfaas.core.arrays import NDArray, np
 from prfaas.core.kv.layers import ChunkedWindow, FullAttention, LinearState, SlidingWindow
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 Group = FullAttention | SlidingWindow | LinearState
 
@@ -90,8 +87,6 @@ class KvModel:
         """
         if isinstance(tokens, int | float):
             return sum(group.bytes_at(tokens) for group in self.groups)
-        import numpy as np
-
         lengths = np.asarray(tokens, dtype=np.float64)
         total: NDArray[np.float64] = lengths * self.token_bytes + np.where(lengths > 0, self.fixed_bytes, 0)
         for group in self.groups:

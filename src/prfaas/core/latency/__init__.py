@@ -6,7 +6,6 @@ from prfaas.core.latency.profile import (
     DecodeCurve,
     Evidence,
     LatencyProfile,
-    PrefillCurve,
     ProfileError,
     ProfileRangeError,
 )
@@ -16,7 +15,6 @@ __all__ = [
     "DecodeCurve",
     "Evidence",
     "LatencyProfile",
-    "PrefillCurve",
     "ProfileError",
     "ProfileRangeError",
     "load_profile",

@@ -9,12 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal, overload
+from typing import Literal, overload
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
+from prfaas.core.arrays import NDArray, np
 
 Interpolation = Literal["linear", "cubic", "monotone"]
 Points = tuple[tuple[float, float], ...]
@@ -39,8 +36,6 @@ class PiecewisePolynomial:
 
     def at_each(self, xs: "NDArray[np.float64]") -> "NDArray[np.float64]":
         """The values at every x of an array of any shape."""
-        import numpy as np
-
         breaks = np.asarray(self.breaks)
         pieces = np.clip(np.searchsorted(breaks, xs, side="right") - 1, 0, len(self.coefficients) - 1)
         table = np.asarray(self.coefficients)
@@ -218,8 +213,6 @@ class Curve:
             if not self.low <= x <= self.high:
                 raise ProfileRangeError(f"{self.range_text} is covered, not {x:g}")
             return self._pieces.at(x)
-        import numpy as np
-
         xs = np.asarray(x, dtype=np.float64)
         outside = ~((xs >= self.low) & (xs <= self.high))
         if outside.any():
@@ -379,8 +372,6 @@ class LatencyProfile:
         if isinstance(tokens, int | float):
             asked = tokens
         else:
-            import numpy as np
-
             values = np.asarray(tokens, dtype=np.float64)
             asked = float(values[~((values >= low) & (values <= high))].flat[0])
         return ProfileRangeError(

@@ -6,11 +6,15 @@ public measurements (`docs/explanation/estimates.md`), which also say how far of
 """
 
 import difflib
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+
+import msgspec
 
 from prfaas.core.latency.profile import ProfileError
 from prfaas.core.latency.work import ModelWork
-from prfaas.core.units import GB, GIB
 
 # Shares of the printed peaks, and what does not shrink with a faster GPU.
 _MATRIX_SHARE = 0.27
@@ -58,100 +62,10 @@ class Gpu:
         return next((peak for peak in wider if peak is not None), self.bf16_flops_per_s)
 
 
-_TERA = 1e12
-
-_GPUS = (
-    Gpu(
-        "a100",
-        312 * _TERA,
-        None,
-        80 * GIB,
-        2039 * GB,
-        link_bytes_per_s=300 * GB,
-        source="NVIDIA A100 datasheet, SXM4 80 GB",
-    ),
-    Gpu(
-        "h100",
-        bf16_flops_per_s=989 * _TERA,
-        fp8_flops_per_s=1979 * _TERA,
-        memory_bytes=80 * GIB,
-        memory_bytes_per_s=3350 * GB,
-        link_bytes_per_s=450 * GB,
-        source="NVIDIA H100 datasheet, SXM5 80 GB; half of the figures with sparsity",
-    ),
-    Gpu(
-        "h200",
-        bf16_flops_per_s=989 * _TERA,
-        fp8_flops_per_s=1979 * _TERA,
-        memory_bytes=141 * GIB,
-        memory_bytes_per_s=4800 * GB,
-        link_bytes_per_s=450 * GB,
-        source="NVIDIA H200 datasheet, SXM 141 GB; half of the figures with sparsity",
-    ),
-    Gpu(
-        "h20",
-        bf16_flops_per_s=148 * _TERA,
-        fp8_flops_per_s=296 * _TERA,
-        memory_bytes=96 * GIB,
-        memory_bytes_per_s=4000 * GB,
-        link_bytes_per_s=450 * GB,
-        source="NVIDIA H20 96 GB, as resellers print it; NVIDIA has no public datasheet of it",
-    ),
-    Gpu(
-        "h800",
-        bf16_flops_per_s=989 * _TERA,
-        fp8_flops_per_s=1979 * _TERA,
-        memory_bytes=80 * GIB,
-        memory_bytes_per_s=3350 * GB,
-        link_bytes_per_s=200 * GB,
-        source="NVIDIA H800 SXM as arXiv 2412.19437 describes it: an H100 with less NVLink",
-    ),
-    Gpu(
-        "b200",
-        bf16_flops_per_s=2250 * _TERA,
-        fp8_flops_per_s=4500 * _TERA,
-        memory_bytes=180 * GIB,
-        memory_bytes_per_s=7700 * GB,
-        link_bytes_per_s=900 * GB,
-        source="NVIDIA DGX B200 datasheet, an eighth of it (62 TB/s, 1,440 GB); half of the figures with sparsity",
-        fp4_flops_per_s=9000 * _TERA,
-    ),
-    Gpu(
-        "b300",
-        bf16_flops_per_s=2250 * _TERA,
-        fp8_flops_per_s=4500 * _TERA,
-        memory_bytes=288 * GB,
-        memory_bytes_per_s=7750 * GB,
-        link_bytes_per_s=900 * GB,
-        source="NVIDIA DGX B300 datasheet, an eighth of it; half of the figures with sparsity",
-        fp4_flops_per_s=14000 * _TERA,
-    ),
-    Gpu(
-        "gb200",
-        bf16_flops_per_s=2500 * _TERA,
-        fp8_flops_per_s=5000 * _TERA,
-        memory_bytes=186 * GIB,
-        memory_bytes_per_s=8000 * GB,
-        link_bytes_per_s=900 * GB,
-        source="NVIDIA GB200 NVL72 datasheet, one of two GPUs; half of the figures with sparsity",
-        fp4_flops_per_s=10000 * _TERA,
-        per_machine=72,
-    ),
-    Gpu(
-        "l40s",
-        bf16_flops_per_s=362 * _TERA,
-        fp8_flops_per_s=733 * _TERA,
-        memory_bytes=48 * GB,
-        memory_bytes_per_s=864 * GB,
-        link_bytes_per_s=32 * GB,
-        source="NVIDIA L40S datasheet; half of the figures with sparsity, PCIe 4.0 x16",
-    ),
-)
-
-
-def gpu_names() -> tuple[str, ...]:
-    """The GPUs that are known."""
-    return tuple(gpu.name for gpu in _GPUS)
+@cache
+def _gpus() -> Mapping[str, Gpu]:
+    text = (resources.files(__package__) / "data" / "gpus.json").read_bytes()
+    return {each.name: each for each in msgspec.json.decode(text, type=tuple[Gpu, ...])}
 
 
 def gpu(name: str) -> Gpu:
@@ -160,7 +74,7 @@ def gpu(name: str) -> Gpu:
     Raises:
         ProfileError: it is not known.
     """
-    known = {each.name: each for each in _GPUS}
+    known = _gpus()
     if name.lower() not in known:
         near = difflib.get_close_matches(name.lower(), known, n=1)
         hint = f'did you mean "{near[0]}"?' if near else f"there are {', '.join(known)}"

@@ -5,17 +5,11 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from prfaas.core.arrays import FloatArray, np
 from prfaas.core.latency import LatencyProfile
 from prfaas.core.latency.cached_prefix import after_prefix_s
 from prfaas.core.latency.curve_reader import curve_reader
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    FloatArray = NDArray[np.float64]
 
 # The curve is a table of straight pieces, eight to an octave: within 0.1 % of a parabola.
 _KNOTS_PER_OCTAVE = 8
@@ -27,6 +21,9 @@ _REACH_OCTAVES = 1.0
 # The profile weighs as much as this many samples: against the mean of all bins, and that mean against each bin.
 _PRIOR_SAMPLES = 2.0
 _FIRST_SAMPLES = 16
+_HALF_LIFE_S = 600.0
+# The table is made again at most so often, but at each of the first samples.
+_REBUILD_S = 1.0
 _PAUSES = 20
 # No length is longer.
 _FAR_TOKENS = 2.0**50
@@ -45,18 +42,14 @@ class PrefillSeconds:
     _arrays: "tuple[FloatArray, FloatArray]" = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        import numpy as np
-
         # The last piece goes on far beyond the table, so that one interpolation does for all lengths.
         slope = (self.seconds[-1] - self.seconds[-2]) / (self.tokens[-1] - self.tokens[-2])
         beyond_s = self.seconds[-1] + (_FAR_TOKENS - self.tokens[-1]) * slope
         arrays = np.array([*self.tokens, _FAR_TOKENS]), np.array([*self.seconds, beyond_s])
         object.__setattr__(self, "_arrays", arrays)
 
-    def __call__(self, tokens: "FloatArray") -> "FloatArray":
+    def __call__(self, tokens: FloatArray) -> FloatArray:
         """Seconds for arrays of tokens, of the same shape; see `ServiceCurve` for lengths outside the table."""
-        import numpy as np
-
         return np.interp(tokens, *self._arrays)
 
 
@@ -64,33 +57,20 @@ class ServiceCurve:
     """T_prefill of one instance of a cluster (the paper's Table 4), for every length.
 
     It starts as `base` and is corrected by measured samples. Per half octave of lengths, the correction is the median
-    ratio of measured to base of the last 32 samples. A sample has half its weight after `half_life_s`. Up to half of
+    ratio of measured to base of the last 32 samples. A sample has half its weight after ten minutes. Up to half of
     the weight may come from stalled engines without moving the median far. Lengths without samples follow the bins
     around them, then the mean of all. With few samples the base still counts. A pause between two samples ages the
-    older ones by a twentieth of `half_life_s` at most, so that an idle cluster forgets nothing.
+    older ones by half a minute at most, so that an idle cluster forgets nothing.
 
     Whatever is measured, the curve is above 0 and never falls as lengths grow (isotonic regression). It is constant
     below 1 token and goes on with its last slope above 4 million.
     """
 
-    seconds: "Callable[[float], float]"
+    seconds: Callable[[float], float]
     """Seconds of a prefill of so many uncached tokens, about 0.2 µs: for `ClusterView.prefill_s`."""
 
-    def __init__(
-        self,
-        base: "Callable[[float], float] | None" = None,
-        *,
-        half_life_s: float = 600.0,
-        rebuild_s: float = 1.0,
-    ) -> None:
-        """Start with the base alone.
-
-        Args:
-            base: seconds at any number of tokens of 1 and above; None: `DEFAULT_POINTS`.
-            half_life_s: after so long a sample has half its weight.
-            rebuild_s: the table is made again at most so often, but at each of the first samples.
-        """
-        import numpy as np
+    def __init__(self, base: Callable[[float], float] | None = None) -> None:
+        """Start with the base alone: seconds at any number of tokens of 1 and above; None: `DEFAULT_POINTS`."""
         import scipy.optimize  # noqa: F401  # half a second that the first sample must not cost an event loop
 
         knots = np.exp2(np.arange(_OCTAVES * _KNOTS_PER_OCTAVE + 1) / _KNOTS_PER_OCTAVE)
@@ -99,7 +79,7 @@ class ServiceCurve:
         self._base = np.maximum.accumulate(np.array([seconds(tokens) for tokens in self._knots]))
         if not (np.isfinite(self._base).all() and self._base[0] > 0):
             raise ValueError("a prefill takes a finite number of seconds above 0")
-        self._half_life_s, self._rebuild_s = half_life_s, rebuild_s
+        self._rebuild_s = _REBUILD_S
         bins = _OCTAVES * _BINS_PER_OCTAVE
         self._logs: FloatArray = np.zeros((bins, _SAMPLES_PER_BIN))
         self._taken_s: FloatArray = np.full((bins, _SAMPLES_PER_BIN), -np.inf)
@@ -147,7 +127,7 @@ class ServiceCurve:
             self._at_rest = PrefillSeconds(tuple(self._knots), tuple(self._values[1:]))
         return self._at_rest
 
-    def prefill_s(self, tokens: "FloatArray") -> "FloatArray":
+    def prefill_s(self, tokens: FloatArray) -> FloatArray:
         """`seconds` for arrays of tokens, of the same shape."""
         return self.at_rest()(tokens)
 
@@ -177,7 +157,7 @@ class ServiceCurve:
         self._filled[bin_] += 1
         self._logs[bin_, place] = math.log(seconds / self._base_at(tokens))
         if self.samples:
-            self._active_s += min(max(now_s - self._newest_s, 0.0), self._half_life_s / _PAUSES)
+            self._active_s += min(max(now_s - self._newest_s, 0.0), _HALF_LIFE_S / _PAUSES)
         self._newest_s = max(now_s, self._newest_s)
         self._taken_s[bin_, place] = self._active_s
         self.samples += 1
@@ -186,10 +166,9 @@ class ServiceCurve:
             self._rebuild()
 
     def _rebuild(self) -> None:
-        import numpy as np
         from scipy.optimize import isotonic_regression
 
-        weights = np.exp2((self._taken_s - self._active_s) / self._half_life_s)
+        weights = np.exp2((self._taken_s - self._active_s) / _HALF_LIFE_S)
         mass = weights.sum(axis=1)
         seen = mass > 0
         medians = np.zeros(len(mass))
@@ -203,10 +182,8 @@ class ServiceCurve:
         # In place: `seconds` reads them.
         self._values[:], self._slopes[:] = self._lines(rising)
 
-    def _lines(self, seconds: "FloatArray") -> tuple[list[float], list[float]]:
+    def _lines(self, seconds: FloatArray) -> tuple[list[float], list[float]]:
         """Value and slope of every piece; the first is what lies below the table, the last what lies above."""
-        import numpy as np
-
         slopes = np.diff(seconds) / np.diff(self._knots)
         return [float(seconds[0]), *seconds.tolist()], [0.0, *slopes.tolist(), float(slopes[-1])]
 
@@ -215,9 +192,7 @@ class ServiceCurve:
         return self._base_values[piece] + self._base_slopes[piece] * (tokens - self._starts[piece])
 
 
-def extended(
-    points: "Sequence[tuple[float, float]]", power: float | None = None
-) -> "Callable[[float], float]":
+def extended(points: Sequence[tuple[float, float]], power: float | None = None) -> Callable[[float], float]:
     """The curve through `points` ((tokens, seconds), ascending), straight between them and for every length.
 
     Below the first point it is constant. Above the last it grows with the `power` of the length, within [1, 2];
@@ -242,8 +217,6 @@ def extended(
 
 def _between(low: float, high: float) -> list[float]:
     """Both ends, and enough lengths between them."""
-    import numpy as np
-
     octaves = math.log2(high / low)
     between: list[float] = np.geomspace(
         low, high, max(math.ceil(octaves * 2 * _KNOTS_PER_OCTAVE), 1) + 1
@@ -251,10 +224,8 @@ def _between(low: float, high: float) -> list[float]:
     return [low, *between[1:-1], high] if high > low else [low]
 
 
-def _medians(values: "FloatArray", weights: "FloatArray") -> "FloatArray":
+def _medians(values: FloatArray, weights: FloatArray) -> FloatArray:
     """The weighted median of every row."""
-    import numpy as np
-
     order = np.argsort(values, axis=1)
     sorted_values = np.take_along_axis(values, order, axis=1)
     cumulative = np.cumsum(np.take_along_axis(weights, order, axis=1), axis=1)

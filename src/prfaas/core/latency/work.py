@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from prfaas.core.kv.config_fields import FAMILY_DEFAULTS, ConfigError, ConfigFields
+from prfaas.core.kv.config_fields import ConfigError, ConfigFields, family_defaults
 from prfaas.core.kv.dtypes import DEFAULT_DTYPES, CacheDtypes
 from prfaas.core.kv.hf_config import model_from_config, text_fields
 from prfaas.core.kv.layers import FullAttention, LinearState, SlidingWindow
@@ -130,7 +130,7 @@ def model_work(
     own_caches = {**text, "num_kv_shared_layers": 0} if "num_kv_shared_layers" in text else text
     shapes = model_from_config(own_caches, name=name, dtypes=CacheDtypes("bfloat16"))
     family = str(text.get("model_type"))
-    defaults = {**FAMILY_DEFAULTS.get(family, {}), **_VOCABULARY.get(family, {})}
+    defaults = {**family_defaults(family), **_VOCABULARY.get(family, {})}
     fields = with_usual_names(ConfigFields(text)).with_defaults(defaults)
     hidden = fields.whole("hidden_size")
     mixers = 0

@@ -1,7 +1,7 @@
 """Reports of the two ends of a link, each at one moment. Totals only grow, but start again with the process."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 
@@ -48,26 +48,8 @@ class SenderSample:
             KeyError, TypeError, ValueError: the entry is not what it should be.
         """
         pace = float(report["pace_bits_per_s"] or 0.0)
-        return cls(
-            at_s=at_s,
-            pace_bits_per_s=pace if pace > 0 else None,
-            queued_bytes=max(int(report["queued_bytes"]), 0),
-            waiting_bytes=max(int(report["waiting_bytes"]), 0),
-            background_bytes=max(int(report.get("background_bytes", 0)), 0),
-            open_bytes=max(int(report["open_bytes"]), 0),
-            acked_bytes_total=int(report["acked_bytes_total"]),
-            unsent_bytes=max(int(report["unsent_bytes"]), 0),
-            filled_connections=max(int(report["filled_connections"]), 0),
-            delivery_bits_per_s=float(report["delivery_bits_per_s"]),
-            rtt_s=float(report["rtt_s"]),
-            least_rtt_s=float(report["least_rtt_s"]),
-            sent_bytes_total=int(report["sent_bytes_total"]),
-            resent_bytes_total=int(report["resent_bytes_total"]),
-            busy_s_total=float(report["busy_s_total"]),
-            receiver_limited_s_total=float(report["receiver_limited_s_total"]),
-            connections_up=max(int(report["connections_up"]), 0),
-            connections=max(int(report["connections"]), 0),
-        )
+        numbers = _numbers(cls, {"background_bytes": 0, **report})
+        return cls(at_s=at_s, pace_bits_per_s=pace if pace > 0 else None, **numbers)
 
     @property
     def ready_bytes(self) -> int:
@@ -105,12 +87,13 @@ class ArrivalSample:
         Raises:
             KeyError, TypeError, ValueError: the entry is not what it should be.
         """
-        return cls(
-            at_s=at_s,
-            bytes_total=int(report["bytes_total"]),
-            segments_total=int(report["segments_total"]),
-            mss_bytes=int(report["mss_bytes"]),
-            unread_bytes=max(int(report["unread_bytes"]), 0),
-            rtt_s=float(report["rtt_s"]),
-            connections=max(int(report["connections"]), 0),
-        )
+        return cls(at_s=at_s, **_numbers(cls, report))
+
+
+def _numbers(sample: type[SenderSample | ArrivalSample], report: Mapping[str, Any]) -> dict[str, Any]:
+    """What a report says for the fields of a sample, by their names. No count is below 0."""
+    return {
+        each.name: max(int(report[each.name]), 0) if each.type is int else float(report[each.name])
+        for each in fields(sample)
+        if each.name not in ("at_s", "pace_bits_per_s")
+    }

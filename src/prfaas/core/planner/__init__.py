@@ -3,7 +3,7 @@
 from prfaas.core.planner.cached_prefixes import with_prefixes
 from prfaas.core.planner.comparisons import Baseline, ShadowPrice
 from prfaas.core.planner.cost import CheapestOperation, Cost
-from prfaas.core.planner.equations import Egress, KvSize, egress
+from prfaas.core.planner.equations import KvSize, egress
 from prfaas.core.planner.from_deployment import problem_of, problem_of_trace, range_tokens
 from prfaas.core.planner.operating_point import LinkUse, OperatingPoint, Roles, RouteUse, ServiceModel, Stage
 from prfaas.core.planner.plan import Plan, best_operation, make_plan
@@ -21,7 +21,6 @@ __all__ = [
     "Baseline",
     "CheapestOperation",
     "Cost",
-    "Egress",
     "KvSize",
     "LinkUse",
     "OperatingPoint",

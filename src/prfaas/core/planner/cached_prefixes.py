@@ -2,15 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from prfaas.core.planner.problem import OfLength, PlanProblem
-
-    FloatArray = NDArray[np.float64]
+from prfaas.core.arrays import FloatArray, OfLength, np
+from prfaas.core.planner.problem import PlanProblem
 
 _BINS_PER_OCTAVE = 2
 
@@ -24,7 +18,7 @@ class UsualPrefill:
     values.
     """
 
-    prefill_s: "OfLength"
+    prefill_s: OfLength
     """T: seconds without a cached prefix."""
     log_tokens: tuple[float, ...]
     """Natural logarithms of lengths, ascending."""
@@ -33,16 +27,14 @@ class UsualPrefill:
     _arrays: "tuple[FloatArray, FloatArray]" = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        import numpy as np
-
         object.__setattr__(self, "_arrays", (np.array(self.log_tokens), np.array(self.ratios)))
 
     @classmethod
     def of_prompts(
         cls,
-        prefill_s: "OfLength",
-        uncached_tokens: "FloatArray",
-        reused_tokens: "FloatArray",
+        prefill_s: OfLength,
+        uncached_tokens: FloatArray,
+        reused_tokens: FloatArray,
         range_tokens: tuple[float, float],
     ) -> "UsualPrefill":
         """From a sample of prompts.
@@ -53,8 +45,6 @@ class UsualPrefill:
             reused_tokens: Of every prompt, what its cache has.
             range_tokens: Lengths outside count as the nearest end.
         """
-        import numpy as np
-
         low, high = range_tokens
         uncached = np.clip(uncached_tokens, low, high)
         whole = np.clip(uncached + reused_tokens, uncached, high)
@@ -69,25 +59,21 @@ class UsualPrefill:
         ratios = np.bincount(bins, taken_s)[some] / weight_s[some]
         return cls(prefill_s, tuple(logs.tolist()), tuple(ratios.tolist()))
 
-    def __call__(self, tokens: "FloatArray") -> "FloatArray":
-        import numpy as np
-
+    def __call__(self, tokens: FloatArray) -> FloatArray:
         seconds: FloatArray = self.prefill_s(tokens) * np.interp(np.log(tokens), *self._arrays)
         return seconds
 
 
 def with_prefixes(
-    problem: "PlanProblem",
+    problem: PlanProblem,
     uncached_tokens: Sequence[float],
     reused_tokens: Sequence[float],
     range_tokens: tuple[float, float],
-) -> "PlanProblem":
+) -> PlanProblem:
     """The same clusters, with prefills that take what those of these prompts take behind their prefixes."""
-    import numpy as np
-
     uncached, reused = (np.array(each, dtype=np.float64) for each in (uncached_tokens, reused_tokens))
 
-    def usual(prefill_s: "OfLength") -> UsualPrefill:
+    def usual(prefill_s: OfLength) -> UsualPrefill:
         return UsualPrefill.of_prompts(prefill_s, uncached, reused, range_tokens)
 
     return replace(

@@ -2,20 +2,12 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from prfaas.core.arrays import FloatArray, OfLength, np
 from prfaas.core.kv import KvModel, SlidingWindow
 from prfaas.core.planner.problem import PlanError
 from prfaas.core.units import BITS_PER_BYTE
 from prfaas.core.workload import LengthDistribution
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from prfaas.core.planner.problem import OfLength
-
-    FloatArray = NDArray[np.float64]
 
 
 def kv_throughput_bits_per_s(kv_bytes: float, prefill_s: float) -> float:
@@ -68,8 +60,8 @@ class Egress:
 def egress(
     gpus: int,
     gpus_per_instance: int,
-    kv_bytes: "OfLength",
-    prefill_s: "OfLength",
+    kv_bytes: OfLength,
+    prefill_s: OfLength,
     lengths: LengthDistribution,
 ) -> Egress:
     """Eq. 2: the egress of GPUs that prefill without a pause (section 2.1).
@@ -84,8 +76,6 @@ def egress(
     Raises:
         PlanError: fewer GPUs than one instance has.
     """
-    import numpy as np
-
     if gpus_per_instance < 1 or gpus < gpus_per_instance:
         raise PlanError(f"{gpus} GPUs are less than one instance of {gpus_per_instance}")
     instances = gpus / gpus_per_instance
@@ -108,12 +98,10 @@ class KvSize:
     """
 
     model: KvModel
-    _tokens: "FloatArray" = field(init=False, repr=False)
-    _bytes: "FloatArray" = field(init=False, repr=False)
+    _tokens: FloatArray = field(init=False, repr=False)
+    _bytes: FloatArray = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        import numpy as np
-
         windows = [group for group in self.model.groups if isinstance(group, SlidingWindow)]
         knots = {1, _MOST_TOKENS, *(group.window_tokens for group in windows)}
         tokens = sorted(knots)
@@ -121,8 +109,6 @@ class KvSize:
         sizes = [self.model.kv_bytes(count) for count in tokens]
         object.__setattr__(self, "_bytes", np.array(sizes, dtype=np.float64))
 
-    def __call__(self, tokens: "FloatArray") -> "FloatArray":
+    def __call__(self, tokens: FloatArray) -> FloatArray:
         """Bytes at `tokens` (1 to 16 million; below 1 it counts as 1)."""
-        import numpy as np
-
         return np.interp(tokens, self._tokens, self._bytes)

@@ -3,8 +3,8 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
+from prfaas.core.arrays import FloatArray, OfLength, np
 from prfaas.core.planner.network import network_with_roles
 from prfaas.core.planner.operating_point import ServiceModel
 from prfaas.core.planner.plan import best_operation
@@ -13,14 +13,6 @@ from prfaas.core.planner.routing import RoutingPlan, best_routing
 from prfaas.core.planner.threshold_rates import ThresholdRates
 from prfaas.core.planner.two_clusters import best_prefill, best_rate
 from prfaas.core.units import BITS_PER_BYTE
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from prfaas.core.planner.problem import OfLength
-
-    FloatArray = NDArray[np.float64]
 
 # Requests per second that an instance decodes where decode is left out.
 _NO_LIMIT = 1e6
@@ -213,21 +205,21 @@ def _side(
 class _Divided:
     """Seconds of a prefill on `instances` instances together."""
 
-    prefill_s: "OfLength"
+    prefill_s: OfLength
     instances: float
 
-    def __call__(self, tokens: "FloatArray") -> "FloatArray":
+    def __call__(self, tokens: FloatArray) -> FloatArray:
         return self.prefill_s(tokens) / self.instances
 
 
 @dataclass(frozen=True, slots=True)
 class _Remote:
-    prefill_s: "OfLength"
+    prefill_s: OfLength
     instances: float
     bandwidth_bits_per_s: float
-    kv_bytes: "OfLength"
+    kv_bytes: OfLength
 
-    def link_s(self, tokens: "FloatArray") -> "FloatArray":
+    def link_s(self, tokens: FloatArray) -> FloatArray:
         """Seconds on the link alone."""
         return self.kv_bytes(tokens) * BITS_PER_BYTE / self.bandwidth_bits_per_s
 
@@ -238,9 +230,7 @@ class _Together:
 
     remote: Sequence[_Remote]
 
-    def __call__(self, tokens: "FloatArray") -> "FloatArray":
-        import numpy as np
-
+    def __call__(self, tokens: FloatArray) -> FloatArray:
         rates = [
             1 / np.maximum(each.prefill_s(tokens) / each.instances, each.link_s(tokens))
             for each in self.remote

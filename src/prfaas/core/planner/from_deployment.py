@@ -3,8 +3,8 @@
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from prfaas.core.arrays import OfLength
 from prfaas.core.deployment import (
     DeploymentError,
     EmpiricalLengths,
@@ -42,9 +42,6 @@ from prfaas.core.workload import (
     fixed,
 )
 from prfaas.core.workload.trace_readers import read_trace
-
-if TYPE_CHECKING:
-    from prfaas.core.planner.problem import OfLength
 
 
 def problem_of(deployment: PlannedDeployment) -> PlanProblem:
@@ -156,9 +153,7 @@ def problem_of_trace(
     )
 
 
-def _pd(
-    deployment: PlannedDeployment, index: int, cluster: PlannedCluster, prefill_s: "OfLength"
-) -> PdCluster:
+def _pd(deployment: PlannedDeployment, index: int, cluster: PlannedCluster, prefill_s: OfLength) -> PdCluster:
     step_limit_s = deployment.slo.tpot_s
     assert step_limit_s is not None  # checked with the file
     try:

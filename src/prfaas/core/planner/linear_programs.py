@@ -7,19 +7,12 @@ curves over each bin.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from prfaas.core.arrays import FloatArray, NDArray, OfLength, np
 from prfaas.core.planner.problem import Path, PlanError, PlanProblem
 from prfaas.core.units import BITS_PER_BYTE
 from prfaas.core.workload import Bins, LengthDistribution
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from prfaas.core.planner.problem import OfLength
-
-    FloatArray = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,8 +30,6 @@ class BinnedLengths:
     @classmethod
     def of(cls, distribution: LengthDistribution, bins: Bins) -> "BinnedLengths":
         """Lengths cut into the given bins."""
-        import numpy as np
-
         edges = np.concatenate([[0.0], distribution.fine_bins().upper, bins.lower, bins.upper])
         fine = distribution.bins_between(edges)
         where = np.minimum(np.searchsorted(bins.upper, fine.upper, side="left"), len(bins.upper) - 1)
@@ -46,17 +37,13 @@ class BinnedLengths:
 
     def divided(self, chosen: "NDArray[np.intp]", parts: int) -> "BinnedLengths":
         """Lengths with the chosen bins cut into equal intervals."""
-        import numpy as np
-
         bins = self.bins
         cuts = [np.linspace(bins.lower[b], bins.upper[b], parts + 1) for b in chosen]
         edges = np.concatenate([bins.lower, bins.upper, *cuts])
         return BinnedLengths.of(self.distribution, self.distribution.bins_between(edges))
 
-    def means(self, f: "OfLength", share: float) -> "FloatArray":
+    def means(self, f: OfLength, share: float) -> FloatArray:
         """E[f(share × L) | bin] for every bin."""
-        import numpy as np
-
         if (f, share) not in self._means:
             fine, count = self.fine, len(self.bins.weights)
             total = np.bincount(self.where, fine.weights * f(share * fine.lengths), count)
@@ -86,7 +73,7 @@ class ResourceUse:
     resource: Resource
     columns: "NDArray[np.int64]"
     """Indices of the flows (bin, path) that use it."""
-    amounts: "FloatArray"
+    amounts: FloatArray
     """The use per request of each of these flows."""
     capacity: float | None
     """None: prefill instances, whose number depends on the roles."""
@@ -123,7 +110,6 @@ class Programme:
         Raises:
             PlanError: the solver gave up.
         """
-        import numpy as np
         from scipy.optimize import Bounds, LinearConstraint, milp
 
         upper, limits, equal = self._by_rate()
@@ -153,8 +139,6 @@ class Programme:
 
     def prices(self, prefill: Mapping[str, int]) -> dict[Resource, float]:
         """Λ gained per further prefill instance, decode instance or bit/s, at the given roles."""
-        import numpy as np
-
         upper, limits, equal = self._by_rate()
         fixed = [prefill[pd.name] for pd in self._problem.pd]
         low = np.concatenate([np.zeros(self._flows), fixed, [0.0]])
@@ -177,8 +161,6 @@ class Programme:
 
     def shares(self, prefill: Mapping[str, int]) -> "FloatArray | None":
         """The flows of the highest Λ with the given roles, balanced (Eq. 7); None if nothing can flow."""
-        import numpy as np
-
         found = self._balanced(prefill, self._each_bin(2), np.ones(self._bins), {})
         return None if found is None else self._shares_of(found)
 
@@ -188,8 +170,6 @@ class Programme:
         Where a resource is full at the highest Λ the others still have a choice: of them the fullest is made as
         little full as can be, and so on, so that every PD cluster is balanced, not only the one that is the limit.
         """
-        import numpy as np
-
         parts = np.tile([spread[pd.name] for pd in self._problem.pd], self._bins)
         equal = self._each_bin_and_pd(2)
         levels: dict[Resource, float] = {}
@@ -211,10 +191,9 @@ class Programme:
         return None if found is None else self._shares_of(found)
 
     def _balanced(
-        self, prefill: Mapping[str, int], equal: Any, sums: "FloatArray", levels: Mapping[Resource, float]
+        self, prefill: Mapping[str, int], equal: Any, sums: FloatArray, levels: Mapping[Resource, float]
     ) -> Any:
         """The solver's answer for the least time per request; `levels` are times that resources must keep to."""
-        import numpy as np
         from scipy.sparse import coo_array
 
         # Columns: flows as parts of their bin (some bins are too improbable for the solver to see otherwise), then
@@ -259,9 +238,7 @@ class Programme:
             capacity = float(prefill[name]) if use.capacity is None else use.capacity
         return capacity, 1.0 if kind == "link" else capacity
 
-    def _shares_of(self, found: Any) -> "FloatArray":
-        import numpy as np
-
+    def _shares_of(self, found: Any) -> FloatArray:
         weights = np.repeat(self._lengths.bins.weights, len(self._paths))
         portions = np.maximum(found.x[: self._flows], 0.0)
         shares: FloatArray = (portions * weights).reshape(self._bins, -1)
@@ -269,7 +246,6 @@ class Programme:
 
     def _by_rate(self) -> "tuple[Any, FloatArray, Any]":
         """Rows over flows in requests/s, prefill instances per PD cluster, and Λ: uses, their limits, and bins."""
-        import numpy as np
         from scipy.sparse import coo_array, csr_array, hstack
 
         width = self._flows + len(self._problem.pd) + 1
@@ -297,7 +273,6 @@ class Programme:
 
     def _each_bin(self, further: int) -> Any:
         """Rows that sum the flows of each bin, with `further` empty columns."""
-        import numpy as np
         from scipy.sparse import csr_array
 
         paths = len(self._paths)
@@ -307,7 +282,6 @@ class Programme:
 
     def _each_bin_and_pd(self, further: int) -> Any:
         """The same by the PD cluster that decodes: rows (bin, PD cluster)."""
-        import numpy as np
         from scipy.sparse import coo_array
 
         names = [pd.name for pd in self._problem.pd]
@@ -317,14 +291,10 @@ class Programme:
         return coo_array(entries, shape=(self._bins * len(names), self._flows + further)).tocsr()
 
     def _columns_of(self, path: int) -> "NDArray[np.int64]":
-        import numpy as np
-
         return np.arange(self._bins, dtype=np.int64) * len(self._paths) + path
 
-    def _work(self) -> "FloatArray":
+    def _work(self) -> FloatArray:
         """Each flow's work per request, as a part of the whole of its resource, summed over resources."""
-        import numpy as np
-
         work = np.zeros(self._flows)
         for use in self._uses:
             instances = {pd.name: float(pd.instances) for pd in self._problem.pd}
@@ -333,8 +303,6 @@ class Programme:
         return work
 
     def _prefill_uses(self, scales: Mapping[Resource, float]) -> list[ResourceUse]:
-        import numpy as np
-
         names = {pd.name for pd in self._problem.pd}
         found = []
         for cluster in self._problem.clusters:
@@ -353,8 +321,6 @@ class Programme:
         return found
 
     def _link_uses(self, scales: Mapping[Resource, float]) -> list[ResourceUse]:
-        import numpy as np
-
         found = []
         for link in self._problem.links:
             resource = ("link", link.name)
@@ -373,8 +339,6 @@ class Programme:
         return found
 
     def _decode_uses(self) -> list[ResourceUse]:
-        import numpy as np
-
         found = []
         for pd in self._problem.pd:
             used = [self._columns_of(k) for k, path in enumerate(self._paths) if path.decode == pd.name]
@@ -385,15 +349,14 @@ class Programme:
 
 
 def _solved(
-    objective: "FloatArray",
+    objective: FloatArray,
     upper: Any,
-    limits: "FloatArray",
+    limits: FloatArray,
     equal: Any,
-    sums: "FloatArray",
-    low: "FloatArray",
-    high: "FloatArray",
+    sums: FloatArray,
+    low: FloatArray,
+    high: FloatArray,
 ) -> Any:
-    import numpy as np
     from scipy.optimize import linprog
 
     bounds = np.stack([low, high], axis=1)

@@ -1,31 +1,23 @@
 """The work of each resource of a two-cluster deployment per request, as a function of the threshold."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from prfaas.core.arrays import FloatArray, NDArray, OfLength, np
 from prfaas.core.planner.problem import Path, PdCluster, PlanProblem, PrfaasCluster
 from prfaas.core.planner.ttft import PrefillPoolLoad, ServiceTimes, StageWork, link_time
 from prfaas.core.units import BITS_PER_BYTE
 from prfaas.core.workload import Bins
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from prfaas.core.planner.problem import OfLength
-
-    FloatArray = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Loads:
     """Work per request of the whole system, one entry per threshold."""
 
-    offloaded: "FloatArray"
+    offloaded: FloatArray
     """p: the part of the requests that is offloaded."""
-    prfaas_s: "FloatArray"
+    prfaas_s: FloatArray
     """Seconds of prefill in the PrfaaS cluster."""
-    pd_s: "FloatArray"
+    pd_s: FloatArray
     """Seconds of prefill in the PD cluster."""
     link_bits: "dict[str, FloatArray]"
     """Bits by link name."""
@@ -53,10 +45,8 @@ class Split:
         best = max(self.problem.hit_ratio(cluster) for cluster in self.problem.clusters)
         return 1 - best
 
-    def loads(self, lengths: "FloatArray") -> Loads:
+    def loads(self, lengths: FloatArray) -> Loads:
         """The loads if prompts of more than `lengths` tokens (ascending, cached ones counted) are offloaded."""
-        import numpy as np
-
         above, below = self._parts(lengths)
         zero = np.zeros(len(lengths))
         links = {link.name: zero for link in self.problem.links}
@@ -71,12 +61,8 @@ class Split:
             links[transfer.link] = links[transfer.link] + bits
         return Loads(above.mass, prfaas_s, below.total(self.pd.prefill_s, self.local.share), links)
 
-    def _parts(
-        self, lengths: "FloatArray"
-    ) -> "tuple[_MeanLength, _MeanLength] | tuple[_ByLength, _ByLength]":
+    def _parts(self, lengths: FloatArray) -> "tuple[_MeanLength, _MeanLength] | tuple[_ByLength, _ByLength]":
         """The prompts above each length, and the others."""
-        import numpy as np
-
         distribution = self.problem.workload.lengths
         mass, tokens = distribution.above(lengths)
         others, their_tokens = 1.0 - mass, distribution.mean() - tokens
@@ -92,27 +78,23 @@ class Split:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _MeanLength:
-    mass: "FloatArray"
-    means: "FloatArray"
+    mass: FloatArray
+    means: FloatArray
     """E[L | part] where the part has requests; any possible length elsewhere."""
     some: "NDArray[np.bool_]"
     """Where the part has requests."""
 
-    def total(self, f: "OfLength", share: float) -> "FloatArray":
+    def total(self, f: OfLength, share: float) -> FloatArray:
         """P(part) × f(share × E[L | part]), 0 for parts of probability zero."""
-        import numpy as np
-
         # Live lengths are uncached ones, of which nothing is spared.
         means = self.means if share == 1 else share * self.means
         return np.where(self.some, self.mass * f(means), 0.0)
 
 
 def _mean_length(
-    mass: "FloatArray", tokens: "FloatArray", low: "FloatArray | float", high: "FloatArray | float"
+    mass: FloatArray, tokens: FloatArray, low: "FloatArray | float", high: "FloatArray | float"
 ) -> _MeanLength:
     """The part whose lengths are between `low` and `high`."""
-    import numpy as np
-
     some = mass > 1e-15
     # Rounding must not put the mean of a tiny part outside of it: curves end where lengths do.
     means = np.minimum(np.maximum(tokens / np.where(some, mass, 1.0), low), high)
@@ -121,16 +103,14 @@ def _mean_length(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _ByLength:
-    mass: "FloatArray"
-    tokens: "FloatArray"
-    lengths: "FloatArray"
+    mass: FloatArray
+    tokens: FloatArray
+    lengths: FloatArray
     fine: Bins
     above: bool
 
-    def total(self, f: "OfLength", share: float) -> "FloatArray":
+    def total(self, f: OfLength, share: float) -> FloatArray:
         """E[f(share × L); part]: whole bins by their sum, and the part of the bin that each length cuts."""
-        import numpy as np
-
         fine = self.fine
         sums = np.concatenate([[0.0], np.cumsum(fine.weights * f(share * fine.lengths))])
         masses = np.concatenate([[0.0], np.cumsum(fine.weights)])
@@ -152,8 +132,6 @@ class _ByLength:
 
 def work_of(split: Split, length: float, n_prefill: int) -> StageWork:
     """The stages' work per request if prompts of more than `length` tokens (cached ones counted) are offloaded."""
-    import numpy as np
-
     loads = split.loads(np.array([length], dtype=np.float64))
     link_rates = {
         link.name: link.bandwidth_bits_per_s / float(loads.link_bits[link.name][0])

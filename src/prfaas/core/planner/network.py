@@ -2,19 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
+from prfaas.core.arrays import NDArray, np
 from prfaas.core.planner.linear_programs import BinnedLengths, Programme, Resource
 from prfaas.core.planner.operating_point import LinkUse, OperatingPoint, Roles, RouteUse, ServiceModel, Stage
 from prfaas.core.planner.problem import Path, PlanError, PlanProblem, all_paths
 from prfaas.core.planner.routing import RoutingPlan, best_routing, cleaned
 from prfaas.core.planner.ttft import PrefillPoolLoad, ServiceTimes, StageWork, joined, link_time, service_ttft
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    FloatArray = NDArray[np.float64]
 
 # Roles are found on few bins, the routes for them on more (`routing.py`).
 _ROLE_BINS = 24
@@ -95,8 +89,6 @@ def naive_network(
     problem: PlanProblem, service: ServiceModel = "mean length"
 ) -> tuple[OperatingPoint, StageWork] | None:
     """All prefill on PrfaaS clusters, all PD instances decode, and no regard to length; None without a way."""
-    import numpy as np
-
     paths = tuple(path for path in all_paths(problem) if path.prefill in {c.name for c in problem.prfaas})
     if {path.decode for path in paths} != {pd.name for pd in problem.pd}:
         return None
@@ -143,8 +135,6 @@ def _work(routing: RoutingPlan) -> StageWork:
 
 def _pools(routing: RoutingPlan) -> tuple[PrefillPoolLoad, ...]:
     """Service times of every prefill cluster, by the exact distribution of lengths."""
-    import numpy as np
-
     lengths = routing.lengths
     portions = routing.shares / lengths.bins.weights[:, None]
     pools = []
@@ -173,8 +163,6 @@ def _pools(routing: RoutingPlan) -> tuple[PrefillPoolLoad, ...]:
 
 
 def _point(routing: RoutingPlan, service: ServiceModel) -> OperatingPoint:
-    import numpy as np
-
     problem, prefill = routing.problem, routing.prefill
     capacities = routing.stages(service)
     rate = min(stage.capacity for stage in capacities if stage.capacity is not None)
@@ -280,8 +268,6 @@ def _theta(routing: RoutingPlan, stages: tuple[Stage, ...], *, local: bool) -> f
 
 def _threshold(routing: RoutingPlan, local: "NDArray[np.bool_]", p: float) -> float | None:
     """The uncached length that separates offloaded from local requests; None if they overlap in more than a bin."""
-    import numpy as np
-
     scales = {round(_uncached(routing.problem, path), 12) for path in routing.paths}
     if len(scales) > 1 or not routing.problem.links:
         return None

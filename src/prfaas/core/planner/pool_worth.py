@@ -2,16 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from prfaas.core.arrays import OfLength, np
 from prfaas.core.planner.equations import kv_throughput_bits_per_s
 from prfaas.core.planner.operating_point import OperatingPoint
 from prfaas.core.planner.plan import best_operation
 from prfaas.core.planner.problem import PdCluster, PlanProblem, PrfaasCluster
 from prfaas.core.units import BITS_PER_BYTE
-
-if TYPE_CHECKING:
-    from prfaas.core.planner.problem import OfLength
 
 _LENGTHS = 128
 
@@ -136,10 +134,8 @@ def _without(problem: PlanProblem, name: str, count: int) -> PlanProblem:
 
 
 def _pays_from(
-    kv_bytes: "OfLength", prefill_s: "OfLength", bits_per_s: float, range_tokens: tuple[float, float]
+    kv_bytes: OfLength, prefill_s: OfLength, bits_per_s: float, range_tokens: tuple[float, float]
 ) -> float | None:
-    import numpy as np
-
     lengths = np.geomspace(*range_tokens, _LENGTHS)
     pays = BITS_PER_BYTE * kv_bytes(lengths) / bits_per_s < prefill_s(lengths)
     # The end of the profile counts: with longer prompts computing gets slower faster than loading.
@@ -149,7 +145,5 @@ def _pays_from(
     return float(lengths[never[-1] + 1] if len(never) else lengths[0])
 
 
-def _at(curve: "OfLength", tokens: float) -> float:
-    import numpy as np
-
+def _at(curve: OfLength, tokens: float) -> float:
     return float(curve(np.array([tokens]))[0])

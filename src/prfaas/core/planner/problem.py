@@ -4,21 +4,15 @@ A path says how a request can go: which cluster prefills, which decodes, what is
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from prfaas.core.arrays import OfLength
 from prfaas.core.deployment import FirstTokenSource
 from prfaas.core.planner.operating_point import CachePolicy
 from prfaas.core.units import format_s
 from prfaas.core.workload import Workload
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    FloatArray = NDArray[np.float64]
-    OfLength = Callable[[FloatArray], FloatArray]
 
 
 class PlanError(ValueError):
@@ -36,7 +30,7 @@ class PrfaasCluster:
     hardware: str
     instances: int
     gpus_per_instance: int
-    prefill_s: "OfLength"
+    prefill_s: OfLength
     """T_prefill: seconds for arrays of uncached tokens."""
     prefix_hit_ratio: float | None = None
     """The part of every prompt that this cluster's own cache holds; None: the workload's."""
@@ -56,7 +50,7 @@ class PdCluster:
     instances: int
     """N_p + N_d."""
     gpus_per_instance: int
-    prefill_s: "OfLength"
+    prefill_s: OfLength
     """T_prefill: seconds for arrays of uncached tokens."""
     decode_batch: float
     """BS_max: requests that decode together on one instance under the SLO."""
@@ -88,7 +82,7 @@ class PlanLink:
     """Round trip in seconds: every request that crosses waits for one."""
     transfer_limit_bits_per_s: float = math.inf
     """The highest rate of one transfer: its ends can map no more."""
-    kv_bytes: "OfLength | None" = None
+    kv_bytes: OfLength | None = None
     """S_kv on this link, where its ends keep KVCache in a narrower dtype than others; None: the problem's."""
     streamed_token_bytes: float = math.inf
     """Like the problem's `streamed_token_bytes`, for `kv_bytes` of this link."""
@@ -130,7 +124,7 @@ class PlanProblem:
     pd: tuple[PdCluster, ...]
     links: tuple[PlanLink, ...]
     workload: Workload
-    kv_bytes: "OfLength"
+    kv_bytes: OfLength
     """S_kv: bytes for arrays of tokens."""
     prices: Mapping[str, float] = field(default_factory=dict)
     """Prices per GPU-hour by hardware, in any currency; empty: costs are unknown."""
@@ -160,7 +154,7 @@ class PlanProblem:
         """The link between two clusters by name, None if there is none."""
         return next((link for link in self.links if (link.source, link.target) == (source, target)), None)
 
-    def kv_bytes_over(self, link: str) -> "OfLength":
+    def kv_bytes_over(self, link: str) -> OfLength:
         """S_kv on a link, by its name."""
         own = next((each.kv_bytes for each in self.links if each.name == link), None)
         return self.kv_bytes if own is None else own

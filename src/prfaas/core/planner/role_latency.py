@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from prfaas.core.arrays import np
 from prfaas.core.planner.network import network_work
 from prfaas.core.planner.problem import PlanProblem
 from prfaas.core.planner.role_works import work_with_prefill
@@ -108,10 +109,8 @@ def decode_queues(
     prefill: Mapping[str, int],
     work: StageWork,
     requests_per_s: float,
-    queues: QueueingModel | None = None,
 ) -> tuple[DecodeQueue, ...]:
     """The decode slots of every PD cluster that decodes, at a rate of the whole system."""
-    queues = queues or QueueingModel()
     rates, parts = _decode_rates(problem, prefill, work), work.decode_parts
     found = []
     for pd in problem.pd:
@@ -119,7 +118,7 @@ def decode_queues(
             continue
         rate, part = rates[pd.name], parts[pd.name]
         answer_s = pd.decode_step_s * problem.workload.output_tokens
-        wait = _decode_wait(requests_per_s * part, rate * part, answer_s, queues)
+        wait = _decode_wait(requests_per_s * part, rate * part, answer_s, QueueingModel())
         utilisation = requests_per_s / rate if rate > 0 else math.inf
         # Slots are whole: they can be too few a little before the rate is reached.
         if wait is None:
@@ -150,8 +149,6 @@ def _prefill_wait_s(pool: PrefillPoolLoad, requests_per_s: float, queues: Queuei
 
 def _shortest_first_factor(pool: PrefillPoolLoad, requests_per_s: float) -> float:
     """The mean wait with short ones first over that of first come, first served."""
-    import numpy as np
-
     share = pool.part
     if share <= 0:
         return 1.0

@@ -2,18 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from prfaas.core.arrays import FloatArray, np
 from prfaas.core.planner.linear_programs import BinnedLengths, Programme, Resource
 from prfaas.core.planner.operating_point import ServiceModel, Stage, StageKind
 from prfaas.core.planner.problem import Path, PdCluster, PlanProblem, PrfaasCluster
 from prfaas.core.units import BITS_PER_BYTE
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    FloatArray = NDArray[np.float64]
 
 _BINS = 64
 _PARTS = 4
@@ -32,13 +26,13 @@ class RoutingPlan:
     problem: PlanProblem
     paths: tuple[Path, ...]
     lengths: BinnedLengths
-    shares: "FloatArray"
+    shares: FloatArray
     """Parts of all requests; (bins × paths)."""
     prefill: Mapping[str, int]
     """Prefill instances by PD cluster."""
 
     @property
-    def mass(self) -> "FloatArray":
+    def mass(self) -> FloatArray:
         """The part of all requests that goes by each path."""
         mass: FloatArray = self.shares.sum(axis=0)
         return mass
@@ -111,8 +105,6 @@ class RoutingPlan:
         return sum(float(work.sum()) for work in works)
 
     def _work_at_mean(self, clusters: Sequence[PrfaasCluster | PdCluster]) -> float:
-        import numpy as np
-
         used = self._paths_from(clusters)
         requests = float(self.mass[used].sum())
         computed = sum(float(self.mass[k]) * self.mean_length(k) * self.paths[k].share for k in used)
@@ -120,8 +112,6 @@ class RoutingPlan:
 
     def link_bits(self, link: str, service: ServiceModel) -> float:
         """Bits that cross a link per request of the whole system."""
-        import numpy as np
-
         total, kv_bytes = 0.0, self.problem.kv_bytes_over(link)
         for k, path in enumerate(self.paths):
             mass = float(self.mass[k])
@@ -158,8 +148,6 @@ def best_routing(
     Returns:
         The routes and the scales that they were found with; None if nothing can flow.
     """
-    import numpy as np
-
     distribution = problem.workload.lengths
     lengths = BinnedLengths.of(distribution, distribution.bins(_BINS))
     scales: dict[Resource, float] = {}
@@ -188,10 +176,8 @@ def best_routing(
     return best[1], best[2]
 
 
-def cleaned(lengths: BinnedLengths, shares: "FloatArray") -> "FloatArray":
+def cleaned(lengths: BinnedLengths, shares: FloatArray) -> FloatArray:
     """Flows without the solver's rounding: tiny ones are 0, and those of each bin sum to it exactly."""
-    import numpy as np
-
     weights = lengths.bins.weights[:, None]
     kept = np.where(shares > _NOTHING * weights, shares, 0.0)
     result: FloatArray = kept * weights / kept.sum(axis=1, keepdims=True)

@@ -2,8 +2,8 @@
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from prfaas.core.arrays import FloatArray
 from prfaas.core.planner.loads import Split
 from prfaas.core.planner.operating_point import ServiceModel
 from prfaas.core.planner.problem import PlanProblem
@@ -16,12 +16,6 @@ from prfaas.core.planner.two_clusters import (
     rate_at,
     settled,
 )
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    FloatArray = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -3,17 +3,11 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from prfaas.core.arrays import FloatArray, np
 from prfaas.core.deployment import FirstTokenSource
 from prfaas.core.planner.problem import Path, PlanProblem
 from prfaas.core.units import BITS_PER_BYTE
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    FloatArray = NDArray[np.float64]
 
 ESTIMATE_LABEL = (
     "estimate: Poisson arrivals, one first-come-first-served queue per prefill pool (M/G/k) and for the decode slots "
@@ -43,19 +37,19 @@ class TtftEstimate:
 class LinkTime:
     """The time that a link adds to requests, one entry per service time. Layers are sent while the next is computed."""
 
-    streamed_s: "FloatArray"
+    streamed_s: FloatArray
     """Seconds on the empty link of what can leave while the prefill runs."""
-    late_s: "FloatArray"
+    late_s: FloatArray
     """The same of what can only leave at its end, or must be there before: states, windows, fetched prefixes."""
-    before_s: "FloatArray"
+    before_s: FloatArray
     """Of `late_s` what must be there before."""
-    round_trip_s: "FloatArray"
-    busy_s: "FloatArray"
+    round_trip_s: FloatArray
+    busy_s: FloatArray
     """Seconds that the link works per request of the whole system."""
 
     def added_s(
-        self, prefill_s: "FloatArray", requests_per_s: float, first_token: FirstTokenSource = "decode"
-    ) -> "FloatArray":
+        self, prefill_s: FloatArray, requests_per_s: float, first_token: FirstTokenSource = "decode"
+    ) -> FloatArray:
         """Seconds from the end of the prefill to the last byte's arrival.
 
         Where the prefill gives the first token, they are what that has waited for the link: prefixes that came before,
@@ -64,8 +58,6 @@ class LinkTime:
         Transfers share the link: each takes 1 / (1 − ρ) times as long as alone (M/G/1 processor sharing, Kleinrock,
         Queueing Systems II, 1976, section 4.4). The link must not be full.
         """
-        import numpy as np
-
         left = 1 - requests_per_s * self.busy_s
         if first_token == "prefill":
             waits: FloatArray = self.round_trip_s + self.before_s / left
@@ -80,15 +72,15 @@ class LinkTime:
 class ServiceTimes:
     """Service times with their weights and products: arrays of one length, of which several pools have parts."""
 
-    seconds: "FloatArray"
-    weights: "FloatArray"
-    work: "FloatArray"
+    seconds: FloatArray
+    weights: FloatArray
+    work: FloatArray
     """seconds × weights."""
-    squares: "FloatArray"
+    squares: FloatArray
     """seconds² × weights."""
 
     @classmethod
-    def of(cls, seconds: "FloatArray", weights: "FloatArray") -> "ServiceTimes":
+    def of(cls, seconds: FloatArray, weights: FloatArray) -> "ServiceTimes":
         return cls(seconds, weights, seconds * weights, seconds**2 * weights)
 
     def part(self, start: int, end: int) -> "ServiceTimes":
@@ -120,16 +112,16 @@ class PrefillPoolLoad:
         object.__setattr__(self, "part", float(self.times.weights.sum()))
 
     @property
-    def seconds(self) -> "FloatArray":
+    def seconds(self) -> FloatArray:
         """Service times."""
         return self.times.seconds
 
     @property
-    def weights(self) -> "FloatArray":
+    def weights(self) -> FloatArray:
         """The probability that a request of the whole system has that service time here."""
         return self.times.weights
 
-    def served_s(self, requests_per_s: float = 0.0, first_token: FirstTokenSource = "decode") -> "FloatArray":
+    def served_s(self, requests_per_s: float = 0.0, first_token: FirstTokenSource = "decode") -> FloatArray:
         """Prefill and what the link adds to the TTFT, without waiting for either's turn."""
         if self.link is None:
             return self.seconds
@@ -170,9 +162,7 @@ class DecodeQueue:
     wait: Wait
 
 
-def link_time(
-    problem: PlanProblem, path: Path, lengths: "FloatArray", weights: "FloatArray"
-) -> LinkTime | None:
+def link_time(problem: PlanProblem, path: Path, lengths: FloatArray, weights: FloatArray) -> LinkTime | None:
     """The time that links add to requests of a path; None if it crosses none.
 
     Args:
@@ -181,8 +171,6 @@ def link_time(
         lengths: Of prompts in tokens, cached ones counted.
         weights: Their probabilities among all requests.
     """
-    import numpy as np
-
     if not path.transfers:
         return None
     links = {link.name: link for link in problem.links}
@@ -209,12 +197,10 @@ def link_time(
 
 def joined(parts: Sequence[LinkTime | None], counts: Sequence[int]) -> LinkTime | None:
     """The link times of several paths, one after the other, each with so many entries; None if none has any."""
-    import numpy as np
-
     if all(part is None for part in parts):
         return None
 
-    def every(field: str) -> "FloatArray":
+    def every(field: str) -> FloatArray:
         return np.concatenate(
             [
                 np.zeros(count) if part is None else getattr(part, field)
@@ -228,11 +214,9 @@ def joined(parts: Sequence[LinkTime | None], counts: Sequence[int]) -> LinkTime 
 
 
 def service_ttft(
-    pools: tuple[PrefillPoolLoad, ...], first_token: FirstTokenSource = "decode", quantile: float = 0.9
+    pools: tuple[PrefillPoolLoad, ...], first_token: FirstTokenSource = "decode"
 ) -> tuple[float, float]:
-    """Mean and quantile of prefill and link in seconds, without waiting: what Table 6 prints."""
-    import numpy as np
-
+    """Mean and P90 of prefill and link in seconds, without waiting: what Table 6 prints."""
     seconds = np.concatenate([pool.served_s(0.0, first_token) for pool in pools])
     weights = np.concatenate([pool.weights for pool in pools])
     order = np.argsort(seconds)
@@ -240,8 +224,8 @@ def service_ttft(
     cumulative = np.cumsum(weights)
     mean = float((seconds * weights).sum())
     if all(pool.smooth for pool in pools):
-        return mean, float(np.interp(quantile, cumulative - weights / 2, seconds))
-    return mean, float(seconds[min(int(np.searchsorted(cumulative, quantile - 1e-12)), len(seconds) - 1)])
+        return mean, float(np.interp(0.9, cumulative - weights / 2, seconds))
+    return mean, float(seconds[min(int(np.searchsorted(cumulative, 0.9 - 1e-12)), len(seconds) - 1)])
 
 
 class TtftDistribution:
@@ -311,21 +295,6 @@ class TtftDistribution:
         return high
 
 
-def queueing_ttft(
-    pools: tuple[PrefillPoolLoad, ...],
-    lambda_max: float,
-    load: float,
-    decode: Sequence[DecodeQueue] = (),
-) -> TtftEstimate:
-    """TTFT with waiting at `load` × `lambda_max` requests per second, as `TtftDistribution` has it."""
-    rate = load * lambda_max
-    found = TtftDistribution(pools, rate, decode)
-    mean_s, p90_s = (found.mean_s(), found.quantile_s(0.9)) if found.is_finite else (None, None)
-    return TtftEstimate(
-        ESTIMATE_LABEL, load, rate, mean_s, p90_s, busiest_utilisation=found.busiest_utilisation
-    )
-
-
 def _utilisations(
     pools: tuple[PrefillPoolLoad, ...], requests_per_s: float, decode: Sequence[DecodeQueue]
 ) -> list[float]:
@@ -340,10 +309,8 @@ def _utilisations(
     return found
 
 
-def _in_time(left_s: "FloatArray", first: Wait, second: Wait) -> "FloatArray":
+def _in_time(left_s: FloatArray, first: Wait, second: Wait) -> FloatArray:
     """P(both waits together <= left) for every entry."""
-    import numpy as np
-
     left = np.maximum(left_s, 0.0)
     if second.chance < _NEVER:
         late = first.chance * _tail(left, first.mean_s)
@@ -358,17 +325,13 @@ def _in_time(left_s: "FloatArray", first: Wait, second: Wait) -> "FloatArray":
     return in_time
 
 
-def _tail(left: "FloatArray", mean_s: float) -> "FloatArray":
-    import numpy as np
-
+def _tail(left: FloatArray, mean_s: float) -> FloatArray:
     tail: FloatArray = np.exp(-left / mean_s) if mean_s > 0 else np.zeros(len(left))
     return tail
 
 
-def _tail_of_two(left: "FloatArray", one_s: float, other_s: float) -> "FloatArray":
+def _tail_of_two(left: FloatArray, one_s: float, other_s: float) -> FloatArray:
     """P(X + Y > left) of two exponential times."""
-    import numpy as np
-
     if one_s <= 0 or other_s <= 0:
         return _tail(left, max(one_s, other_s))
     if abs(one_s - other_s) < 1e-6 * one_s:

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
+from prfaas.core.arrays import FloatArray, np
 from prfaas.core.planner.loads import Split, pools_of_parts, work_of
 from prfaas.core.planner.network import NetworkPlan, best_network
 from prfaas.core.planner.operating_point import OperatingPoint, ServiceModel
@@ -19,12 +19,6 @@ from prfaas.core.planner.two_clusters import (
     settled,
     split_of,
 )
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    FloatArray = NDArray[np.float64]
 
 # Thresholds that are tried for every split, and so often more of them beside the best one.
 _GRID = 192
@@ -178,8 +172,6 @@ class _TargetSearch:
 
     def best(self) -> Operation | None:
         """None if nothing keeps the target."""
-        import numpy as np
-
         lengths = self._lengths()
         best = self._best_of(lengths)
         for _ in range(_ZOOMS if self._split.problem.workload.lengths.atoms() is None else 0):
@@ -196,7 +188,7 @@ class _TargetSearch:
         found = Operation(self._split.problem, point_of(self._split, length, n_prefill), work).slowed()
         return found if found.point.lambda_max > 0 else None
 
-    def _best_of(self, lengths: "FloatArray") -> tuple[float, float, int]:
+    def _best_of(self, lengths: FloatArray) -> tuple[float, float, int]:
         """The highest rate that meets the target, with the length and split that reach it."""
         rates, _ = merits(self._split, self._split.loads(lengths), self._splits)
         works = self._works(lengths)
@@ -223,7 +215,7 @@ class _TargetSearch:
                 best = (rate, float(lengths[i]), n)
         return best
 
-    def _works(self, lengths: "FloatArray") -> list[StageWork]:
+    def _works(self, lengths: FloatArray) -> list[StageWork]:
         """With one prefill instance, by bins that all lengths share: enough to compare them."""
         distribution = self._split.problem.workload.lengths
         bins = distribution.bins(_BINS, tuple(map(float, lengths)))
@@ -234,10 +226,8 @@ class _TargetSearch:
             works.append(StageWork(pools_of_parts(self._split, short, long, 1), {}, parts))
         return works
 
-    def _lengths(self) -> "FloatArray":
+    def _lengths(self) -> FloatArray:
         """Ascending: quantiles, and the threshold of each split's highest Λ."""
-        import numpy as np
-
         distribution = self._split.problem.workload.lengths
         if self._split.remote is None:
             return np.array([distribution.high])

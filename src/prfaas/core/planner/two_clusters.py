@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
+from prfaas.core.arrays import FloatArray, np
 from prfaas.core.planner import equations
 from prfaas.core.planner.loads import Loads, Split, pools_of
 from prfaas.core.planner.operating_point import (
@@ -18,12 +18,6 @@ from prfaas.core.planner.operating_point import (
 )
 from prfaas.core.planner.problem import PlanError, PlanProblem, path
 from prfaas.core.planner.ttft import service_ttft
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    FloatArray = NDArray[np.float64]
 
 _GRID = 1024
 # A smaller part of all requests is the rounding of sums.
@@ -70,8 +64,6 @@ def cheapest_point(
     `problem` has one PrfaaS and one PD cluster at most. `instances_per_s`: C, what all instances cost per second.
     `per_bit`: what a bit costs, by link.
     """
-    import numpy as np
-
     best, length, n_prefill = _best(problem, service)
     least, found = math.inf, (best, length, n_prefill)
     for policy in policies(problem):
@@ -150,8 +142,6 @@ def split_of(problem: PlanProblem, policy: CachePolicy, service: ServiceModel) -
 
 def point_of(split: Split, length: float, n_prefill: int) -> OperatingPoint:
     """The operating point if prompts of more than `length` tokens (cached ones counted) are offloaded."""
-    import numpy as np
-
     problem, pd = split.problem, split.pd
     length = settled(problem, length if split.remote is not None else math.inf)
     loads = split.loads(np.array([length], dtype=np.float64))
@@ -211,8 +201,6 @@ def point_of(split: Split, length: float, n_prefill: int) -> OperatingPoint:
 
 def _rate_of(split: Split, length: float, n_prefill: int) -> float:
     """Λ_max of `point_of` alone."""
-    import numpy as np
-
     length = settled(split.problem, length if split.remote is not None else math.inf)
     loads = split.loads(np.array([length], dtype=np.float64))
     return _least(_decode_rate(split, n_prefill), _capacities(split, loads, n_prefill))
@@ -268,10 +256,8 @@ def own_split(problem: PlanProblem, service: ServiceModel) -> Split:
     return split
 
 
-def candidate_lengths(split: Split) -> "FloatArray":
+def candidate_lengths(split: Split) -> FloatArray:
     """Candidate thresholds: every atom, or a fine grid."""
-    import numpy as np
-
     lengths = split.problem.workload.lengths
     if split.remote is None:
         return np.array([lengths.high])
@@ -307,13 +293,11 @@ def best_of(
 
 def _zoom(
     split: Split,
-    candidates: "FloatArray",
+    candidates: FloatArray,
     index: int,
     found: tuple[tuple[float, float], float, int],
     rounds: int,
 ) -> tuple[tuple[float, float], float, int]:
-    import numpy as np
-
     n_prefill = found[2]
     for _ in range(rounds):
         low = candidates[max(index - 1, 0)]
@@ -327,10 +311,8 @@ def _zoom(
     return found
 
 
-def highest(rates: "FloatArray", limits: "FloatArray") -> list[int]:
+def highest(rates: FloatArray, limits: FloatArray) -> list[int]:
     """Per row the place of the highest rate; among ties, the last one with the highest limit."""
-    import numpy as np
-
     # No limit is below 0.
     best = np.where(rates == rates.max(axis=1)[:, None], limits, -1.0)
     last = best.shape[1] - 1
@@ -340,8 +322,6 @@ def highest(rates: "FloatArray", limits: "FloatArray") -> list[int]:
 
 def merits(split: Split, loads: Loads, splits: Sequence[int]) -> "tuple[FloatArray, FloatArray]":
     """Λ, and Λ without the limit of decode: a row for every split, over the lengths of the loads."""
-    import numpy as np
-
     # What every split has.
     shared = _ratio(0 if split.prfaas is None else split.prfaas.instances, loads.prfaas_s)
     for link in split.problem.links:
@@ -353,10 +333,8 @@ def merits(split: Split, loads: Loads, splits: Sequence[int]) -> "tuple[FloatArr
     return np.minimum(limits, (split.pd.instances - prefill) * per_decoder), limits
 
 
-def _ratio(capacity: "float | FloatArray", load: "FloatArray") -> "FloatArray":
+def _ratio(capacity: "float | FloatArray", load: FloatArray) -> FloatArray:
     """Infinite where there is no load; a column of capacities gives a row for each."""
-    import numpy as np
-
     shape = load.shape if isinstance(capacity, int | float) else (len(capacity), len(load))
     result = np.full(shape, math.inf)
     np.divide(capacity, load, out=result, where=load > 0)

@@ -7,13 +7,13 @@ block at whose end it lies. So only pages without children are candidates, and t
 
 from collections.abc import Callable, Hashable, Sequence
 from heapq import heapify, heappop, heappush
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from prfaas.core.kv.groups import GroupKind, KvGroup
 
 Page = TypeVar("Page", bound=Hashable)
 
-EVICTION_POLICIES = ("lru", "2q", "cost")
+EVICTION_POLICIES = ("lru", "cost")
 
 # The heap of candidates is made anew when it holds so many entries more than twice the pages.
 _MOST_OUTDATED = 1024
@@ -22,11 +22,35 @@ _Rank = tuple[float, int]
 """Of a page: its priority, and the number of its last use. The lowest goes first."""
 
 
-class EvictionPolicy(Protocol[Page]):
-    """Knows all pages of one memory, and names the next to go. Every call takes O(log n), amortized."""
+class _Entry(Generic[Page]):
+    __slots__ = ("end_tokens", "group", "parent", "rank", "size_bytes", "uses")
 
-    used_bytes: int
-    """Of all pages that were added and not removed."""
+    end_tokens: int
+    """The page's end in a prompt, as far as its chain is known."""
+
+    def __init__(self, size_bytes: int, group: int, parent: Page | None) -> None:
+        self.size_bytes = size_bytes
+        self.group = group
+        self.parent = parent
+        self.uses = 1
+        self.rank: _Rank = (0.0, 0)
+
+
+class EvictionPolicy(Generic[Page]):
+    """Knows all pages of one memory, and names the next to go: by the last use, where a subclass says nothing else.
+
+    Every call takes O(log n), amortized. An entry of the queue is outdated, and passed over, once its page was used
+    again, has got a child or is gone.
+    """
+
+    def __init__(self) -> None:
+        self.used_bytes = 0
+        """Of all pages that were added and not removed."""
+        self._entries: dict[Page, _Entry[Page]] = {}
+        # Parent, which may be absent itself → number of its children that are here.
+        self._children: dict[Page, int] = {}
+        self._queue: list[tuple[_Rank, Page]] = []
+        self._uses = 0
 
     def added(self, page: Page, size_bytes: int, group: int, parent: Page | None = None) -> None:
         """A page is here now, and that was its first use. One that is here already is only touched.
@@ -38,85 +62,6 @@ class EvictionPolicy(Protocol[Page]):
             parent: The page without which this one is of no use, whether that is here or not. None: the page begins
                 a chain, or its parent is not known.
         """
-
-    def touched(self, page: Page) -> None:
-        """A page was used again. One that is not here is passed over."""
-
-    def removed(self, page: Page) -> None:
-        """A page is no longer here. One that is not here is passed over."""
-
-    def victim(self, may_go: Callable[[Page], bool]) -> Page | None:
-        """The next page to go, which stays known until it is `removed`.
-
-        Args:
-            may_go: False of pages in use: pinned ones, and those that are being written.
-
-        Returns:
-            None if no page may go.
-        """
-
-
-def eviction_policy(
-    name: str, groups: Sequence[KvGroup], recompute_s: Callable[[int, int], float] | None = None
-) -> EvictionPolicy[Page]:
-    """A policy by name.
-
-    Args:
-        name: One of `EVICTION_POLICIES`.
-        groups: The KV groups of the model.
-        recompute_s: Seconds of prefill over tokens [start, end) of a prompt, which "cost" weighs; None takes every
-            token alike.
-
-    Raises:
-        ValueError: no policy has this name.
-    """
-    match name:
-        case "lru":
-            return LruEviction()
-        case "2q":
-            return TwoQueueEviction()
-        case "cost":
-            return CostAwareEviction(groups, recompute_s or _tokens)
-    raise ValueError(f'there is no eviction policy "{name}"; there are {", ".join(EVICTION_POLICIES)}')
-
-
-def _tokens(start_tokens: int, end_tokens: int) -> float:
-    return float(end_tokens - start_tokens)
-
-
-class _Entry(Generic[Page]):
-    __slots__ = ("end_tokens", "group", "parent", "queue", "rank", "size_bytes", "uses")
-
-    end_tokens: int
-    """The page's end in a prompt, as far as its chain is known."""
-
-    def __init__(self, size_bytes: int, group: int, parent: Page | None) -> None:
-        self.size_bytes = size_bytes
-        self.group = group
-        self.parent = parent
-        self.uses = 1
-        self.rank: _Rank = (0.0, 0)
-        self.queue = 0
-
-
-class _RankedPages(Generic[Page]):
-    """Pages in one or more queues, each ordered by rank: by the last use, where a subclass says nothing else.
-
-    An entry of a queue is outdated, and passed over, once its page was used again, has got a child or is gone.
-    """
-
-    _queue_count = 1
-
-    def __init__(self) -> None:
-        self.used_bytes = 0
-        self._entries: dict[Page, _Entry[Page]] = {}
-        # Parent, which may be absent itself → number of its children that are here.
-        self._children: dict[Page, int] = {}
-        self._queues: list[list[tuple[_Rank, Page]]] = [[] for _ in range(self._queue_count)]
-        self._uses = 0
-
-    def added(self, page: Page, size_bytes: int, group: int, parent: Page | None = None) -> None:
-        """Know a new page; one that is here already is only touched."""
         if page in self._entries:
             self.touched(page)
             return
@@ -128,20 +73,18 @@ class _RankedPages(Generic[Page]):
         self._use(page, entry)
 
     def touched(self, page: Page) -> None:
-        """Count another use of a page."""
+        """A page was used again. One that is not here is passed over."""
         entry = self._entries.get(page)
         if entry is not None:
             entry.uses += 1
-            self._used_again(entry)
             self._use(page, entry)
 
     def removed(self, page: Page) -> None:
-        """Forget a page."""
+        """A page is no longer here. One that is not here is passed over."""
         entry = self._entries.pop(page, None)
         if entry is None:
             return
         self.used_bytes -= entry.size_bytes
-        self._left(entry)
         parent = entry.parent
         if parent is None:
             return
@@ -152,29 +95,28 @@ class _RankedPages(Generic[Page]):
         del self._children[parent]
         parent_entry = self._entries.get(parent)
         if parent_entry is not None:
-            self._queue(parent, parent_entry)
+            self._enqueue(parent, parent_entry)
 
     def victim(self, may_go: Callable[[Page], bool]) -> Page | None:
-        """The next page to go; None if none may."""
-        for number in self._queues_in_order():
-            page = self._first(self._queues[number], number, may_go)
-            if page is not None:
-                self._chosen(self._entries[page])
-                return page
-        return None
+        """The next page to go, which stays known until it is `removed`.
 
-    def _first(
-        self, queue: list[tuple[_Rank, Page]], number: int, may_go: Callable[[Page], bool]
-    ) -> Page | None:
+        Args:
+            may_go: False of pages in use: pinned ones, and those that are being written.
+
+        Returns:
+            None if no page may go.
+        """
+        queue = self._queue
         in_use: list[tuple[_Rank, Page]] = []
         found: Page | None = None
         while queue:
             rank, page = queue[0]
             entry = self._entries.get(page)
-            if entry is None or entry.rank != rank or entry.queue != number or page in self._children:
+            if entry is None or entry.rank != rank or page in self._children:
                 heappop(queue)
             elif may_go(page):
                 found = page
+                self._chosen(entry)
                 break
             else:
                 in_use.append(heappop(queue))
@@ -186,21 +128,14 @@ class _RankedPages(Generic[Page]):
         self._uses += 1
         entry.rank = (self._priority(entry), self._uses)
         if page not in self._children:
-            self._queue(page, entry)
+            self._enqueue(page, entry)
 
-    def _queue(self, page: Page, entry: _Entry[Page]) -> None:
-        queue = self._queues[entry.queue]
+    def _enqueue(self, page: Page, entry: _Entry[Page]) -> None:
+        queue = self._queue
         heappush(queue, (entry.rank, page))
         if len(queue) > 2 * len(self._entries) + _MOST_OUTDATED:
-            queue[:] = [
-                (each.rank, key)
-                for key, each in self._entries.items()
-                if each.queue == entry.queue and key not in self._children
-            ]
+            queue[:] = [(each.rank, key) for key, each in self._entries.items() if key not in self._children]
             heapify(queue)
-
-    def _queues_in_order(self) -> Sequence[int]:
-        return (0,)
 
     def _priority(self, _entry: _Entry[Page]) -> float:
         return 0.0
@@ -208,52 +143,15 @@ class _RankedPages(Generic[Page]):
     def _entered(self, entry: _Entry[Page]) -> None:
         """A page was added."""
 
-    def _used_again(self, entry: _Entry[Page]) -> None:
-        """A page was touched."""
-
-    def _left(self, entry: _Entry[Page]) -> None:
-        """A page was removed."""
-
     def _chosen(self, entry: _Entry[Page]) -> None:
         """A page is the next to go."""
 
 
-class LruEviction(_RankedPages[Page]):
+class LruEviction(EvictionPolicy[Page]):
     """The least recently used page first."""
 
 
-class TwoQueueEviction(_RankedPages[Page]):
-    """Simplified 2Q: pages that were never used again go first, as long as they take more than a share of the room.
-
-    A stream of prompts that nobody repeats then can't displace those that come back. Source: T. Johnson, D. Shasha,
-    "2Q: A Low Overhead High Performance Buffer Management Replacement Algorithm", VLDB 1994.
-    """
-
-    _queue_count = 2
-    _PROBATION_SHARE = 0.25
-    """What pages used once may keep; the size that the source recommends for its first queue."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._probation_bytes = 0
-
-    def _entered(self, entry: _Entry[Page]) -> None:
-        self._probation_bytes += entry.size_bytes
-
-    def _used_again(self, entry: _Entry[Page]) -> None:
-        if entry.queue == 0:
-            entry.queue = 1
-            self._probation_bytes -= entry.size_bytes
-
-    def _left(self, entry: _Entry[Page]) -> None:
-        if entry.queue == 0:
-            self._probation_bytes -= entry.size_bytes
-
-    def _queues_in_order(self) -> Sequence[int]:
-        return (0, 1) if self._probation_bytes > self._PROBATION_SHARE * self.used_bytes else (1, 0)
-
-
-class CostAwareEviction(_RankedPages[Page]):
+class CostAwareEviction(EvictionPolicy[Page]):
     """The page first that saves the least seconds of prefill per byte, with ageing.
 
     A page's priority is the policy's age when it was last used, plus its uses times the seconds that it saves, over
@@ -290,3 +188,29 @@ class CostAwareEviction(_RankedPages[Page]):
 
     def _chosen(self, entry: _Entry[Page]) -> None:
         self._age = max(self._age, entry.rank[0])
+
+
+def eviction_policy(
+    name: str, groups: Sequence[KvGroup], recompute_s: Callable[[int, int], float] | None = None
+) -> EvictionPolicy[Page]:
+    """A policy by name.
+
+    Args:
+        name: One of `EVICTION_POLICIES`.
+        groups: The KV groups of the model.
+        recompute_s: Seconds of prefill over tokens [start, end) of a prompt, which "cost" weighs; None takes every
+            token alike.
+
+    Raises:
+        ValueError: no policy has this name.
+    """
+    match name:
+        case "lru":
+            return LruEviction()
+        case "cost":
+            return CostAwareEviction(groups, recompute_s or _tokens)
+    raise ValueError(f'there is no eviction policy "{name}"; there are {", ".join(EVICTION_POLICIES)}')
+
+
+def _tokens(start_tokens: int, end_tokens: int) -> float:
+    return float(end_tokens - start_tokens)

@@ -4,10 +4,8 @@ record of what went where for engines without events."""
 from prfaas.core.prefix.events import (
     Cleared,
     Event,
-    EventBatch,
     Gap,
     MalformedEventsError,
-    Offer,
     RemovedBlocks,
     SequenceGuard,
     StoredBlocks,
@@ -18,14 +16,11 @@ from prfaas.core.prefix.hashing import (
     BlockHasher,
     PromptChains,
     PromptTokens,
-    TokenIds,
     chain_root,
 )
 from prfaas.core.prefix.index import (
-    DEFAULT_CAPACITY_BLOCKS,
     NOTHING,
     GlobalIndex,
-    IndexStats,
     PoolHit,
     PrefixHit,
 )
@@ -33,17 +28,13 @@ from prfaas.core.prefix.sent_record import PrefixRecord
 
 __all__ = [
     "DEFAULT_BLOCK_TOKENS",
-    "DEFAULT_CAPACITY_BLOCKS",
     "NOTHING",
     "BlockHasher",
     "Cleared",
     "Event",
-    "EventBatch",
     "Gap",
     "GlobalIndex",
-    "IndexStats",
     "MalformedEventsError",
-    "Offer",
     "PoolHit",
     "PrefixHit",
     "PrefixRecord",
@@ -52,7 +43,6 @@ __all__ = [
     "RemovedBlocks",
     "SequenceGuard",
     "StoredBlocks",
-    "TokenIds",
     "chain_root",
     "decode_batch",
 ]

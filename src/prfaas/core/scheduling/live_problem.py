@@ -10,7 +10,7 @@ from prfaas.core.scheduling.view import ClusterKind, InstanceView
 from prfaas.core.workload import LengthDistribution, Workload
 
 if TYPE_CHECKING:
-    from prfaas.core.planner.problem import OfLength
+    from prfaas.core.arrays import OfLength
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,14 @@ from prfaas.core.workload.lengths import (
     Workload,
     WorkloadError,
 )
-from prfaas.core.workload.requests import RequestTrace, TracedRequest, read_requests, write_requests
-from prfaas.core.workload.trace import Trace, TraceRequest
-from prfaas.core.workload.trace_readers import TraceFormat, read_trace
+from prfaas.core.workload.requests import (
+    RequestTrace,
+    TracedRequest,
+    TraceFormat,
+    read_requests,
+    write_requests,
+)
+from prfaas.core.workload.trace_readers import read_trace
 
 __all__ = [
     "Bins",
@@ -20,9 +25,7 @@ __all__ = [
     "Empirical",
     "LengthDistribution",
     "RequestTrace",
-    "Trace",
     "TraceFormat",
-    "TraceRequest",
     "TracedRequest",
     "TruncatedLogNormal",
     "Uniform",

@@ -7,13 +7,13 @@ import csv
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from prfaas.core.workload.lengths import WorkloadError
-from prfaas.core.workload.trace import Trace, TraceRequest, bad_line, lines_of
+from prfaas.core.workload.trace import bad_line, lines_of
 
 # Seconds of a number in the column that the key names.
 _ARRIVALS = {"arrival": 1.0, "arrival_ms": 1e-3}
@@ -69,6 +69,14 @@ class CsvColumns:
         return f"{self.arrival}, {self.input}, {self.output}"
 
 
+class CsvRequest(NamedTuple):
+    """One line of a CSV trace."""
+
+    arrival_s: float
+    input_tokens: int
+    output_tokens: int
+
+
 AZURE = CsvColumns("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 """Azure's LLM inference traces of 2023 (github.com/Azure/AzurePublicDataset): times of day."""
 BURSTGPT = CsvColumns("Timestamp", "Request tokens", "Response tokens")
@@ -98,30 +106,12 @@ def csv_format(path: Path) -> Literal["azure", "burstgpt"]:
     )
 
 
-def read_csv(path: Path, columns: CsvColumns) -> Trace:
-    """Arrivals count from the first line, in the order of the file.
+def read_csv(path: Path, columns: CsvColumns) -> Iterator[CsvRequest]:
+    """The requests of a file, in its order. Arrivals count from the first line.
 
     Raises:
         WorkloadError: a file or line that isn't that, with its number.
     """
-    return Trace.of(str(path), tuple(_requests(path, columns)))
-
-
-def read_azure(path: Path) -> Trace:
-    """Azure's format; see `read_csv`."""
-    return read_csv(path, AZURE)
-
-
-def read_burstgpt(path: Path) -> Trace:
-    """BurstGPT's format; see `read_csv`. Requests that failed, which have no answer, are `skipped`."""
-    requests = list(_requests(path, BURSTGPT))
-    answered = tuple(each for each in requests if each.output_tokens > 0)
-    trace = Trace.of(str(path), answered)
-    failed = len(requests) - len(answered)
-    return replace(trace, skipped=(f"{failed:,} requests that failed",)) if failed else trace
-
-
-def _requests(path: Path, columns: CsvColumns) -> Iterator[TraceRequest]:
     cells = _cells_of(path)
     where, header = next(cells, (0, None))
     if header is None:
@@ -143,7 +133,7 @@ def _requests(path: Path, columns: CsvColumns) -> Iterator[TraceRequest]:
         if first_s is None:
             is_date = _DATE_AND_TIME.fullmatch(row[at]) is not None
             first_s = _time_s(str(path), number, row[at], columns, is_date=is_date)
-        yield TraceRequest(
+        yield CsvRequest(
             _time_s(str(path), number, row[at], columns, is_date=is_date) - first_s,
             _tokens(str(path), number, row[prompt], columns.input),
             _tokens(str(path), number, row[answer], columns.output),

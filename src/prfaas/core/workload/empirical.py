@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from prfaas.core.arrays import FloatArray, np
 from prfaas.core.workload.lengths import (
     LEAST_WEIGHT,
     Bins,
@@ -13,22 +13,16 @@ from prfaas.core.workload.lengths import (
     check_quantile,
 )
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    FloatArray = NDArray[np.float64]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Atoms(LengthDistribution):
-    edges: "FloatArray"
+    edges: FloatArray
     """0 and the lengths."""
-    lengths: "FloatArray"
-    probabilities: "FloatArray"
-    tail_mass: "FloatArray"
+    lengths: FloatArray
+    probabilities: FloatArray
+    tail_mass: FloatArray
     """P(L > t) for each t of `edges`."""
-    tail_tokens: "FloatArray"
+    tail_tokens: FloatArray
     """E[L; L > t] likewise."""
 
 
@@ -43,8 +37,6 @@ class Empirical(_Atoms):
     __slots__ = ()
 
     def __init__(self, lengths: Iterable[float], weights: Iterable[float] | None = None) -> None:
-        import numpy as np
-
         given = _array(lengths)
         weight = np.ones(len(given)) if weights is None else _array(weights)
         _check(given, weight)
@@ -57,7 +49,7 @@ class Empirical(_Atoms):
         self._set(atoms, probability)
 
     @classmethod
-    def counted(cls, lengths: "FloatArray", counts: "FloatArray") -> "Empirical":
+    def counted(cls, lengths: FloatArray, counts: FloatArray) -> "Empirical":
         """`Empirical(lengths, counts)` of ascending lengths that are possible and counts above 0: in half the time.
 
         Lengths that do not ascend are sorted and merged, as any other.
@@ -68,9 +60,7 @@ class Empirical(_Atoms):
         found._set(lengths, counts / counts.sum())
         return found
 
-    def _set(self, atoms: "FloatArray", probability: "FloatArray") -> None:
-        import numpy as np
-
+    def _set(self, atoms: FloatArray, probability: FloatArray) -> None:
         edges, mass, tokens = np.zeros((3, len(atoms) + 1))
         edges[1:] = atoms
         # Entry k is what lies above the first k atoms: summed from the top, so that the last one is exactly 0.
@@ -87,11 +77,11 @@ class Empirical(_Atoms):
     def high(self) -> float:
         return float(self.lengths[-1])
 
-    def atoms(self) -> "FloatArray":
+    def atoms(self) -> FloatArray:
         """The distinct lengths, ascending."""
         return self.lengths
 
-    def steps(self) -> "FloatArray":
+    def steps(self) -> FloatArray:
         """0 and the atoms."""
         return self.edges
 
@@ -99,7 +89,7 @@ class Empirical(_Atoms):
         """E[L] in tokens."""
         return float(self.tail_tokens[0])
 
-    def above(self, thresholds: "FloatArray") -> "tuple[FloatArray, FloatArray]":
+    def above(self, thresholds: FloatArray) -> "tuple[FloatArray, FloatArray]":
         """P(L > t) and E[L; L > t] in tokens, for every t of an array."""
         if thresholds is self.edges:
             # Every search asks for these: nothing has to be looked up.
@@ -109,8 +99,6 @@ class Empirical(_Atoms):
 
     def fine_bins(self, above: float = 0.0, up_to: float = float("inf")) -> Bins:
         """The atoms of (above, up_to] as bins."""
-        import numpy as np
-
         first, end = (
             int(each) for each in np.searchsorted(self.lengths, (max(above, 0.0), up_to), side="right")
         )
@@ -128,8 +116,6 @@ class Empirical(_Atoms):
 
     def quantile(self, q: float) -> float:
         """The smallest atom l with P(L <= l) >= q."""
-        import numpy as np
-
         check_quantile(q)
         cumulative = 1 - self.tail_mass[1:]
         # A hair below q: 0.1 + 0.2 must still find the atom that 0.3 stands for.
@@ -147,8 +133,6 @@ class Empirical(_Atoms):
 
     def clipped(self, low: float, high: float) -> "Empirical":
         """Lengths below `low` count as `low`, those above `high` as `high` (tokens)."""
-        import numpy as np
-
         if not 0 < low <= high:
             raise WorkloadError(f"lengths can be clipped to 0 < low <= high, not to {low!r} and {high!r}")
         return Empirical(np.clip(self.lengths, low, high), self.probabilities)
@@ -162,16 +146,12 @@ def fixed(tokens: float) -> Empirical:
     return Empirical([tokens])
 
 
-def _array(values: Iterable[float]) -> "FloatArray":
-    import numpy as np
-
+def _array(values: Iterable[float]) -> FloatArray:
     listed = values if isinstance(values, np.ndarray) else list(values)
     return np.array(listed, dtype=np.float64)
 
 
-def _check(lengths: "FloatArray", weights: "FloatArray") -> None:
-    import numpy as np
-
+def _check(lengths: FloatArray, weights: FloatArray) -> None:
     if len(lengths) == 0:
         raise WorkloadError("an empirical distribution needs at least one length")
     if len(weights) != len(lengths):

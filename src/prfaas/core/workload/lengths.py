@@ -10,13 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import NormalDist
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    FloatArray = NDArray[np.float64]
+from prfaas.core.arrays import FloatArray, np
 
 
 class WorkloadError(ValueError):
@@ -33,19 +28,17 @@ _INTEGRATION_BINS = 4096
 class Bins:
     """A distribution cut into intervals (lower, upper]; arrays with one entry per bin of positive probability."""
 
-    lower: "FloatArray"
+    lower: FloatArray
     """Tokens, excluded."""
-    upper: "FloatArray"
+    upper: FloatArray
     """Tokens, included."""
-    lengths: "FloatArray"
+    lengths: FloatArray
     """Mean length in tokens. Σ weight × length is exactly the first moment of the range that was cut."""
-    weights: "FloatArray"
+    weights: FloatArray
     """Probabilities; they sum to that of the range that was cut."""
 
     def split_at(self, length: float) -> "tuple[Bins, Bins]":
         """The bins up to a length, and those above it. It must be an edge."""
-        import numpy as np
-
         count = int(np.searchsorted(self.upper, length, side="right"))
         low, high = (
             Bins(self.lower[part], self.upper[part], self.lengths[part], self.weights[part])
@@ -73,7 +66,7 @@ class LengthDistribution(ABC):
         """The largest possible length in tokens."""
 
     @abstractmethod
-    def above(self, thresholds: "FloatArray") -> "tuple[FloatArray, FloatArray]":
+    def above(self, thresholds: FloatArray) -> "tuple[FloatArray, FloatArray]":
         """P(L > t) and E[L; L > t] (tokens, not divided by the probability) for every t of an array."""
 
     @abstractmethod
@@ -90,8 +83,6 @@ class LengthDistribution(ABC):
 
     def steps(self) -> "FloatArray | None":
         """0 and the atoms: any threshold divides the lengths as one of these does; None without atoms."""
-        import numpy as np
-
         atoms = self.atoms()
         return None if atoms is None else np.concatenate([[0.0], atoms])
 
@@ -116,8 +107,6 @@ class LengthDistribution(ABC):
 
     def bins(self, n: int, cuts: "tuple[float, ...]" = ()) -> Bins:
         """About `n` bins over the whole range, fine both in probability and in length; `cuts` become edges too."""
-        import numpy as np
-
         atoms = self.atoms()
         if atoms is not None and len(atoms) <= n:
             edges = atoms
@@ -128,10 +117,8 @@ class LengthDistribution(ABC):
         inner = [cut for cut in cuts if 0 < cut < self.high]
         return self.bins_between(np.concatenate([[0.0], edges, inner, [self.high]]))
 
-    def bins_between(self, edges: "FloatArray") -> Bins:
+    def bins_between(self, edges: FloatArray) -> Bins:
         """The bins between the sorted, deduplicated `edges` in tokens; those of probability zero are left out."""
-        import numpy as np
-
         edges = np.unique(edges)
         mass, tokens = self.above(edges)
         weights, moments = mass[:-1] - mass[1:], tokens[:-1] - tokens[1:]
@@ -154,8 +141,6 @@ class LengthDistribution(ABC):
 
     def fine_bins(self, above: float = 0.0, up_to: float = float("inf")) -> Bins:
         """The bins that `expect` sums over: every atom, or thousands of intervals, of (above, up_to]."""
-        import numpy as np
-
         start, end = max(above, 0.0), min(up_to, self.high)
         if end <= start:
             empty = np.empty(0)
@@ -170,8 +155,6 @@ class LengthDistribution(ABC):
         return self.bins_between(np.concatenate([[start], edges[edges >= start], [end]]))
 
     def _above(self, t: float) -> tuple[float, float]:
-        import numpy as np
-
         mass, tokens = self.above(np.array([t], dtype=np.float64))
         return float(mass[0]), float(tokens[0])
 
@@ -188,42 +171,27 @@ def check_quantile(q: float) -> None:
         raise WorkloadError(f"a quantile is asked for with a probability in [0, 1], not {q!r}")
 
 
-@dataclass(frozen=True, slots=True)
-class _Limited(LengthDistribution):
-    low_tokens: float
-    high_tokens: float
-
-    @property
-    def low(self) -> float:
-        return self.low_tokens
-
-    @property
-    def high(self) -> float:
-        return self.high_tokens
-
-
 def _check_limits(low: float, high: float) -> None:
     if not (math.isfinite(high) and 0 < low < high):
         raise WorkloadError(f"the limits of lengths must satisfy 0 < low < high, not {low!r} and {high!r}")
 
 
-class Uniform(_Limited):
+@dataclass(frozen=True, slots=True, repr=False)
+class Uniform(LengthDistribution):
     """Continuous and uniform on [low, high] tokens.
 
     Raises:
         WorkloadError: the limits are not 0 < low < high.
     """
 
-    __slots__ = ()
+    low: float
+    high: float
 
-    def __init__(self, low: float, high: float) -> None:
-        _check_limits(low, high)
-        _Limited.__init__(self, low, high)
+    def __post_init__(self) -> None:
+        _check_limits(self.low, self.high)
 
-    def above(self, thresholds: "FloatArray") -> "tuple[FloatArray, FloatArray]":
+    def above(self, thresholds: FloatArray) -> "tuple[FloatArray, FloatArray]":
         """P(L > t) and E[L; L > t] in tokens, for every t of an array."""
-        import numpy as np
-
         t = np.clip(thresholds, self.low, self.high)
         mass = (self.high - t) / (self.high - self.low)
         return mass, mass * (self.high + t) / 2
@@ -247,12 +215,7 @@ _BISECTIONS = 200
 
 
 @dataclass(frozen=True, slots=True)
-class _LogNormal(_Limited):
-    mu: float
-    sigma: float
-
-
-class TruncatedLogNormal(_LogNormal):
+class TruncatedLogNormal(LengthDistribution):
     """log L is normal with mean `mu` and deviation `sigma`, given low <= L <= high (tokens).
 
     Raises:
@@ -260,24 +223,25 @@ class TruncatedLogNormal(_LogNormal):
             between them.
     """
 
-    __slots__ = ()
+    mu: float
+    sigma: float
+    low: float
+    high: float
 
-    def __init__(self, mu: float, sigma: float, low: float, high: float) -> None:
+    def __post_init__(self) -> None:
+        mu, sigma, low, high = self.mu, self.sigma, self.low, self.high
         if not (math.isfinite(mu) and math.isfinite(sigma) and sigma > 0):
             raise WorkloadError(
                 f"a log-normal needs a finite mu and a sigma above 0, not {mu!r} and {sigma!r}"
             )
         _check_limits(low, high)
-        _LogNormal.__init__(self, low, high, mu, sigma)
         if not self._mass(self._z(low), self._z(high)) > 1e-250:
             raise WorkloadError(
                 f"a log-normal with mu {mu:g} and sigma {sigma:g} has no lengths between {low:g} and {high:g}"
             )
 
-    def above(self, thresholds: "FloatArray") -> "tuple[FloatArray, FloatArray]":
+    def above(self, thresholds: FloatArray) -> "tuple[FloatArray, FloatArray]":
         """P(L > t) and E[L; L > t]. The first moment shifts the normal by sigma: exp(mu + σ²/2) × Φ(z − σ)."""
-        import numpy as np
-
         end = self._z(self.high)
         all_mass = self._mass(self._z(self.low), end)
         # The factor is kept in the exponent together with 1 / all_mass: either alone may be out of range.
@@ -314,9 +278,6 @@ class TruncatedLogNormal(_LogNormal):
         return TruncatedLogNormal(
             self.mu + math.log(factor), self.sigma, self.low * factor, self.high * factor
         )
-
-    def __repr__(self) -> str:
-        return f"TruncatedLogNormal(mu={self.mu}, sigma={self.sigma}, low={self.low}, high={self.high})"
 
     def _z(self, length: float) -> float:
         return (math.log(length) - self.mu) / self.sigma

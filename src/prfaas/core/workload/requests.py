@@ -10,27 +10,25 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import count, islice, pairwise
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal, get_args
 
-from prfaas.core.workload.csv_traces import CsvColumns, read_azure, read_burstgpt, read_csv
+from prfaas.core.workload.csv_traces import AZURE, BURSTGPT, CsvColumns, CsvRequest, csv_format, read_csv
 from prfaas.core.workload.lengths import WorkloadError
 from prfaas.core.workload.trace import (
     EndlessCache,
-    Trace,
     Where,
     bad_line,
     block_ids_of,
+    lines_of,
     objects_of,
     seconds_of,
     tokens_of,
 )
-from prfaas.core.workload.trace_readers import (
-    MOONCAKE_BLOCK_TOKENS,
-    MS_PER_S,
-    TraceFormat,
-    check_no_format,
-    guess_format,
-)
+
+MOONCAKE_BLOCK_TOKENS = 512
+_MS_PER_S = 1000.0
+
+TraceFormat = Literal["mooncake", "azure", "burstgpt", "servegen", "jsonl"]
 
 BLOCK_TOKENS = 512
 """Tokens per block where a source doesn't say which prompts begin alike: Mooncake's."""
@@ -150,17 +148,21 @@ _LARGEST_ID = (1 << 63) - 1
 def read_requests(
     path: Path, form: TraceFormat | None = None, columns: CsvColumns | None = None
 ) -> RequestTrace:
-    """The requests of a file, from the first arrival on. Of the arguments see `read_trace`.
+    """The requests of a file, from the first arrival on. Where it doesn't say which prompts begin alike, none do.
 
-    Where a file doesn't say which prompts begin alike, none do.
+    Args:
+        path: Of the file.
+        form: Without it and without columns `guess_format` tells.
+        columns: Of a CSV file, whatever its header; a format can't be given with them.
 
     Raises:
         WorkloadError: no such file, a format without single requests, or a malformed line, which is named.
     """
     if columns is not None:
-        check_no_format(path, form)
+        if form is not None:
+            raise WorkloadError(f"{path}: columns are named of a CSV file; leave out the format {form}")
         unit = "date and time, or s" if columns.unit_s == 1 else "ms"
-        return _of_csv(read_csv(path, columns), f"a CSV file's: {columns.arrival} as {unit}")
+        return _of_csv(path, read_csv(path, columns), f"a CSV file's: {columns.arrival} as {unit}")
     return _READERS[form or guess_format(path)](path)
 
 
@@ -192,7 +194,7 @@ def _read_mooncake(path: Path) -> RequestTrace:
         prompt = tokens_of(where, row, "input_length")
         blocks = block_ids_of(where, row, "hash_ids")
         _check_blocks(where, "hash_ids", blocks, prompt, MOONCAKE_BLOCK_TOKENS)
-        arrival_s = seconds_of(where, row, "timestamp") / MS_PER_S
+        arrival_s = seconds_of(where, row, "timestamp") / _MS_PER_S
         answer = tokens_of(where, row, "output_length")
         requests.append(TracedRequest(arrival_s, prompt, answer, blocks, MOONCAKE_BLOCK_TOKENS))
     units = f"Mooncake's: times in ms, hash_ids of {MOONCAKE_BLOCK_TOKENS}-token blocks"
@@ -223,23 +225,27 @@ def _read_jsonl(path: Path) -> RequestTrace:
 
 
 def _read_azure(path: Path) -> RequestTrace:
-    return _of_csv(read_azure(path), "Azure's: times of day")
+    return _of_csv(path, read_csv(path, AZURE), "Azure's: times of day")
 
 
 def _read_burstgpt(path: Path) -> RequestTrace:
-    return _of_csv(read_burstgpt(path), "BurstGPT's: times in s")
+    requests = list(read_csv(path, BURSTGPT))
+    # Those that failed have no answer.
+    answered = [each for each in requests if each.output_tokens > 0]
+    failed = len(requests) - len(answered)
+    notes = [f"{failed:,} requests that failed are left out"] if failed else []
+    return _of_csv(path, answered, "BurstGPT's: times in s", *notes)
 
 
-def _of_csv(trace: Trace, units: str) -> RequestTrace:
+def _of_csv(path: Path, rows: Iterable[CsvRequest], units: str, *notes: str) -> RequestTrace:
     fresh = count()
-    requests = []
-    for each in trace.requests:
-        blocks = _new_ids(fresh, each.input_tokens)
-        requests.append(
-            TracedRequest(each.arrival_s, each.input_tokens, each.output_tokens, blocks, BLOCK_TOKENS)
+    requests = [
+        TracedRequest(
+            **each._asdict(), block_ids=_new_ids(fresh, each.input_tokens), block_tokens=BLOCK_TOKENS
         )
-    notes = [units, "no two prompts begin alike", *(f"{part} are left out" for part in trace.skipped)]
-    return RequestTrace.of(trace.name, requests, "; ".join(notes))
+        for each in rows
+    ]
+    return RequestTrace.of(str(path), requests, "; ".join([units, "no two prompts begin alike", *notes]))
 
 
 def _read_servegen(path: Path) -> RequestTrace:
@@ -279,3 +285,26 @@ def _check_blocks(
 
 def _new_ids(fresh: Iterator[int], input_tokens: int) -> tuple[int, ...]:
     return tuple(islice(fresh, blocks_begun(input_tokens, BLOCK_TOKENS)))
+
+
+def guess_format(path: Path) -> TraceFormat:
+    """The format of a trace, from its file's name or first line.
+
+    Raises:
+        WorkloadError: nothing, or the file can't be read.
+    """
+    name = path.name.lower()
+    if name.endswith((".tar.gz", ".tgz", ".tar")):
+        return "servegen"
+    if name.endswith((".csv", ".csv.gz")):
+        return csv_format(path)
+    if name.endswith((".jsonl", ".jsonl.gz")):
+        for _, line in lines_of(path):
+            try:
+                first = json.loads(line)
+            except (ValueError, RecursionError):
+                break
+            return "mooncake" if isinstance(first, dict) and "hash_ids" in first else "jsonl"
+        return "jsonl"
+    formats = ", ".join(get_args(TraceFormat))
+    raise WorkloadError(f"{path}: its name doesn't say what format it has; give one of {formats}")

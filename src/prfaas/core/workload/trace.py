@@ -1,4 +1,4 @@
-"""Request traces, whatever their format, and how their lines are read.
+"""Lines of request traces, whatever their format.
 
 Traces are text files, packed or not; errors name the line. Of files with one JSON object per line the fields must be
 numbers of something.
@@ -10,11 +10,9 @@ import json
 import math
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from prfaas.core.workload.empirical import Empirical
 from prfaas.core.workload.lengths import WorkloadError
 
 
@@ -109,59 +107,3 @@ class EndlessCache:
             known += 1
         seen.update(blocks)
         return known
-
-
-@dataclass(frozen=True, slots=True)
-class TraceRequest:
-    """One request of a trace."""
-
-    arrival_s: float
-    input_tokens: int
-    output_tokens: int
-    cached_tokens: int | None = None
-    """Of the prompt, what a cache that forgets nothing would have held by then; None: the trace doesn't say."""
-
-
-@dataclass(frozen=True, slots=True)
-class Trace:
-    """Lengths, answers and rate of recorded traffic."""
-
-    name: str
-    lengths: Empirical
-    """Whole prompts."""
-    uncached: Empirical | None
-    """What an endless prefix cache leaves of them; None if the trace doesn't say."""
-    output_tokens: float
-    """The mean length of answers."""
-    requests_per_s: float
-    requests: tuple[TraceRequest, ...] = ()
-    """Empty where the source has only statistics (ServeGen)."""
-    skipped: tuple[str, ...] = ()
-    """Parts of the source that were left out, and why."""
-
-    @classmethod
-    def of(cls, name: str, requests: tuple[TraceRequest, ...]) -> "Trace":
-        """From single requests, at least one with a prompt; those with an empty prompt don't count as lengths.
-
-        Raises:
-            WorkloadError: there are none.
-        """
-        prompts = [request for request in requests if request.input_tokens > 0]
-        if not prompts:
-            raise WorkloadError(f"{name}: has no request with a prompt")
-        cached = [request.cached_tokens for request in prompts]
-        uncached = None
-        if all(each is not None for each in cached):
-            # The last token is always computed, even of a prompt that is cached as a whole.
-            left = [max(r.input_tokens - (r.cached_tokens or 0), 1) for r in prompts]
-            uncached = Empirical(left)
-        arrivals = [request.arrival_s for request in requests]
-        span_s = max(arrivals) - min(arrivals)
-        return cls(
-            name=name,
-            lengths=Empirical([request.input_tokens for request in prompts]),
-            uncached=uncached,
-            output_tokens=sum(request.output_tokens for request in prompts) / len(prompts),
-            requests_per_s=len(requests) / span_s if span_s > 0 else 0.0,
-            requests=requests,
-        )

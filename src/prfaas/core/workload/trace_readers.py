@@ -1,8 +1,7 @@
-"""Traces in any of the formats that `TraceFormat` names.
+"""Traces as a planner reads them: how long prompts and answers are.
 
-Mooncake's and our own have one JSON object per line. Azure's and BurstGPT's are CSV files, see `csv_traces`.
-ServeGen's published workloads are archives of rates and length distributions per client and window of time, without
-single requests.
+ServeGen's published workloads have no single requests: they are archives of rates and length distributions per client
+and window of time. Of all other formats see `requests`.
 """
 
 import json
@@ -11,70 +10,27 @@ import re
 import tarfile
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
 
-from prfaas.core.workload.csv_traces import CsvColumns, csv_format, read_azure, read_burstgpt, read_csv
+from prfaas.core.workload.csv_traces import CsvColumns
 from prfaas.core.workload.empirical import Empirical
 from prfaas.core.workload.lengths import WorkloadError
-from prfaas.core.workload.trace import (
-    EndlessCache,
-    Trace,
-    TraceRequest,
-    bad_line,
-    block_ids_of,
-    lines_of,
-    objects_of,
-    seconds_of,
-    tokens_of,
-)
-
-MOONCAKE_BLOCK_TOKENS = 512
-MS_PER_S = 1000.0
+from prfaas.core.workload.requests import TraceFormat, guess_format, read_requests
+from prfaas.core.workload.trace import bad_line
 
 
-def read_mooncake(path: Path) -> Trace:
-    """Mooncake's format (FAST'25 release): timestamp in ms, input_length, output_length and hash_ids, one per
-    block of 512 tokens, each standing for its block and all before it.
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Lengths of recorded traffic."""
 
-    Raises:
-        WorkloadError: a file or line that isn't that, with its number.
-    """
-    cache = EndlessCache()
-    requests = []
-    for where, row in objects_of(path):
-        prompt = tokens_of(where, row, "input_length")
-        blocks = block_ids_of(where, row, "hash_ids")
-        requests.append(
-            TraceRequest(
-                arrival_s=seconds_of(where, row, "timestamp") / MS_PER_S,
-                input_tokens=prompt,
-                output_tokens=tokens_of(where, row, "output_length"),
-                cached_tokens=min(cache.known_blocks(blocks) * MOONCAKE_BLOCK_TOKENS, prompt),
-            )
-        )
-    return Trace.of(str(path), tuple(requests))
-
-
-def read_jsonl(path: Path) -> Trace:
-    """Our own format: arrival_s, input_tokens, output_tokens, and cached_tokens if it is known.
-
-    Raises:
-        WorkloadError: a file or line that isn't that, with its number.
-    """
-    requests = []
-    for where, row in objects_of(path):
-        prompt = tokens_of(where, row, "input_tokens")
-        cached = tokens_of(where, row, "cached_tokens") if "cached_tokens" in row else None
-        if cached is not None and cached > prompt:
-            raise bad_line(*where, f"cached_tokens ({cached}) can't be more than input_tokens ({prompt})")
-        requests.append(
-            TraceRequest(
-                seconds_of(where, row, "arrival_s"), prompt, tokens_of(where, row, "output_tokens"), cached
-            )
-        )
-    return Trace.of(str(path), tuple(requests))
+    lengths: Empirical
+    """Whole prompts; empty ones don't count."""
+    uncached: Empirical
+    """What an endless prefix cache leaves of them; all of it where the trace doesn't say which begin alike."""
+    output_tokens: float
+    """The mean length of answers."""
 
 
 _MEMBER = re.compile(r"chunk-(\d+)-(trace\.csv|dataset\.json)")
@@ -89,52 +45,37 @@ def read_servegen(path: Path) -> Trace:
     """A .tar.gz of chunk-N-trace.csv (window start in s, requests/s, CV, family, two parameters) and
     chunk-N-dataset.json (window start → {"input_tokens": "{tokens: probability}", "output_tokens": …}).
 
-    Lengths of all clients and windows are mixed in proportion to their requests, and the rate is the mean over
-    the windows. Clients without a dataset, and windows with requests but without lengths, are `skipped`.
+    Lengths of all clients and windows are mixed in proportion to their requests. Clients without a dataset, and windows
+    with requests but without lengths, are passed over.
 
     Raises:
         WorkloadError: an archive, file or line that isn't that, with its number.
     """
     members = _members(path)
-    numbers = sorted({number for number, _ in members})
     inputs: Histogram = defaultdict(float)
     outputs: Histogram = defaultdict(float)
     requests = 0.0
-    span_s = 0.0
-    skipped = []
-    for number in numbers:
+    for number in sorted({number for number, _ in members}):
         trace, dataset = members.get((number, "trace.csv")), members.get((number, "dataset.json"))
-        name = f"{path}!chunk-{number}"
         if trace is None or dataset is None:
-            skipped.append(f"client {number} has no {'trace' if trace is None else 'dataset'}")
             continue
-        windows = _windows(f"{name}-trace.csv", trace)
-        lengths = _lengths(f"{name}-dataset.json", dataset)
-        span_s = max(span_s, max((end for _, end, _ in windows), default=0.0))
-        without = 0.0
-        for index, count in _requests_by_window(windows, lengths[0]).items():
-            prompt, answer = lengths[1][index] if index >= 0 else ({}, {})
+        windows = _windows(f"{path}!chunk-{number}-trace.csv", trace)
+        starts, lengths = _lengths(f"{path}!chunk-{number}-dataset.json", dataset)
+        for index, count in _requests_by_window(windows, starts).items():
+            prompt, answer = lengths[index] if index >= 0 else ({}, {})
             if not prompt or not answer:
-                without += count
                 continue
             requests += count
             for tokens, share in prompt.items():
                 inputs[tokens] += count * share
             for tokens, share in answer.items():
                 outputs[tokens] += count * share
-        if without:
-            skipped.append(f"client {number} has about {without:.0f} requests without lengths")
     prompts = {tokens: weight for tokens, weight in inputs.items() if tokens > 0 and weight > 0}
     if not prompts or requests <= 0:
         raise WorkloadError(f"{path}: has no client with requests and lengths")
-    return Trace(
-        name=str(path),
-        lengths=Empirical(prompts.keys(), prompts.values()),
-        uncached=None,
-        output_tokens=sum(tokens * weight for tokens, weight in outputs.items()) / sum(outputs.values()),
-        requests_per_s=requests / span_s if span_s > 0 else 0.0,
-        skipped=tuple(skipped),
-    )
+    found = Empirical(prompts.keys(), prompts.values())
+    mean = sum(tokens * weight for tokens, weight in outputs.items()) / sum(outputs.values())
+    return Trace(lengths=found, uncached=found, output_tokens=mean)
 
 
 def _members(path: Path) -> dict[tuple[int, str], str]:
@@ -233,59 +174,13 @@ def _histogram(where: str, start: str, window: Mapping[str, object], field: str)
     return {tokens: share / total for tokens, share in found.items()} if total > 0 else {}
 
 
-TraceFormat = Literal["mooncake", "azure", "burstgpt", "servegen", "jsonl"]
-
-_READERS: dict[TraceFormat, Callable[[Path], Trace]] = {
-    "mooncake": read_mooncake,
-    "azure": read_azure,
-    "burstgpt": read_burstgpt,
-    "servegen": read_servegen,
-    "jsonl": read_jsonl,
-}
-
-
 def read_trace(path: Path, form: TraceFormat | None = None, columns: CsvColumns | None = None) -> Trace:
-    """The trace in a file.
-
-    Args:
-        path: Of the file.
-        form: Without it and without columns: .tar.gz and .tgz are ServeGen's, of .csv the header tells, and of
-            .jsonl the first line's fields (.csv.gz and .jsonl.gz too).
-        columns: Of a CSV file, whatever its header; a format can't be given with them.
-
-    Raises:
-        WorkloadError: no such file, another format, or a malformed line, which is named.
-    """
-    if columns is not None:
-        check_no_format(path, form)
-        return read_csv(path, columns)
-    return _READERS[form or guess_format(path)](path)
-
-
-def check_no_format(path: Path, form: TraceFormat | None) -> None:
-    """Raise WorkloadError if a format is given besides the columns of a CSV file."""
-    if form is not None:
-        raise WorkloadError(f"{path}: columns are named of a CSV file; leave out the format {form}")
-
-
-def guess_format(path: Path) -> TraceFormat:
-    """The format of a trace, from its file's name or first line.
-
-    Raises:
-        WorkloadError: nothing, or the file can't be read.
-    """
-    name = path.name.lower()
-    if name.endswith((".tar.gz", ".tgz", ".tar")):
-        return "servegen"
-    if name.endswith((".csv", ".csv.gz")):
-        return csv_format(path)
-    if name.endswith((".jsonl", ".jsonl.gz")):
-        for _, line in lines_of(path):
-            try:
-                first = json.loads(line)
-            except (ValueError, RecursionError):
-                break
-            return "mooncake" if isinstance(first, dict) and "hash_ids" in first else "jsonl"
-        return "jsonl"
-    formats = ", ".join(get_args(TraceFormat))
-    raise WorkloadError(f"{path}: its name doesn't say what format it has; give one of {formats}")
+    """The lengths of the trace in a file. Arguments and errors as those of `read_requests`."""
+    if columns is None and (form or guess_format(path)) == "servegen":
+        return read_servegen(path)
+    trace = read_requests(path, form, columns)
+    return Trace(
+        lengths=Empirical(each.input_tokens for each in trace.requests),
+        uncached=Empirical(trace.uncached_tokens()),
+        output_tokens=sum(each.output_tokens for each in trace.requests) / len(trace.requests),
+    )

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from prfaas.core.planner.problem import OfLength
+    from prfaas.core.arrays import OfLength
 
     FloatArray = NDArray[np.float64]
 

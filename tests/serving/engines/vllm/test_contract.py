@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from prfaas.core.deployment.engine_args import OWNED_ARGS
+from prfaas.core.deployment.field_types import OWNED_ARGS
 from prfaas.serving.engines.transfer_counters import COUNTERS, POOL_COUNTERS
 from prfaas.tools.doctor import SUPPORTED_VLLM
 
