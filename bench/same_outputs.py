@@ -87,7 +87,7 @@ def commands() -> Iterator[str]:
     short = "simulate examples/paper.yaml --requests 2000"
     yield f"{short} --policy local_only --rate 2 --json"
     yield f"{short} --link-fluctuation 0.3:30 --json"
-    yield f"{short} --prefill-concurrency 4 --set links[0].bandwidth=10e9 --json"
+    yield f"{short} --set links[0].bandwidth=10e9 --json"
     traced = f"simulate examples/paper.yaml --trace {TRACE} --requests 1500"
     yield f"{traced} --compare paper,tilted"
     yield f"{traced} --cache-memory 32GiB --report OUT --json"

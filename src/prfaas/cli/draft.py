@@ -3,29 +3,20 @@
 import posixpath
 import re
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
-
-import yaml
 
 from prfaas.core.deployment.addresses import checked_host, is_loopback, plain_host
 from prfaas.core.deployment.field_types import NAME_PATTERN
 from prfaas.core.deployment.model import ModelSource, is_hub_name, made_model, made_model_names
-from prfaas.core.deployment.types import SYNTHETIC
 from prfaas.core.units import parse_bits_per_s
+from prfaas.tools.emit.template import rendered, yaml_scalar
 
 _HTTP, _KV, _EVENTS = 8100, 8200, 8600
 # Ranks of one engine, and so ports between the KV ports of two on one host.
 _MOST_RANKS = 16
-_PROFILES = {"prfaas": "internal-1t-h200", "pd": "internal-1t-h20"}
-_ABOUT = {
-    "tiny": "A small model that prfaas makes itself, with random weights.",
-    "trained": "A small model with trained weights that prfaas ships or fetches.",
-    "hub": "A model of the Hugging Face hub. Add a revision, which all machines then have: a commit never changes.",
-}
 _EVERY_ADDRESS = ("0.0.0.0", "::")
-# Engines take it at their start, and all those of a trial are on one machine.
-_TINY_STAGING = "  staging: 256 MiB"
 
 
 class DraftError(ValueError):
@@ -62,7 +53,7 @@ class DraftSite:
             )
         name, kind, hardware, hosts = parts
         _check_name(name, "site")
-        if kind not in _PROFILES:
+        if kind not in ("prfaas", "pd"):
             raise DraftError(
                 f'"{kind}" is no kind of site; write prfaas (only prefills) or pd (serves clients)'
             )
@@ -162,142 +153,43 @@ class Draft:
 
     def text(self) -> str:
         """The file."""
-        parts = (
-            self._head(),
-            self._model(),
-            self._clusters(),
-            self._links(),
-            self._routing(),
-            self._gateway(),
-            self._engine(),
-        )
-        return "\n".join(part for part in parts if part)
-
-    def _head(self) -> str:
-        return (
-            "# Written by `prfaas init`. docs/reference/deployment-file.md explains every field, and\n"
-            "# docs/guides/two-datacenters.md what to do with it. Every machine gets the same file.\n"
-            f"name: {self.name}\n"
-        )
-
-    def _model(self) -> str:
         source = drafted_source(self.model)
-        if source is not None:
-            field = f"  # {_ABOUT[source.kind]}\n  {source.kind}: {_scalar(source.name)}"
-        else:
-            field = (
-                f"  # A checkpoint's directory, at this path on every machine.\n  path: {_scalar(self.model)}"
-            )
-        return (
-            f"model:\n{field}\n"
-            "  # What clients write as the model.\n"
-            f"  served_name: {_scalar(self.served_name)}\n"
-            "  # Longest prompt + answer, in tokens.\n"
-            f"  max_model_len: {self.max_model_len}\n"
-        )
-
-    def _clusters(self) -> str:
-        lines = ["clusters:"]
         on_host: Counter[str] = Counter()
-        for site in self.sites:
-            about = (
-                "kind prfaas: prefills long prompts for others, never decodes."
-                if site.kind == "prfaas"
-                else "kind pd: decodes all prompts, and prefills short ones. Instances change their roles with the "
-                "traffic."
-            )
-            lines += [
-                f"  # {about}",
-                f"  - name: {site.name}",
-                f"    kind: {site.kind}",
-                f"    hardware: {site.hardware}",
-            ]
-            if site.hardware == SYNTHETIC:
-                lines.append(f"    profile: {_PROFILES[site.kind]}")
-            lines.append("    instances:")
-            for number, host in enumerate(site.hosts):
-                index = on_host[plain_host(host)]
-                on_host[plain_host(host)] += 1
-                lines.append(_instance(site, number, host, index))
-        return "\n".join(lines) + "\n"
-
-    def _links(self) -> str:
-        if not self.links:
-            return ""
-        lines = [
-            "# KVCache only flows where a link says so; bandwidth is what its transfers may take together.",
-            "links:",
-        ]
-        lines += [
-            f"  - {{source: {link.source}, target: {link.target}, bandwidth: {_scalar(link.bandwidth.strip())}}}"
-            for link in self.links
-        ]
-        return "\n".join(lines) + "\n"
-
-    def _routing(self) -> str:
-        if not self.links:
-            return ""
-        threshold_tokens = min(8000, max(self.max_model_len // 4, 1))
-        return (
-            "routing:\n"
-            "  # Prompts with more uncached tokens than this are prefilled elsewhere at first. Once clusters have a\n"
-            "  # profile, leave it out: it is planned then.\n"
-            f"  threshold_tokens: {threshold_tokens}\n"
+        return rendered(
+            "deployment.yaml.jinja",
+            draft=self,
+            source=source,
+            instances=[list(_instances(site, on_host)) for site in self.sites],
+            is_local=is_loopback(self.gateway_host),
+            decoding=[site.name for site in self.sites if site.kind == "pd"],
+            is_small=source is not None and source.kind != "hub",
+            is_on_cpus=any(site.hardware == "cpu" for site in self.sites),
         )
 
-    def _gateway(self) -> str:
-        lines = [
-            "gateway:",
-            "  # Where clients connect. Put a proxy in front that authenticates them.",
-            f"  host: {_scalar(self.gateway_host)}",
-            "  port: 8000",
+
+def _instances(site: DraftSite, on_host: Counter[str]) -> Iterator[str]:
+    """The fields of each; `on_host` counts the engines of each host, also those of other sites."""
+    for number, host in enumerate(site.hosts):
+        index = on_host[plain_host(host)]
+        on_host[plain_host(host)] += 1
+        if site.kind == "prfaas":
+            roles = "prefill"
+        elif len(site.hosts) == 1:
+            roles = "prefill, decode"
+        else:
+            roles = "decode" if number else "prefill"
+        fields = [
+            f"name: {site.name}-{number}",
+            f"roles: [{roles}]",
+            f"host: {yaml_scalar(host)}",
+            f"http_port: {_HTTP + index}",
+            f"kv_port: {_KV + _MOST_RANKS * index}",
         ]
-        if not is_loopback(self.gateway_host):
-            lines += [
-                "  # Metrics and state: operators and Prometheus show the token of the file.",
-                "  admin: {host: 0.0.0.0, port: 8001, token_file: admin-token}",
-            ]
-        decoding = [site.name for site in self.sites if site.kind == "pd"]
-        if len(decoding) > 1:
-            lines += ["  # The site that it is in.", f"  cluster: {decoding[0]}"]
-        return "\n".join(lines) + "\n"
-
-    def _engine(self) -> str:
-        lines = []
-        source = drafted_source(self.model)
-        if source is not None and source.kind != "hub":
-            lines += [
-                "  # Host memory of each engine where KVCache waits. Leave it out for a larger model.",
-                _TINY_STAGING,
-            ]
-        if any(site.hardware == "cpu" for site in self.sites):
-            lines += [
-                "  # Memory for the KVCache of each engine; on GPUs vLLM chooses it.",
-                "  kv_cache_gib: 1",
-            ]
-        return "\n".join(("engine:", *lines)) + "\n" if lines else ""
-
-
-def _instance(site: DraftSite, number: int, host: str, index: int) -> str:
-    """A line of the file. `index`: of the engine on its host."""
-    if site.kind == "prfaas":
-        roles = "prefill"
-    elif len(site.hosts) == 1:
-        roles = "prefill, decode"
-    else:
-        roles = "decode" if number else "prefill"
-    fields = [
-        f"name: {site.name}-{number}",
-        f"roles: [{roles}]",
-        f"host: {_scalar(host)}",
-        f"http_port: {_HTTP + index}",
-        f"kv_port: {_KV + _MOST_RANKS * index}",
-    ]
-    if site.gpus > 1:
-        fields.append(f"tensor_parallel: {site.gpus}")
-    if not is_loopback(host):
-        fields.append(f"events_port: {_EVENTS + 2 * index}")
-    return f"      - {{{', '.join(fields)}}}"
+        if site.gpus > 1:
+            fields.append(f"tensor_parallel: {site.gpus}")
+        if not is_loopback(host):
+            fields.append(f"events_port: {_EVENTS + 2 * index}")
+        yield ", ".join(fields)
 
 
 def drafted_source(model: str) -> ModelSource | None:
@@ -350,13 +242,3 @@ def _check_name(name: str, what: str) -> None:
             f'"{name}" is no name of a {what}; take letters, digits, ".", "_" and "-", at most 63, a letter or '
             "digit first"
         )
-
-
-def _scalar(text: str) -> str:
-    """A text as YAML reads it back, also inside of braces."""
-    plain = re.fullmatch(
-        r"[A-Za-z/][A-Za-z0-9/._ -]*[A-Za-z0-9]|[0-9]+(\.[0-9]+)* ?[A-Za-z/]+|[0-9]+(\.[0-9]+){2,3}", text
-    )
-    if plain and yaml.safe_load(text) == text:
-        return text
-    return yaml.safe_dump(text, default_style='"', width=10_000).strip()

@@ -134,7 +134,7 @@ def _plan(path: Path, plot: Path | None, asked: PoolsAsked, as_json: bool) -> No
 def _emit(path: Path, router: str) -> None:
     from prfaas.core.deployment import load_planned
     from prfaas.core.planner import make_plan, problem_of
-    from prfaas.lab.report.plan_llm_d import llm_d_values
+    from prfaas.tools.emit.llm_d import llm_d_values
 
     if router not in _EMITTED:
         raise CliError(f'--emit: "{router}" is none of {", ".join(_EMITTED)}')

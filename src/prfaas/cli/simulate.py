@@ -110,14 +110,6 @@ def simulate(
             rich_help_panel=_WORLD,
         ),
     ] = None,
-    prefill_concurrency: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            help="Prompts that share a prefill instance's time evenly, as chunked prefill can. 1: one after another.",
-            rich_help_panel=_WORLD,
-        ),
-    ] = 1,
     set_fields: Annotated[
         list[str] | None,
         typer.Option(
@@ -193,10 +185,7 @@ def simulate(
     _check_any(traffic, seed, length[1])
     folder = None if report is None else made_folder(report, "--report")
     rows = records_file(records)
-    scenarios = [
-        scenario_for(planned, name, params, options, links, prefill_concurrency, pools)
-        for name, params in asked.items()
-    ]
+    scenarios = [scenario_for(planned, name, params, options, links, pools) for name, params in asked.items()]
     results = _simulated(scenarios, traffic, seed, *length)
     shown = SimulationReport(
         deployment=planned,
@@ -213,7 +202,6 @@ def simulate(
         caches=options,
         pools=pools,
         link_fluctuation=link_fluctuation,
-        prefill_concurrency=prefill_concurrency,
         changes=changes,
         changes_text=set_fields or (),
         params={name: params for name, params in asked.items() if params},

@@ -232,7 +232,6 @@ def scenario_for(
     params: "Mapping[str, Setting]",
     caches: "CacheOptions | None",
     links: "Mapping[str, CapacityProcess]",
-    prefill_concurrency: int = 1,
     pools: "Mapping[str, PoolOptions] | None" = None,
 ) -> "Scenario":
     """The scenario of a deployment as it would run: its `routing` and `control` sections count.
@@ -256,7 +255,6 @@ def scenario_for(
             caches=caches,
             pools=pools,
             links=links,
-            prefill_concurrency=prefill_concurrency,
         )
         make_policy(policy, scenario.params)
     except PolicyError as error:

@@ -117,7 +117,7 @@ CASES = (
         has_sessions=True,
     ),
     Case(
-        "failures, a link that fluctuates, prompts that share an instance",
+        "failures, a link that fluctuates",
         PAPER,
         0.6,
         4_000,
@@ -130,7 +130,6 @@ CASES = (
                 Failure("east->home", 900.0, 40.0),
             ),
             "overheads": Overheads(0.002, 0.005, True),
-            "prefill_concurrency": 2,
             "transfer_grace_s": 5.0,
         },
         has_bursts=True,

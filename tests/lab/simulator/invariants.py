@@ -55,11 +55,11 @@ def _check_engines(world: World) -> None:
         )
         at_work = sum(job.stage is JobStage.PREFILLING for job in here)
         assert engine.at_work >= at_work, f"{engine.name} works on {engine.at_work}, not {at_work}"
-        assert engine.at_work <= engine.prefill_slots
+        assert engine.at_work <= 1
         if engine.at_work:
             assert engine.free_at_s >= now_s - _SLACK_S, f"{engine.name} ended at {engine.free_at_s}"
             assert engine.view.busy_until_s >= engine.free_at_s - _SLACK_S
-        if engine.at_work < engine.prefill_slots and engine.view.healthy:
+        if not engine.at_work and engine.view.healthy:
             assert not engine.queue, f"{engine.name} has room and a queue"
         clock = engine.clock
         if clock is not None:
@@ -77,7 +77,7 @@ def _check_engines(world: World) -> None:
             engine.name
             for engine in world.engines.values()
             if engine.cluster.name == name
-            and engine.at_work < engine.prefill_slots
+            and not engine.at_work
             and engine.view.prefills
             and engine.view.healthy
             and not engine.view.draining

@@ -162,9 +162,7 @@ def test_results_come_later_and_all_of_them_as_soon(
     assert max(shared) == pytest.approx(max(plain), abs=1e-9)
 
 
-def test_other_ways_to_share_and_blocks_that_cannot_be_are_refused(case_study: CaseStudy) -> None:
-    with pytest.raises(ValueError, match="fills up a prompt's last steps"):
-        scenario(case_study, prefill_concurrency=2)
+def test_pools_and_blocks_that_cannot_be_are_refused(case_study: CaseStudy) -> None:
     with pytest.raises(ValueError, match="fills up a prompt's last steps"):
         scenario(case_study, pools={"home": PoolOptions(1 << 30)})
     for block_tokens in (0, CHUNK_TOKENS + 1):

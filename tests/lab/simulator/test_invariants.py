@@ -56,11 +56,10 @@ def scenarios(case_study: CaseStudy) -> dict[str, Scenario]:
     st.integers(0, 1000),
     st.booleans(),
     st.sampled_from([None, 0.2, 100.0]),
-    st.sampled_from([1, 3]),
     st.sampled_from([0, 8192]),
 )
 # A prefix on its way to an instance whose queue has become empty: its work waits all the same.
-@example("paper", [Failure("east-0", 0.0, 3.0), Failure("east-0", 37.0, 1.0, 21.0)], 225, False, 0.2, 1, 0)
+@example("paper", [Failure("east-0", 0.0, 3.0), Failure("east-0", 37.0, 1.0, 21.0)], 225, False, 0.2, 0)
 def test_under_failures(
     scenarios: dict[str, Scenario],
     policy: str,
@@ -68,15 +67,13 @@ def test_under_failures(
     seed: int,
     has_caches: bool,
     pool_gib: float | None,
-    concurrency: int,
     chunk_tokens: int,
 ) -> None:
     caches = CacheOptions(200_000, 4096, 1000) if has_caches else None
     plain = scenarios[policy]
-    chunk_tokens = chunk_tokens if concurrency == 1 and pool_gib is None else 0
+    chunk_tokens = chunk_tokens if pool_gib is None else 0
     clusters = tuple(
-        replace(each, prefill_concurrency=concurrency, chunk_tokens=chunk_tokens, kv_block_tokens=1024)
-        for each in plain.clusters
+        replace(each, chunk_tokens=chunk_tokens, kv_block_tokens=1024) for each in plain.clusters
     )
     pools = {}
     if pool_gib is not None:
@@ -244,29 +241,6 @@ def test_random_outages_lose_nothing(case_study: CaseStudy) -> None:
     )
     assert result.summary()["lost"] == 0
     assert result.retries.sum() > 0
-
-
-def test_prefills_may_share_an_instance(case_study: CaseStudy) -> None:
-    """Two alike at once: each as if it took twice as long; a third waits for one of the two places."""
-    alone = _alone(case_study, [])
-    sharing = replace(alone.clusters[0], instances=2, prefill_instances=1, prefill_concurrency=2)
-    scenario = replace(alone, clusters=(sharing,))
-    result = simulate(
-        scenario, [chunk_of([0.0, 0.0, 0.0], [8000] * 3)], warmup_share=0.0, on_event=Invariants()
-    )
-    service_s = sharing.curve.seconds(8000)
-    assert result.ttft_s == pytest.approx([2 * service_s, 2 * service_s, 3 * service_s])
-
-
-def test_shared_prefills_stream_over_the_link(case_study: CaseStudy) -> None:
-    """Nothing has arrived before its prefill's end, and all of it little later."""
-    scenario = scenario_of(
-        case_study.planned, policy="offload_all", adapts=False, allocation=False, prefill_concurrency=4
-    )
-    result = simulate(scenario, [chunk_of([0.0] * 8, [50_000] * 8)], warmup_share=0.0, on_event=Invariants())
-    service_s = scenario.clusters[0].curve.seconds(50_000)
-    assert (result.ttft_s >= 2 * service_s - 1e-6).all()
-    assert (result.ttft_s <= 2 * service_s + 0.2).all()
 
 
 def _alone(case_study: CaseStudy, failed: list[Failure]) -> Scenario:

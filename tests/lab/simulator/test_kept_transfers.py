@@ -130,13 +130,12 @@ def every_tokens(shown: Scenario) -> int:
         {"keeps_transfers": False, "model": DENSE},
         {"kills_per_hour": 0.0},
         {"first_token": "prefill", "model": DENSE},
-        {"prefill_concurrency": 2, "model": DENSE},
     ],
 )
 def test_where_nothing_is_kept_the_pd_cluster_begins_again(
     case_study: CaseStudy, lost: dict[str, Any]
 ) -> None:
-    """Asked for; no checkpoint; a ticket with a token more; a stream that runs ahead of what is computed."""
+    """Asked for; no checkpoint; a ticket with a token more."""
     dies = Failure("east-0", 0.8 * lone_prefill_s(scenario(case_study)), 1e6)
     shown = scenario(case_study, failures=[dies], **lost)
     result = one(shown)

@@ -124,9 +124,9 @@ def test_under_failures(
     case_study: CaseStudy, policy: str, failed: list[Failure], seed: int, context_s: float
 ) -> None:
     """Conversations, whose turns decode instances take over: the invariants of every moment, and of every answer."""
-    shown = scenario(
-        case_study, policy=policy, failures=failed, roles={"home": 3}, decode_context_s=context_s
-    )
+    shown = scenario(case_study, policy=policy, failures=failed, roles={"home": 3})
+    east, home = shown.clusters
+    shown = replace(shown, clusters=(east, replace(home, context_s=context_s)))
     result = simulate(shown, [conversations(seed, 120)], seed=seed, warmup_share=0.0, on_event=Invariants())
     ended = ~np.isnan(result.e2e_s)
     assert ended.all()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from prfaas.tools.monitoring.alerts import ALERTS, RUNBOOKS, Alert, rules, rules_yaml
+from prfaas.tools.monitoring.alerts import RUNBOOKS, rules, rules_yaml
 
 from .alert_cases import CASES, Case
 from .catalogue import TARGET_LABELS, catalogue
@@ -17,7 +17,9 @@ from .promql import result_labels
 
 PAGE = (Path(__file__).parents[3] / RUNBOOKS).read_text(encoding="utf-8")
 SAMPLES = {**catalogue().samples, "up": TARGET_LABELS}
-BY_NAME = {alert.name: alert for alert in ALERTS}
+(GROUP,) = rules()["groups"]
+ALERTS = GROUP["rules"]
+BY_NAME = {alert["alert"]: alert for alert in ALERTS}
 WORDS = {"critical": "Critical", "warning": "Warning"}
 
 needs_promtool = pytest.mark.skipif(
@@ -31,14 +33,14 @@ def promtool(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def promtool_test(alert: Alert, case: Case) -> dict[str, Any]:
+def promtool_test(alert: dict[str, Any], case: Case) -> dict[str, Any]:
     """In the form of `promtool test rules`."""
     expected = {
-        "exp_labels": {"severity": alert.severity, **case.told},
+        "exp_labels": alert["labels"] | case.told,
         "exp_annotations": {
             "summary": case.sentence,
-            "description": alert.action,
-            "runbook_url": f"{RUNBOOKS}#{alert.name.lower()}",
+            "description": alert["annotations"]["description"],
+            "runbook_url": f"{RUNBOOKS}#{alert['alert'].lower()}",
         },
     }
     return {
@@ -47,7 +49,7 @@ def promtool_test(alert: Alert, case: Case) -> dict[str, Any]:
         "alert_rule_test": [
             {
                 "eval_time": f"{case.at_min}m",
-                "alertname": alert.name,
+                "alertname": alert["alert"],
                 "exp_alerts": [expected] if case.sentence else [],
             }
         ],
@@ -96,9 +98,9 @@ def test_every_alert_has_cases() -> None:
 @pytest.mark.parametrize("name", BY_NAME)
 def test_expressions_name_series_and_labels_that_there_are(name: str) -> None:
     alert = BY_NAME[name]
-    labels = result_labels(alert.expression, SAMPLES)
+    labels = result_labels(alert["expr"], SAMPLES)
     assert labels is not None
-    assert set(re.findall(r"\$labels\.(\w+)", alert.summary)) <= labels
+    assert set(re.findall(r"\$labels\.(\w+)", alert["annotations"]["summary"])) <= labels
 
 
 def test_the_guide_has_a_section_for_each_alert() -> None:
@@ -106,10 +108,10 @@ def test_the_guide_has_a_section_for_each_alert() -> None:
     sections = re.findall(
         r"^### (\w+)\n\n(Critical|Warning), (at once|after (\d+) minutes?)\.", PAGE, re.MULTILINE
     )
-    assert re.findall(r"^### (\w+)", PAGE, re.MULTILINE) == [alert.name for alert in ALERTS]
-    assert [(name, severity, int(minutes or 0) * 60) for name, severity, _, minutes in sections] == [
-        (alert.name, WORDS[alert.severity], alert.hold_s) for alert in ALERTS
-    ]
+    assert re.findall(r"^### (\w+)", PAGE, re.MULTILINE) == [*BY_NAME]
+    assert [
+        (name, severity, f"{minutes}m" if minutes else None) for name, severity, _, minutes in sections
+    ] == [(name, WORDS[alert["labels"]["severity"]], alert.get("for")) for name, alert in BY_NAME.items()]
 
 
 def test_each_alert_links_to_its_section() -> None:

@@ -46,7 +46,6 @@ class SimulationReport:
     """Of each machine, by cluster."""
     link_fluctuation: str | None = None
     """SD:CORRELATION_S, as it was asked for."""
-    prefill_concurrency: int = 1
     changes: Mapping[str, float] | None = None
     """Fields of the deployment file that were given another number."""
     changes_text: Sequence[str] = ()
@@ -115,7 +114,6 @@ class SimulationReport:
             "caches": None if self.caches is None else asdict(self.caches),
             "pools": {name: asdict(options) for name, options in self.pools.items()},
             "link_fluctuation": self.link_fluctuation,
-            "prefill_concurrency": self.prefill_concurrency,
             "changes": self.changes or {},
             "params": {policy: dict(params) for policy, params in self.params.items()},
             "policies": self.summaries,

@@ -44,11 +44,11 @@ class Faults:
     def _ending_late(self, engine: Engine) -> list[Job]:
         """The prefills that an instance has been given and won't have computed when it leaves.
 
-        Those that share a step or an instance's time go on until they are lost with it: none of them can be taken out
-        of what all of them take.
+        Those that share a step go on until they are lost with it: none of them can be taken out of what all of them
+        take.
         """
         now_s = self._world.events.now_s
-        is_alone = engine.sharing is None and not engine.chunk_tokens
+        is_alone = not engine.chunk_tokens
         free_s = max(engine.free_at_s, now_s) if engine.at_work else now_s
         if is_alone and free_s > engine.leaves_s:
             free_s = now_s
@@ -107,8 +107,6 @@ class Faults:
         for job in [job for job in world.open.values() if job.engine is engine and job.is_at_prefill]:
             job.is_lost = job.stage is JobStage.PREFILLING
             world.restart(job)
-        if engine.sharing is not None:
-            engine.sharing.drop_all()
         engine.at_work = 0
         engine.waiting = 0
         engine.waiting_s = 0.0

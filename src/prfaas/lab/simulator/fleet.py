@@ -50,9 +50,8 @@ def engines_of(
     pools: Mapping[str, PrefillPool[Job]],
     events: Events,
     answers: Answers,
-    prefilled: JobCallback,
 ) -> dict[str, Engine]:
-    """By name; `prefilled` is called at the end of every prefill."""
+    """By name."""
     return {
         instance.name: Engine(
             instance,
@@ -60,8 +59,6 @@ def engines_of(
             pools[cluster.name],
             _decode_batch_of(cluster, events, answers.begin, answers.end),
             cluster.decode_step_s,
-            cluster.prefill_concurrency,
-            _shared_prefills_of(cluster, events, prefilled),
             cluster.chunk_tokens,
             cluster.kv_block_tokens if scenario.kv_model.is_hybrid else 1,
             cluster.mixed_tokens,
@@ -91,19 +88,8 @@ def _decode_batch_of(
     )
 
 
-def _shared_prefills_of(cluster: SimulatedCluster, events: Events, done: JobCallback) -> TokenClock | None:
-    """Prefills that share an instance: seconds of work in place of tokens, each second longer by all that share."""
-    if cluster.prefill_concurrency == 1:
-        return None
-    return TokenClock(events, float, cluster.prefill_concurrency, _nothing, done)
-
-
 def _prompt_tokens(job: Job) -> float:
     return job.tokens
-
-
-def _nothing(_job: Job) -> None:
-    """A prefill that has room begins at once: nothing more to do."""
 
 
 def view_of(scenario: Scenario, kv: KvFacts) -> View:

@@ -50,7 +50,6 @@ class Job:
         "every_tokens",
         "has_first",
         "is_lost",
-        "is_sent",
         "is_void",
         "left_tokens",
         "link",
@@ -122,8 +121,6 @@ class Job:
     """Given up; another attempt took its place."""
     is_lost: bool
     """Its prefill was lost with its instance."""
-    is_sent: bool
-    """All KV has arrived, at a pace that its prefill doesn't keep."""
 
     def __init__(
         self, number: int, arrival_s: float, tokens: int, left_tokens: int, blocks: list[int]
@@ -134,7 +131,7 @@ class Job:
         self.left_tokens = left_tokens
         self.blocks = blocks
         self.has_first = False
-        self.is_void = self.is_lost = self.is_sent = False
+        self.is_void = self.is_lost = False
         self.promised_bytes = self.early_tokens = self.every_tokens = self.checkpoint_bytes = 0
         self.load = None
         self.load_s = 0.0
@@ -179,17 +176,14 @@ class Engine:
         "chunked_s",
         "clock",
         "cluster",
-        "ends_streams",
         "free_at_s",
         "leaves_s",
         "mixed_tokens",
         "name",
         "pool",
         "prefill_s",
-        "prefill_slots",
         "prefilled_s",
         "queue",
-        "sharing",
         "step_s",
         "view",
         "waiting",
@@ -197,13 +191,11 @@ class Engine:
     )
 
     at_work: int
-    """Prefills that have begun; at most `prefill_slots`."""
+    """Prefills that have begun and not ended: none or one."""
     free_at_s: float
-    """When the last of them ends."""
+    """When that ends."""
     leaves_s: float
     """When it is taken away, where it has notice; else infinite."""
-    sharing: TokenClock | None
-    """How they share the instance's time evenly; None where there is only one."""
     chunk_tokens: int
     """Of a step, where the next prompts fill up what a prompt leaves of its last ones; 0: they don't."""
     block_tokens: int
@@ -214,8 +206,6 @@ class Engine:
     """What so many of the present prompt take; 0 without `mixed_tokens`."""
     chunked_s: float
     """When the first of its chunks began."""
-    ends_streams: bool
-    """What a prompt sends ends with its prefill: none has an instance's time or a step beside others, to end later."""
     queue: "deque[Job]"
     """Waits for this instance alone, in the order of arrival."""
     waiting: int
@@ -239,8 +229,6 @@ class Engine:
         pool: "PrefillPool[Job]",
         clock: TokenClock | None,
         step_s: Callable[[int], float] | None,
-        prefill_slots: int = 1,
-        sharing: TokenClock | None = None,
         chunk_tokens: int = 0,
         block_tokens: int = 1,
         mixed_tokens: int = 0,
@@ -254,13 +242,10 @@ class Engine:
         self.clock = clock
         self.step_s = step_s
         self.queue = deque()
-        self.prefill_slots = prefill_slots
-        self.sharing = sharing
         self.chunk_tokens = chunk_tokens
         self.block_tokens = block_tokens
         self.mixed_tokens = mixed_tokens
         self.chunk_s = self.chunked_s = 0.0
-        self.ends_streams = sharing is None and not chunk_tokens
         self.at_work = 0
         self.free_at_s = 0.0
         self.leaves_s = math.inf

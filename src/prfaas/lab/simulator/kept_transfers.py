@@ -12,8 +12,7 @@ class KeptTransfers:
     """The live rules for a transfer that breaks.
 
     The decode instance goes on from what has come: with full attention from the last byte, with linear states or
-    windows from the newest checkpoint. As live, nothing is kept where prefills give first tokens. Nor is it where
-    prefills share an instance's time: their streams are not those of what has been computed.
+    windows from the newest checkpoint. As live, nothing is kept where prefills give first tokens.
     """
 
     def __init__(self, scenario: Scenario, kv: KvMoves) -> None:
@@ -23,7 +22,7 @@ class KeptTransfers:
     def checkpoint_bytes(self, job: Job, link_bits_per_s: float) -> int:
         """Bytes of the state snapshots that a prefill sends which begins now; the job gets their size and spacing."""
         engine, size_bytes = job.engine, self._kv_of(job).facts.checkpoint_bytes
-        if not self._are_kept or engine.sharing is not None:
+        if not self._are_kept:
             return 0
         job.every_tokens = checkpoint_every_tokens(
             job.computed_tokens,
@@ -47,8 +46,7 @@ class KeptTransfers:
         """After how many tokens the decode instance could go on, were the prefill to end now; 0: nothing has come."""
         engine, target = job.engine, job.target
         is_under_way = JobStage.PREFILLING <= job.stage <= JobStage.SENDING
-        is_streamed = engine is not target and engine.sharing is None
-        if not (self._are_kept and is_under_way and is_streamed and target.view.healthy):
+        if not (self._are_kept and is_under_way and engine is not target and target.view.healthy):
             return 0
         all_tokens, skip_tokens = job.tokens - 1, job.decision.skip_tokens
         if job.link is None:

@@ -144,10 +144,10 @@ class Scenario:
                 )
 
     def _check_chunks(self, cluster: SimulatedCluster) -> None:
-        if cluster.chunk_tokens and (cluster.prefill_concurrency > 1 or self.pools):
+        if cluster.chunk_tokens and self.pools:
             raise ValueError(
-                "the next prompt fills up a prompt's last steps (chunk_tokens) only where prompts are computed one "
-                "after another (no prefill_concurrency) and load nothing from pools"
+                "the next prompt fills up a prompt's last steps (chunk_tokens) only where prompts load nothing "
+                "from pools"
             )
         least = 1 if self.kv_model.is_hybrid else 0
         if cluster.chunk_tokens and not least <= cluster.kv_block_tokens <= cluster.chunk_tokens:
@@ -192,11 +192,9 @@ def scenario_of(
     links: Mapping[str, CapacityProcess] | None = None,
     failures: Sequence[Failure] = (),
     overheads: Overheads | None = None,
-    prefill_concurrency: int = 1,
     chunk_tokens: int = 0,
     kv_block_tokens: int = 0,
     mixed_tokens: int | None = None,
-    decode_context_s: float | None = None,
     transfer_grace_s: float = math.inf,
     queue_limit_s: float = math.inf,
     first_token: FirstTokenSource | None = None,
@@ -220,14 +218,11 @@ def scenario_of(
         links: Capacity over time by "source->target"; that of other links is constant.
         failures: Instances and links that fail.
         overheads: Time beside the work itself.
-        prefill_concurrency: Prefills that share an instance's time evenly.
         chunk_tokens: Of a prefill step, whose rest the next prompt fills up; 0: it does not.
         kv_block_tokens: Of a block of the KVCache; needed with `chunk_tokens` where a model has linear states.
         mixed_tokens: Of a prompt that a decode instance computes in each step of its answers
             (`EngineConfig.mixed_chunk_tokens`); 0: answers go on undisturbed by prompts that are computed there. None
             takes what the file's engines are started with.
-        decode_context_s: Seconds that a decode step takes longer per token of context in its batch, beyond the context
-            that its profile was measured at, or the workload's mean where it does not say. None takes the profile's.
         transfer_grace_s: How late a transfer may be before it is given up.
         queue_limit_s: Requests that would wait longer are refused; infinite: none are.
         first_token: Who gives it; None takes the file's `gateway.first_token`.
@@ -260,7 +255,7 @@ def scenario_of(
         name=planned.name,
         clusters=tuple(
             replace(
-                cluster_of(cluster, prefill, problem, prefill_concurrency),
+                cluster_of(cluster, prefill, problem),
                 instance_price_per_hour=planned.prices.get(cluster.hardware, 0.0) * cluster.gpus_per_instance,
                 kills_per_hour=cluster.kills_per_hour,
                 kv_model=cluster.kv_model,
@@ -271,7 +266,7 @@ def scenario_of(
                 measured_context_tokens=measured_tokens,
             )
             for cluster in planned.clusters
-            for context_s, measured_tokens in [context_of(cluster, problem, decode_context_s)]
+            for context_s, measured_tokens in [context_of(cluster, problem)]
         ),
         links=tuple(
             SimulatedLink(

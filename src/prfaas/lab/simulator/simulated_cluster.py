@@ -1,6 +1,5 @@
 """The instances of one cluster as they are simulated, from what the planner knows of them."""
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -27,8 +26,6 @@ class SimulatedCluster:
     """Seconds of a decode step over the batch; None where nothing decodes."""
     decode_slots: int = 1
     """Requests that decode together on one instance; the others wait."""
-    prefill_concurrency: int = 1
-    """Prefills that share an instance's time evenly, as chunked prefill can; 1: first come, first served."""
     chunk_tokens: int = 0
     """Of a prefill step: what a prompt leaves of its last steps is filled up with the next one that waits at the same
     instance; 0: it is not."""
@@ -48,33 +45,21 @@ class SimulatedCluster:
     """What it holds of a request's KVCache, where that is less than the scenario's `kv_model`."""
 
 
-def cluster_of(
-    cluster: PlannedCluster, prefill: Mapping[str, int], problem: PlanProblem, concurrency: int
-) -> SimulatedCluster:
+def cluster_of(cluster: PlannedCluster, prefill: Mapping[str, int], problem: PlanProblem) -> SimulatedCluster:
     """The instances of a deployment's cluster.
 
     Args:
         cluster: As the file describes it.
         prefill: How many prefill at first, by PD cluster.
         problem: What the planner makes of the file: it has the decode batches.
-        concurrency: Prefills that share an instance's time.
 
     Raises:
-        ValueError: more prefill instances than there are, or a concurrency below 1.
+        ValueError: more prefill instances than there are.
     """
     curve = ServiceCurve.of_profile(cluster.profile)
-    if concurrency < 1:
-        raise ValueError(f"at least one prefill runs at a time on an instance, not {concurrency}")
     if cluster.kind == "prfaas":
         count = cluster.instance_count
-        return SimulatedCluster(
-            cluster.name,
-            "prfaas",
-            count,
-            count,
-            curve,
-            prefill_concurrency=concurrency,
-        )
+        return SimulatedCluster(cluster.name, "prfaas", count, count, curve)
     if not 0 <= prefill[cluster.name] < cluster.instance_count:
         raise ValueError(
             f'cluster "{cluster.name}" has {cluster.instance_count} instances: 0 to {cluster.instance_count - 1} of '
@@ -89,7 +74,6 @@ def cluster_of(
         curve,
         decode_step_s=_decode_step_of(cluster.profile),
         decode_slots=slots,
-        prefill_concurrency=concurrency,
     )
 
 
@@ -99,15 +83,11 @@ def _decode_step_of(profile: LatencyProfile) -> Callable[[int], float]:
     return lambda batch: profile.decode_step_s(min(max(batch, low), high))
 
 
-def context_of(cluster: PlannedCluster, problem: PlanProblem, context_s: float | None) -> tuple[float, float]:
+def context_of(cluster: PlannedCluster, problem: PlanProblem) -> tuple[float, float]:
     """By how many seconds a token of context makes its decode steps longer, and beyond how many tokens a request."""
     decode = cluster.profile.decode
     if cluster.kind != "pd" or decode is None:
         return 0.0, 0.0
-    if context_s is None:
-        context_s = decode.context_s
-    if not (math.isfinite(context_s) and context_s >= 0):
-        raise ValueError(f"a decode step takes 0 s or more longer per token of context, not {context_s:g} s")
     workload = problem.workload
     mean_tokens = workload.lengths.mean() + workload.output_tokens / 2
-    return context_s, decode.context_tokens or mean_tokens
+    return decode.context_s, decode.context_tokens or mean_tokens

@@ -57,9 +57,7 @@ class World:
         self.prefill_pools: dict[str, PrefillPool[Job]] = {
             name: PrefillPool(waits=cluster.waits) for name, cluster in self.view.clusters.items()
         }
-        self.engines = engines_of(
-            scenario, self.view, self.prefill_pools, self.events, self.answers, self._prefilled
-        )
+        self.engines = engines_of(scenario, self.view, self.prefill_pools, self.events, self.answers)
         self.links = links_of(scenario, self.view, self.kv, self.events, rng)
         caches = scenario.caches
         self.caches = None if caches is None else caches.of_instances(list(self.engines), block_tokens)
@@ -119,19 +117,18 @@ class World:
     def start_next(self, engine: Engine) -> None:
         """Begin the next of an instance's queue, or of its cluster's pool, if there is room."""
         queue, view = engine.queue, engine.view
-        while queue and engine.at_work < engine.prefill_slots:
+        if queue and not engine.at_work:
             job = queue.popleft()
             engine.take(job.service_s)
             self._start(engine, job)
         if queue or not len(engine.pool) or not view.takes_prefills:
             return
         now_s = self.events.now_s
-        while engine.at_work < engine.prefill_slots and len(engine.pool) and engine.has_time(now_s):
+        if not engine.at_work and engine.has_time(now_s):
             taken = engine.pool.take(engine.name, now_s=now_s)
-            if taken is None:
-                return
-            self._assign(engine, taken)
-            self._start(engine, taken)
+            if taken is not None:
+                self._assign(engine, taken)
+                self._start(engine, taken)
 
     def set_free(self, engine: Engine) -> None:
         """Let any other instance of its cluster take what waits for this one alone: it leaves, or has failed."""
@@ -179,7 +176,7 @@ class World:
             job.stage = _MOVING
             engine.accept(job.service_s, now_s)
             self._moves.begin(job)
-        elif engine.at_work < engine.prefill_slots and not engine.queue:
+        elif not engine.at_work and not engine.queue:
             self._start(engine, job)
         else:
             self._wait(job)
@@ -222,7 +219,7 @@ class World:
             self.pools.receive(job, moved)
         elif self.caches is not None:
             self.caches.insert(engine.name, job.blocks, job.tokens - job.decision.prefill_tokens)
-        if engine.at_work < engine.prefill_slots and not engine.queue:
+        if not engine.at_work and not engine.queue:
             engine.take(job.service_s)
             self._start(engine, job)
         else:
@@ -285,8 +282,6 @@ class World:
             self.usual[engine.cluster.name].add(job.computed_tokens, service_s, events.now_s)
         end_s = events.now_s + service_s
         job.stage = _PREFILLING
-        if engine.sharing is not None and engine.at_work and engine.free_at_s > events.now_s:
-            end_s = engine.free_at_s + service_s
         engine.at_work += 1
         engine.free_at_s = end_s
         engine.prefilled_s += service_s
@@ -302,17 +297,21 @@ class World:
             if engine.cluster.kills_per_s:
                 streamed_bytes += self._kept.checkpoint_bytes(job, link.view.capacity_bits_per_s)
             job.transfer = link.fluid.stream(
-                route, streamed_bytes, last_bytes, service_s, self._when_arrived, job, not engine.ends_streams
+                route,
+                streamed_bytes,
+                last_bytes,
+                service_s,
+                self._when_arrived,
+                job,
+                bool(engine.chunk_tokens),
             )
-        if engine.sharing is not None:
-            engine.sharing.join(service_s, job)
-        elif not engine.chunk_tokens:
+        if not engine.chunk_tokens:
             events.number = number = events.number + 1
             heappush(events.heap, (end_s, number, self._when_prefilled, job))
 
     def _prefilled(self, job: Job) -> None:
         engine = job.engine
-        if job.transfer is not None and job.link is not None and engine.ends_streams:
+        if job.transfer is not None and job.link is not None and not engine.chunk_tokens:
             job.link.fluid.end_production(job.transfer)
         if job.is_lost:
             return
@@ -346,7 +345,7 @@ class World:
             stays = job.link is None
             # It may all be there with that: then it has arrived by now.
             job.send_held()
-            if stays or job.is_sent:
+            if stays:
                 self._arrived(job)
             elif job.link is not None and (grace_s := self.scenario.transfer_grace_s) < math.inf:
                 late_s = late_after_s(job.promised_bytes, job.link.configured_bits_per_s, grace_s)
@@ -359,10 +358,6 @@ class World:
     def _arrived(self, job: Job) -> None:
         """All KV is at the decode instance."""
         if job.is_void:
-            return
-        if job.stage is _PREFILLING and job.engine.sharing is not None:
-            # It was streamed as if it had its instance for itself; nothing is there before it is made.
-            job.transfer, job.is_sent = None, True
             return
         is_over = self._first_from_prefill and self.answers.end_with_prefill(job)
         link, target = job.link, job.target

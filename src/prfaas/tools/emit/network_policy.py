@@ -10,7 +10,7 @@ from prfaas.tools.emit.openings import CLIENTS, OPERATORS, Opening, openings_of
 from prfaas.tools.emit.pod import MEMBER_LABEL
 from prfaas.tools.emit.pod_plan import PodPlan, bad_field, is_address
 from prfaas.tools.emit.site import gateway_site
-from prfaas.tools.emit.volume import Fields
+from prfaas.tools.emit.template import Fields
 
 
 @dataclass(frozen=True, slots=True)

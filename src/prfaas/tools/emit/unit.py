@@ -1,7 +1,7 @@
 """systemd units: one for each engine, pool and gateway of a machine, and a target that starts them together."""
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from prfaas.core.deployment import CERTIFICATE_NAMES, GATEWAY, Instance, PoolNode
 from prfaas.tools.emit.blueprint import (
@@ -15,33 +15,9 @@ from prfaas.tools.emit.blueprint import (
     Place,
 )
 from prfaas.tools.emit.ports import ports_table
+from prfaas.tools.emit.template import rendered
 
 TARGET = "prfaas.target"
-
-# What no part of prfaas needs. Engines keep their devices, which are GPUs, and may compile kernels.
-_HARDENING = """\
-NoNewPrivileges=yes
-CapabilityBoundingSet=
-ProtectSystem=strict
-PrivateTmp=yes
-ProtectControlGroups=yes
-ProtectKernelLogs=yes
-ProtectKernelModules=yes
-ProtectKernelTunables=yes
-ProtectClock=yes
-ProtectHostname=yes
-RestrictAddressFamilies=AF_INET AF_INET6 AF_UNIX AF_NETLINK
-RestrictNamespaces=yes
-RestrictRealtime=yes
-RestrictSUIDSGID=yes
-LockPersonality=yes
-SystemCallArchitectures=native
-UMask=0077
-"""
-_WITHOUT_DEVICES = """\
-PrivateDevices=yes
-SystemCallFilter=@system-service
-"""
 
 
 def systemd_files(blueprint: Blueprint, program: str) -> tuple[EmittedFile, ...]:
@@ -77,16 +53,29 @@ def _units(blueprint: Blueprint, place: Place, program: str) -> Iterator[tuple[s
     machine = place.machine
     pool = None if machine is None else machine.pool
     if pool is not None:
-        yield _name("pool", pool.name), _pool(blueprint, pool, program)
+        yield _name("pool", pool.name), _pool(blueprint, pool, f"{program} pool {CONFIG_FILE} {pool.name}")
     devices = 0
     for instance in place.instances:
         gpus = blueprint.gpus_of(instance)
         # An engine that is alone on its machine finds its GPUs itself.
         own = range(devices, devices + gpus) if len(place.instances) > 1 else range(0)
-        yield _name("engine", instance.name), _engine(blueprint, instance, pool, own, program)
+        yield (
+            _name("engine", instance.name),
+            _engine(blueprint, instance, pool, own, f"{program} engine {CONFIG_FILE} {instance.name}"),
+        )
         devices += gpus
     if place.has_gateway:
-        yield "prfaas-gateway.service", _gateway(blueprint, program)
+        yield (
+            "prfaas-gateway.service",
+            _service(
+                blueprint,
+                "gateway",
+                "",
+                f"{program} serve {CONFIG_FILE}",
+                members=tuple(CERTIFICATE_NAMES),
+                stop_s=GATEWAY_STOP_S,
+            ),
+        )
 
 
 def _name(kind: str, name: str) -> str:
@@ -94,92 +83,55 @@ def _name(kind: str, name: str) -> str:
 
 
 def _engine(
-    blueprint: Blueprint, instance: Instance, pool: PoolNode | None, devices: range, program: str
+    blueprint: Blueprint, instance: Instance, pool: PoolNode | None, devices: range, command: str
 ) -> str:
-    after = () if pool is None else (_name("pool", pool.name),)
-    visible = ",".join(map(str, devices))
     return _service(
         blueprint,
-        f"engine {instance.name}",
-        f"{program} engine {CONFIG_FILE} {instance.name}",
+        "engine",
+        instance.name,
+        command,
         members=(instance.name,),
-        after=after,
-        settings=(
-            *((f"Environment=CUDA_VISIBLE_DEVICES={visible}",) if visible else ()),
-            "LimitMEMLOCK=infinity",
-            f"TimeoutStopSec={ENGINE_STOP_S}",
-        ),
-        hardening=_HARDENING,
+        pool_unit=None if pool is None else _name("pool", pool.name),
+        devices=",".join(map(str, devices)),
     )
 
 
-def _pool(blueprint: Blueprint, pool: PoolNode, program: str) -> str:
+def _pool(blueprint: Blueprint, pool: PoolNode, command: str) -> str:
     # Below it the daemon makes a folder for the deployment and the pool.
     disk = pool.path.parents[1]
     own = disk.is_relative_to(STATE_DIR)
-    return _service(
-        blueprint,
-        f"pool {pool.name}",
-        f"{program} pool {CONFIG_FILE} {pool.name}",
-        members=(pool.name,),
-        settings=(
-            *(() if own else (f"ReadWritePaths={disk}",)),
-            "LimitMEMLOCK=infinity",
-            f"TimeoutStopSec={ENGINE_STOP_S}",
-        ),
-        hardening=_HARDENING + _WITHOUT_DEVICES,
-    )
-
-
-def _gateway(blueprint: Blueprint, program: str) -> str:
-    return _service(
-        blueprint,
-        "gateway",
-        f"{program} serve {CONFIG_FILE}",
-        members=tuple(CERTIFICATE_NAMES),
-        settings=("ExecReload=/bin/kill -HUP $MAINPID", f"TimeoutStopSec={GATEWAY_STOP_S}"),
-        hardening=_HARDENING + _WITHOUT_DEVICES,
-    )
+    return _service(blueprint, "pool", pool.name, command, members=(pool.name,), disk=None if own else disk)
 
 
 def _service(
     blueprint: Blueprint,
-    what: str,
+    kind: str,
+    name: str,
     command: str,
     *,
     members: Sequence[str],
-    after: Sequence[str] = (),
-    settings: Sequence[str] = (),
-    hardening: str = "",
+    stop_s: int = ENGINE_STOP_S,
+    pool_unit: str | None = None,
+    devices: str = "",
+    disk: Path | None = None,
 ) -> str:
-    needed = "".join(f"AssertPathExists={path}\n" for path in (CONFIG_FILE, *_secrets(blueprint, members)))
-    return (
-        "[Unit]\n"
-        f"Description=prfaas {what} of {blueprint.deployment.name}\n"
-        "Wants=network-online.target\n"
-        f"After={' '.join(('network-online.target', *after))}\n"
-        f"PartOf={TARGET}\n"
-        f"{needed}"
-        "StartLimitIntervalSec=600\n"
-        "StartLimitBurst=10\n"
-        "\n[Service]\n"
-        "Type=exec\n"
-        "User=prfaas\n"
-        "Group=prfaas\n"
-        f"Environment=PRFAAS_HOME={STATE_DIR} HOME={STATE_DIR}\n"
-        f"StateDirectory={PurePosixPath(STATE_DIR).name}\n"
-        "StateDirectoryMode=0700\n"
-        f"ConfigurationDirectory={PurePosixPath(CONFIG_DIR).name}\n"
-        f"ExecStart={command}\n"
-        "Restart=always\n"
-        "RestartSec=5\n"
-        # The first process ends the others; what is left after the time for it is killed.
-        "KillMode=mixed\n"
-        "LimitNOFILE=1048576\n"
-        + "".join(f"{line}\n" for line in settings)
-        + f"ProtectHome={_home_access(blueprint)}\n"
-        + hardening
-        + f"\n[Install]\nWantedBy={TARGET}\n"
+    homes = (Path("/home"), Path("/root"))
+    return rendered(
+        "unit.service.jinja",
+        kind=kind,
+        what=f"{kind} {name}".rstrip(),
+        deployment=blueprint.deployment.name,
+        command=command,
+        target=TARGET,
+        state_dir=STATE_DIR,
+        config_dir=CONFIG_DIR,
+        needed=(CONFIG_FILE, *_secrets(blueprint, members)),
+        # Hidden, unless the model lies in a person's folder.
+        reads_home=any(folder.is_relative_to(home) for folder in blueprint.model_folders for home in homes),
+        stop_s=stop_s,
+        pool_unit=pool_unit,
+        devices=devices,
+        disk=disk,
     )
 
 
@@ -197,10 +149,3 @@ def _secrets(blueprint: Blueprint, members: Sequence[str]) -> tuple[Path, ...]:
         *((token,) if token is not None else ()),
         *((path for _, path in blueprint.etcd_files) if GATEWAY in members else ()),
     )
-
-
-def _home_access(blueprint: Blueprint) -> str:
-    """Hidden, unless the model lies in a person's folder."""
-    homes = (Path("/home"), Path("/root"))
-    in_home = any(folder.is_relative_to(home) for folder in blueprint.model_folders for home in homes)
-    return "read-only" if in_home else "yes"

@@ -3,20 +3,19 @@
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from prfaas.core.deployment import GATEWAY, PoolNode
-from prfaas.tools.emit.blueprint import CONFIG_DIR, STATE_DIR, Blueprint
+from prfaas.tools.emit.blueprint import STATE_DIR, Blueprint
 from prfaas.tools.emit.pod_plan import PodPlan, bad_field, is_address, kubernetes_name
-
-Fields = dict[str, Any]
+from prfaas.tools.emit.template import Fields
 
 KEY_SECRET = "prfaas-key"
 CA_SECRET = "prfaas-ca"
 TOKEN_SECRET = "prfaas-admin-token"
 CONFIG_MAP = "prfaas-deployment"
 
-_SECRETS_AT = "/run/prfaas-secrets"
+SECRETS_DIR = "/run/prfaas-secrets"
+"""Where the script finds them."""
 
 
 def secret_of(blueprint: Blueprint, member: str) -> str:
@@ -40,7 +39,7 @@ def placing_script(blueprint: Blueprint, plan: PodPlan) -> str:
     folders = dict.fromkeys(shlex.quote(str(target.parent)) for _, target in placed)
     lines = ["set -eu", "umask 077", f"mkdir -p {' '.join(folders)}"]
     lines += [
-        f"install -m 0600 {_SECRETS_AT}/{source} {shlex.quote(str(target))}" for source, target in placed
+        f"install -m 0600 {SECRETS_DIR}/{source} {shlex.quote(str(target))}" for source, target in placed
     ]
     return "\n".join(lines) + "\n"
 
@@ -99,29 +98,19 @@ def volumes_of(blueprint: Blueprint, plan: PodPlan) -> list[Fields]:
     return volumes
 
 
-def secrets_mount() -> Fields:
-    """Where the script finds them."""
-    return mount("secrets", _SECRETS_AT, read_only=True)
-
-
-def standing_mounts() -> list[Fields]:
-    """Mounts of every container: the deployment file, the state directory, and a folder for passing files."""
-    return [mount("config", CONFIG_DIR, read_only=True), mount("state", STATE_DIR), mount("tmp", "/tmp")]
-
-
 def engine_mounts(blueprint: Blueprint, plan: PodPlan) -> list[Fields]:
     """Models, shared memory between its processes and with the pool, and the pool's socket."""
-    sockets = [mount("pools", _sockets(blueprint))] if plan.uses_pool is not None else []
-    return [*model_mounts(blueprint), mount("shared-memory", "/dev/shm"), *sockets]
+    sockets = [_mount("pools", _sockets(blueprint))] if plan.uses_pool is not None else []
+    return [*model_mounts(blueprint), _mount("shared-memory", "/dev/shm"), *sockets]
 
 
 def pool_mounts(blueprint: Blueprint, pool: PoolNode) -> list[Fields]:
     """Shared memory with engines, its socket where they are in other pods, and its disk."""
-    mounts = [mount("shared-memory", "/dev/shm")]
+    mounts = [_mount("shared-memory", "/dev/shm")]
     if is_address(pool.host):
-        mounts.append(mount("pools", _sockets(blueprint)))
+        mounts.append(_mount("pools", _sockets(blueprint)))
     disk = _disk(pool)
-    return mounts if disk is None else [*mounts, mount("pool-disk", disk)]
+    return mounts if disk is None else [*mounts, _mount("pool-disk", disk)]
 
 
 def _disk(pool: PoolNode) -> str | None:
@@ -161,7 +150,7 @@ def model_mounts(blueprint: Blueprint) -> list[Fields]:
         return []
     if claim is None:
         return [
-            mount(f"model-{number}", str(folder), read_only=True) for number, folder in enumerate(folders)
+            _mount(f"model-{number}", str(folder), read_only=True) for number, folder in enumerate(folders)
         ]
     top = folders[0].parent
     for folder in folders:
@@ -171,14 +160,14 @@ def model_mounts(blueprint: Blueprint) -> list[Fields]:
                 "model.adapters",
                 f"{folder} is not in {top}, where the volume of containers.models_claim is",
             )
-    return [mount("models", str(top), read_only=True)]
+    return [_mount("models", str(top), read_only=True)]
 
 
 def _sockets(blueprint: Blueprint) -> str:
     return str(blueprint.deployment.home / "pools")
 
 
-def mount(name: str, path: str, *, read_only: bool = False) -> Fields:
+def _mount(name: str, path: str, *, read_only: bool = False) -> Fields:
     """One entry of `volumeMounts`."""
     return {"name": name, "mountPath": path, **({"readOnly": True} if read_only else {})}
 

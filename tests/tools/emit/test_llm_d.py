@@ -9,7 +9,7 @@ import yaml
 
 from prfaas.core.deployment import PlannedDeployment, load_planned
 from prfaas.core.planner import Plan, make_plan, problem_of
-from prfaas.lab.report.plan_llm_d import llm_d_values
+from prfaas.tools.emit.llm_d import llm_d_values
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
