@@ -53,7 +53,6 @@ OF_ONE_USER = {
     # Rooms that are still to be taken apart: gateway, engines, tools, lab.
     "serving.gateway.certificate_watch",
     *(
-        "serving.engines.asking",
         "serving.engines.trained",
         "serving.engines.vllm.converted_pages",
         "serving.engines.vllm.dense_sums",
