@@ -21,7 +21,6 @@ LONG_FUNCTIONS = {
     # Rooms that are still to be taken apart: gateway, transport, pool, lab.
     *("serving.gateway.server:Gateway.__init__", "serving.gateway.prefill:PrefillOrchestrator.prepare"),
     "lab.simulator.scenario:scenario_of",
-    "serving.engines.vllm.connector_worker:ConnectorWorker.start",
 }
 MANY_COLLABORATORS = {
     *("lab.simulator.instance:Engine.__init__", "lab.simulator.link:FluidLink.__init__"),
