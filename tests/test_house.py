@@ -25,7 +25,7 @@ LONG_FUNCTIONS = {
 MANY_COLLABORATORS = {
     *("lab.simulator.instance:Engine.__init__", "lab.simulator.link:FluidLink.__init__"),
     *("lab.simulator.send_queue:FluidTransfer.__init__", "lab.simulator.token_clock:ContextClock.__init__"),
-    *("serving.fleet.member:FleetMember.__init__", "serving.gateway.generation:Generation.__init__"),
+    "serving.gateway.generation:Generation.__init__",
     *("serving.gateway.http_pool:HttpPool.__init__", "serving.gateway.server:Gateway.__init__"),
     "serving.transport.observer:Observer.__init__",
     "serving.transport.receiver:Receiver.__init__",
