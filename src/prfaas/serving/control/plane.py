@@ -83,7 +83,8 @@ class LivePlane:
         self.loop_clock = LoopClock()
         engines = EngineMonitor(running, members.http, state, listeners, clock=clock)
         self.prefixes, feed = _prefixes(members, state, kv_model, metrics)
-        hot_prefixes = _hot_prefixes(members, state, metrics)
+        copier = PoolCopier(running, members.key, members.pool_ports)
+        hot_prefixes = HotPrefixes(state, copier, clock=clock, metrics=metrics)
         self.router = Router(running, state, self.prefixes, hot_prefixes, metrics)
         self.admission = PrefillAdmission(
             state,
@@ -319,12 +320,6 @@ def _prefixes(
 
     feed = EventFeed(endpoints, apply=apply, drop=drop, endpoint_of=endpoint_of)
     return prefixes, feed
-
-
-def _hot_prefixes(members: Members, state: ClusterState, metrics: ControlMetrics) -> HotPrefixes:
-    copier = PoolCopier(members.running, members.key, members.pool_ports)
-    has_pools = bool(members.running.current.pools)
-    return HotPrefixes(state, clock=state.clock, metrics=metrics, copier=copier if has_pools else None)
 
 
 def _budget(members: Members, state: ClusterState, links: LinkMonitor) -> LinkBudget:

@@ -162,22 +162,6 @@ class PrefixMatch:
         return own if pool is None else max(own, pool.every_tier.attention_tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class MissedPrefix:
-    """A prefix of a routed prompt that the cluster which computes lacks, and another one holds."""
-
-    key: int
-    """The hash of its last block."""
-    num_tokens: int
-    """Its length."""
-    held_tokens: int
-    """How much of it the cluster that computes holds."""
-    cluster: str
-    """The cluster that computes."""
-    held_in: Sequence[str]
-    """The clusters that hold all of it."""
-
-
 class PrefixKnowledge(Part):
     """What is known from three sources, of which the longest prefix counts.
 
@@ -267,22 +251,6 @@ class PrefixKnowledge(Part):
     def reusable_at(self, chains: PromptChains, name: str) -> int:
         """Tokens of a prompt that a prefill at instance `name` need not compute."""
         return self.request(self.match(chains), chains.num_tokens, 0).reusable_at(name)
-
-    def missed_prefix(
-        self, prefill: str, chains: PromptChains, held: Mapping[str, PrefixHit]
-    ) -> MissedPrefix | None:
-        """What the cluster of instance `prefill` lacks of what is `held` elsewhere; None if it lacks nothing."""
-        target = self._cluster_state.instance(prefill).cluster
-        longest: dict[str, int] = {}
-        for name, hit in held.items():
-            cluster = self._cluster_state.instance(name).cluster
-            longest[cluster] = max(longest.get(cluster, 0), hit.reusable_tokens)
-        here = longest.get(target, 0)
-        most = max(longest.values(), default=0)
-        key = chains.key_of(most) if most > here else None
-        if key is None:
-            return None
-        return MissedPrefix(key, most, here, target, [name for name in longest if longest[name] == most])
 
     def expect(self, name: str, chains: PromptChains) -> None:
         """Note that this prompt is sent to the instance, which will hold it in a moment."""
