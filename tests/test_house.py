@@ -49,16 +49,14 @@ OF_ONE_USER = {
     "cli.site_share",
     # Two of what a fleet does, each with other parts of a plane; with both, its control would be as long as a file may.
     *("serving.fleet.decisions", "serving.fleet.shares"),
-    # Rooms that are still to be taken apart: gateway, engines, tools, lab.
-    "serving.gateway.certificate_watch",
-    *(
-        "serving.engines.trained",
-        "serving.engines.vllm.converted_pages",
-        "serving.engines.vllm.dense_sums",
-    ),
-    *("serving.engines.vllm.host_runs", "serving.engines.vllm.pool_worker", "serving.engines.vllm.postponed"),
-    *("serving.engines.vllm.standby", "serving.engines.vllm.state_layout"),
+    # Imports torch and what makes a checkpoint: only where one is made.
+    "serving.engines.trained",
+    # Sums of pages as they lie, and the state's half of a layout: each as long as a page of the file that has it.
+    *("serving.engines.vllm.dense_sums", "serving.engines.vllm.state_layout"),
+    # Needs OpenTelemetry alone; its user needs the gateway's packages too.
     "serving.tracing.queue",
+    # Rooms that are still to be taken apart: gateway, tools, lab.
+    "serving.gateway.certificate_watch",
     *("tools.demo.pools", "tools.demo.warm_up"),
     "tools.emit.containers",
     "lab.simulator.cache_moves",

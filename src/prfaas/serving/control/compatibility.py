@@ -1,4 +1,4 @@
-"""Which instances take no KV from which, by the word of the senders that were rejected."""
+"""Incompatible pairs of instances: which take no KV from which, as the rejected senders report."""
 
 import asyncio
 import logging
@@ -106,7 +106,7 @@ class Compatibility(Part):
         return {"incompatible": pairs}
 
     def write_gauges(self, metrics: ControlMetrics, _now_s: float) -> None:
-        """How many pairs there are."""
+        """Write the number of incompatible pairs."""
         metrics.incompatible.set(len(self._reasons))
 
     def _find_producers(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""Which instances can be used: suspicion from failed requests, from probes, and from silence."""
+"""Health of instances: suspicion from failed requests, from probes, and from silence."""
 
 import asyncio
 import logging

@@ -169,7 +169,7 @@ class HotPrefixes(Part):
         await self._copier.close()
 
     def state(self, now_s: float) -> Json:
-        """How many copies were decided and made, what they spared, and the last of them."""
+        """Numbers of copies decided and made, the tokens that they spared, and the last of them."""
         told = {
             "decided": self.decided,
             "remembered": len(self._rebalancer),

@@ -1,4 +1,4 @@
-"""What the daemons of pools say of themselves, asked at their KV ports; and how fast their tiers are."""
+"""Telemetry of pools: their daemons' STATS, and the bandwidth of their tiers."""
 
 import asyncio
 import logging
@@ -109,7 +109,7 @@ class PoolMonitor(Part):
         return {"pools": {node.name: self._state(node, now_s) for node in self._running.current.pools}}
 
     def write_gauges(self, metrics: ControlMetrics, now_s: float) -> None:
-        """Those of pools."""
+        """Write the gauges of pools."""
         for name, pool in self.state(now_s)["pools"].items():
             metrics.pool_up.labels(name).set(pool["up"])
             metrics.pool_load_bits_per_s.labels(name).set(pool["memory_bits_per_s"])

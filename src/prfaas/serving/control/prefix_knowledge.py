@@ -1,4 +1,4 @@
-"""Which instance and which pool holds what of a prompt: by events, by what was just sent, by what was ever sent."""
+"""Prefixes that instances and pools hold of a prompt: by events, by recent requests, by all requests sent."""
 
 import hashlib
 import logging
@@ -123,7 +123,7 @@ _MOST_OWN_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """What instances and pools hold of one prompt, by name; an absent one holds nothing."""
+    """Held prefixes of one prompt by instance and pool; an absent one holds nothing."""
 
     held: Mapping[str, PrefixHit]
     """What engines' own blocks hold, to choose instances by."""
@@ -163,7 +163,7 @@ class PrefixMatch:
 
 
 class PrefixKnowledge(Part):
-    """What is known from three sources, of which the longest prefix counts.
+    """Finds the held prefixes of a prompt from three sources, of which the longest counts.
 
     - The index, from the engines' events. It is exact. Bytes are left out because of it (`skip_tokens`), where a wrong
       claim would cost a whole local prefill.
@@ -211,7 +211,7 @@ class PrefixKnowledge(Part):
         self._pool_of = self._pools_of_instances()
 
     def chains(self, token_ids: Sequence[int], salt: str, adapter: str) -> PromptChains:
-        """What a prompt is looked up by. May be called in a thread."""
+        """The hash chains by which a prompt is looked up. May be called in a thread."""
         chains = replace(
             self.index.chains(token_ids, salt, adapter), prompt=PromptTokens(token_ids, salt, adapter)
         )
@@ -222,7 +222,7 @@ class PrefixKnowledge(Part):
         return replace(chains, by_block_tokens={**chains.by_block_tokens, hasher.block_tokens: hashes})
 
     def match(self, chains: PromptChains) -> PrefixMatch:
-        """What every instance and every pool holds of a prompt."""
+        """Find the prefix of a prompt that every instance and every pool holds."""
         proven = self.index.match(chains)
         pools = self._take_pools(proven)
         if self._record is not None:
@@ -242,7 +242,7 @@ class PrefixKnowledge(Part):
     def request(
         self, match: PrefixMatch, num_tokens: int, ordinal: int, first_from_prefill: bool = False
     ) -> RoutingRequest:
-        """What policies see of a prompt of `num_tokens` tokens; `ordinal` counts requests."""
+        """The request that policies see for a prompt of `num_tokens` tokens; `ordinal` counts requests."""
         view = self._cluster_state.view
         return with_pools(
             num_tokens, match.held, match.pools, view, ordinal, first_from_prefill=first_from_prefill
@@ -283,7 +283,7 @@ class PrefixKnowledge(Part):
         self._own_last_tokens[name] = told if type(told) is int and 0 < told <= _MOST_OWN_TOKENS else 1
 
     def own_last_tokens(self, name: str) -> int:
-        """How many last tokens of a prompt an engine computes itself, whatever is moved to it."""
+        """The last tokens of a prompt that an engine computes itself, whatever is moved to it."""
         return self._own_last_tokens.get(name, 1)
 
     def learn(self, instance: Instance, reading: EngineReading) -> None:
@@ -306,7 +306,7 @@ class PrefixKnowledge(Part):
         self._hasher = BlockHasher(block_tokens=block_tokens, seed=self._seed)
 
     def state(self, _now_s: float) -> Json:
-        """How large the index is."""
+        """The size of the index."""
         return {"index": asdict(self.index.stats()) | {"expected_blocks": self.pending_blocks}}
 
     def state_of(self, name: str, _now_s: float) -> Json:
@@ -315,7 +315,7 @@ class PrefixKnowledge(Part):
         return blocks | {"memory_blocks": self.memory_blocks(name)} if self.is_pool(name) else blocks
 
     def write_gauges(self, metrics: ControlMetrics, _now_s: float) -> None:
-        """Those of blocks."""
+        """Write the gauges of blocks."""
         metrics.index_blocks.set(self.index.stats().blocks)
         for name in self._cluster_state.names:
             metrics.instance_blocks.labels(name).set(self.blocks(name))
@@ -329,7 +329,7 @@ class PrefixKnowledge(Part):
         return len(self._pending)
 
     def is_pool(self, name: str) -> bool:
-        """Whether the holder of that name is a pool."""
+        """True if the holder of that name is a pool."""
         return name in self._memory_of
 
     def memory_blocks(self, pool: str) -> int:

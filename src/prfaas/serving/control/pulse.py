@@ -89,12 +89,12 @@ class Pulse:
             self._ways[name][1 + rank].heard_s = self._clock()
 
     def silence(self, name: str, limit_s: float) -> str | None:
-        """Which way has not answered for longer than `limit_s`, by its name; None: none."""
+        """The name of a way that has not answered for longer than `limit_s`; None: all have."""
         before_s = self._clock() - limit_s
         return next((way.label for way in self._ways[name] if way.heard_s < before_s), None)
 
     def heard_since(self, name: str, moment_s: float) -> bool:
-        """Whether every way has answered after a moment of the clock."""
+        """True if every way has answered after a moment of the clock."""
         return all(way.heard_s > moment_s for way in self._ways[name])
 
     def due(self, names: Iterable[str], urgent: Callable[[str], bool]) -> list[Coroutine[Any, Any, None]]:

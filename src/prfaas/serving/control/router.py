@@ -1,4 +1,4 @@
-"""Where requests go: what is known of a prompt and the view, put to the routing policy."""
+"""Routing of requests: the routing policy decides by the prompt's held prefixes and the view."""
 
 import logging
 from collections import Counter

@@ -23,7 +23,7 @@ _POLL_S = 0.3
 
 @dataclass(frozen=True, slots=True)
 class StartProgress:
-    """How far the start of one process has come."""
+    """Progress of the start of one process."""
 
     name: str
     state: Literal["starting", "ready"]
@@ -161,7 +161,7 @@ class ChildProcesses(ABC):
         return self._group(name).exit_status
 
     def ended_how(self, name: str) -> str:
-        """How one that has ended did so, and where to read more."""
+        """The way in which one has ended, and where to read more."""
         if name not in self._groups:
             return f"it could not be started; see {self.log_path(name)}"
         status = self.exit_status(name)
@@ -169,7 +169,7 @@ class ChildProcesses(ABC):
         return f"{how}; see {self.log_path(name)}"
 
     def log_path(self, name: str) -> Path:
-        """Where the output of one goes."""
+        """The file of the output of one."""
         group = self._groups.get(name)
         return group.log.path if group is not None else self._log(name).path
 

@@ -121,7 +121,7 @@ class RunningEngines(ChildProcesses):
             raise
 
     def check(self, deployment: Deployment, added: Collection[Instance]) -> None:
-        """Whether these instances of another deployment file could be started here.
+        """Check that these instances of another deployment file could be started here.
 
         Raises:
             EngineError: a port is taken.

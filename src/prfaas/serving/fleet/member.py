@@ -96,7 +96,7 @@ class FleetMember:
 
     @property
     def leads(self) -> bool:
-        """Whether this gateway leads, as last seen."""
+        """True if this gateway leads, as last seen."""
         return self.has_joined and self.leader == self.name
 
     @property

@@ -29,7 +29,7 @@ from prfaas.core.pool.depth import needed_blocks
 from prfaas.core.pool.geometry import PoolGeometry
 from prfaas.serving.engines.model_identity import ModelIdentity
 from prfaas.serving.engines.vllm.connector import _check_parallelism
-from prfaas.serving.engines.vllm.connector_worker import ConnectorWorker
+from prfaas.serving.engines.vllm.connector_worker import ConnectorWorker, PoolWorker
 from prfaas.serving.engines.vllm.fingerprint import fingerprint, pool_fingerprint
 from prfaas.serving.engines.vllm.layout import (
     EngineGroup,
@@ -47,7 +47,6 @@ from prfaas.serving.engines.vllm.metadata import (
     TransferMetadata,
 )
 from prfaas.serving.engines.vllm.pages import HostPages
-from prfaas.serving.engines.vllm.pool_worker import PoolWorker
 from prfaas.serving.engines.vllm.rank_kv import drops_last_block, own_last_tokens
 from prfaas.serving.engines.vllm.rank_pages import pool_geometry
 from prfaas.serving.engines.vllm.settings import SettingsError

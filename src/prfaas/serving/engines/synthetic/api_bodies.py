@@ -261,7 +261,7 @@ class AnswerWriter:
         return _event(event)
 
     def end(self, generations: Sequence[GeneratedAnswer]) -> bytes:
-        """What comes after the last token: the usage if `stream_options.include_usage` asks for it, and the mark."""
+        """The end of a stream: the usage if `stream_options.include_usage` asks for it, and the mark."""
         if not self._request.include_usage:
             return DONE
         event = self._envelope("chat.completion.chunk" if self._request.chat else "text_completion", [])

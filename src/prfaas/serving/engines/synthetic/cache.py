@@ -92,7 +92,7 @@ class PagePool:
         return True
 
     def take_evicted(self) -> list[Page]:
-        """What was evicted since the last call, in order."""
+        """Pages evicted since the last call, in order."""
         evicted, self._evicted = self._evicted, []
         return evicted
 
@@ -209,7 +209,7 @@ class Context:
                 self.deviations[group.index, block] = deviations
 
     def deviations_of(self, group: SyntheticGroup, block: int) -> Deviations:
-        """What a page of the context differs by."""
+        """Deviations of a page of the context."""
         return self.deviations.get((group.index, block), ())
 
 
@@ -241,7 +241,7 @@ class PrefixCache:
         self._publish = publish
 
     def hit(self, context: Context, limit_tokens: int) -> PrefixDepth:
-        """What is held of the context's first `limit_tokens` tokens."""
+        """Find how much of the context's first `limit_tokens` tokens is held."""
         layout = self.layout
         return usable_end(
             layout.groups, self._keys(context), layout.block_tokens, self.pool.copies, 0, limit_tokens

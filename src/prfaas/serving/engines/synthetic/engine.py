@@ -42,7 +42,7 @@ class Work:
 
 @dataclass(slots=True)
 class TransferRoles:
-    """What the tickets of a request ask of this engine."""
+    """Transfers that the tickets of a request ask of this engine."""
 
     send: tuple[Ticket, str] | None = None
     """The transfer to send, with its sealed ticket."""

@@ -12,15 +12,18 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from prfaas.core.pool.geometry import PoolGeometry, PoolGeometryError
 from prfaas.serving.engines.vllm.consumer import KvConsumer
 from prfaas.serving.engines.vllm.fingerprint import pool_fingerprint
+from prfaas.serving.engines.vllm.layout import KvLayout
 from prfaas.serving.engines.vllm.metadata import StepReports, TransferMetadata
-from prfaas.serving.engines.vllm.pool_worker import PoolWorker
+from prfaas.serving.engines.vllm.pool_reader import PoolReader
+from prfaas.serving.engines.vllm.pool_writer import PoolWriter
 from prfaas.serving.engines.vllm.producer import KvProducer
 from prfaas.serving.engines.vllm.rank_kv import KvCaches, RankKv
-from prfaas.serving.engines.vllm.rank_pages import pool_geometry
+from prfaas.serving.engines.vllm.rank_pages import RankPages, pool_geometry
 from prfaas.serving.engines.vllm.settings import ConnectorSettings
 from prfaas.serving.engines.vllm.sibling_ranks import page_locked
 from prfaas.serving.engines.vllm.stats import ConnectorStats
 from prfaas.serving.engines.vllm.wire_layout import wire_layouts
+from prfaas.serving.pool.client import PoolClient
 from prfaas.serving.transport.endpoint import KvEndpoint
 from prfaas.serving.transport.options import ReceiverOptions, SenderOptions
 from prfaas.serving.transport.peer_list import ranked
@@ -41,7 +44,7 @@ class _Joined:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether anything is still to end."""
+        """True if anything is still to end."""
         return bool(self._open)
 
     def expect(self, request_ids: Iterable[str]) -> None:
@@ -51,7 +54,7 @@ class _Joined:
             self._open[request_id] += 1
 
     def end(self, request_ids: Iterable[str], failed: Collection[str] = ()) -> tuple[set[str], set[str]]:
-        """One thing has ended for each of these; returns those of which all has, and those where something failed."""
+        """End one thing of each; returns the requests that are now complete, and those of them that failed."""
         ended: set[str] = set()
         for request_id in request_ids:
             if request_id in failed:
@@ -63,6 +66,56 @@ class _Joined:
         gone = ended & self._failed
         self._failed -= gone
         return ended, gone
+
+
+class PoolWorker:
+    """A rank's session with the daemon, what it reads from the pool, and what it writes into it."""
+
+    def __init__(
+        self,
+        layout: KvLayout,
+        geometry: PoolGeometry,
+        rank: int,
+        client: PoolClient,
+        load_wait_s: float,
+        stats: ConnectorStats,
+    ) -> None:
+        """
+        Args:
+            layout: of this rank's KV.
+            geometry: of the pool.
+            rank: the tensor-parallel rank.
+            client: a session of the kind "worker", which ends with this.
+            load_wait_s: a load waits that long at most for pages that come from the SSD.
+            stats: where both count.
+        """
+        pages = RankPages(layout, geometry, rank)
+        self._client = client
+        self.reader = PoolReader(pages, client, load_wait_s, stats)
+        self.writer = PoolWriter(pages, client, stats)
+
+    @classmethod
+    def connect(
+        cls,
+        settings: ConnectorSettings,
+        layout: KvLayout,
+        geometry: PoolGeometry,
+        rank: int,
+        stats: ConnectorStats,
+    ) -> "PoolWorker":
+        """Open the session; a daemon that is not there yet is looked for in the background."""
+        assert settings.pool_socket is not None, "an engine without a pool has none to connect to"
+        timeout_s = settings.pool.timeout_s
+        client = PoolClient(settings.pool_socket, "worker", geometry, rank, timeout_s, settings.name)
+        client.connect()
+        logger.info("pages of the pool, bytes on a rank by KV group: %s", geometry.groups)
+        return cls(layout, geometry, rank, client, settings.transfer.load_wait_s, stats)
+
+    def close(self) -> None:
+        """End every thread and the session."""
+        self.reader.close()
+        self.writer.close()
+        self._client.close()
 
 
 class ConnectorWorker:
@@ -215,7 +268,7 @@ class ConnectorWorker:
             self._load_ended.clear()
 
     def take_reports(self) -> StepReports | None:
-        """What there is to tell of the loads that have ended since the last call, and of what is sent now."""
+        """Reports on the loads that have ended since the last call, and on present sends."""
         times = self.pool.reader.take_times() if self.pool is not None else None
         usable, ready = self.consumer.take_usable(), self.producer.ready_for_checkpoints()
         if not usable and not ready:

@@ -23,7 +23,7 @@ KvCaches = Mapping[str, torch.Tensor | Sequence[torch.Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class RankKv:
-    """What the connector of one rank reads off vLLM when it starts."""
+    """KV of one rank, as its connector reads it off vLLM when it starts."""
 
     ranks: int
     """Tensor-parallel ranks of the engine."""
@@ -103,7 +103,7 @@ def _built(vllm_config: VllmConfig) -> Sequence[str]:
 
 
 def drops_last_block(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, layout: KvLayout) -> bool:
-    """Whether vLLM computes the last full-attention block of a prefix hit anew, for EAGLE and MTP.
+    """True if vLLM computes the last full-attention block of a prefix hit anew, for EAGLE and MTP.
 
     Their drafters start from hidden states, which no block has. vLLM drops it in the groups of the drafter's layers,
     and in all groups if none is marked (read in 0.32: `v1/core/kv_cache_coordinator.py`).
@@ -117,7 +117,7 @@ def drops_last_block(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, la
 
 
 def own_last_tokens(vllm_config: VllmConfig) -> int:
-    """How many last tokens of a prompt this engine computes itself, whatever is moved to it.
+    """The last tokens of a prompt that this engine computes itself, whatever is moved to it.
 
     It samples from the last one. With several modules for multi-token prediction vLLM's later steps go back over the
     tokens that these look ahead by, and have hidden states only of those that it has computed: as NIXL's connector does
