@@ -7,10 +7,10 @@ from typing import Any
 
 from prfaas.core.deployment import AppliedDeployment
 from prfaas.serving.control.cluster_state import ClusterState
+from prfaas.serving.control.engine_liveness import KvPort
 from prfaas.serving.control.engine_monitor import period_s
 from prfaas.serving.control.metrics import ControlMetrics
 from prfaas.serving.control.part import Json, Part
-from prfaas.serving.control.pulse import KvPort
 from prfaas.serving.running_deployment import RunningDeployment
 from prfaas.serving.transport.handshake import is_peer_name
 from prfaas.serving.transport.sentences import legible

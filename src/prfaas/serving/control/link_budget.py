@@ -11,8 +11,8 @@ from prfaas.core.link.samples import SenderSample
 from prfaas.core.scheduling import LinkView
 from prfaas.core.units import BITS_PER_BYTE
 from prfaas.serving.control.cluster_state import Clock
+from prfaas.serving.control.engine_liveness import KvPort
 from prfaas.serving.control.part import Part
-from prfaas.serving.control.pulse import KvPort
 from prfaas.serving.running_deployment import RunningDeployment
 from prfaas.serving.transport.pacing import PaceOrder
 

@@ -1,4 +1,4 @@
-"""When every instance last answered, each way: over HTTP, and at the KV port of each rank."""
+"""Liveness of instances: when each last answered over HTTP, and at the KV port of each rank."""
 
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
@@ -27,7 +27,7 @@ class KvPort(Protocol):
 
     async def pace(self, order: PaceOrder) -> None: ...
 
-    async def send_peer_list(self, roster: PeerList) -> None: ...
+    async def send_peer_list(self, peer_list: PeerList) -> None: ...
 
     async def close(self) -> None: ...
 
@@ -43,7 +43,7 @@ class _Way:
     asking: bool = False
 
 
-class Pulse:
+class EngineLiveness:
     """Asks every way that has not been heard for `ask_s`. What others hear of an instance counts as well.
 
     Time is that of the gateway's own event loop while it is on time, so a late loop makes nobody silent.
