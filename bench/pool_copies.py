@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from pool_world import MIB, TENANT, Blocks, await_true, pooled_deployment, running_pool, session
+from prfaas.serving.engines.vllm.connector_worker import PoolWorker
 from prfaas.serving.engines.vllm.metadata import PoolLoad, PoolPages, PoolStore
-from prfaas.serving.engines.vllm.pool_worker import PoolWorker
 from prfaas.serving.engines.vllm.stats import ConnectorStats
 from prfaas.serving.pool.client import PoolClient
 from prfaas.serving.pool.page_table import PageState

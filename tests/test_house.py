@@ -17,16 +17,15 @@ LEAST_LINES_OF_ONE_USER = 100
 # What is over a limit still. The lists are exact: what has come under it leaves its list.
 LONG_FUNCTIONS = {
     # All metrics of a process, one after the other.
-    *("serving.gateway.metrics:Metrics.__init__", "serving.control.metrics:ControlMetrics.__init__"),
+    "serving.gateway.metrics:Metrics.__init__",
     # Rooms that are still to be taken apart: gateway, transport, pool, lab.
     *("serving.gateway.server:Gateway.__init__", "serving.gateway.prefill:PrefillOrchestrator.prepare"),
     "lab.simulator.scenario:scenario_of",
-    "serving.engines.vllm.connector_worker:ConnectorWorker.start",
 }
 MANY_COLLABORATORS = {
     *("lab.simulator.instance:Engine.__init__", "lab.simulator.link:FluidLink.__init__"),
     *("lab.simulator.send_queue:FluidTransfer.__init__", "lab.simulator.token_clock:ContextClock.__init__"),
-    *("serving.fleet.member:FleetMember.__init__", "serving.gateway.generation:Generation.__init__"),
+    "serving.gateway.generation:Generation.__init__",
     *("serving.gateway.http_pool:HttpPool.__init__", "serving.gateway.server:Gateway.__init__"),
     "serving.transport.observer:Observer.__init__",
     "serving.transport.receiver:Receiver.__init__",
@@ -49,17 +48,14 @@ OF_ONE_USER = {
     "cli.site_share",
     # Two of what a fleet does, each with other parts of a plane; with both, its control would be as long as a file may.
     *("serving.fleet.decisions", "serving.fleet.shares"),
-    # Rooms that are still to be taken apart: gateway, engines, tools, lab.
-    "serving.gateway.certificate_watch",
-    *(
-        "serving.engines.asking",
-        "serving.engines.trained",
-        "serving.engines.vllm.converted_pages",
-        "serving.engines.vllm.dense_sums",
-    ),
-    *("serving.engines.vllm.host_runs", "serving.engines.vllm.pool_worker", "serving.engines.vllm.postponed"),
-    *("serving.engines.vllm.standby", "serving.engines.vllm.state_layout"),
+    # Imports torch and what makes a checkpoint: only where one is made.
+    "serving.engines.trained",
+    # Sums of pages as they lie, and the state's half of a layout: each as long as a page of the file that has it.
+    *("serving.engines.vllm.dense_sums", "serving.engines.vllm.state_layout"),
+    # Needs OpenTelemetry alone; its user needs the gateway's packages too.
     "serving.tracing.queue",
+    # Rooms that are still to be taken apart: gateway, tools, lab.
+    "serving.gateway.certificate_watch",
     *("tools.demo.pools", "tools.demo.warm_up"),
     "tools.emit.containers",
     "lab.simulator.cache_moves",

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from prfaas.core.deployment import Deployment
-    from prfaas.serving.engines.running import EngineProgress, RunningEngines
+    from prfaas.serving.engines.child_processes import StartProgress
+    from prfaas.serving.engines.running import RunningEngines
     from prfaas.tools.demo import DemoOutcome, DemoPrompt
     from prfaas.tools.demo.pays import BurstOutcome
 
@@ -80,8 +81,8 @@ def demo(
     from prfaas.cli.common import CliError, example_path
     from prfaas.cli.fetching import shown_fetch
     from prfaas.core.deployment import load_deployment
+    from prfaas.serving.engines.child_processes import READY_TIMEOUT_S
     from prfaas.serving.engines.preparation import ensure_model
-    from prfaas.serving.engines.running import READY_TIMEOUT_S
     from prfaas.tools.demo import DemoError, run_demo
     from prfaas.tools.demo.display import DEMO_COLUMNS
     from prfaas.tools.demo.pays import run_burst
@@ -198,7 +199,7 @@ class _Shown:
         self._console = console
 
     @contextlib.contextmanager
-    def starting(self, engines: "RunningEngines") -> "Iterator[Callable[[EngineProgress], None]]":
+    def starting(self, engines: "RunningEngines") -> "Iterator[Callable[[StartProgress], None]]":
         from prfaas.cli.up import shown_progress
 
         with shown_progress(engines) as lines:

@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
     from prfaas.core.deployment import Deployment
+    from prfaas.serving.engines.child_processes import StartProgress
     from prfaas.serving.engines.following import FollowingEngines
-    from prfaas.serving.engines.running import EngineProgress, RunningEngines
+    from prfaas.serving.engines.running import RunningEngines
 
 
 def up(
@@ -68,9 +69,10 @@ def up(
     from prfaas.cli.site_share import runs_here, share_of
     from prfaas.core.deployment import load_deployment
     from prfaas.serving.descriptors import raise_descriptor_limit
+    from prfaas.serving.engines.child_processes import READY_TIMEOUT_S
     from prfaas.serving.engines.following import FollowingEngines
     from prfaas.serving.engines.preparation import ensure_model
-    from prfaas.serving.engines.running import READY_TIMEOUT_S, RunningEngines
+    from prfaas.serving.engines.running import RunningEngines
     from prfaas.serving.engines.supervisor import RestartLimits, Supervisor
     from prfaas.serving.pool.running import RunningPools
 
@@ -182,7 +184,7 @@ class _Lines:
             name: progress.add_task(name, total=1, state="starting") for name in names
         }
 
-    def show(self, step: "EngineProgress") -> None:
+    def show(self, step: "StartProgress") -> None:
         if step.state != "ready":
             return
         self._progress.update(self._tasks[step.name], completed=1, state="ready")
@@ -192,7 +194,7 @@ class _Lines:
 
 @contextmanager
 def shown_progress(engines: "RunningEngines") -> Iterator[_Lines]:
-    """Progress on stderr; pass `.show` to `RunningEngines.wait_ready`."""
+    """Progress on stderr; pass `.show` to `wait_ready`."""
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 

@@ -40,7 +40,7 @@ class Port:
 
     async def pace(self, order: PaceOrder) -> None: ...
 
-    async def send_peer_list(self, roster: PeerList) -> None: ...
+    async def send_peer_list(self, peer_list: PeerList) -> None: ...
 
     async def close(self) -> None: ...
 
@@ -136,13 +136,13 @@ def test_a_refused_probe_is_a_death(watched: Watched) -> None:
 def test_who_is_heard_is_asked_for_its_health_now_and_then(watched: Watched) -> None:
     for _ in range(9):
         for name in watched.ports:
-            watched.watch.pulse.heard_http(name)
-            watched.watch.pulse.heard_kv(name, 0)
+            watched.watch.liveness.heard_http(name)
+            watched.watch.liveness.heard_kv(name, 0)
         watched.probe(0.5)
         assert watched.http.probed == []
     for name in watched.ports:
-        watched.watch.pulse.heard_http(name)
-        watched.watch.pulse.heard_kv(name, 0)
+        watched.watch.liveness.heard_http(name)
+        watched.watch.liveness.heard_kv(name, 0)
     watched.probe(0.5)
     assert len(watched.http.probed) == 6
     # What its links say is as good as an answer: it is asked once nothing is heard.

@@ -71,9 +71,9 @@ class Hot:
         self.rebalancer = Rebalancer(min_misses=2, period_s=0.01)
         self.hot = HotPrefixes(
             self.state,
+            PoolCopier(RunningDeployment(self.deployment), KEY, self.pools),
             clock=self.clock,
             metrics=ControlMetrics(self.registry),
-            copier=PoolCopier(RunningDeployment(self.deployment), KEY, self.pools),
             rebalancer=self.rebalancer,
         )
 
@@ -91,9 +91,7 @@ class Hot:
     def request(self, tokens: range, *, far: int, home: int = 0, prefill: str = "home-p0") -> None:
         """A request that is prefilled at home; what the two pools hold of it."""
         held = {"far-pool": holds(far), "home-pool": holds(home)}
-        self.hot.note_pools(
-            prefill, chains(tokens), {name: hit for name, hit in held.items() if hit != holds(0)}
-        )
+        self.hot.note(prefill, chains(tokens), {name: hit for name, hit in held.items() if hit != holds(0)})
 
     async def outcome(self, decisions: int = 1) -> str:
         """Of the newest one of so many decisions, when all are over."""

@@ -35,6 +35,7 @@ from .world import (
     plane_of,
     report,
     take_on,
+    with_pools,
 )
 
 T = TypeVar("T")
@@ -235,7 +236,7 @@ def test_stale_links_are_not_used_and_come_back(planes: Planes) -> None:
 
 def test_missing_prefixes_are_decided_to_be_copied(tmp_path: Path, clock: FakeClock) -> None:
     back = "links: -> links:\n  - {source: home, target: far, bandwidth: 1 Gbit/s}"
-    planes = Planes(deployment_of(tmp_path, back=back), clock)
+    planes = Planes(deployment_of(tmp_path, text=with_pools(), back=back), clock)
 
     def use(plane: LivePlane) -> None:
         hashes: list[int | bytes] = list(range(1, 9))
@@ -243,7 +244,7 @@ def test_missing_prefixes_are_decided_to_be_copied(tmp_path: Path, clock: FakeCl
             hashes=hashes, block_tokens=256, token_ids=list(range(2048)), kind="full_attention"
         )
         state = StoredBlocks(hashes=[8], block_tokens=256, token_ids=list(range(2048)), group=1, kind="mamba")
-        plane.prefixes.apply("home-p1", EventBatch(0.0, [state, full]))
+        plane.prefixes.apply("home-pool", EventBatch(0.0, [state, full]))
         planes.clock.now_s += 20  # so that no cache crosses a link on demand
         for tail in range(6):
             decision = plane.router.route(

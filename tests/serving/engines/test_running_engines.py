@@ -14,9 +14,10 @@ from tests.ports import free_ports
 
 from prfaas.core.deployment import Deployment, Instance, load_deployment
 from prfaas.serving.engines import EngineError
+from prfaas.serving.engines.child_processes import StartProgress
 from prfaas.serving.engines.command import EngineCommand
 from prfaas.serving.engines.preparation import port_problem
-from prfaas.serving.engines.running import EngineProgress, RunningEngines
+from prfaas.serving.engines.running import RunningEngines
 
 # Answers /health, and has a child of its own as vLLM has; ends on SIGTERM unless told to be stubborn.
 SERVER = """
@@ -87,7 +88,7 @@ def child_of(engines: RunningEngines, name: str) -> int:
 
 
 def test_engines_run_between_entry_and_exit(deployment: Deployment) -> None:
-    steps: list[EngineProgress] = []
+    steps: list[StartProgress] = []
     with RunningEngines(deployment, command=serving) as engines:
         engines.wait_ready(120, on_progress=steps.append)
         pids = [engines.pid(name) for name in engines.names]

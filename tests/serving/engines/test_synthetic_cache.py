@@ -92,18 +92,17 @@ def test_events_tell_what_is_held(steps: list[tuple[str, list[int], str, int]], 
                 lease = await cache.pool.lease(HYBRID.pages_for(len(ids)))
                 context = context_of(ids, salt)
                 if what == "load":
-                    hit = cache.hit(context, len(ids) - 1).attention_blocks
+                    hit = cache.hit(context, len(ids) - 1).attention_tokens
                     cache.reuse(context, lease, hit, attention_only=True)
-                    cache.store(context, lease, hit * BLOCK, len(ids), states=False)
+                    cache.store(context, lease, hit, len(ids), states=False)
                 else:
-                    hit = cache.hit(context, len(ids) - 1).usable_blocks
-                    cache.reuse(context, lease, hit, attention_only=False)
-                    done = hit * BLOCK
+                    done = cache.hit(context, len(ids) - 1).usable_tokens
+                    cache.reuse(context, lease, done, attention_only=False)
                     for end in [*range(done, len(ids), chunk_blocks * BLOCK)[1:], len(ids)]:
                         cache.store(context, lease, done, end, states=True)
                         done = end
                     # Nothing was evicted meanwhile that the request itself needs.
-                    assert cache.hit(context, len(ids)).attention_blocks == len(ids) // BLOCK
+                    assert cache.hit(context, len(ids)).attention_tokens == len(ids) // BLOCK * BLOCK
                 if what == "hold":
                     open_leases.append(lease)
                 else:
@@ -134,7 +133,7 @@ def test_state_is_found_at_chunk_ends_only_and_attention_everywhere() -> None:
         ids = list(range(22))
         await _prefilled(cache, ids, [8, 16, 20, 22])
         found = {
-            tokens: (hit.attention_blocks, hit.usable_blocks)
+            tokens: (hit.attention_tokens // BLOCK, hit.usable_tokens // BLOCK)
             for tokens in (4, 8, 12, 15, 16, 19, 20, 22)
             for hit in [cache.hit(context_of(ids), tokens)]
         }
@@ -148,8 +147,8 @@ def test_state_is_found_at_chunk_ends_only_and_attention_everywhere() -> None:
             20: (5, 5),
             22: (5, 5),
         }
-        assert cache.hit(context_of([*ids[:9], 99, *ids[10:]]), 22).usable_blocks == 2
-        assert cache.hit(context_of(ids, "tenant"), 22).attention_blocks == 0
+        assert cache.hit(context_of([*ids[:9], 99, *ids[10:]]), 22).usable_tokens == 2 * BLOCK
+        assert cache.hit(context_of(ids, "tenant"), 22).attention_tokens == 0
 
     asyncio.run(check())
 
@@ -184,7 +183,7 @@ def test_events_are_vllms() -> None:
         longer = [*ids, *range(8)]
         context = context_of(longer, "secret")
         lease = await cache.pool.lease(HYBRID.pages_for(28))
-        cache.reuse(context, lease, 5, attention_only=False)
+        cache.reuse(context, lease, 20, attention_only=False)
         cache.store(context, lease, 20, 28, states=True)
         assert {event["parent_block_hash"] for event in reader.events} == {full["block_hashes"][-1]}
         assert all(event["token_ids"] == longer[20:28] for event in reader.events)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from prfaas.core.deployment.fleet import FleetConfig
 from prfaas.serving.fleet.member import FleetMember
 
 from .memory_store import MemoryEtcd, MemoryStore
@@ -24,25 +25,24 @@ class Node:
         self.values: dict[str, bytes] = {}
         self.joined = 0
         self.member = FleetMember(
-            self.store,
-            "/prfaas/test/",
-            name,
-            lease_s=3,
-            period_s=0.01,
-            tell=lambda: self.said,
-            on_value=self._on_value,
-            on_joined=self._on_joined,
+            self.store, "/prfaas/test/", name, FleetConfig(etcd=(), lease_s=3, period_s=0.01), self
         )
         self.task = asyncio.create_task(self.member.run())
 
-    def _on_value(self, key: str, value: bytes | None, revision: int) -> None:
+    def announcement(self) -> bytes:
+        return self.said
+
+    def take_value(self, key: str, value: bytes | None, revision: int) -> None:
         if value is None:
             self.values.pop(key, None)
         else:
             self.values[key] = value
 
-    def _on_joined(self) -> None:
+    def steer(self) -> None:
         self.joined += 1
+
+    def forget_revisions(self) -> None:
+        """The values that are told next are all that there are."""
 
     async def die(self) -> None:
         """Without a word, as a process that is killed."""

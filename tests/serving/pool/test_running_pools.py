@@ -148,7 +148,9 @@ def test_a_taken_port_is_one_sentence(deployment: Deployment) -> None:
 def test_too_little_memory_is_said(tmp_path: Path) -> None:
     deployment = written(tmp_path, memory="900 TiB")
     with RunningPools(deployment) as pools:
-        with pytest.raises(EngineError, match="pool home-pool has ended before it was ready") as error:
+        with pytest.raises(
+            EngineError, match="pool home-pool ended with exit code 1 before it was ready"
+        ) as error:
             pools.wait_ready(LIMIT_S)
         assert "/dev/shm" in str(error.value)
         assert "Traceback" not in str(error.value)

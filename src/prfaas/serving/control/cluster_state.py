@@ -64,7 +64,7 @@ class LinkLoad:
 
     @property
     def promised_bytes(self) -> int:
-        """Of what was promised here, what is still to leave."""
+        """Bytes of the promised transfers that have not left yet."""
         return self._unsent_bytes
 
     @property
@@ -253,11 +253,11 @@ class ClusterState:
         return self._loads
 
     def instance(self, name: str) -> InstanceView:
-        """What policies see of one instance."""
+        """The view of one instance that policies read."""
         return self._loads[name].view
 
     def kv_between(self, producer: str, consumer: str) -> KvFacts:
-        """What of KVCache moves from one instance to another, by their names."""
+        """Sizes of the KVCache that moves from one instance to another, by their names."""
         return self.view.kv_between(self.instance(producer).cluster, self.instance(consumer).cluster)
 
     def add_cluster(self, cluster: ClusterView) -> None:
@@ -291,7 +291,7 @@ class ClusterState:
         load.cluster.instances[:] = [each for each in load.cluster.instances if each is not load.view]
 
     def is_used(self, name: str) -> bool:
-        """Whether a request is open at the instance, or on its way there."""
+        """True if a request is open at the instance, or on its way there."""
         return self.instance(name).in_flight > 0
 
     def idle_decode_instance(self) -> str | None:
@@ -300,7 +300,7 @@ class ClusterState:
         return next((view.name for view in views if view.takes_decodes and not view.in_flight), None)
 
     def is_planned(self, name: str) -> bool:
-        """Whether a decision for it is about to be carried out."""
+        """True if a decision for the instance is about to be carried out."""
         return self._planned[name] > 0
 
     def open_prefills(self, name: str) -> int:
@@ -347,7 +347,7 @@ class ClusterState:
         self.set_roles(name, (role,))
 
     def own_share(self) -> GatewayShare:
-        """What is open here and nowhere else, for the other gateways of a fleet."""
+        """This gateway's open work, for the other gateways of a fleet."""
         now_s = self.clock()
         instances = {
             name: InstanceShare(
@@ -369,7 +369,7 @@ class ClusterState:
         )
 
     def set_others(self, others: GatewayShare) -> None:
-        """What the other gateways of a fleet have open, all together, from now on."""
+        """Count the open work of the other gateways of a fleet, all together, from now on."""
         now_s = self.clock()
         for name, load in self._loads.items():
             now, before = others.instances.get(name, NOTHING_AT_INSTANCE), load.others

@@ -1,4 +1,4 @@
-"""Which instances take no KV from which, by the word of the senders that were rejected."""
+"""Incompatible pairs of instances: which take no KV from which, as the rejected senders report."""
 
 import asyncio
 import logging
@@ -7,10 +7,10 @@ from typing import Any
 
 from prfaas.core.deployment import AppliedDeployment
 from prfaas.serving.control.cluster_state import ClusterState
+from prfaas.serving.control.engine_liveness import KvPort
 from prfaas.serving.control.engine_monitor import period_s
 from prfaas.serving.control.metrics import ControlMetrics
 from prfaas.serving.control.part import Json, Part
-from prfaas.serving.control.pulse import KvPort
 from prfaas.serving.running_deployment import RunningDeployment
 from prfaas.serving.transport.handshake import is_peer_name
 from prfaas.serving.transport.sentences import legible
@@ -106,7 +106,7 @@ class Compatibility(Part):
         return {"incompatible": pairs}
 
     def write_gauges(self, metrics: ControlMetrics, _now_s: float) -> None:
-        """How many pairs there are."""
+        """Write the number of incompatible pairs."""
         metrics.incompatible.set(len(self._reasons))
 
     def _find_producers(self) -> list[str]:

@@ -73,7 +73,7 @@ class DeployedView(Part):
             self._curves.pop(cluster, None)
 
     def state(self, now_s: float) -> Json:
-        """What the file says, and how the clusters are."""
+        """The deployment file's names and settings, and the clusters with their instances."""
         deployment, applied = self._running.current, self._running.applied
         clusters = self._cluster_state.view.clusters
         return {
@@ -99,7 +99,7 @@ class DeployedView(Part):
         }
 
     def write_gauges(self, metrics: ControlMetrics, now_s: float) -> None:
-        """Those of instances."""
+        """Write the gauges of instances."""
         for cluster in self._running.current.clusters:
             for instance in cluster.instances:
                 name, view = instance.name, self._cluster_state.instance(instance.name)

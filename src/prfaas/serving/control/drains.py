@@ -51,7 +51,7 @@ class InstanceDrains(Part):
         self._listeners.drained.tell(name, wanted)
 
     def carry_out(self, name: str, *, wanted: bool) -> None:
-        """The same, as another gateway has been told."""
+        """Drain an instance, or end that; only `drain` tells the fleet."""
         instance = self.cluster_state.instance(name)
         had_notice = not wanted and self._forget(name)
         if instance.closed != wanted or had_notice:
@@ -89,7 +89,7 @@ class InstanceDrains(Part):
                 self.cluster_state.instance(name).closed = False
 
     def is_idle(self, name: str) -> bool:
-        """Whether nothing is left of the work of an instance that leaves; an engine that does not answer has none."""
+        """True if an instance that leaves has no work left; an engine that does not answer has none."""
         view = self.cluster_state.instance(name)
         if view.in_flight or self.cluster_state.is_planned(name) or self._admission.is_working(name):
             return False

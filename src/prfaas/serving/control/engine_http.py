@@ -1,4 +1,4 @@
-"""How engines are asked: for their health and for their metrics."""
+"""HTTP requests to engines: for their health and for their metrics."""
 
 import asyncio
 import errno
@@ -25,7 +25,7 @@ _ALWAYS_THERE = SERIES[0].encode()
 
 
 class EngineAccess(Protocol):
-    """How engines are asked; `EngineHttp` is the real one."""
+    """Access to an engine's health and metrics; `EngineHttp` is the real one."""
 
     async def is_healthy(self, instance: Instance, timeout_s: float) -> bool | None: ...
 
@@ -55,7 +55,7 @@ class EngineHttp:
         self._tell_all: set[str] = set()
 
     async def is_healthy(self, instance: Instance, timeout_s: float) -> bool | None:
-        """Whether GET /health answers 200; None if nothing answers in time.
+        """True if GET /health answers 200; None if nothing answers in time.
 
         Raises:
             OSError: this process has no file descriptor left.

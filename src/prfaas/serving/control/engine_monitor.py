@@ -79,7 +79,7 @@ class EngineMeter:
 
     @property
     def pool_load_bytes_per_s(self) -> float | None:
-        """How fast one rank loaded them; None if it loaded nothing."""
+        """Bandwidth at which one rank loaded pages; None if it loaded nothing."""
         return self._ratio("pool_loaded_bytes", "pool_load_s")
 
     @property
@@ -168,7 +168,7 @@ class EngineMonitor(Part):
         return {"drain": drain, "engine": None if newest is None else _told(meter, newest)}
 
     def write_gauges(self, metrics: ControlMetrics, _now_s: float) -> None:
-        """Those of engines' caches."""
+        """Write the gauges of engines' caches."""
         for name, meter in self.meters.items():
             if meter.newest is None:
                 continue

@@ -1,4 +1,4 @@
-"""What an engine says of itself at one moment, read from its /metrics."""
+"""Reading of an engine's /metrics at one moment."""
 
 import math
 import re
@@ -68,7 +68,7 @@ class EngineReading:
     """What these loads took, summed over ranks."""
 
     def got_on(self, before: "EngineReading") -> bool:
-        """Whether the engine has got on with its work since the reading `before`."""
+        """True if the engine has made progress since the reading `before`."""
         # A prompt that is prefilled in many steps only takes up more of the cache meanwhile. So does a new request.
         filled = self.kv_usage != before.kv_usage and self.running == before.running
         return filled or (self.tokens, self.token_gaps, self.output_tokens, self.outputs) != (

@@ -1,4 +1,4 @@
-"""Which instances can be used: suspicion from failed requests, from probes, and from silence."""
+"""Health of instances: suspicion from failed requests, from probes, and from silence."""
 
 import asyncio
 import logging
@@ -10,9 +10,9 @@ from typing import Any, Protocol
 from prfaas.core.deployment import Instance
 from prfaas.serving.control.cluster_state import Clock, ClusterState
 from prfaas.serving.control.engine_http import EngineAccess
+from prfaas.serving.control.engine_liveness import EngineLiveness, KvPort
 from prfaas.serving.control.listeners import Listeners
 from prfaas.serving.control.part import Json, Part
-from prfaas.serving.control.pulse import KvPort, Pulse
 from prfaas.serving.running_deployment import RunningDeployment
 from prfaas.serving.tasks import BackgroundTasks
 
@@ -90,23 +90,25 @@ class HealthWatch(Part):
         self._loop_clock = loop_clock
         self._stuck_s = stuck_s
         self._suspects: dict[str, _Suspicion] = {}
-        self.pulse = Pulse(members.http, ask_s=self._ask_s, clock=loop_clock, on_health=self._probed)
+        self.liveness = EngineLiveness(
+            members.http, ask_s=self._ask_s, clock=loop_clock, on_health=self._probed
+        )
         for instance in members.running.current.instances:
-            self.pulse.join(instance, self._kv_ports.get(instance.name, ()))
+            self.liveness.join(instance, self._kv_ports.get(instance.name, ()))
 
     def _ask_s(self) -> float:
         return min(_ASK_S, self._running.current.control.silence_s / _ASKED_IN_SILENCE)
 
     def join(self, instance: Instance) -> None:
         """Watch an instance too, which is out of routing until it answers."""
-        self.pulse.join(instance, self._kv_ports.get(instance.name, ()))
+        self.liveness.join(instance, self._kv_ports.get(instance.name, ()))
         self._suspects[instance.name] = _Suspicion(
             _Kind.FAILED, "it has joined and has not answered yet", 0.0
         )
 
     def leave(self, name: str) -> None:
         """Watch an instance no longer."""
-        self.pulse.leave(name)
+        self.liveness.leave(name)
         gone = self._suspects.pop(name, None)
         if gone is not None and gone.kind is _Kind.FROZEN:
             # Its name, or its address, may be another engine's next.
@@ -161,7 +163,7 @@ class HealthWatch(Part):
 
     def due(self) -> list[Coroutine[Any, Any, None]]:
         """The questions that are to be asked now: suspects again and again, the others where nothing is heard."""
-        return self.pulse.due(self._cluster_state.names, self.is_suspect)
+        return self.liveness.due(self._cluster_state.names, self.is_suspect)
 
     def judge(self) -> None:
         """Take the silent and the stuck out of routing, and those back in that answer again."""
@@ -174,13 +176,13 @@ class HealthWatch(Part):
             elif (
                 suspicion is not None
                 and suspicion.kind is _Kind.FROZEN
-                and self.pulse.heard_since(name, suspicion.frozen_s)
+                and self.liveness.heard_since(name, suspicion.frozen_s)
             ):
                 self._acquit(name)
 
     def _trouble(self, name: str) -> str | None:
         limits = self._running.current.control
-        silent = self.pulse.silence(name, limits.silence_s)
+        silent = self.liveness.silence(name, limits.silence_s)
         if silent is not None:
             return f"frozen: its {silent} has not answered for {limits.silence_s:g} s"
         if self._stuck_s(name) > limits.stall_s:

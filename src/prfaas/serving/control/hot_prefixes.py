@@ -1,7 +1,4 @@
-"""Prefixes that one cluster often lacks and another one holds: which are worth copying, and the copies themselves.
-
-Where clusters have prefix-cache pools, copies go from pool to pool. Elsewhere what would be worth it is only logged.
-"""
+"""Copies of prefixes that the pools of one cluster often lack and those of another hold, from pool to pool."""
 
 import asyncio
 import logging
@@ -16,7 +13,6 @@ from prfaas.core.scheduling.rebalancing import Copy, Rebalancer
 from prfaas.serving.control.cluster_state import Clock, ClusterState
 from prfaas.serving.control.metrics import ControlMetrics
 from prfaas.serving.control.part import Json, Part
-from prfaas.serving.control.prefix_knowledge import MissedPrefix
 from prfaas.serving.pool.copier import PoolCopier
 from prfaas.serving.transport.requests import CopyResult
 from prfaas.serving.transport.ticket import TransferClass
@@ -77,13 +73,13 @@ class HotPrefixes(Part):
     def __init__(
         self,
         cluster_state: ClusterState,
+        copier: PoolCopier,
         *,
         clock: Clock,
         metrics: ControlMetrics,
-        copier: PoolCopier | None = None,
         rebalancer: Rebalancer | None = None,
     ) -> None:
-        """`copier`: None where there are no pools, so that nothing is copied."""
+        """`copier`: has the copies made."""
         self._cluster_state = cluster_state
         self._clock = clock
         self._metrics = metrics
@@ -104,21 +100,8 @@ class HotPrefixes(Part):
         self.spared_tokens = 0
         """What those need not compute."""
 
-    def note(self, missed: MissedPrefix) -> None:
-        """One routed request whose prefix another cluster holds."""
-        self._rebalancer.observe(
-            missed.key,
-            missed.num_tokens - missed.held_tokens,
-            self._cluster_state.view.kv_of_pools(missed.cluster).prefix_bytes_to_move(
-                missed.num_tokens, missed.held_tokens
-            ),
-            missed.cluster,
-            missed.held_in,
-            self._clock(),
-        )
-
-    def note_pools(self, prefill: str, chains: PromptChains, pools: Mapping[str, PoolHit]) -> None:
-        """One routed request, where clusters have pools: what it finds of what was copied, and what it misses.
+    def note(self, prefill: str, chains: PromptChains, pools: Mapping[str, PoolHit]) -> None:
+        """Count what one routed request finds of what was copied, and what it misses.
 
         Args:
             prefill: the instance that prefills it.
@@ -143,7 +126,10 @@ class HotPrefixes(Part):
         if key is None:
             return
         sources = {place: name for place, (tokens, name) in longest.items() if tokens == most}
-        self.note(MissedPrefix(key, most, held_tokens, cluster, list(sources)))
+        missed_bytes = view.kv_of_pools(cluster).prefix_bytes_to_move(most, held_tokens)
+        self._rebalancer.observe(
+            key, most - held_tokens, missed_bytes, cluster, tuple(sources), self._clock()
+        )
         if chains.prompt is not None and self._rebalancer.is_often(key, cluster):
             self._keep((key, cluster), chains.prompt, most, here, sources)
 
@@ -173,8 +159,6 @@ class HotPrefixes(Part):
             recent = _Recent(now_s, copy, "decided")
             self._recent.append(recent)
             wanted = self._forget((copy.key, copy.target))
-            if self._copier is None:
-                continue
             if wanted is None or copy.source not in wanted.sources:
                 self._end(recent, "forgotten", CopyResult(0, 0, ""))
             else:
@@ -182,11 +166,10 @@ class HotPrefixes(Part):
 
     async def close(self) -> None:
         """End what is being given up."""
-        if self._copier is not None:
-            await self._copier.close()
+        await self._copier.close()
 
     def state(self, now_s: float) -> Json:
-        """How many copies were decided and made, what they spared, and the last of them."""
+        """Numbers of copies decided and made, the tokens that they spared, and the last of them."""
         told = {
             "decided": self.decided,
             "remembered": len(self._rebalancer),
@@ -230,10 +213,8 @@ class HotPrefixes(Part):
         return wanted
 
     async def _make_copies(self) -> None:
-        assert self._copier is not None or self._due.empty()
         while True:
             wanted, recent = await self._due.get()
-            assert self._copier is not None
             copy, prefix = recent.copy, wanted.prefix
             recent.outcome = "under way"
             result = await self._copier.copy(

@@ -234,7 +234,7 @@ class EventFeed(Part):
             await asyncio.shield(loop.run_in_executor(None, thread.join))
 
     def state(self, _now_s: float) -> Json:
-        """What is waiting, and what failed."""
+        """Waiting batches, and failures, of all sources."""
         return {
             "index": {
                 "pending_batches": self.waiting_batches,
@@ -262,7 +262,7 @@ class EventFeed(Part):
         }
 
     def write_gauges(self, metrics: ControlMetrics, _now_s: float) -> None:
-        """Those of subscriptions."""
+        """Write the gauges of subscriptions."""
         for name, source in list(self._sources.items()):
             metrics.feed_gaps.labels(name).set(source.subscription.gaps)
             metrics.feed_replays.labels(name).set(source.subscription.replays)
@@ -275,7 +275,7 @@ class EventFeed(Part):
 
     @property
     def thread_errors(self) -> int:
-        """How often receiving failed unexpectedly; every source was started again then."""
+        """Unexpected failures to receive so far; every source was started again after each."""
         return self._thread_errors
 
     def _apply_slice(self) -> None:
@@ -364,7 +364,7 @@ class EventFeed(Part):
 def events_endpoints(
     deployment: Deployment, holders: Sequence[Instance | PoolNode]
 ) -> dict[str, EventsEndpoint]:
-    """Where the events of these are published, by name; those that nobody could subscribe to are left out."""
+    """Endpoints at which these publish their events, by name; without those that nobody could subscribe to."""
     return {
         holder.name: endpoint
         for holder in holders

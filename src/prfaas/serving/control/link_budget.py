@@ -11,8 +11,8 @@ from prfaas.core.link.samples import SenderSample
 from prfaas.core.scheduling import LinkView
 from prfaas.core.units import BITS_PER_BYTE
 from prfaas.serving.control.cluster_state import Clock
+from prfaas.serving.control.engine_liveness import KvPort
 from prfaas.serving.control.part import Part
-from prfaas.serving.control.pulse import KvPort
 from prfaas.serving.running_deployment import RunningDeployment
 from prfaas.serving.transport.pacing import PaceOrder
 
@@ -132,7 +132,7 @@ class LinkBudget(Part):
         self._told = {sender: told for sender, told in self._told.items() if sender in self._paces}
 
     def orders(self) -> Iterator[tuple[str, PaceOrder]]:
-        """What must be told now, by "instance/rank": what has changed, and what was told long ago."""
+        """Paces to send now, by "instance/rank": those that have changed, and those sent long ago."""
         now_s = self._clock()
         for sender, now in self._paces.items():
             told = self._told.setdefault(sender, _Told())

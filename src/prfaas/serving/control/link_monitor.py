@@ -1,4 +1,4 @@
-"""What both ends tell of the links, ten times a second, summed per link into the `View`.
+"""Telemetry of links: reports of both ends, ten times a second, summed per link into the `View`.
 
 `LinkBreaker` closes a link whose transfers fail, whatever its connections report.
 """
@@ -18,10 +18,10 @@ from prfaas.core.link.meter import LinkMeter
 from prfaas.core.link.samples import ArrivalSample, SenderSample
 from prfaas.core.scheduling.view import show
 from prfaas.serving.control.cluster_state import ClusterState
+from prfaas.serving.control.engine_liveness import KvPort
 from prfaas.serving.control.engine_monitor import period_s
 from prfaas.serving.control.metrics import ControlMetrics
 from prfaas.serving.control.part import Json, Part
-from prfaas.serving.control.pulse import KvPort
 from prfaas.serving.pool.copier import CopyPort
 from prfaas.serving.running_deployment import RunningDeployment
 from prfaas.serving.tasks import BackgroundTasks
@@ -216,7 +216,7 @@ class LinkMonitor(Part):
         return {"links": {link.name: self._state(link, now_s) for link in self._running.current.links}}
 
     def write_gauges(self, metrics: ControlMetrics, now_s: float) -> None:
-        """Those of links."""
+        """Write the gauges of links."""
         for name, link in self.state(now_s)["links"].items():
             metrics.link_up.labels(name).set(link["up"])
             metrics.link_configured.labels(name).set(link["configured_bits_per_s"])

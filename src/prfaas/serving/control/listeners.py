@@ -1,4 +1,4 @@
-"""Who the control plane tells of what cannot wait for the next decision."""
+"""Callbacks of the control plane for events that cannot wait for the next decision."""
 
 from collections.abc import Callable
 from typing import ParamSpec
@@ -19,7 +19,7 @@ class Signal(list[Callable[P, None]]):
 
 
 class Listeners:
-    """What is told, and to whom."""
+    """Lists of callbacks, one for each kind of event."""
 
     def __init__(self) -> None:
         self.frozen: Signal[[str, str | None]] = Signal()

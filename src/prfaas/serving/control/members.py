@@ -1,4 +1,4 @@
-"""Who takes part in a running control plane, and the connections to them."""
+"""Members of a running control plane, instances and pools, and the connections to them."""
 
 import asyncio
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""What the control plane is made of: parts, each with a loop, a word on what it knows, and connections of its own."""
+"""Parts that make up the control plane, each with a loop, a state of its own, and connections of its own."""
 
 from typing import Any
 
@@ -33,11 +33,11 @@ class Part:
         """Give back connections, after `run` has ended."""
 
     def state(self, _now_s: float) -> Json:
-        """What `GET /prfaas/state` says of it, by the fields of the whole."""
+        """Its share of `GET /prfaas/state`, by the fields of the whole."""
         return {}
 
     def state_of(self, _name: str, _now_s: float) -> Json:
-        """What it says of one instance or pool there."""
+        """Its share of one instance or pool there."""
         return {}
 
     def write_gauges(self, metrics: ControlMetrics, now_s: float) -> None:

@@ -30,12 +30,12 @@ from prfaas.serving.control.listeners import Listeners
 from prfaas.serving.control.members import Members
 from prfaas.serving.control.metrics import ControlMetrics
 from prfaas.serving.control.part import Json, Part
+from prfaas.serving.control.peer_lists import PeerListUpdates
 from prfaas.serving.control.planning_inputs import LiveFacts, prefill_curves, view_of
 from prfaas.serving.control.pool_monitor import PoolMonitor
 from prfaas.serving.control.prefill_admission import PrefillAdmission
 from prfaas.serving.control.prefix_knowledge import PrefixKnowledge, empty_index, seed_of
 from prfaas.serving.control.role_allocation import RoleAllocation, RoleChange, RoleChanges, stage_utilisation
-from prfaas.serving.control.rosters import Rosters
 from prfaas.serving.control.router import Router
 from prfaas.serving.control.thresholds import Thresholds
 from prfaas.serving.control.waits import PredictedWaits
@@ -83,7 +83,8 @@ class LivePlane:
         self.loop_clock = LoopClock()
         engines = EngineMonitor(running, members.http, state, listeners, clock=clock)
         self.prefixes, feed = _prefixes(members, state, kv_model, metrics)
-        hot_prefixes = _hot_prefixes(members, state, metrics)
+        copier = PoolCopier(running, members.key, members.pool_ports)
+        hot_prefixes = HotPrefixes(state, copier, clock=clock, metrics=metrics)
         self.router = Router(running, state, self.prefixes, hot_prefixes, metrics)
         self.admission = PrefillAdmission(
             state,
@@ -110,7 +111,7 @@ class LivePlane:
             lambda instance, rank: members.kv_ports[instance.name][rank],
             state,
             on_change=self.thresholds.ask_for_link,
-            on_answer=self.health.pulse.heard_kv,
+            on_answer=self.health.liveness.heard_kv,
             pool_ports=members.pool_ports,
         )
         pools = PoolMonitor(running, members.pool_ports, view.pools, engines.meters, clock=clock)
@@ -118,8 +119,8 @@ class LivePlane:
         self.parts: list[Part] = [DeployedView(running, state, curves), members, engines, pools, self.links]
         self.parts += [_budget(members, state, self.links), self.compatibility, self.router, self.thresholds]
         self.parts += [self._roles(facts, engines, metrics), feed, self.prefixes, hot_prefixes]
-        rosters = Rosters(running, members.kv_ports, self.prefixes.learn_stats)
-        self.parts += [self.admission, self.health, self.drains, rosters]
+        peer_lists = PeerListUpdates(running, members.kv_ports, self.prefixes.learn_stats)
+        self.parts += [self.admission, self.health, self.drains, peer_lists]
         self.parts.append(GaugeWriter(self.parts, metrics, running, clock))
         self._connect(engines, pools, feed, metrics)
 
@@ -147,7 +148,7 @@ class LivePlane:
 
         def on_read(instance: Instance, reading: EngineReading) -> None:
             meter = engines.meters[instance.name]
-            self.health.pulse.heard_http(instance.name)
+            self.health.liveness.heard_http(instance.name)
             self.prefixes.learn(instance, reading)
             pools.learn(instance, meter)
             self.waits.learn(instance.name, meter)
@@ -319,12 +320,6 @@ def _prefixes(
 
     feed = EventFeed(endpoints, apply=apply, drop=drop, endpoint_of=endpoint_of)
     return prefixes, feed
-
-
-def _hot_prefixes(members: Members, state: ClusterState, metrics: ControlMetrics) -> HotPrefixes:
-    copier = PoolCopier(members.running, members.key, members.pool_ports)
-    has_pools = bool(members.running.current.pools)
-    return HotPrefixes(state, clock=state.clock, metrics=metrics, copier=copier if has_pools else None)
 
 
 def _budget(members: Members, state: ClusterState, links: LinkMonitor) -> LinkBudget:

@@ -1,4 +1,4 @@
-"""What planning and routing take from the deployment file, the model and the running deployment."""
+"""Inputs of planning and routing, from the deployment file, the model and the running deployment."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -206,12 +206,12 @@ def policy_of(deployment: Deployment) -> Policy:
 
 
 def prefill_curves(deployment: Deployment) -> dict[str, PrefillCurves]:
-    """How fast an instance of every cluster prefills, before anything is measured."""
+    """Prefill curves of every cluster's instances, before anything is measured."""
     return {cluster.name: curves_of(cluster) for cluster in deployment.clusters}
 
 
 def curves_of(cluster: Cluster) -> PrefillCurves:
-    """How fast an instance of one cluster prefills, before anything is measured."""
+    """Prefill curves of one cluster's instances, before anything is measured."""
     return PrefillCurves(lambda: _profiled_curve(cluster))
 
 
@@ -231,7 +231,7 @@ _ENOUGH_OUTPUTS = 20
 
 @dataclass(frozen=True, slots=True)
 class DecodeFacts:
-    """What one decode instance of a PD cluster can do."""
+    """Capacity of one decode instance of a PD cluster."""
 
     batch: float
     """BS_max of Eq. 5."""
@@ -267,7 +267,7 @@ def _usual_slot_s(deployment: Deployment, cluster: Cluster) -> float:
 
 
 class LiveFacts:
-    """What the running deployment knows of itself, read anew at each call. Belongs to the event loop's thread."""
+    """Live facts for the planner, read anew at each call. Belongs to the event loop's thread."""
 
     def __init__(
         self,
@@ -310,7 +310,7 @@ class LiveFacts:
 
     @property
     def view(self) -> View:
-        """What the routing policy reads."""
+        """The view that the routing policy reads."""
         return self._cluster_state.view
 
     def prefill_instances(self, cluster: str) -> int:

@@ -1,4 +1,4 @@
-"""What the daemons of pools say of themselves, asked at their KV ports; and how fast their tiers are."""
+"""Telemetry of pools: their daemons' STATS, and the bandwidth of their tiers."""
 
 import asyncio
 import logging
@@ -11,10 +11,10 @@ from prfaas.core.deployment import Instance, PoolNode
 from prfaas.core.scheduling import PoolView
 from prfaas.core.units import BITS_PER_BYTE
 from prfaas.serving.control.cluster_state import Clock
+from prfaas.serving.control.engine_liveness import KvPort
 from prfaas.serving.control.engine_monitor import EngineMeter, period_s
 from prfaas.serving.control.metrics import POOL_BYTES, POOL_LOSSES, TIERS, ControlMetrics
 from prfaas.serving.control.part import Json, Part
-from prfaas.serving.control.pulse import KvPort
 from prfaas.serving.running_deployment import RunningDeployment
 
 logger = logging.getLogger(__name__)
@@ -109,7 +109,7 @@ class PoolMonitor(Part):
         return {"pools": {node.name: self._state(node, now_s) for node in self._running.current.pools}}
 
     def write_gauges(self, metrics: ControlMetrics, now_s: float) -> None:
-        """Those of pools."""
+        """Write the gauges of pools."""
         for name, pool in self.state(now_s)["pools"].items():
             metrics.pool_up.labels(name).set(pool["up"])
             metrics.pool_load_bits_per_s.labels(name).set(pool["memory_bits_per_s"])

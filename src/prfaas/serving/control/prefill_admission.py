@@ -110,7 +110,7 @@ class PrefillAdmission(Part):
             self._serve(each.name, now_s)
 
     def is_working(self, name: str) -> bool:
-        """Whether an instance has been given a prefill that has not ended."""
+        """True if an instance has been given a prefill that has not ended."""
         return self._at_work[name] > 0
 
     def waiting(self, cluster: str) -> int:
@@ -129,7 +129,7 @@ class PrefillAdmission(Part):
             metrics.waiting_prefills.labels(name).set(self.waiting(name))
 
     def own_share(self) -> GatewayShare:
-        """What waits here and what has its turn, for the other gateways of a fleet."""
+        """This gateway's waiting and admitted prefills, for the other gateways of a fleet."""
         now_s = self._clock()
         bound = Counter[str]()
         clusters = {}

@@ -1,4 +1,4 @@
-"""Which instance and which pool holds what of a prompt: by events, by what was just sent, by what was ever sent."""
+"""Prefixes that instances and pools hold of a prompt: by events, by recent requests, by all requests sent."""
 
 import hashlib
 import logging
@@ -123,7 +123,7 @@ _MOST_OWN_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """What instances and pools hold of one prompt, by name; an absent one holds nothing."""
+    """Held prefixes of one prompt by instance and pool; an absent one holds nothing."""
 
     held: Mapping[str, PrefixHit]
     """What engines' own blocks hold, to choose instances by."""
@@ -162,24 +162,8 @@ class PrefixMatch:
         return own if pool is None else max(own, pool.every_tier.attention_tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class MissedPrefix:
-    """A prefix of a routed prompt that the cluster which computes lacks, and another one holds."""
-
-    key: int
-    """The hash of its last block."""
-    num_tokens: int
-    """Its length."""
-    held_tokens: int
-    """How much of it the cluster that computes holds."""
-    cluster: str
-    """The cluster that computes."""
-    held_in: Sequence[str]
-    """The clusters that hold all of it."""
-
-
 class PrefixKnowledge(Part):
-    """What is known from three sources, of which the longest prefix counts.
+    """Finds the held prefixes of a prompt from three sources, of which the longest counts.
 
     - The index, from the engines' events. It is exact. Bytes are left out because of it (`skip_tokens`), where a wrong
       claim would cost a whole local prefill.
@@ -227,7 +211,7 @@ class PrefixKnowledge(Part):
         self._pool_of = self._pools_of_instances()
 
     def chains(self, token_ids: Sequence[int], salt: str, adapter: str) -> PromptChains:
-        """What a prompt is looked up by. May be called in a thread."""
+        """The hash chains by which a prompt is looked up. May be called in a thread."""
         chains = replace(
             self.index.chains(token_ids, salt, adapter), prompt=PromptTokens(token_ids, salt, adapter)
         )
@@ -238,7 +222,7 @@ class PrefixKnowledge(Part):
         return replace(chains, by_block_tokens={**chains.by_block_tokens, hasher.block_tokens: hashes})
 
     def match(self, chains: PromptChains) -> PrefixMatch:
-        """What every instance and every pool holds of a prompt."""
+        """Find the prefix of a prompt that every instance and every pool holds."""
         proven = self.index.match(chains)
         pools = self._take_pools(proven)
         if self._record is not None:
@@ -258,7 +242,7 @@ class PrefixKnowledge(Part):
     def request(
         self, match: PrefixMatch, num_tokens: int, ordinal: int, first_from_prefill: bool = False
     ) -> RoutingRequest:
-        """What policies see of a prompt of `num_tokens` tokens; `ordinal` counts requests."""
+        """The request that policies see for a prompt of `num_tokens` tokens; `ordinal` counts requests."""
         view = self._cluster_state.view
         return with_pools(
             num_tokens, match.held, match.pools, view, ordinal, first_from_prefill=first_from_prefill
@@ -267,22 +251,6 @@ class PrefixKnowledge(Part):
     def reusable_at(self, chains: PromptChains, name: str) -> int:
         """Tokens of a prompt that a prefill at instance `name` need not compute."""
         return self.request(self.match(chains), chains.num_tokens, 0).reusable_at(name)
-
-    def missed_prefix(
-        self, prefill: str, chains: PromptChains, held: Mapping[str, PrefixHit]
-    ) -> MissedPrefix | None:
-        """What the cluster of instance `prefill` lacks of what is `held` elsewhere; None if it lacks nothing."""
-        target = self._cluster_state.instance(prefill).cluster
-        longest: dict[str, int] = {}
-        for name, hit in held.items():
-            cluster = self._cluster_state.instance(name).cluster
-            longest[cluster] = max(longest.get(cluster, 0), hit.reusable_tokens)
-        here = longest.get(target, 0)
-        most = max(longest.values(), default=0)
-        key = chains.key_of(most) if most > here else None
-        if key is None:
-            return None
-        return MissedPrefix(key, most, here, target, [name for name in longest if longest[name] == most])
 
     def expect(self, name: str, chains: PromptChains) -> None:
         """Note that this prompt is sent to the instance, which will hold it in a moment."""
@@ -315,7 +283,7 @@ class PrefixKnowledge(Part):
         self._own_last_tokens[name] = told if type(told) is int and 0 < told <= _MOST_OWN_TOKENS else 1
 
     def own_last_tokens(self, name: str) -> int:
-        """How many last tokens of a prompt an engine computes itself, whatever is moved to it."""
+        """The last tokens of a prompt that an engine computes itself, whatever is moved to it."""
         return self._own_last_tokens.get(name, 1)
 
     def learn(self, instance: Instance, reading: EngineReading) -> None:
@@ -338,7 +306,7 @@ class PrefixKnowledge(Part):
         self._hasher = BlockHasher(block_tokens=block_tokens, seed=self._seed)
 
     def state(self, _now_s: float) -> Json:
-        """How large the index is."""
+        """The size of the index."""
         return {"index": asdict(self.index.stats()) | {"expected_blocks": self.pending_blocks}}
 
     def state_of(self, name: str, _now_s: float) -> Json:
@@ -347,7 +315,7 @@ class PrefixKnowledge(Part):
         return blocks | {"memory_blocks": self.memory_blocks(name)} if self.is_pool(name) else blocks
 
     def write_gauges(self, metrics: ControlMetrics, _now_s: float) -> None:
-        """Those of blocks."""
+        """Write the gauges of blocks."""
         metrics.index_blocks.set(self.index.stats().blocks)
         for name in self._cluster_state.names:
             metrics.instance_blocks.labels(name).set(self.blocks(name))
@@ -361,7 +329,7 @@ class PrefixKnowledge(Part):
         return len(self._pending)
 
     def is_pool(self, name: str) -> bool:
-        """Whether the holder of that name is a pool."""
+        """True if the holder of that name is a pool."""
         return name in self._memory_of
 
     def memory_blocks(self, pool: str) -> int:

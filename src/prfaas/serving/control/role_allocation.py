@@ -86,7 +86,7 @@ class RoleChanges:
 
     @property
     def drain_s(self) -> float:
-        """How long the last drain took; the longest that is waited for before the first."""
+        """Duration of the last drain; before the first, the longest that is waited for."""
         drains = [change.drained_s for change in self.history if change.drained_s is not None]
         return drains[-1] if drains else DRAIN_LIMIT_S
 
@@ -239,7 +239,7 @@ class RoleAllocation(Part):
         return {"roles": {"conversions": self.changes.state(now_s), "last_evaluation": self.last}}
 
     def write_gauges(self, metrics: ControlMetrics, _now_s: float) -> None:
-        """Those of the last evaluation."""
+        """Write the gauges of the last evaluation."""
         predicted = self.last.get("predicted")
         if predicted is None:
             return

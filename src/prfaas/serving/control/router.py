@@ -1,4 +1,4 @@
-"""Where requests go: what is known of a prompt and the view, put to the routing policy."""
+"""Routing of requests: the routing policy decides by the prompt's held prefixes and the view."""
 
 import logging
 from collections import Counter
@@ -133,11 +133,7 @@ class Router(Part):
         decision = match.bound(policy.decide(request, view), num_tokens, state.kv_between)
         self._count(decision)
         if offload and not avoid and view.pools:
-            self._hot_prefixes.note_pools(decision.prefill, chains, match.pools)
-        elif offload and not avoid and request.held:
-            missed = self._prefixes.missed_prefix(decision.prefill, chains, request.held)
-            if missed is not None:
-                self._hot_prefixes.note(missed)
+            self._hot_prefixes.note(decision.prefill, chains, match.pools)
         return decision
 
     def follow(self, before: AppliedDeployment, now: AppliedDeployment) -> None:

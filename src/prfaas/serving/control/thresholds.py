@@ -131,7 +131,7 @@ class Thresholds(Part):
         logger.info("threshold of %s: %.0f tokens, by an operator", cluster, entry.tokens)
 
     def pause(self, paused: bool) -> None:
-        """Whether another gateway decides. After a pause the first search comes a period later."""
+        """Leave the decisions to another gateway, or take them back: then the first search comes a period later."""
         if self._is_paused and not paused:
             self._next_search_s = self._clock() + self._running.current.control.threshold_period_s
         self._is_paused = paused
@@ -227,7 +227,7 @@ class Thresholds(Part):
         }
 
     def write_gauges(self, metrics: ControlMetrics, _now_s: float) -> None:
-        """Those of thresholds."""
+        """Write the gauges of thresholds."""
         for cluster, tokens in self._facts.view.threshold_tokens.items():
             metrics.threshold_tokens.labels(cluster).set(tokens)
 

@@ -1,4 +1,4 @@
-"""How long a new request would wait: for its prefill, for its link, and for a seat at its decode engine.
+"""Predicted waits of a new request: for its prefill, for its link, and for a seat at its decode engine.
 
 And how long answers keep the slots that decode instances are chosen by, whether a prefill instance decodes on, and how
 often it sends what another engine could go on from.

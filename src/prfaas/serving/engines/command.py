@@ -39,7 +39,7 @@ TLS_KEEPALIVE_S = 40
 
 @dataclass(frozen=True, slots=True)
 class EngineCommand:
-    """How to start a process. It holds no secret."""
+    """Command line and environment of a process. It holds no secret."""
 
     argv: tuple[str, ...]
     env: Mapping[str, str]
@@ -116,7 +116,7 @@ def vllm_command(deployment: Deployment, instance: Instance) -> EngineCommand:
 
 
 def synthetic_command(deployment: Deployment, names: Sequence[str]) -> EngineCommand:
-    """How to start the instances `names` of `deployment`, all in one process."""
+    """The command that starts the instances `names` of `deployment`, all in one process."""
     argv = [
         *(sys.executable, "-m", "prfaas.serving.engines.synthetic"),
         *("--state-dir", str(deployment.state_dir)),

@@ -1,4 +1,4 @@
-"""What is told while a model is fetched, and how it fails."""
+"""Progress and failure of fetching a model."""
 
 import sys
 from typing import Protocol

@@ -36,7 +36,7 @@ class FollowingEngines:
         self._left: deque[Instance] = deque()
 
     def check(self, said: Deployment, difference: DeploymentDifference) -> None:
-        """Whether the engines that a file adds can be started on this machine.
+        """Check that the engines that a file adds can be started on this machine.
 
         Raises:
             ReloadRefusedError: a port is taken, or a certificate can't be used.

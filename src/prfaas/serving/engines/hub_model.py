@@ -47,7 +47,7 @@ class _Revision:
 def hub_model(
     source: ModelSource, link: Path, report: FetchReport, *, weights: bool = True, update: bool = False
 ) -> None:
-    """See that `link` leads to the files of the commit that the deployment stays with.
+    """Make sure that `link` leads to the files of the commit that the deployment stays with.
 
     What is there already is not asked for again, so that a restart needs no network. Processes that ask at the same
     time wait for each other.

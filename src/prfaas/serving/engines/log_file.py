@@ -70,7 +70,7 @@ class LogFile:
 
     @property
     def written_bytes(self) -> int:
-        """What the child has written to this file so far."""
+        """Bytes that the child has written to this file so far."""
         return max(self.path.stat().st_size - self._began_bytes, 0)
 
     def tail(self, lines: int) -> str:

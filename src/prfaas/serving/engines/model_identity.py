@@ -1,4 +1,4 @@
-"""What tells two models apart that have the same configuration: their weights and their tokenizers.
+"""Identity of a model beyond its configuration: its weights and its tokenizer.
 
 KVCache of other weights looks like KVCache of these. So engines exchange it, and a pool keeps it, only where these
 identities are equal. Reading a terabyte at every start would take too long: weights are sampled.

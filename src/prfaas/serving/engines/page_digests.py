@@ -101,7 +101,7 @@ class KnownSums:
 
 
 class DigestPlan:
-    """Where the digests of pages lie in transfers: in one more region, by groups, then by blocks, then by layers.
+    """Places of pages' digests in transfers: in one more region, by groups, then by blocks, then by layers.
 
     So what a chunk of a prefill completes lies together, and can leave with the chunk.
     """

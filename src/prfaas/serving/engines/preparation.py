@@ -1,4 +1,4 @@
-"""What must be on this machine before an engine or the gateway starts: vLLM, model, key, certificates, free ports."""
+"""Checks before an engine or the gateway starts on this machine: vLLM, model, key, certificates, free ports."""
 
 import errno
 import importlib.util
@@ -201,7 +201,7 @@ def _has_avx_512() -> bool:
 
 
 def ensure_key(deployment: Deployment) -> None:
-    """See that the key is there and private; make one if the whole deployment is on this machine.
+    """Make sure that the key is there and private; make one if the whole deployment is on this machine.
 
     Elsewhere a new key would only shut this machine out: all machines need the same one.
 
@@ -225,7 +225,7 @@ def ensure_key(deployment: Deployment) -> None:
 
 
 def ensure_certificates(deployment: Deployment, names: Collection[str]) -> None:
-    """See that the certificates of those that run here are there and good, as far as they need any.
+    """Make sure that the certificates of those that run here are there and good, as far as they need any.
 
     Where all of it is on this machine, what is missing or about to expire is made. Elsewhere only the machine with the
     CA's key could make them.

@@ -18,7 +18,7 @@ LOOK_EVERY_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class RestartLimits:
-    """How often and how soon an engine or a pool is started again."""
+    """Limits of restarts of an engine or a pool."""
 
     most: int = 5
     """Restarts in a row; then the deployment goes on without it. 0: it is never started again."""
@@ -36,7 +36,7 @@ class RestartLimits:
 
 
 class Named(Protocol):
-    """What is started: an instance or a pool."""
+    """An instance or a pool, by its name."""
 
     @property
     def name(self) -> str: ...
@@ -47,7 +47,7 @@ _W = TypeVar("_W", bound=Named, contravariant=True)
 
 
 class Running(Protocol[_W]):
-    """What the supervisor needs of `RunningEngines` and `RunningPools`."""
+    """The part of `ChildProcesses` that the supervisor uses."""
 
     def is_running(self, name: str) -> bool: ...
 
@@ -107,7 +107,7 @@ class Supervisor(Generic[_N]):
 
     @property
     def given_up(self) -> list[str]:
-        """What is not started again any more."""
+        """Names of those that are not started again any more."""
         return [name for name, each in self._watched.items() if each.given_up]
 
     def watch(self, what: _N) -> None:
@@ -126,7 +126,7 @@ class Supervisor(Generic[_N]):
             await self.look()
 
     async def look(self) -> None:
-        """See who has ended, start again who is due, and ask those that start whether they are ready.
+        """Notice those that have ended, start again those that are due, and ask the starting ones if they are ready.
 
         What fails unexpectedly is logged: whoever else ends later must still be started again.
         """

@@ -49,12 +49,12 @@ class EngineStart:
 
     @property
     def template_env(self) -> dict[str, str]:
-        """What a template must have of it."""
+        """The variables that a template must have."""
         return {name: value for name, value in self.env.items() if name not in _READ_LATE}
 
     @property
     def own_env(self) -> dict[str, str]:
-        """What its fork is given."""
+        """The variables that its fork is given."""
         return {name: value for name, value in self.env.items() if name in _READ_LATE}
 
 
@@ -84,12 +84,12 @@ class EngineTemplate:
 
     @property
     def is_busy(self) -> bool:
-        """Whether engines have been ordered that are not there yet."""
+        """True if engines have been ordered that are not there yet."""
         return bool(self._starts)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of those."""
+        """Names of the ordered engines."""
         return tuple(self._starts)
 
     def order(self, starts: Sequence[EngineStart]) -> None:
@@ -217,7 +217,7 @@ class EngineTemplates:
 
     @property
     def is_busy(self) -> bool:
-        """Whether any engine is not there yet."""
+        """True if any engine is not there yet."""
         return any(each.is_busy for each in self._templates)
 
     def give_up(self) -> None:

@@ -1,4 +1,4 @@
-"""What every engine counts of its KV transfers: in the series `vllm:prfaas_<counter>_total`."""
+"""Counters of every engine's KV transfers: the series `vllm:prfaas_<counter>_total`."""
 
 from collections.abc import Mapping
 

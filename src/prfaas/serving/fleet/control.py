@@ -85,17 +85,7 @@ class FleetControl(Part):
         self._followed: Decisions | None = None
         self._decided_revision = 0
         self._applied = 0
-        self.member = FleetMember(
-            store,
-            f"/prfaas/{running.current.name}/",
-            name,
-            lease_s=config.lease_s,
-            period_s=config.period_s,
-            tell=self.announcement,
-            on_value=self._on_value,
-            on_joined=self.steer,
-            on_store_lost=self._on_store_lost,
-        )
+        self.member = FleetMember(store, f"/prfaas/{running.current.name}/", name, config, self)
         decisions.have_all_know(self._knows_all)
         self._pause()
 
@@ -236,7 +226,8 @@ class FleetControl(Part):
             paces=self.member.leader in (None, self.member.name),
         )
 
-    def _on_value(self, key: str, value: bytes | None, revision: int) -> None:
+    def take_value(self, key: str, value: bytes | None, revision: int) -> None:
+        """Take what the leader has decided, a reload, or a mark of an instance that is drained."""
         self._applied = max(self._applied, revision)
         # The watch may still tell what this gateway has written over.
         if key == DECISIONS and revision >= self._decided_revision:
@@ -251,7 +242,7 @@ class FleetControl(Part):
         elif key.startswith(DRAINED):
             self._marks.hear(key.removeprefix(DRAINED), value is not None, revision)
 
-    def _on_store_lost(self) -> None:
+    def forget_revisions(self) -> None:
         """Write marks and decisions again; the store's revisions begin anew."""
         self._marks.write_again()
         self._known = self._followed = None

@@ -3,9 +3,11 @@
 import asyncio
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
+from prfaas.core.deployment.fleet import FleetConfig
 from prfaas.serving.fleet.store import CompactedError, Entry, Store, StoreChange, StoreError
 from prfaas.serving.tasks import run_together
 
@@ -29,6 +31,25 @@ class MemberEntry:
     """The revision at which it joined. The oldest member leads."""
 
 
+class MemberOwner(Protocol):
+    """What a gateway tells its fleet, and what it does about the values that the fleet has written."""
+
+    def announcement(self) -> bytes:
+        """What this gateway says of itself now."""
+
+    def take_value(self, key: str, value: bytes | None, revision: int) -> None:
+        """Take a value beside those of gateways, by its key without the prefix, with the revision of its change.
+
+        `value` None: it was deleted.
+        """
+
+    def steer(self) -> None:
+        """Go on from all that was read: at the start, and after each silence of the store."""
+
+    def forget_revisions(self) -> None:
+        """Count from nothing: the store has lost what it held, and what it holds now is told next."""
+
+
 class FleetMember:
     """Keeps one gateway a member, and follows what is written under the fleet's prefix.
 
@@ -40,31 +61,14 @@ class FleetMember:
     one changes no leader.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        prefix: str,
-        name: str,
-        *,
-        lease_s: int,
-        period_s: float,
-        tell: Callable[[], bytes],
-        on_value: Callable[[str, bytes | None, int], None],
-        on_joined: Callable[[], None],
-        on_store_lost: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, store: Store, prefix: str, name: str, config: FleetConfig, owner: MemberOwner) -> None:
         """
         Args:
             store: shared by all gateways.
             prefix: of all keys of this fleet.
             name: this gateway's, unlike any other's.
-            lease_s: after so long without a word a gateway is gone.
-            period_s: how often `tell` is asked.
-            tell: what this gateway says of itself now.
-            on_value: told each value beside those of gateways, by its key without the prefix, with the revision of its
-                change; None: it was deleted.
-            on_joined: called after everything was read, at the start and after each silence of the store.
-            on_store_lost: called when the store has lost what it held, before `on_value` is told what it holds now.
+            config: how long a lease is, and how often the owner is asked.
+            owner: whose member this is.
         """
         self.name = name
         self.members: dict[str, MemberEntry] = {}
@@ -79,12 +83,8 @@ class FleetMember:
         """How often the store was lost."""
         self._store = store
         self._prefix = prefix
-        self._lease_s = lease_s
-        self._period_s = period_s
-        self._tell = tell
-        self._on_value = on_value
-        self._on_joined = on_joined
-        self._on_store_lost = on_store_lost
+        self._config = config
+        self._owner = owner
         self._lease: int | None = None
         self._values: set[str] = set()
         self._next_revision = 0
@@ -96,7 +96,7 @@ class FleetMember:
 
     @property
     def leads(self) -> bool:
-        """Whether this gateway leads, as last seen."""
+        """True if this gateway leads, as last seen."""
         return self.has_joined and self.leader == self.name
 
     @property
@@ -142,7 +142,7 @@ class FleetMember:
     async def _session(self) -> None:
         """Be a member until something fails."""
         if self._lease is None or not await self._store.keep(self._lease):
-            self._lease = await self._store.grant(self._lease_s)
+            self._lease = await self._store.grant(self._config.lease_s)
         await self._join(self._lease)
         await run_together(self._keep(self._lease), self._follow(), self._publish(self._lease))
 
@@ -152,7 +152,7 @@ class FleetMember:
         own = next((entry for entry in entries if entry.key == key), None)
         known = self.members.get(self.name)
         if own is None:
-            if await self._store.create(key, self._tell(), lease) is None:
+            if await self._store.create(key, self._owner.announcement(), lease) is None:
                 raise StoreError(f"another gateway has just joined as {self.name}")
             entries, revision = await self._store.read(self._prefix)
         elif known is None or own.created != known.created:
@@ -168,14 +168,14 @@ class FleetMember:
         if not self.is_connected:
             logger.info("a member of the fleet as %s; %s leads", self.name, self.leader)
         self.is_connected, self.has_joined, self.problem = True, True, None
-        self._on_joined()
+        self._owner.steer()
 
     def _take_all(self, entries: Sequence[Entry], revision: int) -> None:
         if revision + 1 < self._next_revision:
             # Revisions only grow: its data is gone, and so is no word that anybody has taken back.
             logger.warning("etcd has lost its data: what this gateway knows is written again")
             self._values.clear()
-            self._on_store_lost()
+            self._owner.forget_revisions()
         leader = self.leader
         gateways = self._prefix + GATEWAYS
         self.members = {
@@ -190,17 +190,17 @@ class FleetMember:
         }
         for key in [key for key in self._values if key not in found]:
             self._values.discard(key)
-            self._on_value(key, None, revision)
+            self._owner.take_value(key, None, revision)
         for key, entry in found.items():
             self._values.add(key)
-            self._on_value(key, entry.value, entry.changed)
+            self._owner.take_value(key, entry.value, entry.changed)
         self._next_revision = revision + 1
         if leader is not None and leader != self.leader:
             logger.warning("%s leads the fleet now", self.leader)
 
     async def _keep(self, lease: int) -> None:
         while True:
-            await asyncio.sleep(self._lease_s / 3)
+            await asyncio.sleep(self._config.lease_s / 3)
             if not await self._store.keep(lease):
                 self._lease = None
                 raise StoreError("the lease has ended; etcd had not heard of this gateway for too long")
@@ -209,11 +209,11 @@ class FleetMember:
         clock = asyncio.get_running_loop().time
         told, told_s = b"", -_REPEAT_S
         while True:
-            value = self._tell()
+            value = self._owner.announcement()
             if value != told or clock() - told_s >= _REPEAT_S:
                 await self._store.put(self._prefix + GATEWAYS + self.name, value, lease)
                 told, told_s = value, clock()
-            await asyncio.sleep(self._period_s)
+            await asyncio.sleep(self._config.period_s)
 
     async def _follow(self) -> None:
         try:
@@ -229,7 +229,7 @@ class FleetMember:
         self._next_revision = max(self._next_revision, change.revision + 1)
         if not key.startswith(GATEWAYS):
             (self._values.discard if change.entry is None else self._values.add)(key)
-            self._on_value(key, None if change.entry is None else change.entry.value, change.revision)
+            self._owner.take_value(key, None if change.entry is None else change.entry.value, change.revision)
             return
         name, leader = key.removeprefix(GATEWAYS), self.leader
         if not _NAME.fullmatch(name):

@@ -1,4 +1,4 @@
-"""What the gateways of a fleet write into their store."""
+"""Messages that the gateways of a fleet write into their store."""
 
 import hashlib
 from typing import Annotated, Literal
@@ -13,7 +13,7 @@ _Tokens = Annotated[float, msgspec.Meta(ge=0.0, le=1e12)]
 
 
 class Announcement(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a gateway tells of itself, under its lease."""
+    """A gateway's report on itself, under its lease."""
 
     file: _Name
     """`file_digest` of the deployment file that it runs."""
@@ -24,7 +24,7 @@ class Announcement(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class RoleDecision(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What an instance of a pd cluster does."""
+    """The role of an instance of a pd cluster."""
 
     prefills: bool = False
     decodes: bool = False
@@ -33,7 +33,7 @@ class RoleDecision(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Decisions(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What the leader has decided; the others follow. It stays when all gateways have gone."""
+    """The leader's decisions, which the others follow. They stay when all gateways have gone."""
 
     leader: _Name
     file: _Name

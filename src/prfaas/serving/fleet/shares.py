@@ -1,4 +1,4 @@
-"""What the gateways of a fleet tell each other of their open work, and how each counts what the others tell."""
+"""Open work of a fleet's gateways: each reports its own, and counts the others'."""
 
 from collections import deque
 from collections.abc import Mapping
@@ -83,5 +83,5 @@ class FleetShares:
 
 
 def requests_of(share: GatewayShare) -> int:
-    """How many requests a gateway has open."""
+    """The number of requests that a gateway has open."""
     return sum(part.requests for part in share.instances.values())

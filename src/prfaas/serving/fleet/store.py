@@ -1,4 +1,4 @@
-"""What a fleet needs of the store that its gateways share; `etcd.EtcdStore` is the real one."""
+"""Interface of the store that a fleet's gateways share; `etcd.EtcdStore` is the real one."""
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass

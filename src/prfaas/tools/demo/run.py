@@ -10,8 +10,9 @@ import aiohttp
 
 from prfaas.core.deployment import Deployment
 from prfaas.core.kv import KvModel
+from prfaas.serving.engines.child_processes import READY_TIMEOUT_S, StartProgress
 from prfaas.serving.engines.preparation import ensure_model
-from prfaas.serving.engines.running import READY_TIMEOUT_S, EngineProgress, RunningEngines
+from prfaas.serving.engines.running import RunningEngines
 from prfaas.serving.engines.template import EngineTemplates
 from prfaas.serving.pool.running import RunningPools
 from prfaas.tools.demo.client import DemoAnswer, RequestFailedError, stream_completion
@@ -38,7 +39,7 @@ _SETTLE_S = 20.0
 class Stages(Protocol):
     """How a run's progress is shown."""
 
-    def starting(self, engines: RunningEngines) -> AbstractContextManager[Callable[[EngineProgress], None]]:
+    def starting(self, engines: RunningEngines) -> AbstractContextManager[Callable[[StartProgress], None]]:
         """While `engines` start; what it gives is called with each step."""
         ...
 

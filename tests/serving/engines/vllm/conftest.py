@@ -2,10 +2,10 @@
 
 import pytest
 
-from prfaas.serving.engines.vllm import postponed
+from prfaas.serving.engines.vllm import producer
 
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a machine that starves, two engines may take longer to meet than an engine waits for another one."""
-    monkeypatch.setattr(postponed, "PATIENCE_S", 60.0)
+    monkeypatch.setattr(producer, "PATIENCE_S", 60.0)

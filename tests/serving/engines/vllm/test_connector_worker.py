@@ -29,7 +29,7 @@ from prfaas.core.pool.depth import needed_blocks
 from prfaas.core.pool.geometry import PoolGeometry
 from prfaas.serving.engines.model_identity import ModelIdentity
 from prfaas.serving.engines.vllm.connector import _check_parallelism
-from prfaas.serving.engines.vllm.connector_worker import ConnectorWorker, _drops_last_block, _own_last_tokens
+from prfaas.serving.engines.vllm.connector_worker import ConnectorWorker, PoolWorker
 from prfaas.serving.engines.vllm.fingerprint import fingerprint, pool_fingerprint
 from prfaas.serving.engines.vllm.layout import (
     EngineGroup,
@@ -47,7 +47,7 @@ from prfaas.serving.engines.vllm.metadata import (
     TransferMetadata,
 )
 from prfaas.serving.engines.vllm.pages import HostPages
-from prfaas.serving.engines.vllm.pool_worker import PoolWorker
+from prfaas.serving.engines.vllm.rank_kv import drops_last_block, own_last_tokens
 from prfaas.serving.engines.vllm.rank_pages import pool_geometry
 from prfaas.serving.engines.vllm.settings import SettingsError
 from prfaas.serving.engines.vllm.stats import ConnectorStats
@@ -480,7 +480,7 @@ def test_an_engine_tells_whether_it_drops_the_last_block_of_a_hit(
     regions = [SimpleNamespace(group=group) for group in (FULL, WINDOW)]
     speculative = None if drops is None else SimpleNamespace(use_eagle_block_drop=lambda: drops)
     groups = [SimpleNamespace(is_eagle_group=index in marked) for index in range(3)]
-    told = _drops_last_block(
+    told = drops_last_block(
         SimpleNamespace(speculative_config=speculative),
         SimpleNamespace(kv_cache_groups=groups),
         SimpleNamespace(regions=regions),  # type: ignore[arg-type]
@@ -508,7 +508,7 @@ def test_several_modules_that_draft_need_more_last_tokens_of_a_prompt(
         speculative_config=speculative if modules else None, num_speculative_tokens=drafts
     )
     of_engine.num_prefill_lookahead_tokens = VllmConfig.num_prefill_lookahead_tokens.fget(of_engine)
-    assert _own_last_tokens(of_engine) == own
+    assert own_last_tokens(of_engine) == own
 
 
 @pytest.mark.parametrize("option", ["pipeline", "decode_context", "prefill_context"])

@@ -12,8 +12,7 @@ from prfaas.core.kv.groups import GroupKind, KvGroup
 from prfaas.core.kv.page_layout import PageLayout, UnlikePagesError, WirePage, wire_forms
 from prfaas.core.kv.rank_shares import RankPair, paired_ranks
 from prfaas.serving.engines.page_digests import byte_sums
-from prfaas.serving.engines.vllm.converted_pages import ConvertedPages
-from prfaas.serving.engines.vllm.cut_pages import cut_pages
+from prfaas.serving.engines.vllm.cut_pages import ConvertedPages, cut_pages
 from prfaas.serving.engines.vllm.device_pages import DevicePages
 from prfaas.serving.engines.vllm.layout import Packing, page_layout
 from prfaas.serving.engines.vllm.pages import HostPages, PagedSource, WirePages, raw_pages

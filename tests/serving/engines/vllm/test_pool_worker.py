@@ -18,12 +18,12 @@ from xxhash import xxh3_64_intdigest
 from prfaas.core.kv.groups import GroupKind
 from prfaas.core.pool.geometry import PoolGeometry, PoolGeometryError
 from prfaas.serving.engines.vllm.arena_pages import ArenaPages
+from prfaas.serving.engines.vllm.connector_worker import PoolWorker
 from prfaas.serving.engines.vllm.device_pages import DevicePages
 from prfaas.serving.engines.vllm.layout import EngineGroup, KvLayout
 from prfaas.serving.engines.vllm.metadata import PoolLoad, PoolPages, PoolStore
 from prfaas.serving.engines.vllm.pages import HostPages, LayerPages
 from prfaas.serving.engines.vllm.pool_reader import PoolReader
-from prfaas.serving.engines.vllm.pool_worker import PoolWorker
 from prfaas.serving.engines.vllm.rank_pages import RankPages, pool_geometry
 from prfaas.serving.engines.vllm.stats import ConnectorStats
 from prfaas.serving.pool.client import PoolClient

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from prfaas.serving.engines.vllm import standby
+from prfaas.serving.engines.vllm import template
 
 # Tells of its children: so many forks, and one that is spawned. LATE is set after the forks.
 PROGRAM = """
 import json, multiprocessing, os, sys
-from prfaas.serving.engines.vllm.standby import stand_by
+from prfaas.serving.engines.vllm.template import stand_by
 
 MARK = []
 
@@ -92,7 +92,7 @@ def test_in_place_of_a_fork_that_has_gone_one_is_spawned(tmp_path: Path) -> None
 @pytest.mark.parametrize("count", [1, 3])
 def test_unused_forks_end_with_their_parent(count: int) -> None:
     program = (
-        "from prfaas.serving.engines.vllm.standby import stand_by\n"
+        "from prfaas.serving.engines.vllm.template import stand_by\n"
         f"stand_by({count})\nprint('first', flush=True)"
     )
     # Its output ends when the last process that has it open has ended.
@@ -127,7 +127,7 @@ def _renumbered(wanted: tuple[int, ...] | str) -> int:
             os.dup2(read, number)
             os.close(read)
             os.close(write)
-        standby._renumber(received, numbers)
+        template._renumber(received, numbers)
         return int([int(os.read(number, 9)) for number in numbers] != [*range(len(numbers))])
     except BaseException:
         return 2

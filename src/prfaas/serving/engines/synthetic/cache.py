@@ -5,14 +5,16 @@ another needs its room.
 """
 
 import asyncio
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from struct import Struct
 
 from xxhash import xxh3_64_intdigest
 
 from prfaas.core.kv.groups import GroupKind
+from prfaas.core.pool.depth import PrefixDepth, usable_end
 from prfaas.serving.engines.synthetic.content import TokenChain
 from prfaas.serving.engines.synthetic.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
 from prfaas.serving.engines.synthetic.layout import EVENT_KINDS, SyntheticGroup, SyntheticLayout
@@ -49,7 +51,8 @@ class PagePool:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self._copies: dict[tuple[int, int], list[Page]] = {}
+        self.copies: defaultdict[int, dict[int, list[Page]]] = defaultdict(dict)
+        """By group: key → copies of every block that can be found."""
         self._idle: OrderedDict[Page, None] = OrderedDict()
         self._reserved = 0
         self._pinned = 0
@@ -62,17 +65,9 @@ class PagePool:
         """Share of the pages that running requests hold or will need."""
         return (self._reserved + self._pinned) / self.capacity
 
-    def copies(self) -> dict[tuple[int, int], int]:
-        """(group, key) → copies of every block that can be found."""
-        return {place: len(copies) for place, copies in self._copies.items()}
-
-    def holds(self, group: int, key: int) -> bool:
-        """True if a copy of the block is held."""
-        return (group, key) in self._copies
-
     def find(self, group: int, key: int) -> Page:
         """A copy of a block that is held."""
-        return self._copies[group, key][0]
+        return self.copies[group][key][0]
 
     async def lease(self, pages: int) -> "Lease":
         """Room for `pages` more pages; waits for it behind those who asked before.
@@ -97,16 +92,16 @@ class PagePool:
         return True
 
     def take_evicted(self) -> list[Page]:
-        """What was evicted since the last call, in order."""
+        """Pages evicted since the last call, in order."""
         evicted, self._evicted = self._evicted, []
         return evicted
 
     def clear(self) -> None:
         """Forget every block; running requests keep their pages, but no lookup finds them any more."""
-        for copies in self._copies.values():
-            for page in copies:
+        for blocks in self.copies.values():
+            for page in chain(*blocks.values()):
                 page.cached = False
-        self._copies.clear()
+        self.copies.clear()
         self._idle.clear()
         self._evicted.clear()
         self._freed.set()
@@ -117,14 +112,14 @@ class PagePool:
             self._forget(page)
             self._evicted.append(page)
         page = Page(group, key, deviations)
-        self._copies.setdefault((group, key), []).append(page)
+        self.copies[group].setdefault(key, []).append(page)
         return page
 
     def _forget(self, page: Page) -> None:
-        copies = self._copies[page.group, page.key]
+        copies = self.copies[page.group][page.key]
         copies.remove(page)
         if not copies:
-            del self._copies[page.group, page.key]
+            del self.copies[page.group][page.key]
 
     def _pin(self, page: Page) -> None:
         if page.holders == 0:
@@ -214,18 +209,8 @@ class Context:
                 self.deviations[group.index, block] = deviations
 
     def deviations_of(self, group: SyntheticGroup, block: int) -> Deviations:
-        """What a page of the context differs by."""
+        """Deviations of a page of the context."""
         return self.deviations.get((group.index, block), ())
-
-
-@dataclass(frozen=True, slots=True)
-class Hit:
-    """Whole blocks at a prompt's start that are held."""
-
-    attention_blocks: int
-    """Of full attention alone."""
-    usable_blocks: int
-    """With everything that is needed to go on from their end."""
 
 
 class PrefixCache:
@@ -255,22 +240,19 @@ class PrefixCache:
         self._hash_seed = hash_seed
         self._publish = publish
 
-    def hit(self, context: Context, limit_tokens: int) -> Hit:
-        """What is held of the context's first `limit_tokens` tokens."""
-        keys = self._keys(context)[: limit_tokens // self.layout.block_tokens]
-        full = self.layout.full.index
-        attention = next((i for i, key in enumerate(keys) if not self.pool.holds(full, key)), len(keys))
-        usable = attention
-        while usable and not all(self._reaches(group, keys, usable) for group in self.layout.others):
-            usable -= 1
-        return Hit(attention, usable)
+    def hit(self, context: Context, limit_tokens: int) -> PrefixDepth:
+        """Find how much of the context's first `limit_tokens` tokens is held."""
+        layout = self.layout
+        return usable_end(
+            layout.groups, self._keys(context), layout.block_tokens, self.pool.copies, 0, limit_tokens
+        )
 
-    def reuse(self, context: Context, lease: Lease, hit_blocks: int, *, attention_only: bool) -> None:
+    def reuse(self, context: Context, lease: Lease, hit_tokens: int, *, attention_only: bool) -> None:
         """Pin what a hit found and make it part of the context."""
         keys = self._keys(context)
         groups = [self.layout.full] if attention_only else self.layout.groups
-        for group in groups:
-            for block in self._needed(group, hit_blocks):
+        for group in groups if hit_tokens else ():
+            for block in group.moving_blocks(hit_tokens, 0):
                 page = self.pool.find(group.index, keys[block])
                 # The other groups' pages are read once; only full attention is looked at until the end.
                 if group.kind is GroupKind.FULL:
@@ -315,10 +297,12 @@ class PrefixCache:
 
     def held(self) -> dict[int, dict[int, int]]:
         """Group → engine hash → copies: what a faithful reader of the events must have."""
-        found: dict[int, dict[int, int]] = {group.index: {} for group in self.layout.groups}
-        for (group, key), copies in self.pool.copies().items():
-            found[group][self.engine_hash(key)] = copies
-        return found
+        return {
+            group.index: {
+                self.engine_hash(key): len(each) for key, each in self.pool.copies[group.index].items()
+            }
+            for group in self.layout.groups
+        }
 
     def _keys(self, context: Context) -> list[int]:
         # The KV of a prefix is the same for all tenants; what they may find is not.
@@ -327,26 +311,13 @@ class PrefixCache:
         own = xxh3_64_intdigest(context.salt.encode())
         return [digest ^ own for digest in context.chain.blocks]
 
-    def _needed(self, group: SyntheticGroup, boundary: int) -> range:
-        """Blocks of a group that are needed to go on from block boundary `boundary`."""
-        match group.kind:
-            case GroupKind.FULL:
-                return range(boundary)
-            case GroupKind.WINDOW:
-                return range(max(0, boundary - group.window_blocks), boundary)
-            case GroupKind.STATE:
-                return range(max(0, boundary - 1), boundary)
-
-    def _reaches(self, group: SyntheticGroup, keys: Sequence[int], boundary: int) -> bool:
-        return all(self.pool.holds(group.index, keys[block]) for block in self._needed(group, boundary))
-
     def _keep(
         self, context: Context, group: SyntheticGroup, keys: Sequence[int], first: int, end: int
     ) -> BlockStored:
         deposit = self.pool.deposit
         kept = [
             block
-            for block in self._needed(group, end)
+            for block in group.moving_blocks(end * group.block_tokens, 0)
             # Window blocks before this step are kept already, or were not kept then and are gone.
             if block >= first and deposit(group.index, keys[block], context.deviations_of(group, block))
         ]

@@ -226,7 +226,7 @@ class Endpoints:
             await asyncio.sleep(_POLL_S)
 
     def tokens_of(self, ticket: Ticket) -> int:
-        """How many tokens' KV a transfer gives that is over: fewer than its ticket says where it broke."""
+        """Tokens whose KV an ended transfer gives: fewer than its ticket says where it broke."""
         status = self.receiver.state(ticket.transfer_id)
         if status is None or status.phase is not TransferPhase.FAILED:
             return ticket.num_tokens

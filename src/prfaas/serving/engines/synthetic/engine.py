@@ -42,7 +42,7 @@ class Work:
 
 @dataclass(slots=True)
 class TransferRoles:
-    """What the tickets of a request ask of this engine."""
+    """Transfers that the tickets of a request ask of this engine."""
 
     send: tuple[Ticket, str] | None = None
     """The transfer to send, with its sealed ticket."""
@@ -268,13 +268,12 @@ class SyntheticEngine:
         """
         context, cache = state.context, self.cache
         hit = cache.hit(context, len(context.chain) - 1)
-        blocks = hit.usable_blocks if cache.layout.has_window else hit.attention_blocks
-        held_tokens = blocks * cache.layout.block_tokens
+        held_tokens = hit.usable_tokens if cache.layout.has_window else hit.attention_tokens
         num_tokens = self.endpoints.tokens_of(ticket)
         if not ticket.skip_tokens <= held_tokens < num_tokens:
             self.endpoints.drop(ticket, f"{held_tokens} tokens are held, {ticket.skip_tokens} were skipped")
             return False
-        cache.reuse(context, state.lease, blocks, attention_only=True)
+        cache.reuse(context, state.lease, held_tokens, attention_only=True)
         taint = context.taint
         if not await self.endpoints.load(ticket, context, held_tokens, num_tokens):
             self.endpoints.counts.loads_failed += 1
@@ -290,9 +289,8 @@ class SyntheticEngine:
 
     def _reuse(self, state: _RequestState, limit_tokens: int) -> None:
         """Make what is held of the first `limit_tokens` tokens part of the context."""
-        blocks = self.cache.hit(state.context, limit_tokens).usable_blocks
-        self.cache.reuse(state.context, state.lease, blocks, attention_only=False)
-        tokens = blocks * self.cache.layout.block_tokens
+        tokens = self.cache.hit(state.context, limit_tokens).usable_tokens
+        self.cache.reuse(state.context, state.lease, tokens, attention_only=False)
         state.done_tokens = state.stored_tokens = state.cached_tokens = tokens
         self.counts.prefix_hits += tokens
 

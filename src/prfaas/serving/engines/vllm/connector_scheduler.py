@@ -78,7 +78,7 @@ class ConsumingRequest:
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens' KV the transfer gives."""
+        """Tokens whose KV the transfer gives."""
         return self.usable_tokens or self.ticket.num_tokens
 
 

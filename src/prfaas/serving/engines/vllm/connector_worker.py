@@ -3,33 +3,27 @@
 import logging
 import threading
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable
 
 import torch
 from vllm.config import VllmConfig
-from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from prfaas.core.kv.groups import GroupKind
 from prfaas.core.pool.geometry import PoolGeometry, PoolGeometryError
-from prfaas.serving.engines.model_identity import ModelIdentity
 from prfaas.serving.engines.vllm.consumer import KvConsumer
-from prfaas.serving.engines.vllm.drafter import Drafter
-from prfaas.serving.engines.vllm.fingerprint import fingerprint, pool_fingerprint
-from prfaas.serving.engines.vllm.layout import KvLayout, read_elements, read_packings
+from prfaas.serving.engines.vllm.fingerprint import pool_fingerprint
+from prfaas.serving.engines.vllm.layout import KvLayout
 from prfaas.serving.engines.vllm.metadata import StepReports, TransferMetadata
-from prfaas.serving.engines.vllm.pool_worker import PoolWorker
+from prfaas.serving.engines.vllm.pool_reader import PoolReader
+from prfaas.serving.engines.vllm.pool_writer import PoolWriter
 from prfaas.serving.engines.vllm.producer import KvProducer
-from prfaas.serving.engines.vllm.rank_pages import pool_geometry
+from prfaas.serving.engines.vllm.rank_kv import KvCaches, RankKv
+from prfaas.serving.engines.vllm.rank_pages import RankPages, pool_geometry
 from prfaas.serving.engines.vllm.settings import ConnectorSettings
-from prfaas.serving.engines.vllm.sibling_ranks import (
-    gather_of_ranks,
-    layer_copies,
-    meet_siblings,
-    page_locked,
-)
+from prfaas.serving.engines.vllm.sibling_ranks import page_locked
 from prfaas.serving.engines.vllm.stats import ConnectorStats
 from prfaas.serving.engines.vllm.wire_layout import wire_layouts
+from prfaas.serving.pool.client import PoolClient
 from prfaas.serving.transport.endpoint import KvEndpoint
 from prfaas.serving.transport.options import ReceiverOptions, SenderOptions
 from prfaas.serving.transport.peer_list import ranked
@@ -50,7 +44,7 @@ class _Joined:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether anything is still to end."""
+        """True if anything is still to end."""
         return bool(self._open)
 
     def expect(self, request_ids: Iterable[str]) -> None:
@@ -60,7 +54,7 @@ class _Joined:
             self._open[request_id] += 1
 
     def end(self, request_ids: Iterable[str], failed: Collection[str] = ()) -> tuple[set[str], set[str]]:
-        """One thing has ended for each of these; returns those of which all has, and those where something failed."""
+        """End one thing of each; returns the requests that are now complete, and those of them that failed."""
         ended: set[str] = set()
         for request_id in request_ids:
             if request_id in failed:
@@ -72,6 +66,56 @@ class _Joined:
         gone = ended & self._failed
         self._failed -= gone
         return ended, gone
+
+
+class PoolWorker:
+    """A rank's session with the daemon, what it reads from the pool, and what it writes into it."""
+
+    def __init__(
+        self,
+        layout: KvLayout,
+        geometry: PoolGeometry,
+        rank: int,
+        client: PoolClient,
+        load_wait_s: float,
+        stats: ConnectorStats,
+    ) -> None:
+        """
+        Args:
+            layout: of this rank's KV.
+            geometry: of the pool.
+            rank: the tensor-parallel rank.
+            client: a session of the kind "worker", which ends with this.
+            load_wait_s: a load waits that long at most for pages that come from the SSD.
+            stats: where both count.
+        """
+        pages = RankPages(layout, geometry, rank)
+        self._client = client
+        self.reader = PoolReader(pages, client, load_wait_s, stats)
+        self.writer = PoolWriter(pages, client, stats)
+
+    @classmethod
+    def connect(
+        cls,
+        settings: ConnectorSettings,
+        layout: KvLayout,
+        geometry: PoolGeometry,
+        rank: int,
+        stats: ConnectorStats,
+    ) -> "PoolWorker":
+        """Open the session; a daemon that is not there yet is looked for in the background."""
+        assert settings.pool_socket is not None, "an engine without a pool has none to connect to"
+        timeout_s = settings.pool.timeout_s
+        client = PoolClient(settings.pool_socket, "worker", geometry, rank, timeout_s, settings.name)
+        client.connect()
+        logger.info("pages of the pool, bytes on a rank by KV group: %s", geometry.groups)
+        return cls(layout, geometry, rank, client, settings.transfer.load_wait_s, stats)
+
+    def close(self) -> None:
+        """End every thread and the session."""
+        self.reader.close()
+        self.writer.close()
+        self._client.close()
 
 
 class ConnectorWorker:
@@ -105,7 +149,7 @@ class ConnectorWorker:
         key: bytes,
         vllm_config: VllmConfig,
         kv_cache_config: KVCacheConfig,
-        kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]],
+        kv_caches: KvCaches,
         rank: int,
     ) -> "ConnectorWorker":
         """Open the KV port, connect to the peers, pre-fault the staging arena.
@@ -123,79 +167,44 @@ class ConnectorWorker:
             LayoutError: a group or tensor that can't be moved as pages.
             OSError: the KV port is taken, or a file of the model can't be read.
         """
-        drafter = Drafter.of_engine(vllm_config, [name for name in _built(vllm_config) if name in kv_caches])
-        copies = layer_copies(kv_cache_config, vllm_config, drafter)
-        sockets = meet_siblings(rank, gather_of_ranks) if copies else {}
-        layout = KvLayout.of_engine(
-            kv_cache_config,
-            kv_caches,
-            _built_order(vllm_config),
-            read_packings(vllm_config),
-            read_elements(vllm_config),
-            drafter,
-            copies if sockets else None,
-        )
+        kv = RankKv.of_engine(settings, vllm_config, kv_cache_config, kv_caches, rank)
         digests = settings.transfer.page_digests
-        model = vllm_config.model_config
-        identity = ModelIdentity.of(
-            # Weights that come out of an object store: the directory has only the other files.
-            model.model_weights or model.model,
-            model.tokenizer,
-            model.revision,
-            model.tokenizer_revision,
-        )
-        marks = fingerprint(
-            layout,
-            vllm_config,
-            identity,
-            get_conv_state_layout(),
-            page_digests=digests,
-            convert_kv=settings.convert_kv,
-        )
-        ranks = vllm_config.parallel_config.tensor_parallel_size
-        geometry = _pool_geometry(settings, layout, ranks, pool_fingerprint(marks, layout, ranks))
-        wires = wire_layouts(layout, settings.name, rank, ranks, page_digests=digests)
-        logger.info("KV layout of %s: %s; pages: %s", settings.name, marks, wires.reported)
-        on_device = any(tensor.device.type == "cuda" for tensor in _tensors(kv_caches))
-        memory_fd, buffer = shared_memory(settings.staging_bytes) if sockets else (None, None)
-        if on_device:
-            buffer = _pinned(settings.staging_bytes) if buffer is None else page_locked(buffer)
-        arena = StagingArena(settings.staging_bytes, settings.transfer_block_bytes, buffer)
+        wires = wire_layouts(kv.layout, settings.name, rank, kv.ranks, page_digests=digests)
+        logger.info("KV layout of %s: %s; pages: %s", settings.name, kv.marks, wires.reported)
+        memory_fd, arena = _staging(settings, kv)
         options = ReceiverOptions(limits=settings.transfer, uncounted_regions=int(digests))
         endpoint = KvEndpoint.of(
             name=ranked(settings.name, rank),
             key=key,
             host=settings.kv_host,
             port=settings.kv_port + rank,
-            fingerprint=marks,
+            fingerprint=kv.marks,
             tls=settings.tls,
-            peer_list=settings.peer_list(rank, ranks),
+            peer_list=settings.peer_list(rank, kv.ranks),
             arena=arena,
             layout=wires,
             sender_options=SenderOptions(limits=settings.transfer),
             receiver_options=options,
-            more_stats={
-                "drops_last_block": _drops_last_block(vllm_config, kv_cache_config, layout),
-                "own_last_tokens": _own_last_tokens(vllm_config),
-            }.copy,
+            more_stats=kv.reuse.copy,
         )
         receiver, sender = endpoint.receiver, endpoint.sender
         siblings = None
         if memory_fd is not None:
             siblings = SiblingStaging(
-                *(arena, memory_fd, receiver, sockets, options),
-                map_memory=_mapped_and_locked if on_device else mapped_memory,
+                *(arena, memory_fd, receiver, kv.sockets, options),
+                map_memory=_mapped_and_locked if kv.on_device else mapped_memory,
             )
             lend = siblings.begin
             wires.on_begin = lambda transfer_id, wire: lend(transfer_id, wire.readers)
         receiver.start()
         sender.start()
         stats = ConnectorStats()
-        pool = None if geometry is None else PoolWorker.connect(settings, layout, geometry, rank, stats)
+        geometry = _pool_geometry(settings, kv)
+        pool = None if geometry is None else PoolWorker.connect(settings, kv.layout, geometry, rank, stats)
         worker = cls(
             receiver,
             sender,
-            KvProducer(layout, wires, sender, settings.transfer.lease_s, stats),
+            KvProducer(kv.layout, wires, sender, settings.transfer.lease_s, stats),
             KvConsumer(wires, receiver, settings.transfer, stats, siblings=siblings),
             pool,
             siblings,
@@ -259,7 +268,7 @@ class ConnectorWorker:
             self._load_ended.clear()
 
     def take_reports(self) -> StepReports | None:
-        """What there is to tell of the loads that have ended since the last call, and of what is sent now."""
+        """Reports on the loads that have ended since the last call, and on present sends."""
         times = self.pool.reader.take_times() if self.pool is not None else None
         usable, ready = self.consumer.take_usable(), self.producer.ready_for_checkpoints()
         if not usable and not ready:
@@ -288,59 +297,24 @@ class ConnectorWorker:
         self._receiver.close()
 
 
-def _pool_geometry(
-    settings: ConnectorSettings, layout: KvLayout, ranks: int, fingerprint: str
-) -> PoolGeometry | None:
+def _pool_geometry(settings: ConnectorSettings, kv: RankKv) -> PoolGeometry | None:
     """The pages of this engine's pool; None where it has none, of which the log tells the reason."""
     if settings.pool_socket is None:
         return None
     try:
-        return pool_geometry(layout, fingerprint, ranks)
+        return pool_geometry(kv.layout, pool_fingerprint(kv.marks, kv.layout, kv.ranks), kv.ranks)
     except PoolGeometryError as error:
         logger.warning("%s uses no pool: %s", settings.name, error)
         return None
 
 
-def _built_order(vllm_config: VllmConfig) -> Sequence[str]:
-    """The layers' names as the model was built; none with speculative decoding, which rewrites states after a step."""
-    return () if vllm_config.speculative_config is not None else _built(vllm_config)
-
-
-def _built(vllm_config: VllmConfig) -> Sequence[str]:
-    return tuple(getattr(vllm_config.compilation_config, "static_forward_context", ()))
-
-
-def _drops_last_block(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, layout: KvLayout) -> bool:
-    """Whether vLLM computes the last full-attention block of a prefix hit anew, for EAGLE and MTP.
-
-    Their drafters start from hidden states, which no block has. vLLM drops it in the groups of the drafter's layers,
-    and in all groups if none is marked (read in 0.32: `v1/core/kv_cache_coordinator.py`).
-    """
-    speculative = vllm_config.speculative_config
-    if speculative is None or not speculative.use_eagle_block_drop():
-        return False
-    full = {region.group.index for region in layout.regions if region.group.kind is GroupKind.FULL}
-    marked = {index for index, group in enumerate(kv_cache_config.kv_cache_groups) if group.is_eagle_group}
-    return bool(full & marked if marked else full)
-
-
-def _own_last_tokens(vllm_config: VllmConfig) -> int:
-    """How many last tokens of a prompt this engine computes itself, whatever is moved to it.
-
-    It samples from the last one. With several modules for multi-token prediction vLLM's later steps go back over the
-    tokens that these look ahead by, and have hidden states only of those that it has computed: as NIXL's connector does
-    (read in 0.32: `_prefill_backoff` of nixl/base_scheduler.py).
-    """
-    looked_ahead: int = vllm_config.num_prefill_lookahead_tokens
-    return max(1, looked_ahead - 1)
-
-
-def _tensors(kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]]) -> list[torch.Tensor]:
-    return [
-        tensor
-        for layer in kv_caches.values()
-        for tensor in ([layer] if isinstance(layer, torch.Tensor) else layer)
-    ]
+def _staging(settings: ConnectorSettings, kv: RankKv) -> tuple[int | None, StagingArena]:
+    """The memory for what arrives, and the descriptor by which sibling ranks map it; None: it is not shared."""
+    nbytes = settings.staging_bytes
+    memory_fd, buffer = shared_memory(nbytes) if kv.sockets else (None, None)
+    if kv.on_device:
+        buffer = _pinned(nbytes) if buffer is None else page_locked(buffer)
+    return memory_fd, StagingArena(nbytes, settings.transfer_block_bytes, buffer)
 
 
 def _mapped_and_locked(fd: int, nbytes: int) -> memoryview:

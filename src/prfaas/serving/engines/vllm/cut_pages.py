@@ -8,15 +8,14 @@ from collections.abc import Sequence
 from math import gcd
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from prfaas.core.kv.page_layout import PageLayout, WirePage
 from prfaas.serving.engines.page_digests import WORD_BYTES, KnownSums, PendingSums, byte_sums
 from prfaas.serving.engines.vllm.arena_pages import Bytes2D
-from prfaas.serving.engines.vllm.converted_pages import ConvertedPages
 from prfaas.serving.engines.vllm.dense_sums import DenseSums
 from prfaas.serving.engines.vllm.device_pages import DevicePages
-from prfaas.serving.engines.vllm.host_runs import HostRuns
 from prfaas.serving.engines.vllm.pages import (
     BlockIds,
     HostPageCopy,
@@ -27,6 +26,13 @@ from prfaas.serving.engines.vllm.pages import (
     whole_pages,
 )
 from prfaas.serving.engines.vllm.part_runs import PartRuns
+
+_DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
 
 
 def cut_pages(pages: LayerPages, layout: PageLayout, form: WirePage) -> WirePages:
@@ -94,6 +100,53 @@ def _long_runs(runs: Sequence[PartRuns], offset_bytes: int) -> list[tuple[int, i
         strides = (each.page_stride_bytes, each.cut_stride_bytes)
         found += [(wire, each.run_bytes, offset_bytes + own, strides) for own, wire in each.places()]
     return sorted(found)
+
+
+class HostRuns:
+    """Copies between an engine's dense pages in host memory and wire pages, whose bytes lie apart in these.
+
+    It has all runs of wire pages, in the order in which they lie in a dense page.
+    """
+
+    def __init__(self, memory: memoryview, offset_bytes: int, pages: int, runs: Sequence[PartRuns]) -> None:
+        """
+        Args:
+            memory: the engine's.
+            offset_bytes: of the first dense page in it.
+            pages: how many dense pages there are.
+            runs: of all parts of wire pages.
+        """
+        from prfaas.serving.engines.vllm.host_loops import item_type, run_copying
+
+        page_bytes = sum(each.nbytes for each in runs)
+        table = [
+            (place, each.cut_stride_bytes, wire_place, page_bytes, each.run_bytes)
+            for each in runs
+            for place, wire_place in each.places()
+        ]
+        own = np.array(sorted(table), dtype=np.int64)
+        item_bytes = gcd(offset_bytes, runs[0].page_stride_bytes, *np.unique(own).tolist())
+        self._item = item_type(item_bytes)
+        self._memory: npt.NDArray[np.void] = np.frombuffer(
+            memory[: len(memory) // item_bytes * item_bytes], self._item
+        )
+        begin, stride = offset_bytes // item_bytes, runs[0].page_stride_bytes // item_bytes
+        self._dense = np.array([begin, stride, pages, runs[0].cuts], dtype=np.int64)
+        self._out = own // item_bytes
+        self._in = np.ascontiguousarray(self._out[:, [2, 3, 0, 1, 4]])
+        self._copy = run_copying(item_bytes)
+
+    def gather(self, ids: BlockIds, out: Bytes2D) -> None:
+        """Copy wire pages by their numbers, one behind the other.
+
+        Raises:
+            IndexError: a page is not there.
+        """
+        self._copy(self._memory, out.reshape(-1).view(self._item), self._dense, ids, self._out, True)
+
+    def spread(self, ids: BlockIds, pages: Bytes2D) -> None:
+        """The reverse."""
+        self._copy(pages.reshape(-1).view(self._item), self._memory, self._dense, ids, self._in, False)
 
 
 class CutHostPages:
@@ -178,6 +231,45 @@ class CutHostPages:
         pages = np.empty((len(ids), self.page_bytes), dtype=np.uint8)
         self._runs.gather(ids, pages)
         return pages
+
+
+class ConvertedPages(DevicePages):
+    """Wire pages of 8 bits an element, of an engine that keeps 16: rounded and widened on the way.
+
+    Rounding goes to the nearest element, and to the largest one beyond it, as the kernels of GPUs do. What was widened
+    rounds to what it was, so digests are those of the narrow pages at both sides. The copies are those of pages on a
+    device, which do the same in host memory.
+    """
+
+    def __init__(self, wide: DevicePages, kept: str, travels: str) -> None:
+        """
+        Args:
+            wide: the engine's wire pages.
+            kept: its elements; one of `dtypes.ELEMENT_BYTES`, with two bytes.
+            travels: those of the wire, with one byte.
+        """
+        super().__init__(wide.raw, wide.page_bytes // 2)
+        self._wide = wide
+        self._kept, self._travels = _DTYPES[kept], _DTYPES[travels]
+        self._largest = torch.finfo(self._travels).max
+
+    def _run(self, blocks: BlockIds) -> torch.Tensor:
+        return self._narrow(self._wide._run(blocks))
+
+    def _gather(self, blocks: torch.Tensor) -> torch.Tensor:
+        pages = self._narrow(self._wide._gather(blocks)).view(len(blocks), -1)
+        return pages if self.page_bytes % WORD_BYTES else pages.view(torch.int64)
+
+    def _put(self, blocks: torch.Tensor, pages: torch.Tensor) -> None:
+        self._wide._put(blocks, pages.view(self._travels).to(self._kept).view(torch.uint8))
+
+    def _page(self, block: int) -> torch.Tensor:
+        return self._narrow(self._wide._page(block))
+
+    def _narrow(self, pages: torch.Tensor) -> torch.Tensor:
+        """Bytes one behind the other."""
+        elements = pages.view(torch.uint8).view(self._kept).flatten()
+        return elements.clamp(-self._largest, self._largest).to(self._travels).view(torch.uint8)
 
 
 class CutDevicePages(DevicePages):

@@ -33,7 +33,7 @@ class _Lane(threading.local):
         self._gathered = torch.empty(0, dtype=torch.uint8, device=device)
 
     def running(self) -> "AbstractContextManager[object]":
-        """What is queued inside runs on this thread's stream."""
+        """Run what is queued inside on this thread's stream."""
         return torch.cuda.stream(self.stream) if self.stream is not None else nullcontext()
 
     def wait(self) -> None:
@@ -50,7 +50,7 @@ class _Lane(threading.local):
         return self._host[:nbytes]
 
     def page_host(self, nbytes: int) -> torch.Tensor:
-        """The same for a single page, beside a run."""
+        """Host memory for a single page, beside a run."""
         if len(self._page_host) < nbytes:
             self._page_host = self._pinned(nbytes)
         return self._page_host[:nbytes]

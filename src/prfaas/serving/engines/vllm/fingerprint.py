@@ -1,4 +1,4 @@
-"""What must be equal on both sides for KV to mean the same: between two engines, and between engines of one pool."""
+"""Fingerprints: facts that must be equal for KV to mean the same to two engines, or to the engines of one pool."""
 
 import hashlib
 import json
@@ -25,7 +25,7 @@ def fingerprint(
     page_digests: bool,
     convert_kv: bool = False,
 ) -> dict[str, str | int]:
-    """What must be equal on both sides for KV to mean the same, by names that an error can give.
+    """Facts that must be equal on both sides for KV to mean the same, by names that an error can give.
 
     How the two keep it may differ: `wire_forms` says what travels then. So may their drafters, whose KV travels only
     where both have the same.
@@ -61,7 +61,7 @@ def _are_convertible(layout: KvLayout) -> bool:
 
 
 def pool_fingerprint(marks: Mapping[str, str | int], layout: KvLayout, ranks: int) -> str:
-    """What must be equal for two engines to share a pool: all but what belongs to transfers alone.
+    """Digest of the facts that engines of one pool must share: all but those of transfers alone.
 
     A pool's pages are those of its engines as they are, so these must keep them alike.
     """

@@ -59,12 +59,12 @@ def _compiled(loop: Callable[..., None], signature: Any) -> Any:
 
 
 def item_type(nbytes: int) -> np.dtype[np.void]:
-    """Of so many bytes that are copied together."""
+    """The type of items of `nbytes` bytes, which are copied together."""
     return np.dtype([("bytes", np.uint8, nbytes)])
 
 
 def short_words(runs: Numbers) -> int:
-    """Of the runs that `_sum_pages` adds up in rows; 0: there are none.
+    """Words of each of the runs that `_sum_pages` adds up in rows; 0: there are none.
 
     Args:
         runs: as of `_sum_pages`.

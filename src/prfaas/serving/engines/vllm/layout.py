@@ -1,4 +1,4 @@
-"""How one engine's KV is cut into transfer regions."""
+"""Transfer regions of one engine's KV, read from vLLM's KV cache groups and tensors."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -37,7 +37,7 @@ _ELEMENTS = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
 class Packing(Enum):
-    """How an attention backend uses the memory of a block."""
+    """An attention backend's use of the memory of a block."""
 
     UNKNOWN = auto()
     """Its pages are only moved as they are."""
@@ -103,7 +103,7 @@ def _kind(spec: KVCacheSpec) -> tuple[GroupKind, int]:
 
 
 def block_bytes(kv_cache_config: KVCacheConfig, groups: Sequence[EngineGroup]) -> dict[int, int]:
-    """What a block of each group takes on one rank, as vLLM counts it, by the group's index."""
+    """Bytes of a block of each group on one rank, as vLLM counts them, by the group's index."""
     sizes = {}
     for group in groups:
         spec = kv_cache_config.kv_cache_groups[group.index].kv_cache_spec
@@ -182,7 +182,7 @@ class KvLayout:
         """Of a layer by name: those of `closing_layers` that a step computes before it, as far as that is certain."""
 
     def copies_of(self, layer_name: str) -> int:
-        """How many ranks keep the same of a layer, see `__init__`."""
+        """The number of ranks that keep the same of a layer, see `__init__`."""
         return self._copies.get(layer_name, 1)
 
     @classmethod
@@ -267,7 +267,7 @@ def opaque_layout(group: KvGroup, page_bytes: int) -> PageLayout:
 def page_layout(
     group: KvGroup, tensor: torch.Tensor, heads: int, packing: Packing, page_bytes: int, element: str = ""
 ) -> PageLayout:
-    """How the KV of a layer lies in its pages; opaque where that is not known.
+    """The layout of a layer's KV in its pages; opaque where that is not known.
 
     Args:
         group: of the layer.
@@ -327,7 +327,7 @@ def page_layout(
 
 
 def read_packings(vllm_config: VllmConfig) -> Mapping[str, Packing]:
-    """Of the attention layers by name, as far as their backends are known."""
+    """Packings of the attention layers by name, as far as their backends are known."""
     layers = getattr(vllm_config.compilation_config, "static_forward_context", {})
     return {name: _packing(layer, vllm_config) for name, layer in layers.items()}
 
@@ -348,7 +348,7 @@ def _packing(layer: Any, vllm_config: VllmConfig) -> Packing:
 
 
 def read_elements(vllm_config: VllmConfig) -> Mapping[str, str]:
-    """What keys and values of the attention layers consist of, by name, where prfaas can turn it into another."""
+    """Element types of the attention layers' keys and values by name, where prfaas can convert them."""
     layers = getattr(vllm_config.compilation_config, "static_forward_context", {})
     return {name: _element(layer, vllm_config) for name, layer in layers.items()}
 

@@ -1,4 +1,4 @@
-"""What the scheduler side of the connector tells the worker side at every step, and what comes back."""
+"""Orders of the connector's scheduler side to its worker side at every step, and the reports that come back."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -27,7 +27,7 @@ class BlockRun:
 
 @dataclass(frozen=True, slots=True)
 class SendOrder:
-    """What one prefill chunk completes of a request that this engine prefills for another."""
+    """Order to send what one prefill chunk completes of a request that is prefilled for another engine."""
 
     request_id: str
     ticket: Ticket
@@ -80,7 +80,7 @@ class NixlRead:
 
     @property
     def loads(self) -> bool:
-        """Whether there is something to wait for."""
+        """True if there is something to wait for."""
         return not self.refused and self.num_tokens > self.local_tokens
 
 
@@ -145,7 +145,7 @@ class TransferMetadata(KVConnectorMetadata):
 
 @dataclass(frozen=True, slots=True)
 class PoolLoadTime:
-    """What it took to load one request's pages from the pool."""
+    """Time and bytes of loading one request's pages from the pool."""
 
     loaded_bytes: int
     """0: the load failed."""
@@ -157,7 +157,7 @@ class PoolLoadTime:
     """From the order to its end; other loads may have been before it."""
 
     def joined(self, other: "PoolLoadTime") -> "PoolLoadTime":
-        """The same of two ranks, which load at the same time."""
+        """Join the times of two ranks, which load at the same time."""
         failed = not self.loaded_bytes or not other.loaded_bytes
         return PoolLoadTime(
             loaded_bytes=0 if failed else self.loaded_bytes + other.loaded_bytes,
@@ -173,7 +173,7 @@ CheckpointPlace = tuple[str, int]
 
 @dataclass(slots=True)
 class StepReports(KVConnectorWorkerMetadata):
-    """What the worker side tells at the end of a step: of loads that have ended, and of sends."""
+    """Reports of the worker side at the end of a step: on loads that have ended, and on sends."""
 
     loads: dict[str, PoolLoadTime] = field(default_factory=dict)
     """What those from the pool took."""

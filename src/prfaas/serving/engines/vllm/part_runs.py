@@ -1,4 +1,4 @@
-"""Where the bytes of a part of a wire page lie in an engine's page: in runs of equal length at equal distances."""
+"""Places of a wire page's part in an engine's page: runs of equal length at equal distances."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -76,7 +76,7 @@ class PartRuns:
 
     @property
     def end_bytes(self) -> int:
-        """Of the last run of the last wire page, in a dense page."""
+        """End of the last run of the last wire page, in a dense page."""
         last = sum((number - 1) * stride for number, stride, _ in self.inner)
         return self.offset_bytes + (self.cuts - 1) * self.cut_stride_bytes + last + self.run_bytes
 
@@ -89,11 +89,11 @@ class PartRuns:
         ]
 
     def shape(self, item_bytes: int) -> tuple[int, ...]:
-        """Of the part in one wire page, in items."""
+        """Shape of the part in one wire page, in items."""
         return (*(number for number, _, _ in self.inner), self.run_bytes // item_bytes)
 
     def strides(self) -> tuple[int, ...]:
-        """Of (pages, wire pages in one, …) in the engine's memory, in bytes, without the last one."""
+        """Strides of (pages, wire pages in one, …) in the engine's memory, in bytes, without the last one."""
         return (
             self.page_stride_bytes,
             self.cut_stride_bytes,
@@ -101,7 +101,7 @@ class PartRuns:
         )
 
     def wire_strides(self) -> tuple[int, ...]:
-        """The same in a wire page."""
+        """Strides of the part in a wire page, in bytes."""
         return tuple(stride for _, _, stride in self.inner)
 
 

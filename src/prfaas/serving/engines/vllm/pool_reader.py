@@ -96,7 +96,7 @@ class PoolReader:
             self._wake.set()
 
     def results(self) -> tuple[set[str], set[str]]:
-        """What has become of the ordered loads.
+        """Results of the ordered loads.
 
         Returns:
             Requests whose load has ended, and those of them that failed; each load is named once.
@@ -115,7 +115,7 @@ class PoolReader:
         return ended, failed
 
     def take_times(self) -> StepReports | None:
-        """Of the loads that `results` has named since the last call; None where there are none."""
+        """Times of the loads that `results` has named since the last call; None where there are none."""
         times, self._times = self._times, StepReports()
         return times if times.loads else None
 

@@ -166,14 +166,14 @@ class PoolScheduler:
         return pooled is not None and pooled.is_storing
 
     def is_storing(self, request_id: str) -> bool:
-        """Whether copies of the request's blocks were ordered."""
+        """True if copies of the request's blocks were ordered."""
         pooled = self._requests.get(request_id)
         return pooled is not None and pooled.is_storing
 
     # ---- what is loaded
 
     def has_attention(self, request: "Request", start_tokens: int, end_tokens: int) -> bool:
-        """Whether the pool has the full attention of tokens [start, end); if so, it is pinned for `load`."""
+        """True if the pool has the full attention of tokens [start, end); it is pinned for `load` then."""
         pooled = self._usable(request)
         if pooled is None:
             return False
@@ -248,7 +248,7 @@ class PoolScheduler:
         self.begin_behind(request, answer.start_tokens + answer.tokens)
 
     def begin_behind(self, request: "Request", tokens: int) -> None:
-        """What lies before `tokens` is in the pool, or the engine had it: only what follows is to be stored."""
+        """Store only what follows `tokens`: the rest is in the pool, or the engine had it."""
         pooled = self._requests.get(request.request_id)
         if pooled is not None:
             whole = tokens // self._boundary_tokens * self._boundary_tokens

@@ -1,4 +1,4 @@
-"""What an engine's steps leave behind that goes into the pool: which blocks, and at which ends of prefixes."""
+"""Stores into the pool: which blocks of an engine's steps, and at which ends of prefixes."""
 
 import math
 from array import array
@@ -24,7 +24,7 @@ _NO_BLOCK = 0
 
 
 class StoreProgress:
-    """How far one request's blocks have been looked at since it was last scheduled from the start."""
+    """Progress of storing one request's blocks since it was last scheduled from the start."""
 
     __slots__ = (
         "attention_tokens", "ends_tokens", "missing_tokens", "newest_end", "own_tokens", "window_blocks",

@@ -45,7 +45,7 @@ class _Waiting:
 
     @property
     def has_any(self) -> bool:
-        """Whether blocks are being read, or are to be."""
+        """True if blocks are being read, or are to be."""
         return bool(self.running or self.urgent or self.patient)
 
     def take(self) -> _Piece | None:

@@ -4,7 +4,7 @@ import logging
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from prfaas.core.kv.groups import GroupKind
@@ -12,7 +12,6 @@ from prfaas.serving.engines.page_digests import DigestSource
 from prfaas.serving.engines.vllm.layout import KvLayout
 from prfaas.serving.engines.vllm.metadata import BlockRun, CheckpointPlace, SendOrder
 from prfaas.serving.engines.vllm.pages import PagedSource
-from prfaas.serving.engines.vllm.postponed import PostponedSends
 from prfaas.serving.engines.vllm.stats import ConnectorStats
 from prfaas.serving.engines.vllm.wire_layout import WireLayout, WireRegion
 from prfaas.serving.transport.outgoing import OutgoingTransfer, SendPhase
@@ -24,6 +23,73 @@ logger = logging.getLogger(__name__)
 
 # A preemption waits that long for chunks that are being sent: about as long as one takes on a paced link.
 _RECALL_PATIENCE_S = 0.05
+# Enough to connect over a long path, encrypted. After that a transfer is opened as if the engine were alike: the
+# transport says what is wrong with the path.
+PATIENCE_S = 2.0
+
+
+@dataclass(slots=True)
+class _Postponed:
+    """The orders of one request, in the order in which they came."""
+
+    consumer: str
+    until_s: float
+    orders: list[SendOrder]
+
+
+class PostponedSends:
+    """Sends to an engine that has not told yet how it keeps KV: they are laid out once it has.
+
+    Nothing is copied: a request's blocks stay as they are while vLLM leaves them to it.
+    """
+
+    def __init__(self, sender: Sender, now_s: Callable[[], float] = time.monotonic) -> None:
+        """`sender`: connects. `now_s`: the clock."""
+        self._sender = sender
+        self._now_s = now_s
+        self._waiting: dict[str, _Postponed] = {}
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._waiting
+
+    def is_needed(self, send: SendOrder) -> bool:
+        """True if the consumer of an order is not met; from then on its request's orders are kept."""
+        if send.request_id not in self._waiting:
+            consumer = send.ticket.consumer
+            if self._sender.meet(consumer):
+                return False
+            self._waiting[send.request_id] = _Postponed(consumer, self._now_s() + PATIENCE_S, [])
+        return True
+
+    def add(self, send: SendOrder) -> None:
+        """Keep for later what is to be done of a step, at its end."""
+        if send.checkpoint_tokens:
+            # By then the states are those of another chunk. Where it was ordered is still told.
+            send = replace(send, checkpoint=())
+        self._waiting[send.request_id].orders.append(send)
+
+    def due(self) -> Iterator[str]:
+        """Requests whose orders can be taken, since their consumer is met, or late."""
+        return (request_id for request_id in tuple(self._waiting) if self.is_due(request_id))
+
+    def is_due(self, request_id: str) -> bool:
+        """True if the orders of one request can be taken; False if nothing of it is kept."""
+        waiting = self._waiting.get(request_id)
+        return waiting is not None and (
+            self._sender.meet(waiting.consumer) or self._now_s() >= waiting.until_s
+        )
+
+    def take(self, request_id: str, *, wait: bool = False) -> list[SendOrder]:
+        """The orders that are kept of a request. They are kept no more.
+
+        `wait`: first wait for the consumer, as long as it may take.
+        """
+        waiting = self._waiting.pop(request_id, None)
+        if waiting is None:
+            return []
+        if wait:
+            self._sender.meet(waiting.consumer, max(0.0, waiting.until_s - self._now_s()))
+        return waiting.orders
 
 
 @dataclass(slots=True)
@@ -228,7 +294,7 @@ class KvProducer:
                     open_send.transfer.put(open_send.digests.region, run.offset, run, urgent=send.final)
 
     def ready_for_checkpoints(self) -> Counter[CheckpointPlace]:
-        """Of which requests this rank could send another checkpoint, and where their last one was ordered."""
+        """Requests of which this rank could send another checkpoint, with the place of their last one."""
         places = self._checkpoint_tokens.items()
         return Counter(place for place in places if all(map(_is_ready, self._open_sends.get(place[0], ()))))
 

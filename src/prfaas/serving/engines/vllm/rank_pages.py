@@ -63,7 +63,7 @@ class RankPages:
         }
 
     def rank_bytes(self, group: int) -> int:
-        """What this rank copies of a page of that group."""
+        """Bytes of a page of that group that this rank copies."""
         return self._parts[group].rank_bytes
 
     def pieces(self, part: PoolPages) -> list[PoolPages]:

@@ -85,7 +85,7 @@ class ConnectorSettings:
 
     @property
     def tls(self) -> TlsIdentity | None:
-        """Who this instance is on encrypted ways. Raises TlsFileError when its files can't be used."""
+        """Identity of this instance on encrypted links. Raises TlsFileError when its files can't be used."""
         if self.identity_file is None or self.ca_file is None:
             return None
         return TlsIdentity(self.identity_file, self.identity_file, self.ca_file)

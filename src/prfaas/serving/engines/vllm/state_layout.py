@@ -1,4 +1,4 @@
-"""How the heads of a linear state lie in its page, so that ranks can divide it."""
+"""Places of a linear state's heads in its page, so that ranks can divide it."""
 
 from math import prod
 

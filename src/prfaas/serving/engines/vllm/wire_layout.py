@@ -1,4 +1,4 @@
-"""What travels between this engine and one other: the regions of a transfer, and this engine's pages of them."""
+"""Wire layouts: the regions of transfers between this engine and one other, and this engine's pages of them."""
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -48,7 +48,7 @@ class WireRegion(Region):
     """The engine's blocks have other numbers in a prompt than wire pages."""
 
     def run(self, run: BlockRun, num_tokens: int, skip_tokens: int) -> BlockRun:
-        """What a transfer of tokens [skip_tokens, num_tokens) moves of a run of the engine's blocks, as wire pages.
+        """The wire pages that a transfer of tokens [skip_tokens, num_tokens) moves of a run of the engine's blocks.
 
         Raises:
             RuntimeError: a block of them is one that no request may read or write.
@@ -118,13 +118,13 @@ class WireLayout:
             self.checkpoint = WireLayout(cut, mark, pair, page_digests=page_digests, checkpointed=False)
 
     def lent(self, regions: Sequence[WireRegion]) -> "WireLayout":
-        """The same transfer to a rank that reads no more than some of its regions, out of another one's staging."""
+        """The layout for a rank that reads only some regions, out of another rank's staging."""
         found = copy(self)
         found.regions, found.checkpoint = tuple(regions), None
         return found
 
     def lent_tokens(self, num_tokens: int, skip_tokens: int, covered_end: Callable[[int, int], int]) -> int:
-        """Of a transfer that is `lent`: how many tokens' full attention has come, see `usable_tokens`."""
+        """Tokens whose full attention has come of a `lent` transfer, see `usable_tokens`."""
         if self.digest_plan is not None:
             covered_end = self.digest_plan.digested_end(num_tokens, skip_tokens, covered_end)
         tokens = num_tokens
@@ -180,7 +180,7 @@ class WireLayout:
 def wire_layouts(
     layout: KvLayout, name: str, rank: int, ranks: int = 1, *, page_digests: bool = True
 ) -> PeerLayouts[WireLayout]:
-    """What travels between a rank of this engine and ranks of others, once they have told how they keep KV.
+    """Layouts of transfers between a rank of this engine and ranks of others, once these have reported their KV's.
 
     Args:
         layout: of this engine's KV.
@@ -216,13 +216,13 @@ class _OwnSide:
         self._known: dict[tuple[str, RankPair], WireLayout] = {}
 
     def alike(self) -> WireLayout:
-        """What travels to and from an equal engine's rank."""
+        """The layout of transfers to and from an equal engine's rank."""
         shares = [_Share(region, region.layout) for region in self._layout.regions]
         pair = RankPair(self._rank, self._ranks, self._rank, self._ranks)
         return self._of_shares(shares, [None] * len(shares), pair, is_whole=True)
 
     def agree(self, told: object, peer: str, sends: bool) -> WireLayout:
-        """What travels to a peer, or comes from it, by what it tells. Raises `UnlikePagesError`: nothing can."""
+        """Agree with a peer on a layout, by what it reports. Raises `UnlikePagesError`: nothing can travel."""
         me, rank, ranks = self._me, self._rank, self._ranks
         try:
             others = _Told.read(told)

@@ -1,4 +1,4 @@
-"""Tells every rank of the engines whom it may send KV to and take it from, by the deployment that runs now."""
+"""Peer lists of the engines: each rank is sent the list of whom it may exchange KV with, by the running deployment."""
 
 import asyncio
 import logging
@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from prfaas.core.deployment import AppliedDeployment
+from prfaas.serving.control.engine_liveness import KvPort
 from prfaas.serving.control.engine_monitor import period_s
 from prfaas.serving.control.part import Json, Part
-from prfaas.serving.control.pulse import KvPort
 from prfaas.serving.running_deployment import RunningDeployment
 from prfaas.serving.transport.peer_list import PeerList, peer_list_of
 
@@ -22,11 +22,11 @@ Rank = tuple[str, int]
 """An instance's name and the number of its rank."""
 
 
-class Rosters(Part):
-    """Asks every rank once a second which roster it has, and tells it where that is another one.
+class PeerListUpdates(Part):
+    """Asks every rank once a second which peer list it has, and sends it the wanted one where that is another.
 
-    An engine that has started has the roster of its command line, and is told at once. One that another control plane
-    has told otherwise is left alone: of two gateways with different files the one that was reloaded last decides.
+    An engine that has started has the peer list of its command line, and is sent one at once. One that another control
+    plane has told otherwise is left alone: of two gateways with different files the one that was reloaded last decides.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Rosters(Part):
     ) -> None:
         """
         Args:
-            running: its rosters are wanted.
+            running: its peer lists are wanted.
             kv_ports: instance name → the KV ports of its ranks; whoever made them keeps them up to date.
             on_stats: (instance, all that one of its ranks has answered).
         """
@@ -46,19 +46,19 @@ class Rosters(Part):
         self._on_stats = on_stats
         self._wanted: dict[Rank, PeerList] = {}
         self._digests: dict[Rank, str] = {}
-        # Which wanted roster a rank has had, or was told.
+        # Which wanted peer list a rank has had, or was sent.
         self._settled: dict[Rank, str] = {}
         self._has: dict[Rank, str] = {}
         self._announcing: asyncio.Task[None] | None = None
         self._want()
 
     def follow(self, _before: AppliedDeployment, _now: AppliedDeployment) -> None:
-        """Want other rosters, and tell them to all at once."""
+        """Want other peer lists, and send them to all at once."""
         self._want()
         self.announce()
 
     def announce(self) -> None:
-        """Tell all now, in the background: twice, since who is new is let in only by those that were told before."""
+        """Send all now, in the background: twice, since who is new is let in only by those that were told before."""
 
         async def announce() -> None:
             for _ in range(2):
@@ -79,11 +79,11 @@ class Rosters(Part):
                 self._announcing.cancel()
 
     async def look(self) -> None:
-        """Ask every rank once, and tell those that have another roster."""
+        """Ask every rank once, and send the wanted peer list to those that have another."""
         await asyncio.gather(*(self._look(rank) for rank in tuple(self._wanted)))
 
     def state(self, _now_s: float) -> Json:
-        """Who is behind."""
+        """Ranks that are behind."""
         return {"applied": {"rosters_behind": self.behind}}
 
     @property
@@ -103,7 +103,7 @@ class Rosters(Part):
             for instance in deployment.instances
             for rank in range(instance.kv_ranks)
         }
-        self._digests = {rank: roster.digest for rank, roster in self._wanted.items()}
+        self._digests = {rank: peer_list.digest for rank, peer_list in self._wanted.items()}
         self._has = {rank: digest for rank, digest in self._has.items() if rank in self._wanted}
 
     async def _look(self, rank: Rank) -> None:
@@ -111,18 +111,18 @@ class Rosters(Part):
         try:
             async with asyncio.timeout(_ANSWER_S):
                 answer = await self._kv_ports[name][number].stats()
-            roster = answer["roster"]
-            has, told, trouble = str(roster["digest"]), bool(roster["told"]), str(roster["trouble"])
+            reported = answer["roster"]
+            has, told, trouble = str(reported["digest"]), bool(reported["told"]), str(reported["trouble"])
         except (OSError, TimeoutError, KeyError, TypeError, ValueError) as error:
             # Also an engine of a version that knows only its command line.
-            logger.debug("%s/%d does not say which roster it has: %s", name, number, error)
+            logger.debug("%s/%d does not report which peer list it has: %s", name, number, error)
             return
         wanted = self._digests.get(rank)
         if wanted is None:
             return
         self._on_stats(name, answer)
         if self._has.get(rank) != has and has != wanted and trouble:
-            logger.warning("%s/%d keeps the roster that it has: %s", name, number, trouble)
+            logger.warning("%s/%d keeps the peer list that it has: %s", name, number, trouble)
         self._has[rank] = has
         if has == wanted:
             self._settled[rank] = wanted
@@ -131,13 +131,13 @@ class Rosters(Part):
 
     async def _tell(self, rank: Rank) -> None:
         name, number = rank
-        roster, digest = self._wanted.get(rank), self._digests.get(rank)
-        if roster is None or digest is None or name not in self._kv_ports:
+        peer_list, digest = self._wanted.get(rank), self._digests.get(rank)
+        if peer_list is None or digest is None or name not in self._kv_ports:
             return
         try:
             async with asyncio.timeout(_ANSWER_S):
-                await self._kv_ports[name][number].send_peer_list(roster)
+                await self._kv_ports[name][number].send_peer_list(peer_list)
         except (OSError, TimeoutError) as error:
-            logger.debug("%s/%d can't be told its roster: %s", name, number, error)
+            logger.debug("%s/%d can't be sent its peer list: %s", name, number, error)
             return
         self._settled[rank] = digest

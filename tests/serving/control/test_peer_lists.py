@@ -1,4 +1,4 @@
-"""Whom the control plane tells a roster, and whom it leaves alone."""
+"""Whom the control plane sends a peer list, and whom it leaves alone."""
 
 import asyncio
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from prfaas.core.deployment import AppliedDeployment, Deployment
-from prfaas.serving.control.rosters import Rosters
+from prfaas.serving.control.peer_lists import PeerListUpdates
 from prfaas.serving.running_deployment import RunningDeployment
 from prfaas.serving.transport.peer_list import peer_list_of
 
@@ -35,77 +35,77 @@ def wider(folder: Path) -> Deployment:
     return deployment_of(folder, text=FILE.replace("1 Gbit/s", "2 Gbit/s"))
 
 
-def move(rosters: Rosters, deployment: Deployment) -> None:
-    rosters._running.move(AppliedDeployment(deployment, ""))
-    rosters._want()
+def move(updates: PeerListUpdates, deployment: Deployment) -> None:
+    updates._running.move(AppliedDeployment(deployment, ""))
+    updates._want()
 
 
 def test_who_has_its_roster_is_told_nothing(deployment: Deployment) -> None:
     told = Told(deployment)
-    rosters = Rosters(RunningDeployment(deployment), told.ports)
-    asyncio.run(rosters.look())
-    assert told.counts() == {} and rosters.behind == []
+    updates = PeerListUpdates(RunningDeployment(deployment), told.ports)
+    asyncio.run(updates.look())
+    assert told.counts() == {} and updates.behind == []
 
 
 def test_what_ranks_tell_besides_is_told_on(deployment: Deployment) -> None:
     told, heard = Told(deployment), {}
-    asyncio.run(Rosters(RunningDeployment(deployment), told.ports, heard.__setitem__).look())
+    asyncio.run(PeerListUpdates(RunningDeployment(deployment), told.ports, heard.__setitem__).look())
     assert heard.keys() == told.ports.keys()
     assert all("roster" in stats for stats in heard.values())
 
 
 def test_who_has_started_with_another_is_told_once(deployment: Deployment, tmp_path: Path) -> None:
     told = Told(deployment)
-    rosters = Rosters(RunningDeployment(wider(tmp_path)), told.ports)
-    asyncio.run(rosters.look())
+    updates = PeerListUpdates(RunningDeployment(wider(tmp_path)), told.ports)
+    asyncio.run(updates.look())
     # Only those whose way is over the link have another roster.
     assert told.counts() == {"far-0": 1, "far-1": 1}
-    assert rosters.behind == ["far-0/0", "far-1/0"]
-    asyncio.run(rosters.look())
-    assert told.counts() == {"far-0": 1, "far-1": 1} and rosters.behind == []
+    assert updates.behind == ["far-0/0", "far-1/0"]
+    asyncio.run(updates.look())
+    assert told.counts() == {"far-0": 1, "far-1": 1} and updates.behind == []
 
 
 def test_who_was_told_otherwise_by_another_is_left_alone(deployment: Deployment) -> None:
     told = Told(deployment)
-    rosters = Rosters(RunningDeployment(deployment), told.ports)
-    asyncio.run(rosters.look())
+    updates = PeerListUpdates(RunningDeployment(deployment), told.ports)
+    asyncio.run(updates.look())
     told.ports["far-0"][0].roster = {"digest": "another", "told": True, "trouble": ""}
-    asyncio.run(rosters.look())
-    assert told.counts() == {} and rosters.behind == ["far-0/0"]
+    asyncio.run(updates.look())
+    assert told.counts() == {} and updates.behind == ["far-0/0"]
     # Until it starts again, or this deployment changes.
     told.ports["far-0"][0].roster = {"digest": "older", "told": False, "trouble": ""}
-    asyncio.run(rosters.look())
+    asyncio.run(updates.look())
     assert told.counts() == {"far-0": 1}
 
 
 def test_who_refuses_is_not_asked_for_ever(deployment: Deployment, tmp_path: Path) -> None:
     told = Told(deployment)
-    rosters = Rosters(RunningDeployment(deployment), told.ports)
+    updates = PeerListUpdates(RunningDeployment(deployment), told.ports)
     told.ports["far-0"][0].takes_rosters = False
-    move(rosters, wider(tmp_path))
+    move(updates, wider(tmp_path))
     for _ in range(2):
-        asyncio.run(rosters.look())
+        asyncio.run(updates.look())
         told.ports["far-0"][0].roster = {"digest": "old", "told": True, "trouble": "it can't"}
-    asyncio.run(rosters.look())
-    assert told.counts()["far-0"] == 1 and rosters.behind == ["far-0/0"]
+    asyncio.run(updates.look())
+    assert told.counts()["far-0"] == 1 and updates.behind == ["far-0/0"]
 
 
 def test_who_does_not_answer_or_does_not_know_is_passed_over(deployment: Deployment, tmp_path: Path) -> None:
     told = Told(deployment)
     told.ports["far-0"][0].links = None
     told.ports["far-1"][0].roster = None
-    rosters = Rosters(RunningDeployment(wider(tmp_path)), told.ports)
-    asyncio.run(rosters.look())
-    assert told.counts() == {} and rosters.behind == []
+    updates = PeerListUpdates(RunningDeployment(wider(tmp_path)), told.ports)
+    asyncio.run(updates.look())
+    assert told.counts() == {} and updates.behind == []
 
 
 def test_all_are_told_twice_after_a_change(deployment: Deployment, tmp_path: Path) -> None:
     async def main() -> dict[str, int]:
         told = Told(deployment)
         told.ports["home-d0"][0].links = None
-        rosters = Rosters(RunningDeployment(deployment), told.ports)
-        move(rosters, wider(tmp_path))
-        rosters.announce()
+        updates = PeerListUpdates(RunningDeployment(deployment), told.ports)
+        move(updates, wider(tmp_path))
+        updates.announce()
         for _ in range(10):
             await asyncio.sleep(0)
         return told.counts()

@@ -1,4 +1,4 @@
-"""When every instance last answered, each way: over HTTP, and at the KV port of each rank."""
+"""Liveness of instances: when each last answered over HTTP, and at the KV port of each rank."""
 
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
@@ -27,7 +27,7 @@ class KvPort(Protocol):
 
     async def pace(self, order: PaceOrder) -> None: ...
 
-    async def send_peer_list(self, roster: PeerList) -> None: ...
+    async def send_peer_list(self, peer_list: PeerList) -> None: ...
 
     async def close(self) -> None: ...
 
@@ -43,7 +43,7 @@ class _Way:
     asking: bool = False
 
 
-class Pulse:
+class EngineLiveness:
     """Asks every way that has not been heard for `ask_s`. What others hear of an instance counts as well.
 
     Time is that of the gateway's own event loop while it is on time, so a late loop makes nobody silent.
@@ -89,12 +89,12 @@ class Pulse:
             self._ways[name][1 + rank].heard_s = self._clock()
 
     def silence(self, name: str, limit_s: float) -> str | None:
-        """Which way has not answered for longer than `limit_s`, by its name; None: none."""
+        """The name of a way that has not answered for longer than `limit_s`; None: all have."""
         before_s = self._clock() - limit_s
         return next((way.label for way in self._ways[name] if way.heard_s < before_s), None)
 
     def heard_since(self, name: str, moment_s: float) -> bool:
-        """Whether every way has answered after a moment of the clock."""
+        """True if every way has answered after a moment of the clock."""
         return all(way.heard_s > moment_s for way in self._ways[name])
 
     def due(self, names: Iterable[str], urgent: Callable[[str], bool]) -> list[Coroutine[Any, Any, None]]:
