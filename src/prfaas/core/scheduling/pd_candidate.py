@@ -2,8 +2,10 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import attrgetter
+
+from msgspec import Struct
 
 from prfaas.core.scheduling.candidates import (
     BestCandidate,
@@ -30,8 +32,7 @@ class _AtDecode:
 _by_tokens = attrgetter("held_tokens")
 
 
-@dataclass(slots=True, kw_only=True)
-class PdCandidate:
+class PdCandidate(Struct, kw_only=True):
     """One PD cluster that a request may go to, with all ways to prefill for it."""
 
     cluster: ClusterView
@@ -51,7 +52,7 @@ class PdCandidate:
     """There is a PrfaaS instance that could prefill if it were linked."""
     threshold_tokens: float
     """The long-term threshold, infinite where there is none."""
-    sources: list[PrefixSource] = field(default_factory=list)
+    sources: list[PrefixSource] = []
     """The longest prefix of every cluster that holds any, the longest first; none: caches stay where they are."""
     is_kept_apart: bool = False
     """There is a PrfaaS instance that could prefill if the decode instance took its KV."""
@@ -93,30 +94,57 @@ def _linked(
     return remotes, dear
 
 
-def pd_candidate_of(
-    request: RoutingRequest,
-    view: View,
-    cluster: ClusterView,
-    decode: InstanceView,
-    prefill: PrefillCandidates,
-) -> PdCandidate:
-    """The PD cluster `cluster`, given who would decode there; without `sources`: caches stay where they are."""
-    own, has_prfaas = prefill.own.get(cluster.name), bool(prefill.far)
-    local, reason, held_tokens = _local(request, view, cluster, decode, own)
+class Home(Struct, kw_only=True):
+    """One PD cluster that a request may go to, before links to it are looked at."""
+
+    cluster: ClusterView
+    decode: InstanceView
+    able: PrefillCandidates
+    """Who can send to `decode`."""
+    local: PrefillCandidate
+    local_reason: str
+    held_tokens: int
+    """These three as in `PdCandidate`."""
+
+    @property
+    def soonest_s(self) -> float:
+        """No policy has all KV there sooner: none arrives before it has been computed."""
+        return min(self.local.ttft_s, self.able.far_s)
+
+
+def home_of(
+    request: RoutingRequest, view: View, cluster: ClusterView, decode: InstanceView, able: PrefillCandidates
+) -> Home:
+    """The PD cluster `cluster`, given who would decode there and who can send to it."""
+    local, reason, held_tokens = _local(request, view, cluster, decode, able.own.get(cluster.name))
+    return Home(
+        cluster=cluster,
+        decode=decode,
+        able=able,
+        local=local,
+        local_reason=reason,
+        held_tokens=held_tokens,
+    )
+
+
+def pd_candidate_of(request: RoutingRequest, view: View, home: Home) -> PdCandidate:
+    """All ways to prefill for a PD cluster; without `sources`: caches stay where they are."""
+    cluster, decode, local, reason = home.cluster, home.decode, home.local, home.local_reason
+    own, far = home.able.own.get(cluster.name), home.able.far
     if reason == "no-prefill-instance" and is_kept_apart(view, decode, "pd"):
         reason = "incompatible"
-    remotes, is_too_dear = _linked(request, view, decode, local, prefill.far)
+    remotes, is_too_dear = _linked(request, view, decode, local, far)
     return PdCandidate(
         cluster=cluster,
         decode=decode,
         local=local,
         local_reason=reason,
-        held_tokens=held_tokens,
+        held_tokens=home.held_tokens,
         least_wait_s=local.start_s if own is None else own.least_wait_s,
         remotes=remotes,
-        has_prfaas=has_prfaas,
+        has_prfaas=bool(far),
         threshold_tokens=view.threshold_tokens.get(cluster.name, math.inf),
-        is_kept_apart=not has_prfaas and is_kept_apart(view, decode, "prfaas"),
+        is_kept_apart=not far and is_kept_apart(view, decode, "prfaas"),
         is_too_dear=is_too_dear,
     )
 

@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from operator import attrgetter
+
+from msgspec import Struct
 
 from prfaas.core.scheduling.candidates import (
     LONGEST_TINY_TOKENS,
@@ -19,7 +20,9 @@ from prfaas.core.scheduling.candidates import (
 from prfaas.core.scheduling.decision import Decision, Route, RoutingRequest
 from prfaas.core.scheduling.decoders import decode_choices, load_of, slot_free_s, slot_wait_s
 from prfaas.core.scheduling.pd_candidate import (
+    Home,
     PdCandidate,
+    home_of,
     let_caches_move,
     lone_pd_candidate,
     pd_candidate_of,
@@ -29,17 +32,16 @@ from prfaas.core.scheduling.tiers import hit_tokens
 from prfaas.core.scheduling.view import ClusterView, InstanceView, LinkView, View
 
 
-@dataclass(slots=True)
-class Choice:
-    """What a policy wants in one PD cluster. The last three are as in `Decision`, and given by name."""
+class Choice(Struct):
+    """What a policy wants in one PD cluster. The last three are as in `Decision`."""
 
     option: PrefillCandidate
     uncached_tokens: int
     threshold_tokens: float
     reason: str
-    cache_stays: str = field(default="", kw_only=True)
-    urgency_s: float | None = field(default=None, kw_only=True)
-    is_bound: bool = field(default=False, kw_only=True)
+    cache_stays: str = ""
+    urgency_s: float | None = None
+    is_bound: bool = False
 
 
 def route(
@@ -63,42 +65,45 @@ def route(
         view = with_time_left(request, view)
     if request.num_tokens <= 1:
         return single_token(request, view, decode_choices(request, view))
-    pd = lone_pd_candidate(request, view) or _soonest_pd(request, view, choose)
-    choice = choose(request, view, pd)
+    pd, choice = lone_pd_candidate(request, view), None
+    if pd is None:
+        pd, choice = _soonest(request, view, choose)
+    # Where caches may move, the policy is asked again.
+    if choice is None or pd.sources:
+        choice = choose(request, view, pd)
     if line_up is not None:
         line_up(request, view, choice)
     return decision_of(request, view, pd.decode, choice)
 
 
-def _soonest_pd(
-    request: RoutingRequest, view: View, choose: Callable[[RoutingRequest, View, PdCandidate], Choice]
-) -> PdCandidate:
-    """The PD cluster that is taken."""
-    decoders, everywhere = decode_choices(request, view), prefill_candidates(request, view)
-    able = {cluster.name: able_to_send(request, view, decode, everywhere) for cluster, decode in decoders}
-    candidates = [
-        pd_candidate_of(request, view, cluster, decode, able[cluster.name]) for cluster, decode in decoders
-    ]
-
-    chosen = candidates[0] if len(candidates) == 1 else _soonest(request, view, candidates, choose)
-    let_caches_move(chosen, able[chosen.cluster.name])
-    return chosen
-
-
 def _soonest(
-    request: RoutingRequest,
-    view: View,
-    candidates: Sequence[PdCandidate],
-    choose: Callable[[RoutingRequest, View, PdCandidate], Choice],
-) -> PdCandidate:
-    loads = [load_of(pd.decode) for pd in candidates]
-    best = (math.inf, math.inf, len(candidates))
-    for least in sorted((_least_s(request, pd), loads[place], place) for place, pd in enumerate(candidates)):
+    request: RoutingRequest, view: View, choose: Callable[[RoutingRequest, View, PdCandidate], Choice]
+) -> tuple[PdCandidate, Choice | None]:
+    """The PD cluster that is taken, and what the policy would do there if caches stayed; None: it was the only one."""
+    decoders, everywhere = decode_choices(request, view), prefill_candidates(request, view)
+    homes = [
+        home_of(request, view, cluster, decode, able_to_send(request, view, decode, everywhere))
+        for cluster, decode in decoders
+    ]
+    if len(homes) == 1:
+        pd = pd_candidate_of(request, view, homes[0])
+        let_caches_move(pd, homes[0].able)
+        return pd, None
+    best = (math.inf, math.inf, len(homes))
+    looked_at: dict[int, tuple[PdCandidate, Choice]] = {}
+    for least in sorted(
+        (_with_slot_s(request, home, home.soonest_s, home.soonest_s), load_of(home.decode), place)
+        for place, home in enumerate(homes)
+    ):
         if least > best:
             break  # nor can any that comes later be better
-        pd = candidates[least[2]]
-        best = min(best, (_delay_s(request, pd, choose(request, view, pd).option), *least[1:]))
-    return candidates[best[2]]
+        pd = pd_candidate_of(request, view, homes[least[2]])
+        choice = choose(request, view, pd)
+        looked_at[least[2]] = pd, choice
+        best = min(best, (_delay_s(request, pd, choice.option), *least[1:]))
+    pd, choice = looked_at[best[2]]
+    let_caches_move(pd, homes[best[2]].able)
+    return pd, choice
 
 
 def _delay_s(request: RoutingRequest, pd: PdCandidate, option: PrefillCandidate) -> float:
@@ -108,13 +113,7 @@ def _delay_s(request: RoutingRequest, pd: PdCandidate, option: PrefillCandidate)
     return _with_slot_s(request, pd, option.ttft_s, option.loaded_s)
 
 
-def _least_s(request: RoutingRequest, pd: PdCandidate) -> float:
-    """`_delay_s` of whatever a policy chooses there is no less: no KV arrives before it has been computed."""
-    soonest_s = min([pd.local.ttft_s, *[node.ttft_s for node, _ in pd.remotes]])
-    return _with_slot_s(request, pd, soonest_s, soonest_s)
-
-
-def _with_slot_s(request: RoutingRequest, pd: PdCandidate, ttft_s: float, loaded_s: float) -> float:
+def _with_slot_s(request: RoutingRequest, pd: PdCandidate | Home, ttft_s: float, loaded_s: float) -> float:
     second_s = max(loaded_s, slot_free_s(pd.decode, pd.cluster.slot_s))
     return (ttft_s + second_s) / 2.0 if request.first_from_prefill else second_s
 
@@ -127,11 +126,17 @@ def cheapest_remote(
     cost: Callable[[PrefillCandidate], float] = attrgetter("delay_s"),
 ) -> PrefillCandidate:
     """Of `remotes`, at least one, the prefill with the least `cost`, its KV streamed to `decode`; the soonest one."""
-    first = request.first_from_prefill
-    options = [
-        streamed(node, link, view, kv_bytes_to(request, view, decode, link), first) for node, link in remotes
-    ]
-    return min(options, key=cost) if len(options) > 1 else options[0]
+    chosen: PrefillCandidate | None = None
+    least = math.inf
+    for node, link in remotes:
+        # The transfer makes none cheaper.
+        if chosen is None or cost(node) < least:
+            kv_bytes = kv_bytes_to(request, view, decode, link)
+            option = streamed(node, link, view, kv_bytes, request.first_from_prefill)
+            if chosen is None or cost(option) < least:
+                chosen, least = option, cost(option)
+    assert chosen is not None  # there is at least one
+    return chosen
 
 
 # Reading a member of an enum takes as long as a function call.
