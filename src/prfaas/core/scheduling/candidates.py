@@ -5,9 +5,7 @@ A `PrefillCandidate` carries what is predicted of one way to prefill.
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from operator import attrgetter
-from typing import Protocol
 
 from msgspec import Struct
 
@@ -292,28 +290,14 @@ def least_queued(request: RoutingRequest, cluster: ClusterView, view: View) -> B
     )
 
 
-class PrefixSource(Protocol):
-    """The longest prefix of a request in one cluster. A `BestCandidate` is one."""
-
-    @property
-    def cluster(self) -> ClusterView: ...
-
-    @property
-    def holder(self) -> InstanceView | PoolView:
-        """The instance or the pool that holds it."""
-
-    @property
-    def held_tokens(self) -> int:
-        """Its length."""
-
-
-@dataclass(frozen=True, slots=True)
-class PooledPrefix:
-    """The longest prefix of a request in the pools of one cluster."""
+class PrefixSource(Struct, kw_only=True, frozen=True):
+    """The longest prefix of a request in one cluster."""
 
     cluster: ClusterView
-    holder: PoolView
+    holder: InstanceView | PoolView
+    """The instance or the pool that holds it."""
     held_tokens: int
+    """Its length."""
 
 
 _by_tokens = attrgetter("held_tokens")
@@ -339,7 +323,7 @@ def prefill_candidates(request: RoutingRequest, view: View) -> PrefillCandidates
     sources: list[PrefixSource] = []
     for cluster in view.clusters.values():
         if request.pools and (pooled := source_pool(request, view, cluster.name)) is not None:
-            sources.append(PooledPrefix(cluster, holder=pooled[0], held_tokens=pooled[1]))
+            sources.append(PrefixSource(cluster=cluster, holder=pooled[0], held_tokens=pooled[1]))
         node = best_candidate(request, cluster, view)
         if node is None:
             continue
@@ -348,7 +332,7 @@ def prefill_candidates(request: RoutingRequest, view: View) -> PrefillCandidates
         else:
             far.append(node)
         if node.held_tokens:
-            sources.append(node)
+            sources.append(PrefixSource(cluster=cluster, holder=node.holder, held_tokens=node.held_tokens))
     if len(sources) > 1:
         sources.sort(key=_by_tokens, reverse=True)
     far_s = min([node.ttft_s for node in far], default=math.inf)

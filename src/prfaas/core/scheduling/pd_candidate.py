@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from operator import attrgetter
 
 from msgspec import Struct
@@ -21,14 +20,6 @@ from prfaas.core.scheduling.egress import is_worth_offloading
 from prfaas.core.scheduling.link_choice import usable_link
 from prfaas.core.scheduling.view import ClusterView, InstanceView, LinkView, View
 
-
-@dataclass(slots=True)
-class _AtDecode:
-    cluster: ClusterView
-    holder: InstanceView
-    held_tokens: int
-
-
 _by_tokens = attrgetter("held_tokens")
 
 
@@ -46,12 +37,12 @@ class PdCandidate(Struct, kw_only=True):
     """The longest prefix that can spare computing in this cluster: l_pd."""
     least_wait_s: float
     """Its shortest prefill queue."""
-    remotes: list[tuple[BestCandidate, LinkView]]
-    """PrfaaS clusters with an instance and a link."""
     has_prfaas: bool
     """There is a PrfaaS instance that could prefill if it were linked."""
     threshold_tokens: float
     """The long-term threshold, infinite where there is none."""
+    remotes: list[tuple[BestCandidate, LinkView]] = []
+    """PrfaaS clusters with an instance and a link; none: everything stays in the cluster."""
     sources: list[PrefixSource] = []
     """The longest prefix of every cluster that holds any, the longest first; none: caches stay where they are."""
     is_kept_apart: bool = False
@@ -94,59 +85,36 @@ def _linked(
     return remotes, dear
 
 
-class Home(Struct, kw_only=True):
-    """One PD cluster that a request may go to, before links to it are looked at."""
-
-    cluster: ClusterView
-    decode: InstanceView
-    able: PrefillCandidates
-    """Who can send to `decode`."""
-    local: PrefillCandidate
-    local_reason: str
-    held_tokens: int
-    """These three as in `PdCandidate`."""
-
-    @property
-    def soonest_s(self) -> float:
-        """No policy has all KV there sooner: none arrives before it has been computed."""
-        return min(self.local.ttft_s, self.able.far_s)
-
-
-def home_of(
-    request: RoutingRequest, view: View, cluster: ClusterView, decode: InstanceView, able: PrefillCandidates
-) -> Home:
-    """The PD cluster `cluster`, given who would decode there and who can send to it."""
-    local, reason, held_tokens = _local(request, view, cluster, decode, able.own.get(cluster.name))
-    return Home(
-        cluster=cluster,
-        decode=decode,
-        able=able,
-        local=local,
-        local_reason=reason,
-        held_tokens=held_tokens,
-    )
-
-
-def pd_candidate_of(request: RoutingRequest, view: View, home: Home) -> PdCandidate:
-    """All ways to prefill for a PD cluster; without `sources`: caches stay where they are."""
-    cluster, decode, local, reason = home.cluster, home.decode, home.local, home.local_reason
-    own, far = home.able.own.get(cluster.name), home.able.far
+def pd_candidate_of(
+    request: RoutingRequest,
+    view: View,
+    cluster: ClusterView,
+    decode: InstanceView,
+    prefill: PrefillCandidates,
+) -> PdCandidate:
+    """The PD cluster `cluster`, given who would decode there; without `remotes` and `sources`: nothing moves."""
+    own, has_prfaas = prefill.own.get(cluster.name), bool(prefill.far)
+    local, reason, held_tokens = _local(request, view, cluster, decode, own)
     if reason == "no-prefill-instance" and is_kept_apart(view, decode, "pd"):
         reason = "incompatible"
-    remotes, is_too_dear = _linked(request, view, decode, local, far)
     return PdCandidate(
         cluster=cluster,
         decode=decode,
         local=local,
         local_reason=reason,
-        held_tokens=home.held_tokens,
+        held_tokens=held_tokens,
         least_wait_s=local.start_s if own is None else own.least_wait_s,
-        remotes=remotes,
-        has_prfaas=bool(far),
+        has_prfaas=has_prfaas,
         threshold_tokens=view.threshold_tokens.get(cluster.name, math.inf),
-        is_kept_apart=not far and is_kept_apart(view, decode, "prfaas"),
-        is_too_dear=is_too_dear,
+        is_kept_apart=not has_prfaas and is_kept_apart(view, decode, "prfaas"),
     )
+
+
+def let_prefill_move(
+    request: RoutingRequest, view: View, pd: PdCandidate, far: Sequence[BestCandidate]
+) -> None:
+    """Give `pd` those of `far` whose link to it is usable, and worth its price."""
+    pd.remotes, pd.is_too_dear = _linked(request, view, pd.decode, pd.local, far)
 
 
 def let_caches_move(pd: PdCandidate, prefill: PrefillCandidates) -> None:
@@ -154,7 +122,8 @@ def let_caches_move(pd: PdCandidate, prefill: PrefillCandidates) -> None:
     own = prefill.own.get(pd.cluster.name)
     pd.sources = prefill.sources
     if pd.held_tokens > (0 if own is None else max(own.held_tokens, own.reusable_tokens)):
-        pd.sources = [*prefill.sources, _AtDecode(pd.cluster, pd.decode, pd.held_tokens)]
+        at_decode = PrefixSource(cluster=pd.cluster, holder=pd.decode, held_tokens=pd.held_tokens)
+        pd.sources = [*prefill.sources, at_decode]
         pd.sources.sort(key=_by_tokens, reverse=True)
 
 

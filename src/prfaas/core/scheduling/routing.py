@@ -1,7 +1,7 @@
 """What all policies share: the way from a request to its decision, and from a choice to what carries it out."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 
 from msgspec import Struct
@@ -10,6 +10,7 @@ from prfaas.core.scheduling.candidates import (
     LONGEST_TINY_TOKENS,
     BestCandidate,
     PrefillCandidate,
+    PrefillCandidates,
     able_to_send,
     kv_bytes_to,
     prefill_by,
@@ -20,10 +21,9 @@ from prfaas.core.scheduling.candidates import (
 from prfaas.core.scheduling.decision import Decision, Route, RoutingRequest
 from prfaas.core.scheduling.decoders import decode_choices, load_of, slot_free_s, slot_wait_s
 from prfaas.core.scheduling.pd_candidate import (
-    Home,
     PdCandidate,
-    home_of,
     let_caches_move,
+    let_prefill_move,
     lone_pd_candidate,
     pd_candidate_of,
 )
@@ -44,66 +44,80 @@ class Choice(Struct):
     is_bound: bool = False
 
 
-def route(
-    request: RoutingRequest,
-    view: View,
-    choose: Callable[[RoutingRequest, View, PdCandidate], Choice],
-    line_up: Callable[[RoutingRequest, View, Choice], None] | None = None,
-) -> Decision:
-    """The decision of a policy that chooses by `choose` in every PD cluster.
+_Choose = Callable[[RoutingRequest, View, PdCandidate], Choice]
 
-    `line_up` is called once, with the choice of the PD cluster that is taken: it sets the place in the line.
+
+class ChoosingPolicy:
+    """Base of the policies that choose in every PD cluster what they would do there.
 
     PD clusters are compared by these, in this order: when what the policy would do there, if caches stayed where they
     are, has its first token, the wait for a decode slot included; the least load of the decode instance; the order of
     the view.
-
-    Raises:
-        NoDecodeInstanceError: nothing can decode.
     """
-    if view.leaves_s:
-        view = with_time_left(request, view)
-    if request.num_tokens <= 1:
-        return single_token(request, view, decode_choices(request, view))
-    pd, choice = lone_pd_candidate(request, view), None
-    if pd is None:
-        pd, choice = _soonest(request, view, choose)
-    # Where caches may move, the policy is asked again.
-    if choice is None or pd.sources:
-        choice = choose(request, view, pd)
-    if line_up is not None:
-        line_up(request, view, choice)
-    return decision_of(request, view, pd.decode, choice)
+
+    __slots__ = ()
+
+    def decide(self, request: RoutingRequest, view: View) -> Decision:
+        """Raises NoDecodeInstanceError when nothing can decode."""
+        if view.leaves_s:
+            view = with_time_left(request, view)
+        if request.num_tokens <= 1:
+            return single_token(request, view, decode_choices(request, view))
+        choice: Choice | None = None
+        pd = lone_pd_candidate(request, view)
+        if pd is None:
+            pd, choice = _soonest(request, view, self._choose)
+        # Where caches may move, the policy is asked again.
+        if choice is None or pd.sources:
+            choice = self._choose(request, view, pd)
+        self._line_up(request, view, choice)
+        return decision_of(request, view, pd.decode, choice)
+
+    def _choose(self, request: RoutingRequest, view: View, pd: PdCandidate) -> Choice:
+        """What it would do in one PD cluster."""
+        raise NotImplementedError
+
+    def _line_up(self, request: RoutingRequest, view: View, choice: Choice) -> None:
+        """Set the place in the line of what is done."""
 
 
-def _soonest(
-    request: RoutingRequest, view: View, choose: Callable[[RoutingRequest, View, PdCandidate], Choice]
-) -> tuple[PdCandidate, Choice | None]:
+def _soonest(request: RoutingRequest, view: View, choose: _Choose) -> tuple[PdCandidate, Choice | None]:
     """The PD cluster that is taken, and what the policy would do there if caches stayed; None: it was the only one."""
     decoders, everywhere = decode_choices(request, view), prefill_candidates(request, view)
-    homes = [
-        home_of(request, view, cluster, decode, able_to_send(request, view, decode, everywhere))
-        for cluster, decode in decoders
+    able = {cluster.name: able_to_send(request, view, decode, everywhere) for cluster, decode in decoders}
+    candidates = [
+        pd_candidate_of(request, view, cluster, decode, able[cluster.name]) for cluster, decode in decoders
     ]
-    if len(homes) == 1:
-        pd = pd_candidate_of(request, view, homes[0])
-        let_caches_move(pd, homes[0].able)
-        return pd, None
-    best = (math.inf, math.inf, len(homes))
-    looked_at: dict[int, tuple[PdCandidate, Choice]] = {}
+    choice: Choice | None = None
+    pd = candidates[0]
+    if len(candidates) == 1:
+        let_prefill_move(request, view, pd, able[pd.cluster.name].far)
+    else:
+        pd, choice = _compared(request, view, candidates, able, choose)
+    let_caches_move(pd, able[pd.cluster.name])
+    return pd, choice
+
+
+def _compared(
+    request: RoutingRequest,
+    view: View,
+    candidates: Sequence[PdCandidate],
+    able: Mapping[str, PrefillCandidates],
+    choose: _Choose,
+) -> tuple[PdCandidate, Choice]:
+    best = (math.inf, math.inf, len(candidates))
+    choices: dict[int, Choice] = {}
     for least in sorted(
-        (_with_slot_s(request, home, home.soonest_s, home.soonest_s), load_of(home.decode), place)
-        for place, home in enumerate(homes)
+        (_least_s(request, pd, able[pd.cluster.name].far_s), load_of(pd.decode), place)
+        for place, pd in enumerate(candidates)
     ):
         if least > best:
             break  # nor can any that comes later be better
-        pd = pd_candidate_of(request, view, homes[least[2]])
-        choice = choose(request, view, pd)
-        looked_at[least[2]] = pd, choice
-        best = min(best, (_delay_s(request, pd, choice.option), *least[1:]))
-    pd, choice = looked_at[best[2]]
-    let_caches_move(pd, homes[best[2]].able)
-    return pd, choice
+        pd = candidates[least[2]]
+        let_prefill_move(request, view, pd, able[pd.cluster.name].far)
+        choices[least[2]] = choose(request, view, pd)
+        best = min(best, (_delay_s(request, pd, choices[least[2]].option), *least[1:]))
+    return candidates[best[2]], choices[best[2]]
 
 
 def _delay_s(request: RoutingRequest, pd: PdCandidate, option: PrefillCandidate) -> float:
@@ -113,7 +127,13 @@ def _delay_s(request: RoutingRequest, pd: PdCandidate, option: PrefillCandidate)
     return _with_slot_s(request, pd, option.ttft_s, option.loaded_s)
 
 
-def _with_slot_s(request: RoutingRequest, pd: PdCandidate | Home, ttft_s: float, loaded_s: float) -> float:
+def _least_s(request: RoutingRequest, pd: PdCandidate, far_s: float) -> float:
+    """`_delay_s` of whatever a policy chooses there is no less: no KV arrives before it has been computed."""
+    soonest_s = min(pd.local.ttft_s, far_s)
+    return _with_slot_s(request, pd, soonest_s, soonest_s)
+
+
+def _with_slot_s(request: RoutingRequest, pd: PdCandidate, ttft_s: float, loaded_s: float) -> float:
     second_s = max(loaded_s, slot_free_s(pd.decode, pd.cluster.slot_s))
     return (ttft_s + second_s) / 2.0 if request.first_from_prefill else second_s
 
