@@ -4,6 +4,7 @@
   attribute through descriptors. So each data class gets one that is written out. Frozen ones are not frozen in the
   copy, where nothing checks that, or this `__init__` could not set their fields. They keep their hash.
 - What was frozen is pickled as what makes it anew.
+- mypyc does not know msgspec's structs either: they become data classes.
 - It takes every annotation of a data class for a field's plain type. Class variables go behind the class, and
   `Annotated` is put back there. It also evaluates them: those of names that only type checkers know become `Any`.
 - It looks up every name of a module in a dictionary, unless it is `Final`: constants become that.
@@ -47,7 +48,33 @@ _INFINITE = "_INFINITE"
 
 def native_source(text: str) -> str:
     """The module's text, rewritten."""
-    return with_constants(with_native_classes(text))
+    return with_constants(with_native_classes(with_data_classes(text)))
+
+
+def with_data_classes(text: str) -> str:
+    """The module's text, its structs made data classes."""
+    lines = text.splitlines()
+    structs: set[str] = {"Struct"}
+    for node in ast.parse(text).body:
+        if not isinstance(node, ast.ClassDef) or not any(ast.unparse(base) in structs for base in node.bases):
+            continue
+        structs.add(node.name)
+        bases = [base for each in node.bases if (base := ast.unparse(each)) != "Struct"]
+        # Not frozen: a data class could not be pickled so, and has no hash that anybody asks for.
+        options = [ast.unparse(each) for each in node.keywords if each.arg == "kw_only"]
+        head = f"class {node.name}({', '.join(bases)}):" if bases else f"class {node.name}:"
+        lines[node.lineno - 1] = f"@dataclass({', '.join(options)})\n{head}"
+        for each in node.body:
+            if (
+                isinstance(each, ast.AnnAssign)
+                and each.value is not None
+                and ast.unparse(each.value) in ("{}", "[]")
+            ):
+                kind = "dict" if ast.unparse(each.value) == "{}" else "list"
+                line = lines[each.lineno - 1]
+                lines[each.lineno - 1] = f"{line[: each.value.col_offset]}field(default_factory={kind})"
+    written = "\n".join([*lines, ""])
+    return written.replace("from msgspec import Struct", "from dataclasses import dataclass, field")
 
 
 def with_constants(text: str) -> str:

@@ -19,6 +19,8 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
+from msgspec import Struct
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
@@ -53,6 +55,15 @@ class Whole(Part):
 class Rule:
     name: ClassVar[str] = "rule"
     mark: Annotated[float, "bounds"] = 0.5
+
+
+class Way(Struct, kw_only=True, frozen=True):
+    start_s: float
+    names: dict[str, int] = {}
+
+
+class Best(Way, kw_only=True, frozen=True):
+    place: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +110,13 @@ def test_objects_are_made_as_before(rewritten: Any) -> None:
 def test_fields_of_the_base_come_first(rewritten: Any) -> None:
     assert [each.name for each in fields(rewritten.Whole)] == ["size", "names", "far_s", "urgency", "left"]
     assert rewritten.Whole(4, {}, 1.0, 9).left == 9
+
+
+def test_structs_are_data_classes(rewritten: Any) -> None:
+    best = rewritten.Best(start_s=1.0, place=2)
+    assert [each.name for each in fields(best)] == ["start_s", "names", "place"]
+    assert best == rewritten.Best(start_s=1.0, names={}, place=2)
+    assert best.names is not rewritten.Best(start_s=1.0, place=2).names
 
 
 def test_parameters_keep_their_bounds_and_class_variables_are_none(rewritten: Any) -> None:

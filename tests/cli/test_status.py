@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 from prometheus_client import CollectorRegistry
 from rich.console import Console
 
@@ -370,7 +371,7 @@ def test_other_ways_are_told_too(deployment: Deployment) -> None:
     assert "was left by its client" in text and "not looked at (media)" in text and "No KVCache moved" in text
     own = RequestRecord(ID, "chat", 0.0, 0.0, prompt_tokens=9000)
     numbers = {"prefill": "home-decode-0", "threshold_tokens": math.inf, "predicted_ttft_s": math.nan}
-    wanted = replace(decision(**numbers), cache_transfer=CacheTransfer("home-decode-0", 5, 0, 5))
+    wanted = structs.replace(decision(**numbers), cache_transfer=CacheTransfer("home-decode-0", 5, 0, 5))
     own.start(wanted, 9000).outcome = "done"
     own.prefix_outcome = "staging"
     text = "\n".join(sentences(page(own, deployment)))
@@ -406,7 +407,7 @@ def test_the_link_s_part_in_a_decision_is_told(deployment: Deployment) -> None:
     stays = decision(
         route=Route.LOCAL, prefill="home-prefill-0", reason="congested-link", uncached_tokens=5000
     )
-    record.start(replace(stays, threshold_tokens=8000.0), 5000).outcome = "done"
+    record.start(structs.replace(stays, threshold_tokens=8000.0), 5000).outcome = "done"
     text = "\n".join(sentences(page(record, deployment)))
     assert (
         "not more than its threshold of 8,000. Without the link's congestion it would have been offloaded."

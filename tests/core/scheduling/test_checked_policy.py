@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from hypothesis import given
+from msgspec import structs
 
 from prfaas.core.scheduling import CheckedPolicy, Decision, Route, RoutingRequest, View, make_policy
 from prfaas.core.scheduling.checked_policy import UnsoundDecisionError, fault_of, instances_of
@@ -21,7 +22,7 @@ class Changed:
         self.changes: dict[str, Any] = changes
 
     def decide(self, request: RoutingRequest, view: View) -> Decision:
-        return replace(make_policy("offload_all").decide(request, view), **self.changes)
+        return structs.replace(make_policy("offload_all").decide(request, view), **self.changes)
 
 
 @given(cases())

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from prfaas.core.scheduling import NoDecodeInstanceError, Policy, PrefixHit, RoutingRequest, View
 from prfaas.core.scheduling.candidates import LONGEST_TINY_TOKENS
@@ -79,7 +80,7 @@ def test_the_pd_cluster_with_the_soonest_first_token_is_taken(
     """Against the decisions of the same policy for each PD cluster alone."""
     view, request = case
     # Of tiny prompts more is decided after the cluster.
-    request = replace(request, num_tokens=max(request.num_tokens, LONGEST_TINY_TOKENS + 1))
+    request = structs.replace(request, num_tokens=max(request.num_tokens, LONGEST_TINY_TOKENS + 1))
     for cluster in view.clusters.values():
         cluster.slot_s = slot_s
     try:

@@ -1,9 +1,8 @@
 """The first token comes from the prefill: what that changes of predictions and routes, and what it does not."""
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import assume, given
+from msgspec import structs
 
 from prfaas.core.scheduling import (
     NoDecodeInstanceError,
@@ -39,7 +38,7 @@ PREFILL_S = 1.0
 
 
 def early(request: RoutingRequest) -> RoutingRequest:
-    return replace(request, first_from_prefill=True)
+    return structs.replace(request, first_from_prefill=True)
 
 
 def slow_link(link_s: float, **state: float) -> View:

@@ -6,7 +6,7 @@ from hypothesis import assume, given
 from prfaas.core.scheduling import NoDecodeInstanceError, RoutingRequest, View
 from prfaas.core.scheduling.candidates import prefill_candidates
 from prfaas.core.scheduling.decoders import decode_choices
-from prfaas.core.scheduling.pd_candidate import lone_pd_candidate, pd_candidate_of
+from prfaas.core.scheduling.pd_candidate import let_prefill_move, lone_pd_candidate, pd_candidate_of
 
 from .views import cases
 
@@ -21,7 +21,9 @@ def test_it_is_the_same_candidate_or_none(case: tuple[View, RoutingRequest]) -> 
     except NoDecodeInstanceError:
         assert lone is None
         return
-    general = pd_candidate_of(request, view, cluster, decode, prefill_candidates(request, view))
+    prefill = prefill_candidates(request, view)
+    general = pd_candidate_of(request, view, cluster, decode, prefill)
+    let_prefill_move(request, view, general, prefill.far)
     if lone is None:
         # Out of the ordinary: somebody is avoided or kept apart, nobody well decodes or prefills, or one does both.
         assert (

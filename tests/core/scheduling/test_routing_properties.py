@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from prfaas.core.scheduling import (
     ClusterView,
@@ -207,7 +208,7 @@ def test_what_is_longer_is_offloaded_too_by_paper(case: Case, longer: int) -> No
     assume(sum(i.decodes for c in view.clusters.values() if c.kind == "pd" for i in c.instances) == 1)
     policy = policy_named("paper")
     if decided(policy, request, view).route is Route.OFFLOAD:
-        request = replace(request, num_tokens=request.num_tokens + longer)
+        request = structs.replace(request, num_tokens=request.num_tokens + longer)
         assert decided(policy, request, view).route is Route.OFFLOAD
 
 
@@ -230,7 +231,7 @@ def test_what_is_longer_is_offloaded_too_by_tilted(
     view.kv = replace(view.kv, bytes_to_move=lambda num, skip: int(bytes_per_s * (slow(num) + 0.5)))
     policy = policy_named("tilted")
     if decided(policy, request, view).route is Route.OFFLOAD:
-        request = replace(request, num_tokens=request.num_tokens + longer)
+        request = structs.replace(request, num_tokens=request.num_tokens + longer)
         assert decided(policy, request, view).route is Route.OFFLOAD
 
 

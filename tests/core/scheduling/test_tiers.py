@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from prfaas.core.scheduling import (
     NOTHING,
@@ -62,7 +63,7 @@ def test_without_pools_it_is_the_plain_request(case: tuple[View, RoutingRequest]
 def test_instances_without_pools_are_chosen_as_ever(case: tuple[View, RoutingRequest]) -> None:
     """Whoever looks at loads and copies, but finds none, decides as one who does not look."""
     view, request = case
-    looking = replace(request, loads_s={"nobody": 1.0})
+    looking = structs.replace(request, loads_s={"nobody": 1.0})
     for policy in every_policy().values():
         assert decided(policy, looking, view) == decided(policy, request, view)
 
@@ -275,5 +276,5 @@ def test_of_two_that_are_done_together_the_longer_prefix_is_taken() -> None:
     view.clusters["pd"].prefill_s = lambda tokens: 1.0 if tokens else 0.0
     view.pools["one"].memory_bits_per_s = math.inf
     held = {"prefill": PrefixHit(0, 0), "other": PrefixHit(tokens, tokens)}
-    request = replace(with_pools(length, held, {}, view), loads_s={"nobody": 1.0})
+    request = structs.replace(with_pools(length, held, {}, view), loads_s={"nobody": 1.0})
     assert PAPER.decide(request, view).prefill == "other"

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
+from msgspec import structs
 
 from prfaas.core.latency import load_profile
 from prfaas.core.latency.service_curve import ServiceCurve
@@ -154,15 +155,15 @@ def relabelled(view: View, request: RoutingRequest, prefix: str) -> tuple[View, 
         blocked=frozenset((prefix + one, prefix + other) for one, other in view.blocked),
     )
     held = {prefix + name: value for name, value in request.held.items()}
-    return view, replace(request, held=held)
+    return view, structs.replace(request, held=held)
 
 
 def renamed(decision: Decision, prefix: str) -> Decision:
     """The decision with the names that `relabelled` gives."""
     moved = decision.cache_transfer
     if moved is not None:
-        moved = replace(moved, source=prefix + moved.source)
-    return replace(
+        moved = structs.replace(moved, source=prefix + moved.source)
+    return structs.replace(
         decision, prefill=prefix + decision.prefill, decode=prefix + decision.decode, cache_transfer=moved
     )
 

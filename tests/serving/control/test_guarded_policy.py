@@ -3,11 +3,11 @@
 import asyncio
 import logging
 import threading
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from prfaas.core.scheduling import Decision, NoDecodeInstanceError, RoutingRequest, View, make_policy
 from prfaas.serving.control.plane import LivePlane
@@ -19,7 +19,7 @@ from .world import FakeClock, deployment_of
 
 class Working:
     def decide(self, request: RoutingRequest, view: View) -> Decision:
-        return replace(make_policy("offload_all").decide(request, view), reason="always-far")
+        return structs.replace(make_policy("offload_all").decide(request, view), reason="always-far")
 
 
 class Raising:
@@ -34,7 +34,7 @@ class NobodyThere:
 
 class Unsound:
     def decide(self, request: RoutingRequest, view: View) -> Decision:
-        return replace(make_policy("tilted").decide(request, view), decode="far-p0")
+        return structs.replace(make_policy("tilted").decide(request, view), decode="far-p0")
 
 
 class Uncopied(Working):
@@ -66,7 +66,7 @@ def test_one_that_fails_loses_no_request(
     def use(plane: LivePlane) -> None:
         for number in range(1, 12):
             decision = plane.router.route(10_000, plane.prefixes.chains(range(10_000), "", ""))
-            assert decision == replace(decision, reason="long")
+            assert decision == structs.replace(decision, reason="long")
             assert failures(planes) == number
         with pytest.raises(NoDecodeInstanceError, match="no instance of any PD cluster"):
             plane.router.route(

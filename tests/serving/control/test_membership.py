@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 from prometheus_client import CollectorRegistry, generate_latest
 
 from prfaas.core.deployment import AppliedDeployment, Deployment, Instance
@@ -274,9 +275,9 @@ def test_a_prefill_that_was_granted_keeps_its_instance(in_change: InChange) -> N
         plane = changing.plane
         chains = plane.prefixes.chains(range(1000), "", "")
         given = decision("home-p1", "home-d0")
-        from dataclasses import replace
-
-        async with plane.admission.admit(replace(given, urgency_s=1.0, is_bound=True), chains) as admitted:
+        async with plane.admission.admit(
+            structs.replace(given, urgency_s=1.0, is_bound=True), chains
+        ) as admitted:
             assert admitted.prefill == "home-p1"
             text = "".join(line for line in FILE.splitlines(keepends=True) if "home-p1" not in line)
             changing.take_on(text)

@@ -2,9 +2,9 @@
 
 import asyncio
 from contextlib import AsyncExitStack
-from dataclasses import replace
 
 import pytest
+from msgspec import structs
 from tests.serving.control.world import LINK, FakeClock, cluster_state_of, decision
 
 from prfaas.core.deployment import Deployment
@@ -46,7 +46,9 @@ class Yard:
 
 
 def urgent(urgency_s: float, prefill: str = "far-0", *, tokens: int = 5000, bound: bool = False) -> Decision:
-    return replace(decision(prefill, "home-d0", prefill_tokens=tokens), urgency_s=urgency_s, is_bound=bound)
+    return structs.replace(
+        decision(prefill, "home-d0", prefill_tokens=tokens), urgency_s=urgency_s, is_bound=bound
+    )
 
 
 async def settled() -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -10,6 +9,7 @@ from tempfile import TemporaryDirectory
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from prfaas.core.deployment import Deployment
 from prfaas.core.prefix import PromptChains
@@ -166,7 +166,7 @@ class Yard:
 
     def asks(self, who: int, *, tokens: int, only: str | None = None) -> "asyncio.Task[None]":
         what = decision(only or "far-0", "home-d0", prefill_tokens=tokens)
-        what = replace(what, urgency_s=0.0, is_bound=only is not None)
+        what = structs.replace(what, urgency_s=0.0, is_bound=only is not None)
 
         async def whole() -> None:
             async with self.admissions[who].admit(what, PromptChains(tokens, {})) as mine:

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from prfaas.core.scheduling import (
     ClusterView,
@@ -63,16 +64,18 @@ def test_the_longest_of_queue_and_link_counts() -> None:
         assert world.waits.of(DECISION) == pytest.approx(5.0)
         # Another prefill instance is idle.
         assert world.waits.least() == 0.0
-        with world.state.prefilling(replace(DECISION, prefill="near", prefill_tokens=300, kv_bytes=0)):
+        with world.state.prefilling(
+            structs.replace(DECISION, prefill="near", prefill_tokens=300, kv_bytes=0)
+        ):
             assert world.waits.least() == pytest.approx(3.0)
-    with world.state.prefilling(replace(DECISION, kv_bytes=20_000)):
+    with world.state.prefilling(structs.replace(DECISION, kv_bytes=20_000)):
         assert world.waits.of(DECISION) == pytest.approx(20.0)
     assert world.waits.of(DECISION) == 0.0
 
 
 def test_checkpoints_follow_kills_link_and_state() -> None:
     """2,000 bytes at 8,000 bit/s take 2 s; at a kill per 100 s that is worth 20 s of work."""
-    world, long = World(), replace(DECISION, prefill_tokens=10_000, kv_bytes=10_000)
+    world, long = World(), structs.replace(DECISION, prefill_tokens=10_000, kv_bytes=10_000)
     view = world.state.view
     assert world.waits.checkpoint_tokens(long) == 0
     view.clusters["east"].kills_per_s = 0.01
@@ -80,10 +83,10 @@ def test_checkpoints_follow_kills_link_and_state() -> None:
     view.kv = replace(view.kv, checkpoint_bytes=2000)
     assert world.waits.checkpoint_tokens(long) == 2000
     # The link takes twice as long as the prefill.
-    assert world.waits.checkpoint_tokens(replace(long, kv_bytes=200_000)) == 1000
-    assert world.waits.checkpoint_tokens(replace(long, prefill_tokens=2900)) == 0
+    assert world.waits.checkpoint_tokens(structs.replace(long, kv_bytes=200_000)) == 1000
+    assert world.waits.checkpoint_tokens(structs.replace(long, prefill_tokens=2900)) == 0
     # Inside of a cluster, whose network is no link.
-    assert world.waits.checkpoint_tokens(replace(long, prefill="near")) == 0
+    assert world.waits.checkpoint_tokens(structs.replace(long, prefill="near")) == 0
 
 
 @settings(deadline=None)

@@ -5,7 +5,6 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from msgspec import structs
 from multidict import CIMultiDict
 
 from prfaas.core.deployment import GatewayLimits
@@ -175,7 +175,7 @@ def test_what_cant_be_done_in_time_is_not_begun(
         waits.seconds, waits.token_s = wait_s, 0.1
         needed_s = max(wait_s, 0.0 if math.isnan(ttft_s) else ttft_s + kv_wait_s) + 0.1 * max_tokens
         try:
-            request.check(replace(DECISION, predicted_ttft_s=ttft_s, kv_wait_s=kv_wait_s), max_tokens)
+            request.check(structs.replace(DECISION, predicted_ttft_s=ttft_s, kv_wait_s=kv_wait_s), max_tokens)
         except ApiError as error:
             assert error.status == 429 and needed_s > (0.8 if wait_s else 1.0) * timeout_s - 1.0
         else:

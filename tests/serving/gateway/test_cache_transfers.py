@@ -4,9 +4,9 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import replace
 
 import pytest
+from msgspec import structs
 from tests.ports import free_ports
 
 from prfaas.core.deployment import CONTROL, GATEWAY
@@ -35,7 +35,7 @@ def with_prefix(world: World, num_tokens: int, skip_tokens: int = 0) -> None:
     def edit(decision: Decision) -> Decision:
         if decision.route is not Route.OFFLOAD:
             return decision
-        return replace(
+        return structs.replace(
             decision,
             prefill_tokens=len(LONG) - num_tokens,
             cache_transfer=CacheTransfer("local", num_tokens, skip_tokens, 4 * (num_tokens - skip_tokens)),
@@ -156,7 +156,7 @@ def with_pool_prefix(world: World, prefill: str, source: str, num_tokens: int) -
     """Every prefill is at `prefill`, whose machine's pool gets the beginning from the pool `source` first."""
 
     def edit(decision: Decision) -> Decision:
-        return replace(
+        return structs.replace(
             decision,
             prefill=prefill,
             prefill_tokens=len(LONG) - num_tokens,

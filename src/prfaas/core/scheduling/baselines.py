@@ -20,9 +20,9 @@ from prfaas.core.scheduling.parameters import Bounds
 from prfaas.core.scheduling.pd_candidate import PdCandidate
 from prfaas.core.scheduling.routing import (
     Choice,
+    ChoosingPolicy,
     cheapest_remote,
     decision_of,
-    route,
     single_token,
 )
 from prfaas.core.scheduling.view import ClusterView, InstanceView, LinkView, View
@@ -84,17 +84,13 @@ def _placements(
 
 
 @dataclass(frozen=True, slots=True)
-class StaticThreshold:
+class StaticThreshold(ChoosingPolicy):
     """Offload when l_total − l_pd > `threshold_tokens` (section 3.4.3, bandwidth scarce), whatever the queues."""
 
     name: ClassVar[str] = "static_threshold"
     threshold_tokens: Annotated[
         float, Bounds("longer uncached lengths are offloaded", unit="tokens", least=0, allows_infinity=True)
     ]
-
-    def decide(self, request: RoutingRequest, view: View) -> Decision:
-        """Raises NoDecodeInstanceError when nothing can decode."""
-        return route(request, view, self._choose)
 
     def _choose(self, request: RoutingRequest, view: View, pd: PdCandidate) -> Choice:
         uncached = request.num_tokens - pd.held_tokens
@@ -107,14 +103,10 @@ class StaticThreshold:
 
 
 @dataclass(frozen=True, slots=True)
-class LocalOnly:
+class LocalOnly(ChoosingPolicy):
     """Never offload: PD disaggregation inside each cluster."""
 
     name: ClassVar[str] = "local_only"
-
-    def decide(self, request: RoutingRequest, view: View) -> Decision:
-        """Raises NoDecodeInstanceError when nothing can decode."""
-        return route(request, view, self._choose)
 
     def _choose(self, request: RoutingRequest, _view: View, pd: PdCandidate) -> Choice:
         uncached = request.num_tokens - pd.held_tokens
@@ -122,14 +114,10 @@ class LocalOnly:
 
 
 @dataclass(frozen=True, slots=True)
-class OffloadAll:
+class OffloadAll(ChoosingPolicy):
     """Offload whatever can be: the paper's naive heterogeneous deployment (section 4.3.3)."""
 
     name: ClassVar[str] = "offload_all"
-
-    def decide(self, request: RoutingRequest, view: View) -> Decision:
-        """Raises NoDecodeInstanceError when nothing can decode."""
-        return route(request, view, self._choose)
 
     def _choose(self, request: RoutingRequest, view: View, pd: PdCandidate) -> Choice:
         uncached = request.num_tokens - pd.held_tokens
@@ -140,7 +128,7 @@ class OffloadAll:
 
 
 @dataclass(frozen=True, slots=True)
-class LeastTtft:
+class LeastTtft(ChoosingPolicy):
     """The smallest predicted TTFT, here or there, a cache moved first where `paper` might and that is sooner.
 
     Where the first token comes from the prefill it is the mean of that and of when the KV has arrived.
@@ -148,10 +136,6 @@ class LeastTtft:
 
     name: ClassVar[str] = "least_ttft"
     abundance: AbundanceMarks = field(default_factory=AbundanceMarks)
-
-    def decide(self, request: RoutingRequest, view: View) -> Decision:
-        """Raises NoDecodeInstanceError when nothing can decode."""
-        return route(request, view, self._choose)
 
     def _choose(self, request: RoutingRequest, view: View, pd: PdCandidate) -> Choice:
         best, stays = with_cache(request, view, pd, pd.local, self.abundance)

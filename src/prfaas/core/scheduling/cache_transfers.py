@@ -4,13 +4,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from prfaas.core.prefix.index import PrefixHit
-from prfaas.core.scheduling.candidates import PooledPrefix, PrefillCandidate, PrefixSource, streamed
+from prfaas.core.scheduling.candidates import PrefillCandidate, PrefixSource, streamed
 from prfaas.core.scheduling.decision import CacheTransfer, RoutingRequest
 from prfaas.core.scheduling.egress import is_worth_its_bytes
 from prfaas.core.scheduling.link_choice import AbundanceMarks, abundant_link
 from prfaas.core.scheduling.pd_candidate import PdCandidate
 from prfaas.core.scheduling.tiers import pool_at, reading_s
-from prfaas.core.scheduling.view import InstanceView, LinkView, View
+from prfaas.core.scheduling.view import LinkView, PoolView, View
 from prfaas.core.units import BITS_PER_BYTE
 
 # Of the tokens to compute: a cache transfer costs two more hops of the gateway, whatever its size.
@@ -120,7 +120,7 @@ def _move(
 ) -> _Move:
     held, target = source.held_tokens, option.instance.name
     at_target: PrefixHit | None
-    if isinstance(source, PooledPrefix):
+    if isinstance(source.holder, PoolView):
         at_target, kv = _in_target_pool(request, view, option), view.kv_of_pools(option.cluster.name)
         sent_tokens = tokens = held
     else:
@@ -130,7 +130,7 @@ def _move(
     skip_tokens = min(at_target.attention_tokens, tokens) if at_target is not None and view.kv.can_skip else 0
     kv_bytes = kv.prefix_bytes_to_move(sent_tokens, skip_tokens)
     begins_s = link.drained_s
-    if isinstance(source.holder, InstanceView):
+    if not isinstance(source.holder, PoolView):
         # It computes the last token of what it sends, behind the prefills that it has.
         begins_s = max(begins_s, source.holder.busy_until_s)
     moved_s = BITS_PER_BYTE * kv_bytes / (link.capacity_bits_per_s - link.egress_bits_per_s) + link.rtt_s
@@ -140,7 +140,7 @@ def _move(
         moved_s, load_s = _from_tiers(request, view, option, source, tokens, skip_tokens, moved_s)
     return _Move(
         transfer=CacheTransfer(
-            source.holder.name, sent_tokens, skip_tokens, kv_bytes, isinstance(source, PooledPrefix)
+            source.holder.name, sent_tokens, skip_tokens, kv_bytes, isinstance(source.holder, PoolView)
         ),
         tokens=tokens,
         moved_s=moved_s,
@@ -165,7 +165,7 @@ def _from_tiers(
     moved_s: float,
 ) -> tuple[float, float]:
     """What moving takes with the source's own loading, and what the target loads after it."""
-    if not isinstance(source, PooledPrefix):
+    if not isinstance(source.holder, PoolView):
         # The instance loads it from its machine's pool before it sends.
         return moved_s + request.loads_s.get(source.holder.name, 0.0), option.load_s
     target = pool_at(view, option.instance.name)
@@ -182,7 +182,7 @@ def _way(
 ) -> tuple[PrefixSource, LinkView] | None:
     """The first source that can send to the option's instance now, and its link."""
     for source in longest_first:
-        if isinstance(source, PooledPrefix) and pool_at(view, option.instance.name) is None:
+        if isinstance(source.holder, PoolView) and pool_at(view, option.instance.name) is None:
             continue
         if (source.holder.name, option.instance.name) in view.blocked:
             continue
@@ -194,5 +194,5 @@ def _way(
 
 def _link_from(source: PrefixSource, target: str, view: View, marks: AbundanceMarks) -> LinkView | None:
     link = abundant_link(view, source.cluster.name, target, marks)
-    is_apart = link is not None and not link.joins_pools and isinstance(source, PooledPrefix)
+    is_apart = link is not None and not link.joins_pools and isinstance(source.holder, PoolView)
     return None if is_apart else link

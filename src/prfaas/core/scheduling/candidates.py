@@ -4,12 +4,12 @@ A `PrefillCandidate` carries what is predicted of one way to prefill.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from operator import attrgetter
-from typing import Protocol
 
-from prfaas.core.scheduling.decision import CacheTransfer, RoutingRequest
+from msgspec import Struct
+
+from prfaas.core.scheduling.decision import NOTHING, CacheTransfer, RoutingRequest
 from prfaas.core.scheduling.hazard import streamed_s
 from prfaas.core.scheduling.tiers import source_pool
 from prfaas.core.scheduling.view import (
@@ -23,9 +23,8 @@ from prfaas.core.scheduling.view import (
 from prfaas.core.units import BITS_PER_BYTE
 
 
-# Not frozen, like all that doesn't outlive a decision: a frozen one takes five times as long to make.
-@dataclass(slots=True, kw_only=True)
-class PrefillCandidate:
+# A struct, like all that every decision makes several of: by name a data class takes five times as long to make.
+class PrefillCandidate(Struct, kw_only=True, frozen=True):
     """Prefill by `instance` of `cluster` and, unless it decodes too, a transfer. Seconds count from now."""
 
     cluster: ClusterView
@@ -151,8 +150,7 @@ def streamed(
     )
 
 
-@dataclass(slots=True, kw_only=True)
-class BestCandidate(PrefillCandidate):
+class BestCandidate(PrefillCandidate, kw_only=True, frozen=True):
     """The instance of one cluster that would prefill a request, and the cluster's queue and prefix."""
 
     least_wait_s: float
@@ -172,19 +170,18 @@ def best_candidate(request: RoutingRequest, cluster: ClusterView, view: View) ->
     """
     if not request.held:
         return least_queued(request, cluster, view)
-    able = prefillers(cluster, view)
-    if not able:
+    soonest, queues_s, held_tokens, holder = _queues(request, cluster, view)
+    if not queues_s:
         return None
-    held = [request.reusable_at(each.name) for each in able]
-    held_tokens = max(held)
-    ranked = _ranked(request, cluster, view.now_s, able, held)
-    _, minus_tokens, ready_s, _, place, prefill_s, load_s, copied = min(ranked)
-    shared_s = cluster.waiting_s / len(able)
+    _, minus_tokens, ready_s, _, place, prefill_s, load_s, copied = min(
+        _ways(request, cluster, view, soonest)
+    )
+    shared_s = cluster.waiting_s / len(queues_s)
     start_s = ready_s + load_s
     end_s = start_s + prefill_s + shared_s
     return BestCandidate(
         cluster=cluster,
-        instance=able[place],
+        instance=cluster.instances[place],
         reusable_tokens=-minus_tokens,
         start_s=start_s + shared_s,
         prefill_s=prefill_s,
@@ -192,45 +189,73 @@ def best_candidate(request: RoutingRequest, cluster: ClusterView, view: View) ->
         loaded_s=end_s,
         cache_transfer=copied,
         load_s=load_s,
-        least_wait_s=max(min([each.busy_until_s for each in able]) - view.now_s, 0.0) + shared_s,
-        holder=able[held.index(held_tokens)],
+        least_wait_s=min(queues_s) + shared_s,
+        holder=cluster.instances[holder],
         held_tokens=held_tokens,
     )
 
 
-_Rank = tuple[float, int, float, int, int, float, float, CacheTransfer | None]
+_Queue = tuple[float, float, int, int]
 
 
-def _ranked(
-    request: RoutingRequest,
-    cluster: ClusterView,
-    now_s: float,
-    able: Sequence[InstanceView],
-    held: Sequence[int],
-) -> list[_Rank]:
-    """All ways for instances to begin, the least is the best: from what each has `held`, or from a copy.
+def _queues(
+    request: RoutingRequest, cluster: ClusterView, view: View
+) -> tuple[dict[int, _Queue], list[float], int, int]:
+    """The queues of those that may prefill.
 
-    Done when; less the tokens that it starts from; ready when; requests in flight; its place in `able`; what
+    Returns:
+        By what is held, which is the same at most of them, the instance that is free first: seconds until it has
+        loaded that, its queue in seconds, its requests in flight, and its place in the cluster.
+        All queues in seconds.
+        The most tokens that one of them need not compute, and the place of the first of these.
+    """
+    now_s, avoid, loads_s, held_at = view.now_s, view.avoid, request.loads_s, request.held.get
+    most_tokens = max(request.num_tokens - 1, 0)
+    soonest: dict[int, _Queue] = {}
+    queues_s, held_tokens, holder = [], -1, 0
+    for place, each in enumerate(cluster.instances):
+        if not each.prefills or not each.is_open or each.name in avoid:
+            continue
+        tokens = held_at(each.name, NOTHING).reusable_tokens
+        # Not `max`, which would be a fifth of the time of this loop, the longest of a decision.
+        queue_s = each.busy_until_s - now_s if each.busy_until_s > now_s else 0.0
+        queue = queue_s + loads_s.get(each.name, 0.0), queue_s, each.in_flight, place
+        queues_s.append(queue_s)
+        if tokens not in soonest or queue < soonest[tokens]:
+            soonest[tokens] = queue
+        if held_tokens < tokens and held_tokens < most_tokens:
+            held_tokens, holder = tokens, place
+    return soonest, queues_s, min(held_tokens, most_tokens), holder
+
+
+_Way = tuple[float, int, float, int, int, float, float, CacheTransfer | None]
+
+
+def _ways(
+    request: RoutingRequest, cluster: ClusterView, view: View, soonest: Mapping[int, _Queue]
+) -> Iterator[_Way]:
+    """How instances could begin, the least is the best: from what they hold, or from a copy.
+
+    Done when; less the tokens that it starts from; ready when; requests in flight; its place in the cluster; what
     its prefill takes; what it loads; the copy that comes first.
     """
-    num_tokens, loads_s = request.num_tokens, request.loads_s
-    # Most hold the same.
-    prefills_s = {tokens: cluster.after_prefix_s(num_tokens - tokens, tokens) for tokens in set(held)}
-    ranked: list[_Rank] = []
-    for place, (each, tokens) in enumerate(zip(able, held, strict=True)):
-        queue_s, prefill_s = max(each.busy_until_s - now_s, 0.0), prefills_s[tokens]
-        load_s = loads_s.get(each.name, 0.0) if loads_s else 0.0
-        end_s = queue_s + load_s + prefill_s
-        ranked.append((end_s, -tokens, queue_s, each.in_flight, place, prefill_s, load_s, None))
-    for place, each in enumerate(able) if request.copies else ():
+    num_tokens, instances = request.num_tokens, cluster.instances
+    for held_tokens, (_, queue_s, in_flight, place) in soonest.items():
+        tokens = min(held_tokens, max(num_tokens - 1, 0))
+        load_s = request.loads_s.get(instances[place].name, 0.0)
+        prefill_s = cluster.after_prefix_s(num_tokens - tokens, tokens)
+        yield queue_s + load_s + prefill_s, -tokens, queue_s, in_flight, place, prefill_s, load_s, None
+    for place, each in enumerate(instances) if request.copies else ():
         copy = request.copies.get(each.name)
-        if copy is not None:
-            tokens, ready_s = copy.transfer.num_tokens, max(each.busy_until_s - now_s, copy.copy_s, 0.0)
+        if copy is not None and each.takes_prefills and each.name not in view.avoid:
+            tokens, load_s, ready_s = (
+                copy.transfer.num_tokens,
+                copy.load_s,
+                max(each.busy_until_s - view.now_s, copy.copy_s, 0.0),
+            )
             prefill_s = cluster.after_prefix_s(num_tokens - tokens, tokens)
-            end_s = ready_s + copy.load_s + prefill_s
-            way = (end_s, -tokens, ready_s, each.in_flight, place, prefill_s, copy.load_s, copy.transfer)
-            ranked.append(way)
-    return ranked
+            end_s = ready_s + load_s + prefill_s
+            yield end_s, -tokens, ready_s, each.in_flight, place, prefill_s, load_s, copy.transfer
 
 
 def least_queued(request: RoutingRequest, cluster: ClusterView, view: View) -> BestCandidate | None:
@@ -241,7 +266,7 @@ def least_queued(request: RoutingRequest, cluster: ClusterView, view: View) -> B
     for instance in cluster.instances:
         if not instance.prefills:
             continue
-        rank = max(instance.busy_until_s, now_s), instance.in_flight
+        rank = instance.busy_until_s if instance.busy_until_s > now_s else now_s, instance.in_flight
         if rank < best and instance.is_open and instance.name not in avoid:
             chosen, best = instance, rank
             if best == (now_s, 0):
@@ -265,41 +290,28 @@ def least_queued(request: RoutingRequest, cluster: ClusterView, view: View) -> B
     )
 
 
-class PrefixSource(Protocol):
-    """The longest prefix of a request in one cluster. A `BestCandidate` is one."""
-
-    @property
-    def cluster(self) -> ClusterView: ...
-
-    @property
-    def holder(self) -> InstanceView | PoolView:
-        """The instance or the pool that holds it."""
-
-    @property
-    def held_tokens(self) -> int:
-        """Its length."""
-
-
-@dataclass(frozen=True, slots=True)
-class PooledPrefix:
-    """The longest prefix of a request in the pools of one cluster."""
+class PrefixSource(Struct, kw_only=True, frozen=True):
+    """The longest prefix of a request in one cluster."""
 
     cluster: ClusterView
-    holder: PoolView
+    holder: InstanceView | PoolView
+    """The instance or the pool that holds it."""
     held_tokens: int
+    """Its length."""
 
 
 _by_tokens = attrgetter("held_tokens")
 
 
-@dataclass(slots=True)
-class PrefillCandidates:
+class PrefillCandidates(Struct, kw_only=True, frozen=True):
     """The instance of every cluster that would prefill, and the prefixes that clusters hold."""
 
     own: dict[str, BestCandidate]
     """By PD cluster."""
     far: list[BestCandidate]
     """Those of PrfaaS clusters."""
+    far_s: float
+    """When the first of these would have computed it; infinite: there are none."""
     sources: list[PrefixSource]
     """The longest prefix of every cluster that holds any, the longest first; before it one as long in a pool."""
 
@@ -311,7 +323,7 @@ def prefill_candidates(request: RoutingRequest, view: View) -> PrefillCandidates
     sources: list[PrefixSource] = []
     for cluster in view.clusters.values():
         if request.pools and (pooled := source_pool(request, view, cluster.name)) is not None:
-            sources.append(PooledPrefix(cluster, holder=pooled[0], held_tokens=pooled[1]))
+            sources.append(PrefixSource(cluster=cluster, holder=pooled[0], held_tokens=pooled[1]))
         node = best_candidate(request, cluster, view)
         if node is None:
             continue
@@ -320,10 +332,11 @@ def prefill_candidates(request: RoutingRequest, view: View) -> PrefillCandidates
         else:
             far.append(node)
         if node.held_tokens:
-            sources.append(node)
+            sources.append(PrefixSource(cluster=cluster, holder=node.holder, held_tokens=node.held_tokens))
     if len(sources) > 1:
         sources.sort(key=_by_tokens, reverse=True)
-    return PrefillCandidates(own, far, sources)
+    far_s = min([node.ttft_s for node in far], default=math.inf)
+    return PrefillCandidates(own=own, far=far, far_s=far_s, sources=sources)
 
 
 def able_to_send(

@@ -1,9 +1,11 @@
 """Where one request goes, and the KV bytes that move for it."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
+
+from msgspec import Struct
 
 from prfaas.core.kv import KvModel
 from prfaas.core.prefix.index import NOTHING, PoolHit, PrefixHit
@@ -78,8 +80,7 @@ def _without_last_token(prefix_bytes: Callable[[int, int], int]) -> Callable[[in
     return bytes_to_move
 
 
-@dataclass(slots=True)
-class PoolCopy:
+class PoolCopy(Struct, frozen=True):
     """A prefix that another machine of the cluster holds, read into the pool of an instance's own machine."""
 
     transfer: "CacheTransfer"
@@ -90,9 +91,7 @@ class PoolCopy:
     """What loading it into the engine takes after that."""
 
 
-# Not frozen, like `Decision`, for speed; it must not be changed either.
-@dataclass(slots=True)
-class RoutingRequest:
+class RoutingRequest(Struct, frozen=True):
     """What routing needs to know of one request.
 
     `tiers.with_pools` makes one where machines have prefix-cache pools.
@@ -100,17 +99,17 @@ class RoutingRequest:
 
     num_tokens: int
     """Tokens of the whole prompt."""
-    held: Mapping[str, PrefixHit] = field(default_factory=dict)
+    held: Mapping[str, PrefixHit] = {}
     """Instance name → what it holds of the prompt, the pool of its machine included; an absent one holds nothing."""
     ordinal: int = 0
     """Counts requests in the order of their arrival. A policy without randomness can distribute by it."""
-    loads_s: Mapping[str, float] = field(default_factory=dict)
+    loads_s: Mapping[str, float] = {}
     """Instance name → what loading its reusable prefix from the pool of its machine takes; absent: it loads nothing."""
-    pools: Mapping[str, PoolHit] = field(default_factory=dict)
+    pools: Mapping[str, PoolHit] = {}
     """Pool name → what it holds of the prompt; an absent one holds nothing."""
-    copies: Mapping[str, PoolCopy] = field(default_factory=dict)
+    copies: Mapping[str, PoolCopy] = {}
     """Instance name → the prefix that is worth reading from another machine of its cluster; absent: none is."""
-    own: Mapping[str, PrefixHit] = field(default_factory=dict)
+    own: Mapping[str, PrefixHit] = {}
     """As `held` without the pools; empty where these hold nothing."""
     first_from_prefill: bool = False
     """Whether the client gets the first token from the instance that prefills, where that is not the one that decodes.
@@ -152,9 +151,7 @@ class Route(StrEnum):
     """A PrfaaS cluster."""
 
 
-# Not frozen, like `Decision`, for speed; it must not be changed either.
-@dataclass(slots=True)
-class CacheTransfer:
+class CacheTransfer(Struct, frozen=True):
     """The KV of a prompt's beginning goes to the prefill instance before it starts.
 
     Section 3.4.3: where the longer cache is not in the cluster that computes, and bandwidth is abundant, that cache
@@ -178,10 +175,9 @@ class CacheTransfer:
         return self.num_tokens if self.from_pool else self.num_tokens - 1
 
 
-# Not frozen: a frozen one takes four times as long to make, and a simulator asks for a hundred thousand a second.
-@dataclass(slots=True, kw_only=True)
-class Decision:
-    """One routing decision, with the numbers that decided. It is never changed; `replace` makes another."""
+# A struct, not a data class, which takes five times as long to make: a simulator asks for a hundred thousand a second.
+class Decision(Struct, kw_only=True, frozen=True):
+    """One routing decision, with the numbers that decided. `msgspec.structs.replace` makes another."""
 
     route: Route
     prefill: str

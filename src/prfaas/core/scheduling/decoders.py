@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterable
 from operator import attrgetter
 
-from prfaas.core.scheduling.decision import RoutingRequest
+from prfaas.core.scheduling.decision import PrefixHit, RoutingRequest
 from prfaas.core.scheduling.view import ClusterView, InstanceView, NoDecodeInstanceError, View
 
 _LEAST_S = 1e-3
@@ -82,24 +82,22 @@ def _decoder(
     until its load and its wait exceed another's by more than that share. Equal ones are compared by the fewer
     requests in flight, then by their order.
     """
+    held = request.held
     chosen, least = None, (math.inf, 0)
     for each in able:
         cost = each.decoding / each.decode_slots
-        if cost >= 1.0 or request.held:
-            cost = _cost(request, view, cluster, each)
+        if cost >= 1.0:
+            prefill_s = max(cluster.prefill_s(request.num_tokens), _LEAST_S)
+            cost = 1.0 + slot_free_s(each, cluster.slot_s) / prefill_s
+        if each.name in held:
+            cost -= _spared_share(request, view, held[each.name])
         rank = cost, each.in_flight
         if (chosen is None or rank < least) and each.name not in view.avoid:
             chosen, least = each, rank
     return chosen
 
 
-def _cost(request: RoutingRequest, view: View, cluster: ClusterView, decode: InstanceView) -> float:
-    num_tokens, cost = request.num_tokens, load_of(decode)
-    if cost >= 1.0:
-        cost = 1.0 + slot_free_s(decode, cluster.slot_s) / max(cluster.prefill_s(num_tokens), _LEAST_S)
-    held = request.held.get(decode.name)
-    if held is None:
-        return cost
-    # Of windows nothing is skipped; what spares neither bytes nor computing is worth nothing.
-    spared = held.attention_tokens if view.kv.can_skip else held.reusable_tokens
-    return cost - (spared / num_tokens if spared < num_tokens else 1.0)
+def _spared_share(request: RoutingRequest, view: View, held: PrefixHit) -> float:
+    """Of windows nothing is skipped; what spares neither bytes nor computing is worth nothing."""
+    spared_tokens = held.attention_tokens if view.kv.can_skip else held.reusable_tokens
+    return spared_tokens / request.num_tokens if spared_tokens < request.num_tokens else 1.0

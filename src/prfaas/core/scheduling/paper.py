@@ -11,18 +11,18 @@ from prfaas.core.scheduling.cache_transfers import (
     with_cache,
 )
 from prfaas.core.scheduling.candidates import BestCandidate, PrefillCandidate
-from prfaas.core.scheduling.decision import Decision, RoutingRequest
+from prfaas.core.scheduling.decision import RoutingRequest
 from prfaas.core.scheduling.link_choice import AbundanceMarks, is_stale, unpriced
 from prfaas.core.scheduling.parameters import Bounds
 from prfaas.core.scheduling.pd_candidate import PdCandidate
-from prfaas.core.scheduling.routing import Choice, cheapest_remote, route
+from prfaas.core.scheduling.routing import Choice, ChoosingPolicy, cheapest_remote
 from prfaas.core.scheduling.view import LinkView, View
 
 _LEAST_MARK_S = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
-class Paper:
+class Paper(ChoosingPolicy):
     """Offload what is longer than the threshold; caches of other clusters count where bandwidth is abundant.
 
     A queue surges when it is longer than the mark m: `queue_mark` prefills of a prompt of the threshold's length
@@ -48,10 +48,6 @@ class Paper:
         float, Bounds("from this share of its capacity a link raises the threshold", above=0)
     ] = 0.85
     abundance: AbundanceMarks = field(default_factory=AbundanceMarks)
-
-    def decide(self, request: RoutingRequest, view: View) -> Decision:
-        """Raises NoDecodeInstanceError when nothing can decode."""
-        return route(request, view, self._choose)
 
     def _choose(self, request: RoutingRequest, view: View, pd: PdCandidate) -> Choice:
         threshold = pd.threshold_tokens

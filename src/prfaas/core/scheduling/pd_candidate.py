@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from operator import attrgetter
+
+from msgspec import Struct
 
 from prfaas.core.scheduling.candidates import (
     BestCandidate,
@@ -19,19 +20,10 @@ from prfaas.core.scheduling.egress import is_worth_offloading
 from prfaas.core.scheduling.link_choice import usable_link
 from prfaas.core.scheduling.view import ClusterView, InstanceView, LinkView, View
 
-
-@dataclass(slots=True)
-class _AtDecode:
-    cluster: ClusterView
-    holder: InstanceView
-    held_tokens: int
-
-
 _by_tokens = attrgetter("held_tokens")
 
 
-@dataclass(slots=True, kw_only=True)
-class PdCandidate:
+class PdCandidate(Struct, kw_only=True):
     """One PD cluster that a request may go to, with all ways to prefill for it."""
 
     cluster: ClusterView
@@ -45,13 +37,13 @@ class PdCandidate:
     """The longest prefix that can spare computing in this cluster: l_pd."""
     least_wait_s: float
     """Its shortest prefill queue."""
-    remotes: list[tuple[BestCandidate, LinkView]]
-    """PrfaaS clusters with an instance and a link."""
     has_prfaas: bool
     """There is a PrfaaS instance that could prefill if it were linked."""
     threshold_tokens: float
     """The long-term threshold, infinite where there is none."""
-    sources: list[PrefixSource] = field(default_factory=list)
+    remotes: list[tuple[BestCandidate, LinkView]] = []
+    """PrfaaS clusters with an instance and a link; none: everything stays in the cluster."""
+    sources: list[PrefixSource] = []
     """The longest prefix of every cluster that holds any, the longest first; none: caches stay where they are."""
     is_kept_apart: bool = False
     """There is a PrfaaS instance that could prefill if the decode instance took its KV."""
@@ -100,12 +92,11 @@ def pd_candidate_of(
     decode: InstanceView,
     prefill: PrefillCandidates,
 ) -> PdCandidate:
-    """The PD cluster `cluster`, given who would decode there; without `sources`: caches stay where they are."""
+    """The PD cluster `cluster`, given who would decode there; without `remotes` and `sources`: nothing moves."""
     own, has_prfaas = prefill.own.get(cluster.name), bool(prefill.far)
     local, reason, held_tokens = _local(request, view, cluster, decode, own)
     if reason == "no-prefill-instance" and is_kept_apart(view, decode, "pd"):
         reason = "incompatible"
-    remotes, is_too_dear = _linked(request, view, decode, local, prefill.far)
     return PdCandidate(
         cluster=cluster,
         decode=decode,
@@ -113,12 +104,17 @@ def pd_candidate_of(
         local_reason=reason,
         held_tokens=held_tokens,
         least_wait_s=local.start_s if own is None else own.least_wait_s,
-        remotes=remotes,
         has_prfaas=has_prfaas,
         threshold_tokens=view.threshold_tokens.get(cluster.name, math.inf),
         is_kept_apart=not has_prfaas and is_kept_apart(view, decode, "prfaas"),
-        is_too_dear=is_too_dear,
     )
+
+
+def let_prefill_move(
+    request: RoutingRequest, view: View, pd: PdCandidate, far: Sequence[BestCandidate]
+) -> None:
+    """Give `pd` those of `far` whose link to it is usable, and worth its price."""
+    pd.remotes, pd.is_too_dear = _linked(request, view, pd.decode, pd.local, far)
 
 
 def let_caches_move(pd: PdCandidate, prefill: PrefillCandidates) -> None:
@@ -126,7 +122,8 @@ def let_caches_move(pd: PdCandidate, prefill: PrefillCandidates) -> None:
     own = prefill.own.get(pd.cluster.name)
     pd.sources = prefill.sources
     if pd.held_tokens > (0 if own is None else max(own.held_tokens, own.reusable_tokens)):
-        pd.sources = [*prefill.sources, _AtDecode(pd.cluster, pd.decode, pd.held_tokens)]
+        at_decode = PrefixSource(cluster=pd.cluster, holder=pd.decode, held_tokens=pd.held_tokens)
+        pd.sources = [*prefill.sources, at_decode]
         pd.sources.sort(key=_by_tokens, reverse=True)
 
 

@@ -1,14 +1,16 @@
 """What all policies share: the way from a request to its decision, and from a choice to what carries it out."""
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
+
+from msgspec import Struct
 
 from prfaas.core.scheduling.candidates import (
     LONGEST_TINY_TOKENS,
     BestCandidate,
     PrefillCandidate,
+    PrefillCandidates,
     able_to_send,
     kv_bytes_to,
     prefill_by,
@@ -21,6 +23,7 @@ from prfaas.core.scheduling.decoders import decode_choices, load_of, slot_free_s
 from prfaas.core.scheduling.pd_candidate import (
     PdCandidate,
     let_caches_move,
+    let_prefill_move,
     lone_pd_candidate,
     pd_candidate_of,
 )
@@ -29,76 +32,92 @@ from prfaas.core.scheduling.tiers import hit_tokens
 from prfaas.core.scheduling.view import ClusterView, InstanceView, LinkView, View
 
 
-@dataclass(slots=True)
-class Choice:
-    """What a policy wants in one PD cluster. The last three are as in `Decision`, and given by name."""
+class Choice(Struct):
+    """What a policy wants in one PD cluster. The last three are as in `Decision`."""
 
     option: PrefillCandidate
     uncached_tokens: int
     threshold_tokens: float
     reason: str
-    cache_stays: str = field(default="", kw_only=True)
-    urgency_s: float | None = field(default=None, kw_only=True)
-    is_bound: bool = field(default=False, kw_only=True)
+    cache_stays: str = ""
+    urgency_s: float | None = None
+    is_bound: bool = False
 
 
-def route(
-    request: RoutingRequest,
-    view: View,
-    choose: Callable[[RoutingRequest, View, PdCandidate], Choice],
-    line_up: Callable[[RoutingRequest, View, Choice], None] | None = None,
-) -> Decision:
-    """The decision of a policy that chooses by `choose` in every PD cluster.
+_Choose = Callable[[RoutingRequest, View, PdCandidate], Choice]
 
-    `line_up` is called once, with the choice of the PD cluster that is taken: it sets the place in the line.
+
+class ChoosingPolicy:
+    """Base of the policies that choose in every PD cluster what they would do there.
 
     PD clusters are compared by these, in this order: when what the policy would do there, if caches stayed where they
     are, has its first token, the wait for a decode slot included; the least load of the decode instance; the order of
     the view.
-
-    Raises:
-        NoDecodeInstanceError: nothing can decode.
     """
-    if view.leaves_s:
-        view = with_time_left(request, view)
-    if request.num_tokens <= 1:
-        return single_token(request, view, decode_choices(request, view))
-    pd = lone_pd_candidate(request, view) or _soonest_pd(request, view, choose)
-    choice = choose(request, view, pd)
-    if line_up is not None:
-        line_up(request, view, choice)
-    return decision_of(request, view, pd.decode, choice)
+
+    __slots__ = ()
+
+    def decide(self, request: RoutingRequest, view: View) -> Decision:
+        """Raises NoDecodeInstanceError when nothing can decode."""
+        if view.leaves_s:
+            view = with_time_left(request, view)
+        if request.num_tokens <= 1:
+            return single_token(request, view, decode_choices(request, view))
+        choice: Choice | None = None
+        pd = lone_pd_candidate(request, view)
+        if pd is None:
+            pd, choice = _soonest(request, view, self._choose)
+        # Where caches may move, the policy is asked again.
+        if choice is None or pd.sources:
+            choice = self._choose(request, view, pd)
+        self._line_up(request, view, choice)
+        return decision_of(request, view, pd.decode, choice)
+
+    def _choose(self, request: RoutingRequest, view: View, pd: PdCandidate) -> Choice:
+        """What it would do in one PD cluster."""
+        raise NotImplementedError
+
+    def _line_up(self, request: RoutingRequest, view: View, choice: Choice) -> None:
+        """Set the place in the line of what is done."""
 
 
-def _soonest_pd(
-    request: RoutingRequest, view: View, choose: Callable[[RoutingRequest, View, PdCandidate], Choice]
-) -> PdCandidate:
-    """The PD cluster that is taken."""
+def _soonest(request: RoutingRequest, view: View, choose: _Choose) -> tuple[PdCandidate, Choice | None]:
+    """The PD cluster that is taken, and what the policy would do there if caches stayed; None: it was the only one."""
     decoders, everywhere = decode_choices(request, view), prefill_candidates(request, view)
     able = {cluster.name: able_to_send(request, view, decode, everywhere) for cluster, decode in decoders}
     candidates = [
         pd_candidate_of(request, view, cluster, decode, able[cluster.name]) for cluster, decode in decoders
     ]
+    choice: Choice | None = None
+    pd = candidates[0]
+    if len(candidates) == 1:
+        let_prefill_move(request, view, pd, able[pd.cluster.name].far)
+    else:
+        pd, choice = _compared(request, view, candidates, able, choose)
+    let_caches_move(pd, able[pd.cluster.name])
+    return pd, choice
 
-    chosen = candidates[0] if len(candidates) == 1 else _soonest(request, view, candidates, choose)
-    let_caches_move(chosen, able[chosen.cluster.name])
-    return chosen
 
-
-def _soonest(
+def _compared(
     request: RoutingRequest,
     view: View,
     candidates: Sequence[PdCandidate],
-    choose: Callable[[RoutingRequest, View, PdCandidate], Choice],
-) -> PdCandidate:
-    loads = [load_of(pd.decode) for pd in candidates]
+    able: Mapping[str, PrefillCandidates],
+    choose: _Choose,
+) -> tuple[PdCandidate, Choice]:
     best = (math.inf, math.inf, len(candidates))
-    for least in sorted((_least_s(request, pd), loads[place], place) for place, pd in enumerate(candidates)):
+    choices: dict[int, Choice] = {}
+    for least in sorted(
+        (_least_s(request, pd, able[pd.cluster.name].far_s), load_of(pd.decode), place)
+        for place, pd in enumerate(candidates)
+    ):
         if least > best:
             break  # nor can any that comes later be better
         pd = candidates[least[2]]
-        best = min(best, (_delay_s(request, pd, choose(request, view, pd).option), *least[1:]))
-    return candidates[best[2]]
+        let_prefill_move(request, view, pd, able[pd.cluster.name].far)
+        choices[least[2]] = choose(request, view, pd)
+        best = min(best, (_delay_s(request, pd, choices[least[2]].option), *least[1:]))
+    return candidates[best[2]], choices[best[2]]
 
 
 def _delay_s(request: RoutingRequest, pd: PdCandidate, option: PrefillCandidate) -> float:
@@ -108,9 +127,9 @@ def _delay_s(request: RoutingRequest, pd: PdCandidate, option: PrefillCandidate)
     return _with_slot_s(request, pd, option.ttft_s, option.loaded_s)
 
 
-def _least_s(request: RoutingRequest, pd: PdCandidate) -> float:
+def _least_s(request: RoutingRequest, pd: PdCandidate, far_s: float) -> float:
     """`_delay_s` of whatever a policy chooses there is no less: no KV arrives before it has been computed."""
-    soonest_s = min([pd.local.ttft_s, *[node.ttft_s for node, _ in pd.remotes]])
+    soonest_s = min(pd.local.ttft_s, far_s)
     return _with_slot_s(request, pd, soonest_s, soonest_s)
 
 
@@ -127,11 +146,17 @@ def cheapest_remote(
     cost: Callable[[PrefillCandidate], float] = attrgetter("delay_s"),
 ) -> PrefillCandidate:
     """Of `remotes`, at least one, the prefill with the least `cost`, its KV streamed to `decode`; the soonest one."""
-    first = request.first_from_prefill
-    options = [
-        streamed(node, link, view, kv_bytes_to(request, view, decode, link), first) for node, link in remotes
-    ]
-    return min(options, key=cost) if len(options) > 1 else options[0]
+    chosen: PrefillCandidate | None = None
+    least = math.inf
+    for node, link in remotes:
+        # The transfer makes none cheaper.
+        if chosen is None or cost(node) < least:
+            kv_bytes = kv_bytes_to(request, view, decode, link)
+            option = streamed(node, link, view, kv_bytes, request.first_from_prefill)
+            if chosen is None or cost(option) < least:
+                chosen, least = option, cost(option)
+    assert chosen is not None  # there is at least one
+    return chosen
 
 
 # Reading a member of an enum takes as long as a function call.

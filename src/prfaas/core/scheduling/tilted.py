@@ -6,12 +6,12 @@ from typing import Annotated, ClassVar
 
 from prfaas.core.scheduling.cache_transfers import own_uncached_tokens, uncached_tokens, with_cache
 from prfaas.core.scheduling.candidates import PrefillCandidate
-from prfaas.core.scheduling.decision import Decision, RoutingRequest
+from prfaas.core.scheduling.decision import RoutingRequest
 from prfaas.core.scheduling.link_choice import AbundanceMarks, is_stale, unpriced
 from prfaas.core.scheduling.parameters import Bounds
 from prfaas.core.scheduling.pd_candidate import PdCandidate
 from prfaas.core.scheduling.prefill_order import place_in_line_s
-from prfaas.core.scheduling.routing import Choice, cheapest_remote, route
+from prfaas.core.scheduling.routing import Choice, ChoosingPolicy, cheapest_remote
 from prfaas.core.scheduling.view import View
 
 _LEAST_S = 1e-3
@@ -20,7 +20,7 @@ _MUCH = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Tilted:
+class Tilted(ChoosingPolicy):
     """The paper's threshold, tilted by backlogs; of the prefills that wait, short ones go first.
 
     Offload when
@@ -59,10 +59,6 @@ class Tilted:
         ),
     ] = 0.5
     abundance: AbundanceMarks = field(default_factory=AbundanceMarks)
-
-    def decide(self, request: RoutingRequest, view: View) -> Decision:
-        """Raises NoDecodeInstanceError when nothing can decode."""
-        return route(request, view, self._choose, self._line_up)
 
     def _line_up(self, request: RoutingRequest, view: View, choice: Choice) -> None:
         option = choice.option

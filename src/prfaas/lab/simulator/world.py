@@ -2,7 +2,6 @@
 
 import math
 from heapq import heappush
-from typing import Any
 
 import numpy as np
 
@@ -26,8 +25,6 @@ from prfaas.lab.simulator.scenario import Scenario
 from prfaas.lab.simulator.transfer import KvMoves
 
 _NOTHING_HELD: dict[str, PrefixHit] = {}
-# One for every request without pools: five empty ones each would take as long as a lookup.
-_NOTHING: dict[str, Any] = {}
 # Reading a member of an enum takes as long as a function call.
 _MOVING, _QUEUED, _POOLED, _PREFILLING, _SHARING, _SENDING, _DECODING = JobStage
 
@@ -196,16 +193,7 @@ class World:
     def _request(self, job: Job, held: dict[str, PrefixHit]) -> RoutingRequest:
         first = self._first_from_prefill and not job.has_first
         if self.pools is None:
-            return RoutingRequest(
-                job.tokens,
-                held,
-                job.number,
-                _NOTHING,
-                _NOTHING,
-                copies=_NOTHING,
-                own=_NOTHING,
-                first_from_prefill=first,
-            )
+            return RoutingRequest(job.tokens, held, job.number, first_from_prefill=first)
         return self.pools.request(job.number, job.tokens, job.blocks, held, first)
 
     def _prefix_here(self, job: Job) -> None:

@@ -228,9 +228,11 @@ class LivePlane:
         for part in self.parts:
             _lay(part.state(now_s), told)
         holders = [told["pools"], *(cluster["instances"] for cluster in told["clusters"].values())]
-        for part in self.parts:
-            for each in holders:
-                for name in each:
+        # Few parts say something of single instances.
+        telling = [part for part in self.parts if type(part).state_of is not Part.state_of]
+        for each in holders:
+            for name in each:
+                for part in telling:
                     each[name] |= part.state_of(name, now_s)
         return {"fleet": None} | told
 

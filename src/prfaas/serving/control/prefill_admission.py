@@ -4,7 +4,8 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from prfaas.core.deployment import Instance
 from prfaas.core.prefix import PromptChains

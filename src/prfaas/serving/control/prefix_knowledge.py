@@ -6,6 +6,8 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from msgspec import structs
+
 from prfaas.core.deployment import Instance
 from prfaas.core.kv import KvModel
 from prfaas.core.prefix import (
@@ -148,12 +150,12 @@ class PrefixMatch:
         if transfer is not None and not transfer.from_pool and transfer.skip_tokens > proven:
             kv = kv_between(transfer.source, decision.prefill)
             nbytes = kv.prefix_bytes_to_move(transfer.num_tokens, proven)
-            transfer = replace(transfer, skip_tokens=proven, kv_bytes=nbytes)
-            decision = replace(decision, cache_transfer=transfer)
+            transfer = structs.replace(transfer, skip_tokens=proven, kv_bytes=nbytes)
+            decision = structs.replace(decision, cache_transfer=transfer)
         proven = self._proven_at(decision.decode)
         if decision.skip_tokens > proven:
             nbytes = kv_between(decision.prefill, decision.decode).bytes_to_move(prompt_tokens, proven)
-            decision = replace(decision, skip_tokens=proven, kv_bytes=nbytes)
+            decision = structs.replace(decision, skip_tokens=proven, kv_bytes=nbytes)
         return decision
 
     def _proven_at(self, name: str) -> int:

@@ -3,9 +3,9 @@
 import logging
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import replace
 
 import prometheus_client
+from msgspec.structs import replace
 
 from prfaas.core.deployment import BUILT_IN_POLICIES, DEFAULT_POLICY, AppliedDeployment
 from prfaas.core.prefix import PromptChains

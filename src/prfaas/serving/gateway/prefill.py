@@ -4,6 +4,8 @@ import asyncio
 from collections.abc import Collection
 from dataclasses import replace
 
+from msgspec import structs
+
 from prfaas.core.scheduling import Decision, NoDecodeInstanceError, Route
 from prfaas.core.scheduling.preemption import goes_on_at_decode
 from prfaas.serving.gateway.context import GatewayContext
@@ -190,7 +192,7 @@ class PrefillOrchestrator:
         request.record.note(f"{decision.decode} goes on after {kept.usable_tokens} tokens that had come")
         local = self._at_decode(request, prompt, decision, "kept", fallback)
         assert local.decision is not None
-        mine = replace(local.decision, prefill_tokens=left_tokens)
+        mine = structs.replace(local.decision, prefill_tokens=left_tokens)
         request.record.attempts[-1].decision = mine
         return replace(local, decision=mine, transfer=kept, own_prefill_tokens=left_tokens)
 
@@ -228,7 +230,7 @@ class PrefillOrchestrator:
         if decision.transfers:
             # The policy did not ask what the decode instance can reuse. Attention blocks that need not be sent
             # are a bound.
-            decision = replace(
+            decision = structs.replace(
                 decision,
                 route=Route.LOCAL,
                 prefill=decision.decode,

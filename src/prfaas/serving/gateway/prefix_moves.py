@@ -1,7 +1,8 @@
 """A cached prefix that is elsewhere goes to where a prompt is prefilled, before that begins."""
 
 import time
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from prfaas.core.scheduling import CacheTransfer, Decision
 from prfaas.serving.gateway.context import GatewayContext
