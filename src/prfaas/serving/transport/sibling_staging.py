@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from math import inf
 
 import msgspec
 
@@ -32,6 +33,7 @@ from prfaas.serving.transport.wire import TransferPhase
 
 logger = logging.getLogger(__name__)
 
+# What a sibling can fill in that time takes longer than to tell it; an end is told at once.
 _LOOK_S = 0.02
 _TICK_S = 0.5
 _HELLO_S = 60.0
@@ -162,6 +164,7 @@ class _Loan:
     followed: FollowedTransfer
     readers: set[int]
     reported: tuple[object, ...] = ()
+    reported_at_s: float = -inf
 
 
 @dataclass(slots=True)
@@ -250,7 +253,13 @@ class SiblingStaging:
 
     def _publish(self) -> None:
         while not self._closing:
-            waits_s = _LOOK_S if self._begun else _TICK_S if self._loans or self._borrowed else None
+            waits_s = (
+                _LOOK_S
+                if self._begun or self._changed
+                else _TICK_S
+                if self._loans or self._borrowed
+                else None
+            )
             self._wake.wait(waits_s)
             self._wake.clear()
             try:
@@ -312,10 +321,14 @@ class SiblingStaging:
             loans = [(each, self._loans[each]) for each in changed if each in self._loans]
         for transfer_id, loan in loans:
             # The status first: all that had come when a transfer was complete is covered.
-            status, covered = loan.followed.status(), loan.followed.covered()
+            status, now_s = loan.followed.status(), time.monotonic()
+            if not status.phase.terminal and now_s - loan.reported_at_s < _LOOK_S:
+                self._changed.add(transfer_id)
+                continue
+            covered = loan.followed.covered()
             if (status.phase, covered) == loan.reported:
                 continue
-            loan.reported = (status.phase, covered)
+            loan.reported, loan.reported_at_s = (status.phase, covered), now_s
             came = Came(transfer_id, covered, status.phase, status.reason, status.usable_tokens > 0)
             for rank in tuple(loan.readers):
                 self._send(rank, came)
