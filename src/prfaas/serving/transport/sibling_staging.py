@@ -14,7 +14,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from math import inf
 
 import msgspec
 
@@ -33,7 +32,7 @@ from prfaas.serving.transport.wire import TransferPhase
 
 logger = logging.getLogger(__name__)
 
-# What a sibling can fill in that time takes longer than to tell it; an end is told at once.
+# To report every chunk takes a tenth of what loading it does.
 _LOOK_S = 0.02
 _TICK_S = 0.5
 _HELLO_S = 60.0
@@ -164,7 +163,6 @@ class _Loan:
     followed: FollowedTransfer
     readers: set[int]
     reported: tuple[object, ...] = ()
-    reported_at_s: float = -inf
 
 
 @dataclass(slots=True)
@@ -253,13 +251,7 @@ class SiblingStaging:
 
     def _publish(self) -> None:
         while not self._closing:
-            waits_s = (
-                _LOOK_S
-                if self._begun or self._changed
-                else _TICK_S
-                if self._loans or self._borrowed
-                else None
-            )
+            waits_s = _LOOK_S if self._begun or self._loans else _TICK_S if self._borrowed else None
             self._wake.wait(waits_s)
             self._wake.clear()
             try:
@@ -297,9 +289,11 @@ class SiblingStaging:
             self.on_change()
 
     def _note_change(self, transfer_id: bytes) -> None:
-        """Under the lock of the receiver's table."""
+        """Under the lock of the receiver's table. An end is reported at once, progress when the thread looks next."""
         self._changed.add(transfer_id)
-        self._wake.set()
+        loan = self._loans.get(transfer_id)
+        if loan is None or loan.followed.is_over:
+            self._wake.set()
 
     def _give_up(self, transfer_id: bytes, begun: _Begun) -> None:
         """Report to the readers that a transfer will have no staging."""
@@ -321,14 +315,10 @@ class SiblingStaging:
             loans = [(each, self._loans[each]) for each in changed if each in self._loans]
         for transfer_id, loan in loans:
             # The status first: all that had come when a transfer was complete is covered.
-            status, now_s = loan.followed.status(), time.monotonic()
-            if not status.phase.terminal and now_s - loan.reported_at_s < _LOOK_S:
-                self._changed.add(transfer_id)
-                continue
-            covered = loan.followed.covered()
+            status, covered = loan.followed.status(), loan.followed.covered()
             if (status.phase, covered) == loan.reported:
                 continue
-            loan.reported, loan.reported_at_s = (status.phase, covered), now_s
+            loan.reported = (status.phase, covered)
             came = Came(transfer_id, covered, status.phase, status.reason, status.usable_tokens > 0)
             for rank in tuple(loan.readers):
                 self._send(rank, came)
@@ -437,7 +427,8 @@ class SiblingStaging:
                 if known is not None:
                     known.update(frame)
                     known.since_s = time.monotonic()
-            self._wake.set()
+            if frame.phase.terminal:
+                self._wake.set()
         elif isinstance(frame, GaveBack):
             self._end_loan(frame.transfer_id, rank)
         self.on_change()
