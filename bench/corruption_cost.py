@@ -39,7 +39,7 @@ def digest_speed() -> dict[str, dict[int, float]]:
             took_s = []
             for _ in range(5):
                 began_s = time.perf_counter()
-                pages.sums(blocks, loaded=False).wait()
+                pages.sums(blocks).wait()
                 took_s.append(time.perf_counter() - began_s)
             speeds.setdefault(device, {})[page_bytes] = round(DIGESTED_BYTES / min(took_s) / 1e9, 2)
     return speeds

@@ -32,6 +32,8 @@ DIGEST_FORMAT = "v2"
 """Names the function above, and the digests' order, in the layout fingerprint."""
 DIGEST_BYTES = 8
 WORD_BYTES = 8
+LINE_BYTES = 64
+"""Of a processor's cache: pages that begin and end with one are summed up while they are written."""
 
 Sums = NDArray[np.uint64]
 Weights = NDArray[np.int64]

@@ -80,6 +80,11 @@ class FollowedTransfer:
         with self._lock:
             return self._transfer.status()
 
+    @property
+    def is_over(self) -> bool:
+        """True if the transfer is complete or has failed."""
+        return self._transfer.phase.terminal
+
     def give_back(self) -> None:
         """End reading by other processes; idempotent."""
         with self._lock:

@@ -32,6 +32,7 @@ from prfaas.serving.transport.wire import TransferPhase
 
 logger = logging.getLogger(__name__)
 
+# To report every chunk takes a tenth of what loading it does.
 _LOOK_S = 0.02
 _TICK_S = 0.5
 _HELLO_S = 60.0
@@ -250,7 +251,7 @@ class SiblingStaging:
 
     def _publish(self) -> None:
         while not self._closing:
-            waits_s = _LOOK_S if self._begun else _TICK_S if self._loans or self._borrowed else None
+            waits_s = _LOOK_S if self._begun or self._loans else _TICK_S if self._borrowed else None
             self._wake.wait(waits_s)
             self._wake.clear()
             try:
@@ -288,9 +289,11 @@ class SiblingStaging:
             self.on_change()
 
     def _note_change(self, transfer_id: bytes) -> None:
-        """Under the lock of the receiver's table."""
+        """Under the lock of the receiver's table. An end is reported at once, progress when the thread looks next."""
         self._changed.add(transfer_id)
-        self._wake.set()
+        loan = self._loans.get(transfer_id)
+        if loan is None or loan.followed.is_over:
+            self._wake.set()
 
     def _give_up(self, transfer_id: bytes, begun: _Begun) -> None:
         """Report to the readers that a transfer will have no staging."""
@@ -424,7 +427,8 @@ class SiblingStaging:
                 if known is not None:
                     known.update(frame)
                     known.since_s = time.monotonic()
-            self._wake.set()
+            if frame.phase.terminal:
+                self._wake.set()
         elif isinstance(frame, GaveBack):
             self._end_loan(frame.transfer_id, rank)
         self.on_change()

@@ -100,8 +100,8 @@ def test_what_arrives_is_what_was_kept_rounded_once(data: st.DataObject) -> None
     arrived = theirs.of(tables[1], tokens)[:, first_kept : first_kept + heads]
     assert torch.equal(arrived, rounded(leaves, narrow))
     sums = byte_sums(np.frombuffer(content, dtype=np.uint8).reshape(len(ids[0]), -1)).tolist()
-    assert source.sums(ids[0], loaded=False).wait().tolist() == sums
-    assert target.sums(ids[1], loaded=True).wait().tolist() == sums
+    assert source.sums(ids[0]).wait().tolist() == sums
+    assert target.sums(ids[1]).wait().tolist() == sums
 
 
 @pytest.mark.parametrize("narrow", sorted(NARROW))

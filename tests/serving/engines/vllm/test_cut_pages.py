@@ -126,8 +126,8 @@ def test_pages_are_as_if_the_other_engine_had_computed_them(data: st.DataObject)
     assert int((theirs.tensor != 0).sum()) == len(moved) * theirs.token(0, 0).numel()
     words = np.frombuffer(content, dtype=np.uint8).reshape(last - first, -1)
     expected = page_sums(np.pad(words, ((0, 0), (0, -words.shape[1] % 8))).view(np.int64)).tolist()
-    assert source.sums(ids[0], loaded=False).wait().tolist() == expected
-    assert target.sums(ids[1], loaded=True).wait().tolist() == expected
+    assert source.sums(ids[0]).wait().tolist() == expected
+    assert target.sums(ids[1]).wait().tolist() == expected
 
 
 @given(data=st.data())
@@ -179,8 +179,8 @@ def test_of_unlike_ranks_the_heads_that_both_have_arrive(data: st.DataObject) ->
     assert int((theirs.tensor != 0).sum()) == tokens * heads * width
     words = np.frombuffer(content, dtype=np.uint8).reshape(len(ids[0]), -1)
     expected = page_sums(np.pad(words, ((0, 0), (0, -words.shape[1] % 8))).view(np.int64)).tolist()
-    assert source.sums(ids[0], loaded=False).wait().tolist() == expected
-    assert target.sums(ids[1], loaded=True).wait().tolist() == expected
+    assert source.sums(ids[0]).wait().tolist() == expected
+    assert target.sums(ids[1]).wait().tolist() == expected
 
 
 def test_keys_and_values_of_a_head_lie_together_on_the_wire_too() -> None:

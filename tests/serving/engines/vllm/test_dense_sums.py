@@ -85,14 +85,14 @@ def test_sums_are_those_of_the_wire_pages(
 
     monkeypatch.setattr(cut_pages_module, "byte_sums", sums_of_copies)
     for ids, sums in zip((whole, torn), known, strict=True):
-        assert pages.sums(ids, loaded=False).wait().tolist() == sums
+        assert pages.sums(ids).wait().tolist() == sums
 
 
 def test_wire_pages_of_any_number_and_order_have_their_sums() -> None:
     ours = layout("CPU", 512)
     pages = cut(ours, layout("CPU", 128), memory_of(ours.page_bytes))
     for ids in ([4, 9, 10], [9, 8, 11, 10], [3, 4, 5, 6, 7, 8], [6], [6, 6], []):
-        assert pages.sums(ids, loaded=False).wait().tolist() == (expected(pages, ids) if ids else [])
+        assert pages.sums(ids).wait().tolist() == (expected(pages, ids) if ids else [])
 
 
 def test_short_and_long_runs_in_one_page_have_their_own_sums() -> None:
@@ -111,7 +111,7 @@ def test_short_and_long_runs_in_one_page_have_their_own_sums() -> None:
             for at, run in ((0, 128), (512, 128), (1024, 128), (2048, 256), (3072, 256))
         ]
         words = np.concatenate(content).reshape(len(ids), -1)
-        assert pages.sums(ids, loaded=False).wait().tolist() == page_sums(words.view(np.int64)).tolist()
+        assert pages.sums(ids).wait().tolist() == page_sums(words.view(np.int64)).tolist()
         copied = memoryview(bytearray(len(ids) * pages.page_bytes))
         pages.read(np.array(ids), 0, copied)
         assert bytes(copied) == words.tobytes()
@@ -122,13 +122,14 @@ def test_a_page_that_is_not_there_is_refused() -> None:
     ours = layout("HND", 512)
     raw = memory_of(ours.page_bytes)
     own, pages = HostPages(raw), cut(ours, layout("HND", 128), raw)
-    content = memoryview(bytearray(pages.page_bytes))
+    content, whole = (memoryview(bytearray(each.page_bytes)) for each in (pages, own))
     for block in (-1, 4 * BLOCKS):
         for attempt in (
-            lambda at=block: pages.sums([0, at], loaded=False),
-            lambda at=block: own.sums([0, at], loaded=False),
+            lambda at=block: pages.sums([0, at]),
+            lambda at=block: own.sums([0, at]),
             lambda at=block: pages.read(np.array([at]), 0, content),
             lambda at=block: pages.write_run([at], [content]),
+            lambda at=block: own.write_summed([at], [whole]),
         ):
             with pytest.raises(IndexError, match="no such page"):
                 attempt()
@@ -139,7 +140,7 @@ def test_pages_that_begin_inside_a_word_are_summed_up_as_copies() -> None:
     assert cut(ours, theirs, memory_of(ours.page_bytes))._dense is not None
     odd = cut(ours, theirs, memory_of(ours.page_bytes, 4))
     assert odd._dense is None
-    assert odd.sums([0, 1, 2, 3], loaded=False).wait().tolist() == expected(odd, [0, 1, 2, 3])
+    assert odd.sums([0, 1, 2, 3]).wait().tolist() == expected(odd, [0, 1, 2, 3])
 
 
 def test_sums_of_some_heads_are_computed_where_these_lie() -> None:
@@ -153,4 +154,4 @@ def test_sums_of_some_heads_are_computed_where_these_lie() -> None:
     for raw_layout in (layout("NHD", 512), ours):
         pages = cut(of_one_head(raw_layout), of_one_head(theirs), memory_of(ours.page_bytes))
         assert pages._dense is not None
-        assert pages.sums([0, 1, 2, 3], loaded=False).wait().tolist() == expected(pages, [0, 1, 2, 3])
+        assert pages.sums([0, 1, 2, 3]).wait().tolist() == expected(pages, [0, 1, 2, 3])

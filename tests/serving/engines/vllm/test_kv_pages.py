@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas.serving.engines.page_digests import page_sums
+from prfaas.serving.engines.page_digests import byte_sums, page_sums
 from prfaas.serving.engines.vllm.device_pages import DevicePages, layer_pages
 from prfaas.serving.engines.vllm.pages import (
     HostPages,
@@ -170,8 +170,33 @@ def test_sums_are_the_same_wherever_pages_lie(data: st.DataObject) -> None:
         most = data.draw(st.integers(1, 100))
         patch.setattr(DevicePages, "SUM_BYTES", most)
         for backend in BACKENDS:
-            for loaded in (True, False):
-                assert backend(raw).sums(blocks, loaded=loaded).wait().tolist() == expected
+            assert backend(raw).sums(blocks).wait().tolist() == expected
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@given(data=st.data())
+def test_what_is_written_is_summed_up(backend: type[HostPages], data: st.DataObject) -> None:
+    """Pages on lines of the cache or not, in pieces that end anywhere or with a line, or inside a page."""
+    grain = data.draw(st.sampled_from([64, 64, 8, 1]))
+    page_bytes = grain * data.draw(st.integers(1, 5000 // grain))
+    padding, begin = (grain * data.draw(st.integers(0, 2)) for _ in range(2))
+    memory = torch.zeros(begin + 9 * (page_bytes + padding) + 64, dtype=torch.uint8)
+    # Lines begin where the memory's addresses are multiples of theirs.
+    begin += -memory.data_ptr() % 64
+    rows = memory.as_strided((9, page_bytes), (page_bytes + padding, 1), begin)
+    blocks = data.draw(st.lists(st.integers(0, 8), min_size=1, max_size=9, unique=True))
+    content = np.random.default_rng(7).integers(1, 256, len(blocks) * page_bytes, dtype=np.uint8)
+    cuts = {grain * each for each in data.draw(st.sets(st.integers(1, len(content) // grain), max_size=4))}
+    pieces = [memoryview(part) for part in np.split(content, sorted(cuts - {len(content)}))]
+    pages = backend(rows)
+    sums = pages.write_summed(blocks, pieces).wait()
+    pages.flush()
+    expected = torch.zeros_like(memory)
+    expected.as_strided(rows.shape, rows.stride(), begin)[blocks] = torch.from_numpy(content).view(
+        -1, page_bytes
+    )
+    assert torch.equal(memory, expected)
+    assert sums.tolist() == byte_sums(content.reshape(-1, page_bytes)).tolist()
 
 
 def test_sums_are_of_the_page_without_its_padding() -> None:
@@ -179,7 +204,7 @@ def test_sums_are_of_the_page_without_its_padding() -> None:
     for backend in BACKENDS:
         pages = backend(raw_pages(rows, 4, content_bytes=96))
         expected = page_sums(rows[:, :96].contiguous().view(torch.int64).numpy()).tolist()
-        assert pages.sums([0, 1, 2, 3], loaded=False).wait().tolist() == expected
+        assert pages.sums([0, 1, 2, 3]).wait().tolist() == expected
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

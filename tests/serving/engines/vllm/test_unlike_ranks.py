@@ -88,7 +88,7 @@ def test_every_rank_gets_its_heads_and_each_byte_once(
                 run = here.run(east[rank].moving(east[rank].groups[here.group.index], *extent), *extent)
                 came[here.index] = memoryview(bytearray(len(run.block_ids) * here.page_bytes))
                 here.pages.read(np.array(run.block_ids, dtype=np.int64), 0, came[here.index])
-                sums = here.pages.sums(run.block_ids, loaded=False).wait()
+                sums = here.pages.sums(run.block_ids).wait()
                 assert sums.tolist() == sums_of(came[here.index], here.page_bytes)
                 load(memory, there, came[here.index], extent)
     for memory, loading in zip(home, loadings, strict=True):
@@ -119,7 +119,7 @@ def load(memory: RankMemory, region: WireRegion, came: memoryview, extent: tuple
     run = region.run(memory.moving(memory.groups[region.group.index], *extent), *extent)
     assert len(came) == len(run.block_ids) * region.page_bytes
     region.pages.write_run(run.block_ids, [came])
-    sums = region.pages.sums(run.block_ids, loaded=True).wait()
+    sums = region.pages.sums(run.block_ids).wait()
     assert sums.tolist() == sums_of(came, region.page_bytes)
 
 

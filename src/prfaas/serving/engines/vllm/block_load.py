@@ -40,11 +40,12 @@ class _Part:
         """Fill the next blocks."""
         ids, pages = self.block_ids[self.loaded : self.loaded + blocks], self.region.pages
         nbytes = blocks * self.region.page_bytes
-        pages.write_run(ids, staged.region_views(self.region.index, self.next_offset, nbytes))
-        self.loaded += blocks
-        # The sums of what is in the blocks then; a device computes them behind the copies.
+        pieces = staged.region_views(self.region.index, self.next_offset, nbytes)
         if digested:
-            self.sums.append(pages.sums(ids, loaded=True))
+            self.sums.append(pages.write_summed(ids, pieces))
+        else:
+            pages.write_run(ids, pieces)
+        self.loaded += blocks
 
 
 class BlockLoad:

@@ -218,8 +218,11 @@ class CutHostPages:
     def flush(self) -> None:
         """Host writes are done when they return."""
 
-    def sums(self, blocks: Sequence[int], *, loaded: bool) -> PendingSums:
-        del loaded  # host kernels and host copies have finished alike
+    def write_summed(self, blocks: Sequence[int], pieces: Sequence[memoryview]) -> PendingSums:
+        self.write_run(blocks, pieces)
+        return self.sums(blocks)
+
+    def sums(self, blocks: Sequence[int]) -> PendingSums:
         ids = np.array(blocks, dtype=np.int64)
         return KnownSums(byte_sums(self._gathered(ids)) if self._dense is None else self._dense.of(ids))
 

@@ -164,11 +164,15 @@ class DevicePages:
     def flush(self) -> None:
         self._lane.wait()
 
-    def sums(self, blocks: Sequence[int], *, loaded: bool) -> PendingSums:
-        with self._lane.running() if loaded else nullcontext():
-            ids = self._lane.ids(np.array(blocks, dtype=np.int64))
-            parts = [self._sum(part) for part in ids.split(max(1, self.SUM_BYTES // self.page_bytes))]
-            return _DeviceSums(parts[0] if len(parts) == 1 else torch.cat(parts))
+    def write_summed(self, blocks: Sequence[int], pieces: Sequence[memoryview]) -> PendingSums:
+        self.write_run(blocks, pieces)
+        with self._lane.running():
+            return self.sums(blocks)
+
+    def sums(self, blocks: Sequence[int]) -> PendingSums:
+        ids = self._lane.ids(np.array(blocks, dtype=np.int64))
+        parts = [self._sum(part) for part in ids.split(max(1, self.SUM_BYTES // self.page_bytes))]
+        return _DeviceSums(parts[0] if len(parts) == 1 else torch.cat(parts))
 
     def _sum(self, blocks: torch.Tensor) -> torch.Tensor:
         words = self._gather(blocks)

@@ -17,15 +17,24 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from llvmlite import ir
 from numba import boolean, from_dtype, int64, njit, types, void
+from numba.extending import intrinsic
+
+from prfaas.serving.engines.page_digests import LINE_BYTES, WORD_BYTES
 
 Numbers = npt.NDArray[np.int64]
 Items = npt.NDArray[np.void]
 _SumPages = Callable[[Numbers, Numbers, Numbers, Numbers, int, Numbers, Numbers, Numbers], None]
+_FillPages = Callable[[Numbers, Numbers, Numbers, Numbers, int, Numbers, Numbers, Numbers], None]
 _CopyRuns = Callable[[Items, Items, Numbers, Numbers, Numbers, bool], None]
 
 # A shorter run takes longer to begin than to add up.
 _SHORT_RUN_WORDS = 32
+
+_LINE_WORDS = LINE_BYTES // WORD_BYTES
+# Words of each quarter of a page that are summed up, and then written.
+_ROW_WORDS = 64
 
 _LINE, _TABLE = (types.Array(int64, dimensions, "C", readonly=True) for dimensions in (1, 2))
 
@@ -36,6 +45,15 @@ def page_summing() -> _SumPages:
     sums = types.Array(int64, 1, "C")
     compiled: _SumPages
     compiled = _compiled(_sum_pages, void(_LINE, _LINE, _LINE, _TABLE, int64, _LINE, _LINE, sums))
+    return compiled
+
+
+@cache
+def page_filling() -> _FillPages:
+    """`_fill_pages`, compiled."""
+    written = types.Array(int64, 1, "C")
+    compiled: _FillPages
+    compiled = _compiled(_fill_pages, void(_LINE, written, _LINE, _LINE, int64, _LINE, _LINE, written))
     return compiled
 
 
@@ -135,6 +153,108 @@ def _sum_pages(
             for at in range(len(row)):
                 sums[begin + at // short_words] += row[at]
         begin += number
+
+
+@intrinsic  # type: ignore[untyped-decorator]  # numba has no types
+def _write_line(_: Any, target: Any, at: Any, source: Any, source_at: Any) -> Any:
+    """Copy a line of the processor's cache straight to memory.
+
+    A loaded page is read much later. A usual write would fetch what is overwritten first, which takes as long as the
+    rest of a copy.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        line = ir.VectorType(ir.IntType(64), _LINE_WORDS).as_pointer()
+
+        def place(array: int) -> Any:
+            data = context.make_array(signature.args[array])(context, builder, arguments[array]).data
+            return builder.bitcast(builder.gep(data, [arguments[array + 1]]), line)
+
+        store = builder.store(builder.load(place(2), align=WORD_BYTES), place(0), align=LINE_BYTES)
+        store.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
+        return context.get_dummy_value()
+
+    return types.void(target, at, source, source_at), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]  # numba has no types
+def _finish_writes(_: Any) -> Any:
+    """Have other threads see lines that were written before."""
+
+    def generate(context: Any, builder: Any, *_: Any) -> Any:
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+@njit  # type: ignore[untyped-decorator]  # numba has no types
+def _sum_of_quarters(x: Numbers, a: Numbers, b: Numbers, quarter: int, begin: int, end: int) -> Any:
+    """What words [begin, end) of each quarter add to a sum.
+
+    Processors fetch ahead within 4 KiB only, so memory is waited for less where several places are read in turn.
+    """
+    x0, a0, b0 = x[begin:end], a[begin:end], b[begin:end]
+    begin, end = begin + quarter, end + quarter
+    x1, a1, b1 = x[begin:end], a[begin:end], b[begin:end]
+    begin, end = begin + quarter, end + quarter
+    x2, a2, b2 = x[begin:end], a[begin:end], b[begin:end]
+    begin, end = begin + quarter, end + quarter
+    x3, a3, b3 = x[begin:end], a[begin:end], b[begin:end]
+    total = np.int64(0)
+    for at in range(len(x0)):
+        total += x0[at] * a0[at] + (x0[at] >> 32) * b0[at] + x1[at] * a1[at] + (x1[at] >> 32) * b1[at]
+        total += x2[at] * a2[at] + (x2[at] >> 32) * b2[at] + x3[at] * a3[at] + (x3[at] >> 32) * b3[at]
+    return total
+
+
+def _fill_pages(
+    source: Numbers,
+    words: Numbers,
+    dense: Numbers,
+    ids: Numbers,
+    start: int,
+    low: Numbers,
+    high: Numbers,
+    sums: Numbers,
+) -> None:
+    """Fill pages from a part of a run, and add up what is written while it is in the processor's first cache.
+
+    Args:
+        source: the part, pages one behind the other.
+        words: the engine's memory.
+        dense: of its pages, as of `_sum_pages`; each lies on lines of the cache.
+        ids: of all pages of the run.
+        start: place of the part in the run, in words.
+        low: weights of a page's words.
+        high: those of their upper halves.
+        sums: added to; one for each of `ids`.
+
+    Raises:
+        IndexError: a page is not there.
+    """
+    done = 0
+    while done < len(source):
+        index, first = (start + done) // len(low), (start + done) % len(low)
+        page = ids[index] if index < len(ids) else -1
+        if not 0 <= page < dense[2]:
+            raise IndexError("there is no such page")
+        count = min(len(low) - first, len(source) - done)
+        x, a, b = (source[done : done + count], low[first : first + count], high[first : first + count])
+        own = dense[0] + page * dense[1] + first
+        quarter = count // (4 * _LINE_WORDS) * _LINE_WORDS
+        for begin in range(0, quarter, _ROW_WORDS):
+            end = min(quarter, begin + _ROW_WORDS)
+            sums[index] += _sum_of_quarters(x, a, b, quarter, begin, end)
+            for ahead in range(0, 4 * quarter, quarter):
+                for at in range(ahead + begin, ahead + end, _LINE_WORDS):
+                    _write_line(words, own + at, x, at)
+        for at in range(4 * quarter, count):
+            sums[index] += x[at] * a[at] + (x[at] >> 32) * b[at]
+        for at in range(4 * quarter, count, _LINE_WORDS):
+            _write_line(words, own + at, x, at)
+        done += count
+    _finish_writes()
 
 
 def _copy_runs(

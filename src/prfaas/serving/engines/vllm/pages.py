@@ -1,13 +1,21 @@
 """Engine KV memory seen as opaque pages, and the copies between it and host buffers."""
 
 from collections.abc import Iterator, Sequence
+from math import gcd
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from prfaas.serving.engines.page_digests import WORD_BYTES, KnownSums, PendingSums, byte_sums, word_weights
+from prfaas.serving.engines.page_digests import (
+    LINE_BYTES,
+    WORD_BYTES,
+    KnownSums,
+    PendingSums,
+    byte_sums,
+    word_weights,
+)
 from prfaas.serving.engines.vllm.arena_pages import ArenaPages, Bytes2D
 
 BlockIds = npt.NDArray[np.int64]
@@ -54,14 +62,18 @@ class WirePages(Protocol):
         """Fill pages one after the other from consecutive host pieces; done for sure only after `flush`."""
         ...
 
+    def write_summed(self, blocks: Sequence[int], pieces: Sequence[memoryview]) -> PendingSums:
+        """As `write_run`; gives the sums of what was written to the pages, and doesn't wait for a device."""
+        ...
+
     def flush(self) -> None:
         """Wait until every write so far is in place."""
         ...
 
-    def sums(self, blocks: Sequence[int], *, loaded: bool) -> PendingSums:
+    def sums(self, blocks: Sequence[int]) -> PendingSums:
         """Have the sums of pages computed (see `page_digests`) where they are; doesn't wait for a device.
 
-        They are of what the compute stream has queued to write until now, or, of `loaded` pages, of our writes.
+        They are of what the compute stream has queued to write until now.
         """
         ...
 
@@ -170,7 +182,7 @@ class HostPages:
     MIN_PIECE_BYTES = 16 << 10
 
     def __init__(self, raw: torch.Tensor) -> None:
-        from prfaas.serving.engines.vllm.host_loops import page_summing
+        from prfaas.serving.engines.vllm.host_loops import page_filling, page_summing
 
         self.raw = raw
         self.page_bytes = raw.shape[1]
@@ -179,12 +191,12 @@ class HostPages:
         extent_bytes = (raw.shape[0] - 1) * self._stride_bytes + self.page_bytes
         memory = np.lib.stride_tricks.as_strided(self._pages, (extent_bytes,), (1,))
         self._memory = memory.data
-        is_in_words = not any(
-            each % WORD_BYTES for each in (raw.data_ptr(), self.page_bytes, self._stride_bytes)
-        )
+        grain_bytes = gcd(LINE_BYTES, raw.data_ptr(), self.page_bytes, self._stride_bytes)
+        is_in_words = grain_bytes % WORD_BYTES == 0
         self._words: npt.NDArray[np.int64] | None = memory.view(np.int64) if is_in_words else None
         """None: the sums of pages are computed of copies."""
         self._sum_pages = page_summing()
+        self._fill_pages = page_filling() if grain_bytes == LINE_BYTES else None
         # Each page is one wire page of one run.
         self._dense = np.array([0, self._stride_bytes // WORD_BYTES, raw.shape[0], 1])
         self._run_table = np.array([(0, 0, self.page_bytes // WORD_BYTES)])
@@ -237,6 +249,19 @@ class HostPages:
             else:
                 self._pages[list(blocks[index : index + len(pages)])] = pages
 
+    def write_summed(self, blocks: Sequence[int], pieces: Sequence[memoryview]) -> PendingSums:
+        if self._fill_pages is None or any(len(piece) % LINE_BYTES for piece in pieces):
+            self.write_run(blocks, pieces)
+            return self.sums(blocks)
+        assert self._words is not None
+        ids, sums = np.array(blocks, dtype=np.int64), np.zeros(len(blocks), dtype=np.int64)
+        weights, done = word_weights(self.page_bytes // WORD_BYTES), 0
+        for piece in pieces:
+            words = np.frombuffer(piece, dtype=np.int64)
+            self._fill_pages(words, self._words, self._dense, ids, done, *weights, sums)
+            done += len(words)
+        return KnownSums(sums.view(np.uint64))
+
     def load_from(self, places: ArenaPages, start: int) -> None:
         pages, arena, nbytes = self._pages, places.arena, self.page_bytes
         for run in places.runs:
@@ -260,8 +285,7 @@ class HostPages:
     def flush(self) -> None:
         """Host writes are done when they return."""
 
-    def sums(self, blocks: Sequence[int], *, loaded: bool) -> PendingSums:
-        del loaded  # host kernels and host copies have finished alike
+    def sums(self, blocks: Sequence[int]) -> PendingSums:
         ids = np.array(blocks, dtype=np.int64)
         if self._words is None:
             return KnownSums(byte_sums(self._pages[ids]))

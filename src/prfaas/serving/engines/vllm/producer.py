@@ -224,7 +224,7 @@ class KvProducer:
                 # 4. Their digests, of the same moment. A device computes them behind what it writes, and nobody
                 #    waits for them before they are sent.
                 if open_send.digests is not None:
-                    sums = region.pages.sums(run.block_ids, loaded=False)
+                    sums = region.pages.sums(run.block_ids)
                     open_send.digests.add(region.index, run.first_block, sums, len(run.block_ids))
                 # 5. Into the queue, at their place in the layer's region.
                 offset = (run.first_block - open_send.first_blocks[region.index]) * region.page_bytes

@@ -1,0 +1,246 @@
+"""What it costs that ranks of a decode engine keep the same KV: processor time of whole transfers over loopback.
+
+    python bench/shared_ranks.py [--json] [--rounds N] [--tokens N]
+
+Latents, as MLA keeps them, go from the ranks of a prefill engine to those of a decode engine: pages are digested, sent,
+received, loaded by every rank out of shared staging, and checked, in one process. The bytes on the wire are those of
+one copy. Each round does the same transfer between engines of one rank each, and between several, in turn.
+
+Ratios are medians over rounds of paired measurements.
+"""
+
+import argparse
+import socket
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from itertools import combinations
+from typing import Any
+
+import torch
+
+from goals import Figure, goal, report
+from prfaas.core.deployment import TransferLimits
+from prfaas.core.kv.groups import GroupKind
+from prfaas.core.kv.rank_shares import paired_ranks
+from prfaas.serving.engines.vllm.consumer import KvConsumer
+from prfaas.serving.engines.vllm.layout import EngineGroup, KvLayout, opaque_layout
+from prfaas.serving.engines.vllm.metadata import BlockRun, LoadOrder, SendOrder
+from prfaas.serving.engines.vllm.pages import HostPages, raw_pages
+from prfaas.serving.engines.vllm.producer import KvProducer
+from prfaas.serving.engines.vllm.stats import ConnectorStats
+from prfaas.serving.engines.vllm.wire_layout import wire_layouts
+from prfaas.serving.transport import Ticket
+from prfaas.serving.transport.options import Peer, ReceiverOptions, SenderOptions
+from prfaas.serving.transport.receiver import Receiver
+from prfaas.serving.transport.sender import Sender
+from prfaas.serving.transport.sibling_staging import SiblingStaging
+from prfaas.serving.transport.staging import StagingArena, shared_memory
+
+KEY = bytes(32)
+LAYERS = tuple(f"layer.{number}" for number in range(8))
+# A latent of 512 elements and 64 of a rotated key, in bf16.
+BLOCK_TOKENS, LATENT_BYTES = 64, 1152
+CHUNK_TOKENS = 2048
+WAIT_S = 120.0
+LIMITS = TransferLimits(load_wait_s=WAIT_S, staging_ttl_s=WAIT_S)
+MOST_RATIO = 1.10
+RANKS = ((1, 1), (2, 2), (1, 2), (2, 1))
+
+
+class Rank:
+    """Memory of one rank of an engine that holds one prompt."""
+
+    def __init__(self, num_tokens: int, ranks: int, seed: int, table_seed: int) -> None:
+        self.group = EngineGroup(0, GroupKind.FULL, BLOCK_TOKENS, 0, LAYERS)
+        blocks = self.group.end_block(num_tokens) + 1
+        generator = torch.Generator().manual_seed(seed)
+        shape = (blocks, BLOCK_TOKENS, LATENT_BYTES // 2)
+        self.raw = {
+            name: raw_pages(
+                torch.randint(-(1 << 15), 1 << 15, shape, dtype=torch.int16, generator=generator), blocks
+            )
+            for name in LAYERS
+        }
+        self.layout = KvLayout(
+            [self.group],
+            {name: [HostPages(raw)] for name, raw in self.raw.items()},
+            page_layouts={name: [opaque_layout(self.group, BLOCK_TOKENS * LATENT_BYTES)] for name in LAYERS},
+            copies=dict.fromkeys(LAYERS, ranks) if ranks > 1 else {},
+        )
+        order = torch.randperm(blocks - 1, generator=torch.Generator().manual_seed(table_seed))
+        self.table = (order + 1).tolist()
+
+    def run(self, first: int, end: int) -> tuple[BlockRun, ...]:
+        return (BlockRun(0, first, tuple(self.table[first:end])),)
+
+
+class Way:
+    """Two engines and the transport between their ranks."""
+
+    def __init__(self, senders: int, readers: int, num_tokens: int, stack: ExitStack) -> None:
+        self.num_tokens = num_tokens
+        # Ranks of one engine have the same tables, and those of a prefill engine the same content.
+        self.east = [Rank(num_tokens, senders, 1, 1) for _ in range(senders)]
+        self.home = [Rank(num_tokens, readers, 2 + rank, 2) for rank in range(readers)]
+        self.end_block = self.east[0].group.end_block(num_tokens)
+        self.kv_bytes = num_tokens * LATENT_BYTES * len(LAYERS)
+        wires = [wire_layouts(each.layout, "home", rank, readers) for rank, each in enumerate(self.home)]
+        staging_bytes = self.kv_bytes + (32 << 20)
+        memories = [shared_memory(staging_bytes) for _ in self.home]
+        arenas = [StagingArena(staging_bytes, 1 << 20, memory) for _, memory in memories]
+        receivers = [
+            Receiver(
+                name=f"home/{rank}",
+                key=KEY,
+                host="127.0.0.1",
+                port=0,
+                arena=arenas[rank],
+                layout=wires[rank],
+                fingerprint={},
+                producers=[f"east/{each}" for each in paired_ranks(rank, readers, senders)],
+                options=ReceiverOptions(uncounted_regions=1),
+            )
+            for rank in range(readers)
+        ]
+        sockets: list[dict[int, socket.socket]] = [{} for _ in self.home]
+        for one, other in combinations(range(readers), 2):
+            sockets[one][other], sockets[other][one] = socket.socketpair()
+        siblings: list[SiblingStaging | None] = [None] * readers
+        if readers > 1:
+            with ThreadPoolExecutor(readers) as threads:
+                siblings[:] = threads.map(
+                    lambda rank: SiblingStaging(
+                        *(arenas[rank], memories[rank][0], receivers[rank], sockets[rank]), ReceiverOptions()
+                    ),
+                    range(readers),
+                )
+        self.consumers = []
+        for rank, receiver in enumerate(receivers):
+            receiver.start()
+            stack.callback(receiver.close)
+            sibling = siblings[rank]
+            if sibling is not None:
+                stack.callback(sibling.close)
+                lend = sibling.begin
+                wires[rank].on_begin = lambda transfer_id, wire, lend=lend: lend(transfer_id, wire.readers)
+            self.consumers.append(
+                KvConsumer(wires[rank], receiver, LIMITS, ConnectorStats(), siblings=sibling)
+            )
+            stack.callback(self.consumers[-1].close)
+        self.producers = []
+        for rank, memory in enumerate(self.east):
+            own = wire_layouts(memory.layout, "east", rank, senders)
+            peers = {
+                f"home/{each}": Peer(f"home/{each}", "127.0.0.1", receivers[each].port, "link", 2, None)
+                for each in paired_ranks(rank, senders, readers)
+            }
+            sender = Sender(
+                name=f"east/{rank}",
+                key=KEY,
+                peers=peers,
+                fingerprint={},
+                options=SenderOptions(),
+                layouts=own,
+            )
+            sender.start()
+            stack.callback(sender.close)
+            until(lambda of=sender: all(peer["connections"] == 2 for peer in of.stats()["peers"].values()))
+            self.producers.append(KvProducer(memory.layout, own, sender, WAIT_S, ConnectorStats()))
+
+    def transfer(self) -> float:
+        """Prefill, move and load the prompt at all ranks; processor seconds of all threads."""
+        ticket = Ticket.issue(
+            producer="east",
+            consumer="home",
+            num_tokens=self.num_tokens,
+            skip_tokens=0,
+            prompt_digest=bytes(16),
+            lifetime_s=WAIT_S,
+            now_s=time.time(),
+        )
+        began_s, sealed, sent = time.process_time(), ticket.seal(KEY), 0
+        for end_tokens in range(CHUNK_TOKENS, self.num_tokens + CHUNK_TOKENS, CHUNK_TOKENS):
+            final = end_tokens >= self.num_tokens
+            end = self.end_block if final else end_tokens // BLOCK_TOKENS
+            for memory, producer in zip(self.east, self.producers, strict=True):
+                orders = [SendOrder("p", ticket, sealed, memory.run(sent, end), (), final)]
+                for name in LAYERS:
+                    producer.save_layer(orders, name)
+                producer.end_step(orders)
+            sent = end
+        for producer in self.producers:
+            producer.hold({"p": False})
+            until(lambda of=producer: bool(of.finished()))
+        for memory, consumer in zip(self.home, self.consumers, strict=True):
+            consumer.order([LoadOrder("d", ticket, 0, memory.run(0, self.end_block))], [])
+        for consumer in self.consumers:
+            results: list[tuple[set[str], set[str]]] = []
+            until(lambda of=consumer, into=results: bool(into.append(of.results()) or into[-1][0]))
+            if results[-1][1]:
+                raise RuntimeError("a transfer was not loaded")
+        return time.process_time() - began_s
+
+    def check(self) -> None:
+        """Raises RuntimeError: a rank does not have what was computed."""
+        source = self.east[0]
+        for memory in self.home:
+            for name in LAYERS:
+                if not torch.equal(memory.raw[name][memory.table], source.raw[name][source.table]):
+                    raise RuntimeError(f"{name} is another one")
+
+
+def until(is_so: Callable[[], object]) -> None:
+    deadline_s = time.monotonic() + WAIT_S
+    while not is_so():
+        if time.monotonic() > deadline_s:
+            raise TimeoutError("a transfer took too long")
+        time.sleep(0.005)
+
+
+def measure(num_tokens: int, rounds: int) -> Iterator[Figure]:
+    """Medians for each pair of engines."""
+    took: list[list[float]] = []
+    with ExitStack() as stack:
+        ways = [Way(*ranks, num_tokens, stack) for ranks in RANKS]
+        # The first round touches memory for the first time.
+        for number in range(rounds + 1):
+            order = [(number + turn) % len(ways) for turn in range(len(ways))]
+            seconds = {way: ways[way].transfer() for way in order}
+            took.append([seconds[way] for way in range(len(ways))])
+        for way in ways:
+            way.check()
+        gigabytes = ways[0].kv_bytes / 1e9
+    took = took[1:]
+    for way, (senders, readers) in enumerate(RANKS):
+        yield {
+            "ranks": f"{senders} to {readers}",
+            "s_per_gb": round(statistics.median(each[way] for each in took) / gigabytes, 3),
+            "ratio": round(statistics.median(each[way] / each[0] for each in took), 3),
+        }
+
+
+def sentence(figure: Mapping[str, Any]) -> str:
+    return f"{figure['ranks']} ranks: {figure['s_per_gb']} s/GB, {figure['ratio']} of 1 to 1"
+
+
+def goals_of(figure: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    if figure["ranks"] != "1 to 1":
+        name = f"processor time of {figure['ranks']} ranks over that of one copy"
+        yield goal(name, figure["ratio"], MOST_RATIO, is_least=False)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure all pairs."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true", help="figures as JSON")
+    parser.add_argument("--rounds", type=int, default=7, help="paired transfers of each pair of engines")
+    parser.add_argument("--tokens", type=int, default=16384, help="tokens of the prompt")
+    arguments = parser.parse_args(argv)
+    report(measure(arguments.tokens, arguments.rounds), sentence, goals_of, as_json=arguments.json)
+
+
+if __name__ == "__main__":
+    main()
