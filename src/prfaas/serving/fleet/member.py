@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from prfaas.core.deployment.fleet import FleetConfig
+from prfaas.core.deployment import FleetConfig
 from prfaas.serving.fleet.store import CompactedError, Entry, Store, StoreChange, StoreError
 from prfaas.serving.tasks import run_together
 
