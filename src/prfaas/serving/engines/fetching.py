@@ -1,6 +1,9 @@
 """Progress and failure of fetching a model."""
 
+import contextlib
+import os
 import sys
+from pathlib import Path
 from typing import Protocol
 
 from prfaas.core.units import format_bytes
@@ -40,3 +43,14 @@ class LoggedFetch:
             self.notice(f"fetching {what}, {format_bytes(total_bytes)}")
         if done_bytes == total_bytes:
             self.notice(f"fetched {what}")
+
+
+def folder_bytes(folder: Path) -> int:
+    """Bytes of all files below a folder, which another process writes: how far a download is."""
+    total = 0
+    for directory, _, names in os.walk(folder):
+        for name in names:
+            # A file may have got its name in the meantime.
+            with contextlib.suppress(OSError):
+                total += Path(directory, name).stat().st_size
+    return total

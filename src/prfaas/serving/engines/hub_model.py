@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from prfaas.core.deployment import ModelSource
 from prfaas.core.units import format_bytes
-from prfaas.serving.engines.fetching import FetchReport, ModelFetchError
+from prfaas.serving.engines.fetching import FetchReport, ModelFetchError, folder_bytes
 from prfaas.serving.engines.made_folder import locked
 
 if TYPE_CHECKING:
@@ -181,11 +181,11 @@ def _watched(blobs: Path, total_bytes: int, what: str, report: FetchReport) -> I
     if not total_bytes:
         yield
         return
-    before_bytes, ended = _folder_bytes(blobs), threading.Event()
+    before_bytes, ended = folder_bytes(blobs), threading.Event()
 
     def watch() -> None:
         while not ended.wait(_LOOK_EVERY_S):
-            report.fetched(what, min(_folder_bytes(blobs) - before_bytes, total_bytes - 1), total_bytes)
+            report.fetched(what, min(folder_bytes(blobs) - before_bytes, total_bytes - 1), total_bytes)
 
     report.fetched(what, 0, total_bytes)
     watcher = threading.Thread(target=watch, daemon=True)
@@ -196,18 +196,6 @@ def _watched(blobs: Path, total_bytes: int, what: str, report: FetchReport) -> I
         ended.set()
         watcher.join()
     report.fetched(what, total_bytes, total_bytes)
-
-
-def _folder_bytes(folder: Path) -> int:
-    total = 0
-    try:
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                total += entry.stat().st_size
-    except OSError:
-        # Not made yet, or a file has got its name in the meantime.
-        return total
-    return total
 
 
 @contextmanager

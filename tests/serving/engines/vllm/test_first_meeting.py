@@ -65,7 +65,7 @@ def test_prefill_goes_on_while_they_meet(greeted: threading.Event) -> None:
         pair.compute(ticket, [10, 37, 64, 100])
         pair.producing.hold({"p": False})
         assert pair.producing.finished() == set()
-        assert time.monotonic() - began_s < producer.PATIENCE_S / 2
+        assert time.monotonic() - began_s < producer.MEET_TIMEOUT_S / 2
         assert pair.receiver.state(ticket.transfer_id) is None
         greeted.set()
         pair.until(lambda: bool(pair.producing.finished()))
@@ -137,7 +137,7 @@ def test_an_aborted_prefill_ends_before_they_have_met(greeted: threading.Event) 
 def test_a_peer_that_cannot_be_met_fails_the_transfer(
     greeted: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(producer, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(producer, "MEET_TIMEOUT_S", 0.1)
     with pair_of(*KEEPINGS["16 to 8"], on_demand=True) as pair:
         pair.prefill(100, 0, [100])
         assert pair.consuming.stats.data["sends_failed"] == 1

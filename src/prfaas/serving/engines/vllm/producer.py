@@ -22,10 +22,10 @@ from prfaas.serving.transport.ticket import part_id
 logger = logging.getLogger(__name__)
 
 # A preemption waits that long for chunks that are being sent: about as long as one takes on a paced link.
-_RECALL_PATIENCE_S = 0.05
+_RECALL_TIMEOUT_S = 0.05
 # Enough to connect over a long path, encrypted. After that a transfer is opened as if the engine were alike: the
 # transport says what is wrong with the path.
-PATIENCE_S = 2.0
+MEET_TIMEOUT_S = 2.0
 
 
 @dataclass(slots=True)
@@ -58,7 +58,7 @@ class PostponedSends:
             consumer = send.ticket.consumer
             if self._sender.meet(consumer):
                 return False
-            self._waiting[send.request_id] = _Postponed(consumer, self._now_s() + PATIENCE_S, [])
+            self._waiting[send.request_id] = _Postponed(consumer, self._now_s() + MEET_TIMEOUT_S, [])
         return True
 
     def add(self, send: SendOrder) -> None:
@@ -347,7 +347,7 @@ class KvProducer:
                     source = ref()
                     if source is not None:
                         source.detach()
-                open_send.transfer.recall(_RECALL_PATIENCE_S)
+                open_send.transfer.recall(_RECALL_TIMEOUT_S)
 
     def hold(self, held: Mapping[str, bool]) -> None:
         """Take note of finished requests whose blocks wait for us; give up those that were aborted (True)."""
