@@ -1,4 +1,4 @@
-"""Digests of KV pages: computed where a page is, sent with the transfer, compared in the decode engine's block.
+"""Digests of KV pages: computed where a page is, sent with the transfer, compared when a decode engine loads it.
 
 A page is cut into 64-bit little-endian words x, the last one filled up with zeros. Its sum is
 

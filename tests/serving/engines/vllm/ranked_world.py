@@ -381,7 +381,13 @@ def until(is_so: object) -> None:
 
 @contextmanager
 def ranked_pair(
-    model: Model, ours: Keeping, theirs: Keeping, *, page_digests: bool = True, on_demand: bool = False
+    model: Model,
+    ours: Keeping,
+    theirs: Keeping,
+    *,
+    page_digests: bool = True,
+    on_demand: bool = False,
+    load_wait_s: float = 2.0,
 ) -> Iterator[RankedPair]:
     """`ours`: the prefill engine's, `theirs`: the decode engine's, `on_demand`: met by the first transfer."""
     east = [RankMemory(model, ours, rank, 100 + rank) for rank in range(ours.ranks)]
@@ -443,7 +449,7 @@ def ranked_pair(
             consuming = KvConsumer(
                 wires["home"][rank],
                 receiver,
-                TransferLimits(load_wait_s=2.0, staging_ttl_s=5.0),
+                TransferLimits(load_wait_s=load_wait_s, staging_ttl_s=5.0),
                 ConnectorStats(),
                 siblings=siblings,
             )

@@ -186,6 +186,19 @@ def test_a_rank_that_sends_only_copies_does_not_count() -> None:
         goes_on(pair, truth, ticket, 64)
 
 
+def test_a_load_that_waits_too_long_goes_on_from_what_has_come() -> None:
+    """Nothing has broken: the prefill engine is slow."""
+    truth = Truth(MODEL, 6)
+    with ranked_pair(MODEL, TWO, ONE, load_wait_s=0.0) as pair:
+        pair.connected()
+        for memory in pair.east:
+            memory.compute(truth, TOKENS)
+        ticket = pair.prefill(TOKENS, 0, [70])
+        has_come(pair, ticket, {0: 64, 1: 64})
+        assert pair.load(ticket, 0) == [({"d"}, {"d"})]
+        goes_on(pair, truth, ticket, 64)
+
+
 @pytest.mark.parametrize(
     ("keepings", "checkpoints", "tokens"),
     [

@@ -369,7 +369,7 @@ def test_a_load_that_waits_keeps_no_other_waiting(ends: Ends) -> None:
 
 
 def test_a_page_that_changes_between_its_arrival_and_its_load_is_seen(ends: Ends) -> None:
-    """Of blocks that are filled early too, the digests are of what lies in the engine's memory."""
+    """Of blocks that are filled early too, the digests are of what is written to the engine's memory."""
     ticket = new_ticket(100)
     first, last = sends(ticket, [70, 100])
     ends.step(first)
@@ -388,6 +388,18 @@ def test_a_page_that_changes_between_its_arrival_and_its_load_is_seen(ends: Ends
     ends.step(last)
     assert ends.results() == ({"d"}, {"d"})
     assert ends.consuming.stats.data["digest_mismatches"] == 1
+
+
+def test_two_pages_do_not_go_into_one_block(ends: Ends) -> None:
+    ticket = new_ticket(100)
+    for step in sends(ticket, [100]):
+        ends.step(step)
+    (order,) = load(ticket, 0).loads
+    full = next(run for run in order.runs if run.group == FULL.index)
+    twice = replace(full, block_ids=(*full.block_ids[:-1], full.block_ids[0]))
+    runs = tuple(twice if run is full else run for run in order.runs)
+    ends.order(TransferMetadata(loads=[replace(order, runs=runs)]))
+    assert ends.results() == ({"d"}, {"d"})
 
 
 def test_a_preempted_prefill_sends_what_its_blocks_held_before_they_were_reused(ends: Ends) -> None:

@@ -58,7 +58,7 @@ class BlockLoad:
             order: the blocks to fill, which the engine does not hold already.
 
         Raises:
-            RuntimeError: a block is one that no request may write.
+            RuntimeError: a block is one that no request may write, or is to be filled twice.
         """
         self._digest_plan = wire.digest_plan
         self._num_tokens = order.usable_tokens
@@ -74,6 +74,9 @@ class BlockLoad:
             self._checkpoint = BlockLoad(wire.checkpoint, replace(order, ticket=whole, usable_tokens=0))
         for region in regions:
             run = region.run(runs[region.group.index], ticket.num_tokens, ticket.skip_tokens)
+            # Digests are of what is written, so none would tell that another page was written over it.
+            if len(set(run.block_ids)) < len(run.block_ids):
+                raise RuntimeError(f"layer {region.layer_name}: two pages are to be loaded into one block")
             # The region may begin earlier than the run.
             skipped = region.group.first_block(ticket.num_tokens, ticket.skip_tokens)
             offset = (run.first_block - skipped) * region.page_bytes

@@ -357,7 +357,9 @@ class KvConsumer:
         is_late = self._now_s() - load.ordered_at_s > self._limits.load_wait_s
         if not obstacle and is_late:
             obstacle = f"KV still incomplete after {self._limits.load_wait_s:g} s"
-            self._receiver.drop(transfer_id, obstacle)
+            # What has come is as good as that of a transfer that broke.
+            self._receiver.drop(transfer_id, obstacle, keep=True)
+            status = self._receiver.state(transfer_id)
         if obstacle:
             if status is None:
                 raise GivenUpError(obstacle)
