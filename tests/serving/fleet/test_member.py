@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from prfaas.core.deployment import FleetConfig
 
+from prfaas.core.deployment import FleetConfig
 from prfaas.serving.fleet.member import FleetMember
 
 from .memory_store import MemoryEtcd, MemoryStore
