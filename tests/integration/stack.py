@@ -109,8 +109,10 @@ def write_deployment(
             {"source": "home", "target": "prfaas-east", "bandwidth": bandwidth, "connections": 2},
         ],
         "routing": {"policy": policy, "threshold_tokens": THRESHOLD_TOKENS},
-        # An engine that starves on a busy machine is slow, not frozen.
+        # An engine that starves on a busy machine is slow, not frozen: five processes of four ranks spin while they wait
+        # for each other, which left the other engine without a core for up to five seconds.
         "control": {"threshold_period_s": 3600, "allocation": False, "silence_s": 60},
+        "transfer": {"progress_deadline_s": 60},
         "security": {"tenant_header": TENANT_HEADER},
         "gateway": {
             "host": "127.0.0.1",
