@@ -2,15 +2,9 @@
 
 import math
 from array import array
-from typing import TYPE_CHECKING
 
+from prfaas.core.arrays import FloatArray, np
 from prfaas.core.workload import Empirical
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    FloatArray = NDArray[np.float64]
 
 _BINS_PER_OCTAVE = 64
 _OCTAVES = 22
@@ -114,10 +108,8 @@ class LengthWindow:
         self._known = (held, found)
         return found
 
-    def _sums(self, live: list[int]) -> "FloatArray":
+    def _sums(self, live: list[int]) -> FloatArray:
         """Two rows, over the window's histograms: lengths in each bin, and their tokens."""
-        import numpy as np
-
         histograms = np.frombuffer(self._histograms).reshape(-1, 2, _BINS)
         if len(live) < len(self._ring):
             histograms = histograms[live]

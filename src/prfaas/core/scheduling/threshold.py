@@ -3,17 +3,12 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from prfaas.core.arrays import FloatArray
 from prfaas.core.planner import PlanProblem, ServiceModel
 from prfaas.core.planner.fixed_roles import PrefillSide, even_spread, prefill_sides
 from prfaas.core.planner.threshold_rates import ThresholdRates
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    FloatArray = NDArray[np.float64]
 
 SETTLE_S = 0.3
 """Events come in bunches: a link's fall is followed by its capacity's. So long a search waits for the rest."""
@@ -143,7 +138,7 @@ def _moved(then: tuple[float, float], now: tuple[float, float], sample_count: in
     return abs(now[0] - then[0]) / error
 
 
-def moments(work: "FloatArray", weights: "FloatArray") -> tuple[float, float]:
+def moments(work: FloatArray, weights: FloatArray) -> tuple[float, float]:
     """E[X] of the work X of a request, and E[X²] / E[X]²."""
     mean = float((work * weights).sum())
     return mean, float((work**2 * weights).sum()) / mean**2 if mean > 0 else math.inf

@@ -6,6 +6,7 @@ from math import inf, isnan, nan
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from prfaas.core.arrays import FloatArray, np
 from prfaas.core.deployment import PlannedDeployment
 from prfaas.core.kv import KvModel, published_models
 from prfaas.core.latency import LatencyProfile, load_profile, profile_names
@@ -27,9 +28,7 @@ from prfaas.lab.report.style import (
 )
 
 if TYPE_CHECKING:
-    import numpy as np
     from matplotlib.axes import Axes
-    from numpy.typing import NDArray
 
 _BANDWIDTH_POINTS = 61
 # Several clusters take about half a second per plan.
@@ -101,13 +100,11 @@ def _on(profile: LatencyProfile) -> str:
 
 
 def _curve(label: str, kv_model: KvModel, profile: LatencyProfile) -> KvThroughputCurve:
-    import numpy as np
-
     low, high = max(profile.range_tokens[0], 1024.0), profile.range_tokens[1]
     tokens = np.geomspace(low, high, _CURVE_POINTS)
     measured = np.array([at for at, _ in profile.prefill.points if low <= at <= high], dtype=np.float64)
 
-    def rates(lengths: "NDArray[np.float64]") -> list[float]:
+    def rates(lengths: FloatArray) -> list[float]:
         sizes, seconds = KvSize(kv_model)(lengths), profile.prefill_s(lengths)
         return [
             kv_throughput_bits_per_s(*each) for each in zip(sizes.tolist(), seconds.tolist(), strict=True)
@@ -207,8 +204,6 @@ def evaluate_thresholds(
     problem: PlanProblem, best: OperatingPoint
 ) -> tuple[list[float], list[OperatingPoint]]:
     """Thresholds in tokens around the best one, and the operating point of each with the same split."""
-    import numpy as np
-
     lengths, chosen = problem.workload.uncached, best.threshold_tokens
     assert chosen is not None
     # Where nearly no request is on one side of the threshold there is nothing to see.

@@ -6,6 +6,7 @@ The drawings: TTFT, queues, utilisation, egress, thresholds and roles, decisions
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from prfaas.core.arrays import FloatArray, np
 from prfaas.lab.report.drawing import COLOURS, INK, MUTED, drawing
 from prfaas.lab.report.simulation import (
     SimulationReport,
@@ -17,11 +18,7 @@ from prfaas.lab.report.simulation import (
 from prfaas.lab.simulator import Result
 
 if TYPE_CHECKING:
-    import numpy as np
     from matplotlib.axes import Axes
-    from numpy.typing import NDArray
-
-    FloatArray = NDArray[np.float64]
 
 
 # Points per curve: more can't be told apart in print, and every one is in the page's text.
@@ -126,8 +123,6 @@ def figures(report: SimulationReport) -> Iterator[Figure]:
 
 
 def _ttft_distribution(report: SimulationReport) -> str:
-    import numpy as np
-
     shares = np.linspace(0.0, 1.0, _QUANTILES + 1)
     # The tail has few requests and most of the interest.
     shares = np.concatenate([shares[:-4], 1 - np.geomspace(1e-2, 1e-3, 16)])
@@ -155,7 +150,6 @@ def _ttft_distribution(report: SimulationReport) -> str:
 
 
 def _ttft_over_time(report: SimulationReport) -> str:
-    import numpy as np
     from matplotlib.ticker import FuncFormatter
 
     by_policy = {name: _first_tokens(result) for name, result in report.results.items()}
@@ -280,12 +274,8 @@ def _decisions(report: SimulationReport) -> str:
     return drawn.svg
 
 
-def thinned(
-    time_s: "FloatArray", values: "FloatArray", *, mean: bool = True
-) -> "tuple[FloatArray, FloatArray]":
+def thinned(time_s: FloatArray, values: FloatArray, *, mean: bool = True) -> "tuple[FloatArray, FloatArray]":
     """At most some hundred points: means of equal stretches, or (for what moves in steps) every so many-th value."""
-    import numpy as np
-
     step = -(-len(values) // _CURVE_POINTS)
     if step <= 1:
         return np.asarray(time_s, dtype=np.float64), np.asarray(values, dtype=np.float64)
@@ -300,8 +290,6 @@ def thinned(
 
 def _first_tokens(result: Result) -> "tuple[FloatArray, FloatArray]":
     """When the counted requests arrived that had a first token, and their TTFT; both in seconds."""
-    import numpy as np
-
     shown = result.counted & np.isfinite(result.ttft_s)
     return result.arrival_s[shown], result.ttft_s[shown]
 
@@ -321,14 +309,10 @@ def _names(report: SimulationReport, prefix: str) -> list[str]:
 
 
 def _is_shown(values: "FloatArray | None") -> bool:
-    import numpy as np
-
     return values is not None and bool(np.any(np.nan_to_num(values, posinf=0.0) != 0))
 
 
-def _highest(values: "FloatArray") -> float:
-    import numpy as np
-
+def _highest(values: FloatArray) -> float:
     return float(np.max(values[np.isfinite(values)], initial=0.0))
 
 

@@ -3,8 +3,8 @@
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
+from prfaas.core.arrays import FloatArray, OfLength, np
 from prfaas.core.deployment import Cluster, Deployment, Instance, Link
 from prfaas.core.deployment.pool_peers import joins_pools
 from prfaas.core.deployment.source import read_source
@@ -30,15 +30,6 @@ from prfaas.core.workload import LengthDistribution
 from prfaas.serving.control.cluster_state import ClusterState
 from prfaas.serving.control.engine_monitor import EngineMeter
 from prfaas.serving.running_deployment import RunningDeployment
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from prfaas.core.arrays import OfLength
-
-    FloatArray = NDArray[np.float64]
-
 
 logger = logging.getLogger(__name__)
 
@@ -365,7 +356,5 @@ class LiveFacts:
         return replace(facts, decode_batch=decode.batch, decode_step_s=decode.step_s)
 
 
-def _no_bytes(tokens: "FloatArray") -> "FloatArray":
-    import numpy as np
-
+def _no_bytes(tokens: FloatArray) -> FloatArray:
     return np.zeros_like(tokens)
