@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from itertools import combinations
 from typing import Any
 
@@ -31,7 +32,7 @@ from prfaas.serving.engines.vllm.metadata import BlockRun, LoadOrder, SendOrder
 from prfaas.serving.engines.vllm.pages import HostPages, raw_pages
 from prfaas.serving.engines.vllm.producer import KvProducer
 from prfaas.serving.engines.vllm.stats import ConnectorStats
-from prfaas.serving.engines.vllm.wire_layout import wire_layouts
+from prfaas.serving.engines.vllm.wire_layout import WireLayout, wire_layouts
 from prfaas.serving.transport import Ticket
 from prfaas.serving.transport.options import Peer, ReceiverOptions, SenderOptions
 from prfaas.serving.transport.receiver import Receiver
@@ -124,8 +125,7 @@ class Way:
             sibling = siblings[rank]
             if sibling is not None:
                 stack.callback(sibling.close)
-                lend = sibling.begin
-                wires[rank].on_begin = lambda transfer_id, wire, lend=lend: lend(transfer_id, wire.readers)
+                wires[rank].on_begin = partial(_begin, sibling)
             self.consumers.append(
                 KvConsumer(wires[rank], receiver, LIMITS, ConnectorStats(), siblings=sibling)
             )
@@ -147,7 +147,7 @@ class Way:
             )
             sender.start()
             stack.callback(sender.close)
-            until(lambda of=sender: all(peer["connections"] == 2 for peer in of.stats()["peers"].values()))
+            until(partial(_is_connected, sender))
             self.producers.append(KvProducer(memory.layout, own, sender, WAIT_S, ConnectorStats()))
 
     def transfer(self) -> float:
@@ -173,13 +173,14 @@ class Way:
             sent = end
         for producer in self.producers:
             producer.hold({"p": False})
-            until(lambda of=producer: bool(of.finished()))
+            until(producer.finished)
         for memory, consumer in zip(self.home, self.consumers, strict=True):
             consumer.order([LoadOrder("d", ticket, 0, memory.run(0, self.end_block))], [])
         for consumer in self.consumers:
-            results: list[tuple[set[str], set[str]]] = []
-            until(lambda of=consumer, into=results: bool(into.append(of.results()) or into[-1][0]))
-            if results[-1][1]:
+            ended: set[str] = set()
+            failed: set[str] = set()
+            until(partial(_has_ended, consumer, ended, failed))
+            if failed:
                 raise RuntimeError("a transfer was not loaded")
         return time.process_time() - began_s
 
@@ -190,6 +191,21 @@ class Way:
             for name in LAYERS:
                 if not torch.equal(memory.raw[name][memory.table], source.raw[name][source.table]):
                     raise RuntimeError(f"{name} is another one")
+
+
+def _begin(siblings: SiblingStaging, transfer_id: bytes, wire: WireLayout) -> None:
+    siblings.begin(transfer_id, wire.readers)
+
+
+def _is_connected(sender: Sender) -> bool:
+    return all(peer["connections"] == 2 for peer in sender.stats()["peers"].values())
+
+
+def _has_ended(consumer: KvConsumer, ended: set[str], failed: set[str]) -> bool:
+    more_ended, more_failed = consumer.results()
+    ended |= more_ended
+    failed |= more_failed
+    return bool(ended)
 
 
 def until(is_so: Callable[[], object]) -> None:
@@ -210,15 +226,15 @@ def measure(num_tokens: int, rounds: int) -> Iterator[Figure]:
             order = [(number + turn) % len(ways) for turn in range(len(ways))]
             seconds = {way: ways[way].transfer() for way in order}
             took.append([seconds[way] for way in range(len(ways))])
-        for way in ways:
-            way.check()
+        for each in ways:
+            each.check()
         gigabytes = ways[0].kv_bytes / 1e9
     took = took[1:]
     for way, (senders, readers) in enumerate(RANKS):
         yield {
             "ranks": f"{senders} to {readers}",
-            "s_per_gb": round(statistics.median(each[way] for each in took) / gigabytes, 3),
-            "ratio": round(statistics.median(each[way] / each[0] for each in took), 3),
+            "s_per_gb": round(statistics.median(seconds[way] for seconds in took) / gigabytes, 3),
+            "ratio": round(statistics.median(seconds[way] / seconds[0] for seconds in took), 3),
         }
 
 
