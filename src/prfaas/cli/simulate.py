@@ -12,7 +12,6 @@ from prfaas.cli.common import AsJson, DeploymentPath, console, json_text, made_f
 from prfaas.cli.completions import policy_names
 from prfaas.cli.pool_options import PoolMemory, PoolRates, PoolsAsked, PoolSsd, pools_asked
 from prfaas.cli.trace_columns import columns_option, csv_columns
-from prfaas.core.arrays import np
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -234,6 +233,7 @@ def _simulated(
     duration_s: float | None,
 ) -> "dict[str, Result]":
     """Every scenario under the same requests, with a bar on stderr; how quick it was is said there too."""
+    import numpy as np
     from rich.console import Console
     from rich.progress import Progress
 
@@ -298,6 +298,8 @@ def _rate(load: float | None, rate: float | None, lambda_max: float) -> float:
 
 
 def _check_any(traffic: "SimulatedTraffic", seed: int, duration_s: float | None) -> None:
+    import numpy as np
+
     first_s = float(next(traffic.traffic.chunks(np.random.default_rng(seed))).arrival_s[0])
     if duration_s is not None and first_s >= duration_s:
         _refuse(
