@@ -11,20 +11,20 @@ from prfaas.core.scheduling import NoDecodeInstanceError
 from prfaas.serving.gateway.answer import ResponseWriter, WholeAnswer
 from prfaas.serving.gateway.bodies import ApiError, Json
 from prfaas.serving.gateway.context import GatewayContext
+from prfaas.serving.gateway.continuing import tokens_left, wants_usage
 from prfaas.serving.gateway.dialects import DATA, END_OF_EVENT
 from prfaas.serving.gateway.first_token import SampledTokens
 from prfaas.serving.gateway.hop_failure import HopFailedError
 from prfaas.serving.gateway.prefill import PrefillOrchestrator
 from prfaas.serving.gateway.prompts import Endpoint
-from prfaas.serving.gateway.request import PreparedRequest, ServingRequest, TokenizedPrompt
+from prfaas.serving.gateway.ready_requests import AnsweredRequest, DecidedRequest, EarlyRequest
+from prfaas.serving.gateway.request import ServingRequest, TokenizedPrompt
 from prfaas.serving.gateway.stream_resume import (
     AnswerRest,
     BegunAnswer,
     CannotResumeError,
     KnownTokens,
     StreamResume,
-    tokens_left,
-    wants_usage,
 )
 from prfaas.serving.gateway.transcript import StreamTranscript, usage_of
 
@@ -50,9 +50,7 @@ class FirstTokenAnswers:
     async def answer(
         self,
         request: ServingRequest,
-        prompt: TokenizedPrompt,
-        prepared: PreparedRequest,
-        first: SampledTokens,
+        ready: EarlyRequest | AnsweredRequest,
         writer: ResponseWriter,
     ) -> web.StreamResponse:
         """Give the client its first token, then the decode engine's rest of the answer.
@@ -60,13 +58,13 @@ class FirstTokenAnswers:
         Raises:
             ApiError: no engine could end an answer of which nothing was sent.
         """
-        streams = request.body.get("stream") is True
+        streams, first = request.body.get("stream") is True, ready.first
         told = list(_opening_events(request, first))
         known = KnownTokens(list(first.token_ids), first.text)
         begun = BegunAnswer(
             request=request,
             body=_streamed(request.body),
-            prompt_ids=prompt.token_ids,
+            prompt_ids=ready.prompt.token_ids,
             transcript=StreamTranscript.of(request.endpoint, b"".join(told)),
             sink=writer if streams else _Unsent(),
             failed=[],
@@ -76,39 +74,38 @@ class FirstTokenAnswers:
         try:
             for event in told:
                 await begun.sink.write(event)
-            if first.finish_reason is None:
-                await self._go_on(begun, known, prompt, prepared)
+            if isinstance(ready, EarlyRequest) and first.finish_reason is None:
+                await self._go_on(begun, known, ready)
             else:
-                self._prefill.abandon(prepared, "the answer ended before the KV had come")
+                self._prefill.abandon(ready, "the answer ended before the KV had come")
                 await self._end(begun, known, first)
         except CannotResumeError as error:
             return await self._fail(begun, error, writer if streams else None)
         except BaseException:
-            self._prefill.abandon(prepared, "the request ended before its decode")
+            self._prefill.abandon(ready, "the request ended before its decode")
             raise
         return await writer.end() if streams else writer.send(_whole(begun))
 
-    async def _go_on(
-        self, begun: BegunAnswer, known: KnownTokens, prompt: TokenizedPrompt, prepared: PreparedRequest
-    ) -> None:
+    async def _go_on(self, begun: BegunAnswer, known: KnownTokens, early: EarlyRequest) -> None:
         """Have the decode engine continue after the first token, once its KV is there, or nearly.
 
         Raises:
             CannotResumeError: no engine can.
         """
-        request, num_tokens = begun.request, len(prompt.token_ids)
+        request, num_tokens = begun.request, len(begun.prompt_ids)
         max_tokens = tokens_left(
             request.endpoint, begun.body, num_tokens, len(known.ids), self._max_model_len
         )
         rest = self._resume.rest_of(begun, known.ids, max_tokens)
+        ready: DecidedRequest
         try:
-            ready = await self._prefill.loadable(prepared, rest.request, _continued(rest, prompt))
+            ready = await self._prefill.loadable(early, rest.request, _continued(rest, early.prompt))
         except HopFailedError as failure:
             try:
                 ready = await self._prefill.prepare_near(
                     rest.request,
                     await self._resume.hashed(rest),
-                    () if failure.hopeless else (prepared.prefill,),
+                    () if failure.hopeless else (early.decision.prefill,),
                     failure.reason,
                 )
             except NoDecodeInstanceError:

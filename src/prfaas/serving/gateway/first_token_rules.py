@@ -9,10 +9,10 @@ import orjson
 from prfaas.core.deployment import Deployment
 from prfaas.serving.gateway.bodies import Json
 from prfaas.serving.gateway.context import GatewayContext
+from prfaas.serving.gateway.continuing import can_resume, sampling_fields, tokens_left
 from prfaas.serving.gateway.first_token import FirstTokenAsk
-from prfaas.serving.gateway.prompts import DirectPrompt, Endpoint, answer_limit
+from prfaas.serving.gateway.prompts import Endpoint, answer_limit
 from prfaas.serving.gateway.request import ServingRequest, TokenizedPrompt
-from prfaas.serving.gateway.stream_resume import can_resume, sampling_fields, tokens_left
 
 logger = logging.getLogger(__name__)
 
@@ -52,9 +52,9 @@ class FirstTokenRules:
         if setting is not None:
             logger.warning("first tokens come from decode engines all the same: the engines have %s", setting)
 
-    def ask(self, request: ServingRequest, prompt: TokenizedPrompt | DirectPrompt) -> FirstTokenAsk | None:
+    def ask(self, request: ServingRequest, prompt: TokenizedPrompt) -> FirstTokenAsk | None:
         """What to ask the prefill engine for; None: the decode engine samples the first token."""
-        if not self._wanted or isinstance(prompt, DirectPrompt):
+        if not self._wanted:
             return None
         reason = self._refusal(request, prompt)
         if reason is not None:

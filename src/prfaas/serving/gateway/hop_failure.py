@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass
 
+from prfaas.serving.gateway.bodies import Json
 from prfaas.serving.gateway.engine_client import FROZEN, OWN_RESOURCES, EngineCallError
 from prfaas.serving.gateway.kv_transfer import DROPPED, KvTransfers, StartedTransfer, TransferFailedError
-from prfaas.serving.transport.ticket import Ticket
+from prfaas.serving.transport.ticket import KEPT_PARAMETER, Ticket
 
 PREEMPTED = "preempted"
 """The reason of a prefill that its instance could not have ended before it is taken away."""
@@ -32,6 +33,9 @@ class KeptPart(StartedTransfer):
 
     usable_tokens: int
     """The decode engine can go on after so many tokens of the prompt, more than the ticket leaves out."""
+
+    def params(self) -> Json:
+        return {**StartedTransfer.params(self), KEPT_PARAMETER: self.usable_tokens}
 
 
 class HopFailedError(Exception):

@@ -10,13 +10,22 @@ from typing import Any, Protocol
 from prfaas.core.deployment import GATEWAY, Instance, LocalTransfer
 from prfaas.core.kv.rank_shares import transfers_per_rank
 from prfaas.core.scheduling import Decision
+from prfaas.serving.gateway.bodies import Json
 from prfaas.serving.gateway.first_token import FirstTokenAsk
 from prfaas.serving.own_process import on_time_timeout
 from prfaas.serving.tasks import run_together
 from prfaas.serving.transport.handover import by_nixl, is_by_nixl
 from prfaas.serving.transport.observer import Observer, OnSoon
 from prfaas.serving.transport.resume_points import common
-from prfaas.serving.transport.ticket import PLAIN, Ticket, TransferAttributes, part_id
+from prfaas.serving.transport.ticket import (
+    CACHED_TOKENS_PARAMETER,
+    PLAIN,
+    REMOTE_PREFILL_PARAMETER,
+    TICKET_PARAMETER,
+    Ticket,
+    TransferAttributes,
+    part_id,
+)
 from prfaas.serving.transport.tls_identity import TlsIdentity
 from prfaas.serving.transport.wire import TransferPhase, TransferStatus
 
@@ -100,6 +109,18 @@ class StartedTransfer:
     def by(self) -> LocalTransfer:
         """What moves it."""
         return "nixl" if is_by_nixl(self.sealed) else "prfaas"
+
+    def params(self) -> Json:
+        """What a decode engine is told of it, for `kv_transfer_params`.
+
+        What it loads from staging counts as cached only where the producer had it cached, or it holds it itself.
+        """
+        params: Json = {TICKET_PARAMETER: self.sealed}
+        if self.cached_tokens is not None:
+            # vLLM's own names: v1/engine/output_processor.py, `RequestState.from_new_request`.
+            params[REMOTE_PREFILL_PARAMETER] = True
+            params[CACHED_TOKENS_PARAMETER] = max(self.cached_tokens, self.ticket.skip_tokens)
+        return params
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,19 +249,10 @@ class KvTransfers:
                 on_soon(status.cached_tokens)
 
         if left == 1:
-            status = await self._wait(*watched[0], timeout_s, lead_s, soon)
-            return TransferredBytes(
-                *(status.total_bytes, status.overlapped_bytes, status.spared_bytes, status.cached_tokens),
-                checkpoint_bytes=status.checkpoint_bytes,
-            )
+            # No task of its own for one rank.
+            return _moved(await self._wait(*watched[0], timeout_s, lead_s, soon))
         statuses = await run_together(*(self._wait(*each, timeout_s, lead_s, soon) for each in watched))
-        return TransferredBytes(
-            total_bytes=sum(status.total_bytes for status in statuses),
-            overlapped_bytes=sum(status.overlapped_bytes for status in statuses),
-            spared_bytes=sum(status.spared_bytes for status in statuses),
-            cached_tokens=statuses[0].cached_tokens,
-            checkpoint_bytes=sum(status.checkpoint_bytes for status in statuses),
-        )
+        return _moved(*statuses)
 
     def _watched(self, ticket: Ticket, *, pulled: bool = False) -> list[tuple[Watcher, bytes]]:
         """Every rank of the consumer with the ids under which it gets the transfer: several ranks may send to one."""
@@ -336,3 +348,14 @@ class KvTransfers:
         if status.phase is not TransferPhase.COMPLETE:
             raise TransferFailedError(DROPPED if status.dropped else TRANSFER_FAILED, status.reason)
         return status
+
+
+def _moved(*statuses: TransferStatus) -> TransferredBytes:
+    """What the ranks of one transfer have got together."""
+    return TransferredBytes(
+        total_bytes=sum(status.total_bytes for status in statuses),
+        overlapped_bytes=sum(status.overlapped_bytes for status in statuses),
+        spared_bytes=sum(status.spared_bytes for status in statuses),
+        cached_tokens=statuses[0].cached_tokens,
+        checkpoint_bytes=sum(status.checkpoint_bytes for status in statuses),
+    )

@@ -9,8 +9,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from prfaas.serving.gateway.bodies import ApiError, error_body
 from prfaas.serving.gateway.dialects import dialect_of_path
-from prfaas.serving.gateway.generation import RECORD
-from prfaas.serving.gateway.request_log import RequestRecord
+from prfaas.serving.gateway.request_log import RECORD, RequestRecord
 from prfaas.serving.logs import PEER
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from prfaas.core.scheduling import Decision
 from prfaas.serving.control.cluster_state import OpenPrefill
@@ -15,7 +15,16 @@ from prfaas.serving.gateway.hop_failure import KeptPart
 from prfaas.serving.gateway.kv_transfer import MovedPrefix, StartedTransfer, TransferDone, TransferSpec
 from prfaas.serving.gateway.prefill_hop import PrefillHop
 from prfaas.serving.gateway.prefix_moves import PrefixMoves
-from prfaas.serving.gateway.request import PreparedRequest, ServingRequest, TokenizedPrompt
+from prfaas.serving.gateway.ready_requests import (
+    AnsweredRequest,
+    DecidedRequest,
+    EarlyRequest,
+    MovedRequest,
+    MovingRequest,
+    PullingRequest,
+    ReadyRequest,
+)
+from prfaas.serving.gateway.request import ServingRequest, TokenizedPrompt
 from prfaas.serving.gateway.request_log import Attempt, WaitsFor
 from prfaas.serving.tasks import look_at
 from prfaas.serving.transport.ticket import PLAIN, TransferAttributes
@@ -60,21 +69,18 @@ class RemotePrefills:
         """Nobody goes on from what was kept of a broken transfer."""
         self._hop.abandon(kept.ticket, reason)
 
-    def abandon(self, prepared: PreparedRequest, reason: str) -> None:
+    def abandon(self, ready: ReadyRequest, reason: str) -> None:
         """The decode engine may never take the transfer: have its staging freed."""
-        transfer, arriving = prepared.transfer, prepared.arriving
-        if arriving is not None and not arriving.cancel() and not arriving.cancelled():
-            transfer = transfer if arriving.exception() is not None else arriving.result().transfer
+        transfer = ready.given_up()
         if transfer is not None:
             self._hop.abandon(transfer.ticket, reason)
 
     async def begin(
         self, request: ServingRequest, prompt: TokenizedPrompt, attempt: Attempt, ask: FirstTokenAsk | None
-    ) -> PreparedRequest:
+    ) -> DecidedRequest:
         """Prefill elsewhere until the KV is at the decode engine, or is expected to be there in a moment.
 
-        In the second case, and with `ask`, `PreparedRequest.arriving` goes on. Raises HopFailedError and
-        FirstTokenHeldError.
+        With `ask`, until the first token is sampled. Raises HopFailedError and FirstTokenHeldError.
         `attempt.decision` becomes the one that was carried out: another instance may be free first.
         """
         wanted = attempt.decision
@@ -124,40 +130,50 @@ class RemotePrefills:
         )
         return self._running.current.pulls(producer, consumer)
 
-    async def _until_soon(self, running: _RemotePrefill) -> PreparedRequest:
-        soon: asyncio.Future[PreparedRequest] = asyncio.get_running_loop().create_future()
+    async def _until_soon(self, running: _RemotePrefill) -> MovedRequest | MovingRequest:
+        soon: asyncio.Future[StartedTransfer] = asyncio.get_running_loop().create_future()
         moving = await self._moving_until(running, soon, None)
-        return moving.result() if moving.done() else replace(soon.result(), arriving=moving)
+        if moving.done():
+            return moving.result()
+        kind = PullingRequest if running.pulled else MovingRequest
+        return kind(
+            decision=running.attempt.decision,
+            prompt=running.prompt,
+            prefix=running.moved,
+            transfer=soon.result(),
+            arriving=moving,
+        )
 
-    async def _until_first(self, running: _RemotePrefill, ask: FirstTokenAsk) -> PreparedRequest:
+    async def _until_first(self, running: _RemotePrefill, ask: FirstTokenAsk) -> MovedRequest | EarlyRequest:
         """Until the prefill has sampled the first token. Raises HopFailedError and FirstTokenHeldError."""
         loop = asyncio.get_running_loop()
-        soon: asyncio.Future[PreparedRequest] = loop.create_future()
+        soon: asyncio.Future[StartedTransfer] = loop.create_future()
         told: asyncio.Future[SampledTokens] = loop.create_future()
         moving = await self._moving_until(running, soon, told)
         if not told.done():
             # It has failed: a prefill that ends well has told its token.
             return moving.result()
-        first = told.result()
-        prepared = replace(
-            _prepared(running.prompt, running.attempt.decision, None, running.moved),
+        early = EarlyRequest(
+            decision=running.attempt.decision,
+            prompt=running.prompt,
+            prefix=running.moved,
+            first=told.result(),
             arriving=moving,
-            first=first,
             soon=soon,
         )
-        held = first.held(ask)
+        held = early.first.held(ask)
         if held is not None:
-            self.abandon(prepared, f"the first token can't be told alone: {held}")
+            self.abandon(early, f"the first token can't be told alone: {held}")
             await asyncio.wait((moving,))
             raise FirstTokenHeldError(held)
-        return prepared
+        return early
 
     async def _moving_until(
         self,
         running: _RemotePrefill,
-        soon: "asyncio.Future[PreparedRequest]",
+        soon: "asyncio.Future[StartedTransfer]",
         told: "asyncio.Future[SampledTokens] | None",
-    ) -> "asyncio.Task[PreparedRequest]":
+    ) -> "asyncio.Task[MovedRequest]":
         """`_prefill_remote`, begun, when it is over or `told` is done; `soon` in its place if there is none."""
         moving = asyncio.get_running_loop().create_task(self._prefill_remote(running, soon, told))
         # Nobody reads its failure where the decode engine has failed before.
@@ -176,14 +192,11 @@ class RemotePrefills:
                 await running.stack.aclose()
         return moving
 
-    def _abandon_done(self, moving: "asyncio.Task[PreparedRequest]") -> None:
-        if moving.cancelled() or moving.exception() is not None:
-            return
-        transfer = moving.result().transfer
-        if transfer is not None:
-            self._hop.abandon(transfer.ticket, "the request was cancelled")
+    def _abandon_done(self, moving: "asyncio.Task[MovedRequest]") -> None:
+        if not moving.cancelled() and moving.exception() is None:
+            self.abandon(moving.result(), "the request was cancelled")
 
-    async def _answer_remote(self, running: _RemotePrefill, ask: FirstTokenAsk) -> PreparedRequest:
+    async def _answer_remote(self, running: _RemotePrefill, ask: FirstTokenAsk) -> AnsweredRequest:
         """Prefill at another instance, and sample the only token of the answer there. Raises HopFailedError."""
         request, attempt = running.request, running.attempt
         async with running.stack:
@@ -192,24 +205,26 @@ class RemotePrefills:
         route = str(attempt.decision.route)
         self._metrics.prefill_seconds.labels(route).observe(prefill_s)
         request.record.took("prefill", prefill_s)
-        return replace(_prepared(running.prompt, attempt.decision, None, running.moved), first=first)
+        return AnsweredRequest(
+            decision=attempt.decision, prompt=running.prompt, prefix=running.moved, first=first
+        )
 
     async def _prefill_remote(
         self,
         running: _RemotePrefill,
-        soon: "asyncio.Future[PreparedRequest] | None",
+        soon: "asyncio.Future[StartedTransfer] | None",
         told: "asyncio.Future[SampledTokens] | None" = None,
-    ) -> PreparedRequest:
+    ) -> MovedRequest:
         """Prefill at another instance than the decode instance, and move the KV. Raises HopFailedError.
 
-        `soon` gets the request as it is prepared when the KV is expected in a moment, `told` the first token.
+        `soon` gets the transfer when the KV is expected in a moment, `told` the first token.
         """
-        request, prompt, attempt, moved = running.request, running.prompt, running.attempt, running.moved
+        request, prompt, attempt = running.request, running.prompt, running.attempt
         decision = attempt.decision
 
         def on_soon(transfer: StartedTransfer) -> None:
             if soon is not None and not soon.done():
-                soon.set_result(_prepared(prompt, decision, transfer, moved))
+                soon.set_result(transfer)
 
         def on_first(first: SampledTokens) -> None:
             if told is not None and not told.done():
@@ -237,7 +252,7 @@ class RemotePrefills:
             running.work.measured()
             attempt.moved, attempt.cached_tokens, attempt.by = done.moved, done.cached_tokens, done.by
         self._count(request, decision, done)
-        return _prepared(prompt, decision, done, moved)
+        return MovedRequest(decision=decision, prompt=prompt, prefix=running.moved, transfer=done)
 
     def _moved_ids(self, prompt: TokenizedPrompt, decision: Decision) -> Sequence[int]:
         """Of a prompt, the tokens whose KV moves: at least what the decode engine is taken to hold already."""
@@ -281,20 +296,4 @@ def _spec(
         ask=running.ask,
         left_s=lambda: running.work.left_s,
         pulled=running.pulled,
-    )
-
-
-def _prepared(
-    prompt: TokenizedPrompt, decision: Decision, transfer: StartedTransfer | None, prefix: MovedPrefix
-) -> PreparedRequest:
-    """A request whose prompt was prefilled elsewhere, or nearly."""
-    return PreparedRequest(
-        route=decision.route,
-        prefill=decision.prefill,
-        decode=decision.decode,
-        reason=decision.reason,
-        prompt=prompt,
-        decision=decision,
-        transfer=transfer,
-        prefix=prefix,
     )

@@ -1,6 +1,5 @@
-"""One request at each stage: as the client made it, in tokens, and ready for its decode engine."""
+"""One request as the client made it, and in tokens."""
 
-import asyncio
 import hashlib
 import hmac
 import re
@@ -11,12 +10,9 @@ from typing import Protocol
 from aiohttp import web
 
 from prfaas.core.prefix import PromptChains
-from prfaas.core.route_header import REQUEST_ID_HEADER, RouteHeader
-from prfaas.core.scheduling import Decision, Route
+from prfaas.core.route_header import REQUEST_ID_HEADER
 from prfaas.serving.gateway.bodies import ApiError, Json, parse_body, strip_owned
 from prfaas.serving.gateway.context import GatewayContext
-from prfaas.serving.gateway.first_token import SampledTokens
-from prfaas.serving.gateway.kv_transfer import MovedPrefix, StartedTransfer, TransferDone
 from prfaas.serving.gateway.prompts import Endpoint, Prompt, prompt_of, samples_of
 from prfaas.serving.gateway.request_log import RequestRecord, WaitsFor
 from prfaas.serving.transport.ticket import TENANT_BYTES, TransferAttributes, TransferClass
@@ -66,75 +62,6 @@ class TokenizedPrompt:
     """Whether these are certainly the ids that the engine makes itself."""
     takes_ids: bool
     """Whether the decode engine may be given the ids in place of what the client sent."""
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedRequest:
-    """A request that its decode engine can answer now."""
-
-    route: Route
-    prefill: str
-    decode: str
-    reason: str
-    """Why this way, in one word."""
-    prompt: TokenizedPrompt | None = None
-    """None when the prompt was not looked at."""
-    decision: Decision | None = None
-    """The decision that was carried out; None when the prompt was not looked at."""
-    own_prefill_tokens: int = 0
-    """Tokens that the decode engine prefills itself; 0 when it is not known, or none."""
-    transfer: StartedTransfer | None = None
-    """The KV that waits at the decode engine, or is about to; None when that engine prefills."""
-    arriving: "asyncio.Task[PreparedRequest] | None" = None
-    """Ends when all KV is there, with what is known of it then; None: it is."""
-    first: SampledTokens | None = None
-    """The answer's first token, which the prefill instance has sampled; None: the decode instance samples it."""
-    soon: "asyncio.Future[PreparedRequest] | None" = None
-    """Besides `arriving`: has the transfer that the decode request may name, once that may be sent."""
-    prefix: MovedPrefix | None = None
-    """What became of the cached prefix that was to move to the prefill instance first."""
-    fallback: str | None = None
-    """Why an earlier prefill elsewhere failed, in one word."""
-
-    @property
-    def own_reused_tokens(self) -> int:
-        """Tokens that the decode engine has of a prompt that it prefills itself; 0 when it is not known, or none."""
-        return self.decision.reused_tokens if self.decision is not None and self.own_prefill_tokens else 0
-
-    @property
-    def cached_tokens(self) -> int | None:
-        """Tokens of the prompt that an engine held before this request; None where the decode engine's count is right.
-
-        What the decode engine loads from staging is none of them unless its producer had it cached.
-        """
-        transfer = self.transfer
-        if transfer is None or transfer.cached_tokens is None:
-            return None
-        return max(transfer.cached_tokens, transfer.ticket.skip_tokens)
-
-    def header(self) -> RouteHeader:
-        """What the route header tells."""
-        decision, transfer, prefix = self.decision, self.transfer, self.prefix
-        done = transfer if isinstance(transfer, TransferDone) else None
-        return RouteHeader(
-            route=str(self.route),
-            prefill=self.prefill,
-            decode=self.decode,
-            uncached_tokens=None if decision is None else decision.uncached_tokens,
-            cached_tokens=0 if transfer is None else transfer.ticket.skip_tokens,
-            kv_bytes=0 if done is None else done.moved.total_bytes,
-            hidden_fraction=None if done is None else done.moved.overlapped_fraction,
-            transfer_s=None if done is None else done.transfer_s,
-            prefill_s=None if done is None else done.prefill_s,
-            threshold_tokens=None if decision is None else decision.threshold_tokens,
-            predicted_ttft_s=None if decision is None else decision.predicted_ttft_s,
-            prefix_source=None if prefix is None else prefix.source,
-            prefix_bytes=0 if prefix is None else prefix.moved_bytes,
-            transfer="nixl" if done is not None and done.by == "nixl" else None,
-            first_token=None if self.first is None else "prefill",
-            fallback=self.fallback,
-            reason=self.reason,
-        )
 
 
 class Headers(Protocol):

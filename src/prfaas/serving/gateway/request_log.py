@@ -173,6 +173,10 @@ class RequestRecord:
         return headers
 
 
+RECORD = web.RequestKey("prfaas_record", RequestRecord)
+"""Where an HTTP request has its record, once it is taken on."""
+
+
 class RequestLog:
     """The latest requests by id; the oldest are dropped. Counts them when they end."""
 

@@ -6,47 +6,45 @@ side by side by bench/gateway.py. An ASGI stack with a second HTTP library costs
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from aiohttp import web
-from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client import CollectorRegistry, Gauge, ProcessCollector
 
 from prfaas.core.deployment import GATEWAY, AppliedDeployment, Deployment, Instance
 from prfaas.core.kv import KvModel
+from prfaas.serving.certificates import CertificateFolder
 from prfaas.serving.console.history import StateHistory
 from prfaas.serving.control.plane import LivePlane
 from prfaas.serving.descriptors import DescriptorBudget, raise_descriptor_limit
 from prfaas.serving.gateway.admin import AdminRoutes
 from prfaas.serving.gateway.admission import Admission
-from prfaas.serving.gateway.certificate_watch import CertificateWatch
+from prfaas.serving.gateway.answers import Answers
 from prfaas.serving.gateway.context import GatewayContext, GatewayOptions, ThreadOffload
-from prfaas.serving.gateway.decode import Decoder
 from prfaas.serving.gateway.draining import Draining
 from prfaas.serving.gateway.engine_client import EngineCallError, EngineClient
-from prfaas.serving.gateway.first_token_answer import FirstTokenAnswers
 from prfaas.serving.gateway.first_token_rules import FirstTokenRules
 from prfaas.serving.gateway.generation import Generation
 from prfaas.serving.gateway.http_pool import HttpPool
+from prfaas.serving.gateway.intake import Intake
 from prfaas.serving.gateway.kv_transfer import KvTransfers, watchers_of
 from prfaas.serving.gateway.metrics import Metrics
 from prfaas.serving.gateway.middleware import http_logger
 from prfaas.serving.gateway.prefill import PrefillOrchestrator
 from prfaas.serving.gateway.prefix_moves import PrefixMoves
 from prfaas.serving.gateway.pulled_hop import PulledHop
-from prfaas.serving.gateway.request import RequestParser, Tenants
+from prfaas.serving.gateway.request import Tenants
 from prfaas.serving.gateway.request_log import RequestLog
 from prfaas.serving.gateway.request_trace import Tracing
 from prfaas.serving.gateway.routes import Routes
 from prfaas.serving.gateway.shadow import Shadow, ShadowOptions
-from prfaas.serving.gateway.stream_resume import StreamResume
 from prfaas.serving.gateway.tokenization import LocalTokenizer, Tokenization
-from prfaas.serving.gateway.transcript import AnswerText
 from prfaas.serving.gateway.validation import Validation
 from prfaas.serving.pool.copier import PoolCopier, pool_observers
 from prfaas.serving.reloading import Reloader
 from prfaas.serving.running_deployment import RunningDeployment
-from prfaas.serving.secret_files import load_token
+from prfaas.serving.secret_files import TlsFileError, load_token
 from prfaas.serving.tasks import BackgroundTasks
 from prfaas.serving.tracing.collector import collector_of
 from prfaas.serving.transport.ticket import load_key
@@ -62,6 +60,41 @@ _LOOP_WATCH_S = 0.2
 _QUEUE_WATCH_S = 1.0
 _STAGING_WATCH_S = 2.0
 _STAGING_ANSWER_S = 1.0
+CERTIFICATES_S = 60.0
+"""Between two looks at the certificates."""
+
+
+class CertificateWatch:
+    """Reads the deployment's certificates again each minute, since they are replaced while the gateway runs."""
+
+    def __init__(self, running: RunningDeployment, expires: Gauge) -> None:
+        """`expires`: gets the Unix time of each certificate's end, by the name of its file."""
+        self._running = running
+        self._expires = expires
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            ends_s = await asyncio.to_thread(self.ends_s)
+            self._expires.clear()
+            for file, end_s in ends_s.items():
+                self._expires.labels(file).set(end_s)
+            await asyncio.sleep(CERTIFICATES_S)
+
+    def ends_s(self) -> Mapping[str, float]:
+        """File name → Unix time at which its certificate ends, of those that are there and can be read.
+
+        Of the CAs that are trusted it is the newest: while the CA is changed, the older ones may end.
+        """
+        folder = CertificateFolder(self._running.current)
+        try:
+            newest, states = folder.authorities()[0], folder.states()
+        except TlsFileError:
+            return {}
+        ends_s = {
+            each.member.file.name: each.expires.timestamp() for each in states if each.expires is not None
+        }
+        return ends_s | {folder.ca_file.name: newest.expires.timestamp()}
 
 
 class Gateway:
@@ -130,34 +163,20 @@ class Gateway:
         plane.listeners.noticed.append(self._hop.noticed)
         self._copier = PoolCopier(running, key, pool_observers(deployment, GATEWAY, key, tls))
         prefixes = PrefixMoves(self._hop, self._copier, tenants, context)
-        prefill = PrefillOrchestrator(self._hop, prefixes, context)
-        decoder = Decoder(prefill, context)
-        resume = StreamResume(
-            AnswerText(model.path),
-            tokenization=self._tokenization,
-            prefill=prefill,
-            decoder=decoder,
-            context=context,
-        )
         self._first_tokens = FirstTokenRules(context)
+        prefill = PrefillOrchestrator(self._hop, prefixes, self._first_tokens, context)
         self._shadow = Shadow(ShadowOptions(), context)
         self._tracing = _tracing(deployment, self._metrics)
         log = RequestLog(options.kept_records, context.metrics, self._tracing)
         self._admission = Admission(running, plane.waits)
+        tokenization = self._tokenization
         generation = Generation(
             context,
-            tenants=tenants,
-            admission=self._admission,
-            parser=RequestParser(context),
-            tokenization=self._tokenization,
+            intake=Intake(context, tenants=tenants, admission=self._admission, log=log),
+            tokenization=tokenization,
             validation=Validation(context),
-            first_tokens=self._first_tokens,
             prefill=prefill,
-            decoder=decoder,
-            resume=resume,
-            first_answers=FirstTokenAnswers(prefill=prefill, resume=resume, context=context),
-            shadow=self._shadow,
-            log=log,
+            answers=Answers(context, tokenization=tokenization, prefill=prefill, shadow=self._shadow),
         )
         self.routes = Routes(deployment, generation, context)
         token = None if token_file is None else load_token(token_file)

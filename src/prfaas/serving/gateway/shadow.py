@@ -14,11 +14,12 @@ import orjson
 
 from prfaas.serving.gateway.bodies import Json
 from prfaas.serving.gateway.context import GatewayContext
+from prfaas.serving.gateway.continuing import can_resume, resume_body
 from prfaas.serving.gateway.dialects import END_OF_EVENT
 from prfaas.serving.gateway.engine_client import EngineCallError
 from prfaas.serving.gateway.prompts import Endpoint
-from prfaas.serving.gateway.request import PreparedRequest, ServingRequest
-from prfaas.serving.gateway.stream_resume import can_resume, resume_body
+from prfaas.serving.gateway.ready_requests import DecidedRequest, ReadyRequest
+from prfaas.serving.gateway.request import ServingRequest
 from prfaas.serving.gateway.transcript import NotPlainError, StreamTranscript, whole_text
 
 logger = logging.getLogger(__name__)
@@ -71,20 +72,19 @@ class Shadow:
         self._draw = draw or random.Random()
         self._running: asyncio.Task[None] | None = None
 
-    def wants(self, request: ServingRequest, prepared: PreparedRequest) -> bool:
+    def wants(self, request: ServingRequest, ready: ReadyRequest) -> bool:
         """Whether the answer to this request is to be kept for `compare`. Asked once per request."""
-        has_moved = prepared.transfer is not None or prepared.arriving is not None
         share = self._context.running.current.gateway.shadow
-        if not share or not has_moved or self._draw.random() >= share:
+        if not share or not ready.moves_kv or self._draw.random() >= share:
             return False
         return is_comparable(request.endpoint, request.body)
 
-    def compare(self, request: ServingRequest, prepared: PreparedRequest, written: bytes | None) -> None:
+    def compare(self, request: ServingRequest, ready: ReadyRequest, written: bytes | None) -> None:
         """Compute the request again in the background. `written`: the whole answer; None: it was not kept."""
         if self._running is not None and not self._running.done():
             self._count("skipped")
             return
-        given = _given(request, prepared, written)
+        given = _given(request, ready, written)
         engine = self._plane.cluster_state.idle_decode_instance() if given is not None else None
         if given is None or engine is None:
             self._count("skipped")
@@ -190,10 +190,10 @@ def compared(text: str, choice: Json, tie_nats: float, *, same_length: bool) -> 
     return "tie" if any(own - value <= tie_nats for value in candidates) else "mismatch"
 
 
-def _given(request: ServingRequest, prepared: PreparedRequest, written: bytes | None) -> GivenAnswer | None:
+def _given(request: ServingRequest, ready: ReadyRequest, written: bytes | None) -> GivenAnswer | None:
     """The answer to a request; None where it is not known, or is more than text."""
-    prompt, num_tokens = prepared.prompt, request.record.answer_tokens
-    if written is None or prompt is None:
+    num_tokens = request.record.answer_tokens
+    if written is None or not isinstance(ready, DecidedRequest):
         return None
     try:
         if request.body.get("stream") is True:
@@ -205,12 +205,12 @@ def _given(request: ServingRequest, prepared: PreparedRequest, written: bytes | 
     return GivenAnswer(
         request_id=request.record.request_id,
         model=request.model,
-        prompt_ids=prompt.token_ids,
+        prompt_ids=ready.prompt.token_ids,
         body=request.body,
         text=text,
         # No event has less than a token.
         num_tokens=num_tokens or written.count(END_OF_EVENT),
         is_counted=num_tokens is not None,
-        prefill=prepared.prefill,
-        decode=prepared.decode,
+        prefill=ready.decision.prefill,
+        decode=ready.decode,
     )

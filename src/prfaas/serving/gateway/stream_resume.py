@@ -1,9 +1,9 @@
 """The rest of a streamed answer whose decode engine failed: another engine continues it, or it ends with an error."""
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from aiohttp import web
 
@@ -15,127 +15,15 @@ from prfaas.serving.gateway.answer import (
 )
 from prfaas.serving.gateway.bodies import JSON_BYTES_PER_TOKEN, Json, WrittenIds, ids_json
 from prfaas.serving.gateway.context import GatewayContext
+from prfaas.serving.gateway.continuing import can_resume, resume_body, tokens_left, wants_usage
 from prfaas.serving.gateway.decode import Decoder
 from prfaas.serving.gateway.dialects import END_OF_EVENT, LAST_EVENT, dialect_of
 from prfaas.serving.gateway.prefill import PrefillOrchestrator
-from prfaas.serving.gateway.prompts import DEFAULT_COMPLETION_TOKENS, Endpoint, TokenPrompt
-from prfaas.serving.gateway.request import PreparedRequest, ServingRequest, TokenizedPrompt
+from prfaas.serving.gateway.prompts import Endpoint, TokenPrompt
+from prfaas.serving.gateway.ready_requests import DecidedRequest, ReadyRequest
+from prfaas.serving.gateway.request import ServingRequest, TokenizedPrompt
 from prfaas.serving.gateway.tokenization import Tokenization
 from prfaas.serving.gateway.transcript import AnswerText, NotPlainError, StreamTranscript, events
-
-
-def _number(value: Any) -> bool:
-    return type(value) in (int, float)
-
-
-def _whole_number(value: Any) -> bool:
-    return type(value) is int
-
-
-def _flag(value: Any) -> bool:
-    return type(value) is bool
-
-
-def _anything(_value: Any) -> bool:
-    return True
-
-
-def _ids(value: Any) -> bool:
-    return isinstance(value, list) and all(map(_whole_number, value))
-
-
-def _stops(value: Any) -> bool:
-    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(s, str) for s in value))
-
-
-# With these, sampling depends on the text so far alone. They go into the second request as they are.
-_KEPT: dict[str, Callable[[Any], bool]] = {
-    "temperature": _number,
-    "top_p": _number,
-    "top_k": _whole_number,
-    "min_p": _number,
-    "stop": _stops,
-    "stop_token_ids": _ids,
-    "include_stop_str_in_output": _flag,
-    "ignore_eos": _flag,
-    "user": lambda value: isinstance(value, str),
-}
-# These are worked into the second request, or state the default.
-_SETTLED: dict[str, Callable[[Any], bool]] = {
-    "model": lambda value: isinstance(value, str),
-    "prompt": _anything,
-    "messages": _anything,
-    "add_special_tokens": _flag,
-    "add_generation_prompt": lambda value: value is True,
-    "stream": lambda value: value is True,
-    "stream_options": lambda value: (
-        isinstance(value, dict) and value.keys() <= {"include_usage"} and all(map(_flag, value.values()))
-    ),
-    "max_tokens": _whole_number,
-    "max_completion_tokens": _whole_number,
-    "min_tokens": _whole_number,
-    "n": lambda value: value == 1,
-    "seed": _whole_number,
-    "echo": lambda value: value is False,
-    "logprobs": lambda value: value is False,
-    "frequency_penalty": lambda value: value == 0,
-    "presence_penalty": lambda value: value == 0,
-    "repetition_penalty": lambda value: value == 1,
-    "response_format": lambda value: value == {"type": "text"},
-}
-
-
-def can_resume(endpoint: Endpoint, body: Json) -> bool:
-    """Whether the rest of the answer to `body` depends on nothing but its prompt and its text so far.
-
-    A list of what is known to be harmless: any other field that has a value, and the stream can't be resumed. Nor can
-    the streams of other APIs, whose events count what came before.
-    """
-    if body.get("stream") is not True or endpoint not in (Endpoint.COMPLETIONS, Endpoint.CHAT):
-        return False
-    for name, value in body.items():
-        if value is None:
-            continue
-        harmless = _KEPT.get(name) or _SETTLED.get(name)
-        if harmless is None or not harmless(value):
-            return False
-    # A seeded generator would have to be wound forward.
-    return body.get("seed") is None or body.get("temperature") == 0
-
-
-def wants_usage(body: Json) -> bool:
-    """Whether the client asked for the usage at the stream's end."""
-    return bool((body.get("stream_options") or {}).get("include_usage"))
-
-
-def tokens_left(
-    endpoint: Endpoint, body: Json, prompt_tokens: int, sent_tokens: int, max_model_len: int
-) -> int:
-    """How many tokens may follow the first `sent_tokens` of an answer; 0 or less: none."""
-    room = max_model_len - prompt_tokens - sent_tokens
-    limit = body.get("max_tokens")
-    if endpoint is Endpoint.CHAT:
-        limit = body.get("max_completion_tokens") or limit
-    elif limit is None:
-        limit = DEFAULT_COMPLETION_TOKENS
-    return room if limit is None else min(room, limit - sent_tokens)
-
-
-def sampling_fields(body: Json) -> Json:
-    """The fields of `body` that have an engine sample as it would for `body` itself."""
-    return {name: body[name] for name in _KEPT if body.get(name) is not None}
-
-
-def resume_body(
-    body: Json, model: str, token_ids: Sequence[int] | WrittenIds, sent_tokens: int, max_tokens: int
-) -> Json:
-    """A text completion that continues `token_ids`: the prompt and `sent_tokens` tokens of the answer."""
-    kept = sampling_fields(body)
-    if body.get("min_tokens") is not None:
-        kept["min_tokens"] = max(body["min_tokens"] - sent_tokens, 0)
-    if wants_usage(body):
-        kept["stream_options"] = {"include_usage": True}
-    return {"model": model, "prompt": token_ids, "max_tokens": max_tokens, "stream": True, **kept}
 
 
 class CannotResumeError(Exception):
@@ -212,7 +100,7 @@ class StreamResume:
     async def finish(
         self,
         request: ServingRequest,
-        prepared: PreparedRequest,
+        ready: ReadyRequest,
         writer: ResponseWriter,
         failure: DecodeFailedError,
         failed: list[str],
@@ -223,7 +111,7 @@ class StreamResume:
             failed: decode engines that have failed this request; more are added.
         """
         try:
-            outcome = await self._resume(_broken_stream(request, prepared, writer, failed))
+            outcome = await self._resume(_broken_stream(request, ready, writer, failed))
         except CannotResumeError as error:
             outcome = error.outcome
             sentence = f"The decode instance {failed[-1]} died while answering."
@@ -258,14 +146,14 @@ class StreamResume:
         """The prompt of `rest` with the hashes of its blocks."""
         return await self._tokenization.hash_blocks(rest.request, rest.token_ids, exact=True)
 
-    async def go_on(self, begun: BegunAnswer, rest: AnswerRest, prepared: PreparedRequest) -> None:
-        """Write the rest of an answer by the decode engine of `prepared`; if it fails, by others.
+    async def go_on(self, begun: BegunAnswer, rest: AnswerRest, ready: ReadyRequest) -> None:
+        """Write the rest of an answer by the decode engine of `ready`; if it fails, by others.
 
         Raises:
             CannotResumeError: perhaps after a part of it.
         """
-        begun.request.record.sent(prepared.header())
-        if not await self._relayed(begun, rest, prepared):
+        begun.request.record.sent(ready.header())
+        if not await self._relayed(begun, rest, ready):
             try:
                 outcome = await self._resume(begun)
             except CannotResumeError as error:
@@ -297,12 +185,10 @@ class StreamResume:
                 raise CannotResumeError("attempts")
             rest = self.rest_of(begun, sent_ids, max_tokens)
             try:
-                prepared = await self._prefill.prepare_again(
-                    rest.request, await self.hashed(rest), begun.failed
-                )
+                ready = await self._prefill.prepare_again(rest.request, await self.hashed(rest), begun.failed)
             except NoDecodeInstanceError:
                 raise CannotResumeError("no-instance") from None
-            if await self._relayed(begun, rest, prepared):
+            if await self._relayed(begun, rest, ready):
                 return "continued"
 
     async def _sent_ids(self, begun: BegunAnswer) -> list[int] | None:
@@ -315,21 +201,21 @@ class StreamResume:
         ids = await self._answer_text.ids_after(before, text[len(known.text) :])
         return None if ids is None else [*known.ids, *ids]
 
-    async def _relayed(self, begun: BegunAnswer, rest: AnswerRest, prepared: PreparedRequest) -> bool:
+    async def _relayed(self, begun: BegunAnswer, rest: AnswerRest, ready: ReadyRequest) -> bool:
         """Whether the decode engine has ended the answer. Raises CannotResumeError."""
         try:
-            await self._relay_rest(begun, rest, prepared)
+            await self._relay_rest(begun, rest, ready)
         except DecodeFailedError as failure:
-            self._decoder.report(begun.request, prepared, failure)
-            begun.failed.append(prepared.decode)
+            self._decoder.report(begun.request, ready, failure)
+            begun.failed.append(ready.decode)
             return False
         except NotPlainError:
             raise CannotResumeError("not-plain") from None
         return True
 
-    async def _relay_rest(self, begun: BegunAnswer, rest: AnswerRest, prepared: PreparedRequest) -> None:
+    async def _relay_rest(self, begun: BegunAnswer, rest: AnswerRest, ready: ReadyRequest) -> None:
         """Pass the decode engine's stream on in the first one's form. Raises DecodeFailedError and NotPlainError."""
-        async with self._decoder.stream(rest.request, prepared) as (stream, _):
+        async with self._decoder.stream(rest.request, ready) as stream:
             while chunk := await stream.read():
                 for event in events(chunk):
                     if event is None:
@@ -342,10 +228,10 @@ class StreamResume:
 
 
 def _broken_stream(
-    request: ServingRequest, prepared: PreparedRequest, writer: ResponseWriter, failed: list[str]
+    request: ServingRequest, ready: ReadyRequest, writer: ResponseWriter, failed: list[str]
 ) -> BegunAnswer:
     """What is known of a broken stream. Raises CannotResumeError."""
-    if prepared.prompt is None or not can_resume(request.endpoint, request.body):
+    if not isinstance(ready, DecidedRequest) or not can_resume(request.endpoint, request.body):
         raise CannotResumeError("parameters")
     written = writer.kept.written()
     if written is None:
@@ -354,4 +240,11 @@ def _broken_stream(
         transcript = StreamTranscript.of(request.endpoint, written)
     except NotPlainError:
         raise CannotResumeError("not-plain") from None
-    return BegunAnswer(request, request.body, prepared.prompt.token_ids, transcript, writer, failed)
+    return BegunAnswer(
+        request=request,
+        body=request.body,
+        prompt_ids=ready.prompt.token_ids,
+        transcript=transcript,
+        sink=writer,
+        failed=failed,
+    )

@@ -160,7 +160,7 @@ def question(request: ServingRequest, prompt: TokenizedPrompt) -> bytes:
     ids = prompt.token_ids[:_PROMPT_TOKENS]
     if request.endpoint is Endpoint.RESPONSES:
         body |= {"input": ".", "instructions": None, "max_output_tokens": 1}
-        return decode_body(body, None, ids, request.salt)
+        return decode_body(body, {}, ids, request.salt)
     body["max_tokens"] = 1
     if request.endpoint is Endpoint.MESSAGES:
         # A budget for thoughts must be below the limit.
@@ -168,9 +168,9 @@ def question(request: ServingRequest, prompt: TokenizedPrompt) -> bytes:
     if request.endpoint is not Endpoint.COMPLETIONS:
         # vLLM takes these ids in place of what it would render, tools and all.
         body["messages"] = [{"role": "user", "content": "."}]
-        return decode_body(body, None, ids, request.salt)
+        return decode_body(body, {}, ids, request.salt)
     body["prompt"] = list(ids)
-    return decode_body(body, None, None, request.salt)
+    return decode_body(body, {}, None, request.salt)
 
 
 def _is_sampled(body: Mapping[str, Any]) -> bool:
