@@ -17,7 +17,7 @@ from prfaas.serving.gateway.first_token import SampledTokens
 from prfaas.serving.gateway.hop_failure import HopFailedError
 from prfaas.serving.gateway.prefill import PrefillOrchestrator
 from prfaas.serving.gateway.prompts import Endpoint
-from prfaas.serving.gateway.ready_requests import AnsweredRequest, DecidedRequest, EarlyRequest
+from prfaas.serving.gateway.ready_requests import AnsweredRequest, EarlyRequest
 from prfaas.serving.gateway.request import ServingRequest, TokenizedPrompt
 from prfaas.serving.gateway.stream_resume import (
     AnswerRest,
@@ -97,7 +97,6 @@ class FirstTokenAnswers:
             request.endpoint, begun.body, num_tokens, len(known.ids), self._max_model_len
         )
         rest = self._resume.rest_of(begun, known.ids, max_tokens)
-        ready: DecidedRequest
         try:
             ready = await self._prefill.loadable(early, rest.request, _continued(rest, early.prompt))
         except HopFailedError as failure:

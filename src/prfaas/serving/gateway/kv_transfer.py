@@ -14,7 +14,7 @@ from prfaas.serving.gateway.bodies import Json
 from prfaas.serving.gateway.first_token import FirstTokenAsk
 from prfaas.serving.own_process import on_time_timeout
 from prfaas.serving.tasks import run_together
-from prfaas.serving.transport.handover import by_nixl, is_by_nixl
+from prfaas.serving.transport.handover import is_by_nixl
 from prfaas.serving.transport.observer import Observer, OnSoon
 from prfaas.serving.transport.resume_points import common
 from prfaas.serving.transport.ticket import (
@@ -87,12 +87,6 @@ class TransferSpec:
     """The prefill also samples the first token of the answer, so; None: the consumer samples it."""
     left_s: Callable[[], float] = float
     """Seconds until its last byte has left the producer, as predicted."""
-    pulled: bool = False
-    """The consumer reads the KV by NIXL; else the producer sends it."""
-
-    def as_told(self, sealed_ticket: str) -> str:
-        """The ticket as the producer is told it."""
-        return by_nixl(sealed_ticket) if self.pulled else sealed_ticket
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,6 @@ from prfaas.serving.gateway.first_token import FirstTokenAsk, FirstTokenHeldErro
 from prfaas.serving.gateway.first_token_rules import FirstTokenRules
 from prfaas.serving.gateway.hop_failure import INCOMPATIBLE, PREEMPTED, HopFailedError, KeptPart
 from prfaas.serving.gateway.kv_transfer import MovedPrefix
-from prfaas.serving.gateway.prefill_hop import PrefillHop
 from prfaas.serving.gateway.prefix_moves import PrefixMoves
 from prfaas.serving.gateway.prompts import DirectPrompt
 from prfaas.serving.gateway.ready_requests import (
@@ -39,12 +38,12 @@ class PrefillOrchestrator:
 
     def __init__(
         self,
-        hop: PrefillHop,
+        remote: RemotePrefills,
         prefixes: PrefixMoves,
         first_tokens: FirstTokenRules,
         context: GatewayContext,
     ) -> None:
-        self._remote = RemotePrefills(hop, prefixes, context)
+        self._remote = remote
         self._prefixes = prefixes
         self._first_tokens = first_tokens
         self._plane = context.plane
@@ -106,7 +105,7 @@ class PrefillOrchestrator:
                     kept_tokens, is_preempted = failure.kept.usable_tokens, fallback == PREEMPTED
                     if goes_on_at_decode(kept_tokens, num_tokens, is_preempted=is_preempted):
                         return self._from_kept(request, prompt, attempt.decision, failure.kept, fallback)
-                    self._remote.give_up(failure.kept, "another engine prefills all of it")
+                    self._remote.free(failure.kept.ticket, "another engine prefills all of it")
                 failed.add(attempt.decision.prefill)
                 another = None if failure.hopeless else self._another(prompt, failed, fallback)
                 if another is None:
@@ -158,7 +157,7 @@ class PrefillOrchestrator:
 
     async def loadable(
         self, early: EarlyRequest, rest: ServingRequest, rest_prompt: TokenizedPrompt
-    ) -> MovedRequest | MovingRequest:
+    ) -> DecidedRequest:
         """`rest`, which continues `early` after its first token, ready for the decode engine.
 
         Waits until the transfer is complete, or nearly. Raises HopFailedError if it will not be.
@@ -174,8 +173,7 @@ class PrefillOrchestrator:
                 transfer=early.soon.result(),
                 arriving=early.arriving,
             )
-        moved = self._result(rest, early)
-        return replace(moved, prompt=rest_prompt)
+        return replace(self._result(rest, early), prompt=rest_prompt)
 
     async def arrived(self, request: ServingRequest, moving: MovingRequest) -> DecidedRequest:
         """Wait for the rest of the KV that the decode engine waits for too; what became of it.
@@ -194,7 +192,7 @@ class PrefillOrchestrator:
             kept = self._from_kept(request, prompt, decision, failure.kept, fallback)
             return replace(kept, first_token=moving.first_token)
 
-    def _result(self, request: ServingRequest, moving: EarlyRequest | MovingRequest) -> MovedRequest:
+    def _result(self, request: ServingRequest, moving: EarlyRequest | MovingRequest) -> DecidedRequest:
         """What has arrived. Raises HopFailedError."""
         try:
             moved = moving.arriving.result()

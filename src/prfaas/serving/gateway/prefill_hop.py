@@ -4,7 +4,9 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
 
 from prfaas.core.link.patience import late_after_s
 from prfaas.serving.gateway.answer import cached_tokens_of
@@ -48,7 +50,31 @@ _ASK_CONSUMER_S = 1.0
 _ASK_PRODUCER_S = 0.25
 
 
+OnSoon = Callable[[StartedTransfer], None]
 OnFirst = Callable[[SampledTokens], None]
+Arrival = asyncio.Task[TransferredBytes]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenHop:
+    """A prefill and its transfer that are under way."""
+
+    spec: TransferSpec
+    ticket: Ticket
+    sealed: str
+    """The ticket as the producer is told it."""
+    body: bytes
+    """The producer's request."""
+    request: ServingRequest
+    spans: HopTrace | None
+    """None: the request is not traced."""
+    on_soon: OnSoon | None
+    on_first: OnFirst | None
+
+    def soon(self, started: StartedTransfer) -> None:
+        """A request for the KV may be sent."""
+        if self.on_soon is not None:
+            self.on_soon(started)
 
 
 class PrefillHop:
@@ -72,9 +98,9 @@ class PrefillHop:
         self._json_threads = context.json_threads
         self._options = context.options
         self._abandoning = BackgroundTasks()
-        self._arriving: dict[asyncio.Task[TransferredBytes], TransferSpec] = {}
+        self._arriving: dict[Arrival, TransferSpec] = {}
         self._frozen: dict[str, str] = {}
-        self._given_up: dict[asyncio.Task[TransferredBytes], TransferFailedError] = {}
+        self._given_up: dict[Arrival, TransferFailedError] = {}
 
     def frozen(self, name: str, reason: str | None) -> None:
         """An instance is frozen: nothing waits any longer for what it was to send or to receive. None: not any more."""
@@ -99,7 +125,7 @@ class PrefillHop:
                 sentence = f"{producer} is gone in {notice_s:g} s, and this would have taken {left_s:.1f} s"
                 self._give_up(arrival, PREEMPTED, sentence)
 
-    def _give_up(self, arrival: "asyncio.Task[TransferredBytes]", reason: str, sentence: str) -> None:
+    def _give_up(self, arrival: Arrival, reason: str, sentence: str) -> None:
         self._given_up[arrival] = TransferFailedError(reason, sentence)
         arrival.cancel()
 
@@ -132,7 +158,7 @@ class PrefillHop:
         self,
         spec: TransferSpec,
         request: ServingRequest,
-        on_soon: Callable[[StartedTransfer], None] | None = None,
+        on_soon: OnSoon | None = None,
         on_first: OnFirst | None = None,
         *,
         keeps: bool = False,
@@ -152,6 +178,16 @@ class PrefillHop:
         )
         trace = request.record.trace
         spans = None if trace is None else HopTrace(trace, spec, self._plane)
+        hop = OpenHop(
+            spec=spec,
+            ticket=ticket,
+            sealed=sealed,
+            body=body,
+            request=request,
+            spans=spans,
+            on_soon=on_soon,
+            on_first=on_first,
+        )
         done: TransferDone | None = None
         failure: EngineCallError | TransferFailedError | None = None
         kept: KeptPart | None = None
@@ -159,9 +195,7 @@ class PrefillHop:
             with self._metrics.in_flight_transfers.track_inprogress():
                 try:
                     # 2. The producer prefills and sends; the consumer's ranks say when all bytes are there.
-                    done = await self._prefill_and_transfer(
-                        spec, ticket, sealed, body, request, on_soon, on_first, spans
-                    )
+                    done = await self._prefill_and_transfer(hop)
                 except (EngineCallError, TransferFailedError) as error:
                     failure = error
                     if keeps:
@@ -206,8 +240,12 @@ class PrefillHop:
             now_s=time.time(),
             attributes=self._tenants.of_tenant(spec.attributes, request.salt),
         )
-        sealed = spec.as_told(ticket.seal(self._key))
+        sealed = self._as_told(ticket.seal(self._key))
         return ticket, sealed, self._prefill_request(spec, request, sealed)
+
+    def _as_told(self, sealed_ticket: str) -> str:
+        """The ticket as the producer is told it."""
+        return sealed_ticket
 
     @staticmethod
     def _prefill_request(spec: TransferSpec, request: ServingRequest, sealed: str | None) -> bytes:
@@ -232,61 +270,60 @@ class PrefillHop:
             spans.prefilled(cached_tokens_of(answer))
         return answer
 
-    async def _prefill_and_transfer(
-        self,
-        spec: TransferSpec,
-        ticket: Ticket,
-        sealed: str,
-        body: bytes,
-        request: ServingRequest,
-        on_soon: Callable[[StartedTransfer], None] | None,
-        on_first: OnFirst | None,
-        spans: HopTrace | None,
-    ) -> TransferDone:
+    async def _prefill_and_transfer(self, hop: OpenHop) -> TransferDone:
         """The request and the transfer at the same time; the first to fail ends the other."""
-        clock = time.perf_counter
-        start_s = clock()
-        late_s = self._deadline_s(spec)
+        spec, clock = hop.spec, time.perf_counter
+        start_s, late_s = clock(), self._deadline_s(spec)
         self._check_frozen(spec)
-        prefill_timeout_s = self._options.prefill_timeout_s
-        _check_compatible(self._plane.compatibility.reason(spec.producer, spec.consumer))
-
-        async def prefill() -> tuple[float, int | None]:
-            answer = await self._prefill(spec, body, request, spans)
-            prefill_s = clock() - start_s
-            if spec.ask is not None and on_first is not None:
-                on_first(_only_token(spec.producer, spec.ask, answer))
-            return prefill_s, cached_tokens_of(answer)
-
-        def soon(cached_tokens: int) -> None:
-            if on_soon is not None:
-                on_soon(StartedTransfer(ticket, sealed, cached_tokens))
-
-        lead_s = self._running.current.transfer.decode_lead_s if on_soon is not None else 0.0
-        loop = asyncio.get_running_loop()
+        loop, waiting = asyncio.get_running_loop(), self._wait(hop, self._options.prefill_timeout_s + late_s)
         # Two tasks and no group: each more costs every request some percent of the gateway's CPU time.
-        prefilling = loop.create_task(prefill())
-        arrival = loop.create_task(self._transfers.wait(ticket, prefill_timeout_s + late_s, lead_s, soon))
+        prefilling = loop.create_task(self._prefill(spec, hop.body, hop.request, hop.spans))
+        arrival = loop.create_task(waiting)
         self._arriving[arrival] = spec
-        if spans is not None:
-            arrival.add_done_callback(spans.arrived)
+        if hop.spans is not None:
+            arrival.add_done_callback(hop.spans.arrived)
         try:
             await asyncio.wait((prefilling, arrival), return_when=asyncio.FIRST_COMPLETED)
             if arrival.done():
                 # Raises what went wrong with it. If nothing did, only the prefill's answer is missing.
                 self._arrived(spec, arrival)
-            prefill_s, cached_tokens = await prefilling
-            await self._wait_for_arrival(spec, ticket, arrival, late_s)
-            moved, transfer_s = self._arrived(spec, arrival), clock() - start_s
-            if cached_tokens is None:
-                cached_tokens = moved.cached_tokens
-            return TransferDone(ticket, sealed, cached_tokens, moved, prefill_s, transfer_s)
+            answer = await prefilling
+            prefill_s = clock() - start_s
+            if spec.ask is not None and hop.on_first is not None:
+                hop.on_first(_only_token(spec.producer, spec.ask, answer))
+            started = self._started(hop, answer)
+            await self._wait_for_rest(hop, arrival, late_s)
+            moved = self._arrived(spec, arrival)
+            cached_tokens = moved.cached_tokens if started.cached_tokens is None else started.cached_tokens
+            return TransferDone(
+                ticket=hop.ticket,
+                sealed=started.sealed,
+                cached_tokens=cached_tokens,
+                moved=moved,
+                prefill_s=prefill_s,
+                transfer_s=clock() - start_s,
+            )
         finally:
             del self._arriving[arrival]
             self._given_up.pop(arrival, None)
             await end_all(prefilling, arrival)
 
-    def _arrived(self, spec: TransferSpec, arrival: "asyncio.Task[TransferredBytes]") -> TransferredBytes:
+    def _wait(self, hop: OpenHop, timeout_s: float) -> Coroutine[Any, Any, TransferredBytes]:
+        """Waits for all bytes of the transfer. Raises TransferFailedError, at once where it can't be."""
+        spec = hop.spec
+        _check_compatible(self._plane.compatibility.reason(spec.producer, spec.consumer))
+        lead_s = self._running.current.transfer.decode_lead_s if hop.on_soon is not None else 0.0
+
+        def soon(cached_tokens: int) -> None:
+            hop.soon(StartedTransfer(hop.ticket, hop.sealed, cached_tokens))
+
+        return self._transfers.wait(hop.ticket, timeout_s, lead_s, soon)
+
+    def _started(self, hop: OpenHop, answer: bytes) -> StartedTransfer:
+        """The transfer, now that the producer has answered."""
+        return StartedTransfer(hop.ticket, hop.sealed, cached_tokens_of(answer))
+
+    def _arrived(self, spec: TransferSpec, arrival: Arrival) -> TransferredBytes:
         """What a transfer that is over has moved. Raises TransferFailedError."""
         if arrival.cancelled():
             self._check_frozen(spec)
@@ -301,15 +338,14 @@ class PrefillHop:
         if spec.producer in self._frozen:
             raise TransferFailedError(FROZEN, f"{spec.producer}: {self._frozen[spec.producer]}")
 
-    async def _wait_for_arrival(
-        self, spec: TransferSpec, ticket: Ticket, arrival: "asyncio.Task[TransferredBytes]", late_s: float
-    ) -> None:
+    async def _wait_for_rest(self, hop: OpenHop, arrival: Arrival, late_s: float) -> None:
         """The prefill has answered: see that the transfer ends in time. Raises TransferFailedError."""
         if arrival.done():
             return
-        if not await self._is_announced(spec, ticket, arrival):
+        spec = hop.spec
+        if not await self._is_announced(hop, arrival):
             await self._ask_consumer(spec)
-            if not arrival.done() and not self._transfers.announced(ticket):
+            if not arrival.done() and not self._transfers.announced(hop.ticket):
                 raise TransferFailedError(
                     "not-announced", f"{spec.producer} prefilled but opened no transfer to {spec.consumer}"
                 )
@@ -325,14 +361,12 @@ class PrefillHop:
         if not await self._transfers.answers(spec.consumer, _ASK_CONSUMER_S):
             raise TransferFailedError(CONSUMER_SILENT, f"the KV port of {spec.consumer} does not answer")
 
-    async def _is_announced(
-        self, spec: TransferSpec, ticket: Ticket, arrival: "asyncio.Task[TransferredBytes]"
-    ) -> bool:
+    async def _is_announced(self, hop: OpenHop, arrival: Arrival) -> bool:
         """Wait for the transfer to be opened. Raises TransferFailedError as soon as it is known that it cannot be."""
-        clock = self._plane.loop_clock
+        spec, clock = hop.spec, self._plane.loop_clock
         until_s = clock() + self._options.announce_grace_s
         _check_compatible(self._plane.compatibility.reason(spec.producer, spec.consumer))
-        while not self._transfers.announced(ticket):
+        while not self._transfers.announced(hop.ticket):
             left_s = until_s - clock()
             # Not asked at once: most transfers are announced in a moment, and this would hold them up.
             await asyncio.wait((arrival,), timeout=min(_ASK_PRODUCER_S, max(left_s, 0.0)))

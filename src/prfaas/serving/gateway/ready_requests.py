@@ -15,7 +15,7 @@ from prfaas.serving.gateway.kv_transfer import MovedPrefix, StartedTransfer, Tra
 from prfaas.serving.gateway.request import TokenizedPrompt
 
 FirstToken = Literal["prefill"]
-Arriving = asyncio.Task["MovedRequest"]
+Arriving = asyncio.Task["DecidedRequest"]
 """Ends when all KV is there, with what is known of it then. Raises HopFailedError."""
 
 
@@ -211,4 +211,4 @@ def _ended(arriving: Arriving) -> StartedTransfer | None:
     """What has come already; None where it is cut off now, or has failed: then it frees what it left itself."""
     if arriving.cancel() or arriving.cancelled() or arriving.exception() is not None:
         return None
-    return arriving.result().transfer
+    return arriving.result().given_up()

@@ -3,7 +3,6 @@
 import asyncio
 import time
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 from prfaas.core.scheduling import Decision
@@ -11,10 +10,10 @@ from prfaas.serving.control.cluster_state import OpenPrefill
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.egress_bill import EgressBill
 from prfaas.serving.gateway.first_token import FirstTokenAsk, FirstTokenHeldError, SampledTokens
-from prfaas.serving.gateway.hop_failure import KeptPart
 from prfaas.serving.gateway.kv_transfer import MovedPrefix, StartedTransfer, TransferDone, TransferSpec
 from prfaas.serving.gateway.prefill_hop import PrefillHop
 from prfaas.serving.gateway.prefix_moves import PrefixMoves
+from prfaas.serving.gateway.pulled_hop import PulledHop
 from prfaas.serving.gateway.ready_requests import (
     AnsweredRequest,
     DecidedRequest,
@@ -27,53 +26,58 @@ from prfaas.serving.gateway.ready_requests import (
 from prfaas.serving.gateway.request import ServingRequest, TokenizedPrompt
 from prfaas.serving.gateway.request_log import Attempt, WaitsFor
 from prfaas.serving.tasks import look_at
-from prfaas.serving.transport.ticket import PLAIN, TransferAttributes
+from prfaas.serving.transport.ticket import PLAIN, Ticket, TransferAttributes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _RemotePrefill:
-    """A prefill elsewhere whose instance is taken."""
+    """One prefill elsewhere, and what it tells before it is over."""
 
     request: ServingRequest
     prompt: TokenizedPrompt
     attempt: Attempt
-    moved: MovedPrefix
+    prefix: MovedPrefix
     """What the prefill may start from."""
-    wanted: str
-    """The instance that it was moved to."""
-    work: OpenPrefill
-    stack: AsyncExitStack
-    """Gives the instance back."""
     ask: FirstTokenAsk | None
     """The prefill samples the first token too, so; None: the decode instance does."""
-    pulled: bool
-    """The decode engine reads the KV by NIXL."""
+    soon: "asyncio.Future[StartedTransfer]"
+    """Has the transfer when the KV is expected at the decode instance in a moment."""
+    first: "asyncio.Future[SampledTokens]"
+    """Has the first token."""
+
+    def on_soon(self, transfer: StartedTransfer) -> None:
+        if not self.soon.done():
+            self.soon.set_result(transfer)
+
+    def on_first(self, first: SampledTokens) -> None:
+        if not self.first.done():
+            self.first.set_result(first)
 
 
 class RemotePrefills:
     """Prefills elsewhere, each until its request can go to the decode instance, or has its first token."""
 
-    def __init__(self, hop: PrefillHop, prefixes: PrefixMoves, context: GatewayContext) -> None:
-        self._hop = hop
+    def __init__(
+        self, push: PrefillHop, pull: PulledHop, prefixes: PrefixMoves, context: GatewayContext
+    ) -> None:
+        """`pull`: where the decode engine reads the KV by NIXL."""
+        self._push = push
+        self._pull = pull
         self._prefixes = prefixes
         self._plane = context.plane
         self._metrics = context.metrics
         self._bill = EgressBill(context.running, context.metrics)
         self._running = context.running
 
-    @property
-    def _lead_s(self) -> float:
-        return self._running.current.transfer.decode_lead_s
-
-    def give_up(self, kept: KeptPart, reason: str) -> None:
-        """Nobody goes on from what was kept of a broken transfer."""
-        self._hop.abandon(kept.ticket, reason)
+    def free(self, ticket: Ticket, reason: str) -> None:
+        """Nobody loads what has come of a transfer."""
+        self._push.abandon(ticket, reason)
 
     def abandon(self, ready: ReadyRequest, reason: str) -> None:
         """The decode engine may never take the transfer: have its staging freed."""
         transfer = ready.given_up()
         if transfer is not None:
-            self._hop.abandon(transfer.ticket, reason)
+            self.free(transfer.ticket, reason)
 
     async def begin(
         self, request: ServingRequest, prompt: TokenizedPrompt, attempt: Attempt, ask: FirstTokenAsk | None
@@ -83,44 +87,132 @@ class RemotePrefills:
         With `ask`, until the first token is sampled. Raises HopFailedError and FirstTokenHeldError.
         `attempt.decision` becomes the one that was carried out: another instance may be free first.
         """
-        wanted = attempt.decision
         # 1. A cached prefix that is elsewhere goes to the prefill instance first.
-        moved = await self._prefixes.move(request, prompt, wanted)
-        decision = moved.decision
-        begun_s = time.perf_counter()
+        prefix = await self._prefixes.move(request, prompt, attempt.decision)
+        loop = asyncio.get_running_loop()
+        running = _RemotePrefill(
+            request=request,
+            prompt=prompt,
+            attempt=attempt,
+            prefix=prefix,
+            ask=ask,
+            soon=loop.create_future(),
+            first=loop.create_future(),
+        )
+        # 2. The prefill goes on by itself when the decode engine can be asked, or the client can have a token.
+        moving = loop.create_task(self._prefill(running))
+        # Nobody reads its failure where the decode engine has failed before.
+        moving.add_done_callback(look_at)
+        told = running.soon if ask is None else running.first
+        begun = False
+        try:
+            await asyncio.wait((moving, told), return_when=asyncio.FIRST_COMPLETED)
+            begun = True
+        finally:
+            if not begun:
+                moving.cancel()
+                # It has freed nothing if it had not begun.
+                if prefix.transfer is not None:
+                    self.free(prefix.transfer.ticket, "the request was cancelled")
+                # It may have ended well in this very moment, with a transfer that nobody will load.
+                moving.add_done_callback(self._abandon_done)
+                await asyncio.wait((moving,))
+        if ask is not None and running.first.done():
+            return await self._early(running, moving, ask)
+        if moving.done():
+            return moving.result()
+        transfer = running.soon.result()
+        kind = PullingRequest if transfer.by == "nixl" else MovingRequest
+        return kind(
+            decision=attempt.decision, prompt=prompt, prefix=prefix, transfer=transfer, arriving=moving
+        )
+
+    async def _early(
+        self, running: _RemotePrefill, moving: "asyncio.Task[DecidedRequest]", ask: FirstTokenAsk
+    ) -> EarlyRequest:
+        """The request with its first token. Raises FirstTokenHeldError."""
+        early = EarlyRequest(
+            decision=running.attempt.decision,
+            prompt=running.prompt,
+            prefix=running.prefix,
+            first=running.first.result(),
+            arriving=moving,
+            soon=running.soon,
+        )
+        held = early.first.held(ask)
+        if held is not None:
+            self.abandon(early, f"the first token can't be told alone: {held}")
+            await asyncio.wait((moving,))
+            raise FirstTokenHeldError(held)
+        return early
+
+    def _abandon_done(self, moving: "asyncio.Task[DecidedRequest]") -> None:
+        if not moving.cancelled() and moving.exception() is None:
+            self.abandon(moving.result(), "the request was cancelled")
+
+    async def _prefill(self, running: _RemotePrefill) -> DecidedRequest:
+        """Have an instance of the cluster prefill, and move the KV. Raises HopFailedError."""
+        request, prompt, attempt, prefix = running.request, running.prompt, running.attempt, running.prefix
+        wanted, begun_s = attempt.decision, time.perf_counter()
         request.record.waits_for = WaitsFor.PREFILL_INSTANCE
-        async with AsyncExitStack() as stack:
-            if moved.transfer is not None:
-                stack.callback(self._abandon_unused, moved.transfer, wanted, attempt)
-            # 2. Wait until an instance of the cluster is free for the prefill. From then on it counts as its work, and
-            #    requests that are decided meanwhile see that.
-            decision = await stack.enter_async_context(self._plane.admission.admit(decision, prompt.chains))
-            request.record.since("turn", begun_s)
-            request.record.waits_for = WaitsFor.PREFILL
-            attempt.decision = decision
-            self._plane.prefixes.expect(decision.prefill, prompt.chains)
-            work = stack.enter_context(self._plane.prefilling(decision))
-            # NIXL frees the blocks after one reader, and its producer leaves the last token of some models out.
-            pulled = ask is None and request.samples == 1 and self._reads(decision)
-            running = _RemotePrefill(
-                request=request,
-                prompt=prompt,
-                attempt=attempt,
-                moved=moved,
-                wanted=wanted.prefill,
-                work=work,
-                stack=stack.pop_all(),
-                ask=ask,
-                pulled=pulled,
-            )
-        # 3. Prefill there.
-        if ask is not None:
-            return await (
-                self._answer_remote(running, ask) if ask.is_all else self._until_first(running, ask)
-            )
-        if self._lead_s <= 0 and not pulled:
-            return await self._prefill_remote(running, None)
-        return await self._until_soon(running)
+        try:
+            # Wait until an instance of the cluster is free for the prefill. From then on it counts as its work, and
+            # requests that are decided meanwhile see that.
+            async with self._plane.admission.admit(prefix.decision, prompt.chains) as decision:
+                request.record.since("turn", begun_s)
+                request.record.waits_for = WaitsFor.PREFILL
+                attempt.decision = decision
+                self._plane.prefixes.expect(decision.prefill, prompt.chains)
+                has_prefix = decision.prefill == wanted.prefill
+                with self._plane.prefilling(decision) as work:
+                    if running.ask is not None and running.ask.is_all:
+                        return await self._sampled(running, running.ask, work, has_prefix=has_prefix)
+                    return await self._moved(running, work, has_prefix=has_prefix)
+        finally:
+            is_used = attempt.moved is not None and attempt.decision.prefill == wanted.prefill
+            if prefix.transfer is not None and not is_used:
+                self.free(prefix.transfer.ticket, "the prefill that would have used it failed")
+
+    async def _sampled(
+        self, running: _RemotePrefill, ask: FirstTokenAsk, work: OpenPrefill, *, has_prefix: bool
+    ) -> AnsweredRequest:
+        """Sample the only token of the answer there. Raises HopFailedError."""
+        request, decision = running.request, running.attempt.decision
+        spec = _spec(running, running.prompt.token_ids, work, has_prefix=has_prefix)
+        first, prefill_s = await self._push.sample(spec, ask, request)
+        work.measured()
+        self._metrics.prefill_seconds.labels(str(decision.route)).observe(prefill_s)
+        request.record.took("prefill", prefill_s)
+        return AnsweredRequest(decision=decision, prompt=running.prompt, prefix=running.prefix, first=first)
+
+    async def _moved(self, running: _RemotePrefill, work: OpenPrefill, *, has_prefix: bool) -> MovedRequest:
+        """Prefill there, and move the KV to the decode instance. Raises HopFailedError."""
+        request, prompt, attempt = running.request, running.prompt, running.attempt
+        decision, is_early = attempt.decision, running.ask is not None
+        # NIXL frees the blocks after one reader, and its producer leaves the last token of some models out.
+        pulled = not is_early and request.samples == 1 and self._reads(decision)
+        # The last token of what is decoded stays for the decode engine, which samples from it: of the prompt, or the
+        # first of the answer. Some drafters need more. NIXL's connectors see to that by themselves.
+        token_ids = prompt.token_ids if is_early or pulled else self._moved_ids(prompt, decision)
+        # With the first token the ticket is for one more than the decode request's prompt. What NIXL has read lies in
+        # no staging.
+        keeps = not is_early and not pulled
+        attributes = TransferAttributes(
+            uses=request.samples,
+            checkpoint_tokens=self._plane.waits.checkpoint_tokens(decision) if keeps else 0,
+        )
+        has_lead = pulled or self._running.current.transfer.decode_lead_s > 0
+        done = await (self._pull if pulled else self._push).run(
+            _spec(running, token_ids, work, attributes, has_prefix=has_prefix),
+            request,
+            running.on_soon if has_lead else None,
+            running.on_first,
+            keeps=keeps,
+        )
+        work.measured()
+        attempt.moved, attempt.cached_tokens, attempt.by = done.moved, done.cached_tokens, done.by
+        self._count(request, decision, done)
+        return MovedRequest(decision=decision, prompt=prompt, prefix=running.prefix, transfer=done)
 
     def _reads(self, decision: Decision) -> bool:
         """Whether the decode engine reads the KV by NIXL."""
@@ -130,139 +222,11 @@ class RemotePrefills:
         )
         return self._running.current.pulls(producer, consumer)
 
-    async def _until_soon(self, running: _RemotePrefill) -> MovedRequest | MovingRequest:
-        soon: asyncio.Future[StartedTransfer] = asyncio.get_running_loop().create_future()
-        moving = await self._moving_until(running, soon, None)
-        if moving.done():
-            return moving.result()
-        kind = PullingRequest if running.pulled else MovingRequest
-        return kind(
-            decision=running.attempt.decision,
-            prompt=running.prompt,
-            prefix=running.moved,
-            transfer=soon.result(),
-            arriving=moving,
-        )
-
-    async def _until_first(self, running: _RemotePrefill, ask: FirstTokenAsk) -> MovedRequest | EarlyRequest:
-        """Until the prefill has sampled the first token. Raises HopFailedError and FirstTokenHeldError."""
-        loop = asyncio.get_running_loop()
-        soon: asyncio.Future[StartedTransfer] = loop.create_future()
-        told: asyncio.Future[SampledTokens] = loop.create_future()
-        moving = await self._moving_until(running, soon, told)
-        if not told.done():
-            # It has failed: a prefill that ends well has told its token.
-            return moving.result()
-        early = EarlyRequest(
-            decision=running.attempt.decision,
-            prompt=running.prompt,
-            prefix=running.moved,
-            first=told.result(),
-            arriving=moving,
-            soon=soon,
-        )
-        held = early.first.held(ask)
-        if held is not None:
-            self.abandon(early, f"the first token can't be told alone: {held}")
-            await asyncio.wait((moving,))
-            raise FirstTokenHeldError(held)
-        return early
-
-    async def _moving_until(
-        self,
-        running: _RemotePrefill,
-        soon: "asyncio.Future[StartedTransfer]",
-        told: "asyncio.Future[SampledTokens] | None",
-    ) -> "asyncio.Task[MovedRequest]":
-        """`_prefill_remote`, begun, when it is over or `told` is done; `soon` in its place if there is none."""
-        moving = asyncio.get_running_loop().create_task(self._prefill_remote(running, soon, told))
-        # Nobody reads its failure where the decode engine has failed before.
-        moving.add_done_callback(look_at)
-        begun = False
-        try:
-            await asyncio.wait((moving, soon if told is None else told), return_when=asyncio.FIRST_COMPLETED)
-            begun = True
-        finally:
-            if not begun:
-                moving.cancel()
-                # It may have ended well in this very moment, with a transfer that nobody will load.
-                moving.add_done_callback(self._abandon_done)
-                await asyncio.wait((moving,))
-                # One that was cancelled before it began has given nothing back.
-                await running.stack.aclose()
-        return moving
-
-    def _abandon_done(self, moving: "asyncio.Task[MovedRequest]") -> None:
-        if not moving.cancelled() and moving.exception() is None:
-            self.abandon(moving.result(), "the request was cancelled")
-
-    async def _answer_remote(self, running: _RemotePrefill, ask: FirstTokenAsk) -> AnsweredRequest:
-        """Prefill at another instance, and sample the only token of the answer there. Raises HopFailedError."""
-        request, attempt = running.request, running.attempt
-        async with running.stack:
-            first, prefill_s = await self._hop.sample(_spec(running, running.prompt.token_ids), ask, request)
-            running.work.measured()
-        route = str(attempt.decision.route)
-        self._metrics.prefill_seconds.labels(route).observe(prefill_s)
-        request.record.took("prefill", prefill_s)
-        return AnsweredRequest(
-            decision=attempt.decision, prompt=running.prompt, prefix=running.moved, first=first
-        )
-
-    async def _prefill_remote(
-        self,
-        running: _RemotePrefill,
-        soon: "asyncio.Future[StartedTransfer] | None",
-        told: "asyncio.Future[SampledTokens] | None" = None,
-    ) -> MovedRequest:
-        """Prefill at another instance than the decode instance, and move the KV. Raises HopFailedError.
-
-        `soon` gets the transfer when the KV is expected in a moment, `told` the first token.
-        """
-        request, prompt, attempt = running.request, running.prompt, running.attempt
-        decision = attempt.decision
-
-        def on_soon(transfer: StartedTransfer) -> None:
-            if soon is not None and not soon.done():
-                soon.set_result(transfer)
-
-        def on_first(first: SampledTokens) -> None:
-            if told is not None and not told.done():
-                told.set_result(first)
-
-        # The last token of what is decoded stays for the decode engine, which samples from it: of the prompt, or the
-        # first of the answer. Some drafters need more. NIXL's connectors see to that by themselves.
-        whole = running.ask is not None or running.pulled
-        token_ids = prompt.token_ids if whole else self._moved_ids(prompt, decision)
-        # With the first token the ticket is for one more than the decode request's prompt. What NIXL has read lies in
-        # no staging.
-        keeps = running.ask is None and not running.pulled
-        attributes = TransferAttributes(
-            uses=request.samples,
-            checkpoint_tokens=self._plane.waits.checkpoint_tokens(decision) if keeps else 0,
-        )
-        async with running.stack:
-            done = await self._hop.run(
-                _spec(running, token_ids, attributes),
-                request,
-                on_soon if soon is not None and (self._lead_s > 0 or running.pulled) else None,
-                on_first,
-                keeps=keeps,
-            )
-            running.work.measured()
-            attempt.moved, attempt.cached_tokens, attempt.by = done.moved, done.cached_tokens, done.by
-        self._count(request, decision, done)
-        return MovedRequest(decision=decision, prompt=prompt, prefix=running.moved, transfer=done)
-
     def _moved_ids(self, prompt: TokenizedPrompt, decision: Decision) -> Sequence[int]:
         """Of a prompt, the tokens whose KV moves: at least what the decode engine is taken to hold already."""
         tokens = len(prompt.token_ids)
         own = self._plane.prefixes.own_last_tokens(decision.decode)
         return prompt.token_ids[: min(tokens - 1, max(tokens - own, decision.skip_tokens, 1))]
-
-    def _abandon_unused(self, prefix: TransferDone, wanted: Decision, attempt: Attempt) -> None:
-        if attempt.moved is None or attempt.decision.prefill != wanted.prefill:
-            self._hop.abandon(prefix.ticket, "the prefill that would have used it failed")
 
     def _count(self, request: ServingRequest, decision: Decision, done: TransferDone) -> None:
         route, metrics = str(decision.route), self._metrics
@@ -280,11 +244,15 @@ class RemotePrefills:
 
 
 def _spec(
-    running: _RemotePrefill, token_ids: Sequence[int], attributes: TransferAttributes = PLAIN
+    running: _RemotePrefill,
+    token_ids: Sequence[int],
+    work: OpenPrefill,
+    attributes: TransferAttributes = PLAIN,
+    *,
+    has_prefix: bool,
 ) -> TransferSpec:
     """What moves of a prefill elsewhere: the KV of `token_ids`."""
-    decision, prefix = running.attempt.decision, running.moved.transfer
-    has_prefix = prefix is not None and decision.prefill == running.wanted
+    decision, prefix = running.attempt.decision, running.prefix.transfer
     return TransferSpec(
         producer=decision.prefill,
         consumer=decision.decode,
@@ -294,6 +262,5 @@ def _spec(
         attributes=attributes,
         sealed_from=prefix.sealed if prefix is not None and has_prefix else None,
         ask=running.ask,
-        left_s=lambda: running.work.left_s,
-        pulled=running.pulled,
+        left_s=lambda: work.left_s,
     )

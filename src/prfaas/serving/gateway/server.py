@@ -32,8 +32,10 @@ from prfaas.serving.gateway.kv_transfer import KvTransfers, watchers_of
 from prfaas.serving.gateway.metrics import Metrics
 from prfaas.serving.gateway.middleware import http_logger
 from prfaas.serving.gateway.prefill import PrefillOrchestrator
+from prfaas.serving.gateway.prefill_hop import PrefillHop
 from prfaas.serving.gateway.prefix_moves import PrefixMoves
 from prfaas.serving.gateway.pulled_hop import PulledHop
+from prfaas.serving.gateway.remote_prefill import RemotePrefills
 from prfaas.serving.gateway.request import Tenants
 from prfaas.serving.gateway.request_log import RequestLog
 from prfaas.serving.gateway.request_trace import Tracing
@@ -154,17 +156,21 @@ class Gateway:
         self._tokenization = Tokenization(local, model.served_name, context)
         security = deployment.security
         self._tenants = tenants = Tenants(key, security.tenant_header, security.tenant_weights)
-        self._hop = PulledHop(key, self._transfers, tenants, context)
+        push = PrefillHop(key, self._transfers, tenants, context)
+        pull = PulledHop(key, self._transfers, tenants, context)
+        self._hops = (push, pull)
         plane.listeners.frozen.append(
             lambda name, reason: self._client.bar(plane.members.instance(name), reason)
         )
-        plane.listeners.frozen.append(self._hop.frozen)
-        plane.listeners.silent.append(self._hop.silent)
-        plane.listeners.noticed.append(self._hop.noticed)
+        for hop in self._hops:
+            plane.listeners.frozen.append(hop.frozen)
+            plane.listeners.silent.append(hop.silent)
+            plane.listeners.noticed.append(hop.noticed)
         self._copier = PoolCopier(running, key, pool_observers(deployment, GATEWAY, key, tls))
-        prefixes = PrefixMoves(self._hop, self._copier, tenants, context)
+        prefixes = PrefixMoves(push, self._copier, tenants, context)
         self._first_tokens = FirstTokenRules(context)
-        prefill = PrefillOrchestrator(self._hop, prefixes, self._first_tokens, context)
+        remote = RemotePrefills(push, pull, prefixes, context)
+        prefill = PrefillOrchestrator(remote, prefixes, self._first_tokens, context)
         self._shadow = Shadow(ShadowOptions(), context)
         self._tracing = _tracing(deployment, self._metrics)
         log = RequestLog(options.kept_records, context.metrics, self._tracing)
@@ -245,7 +251,8 @@ class Gateway:
         """Wait for the abandonments under way, and end connections and threads."""
         await self._forgetting.finish()
         await self._shadow.close()
-        await self._hop.close()
+        for hop in self._hops:
+            await hop.close()
         await self._copier.close()
         await self._transfers.close()
         await self._client.close()
