@@ -129,7 +129,7 @@ def test_a_client_that_leaves_in_the_moment_in_which_the_kv_is_there_leaves_none
     in_world: InWorld, monkeypatch: pytest.MonkeyPatch, first_token: FirstTokenSource
 ) -> None:
     """The prefill elsewhere has ended well, and nobody has been told yet."""
-    begin, prefill = RemotePrefills.begin, RemotePrefills._prefill_remote
+    begin, prefill = RemotePrefills.begin, RemotePrefills._prefill
     handlers: list[asyncio.Task[Any] | None] = []
 
     async def begun(self: RemotePrefills, *args: Any) -> Any:
@@ -151,7 +151,7 @@ def test_a_client_that_leaves_in_the_moment_in_which_the_kv_is_there_leaves_none
         assert world.decode.generated() == [] and world.plane.suspected == []
 
     monkeypatch.setattr(RemotePrefills, "begin", begun)
-    monkeypatch.setattr(RemotePrefills, "_prefill_remote", prefilled)
+    monkeypatch.setattr(RemotePrefills, "_prefill", prefilled)
     in_world(body, gateway_config=replace(GATEWAY, first_token=first_token))
 
 

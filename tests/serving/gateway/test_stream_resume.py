@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
+from prfaas.serving.gateway.continuing import can_resume, resume_body, tokens_left
 from prfaas.serving.gateway.dialects import DATA, END_OF_EVENT, LAST_EVENT
 from prfaas.serving.gateway.prompts import Endpoint
-from prfaas.serving.gateway.stream_resume import can_resume, resume_body, tokens_left
 from prfaas.serving.gateway.transcript import AnswerText, NotPlainError, StreamTranscript, events
 
 from .stand_in import write_tokenizer

@@ -15,9 +15,8 @@ from prfaas.serving.gateway.dialects import dialect_of
 from prfaas.serving.gateway.engine_client import OWN_RESOURCES
 from prfaas.serving.gateway.first_token_answer import FirstTokenAnswers
 from prfaas.serving.gateway.prefill import PrefillOrchestrator
-from prfaas.serving.gateway.prompts import DirectPrompt
 from prfaas.serving.gateway.ready_requests import AnsweredRequest, DecidedRequest, EarlyRequest, ReadyRequest
-from prfaas.serving.gateway.request import ServingRequest, TokenizedPrompt
+from prfaas.serving.gateway.request import ServingRequest
 from prfaas.serving.gateway.shadow import Shadow
 from prfaas.serving.gateway.stream_resume import StreamResume
 from prfaas.serving.gateway.tokenization import Tokenization
@@ -54,7 +53,6 @@ class Answers:
         self,
         http: web.Request,
         request: ServingRequest,
-        prompt: TokenizedPrompt | DirectPrompt,
         ready: ReadyRequest,
         admitted: AdmittedRequest,
     ) -> web.StreamResponse:
@@ -64,7 +62,7 @@ class Answers:
         with writing(http, request.record, self._metrics, self._budget, keep_bytes) as writer:
             try:
                 async with admitted.in_time():
-                    response = await self._decode(request, prompt, ready, writer)
+                    response = await self._decode(request, ready, writer)
             except DeadlinePassedError as late:
                 if not writer.begun:
                     raise
@@ -84,7 +82,6 @@ class Answers:
     async def _decode(
         self,
         request: ServingRequest,
-        prompt: TokenizedPrompt | DirectPrompt,
         ready: ReadyRequest,
         writer: ResponseWriter,
     ) -> web.StreamResponse:
@@ -107,7 +104,7 @@ class Answers:
                 failed.append(ready.decode)
                 if writer.begun:
                     return await self._resume.finish(request, ready, writer, failure, failed)
-                another = await self._reroute(request, prompt, failure, failed)
+                another = await self._reroute(request, ready, failure, failed)
                 if another is None and failure.answer is not None:
                     return writer.send(failure.answer)
                 if another is None:
@@ -117,7 +114,7 @@ class Answers:
     async def _reroute(
         self,
         request: ServingRequest,
-        prompt: TokenizedPrompt | DirectPrompt,
+        ready: ReadyRequest,
         failure: DecodeFailedError,
         failed: Collection[str],
     ) -> ReadyRequest | None:
@@ -128,7 +125,7 @@ class Answers:
         if len(failed) >= attempts:
             return None
         try:
-            return await self._prefill.prepare_again(request, prompt, avoid=failed)
+            return await self._prefill.prepare_again(request, ready.prompt, avoid=failed)
         except NoDecodeInstanceError:
             return None
 

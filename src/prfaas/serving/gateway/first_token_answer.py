@@ -14,7 +14,7 @@ from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.continuing import tokens_left, wants_usage
 from prfaas.serving.gateway.dialects import DATA, END_OF_EVENT
 from prfaas.serving.gateway.first_token import SampledTokens
-from prfaas.serving.gateway.hop_failure import HopFailedError
+from prfaas.serving.gateway.kv_transfer import HopFailedError
 from prfaas.serving.gateway.prefill import PrefillOrchestrator
 from prfaas.serving.gateway.prompts import Endpoint
 from prfaas.serving.gateway.ready_requests import AnsweredRequest, EarlyRequest

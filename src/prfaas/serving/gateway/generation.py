@@ -64,7 +64,7 @@ class Generation:
                     uncached = self._context.metrics.uncached_tokens.labels(str(ready.decision.route))
                     uncached.inc(ready.decision.uncached_tokens)
             # 6. Decode and relay. If an engine fails, another one decodes. Some answers are compared, later.
-            response = await self._answers.answer(http, request, prompt, ready, admitted)
+            response = await self._answers.answer(http, request, ready, admitted)
             # 7. Record. `taking` adds the times, and the outcome where an exception ended the request.
             record.answered(response.status)
             return response

@@ -10,15 +10,20 @@ from typing import Any, Protocol
 from prfaas.core.deployment import GATEWAY, Instance, LocalTransfer
 from prfaas.core.kv.rank_shares import transfers_per_rank
 from prfaas.core.scheduling import Decision
+from prfaas.core.units import GB
 from prfaas.serving.gateway.bodies import Json
+from prfaas.serving.gateway.engine_client import FROZEN, OWN_RESOURCES, EngineCallError
 from prfaas.serving.gateway.first_token import FirstTokenAsk
+from prfaas.serving.gateway.metrics import Metrics
 from prfaas.serving.own_process import on_time_timeout
+from prfaas.serving.running_deployment import RunningDeployment
 from prfaas.serving.tasks import run_together
 from prfaas.serving.transport.handover import is_by_nixl
 from prfaas.serving.transport.observer import Observer, OnSoon
 from prfaas.serving.transport.resume_points import common
 from prfaas.serving.transport.ticket import (
     CACHED_TOKENS_PARAMETER,
+    KEPT_PARAMETER,
     PLAIN,
     REMOTE_PREFILL_PARAMETER,
     TICKET_PARAMETER,
@@ -353,3 +358,92 @@ def _moved(*statuses: TransferStatus) -> TransferredBytes:
         cached_tokens=statuses[0].cached_tokens,
         checkpoint_bytes=sum(status.checkpoint_bytes for status in statuses),
     )
+
+
+PREEMPTED = "preempted"
+"""The reason of a prefill that its instance could not have ended before it is taken away."""
+INCOMPATIBLE = "incompatible"
+LINK_SILENT = "link-silent"
+LINK_SLOW = "link-slow"
+CONSUMER_FROZEN = "consumer-frozen"
+CONSUMER_SILENT = "consumer-silent"
+# The control plane knows of a frozen engine, and finds out by itself whether an unreachable one lives. Two that are
+# incompatible are well, each of them. So are the two of a transfer whose prefix the consumer has evicted meanwhile.
+# A transfer between clusters that is late has moved all the time: one that stands still is ended by its receiver, and
+# that blames the producer.
+BLAMES_NOBODY = (
+    *(FROZEN, INCOMPATIBLE, PREEMPTED, DROPPED, LINK_SILENT, LINK_SLOW),
+    *(CONSUMER_FROZEN, "consumer-unreachable"),
+)
+HOPELESS = (CONSUMER_FROZEN, CONSUMER_SILENT, "consumer-unreachable")
+# Of the producer or its path to the consumer: what has arrived there is as good as ever.
+_LEAVES_PART = ("transfer-failed", "transfer-deadline", "not-announced", PREEMPTED, LINK_SILENT, LINK_SLOW)
+
+
+@dataclass(frozen=True, slots=True)
+class KeptPart(StartedTransfer):
+    """What has come of a transfer that broke: its staging is kept for the decode request."""
+
+    usable_tokens: int
+    """The decode engine can go on after so many tokens of the prompt, more than the ticket leaves out."""
+
+    def params(self) -> Json:
+        return {**StartedTransfer.params(self), KEPT_PARAMETER: self.usable_tokens}
+
+
+class HopFailedError(Exception):
+    """A prefill elsewhere, or its transfer, failed. Nothing of it is left in any staging but what was kept."""
+
+    def __init__(self, reason: str, *, hopeless: bool) -> None:
+        """`reason`: one word. `hopeless`: another producer would fail as well."""
+        super().__init__(reason)
+        self.reason = reason
+        self.hopeless = hopeless
+        self.kept: KeptPart | None = None
+        """Whoever does not use it must have it freed."""
+
+    def keeping(self, kept: KeptPart | None) -> "HopFailedError":
+        """The same failure, of which something is left."""
+        self.kept = kept
+        return self
+
+
+async def kept_part(
+    transfers: KvTransfers,
+    ticket: Ticket,
+    sealed: str,
+    failure: EngineCallError | TransferFailedError,
+    timeout_s: float,
+) -> KeptPart | None:
+    """What has come of a transfer whose producer, or its path, has failed; None: nothing that is of use."""
+    if isinstance(failure, EngineCallError):
+        leaves_part = not failure.is_clients_fault and failure.reason not in (FROZEN, OWN_RESOURCES)
+    else:
+        leaves_part = failure.reason in _LEAVES_PART
+    if not leaves_part:
+        return None
+    tokens = await transfers.keep(ticket, str(failure), timeout_s)
+    return KeptPart(ticket, sealed, 0, tokens) if tokens > ticket.skip_tokens else None
+
+
+class EgressBill:
+    """Counts the cost of this gateway's transfers by link. Transfers that fail are not on it."""
+
+    def __init__(self, running: RunningDeployment, metrics: Metrics) -> None:
+        self._cost = metrics.egress_cost
+        self._running = running
+        self._cluster_of: dict[str, str] = {}
+        self._learn()
+
+    def add(self, source: str, target: str, num_bytes: int) -> None:
+        """Bytes have gone from an instance or a pool to another one. Who has left meanwhile is counted still."""
+        if not {source, target} <= self._cluster_of.keys():
+            self._learn()
+        link = self._running.current.link(self._cluster_of[source], self._cluster_of[target])
+        if link is not None and link.egress_per_gb > 0:
+            self._cost.labels(link.name).inc(num_bytes * (link.egress_per_gb / GB))
+
+    def _learn(self) -> None:
+        current = self._running.current
+        self._cluster_of |= {instance.name: instance.cluster for instance in current.instances}
+        self._cluster_of |= {pool.name: pool.cluster for pool in current.pools}

@@ -11,8 +11,7 @@ from prfaas.core.scheduling.preemption import goes_on_at_decode
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.first_token import FirstTokenAsk, FirstTokenHeldError
 from prfaas.serving.gateway.first_token_rules import FirstTokenRules
-from prfaas.serving.gateway.hop_failure import INCOMPATIBLE, PREEMPTED, HopFailedError, KeptPart
-from prfaas.serving.gateway.kv_transfer import MovedPrefix
+from prfaas.serving.gateway.kv_transfer import INCOMPATIBLE, PREEMPTED, HopFailedError, KeptPart, MovedPrefix
 from prfaas.serving.gateway.prefix_moves import PrefixMoves
 from prfaas.serving.gateway.prompts import DirectPrompt
 from prfaas.serving.gateway.ready_requests import (
@@ -66,7 +65,7 @@ class PrefillOrchestrator:
         never raises for a failed prefill.
         """
         if isinstance(prompt, DirectPrompt):
-            return self._direct(request, decision, prompt.reason)
+            return self._direct(request, prompt, decision)
         ask = self._first_tokens.ask(request, prompt) if decision.transfers else None
         return await self._prepare(request, prompt, decision, ask=ask)
 
@@ -139,7 +138,7 @@ class PrefillOrchestrator:
         """
         router = self._plane.router
         if isinstance(prompt, DirectPrompt):
-            return self._direct(request, router.route(0, None, avoid=avoid), prompt.reason)
+            return self._direct(request, prompt, router.route(0, None, avoid=avoid))
         decision = router.route(len(prompt.token_ids), prompt.chains, avoid=avoid)
         return await self._prepare(request, prompt, decision, avoid)
 
@@ -250,11 +249,11 @@ class PrefillOrchestrator:
             if why is not None:
                 request.record.note(f"{producer} may send nothing to {consumer}: {why}")
 
-    def _direct(self, request: ServingRequest, decision: Decision, reason: str) -> DirectRequest:
+    def _direct(self, request: ServingRequest, prompt: DirectPrompt, decision: Decision) -> DirectRequest:
         """The decode engine gets the request as it is; the prompt was not looked at."""
-        request.record.direct_reason = reason
-        self._metrics.direct.labels(reason).inc()
-        return DirectRequest(decision=decision, reason=reason)
+        request.record.direct_reason = prompt.reason
+        self._metrics.direct.labels(prompt.reason).inc()
+        return DirectRequest(decision=decision, prompt=prompt)
 
     def _at_decode(
         self,

@@ -4,9 +4,9 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from prfaas.core.link.patience import late_after_s
 from prfaas.serving.gateway.answer import cached_tokens_of
@@ -14,7 +14,8 @@ from prfaas.serving.gateway.bodies import JSON_BYTES_PER_TOKEN, prefill_body
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.engine_client import FROZEN, OWN_RESOURCES, Blame, EngineCallError
 from prfaas.serving.gateway.first_token import FirstTokenAsk, SampledTokens
-from prfaas.serving.gateway.hop_failure import (
+from prfaas.serving.gateway.hop_trace import HopTrace
+from prfaas.serving.gateway.kv_transfer import (
     BLAMES_NOBODY,
     CONSUMER_FROZEN,
     CONSUMER_SILENT,
@@ -25,16 +26,13 @@ from prfaas.serving.gateway.hop_failure import (
     PREEMPTED,
     HopFailedError,
     KeptPart,
-    kept_part,
-)
-from prfaas.serving.gateway.hop_trace import HopTrace
-from prfaas.serving.gateway.kv_transfer import (
     KvTransfers,
     StartedTransfer,
     TransferDone,
     TransferFailedError,
     TransferredBytes,
     TransferSpec,
+    kept_part,
 )
 from prfaas.serving.gateway.prompts import Endpoint
 from prfaas.serving.gateway.request import ServingRequest, Tenants
@@ -50,8 +48,7 @@ _ASK_CONSUMER_S = 1.0
 _ASK_PRODUCER_S = 0.25
 
 
-OnSoon = Callable[[StartedTransfer], None]
-OnFirst = Callable[[SampledTokens], None]
+T = TypeVar("T")
 Arrival = asyncio.Task[TransferredBytes]
 
 
@@ -68,13 +65,10 @@ class OpenHop:
     request: ServingRequest
     spans: HopTrace | None
     """None: the request is not traced."""
-    on_soon: OnSoon | None
-    on_first: OnFirst | None
-
-    def soon(self, started: StartedTransfer) -> None:
-        """A request for the KV may be sent."""
-        if self.on_soon is not None:
-            self.on_soon(started)
+    soon: "asyncio.Future[StartedTransfer] | None"
+    """Gets the transfer when a request for the KV may be sent; None: nobody waits for that."""
+    first: "asyncio.Future[SampledTokens] | None"
+    """Gets the first token, where the producer samples it."""
 
 
 class PrefillHop:
@@ -158,16 +152,16 @@ class PrefillHop:
         self,
         spec: TransferSpec,
         request: ServingRequest,
-        on_soon: OnSoon | None = None,
-        on_first: OnFirst | None = None,
+        soon: "asyncio.Future[StartedTransfer] | None" = None,
+        first: "asyncio.Future[SampledTokens] | None" = None,
         *,
         keeps: bool = False,
     ) -> TransferDone:
         """Prefill and move the KV, until all bytes are at the consumer.
 
-        `on_soon` is called some time (`transfer.decode_lead_s`) before that, perhaps before the prefill's end: a
+        `soon` gets the transfer some time (`transfer.decode_lead_s`) before that, perhaps before the prefill's end: a
         request for the KV may be sent then. If this fails later, the consumer prefills such a request itself.
-        `on_first` is called with the first token, where `spec` asks for one, as soon as the producer has told it.
+        `first` gets the first token, where `spec` asks for one, as soon as the producer has told it.
 
         Raises:
             HopFailedError: the prefill or the transfer failed. What has arrived is freed, or kept as `keeps` allows.
@@ -185,8 +179,8 @@ class PrefillHop:
             body=body,
             request=request,
             spans=spans,
-            on_soon=on_soon,
-            on_first=on_first,
+            soon=soon,
+            first=first,
         )
         done: TransferDone | None = None
         failure: EngineCallError | TransferFailedError | None = None
@@ -289,8 +283,8 @@ class PrefillHop:
                 self._arrived(spec, arrival)
             answer = await prefilling
             prefill_s = clock() - start_s
-            if spec.ask is not None and hop.on_first is not None:
-                hop.on_first(_only_token(spec.producer, spec.ask, answer))
+            if spec.ask is not None:
+                tell(hop.first, _only_token(spec.producer, spec.ask, answer))
             started = self._started(hop, answer)
             await self._wait_for_rest(hop, arrival, late_s)
             moved = self._arrived(spec, arrival)
@@ -312,10 +306,10 @@ class PrefillHop:
         """Waits for all bytes of the transfer. Raises TransferFailedError, at once where it can't be."""
         spec = hop.spec
         _check_compatible(self._plane.compatibility.reason(spec.producer, spec.consumer))
-        lead_s = self._running.current.transfer.decode_lead_s if hop.on_soon is not None else 0.0
+        lead_s = self._running.current.transfer.decode_lead_s if hop.soon is not None else 0.0
 
         def soon(cached_tokens: int) -> None:
-            hop.soon(StartedTransfer(hop.ticket, hop.sealed, cached_tokens))
+            tell(hop.soon, StartedTransfer(hop.ticket, hop.sealed, cached_tokens))
 
         return self._transfers.wait(hop.ticket, timeout_s, lead_s, soon)
 
@@ -407,6 +401,12 @@ class PrefillHop:
             self._plane.health.suspect(spec.producer, str(failure))
         # No other producer could reach such a consumer either; it prefills, if it lives.
         return HopFailedError(failure.reason, hopeless=failure.reason in HOPELESS)
+
+
+def tell(told: "asyncio.Future[T] | None", value: T) -> None:
+    """Whoever waits for it has it now."""
+    if told is not None and not told.done():
+        told.set_result(value)
 
 
 def _check_compatible(rejection: str | None) -> None:

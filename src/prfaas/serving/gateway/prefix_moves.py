@@ -6,9 +6,14 @@ from msgspec.structs import replace
 
 from prfaas.core.scheduling import CacheTransfer, Decision
 from prfaas.serving.gateway.context import GatewayContext
-from prfaas.serving.gateway.egress_bill import EgressBill
-from prfaas.serving.gateway.hop_failure import HopFailedError
-from prfaas.serving.gateway.kv_transfer import MovedPrefix, TransferDone, TransferredBytes, TransferSpec
+from prfaas.serving.gateway.kv_transfer import (
+    EgressBill,
+    HopFailedError,
+    MovedPrefix,
+    TransferDone,
+    TransferredBytes,
+    TransferSpec,
+)
 from prfaas.serving.gateway.prefill_hop import PrefillHop
 from prfaas.serving.gateway.request import ServingRequest, Tenants, TokenizedPrompt
 from prfaas.serving.gateway.request_trace import AttributeValue

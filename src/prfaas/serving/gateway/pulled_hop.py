@@ -8,7 +8,7 @@ import orjson
 
 from prfaas.serving.gateway.answer import cached_tokens_of
 from prfaas.serving.gateway.kv_transfer import StartedTransfer, TransferFailedError, TransferredBytes
-from prfaas.serving.gateway.prefill_hop import Arrival, OpenHop, PrefillHop
+from prfaas.serving.gateway.prefill_hop import Arrival, OpenHop, PrefillHop, tell
 from prfaas.serving.transport.handover import by_nixl, is_by_nixl, ticket_of
 from prfaas.serving.transport.ticket import TICKET_PARAMETER
 
@@ -42,7 +42,7 @@ class PulledHop(PrefillHop):
                 f"{hop.spec.producer} prefilled but handed nothing over; it may run without NIXL",
             )
         started = StartedTransfer(hop.ticket, text, cached_tokens_of(answer))
-        hop.soon(started)
+        tell(hop.soon, started)
         return started
 
     async def _wait_for_rest(self, hop: OpenHop, arrival: Arrival, late_s: float) -> None:

@@ -10,8 +10,8 @@ from prfaas.core.route_header import RouteHeader
 from prfaas.core.scheduling import Decision, Route
 from prfaas.serving.gateway.bodies import Json
 from prfaas.serving.gateway.first_token import SampledTokens
-from prfaas.serving.gateway.hop_failure import KeptPart
-from prfaas.serving.gateway.kv_transfer import MovedPrefix, StartedTransfer, TransferDone
+from prfaas.serving.gateway.kv_transfer import KeptPart, MovedPrefix, StartedTransfer, TransferDone
+from prfaas.serving.gateway.prompts import DirectPrompt
 from prfaas.serving.gateway.request import TokenizedPrompt
 
 FirstToken = Literal["prefill"]
@@ -25,6 +25,7 @@ class ReadyRequest(ABC):
 
     decision: Decision
     """As it was carried out."""
+    prompt: TokenizedPrompt | DirectPrompt
 
     moves_kv: ClassVar[bool] = False
     """Whether KV of the prompt lies at the decode engine's staging, or is on its way."""
@@ -66,12 +67,11 @@ class ReadyRequest(ABC):
 class DirectRequest(ReadyRequest):
     """The decode engine gets it as it is: the prompt was not looked at."""
 
-    reason: str
-    """Why, in one word."""
+    prompt: DirectPrompt
 
     def header(self) -> RouteHeader:
         name = self.decode
-        return RouteHeader(route=str(Route.LOCAL), prefill=name, decode=name, reason=self.reason)
+        return RouteHeader(route=str(Route.LOCAL), prefill=name, decode=name, reason=self.prompt.reason)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,10 +91,6 @@ class DecidedRequest(ReadyRequest):
         return self.prompt.token_ids if self.prompt.takes_ids else None
 
     def header(self) -> RouteHeader:
-        return self.decided_header()
-
-    def decided_header(self) -> RouteHeader:
-        """What was decided, without what moved."""
         decision = self.decision
         return RouteHeader(
             route=str(decision.route),
@@ -135,7 +131,7 @@ class TransferredRequest(DecidedRequest):
         return self.transfer
 
     def header(self) -> RouteHeader:
-        return replace(self.decided_header(), cached_tokens=self.transfer.ticket.skip_tokens)
+        return replace(DecidedRequest.header(self), cached_tokens=self.transfer.ticket.skip_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,8 +154,7 @@ class MovedRequest(TransferredRequest):
     def header(self) -> RouteHeader:
         done = self.transfer
         return replace(
-            self.decided_header(),
-            cached_tokens=done.ticket.skip_tokens,
+            TransferredRequest.header(self),
             kv_bytes=done.moved.total_bytes,
             hidden_fraction=done.moved.overlapped_fraction,
             transfer_s=done.transfer_s,

@@ -8,9 +8,14 @@ from dataclasses import dataclass
 from prfaas.core.scheduling import Decision
 from prfaas.serving.control.cluster_state import OpenPrefill
 from prfaas.serving.gateway.context import GatewayContext
-from prfaas.serving.gateway.egress_bill import EgressBill
 from prfaas.serving.gateway.first_token import FirstTokenAsk, FirstTokenHeldError, SampledTokens
-from prfaas.serving.gateway.kv_transfer import MovedPrefix, StartedTransfer, TransferDone, TransferSpec
+from prfaas.serving.gateway.kv_transfer import (
+    EgressBill,
+    MovedPrefix,
+    StartedTransfer,
+    TransferDone,
+    TransferSpec,
+)
 from prfaas.serving.gateway.prefill_hop import PrefillHop
 from prfaas.serving.gateway.prefix_moves import PrefixMoves
 from prfaas.serving.gateway.pulled_hop import PulledHop
@@ -44,14 +49,6 @@ class _RemotePrefill:
     """Has the transfer when the KV is expected at the decode instance in a moment."""
     first: "asyncio.Future[SampledTokens]"
     """Has the first token."""
-
-    def on_soon(self, transfer: StartedTransfer) -> None:
-        if not self.soon.done():
-            self.soon.set_result(transfer)
-
-    def on_first(self, first: SampledTokens) -> None:
-        if not self.first.done():
-            self.first.set_result(first)
 
 
 class RemotePrefills:
@@ -205,8 +202,8 @@ class RemotePrefills:
         done = await (self._pull if pulled else self._push).run(
             _spec(running, token_ids, work, attributes, has_prefix=has_prefix),
             request,
-            running.on_soon if has_lead else None,
-            running.on_first,
+            running.soon if has_lead else None,
+            running.first,
             keeps=keeps,
         )
         work.measured()

@@ -6,7 +6,7 @@ side by side by bench/gateway.py. An ASGI stack with a second HTTP library costs
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 
 from aiohttp import web
@@ -21,8 +21,7 @@ from prfaas.serving.descriptors import DescriptorBudget, raise_descriptor_limit
 from prfaas.serving.gateway.admin import AdminRoutes
 from prfaas.serving.gateway.admission import Admission
 from prfaas.serving.gateway.answers import Answers
-from prfaas.serving.gateway.context import GatewayContext, GatewayOptions, ThreadOffload
-from prfaas.serving.gateway.draining import Draining
+from prfaas.serving.gateway.context import Draining, GatewayContext, GatewayOptions, ThreadOffload
 from prfaas.serving.gateway.engine_client import EngineCallError, EngineClient
 from prfaas.serving.gateway.first_token_rules import FirstTokenRules
 from prfaas.serving.gateway.generation import Generation
@@ -46,7 +45,7 @@ from prfaas.serving.gateway.validation import Validation
 from prfaas.serving.pool.copier import PoolCopier, pool_observers
 from prfaas.serving.reloading import Reloader
 from prfaas.serving.running_deployment import RunningDeployment
-from prfaas.serving.secret_files import TlsFileError, load_token
+from prfaas.serving.secret_files import load_token
 from prfaas.serving.tasks import BackgroundTasks
 from prfaas.serving.tracing.collector import collector_of
 from prfaas.serving.transport.ticket import load_key
@@ -66,37 +65,17 @@ CERTIFICATES_S = 60.0
 """Between two looks at the certificates."""
 
 
-class CertificateWatch:
-    """Reads the deployment's certificates again each minute, since they are replaced while the gateway runs."""
+async def watch_certificates(running: RunningDeployment, expires: Gauge) -> None:
+    """Show until when the certificates on this machine are good, until cancelled: they are replaced meanwhile.
 
-    def __init__(self, running: RunningDeployment, expires: Gauge) -> None:
-        """`expires`: gets the Unix time of each certificate's end, by the name of its file."""
-        self._running = running
-        self._expires = expires
-
-    async def run(self) -> None:
-        """Until cancelled."""
-        while True:
-            ends_s = await asyncio.to_thread(self.ends_s)
-            self._expires.clear()
-            for file, end_s in ends_s.items():
-                self._expires.labels(file).set(end_s)
-            await asyncio.sleep(CERTIFICATES_S)
-
-    def ends_s(self) -> Mapping[str, float]:
-        """File name → Unix time at which its certificate ends, of those that are there and can be read.
-
-        Of the CAs that are trusted it is the newest: while the CA is changed, the older ones may end.
-        """
-        folder = CertificateFolder(self._running.current)
-        try:
-            newest, states = folder.authorities()[0], folder.states()
-        except TlsFileError:
-            return {}
-        ends_s = {
-            each.member.file.name: each.expires.timestamp() for each in states if each.expires is not None
-        }
-        return ends_s | {folder.ca_file.name: newest.expires.timestamp()}
+    `expires`: gets the Unix time of each certificate's end, by the name of its file.
+    """
+    while True:
+        ends_s = await asyncio.to_thread(CertificateFolder(running.current).ends_s)
+        expires.clear()
+        for file, end_s in ends_s.items():
+            expires.labels(file).set(end_s)
+        await asyncio.sleep(CERTIFICATES_S)
 
 
 class Gateway:
@@ -138,7 +117,7 @@ class Gateway:
         self._transfers = KvTransfers({each.name: self._watch(each) for each in deployment.instances}, clock)
         self._forgetting = BackgroundTasks()
         self._metrics = Metrics(registry)
-        self.certificates = CertificateWatch(running, self._metrics.certificate_expires)
+        self.watch_certificates = partial(watch_certificates, running, self._metrics.certificate_expires)
         self.descriptors = DescriptorBudget(raise_descriptor_limit(), _reserved_descriptors(deployment))
         logger.info("file descriptors: %d at most", self.descriptors.limit)
         context = GatewayContext(
@@ -367,7 +346,7 @@ async def _serve(
             asyncio.create_task(gateway.watch_staging()),
             asyncio.create_task(gateway.history.run()),
             asyncio.create_task(gateway.watch_queue()),
-            asyncio.create_task(gateway.certificates.run()),
+            asyncio.create_task(gateway.watch_certificates()),
             asyncio.create_task(_close_idle_clients(server, gateway.descriptors)),
         ]
         if reloader is not None:
