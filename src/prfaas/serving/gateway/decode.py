@@ -92,9 +92,14 @@ class Decoder:
         ended_well = False
         try:
             body = await self._body(request, ready)
+            told: Attributes = {
+                "prfaas.instance": ready.decode,
+                "prfaas.cluster": self._plane.members.instance(ready.decode).cluster,
+                "prfaas.prefill_tokens": ready.own_prefill_tokens,
+            }
             with (
                 self._plane.waits.decoding(ready.decode, ready.own_prefill_tokens, ready.own_reused_tokens),
-                engine_call(request.record.trace, "decode", request.headers, self._told(ready)) as call,
+                engine_call(request.record.trace, "decode", request.headers, told) as call,
             ):
                 arrived: DecidedRequest | None = None
                 if isinstance(ready, PullingRequest):
@@ -142,14 +147,6 @@ class Decoder:
         """The decode engine has refused the request: before KV was moved for it, or after."""
         request.record.refused_status = status
         self._metrics.refused.labels("engine-late" if ready.moves_kv else "engine").inc()
-
-    def _told(self, ready: ReadyRequest) -> Attributes:
-        """What the span of a decode tells."""
-        return {
-            "prfaas.instance": ready.decode,
-            "prfaas.cluster": self._plane.members.instance(ready.decode).cluster,
-            "prfaas.prefill_tokens": ready.own_prefill_tokens,
-        }
 
     async def _ask(
         self, request: ServingRequest, ready: ReadyRequest, body: bytes, headers: Mapping[str, str]

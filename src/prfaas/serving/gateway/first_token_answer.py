@@ -11,7 +11,7 @@ from prfaas.core.scheduling import NoDecodeInstanceError
 from prfaas.serving.gateway.answer import ResponseWriter, WholeAnswer
 from prfaas.serving.gateway.bodies import ApiError, Json
 from prfaas.serving.gateway.context import GatewayContext
-from prfaas.serving.gateway.continuing import tokens_left, wants_usage
+from prfaas.serving.gateway.continuing import tokens_left
 from prfaas.serving.gateway.dialects import DATA, END_OF_EVENT
 from prfaas.serving.gateway.first_token import SampledTokens
 from prfaas.serving.gateway.kv_transfer import HopFailedError
@@ -78,7 +78,8 @@ class FirstTokenAnswers:
                 await self._go_on(begun, known, ready)
             else:
                 self._prefill.abandon(ready, "the answer ended before the KV had come")
-                await self._end(begun, known, first)
+                await self._resume.close(begun, len(known.ids), first.prompt_details)
+                request.record.attempts[-1].outcome = "done"
         except CannotResumeError as error:
             return await self._fail(begun, error, writer if streams else None)
         except BaseException:
@@ -110,16 +111,6 @@ class FirstTokenAnswers:
             except NoDecodeInstanceError:
                 raise CannotResumeError("no-instance") from None
         await self._resume.go_on(begun, rest, ready)
-
-    async def _end(self, begun: BegunAnswer, known: KnownTokens, last: SampledTokens) -> None:
-        """Write what follows the last token of a complete answer."""
-        usage, sent_tokens = wants_usage(begun.body), len(known.ids)
-        for event in begun.transcript.closing_events(
-            len(begun.prompt_ids), sent_tokens, usage=usage, details=last.prompt_details
-        ):
-            await begun.sink.write(event)
-        record = begun.request.record
-        record.answer_tokens, record.attempts[-1].outcome = sent_tokens, "done"
 
     async def _fail(
         self, begun: BegunAnswer, error: CannotResumeError, writer: ResponseWriter | None

@@ -394,18 +394,12 @@ class KeptPart(StartedTransfer):
 class HopFailedError(Exception):
     """A prefill elsewhere, or its transfer, failed. Nothing of it is left in any staging but what was kept."""
 
-    def __init__(self, reason: str, *, hopeless: bool) -> None:
-        """`reason`: one word. `hopeless`: another producer would fail as well."""
+    def __init__(self, reason: str, *, hopeless: bool, kept: KeptPart | None = None) -> None:
+        """`reason`: one word. `hopeless`: another producer would fail as well. `kept`: must be used or freed."""
         super().__init__(reason)
         self.reason = reason
         self.hopeless = hopeless
-        self.kept: KeptPart | None = None
-        """Whoever does not use it must have it freed."""
-
-    def keeping(self, kept: KeptPart | None) -> "HopFailedError":
-        """The same failure, of which something is left."""
         self.kept = kept
-        return self
 
 
 async def kept_part(

@@ -4,17 +4,17 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from prfaas.core.link.patience import late_after_s
+from prfaas.serving.control.plane import LivePlane
 from prfaas.serving.gateway.answer import cached_tokens_of
 from prfaas.serving.gateway.bodies import JSON_BYTES_PER_TOKEN, prefill_body
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.engine_client import FROZEN, OWN_RESOURCES, Blame, EngineCallError
 from prfaas.serving.gateway.first_token import FirstTokenAsk, SampledTokens
-from prfaas.serving.gateway.hop_trace import HopTrace
 from prfaas.serving.gateway.kv_transfer import (
     BLAMES_NOBODY,
     CONSUMER_FROZEN,
@@ -34,9 +34,10 @@ from prfaas.serving.gateway.kv_transfer import (
     TransferSpec,
     kept_part,
 )
+from prfaas.serving.gateway.prefill_hop import HopTrace
 from prfaas.serving.gateway.prompts import Endpoint
 from prfaas.serving.gateway.request import ServingRequest, Tenants
-from prfaas.serving.gateway.request_trace import CANCELLED
+from prfaas.serving.gateway.request_trace import CANCELLED, AttributeValue, RequestSpans
 from prfaas.serving.tasks import BackgroundTasks, end_all
 from prfaas.serving.transport.ticket import Ticket, prompt_digest
 
@@ -69,6 +70,74 @@ class OpenHop:
     """Gets the transfer when a request for the KV may be sent; None: nobody waits for that."""
     first: "asyncio.Future[SampledTokens] | None"
     """Gets the first token, where the producer samples it."""
+
+
+class HopTrace:
+    """The two spans begin together, and each ends by itself."""
+
+    def __init__(self, trace: RequestSpans, spec: TransferSpec, plane: LivePlane) -> None:
+        producer, consumer = (
+            plane.members.instance(spec.producer).cluster,
+            plane.members.instance(spec.consumer).cluster,
+        )
+        self._spec = spec
+        self._links = plane.links
+        self._resent_bytes = plane.links.resent_bytes(spec.producer, spec.consumer)
+        purpose = "prefix" if spec.attributes.service.background else "request"
+        self._prefill = trace.open(
+            "prefill",
+            {
+                "prfaas.instance": spec.producer,
+                "prfaas.cluster": producer,
+                "prfaas.prompt_tokens": len(spec.token_ids),
+                "prfaas.kv.purpose": purpose,
+            },
+            asks_engine=True,
+        )
+        self._transfer = trace.open(
+            "kv_transfer",
+            {
+                "prfaas.kv.producer": spec.producer,
+                "prfaas.kv.consumer": spec.consumer,
+                "prfaas.kv.link": producer if producer == consumer else f"{producer}->{consumer}",
+                "prfaas.kv.skip_tokens": spec.skip_tokens,
+                "prfaas.kv.expected_bytes": spec.kv_bytes,
+                "prfaas.kv.purpose": purpose,
+            },
+        )
+
+    def headers(self, headers: Mapping[str, str]) -> dict[str, str]:
+        """For the producer, whose own spans become children of the prefill."""
+        return {**headers, "traceparent": self._prefill.traceparent}
+
+    def prefilled(self, cached_tokens: int | None) -> None:
+        """The producer has answered. `cached_tokens`: what it reused, by its own word."""
+        if cached_tokens is not None:
+            self._prefill.tell({"gen_ai.usage.cache_read.input_tokens": cached_tokens})
+        self._prefill.end()
+
+    def arrived(self, arrival: "asyncio.Task[TransferredBytes]") -> None:
+        """The transfer is over; a failed one's span is left for `failed`, which knows why."""
+        if arrival.cancelled() or arrival.exception() is not None:
+            return
+        moved = arrival.result()
+        told: dict[str, AttributeValue] = {
+            "prfaas.kv.bytes": moved.total_bytes,
+            "prfaas.kv.wire_bytes": moved.total_bytes - moved.spared_bytes,
+            "prfaas.kv.overlapped_bytes": moved.overlapped_bytes,
+            "prfaas.kv.overlapped_fraction": moved.overlapped_fraction,
+        }
+        now_bytes = self._links.resent_bytes(self._spec.producer, self._spec.consumer)
+        if self._resent_bytes is not None and now_bytes is not None:
+            # The count starts again with the producer's process.
+            told["prfaas.kv.link_resent_bytes"] = max(now_bytes - self._resent_bytes, 0)
+        self._transfer.tell(told)
+        self._transfer.end()
+
+    def failed(self, reason: str, *, in_transfer: bool) -> None:
+        """One of the two has failed, in one word; what is open of the other ends with it."""
+        self._transfer.end(reason if in_transfer else CANCELLED)
+        self._prefill.end(CANCELLED if in_transfer else reason)
 
 
 class PrefillHop:
@@ -206,7 +275,7 @@ class PrefillHop:
             assert failure is not None
             if failure.reason == INCOMPATIBLE:
                 request.record.note(f"{spec.producer} and {spec.consumer} are incompatible: {failure}")
-            raise self._report(spec, failure).keeping(kept)
+            raise self._report(spec, failure, kept)
         return done
 
     def abandon(self, ticket: Ticket, reason: str) -> None:
@@ -386,7 +455,12 @@ class PrefillHop:
         link = self._running.current.link(producer.cluster, consumer.cluster)
         return None if link is None else link.bandwidth_bits_per_s
 
-    def _report(self, spec: TransferSpec, failure: EngineCallError | TransferFailedError) -> HopFailedError:
+    def _report(
+        self,
+        spec: TransferSpec,
+        failure: EngineCallError | TransferFailedError,
+        kept: KeptPart | None = None,
+    ) -> HopFailedError:
         """Tell the control plane whom a failure blames: the producer, the consumer or nobody, never both."""
         logger.warning("prefill at %s for %s failed: %s", spec.producer, spec.consumer, failure)
         if isinstance(failure, EngineCallError):
@@ -394,13 +468,13 @@ class PrefillHop:
                 lost_cache = failure.blame is Blame.DEAD
                 self._plane.health.suspect(spec.producer, str(failure), lost_cache=lost_cache)
             hopeless = failure.is_clients_fault or failure.reason == OWN_RESOURCES
-            return HopFailedError(failure.reason, hopeless=hopeless)
+            return HopFailedError(failure.reason, hopeless=hopeless, kept=kept)
         if failure.reason == CONSUMER_SILENT:
             self._plane.health.suspect(spec.consumer, str(failure))
         elif failure.reason not in BLAMES_NOBODY:
             self._plane.health.suspect(spec.producer, str(failure))
         # No other producer could reach such a consumer either; it prefills, if it lives.
-        return HopFailedError(failure.reason, hopeless=failure.reason in HOPELESS)
+        return HopFailedError(failure.reason, hopeless=failure.reason in HOPELESS, kept=kept)
 
 
 def tell(told: "asyncio.Future[T] | None", value: T) -> None:

@@ -43,6 +43,8 @@ class _RemotePrefill:
     attempt: Attempt
     prefix: MovedPrefix
     """What the prefill may start from."""
+    wanted: str
+    """The instance that it was moved to."""
     ask: FirstTokenAsk | None
     """The prefill samples the first token too, so; None: the decode instance does."""
     soon: "asyncio.Future[StartedTransfer]"
@@ -85,13 +87,15 @@ class RemotePrefills:
         `attempt.decision` becomes the one that was carried out: another instance may be free first.
         """
         # 1. A cached prefix that is elsewhere goes to the prefill instance first.
-        prefix = await self._prefixes.move(request, prompt, attempt.decision)
+        wanted = attempt.decision
+        prefix = await self._prefixes.move(request, prompt, wanted)
         loop = asyncio.get_running_loop()
         running = _RemotePrefill(
             request=request,
             prompt=prompt,
             attempt=attempt,
             prefix=prefix,
+            wanted=wanted.prefill,
             ask=ask,
             soon=loop.create_future(),
             first=loop.create_future(),
@@ -150,7 +154,7 @@ class RemotePrefills:
     async def _prefill(self, running: _RemotePrefill) -> DecidedRequest:
         """Have an instance of the cluster prefill, and move the KV. Raises HopFailedError."""
         request, prompt, attempt, prefix = running.request, running.prompt, running.attempt, running.prefix
-        wanted, begun_s = attempt.decision, time.perf_counter()
+        begun_s = time.perf_counter()
         request.record.waits_for = WaitsFor.PREFILL_INSTANCE
         try:
             # Wait until an instance of the cluster is free for the prefill. From then on it counts as its work, and
@@ -160,29 +164,28 @@ class RemotePrefills:
                 request.record.waits_for = WaitsFor.PREFILL
                 attempt.decision = decision
                 self._plane.prefixes.expect(decision.prefill, prompt.chains)
-                has_prefix = decision.prefill == wanted.prefill
                 with self._plane.prefilling(decision) as work:
                     if running.ask is not None and running.ask.is_all:
-                        return await self._sampled(running, running.ask, work, has_prefix=has_prefix)
-                    return await self._moved(running, work, has_prefix=has_prefix)
+                        return await self._sampled(running, running.ask, work)
+                    return await self._moved(running, work)
         finally:
-            is_used = attempt.moved is not None and attempt.decision.prefill == wanted.prefill
+            is_used = attempt.moved is not None and attempt.decision.prefill == running.wanted
             if prefix.transfer is not None and not is_used:
                 self.free(prefix.transfer.ticket, "the prefill that would have used it failed")
 
     async def _sampled(
-        self, running: _RemotePrefill, ask: FirstTokenAsk, work: OpenPrefill, *, has_prefix: bool
+        self, running: _RemotePrefill, ask: FirstTokenAsk, work: OpenPrefill
     ) -> AnsweredRequest:
         """Sample the only token of the answer there. Raises HopFailedError."""
         request, decision = running.request, running.attempt.decision
-        spec = _spec(running, running.prompt.token_ids, work, has_prefix=has_prefix)
+        spec = _spec(running, running.prompt.token_ids, work)
         first, prefill_s = await self._push.sample(spec, ask, request)
         work.measured()
         self._metrics.prefill_seconds.labels(str(decision.route)).observe(prefill_s)
         request.record.took("prefill", prefill_s)
         return AnsweredRequest(decision=decision, prompt=running.prompt, prefix=running.prefix, first=first)
 
-    async def _moved(self, running: _RemotePrefill, work: OpenPrefill, *, has_prefix: bool) -> MovedRequest:
+    async def _moved(self, running: _RemotePrefill, work: OpenPrefill) -> MovedRequest:
         """Prefill there, and move the KV to the decode instance. Raises HopFailedError."""
         request, prompt, attempt = running.request, running.prompt, running.attempt
         decision, is_early = attempt.decision, running.ask is not None
@@ -200,7 +203,7 @@ class RemotePrefills:
         )
         has_lead = pulled or self._running.current.transfer.decode_lead_s > 0
         done = await (self._pull if pulled else self._push).run(
-            _spec(running, token_ids, work, attributes, has_prefix=has_prefix),
+            _spec(running, token_ids, work, attributes),
             request,
             running.soon if has_lead else None,
             running.first,
@@ -245,11 +248,10 @@ def _spec(
     token_ids: Sequence[int],
     work: OpenPrefill,
     attributes: TransferAttributes = PLAIN,
-    *,
-    has_prefix: bool,
 ) -> TransferSpec:
     """What moves of a prefill elsewhere: the KV of `token_ids`."""
     decision, prefix = running.attempt.decision, running.prefix.transfer
+    has_prefix = prefix is not None and decision.prefill == running.wanted
     return TransferSpec(
         producer=decision.prefill,
         consumer=decision.decode,

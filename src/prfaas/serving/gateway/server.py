@@ -29,7 +29,6 @@ from prfaas.serving.gateway.http_pool import HttpPool
 from prfaas.serving.gateway.intake import Intake
 from prfaas.serving.gateway.kv_transfer import KvTransfers, watchers_of
 from prfaas.serving.gateway.metrics import Metrics
-from prfaas.serving.gateway.middleware import http_logger
 from prfaas.serving.gateway.prefill import PrefillOrchestrator
 from prfaas.serving.gateway.prefill_hop import PrefillHop
 from prfaas.serving.gateway.prefix_moves import PrefixMoves
@@ -38,7 +37,7 @@ from prfaas.serving.gateway.remote_prefill import RemotePrefills
 from prfaas.serving.gateway.request import Tenants
 from prfaas.serving.gateway.request_log import RequestLog
 from prfaas.serving.gateway.request_trace import Tracing
-from prfaas.serving.gateway.routes import Routes
+from prfaas.serving.gateway.routes import Routes, http_logger
 from prfaas.serving.gateway.shadow import Shadow, ShadowOptions
 from prfaas.serving.gateway.tokenization import LocalTokenizer, Tokenization
 from prfaas.serving.gateway.validation import Validation

@@ -142,6 +142,14 @@ class StreamResume:
         )
         return AnswerRest(rest, ids, len(sent_ids))
 
+    async def close(self, begun: BegunAnswer, sent_tokens: int, details: Json | None = None) -> None:
+        """Write what follows the last token of a complete answer. `details`: the usage's, where they are known."""
+        for event in begun.transcript.closing_events(
+            len(begun.prompt_ids), sent_tokens, usage=wants_usage(begun.body), details=details
+        ):
+            await begun.sink.write(event)
+        begun.request.record.answer_tokens = sent_tokens
+
     async def hashed(self, rest: AnswerRest) -> TokenizedPrompt:
         """The prompt of `rest` with the hashes of its blocks."""
         return await self._tokenization.hash_blocks(rest.request, rest.token_ids, exact=True)
@@ -176,10 +184,7 @@ class StreamResume:
                 request.endpoint, begun.body, len(prompt_ids), len(sent_ids), self._max_model_len
             )
             if transcript.finish_reason is not None or transcript.ended or max_tokens < 1:
-                usage = wants_usage(begun.body)
-                for event in transcript.closing_events(len(prompt_ids), len(sent_ids), usage=usage):
-                    await begun.sink.write(event)
-                request.record.answer_tokens = len(sent_ids)
+                await self.close(begun, len(sent_ids))
                 return "finished"
             if len(begun.failed) >= self._decode_attempts:
                 raise CannotResumeError("attempts")
