@@ -118,12 +118,9 @@ class FirstTokenAnswers:
         """No engine can end the answer: say so in the stream, or in place of an answer (ApiError)."""
         request = begun.request
         request.record.note(f"continuation: {error.outcome}")
-        name = begun.failed[-1] if begun.failed else None
-        sentence = (
-            "No decode instance can continue."
-            if name is None
-            else f"The decode instance {name} does not answer."
-        )
+        sentence = "No decode instance can continue."
+        if begun.failed:
+            sentence = f"The decode instance {begun.failed[-1]} does not answer."
         if writer is None:
             raise ApiError(503, sentence, retry_after_s=1)
         await self._resume.break_off(request, writer, sentence)

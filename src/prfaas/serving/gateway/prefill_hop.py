@@ -48,7 +48,6 @@ _ASK_CONSUMER_S = 1.0
 # While a transfer is not announced, its producer is asked that often whether it may send at all.
 _ASK_PRODUCER_S = 0.25
 
-
 T = TypeVar("T")
 Arrival = asyncio.Task[TransferredBytes]
 
@@ -251,32 +250,29 @@ class PrefillHop:
             soon=soon,
             first=first,
         )
-        done: TransferDone | None = None
-        failure: EngineCallError | TransferFailedError | None = None
-        kept: KeptPart | None = None
         try:
             with self._metrics.in_flight_transfers.track_inprogress():
-                try:
-                    # 2. The producer prefills and sends; the consumer's ranks say when all bytes are there.
-                    done = await self._prefill_and_transfer(hop)
-                except (EngineCallError, TransferFailedError) as error:
-                    failure = error
-                    if keeps:
-                        within_s = self._options.abandon_timeout_s
-                        kept = await kept_part(self._transfers, ticket, sealed, error, within_s)
-        finally:
-            # Also when the client has left: no request will load what has arrived.
-            if done is None and kept is None:
-                self.abandon(ticket, str(failure) if failure is not None else "the request was cancelled")
-            if done is None and spans is not None:
-                word = CANCELLED if failure is None else failure.reason
-                spans.failed(word, in_transfer=isinstance(failure, TransferFailedError))
-        if done is None:
-            assert failure is not None
+                # 2. The producer prefills and sends; the consumer's ranks say when all bytes are there.
+                return await self._prefill_and_transfer(hop)
+        except BaseException as error:
+            # None: the client has left. No request will load what has arrived then either.
+            failure = error if isinstance(error, EngineCallError | TransferFailedError) else None
+            kept: KeptPart | None = None
+            try:
+                if keeps and failure is not None:
+                    within_s = self._options.abandon_timeout_s
+                    kept = await kept_part(self._transfers, ticket, sealed, failure, within_s)
+            finally:
+                if kept is None:
+                    self.abandon(ticket, "the request was cancelled" if failure is None else str(failure))
+                if spans is not None:
+                    word = CANCELLED if failure is None else failure.reason
+                    spans.failed(word, in_transfer=isinstance(failure, TransferFailedError))
+            if failure is None:
+                raise
             if failure.reason == INCOMPATIBLE:
                 request.record.note(f"{spec.producer} and {spec.consumer} are incompatible: {failure}")
-            raise self._report(spec, failure, kept)
-        return done
+            raise self._report(spec, failure, kept) from None
 
     def abandon(self, ticket: Ticket, reason: str) -> None:
         """Have the staging of a transfer freed, in the background, when its consumer may never take it."""
