@@ -34,7 +34,6 @@ from prfaas.serving.gateway.kv_transfer import (
     TransferSpec,
     kept_part,
 )
-from prfaas.serving.gateway.prefill_hop import HopTrace
 from prfaas.serving.gateway.prompts import Endpoint
 from prfaas.serving.gateway.request import ServingRequest, Tenants
 from prfaas.serving.gateway.request_trace import CANCELLED, AttributeValue, RequestSpans
@@ -50,25 +49,6 @@ _ASK_PRODUCER_S = 0.25
 
 T = TypeVar("T")
 Arrival = asyncio.Task[TransferredBytes]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenHop:
-    """A prefill and its transfer that are under way."""
-
-    spec: TransferSpec
-    ticket: Ticket
-    sealed: str
-    """The ticket as the producer is told it."""
-    body: bytes
-    """The producer's request."""
-    request: ServingRequest
-    spans: HopTrace | None
-    """None: the request is not traced."""
-    soon: "asyncio.Future[StartedTransfer] | None"
-    """Gets the transfer when a request for the KV may be sent; None: nobody waits for that."""
-    first: "asyncio.Future[SampledTokens] | None"
-    """Gets the first token, where the producer samples it."""
 
 
 class HopTrace:
@@ -137,6 +117,25 @@ class HopTrace:
         """One of the two has failed, in one word; what is open of the other ends with it."""
         self._transfer.end(reason if in_transfer else CANCELLED)
         self._prefill.end(CANCELLED if in_transfer else reason)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenHop:
+    """A prefill and its transfer that are under way."""
+
+    spec: TransferSpec
+    ticket: Ticket
+    sealed: str
+    """The ticket as the producer is told it."""
+    body: bytes
+    """The producer's request."""
+    request: ServingRequest
+    spans: HopTrace | None
+    """None: the request is not traced."""
+    soon: "asyncio.Future[StartedTransfer] | None"
+    """Gets the transfer when a request for the KV may be sent; None: nobody waits for that."""
+    first: "asyncio.Future[SampledTokens] | None"
+    """Gets the first token, where the producer samples it."""
 
 
 class PrefillHop:
