@@ -5,7 +5,7 @@ import time
 from aiohttp import web
 
 from prfaas.core.scheduling import Decision
-from prfaas.serving.gateway.answers import Answers
+from prfaas.serving.gateway.answering import Answering
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.intake import Intake
 from prfaas.serving.gateway.prefill import PrefillOrchestrator
@@ -28,7 +28,7 @@ class Generation:
         tokenization: Tokenization,
         validation: Validation,
         prefill: PrefillOrchestrator,
-        answers: Answers,
+        answers: Answering,
     ) -> None:
         self._context = context
         self._intake = intake

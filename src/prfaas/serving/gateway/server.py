@@ -20,7 +20,7 @@ from prfaas.serving.control.plane import LivePlane
 from prfaas.serving.descriptors import DescriptorBudget, raise_descriptor_limit
 from prfaas.serving.gateway.admin import AdminRoutes
 from prfaas.serving.gateway.admission import Admission
-from prfaas.serving.gateway.answers import Answers
+from prfaas.serving.gateway.answering import Answering
 from prfaas.serving.gateway.context import Draining, GatewayContext, GatewayOptions, ThreadOffload
 from prfaas.serving.gateway.engine_client import EngineCallError, EngineClient
 from prfaas.serving.gateway.first_token_rules import FirstTokenRules
@@ -160,7 +160,7 @@ class Gateway:
             tokenization=tokenization,
             validation=Validation(context),
             prefill=prefill,
-            answers=Answers(context, tokenization=tokenization, prefill=prefill, shadow=self._shadow),
+            answers=Answering(context, tokenization=tokenization, prefill=prefill, shadow=self._shadow),
         )
         self.routes = Routes(deployment, generation, context)
         token = None if token_file is None else load_token(token_file)

@@ -23,7 +23,7 @@ from prfaas.serving.gateway.tokenization import Tokenization
 from prfaas.serving.gateway.transcript import AnswerText
 
 
-class Answers:
+class Answering:
     """Has requests answered, by another decode engine where one fails."""
 
     def __init__(
