@@ -23,7 +23,7 @@ from prfaas.serving.gateway.bodies import (
     prefill_body,
     strip_owned,
 )
-from prfaas.serving.gateway.prompts import Endpoint, TokenPrompt, prompt_of
+from prfaas.serving.gateway.prompts.prompt import Endpoint, TokenPrompt, prompt_of
 
 IDS = st.lists(st.one_of(st.integers(0, 2**32 - 1), st.integers(0, 11)), min_size=1, max_size=40)
 OTHERS = st.dictionaries(

@@ -5,16 +5,16 @@ import time
 from aiohttp import web
 
 from prfaas.core.scheduling import Decision
-from prfaas.serving.gateway.answering import Answering
+from prfaas.serving.gateway.answers.answering import Answering
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.intake import Intake
-from prfaas.serving.gateway.prefill import PrefillOrchestrator
-from prfaas.serving.gateway.prompts import DirectPrompt, Endpoint, answer_limit
-from prfaas.serving.gateway.ready_requests import DecidedRequest
-from prfaas.serving.gateway.request import ServingRequest, TokenizedPrompt
+from prfaas.serving.gateway.prompts.prompt import DirectPrompt, Endpoint, answer_limit
+from prfaas.serving.gateway.prompts.request import ServingRequest, TokenizedPrompt
+from prfaas.serving.gateway.prompts.tokenization import Tokenization
+from prfaas.serving.gateway.prompts.validation import Validation
 from prfaas.serving.gateway.request_trace import decision_attributes
-from prfaas.serving.gateway.tokenization import Tokenization
-from prfaas.serving.gateway.validation import Validation
+from prfaas.serving.gateway.ways.preparing import PrefillOrchestrator
+from prfaas.serving.gateway.ways.ready_requests import DecidedRequest
 
 
 class Generation:

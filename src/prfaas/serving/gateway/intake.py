@@ -8,8 +8,8 @@ from aiohttp import web
 from prfaas.serving.gateway.admission import Admission, AdmittedRequest
 from prfaas.serving.gateway.bodies import ApiError
 from prfaas.serving.gateway.context import GatewayContext
-from prfaas.serving.gateway.prompts import Endpoint
-from prfaas.serving.gateway.request import RequestParser, ServingRequest, Tenants
+from prfaas.serving.gateway.prompts.prompt import Endpoint
+from prfaas.serving.gateway.prompts.request import RequestParser, ServingRequest, Tenants
 from prfaas.serving.gateway.request_log import RECORD, RequestLog, RequestRecord
 
 _DESCRIPTORS_RETRY_S = 1.0

@@ -15,7 +15,7 @@ from prfaas.serving.gateway.bodies import ApiError, Json, error_body
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.dialects import dialect_of_path
 from prfaas.serving.gateway.generation import Generation
-from prfaas.serving.gateway.prompts import Endpoint
+from prfaas.serving.gateway.prompts.prompt import Endpoint
 from prfaas.serving.gateway.request_log import RECORD, RequestRecord
 from prfaas.serving.logs import PEER
 

@@ -20,27 +20,27 @@ from prfaas.serving.control.plane import LivePlane
 from prfaas.serving.descriptors import DescriptorBudget, raise_descriptor_limit
 from prfaas.serving.gateway.admin import AdminRoutes
 from prfaas.serving.gateway.admission import Admission
-from prfaas.serving.gateway.answering import Answering
+from prfaas.serving.gateway.answers.answering import Answering
+from prfaas.serving.gateway.answers.shadow import Shadow, ShadowOptions
 from prfaas.serving.gateway.context import Draining, GatewayContext, GatewayOptions, ThreadOffload
 from prfaas.serving.gateway.engine_client import EngineCallError, EngineClient
-from prfaas.serving.gateway.first_token_rules import FirstTokenRules
 from prfaas.serving.gateway.generation import Generation
 from prfaas.serving.gateway.http_pool import HttpPool
 from prfaas.serving.gateway.intake import Intake
-from prfaas.serving.gateway.kv_transfer import KvTransfers, watchers_of
 from prfaas.serving.gateway.metrics import Metrics
-from prfaas.serving.gateway.prefill import PrefillOrchestrator
-from prfaas.serving.gateway.prefill_hop import PrefillHop
-from prfaas.serving.gateway.prefix_moves import PrefixMoves
-from prfaas.serving.gateway.pulled_hop import PulledHop
-from prfaas.serving.gateway.remote_prefill import RemotePrefills
-from prfaas.serving.gateway.request import Tenants
+from prfaas.serving.gateway.prompts.request import Tenants
+from prfaas.serving.gateway.prompts.tokenization import LocalTokenizer, Tokenization
+from prfaas.serving.gateway.prompts.validation import Validation
 from prfaas.serving.gateway.request_log import RequestLog
 from prfaas.serving.gateway.request_trace import Tracing
 from prfaas.serving.gateway.routes import Routes, http_logger
-from prfaas.serving.gateway.shadow import Shadow, ShadowOptions
-from prfaas.serving.gateway.tokenization import LocalTokenizer, Tokenization
-from prfaas.serving.gateway.validation import Validation
+from prfaas.serving.gateway.ways.first_token_rules import FirstTokenRules
+from prfaas.serving.gateway.ways.kv_transfer import KvTransfers, watchers_of
+from prfaas.serving.gateway.ways.prefix_moves import PrefixMoves
+from prfaas.serving.gateway.ways.preparing import PrefillOrchestrator
+from prfaas.serving.gateway.ways.pull import PulledHop
+from prfaas.serving.gateway.ways.push import PrefillHop
+from prfaas.serving.gateway.ways.remote_prefill import RemotePrefills
 from prfaas.serving.pool.copier import PoolCopier, pool_observers
 from prfaas.serving.reloading import Reloader
 from prfaas.serving.running_deployment import RunningDeployment
