@@ -7,12 +7,6 @@ from random import Random
 import numpy as np
 import pytest
 import torch
-
-from prfaas.serving.engines.page_digests import byte_sums
-from prfaas.serving.engines.vllm.arena_pages import ArenaPages
-from prfaas.serving.engines.vllm.device_pages import DevicePages, _DeviceSums, _Lane
-from prfaas.serving.engines.vllm.metadata import TransferMetadata
-
 from tests.serving.engines.vllm.late_device import CUDA, LateDevice, late_device
 from tests.serving.engines.vllm.test_producer_consumer import (
     assert_moved,
@@ -23,6 +17,11 @@ from tests.serving.engines.vllm.test_producer_consumer import (
     new_ticket,
     sends,
 )
+
+from prfaas.serving.engines.page_digests import byte_sums
+from prfaas.serving.engines.vllm.arena_pages import ArenaPages
+from prfaas.serving.engines.vllm.device_pages import DevicePages, _DeviceSums, _Lane
+from prfaas.serving.engines.vllm.metadata import TransferMetadata
 
 BLOCKS, PAGE_BYTES = 24, 64
 
