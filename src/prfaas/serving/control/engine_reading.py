@@ -1,6 +1,5 @@
 """Reading of an engine's /metrics at one moment."""
 
-import math
 import re
 from dataclasses import dataclass
 
@@ -31,6 +30,9 @@ _SAMPLE = re.compile(
 )
 _CACHE_CONFIG = re.compile(rb"^vllm:cache_config_info\{([^\n]*)\}", re.MULTILINE)
 _COUNT_DIGITS = 20
+_MOST_COUNT = 1 << 40
+# What other programs read exactly. Of a sum that is more, its last samples are left out.
+_MOST = float(1 << 53)
 _LABEL = re.compile(rb'(\w+)="([^"]*)"')
 
 
@@ -80,13 +82,13 @@ class EngineReading:
 
 
 def read_exposition(text: bytes) -> EngineReading:
-    """Never raises: what can't be read counts as absent."""
+    """Never raises: what can't be read, or is no number of 0 to 2⁵³, counts as absent."""
     sums = dict.fromkeys(SERIES, 0.0)
     seen: set[str] = set()
     for match in _SAMPLE.finditer(text):
         value = _number(match.group(2))
         name = match.group(1).decode()
-        if value is not None and math.isfinite(sums[name] + value):
+        if value is not None and sums[name] + value <= _MOST:
             sums[name] += value
             seen.add(name)
     found = _CACHE_CONFIG.search(text)
@@ -95,7 +97,7 @@ def read_exposition(text: bytes) -> EngineReading:
     blocks = _positive(labels.get(b"num_gpu_blocks"))
     cache_tokens = _positive(labels.get(b"kv_cache_size_tokens"))
     if cache_tokens is None and block_tokens is not None and blocks is not None:
-        cache_tokens = block_tokens * blocks
+        cache_tokens = min(block_tokens * blocks, _MOST_COUNT)
     return EngineReading(
         running=int(sums["vllm:num_requests_running"]),
         waiting=int(sums["vllm:num_requests_waiting"]),
@@ -123,11 +125,11 @@ def _number(text: bytes) -> float | None:
         value = float(text)
     except ValueError:
         return None
-    return value if math.isfinite(value) else None
+    return value if 0 <= value <= _MOST else None
 
 
 def _positive(text: bytes | None) -> int | None:
     # Python refuses to read numbers of thousands of digits.
     if text is None or not text.isdigit() or len(text) > _COUNT_DIGITS:
         return None
-    return int(text) if 0 < int(text) < 1 << 40 else None
+    return int(text) if 0 < int(text) <= _MOST_COUNT else None

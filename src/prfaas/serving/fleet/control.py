@@ -92,8 +92,8 @@ class FleetControl(Part):
     async def run(self) -> None:
         """Until cancelled."""
         async with asyncio.TaskGroup() as group:
-            group.create_task(self.member.run())
-            group.create_task(self._loop())
+            group.create_task(self.loop_failures.keep("FleetMember", self.member.run))
+            group.create_task(self.loop_failures.keep("FleetControl", self._loop))
 
     async def close(self) -> None:
         """Leave the fleet; after `run` has ended."""
