@@ -84,6 +84,14 @@ class FrameType(enum.IntEnum):
     COPIED = 42
 
 
+# JSON in which every number is finite, and nothing is nested deeper than the deepest answer, that of STATS.
+_MAX_DEPTH = 8
+_Scalar: Any = None | bool | Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | float | str
+_Value = _Scalar
+for _ in range(_MAX_DEPTH):
+    _Value = _Scalar | list[_Value] | dict[str, _Value]
+_CONTROL: msgspec.json.Decoder[dict[str, Any]] = msgspec.json.Decoder(dict[str, _Value])
+
 _TYPES = {int(kind): kind for kind in FrameType}
 _LIMITS = dict.fromkeys(FrameType, MAX_CONTROL_BYTES) | {
     FrameType.OPEN: MAX_OPEN_BYTES,
@@ -221,19 +229,16 @@ def parse_control(header: Header, payload: bytes | bytearray | memoryview) -> di
     """The JSON object of a control frame, empty for an empty payload.
 
     Raises:
-        WireError: the payload is damaged or no JSON object.
+        WireError: the payload is damaged, no JSON object, too deep, or has numbers that are not finite or too large.
     """
     if not payload:
         return {}
     if checksum(payload) != header.checksum:
         raise WireError(f"{header.kind.name} frame is damaged: its checksum does not fit")
     try:
-        body = json.loads(bytes(payload))
-    except (ValueError, RecursionError):
-        raise WireError(f"{header.kind.name} frame does not hold JSON") from None
-    if not isinstance(body, dict):
-        raise WireError(f"{header.kind.name} frame must hold a JSON object")
-    return body
+        return _CONTROL.decode(payload)
+    except msgspec.DecodeError as error:
+        raise WireError(f"{header.kind.name} frame holds no JSON object of the protocol: {error}") from None
 
 
 BodyT = TypeVar("BodyT")
