@@ -130,6 +130,8 @@ class PoolDaemon:
     ) -> tuple[PageStore | None, StoreSession | None]:
         """Open a session, as `PoolHost.opened`."""
         async with self._opening:
+            if message.geometry is not None and message.kind == "tool":
+                raise ValueError("a tool takes the geometry that the pool has")
             if message.geometry is not None:
                 await self._agree_on(PoolGeometry.decode(message.geometry))
             store = self.store

@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections import Counter, OrderedDict
+from functools import lru_cache
 
 from prfaas.serving.transport.sockets import shut
 
@@ -16,7 +17,6 @@ _ROOM_WAIT_S = 1.0
 _NOTE_PERIOD_S = 10.0
 _MAX_REJECTED = 64
 _MAX_KNOWN = 1024
-_KNOWN = "known"
 _IPV4_PREFIX_BITS, _IPV6_PREFIX_BITS = 24, 64
 
 
@@ -33,7 +33,7 @@ class UnauthenticatedPeers:
         self._name = name
         self._places = places
         self._changed = threading.Condition()
-        # By age, with their networks; `_KNOWN` stands for all of known addresses.
+        # By age, with their addresses.
         self._inside: OrderedDict[socket.socket, str] = OrderedDict()
         # Those of them that were closed, and whose threads have yet to end.
         self._closing: set[socket.socket] = set()
@@ -66,7 +66,7 @@ class UnauthenticatedPeers:
                 )
                 if not has_room:
                     return False
-            self._inside[sock] = _KNOWN if is_known else network_of(address)
+            self._inside[sock] = address
             return True
 
     def leave(self, sock: socket.socket) -> None:
@@ -122,14 +122,14 @@ class UnauthenticatedPeers:
         return self._closed
 
     def _taken(self, *, is_known: bool) -> int:
-        return sum((network == _KNOWN) == is_known for network in self._inside.values())
+        return sum((address in self._known) == is_known for address in self._inside.values())
 
     def _close_one(self, *, is_known: bool) -> bool:
         """Close one of the known or of the unknown; False if none of them stays."""
         staying = {
-            sock: network
-            for sock, network in self._inside.items()
-            if sock not in self._closing and (network == _KNOWN) == is_known
+            sock: network_of(address)
+            for sock, address in self._inside.items()
+            if sock not in self._closing and (address in self._known) == is_known
         }
         if not staying:
             return False
@@ -142,6 +142,7 @@ class UnauthenticatedPeers:
         return True
 
 
+@lru_cache(maxsize=4096)
 def network_of(address: str) -> str:
     """The network of an IP address: what one sender has many addresses of."""
     try:
