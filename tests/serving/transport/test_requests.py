@@ -123,15 +123,18 @@ def test_a_page_may_not_be_asked_for_twice_nor_too_many() -> None:
 
 def test_an_engine_refuses_what_only_a_pool_does(world: World) -> None:
     async def main() -> None:
-        observer = Observer("gateway", KEY, "127.0.0.1", world.receiver.port, "c/0")
+        observer, pool = (
+            Observer(name, KEY, "127.0.0.1", world.receiver.port, "c/0") for name in ("gateway", "a-pool")
+        )
         try:
             copied = await observer.request(bytes(16), CopyOrder("t", [1, 2], "", ""), 10.0)
             assert CopyResult.from_body(copied) == CopyResult(0, 0, "refused: there is no pool here")
-            pulled = await observer.request(bytes(16), PullOrder("t", b"", (bytes(17),)), 10.0)
+            pulled = await pool.request(bytes(16), PullOrder("t", b"", (bytes(17),)), 10.0)
             assert PullAnswer.from_body(pulled).reason == "refused: there is no pool here"
             assert (await observer.stats())["opened"] == 0
         finally:
             await observer.close()
+            await pool.close()
 
     asyncio.run(main())
 
@@ -157,12 +160,14 @@ def test_a_request_is_answered_later_and_fails_with_its_connection() -> None:
     receiver = asking_receiver(AskedTransfers(), requests)
 
     async def main() -> None:
-        observer = Observer("gateway", KEY, "127.0.0.1", receiver.port, "c/0")
+        observer, pool = (
+            Observer(name, KEY, "127.0.0.1", receiver.port, "c/0") for name in ("gateway", "a-pool")
+        )
         first = asyncio.create_task(observer.request(b"1" * 16, CopyOrder("t", [1], "", ""), 10.0))
-        second = asyncio.create_task(observer.request(b"2" * 16, PullOrder("t", b"", (bytes(17),)), 10.0))
+        second = asyncio.create_task(pool.request(b"2" * 16, PullOrder("t", b"", (bytes(17),)), 10.0))
         await asyncio.to_thread(await_true, lambda: len(requests) == 2, 5.0, lambda: str(requests))
         by_id = {request.transfer_id: request for request in requests}
-        assert {request.peer for request in requests} == {"gateway"}
+        assert {request.peer for request in requests} == {"gateway", "a-pool"}
         by_id[b"2" * 16].answer(PullAnswer((None, (7,))))
         assert PullAnswer.from_body(await second) == PullAnswer((None, (7,)))
         assert not first.done()
@@ -172,6 +177,7 @@ def test_a_request_is_answered_later_and_fails_with_its_connection() -> None:
         with pytest.raises(ConnectionError):
             await first
         await observer.close()
+        await pool.close()
 
     asyncio.run(main())
 
