@@ -1,5 +1,6 @@
 """Engines and tools at the daemon's socket."""
 
+import contextlib
 import os
 import random
 import socket
@@ -13,9 +14,9 @@ import pytest
 from prfaas.core.pool.keys import page_id
 from prfaas.serving.pool.arena import ArenaError
 from prfaas.serving.pool.client import PoolClient
-from prfaas.serving.pool.daemon import DaemonOptions, PoolError
+from prfaas.serving.pool.daemon import DaemonOptions, PoolDaemon, PoolError
 from prfaas.serving.pool.page_table import PageState
-from prfaas.serving.pool.protocol import PageRef, PoolMatch
+from prfaas.serving.pool.protocol import PROTOCOL_VERSION, PageRef, PoolMatch
 
 from .pool_daemon import (
     DENSE,

@@ -193,31 +193,26 @@ def _number(value: object) -> float:
     return float(value) if isinstance(value, int | float) and 0 <= value <= _MOST_NUMBER else 0.0
 
 
-def _daemon(newest: PoolReading, node: PoolNode) -> Json:
-    store = newest.parts.get("store", {})
+# Shown as the daemon calls them.
+_TOLD = {
+    "store": (
+        *("epoch", "pinned_pages", "writing_pages", "stored_bytes", "refused_pages", "evicted_pages"),
+        *("evicted_bytes", "promoted_bytes", "wrong_pages"),
+        *("ssd_queued_bytes", "ssd_written_bytes", "ssd_read_bytes"),
+    ),
+    "copies": ("copied_bytes", "lent_bytes", "failed_copies"),
+}
 
+
+def _daemon(newest: PoolReading, node: PoolNode) -> Json:
     def number(part: str, name: str) -> int:
         return round(newest.number(part, name))
 
+    state = str(newest.parts.get("store", {}).get("ssd_state", ""))
     return {
-        "epoch": number("store", "epoch"),
         "sessions": number("store", "engine_sessions"),
         "bytes": {"memory": number("store", "used_bytes"), "ssd": number("store", "ssd_bytes")},
         "capacity_bytes": {"memory": number("store", "memory_bytes"), "ssd": node.ssd_bytes},
         "pages": {tier: newest.pages(tier) for tier in TIERS},
-        "pinned_pages": number("store", "pinned_pages"),
-        "writing_pages": number("store", "writing_pages"),
-        "stored_bytes": number("store", "stored_bytes"),
-        "refused_pages": number("store", "refused_pages"),
-        "evicted_pages": number("store", "evicted_pages"),
-        "evicted_bytes": number("store", "evicted_bytes"),
-        "promoted_bytes": number("store", "promoted_bytes"),
-        "wrong_pages": number("store", "wrong_pages"),
-        "ssd_state": legible(str(store.get("ssd_state", "")), _MOST_STATE_CHARS),
-        "ssd_queued_bytes": number("store", "ssd_queued_bytes"),
-        "ssd_written_bytes": number("store", "ssd_written_bytes"),
-        "ssd_read_bytes": number("store", "ssd_read_bytes"),
-        "copied_bytes": number("copies", "copied_bytes"),
-        "lent_bytes": number("copies", "lent_bytes"),
-        "failed_copies": number("copies", "failed_copies"),
-    }
+        "ssd_state": legible(state, _MOST_STATE_CHARS),
+    } | {name: number(part, name) for part, names in _TOLD.items() for name in names}

@@ -15,6 +15,7 @@ import aiohttp
 import msgspec
 
 from prfaas.core.deployment import FleetConfig
+from prfaas.serving.bounded_answer import read_bounded
 from prfaas.serving.fleet.store import CompactedError, Entry, StoreChange, StoreError
 from prfaas.serving.secret_files import TlsFileError
 
@@ -120,10 +121,7 @@ class EtcdStore:
     async def _call(self, path: str, body: Mapping[str, Any]) -> "_Answer":
         try:
             async with asyncio.timeout(_ANSWER_S), self._post(path, body) as response:
-                text = await response.content.read(_LARGEST_BYTES)
-                while not response.content.at_eof() and len(text) < _LARGEST_BYTES:
-                    text += await response.content.read(_LARGEST_BYTES)
-                return _decoded(text)
+                return _decoded(await read_bounded(response, _LARGEST_BYTES))
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             # The next question goes to the next member.
             self._urls.append(self._urls.pop(0))
