@@ -18,7 +18,7 @@ PARSES_JSON = {
     *("tools/http_client.py", "tools/replay/client.py"),
     # Bodies of clients.
     "serving/engines/synthetic/api_bodies.py",
-    # The gateway's own way of a request, which issue 35 rebuilds.
+    # The way of a request through the gateway: answers of engines, and files of the model.
     *("serving/gateway/bodies.py", "serving/gateway/console.py", "serving/gateway/dialects.py"),
     *("serving/gateway/engine_client.py", "serving/gateway/first_token.py"),
     *("serving/gateway/first_token_rules.py", "serving/gateway/pulled_hop.py", "serving/gateway/shadow.py"),

@@ -268,6 +268,6 @@ def test_absurd_batches_are_malformed(payload: bytes) -> None:
 
 
 def test_events_of_no_known_type_are_passed_over_whatever_their_type_is() -> None:
-    assert decode_batch(encode({"type": ["x"]}, {"type": None}, {"type": "BlockRemoved", "block_hashes": []})).events == [
-        RemovedBlocks([])
-    ]
+    assert decode_batch(
+        encode({"type": ["x"]}, {"type": None}, {"type": "BlockRemoved", "block_hashes": []})
+    ).events == [RemovedBlocks([])]

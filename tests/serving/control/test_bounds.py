@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import orjson
@@ -28,7 +29,11 @@ from .world import LINK, FakeClock, FakeHttp, FakeSender, arrived, deployment_of
 
 ABSURD: list[Any] = [math.nan, math.inf, 1e30, 10**400, 2**70, -1, "1", True, [1], None, {}]
 values = st.one_of(
-    st.sampled_from(ABSURD), st.integers(), st.floats(), st.text(max_size=5), st.lists(st.integers(), max_size=2)
+    st.sampled_from(ABSURD),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=5),
+    st.lists(st.integers(), max_size=2),
 )
 
 
@@ -104,7 +109,8 @@ def exposition(value: str) -> bytes:
     told=st.dictionaries(st.sampled_from(sorted(report())), values, max_size=4),
     come=st.dictionaries(st.sampled_from(sorted(arrived())), values, max_size=3),
     figures=st.dictionaries(
-        st.sampled_from(["epoch", "used_bytes", "memory_pages", "ssd_promoted_bytes", "ssd_promoting_s"]), values
+        st.sampled_from(["epoch", "used_bytes", "memory_pages", "ssd_promoted_bytes", "ssd_promoting_s"]),
+        values,
     ),
     number=st.sampled_from(["1", "1e30", "NaN", "-5", "+Inf", "9" * 400, "1e-300", "x"]),
 )
@@ -128,19 +134,27 @@ def test_whatever_is_reported_the_plane_can_tell_its_state(
     asyncio.run(main())
 
 
+def answering(answer: dict[str, Any]) -> Callable[[], Coroutine[Any, Any, dict[str, Any]]]:
+    async def answered() -> dict[str, Any]:
+        return {"sender": {"links": {}}, "arrivals": {}} | answer
+
+    return answered
+
+
 def test_a_pool_may_report_anything(tmp_path: Any) -> None:
     deployment = deployment_of(tmp_path, text=with_pools())
 
     async def main() -> None:
         for value in ABSURD:
             whole = Whole(deployment, FakeClock())
-            store = {"epoch": value, "ssd_promoted_bytes": 1e300, "ssd_promoting_s": 1e-300, "ssd_state": "x" * 9999}
+            store = {
+                "epoch": value,
+                "ssd_promoted_bytes": 1e300,
+                "ssd_promoting_s": 1e-300,
+                "ssd_state": "x" * 9999,
+            }
             store["memory_pages"] = {"0": value, "zero": 1, "1" * 99: 1}
-
-            async def stats(pool: Any = {"store": store}) -> dict[str, Any]:
-                return {"pool": pool, "sender": {"links": {}}, "arrivals": {}}
-
-            whole.pool.stats = stats  # type: ignore[method-assign]
+            whole.pool.stats = answering({"pool": {"store": store}})  # type: ignore[method-assign]
             for _ in range(3):
                 await whole.round()
             told = whole.plane.state()["pools"]["home-pool"]["daemon"]

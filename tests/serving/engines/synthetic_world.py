@@ -196,7 +196,9 @@ class World:
         instance = self.deployment.instance(ticket.consumer)
         if instance.name not in self._observers:
             peer = f"{instance.name}/0"
-            self._observers[instance.name] = Observer(GATEWAY, self.key, instance.host, instance.kv_port, peer)
+            self._observers[instance.name] = Observer(
+                GATEWAY, self.key, instance.host, instance.kv_port, peer
+            )
         return self._observers[instance.name]
 
     async def stats(self, name: str) -> dict[str, Any]:

@@ -237,8 +237,12 @@ def test_absurd_answers_of_etcd_are_failures_of_the_store(answer: bytes) -> None
 
 
 def test_what_etcd_leaves_out_is_nothing() -> None:
-    told = etcd._decoded(b'{"header": {"revision": "7", "raft_term": "2"}, "kvs": [{"key": "L2Y=", "lease": "5"}]}')
+    told = etcd._decoded(
+        b'{"header": {"revision": "7", "raft_term": "2"}, "kvs": [{"key": "L2Y=", "lease": "5"}]}'
+    )
     assert (told.header.revision, told.ID, told.succeeded, told.result.TTL) == (7, 0, False, 0)
     assert [each.entry for each in told.kvs] == [Entry("/f", b"", 0, 0)]
-    event = etcd._decoded(b'{"result": {"events": [{"type": "DELETE", "kv": {"key": "L2Y=", "mod_revision": "9"}}]}}')
+    event = etcd._decoded(
+        b'{"result": {"events": [{"type": "DELETE", "kv": {"key": "L2Y=", "mod_revision": "9"}}]}}'
+    )
     assert [each.change for each in event.result.events] == [StoreChange("/f", None, 9)]

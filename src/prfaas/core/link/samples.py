@@ -12,40 +12,49 @@ _Rate = Annotated[float, msgspec.Meta(ge=0.0, le=1e15)]
 _Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e12)]
 
 
-@dataclass(frozen=True, slots=True)
-class SenderSample:
-    """One producer's (rank's) report on a link. It has crossed that link itself, so it may be late."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkReport:
+    """State of one link at one sender. Totals never shrink, not even over reconnections."""
 
-    at_s: float
-    """When it was taken at the latest, by the observer's clock."""
     pace_bits_per_s: _Rate | None
-    """The rate that the producer may send; None: unknown, or unlimited."""
+    """The pace that this sender keeps to; None: unpaced, or unknown."""
     queued_bytes: _Count
     """Produced and not acknowledged yet."""
     waiting_bytes: _Count
-    """Of these, bytes that wait for room at a consumer and not for the link."""
+    """Of `queued_bytes`: those held back until the consumer has room; they don't wait for the link."""
+    background_bytes: _Count = 0
+    """Of `queued_bytes`: those of background transfers, which get the bandwidth that others leave."""
     open_bytes: _Count
-    """Of open transfers, not acknowledged yet; also what is still to be produced."""
+    """`queued_bytes`, and bytes that the open transfers have still to produce."""
     acked_bytes_total: _Count
     unsent_bytes: _Count
     """Bytes that the kernel has and could not send yet."""
     filled_connections: _Count
-    """Connections with such bytes."""
+    """Connections with unsent bytes: the path, the pace or the peer limits them, not the sender's process."""
     delivery_bits_per_s: _Rate
+    """Sum of the kernel's newest delivery rates."""
     rtt_s: _Seconds
-    """Of what is in flight; 0 where nothing is."""
+    """The mean round trip of the connections that have something in flight; 0 without any."""
     least_rtt_s: _Seconds
+    retransmits_total: _Count = 0
     sent_bytes_total: _Count
-    """By the kernel, those sent again included."""
+    """As the kernel counts them, resent bytes included."""
     resent_bytes_total: _Count
     busy_s_total: _Seconds
-    """Seconds with bytes in flight, summed over connections."""
+    """Seconds with something in flight, summed over the connections."""
     receiver_limited_s_total: _Seconds
-    """Those of them in which the consumer's receive window was shut."""
+    """Of `busy_s_total`: seconds with the peer's receive window shut."""
     connections_up: _Count
     connections: _Count
-    background_bytes: _Count = 0
-    """Of those produced and not acknowledged, bytes in the background: they get the bandwidth that others leave."""
+    """Connections that should be up: all but those to peers on demand without a transfer so far."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SenderSample(LinkReport):
+    """One producer's (rank's) report on a link. It has crossed that link itself, so it may be late."""
+
+    at_s: float
+    """When it was taken at the latest, by the observer's clock."""
 
     @classmethod
     def of_report(cls, report: Mapping[str, Any], at_s: float) -> "SenderSample":
@@ -54,7 +63,7 @@ class SenderSample:
         Raises:
             ValueError: a field is missing or out of bounds.
         """
-        return _sample(cls, dict(report) | {"pace_bits_per_s": report.get("pace_bits_per_s") or None}, at_s)
+        return _sample(cls, {**report, "pace_bits_per_s": report.get("pace_bits_per_s") or None}, at_s)
 
     @property
     def ready_bytes(self) -> int:

@@ -139,7 +139,10 @@ class LinkBudget(Part):
             if now_s - told.at_s < _REPEAT_S and not _differs(told.paces, now):
                 continue
             told.at_s, told.paces = now_s, now
-            yield sender, PaceOrder({link: max(round(pace), 1) for link, pace in now.items()}, round(1000 * HOLD_S))
+            yield (
+                sender,
+                PaceOrder({link: max(round(pace), 1) for link, pace in now.items()}, round(1000 * HOLD_S)),
+            )
 
     def _port(self, sender: str) -> KvPort | None:
         """The KV port of an "instance/rank"; None: it has left."""

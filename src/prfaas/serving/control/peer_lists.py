@@ -138,7 +138,9 @@ class PeerListUpdates(Part):
         self._on_stats(name, answer)
         has = reported.digest
         if self._has.get(rank) != has and has != wanted and reported.trouble:
-            logger.warning("%s/%d keeps the peer list that it has: %s", name, number, legible(reported.trouble))
+            logger.warning(
+                "%s/%d keeps the peer list that it has: %s", name, number, legible(reported.trouble)
+            )
         self._has[rank] = has
         if has == wanted:
             self._settled[rank] = wanted

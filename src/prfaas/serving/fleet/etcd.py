@@ -93,9 +93,7 @@ class EtcdStore:
                 while line := await response.content.readuntil(b"\n"):
                     result = _decoded(line).result
                     if result.compact_revision:
-                        raise CompactedError(
-                            f"etcd has no changes before {result.compact_revision} any more"
-                        )
+                        raise CompactedError(f"etcd has no changes before {result.compact_revision} any more")
                     if result.canceled:
                         raise StoreError(f"etcd has ended the watch: {result.cancel_reason or 'no reason'}")
                     if result.events:
