@@ -8,7 +8,6 @@ from prfaas.core.link.samples import LinkReport
 from prfaas.serving.transport.peer_queue import PeerQueue
 from prfaas.serving.transport.sockets import TcpInfo
 
-
 _COUNTED = ("retransmits", "sent_bytes", "resent_bytes", "busy_s", "receiver_limited_s")
 
 
