@@ -10,6 +10,7 @@ import msgspec
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 _Rate = Annotated[float, msgspec.Meta(ge=0.0, le=1e15)]
 _Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e12)]
+_RoundTrip = Annotated[float, msgspec.Meta(ge=0.0, le=3600.0)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,9 +34,9 @@ class LinkReport:
     """Connections with unsent bytes: the path, the pace or the peer limits them, not the sender's process."""
     delivery_bits_per_s: _Rate
     """Sum of the kernel's newest delivery rates."""
-    rtt_s: _Seconds
+    rtt_s: _RoundTrip
     """The mean round trip of the connections that have something in flight; 0 without any."""
-    least_rtt_s: _Seconds
+    least_rtt_s: _RoundTrip
     retransmits_total: _Count = 0
     sent_bytes_total: _Count
     """As the kernel counts them, resent bytes included."""
@@ -89,7 +90,7 @@ class ArrivalSample:
     """Payload of a full segment."""
     unread_bytes: _Count = 0
     """Of these, what the consumer has not read yet."""
-    rtt_s: _Seconds = 0.0
+    rtt_s: _RoundTrip = 0.0
     """Round-trip time as the consumer's kernel sees it; 0: unknown."""
     connections: _Count = 1
     """Connections over which bytes come."""

@@ -39,6 +39,7 @@ from prfaas.serving.pool.processes import PeerProcess, owner_lives
 from prfaas.serving.pool.protocol import Figures, OpenSession, PageRef
 from prfaas.serving.pool.recovery import recover
 from prfaas.serving.pool.store import PageStore, StoreSession
+from prfaas.serving.tasks import LoopFailures
 
 logger = logging.getLogger(__name__)
 
@@ -261,13 +262,14 @@ class PoolDaemon:
             self.store = None
 
     async def _accept_until_cancelled(self, listener: socket.socket, ready: Callable[[], None]) -> None:
-        loop = asyncio.get_running_loop()
+        loop, failures = asyncio.get_running_loop(), LoopFailures()
         loop.add_reader(listener.fileno(), self._accept, listener)
         try:
             ready()
             while True:
                 await asyncio.sleep(_POLL_S)
-                self._free_what_ended_processes_left()
+                with failures.spared("PoolDaemon", "what ended processes left"):
+                    self._free_what_ended_processes_left()
         finally:
             loop.remove_reader(listener.fileno())
             for connection in list(self._connections):
