@@ -12,7 +12,9 @@ import time
 from collections import deque
 from collections.abc import Collection
 from dataclasses import replace
-from typing import Any, Protocol, TypeAlias
+from typing import Annotated, Any, Protocol, TypeAlias
+
+import msgspec
 
 from prfaas.serving.transport.compression import PREFIX_BYTES, decompress, decompressed_bytes
 from prfaas.serving.transport.handshake import ROLE_PRODUCER, PeerIdentity
@@ -50,7 +52,6 @@ from prfaas.serving.transport.wire import (
     ping,
     pong,
     read_body,
-    seconds_field,
     text_field,
     unpack_header,
 )
@@ -62,7 +63,12 @@ _OUTBOX_PRESSURE_FRAMES = 64
 _MAX_WATCHED = 65536
 # Bytes are checksummed in pieces of this size, while they are still in the processor's second cache.
 _CACHED_BYTES = 512 << 10
-_MAX_LEAD_S = 60.0
+
+
+class WatchFields(msgspec.Struct):
+    """The fields of a WATCH frame."""
+
+    lead_s: Annotated[float, msgspec.Meta(ge=0.0, le=60.0)] = 0.0
 
 
 ObserverOrder: TypeAlias = PaceOrder | ProbeOrder | PeerList | PeerRequest
@@ -291,8 +297,7 @@ class ReceiverConnection:
                     if len(self._watched) >= _MAX_WATCHED:
                         raise WireError(f"an observer may watch {_MAX_WATCHED} transfers at once")
                     self._watched.add(header.transfer_id)
-                    lead_s = seconds_field(body, "lead_s", _MAX_LEAD_S)
-                    self._table.watch(self, header.transfer_id, lead_s)
+                    self._table.watch(self, header.transfer_id, read_body(WatchFields, body).lead_s)
                 elif header.kind is FrameType.ABANDON:
                     keep = body.get("keep") is True
                     self._table.drop(header.transfer_id, text_field(body, "reason"), keep=keep)

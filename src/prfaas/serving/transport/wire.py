@@ -289,18 +289,6 @@ def count_field(body: Mapping[str, Any], name: str, maximum: int) -> int:
     return value
 
 
-def seconds_field(body: Mapping[str, Any], name: str, maximum: float) -> float:
-    """The seconds `body[name]` of a control frame, within 0..maximum; 0 where it is missing.
-
-    Raises:
-        WireError: it is no number or out of bounds.
-    """
-    value = body.get(name, 0)
-    if type(value) not in (int, float) or not 0 <= value <= maximum:
-        raise WireError(f"field {name!r} must be a number within 0..{maximum:g}")
-    return float(value)
-
-
 def ack(header: Header) -> bytes:
     """The consumer has the chunk, or the END, of this header."""
     region = END_REGION if header.kind is FrameType.END else header.region
