@@ -256,6 +256,7 @@ def test_a_full_index_refuses_what_is_new_and_takes_it_when_there_is_room() -> N
         msgspec.msgpack.encode([1.0, [{"type": ["BlockStored"], "block_hashes": 7}, {"type": {}}], "x"]),
         encode(STORED | {"block_hashes": [b"x" * 65]}),
         encode(STORED | {"block_hashes": [-1]}),
+        encode(STORED | {"medium": "DISK"}).replace(b"DISK", b"\xff\xff\xff\xff"),
         encode(STORED | {"block_size": -1}),
         encode(STORED | {"block_size": 1 << 30}),
         encode(STORED | {"group_idx": -1}),

@@ -104,7 +104,8 @@ def exposition(value: str) -> bytes:
     return "\n".join(f'{name}{{engine="0"}} {value}' for name in SERIES).encode()
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.slow("each example makes a whole plane")
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     told=st.dictionaries(st.sampled_from(sorted(report())), values, max_size=4),
     come=st.dictionaries(st.sampled_from(sorted(arrived())), values, max_size=3),

@@ -4,7 +4,8 @@ import socket
 
 import pytest
 
-from prfaas.core.deployment import CONTROL, GATEWAY, OBSERVERS, TOOLS
+from prfaas.core.deployment import CONTROL, GATEWAY, TOOLS
+from prfaas.core.deployment.security import OBSERVERS
 from prfaas.serving.transport import StagingArena
 from prfaas.serving.transport.handshake import ROLE_OBSERVER, ROLE_PRODUCER, ClientHello, PeerIdentity, greet
 from prfaas.serving.transport.pacing import PaceOrder

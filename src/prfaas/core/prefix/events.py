@@ -113,7 +113,7 @@ def decode_batch(payload: bytes) -> EventBatch:
         return _DECODER.decode(payload)
     except msgspec.ValidationError:
         return _decode_known(payload)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise MalformedEventsError(str(error)) from error
 
 
@@ -122,7 +122,7 @@ def _decode_known(payload: bytes) -> EventBatch:
         raw = _RAW_DECODER.decode(payload)
         known = [event for event in raw.events if str(event.get("type")) in _KNOWN]
         return EventBatch(raw.at_s, msgspec.convert(known, list[Event]), raw.dp_rank)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise MalformedEventsError(str(error)) from error
 
 

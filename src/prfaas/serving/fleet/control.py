@@ -259,7 +259,7 @@ class FleetControl(Part):
     def _read(self, value: bytes, form: type[_Message]) -> _Message | None:
         try:
             return msgspec.json.decode(value, type=form)
-        except (msgspec.DecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             self._metrics.unreadable.inc()
             logger.warning("a value in etcd is no %s: %s", form.__name__, error)
             return None

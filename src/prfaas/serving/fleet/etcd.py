@@ -218,7 +218,7 @@ _ANSWER = msgspec.json.Decoder(_Answer, strict=False)
 def _decoded(text: bytes) -> _Answer:
     try:
         answer = _ANSWER.decode(text)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise StoreError(f"etcd's answer has another form than expected: {error}") from error
     if answer.error:
         raise StoreError(f"etcd refuses: {answer.message or answer.error}")

@@ -89,8 +89,8 @@ _MAX_DEPTH = 8
 _Scalar: Any = None | bool | Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | float | str
 _Value = _Scalar
 for _ in range(_MAX_DEPTH):
-    _Value = _Scalar | list[_Value] | dict[str, _Value]
-_CONTROL: msgspec.json.Decoder[dict[str, Any]] = msgspec.json.Decoder(dict[str, _Value])
+    _Value = _Scalar | list[_Value] | dict[str, _Value]  # type: ignore[valid-type]
+_CONTROL: msgspec.json.Decoder[dict[str, Any]] = msgspec.json.Decoder(dict[str, _Value])  # type: ignore[valid-type]
 
 _TYPES = {int(kind): kind for kind in FrameType}
 _LIMITS = dict.fromkeys(FrameType, MAX_CONTROL_BYTES) | {
@@ -237,7 +237,7 @@ def parse_control(header: Header, payload: bytes | bytearray | memoryview) -> di
         raise WireError(f"{header.kind.name} frame is damaged: its checksum does not fit")
     try:
         return _CONTROL.decode(payload)
-    except msgspec.DecodeError as error:
+    except ValueError as error:
         raise WireError(f"{header.kind.name} frame holds no JSON object of the protocol: {error}") from None
 
 
