@@ -528,11 +528,17 @@ def test_nobody_but_the_target_may_pull(tmp_path: Path) -> None:
         fill(store_of(pools, "far-pool"), prefix(HYBRID))
         ticket = pools.ticket("far-pool", "home-pool-0", PROMPT)
         order = PullOrder(ticket.seal(KEY), HYBRID.digest(), (prefix(HYBRID).pages[0].page_id,))
-        answer = PullAnswer.from_body(
-            await pools.gateway["far-pool"].request(ticket.transfer_id, order, 10.0)
-        )
-        assert f"{GATEWAY} asks far-pool" in answer.reason
+        at = pools.deployment.pool_named("far-pool")
+        other = Observer("home-pool-1", KEY, at.host, at.kv_port, at.name)
+        try:
+            answer = PullAnswer.from_body(await other.request(ticket.transfer_id, order, 10.0))
+        finally:
+            await other.close()
+        assert "home-pool-1 asks far-pool" in answer.reason
         assert not answer.checksums
+        # The gateway never pulls: that is not even read.
+        with pytest.raises(ConnectionError):
+            await pools.gateway["far-pool"].request(ticket.transfer_id, order, 10.0)
 
     run(tmp_path, body)
 
