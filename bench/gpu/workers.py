@@ -95,29 +95,25 @@ class Engine:
         self._matrix = torch.randn(side, side, device=device) / side**0.5
 
     def _tensors(self, device: torch.device) -> dict[str, torch.Tensor]:
-        blocks, tokens, dtype = self.blocks, self.keeping.block_tokens, DTYPES[self.keeping.element]
+        blocks, tokens = self.blocks, self.keeping.block_tokens
+        dtype = DTYPES[self.keeping.element]
+
+        def zeros(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
         match self.keeping.order:
             case "HND":
-                shape = (blocks, HEADS, tokens, WIDTH)
-                return {name: torch.zeros(shape, dtype=dtype, device=device) for name in LAYERS}
+                return {name: zeros(blocks, HEADS, tokens, WIDTH) for name in LAYERS}
             case "NHD":
-                shape = (blocks, tokens, HEADS, WIDTH)
-                return {
-                    name: torch.zeros(shape, dtype=dtype, device=device).permute(0, 2, 1, 3)
-                    for name in LAYERS
-                }
+                return {name: zeros(blocks, tokens, HEADS, WIDTH).permute(0, 2, 1, 3) for name in LAYERS}
             case "BLHNC":
-                whole = torch.zeros((blocks, len(LAYERS), HEADS, tokens, WIDTH), dtype=dtype, device=device)
+                whole = zeros(blocks, len(LAYERS), HEADS, tokens, WIDTH)
                 return {name: whole[:, layer] for layer, name in enumerate(LAYERS)}
             case "MLA":
-                shape = (blocks, tokens, LATENT)
-                return {name: torch.zeros(shape, dtype=dtype, device=device) for name in LAYERS}
+                return {name: zeros(blocks, tokens, LATENT) for name in LAYERS}
             case "state":
                 size, stride = STATE_BYTES // dtype.itemsize, STATE_STRIDE_BYTES // dtype.itemsize
-                return {
-                    name: torch.zeros((blocks, stride), dtype=dtype, device=device)[:, :size]
-                    for name in LAYERS
-                }
+                return {name: zeros(blocks, stride)[:, :size] for name in LAYERS}
             case order:
                 raise ValueError(f"no such order: {order}")
 
