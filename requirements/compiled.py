@@ -54,6 +54,7 @@ COMPILED = (
     "core/scheduling/view.py",
     "lab/simulator/answers.py",
     "lab/simulator/cache_moves.py",
+    "lab/simulator/chunk_streams.py",
     "lab/simulator/columns.py",
     "lab/simulator/control_loops.py",
     "lab/simulator/events.py",
@@ -68,7 +69,6 @@ COMPILED = (
     "lab/simulator/token_clock.py",
     "lab/simulator/transfer.py",
     "lab/simulator/world.py",
-    "lab/simulator/worlds.py",
 )
 
 
