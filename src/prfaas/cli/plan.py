@@ -18,7 +18,8 @@ from prfaas.cli.common import (
     made_folder,
     print_json,
 )
-from prfaas.cli.pool_options import POOLS, PoolMemory, PoolRates, PoolsAsked, PoolSsd
+from prfaas.cli.option_groups import with_groups
+from prfaas.cli.plan_pools import PlannedPoolsAsked, pool_plan
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -38,6 +39,7 @@ _EMITTED = ("llm-d",)
 _GEOMETRIC_RATIO = 30
 
 
+@with_groups
 def plan(
     deployment: DeploymentPath,
     plot: PlotDirectory = None,
@@ -48,26 +50,8 @@ def plan(
             help='Plan N times, with values from A to B in one field, e.g. "links[0].bandwidth=1 Gbit/s:1 Tbit/s:50".',
         ),
     ] = None,
-    pool: PoolMemory = None,
-    pool_ssd: PoolSsd = None,
-    pool_rate: PoolRates = None,
-    trace: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Requests to replay through the pools and to plan for, to see what they are worth.",
-            rich_help_panel=POOLS,
-        ),
-    ] = None,
-    pool_hits: Annotated[
-        float | None,
-        typer.Option(
-            metavar="RATIO",
-            help="Part of all prompt tokens that the pools spare, in place of a trace.",
-            show_default=False,
-            rich_help_panel=POOLS,
-        ),
-    ] = None,
+    *,
+    asked: PlannedPoolsAsked,
     emit: Annotated[
         str | None,
         typer.Option(
@@ -86,14 +70,13 @@ def plan(
 
     For those who keep llm-d's router: prfaas plan examples/paper.yaml --emit llm-d
     """
-    asked = PoolsAsked(pool, pool_ssd, tuple(pool_rate or ()), trace, pool_hits)
     if emit is not None:
-        if sweep is not None or plot is not None or as_json or asked != PoolsAsked():
+        if sweep is not None or plot is not None or as_json or asked.is_given:
             raise CliError("--emit prints one plan and goes with no other option")
         _emit(deployment, emit)
     elif sweep is None:
         _plan(deployment, plot, asked, as_json)
-    elif asked != PoolsAsked():
+    elif asked.is_given:
         raise CliError(
             "--sweep has no word about pools: give no --pool, --pool-ssd, --pool-rate, --pool-hits, --trace"
         )
@@ -101,8 +84,7 @@ def plan(
         _sweep(deployment, sweep, plot, as_json)
 
 
-def _plan(path: Path, plot: Path | None, asked: PoolsAsked, as_json: bool) -> None:
-    from prfaas.cli.plan_pools import pool_plan
+def _plan(path: Path, plot: Path | None, asked: PlannedPoolsAsked, as_json: bool) -> None:
     from prfaas.core.deployment import load_planned
     from prfaas.core.planner import make_plan, problem_of
 

@@ -2,16 +2,16 @@
 
 from collections.abc import Iterator
 
-from prfaas.core.deployment import GATEWAY, SYNTHETIC, Instance, PoolNode, is_loopback
+from prfaas.core.deployment import GATEWAY, is_loopback
 from prfaas.tools.emit.blueprint import (
     CONFIG_DIR,
-    CONFIG_FILE,
     ENGINE_STOP_S,
     GATEWAY_STOP_S,
     READY_S,
     STATE_DIR,
     USER_ID,
     Blueprint,
+    Process,
 )
 from prfaas.tools.emit.pod_plan import PodPlan, kubernetes_name
 from prfaas.tools.emit.template import Fields, objects
@@ -77,55 +77,37 @@ def _gateways(blueprint: Blueprint, plan: PodPlan) -> int:
 
 def _containers(blueprint: Blueprint, plan: PodPlan) -> Iterator[Fields]:
     if plan.component == GATEWAY:
-        yield _gateway_container(blueprint)
-    if plan.instance is not None:
-        yield _engine_container(blueprint, plan, plan.instance)
-    if plan.pool is not None:
-        yield _pool_container(blueprint, plan.pool)
-
-
-def _gateway_container(blueprint: Blueprint) -> Fields:
-    gateway = blueprint.deployment.gateway
-    ports = [("http", gateway.port)]
-    if not is_loopback(gateway.admin.host):
-        ports.append(("admin", gateway.admin.port))
-    return {
-        "name": GATEWAY,
-        "image": blueprint.containers.gateway_image,
-        "args": ["serve", CONFIG_FILE],
-        "ports": ports,
-        "mounts": model_mounts(blueprint),
-        "resources": {},
-    }
-
-
-def _engine_container(blueprint: Blueprint, plan: PodPlan, instance: Instance) -> Fields:
-    containers, deployment = blueprint.containers, blueprint.deployment
-    is_synthetic = deployment.cluster_of(instance).hardware == SYNTHETIC
-    gpus = blueprint.gpus_of(instance)
-    return {
-        "name": "engine",
-        "image": containers.gateway_image if is_synthetic else containers.engine_image,
-        "args": ["engine", CONFIG_FILE, instance.name],
-        "ports": [
+        gateway = blueprint.deployment.gateway
+        ports = [("http", gateway.port)]
+        if not is_loopback(gateway.admin.host):
+            ports.append(("admin", gateway.admin.port))
+        yield _container(blueprint.gateway(), ports, model_mounts(blueprint))
+    if (instance := plan.instance) is not None:
+        process = blueprint.engine(instance)
+        ports = [
             ("http", instance.http_port),
             *((f"kv-{rank}", port) for rank, port in enumerate(instance.kv_ports)),
             *_events_ports("events", instance.events_port),
-        ],
-        "mounts": engine_mounts(blueprint, plan),
-        "resources": {"limits": {containers.gpu_resource: gpus}} if gpus else {},
-    }
+        ]
+        limits = {"limits": {blueprint.containers.gpu_resource: process.gpus}} if process.gpus else None
+        yield _container(process, ports, engine_mounts(blueprint, plan), limits)
+    if (pool := plan.pool) is not None:
+        ports = [("pool-kv", pool.kv_port), *_events_ports("pool-ev", pool.events_port)]
+        memory_bytes = pool.memory_bytes + blueprint.deployment.pool.staging_bytes
+        requests = {"requests": {"memory": str(memory_bytes)}}
+        yield _container(blueprint.pool(pool), ports, pool_mounts(blueprint, pool), requests)
 
 
-def _pool_container(blueprint: Blueprint, pool: PoolNode) -> Fields:
-    memory_bytes = pool.memory_bytes + blueprint.deployment.pool.staging_bytes
+def _container(
+    process: Process, ports: list[tuple[str, int]], mounts: list[Fields], resources: Fields | None = None
+) -> Fields:
     return {
-        "name": "pool",
-        "image": blueprint.containers.gateway_image,
-        "args": ["pool", CONFIG_FILE, pool.name],
-        "ports": [("pool-kv", pool.kv_port), *_events_ports("pool-ev", pool.events_port)],
-        "mounts": pool_mounts(blueprint, pool),
-        "resources": {"requests": {"memory": str(memory_bytes)}},
+        "name": process.kind,
+        "image": process.image,
+        "args": process.args,
+        "ports": ports,
+        "mounts": mounts,
+        "resources": resources or {},
     }
 
 

@@ -92,9 +92,9 @@ def volumes_of(blueprint: Blueprint, plan: PodPlan) -> list[Fields]:
     else:
         volumes.append(_host_path("shared-memory", "/dev/shm"))
         volumes.append(_host_path("pools", _sockets(blueprint)))
-    if plan.pool is not None and (disk := _disk(plan.pool)) is not None:
+    if plan.pool is not None and (disk := blueprint.pool(plan.pool).disk) is not None:
         place = {"name": "pool-disk", "emptyDir": {}}
-        volumes.append(place if plan.host is None else _host_path("pool-disk", disk))
+        volumes.append(place if plan.host is None else _host_path("pool-disk", str(disk)))
     return volumes
 
 
@@ -109,14 +109,8 @@ def pool_mounts(blueprint: Blueprint, pool: PoolNode) -> list[Fields]:
     mounts = [_mount("shared-memory", "/dev/shm")]
     if is_address(pool.host):
         mounts.append(_mount("pools", _sockets(blueprint)))
-    disk = _disk(pool)
-    return mounts if disk is None else [*mounts, _mount("pool-disk", disk)]
-
-
-def _disk(pool: PoolNode) -> str | None:
-    """The folder of its pages, if that is outside the state directory."""
-    disk = pool.path.parents[1]
-    return None if disk.is_relative_to(STATE_DIR) else str(disk)
+    disk = blueprint.pool(pool).disk
+    return mounts if disk is None else [*mounts, _mount("pool-disk", str(disk))]
 
 
 def _sources(blueprint: Blueprint, plan: PodPlan) -> Iterator[Fields]:
