@@ -1,10 +1,9 @@
 """`prfaas plan`: what a deployment can do, and how to divide its work best; with `--sweep`, over one of its numbers."""
 
-import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
@@ -24,7 +23,6 @@ from prfaas.cli.plan_pools import PlannedPoolsAsked, pool_plan
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from prfaas.core.deployment import PlannedDeployment
     from prfaas.core.planner import Plan
 
 T = TypeVar("T")
@@ -130,14 +128,7 @@ def _emit(path: Path, router: str) -> None:
 
 def _sweep(path: Path, text: str, plot: Path | None, as_json: bool) -> None:
     from prfaas.core.deployment import load_planned
-    from prfaas.lab.report.plan_sweep import (
-        break_even_value,
-        field_words,
-        is_planned_field,
-        is_price_field,
-        planned_fields,
-        print_price_sweep,
-    )
+    from prfaas.lab.report.plan_sweep import PlanSweep, field_words, is_planned_field, planned_fields
 
     sweep = parse_sweep(text)
     planned = load_planned(path)
@@ -149,27 +140,23 @@ def _sweep(path: Path, text: str, plot: Path | None, as_json: bool) -> None:
         # What can't stand in the file is said before minutes of planning.
         load_planned(path, changes={sweep.field: value})
     plans = list(_with_progress(_plans(path, sweep), f"{len(sweep.values)} plans", len(sweep.values)))
+    swept = PlanSweep(
+        field=sweep.field,
+        words=field_words(planned, sweep.field),
+        values=sweep.values,
+        plans=plans,
+        is_rate=sweep.is_rate,
+        is_geometric=sweep.is_geometric,
+    )
     written = []
     if plot is not None:
-        written.append(_plot_sweep(planned, sweep, plans, made_folder(plot, "--plot")))
+        name = re.sub(r"[^A-Za-z0-9]+", "-", sweep.field).strip("-")
+        written.append(made_folder(plot, "--plot") / f"{planned.name}-sweep-{name}.png")
+        swept.plot(written[0], f"{planned.name}: over the {swept.words}")
     if as_json:
-        rows = [{"value": value, **each.to_json()} for value, each in zip(sweep.values, plans, strict=True)]
-        document: dict[str, Any] = {
-            "field": sweep.field,
-            "points": rows,
-            "plots": [str(each) for each in written],
-        }
-        if is_price_field(sweep.field):
-            document["break_even"] = break_even_value(sweep.values, plans)
-        print_json(document)
+        print_json(swept.to_json(written))
         return
-    if is_price_field(sweep.field):
-        words = field_words(planned, sweep.field)
-        print_price_sweep(console(), sweep.field, words, sweep.values, plans)
-    else:
-        from prfaas.lab.report.plan import print_sweep
-
-        print_sweep(console(), sweep.field, sweep.values, plans, is_rate=sweep.is_rate)
+    swept.print(console())
     _print_written(written)
 
 
@@ -229,32 +216,6 @@ def _plans(path: Path, sweep: Sweep) -> "Iterator[Plan]":
 
     for value in sweep.values:
         yield make_plan(problem_of(load_planned(path, changes={sweep.field: value})))
-
-
-def _plot_sweep(planned: "PlannedDeployment", sweep: Sweep, plans: "Sequence[Plan]", directory: Path) -> Path:
-    from prfaas.lab.report.plan_figures import plot_sweep
-    from prfaas.lab.report.plan_sweep import field_words, is_price_field, plot_price_sweep
-
-    name = re.sub(r"[^A-Za-z0-9]+", "-", sweep.field).strip("-")
-    path = directory / f"{planned.name}-sweep-{name}.png"
-    words = field_words(planned, sweep.field)
-    title = f"{planned.name}: over the {words}"
-    if is_price_field(sweep.field):
-        plot_price_sweep(
-            sweep.values, plans, path, title=title, words=words, is_logarithmic=sweep.is_geometric
-        )
-        return path
-    plot_sweep(
-        sweep.values,
-        [each.optimum for each in plans],
-        [each.homogeneous.point.lambda_max if each.homogeneous.keeps_target else math.nan for each in plans],
-        path,
-        title=title,
-        label=words,
-        missed=[not each.keeps_target for each in plans],
-        scale="bits_per_s" if sweep.is_rate else "logarithmic" if sweep.is_geometric else "plain",
-    )
-    return path
 
 
 def _with_progress(each: "Iterable[T]", what: str, total: int | None = None) -> "Iterator[T]":
