@@ -20,7 +20,6 @@ LONG_FUNCTIONS = {
     "serving.gateway.metrics:Metrics.__init__",
     # Rooms that are still to be taken apart: gateway, transport, pool, lab.
     *("serving.gateway.server:Gateway.__init__", "serving.gateway.prefill:PrefillOrchestrator.prepare"),
-    "lab.simulator.scenario:scenario_of",
 }
 MANY_COLLABORATORS = {
     *("lab.simulator.instance:Engine.__init__", "lab.simulator.link:FluidLink.__init__"),
@@ -52,13 +51,14 @@ OF_ONE_USER = {
     "serving.engines.trained",
     # Sums of pages as they lie, and the state's half of a layout: each as long as a page of the file that has it.
     *("serving.engines.vllm.dense_sums", "serving.engines.vllm.state_layout"),
+    # Studies, which are beside the package, draw with it too.
+    "lab.report.drawing",
     # Needs OpenTelemetry alone; its user needs the gateway's packages too.
     "serving.tracing.queue",
     # Rooms that are still to be taken apart: gateway, tools, lab.
     "serving.gateway.certificate_watch",
     *("tools.demo.pools", "tools.demo.warm_up"),
     "tools.emit.containers",
-    "lab.simulator.cache_moves",
 }
 
 

@@ -9,18 +9,18 @@ import typer
 
 from prfaas.cli.common import CliError, made_folder, print_json
 from prfaas.cli.draft import Draft, DraftError, DraftLink, DraftSite, check_model, drafted_source
+from prfaas.cli.draft_options import DraftOptions
 from prfaas.core.deployment import DeploymentError, load_deployment
 from prfaas.core.extras import how_to_install
 
 if TYPE_CHECKING:
-    from prfaas.cli.init import DraftOptions
     from prfaas.core.deployment import Deployment
 
 _MAX_MODEL_LEN = 32768
 
 
 def write_draft(
-    given: "DraftOptions", out: Path, *, ask: bool, secrets: bool, force: bool, as_json: bool
+    given: DraftOptions, out: Path, *, ask: bool, secrets: bool, force: bool, as_json: bool
 ) -> None:
     """Write the file, make what else machines need, and say what to do with it.
 
@@ -46,7 +46,7 @@ def write_draft(
         typer.echo(f"made {path}")
 
 
-def _told(given: "DraftOptions") -> Draft:
+def _told(given: DraftOptions) -> Draft:
     if given.model is None:
         raise CliError(
             "--model is missing; name the checkpoint's directory, or trained:words, hub:ORG/NAME or tiny:qwen3-next"
@@ -55,7 +55,7 @@ def _told(given: "DraftOptions") -> Draft:
     return _draft(given, given.model, sites, tuple(map(DraftLink.parse, given.link or ())))
 
 
-def _asked(given: "DraftOptions") -> Draft:
+def _asked(given: DraftOptions) -> Draft:
     name = _ask_for("Name of the deployment", given.name)
     model = given.model or _ask_model()
     served_name = given.served_name or _ask_for("What clients write as the model", _name_of(model))
@@ -70,7 +70,7 @@ def _asked(given: "DraftOptions") -> Draft:
 
 
 def _draft(
-    given: "DraftOptions", model: str, sites: tuple[DraftSite, ...], links: tuple[DraftLink, ...]
+    given: DraftOptions, model: str, sites: tuple[DraftSite, ...], links: tuple[DraftLink, ...]
 ) -> Draft:
     draft = Draft(
         name=given.name,

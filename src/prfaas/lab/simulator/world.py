@@ -13,12 +13,11 @@ from prfaas.core.scheduling.length_window import LengthWindow
 from prfaas.core.scheduling.prefill_pool import PrefillPool
 from prfaas.core.scheduling.waits import work_wait_s
 from prfaas.lab.simulator.answers import Answers
-from prfaas.lab.simulator.cache_moves import CacheMoves
-from prfaas.lab.simulator.chunk_streams import ChunkStreams
 from prfaas.lab.simulator.columns import REFUSED, Columns
 from prfaas.lab.simulator.events import Callback, Events
 from prfaas.lab.simulator.fleet import engines_of, links_of, usual_curves, view_of
 from prfaas.lab.simulator.instance import Engine, Job, JobStage
+from prfaas.lab.simulator.job_moves import CacheMoves, ChunkStreams
 from prfaas.lab.simulator.kept_transfers import KeptTransfers
 from prfaas.lab.simulator.monitored_link import LOOK_S
 from prfaas.lab.simulator.pools import pools_of
