@@ -13,15 +13,16 @@ from prfaas.tools.emit.blueprint import (
     Blueprint,
     Process,
 )
-from prfaas.tools.emit.pod_plan import PodPlan, kubernetes_name
+from prfaas.tools.emit.pod_plan import PodPlan, is_address, kubernetes_name
 from prfaas.tools.emit.template import Fields, objects
 from prfaas.tools.emit.volume import (
+    CONFIG_MAP,
     SECRETS_DIR,
-    engine_mounts,
-    model_mounts,
+    config_keys,
+    model_places,
     placing_script,
-    pool_mounts,
-    volumes_of,
+    secret_files,
+    secret_name,
 )
 
 MEMBER_LABEL = "prfaas/member"
@@ -41,8 +42,14 @@ def pod_objects(blueprint: Blueprint, plan: PodPlan) -> list[Fields]:
         plan=plan,
         labels=_labels(blueprint, plan),
         containers=list(_containers(blueprint, plan)),
-        volumes=volumes_of(blueprint, plan),
+        config_map=CONFIG_MAP,
+        config_keys=config_keys(blueprint),
+        secrets={name: secret_name(blueprint, name) for name, _ in secret_files(blueprint, plan)},
         placing_script=placing_script(blueprint, plan),
+        models=model_places(blueprint),
+        models_claim=blueprint.containers.models_claim,
+        sockets=str(blueprint.deployment.home / "pools"),
+        disk=None if plan.pool is None else blueprint.pool(plan.pool).disk,
         gateways=_gateways(blueprint, plan),
         stop_s=GATEWAY_STOP_S if plan.component == GATEWAY else ENGINE_STOP_S,
         user=USER_ID,
@@ -81,7 +88,7 @@ def _containers(blueprint: Blueprint, plan: PodPlan) -> Iterator[Fields]:
         ports = [("http", gateway.port)]
         if not is_loopback(gateway.admin.host):
             ports.append(("admin", gateway.admin.port))
-        yield _container(blueprint.gateway(), ports, model_mounts(blueprint))
+        yield _container(blueprint.gateway(), ports)
     if (instance := plan.instance) is not None:
         process = blueprint.engine(instance)
         ports = [
@@ -90,23 +97,28 @@ def _containers(blueprint: Blueprint, plan: PodPlan) -> Iterator[Fields]:
             *_events_ports("events", instance.events_port),
         ]
         limits = {"limits": {blueprint.containers.gpu_resource: process.gpus}} if process.gpus else None
-        yield _container(process, ports, engine_mounts(blueprint, plan), limits)
+        yield _container(process, ports, limits, meets_others=plan.uses_pool is not None)
     if (pool := plan.pool) is not None:
         ports = [("pool-kv", pool.kv_port), *_events_ports("pool-ev", pool.events_port)]
         memory_bytes = pool.memory_bytes + blueprint.deployment.pool.staging_bytes
         requests = {"requests": {"memory": str(memory_bytes)}}
-        yield _container(blueprint.pool(pool), ports, pool_mounts(blueprint, pool), requests)
+        yield _container(blueprint.pool(pool), ports, requests, meets_others=is_address(pool.host))
 
 
 def _container(
-    process: Process, ports: list[tuple[str, int]], mounts: list[Fields], resources: Fields | None = None
+    process: Process,
+    ports: list[tuple[str, int]],
+    resources: Fields | None = None,
+    *,
+    meets_others: bool = False,
 ) -> Fields:
+    """`meets_others`: over the socket of a pool, where engines and pool are in other pods of the machine."""
     return {
         "name": process.kind,
         "image": process.image,
         "args": process.args,
         "ports": ports,
-        "mounts": mounts,
+        "meets_others": meets_others,
         "resources": resources or {},
     }
 
