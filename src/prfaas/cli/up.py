@@ -16,6 +16,8 @@ from prfaas.cli.common import (
     LogFormatOption,
     LogLevelOption,
     ReadyTimeout,
+    log_settings,
+    write_logs,
 )
 
 if TYPE_CHECKING:
@@ -63,7 +65,6 @@ def up(
 
     Examples: prfaas up examples/local.yaml; prfaas up examples/two-datacenters.yaml --site east
     """
-    from prfaas.cli.common import log_settings, write_logs
     from prfaas.cli.fetching import shown_fetch
     from prfaas.cli.serve import check_gateway, run_gateway
     from prfaas.cli.site_share import runs_here, share_of

@@ -37,12 +37,6 @@ def _work_of(world: World, name: str) -> InstanceWork:
     )
 
 
-def _pooled(world: World, cluster: str) -> int:
-    """Prefills that wait for any instance of `cluster`."""
-    instance = world.view.clusters[cluster].instances[0]
-    return len(world.engines[instance.name].pool)
-
-
 class Conversions:
     """At most one at a time; work that is still there after `DRAIN_LIMIT_S` goes on beside the new."""
 
@@ -108,7 +102,7 @@ class SlowLoops:
         self._utilisation = StageUtilisation(
             world.view,
             lambda name: _work_of(world, name),
-            lambda cluster: _pooled(world, cluster),
+            lambda cluster: len(world.prefill_pools[cluster]),
             world.events.now_s,
         )
         self._conversions = Conversions(world, on_end=lambda: self.ask("roles"))

@@ -336,6 +336,30 @@ class Engine:
                 filled.append((other, taken))
         return filled
 
+    def share_steps(self, job: Job) -> float:
+        """Let a prefill that begins and the answers here cost each other what they do in the same steps.
+
+        As in vLLM's chunked prefill, a step has a chunk of the prompt and a token of every answer. So a token takes a
+        chunk longer meanwhile, a chunk takes a decode step longer, and who comes waits for the end of the step under
+        way.
+
+        Returns:
+            Seconds of a chunk, for `lengthen_steps`; 0 where answers go on undisturbed.
+        """
+        if not self.mixed_tokens or self.clock is None or self.step_s is None:
+            return 0.0
+        chunks = max(job.computed_tokens / self.mixed_tokens, 1.0)
+        chunk_s = job.service_s / chunks
+        if self.clock.batch:
+            job.service_s += chunks * self.step_s(self.clock.batch)
+        return chunk_s
+
+    def lengthen_steps(self, chunk_s: float, now_s: float) -> None:
+        """From now on a step has a chunk that takes so long; 0: none."""
+        self.chunk_s, self.chunked_s = chunk_s, now_s
+        if self.clock is not None:
+            self.clock.lengthen(chunk_s)
+
     def late_s(self, now_s: float) -> tuple[float, float]:
         """The delay of a request that gets its decode slot now, from prompts that are computed here.
 
