@@ -43,7 +43,7 @@ def has_come(pair: RankedPair, ticket: Ticket, tokens: Mapping[int, int]) -> Non
 
 
 def usable(receiver: object, transfer_id: bytes) -> int:
-    table = receiver._table  # type: ignore[attr-defined]
+    table = receiver.transfers  # type: ignore[attr-defined]
     transfer = table._transfers.get(transfer_id)
     if transfer is None:
         return 0
@@ -56,8 +56,8 @@ def arrived(pair: RankedPair, ticket: Ticket, tokens: int) -> None:
     """Wait until all that was sent of full attention up to so many tokens has come, of every part."""
     for memory, receiver in zip(pair.home, pair.receivers, strict=True):
         for part in range(len(paired_ranks(memory.rank, len(pair.home), len(pair.east)))):
-            transfer = receiver._table._transfers[part_id(ticket.transfer_id, part)]
-            layout = receiver._table._open_check.layout
+            transfer = receiver.transfers._transfers[part_id(ticket.transfer_id, part)]
+            layout = receiver.transfers._open_check.layout
             step = tokens - tokens % checkpoint_step_tokens(memory.groups)
             until(
                 lambda its=transfer, by=layout, end=step: (

@@ -210,7 +210,7 @@ class Endpoints:
         """Wait until a transfer is complete, or broken with something left; "" then, else why it will not be."""
         deadline_s = time.monotonic() + self._load_wait_s
         while True:
-            status = self.receiver.state(ticket.transfer_id)
+            status = self.receiver.transfers.state(ticket.transfer_id)
             if status is None:
                 return "its transfer is unknown or has expired"
             if status.usable_tokens:
@@ -221,13 +221,13 @@ class Endpoints:
                 return "its transfer was used already" if status.taken else ""
             if time.monotonic() > deadline_s:
                 reason = f"KV still incomplete after {self._load_wait_s:g} s"
-                self.receiver.drop(ticket.transfer_id, reason)
+                self.receiver.transfers.drop(ticket.transfer_id, reason)
                 return reason
             await asyncio.sleep(_POLL_S)
 
     def tokens_of(self, ticket: Ticket) -> int:
         """Tokens whose KV an ended transfer gives: fewer than its ticket says where it broke."""
-        status = self.receiver.state(ticket.transfer_id)
+        status = self.receiver.transfers.state(ticket.transfer_id)
         if status is None or status.phase is not TransferPhase.FAILED:
             return ticket.num_tokens
         return status.usable_tokens or ticket.num_tokens
@@ -237,7 +237,7 @@ class Endpoints:
 
         False if the transfer is gone, or a page is not what the prefill engine computed.
         """
-        staged = self.receiver.take(
+        staged = self.receiver.transfers.take(
             ticket.transfer_id, broken_tokens=num_tokens if num_tokens < ticket.num_tokens else 0
         )
         if staged is None:
@@ -268,7 +268,7 @@ class Endpoints:
 
     def drop(self, ticket: Ticket, reason: str) -> None:
         """Free the staging of a transfer that no request here will load."""
-        self.receiver.drop(ticket.transfer_id, reason)
+        self.receiver.transfers.drop(ticket.transfer_id, reason)
 
     async def _sweep(self) -> None:
         while True:
