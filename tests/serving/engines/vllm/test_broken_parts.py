@@ -160,12 +160,12 @@ def test_where_a_part_has_brought_nothing_nothing_is_kept() -> None:
         ticket = pair.prefill(TOKENS, 0, [], {0: [70], 1: [10]})
         has_come(pair, ticket, {0: 64})
         second = part_id(ticket.transfer_id, 1)
-        until(lambda: pair.receivers[0].state(second) is not None)
+        until(lambda: pair.receivers[0].transfers.state(second) is not None)
         killed(pair)
         assert pair.load(ticket, 0) == [({"d"}, {"d"})]
         assert pair.consuming[0].take_usable() == {}
         for each in (ticket.transfer_id, second):
-            state = pair.receivers[0].state(each)
+            state = pair.receivers[0].transfers.state(each)
             assert state is not None and not state.usable_tokens
 
 
@@ -180,7 +180,7 @@ def test_a_rank_that_sends_only_copies_does_not_count() -> None:
         ticket = pair.prefill(TOKENS, 0, [70])
         has_come(pair, ticket, {0: 64})
         second = part_id(ticket.transfer_id, 1)
-        until(lambda: pair.receivers[0].state(second) is not None)
+        until(lambda: pair.receivers[0].transfers.state(second) is not None)
         killed(pair)
         assert pair.load(ticket, 0) == [({"d"}, {"d"})]
         goes_on(pair, truth, ticket, 64)
