@@ -11,8 +11,8 @@ from prfaas.serving.transport.wire import TransferStatus
 class Arrival(StagedRegions):
     """Lent by `TransferTable.lend`; thread-safe.
 
-    The staging stays in place until `give_back`, even if the transfer fails meanwhile. `TransferTable.state` still reports
-    completion or failure, and `TransferTable.take` still hands over the complete transfer.
+    The staging stays in place until `give_back`, even if the transfer fails meanwhile. The table's `state` still
+    reports completion or failure, and its `take` still hands over the complete transfer.
     """
 
     def __init__(
