@@ -237,7 +237,7 @@ def test_a_part_that_is_complete_has_checkpoints_for_one_that_broke(whole: int, 
         ticket = pair.prefill(TOKENS, 0, [], ends, truth=truth, checkpoints={0: [32, 64], 1: [32, 64]})
         until(lambda: pair.receivers[0].stats()["checkpoints"] == 4)
         parts = [part_id(ticket.transfer_id, part) for part in (0, 1)]
-        transfers = pair.receivers[0]._table._transfers
+        transfers = pair.receivers[0].transfers._transfers
         until(lambda: transfers[parts[whole]].phase is TransferPhase.COMPLETE)
         until(lambda: usable_with(pair, parts[broken]) == 64)
         killed(pair)
@@ -253,7 +253,7 @@ def test_where_a_complete_part_has_lost_its_checkpoint_the_load_fails_at_once() 
         ends = {0: [16, 64, TOKENS], 1: [16, 64, 80]}
         ticket = pair.prefill(TOKENS, 0, [], ends, truth=truth, checkpoints={0: [64], 1: [64]})
         until(lambda: pair.receivers[0].stats()["checkpoints"] == 2)
-        table = pair.receivers[0]._table
+        table = pair.receivers[0].transfers
         whole = table._transfers[part_id(ticket.transfer_id, 0)]
         until(lambda: whole.phase is TransferPhase.COMPLETE)
         until(lambda: usable_with(pair, part_id(ticket.transfer_id, 1)) == 64)
@@ -270,7 +270,7 @@ def test_where_a_complete_part_has_lost_its_checkpoint_the_load_fails_at_once() 
 
 def usable_with(pair: RankedPair, transfer_id: bytes) -> int:
     """From where the first rank could go on with a transfer and its checkpoints, were it to break now."""
-    table = pair.receivers[0]._table
+    table = pair.receivers[0].transfers
     transfer = table._transfers[transfer_id]
     layout = table._open_check.layout
     return region_layout.usable_tokens(layout, transfer.ticket, transfer.covered_end, transfer.checkpoints)
