@@ -685,7 +685,7 @@ class StandInEngine:
         def tell(phase: TransferPhase, received_bytes: int = 0) -> None:
             reason = "made to fail" if phase is TransferPhase.FAILED else ""
             status = TransferStatus(phase, reason, received_bytes, nbytes, 0, len(ids), 0)
-            self.receiver.report(ticket.transfer_id, status)
+            self.receiver.transfers.report(ticket.transfer_id, status)
 
         tell(TransferPhase.RECEIVING)
         if self.reads == "hangs":
@@ -700,20 +700,20 @@ class StandInEngine:
 
     async def _arrived(self, ticket: Ticket) -> bool:
         """Wait for a transfer as engines do; False: it failed."""
-        status = self.receiver.state(ticket.transfer_id)
+        status = self.receiver.transfers.state(ticket.transfer_id)
         is_early = status is not None and not status.phase.terminal
         self.early += is_early
         while status is not None and not status.phase.terminal:
             await asyncio.sleep(0.01)
-            status = self.receiver.state(ticket.transfer_id)
+            status = self.receiver.transfers.state(ticket.transfer_id)
         # One that was sent early may come after its transfer has failed. A request with no transfer at all is the
         # gateway's fault, which `_load` says.
         return status is None or status.phase is TransferPhase.COMPLETE or status.usable_tokens > 0
 
     def _load(self, ticket: Ticket, body: dict[str, Any], ids: list[int]) -> int:
-        status = self.receiver.state(ticket.transfer_id)
+        status = self.receiver.transfers.state(ticket.transfer_id)
         kept = status.usable_tokens if status is not None else 0
-        staged = self.receiver.take(ticket.transfer_id, broken_tokens=kept)
+        staged = self.receiver.transfers.take(ticket.transfer_id, broken_tokens=kept)
         assert staged is not None, "the gateway came before the bytes"
         assert digest(body, ids[: ticket.num_tokens]) == ticket.prompt_digest
         num_tokens = kept or ticket.num_tokens

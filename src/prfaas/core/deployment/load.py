@@ -15,7 +15,7 @@ from prfaas.core.deployment.planned import (
     PlannedCluster,
     PlannedDeployment,
 )
-from prfaas.core.deployment.planned_model import kept_models, planned_caches
+from prfaas.core.deployment.planned_model import kept_models, planned_deployment
 from prfaas.core.deployment.pool import by_machine
 from prfaas.core.deployment.schema import ClusterSection, DeploymentFile
 from prfaas.core.deployment.section import fields_of
@@ -26,7 +26,6 @@ from prfaas.core.deployment.types import (
     Deployment,
     Instance,
     Link,
-    Slo,
 )
 from prfaas.core.latency import LatencyProfile, ProfileError, load_profile
 
@@ -80,14 +79,6 @@ def read_file(
         raise first_problem(source, error) from None
 
 
-def slo_of(file: DeploymentFile) -> Slo:
-    """The SLO, with the time per token and its inverse."""
-    slo = file.slo
-    if slo.tokens_per_s is not None:
-        return replace(slo, tpot_s=1 / slo.tokens_per_s)
-    return slo if slo.tpot_s is None else replace(slo, tokens_per_s=1 / slo.tpot_s)
-
-
 def links_of(source: YamlSource, file: DeploymentFile) -> tuple[Link, ...]:
     """The links as the file has them, each with its price of egress."""
     return tuple(
@@ -112,7 +103,7 @@ def _frozen(source: YamlSource, file: DeploymentFile, state_dir: Path) -> Deploy
         clusters=tuple(_cluster(source, c, file) for c in range(len(file.clusters))),
         links=links_of(source, file),
         routing=file.routing,
-        slo=slo_of(file),
+        slo=file.slo.with_inverse(),
         gateway=gateway,
         security=file.security,
         engine=file.engine,
@@ -201,34 +192,11 @@ def load_planned(path: Path | str, *, changes: Mapping[str, float] | None = None
     path = Path(path)
     source, file = read_file(path, changes)
     check_to_plan(source, file)
-    assert file.workload is not None
     models = kept_models(source, file)
     clusters = tuple(
         _planned_cluster(source, c, cluster, file.model.published) for c, cluster in enumerate(file.clusters)
     )
-    links = links_of(source, file)
-    caches = planned_caches(source, file, models, clusters, links)
-    return PlannedDeployment(
-        name=file.name,
-        path=path,
-        kv_model=caches.kv_model,
-        clusters=caches.clusters,
-        links=links,
-        workload=file.workload,
-        routing=file.routing,
-        control=file.control,
-        slo=slo_of(file),
-        prices=file.prices.per_gpu_hour,
-        source=source,
-        pool=file.pool,
-        dtypes=caches.dtypes,
-        first_token=file.gateway.first_token,
-        step_tokens=file.engine.max_num_batched_tokens,
-        seats=file.engine.max_num_seqs,
-        wire_model=caches.wire_model,
-        link_models=caches.link_models,
-        kv_copies=caches.kv_copies,
-    )
+    return planned_deployment(source, file, models, clusters, links_of(source, file))
 
 
 def _tensor_parallel(source: YamlSource, index: int, cluster: ClusterSection, gpus: int, default: int) -> int:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, TypeVar
 
@@ -273,6 +273,12 @@ class Slo(Section):
     """What of the times to first token must keep `ttft_s`; only plans use it."""
     tokens_per_s: Annotated[PositiveFloat | None, TOLD_ELSEWHERE] = None
     """How fast each answer grows, at least: in the file in place of `tpot_s`, whose inverse it is."""
+
+    def with_inverse(self) -> "Slo":
+        """The same with the time per token and its inverse, where the file has one of them."""
+        if self.tokens_per_s is not None:
+            return replace(self, tpot_s=1 / self.tokens_per_s)
+        return self if self.tpot_s is None else replace(self, tokens_per_s=1 / self.tpot_s)
 
 
 _Named = TypeVar("_Named", Instance, Cluster, PoolNode)

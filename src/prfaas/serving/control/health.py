@@ -2,18 +2,17 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any
 
 from prfaas.core.deployment import Instance
 from prfaas.serving.control.cluster_state import Clock, ClusterState
-from prfaas.serving.control.engine_http import EngineAccess
-from prfaas.serving.control.engine_liveness import EngineLiveness, KvPort
+from prfaas.serving.control.engine_liveness import EngineLiveness
 from prfaas.serving.control.listeners import Listeners
+from prfaas.serving.control.members import Members
 from prfaas.serving.control.part import Json, Part
-from prfaas.serving.running_deployment import RunningDeployment
 from prfaas.serving.tasks import BackgroundTasks
 
 logger = logging.getLogger(__name__)
@@ -42,18 +41,6 @@ class _Suspicion:
     """When it was judged frozen, by the loop's clock."""
 
 
-class Watchable(Protocol):
-    """Whom health is asked of; `Members` is the real one."""
-
-    running: RunningDeployment
-    http: EngineAccess
-
-    @property
-    def kv_ports(self) -> Mapping[str, Sequence[KvPort]]:
-        """Those of each instance's ranks, by its name."""
-        ...
-
-
 class HealthWatch(Part):
     """The one judge of who is in routing. It says three things of an instance that is not.
 
@@ -66,7 +53,7 @@ class HealthWatch(Part):
 
     def __init__(
         self,
-        members: Watchable,
+        members: Members,
         cluster_state: ClusterState,
         listeners: Listeners,
         *,

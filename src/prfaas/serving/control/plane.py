@@ -25,7 +25,7 @@ from prfaas.serving.control.health import HealthWatch
 from prfaas.serving.control.hot_prefixes import HotPrefixes
 from prfaas.serving.control.kv_events import EventFeed, events_endpoints
 from prfaas.serving.control.link_budget import LinkBudget
-from prfaas.serving.control.link_monitor import LinkMonitor, LinkPort
+from prfaas.serving.control.link_monitor import LinkMonitor
 from prfaas.serving.control.listeners import Listeners
 from prfaas.serving.control.members import Members
 from prfaas.serving.control.metrics import ControlMetrics
@@ -44,6 +44,7 @@ from prfaas.serving.own_process import LoopClock
 from prfaas.serving.pool.copier import PoolCopier
 from prfaas.serving.running_deployment import RunningDeployment
 from prfaas.serving.tasks import LoopFailures
+from prfaas.serving.transport.observer import Observer
 
 GAUGES_PERIOD_S = 1.0
 
@@ -333,7 +334,7 @@ def _prefixes(
 
 
 def _budget(members: Members, state: ClusterState, links: LinkMonitor) -> LinkBudget:
-    pools: dict[str, tuple[LinkPort, ...]] = {name: (port,) for name, port in members.pool_ports.items()}
+    pools: dict[str, tuple[Observer, ...]] = {name: (port,) for name, port in members.pool_ports.items()}
     senders = ChainMap(members.kv_ports, pools)
     return LinkBudget(members.running, senders, state.view.links, links.samples, clock=state.clock)
 

@@ -47,18 +47,17 @@ class RunningEngines(ChildProcesses):
         stand_ins_per_process: int = STAND_INS_PER_PROCESS,
         templates: EngineTemplates | None = None,
     ) -> None:
-        """Nothing is started yet.
+        """As `ChildProcesses`.
 
         Args:
-            deployment: whose engines they are.
-            names: the instances to start; None: all.
-            extra_env: laid over the environment of each.
+            deployment: as there.
+            names: as there.
+            extra_env: as there.
             command: starts every instance in a process of its own; None: vLLM, or stand-ins that share processes.
             stand_ins_per_process: how many stand-ins share a process at most.
             templates: of engines on CPUs, kept for those that are started later; None: none are kept.
         """
-        instances = [instance.name for instance in deployment.instances]
-        super().__init__(deployment, tuple(instances if names is None else names), extra_env)
+        super().__init__(deployment, names, extra_env)
         self._command = command
         self._stand_ins_per_process = stand_ins_per_process
         self._killed: set[str] = set()
@@ -66,25 +65,12 @@ class RunningEngines(ChildProcesses):
         self._templates = templates or EngineTemplates()
         self._tls: TlsIdentity | None = None
 
-    def start(self, name: str | None = None) -> None:
-        """Start one engine, or all. Returns at once: see `wait_ready`.
-
-        Raises:
-            EngineError: vLLM, the model or a port is missing, its KVCache can't be kept here, or it runs already.
-            KeyFileError: the key can't be used.
-            TlsFileError: a certificate can't be used.
-        """
-        self._launch(self.names if name is None else (name,))
-
     def restart(self, names: Collection[str]) -> None:
-        """Start engines again that have ended; stand-ins among them share processes as at first. Returns at once.
+        """Start engines, as `ChildProcesses.restart`; stand-ins among them share processes."""
+        self._launch([each for each in self._all_names() if each in names])
 
-        Raises:
-            EngineError: as `start`; none of them has been started then, and all others go on.
-            KeyFileError: the key can't be used.
-            TlsFileError: a certificate can't be used.
-        """
-        self._launch([each.name for each in self.deployment.instances if each.name in names])
+    def _all_names(self) -> Iterable[str]:
+        return (instance.name for instance in self.deployment.instances)
 
     def _launch(self, names: Sequence[str]) -> None:
         instances = [self.deployment.instance(each) for each in names]

@@ -103,9 +103,9 @@ class PoolEventLog:
 
 
 class PoolEventPublisher:
-    """Implements `hooks.PoolEvents`: takes changes of pages in the store's loop, and publishes them from a thread.
+    """Takes changes of pages in the store's loop, and publishes them from a thread.
 
-    The loop calls `opened`, `stored`, `removed` and `cleared`, which only append to a queue. The thread (`_run`)
+    The loop calls `opened`, `stored` and `removed`, which only append to a queue. The thread (`_run`)
     publishes it in numbered batches of the `PoolEventLog`, and answers subscribers' replays (`_answer`). If it can't
     keep up, the pool reports that it is empty, which costs some recomputing and nothing else.
     """
@@ -157,11 +157,6 @@ class PoolEventPublisher:
     def removed(self, page_id: bytes, medium: Medium) -> None:
         """Report that a tier no longer holds the page."""
         self._add((page_id, None, medium, False))
-
-    def cleared(self) -> None:
-        """Report that the pool is empty."""
-        if self._geometry is not None:
-            self._add(self._geometry)
 
     def state(self) -> dict[str, int]:
         """Counters of publishing."""

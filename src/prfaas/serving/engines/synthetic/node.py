@@ -76,7 +76,7 @@ class SyntheticNode:
 
     def listen(self) -> None:
         """Open the KV port. Raises OSError when it is taken."""
-        self.engine.endpoints.listen()
+        self.engine.endpoints.receiver.start()
 
     async def serve(self) -> None:
         """Connect to the peers and answer HTTP. Raises OSError when the port is taken."""
