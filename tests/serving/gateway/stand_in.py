@@ -406,7 +406,7 @@ class StandInEngine:
         refusal = refusal_of(chat)
         if refusal is not None:
             return web.json_response({"error": {"message": refusal, "code": 400}}, status=400)
-        rendered = {"token_ids": self._ids(chat), "sampling_params": {}, "features": None}
+        rendered: dict[str, Any] = {"token_ids": self._ids(chat), "sampling_params": {}, "features": None}
         return web.json_response([rendered] if path == "/v1/completions" else rendered)
 
     async def _tokenize(self, request: web.Request) -> web.Response:
