@@ -74,13 +74,15 @@ class EngineServer:
         self._stream_interval = stream_interval
         self._dead = False
         app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[_refusals])
+        apis: dict[str, tuple[_Parse, Callable[[GenerationRequest, Text], _Writer]]] = {
+            "/v1/completions": (partial(parse_generation, chat=False), AnswerWriter),
+            "/v1/chat/completions": (partial(parse_generation, chat=True), AnswerWriter),
+            "/v1/responses": (parse_response, ResponseItemWriter),
+            "/v1/messages": (parse_message, MessageWriter),
+        }
         posts: dict[str, Handler] = {
-            "/v1/completions": partial(self._generate, partial(parse_generation, chat=False), AnswerWriter),
-            "/v1/chat/completions": partial(
-                self._generate, partial(parse_generation, chat=True), AnswerWriter
-            ),
-            "/v1/responses": partial(self._generate, parse_response, ResponseItemWriter),
-            "/v1/messages": partial(self._generate, parse_message, MessageWriter),
+            **{path: partial(self._generate, *api) for path, api in apis.items()},
+            **{f"{path}/render": partial(self._render, parse) for path, (parse, _) in apis.items()},
             "/v1/messages/count_tokens": self._count_tokens,
             "/tokenize": self._tokenize,
             "/detokenize": self._detokenize,
@@ -169,6 +171,12 @@ class EngineServer:
         await response.write(writer.end(generations))
         await response.write_eof()
         return response
+
+    async def _render(self, parse: _Parse, request: web.Request) -> web.StreamResponse:
+        """The ids of a request's prompts: of text completions a list, else of the only one."""
+        wanted = parse(await request.read(), self._models, self._text)
+        rendered = [{"token_ids": work.token_ids, "features": None} for work in wanted.works]
+        return _json(rendered[0] if wanted.chat else rendered)
 
     async def _tokenize(self, request: web.Request) -> web.StreamResponse:
         ids = parse_tokenize(await request.read(), self._text)
