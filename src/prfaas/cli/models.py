@@ -212,8 +212,8 @@ def _document(
 
 
 def kind(group: object) -> str:
-    """The short name of a layer kind: "MLA", "full", "SWA-128", "chunk-8192", "KDA", …"""
-    from prfaas.core.kv import ChunkedWindow, FullAttention, LinearState, SlidingWindow
+    """The short name of a layer kind: "MLA", "full", "SWA-128", "chunk-8192", "KDA", "compressed", …"""
+    from prfaas.core.kv import ChunkedWindow, CompressedAttention, FullAttention, LinearState, SlidingWindow
 
     if isinstance(group, LinearState):
         return group.kind or "linear"
@@ -221,6 +221,8 @@ def kind(group: object) -> str:
         return f"chunk-{group.window_tokens}"
     if isinstance(group, SlidingWindow):
         return f"SWA-{group.window_tokens}"
+    if isinstance(group, CompressedAttention):
+        return "compressed"
     if isinstance(group, FullAttention) and group.is_mla:
         return "MLA"
     return "full"

@@ -17,7 +17,13 @@ from prfaas.core.kv.hf_config import (
     model_from_file,
     read_config,
 )
-from prfaas.core.kv.layers import ChunkedWindow, FullAttention, LinearState, SlidingWindow
+from prfaas.core.kv.layers import (
+    ChunkedWindow,
+    CompressedAttention,
+    FullAttention,
+    LinearState,
+    SlidingWindow,
+)
 from prfaas.core.kv.model import Group, KvModel, model_on_wire
 from prfaas.core.kv.published import PublishedModel, published_model, published_models
 
@@ -26,6 +32,7 @@ __all__ = [
     "CacheDtypeError",
     "CacheDtypes",
     "ChunkedWindow",
+    "CompressedAttention",
     "ConfigError",
     "DrafterError",
     "FullAttention",

@@ -121,13 +121,15 @@ class ConfigFields:
 class ElementBytes:
     """Bytes of one element: `kv` of attention, `state` of recurrent states, `conv` of convolutions' states.
 
-    `fp8_layout` is the name in vLLM of what an fp8 cache of sparse MLA looks like; None where nobody said.
+    `fp8_layout` is the name in vLLM of what an fp8 cache of sparse MLA looks like; None where nobody said. With
+    `is_default` nobody said what attention keeps, so some families have a form of their own.
     """
 
     kv: int
     state: int
     fp8_layout: str | None = None
     conv: int = 2
+    is_default: bool = False
 
 
 @cache

@@ -53,6 +53,8 @@ class SlidingWindow:
     head_size_v: int
     window_tokens: int
     dtype_bytes: int = 2
+    block_tokens: int = 0
+    """Of a block, where these layers have their own; 0: the engine's."""
 
     @property
     def token_bytes(self) -> int:
@@ -75,7 +77,7 @@ class SlidingWindow:
         """
         check_span(num_tokens, skip_tokens, block_tokens)
         first = max(0, num_tokens - self.window_tokens + 1)
-        return tokens_in_blocks(first, num_tokens, block_tokens) * self.token_bytes
+        return tokens_in_blocks(first, num_tokens, self.block_tokens or block_tokens) * self.token_bytes
 
     def per_rank(self, tensor_parallel: int) -> "SlidingWindow":
         """The part of one of `tensor_parallel` ranks. ValueError if the heads can't be divided."""
@@ -127,7 +129,8 @@ class LinearState:
     """`layers` layers with `conv_bytes` (last inputs of the convolution) and `recurrent_bytes` each.
 
     `heads` own the recurrent state and are what tensor parallelism divides. `grouped_conv_bytes` of `conv_bytes`
-    belong to `conv_groups` groups (key heads) that several heads share. Without them `per_rank` is not known.
+    belong to `conv_groups` groups (key heads) that several heads share. Without them `per_rank` is not known, but where
+    the state `is_whole`: every rank has all of it.
     """
 
     layers: int
@@ -138,6 +141,7 @@ class LinearState:
     conv_groups: int = 0
     grouped_conv_bytes: int = 0
     groups_replicate: bool = False
+    is_whole: bool = False
 
     @classmethod
     def gated_delta_net(
@@ -271,6 +275,14 @@ class LinearState:
         recurrent = heads * head_size * head_size * state_dtype_bytes
         return cls(layers, 0, recurrent, kind="Lightning", heads=heads)
 
+    @classmethod
+    def ring(cls, layers: int, *, nbytes: int) -> "LinearState":
+        """What is still to be compressed into an entry, in a block that a request keeps from its first token on.
+
+        vLLM 0.32 `CircularBufferSpec`; every rank has all of it.
+        """
+        return cls(layers, nbytes, 0, kind="ring", is_whole=True)
+
     @property
     def state_bytes(self) -> int:
         """Bytes of one layer's state."""
@@ -294,7 +306,7 @@ class LinearState:
         Raises:
             ValueError: the heads can't be divided among the ranks.
         """
-        if tensor_parallel == 1:
+        if tensor_parallel == 1 or self.is_whole:
             return self
         if self.heads == 0 or self.heads % tensor_parallel:
             raise ValueError(
@@ -384,3 +396,38 @@ class FullAttention:
             return f"{kind} (latent of {self.head_size_k}), {self.token_bytes} B per token"
         sizes = f"{self.head_size_k}+{self.head_size_v}"
         return f"{kind} ({self.kv_heads} heads of {sizes}), {self.token_bytes} B per token"
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedAttention(FullAttention):
+    """`layers` layers that keep an entry for several tokens each, in pages of `page_tokens` tokens that move whole.
+
+    `head_size_k` are the bytes of a page with all that fills it up; every rank has it. vLLM 0.32: `MLAAttentionSpec`
+    with `tokens_per_state` and `alignment`.
+    """
+
+    dtype_bytes: int = 1
+    page_tokens: int = 256
+
+    @property
+    def _page_bytes(self) -> int:
+        return self.layers * self.kv_heads * self.head_size_k
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes per token, all layers together, rounded up."""
+        return -(-self._page_bytes // self.page_tokens)
+
+    def bytes_at(self, tokens: _Tokens) -> _Tokens:
+        """Bytes that the cache of `tokens` tokens holds, without the rest of its last page."""
+        return -(-tokens * self._page_bytes // self.page_tokens)
+
+    def bytes_to_move(self, num_tokens: int, skip_tokens: int, block_tokens: int = 1) -> int:
+        """As that of full attention, in blocks of a page at least."""
+        check_span(num_tokens, skip_tokens, block_tokens)
+        return self.bytes_at(tokens_in_blocks(skip_tokens, num_tokens, max(block_tokens, self.page_tokens)))
+
+    def describe(self) -> str:
+        """One line for people."""
+        page = f"{self.head_size_k} B per {self.page_tokens} tokens"
+        return f"{self.layers} compressed attention ({page}), {self.token_bytes} B per token"

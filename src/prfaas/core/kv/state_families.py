@@ -24,8 +24,13 @@ def _qwen_next(config: ConfigFields, size: ElementBytes) -> list[Group]:
     """Every n-th layer is full attention, the others Gated DeltaNet: qwen3_next.py `Qwen3NextDecoderLayer`."""
     interval = config.whole("full_attention_interval", 4)
     types = config.layer_types(lambda layer: LINEAR if (layer + 1) % interval else FULL)
-    linear = LinearState.gated_delta_net(
-        types.count(LINEAR),
+    return [*attention(config, types, size), gated_delta_net(config, types.count(LINEAR), size)]
+
+
+def gated_delta_net(config: ConfigFields, layers: int, size: ElementBytes) -> LinearState:
+    """Gated DeltaNet by the names of fields that Qwen's families share."""
+    return LinearState.gated_delta_net(
+        layers,
         key_heads=config.whole("linear_num_key_heads"),
         value_heads=config.whole("linear_num_value_heads"),
         key_head_size=config.whole("linear_key_head_dim"),
@@ -34,7 +39,6 @@ def _qwen_next(config: ConfigFields, size: ElementBytes) -> list[Group]:
         conv_dtype_bytes=size.conv,
         state_dtype_bytes=size.state,
     )
-    return [*attention(config, types, size), linear]
 
 
 def _kimi_linear(config: ConfigFields, size: ElementBytes) -> list[Group]:
@@ -239,7 +243,7 @@ def _minimax(config: ConfigFields, size: ElementBytes) -> list[Group]:
 
 STATE_READERS: Mapping[str, Reader] = {
     **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), _qwen_next),
-    "kimi_linear": _kimi_linear,
+    **dict.fromkeys(("kimi_linear", "kimi_k3"), _kimi_linear),
     "nemotron_h": _nemotron_h,
     "granitemoehybrid": _granite_hybrid,
     "bamba": _bamba,
