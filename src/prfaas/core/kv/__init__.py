@@ -1,6 +1,6 @@
 """Models of a request's KVCache, and how many bytes of it must move."""
 
-from prfaas.core.kv.config_fields import CacheDtypeError, ConfigError
+from prfaas.core.kv.config_fields import CacheDtypeError, ConfigError, UnknownModelError
 from prfaas.core.kv.drafters import DrafterError, Speculation, with_drafter
 from prfaas.core.kv.dtypes import (
     DEFAULT_DTYPES,
@@ -45,6 +45,7 @@ __all__ = [
     "SlidingWindow",
     "Speculation",
     "StateDtype",
+    "UnknownModelError",
     "are_convertible",
     "kept_dtype",
     "model_from_config",

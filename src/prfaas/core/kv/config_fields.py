@@ -16,6 +16,10 @@ class ConfigError(ValueError):
     """A `config.json` that the KVCache can't be read out of, or a published model that isn't known."""
 
 
+class UnknownModelError(ConfigError):
+    """A model of which nobody has written what its layers keep. Its engines run all the same, and tell it."""
+
+
 class CacheDtypeError(ConfigError):
     """A KV cache that the model can't have, or of a size that is not known: another dtype mends it."""
 

@@ -10,7 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from prfaas.core.kv.config_fields import CacheDtypeError, ConfigError, ConfigFields, family_defaults
+from prfaas.core.kv.config_fields import (
+    CacheDtypeError,
+    ConfigError,
+    ConfigFields,
+    UnknownModelError,
+    family_defaults,
+)
 from prfaas.core.kv.dtypes import DEFAULT_DTYPES, CacheDtypes
 from prfaas.core.kv.families import ATTENTION_READERS, Reader, by_layer_types
 from prfaas.core.kv.layers import FullAttention, SlidingWindow
@@ -129,7 +135,8 @@ def model_from_config(
             `fp8_e4m3`; the GPU decides which one vLLM takes, so `fp8` is refused for it.
 
     Raises:
-        ConfigError: the `model_type` is unknown, a field is missing or wrong, or its caches have no such dtype.
+        ConfigError: a field is missing or wrong, or its caches have no such dtype.
+        UnknownModelError: the `model_type` is unknown.
     """
     fields = ConfigFields(text_fields(config))
     model_type = _model_type(fields)
@@ -141,7 +148,7 @@ def model_from_config(
     read = READERS.get(model_type, by_layer_types)
     groups = read(fields.with_defaults(family_defaults(model_type)), size)
     if groups is None:
-        raise ConfigError(
+        raise UnknownModelError(
             f'the KVCache of model_type "{model_type}" is not known, and it has no layer_types that tell its shape; '
             f"known are {', '.join(sorted(READERS))}"
         )

@@ -403,7 +403,7 @@ class CompressedAttention(FullAttention):
     """`layers` layers that keep an entry for several tokens each, in pages of `page_tokens` tokens that move whole.
 
     `head_size_k` are the bytes of a page with all that fills it up; every rank has it. vLLM 0.32: `MLAAttentionSpec`
-    with `tokens_per_state` and `alignment`.
+    with `tokens_per_state` and `alignment`. Attention of which an engine tells the pages alone counts like that too.
     """
 
     dtype_bytes: int = 1

@@ -238,7 +238,9 @@ def _latent(group: FullAttention, fields: ConfigFields) -> tuple[int, list[Softm
     """Parameters of all MLA layers, and their attention; of the index of sparse attention, where it is one."""
     if isinstance(group, CompressedAttention) or not fields.given("kv_lora_rank"):
         family = fields.fields.get("model_type")
-        raise ConfigError(f'what sparse layers of model_type "{family}" cost is not known; measure: prfaas profile')
+        raise ConfigError(
+            f'what sparse layers of model_type "{family}" cost is not known; measure: prfaas profile'
+        )
     hidden, heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
     latent, rope = fields.whole("kv_lora_rank"), fields.whole("qk_rope_head_dim")
     low_rank = fields.whole("q_lora_rank") if fields.given("q_lora_rank") else None

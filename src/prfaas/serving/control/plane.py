@@ -24,6 +24,7 @@ from prfaas.serving.control.engine_reading import EngineReading
 from prfaas.serving.control.health import HealthWatch
 from prfaas.serving.control.hot_prefixes import HotPrefixes
 from prfaas.serving.control.kv_events import EventFeed, events_endpoints
+from prfaas.serving.control.kv_shape import KvShape
 from prfaas.serving.control.link_budget import LinkBudget
 from prfaas.serving.control.link_monitor import LinkMonitor, LinkPort
 from prfaas.serving.control.listeners import Listeners
@@ -99,6 +100,8 @@ class LivePlane:
         )
         self.compatibility = Compatibility(running, members.kv_ports, state, listeners.silent.tell)
         facts = LiveFacts(running, kv_model, state, curves, engines.meters)
+        shape = KvShape(running, state, facts, self.prefixes, is_known=kv_model is not None)
+        listeners.told += [self.prefixes.learn_stats, shape.learn_stats]
         self.thresholds = Thresholds(
             running,
             facts,
@@ -119,7 +122,7 @@ class LivePlane:
         self.parts: list[Part] = [DeployedView(running, state, curves), members, engines, pools, self.links]
         self.parts += [_budget(members, state, self.links), self.compatibility, self.router, self.thresholds]
         self.parts += [self._roles(facts, engines, metrics), feed, self.prefixes, hot_prefixes]
-        peer_lists = PeerListUpdates(running, members.kv_ports, self.prefixes.learn_stats)
+        peer_lists = PeerListUpdates(running, members.kv_ports, listeners.told.tell)
         self.parts += [self.admission, self.health, self.drains, peer_lists]
         self.parts.append(GaugeWriter(self.parts, metrics, running, clock))
         self._connect(engines, pools, feed, metrics)

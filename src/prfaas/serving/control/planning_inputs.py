@@ -4,12 +4,12 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from prfaas.core.arrays import FloatArray, OfLength, np
+from prfaas.core.arrays import OfLength
 from prfaas.core.deployment import Cluster, Deployment, Instance, Link
 from prfaas.core.deployment.pool_peers import joins_pools
 from prfaas.core.deployment.source import read_source
 from prfaas.core.deployment.speculation import counted_model, kept_model
-from prfaas.core.kv import ConfigError, DrafterError, KvModel, model_on_wire
+from prfaas.core.kv import ConfigError, DrafterError, KvModel, model_on_wire, published_models
 from prfaas.core.latency.prefill_curves import PrefillCurves
 from prfaas.core.latency.service_curve import ServiceCurve
 from prfaas.core.planner import KvSize, PlanProblem
@@ -47,7 +47,10 @@ def kv_model_of(deployment: Deployment) -> KvModel | None:
         except DrafterError as error:
             logger.warning("the KVCache of %s is counted without a drafter's; %s", cluster.name, error)
         except ConfigError as error:
-            logger.warning("the KV cache's shape is unknown, so it is taken for a hybrid one: %s", error)
+            logger.warning(
+                "what the model keeps is unknown, so it counts for a large hybrid one until an engine tells: %s",
+                error,
+            )
             return None
     return _widest(deployment)
 
@@ -101,18 +104,15 @@ def _facts(model: KvModel | None) -> KvFacts | None:
     return None if model is None else kv_facts(model)
 
 
-def kv_facts(model: KvModel | None) -> KvFacts:
-    """Without a model: hybrid (the kind that limits most), and transfers of no bytes."""
-    if model is None:
-        return KvFacts(
-            is_hybrid=True, can_skip=False, bytes_to_move=_no_transfer, prefix_bytes_to_move=_no_transfer
-        )
+def kv_facts(model: KvModel | None, block_tokens: int = _LARGEST_BLOCK_TOKENS) -> KvFacts:
+    """Without a model: hybrid (the kind that limits most), and as large as any."""
     # The decode instance computes the last prompt token itself.
-    return KvFacts.of_model(model, block_tokens=_LARGEST_BLOCK_TOKENS, sends_last_token=False)
+    facts = KvFacts.of_model(model or _largest(), block_tokens=block_tokens, sends_last_token=False)
+    return facts if model is not None else replace(facts, is_hybrid=True, can_skip=False)
 
 
-def _no_transfer(_tokens: int, _skip_tokens: int) -> int:
-    return 0
+def _largest() -> KvModel:
+    return max((each.kv_model for each in published_models()), key=KvModel.compared_bytes)
 
 
 def view_of(
@@ -268,15 +268,18 @@ class LiveFacts:
         curves: Mapping[str, PrefillCurves],
         engines: Mapping[str, EngineMeter],
     ) -> None:
-        """`curves` by cluster, `engines` by instance. Without a `kv_model` links count as unlimited, since nothing is
-        known of bytes."""
+        """`curves` by cluster, `engines` by instance. Without a `kv_model` it is taken for as large as any."""
         self._running = running
         self._cluster_state = cluster_state
         self._curves = curves
         self._engines = engines
         self._sent_of: Deployment | None = None
         self._sent: dict[tuple[str, str], OfLength] = {}
-        self._kv_bytes: OfLength = KvSize(kv_model) if kv_model is not None else _no_bytes
+        self._kv_bytes: OfLength = KvSize(kv_model or _largest())
+
+    def learn_model(self, kv_model: KvModel) -> None:
+        """Count in what an engine tells from now on."""
+        self._kv_bytes = KvSize(kv_model)
 
     def problem(self, lengths: LengthDistribution, output_tokens: float | None = None) -> PlanProblem:
         """The problem for uncached `lengths` and answers of a mean length; None takes what was measured.
@@ -354,7 +357,3 @@ class LiveFacts:
             return facts
         decode = self.decode(cluster)
         return replace(facts, decode_batch=decode.batch, decode_step_s=decode.step_s)
-
-
-def _no_bytes(tokens: FloatArray) -> FloatArray:
-    return np.zeros_like(tokens)
