@@ -24,7 +24,6 @@ from prfaas.serving.control.engine_reading import EngineReading
 from prfaas.serving.control.health import HealthWatch
 from prfaas.serving.control.hot_prefixes import HotPrefixes
 from prfaas.serving.control.kv_events import EventFeed, events_endpoints
-from prfaas.serving.control.kv_shape import KvShape
 from prfaas.serving.control.link_budget import LinkBudget
 from prfaas.serving.control.link_monitor import LinkMonitor, LinkPort
 from prfaas.serving.control.listeners import Listeners
@@ -32,7 +31,7 @@ from prfaas.serving.control.members import Members
 from prfaas.serving.control.metrics import ControlMetrics
 from prfaas.serving.control.part import Json, Part
 from prfaas.serving.control.peer_lists import PeerListUpdates
-from prfaas.serving.control.planning_inputs import LiveFacts, prefill_curves, view_of
+from prfaas.serving.control.planning_inputs import KvShape, LiveFacts, prefill_curves, view_of
 from prfaas.serving.control.pool_monitor import PoolMonitor
 from prfaas.serving.control.prefill_admission import PrefillAdmission
 from prfaas.serving.control.prefix_knowledge import PrefixKnowledge, empty_index, seed_of
