@@ -372,7 +372,8 @@ class LiveFacts:
 class KvShape:
     """The KVCache of a model of which nobody has written what its layers keep: its engines tell it while they run.
 
-    Has routing and planning count in what the engines tell, the most of any of them. Until the first one has, the model counts for the largest published one, and for a hybrid.
+    Routing and planning count in it, in the most of any of them. Until the first one has told, the model counts for the
+    largest published one, and for a hybrid.
     """
 
     def __init__(
