@@ -106,7 +106,7 @@ def _block_types(config: ConfigFields, field: str) -> Sequence[str] | None:
 
 
 def _mamba2(config: ConfigFields, layers: int, inner: int, size: ElementBytes) -> LinearState:
-    """Mamba2 of width `inner`, with the field names that Bamba, Granite 4 and Falcon-H1 share."""
+    """Mamba2 of width `inner`, with the field names that Granite 4 and Falcon-H1 share."""
     heads = config.whole("mamba_n_heads")
     if inner % heads:
         raise ConfigError(f"mamba_n_heads must divide the width of Mamba2, {inner}; {heads} does not")
@@ -131,17 +131,6 @@ def _granite_hybrid(config: ConfigFields, size: ElementBytes) -> list[Group]:
     inner = config.whole("mamba_expand", 2) * config.whole("hidden_size")
     state = _mamba2(config, kinds.count(MAMBA), inner, size)
     return [_attention_layers(config, kinds.count(ATTENTION), size), state]
-
-
-def _bamba(config: ConfigFields, size: ElementBytes) -> list[Group]:
-    """Attention in the layers of `attn_layer_indices`, Mamba2 in the others: transformers `BambaConfig`.
-
-    vLLM has left this family out since 0.23 (registry.py); states are counted in the shape of its Mamba2.
-    """
-    indices = config.layer_numbers("attn_layer_indices", first=0)
-    full = len(indices) if indices is not None else 0
-    inner = config.whole("mamba_expand", 2) * config.whole("hidden_size")
-    return [_attention_layers(config, full, size), _mamba2(config, config.layers - full, inner, size)]
 
 
 def _falcon_h1(config: ConfigFields, size: ElementBytes) -> list[Group]:
@@ -224,32 +213,13 @@ def _bailing_hybrid(config: ConfigFields, size: ElementBytes) -> list[Group]:
     return [full, state]
 
 
-def _minimax(config: ConfigFields, size: ElementBytes) -> list[Group]:
-    """Attention and Lightning: transformers `MiniMaxConfig`; vLLM has left this family out since 0.23 (registry.py)."""
-    marks = config.entries("attn_type_list", config.layers)
-    types = (
-        [FULL if mark == 1 else LINEAR for mark in marks]
-        if marks is not None
-        else config.layer_types(lambda layer: LINEAR if layer % 2 else FULL)
-    )
-    state = LinearState.lightning(
-        types.count(LINEAR),
-        heads=config.whole("num_attention_heads"),
-        head_size=config.head_size,
-        state_dtype_bytes=size.state,
-    )
-    return [*attention(config, types, size), state]
-
-
 STATE_READERS: Mapping[str, Reader] = {
     **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), _qwen_next),
     **dict.fromkeys(("kimi_linear", "kimi_k3"), _kimi_linear),
     "nemotron_h": _nemotron_h,
     "granitemoehybrid": _granite_hybrid,
-    "bamba": _bamba,
     "falcon_h1": _falcon_h1,
     "jamba": _jamba,
     **dict.fromkeys(("lfm2", "lfm2_moe"), _lfm2),
     **dict.fromkeys(("bailing_hybrid", "bailing_moe_linear"), _bailing_hybrid),
-    **dict.fromkeys(("minimax", "minimax_m1", "minimax_text_01"), _minimax),
 }
