@@ -198,12 +198,6 @@ def test_v4_may_keep_plain_values() -> None:
         model_from_config(V4, dtypes=CacheDtypes("fp8"))
 
 
-def test_v4_by_names_of_layers() -> None:
-    names = {0: "sliding_attention", 4: "compressed_sparse_attention", 128: "heavily_compressed_attention"}
-    types = [names[ratio] for ratio in V4["compress_ratios"][:43]]
-    assert v4(compress_ratios=None, layer_types=types) == v4()
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -128,11 +128,9 @@ class _V4Pages:
         return CompressedAttention(layers, 1, pages, 0, page_tokens=_V4_PAGE_TOKENS)
 
 
-def _ratios(config: ConfigFields, known: Sequence[int], names: Mapping[str, int]) -> Sequence[int]:
+def _ratios(config: ConfigFields, known: Sequence[int]) -> Sequence[int]:
     """Of every layer, how many tokens share an entry; 0: it has a window alone. The list goes on over those of MTP."""
-    listed = config.entries("compress_ratios", None)
-    if listed is None:
-        listed = [names.get(str(kind)) for kind in config.entries("layer_types", config.layers) or ()]
+    listed = config.entries("compress_ratios", None) or ()
     if len(listed) < config.layers or not all(ratio in known for ratio in listed[: config.layers]):
         raise ConfigError(
             f"compress_ratios must have one of {', '.join(map(str, known))} for each of {config.layers} layers"
@@ -145,11 +143,7 @@ def _deepseek_v4(config: ConfigFields, size: ElementBytes) -> list[Group]:
 
     What waits to be compressed, in fp32, is a window of its own: compressor.py `CompressorStateCache` in that folder.
     """
-    ratios = _ratios(
-        config,
-        (0, 1, 4, 128),
-        {"sliding_attention": 0, "compressed_sparse_attention": 4, "heavily_compressed_attention": 128},
-    )
+    ratios = _ratios(config, (0, 1, 4, 128))
     pages, sparse, heavy = _V4Pages.of(config, size), ratios.count(4), ratios.count(128)
     head, index, window = (
         config.whole("head_dim", _V4_HEAD),
@@ -172,7 +166,7 @@ def _deepseek_v41(config: ConfigFields, size: ElementBytes) -> list[Group]:
 
     Packed entries are those of V4, which all GPUs but B200 and GB200 keep.
     """
-    ratios = _ratios(config, (0, 1, 2), {})
+    ratios = _ratios(config, (0, 1, 2))
     sources = config.layer_numbers("kv_source_layer_ids", first=0) or ()
     indexed = config.layer_numbers("index_source_layer_ids", first=0) or ()
     pages, index = _V4Pages.of(config, size), _index_bytes(config)
@@ -194,16 +188,10 @@ def _deepseek_v41(config: ConfigFields, size: ElementBytes) -> list[Group]:
 
 def _minimax_m3(config: ConfigFields, size: ElementBytes) -> list[Group]:
     """Keys for an index, in bf16, beside those of some layers: vllm/models/minimax_m3 `MiniMaxM3IndexerCache`."""
-    groups = attention(config, [FULL] * config.layers, size)
-    if not config.given("sparse_attention_config"):
-        types = config.entries("layer_types", config.layers) or ()
-        return [
-            *groups,
-            FullAttention(types.count("minimax_m3_sparse"), 1, config.whole("index_head_dim", 128), 0),
-        ]
     sparse = config.section("sparse_attention_config")
     marks = sparse.entries("sparse_attention_freq", config.layers) or ()
-    return [*groups, FullAttention(sum(map(bool, marks)), 1, sparse.whole("sparse_index_dim", 128), 0)]
+    index = FullAttention(sum(map(bool, marks)), 1, sparse.whole("sparse_index_dim", 128), 0)
+    return [*attention(config, [FULL] * config.layers, size), index]
 
 
 def _full_where_indexed(config: ConfigFields) -> Sequence[str]:
