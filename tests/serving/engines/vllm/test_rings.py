@@ -10,8 +10,10 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
     KVCacheTensor,
     MLAAttentionSpec,
+    SlidingWindowMLASpec,
 )
 
+from prfaas.core.kv import CacheDtypes, CompressedAttention, KvCacheDtype, SlidingWindow, published_model
 from prfaas.core.kv.groups import REQUEST_TOKENS, GroupKind, region_bytes
 from prfaas.core.kv.rank_shares import RankPair
 from prfaas.core.pool.geometry import PoolGeometryError
@@ -89,3 +91,41 @@ def test_with_rings_there_is_no_pool() -> None:
     layout = KvLayout.of_engine(config, caches)
     with pytest.raises(PoolGeometryError, match="rings"):
         pool_geometry(layout, "fingerprint", 1)
+
+
+@pytest.mark.parametrize(("dtype", "alignment"), [("fp8_ds_mla", 576), ("bfloat16", 512), ("fp8_e4m3", 512)])
+def test_pages_of_deepseek_v4_are_those_of_vllms_specs(dtype: KvCacheDtype, alignment: int) -> None:
+    """As `DeepseekV4Attention`, its indexer, window and `CompressorStateCache` make them."""
+    packed = dtype == "fp8_ds_mla"
+    elements = {"fp8_ds_mla": torch.uint8, "bfloat16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn}
+    entries: dict[str, Any] = {"num_kv_heads": 1, "head_size": 512, "dtype": elements[dtype]}
+    entries |= {"alignment": alignment, "state_content_bytes": 584 if packed else None}
+    index: dict[str, Any] = {
+        "num_kv_heads": 1,
+        "head_size": 132,
+        "dtype": torch.uint8,
+        "alignment": alignment,
+    }
+    waiting: dict[str, Any] = {"num_kv_heads": 1, "dtype": torch.float32, "alignment": alignment}
+
+    def page(ratio: int, **fields: Any) -> int:
+        return MLAAttentionSpec(block_size=256, tokens_per_state=ratio, **fields).page_size_bytes
+
+    def window(block: int, tokens: int, **fields: Any) -> tuple[int, int, int]:
+        spec = SlidingWindowMLASpec(block_size=block, sliding_window=tokens, **fields)
+        return block, tokens, spec.page_size_bytes
+
+    sparse, heavy, *windows = published_model("deepseek-v4-flash").kept_in(CacheDtypes(dtype)).groups
+    assert isinstance(sparse, CompressedAttention) and isinstance(heavy, CompressedAttention)
+    assert (sparse.page_tokens, sparse.head_size_k) == (256, page(4, **entries) + page(4, **index))
+    assert (heavy.page_tokens, heavy.head_size_k) == (256, page(128, **entries))
+    assert [
+        (group.block_tokens, group.window_tokens, group.block_tokens * group.head_size_k)
+        for group in windows
+        if isinstance(group, SlidingWindow)
+    ] == [
+        window(64, 128, **entries),
+        window(4, 8, head_size=2 * 2 * 512, **waiting),
+        window(4, 8, head_size=2 * 2 * 128, **waiting),
+        window(8, 128, head_size=2 * 512, **waiting),
+    ]
