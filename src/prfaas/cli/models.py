@@ -10,7 +10,9 @@ from prfaas.cli.common import AsJson, DeploymentPath
 from prfaas.cli.completions import made_model_names, model_names
 
 if TYPE_CHECKING:
-    from prfaas.core.kv import KvModel, PublishedModel
+    from collections.abc import Iterator
+
+    from prfaas.core.kv import CacheDtypes, KvModel, PublishedModel
 
 
 model = typer.Typer(
@@ -149,12 +151,12 @@ def models(
     import json
 
     from prfaas.cli.common import CliError
-    from prfaas.core.kv import model_from_directory, model_from_file, published_model, published_models
+    from prfaas.core.kv import model_from_directory, model_from_file, published_model
 
     dtypes = cache_dtypes(kv_dtype, state_dtype)
     listed: list[tuple[KvModel, PublishedModel | None]]
     if model is None:
-        listed = [(each.kept_in(dtypes), each) for each in published_models()]
+        listed = list(_kept_in(dtypes))
     elif _is_path(model):
         if sources:
             raise CliError("--sources: only published models have sources; this one's is its config.json")
@@ -177,6 +179,17 @@ def models(
     _print_table([each for each, _ in rows], tensor_parallel)
     if sources:
         _print_sources([published for _, published in rows if published is not None])
+
+
+def _kept_in(dtypes: "CacheDtypes") -> "Iterator[tuple[KvModel, PublishedModel]]":
+    """All published models but those that have no such caches, of which it tells."""
+    from prfaas.core.kv import CacheDtypeError, published_models
+
+    for each in published_models():
+        try:
+            yield each.kept_in(dtypes), each
+        except CacheDtypeError as error:
+            typer.echo(f"{each.name} is left out: {error}", err=True)
 
 
 def _is_path(text: str) -> bool:

@@ -418,14 +418,11 @@ class CompressedAttention(FullAttention):
         """Bytes per token, all layers together, rounded up."""
         return -(-self._page_bytes // self.page_tokens)
 
-    def bytes_at(self, tokens: _Tokens) -> _Tokens:
-        """Bytes that the cache of `tokens` tokens holds, without the rest of its last page."""
-        return -(-tokens * self._page_bytes // self.page_tokens)
-
     def bytes_to_move(self, num_tokens: int, skip_tokens: int, block_tokens: int = 1) -> int:
         """As that of full attention, in blocks of a page at least."""
         check_span(num_tokens, skip_tokens, block_tokens)
-        return self.bytes_at(tokens_in_blocks(skip_tokens, num_tokens, max(block_tokens, self.page_tokens)))
+        tokens = tokens_in_blocks(skip_tokens, num_tokens, max(block_tokens, self.page_tokens))
+        return -(-tokens * self._page_bytes // self.page_tokens)
 
     def describe(self) -> str:
         """One line for people."""
