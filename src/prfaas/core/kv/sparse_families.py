@@ -210,7 +210,10 @@ def _qwen4(config: ConfigFields, size: ElementBytes) -> list[Group]:
     Caches of the index are those of common/qsa_cache.py, of the embeddings' convolution `Qwen4ExpPLELayer`.
     """
     types = _full_where_indexed(config)
-    groups = [*attention(config, types, size), gated_delta_net(config, types.count(LINEAR), size)]
+    groups: list[Group] = [
+        *attention(config, types, size),
+        gated_delta_net(config, types.count(LINEAR), size),
+    ]
     if config.given("ple_layer_ids"):
         kernel = (config.whole("ple_conv_kernel_size", 4) - 1) * config.whole("ngram_size", 3) + 1
         convolution = LinearState.short_conv(
