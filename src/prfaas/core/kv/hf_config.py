@@ -170,7 +170,7 @@ def kept_dtype(config: Mapping[str, Any], dtypes: CacheDtypes) -> str:
 
 def _model_type(fields: ConfigFields) -> str:
     named = str(fields.fields["model_type"]) if fields.given("model_type") else None
-    if named in READERS:
+    if named is not None and named in READERS:
         return named
     for architecture in fields.entries("architectures", None) or ():
         if architecture in _MODEL_TYPES:

@@ -39,7 +39,8 @@ def read_told_layers(told: object, name: str, ranks: int) -> KvModel:
 
 
 def _group(entry: Any, ranks: int) -> Group:
-    kind, *numbers = entry if isinstance(entry, list) else [None]
+    told: list[Any] = entry if isinstance(entry, list) else [None]
+    kind, *numbers = told
     # Booleans are integers in Python.
     if len(numbers) != 5 or not all(type(each) is int and 0 <= each <= _MOST for each in numbers):
         raise ValueError("a kind of layers has five numbers within their bounds")
