@@ -38,7 +38,7 @@ def test_lists_the_published_models(
 def test_json_has_every_number(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(monkeypatch, "models", "--json") == 0
     listed = {each["name"]: each for each in json.loads(capsys.readouterr().out)}
-    assert len(listed) == 13
+    assert len(listed) == 20
     step = listed["step-3.5-flash"]
     assert (step["layers"], step["bytes_per_token"], step["window_bytes"]) == (45, 49_152, 69_206_016)
     assert step["kv_bytes"]["131072"] == 131072 * 49_152 + 69_206_016
