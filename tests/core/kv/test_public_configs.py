@@ -111,16 +111,13 @@ def nemotron_nas(t: Fields, size: int) -> Sizes:
 
 
 def deepseek_v4(t: Fields, _size: int) -> Sizes:
-    """Pages of 256 tokens, filled up to 576 bytes: 64 entries and their index, or 2 entries."""
+    """Pages of 256 tokens: 64 entries and their index, or 2 entries."""
     ratios = t["compress_ratios"][: t["num_hidden_layers"]]
     sparse, heavy = ratios.count(4), ratios.count(128)
-    per_page = sparse * (37_440 + 8_640) + heavy * 1_728
-    swa = len(ratios) * 128 * 37_440 // 64
-    waiting = sparse * 8 * (32_832 + 8_640) // 4 + heavy * 128 * 32_832 // 8
+    waiting = sparse * 8 * (4 * 2048 + 2048) + heavy * 128 * 4096
     # Each kind of layers is rounded up to whole bytes.
-    token_bytes = -(-sparse * (37_440 + 8_640) // 256) + -(-heavy * 1_728 // 256)
-    assert token_bytes - 1 < per_page / 256 <= token_bytes
-    return token_bytes, 0, swa + waiting
+    token_bytes = sparse * (584 + 132) // 4 + -(-heavy * 584 // 128)
+    return token_bytes, 0, len(ratios) * 128 * 584 + waiting
 
 
 FORMULAS: Mapping[str, Callable[[Fields, int], Sizes]] = {
@@ -174,25 +171,25 @@ def v4(**changes: Any) -> KvModel:
 def test_entries_that_stand_for_several_tokens_move_in_whole_pages() -> None:
     model = v4()
     # 3.9 KB a token, which is less than a fifteenth of V3's.
-    assert model.token_bytes == 3_915
-    page = 21 * 46_080 + 20 * 1_728
+    assert model.token_bytes == 3_851
+    page = 21 * 45_824 + 20 * 1_168
     assert model.groups[0].bytes_to_move(256, 0) + model.groups[1].bytes_to_move(256, 0) == page
-    assert model.groups[0].bytes_to_move(257, 256, 4) == 21 * 46_080
-    assert model.groups[0].bytes_to_move(255, 0, 4) == 21 * 46_080
-    assert model.groups[0].bytes_to_move(600, 300, 128) == 2 * 21 * 46_080
+    assert model.groups[0].bytes_to_move(257, 256, 4) == 21 * 45_824
+    assert model.groups[0].bytes_to_move(255, 0, 4) == 21 * 45_824
+    assert model.groups[0].bytes_to_move(600, 300, 128) == 2 * 21 * 45_824
     # The pages of windows are smaller, whatever the engine's blocks are: two of 64 tokens, two of 4, 16 of 8.
-    fixed = 43 * 2 * 37_440 + 21 * 2 * (32_832 + 8_640) + 20 * 16 * 32_832
+    fixed = 43 * 2 * 37_376 + 21 * 2 * (32_768 + 8_192) + 20 * 16 * 32_768
     assert sum(group.bytes_to_move(4096, 0, 256) for group in model.groups[2:]) == fixed
     assert model.per_rank(8) == model
-    assert model.on_all_ranks(2).token_bytes == 2 * model.token_bytes
+    assert model.on_all_ranks(2).bytes_to_move(256, 0) == 2 * model.bytes_to_move(256, 0)
 
 
 def test_v4_may_keep_plain_values() -> None:
     plain = model_from_config(V4, dtypes=CacheDtypes("bfloat16"))
-    assert plain.token_bytes == 21 * (65_536 + 8_704) // 256 + 20 * 2_048 // 256
+    assert plain.token_bytes == 21 * (1024 + 132) // 4 + 20 * 1024 // 128
     assert plain.window_bytes == 43 * 128 * 1024 + 21 * 8 * (8_192 + 2_048) + 20 * 128 * 4_096
     narrow = model_from_config(V4, dtypes=CacheDtypes("fp8_e4m3"))
-    assert narrow.token_bytes == 21 * (32_768 + 8_704) // 256 + 20 * 1_024 // 256
+    assert narrow.token_bytes == 21 * (512 + 132) // 4 + 20 * 512 // 128
     assert model_from_config(V4, dtypes=CacheDtypes("fp8_ds_mla")) == v4()
     with pytest.raises(ConfigError, match="has two layouts"):
         model_from_config(V4, dtypes=CacheDtypes("fp8"))
@@ -232,11 +229,11 @@ V41: dict[str, Any] = {
 
 def test_layers_of_v41_share_what_earlier_ones_keep() -> None:
     model = model_from_config(V41)
-    # A page of 256 entries or 128, each with its index, filled up to 576 bytes.
-    assert model.token_bytes == -(-(149_760 + 34_560 - 576) // 256) + -(-(74_880 + 17_280) // 256)
+    # An entry for each token or for two, each with its index.
+    assert model.token_bytes == (584 + 132) + (584 + 132) // 2
     # A ring of eight rows of keys and scores in one layer; the windows' pages have 32 tokens.
     assert model.fixed_bytes == 8 * 2 * 512 * 4
-    assert model.window_bytes == 6 * 128 * 19_008 // 32
+    assert model.window_bytes == 6 * 128 * 584
     assert model.per_rank(4).fixed_bytes == model.fixed_bytes
     assert model.on_all_ranks(4).fixed_bytes == 4 * model.fixed_bytes
 

@@ -5,7 +5,7 @@ compressed is kept beside it.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final
 
 from prfaas.core.kv.config_fields import (
@@ -29,9 +29,9 @@ FP8_LAYOUTS = (FP8_DS_MLA, FP8_PLAIN)
 # Per token of sparse MLA in DeepSeek's layout: 512 fp8 values, 4 fp32 scales and 64 bf16 values of RoPE.
 # vllm/model_executor/layers/attention/mla_attention.py, MLAAttention.get_kv_cache_spec: state_content_bytes.
 _DS_MLA_BYTES, _DS_MLA_LATENT, _DS_MLA_ROPE = 656, 512, 64
-# Per entry of DeepSeek V4 in that layout, for heads of 512: 448 fp8 values, 64 of bf16, and scales; of what pages are
-# a multiple then, and else. vllm/models/deepseek_v4/attention.py, DeepseekV4Attention.get_kv_cache_spec.
-_V4_BYTES, _V4_HEAD, _V4_ALIGNMENT, _PLAIN_ALIGNMENT = 584, 512, 576, 512
+# Per entry of DeepSeek V4 in that layout, for heads of 512: 448 fp8 values, 64 of bf16, and scales. What fills up pages
+# in memory does not move. vllm/models/deepseek_v4/attention.py, DeepseekV4Attention.get_kv_cache_spec.
+_V4_BYTES, _V4_HEAD = 584, 512
 _V4_PAGE_TOKENS = 256
 # Per token of an indexer: fp8 values, with a 4-byte scale for every 128 of them.
 # vllm/models/deepseek_v32/attention.py, DeepseekV32Indexer: head_dim + head_dim // quant_block_size * 4 bytes.
@@ -96,36 +96,24 @@ def _is_packed(size: ElementBytes, *, by_default: bool) -> bool:
     return size.kv == 1 and size.fp8_layout == FP8_DS_MLA
 
 
-@dataclass(frozen=True, slots=True)
-class _V4Pages:
-    """How DeepSeek V4 fills pages: entries of attention, and a multiple that each page is filled up to."""
+def _entry_bytes(config: ConfigFields, size: ElementBytes) -> int:
+    """Of DeepSeek V4: packed unless asked for otherwise, as FlashMLA wants it (nvidia/model.py beside that file)."""
+    head = config.whole("head_dim", _V4_HEAD)
+    if not _is_packed(size, by_default=True):
+        return head * size.kv
+    if head != _V4_HEAD:
+        raise CacheDtypeError(f"{FP8_DS_MLA} is known for a head_dim of {_V4_HEAD} only, not {head}")
+    return _V4_BYTES
 
-    entry_bytes: int
-    alignment_bytes: int
 
-    @classmethod
-    def of(cls, config: ConfigFields, size: ElementBytes) -> "_V4Pages":
-        """Packed unless asked for otherwise, which FlashMLA wants: nvidia/model.py beside the attention's file."""
-        head = config.whole("head_dim", _V4_HEAD)
-        if not _is_packed(size, by_default=True):
-            return cls(head * size.kv, _PLAIN_ALIGNMENT)
-        if head != _V4_HEAD:
-            raise CacheDtypeError(f"{FP8_DS_MLA} is known for a head_dim of {_V4_HEAD} only, not {head}")
-        return cls(_V4_BYTES, _V4_ALIGNMENT)
+def _window(layers: int, block_tokens: int, token_bytes: int, window_tokens: int) -> SlidingWindow:
+    return SlidingWindow(layers, 1, token_bytes, 0, window_tokens, dtype_bytes=1, block_tokens=block_tokens)
 
-    def page(self, entries: int, entry_bytes: int) -> int:
-        """Bytes of a page of so many entries."""
-        return -(-entries * entry_bytes // self.alignment_bytes) * self.alignment_bytes
 
-    def window(self, layers: int, block_tokens: int, token_bytes: int, window_tokens: int) -> SlidingWindow:
-        """Layers with pages of `block_tokens` tokens for the last `window_tokens`."""
-        per_token = -(-self.page(block_tokens, token_bytes) // block_tokens)
-        return SlidingWindow(layers, 1, per_token, 0, window_tokens, dtype_bytes=1, block_tokens=block_tokens)
-
-    def compressed(self, layers: int, ratio: int, *more_bytes: int) -> CompressedAttention:
-        """Layers with an entry for `ratio` tokens, and more of so many bytes beside each."""
-        pages = sum(self.page(_V4_PAGE_TOKENS // ratio, nbytes) for nbytes in (self.entry_bytes, *more_bytes))
-        return CompressedAttention(layers, 1, pages, 0, page_tokens=_V4_PAGE_TOKENS)
+def _compressed(layers: int, ratio: int, entry_bytes: int) -> CompressedAttention:
+    """Layers with an entry for `ratio` tokens."""
+    page_bytes = _V4_PAGE_TOKENS // ratio * entry_bytes
+    return CompressedAttention(layers, 1, page_bytes, 0, page_tokens=_V4_PAGE_TOKENS)
 
 
 def _ratios(config: ConfigFields, known: Sequence[int]) -> Sequence[int]:
@@ -144,20 +132,20 @@ def _deepseek_v4(config: ConfigFields, size: ElementBytes) -> list[Group]:
     What waits to be compressed, in fp32, is a window of its own: compressor.py `CompressorStateCache` in that folder.
     """
     ratios = _ratios(config, (0, 1, 4, 128))
-    pages, sparse, heavy = _V4Pages.of(config, size), ratios.count(4), ratios.count(128)
+    entry_bytes, sparse, heavy = _entry_bytes(config, size), ratios.count(4), ratios.count(128)
     head, index, window = (
         config.whole("head_dim", _V4_HEAD),
         config.whole("index_head_dim", 128),
         config.whole("sliding_window", 128),
     )
     return [
-        pages.compressed(sparse, 4, _index_bytes(config)),
-        pages.compressed(heavy, 128),
-        pages.window(config.layers, 64, pages.entry_bytes, window),
+        _compressed(sparse, 4, entry_bytes + _index_bytes(config)),
+        _compressed(heavy, 128, entry_bytes),
+        _window(config.layers, 64, entry_bytes, window),
         # Two of fp32, of twice as many tokens as an entry stands for where they overlap.
-        pages.window(sparse, 4, 2 * 2 * 4 * head, 8),
-        pages.window(sparse, 4, 2 * 2 * 4 * index, 8),
-        pages.window(heavy, 8, 2 * 4 * head, 128),
+        _window(sparse, 4, 2 * 2 * 4 * head, 8),
+        _window(sparse, 4, 2 * 2 * 4 * index, 8),
+        _window(heavy, 8, 2 * 4 * head, 128),
     ]
 
 
@@ -169,19 +157,19 @@ def _deepseek_v41(config: ConfigFields, size: ElementBytes) -> list[Group]:
     ratios = _ratios(config, (0, 1, 2))
     sources = config.layer_numbers("kv_source_layer_ids", first=0) or ()
     indexed = config.layer_numbers("index_source_layer_ids", first=0) or ()
-    pages, index = _V4Pages.of(config, size), _index_bytes(config)
+    entry_bytes, index_bytes = _entry_bytes(config, size), _index_bytes(config)
     groups: list[Group] = []
     for ratio in (1, 2):
         layers = [layer for layer in sources if ratios[layer] == ratio]
         with_index = len({*layers} & {*indexed})
-        groups.append(pages.compressed(with_index, ratio, index))
-        groups.append(pages.compressed(len(layers) - with_index, ratio))
+        groups.append(_compressed(with_index, ratio, entry_bytes + index_bytes))
+        groups.append(_compressed(len(layers) - with_index, ratio, entry_bytes))
     # Eight rows of keys and scores in fp32: compressor.py `CompressorStateCache` beside it, without speculation.
     ring_bytes = 8 * 2 * 4 * config.whole("head_dim", _V4_HEAD)
     window = config.whole("sliding_window", 128)
     return [
         *groups,
-        pages.window(config.layers, 32, pages.entry_bytes, window),
+        _window(config.layers, 32, entry_bytes, window),
         LinearState.ring(sum(1 for layer in sources if ratios[layer] == 2), nbytes=ring_bytes),
     ]
 

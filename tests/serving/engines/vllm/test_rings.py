@@ -93,27 +93,22 @@ def test_with_rings_there_is_no_pool() -> None:
         pool_geometry(layout, "fingerprint", 1)
 
 
-@pytest.mark.parametrize(("dtype", "alignment"), [("fp8_ds_mla", 576), ("bfloat16", 512), ("fp8_e4m3", 512)])
-def test_pages_of_deepseek_v4_are_those_of_vllms_specs(dtype: KvCacheDtype, alignment: int) -> None:
-    """As `DeepseekV4Attention`, its indexer, window and `CompressorStateCache` make them."""
+@pytest.mark.parametrize("dtype", ["fp8_ds_mla", "bfloat16", "fp8_e4m3"])
+def test_pages_of_deepseek_v4_are_those_of_vllms_specs(dtype: KvCacheDtype) -> None:
+    """As `DeepseekV4Attention`, its indexer, window and `CompressorStateCache` make them; what fills them up stays."""
     packed = dtype == "fp8_ds_mla"
     elements = {"fp8_ds_mla": torch.uint8, "bfloat16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn}
     entries: dict[str, Any] = {"num_kv_heads": 1, "head_size": 512, "dtype": elements[dtype]}
-    entries |= {"alignment": alignment, "state_content_bytes": 584 if packed else None}
-    index: dict[str, Any] = {
-        "num_kv_heads": 1,
-        "head_size": 132,
-        "dtype": torch.uint8,
-        "alignment": alignment,
-    }
-    waiting: dict[str, Any] = {"num_kv_heads": 1, "dtype": torch.float32, "alignment": alignment}
+    entries |= {"alignment": 576, "state_content_bytes": 584 if packed else None}
+    index: dict[str, Any] = {"num_kv_heads": 1, "head_size": 132, "dtype": torch.uint8, "alignment": 576}
+    waiting: dict[str, Any] = {"num_kv_heads": 1, "dtype": torch.float32, "alignment": 576}
 
     def page(ratio: int, **fields: Any) -> int:
-        return MLAAttentionSpec(block_size=256, tokens_per_state=ratio, **fields).page_size_bytes
+        return MLAAttentionSpec(block_size=256, tokens_per_state=ratio, **fields).unpadded_page_size_bytes
 
     def window(block: int, tokens: int, **fields: Any) -> tuple[int, int, int]:
         spec = SlidingWindowMLASpec(block_size=block, sliding_window=tokens, **fields)
-        return block, tokens, spec.page_size_bytes
+        return block, tokens, spec.unpadded_page_size_bytes
 
     sparse, heavy, *windows = published_model("deepseek-v4-flash").kept_in(CacheDtypes(dtype)).groups
     assert isinstance(sparse, CompressedAttention) and isinstance(heavy, CompressedAttention)
