@@ -175,7 +175,6 @@ def text(config: dict[str, Any], **changes: Any) -> dict[str, Any]:
         (text(QWEN_3_VL, layer_types=["linear_attention"] * 94), 'what a "linear_attention" layer of'),
         (text(LONGCAT_FLASH, num_layers=None), "num_layers must be a whole number above 0, not None"),
         (text(LONGCAT_FLASH, architectures=["Other"]), "model_type is missing"),
-        (text(LING_MINI, use_sliding_window=True), "use_sliding_window: vLLM's BailingMoe has no window"),
         (
             text(GLM_5_2, index_topk_pattern="FFS"),
             "index_topk_pattern must be text of F and S, one per layer of 78",

@@ -75,15 +75,6 @@ def _qwen(first_window_layer: int) -> Reader:
     return read
 
 
-def _bailing(config: ConfigFields, size: ElementBytes) -> list[Group]:
-    """Ling 2.0: bailing_moe.py `BailingAttention`, which knows no window."""
-    if config.fields.get("use_sliding_window"):
-        raise ConfigError(
-            "use_sliding_window: vLLM's BailingMoe has no window, so what its layers keep is not known"
-        )
-    return attention(config, [FULL] * config.layers, size)
-
-
 def _gpt_oss(config: ConfigFields, size: ElementBytes) -> list[Group]:
     """Windows in every other layer, from the first on: gpt_oss.py `OAIAttention`."""
     types = config.layer_types(lambda layer: FULL if layer % 2 else SLIDING)
@@ -269,6 +260,8 @@ _PLAIN = (
     *("glm4v", "glm4v_text", "glm4v_moe", "glm4v_moe_text", "granite", "granitemoe"),
     *("hunyuan_v1_dense", "hunyuan_v1_moe", "internlm2", "internlm3", "llama", "minimax_m2"),
     *("olmo", "olmo2", "olmoe", "phi", "seed_oss", "smollm3"),
+    # Ling 2.0. Whatever the file says, bailing_moe.py `BailingAttention` knows no window.
+    *("bailing_moe", "bailing_moe_v2"),
     *("qwen3_vl", "qwen3_vl_text", "qwen3_vl_moe", "qwen3_vl_moe_text"),
 )
 _QWEN = ("mimo", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
@@ -282,7 +275,6 @@ ATTENTION_READERS: Mapping[str, Reader] = {
     ),
     **dict.fromkeys(_QWEN, _qwen(first_window_layer=28)),
     **dict.fromkeys(_QWEN_VL, _qwen(first_window_layer=80)),
-    **dict.fromkeys(("bailing_moe", "bailing_moe_v2"), _bailing),
     "gpt_oss": _gpt_oss,
     "gemma2": _gemma(2),
     **dict.fromkeys(("gemma3", "gemma3_text"), _gemma(6)),

@@ -7,6 +7,9 @@ linear attention (GDN, KDA, Mamba, Mamba2, Lightning) or a short convolution a s
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from prfaas.core.kv.config_fields import ElementBytes
+
+_USUAL = ElementBytes(kv=2, state=4)
 _Tokens = TypeVar("_Tokens", int, float)
 """Whole numbers of them give whole numbers of bytes; a mean length does as well."""
 
@@ -153,20 +156,19 @@ class LinearState:
         key_head_size: int,
         value_head_size: int,
         conv_kernel: int,
-        conv_dtype_bytes: int = 2,
-        state_dtype_bytes: int = 4,
+        size: ElementBytes = _USUAL,
         kind: str = "GDN",
     ) -> "LinearState":
         """From the shape: conv (kernel - 1) × (2·keys + values), state value_heads × value_size × key_size.
 
         Shapes as in vLLM 0.32 `MambaStateShapeCalculator.gated_delta_net_state_shape`, without speculation.
         """
-        column_bytes = (conv_kernel - 1) * conv_dtype_bytes
+        column_bytes = (conv_kernel - 1) * size.conv
         keys = 2 * key_heads * key_head_size
         return cls(
             layers=layers,
             conv_bytes=(keys + value_heads * value_head_size) * column_bytes,
-            recurrent_bytes=value_heads * value_head_size * key_head_size * state_dtype_bytes,
+            recurrent_bytes=value_heads * value_head_size * key_head_size * size.state,
             kind=kind,
             heads=value_heads,
             conv_groups=key_heads,
@@ -181,8 +183,7 @@ class LinearState:
         heads: int,
         head_size: int,
         conv_kernel: int,
-        conv_dtype_bytes: int = 2,
-        state_dtype_bytes: int = 4,
+        size: ElementBytes = _USUAL,
     ) -> "LinearState":
         """From the shape: conv (kernel - 1) × 3·heads·size, state heads × size × size.
 
@@ -195,8 +196,7 @@ class LinearState:
             key_head_size=head_size,
             value_head_size=head_size,
             conv_kernel=conv_kernel,
-            conv_dtype_bytes=conv_dtype_bytes,
-            state_dtype_bytes=state_dtype_bytes,
+            size=size,
             kind="KDA",
         )
 
@@ -210,19 +210,18 @@ class LinearState:
         groups: int,
         state_size: int,
         conv_kernel: int,
-        conv_dtype_bytes: int = 2,
-        state_dtype_bytes: int = 4,
+        size: ElementBytes = _USUAL,
     ) -> "LinearState":
         """From the shape: conv (kernel - 1) × (heads·size + 2·groups·state), state heads × size × state.
 
         Shapes as in vLLM 0.32 `MambaStateShapeCalculator.mamba2_state_shape`, without speculation.
         """
-        column_bytes = (conv_kernel - 1) * conv_dtype_bytes
+        column_bytes = (conv_kernel - 1) * size.conv
         grouped = 2 * groups * state_size
         return cls(
             layers=layers,
             conv_bytes=(heads * head_size + grouped) * column_bytes,
-            recurrent_bytes=heads * head_size * state_size * state_dtype_bytes,
+            recurrent_bytes=heads * head_size * state_size * size.state,
             kind="Mamba2",
             heads=heads,
             conv_groups=groups,
@@ -238,8 +237,7 @@ class LinearState:
         channels: int,
         state_size: int,
         conv_kernel: int,
-        conv_dtype_bytes: int = 2,
-        state_dtype_bytes: int = 4,
+        size: ElementBytes = _USUAL,
     ) -> "LinearState":
         """From the shape: conv (kernel - 1) × channels, state channels × state.
 
@@ -247,32 +245,32 @@ class LinearState:
         """
         return cls(
             layers=layers,
-            conv_bytes=(conv_kernel - 1) * channels * conv_dtype_bytes,
-            recurrent_bytes=channels * state_size * state_dtype_bytes,
+            conv_bytes=(conv_kernel - 1) * channels * size.conv,
+            recurrent_bytes=channels * state_size * size.state,
             kind="Mamba",
             heads=channels,
         )
 
     @classmethod
     def short_conv(
-        cls, layers: int, *, channels: int, conv_kernel: int, conv_dtype_bytes: int = 2
+        cls, layers: int, *, channels: int, conv_kernel: int, size: ElementBytes = _USUAL
     ) -> "LinearState":
         """From the shape: conv (kernel - 1) × channels, no recurrent state.
 
         Shape as in vLLM 0.32 `MambaStateShapeCalculator.short_conv_state_shape`; ranks divide the channels.
         """
-        conv_bytes = (conv_kernel - 1) * channels * conv_dtype_bytes
+        conv_bytes = (conv_kernel - 1) * channels * size.conv
         return cls(layers, conv_bytes, 0, kind="ShortConv", heads=channels)
 
     @classmethod
     def lightning(
-        cls, layers: int, *, heads: int, head_size: int, state_dtype_bytes: int = 4
+        cls, layers: int, *, heads: int, head_size: int, size: ElementBytes = _USUAL
     ) -> "LinearState":
         """From the shape: no convolution, state heads × size × size.
 
         Shape as in vLLM 0.32 `MambaStateShapeCalculator.linear_attention_state_shape`.
         """
-        recurrent = heads * head_size * head_size * state_dtype_bytes
+        recurrent = heads * head_size * head_size * size.state
         return cls(layers, 0, recurrent, kind="Lightning", heads=heads)
 
     @classmethod

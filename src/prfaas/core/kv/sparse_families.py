@@ -208,7 +208,7 @@ def _qwen4(config: ConfigFields, size: ElementBytes) -> list[Group]:
             len({*(config.entries("ple_layer_ids", None) or ())}),
             channels=config.whole("hidden_size") * config.whole("hc_count", 4),
             conv_kernel=kernel,
-            conv_dtype_bytes=size.conv,
+            size=size,
         )
         groups.append(replace(convolution, is_whole=True))
     if config.given("indexer_head_dim"):
@@ -234,8 +234,7 @@ def _glm5_next(config: ConfigFields, size: ElementBytes) -> list[Group]:
         conv_kernel=(
             nested.whole("short_conv_kernel_size", 4) if nested else config.whole("linear_conv_kernel_dim", 4)
         ),
-        conv_dtype_bytes=size.conv,
-        state_dtype_bytes=size.state,
+        size=size,
     )
     # A key and its gate in bf16 for each token of a pool.
     ring_bytes = 2 * 2 * pool * config.whole("index_head_dim", 128)

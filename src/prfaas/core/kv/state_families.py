@@ -36,8 +36,7 @@ def gated_delta_net(config: ConfigFields, layers: int, size: ElementBytes) -> Li
         key_head_size=config.whole("linear_key_head_dim"),
         value_head_size=config.whole("linear_value_head_dim"),
         conv_kernel=config.whole("linear_conv_kernel_dim"),
-        conv_dtype_bytes=size.conv,
-        state_dtype_bytes=size.state,
+        size=size,
     )
 
 
@@ -56,8 +55,7 @@ def _kimi_linear(config: ConfigFields, size: ElementBytes) -> list[Group]:
         heads=linear.whole("num_heads"),
         head_size=linear.whole("head_dim"),
         conv_kernel=linear.whole("short_conv_kernel_size"),
-        conv_dtype_bytes=size.conv,
-        state_dtype_bytes=size.state,
+        size=size,
     )
     return [latent_attention(config, config.layers - len(listed), size), state]
 
@@ -75,8 +73,7 @@ def _nemotron_h(config: ConfigFields, size: ElementBytes) -> list[Group]:
         groups=config.whole("n_groups"),
         state_size=config.whole("ssm_state_size"),
         conv_kernel=config.whole("conv_kernel"),
-        conv_dtype_bytes=size.conv,
-        state_dtype_bytes=size.state,
+        size=size,
     )
     return [_attention_layers(config, kinds.count(ATTENTION), size), state]
 
@@ -118,8 +115,7 @@ def _mamba2(config: ConfigFields, layers: int, inner: int, size: ElementBytes) -
         groups=config.whole("mamba_n_groups", 1),
         state_size=config.whole("mamba_d_state", 256),
         conv_kernel=config.whole("mamba_d_conv", 4),
-        conv_dtype_bytes=size.conv,
-        state_dtype_bytes=size.state,
+        size=size,
     )
 
 
@@ -155,8 +151,7 @@ def _jamba(config: ConfigFields, size: ElementBytes) -> list[Group]:
         channels=config.whole("mamba_expand", 2) * config.whole("hidden_size"),
         state_size=config.whole("mamba_d_state", 16),
         conv_kernel=config.whole("mamba_d_conv", 4),
-        conv_dtype_bytes=size.conv,
-        state_dtype_bytes=size.state,
+        size=size,
     )
     return [_attention_layers(config, full, size), state]
 
@@ -176,9 +171,7 @@ def _lfm2(config: ConfigFields, size: ElementBytes) -> list[Group]:
         full = len(indices) if indices is not None else config.layers
     channels = config.whole("conv_dim") if config.given("conv_dim") else config.whole("hidden_size")
     kernel = config.whole("conv_L_cache", 3)
-    state = LinearState.short_conv(
-        config.layers - full, channels=channels, conv_kernel=kernel, conv_dtype_bytes=size.conv
-    )
+    state = LinearState.short_conv(config.layers - full, channels=channels, conv_kernel=kernel, size=size)
     return [_attention_layers(config, full, size), state]
 
 
@@ -197,13 +190,10 @@ def _bailing_hybrid(config: ConfigFields, size: ElementBytes) -> list[Group]:
             heads=heads,
             head_size=head,
             conv_kernel=config.whole("short_conv_kernel_size"),
-            conv_dtype_bytes=size.conv,
-            state_dtype_bytes=size.state,
+            size=size,
         )
         if kda
-        else LinearState.lightning(
-            layers - full_layers, heads=heads, head_size=head, state_dtype_bytes=size.state
-        )
+        else LinearState.lightning(layers - full_layers, heads=heads, head_size=head, size=size)
     )
     full = (
         latent_attention(config, full_layers, size)
