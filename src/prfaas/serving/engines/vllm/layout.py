@@ -236,9 +236,6 @@ class KvLayout:
                     opaque = opaque_layout(group, pages[name][0].page_bytes)
                     layouts[name] = [replace(opaque, parts=state_parts(state))]
                     continue
-                if group.is_ring:
-                    layouts[name] = [opaque_layout(group, layer.page_bytes) for layer in pages[name]]
-                    continue
                 layouts[name] = [
                     page_layout(
                         group,
