@@ -10,7 +10,9 @@ from prfaas.cli.common import AsJson, CliError, DeploymentPath, print_json
 from prfaas.cli.completions import made_model_names, model_names
 
 if TYPE_CHECKING:
-    from prfaas.core.kv import KvModel, PublishedModel
+    from collections.abc import Iterator
+
+    from prfaas.core.kv import CacheDtypes, KvModel, PublishedModel
 
 
 model = typer.Typer(
@@ -145,12 +147,12 @@ def models(
     prfaas models ./my-model/config.json --tensor-parallel 8
     """
 
-    from prfaas.core.kv import model_from_directory, model_from_file, published_model, published_models
+    from prfaas.core.kv import model_from_directory, model_from_file, published_model
 
     dtypes = cache_dtypes(kv_dtype, state_dtype)
     listed: list[tuple[KvModel, PublishedModel | None]]
     if model is None:
-        listed = [(each.kept_in(dtypes), each) for each in published_models()]
+        listed = list(_kept_in(dtypes))
     elif _is_path(model):
         if sources:
             raise CliError("--sources: only published models have sources; this one's is its config.json")
@@ -173,6 +175,17 @@ def models(
     _print_table([each for each, _ in rows], tensor_parallel)
     if sources:
         _print_sources([published for _, published in rows if published is not None])
+
+
+def _kept_in(dtypes: "CacheDtypes") -> "Iterator[tuple[KvModel, PublishedModel]]":
+    """All published models but those that have no such caches, of which it tells."""
+    from prfaas.core.kv import CacheDtypeError, published_models
+
+    for each in published_models():
+        try:
+            yield each.kept_in(dtypes), each
+        except CacheDtypeError as error:
+            typer.echo(f"{each.name} is left out: {error}", err=True)
 
 
 def _is_path(text: str) -> bool:
@@ -208,8 +221,8 @@ def _document(
 
 
 def kind(group: object) -> str:
-    """The short name of a layer kind: "MLA", "full", "SWA-128", "chunk-8192", "KDA", …"""
-    from prfaas.core.kv import ChunkedWindow, FullAttention, LinearState, SlidingWindow
+    """The short name of a layer kind: "MLA", "full", "SWA-128", "chunk-8192", "KDA", "compressed", …"""
+    from prfaas.core.kv import ChunkedWindow, CompressedAttention, FullAttention, LinearState, SlidingWindow
 
     if isinstance(group, LinearState):
         return group.kind or "linear"
@@ -217,6 +230,8 @@ def kind(group: object) -> str:
         return f"chunk-{group.window_tokens}"
     if isinstance(group, SlidingWindow):
         return f"SWA-{group.window_tokens}"
+    if isinstance(group, CompressedAttention):
+        return "compressed"
     if isinstance(group, FullAttention) and group.is_mla:
         return "MLA"
     return "full"

@@ -31,7 +31,7 @@ from prfaas.serving.control.members import Members
 from prfaas.serving.control.metrics import ControlMetrics
 from prfaas.serving.control.part import Json, Part
 from prfaas.serving.control.peer_lists import PeerListUpdates
-from prfaas.serving.control.planning_inputs import LiveFacts, prefill_curves, view_of
+from prfaas.serving.control.planning_inputs import KvShape, LiveFacts, prefill_curves, view_of
 from prfaas.serving.control.pool_monitor import PoolMonitor
 from prfaas.serving.control.prefill_admission import PrefillAdmission
 from prfaas.serving.control.prefix_knowledge import PrefixKnowledge, empty_index, seed_of
@@ -101,6 +101,8 @@ class LivePlane:
         )
         self.compatibility = Compatibility(running, members.kv_ports, state, listeners.silent.tell)
         facts = LiveFacts(running, kv_model, state, curves, engines.meters)
+        shape = KvShape(running, state, facts, self.prefixes, is_known=kv_model is not None)
+        listeners.told += [self.prefixes.learn_stats, shape.learn_stats]
         self.thresholds = Thresholds(
             running,
             facts,
@@ -121,7 +123,7 @@ class LivePlane:
         self.parts: list[Part] = [DeployedView(running, state, curves), members, engines, pools, self.links]
         self.parts += [_budget(members, state, self.links), self.compatibility, self.router, self.thresholds]
         self.parts += [self._roles(facts, engines, metrics), feed, self.prefixes, hot_prefixes]
-        peer_lists = PeerListUpdates(running, members.kv_ports, self.prefixes.learn_stats)
+        peer_lists = PeerListUpdates(running, members.kv_ports, listeners.told.tell)
         self.parts += [self.admission, self.health, self.drains, peer_lists]
         self.parts.append(GaugeWriter(self.parts, metrics, running, clock))
         self._connect(engines, pools, feed, metrics)

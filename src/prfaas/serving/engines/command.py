@@ -66,11 +66,11 @@ def vllm_command(deployment: Deployment, instance: Instance) -> EngineCommand:
     """How to start the vLLM server of `instance`. Reads the model's `config.json`, so the model must be there.
 
     Raises:
-        ConfigError: the model's `config.json` is missing or of an unknown kind.
+        ConfigError: the model's `config.json` is missing, or a field in it is.
     """
     on_cpu = deployment.cluster_of(instance).hardware == "cpu"
     collector = collector_of(deployment.gateway.tracing)
-    kv_model = deployment.model.kv_model(deployment.cluster_of(instance).kv_cache_dtype)
+    kv_model = deployment.model.known_kv_model(deployment.cluster_of(instance).kv_cache_dtype)
     engine = deployment.engine
     argv = [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
@@ -88,7 +88,11 @@ def vllm_command(deployment: Deployment, instance: Instance) -> EngineCommand:
         "--enable-scale-out",
         *_retention(deployment, kv_model, on_cpu),
         *_dtypes(deployment.cache_dtypes(instance.cluster)),
-        *(("--mamba-ssm-cache-dtype", STATE_DTYPE) if kv_model.has_linear_state else ()),
+        *(
+            ("--mamba-ssm-cache-dtype", STATE_DTYPE)
+            if kv_model is not None and kv_model.has_linear_state
+            else ()
+        ),
         *("--no-enable-log-requests", "--disable-uvicorn-access-log"),
         *(("--enforce-eager",) if on_cpu else ()),
         *_kv_memory(deployment),
@@ -260,13 +264,13 @@ def _tls(deployment: Deployment, instance: Instance) -> tuple[str, ...]:
     )
 
 
-def _retention(deployment: Deployment, kv_model: KvModel, on_cpu: bool) -> tuple[str, ...]:
+def _retention(deployment: Deployment, kv_model: KvModel | None, on_cpu: bool) -> tuple[str, ...]:
     # vLLM refuses the option on models without windows or states, and a value that is no multiple of its
     # block size; on CPUs blocks are 128 or 256 tokens, elsewhere they are not known before the start.
     tokens = deployment.engine.prefix_cache_retention_tokens
     if tokens is None and on_cpu:
         tokens = CPU_RETENTION_TOKENS
-    if tokens is None or not kv_model.is_hybrid:
+    if tokens is None or kv_model is None or not kv_model.is_hybrid:
         return ()
     return ("--prefix-cache-retention-interval", str(tokens))
 

@@ -185,7 +185,7 @@ class ConnectorWorker:
             layout=wires,
             sender_options=SenderOptions(limits=settings.transfer),
             receiver_options=options,
-            more_stats=kv.reuse.copy,
+            more_stats=kv.told.copy,
         )
         receiver, sender = endpoint.receiver, endpoint.sender
         siblings = None
