@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import entry_points
 
 from prfaas.core.deployment.addresses import is_loopback, same_host
+from prfaas.core.deployment.data_parallel import check_data_parallel
 from prfaas.core.deployment.model import (
     TINY_MODELS,
     TRAINED_MODELS,
@@ -173,6 +174,7 @@ def _check_common(source: YamlSource, file: DeploymentFile) -> None:
     check_cluster_dtypes(source, file)
     _check_pool_sections(source, file)
     _check_preemptible(source, file)
+    check_data_parallel(source, file)
 
 
 def _check_can_run(source: YamlSource, file: DeploymentFile) -> None:
@@ -359,6 +361,8 @@ def _ports_of(instance: InstanceSection) -> Iterator[tuple[str, int]]:
     yield "http_port", instance.http_port
     for rank in range(instance.tensor_parallel):
         yield "kv_port", instance.kv_port + rank
+    if instance.data_parallel is not None:
+        yield "kv_port", instance.meeting_port
     if instance.events_port is not None:
         yield "events_port", instance.events_port
         yield "events_port", instance.events_port + 1

@@ -232,7 +232,8 @@ class RunningEngines(ChildProcesses):
         events_port = instance.events_port
         event_ports = () if events_port is None else (events_port, events_port + 1)
         nixl_ports = () if instance.nixl_port is None else (instance.nixl_port,)
-        ports = (instance.http_port, *instance.kv_ports, *event_ports, *nixl_ports)
+        meeting_ports = () if instance.data_parallel is None else (instance.meeting_port,)
+        ports = (instance.http_port, *instance.kv_ports, *event_ports, *nixl_ports, *meeting_ports)
         self._check_startable(instance.name, instance.host, ports)
 
     def _commands(self, instances: Sequence[Instance]) -> Iterator[tuple[Sequence[str], EngineCommand]]:
