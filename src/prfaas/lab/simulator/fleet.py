@@ -107,6 +107,7 @@ def view_of(scenario: Scenario, kv: KvFacts) -> View:
                         prefills=number < cluster.prefill_instances,
                         decodes=number >= cluster.prefill_instances,
                         decode_slots=cluster.decode_slots,
+                        group=_group_of(cluster, number),
                     )
                     for number, name in enumerate(instance_names(cluster))
                 ],
@@ -138,6 +139,13 @@ def view_of(scenario: Scenario, kv: KvFacts) -> View:
         stale_after_s=scenario.control.stale_after_s,
         keeps_transfers=scenario.keeps_transfers,
     )
+
+
+def _group_of(cluster: SimulatedCluster, number: int) -> tuple[str, ...]:
+    """The names of those that an instance is in a group with, its own among them; none where it is in none."""
+    ranks = cluster.group_ranks
+    first = number - number % ranks
+    return tuple(instance_names(cluster)[first : first + ranks]) if ranks > 1 else ()
 
 
 def _facts(model: KvModel | None) -> KvFacts | None:

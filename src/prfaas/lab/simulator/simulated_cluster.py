@@ -43,6 +43,8 @@ class SimulatedCluster:
     """How often policies expect that an instance is taken away; the failures themselves are the scenario's."""
     kv_model: KvModel | None = None
     """What it holds of a request's KVCache, where that is less than the scenario's `kv_model`."""
+    group_ranks: int = 1
+    """Instances that fail and change their role together: ranks of a data-parallel group."""
 
 
 def cluster_of(cluster: PlannedCluster, prefill: Mapping[str, int], problem: PlanProblem) -> SimulatedCluster:
@@ -54,16 +56,23 @@ def cluster_of(cluster: PlannedCluster, prefill: Mapping[str, int], problem: Pla
         problem: What the planner makes of the file: it has the decode batches.
 
     Raises:
-        ValueError: more prefill instances than there are.
+        ValueError: more prefill instances than there are, or not the whole of a group.
     """
     curve = ServiceCurve.of_profile(cluster.profile)
     if cluster.kind == "prfaas":
         count = cluster.instance_count
-        return SimulatedCluster(cluster.name, "prfaas", count, count, curve)
+        return SimulatedCluster(
+            cluster.name, "prfaas", count, count, curve, group_ranks=cluster.group_ranks
+        )
     if not 0 <= prefill[cluster.name] < cluster.instance_count:
         raise ValueError(
             f'cluster "{cluster.name}" has {cluster.instance_count} instances: 0 to {cluster.instance_count - 1} of '
             f"them can prefill, not {prefill[cluster.name]}"
+        )
+    if prefill[cluster.name] % cluster.group_ranks:
+        raise ValueError(
+            f'cluster "{cluster.name}" has groups of {cluster.group_ranks} instances: {prefill[cluster.name]} that '
+            "prefill are not whole groups"
         )
     slots = next(int(pd.decode_batch) for pd in problem.pd if pd.name == cluster.name)
     return SimulatedCluster(
@@ -74,6 +83,7 @@ def cluster_of(cluster: PlannedCluster, prefill: Mapping[str, int], problem: Pla
         curve,
         decode_step_s=_decode_step_of(cluster.profile),
         decode_slots=slots,
+        group_ranks=cluster.group_ranks,
     )
 
 

@@ -61,7 +61,8 @@ class MixedWorld(ChunkedWorld):
     """A `World` with what a prefill by a decode instance and the answers there cost each other.
 
     As in vLLM's chunked prefill, a step has a chunk of the prompt and a token of every answer. So a token takes a chunk
-    longer meanwhile, a chunk takes a decode step longer, and who comes waits for the end of the step under way.
+    longer meanwhile, a chunk takes a decode step longer, and who comes waits for the end of the step under way. Ranks of
+    a data-parallel group take their steps together: each as long as the longest.
     """
 
     def _start(self, engine: Engine, job: Job) -> None:
@@ -71,18 +72,29 @@ class MixedWorld(ChunkedWorld):
             return
         chunks = max(job.computed_tokens / engine.mixed_tokens, 1.0)
         chunk_s = job.service_s / chunks
-        if clock.batch:
-            job.service_s += chunks * step_s(clock.batch)
+        batch = max(each.clock.batch for each in self._ranks_with(engine) if each.clock is not None)
+        if batch:
+            job.service_s += chunks * step_s(batch)
         super()._start(engine, job)
         engine.chunk_s, engine.chunked_s = chunk_s, self.events.now_s
-        clock.lengthen(chunk_s)
+        self._lengthen_steps(engine)
 
     def _prefilled(self, job: Job) -> None:
         super()._prefilled(job)
         engine = job.engine
         if engine.chunk_s and not engine.at_work and engine.clock is not None:
             engine.chunk_s = 0.0
-            engine.clock.lengthen(0.0)
+            self._lengthen_steps(engine)
+
+    def _ranks_with(self, engine: Engine) -> list[Engine]:
+        return [self.engines[name] for name in engine.view.group] or [engine]
+
+    def _lengthen_steps(self, engine: Engine) -> None:
+        ranks = self._ranks_with(engine)
+        longest_s = max(each.chunk_s for each in ranks)
+        for each in ranks:
+            if each.clock is not None:
+                each.clock.lengthen(longest_s)
 
 
 class SlowedWorld(MixedWorld):
