@@ -91,10 +91,9 @@ class InstanceSection(Section):
     nixl_port: Annotated[Port | None, GIVEN] = None
     """Where it tells engines of its cluster how NIXL reaches its memory; left out: it does not."""
     data_parallel: Annotated[Name | None, GIVEN] = None
-    """The group of engines that share the experts of one model; a rank's number is its place among them in the file.
-    Rank 0 waits for the others at the port after its KV ports. Left out: it is in none."""
+    """The group that it is a rank of: engines that share the experts of one model; left out: none."""
     expert_parallel: Flag = False
-    """Each GPU has some experts whole, in place of a part of every one."""
+    """Each GPU has some experts whole, not a part of every one."""
 
     @property
     def meeting_port(self) -> int:
