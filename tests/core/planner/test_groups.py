@@ -1,0 +1,44 @@
+"""Data-parallel groups have a role as a whole: the planner divides a cluster between groups only."""
+
+from dataclasses import replace
+
+import pytest
+
+from prfaas.core.planner import PlanProblem, best_operation
+from prfaas.core.planner.fixed_roles import best_roles, rate_with_roles
+
+from .problems import paper_problem
+
+
+def grouped(problem: PlanProblem, ranks: int) -> PlanProblem:
+    return replace(problem, pd=tuple(replace(pd, group_ranks=ranks) for pd in problem.pd))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_of_two_clusters_the_best_split_between_groups_is_found(ranks: int) -> None:
+    problem = paper_problem(pd=12)
+    rates = {n: rate_with_roles(problem, {"home": n}) for n in range(0, 13, ranks)}
+    best = best_roles(grouped(problem, ranks))["home"]
+    assert rates[best] == pytest.approx(max(rates.values()), rel=1e-6)
+    assert best_operation(grouped(problem, ranks)).point.n_prefill % ranks == 0
+
+
+def test_of_several_clusters_too() -> None:
+    problem = paper_problem(pd=8)
+    two = replace(
+        problem,
+        pd=(replace(problem.pd[0], group_ranks=4), replace(problem.pd[0], name="other", instances=6, group_ranks=3)),
+        links=(*problem.links, replace(problem.links[0], target="other")),
+    )
+    best = best_roles(two)
+    assert best["home"] % 4 == 0 and best["other"] % 3 == 0
+    options = [rate_with_roles(two, {"home": h, "other": o}) for h in (0, 4, 8) for o in (0, 3, 6)]
+    assert rate_with_roles(two, best) >= 0.99 * max(options)
+
+
+def test_with_a_target_for_the_first_token() -> None:
+    problem = paper_problem(pd=8)
+    from prfaas.core.planner.problem import TtftTarget
+
+    found = best_operation(replace(grouped(problem, 2), ttft_target=TtftTarget(8.0, "p90")))
+    assert found.point.n_prefill % 2 == 0
