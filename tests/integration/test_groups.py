@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.ports import free_ports
+from tests.ports import free_ports, neighbours
 
 from prfaas.serving.engines.preparation import ensure_key
 
@@ -35,14 +35,15 @@ def written(directory: Path) -> Path:
     """One engine that prefills, and a group of two that decode, with events over local sockets."""
     path = write_deployment(directory, bandwidth="1 Gbit/s", max_model_len=8192, policy="offload_all")
     document: dict[str, Any] = json.loads(path.read_text())
-    ports = free_ports(7)
+    ports = free_ports(2)
     document["clusters"][1]["instances"] = [
         {
             "name": name,
             "roles": ["decode"],
             "host": "127.0.0.1",
             "http_port": ports[rank],
-            "kv_port": ports[2 + 2 * rank],
+            # Rank 0 waits for the other one at the port behind.
+            "kv_port": neighbours(2),
             "data_parallel": "moe",
             "expert_parallel": True,
         }
@@ -114,7 +115,9 @@ def test_both_ranks_load_and_answer(group: Group) -> None:
 
 
 def test_a_killed_rank_takes_its_group_and_all_are_answered(group: Group) -> None:
-    before = [child_of(group.up.pid, f"--port {group.stack.deployment.instance(name).http_port}") for name in RANKS]
+    before = [
+        child_of(group.up.pid, f"--port {group.stack.deployment.instance(name).http_port}") for name in RANKS
+    ]
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         asked = [pool.submit(group.ask, 100 + number) for number in range(12)]
         time.sleep(2.0)
@@ -123,7 +126,9 @@ def test_a_killed_rank_takes_its_group_and_all_are_answered(group: Group) -> Non
     assert [answer.status for _, answer in answers] == [200] * len(answers)
     wait_until(lambda: "group moe is ready again" in group.told.read_text(), PATIENCE_S, "it is back")
     assert "engine group moe has ended (" in group.told.read_text()
-    after = [child_of(group.up.pid, f"--port {group.stack.deployment.instance(name).http_port}") for name in RANKS]
+    after = [
+        child_of(group.up.pid, f"--port {group.stack.deployment.instance(name).http_port}") for name in RANKS
+    ]
     assert not set(before) & set(after) and all(map(is_gone, before))
     group.stack.check_likely(*((ids, answer.token_ids) for ids, answer in answers[-2:]), engine=PREFILL)
     with concurrent.futures.ThreadPoolExecutor(4) as pool:

@@ -44,7 +44,10 @@ def test_ranks_are_in_the_order_of_the_file(tmp_path: Path) -> None:
     ("change", "says"),
     [
         (rank_1("moe-a", "alone"), r'group "alone" has one rank'),
-        (rank_1("tensor_parallel: 8", "tensor_parallel: 4"), r'tensor_parallel is another than that of "home-0"'),
+        (
+            rank_1("tensor_parallel: 8", "tensor_parallel: 4"),
+            r'tensor_parallel is another than that of "home-0"',
+        ),
         (rank_1(", expert_parallel: true", ""), r'expert_parallel is another than that of "home-0"'),
         ((RANK_1, RANK_1.replace("prefill", "decode")), r'roles is another than that of "home-0"'),
         (("tensor_parallel: 8}", "tensor_parallel: 8, data_parallel: moe-a}"), r'is a group of "east"'),
@@ -62,7 +65,10 @@ def test_where_ranks_meet_nothing_else_listens(tmp_path: Path) -> None:
 
 
 def test_every_rank_s_local_events_have_a_place_of_their_own(tmp_path: Path) -> None:
-    hosts = [(f"198.51.100.{number}, http_port: 8100, kv_port: 8200, events_port: 8300", number) for number in (10, 11)]
+    hosts = [
+        (f"198.51.100.{number}, http_port: 8100, kv_port: 8200, events_port: 8300", number)
+        for number in (10, 11)
+    ]
     changes = [(old, f"127.0.0.1, http_port: {8100 + n}, kv_port: {7000 + 20 * n}") for old, n in hosts]
     deployment = loaded(tmp_path, *changes)
     first, second = (deployment.events_endpoint(deployment.instance(name)) for name in ("home-0", "home-1"))
@@ -72,7 +78,11 @@ def test_every_rank_s_local_events_have_a_place_of_their_own(tmp_path: Path) -> 
 
 
 def test_ranks_are_open_to_each_other(tmp_path: Path) -> None:
-    opened = {each.owner: (each.ports, each.sources) for each in openings_of(loaded(tmp_path)) if each.purpose == "ranks"}
+    opened = {
+        each.owner: (each.ports, each.sources)
+        for each in openings_of(loaded(tmp_path))
+        if each.purpose == "ranks"
+    }
     assert opened == {
         "home-0": ((), ("home-1",)),
         "home-1": ((), ("home-0",)),
@@ -95,6 +105,8 @@ def test_a_group_that_runs_gets_no_further_rank(tmp_path: Path) -> None:
 
 
 def test_plans_move_whole_groups(tmp_path: Path) -> None:
-    text = EXAMPLE.read_text(encoding="utf-8").replace("path: /models/qwen3-235b-a22b", "published: qwen3-235b")
+    text = EXAMPLE.read_text(encoding="utf-8").replace(
+        "path: /models/qwen3-235b-a22b", "published: qwen3-235b"
+    )
     (tmp_path / "plan.yaml").write_text(text)
     assert [cluster.group_ranks for cluster in load_planned(tmp_path / "plan.yaml").clusters] == [1, 2]

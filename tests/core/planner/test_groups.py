@@ -6,6 +6,7 @@ import pytest
 
 from prfaas.core.planner import PlanProblem, best_operation
 from prfaas.core.planner.fixed_roles import best_roles, rate_with_roles
+from prfaas.core.planner.problem import TtftTarget
 
 from .problems import paper_problem
 
@@ -27,7 +28,10 @@ def test_of_several_clusters_too() -> None:
     problem = paper_problem(pd=8)
     two = replace(
         problem,
-        pd=(replace(problem.pd[0], group_ranks=4), replace(problem.pd[0], name="other", instances=6, group_ranks=3)),
+        pd=(
+            replace(problem.pd[0], group_ranks=4),
+            replace(problem.pd[0], name="other", instances=6, group_ranks=3),
+        ),
         links=(*problem.links, replace(problem.links[0], target="other")),
     )
     best = best_roles(two)
@@ -38,7 +42,5 @@ def test_of_several_clusters_too() -> None:
 
 def test_with_a_target_for_the_first_token() -> None:
     problem = paper_problem(pd=8)
-    from prfaas.core.planner.problem import TtftTarget
-
     found = best_operation(replace(grouped(problem, 2), ttft_target=TtftTarget(8.0, "p90")))
     assert found.point.n_prefill % 2 == 0

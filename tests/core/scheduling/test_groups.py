@@ -22,16 +22,21 @@ RANKS = ("d0", "d1", "d2", "d3")
 def decoding(*, in_group: bool) -> View:
     """One that prefills far away, and decode instances that must prefill what is not offloaded."""
     group = RANKS if in_group else ()
-    return board(prefiller("remote", "far"), *(decoder(name, group=group) for name in RANKS), threshold=4000.0)
+    return board(
+        prefiller("remote", "far"), *(decoder(name, group=group) for name in RANKS), threshold=4000.0
+    )
 
 
-@pytest.mark.parametrize("policy", ["paper", "tilted", "static_threshold"])
-def test_a_prompt_that_would_hold_up_three_others_is_offloaded_at_a_quarter_of_the_length(policy: str) -> None:
-    chosen = policy_named(policy, **({"threshold_tokens": 4000} if policy == "static_threshold" else {}))
-    if policy == "static_threshold":
-        pytest.skip("its threshold is its own")
+@pytest.mark.parametrize("policy", ["paper", "tilted"])
+def test_a_prompt_that_would_hold_up_three_others_is_offloaded_at_a_quarter_of_the_length(
+    policy: str,
+) -> None:
+    chosen = policy_named(policy)
     for in_group, short, long in ((False, 3900, 4100), (True, 900, 1100)):
-        routes = [chosen.decide(RoutingRequest(tokens), decoding(in_group=in_group)).route for tokens in (short, long)]
+        routes = [
+            chosen.decide(RoutingRequest(tokens), decoding(in_group=in_group)).route
+            for tokens in (short, long)
+        ]
         assert routes == [Route.LOCAL, Route.OFFLOAD]
 
 
@@ -64,7 +69,11 @@ def test_a_group_changes_its_role_as_a_whole() -> None:
     problem = replace(problem, pd=(replace(problem.pd[0], group_ranks=2),))
     best = best_roles(problem)["home"]
     assert best in (2, 4)
-    shown = load([True] + [False] * 3, [2] * 4, BUSY, IDLE) if best == 4 else load([True] * 2 + [False] * 2, [2] * 4, IDLE, BUSY)
+    shown = (
+        load([True] + [False] * 3, [2] * 4, BUSY, IDLE)
+        if best == 4
+        else load([True] * 2 + [False] * 2, [2] * 4, IDLE, BUSY)
+    )
     allocator = Allocator(persist=1)
     conversion = allocator.decide([shown], problem, 0.0)
     assert conversion is not None and conversion.instance.endswith("r0")
@@ -77,14 +86,22 @@ def test_a_group_of_more_than_are_wanted_stays() -> None:
     # One or two more are wanted, and those that could give them are seven together.
     assert Allocator(persist=1).decide([load([True, False], [1, 7], BUSY, IDLE)], problem, 0.0) is None
     # Beside the group there are two that can.
-    conversion = Allocator(persist=1).decide([load([True, False, False, False], [1, 5, 1, 1], BUSY, IDLE)], problem, 0.0)
+    conversion = Allocator(persist=1).decide(
+        [load([True, False, False, False], [1, 5, 1, 1], BUSY, IDLE)], problem, 0.0
+    )
     assert conversion is not None and conversion.instance in ("g2r0", "g3r0")
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=5))
 def test_what_divides_all_groups(sizes: list[int]) -> None:
     views = [
-        InstanceView(f"g{number}r{rank}", "pd", True, False, group=tuple(f"g{number}r{k}" for k in range(size)) if size > 1 else ())
+        InstanceView(
+            f"g{number}r{rank}",
+            "pd",
+            True,
+            False,
+            group=tuple(f"g{number}r{k}" for k in range(size)) if size > 1 else (),
+        )
         for number, size in enumerate(sizes)
         for rank in range(size)
     ]

@@ -72,5 +72,7 @@ def test_vllm_s_shift_ends_where_events_are_looked_for(tmp_path: Path, events: s
         endpoint = made.events_endpoint(instance)
         assert endpoint is not None
         config = json.loads(value(vllm_command(made, instance).argv, "--kv-events-config"))
-        bound = [publisher.offset_endpoint_port(config[name], rank) for name in ("endpoint", "replay_endpoint")]
+        bound = [
+            publisher.offset_endpoint_port(config[name], rank) for name in ("endpoint", "replay_endpoint")
+        ]
         assert bound == [endpoint.bind_publish, endpoint.bind_replay]

@@ -16,7 +16,12 @@ def instance(name: str, group: str | None, host: str = "127.0.0.1") -> Instance:
     return Instance(name=name, host=host, data_parallel=group, **fields)
 
 
-INSTANCES = (instance("a", "moe"), instance("b", None), instance("c", "moe"), instance("d", "moe", "elsewhere"))
+INSTANCES = (
+    instance("a", "moe"),
+    instance("b", None),
+    instance("c", "moe"),
+    instance("d", "moe", "elsewhere"),
+)
 HERE = INSTANCES[:3]
 
 

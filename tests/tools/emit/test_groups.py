@@ -24,7 +24,9 @@ def test_each_rank_is_a_pod_that_the_others_of_its_group_reach_at_any_port() -> 
     assert label in open_at_all["home-2"][0] and len(open_at_all["home-2"]) == 1
     assert open_at_all["east-0"] == []
     assert {"StatefulSet"} == {
-        each["kind"] for each in objects if each["metadata"]["name"] == "home-2" and "replicas" in each.get("spec", {})
+        each["kind"]
+        for each in objects
+        if each["metadata"]["name"] == "home-2" and "replicas" in each.get("spec", {})
     }
 
 

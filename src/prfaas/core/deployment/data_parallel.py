@@ -29,7 +29,8 @@ def check_data_parallel(source: YamlSource, file: DeploymentFile) -> None:
             home, rank_0, _ = first[group]
             if home != c:
                 raise source.error(
-                    location, f'"{group}" is a group of "{file.clusters[home].name}"; its ranks are in one cluster'
+                    location,
+                    f'"{group}" is a group of "{file.clusters[home].name}"; its ranks are in one cluster',
                 )
             for field in _ALIKE:
                 if getattr(instance, field) != getattr(rank_0, field):

@@ -141,8 +141,7 @@ class Programme:
             raise PlanError(f"the solver found no plan ({found.message})")
         chosen = found.x[self._flows : self._flows + roles]
         prefill = {
-            pd.name: round(count) * pd.group_ranks
-            for pd, count in zip(self._problem.pd, chosen, strict=True)
+            pd.name: round(count) * pd.group_ranks for pd, count in zip(self._problem.pd, chosen, strict=True)
         }
         return prefill, -float(found.mip_dual_bound)
 

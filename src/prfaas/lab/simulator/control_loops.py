@@ -56,7 +56,9 @@ class Conversions:
 
     def begin(self, instance: str, to_role: Role, reason: str) -> None:
         """Start to convert an instance."""
-        engines = [self._world.engines[each] for each in self._world.engines[instance].view.group or (instance,)]
+        engines = [
+            self._world.engines[each] for each in self._world.engines[instance].view.group or (instance,)
+        ]
         now_s = self._world.events.now_s
         drain = RoleDrain.begin([engine.view for engine in engines], to_role, now_s)
         self.is_busy = True

@@ -61,9 +61,7 @@ def cluster_of(cluster: PlannedCluster, prefill: Mapping[str, int], problem: Pla
     curve = ServiceCurve.of_profile(cluster.profile)
     if cluster.kind == "prfaas":
         count = cluster.instance_count
-        return SimulatedCluster(
-            cluster.name, "prfaas", count, count, curve, group_ranks=cluster.group_ranks
-        )
+        return SimulatedCluster(cluster.name, "prfaas", count, count, curve, group_ranks=cluster.group_ranks)
     if not 0 <= prefill[cluster.name] < cluster.instance_count:
         raise ValueError(
             f'cluster "{cluster.name}" has {cluster.instance_count} instances: 0 to {cluster.instance_count - 1} of '

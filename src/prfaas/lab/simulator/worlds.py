@@ -61,8 +61,8 @@ class MixedWorld(ChunkedWorld):
     """A `World` with what a prefill by a decode instance and the answers there cost each other.
 
     As in vLLM's chunked prefill, a step has a chunk of the prompt and a token of every answer. So a token takes a chunk
-    longer meanwhile, a chunk takes a decode step longer, and who comes waits for the end of the step under way. Ranks of
-    a data-parallel group take their steps together: each as long as the longest.
+    longer meanwhile, a chunk takes a decode step longer, and who comes waits for the end of the step under way. Ranks
+    of a data-parallel group take their steps together: each as long as the longest.
     """
 
     def _start(self, engine: Engine, job: Job) -> None:
