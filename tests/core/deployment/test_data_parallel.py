@@ -11,13 +11,13 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "moe-group.yaml"
 RANK_1 = "{name: home-1, roles: [prefill]"
 
 
-def loaded(tmp_path: Path, *changes: tuple[str, str], name: str = "file.yaml") -> Deployment:
+def loaded(tmp_path: Path, *changes: tuple[str, str]) -> Deployment:
     text = EXAMPLE.read_text(encoding="utf-8")
     for old, new in changes:
         assert old in text, old
         text = text.replace(old, new, 1)
-    (tmp_path / name).write_text(text)
-    return load_deployment(tmp_path / name, state_dir=tmp_path)
+    (tmp_path / "file.yaml").write_text(text)
+    return load_deployment(tmp_path / "file.yaml", state_dir=tmp_path)
 
 
 def rank_1(old: str, new: str) -> tuple[str, str]:
@@ -43,7 +43,7 @@ def test_ranks_are_in_the_order_of_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (rank_1("moe-a", "alone"), r'group "alone" has one rank'),
+        (rank_1("moe-a", "alone"), r'group "moe-a" has one rank'),
         (
             rank_1("tensor_parallel: 8", "tensor_parallel: 4"),
             r'tensor_parallel is another than that of "home-0"',
@@ -95,13 +95,13 @@ def test_a_group_that_runs_gets_no_further_rank(tmp_path: Path) -> None:
     before = loaded(tmp_path)
     other = "{name: home-4, roles: [decode], host: 198.51.100.14, http_port: 8100, kv_port: 8200"
     third = f"      - {other}, tensor_parallel: 8, data_parallel: moe-b, expert_parallel: true}}\n\nlinks:"
-    found = difference(before, loaded(tmp_path, ("\nlinks:", third), name="more.yaml"))
+    found = difference(before, loaded(tmp_path, ("\nlinks:", third)))
     assert [(each.field, each.sentence) for each in found.refused] == [
         ("data_parallel[moe-b]", "group moe-b has other ranks: home-2, home-3, home-4")
     ]
     fourth = third.replace("home-4", "home-5").replace("100.14", "100.15").replace("\n\nlinks:", "\n")
     both = (fourth + third).replace("moe-b", "moe-c")
-    assert not difference(before, loaded(tmp_path, ("\nlinks:", both), name="group.yaml")).refused
+    assert not difference(before, loaded(tmp_path, ("\nlinks:", both))).refused
 
 
 def test_plans_move_whole_groups(tmp_path: Path) -> None:

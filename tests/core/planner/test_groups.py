@@ -20,7 +20,7 @@ def test_of_two_clusters_the_best_split_between_groups_is_found(ranks: int) -> N
     problem = paper_problem(pd=12)
     rates = {n: rate_with_roles(problem, {"home": n}) for n in range(0, 13, ranks)}
     best = best_roles(grouped(problem, ranks))["home"]
-    assert rates[best] == pytest.approx(max(rates.values()), rel=1e-6)
+    assert rates[best] == pytest.approx(max(rates.values()), rel=1e-3)
     assert best_operation(grouped(problem, ranks)).point.n_prefill % ranks == 0
 
 

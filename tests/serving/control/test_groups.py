@@ -7,6 +7,7 @@ import pytest
 
 from prfaas.core.deployment import Deployment
 from prfaas.serving.control.cluster_state import ClusterState
+from prfaas.serving.control.engine_monitor import EngineMeter
 from prfaas.serving.control.role_allocation import RoleChange, RoleChanges
 
 from .test_drains import drains_of
@@ -48,12 +49,12 @@ def test_a_dead_rank_takes_the_others_with_it_until_all_answer(watched: Watched)
 def test_a_group_that_has_started_again_is_back(watched: Watched) -> None:
     watched.http.healthy.update(dict.fromkeys(RANKS, False))
     watched.probe()
-    for name in RANKS:
-        # One after the other: neither may wait for the other for ever.
-        watched.http.healthy[name] = True
-        watched.probe(4.0)
-        assert not watched.healthy("home-d1")
-        watched.probe()
+    # One after the other: neither may wait for the other for ever.
+    watched.http.healthy["home-d0"] = True
+    watched.probe(4.0)
+    assert not any(map(watched.healthy, RANKS))
+    watched.http.healthy["home-d1"] = True
+    watched.probe()
     watched.probe()
     assert all(map(watched.healthy, RANKS)) and sorted(watched.lost) == RANKS
 
@@ -108,7 +109,9 @@ def test_drains_and_departures_are_the_whole_group_s(cluster_state: ClusterState
         drains.drain("home-d0", wanted=False)
 
     asyncio.run(main())
+    drains = drains_of(cluster_state, [], {name: EngineMeter(60.0) for name in cluster_state.names})
     with cluster_state.decoding("home-d1", 0):
-        assert not drains_of(cluster_state, []).is_idle("home-d0")
+        assert not drains.is_idle("home-d0")
+    assert drains.is_idle("home-d0")
     cluster_state.leave("home-d0")
     assert cluster_state.together("home-d1") == ["home-d1"]

@@ -78,7 +78,7 @@ def test_a_group_starts_again_as_one() -> None:
         assert told == ["engine group moe has ended (c: signal 9 of c); restart 1 of 5 in 1 s"]
         engines.ready.add("c")
         await look(1)
-        assert told[1] == "engine group moe is ready again after 3 s"
+        assert told[1] == "engine group moe is ready again after 2 s"
         engines.running.remove("b")
         await look(2)
         assert engines.log[2:] == [("restart", "b")]

@@ -14,7 +14,7 @@ def check_data_parallel(source: YamlSource, file: DeploymentFile) -> None:
         DeploymentError: a rank is alone, in another cluster, or unlike the first of its group.
     """
     first: dict[str, tuple[int, InstanceSection, Location]] = {}
-    alone: set[str] = set()
+    alone: dict[str, None] = {}
     for c, cluster in enumerate(file.clusters):
         for i, instance in enumerate(cluster.instances or ()):
             group, place = instance.data_parallel, ("clusters", c, "instances", i)
@@ -23,9 +23,9 @@ def check_data_parallel(source: YamlSource, file: DeploymentFile) -> None:
             location = (*place, "data_parallel")
             if group not in first:
                 first[group] = c, instance, location
-                alone.add(group)
+                alone[group] = None
                 continue
-            alone.discard(group)
+            alone.pop(group, None)
             home, rank_0, _ = first[group]
             if home != c:
                 raise source.error(
