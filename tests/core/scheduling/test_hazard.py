@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from prfaas.core.scheduling import RoutingRequest, View, make_policy
 from prfaas.core.scheduling.hazard import at_risk_s, expected_loss_s, streamed_s
@@ -131,7 +132,7 @@ def test_what_is_kept_is_not_counted_as_lost(policy: str) -> None:
     decide = make_policy(policy, {}).decide
 
     def predicted_s(view: View, *, early: bool = False) -> float:
-        far = decide(replace(LONG, first_from_prefill=early), view)
+        far = decide(structs.replace(LONG, first_from_prefill=early), view)
         assert far.prefill == "remote"
         return far.predicted_ttft_s
 
