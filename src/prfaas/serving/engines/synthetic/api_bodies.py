@@ -79,11 +79,15 @@ def parse_generation(raw: bytes, *, chat: bool, models: ServedModels, text: Text
     Raises:
         BodyError: it can't be answered.
     """
-    body = _json_object(raw)
+    return generation_of(json_object(raw), chat=chat, models=models, text=text)
+
+
+def generation_of(body: dict[str, Any], *, chat: bool, models: ServedModels, text: Text) -> GenerationRequest:
+    """The same for a body that is parsed. Raises BodyError."""
     adapter = models.adapter(body.get("model"))
     params = body.get("kv_transfer_params")
     params = params if isinstance(params, dict) else {}
-    prompts = [_chat_ids(body, params, text)] if chat else _prompt_ids(body.get("prompt"), text)
+    prompts = [chat_ids(body, params, text)] if chat else prompt_ids(body.get("prompt"), text)
     samples = _integer_field(body, "n", 1, _MAX_SAMPLES) or 1
     wanted = _integer_field(body, "max_completion_tokens", 1) if chat else None
     wanted = wanted or _integer_field(body, "max_tokens", 1)
@@ -128,9 +132,9 @@ def parse_generation(raw: bytes, *, chat: bool, models: ServedModels, text: Text
 
 def parse_tokenize(raw: bytes, text: Text) -> Sequence[int]:
     """The ids that a body of /tokenize asks for."""
-    body = _json_object(raw)
+    body = json_object(raw)
     if "messages" in body:
-        return _chat_ids(body, {}, text)
+        return chat_ids(body, {}, text)
     prompt = body.get("prompt")
     if not isinstance(prompt, str):
         raise BodyError("/tokenize needs `prompt` (a string) or `messages`.")
@@ -139,10 +143,10 @@ def parse_tokenize(raw: bytes, text: Text) -> Sequence[int]:
 
 def parse_detokenize(raw: bytes, text: Text) -> str:
     """The text that a body of /detokenize asks for."""
-    return text.plain(_ids(_json_object(raw).get("tokens")))
+    return text.plain(_ids(json_object(raw).get("tokens")))
 
 
-def _prompt_ids(prompt: object, text: Text) -> list[Sequence[int]]:
+def prompt_ids(prompt: object, text: Text) -> list[Sequence[int]]:
     """A completion's prompt or prompts: text, ids, or a list of either."""
     if isinstance(prompt, str):
         return [text.encode(prompt)]
@@ -155,7 +159,7 @@ def _prompt_ids(prompt: object, text: Text) -> list[Sequence[int]]:
     raise BodyError("`prompt` must be a string, token ids, or a list of either.")
 
 
-def _json_object(raw: bytes) -> dict[str, Any]:
+def json_object(raw: bytes) -> dict[str, Any]:
     """The JSON object in `raw`."""
     try:
         body = orjson.loads(raw)
@@ -166,7 +170,7 @@ def _json_object(raw: bytes) -> dict[str, Any]:
     return body
 
 
-def _chat_ids(body: dict[str, Any], params: dict[str, Any], text: Text) -> Sequence[int]:
+def chat_ids(body: dict[str, Any], params: dict[str, Any], text: Text) -> Sequence[int]:
     """A conversation's ids: those in `params` if there are any. Raises BodyError."""
     given = params.get("prompt_token_ids")
     if given is not None:

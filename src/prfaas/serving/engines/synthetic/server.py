@@ -2,8 +2,9 @@
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
+from typing import Protocol
 
 import orjson
 from aiohttp import web
@@ -20,6 +21,13 @@ from prfaas.serving.engines.synthetic.api_bodies import (
     parse_tokenize,
 )
 from prfaas.serving.engines.synthetic.cache import RoomError
+from prfaas.serving.engines.synthetic.conversation_bodies import (
+    MessageWriter,
+    ResponseItemWriter,
+    parse_count,
+    parse_message,
+    parse_response,
+)
 from prfaas.serving.engines.synthetic.engine import GeneratedAnswer, SyntheticEngine, Work
 from prfaas.serving.engines.synthetic.stats import CacheFacts, chosen, exposition
 from prfaas.serving.engines.synthetic.text import Text
@@ -32,6 +40,25 @@ _MAX_BODY_BYTES = 1 << 28
 _JSON = "application/json"
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+_Parse = Callable[[bytes, ServedModels, Text], GenerationRequest]
+
+
+class _Writer(Protocol):
+    """Writes one request's answer in the form of its API."""
+
+    def whole(self, generations: Sequence[GeneratedAnswer]) -> bytes: ...
+
+    def piece(self, prompt: int, token_ids: Sequence[int], /, *, first: bool, last: bool) -> bytes: ...
+
+    def end(self, generations: Sequence[GeneratedAnswer]) -> bytes: ...
+
+
+def _parse_completion(raw: bytes, models: ServedModels, text: Text) -> GenerationRequest:
+    return parse_generation(raw, chat=False, models=models, text=text)
+
+
+def _parse_chat(raw: bytes, models: ServedModels, text: Text) -> GenerationRequest:
+    return parse_generation(raw, chat=True, models=models, text=text)
 
 
 class EngineServer:
@@ -56,8 +83,11 @@ class EngineServer:
         self._dead = False
         app = web.Application(client_max_size=_MAX_BODY_BYTES)
         posts: dict[str, Handler] = {
-            "/v1/completions": partial(self._generate, False),
-            "/v1/chat/completions": partial(self._generate, True),
+            "/v1/completions": partial(self._generate, _parse_completion, AnswerWriter),
+            "/v1/chat/completions": partial(self._generate, _parse_chat, AnswerWriter),
+            "/v1/responses": partial(self._generate, parse_response, ResponseItemWriter),
+            "/v1/messages": partial(self._generate, parse_message, MessageWriter),
+            "/v1/messages/count_tokens": self._count_tokens,
             "/tokenize": self._tokenize,
             "/detokenize": self._detokenize,
             "/reset_prefix_cache": self._reset,
@@ -99,12 +129,19 @@ class EngineServer:
     async def _sign(self, _request: web.Request, response: web.StreamResponse) -> None:
         response.headers["Server"] = VERSION
 
-    async def _generate(self, is_chat: bool, request: web.Request) -> web.StreamResponse:
+    async def _generate(
+        self,
+        parse: _Parse,
+        writer_of: Callable[[GenerationRequest, Text], _Writer],
+        request: web.Request,
+    ) -> web.StreamResponse:
         raw = await request.read()
-        parse = partial(parse_generation, raw, chat=is_chat, models=self._models, text=self._text)
         try:
-            wanted = parse() if len(raw) <= _INLINE_BYTES else await asyncio.to_thread(parse)
-            writer = AnswerWriter(wanted, self._text)
+            if len(raw) <= _INLINE_BYTES:
+                wanted = parse(raw, self._models, self._text)
+            else:
+                wanted = await asyncio.to_thread(parse, raw, self._models, self._text)
+            writer = writer_of(wanted, self._text)
             if wanted.stream:
                 return await self._stream(request, wanted, writer)
             generations = await asyncio.gather(*map(self._finish, wanted.works))
@@ -120,7 +157,7 @@ class EngineServer:
         return generation
 
     async def _stream(
-        self, request: web.Request, wanted: GenerationRequest, writer: AnswerWriter
+        self, request: web.Request, wanted: GenerationRequest, writer: _Writer
     ) -> web.StreamResponse:
         """One prompt's answer after the other's; headers go out with the first token."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
@@ -156,6 +193,12 @@ class EngineServer:
     async def _detokenize(self, request: web.Request) -> web.StreamResponse:
         try:
             return _json({"prompt": parse_detokenize(await request.read(), self._text)})
+        except BodyError as error:
+            return _error(str(error), error.status)
+
+    async def _count_tokens(self, request: web.Request) -> web.StreamResponse:
+        try:
+            return _json({"input_tokens": parse_count(await request.read(), self._text)})
         except BodyError as error:
             return _error(str(error), error.status)
 
