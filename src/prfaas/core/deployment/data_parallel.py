@@ -17,10 +17,11 @@ def check_data_parallel(source: YamlSource, file: DeploymentFile) -> None:
     alone: dict[str, None] = {}
     for c, cluster in enumerate(file.clusters):
         for i, instance in enumerate(cluster.instances or ()):
-            group, place = instance.data_parallel, ("clusters", c, "instances", i)
+            group = instance.data_parallel
             if group is None:
                 continue
-            location = (*place, "data_parallel")
+            place: Location = ("clusters", c, "instances", i)
+            location: Location = (*place, "data_parallel")
             if group not in first:
                 first[group] = c, instance, location
                 alone[group] = None

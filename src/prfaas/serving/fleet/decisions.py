@@ -41,7 +41,7 @@ class FleetDecisions:
     def now(self, leader: str, file: str) -> Decisions:
         """Thresholds and roles as they are here. `file`: digest of the leader's."""
         view, converting = self._cluster_state.view, self._roles.changes.converting
-        drained = () if converting is None else self._cluster_state.together(converting[0])
+        drained = [] if converting is None else self._cluster_state.together(converting[0])
         return Decisions(
             leader=leader,
             file=file,

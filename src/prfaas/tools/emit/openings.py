@@ -47,10 +47,10 @@ def _openings(deployment: Deployment) -> Iterator[Opening]:
             together = deployment.cluster_of(instance).instances
             neighbours = tuple(other.name for other in together if other is not instance)
             yield Opening(instance.name, "nixl", (instance.nixl_port,), neighbours)
-        others = [each.name for each in deployment.ranks_with(instance) if each is not instance]
-        if others:
+        ranks = [each.name for each in deployment.ranks_with(instance) if each is not instance]
+        if ranks:
             # Only where the ranks meet is said; then they agree on ports that are free.
-            yield Opening(instance.name, "ranks", (), tuple(others))
+            yield Opening(instance.name, "ranks", (), tuple(ranks))
     for pool in deployment.pools:
         # A pool connects to send, and to ask for what comes back.
         ways = (*pool_peers(deployment, pool), *pool_sources(deployment, pool))
