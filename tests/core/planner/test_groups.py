@@ -21,7 +21,7 @@ def test_of_two_clusters_the_best_split_between_groups_is_found(ranks: int) -> N
     rates = {n: rate_with_roles(problem, {"home": n}) for n in range(0, 13, ranks)}
     best = best_roles(grouped(problem, ranks))["home"]
     assert rates[best] == pytest.approx(max(rates.values()), rel=1e-3)
-    assert best_operation(grouped(problem, ranks)).point.n_prefill % ranks == 0
+    assert best_operation(grouped(problem, ranks)).n_prefill % ranks == 0
 
 
 def test_of_several_clusters_too() -> None:
@@ -43,4 +43,4 @@ def test_of_several_clusters_too() -> None:
 def test_with_a_target_for_the_first_token() -> None:
     problem = paper_problem(pd=8)
     found = best_operation(replace(grouped(problem, 2), ttft_target=TtftTarget(8.0, "p90")))
-    assert found.point.n_prefill % 2 == 0
+    assert found.n_prefill % 2 == 0
