@@ -12,8 +12,7 @@ Ratios are medians over rounds of paired measurements.
 import argparse
 import socket
 import statistics
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -23,29 +22,26 @@ from typing import Any
 import torch
 
 from goals import Figure, goal, report
+from moved_prompt import KEY, WAIT_S, move, until
 from prfaas.core.deployment import TransferLimits
 from prfaas.core.kv.groups import GroupKind
 from prfaas.core.kv.rank_shares import paired_ranks
 from prfaas.serving.engines.vllm.consumer import KvConsumer
 from prfaas.serving.engines.vllm.layout import EngineGroup, KvLayout, opaque_layout
-from prfaas.serving.engines.vllm.metadata import BlockRun, LoadOrder, SendOrder
+from prfaas.serving.engines.vllm.metadata import BlockRun
 from prfaas.serving.engines.vllm.pages import HostPages, raw_pages
 from prfaas.serving.engines.vllm.producer import KvProducer
 from prfaas.serving.engines.vllm.stats import ConnectorStats
 from prfaas.serving.engines.vllm.wire_layout import WireLayout, wire_layouts
-from prfaas.serving.transport import Ticket
 from prfaas.serving.transport.options import Peer, ReceiverOptions, SenderOptions
 from prfaas.serving.transport.receiver import Receiver
 from prfaas.serving.transport.sender import Sender
 from prfaas.serving.transport.sibling_staging import SiblingStaging
 from prfaas.serving.transport.staging import StagingArena, shared_memory
 
-KEY = bytes(32)
 LAYERS = tuple(f"layer.{number}" for number in range(8))
 # A latent of 512 elements and 64 of a rotated key, in bf16.
 BLOCK_TOKENS, LATENT_BYTES = 64, 1152
-CHUNK_TOKENS = 2048
-WAIT_S = 120.0
 LIMITS = TransferLimits(load_wait_s=WAIT_S, staging_ttl_s=WAIT_S)
 MOST_RATIO = 1.10
 RANKS = ((1, 1), (2, 2), (1, 2), (2, 1))
@@ -86,7 +82,6 @@ class Way:
         # Ranks of one engine have the same tables, and those of a prefill engine the same content.
         self.east = [Rank(num_tokens, senders, 1, 1) for _ in range(senders)]
         self.home = [Rank(num_tokens, readers, 2 + rank, 2) for rank in range(readers)]
-        self.end_block = self.east[0].group.end_block(num_tokens)
         self.kv_bytes = num_tokens * LATENT_BYTES * len(LAYERS)
         wires = [wire_layouts(each.layout, "home", rank, readers) for rank, each in enumerate(self.home)]
         staging_bytes = self.kv_bytes + (32 << 20)
@@ -152,37 +147,8 @@ class Way:
 
     def transfer(self) -> float:
         """Prefill, move and load the prompt at all ranks; processor seconds of all threads."""
-        ticket = Ticket.issue(
-            producer="east",
-            consumer="home",
-            num_tokens=self.num_tokens,
-            skip_tokens=0,
-            prompt_digest=bytes(16),
-            lifetime_s=WAIT_S,
-            now_s=time.time(),
-        )
-        began_s, sealed, sent = time.process_time(), ticket.seal(KEY), 0
-        for end_tokens in range(CHUNK_TOKENS, self.num_tokens + CHUNK_TOKENS, CHUNK_TOKENS):
-            final = end_tokens >= self.num_tokens
-            end = self.end_block if final else end_tokens // BLOCK_TOKENS
-            for memory, producer in zip(self.east, self.producers, strict=True):
-                orders = [SendOrder("p", ticket, sealed, memory.run(sent, end), (), final)]
-                for name in LAYERS:
-                    producer.save_layer(orders, name)
-                producer.end_step(orders)
-            sent = end
-        for producer in self.producers:
-            producer.hold({"p": False})
-            until(producer.finished)
-        for memory, consumer in zip(self.home, self.consumers, strict=True):
-            consumer.order([LoadOrder("d", ticket, 0, memory.run(0, self.end_block))], [])
-        for consumer in self.consumers:
-            ended: set[str] = set()
-            failed: set[str] = set()
-            until(partial(_has_ended, consumer, ended, failed))
-            if failed:
-                raise RuntimeError("a transfer was not loaded")
-        return time.process_time() - began_s
+        east = list(zip(self.east, self.producers, strict=True))
+        return move(east, list(zip(self.home, self.consumers, strict=True)), self.num_tokens)
 
     def check(self) -> None:
         """Raises RuntimeError: a rank does not have what was computed."""
@@ -199,21 +165,6 @@ def _begin(siblings: SiblingStaging, transfer_id: bytes, wire: WireLayout) -> No
 
 def _is_connected(sender: Sender) -> bool:
     return all(peer["connections"] == 2 for peer in sender.stats()["peers"].values())
-
-
-def _has_ended(consumer: KvConsumer, ended: set[str], failed: set[str]) -> bool:
-    more_ended, more_failed = consumer.results()
-    ended |= more_ended
-    failed |= more_failed
-    return bool(ended)
-
-
-def until(is_so: Callable[[], object]) -> None:
-    deadline_s = time.monotonic() + WAIT_S
-    while not is_so():
-        if time.monotonic() > deadline_s:
-            raise TimeoutError("a transfer took too long")
-        time.sleep(0.005)
 
 
 def measure(num_tokens: int, rounds: int) -> Iterator[Figure]:

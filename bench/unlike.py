@@ -13,34 +13,30 @@ that sends is there beside it. Ratios are medians over rounds of paired measurem
 import argparse
 import json
 import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
 
+from moved_prompt import KEY, WAIT_S, move, until
 from prfaas.core.deployment import TransferLimits
 from prfaas.core.kv.groups import GroupKind, region_bytes
 from prfaas.serving.engines.vllm.consumer import KvConsumer
 from prfaas.serving.engines.vllm.layout import EngineGroup, KvLayout, Packing, page_layout
-from prfaas.serving.engines.vllm.metadata import BlockRun, LoadOrder, SendOrder
+from prfaas.serving.engines.vllm.metadata import BlockRun
 from prfaas.serving.engines.vllm.pages import HostPages, raw_pages
 from prfaas.serving.engines.vllm.producer import KvProducer
 from prfaas.serving.engines.vllm.stats import ConnectorStats
 from prfaas.serving.engines.vllm.wire_layout import wire_layouts
-from prfaas.serving.transport import Ticket
 from prfaas.serving.transport.options import Peer, ReceiverOptions, SenderOptions
 from prfaas.serving.transport.receiver import Receiver
 from prfaas.serving.transport.sender import Sender
 from prfaas.serving.transport.staging import StagingArena
 
-KEY = bytes(32)
 LAYERS = tuple(f"layer.{number}" for number in range(8))
 # Keys and values of a token: as of a model with 8 heads of 128 elements in bf16.
 HEADS, HEAD_BYTES = 8, 512
-CHUNK_TOKENS = 2048
-WAIT_S = 120.0
 MOST_RATIO = 1.10
 
 
@@ -133,7 +129,7 @@ class Way:
             layouts=sending,
         )
         self.sender.start()
-        self._await(lambda: self.sender.stats()["peers"]["home/0"]["connections"] == 2)
+        until(lambda: self.sender.stats()["peers"]["home/0"]["connections"] == 2)
         stats = ConnectorStats()
         self.producer = KvProducer(self.east.layout, sending, self.sender, WAIT_S, stats)
         self.consumer = KvConsumer(
@@ -147,50 +143,7 @@ class Way:
 
     def transfer(self) -> float:
         """Prefill, move and load the prompt; processor seconds of all threads."""
-        ticket = Ticket.issue(
-            producer="east",
-            consumer="home",
-            num_tokens=self.num_tokens,
-            skip_tokens=0,
-            prompt_digest=bytes(16),
-            lifetime_s=WAIT_S,
-            now_s=time.time(),
-        )
-        began_s, sealed, sent = time.process_time(), ticket.seal(KEY), 0
-        for end_tokens in range(CHUNK_TOKENS, self.num_tokens + CHUNK_TOKENS, CHUNK_TOKENS):
-            final = end_tokens >= self.num_tokens
-            end = (
-                self.east.group.end_block(self.num_tokens)
-                if final
-                else end_tokens // self.east.group.block_tokens
-            )
-            orders = [SendOrder("p", ticket, sealed, self.east.run(sent, end), (), final)]
-            for name in LAYERS:
-                self.producer.save_layer(orders, name)
-            self.producer.end_step(orders)
-            sent = end
-        self.producer.hold({"p": False})
-        runs = self.home.run(0, self.home.group.end_block(self.num_tokens))
-        self._await(lambda: bool(self.producer.finished()))
-        self.consumer.order([LoadOrder("d", ticket, 0, runs)], [])
-        results: list[tuple[set[str], set[str]]] = []
-
-        def ended() -> bool:
-            results.append(self.consumer.results())
-            return bool(results[-1][0])
-
-        self._await(ended)
-        if results[-1][1]:
-            raise RuntimeError("a transfer was not loaded")
-        return time.process_time() - began_s
-
-    @staticmethod
-    def _await(is_so: Callable[[], object]) -> None:
-        deadline_s = time.monotonic() + WAIT_S
-        while not is_so():
-            if time.monotonic() > deadline_s:
-                raise TimeoutError("a transfer took too long")
-            time.sleep(0.005)
+        return move([(self.east, self.producer)], [(self.home, self.consumer)], self.num_tokens)
 
 
 @contextmanager
