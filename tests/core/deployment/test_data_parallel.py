@@ -64,6 +64,16 @@ def test_where_ranks_meet_nothing_else_listens(tmp_path: Path) -> None:
         loaded(tmp_path, taken)
 
 
+def test_the_place_where_ranks_meet_is_a_port(tmp_path: Path) -> None:
+    port = (
+        "host: 198.51.100.13, http_port: 8100, kv_port: 8200",
+        "host: 198.51.100.13, http_port: 8100, kv_port: ",
+    )
+    loaded(tmp_path, (port[0], f"{port[1]}65527"))
+    with pytest.raises(DeploymentError, match="65528 leaves no room for 8 ranks; take one up to 65527"):
+        loaded(tmp_path, (port[0], f"{port[1]}65528"))
+
+
 def test_every_rank_s_local_events_have_a_place_of_their_own(tmp_path: Path) -> None:
     hosts = [
         (f"198.51.100.{number}, http_port: 8100, kv_port: 8200, events_port: 8300", number)

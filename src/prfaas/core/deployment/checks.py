@@ -332,12 +332,13 @@ def _check_ports(source: YamlSource, file: DeploymentFile) -> None:
         taken.append((admin.host, admin.port, "the gateway's operators (gateway.admin)"))
     for location, _, instance in _instances(file):
         owner = f'instance "{instance.name}"'
-        last = instance.kv_port + instance.tensor_parallel - 1
-        if last > 65535:
+        # The ranks', and where their data-parallel group meets.
+        count = instance.tensor_parallel + (instance.data_parallel is not None)
+        if instance.kv_port + count > 65536:
             raise source.error(
                 (*location, "kv_port"),
                 f"{instance.kv_port} leaves no room for {instance.tensor_parallel} ranks; take one up to "
-                f"{65536 - instance.tensor_parallel}",
+                f"{65536 - count}",
             )
         for field, port in _ports_of(instance):
             for host, taken_port, by in taken:
