@@ -59,6 +59,15 @@ def test_a_group_that_has_started_again_is_back(watched: Watched) -> None:
     assert all(map(watched.healthy, RANKS)) and sorted(watched.lost) == RANKS
 
 
+def test_a_rank_that_dies_again_takes_the_others_again(watched: Watched) -> None:
+    watched.watch.suspect("home-d1", "unreachable", lost_cache=True)
+    for answers in (True, False):
+        watched.http.healthy["home-d1"] = answers
+        watched.probe()
+        watched.probe()
+        assert watched.healthy("home-d0") == answers and not watched.healthy("home-d1")
+
+
 def test_a_rank_that_stands_still_holds_up_all(watched: Watched) -> None:
     watched.stuck_s["home-d0"] = 61.0
     watched.probe()

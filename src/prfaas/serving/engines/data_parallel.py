@@ -5,9 +5,12 @@ which keeps all in step. vLLM adds a rank's number to the ports that it is given
 """
 
 import re
+from collections.abc import Collection
 from dataclasses import replace
 
 from prfaas.core.deployment import Deployment, EventsEndpoint, Instance
+from prfaas.serving.certificates import identity_of
+from prfaas.serving.engines.engine_server import ask
 
 
 def rank_of(deployment: Deployment, instance: Instance) -> int:
@@ -43,3 +46,24 @@ def _unshifted(address: str, rank: int) -> str:
     if address.startswith("tcp:"):
         return re.sub(r"\d+$", lambda port: str(int(port[0]) - rank), address)
     return address.removesuffix(f"_dp{rank}")
+
+
+def end_group_before(deployment: Deployment, instance: Instance, *, started: Collection[str]) -> None:
+    """Have ranks end that still run in a group which had `instance` in it, and lost it.
+
+    A rank's server answers only once its group is whole, so one that answers while `instance` starts is of a former
+    group. An idle one does not know that: its next step fails, vLLM ends, and what supervises it starts it again.
+
+    Args:
+        deployment: whose engines they are.
+        instance: it is about to start.
+        started: names of all that are started now.
+    """
+    others = [rank for rank in deployment.ranks_with(instance) if rank.name not in started]
+    if not others:
+        return
+    tls = identity_of(deployment, instance.name)
+    request = {"model": deployment.model.served_name, "prompt": [0], "max_tokens": 1}
+    for rank in others:
+        if ask(rank, "GET", "/health", tls=tls) is not None:
+            ask(rank, "POST", "/v1/completions", tls=tls, content=request)
