@@ -14,7 +14,7 @@ from prfaas.core.scheduling.live_problem import group_ranks
 from prfaas.core.scheduling.view import InstanceView, View
 
 from .test_allocation import BUSY, IDLE, problem_of
-from .views import board, decoder, prefiller
+from .views import NOW_S, board, decoder, prefiller
 
 RANKS = ("d0", "d1", "d2", "d3")
 
@@ -45,6 +45,14 @@ def test_what_others_wait_counts_where_times_are_compared() -> None:
     request = RoutingRequest(2000)
     routes = [policy_named("least_ttft").decide(request, decoding(in_group=g)).route for g in (False, True)]
     assert routes == [Route.LOCAL, Route.OFFLOAD]
+
+
+def test_of_two_pd_clusters_the_one_where_nobody_is_held_up() -> None:
+    for group in ((), ("a0", "a1")):
+        ranks = [decoder(name, group=group) for name in ("a0", "a1")]
+        view = board(*ranks, decoder("b", "other", busy_until_s=NOW_S + 0.1), links=[])
+        decision = policy_named("least_ttft").decide(RoutingRequest(2000), view)
+        assert (decision.prefill, decision.decode) == (("b", "b") if group else ("a0", "a0"))
 
 
 def test_who_only_prefills_holds_up_nobody() -> None:
