@@ -48,7 +48,7 @@ def test_of_several_clusters_too() -> None:
 
 def test_with_a_target_for_the_first_token() -> None:
     problem = grouped(paper_problem(pd=8), 2)
-    found = best_operation(replace(problem, ttft_target=TtftTarget(4.5, "p90")))
+    found = best_operation(replace(problem, ttft_target=TtftTarget(4.0, "p90")))
     assert found.n_prefill % 2 == 0 and 0 < found.lambda_max < best_operation(problem).lambda_max
 
 

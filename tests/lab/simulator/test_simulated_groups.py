@@ -2,10 +2,14 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from tests.lab.simulator.conftest import CaseStudy, chunk_of
 from tests.lab.simulator.invariants import Invariants
 
+from prfaas.core.workload import TruncatedLogNormal, fixed
+from prfaas.core.workload.arrivals import Poisson
+from prfaas.core.workload.traffic import IndependentTraffic
 from prfaas.lab.simulator import Failure, Result, Scenario, scenario_of, simulate
 
 
@@ -52,6 +56,20 @@ def test_a_prefill_of_one_rank_lengthens_the_steps_of_all(case_study: CaseStudy)
         return float(first.e2e_s[0])
 
     assert answer_s(4) > answer_s(1) + 1.0
+
+
+def test_roles_move_by_whole_groups(case_study: CaseStudy) -> None:
+    home = case_study.planned.clusters[1]
+    planned = replace(
+        case_study.planned, clusters=(case_study.planned.clusters[0], replace(home, group_ranks=2))
+    )
+    traffic = IndependentTraffic(Poisson(1.8), TruncatedLogNormal(8.0, 0.5, 128, 32_768), fixed(2500.0))
+    result = simulate(
+        scenario_of(planned, policy="paper"), traffic.chunks(np.random.default_rng(2)), requests=2000
+    )
+    assert result.changes["conversions"]
+    counts = set(result.series["prefill_instances_home"])
+    assert len(counts) > 1 and all(count % 2 == 0 for count in counts)
 
 
 def test_prefill_instances_are_whole_groups(case_study: CaseStudy) -> None:

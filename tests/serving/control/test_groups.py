@@ -12,18 +12,14 @@ from prfaas.serving.control.role_allocation import RoleChange, RoleChanges
 
 from .test_drains import drains_of
 from .test_health import Watched
-from .world import FakeClock, deployment_of
+from .world import FakeClock, grouped_deployment_of
 
 RANKS = ["home-d0", "home-d1"]
 
 
 @pytest.fixture
 def deployment(tmp_path: Path) -> Deployment:
-    return deployment_of(
-        tmp_path,
-        a="kv_port: 22004} -> kv_port: 22014, data_parallel: moe}",
-        b="kv_port: 22005} -> kv_port: 22025, data_parallel: moe}",
-    )
+    return grouped_deployment_of(tmp_path)
 
 
 @pytest.fixture
