@@ -43,8 +43,8 @@ MANY_POSITIONAL = {
 OF_ONE_USER = {
     # Compiled apart for long simulations; its user has numpy in it.
     "core.latency.curve_reader",
-    # Optional features, each behind one seam; with its checks their user would be longer than a file may be.
-    *("core.deployment.data_parallel", "serving.engines.data_parallel"),
+    # An optional feature behind one seam; with these its user would be longer than a file may be.
+    "core.deployment.data_parallel",
     # It asks its own process.
     "cli.site_share",
     # Two of what a fleet does, each with other parts of a plane; with both, its control would be as long as a file may.
