@@ -1,8 +1,10 @@
 """Python runs this at its start in engines that have the folder on their path: data-parallel groups on CPUs.
 
-What ranks gather before their experts, and sum after them, vLLM has for GPUs alone.
+What ranks gather before their experts, and sum after them, vLLM has for GPUs alone. So it has that an expert is one of
+another rank: its CPU kernel would read behind its own.
 """
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,6 +36,26 @@ def _uneven_collectives(module: Any) -> None:
     module.CpuCommunicator.reduce_scatterv = reduce_scatterv
 
 
+def _experts_elsewhere(module: Any) -> None:
+    apply = module.CPUUnquantizedExperts.apply
+
+    def of_own_experts(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = inspect.signature(apply).bind(self, *args, **kwargs)
+        own, ids = given.arguments["expert_map"], given.arguments["topk_ids"]
+        if own is not None:
+            local = own[ids.long()]
+            given.arguments["topk_ids"] = local.clamp(min=0).to(ids.dtype)
+            given.arguments["topk_weights"] = given.arguments["topk_weights"].masked_fill(local < 0, 0.0)
+        apply(*given.args, **given.kwargs)
+
+    module.CPUUnquantizedExperts.apply = of_own_experts
+
+
 if is_engine():
-    change_modules({"vllm.distributed.device_communicators.cpu_communicator": _uneven_collectives})
+    change_modules(
+        {
+            "vllm.distributed.device_communicators.cpu_communicator": _uneven_collectives,
+            "vllm.model_executor.layers.fused_moe.experts.cpu_moe": _experts_elsewhere,
+        }
+    )
 run_next(__file__)
