@@ -38,6 +38,7 @@ def engine(
     from prfaas.core.deployment import SYNTHETIC, load_deployment
     from prfaas.serving.descriptors import raise_descriptor_limit
     from prfaas.serving.engines.command import synthetic_command, vllm_command
+    from prfaas.serving.engines.data_parallel import end_group_before
     from prfaas.serving.engines.preparation import (
         ensure_certificates,
         ensure_dtypes,
@@ -69,5 +70,6 @@ def engine(
         ensure_nixl(loaded, [instance])
     ensure_key(loaded)
     ensure_certificates(loaded, [name])
+    end_group_before(loaded, instance, started=[name])
     typer.echo(f"open files: {raise_descriptor_limit():,} at most", err=True)
     os.execve(command.argv[0], command.argv, command.environment())

@@ -71,6 +71,7 @@ def up(
     from prfaas.core.deployment import load_deployment
     from prfaas.serving.descriptors import raise_descriptor_limit
     from prfaas.serving.engines.child_processes import READY_TIMEOUT_S
+    from prfaas.serving.engines.engine_units import RunningUnits, units_of
     from prfaas.serving.engines.following import FollowingEngines
     from prfaas.serving.engines.preparation import ensure_model
     from prfaas.serving.engines.running import RunningEngines
@@ -102,9 +103,11 @@ def up(
                         f"pool {node.name} does not answer; engines go on without it: {pools.log_path(node.name)}"
                     )
             limits = RestartLimits(most=restarts, ready_timeout_s=timeout_s)
-            engine_supervisor = Supervisor(engines, share.instances, limits, _tell)
+            here = partial(runs_here, site)
+            units = units_of(share.instances)
+            engine_supervisor = Supervisor(RunningUnits(engines, here), units, limits, _tell)
             pool_supervisor = Supervisor(pools, share.pools, limits, _tell, kind="pool")
-            following = FollowingEngines(engines, engine_supervisor, _tell, partial(runs_here, site))
+            following = FollowingEngines(engines, engine_supervisor, _tell, here)
             if share.has_gateway:
                 run_gateway(
                     loaded,

@@ -89,6 +89,15 @@ def deployment_of(folder: Path, *, text: str = FILE, **changes: str) -> Deployme
     return deployment
 
 
+def grouped_deployment_of(folder: Path) -> Deployment:
+    """`FILE` with its decode instances as the ranks of a data-parallel group."""
+    return deployment_of(
+        folder,
+        a="kv_port: 22004} -> kv_port: 22014, data_parallel: moe}",
+        b="kv_port: 22005} -> kv_port: 22025, data_parallel: moe}",
+    )
+
+
 def kv_facts() -> KvFacts:
     return KvFacts(
         is_hybrid=True,

@@ -10,6 +10,11 @@ from urllib.parse import urlsplit
 TRACES_PATH = "/v1/traces"
 """Where OTLP/HTTP has traces."""
 
+RANK_SOCKET = "-inproc_dp"
+"""Before the number of a further data-parallel rank in the name of its local sockets.
+
+vLLM's publisher adds `_dp` and the number, and only where the name has "inproc" in it.
+"""
 
 _LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
 _HOST_NAME = re.compile(rf"(?=.{{1,253}}$){_LABEL}(\.{_LABEL})*\.?")
@@ -36,10 +41,15 @@ def tcp_endpoint(host: str, port: int) -> EventsEndpoint:
     )
 
 
-def local_endpoint(home: Path, instance: str) -> EventsEndpoint:
-    """Abstract sockets of this machine: no port, no file, and nothing that another machine could reach."""
+def local_endpoint(home: Path, instance: str, rank: int = 0) -> EventsEndpoint:
+    """Abstract sockets of this machine: no port, no file, and nothing that another machine could reach.
+
+    `rank`: the instance's in its data-parallel group. Further ranks have the ending that vLLM gives their sockets.
+    """
     place = hashlib.blake2b(str(home).encode(), digest_size=6).hexdigest()
-    publish, replay = f"ipc://@prfaas-{place}-{instance}", f"ipc://@prfaas-{place}-{instance}-replay"
+    ending = f"{RANK_SOCKET}{rank}" if rank else ""
+    publish = f"ipc://@prfaas-{place}-{instance}{ending}"
+    replay = f"ipc://@prfaas-{place}-{instance}-replay{ending}"
     return EventsEndpoint(publish, replay, publish, replay)
 
 

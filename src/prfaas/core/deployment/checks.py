@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import entry_points
 
 from prfaas.core.deployment.addresses import is_loopback, same_host
+from prfaas.core.deployment.data_parallel import check_data_parallel
 from prfaas.core.deployment.model import (
     TINY_MODELS,
     TRAINED_MODELS,
@@ -173,6 +174,7 @@ def _check_common(source: YamlSource, file: DeploymentFile) -> None:
     check_cluster_dtypes(source, file)
     _check_pool_sections(source, file)
     _check_preemptible(source, file)
+    check_data_parallel(source, file)
 
 
 def _check_can_run(source: YamlSource, file: DeploymentFile) -> None:
@@ -330,12 +332,13 @@ def _check_ports(source: YamlSource, file: DeploymentFile) -> None:
         taken.append((admin.host, admin.port, "the gateway's operators (gateway.admin)"))
     for location, _, instance in _instances(file):
         owner = f'instance "{instance.name}"'
-        last = instance.kv_port + instance.tensor_parallel - 1
-        if last > 65535:
+        # The ranks', and where their data-parallel group meets.
+        count = instance.tensor_parallel + (instance.data_parallel is not None)
+        if instance.kv_port + count > 65536:
             raise source.error(
                 (*location, "kv_port"),
                 f"{instance.kv_port} leaves no room for {instance.tensor_parallel} ranks; take one up to "
-                f"{65536 - instance.tensor_parallel}",
+                f"{65536 - count}",
             )
         for field, port in _ports_of(instance):
             for host, taken_port, by in taken:
@@ -359,6 +362,8 @@ def _ports_of(instance: InstanceSection) -> Iterator[tuple[str, int]]:
     yield "http_port", instance.http_port
     for rank in range(instance.tensor_parallel):
         yield "kv_port", instance.kv_port + rank
+    if instance.data_parallel is not None:
+        yield "kv_port", instance.meeting_port
     if instance.events_port is not None:
         yield "events_port", instance.events_port
         yield "events_port", instance.events_port + 1

@@ -1,6 +1,8 @@
 """From a deployment file to a `Deployment` (to run) or a `PlannedDeployment` (to plan and simulate)."""
 
 import difflib
+import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
@@ -234,13 +236,16 @@ def _planned_cluster(
     profile = profile if cluster.speedup is None else profile.sped_up(cluster.speedup)
     # The published times are those of the paper, which counts every byte once; vLLM would copy heads to all ranks.
     ranks = profile.gpus_per_instance if model is None else 1
-    together = 1
+    together = group_ranks = 1
     if cluster.instances is None:
         assert cluster.instance_count is not None
         count, gpus = cluster.instance_count, cluster.gpus_per_instance
     else:
         count = len(cluster.instances)
         together = max(map(len, by_machine(cluster.instances)))
+        # Groups of several sizes are moved by what divides them all.
+        groups = Counter(each.data_parallel or f"alone {each.name}" for each in cluster.instances)
+        group_ranks = math.gcd(*groups.values())
         gpus = cluster.gpus_per_instance or cluster.instances[0].tensor_parallel
     if gpus is not None and gpus != profile.gpus_per_instance:
         field = "gpus_per_instance" if cluster.gpus_per_instance is not None else "profile"
@@ -261,6 +266,7 @@ def _planned_cluster(
         instances_per_machine=together,
         tensor_parallel=_tensor_parallel(source, index, cluster, profile.gpus_per_instance, ranks),
         kills_per_hour=kills_per_hour(cluster),
+        group_ranks=group_ranks,
     )
 
 

@@ -90,6 +90,15 @@ class InstanceSection(Section):
     """Where KV-cache events are published over TCP; left out: over a socket of this machine."""
     nixl_port: Annotated[Port | None, GIVEN] = None
     """Where it tells engines of its cluster how NIXL reaches its memory; left out: it does not."""
+    data_parallel: Annotated[Name | None, GIVEN] = None
+    """The group that it is a rank of: engines that share the experts of one model; left out: none."""
+    expert_parallel: Flag = False
+    """Each GPU has some experts whole, not a part of every one."""
+
+    @property
+    def meeting_port(self) -> int:
+        """Where rank 0 of a data-parallel group waits for the others."""
+        return self.kv_port + self.tensor_parallel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -345,6 +354,13 @@ class Deployment(Section):
         known = ", ".join(each.name for each in among) or "none"
         raise DeploymentError(self.path, None, "", f'has no {kind} "{name}"; it has {known}')
 
+    def ranks_with(self, instance: Instance) -> tuple[Instance, ...]:
+        """All ranks of an instance's data-parallel group, in their order; the instance alone where it is in none."""
+        group = instance.data_parallel
+        if group is None:
+            return (instance,)
+        return tuple(each for each in self.instances if each.data_parallel == group)
+
     def cluster_of(self, instance: Instance) -> Cluster:
         """The cluster that an instance belongs to."""
         return self.cluster(instance.cluster)
@@ -511,4 +527,7 @@ class Deployment(Section):
         """
         if holder.events_port is not None:
             return tcp_endpoint(host_in_url(holder.host), holder.events_port)
-        return local_endpoint(self.home, holder.name) if is_loopback(holder.host) else None
+        if not is_loopback(holder.host):
+            return None
+        rank = self.ranks_with(holder).index(holder) if isinstance(holder, Instance) else 0
+        return local_endpoint(self.home, holder.name, rank)

@@ -304,8 +304,11 @@ def pools_of(planned: PlannedDeployment) -> dict[str, PoolOptions]:
 def roles_of(planned: PlannedDeployment, problem: PlanProblem) -> dict[str, int]:
     """The planner's prefill instances by PD cluster, at least one of each role where there are two instances."""
     best = {roles.cluster: roles.prefill for roles in best_operation(problem).roles}
-    counts = {cluster.name: cluster.instance_count for cluster in planned.pd_clusters}
-    return {name: min(max(best[name], min(count - 1, 1)), count - 1) for name, count in counts.items()}
+    roles = {}
+    for cluster in planned.pd_clusters:
+        ranks, most = cluster.group_ranks, cluster.instance_count - cluster.group_ranks
+        roles[cluster.name] = min(max(best[cluster.name], min(most, ranks)), most)
+    return roles
 
 
 def _thresholds(problem: PlanProblem, prefill: Mapping[str, int]) -> dict[str, float]:

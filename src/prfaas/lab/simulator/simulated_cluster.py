@@ -43,6 +43,8 @@ class SimulatedCluster:
     """How often policies expect that an instance is taken away; the failures themselves are the scenario's."""
     kv_model: KvModel | None = None
     """What it holds of a request's KVCache, where that is less than the scenario's `kv_model`."""
+    group_ranks: int = 1
+    """Instances that fail and change their role together: ranks of a data-parallel group."""
 
 
 def cluster_of(
@@ -57,7 +59,7 @@ def cluster_of(
         problem: What the planner makes of the file: it has the decode batches.
 
     Raises:
-        ValueError: more prefill instances than there are.
+        ValueError: more prefill instances than there are, or not the whole of a group.
     """
     count = cluster.instance_count
     prefills = SimulatedCluster(
@@ -69,6 +71,7 @@ def cluster_of(
         instance_price_per_hour=planned.prices.get(cluster.hardware, 0.0) * cluster.gpus_per_instance,
         kills_per_hour=cluster.kills_per_hour,
         kv_model=cluster.kv_model,
+        group_ranks=cluster.group_ranks,
     )
     if cluster.kind == "prfaas":
         return prefills
@@ -76,6 +79,11 @@ def cluster_of(
         raise ValueError(
             f'cluster "{cluster.name}" has {count} instances: 0 to {count - 1} of them can prefill, not '
             f"{prefill[cluster.name]}"
+        )
+    if prefill[cluster.name] % cluster.group_ranks:
+        raise ValueError(
+            f'cluster "{cluster.name}" has groups of {cluster.group_ranks} instances: {prefill[cluster.name]} that '
+            "prefill are not whole groups"
         )
     decode, workload = cluster.profile.decode, problem.workload
     mean_tokens = workload.lengths.mean() + workload.output_tokens / 2

@@ -133,7 +133,8 @@ class LivePlane:
 
         def on_end(change: RoleChange) -> None:
             metrics.conversions.labels(change.cluster, change.to_role, change.outcome).inc()
-            self.listeners.changed.tell(change.instance)
+            for name in state.together(change.instance):
+                self.listeners.changed.tell(name)
 
         return RoleAllocation(
             self.members.running,

@@ -33,7 +33,13 @@ from prfaas.core.scheduling import (
     View,
     make_policy,
 )
-from prfaas.core.scheduling.live_problem import ClusterFacts, LinkFacts, prefill_instances, problem_now
+from prfaas.core.scheduling.live_problem import (
+    ClusterFacts,
+    LinkFacts,
+    group_ranks,
+    prefill_instances,
+    problem_now,
+)
 from prfaas.core.units import GB, SECONDS_PER_HOUR
 from prfaas.core.workload import LengthDistribution
 from prfaas.serving.control.cluster_state import ClusterState
@@ -178,6 +184,7 @@ def link_view(deployment: Deployment, link: Link, now_s: float) -> LinkView:
 
 def instance_view(deployment: Deployment, cluster: Cluster, instance: Instance, now_s: float) -> InstanceView:
     """An instance at rest, by the file alone."""
+    ranks = deployment.ranks_with(instance)
     return InstanceView(
         instance.name,
         cluster.name,
@@ -186,6 +193,7 @@ def instance_view(deployment: Deployment, cluster: Cluster, instance: Instance, 
         decode_slots=decode_slots(deployment, cluster) if cluster.kind == "pd" else 1,
         busy_until_s=now_s,
         seen_s=now_s,
+        group=tuple(each.name for each in ranks) if len(ranks) > 1 else (),
     )
 
 
@@ -360,13 +368,19 @@ class LiveFacts:
         return self._sent.get((source, target))
 
     def _cluster(self, cluster: Cluster) -> ClusterFacts:
-        instances = sum(i.available for i in self._cluster_state.view.clusters[cluster.name].instances)
+        views = self._cluster_state.view.clusters[cluster.name].instances
+        instances = sum(each.available for each in views)
         curve = self._curves[cluster.name].usual
         facts = ClusterFacts(cluster.name, cluster.kind, instances, curve)
         if cluster.kind == "prfaas":
             return facts
         decode = self.decode(cluster)
-        return replace(facts, decode_batch=decode.batch, decode_step_s=decode.step_s)
+        return replace(
+            facts,
+            decode_batch=decode.batch,
+            decode_step_s=decode.step_s,
+            group_ranks=group_ranks(views),
+        )
 
 
 class KvShape:

@@ -12,6 +12,7 @@ from urllib.parse import quote
 from prfaas.core.deployment import Deployment, Instance, KvPeer
 from prfaas.core.kv import CacheDtypes, KvModel
 from prfaas.core.units import GIB
+from prfaas.serving.engines.data_parallel import given_endpoint, rank_of, rank_options
 from prfaas.serving.secret_files import load_headers
 from prfaas.serving.tracing.collector import HEADERS_VARIABLE, PROTOCOL, PROTOCOL_VARIABLE, collector_of
 
@@ -97,6 +98,7 @@ def vllm_command(deployment: Deployment, instance: Instance) -> EngineCommand:
         *(("--enforce-eager",) if on_cpu else ()),
         *_kv_memory(deployment),
         *_ranks(instance, on_cpu),
+        *rank_options(deployment, instance),
         *("--kv-transfer-config", json.dumps(kv_transfer_config(deployment, instance))),
         *_events(deployment, instance),
         *_adapters(deployment),
@@ -107,7 +109,7 @@ def vllm_command(deployment: Deployment, instance: Instance) -> EngineCommand:
     conv_layout = NIXL_CONV_STATE_LAYOUT if engine.local_transfer == "nixl" else CONV_STATE_LAYOUT
     env = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_SSM_CONV_STATE_LAYOUT": conv_layout}
     if deployment.uses_nixl(instance):
-        env |= _nixl_env(instance, on_cpu)
+        env |= _nixl_env(deployment, instance, on_cpu)
     if instance.tls:
         env["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"] = str(TLS_KEEPALIVE_S)
     if on_cpu:
@@ -159,10 +161,11 @@ def kv_transfer_config(deployment: Deployment, instance: Instance) -> dict[str, 
     }
 
 
-def _nixl_env(instance: Instance, on_cpu: bool) -> dict[str, str]:
+def _nixl_env(deployment: Deployment, instance: Instance, on_cpu: bool) -> dict[str, str]:
+    assert instance.nixl_port is not None
     env = {
         "VLLM_NIXL_SIDE_CHANNEL_HOST": instance.host,
-        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(instance.nixl_port),
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(instance.nixl_port - rank_of(deployment, instance)),
     }
     # Elsewhere UCX finds the best way by itself. On CPUs it would look for devices that are not there.
     return {**env, "UCX_TLS": "tcp,self"} if on_cpu else env
@@ -309,6 +312,7 @@ def _events(deployment: Deployment, instance: Instance) -> tuple[str, ...]:
     endpoint = deployment.events_endpoint(instance)
     if endpoint is None:
         return ()
+    endpoint = given_endpoint(endpoint, rank_of(deployment, instance))
     config = {
         "enable_kv_cache_events": True,
         "publisher": "zmq",

@@ -1,6 +1,5 @@
 """The engines of a deployment as child processes of this one."""
 
-import http.client
 import signal
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -10,6 +9,8 @@ from prfaas.serving.certificates import identity_of
 from prfaas.serving.engines import EngineError
 from prfaas.serving.engines.child_processes import STOP_TIMEOUT_S, ChildProcesses
 from prfaas.serving.engines.command import EngineCommand, synthetic_command, vllm_command
+from prfaas.serving.engines.data_parallel import end_group_before
+from prfaas.serving.engines.engine_server import ask
 from prfaas.serving.engines.preparation import (
     ensure_certificates,
     ensure_dtypes,
@@ -24,7 +25,6 @@ from prfaas.serving.engines.template import EngineStart, EngineTemplates
 from prfaas.serving.transport.tls_identity import TlsIdentity
 
 STAND_INS_PER_PROCESS = 16
-_ANSWER_S = 2.0
 _DEATH_S = 10.0
 _PORT_POLL_S = 0.03
 
@@ -85,6 +85,8 @@ class RunningEngines(ChildProcesses):
             ensure_dtypes(self.deployment, instances)
         ensure_key(self.deployment)
         ensure_certificates(self.deployment, names)
+        for instance in instances:
+            end_group_before(self.deployment, instance, started=names)
         launched: list[str] = []
         try:
             forks: list[EngineStart] = []
@@ -191,23 +193,9 @@ class RunningEngines(ChildProcesses):
 
     def _ask(self, instance: Instance, method: str, path: str) -> int | None:
         """Ask an engine's HTTP server; the status of its answer, None where there is none."""
-        # Not urllib: it would take a proxy of the environment for a server on this machine.
         if instance.tls:
             self._tls = self._tls or identity_of(self.deployment, TOOLS)
-            assert self._tls is not None
-            context = self._tls.https_context()
-            connection: http.client.HTTPConnection = http.client.HTTPSConnection(
-                instance.host, instance.http_port, timeout=_ANSWER_S, context=context
-            )
-        else:
-            connection = http.client.HTTPConnection(instance.host, instance.http_port, timeout=_ANSWER_S)
-        try:
-            connection.request(method, path)
-            return connection.getresponse().status
-        except (OSError, http.client.HTTPException):
-            return None
-        finally:
-            connection.close()
+        return ask(instance, method, path, tls=self._tls)
 
     def _group(self, name: str) -> ProcessGroup:
         if name in self._groups:
@@ -218,7 +206,8 @@ class RunningEngines(ChildProcesses):
         events_port = instance.events_port
         event_ports = () if events_port is None else (events_port, events_port + 1)
         nixl_ports = () if instance.nixl_port is None else (instance.nixl_port,)
-        ports = (instance.http_port, *instance.kv_ports, *event_ports, *nixl_ports)
+        meeting_ports = () if instance.data_parallel is None else (instance.meeting_port,)
+        ports = (instance.http_port, *instance.kv_ports, *event_ports, *nixl_ports, *meeting_ports)
         self._check_startable(instance.name, instance.host, ports)
 
     def _commands(self, instances: Sequence[Instance]) -> Iterator[tuple[Sequence[str], EngineCommand]]:
