@@ -283,7 +283,8 @@ def test_errors_have_the_form_openai_clients_read(
     in_world: InWorld, path: str, raw: bytes, status: int, word: str
 ) -> None:
     async def body(world: World) -> None:
-        async with world.client.post(path, data=raw) as response:
+        headers = {"Content-Type": "application/json"}
+        async with world.client.post(path, data=raw, headers=headers) as response:
             error = (await response.json())["error"]
         assert (response.status, error["code"]) == (status, status)
         assert word in error["message"] and sorted(error) == ["code", "message", "param", "type"]
