@@ -46,6 +46,10 @@ OF_ONE_USER = {
     "serving.engines.trained",
     # Sums of pages as they lie, and the state's half of a layout: each as long as a page of the file that has it.
     *("serving.engines.vllm.dense_sums", "serving.engines.vllm.state_layout"),
+    # Who may say what, as plain values: read by itself, and by the pages that tell of it.
+    "serving.transport.permissions",
+    # The sums of a sender's links, another noun than the sender.
+    "serving.transport.link_report",
     # Needs OpenTelemetry alone; its user needs the gateway's packages too.
     "serving.tracing.queue",
     # Rooms that are still to be taken apart: tools, lab.

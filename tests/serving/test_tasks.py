@@ -4,7 +4,8 @@ import asyncio
 
 import pytest
 
-from prfaas.serving.tasks import run_together
+from prfaas.serving import tasks
+from prfaas.serving.tasks import BackgroundTasks, LoopFailures, run_together
 
 
 class BrokenError(Exception):
@@ -52,3 +53,72 @@ def test_the_first_failure_ends_the_others_and_is_raised_as_it_is() -> None:
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
     asyncio.run(main())
+
+
+def test_a_loop_that_raises_goes_on_and_is_logged_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tasks, "_FIRST_PAUSE_S", 0.001)
+    failures, rounds = LoopFailures(), 0
+
+    async def loop() -> None:
+        nonlocal rounds
+        rounds += 1
+        await asyncio.sleep(0)
+        if rounds < 4:
+            raise BrokenError(rounds)
+        if rounds == 4:
+            # Something that it waits for is cancelled, and not the loop.
+            waited = asyncio.ensure_future(asyncio.sleep(60.0))
+            waited.cancel()
+            await waited
+        await asyncio.sleep(60.0)
+
+    async def main() -> None:
+        task = asyncio.create_task(failures.keep("a loop", loop))
+        async with asyncio.timeout(30.0):
+            while rounds < 5:
+                await asyncio.sleep(0.001)
+        task.cancel()
+        await asyncio.wait([task], timeout=10.0)
+        assert task.cancelled()
+
+    asyncio.run(main())
+    assert failures.counts == {"a loop": 4}
+    # One line for each place in the code that failed.
+    assert [record.getMessage() for record in caplog.records] == ["a loop failed, and goes on"] * 2
+    assert caplog.records[0].exc_info is not None
+
+
+def test_a_loop_that_has_ended_is_not_begun_again() -> None:
+    async def main() -> None:
+        await LoopFailures().keep("a loop", lambda: asyncio.sleep(0))
+
+    asyncio.run(asyncio.wait_for(main(), 30.0))
+
+
+def test_one_member_of_a_round_is_spared(caplog: pytest.LogCaptureFixture) -> None:
+    failures, served = LoopFailures(), []
+    for member in ("a", "b", "c"):
+        with failures.spared("a loop", member):
+            if member == "b":
+                raise BrokenError(member)
+            served.append(member)
+    assert served == ["a", "c"]
+    assert failures.counts == {"a loop": 1}
+    assert caplog.messages == ["a loop failed for b, and goes on"]
+
+
+def test_a_failure_in_the_background_is_logged_when_it_happens(caplog: pytest.LogCaptureFixture) -> None:
+    async def fail() -> None:
+        raise BrokenError
+
+    async def main() -> None:
+        background = BackgroundTasks()
+        background.start(fail())
+        await background.finish()
+        await asyncio.sleep(0)
+        assert len(background) == 0
+
+    asyncio.run(main())
+    assert caplog.messages == ["a task in the background failed, and goes on"]

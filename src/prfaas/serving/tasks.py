@@ -1,10 +1,70 @@
-"""asyncio tasks that end together, and those that nobody waits for."""
+"""asyncio tasks that end together, those that nobody waits for, and loops that go on whatever fails."""
 
 import asyncio
-from collections.abc import Coroutine
+import logging
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from types import CodeType
 from typing import Any, TypeVar
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 10.0
+
+
+class LoopFailures:
+    """Failures that loops survive: counted by loop, and logged once for each place in the code.
+
+    What fails in one round, or for one member, ends neither the loop nor the process.
+    """
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        """By the loop's name."""
+        self._logged: set[tuple[str, CodeType, int]] = set()
+
+    def note(self, loop: str, error: BaseException, member: str = "") -> None:
+        """Count a failure, and log it with its traceback if it is the first of its place."""
+        self.counts[loop] += 1
+        trace = error.__traceback__
+        assert trace is not None
+        while trace.tb_next is not None:
+            trace = trace.tb_next
+        place = (loop, trace.tb_frame.f_code, trace.tb_lineno)
+        if place not in self._logged:
+            self._logged.add(place)
+            logger.error("%s failed%s, and goes on", loop, f" for {member}" if member else "", exc_info=error)
+
+    @contextmanager
+    def spared(self, loop: str, member: str) -> Iterator[None]:
+        """Do without one member of a round if it fails."""
+        try:
+            yield
+        except Exception as error:
+            self.note(loop, error, member)
+
+    async def keep(self, loop: str, run: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run a loop until cancelled; if it raises, begin it again after 0.1 s, or up to 10 s if it does so again."""
+        clock, pause_s = asyncio.get_running_loop().time, _FIRST_PAUSE_S
+        while True:
+            began_s = clock()
+            try:
+                return await run()
+            except asyncio.CancelledError as error:
+                task = asyncio.current_task()
+                if task is None or task.cancelling():
+                    raise
+                # Something that it waited for was cancelled, and not the loop.
+                self.note(loop, error)
+            except Exception as error:
+                self.note(loop, error)
+            if clock() - began_s > _LONGEST_PAUSE_S:
+                pause_s = _FIRST_PAUSE_S
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
 async def end_all(*tasks: "asyncio.Task[Any]") -> None:
@@ -30,6 +90,7 @@ class BackgroundTasks:
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
+        self._failures = LoopFailures()
 
     def __len__(self) -> int:
         """How many are under way."""
@@ -39,7 +100,7 @@ class BackgroundTasks:
         """Run it beside everything else."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._ended)
 
     async def cancel(self) -> None:
         """End all, and wait until they have ended."""
@@ -50,6 +111,11 @@ class BackgroundTasks:
     async def finish(self) -> None:
         """Wait for all, however they end."""
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _ended(self, task: "asyncio.Task[None]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._failures.note("a task in the background", error)
 
 
 async def run_together(*works: Coroutine[Any, Any, T]) -> list[T]:

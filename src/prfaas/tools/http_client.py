@@ -6,7 +6,10 @@ from typing import Any
 import aiohttp
 import orjson
 
+from prfaas.serving.bounded_answer import read_bounded
+
 _JSON = {"Content-Type": "application/json"}
+_LARGEST_BYTES = 64 << 20
 _MESSAGE_CHARACTERS = 300
 _PLAIN: Mapping[str, Any] = {}
 
@@ -90,7 +93,7 @@ def error_message(content: bytes) -> str:
 
 
 async def _json_of(response: aiohttp.ClientResponse) -> dict[str, Any]:
-    content = await response.read()
+    content = await read_bounded(response, _LARGEST_BYTES)
     if response.status != 200:
         raise AnswerError(response.status, content)
     return json_object(content)

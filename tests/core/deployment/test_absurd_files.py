@@ -32,11 +32,18 @@ def said(folder: Path, content: bytes | str) -> str:
         (b"[" * 600, "nests or repeats too much"),
         (b"a: 2020-13-45", ":1: a: looks like a date or a number, and is none; put it into quotes"),
         (b"a: " + b"9" * 5000, ":1: a: looks like a date or a number, and is none; put it into quotes"),
+        (b"a: !!timestamp x", ":1: a: looks like a date or a number, and is none; put it into quotes"),
+        (b'a: !!int ""', ":1: a: looks like a date or a number, and is none; put it into quotes"),
+        (b"a: !!bool x", ":1: a: looks like a date or a number, and is none; put it into quotes"),
+        (b'"\\ud800": 1', "is no valid YAML"),
         (b"- a", ':1: must be a mapping of fields ("name: …"'),
         (f"? {LONG}\n: 1\n{TEXT}", "is no known field"),
         (f'"a\\nb": 1\n{TEXT}', "is no known field"),
     ],
-    ids=["nul", "control", "binary", "loop", "python", "deep", "date", "digits", "list", "long-name", "line"],
+    ids=[
+        *("nul", "control", "binary", "loop", "python", "deep", "date", "digits", "no-date", "no-number"),
+        *("no-flag", "surrogate", "list", "long-name", "line"),
+    ],
 )
 def test_what_is_no_deployment_at_all(tmp_path: Path, content: bytes | str, expected: str) -> None:
     assert expected in said(tmp_path, content)

@@ -372,9 +372,24 @@ def test_whatever_is_told_the_meter_keeps_its_bounds(
     for wait_s, queued, total, who, up, rtt_s, resent in looks:
         now_s += wait_s
         word = SenderSample(
-            now_s, 50 * MBIT, queued, 0, queued, total, queued, up, 0.0, rtt_s, rtt_s / 2,
-            total, int(resent * total), rtt_s, 0.0, up, 4,
-        )  # fmt: skip
+            at_s=now_s,
+            pace_bits_per_s=50 * MBIT,
+            queued_bytes=queued,
+            waiting_bytes=0,
+            open_bytes=queued,
+            acked_bytes_total=total,
+            unsent_bytes=queued,
+            filled_connections=up,
+            delivery_bits_per_s=0.0,
+            rtt_s=rtt_s,
+            least_rtt_s=rtt_s / 2,
+            sent_bytes_total=total,
+            resent_bytes_total=int(resent * total),
+            busy_s_total=rtt_s,
+            receiver_limited_s_total=0.0,
+            connections_up=up,
+            connections=4,
+        )
         senders = {"p/0": word} if who in ("both", "sender") else {}
         arrivals = {"c/0": arrival_of(now_s, total, rtt_s)} if who in ("both", "consumer") else {}
         before = meter.capacity_bits_per_s

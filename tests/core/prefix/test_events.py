@@ -245,3 +245,30 @@ def test_a_full_index_refuses_what_is_new_and_takes_it_when_there_is_room() -> N
     assert index.blocks("b") == 1
     with pytest.raises(ValueError, match="capacity_blocks"):
         GlobalIndex(capacity_blocks=0)
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        msgspec.msgpack.encode([float("nan"), [], None]),
+        msgspec.msgpack.encode([float("inf"), [], None]),
+        b"\x93\xcb" + bytes(8) + b"\x91" * 100_000,
+        msgspec.msgpack.encode([1.0, [{"type": ["BlockStored"], "block_hashes": 7}, {"type": {}}], "x"]),
+        encode(STORED | {"block_hashes": [b"x" * 65]}),
+        encode(STORED | {"block_hashes": [-1]}),
+        encode(STORED | {"medium": "DISK"}).replace(b"DISK", b"\xff\xff\xff\xff"),
+        encode(STORED | {"block_size": -1}),
+        encode(STORED | {"block_size": 1 << 30}),
+        encode(STORED | {"group_idx": -1}),
+        encode(STORED | {"medium": "x" * 2000}),
+    ],
+)
+def test_absurd_batches_are_malformed(payload: bytes) -> None:
+    with pytest.raises(MalformedEventsError):
+        decode_batch(payload)
+
+
+def test_events_of_no_known_type_are_passed_over_whatever_their_type_is() -> None:
+    assert decode_batch(
+        encode({"type": ["x"]}, {"type": None}, {"type": "BlockRemoved", "block_hashes": []})
+    ).events == [RemovedBlocks([])]

@@ -161,7 +161,7 @@ def test_the_loop_tells_and_ends(budgets: Budgets) -> None:
             while not all(sender.orders for sender in budgets.senders):
                 await asyncio.sleep(0.01)
         assert budgets.senders[0].orders[0].bits_per_s == {NAME: 5e8}
-        assert budgets.senders[0].orders[0].hold_s == HOLD_S
+        assert budgets.senders[0].orders[0].hold_ms == 1000 * HOLD_S
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         assert asyncio.all_tasks() == {asyncio.current_task()}

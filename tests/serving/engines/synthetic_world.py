@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 from tests.ports import free_ports
 
-from prfaas.core.deployment import TOOLS, Deployment, load_deployment
+from prfaas.core.deployment import GATEWAY, TOOLS, Deployment, load_deployment
 from prfaas.serving.certificates import CertificateFolder
 from prfaas.serving.engines.synthetic.node import SyntheticNode
 from prfaas.serving.engines.synthetic.text import Text
@@ -196,7 +196,9 @@ class World:
         instance = self.deployment.instance(ticket.consumer)
         if instance.name not in self._observers:
             peer = f"{instance.name}/0"
-            self._observers[instance.name] = Observer(TOOLS, self.key, instance.host, instance.kv_port, peer)
+            self._observers[instance.name] = Observer(
+                GATEWAY, self.key, instance.host, instance.kv_port, peer
+            )
         return self._observers[instance.name]
 
     async def stats(self, name: str) -> dict[str, Any]:

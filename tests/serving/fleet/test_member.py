@@ -259,3 +259,24 @@ def test_there_is_one_leader_and_it_changes_only_when_it_goes(steps: list[str]) 
         return nodes
 
     play(scene)
+
+
+def test_a_value_that_cannot_be_taken_costs_a_session_and_no_more() -> None:
+    async def scene(etcd: MemoryEtcd, _clock: Time) -> list[Node]:
+        a, b = await fleet(etcd, "a", "b")
+
+        def fail(*_: object) -> None:
+            raise ZeroDivisionError("absurd")
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(b, "take_value", fail)
+            await a.member.put("decisions", b"absurd")
+            await asyncio.wait([b.task], timeout=LIMIT_S)
+            # Who keeps its loops begins it again; until then it must not count as a member that follows.
+            assert isinstance(b.task.exception(), ZeroDivisionError)
+            assert (b.member.is_connected, b.member.problem) == (False, "absurd")
+        b.task = asyncio.create_task(b.member.run())
+        await until(lambda: b.member.is_connected and b.values == {"decisions": b"absurd"})
+        return [a, b]
+
+    play(scene)

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from prfaas.core.deployment import FleetConfig
+from prfaas.serving.fleet import etcd
 from prfaas.serving.fleet.etcd import EtcdStore
-from prfaas.serving.fleet.store import Store, StoreChange, StoreError
+from prfaas.serving.fleet.store import Entry, Store, StoreChange, StoreError
 from prfaas.serving.issuing import certificate_pem, new_authority, new_certificate
 from prfaas.serving.secret_files import TlsFileError
 
@@ -175,7 +176,7 @@ def test_who_does_not_answer_is_a_store_error_and_the_next_one_is_asked(tmp_path
             with pytest.raises(StoreError, match="does not answer"):
                 await store.grant(3)
             assert not asked
-            with pytest.raises(StoreError, match="no JSON"):
+            with pytest.raises(StoreError, match="another form than expected"):
                 await store.grant(3)
             assert asked
         finally:
@@ -210,3 +211,39 @@ def test_an_answer_of_another_form_is_refused(answer: str) -> None:
             await server.wait_closed()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"",
+        b"[]",
+        b"{",
+        b'{"header": {"revision": "x"}}',
+        b'{"message": "\xff", "error": 1}',
+        b'{"header": {"revision": "-1"}}',
+        b'{"header": {"revision": "99999999999999999999999999"}}',
+        b'{"header": {"revision": NaN}}',
+        b'{"kvs": {}}',
+        b'{"kvs": [{"key": "not base64"}]}',
+        b'{"kvs": [{"key": "YQ==", "mod_revision": "%d"}]}' % 10**300,
+        b'{"result": {"events": [7]}}',
+        b'{"error": ' + b"[" * 100_000,
+        b'{"error": "refused", "message": "why"}',
+    ],
+)
+def test_absurd_answers_of_etcd_are_failures_of_the_store(answer: bytes) -> None:
+    with pytest.raises(StoreError):
+        etcd._decoded(answer)
+
+
+def test_what_etcd_leaves_out_is_nothing() -> None:
+    told = etcd._decoded(
+        b'{"header": {"revision": "7", "raft_term": "2"}, "kvs": [{"key": "L2Y=", "lease": "5"}]}'
+    )
+    assert (told.header.revision, told.ID, told.succeeded, told.result.TTL) == (7, 0, False, 0)
+    assert [each.entry for each in told.kvs] == [Entry("/f", b"", 0, 0)]
+    event = etcd._decoded(
+        b'{"result": {"events": [{"type": "DELETE", "kv": {"key": "L2Y=", "mod_revision": "9"}}]}}'
+    )
+    assert [each.change for each in event.result.events] == [StoreChange("/f", None, 9)]

@@ -19,6 +19,7 @@ from prfaas.core.scheduling import Decision, NoDecodeInstanceError, Route
 from prfaas.serving.control.listeners import Listeners
 from prfaas.serving.control.planning_inputs import kv_facts
 from prfaas.serving.own_process import LoopClock
+from prfaas.serving.tasks import LoopFailures
 
 BLOCK_TOKENS = 256
 
@@ -77,7 +78,7 @@ class FixedPlane:
         self.own_tokens: dict[str, int] = {}
         self.idle_is_used = False
         self.closed = False
-        self.loop_clock = LoopClock()
+        self.loop_clock, self.loop_failures = LoopClock(), LoopFailures()
         self.links = FixedLinks()
         self.every_tokens = 0
         # All the parts that the gateway asks.

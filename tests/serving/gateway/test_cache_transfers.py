@@ -9,7 +9,7 @@ import pytest
 from msgspec import structs
 from tests.ports import free_ports
 
-from prfaas.core.deployment import CONTROL, GATEWAY
+from prfaas.core.deployment import GATEWAY
 from prfaas.core.scheduling import CacheTransfer, Decision, Route
 from prfaas.serving.transport import (
     AskedTransfers,
@@ -221,7 +221,7 @@ def test_a_copy_that_nobody_waits_for_is_given_up(in_world: InWorld) -> None:
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
             observer = Observer(
-                CONTROL,
+                GATEWAY,
                 load_key(world.plane._deployment.security.key_file),
                 "127.0.0.1",
                 world.plane._deployment.pool_named("far-pool").kv_port,

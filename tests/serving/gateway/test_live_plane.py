@@ -5,6 +5,8 @@ from collections.abc import Callable
 
 import pytest
 
+from prfaas.serving.console.history import StateHistory
+from prfaas.serving.control.link_budget import LinkBudget
 from prfaas.serving.control.plane import LivePlane
 
 from .stand_in import answer_text
@@ -139,3 +141,19 @@ def test_an_engine_of_another_layout_costs_one_attempt_each_and_takes_nobody_out
                 await asyncio.sleep(0.1)
 
     in_world(body, spare=True, live=True, layout="other")
+
+
+def test_a_loop_that_fails_ends_nothing(in_world: InWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests go on without what it does, and it is tried again."""
+    monkeypatch.setattr(StateHistory, "take", lambda _: 1 / 0)
+    monkeypatch.setattr(LinkBudget, "divide", lambda _: 1 / 0)
+
+    async def body(world: World) -> None:
+        assert world.live is not None
+        failures = world.live.loop_failures.counts
+        while failures["StateHistory"] < 2 or failures["LinkBudget"] < 2:
+            assert (await world.complete(SHORT))[0]["route"] == "local"
+            await asyncio.sleep(0.05)
+        assert not world.gateway.done()
+
+    in_world(body, live=True)

@@ -46,6 +46,7 @@ from prfaas.serving.transport import (
     prompt_digest,
 )
 from prfaas.serving.transport.requests import CopyOrder, CopyResult, PullAnswer, PullOrder
+from prfaas.serving.transport.wire import read_body
 
 from .stepped_ssd import SteppedSsd
 
@@ -201,7 +202,7 @@ class Pools:
     ) -> CopyResult:
         ticket = ticket or self.ticket(source, target, tokens)
         order = CopyOrder(ticket.seal(KEY), array("I", tokens), "salt", "adapter")
-        return CopyResult.from_body(await self.gateway[target].request(ticket.transfer_id, order, 60.0))
+        return read_body(CopyResult, await self.gateway[target].request(ticket.transfer_id, order, 60.0))
 
     async def assert_clean(self) -> None:
         """No page is pinned or reserved, and no staging is used, soon after all is over."""
@@ -516,7 +517,7 @@ def test_refusals_have_a_reason(tmp_path: Path) -> None:
         assert "used already" in (await copy("far-pool", "home-pool-0", PROMPT, ticket)).reason
         order = CopyOrder(ticket.seal(bytes(32)), [1], "", "")
         answer = await pools.gateway["home-pool-0"].request(ticket.transfer_id, order, 10.0)
-        assert "this deployment's key" in CopyResult.from_body(answer).reason
+        assert "this deployment's key" in read_body(CopyResult, answer).reason
 
     geometries = {"far-pool": replace(HYBRID, fingerprint="another"), "home-pool-1": None}
     run(tmp_path, body, geometries=geometries)
@@ -527,11 +528,17 @@ def test_nobody_but_the_target_may_pull(tmp_path: Path) -> None:
         fill(store_of(pools, "far-pool"), prefix(HYBRID))
         ticket = pools.ticket("far-pool", "home-pool-0", PROMPT)
         order = PullOrder(ticket.seal(KEY), HYBRID.digest(), (prefix(HYBRID).pages[0].page_id,))
-        answer = PullAnswer.from_body(
-            await pools.gateway["far-pool"].request(ticket.transfer_id, order, 10.0)
-        )
-        assert f"{GATEWAY} asks far-pool" in answer.reason
+        at = pools.deployment.pool_named("far-pool")
+        other = Observer("home-pool-1", KEY, at.host, at.kv_port, at.name)
+        try:
+            answer = PullAnswer.from_body(await other.request(ticket.transfer_id, order, 10.0))
+        finally:
+            await other.close()
+        assert "home-pool-1 asks far-pool" in answer.reason
         assert not answer.checksums
+        # The gateway never pulls: that is not even read.
+        with pytest.raises(ConnectionError):
+            await pools.gateway["far-pool"].request(ticket.transfer_id, order, 10.0)
 
     run(tmp_path, body)
 

@@ -1,5 +1,6 @@
 """Engines and tools at the daemon's socket."""
 
+import contextlib
 import os
 import random
 import socket
@@ -13,9 +14,9 @@ import pytest
 from prfaas.core.pool.keys import page_id
 from prfaas.serving.pool.arena import ArenaError
 from prfaas.serving.pool.client import PoolClient
-from prfaas.serving.pool.daemon import DaemonOptions, PoolError
+from prfaas.serving.pool.daemon import DaemonOptions, PoolDaemon, PoolError
 from prfaas.serving.pool.page_table import PageState
-from prfaas.serving.pool.protocol import PageRef, PoolMatch
+from prfaas.serving.pool.protocol import PROTOCOL_VERSION, PageRef, PoolMatch
 
 from .pool_daemon import (
     DENSE,
@@ -460,3 +461,54 @@ def test_a_socket_path_that_is_too_long_is_said(tmp_path: Path, caplog: pytest.L
     assert not client.connect()
     client.close()
     assert "is not used for now: AF_UNIX path too long" in caplog.text
+
+
+def test_a_client_that_reads_no_answers_is_not_read(tmp_path: Path) -> None:
+    options = pool_options(tmp_path)
+    opening = msgspec.msgpack.encode(["open", PROTOCOL_VERSION, "tool", 0, bytes(8), None])
+    asking = msgspec.msgpack.encode(["stats"])
+    with (
+        running_daemon(options) as daemon,
+        connected(options),
+        socket.socket(socket.AF_UNIX) as client,
+    ):
+        client.connect(str(options.socket))
+        client.sendall(len(opening).to_bytes(4, "little") + opening)
+        question, asked = len(asking).to_bytes(4, "little") + asking, 0
+        client.settimeout(0.5)
+        with contextlib.suppress(TimeoutError):
+            while asked < 64 * MIB:
+                asked += client.send(question * 10_000)
+
+        def buffered(pool: PoolDaemon) -> int:
+            return max(len(each._received) for each in pool._connections)
+
+        most = daemon.in_loop(buffered)
+        assert isinstance(most, int) and most <= MIB, f"{most} bytes wait, {asked} were sent"
+        # It is served again as soon as it reads; what was cut in the middle is the rest of a question.
+        client.settimeout(WAIT_S)
+        answers, wanted = 0, 1 + asked // len(question)
+        received = bytearray()
+        while answers < wanted:
+            while len(received) >= 4 and len(received) >= 4 + int.from_bytes(received[:4], "little"):
+                del received[: 4 + int.from_bytes(received[:4], "little")]
+                answers += 1
+            if answers < wanted:
+                received += client.recv(1 << 18)
+        assert daemon.in_loop(buffered) < len(question)
+
+
+def test_a_tool_brings_no_geometry(tmp_path: Path) -> None:
+    """Else whoever looks would have the pool drop all that it holds."""
+    options = pool_options(tmp_path)
+    with running_daemon(options):
+        with connected(options) as client:
+            store_prompt(client, PROMPT)
+        opening = msgspec.msgpack.encode(["open", PROTOCOL_VERSION, "tool", 0, bytes(8), DENSE.encode()])
+        with socket.socket(socket.AF_UNIX) as tool:
+            tool.settimeout(WAIT_S)
+            tool.connect(str(options.socket))
+            tool.sendall(len(opening).to_bytes(4, "little") + opening)
+            assert b"a tool takes the geometry that the pool has" in tool.recv(4096)
+        with connected(options) as client:
+            assert first_match(client).usable_tokens == 256

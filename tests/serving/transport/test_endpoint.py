@@ -49,7 +49,7 @@ def test_an_observer_steers_the_sender_over_the_receivers_port(endpoint: KvEndpo
         observer = Observer(CONTROL, KEY, "127.0.0.1", endpoint.receiver.port, "p/0")
         assert (await observer.telemetry())["sender"]["links"] == {}
         await observer.send_peer_list(peers)
-        await observer.pace(PaceOrder({"wan": 32_000_000}, 30.0))
+        await observer.pace(PaceOrder({"wan": 32_000_000}, 30_000))
         stats = await observer.stats()
         assert stats["roster"] == {"digest": peers.digest, "told": True, "trouble": ""}
         assert stats["sender"]["links"]["wan"]["pace_bits_per_s"] == 32e6

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from prfaas.core.deployment import CONTROL, GATEWAY, TOOLS
 from prfaas.serving.transport import (
     BytesSource,
     Observer,
@@ -305,9 +306,15 @@ def test_a_producer_may_send_anything(
     assert arena.strays() == 0
 
 
+# One for each row of the permissions.
+OBSERVERS = (GATEWAY, CONTROL, TOOLS, "a-pool")
+
+
 @FUZZ
-@given(steps=st.lists(st.one_of(controls, data), max_size=25))
-def test_an_observer_may_send_anything(consumer: tuple[Receiver, GuardedArena], steps: list[Step]) -> None:
+@given(steps=st.lists(st.one_of(controls, data), max_size=25), name=st.sampled_from(OBSERVERS))
+def test_an_observer_may_send_anything(
+    consumer: tuple[Receiver, GuardedArena], steps: list[Step], name: str
+) -> None:
     receiver, arena = consumer
     tickets = [make_ticket(UNIT_BYTES) for _ in range(TRANSFERS)]
 
@@ -316,7 +323,7 @@ def test_an_observer_may_send_anything(consumer: tuple[Receiver, GuardedArena], 
         greet(
             sock,
             ClientHello.new(
-                key=KEY, name="o", server_name="c/0", role=ROLE_OBSERVER, session="fuzz", fingerprint={}
+                key=KEY, name=name, server_name="c/0", role=ROLE_OBSERVER, session="fuzz", fingerprint={}
             ),
         )
         return sock

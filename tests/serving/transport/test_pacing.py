@@ -1,6 +1,8 @@
 """A slow link: the rate holds, progress is smooth, END overtakes, and peers share one budget."""
 
 import asyncio
+import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -10,15 +12,26 @@ import pytest
 from prfaas.serving.transport import BytesSource, Observer, Peer, Sender, StagingArena
 from prfaas.serving.transport.offer import Offer
 from prfaas.serving.transport.pacing import LinkPacer, PaceOrder
-from prfaas.serving.transport.wire import WireError
+from prfaas.serving.transport.sockets import SO_MAX_PACING_RATE, packet_bytes
+from prfaas.serving.transport.wire import WireError, body_of, read_body
 
-from .harness import FAST_SENDER, FINGERPRINT, KEY, World, await_over, await_true, make_receiver
+from .harness import (
+    FAST_SENDER,
+    FINGERPRINT,
+    KEY,
+    PATIENT_SENDER,
+    World,
+    await_over,
+    await_true,
+    make_receiver,
+)
 
 MakeWorld = Callable[..., World]
 
 
 class _Socket:
     rate: int | None = None
+    least_bytes_per_s = 0.0
 
     def set_rate(self, bytes_per_s: int | None) -> None:
         self.rate = bytes_per_s
@@ -87,12 +100,60 @@ def test_what_is_told_holds_for_a_while_and_never_exceeds_the_link() -> None:
 )
 def test_an_absurd_order_is_refused(body: dict[str, object]) -> None:
     with pytest.raises(WireError):
-        PaceOrder.from_body(body)
+        read_body(PaceOrder, body)
 
 
 def test_an_order_survives_the_wire() -> None:
-    order = PaceOrder({"a->b": 20_000_000}, 2.5)
-    assert PaceOrder.from_body(order.to_body()) == order
+    order = PaceOrder({"a->b": 20_000_000}, 2500)
+    assert body_of(order) == {"links": {"a->b": 20_000_000}, "hold_ms": 2500}
+    assert read_body(PaceOrder, body_of(order)) == order
+
+
+def test_an_order_leaves_each_connection_enough_for_a_packet() -> None:
+    """A packet that leaves at a lower rate holds up all behind it, whatever is ordered later."""
+    pacer = LinkPacer(80e6, 20e6)
+    one, two = _Socket(), _Socket()
+    one.least_bytes_per_s = two.least_bytes_per_s = 131_072.0
+    pacer.update("a", [one, two])
+    pacer.order(1, 3.0)
+    assert (one.rate, two.rate) == (131_072, 131_072)
+    # What the file gives is enough, however narrow: a floor must not overbook the link.
+    narrow = LinkPacer(1e6, 0.5e6)
+    narrow.update("a", [one, two])
+    narrow.order(1, 3.0)
+    assert (one.rate, two.rate) == (31_250, 31_250)
+
+
+def test_a_tiny_pace_leaves_real_connections_a_packet_in_half_a_second(make_world: MakeWorld) -> None:
+    """By the kernel's own word: at 1 bit/s a packet of 64 KiB would hold its connection for days."""
+    world = make_world(bandwidth_bits_per_s=800e6, sender_options=PATIENT_SENDER, connections=2)
+    await_true(lambda: world.receiver.stats()["connections"] == 2, 5.0, lambda: "up")
+    ticket, transfer, content = world.open(200_000)
+    world.sender.pace(PaceOrder({"wan": 1}, 60_000))
+    for connection in world.sender._connections["c/0"]:
+        sock = connection._sock
+        assert sock is not None
+        raw = sock.getsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, 8)
+        assert int.from_bytes(raw, sys.byteorder) >= packet_bytes(sock) / 0.5 > 0
+    for region, data in enumerate(content):
+        transfer.put(region, 0, BytesSource(data))
+    world.sender.pace(PaceOrder({"wan": 800_000_000}, 60_000))
+    transfer.end()
+    await_over(transfer)
+    assert transfer.phase == "complete", transfer.reason
+    assert world.take(ticket) == content
+
+
+def test_a_probe_is_what_the_link_carries_in_a_second_at_most() -> None:
+    clock = [0.0]
+    pacer = LinkPacer(80e6, clock=lambda: clock[0])
+    assert pacer.admit_probe(1 << 30) == 10_000_000
+    clock[0] = 0.4
+    assert pacer.admit_probe(1) == 0
+    clock[0] = 0.6
+    assert pacer.admit_probe(1000) == 1000
+    assert LinkPacer(1000.0).admit_probe(1 << 30) == 64 << 10
+    assert LinkPacer(None).admit_probe(1 << 30) == 16_000_000
 
 
 def test_an_observer_paces_the_sender_beside_a_receiver() -> None:
@@ -103,7 +164,7 @@ def test_an_observer_paces_the_sender_beside_a_receiver() -> None:
 
     async def main() -> None:
         observer = Observer("control", KEY, "127.0.0.1", receiver.port, "c/0")
-        await observer.pace(PaceOrder({"wan": 32_000_000, "unknown": 5}, 30.0))
+        await observer.pace(PaceOrder({"wan": 32_000_000, "unknown": 5}, 30_000))
         await observer.stats()  # answered behind it
         assert sender._pacers["wan"].pace_bits_per_s == 32e6
         await observer.close()

@@ -182,7 +182,7 @@ def test_an_observer_asks_for_links_alone_and_for_filler(
     receiver.start()
 
     async def main() -> None:
-        observer = Observer("gateway", KEY, "127.0.0.1", receiver.port, "p/0")
+        observer = Observer("control", KEY, "127.0.0.1", receiver.port, "p/0")
         await observer.probe("wan", 1 << 40)
         answers = await asyncio.gather(*(observer.telemetry() for _ in range(20)), observer.stats())
         assert all(set(answer) == {"arrivals", "sender"} for answer in answers[:-1])

@@ -13,9 +13,11 @@ from dataclasses import replace
 import pytest
 
 from prfaas.serving.logs import LogSettings, set_up_logging
-from prfaas.serving.transport import HandshakeError
+from prfaas.serving.transport import HandshakeError, Peer
 from prfaas.serving.transport.handshake import ROLE_PRODUCER, ClientHello, greet
+from prfaas.serving.transport.peer_list import PeerList
 from prfaas.serving.transport.sockets import ConnectionEnded, receive_control
+from prfaas.serving.transport.unauthenticated import UnauthenticatedPeers, network_of
 from prfaas.serving.transport.wire import HEADER_BYTES, FrameType, pack_control, pack_header
 
 from .harness import (
@@ -283,3 +285,85 @@ def test_a_dead_machine_is_noticed_by_the_kernel_as_soon_as_set(make_world: Make
         options = [socket.TCP_USER_TIMEOUT, socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL]
         assert [sock.getsockopt(socket.IPPROTO_TCP, each) for each in options] == [7000, 6, 2]
         assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+
+
+def test_networks_are_what_one_sender_has_many_addresses_of() -> None:
+    assert network_of("192.0.2.7") == network_of("192.0.2.250") == network_of("::ffff:192.0.2.9")
+    assert network_of("192.0.2.7") != network_of("192.0.3.7")
+    assert network_of("2001:db8:0:1::7") == network_of("2001:db8:0:1:ffff::1%eth0")
+    assert network_of("2001:db8:0:1::7") != network_of("2001:db8:0:2::7")
+    assert network_of("no address") == "no address"
+
+
+class Handshakes:
+    """Connections in their handshake at a consumer with four places, each from an address of the test's choice."""
+
+    def __init__(self) -> None:
+        self.peers = UnauthenticatedPeers("c/0", 4)
+        self.socks: list[socket.socket] = []
+
+    def enter(self, address: str) -> socket.socket:
+        """One more; who is closed gives its place back, as its thread does."""
+        here, there = socket.socketpair()
+        self.socks += [here, there]
+        there.setblocking(False)
+        entering = threading.Thread(target=self.peers.enter, args=(here, address))
+        entering.start()
+        while entering.is_alive():
+            entering.join(0.001)
+            for closed in list(self.peers._closing):
+                self.peers.leave(closed)
+        return there
+
+    @staticmethod
+    def is_open(sock: socket.socket) -> bool:
+        try:
+            return sock.recv(1) != b""
+        except BlockingIOError:
+            return True
+
+    def close(self) -> None:
+        for sock in self.socks:
+            sock.close()
+
+
+@pytest.fixture
+def handshakes() -> Iterator[Handshakes]:
+    made = Handshakes()
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("network", ["198.51.100.{}", "2001:db8:1:2::{}"])
+def test_many_addresses_of_one_network_count_as_one(handshakes: Handshakes, network: str) -> None:
+    honest = [handshakes.enter(address) for address in ("192.0.2.1", "2001:db8:7::1")]
+    for number in range(1, 60):
+        handshakes.enter(network.format(number))
+    assert all(handshakes.is_open(sock) for sock in honest)
+    assert handshakes.peers.closed == 59 - 2
+
+
+def test_known_addresses_have_places_of_their_own(handshakes: Handshakes) -> None:
+    """A flood from as many networks as there are is closed, and none that was authenticated before."""
+    handshakes.peers.know("192.0.2.1")
+    honest = [handshakes.enter("192.0.2.1") for _ in range(4)]
+    for number in range(60):
+        handshakes.enter(f"198.51.{number}.1")
+    assert all(handshakes.is_open(sock) for sock in honest)
+    # Known peers' own connections are bounded, too.
+    handshakes.enter("192.0.2.1")
+    assert [handshakes.is_open(sock) for sock in honest] == [False, True, True, True]
+
+
+def test_who_was_authenticated_or_is_on_the_peer_list_is_known(world: World) -> None:
+    await_true(lambda: world.receiver.stats()["connections"] == 4, 5.0, lambda: "up")
+    assert "127.0.0.1" in world.receiver._unauthenticated._known
+    there = Peer("d/0", "192.0.2.7", 9, "wan", 1, None)
+    world.receiver._apply_peer_list(PeerList({"d/0": there}, frozenset({"p/0"})))
+    assert "192.0.2.7" in world.receiver._unauthenticated._known
+
+
+def test_what_is_known_is_bounded() -> None:
+    peers = UnauthenticatedPeers("c/0", 4)
+    peers.know(*(f"10.{number // 250}.{number % 250}.1" for number in range(3000)))
+    assert len(peers._known) == 1024

@@ -92,6 +92,33 @@ def test_bounds() -> None:
         pack_control(FrameType.ABORT, body={"reason": "x" * 70_000})
 
 
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b'{"n": NaN}',
+        b'{"n": Infinity}',
+        b'{"n": 1e400}',
+        b'{"n": %d}' % 10**400,
+        b'{"n": %d}' % 2**70,
+        b'{"n": %d}' % -(2**70),
+        b'{"n": ' + b"[" * 9 + b"]" * 9 + b"}",
+        b'{"n": ' + b'{"n": ' * 9 + b"1" + b"}" * 10,
+        b'{"n": ' + b"[" * 30_000,
+        b'{"n": "\xff"}',
+        b'["n"]',
+        b"7",
+    ],
+)
+def test_control_payloads_are_finite_and_flat(payload: bytes) -> None:
+    with pytest.raises(WireError, match="holds no JSON object of the protocol"):
+        parse_control(Header(FrameType.OPEN, bytes(16), 0, 0, len(payload), checksum(payload)), payload)
+
+
+def test_a_payload_may_be_as_deep_as_the_deepest_answer() -> None:
+    payload = b'{"n": ' + b"[" * 8 + b"]" * 8 + b"}"
+    parse_control(Header(FrameType.STATS, bytes(16), 0, 0, len(payload), checksum(payload)), payload)
+
+
 def test_fields() -> None:
     body = {"n": 5, "big": 10**30, "flag": True, "t": "text"}
     assert count_field(body, "n", 5) == 5

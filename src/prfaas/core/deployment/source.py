@@ -132,8 +132,8 @@ class _Reader:
             return [self.value(item, (*location, index)) for index, item in enumerate(node.value)]
         try:
             return self._loader.construct_object(node)
-        except ValueError:
-            # YAML takes it for a date, or for a number with thousands of digits.
+        except (ValueError, TypeError, AttributeError, LookupError):
+            # YAML takes it for a date, or for a number with thousands of digits; or a tag says that it is one.
             raise DeploymentError(
                 self._path,
                 line,

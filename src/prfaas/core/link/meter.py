@@ -52,6 +52,8 @@ _HEADROOM, _CLIMBING = 1.15, 2.0
 _FLOW_LOOKS = 16
 _PROBE_S, _PROBE_EVERY_S, _PROBE_AGAIN_S = 0.6, 3.0, 0.9
 _LEAST_PROBE_BYTES = 64 << 10
+# Counters that jump back and forth at a consumer must not grow the sum beyond what JSON can tell.
+_MOST_CARRIED_BYTES = 1 << 62
 
 
 class LinkMeter:
@@ -129,6 +131,7 @@ class LinkMeter:
             before = self._senders.get(name)
             if before is None or sample.at_s > before.at_s:
                 self._carried_then[name] = self.carried_bytes
+        carried = min(carried, _MOST_CARRIED_BYTES - self.carried_bytes)
         self.carried_bytes += carried
         self._segment_bytes += of_segments
         self._senders, self._arrivals = dict(senders), dict(arrivals)

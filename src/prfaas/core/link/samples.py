@@ -1,55 +1,70 @@
 """Reports of the two ends of a link, each at one moment. Totals only grow, but start again with the process."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+
+# The most that other programs read exactly: state and history are JSON.
+_Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
+_Rate = Annotated[float, msgspec.Meta(ge=0.0, le=1e15)]
+_Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e12)]
+_RoundTrip = Annotated[float, msgspec.Meta(ge=0.0, le=3600.0)]
 
 
-@dataclass(frozen=True, slots=True)
-class SenderSample:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkReport:
+    """State of one link at one sender. Totals never shrink, not even over reconnections."""
+
+    pace_bits_per_s: _Rate | None
+    """The pace that this sender keeps to; None: unpaced, or unknown."""
+    queued_bytes: _Count
+    """Produced and not acknowledged yet."""
+    waiting_bytes: _Count
+    """Of `queued_bytes`: those held back until the consumer has room; they don't wait for the link."""
+    background_bytes: _Count = 0
+    """Of `queued_bytes`: those of background transfers, which get the bandwidth that others leave."""
+    open_bytes: _Count
+    """`queued_bytes`, and bytes that the open transfers have still to produce."""
+    acked_bytes_total: _Count
+    unsent_bytes: _Count
+    """Bytes that the kernel has and could not send yet."""
+    filled_connections: _Count
+    """Connections with unsent bytes: the path, the pace or the peer limits them, not the sender's process."""
+    delivery_bits_per_s: _Rate
+    """Sum of the kernel's newest delivery rates."""
+    rtt_s: _RoundTrip
+    """The mean round trip of the connections that have something in flight; 0 without any."""
+    least_rtt_s: _RoundTrip
+    retransmits_total: _Count = 0
+    sent_bytes_total: _Count
+    """As the kernel counts them, resent bytes included."""
+    resent_bytes_total: _Count
+    busy_s_total: _Seconds
+    """Seconds with something in flight, summed over the connections."""
+    receiver_limited_s_total: _Seconds
+    """Of `busy_s_total`: seconds with the peer's receive window shut."""
+    connections_up: _Count
+    connections: _Count
+    """Connections that should be up: all but those to peers on demand without a transfer so far."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SenderSample(LinkReport):
     """One producer's (rank's) report on a link. It has crossed that link itself, so it may be late."""
 
     at_s: float
     """When it was taken at the latest, by the observer's clock."""
-    pace_bits_per_s: float | None
-    """The rate that the producer may send; None: unknown, or unlimited."""
-    queued_bytes: int
-    """Produced and not acknowledged yet."""
-    waiting_bytes: int
-    """Of these, bytes that wait for room at a consumer and not for the link."""
-    open_bytes: int
-    """Of open transfers, not acknowledged yet; also what is still to be produced."""
-    acked_bytes_total: int
-    unsent_bytes: int
-    """Bytes that the kernel has and could not send yet."""
-    filled_connections: int
-    """Connections with such bytes."""
-    delivery_bits_per_s: float
-    rtt_s: float
-    """Of what is in flight; 0 where nothing is."""
-    least_rtt_s: float
-    sent_bytes_total: int
-    """By the kernel, those sent again included."""
-    resent_bytes_total: int
-    busy_s_total: float
-    """Seconds with bytes in flight, summed over connections."""
-    receiver_limited_s_total: float
-    """Those of them in which the consumer's receive window was shut."""
-    connections_up: int
-    connections: int
-    background_bytes: int = 0
-    """Of those produced and not acknowledged, bytes in the background: they get the bandwidth that others leave."""
 
     @classmethod
     def of_report(cls, report: Mapping[str, Any], at_s: float) -> "SenderSample":
         """From one entry of a sender's telemetry.
 
         Raises:
-            KeyError, TypeError, ValueError: the entry is not what it should be.
+            ValueError: a field is missing or out of bounds.
         """
-        pace = float(report["pace_bits_per_s"] or 0.0)
-        numbers = _numbers(cls, {"background_bytes": 0, **report})
-        return cls(at_s=at_s, pace_bits_per_s=pace if pace > 0 else None, **numbers)
+        return _sample(cls, {**report, "pace_bits_per_s": report.get("pace_bits_per_s") or None}, at_s)
 
     @property
     def ready_bytes(self) -> int:
@@ -67,17 +82,17 @@ class ArrivalSample:
     """One consumer's (rank's) count of what arrives over a link. It is near the observer, so it is never late."""
 
     at_s: float
-    bytes_total: int
+    bytes_total: _Count
     """By the kernel, in order, since the start."""
-    segments_total: int
+    segments_total: _Count
     """Segments that came, also out of order or twice: a lost one does not hold this count back."""
-    mss_bytes: int = 1448
+    mss_bytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 24)] = 1448
     """Payload of a full segment."""
-    unread_bytes: int = 0
+    unread_bytes: _Count = 0
     """Of these, what the consumer has not read yet."""
-    rtt_s: float = 0.0
+    rtt_s: _RoundTrip = 0.0
     """Round-trip time as the consumer's kernel sees it; 0: unknown."""
-    connections: int = 1
+    connections: _Count = 1
     """Connections over which bytes come."""
 
     @classmethod
@@ -85,15 +100,13 @@ class ArrivalSample:
         """From one entry of a receiver's `arrivals`.
 
         Raises:
-            KeyError, TypeError, ValueError: the entry is not what it should be.
+            ValueError: a field is missing or out of bounds.
         """
-        return cls(at_s=at_s, **_numbers(cls, report))
+        return _sample(cls, report, at_s)
 
 
-def _numbers(sample: type[SenderSample | ArrivalSample], report: Mapping[str, Any]) -> dict[str, Any]:
-    """What a report says for the fields of a sample, by their names. No count is below 0."""
-    return {
-        each.name: max(int(report[each.name]), 0) if each.type is int else float(report[each.name])
-        for each in fields(sample)
-        if each.name not in ("at_s", "pace_bits_per_s")
-    }
+_Sample = TypeVar("_Sample", SenderSample, ArrivalSample)
+
+
+def _sample(kind: type[_Sample], report: Mapping[str, Any], at_s: float) -> _Sample:
+    return msgspec.convert({**report, "at_s": at_s}, kind)

@@ -11,8 +11,13 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-EngineHash = Annotated[int, msgspec.Meta(ge=0)] | bytes
+EngineHash = Annotated[int, msgspec.Meta(ge=0)] | Annotated[bytes, msgspec.Meta(max_length=64)]
 """The engine's own hash of a prefix: opaque, and another one in every process."""
+
+
+_Text = Annotated[str, msgspec.Meta(max_length=1024)]
+_Group = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
+_Time = Annotated[float, msgspec.Meta(ge=-1e15, le=1e15)]
 
 
 class MalformedEventsError(ValueError):
@@ -39,19 +44,19 @@ class StoredBlocks(
     hashes: list[EngineHash]
     """One per block. Fewer than `token_ids` has blocks where the group keeps only some of them (linear state,
     sliding windows)."""
-    block_tokens: int = 0
+    block_tokens: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] = 0
     parent: EngineHash | None = None
     """The hash of the prefix that `token_ids` follow."""
     token_ids: list[int] = []
-    adapter: str | None = None
+    adapter: _Text | None = None
     extra_keys: list[list[Any] | None] | None = None
     """Per hash what else went into it: the adapter, multimodal parts as lists, in a chain's first block the salt."""
-    group: int | None = None
-    kind: str | None = None
-    window_tokens: int | None = None
-    medium: str | None = None
+    group: _Group | None = None
+    kind: _Text | None = None
+    window_tokens: Annotated[int, msgspec.Meta(ge=0, le=1 << 40)] | None = None
+    medium: _Text | None = None
     """The tier; None and "GPU" are the same."""
-    locality: str | None = None
+    locality: _Text | None = None
     lookahead_token_ids: list[list[int]] | None = None
     """Per hash the tokens behind the block that went into it too (vLLM 0.33 with speculative decoding); None: none."""
 
@@ -66,9 +71,9 @@ class RemovedBlocks(
     """One copy of each of these blocks of one KV group was evicted."""
 
     hashes: list[EngineHash]
-    group: int | None = None
-    medium: str | None = None
-    locality: str | None = None
+    group: _Group | None = None
+    medium: _Text | None = None
+    locality: _Text | None = None
 
 
 class Cleared(msgspec.Struct, tag_field="type", tag="AllBlocksCleared", gc=False):
@@ -81,14 +86,14 @@ Event = StoredBlocks | RemovedBlocks | Cleared
 class EventBatch(msgspec.Struct, array_like=True, gc=False):
     """The KV events of one engine step."""
 
-    at_s: float
+    at_s: _Time
     """By the engine's own wall clock."""
     events: Sequence[Event]
     dp_rank: int | None = None
 
 
 class _RawBatch(msgspec.Struct, array_like=True):
-    at_s: float
+    at_s: _Time
     events: list[dict[str, Any]]
     dp_rank: int | None = None
 
@@ -108,16 +113,16 @@ def decode_batch(payload: bytes) -> EventBatch:
         return _DECODER.decode(payload)
     except msgspec.ValidationError:
         return _decode_known(payload)
-    except msgspec.DecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise MalformedEventsError(str(error)) from error
 
 
 def _decode_known(payload: bytes) -> EventBatch:
     try:
         raw = _RAW_DECODER.decode(payload)
-        known = [event for event in raw.events if event.get("type") in _KNOWN]
+        known = [event for event in raw.events if str(event.get("type")) in _KNOWN]
         return EventBatch(raw.at_s, msgspec.convert(known, list[Event]), raw.dp_rank)
-    except msgspec.MsgspecError as error:
+    except (ValueError, RecursionError) as error:
         raise MalformedEventsError(str(error)) from error
 
 

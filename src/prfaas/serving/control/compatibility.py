@@ -3,7 +3,8 @@
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+
+import msgspec
 
 from prfaas.core.deployment import AppliedDeployment
 from prfaas.serving.control.cluster_state import ClusterState
@@ -14,6 +15,7 @@ from prfaas.serving.control.part import Json, Part
 from prfaas.serving.running_deployment import RunningDeployment
 from prfaas.serving.transport.handshake import is_peer_name
 from prfaas.serving.transport.sentences import legible
+from prfaas.serving.transport.wire import read_body
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +24,17 @@ MOST_ASKED_PER_S = 100.0
 _ANSWER_S = 1.0
 
 Pair = tuple[str, str]
+
+
+class _SenderStats(msgspec.Struct):
+    rejected: dict[str, str] = {}
+    silent: dict[str, str] = {}
+
+
+class _Stats(msgspec.Struct):
+    """The part of a STATS answer that says whom a sender does not reach, each with a sentence."""
+
+    sender: _SenderStats
 
 
 class Compatibility(Part):
@@ -128,25 +141,24 @@ class Compatibility(Part):
         try:
             async with asyncio.timeout(_ANSWER_S):
                 answer = await port.stats()
-            rejected = self._of_instances(answer, "rejected")
-            silent = self._of_instances(answer, "silent")
-        except (OSError, TimeoutError, KeyError, TypeError, ValueError, AttributeError) as error:
+            told = read_body(_Stats, answer).sender
+        except (OSError, ValueError) as error:
             logger.debug("%s/%d does not say whom it may send to: %s", producer, rank, error)
             return
         if producer not in self._cluster_state.names:
             return
-        for consumer, sentence in silent.items():
+        for consumer, sentence in self._of_instances(told.silent).items():
             self._on_silent(producer, consumer, sentence)
+        rejected = self._of_instances(told.rejected)
         if rejected != self._rejected.get((producer, rank), {}):
             self._rejected[producer, rank] = rejected
             self._conclude()
 
-    def _of_instances(self, answer: Mapping[str, Any], field: str) -> dict[str, str]:
-        """Consumer → sentence, by a field of a sender's report."""
-        rejected = answer["sender"].get(field, {})
+    def _of_instances(self, told: Mapping[str, str]) -> dict[str, str]:
+        """Consumer → sentence, of what a sender reports of its peers."""
         named = (
-            (peer.partition("/")[0], legible(str(sentence)))
-            for peer, sentence in rejected.items()
+            (peer.partition("/")[0], legible(sentence))
+            for peer, sentence in told.items()
             if is_peer_name(peer)
         )
         return {consumer: sentence for consumer, sentence in named if consumer in self._cluster_state.names}

@@ -10,6 +10,7 @@ from urllib.parse import urlencode
 import aiohttp
 
 from prfaas.core.deployment import Instance
+from prfaas.serving.bounded_answer import read_bounded
 from prfaas.serving.certificates import https_options
 from prfaas.serving.control.engine_reading import CACHE_SERIES, SERIES
 from prfaas.serving.own_process import lacks_descriptors
@@ -94,10 +95,7 @@ class EngineHttp:
 
     async def _read(self, instance: Instance, path: str) -> tuple[int, bytes]:
         async with self._get(instance, path) as response:
-            text = await response.content.read(_LARGEST_BYTES)
-            while len(text) < _LARGEST_BYTES and (more := await response.content.read(_LARGEST_BYTES)):
-                text += more
-            return response.status, text
+            return response.status, await read_bounded(response, _LARGEST_BYTES)
 
     async def close(self) -> None:
         await self._session.close()

@@ -15,6 +15,8 @@ from prfaas.serving.running_deployment import RunningDeployment
 from prfaas.serving.tasks import BackgroundTasks
 
 _STARTED_TOLERANCE_S = 0.5
+# Counts are whole, and loads take microseconds: less is no measurement, and would make endless rates.
+_LEAST_DIVISOR = 1e-6
 
 
 class EngineMeter:
@@ -99,7 +101,7 @@ class EngineMeter:
 
     def _ratio(self, above: str, below: str) -> float | None:
         count = self._grown(below)
-        return self._grown(above) / count if count > 0 else None
+        return self._grown(above) / count if count >= _LEAST_DIVISOR else None
 
 
 def _is_another(before: EngineReading, after: EngineReading) -> bool:

@@ -1,27 +1,27 @@
 """Reading of an engine's /metrics at one moment."""
 
-import math
 import re
 from dataclasses import dataclass
+from typing import Any
 
-SERIES = (
-    "vllm:num_requests_running",
-    "vllm:num_requests_waiting",
-    "vllm:kv_cache_usage_perc",
-    "vllm:prefix_cache_queries_total",
-    "vllm:prefix_cache_hits_total",
-    "vllm:inter_token_latency_seconds_sum",
-    "vllm:inter_token_latency_seconds_count",
-    "vllm:request_generation_tokens_sum",
-    "vllm:request_generation_tokens_count",
-    "vllm:prompt_tokens_total",
-    "vllm:generation_tokens_total",
-    "vllm:prfaas_pool_hit_tokens_memory_total",
-    "vllm:prfaas_pool_hit_tokens_ssd_total",
-    "vllm:prfaas_pool_bytes_loaded_total",
-    "vllm:prfaas_pool_load_seconds_total",
-    "process_start_time_seconds",
-)
+_FIELDS = {
+    "running": "vllm:num_requests_running",
+    "waiting": "vllm:num_requests_waiting",
+    "kv_usage": "vllm:kv_cache_usage_perc",
+    "prefix_queries": "vllm:prefix_cache_queries_total",
+    "prefix_hits": "vllm:prefix_cache_hits_total",
+    "token_gaps_s": "vllm:inter_token_latency_seconds_sum",
+    "token_gaps": "vllm:inter_token_latency_seconds_count",
+    "output_tokens": "vllm:request_generation_tokens_sum",
+    "outputs": "vllm:request_generation_tokens_count",
+    "pool_memory_tokens": "vllm:prfaas_pool_hit_tokens_memory_total",
+    "pool_ssd_tokens": "vllm:prfaas_pool_hit_tokens_ssd_total",
+    "pool_loaded_bytes": "vllm:prfaas_pool_bytes_loaded_total",
+    "pool_load_s": "vllm:prfaas_pool_load_seconds_total",
+}
+_PROMPT_TOKENS, _GENERATED_TOKENS = "vllm:prompt_tokens_total", "vllm:generation_tokens_total"
+_STARTED = "process_start_time_seconds"
+SERIES = (*_FIELDS.values(), _PROMPT_TOKENS, _GENERATED_TOKENS, _STARTED)
 """What is read as a sum of all samples of a name."""
 CACHE_SERIES = "vllm:cache_config_info"
 """What is read by its labels."""
@@ -31,6 +31,9 @@ _SAMPLE = re.compile(
 )
 _CACHE_CONFIG = re.compile(rb"^vllm:cache_config_info\{([^\n]*)\}", re.MULTILINE)
 _COUNT_DIGITS = 20
+_MOST_COUNT = 1 << 40
+# What other programs read exactly. Of a sum that is more, its last samples are left out.
+_MOST = float(1 << 53)
 _LABEL = re.compile(rb'(\w+)="([^"]*)"')
 
 
@@ -80,13 +83,13 @@ class EngineReading:
 
 
 def read_exposition(text: bytes) -> EngineReading:
-    """Never raises: what can't be read counts as absent."""
+    """Never raises: what can't be read, or is no number of 0 to 2⁵³, counts as absent."""
     sums = dict.fromkeys(SERIES, 0.0)
     seen: set[str] = set()
     for match in _SAMPLE.finditer(text):
         value = _number(match.group(2))
         name = match.group(1).decode()
-        if value is not None and math.isfinite(sums[name] + value):
+        if value is not None and sums[name] + value <= _MOST:
             sums[name] += value
             seen.add(name)
     found = _CACHE_CONFIG.search(text)
@@ -95,26 +98,16 @@ def read_exposition(text: bytes) -> EngineReading:
     blocks = _positive(labels.get(b"num_gpu_blocks"))
     cache_tokens = _positive(labels.get(b"kv_cache_size_tokens"))
     if cache_tokens is None and block_tokens is not None and blocks is not None:
-        cache_tokens = block_tokens * blocks
+        cache_tokens = min(block_tokens * blocks, _MOST_COUNT)
+    told: dict[str, Any] = {field: sums[name] for field, name in _FIELDS.items()}
+    told |= {"running": int(told["running"]), "waiting": int(told["waiting"])}
     return EngineReading(
-        running=int(sums["vllm:num_requests_running"]),
-        waiting=int(sums["vllm:num_requests_waiting"]),
-        kv_usage=sums["vllm:kv_cache_usage_perc"],
-        prefix_queries=sums["vllm:prefix_cache_queries_total"],
-        prefix_hits=sums["vllm:prefix_cache_hits_total"],
-        token_gaps_s=sums["vllm:inter_token_latency_seconds_sum"],
-        token_gaps=sums["vllm:inter_token_latency_seconds_count"],
-        output_tokens=sums["vllm:request_generation_tokens_sum"],
-        outputs=sums["vllm:request_generation_tokens_count"],
-        started_at_s=sums["process_start_time_seconds"] if "process_start_time_seconds" in seen else None,
+        **told,
+        started_at_s=sums[_STARTED] if _STARTED in seen else None,
         block_tokens=block_tokens,
         cache_tokens=cache_tokens,
-        tokens=sums["vllm:prompt_tokens_total"] + sums["vllm:generation_tokens_total"],
         cache_blocks=blocks,
-        pool_memory_tokens=sums["vllm:prfaas_pool_hit_tokens_memory_total"],
-        pool_ssd_tokens=sums["vllm:prfaas_pool_hit_tokens_ssd_total"],
-        pool_loaded_bytes=sums["vllm:prfaas_pool_bytes_loaded_total"],
-        pool_load_s=sums["vllm:prfaas_pool_load_seconds_total"],
+        tokens=sums[_PROMPT_TOKENS] + sums[_GENERATED_TOKENS],
     )
 
 
@@ -123,11 +116,11 @@ def _number(text: bytes) -> float | None:
         value = float(text)
     except ValueError:
         return None
-    return value if math.isfinite(value) else None
+    return value if 0 <= value <= _MOST else None
 
 
 def _positive(text: bytes | None) -> int | None:
     # Python refuses to read numbers of thousands of digits.
     if text is None or not text.isdigit() or len(text) > _COUNT_DIGITS:
         return None
-    return int(text) if 0 < int(text) < 1 << 40 else None
+    return int(text) if 0 < int(text) <= _MOST_COUNT else None

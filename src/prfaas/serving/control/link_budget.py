@@ -139,7 +139,10 @@ class LinkBudget(Part):
             if now_s - told.at_s < _REPEAT_S and not _differs(told.paces, now):
                 continue
             told.at_s, told.paces = now_s, now
-            yield sender, PaceOrder({link: max(round(pace), 1) for link, pace in now.items()}, HOLD_S)
+            yield (
+                sender,
+                PaceOrder({link: max(round(pace), 1) for link, pace in now.items()}, round(1000 * HOLD_S)),
+            )
 
     def _port(self, sender: str) -> KvPort | None:
         """The KV port of an "instance/rank"; None: it has left."""
@@ -156,7 +159,7 @@ class LinkBudget(Part):
         waiting_bits = max(BITS_PER_BYTE * sample.ready_bytes - on_its_way_bits, 0.0)
         is_working = sample.open_bytes > 0
         wanted = production.bits_per_s + waiting_bits / _BACKLOG_S if is_working else 0.0
-        behind = sample.background_bytes / sample.queued_bytes if sample.queued_bytes else 0.0
+        behind = min(sample.background_bytes / sample.queued_bytes, 1.0) if sample.queued_bytes else 0.0
         return Claim((1 - behind) * wanted, behind * wanted, is_working)
 
     def _tell(self, sender: str, order: PaceOrder) -> None:

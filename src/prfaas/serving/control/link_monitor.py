@@ -25,6 +25,7 @@ from prfaas.serving.control.part import Json, Part
 from prfaas.serving.pool.copier import CopyPort
 from prfaas.serving.running_deployment import RunningDeployment
 from prfaas.serving.tasks import BackgroundTasks
+from prfaas.serving.transport.wire import read_body
 
 _FAILURES_TO_CLOSE = 3
 _FIRST_PAUSE_S = 10.0
@@ -86,6 +87,19 @@ class LinkPort(KvPort, Protocol):
 
 class PoolPort(LinkPort, CopyPort, Protocol):
     """The KV port of a pool: asked for links, and for copies."""
+
+
+@dataclass(frozen=True, slots=True)
+class _SenderTelemetry:
+    links: dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Telemetry:
+    """The answer of a KV port; each entry is read as a sample of its kind."""
+
+    sender: _SenderTelemetry
+    arrivals: dict[str, dict[str, Any]]
 
 
 @dataclass(slots=True)
@@ -172,15 +186,25 @@ class LinkMonitor(Part):
         """Update the links with the answers so far, and probe those that are believed slow and have no work."""
         now_s = self._clock()
         for pair, meter in self.meters.items():
-            samples, arrivals = self._samples[pair], self._arrivals[pair]
-            for of_ends in (samples, arrivals):
-                for name in [name for name, each in of_ends.items() if each.at_s < now_s - _FORGOTTEN_S]:
-                    del of_ends[name]
-            carried_bytes = meter.observe(samples, arrivals, now_s)
-            self._update_link(pair, meter, carried_bytes, now_s)
-            probe_bytes = meter.probe_bytes(now_s)
-            if probe_bytes:
-                self._probe(pair, samples, probe_bytes)
+            try:
+                self._conclude(pair, meter, now_s)
+            except Exception as error:
+                # Down until a round succeeds, with what is reported from then on.
+                self._cluster_state.view.links[pair].up = False
+                self._samples[pair].clear()
+                self._arrivals[pair].clear()
+                self.loop_failures.note("LinkMonitor", error, "->".join(pair))
+
+    def _conclude(self, pair: tuple[str, str], meter: LinkMeter, now_s: float) -> None:
+        samples, arrivals = self._samples[pair], self._arrivals[pair]
+        for of_ends in (samples, arrivals):
+            for name in [name for name, each in of_ends.items() if each.at_s < now_s - _FORGOTTEN_S]:
+                del of_ends[name]
+        carried_bytes = meter.observe(samples, arrivals, now_s)
+        self._update_link(pair, meter, carried_bytes, now_s)
+        probe_bytes = meter.probe_bytes(now_s)
+        if probe_bytes:
+            self._probe(pair, samples, probe_bytes)
 
     def samples(self, pair: tuple[str, str]) -> Mapping[str, SenderSample]:
         """The newest word of each sender of a link, by "instance/rank"."""
@@ -320,7 +344,7 @@ class LinkMonitor(Part):
             # Its answer may still be on its way.
             self.failures += 1
             rank.ask_again_s = self._clock() + _LATE_RETRY_S
-        except (OSError, KeyError, TypeError, ValueError) as error:
+        except (OSError, ValueError) as error:
             self.failures += 1
             rank.ask_again_s = self._clock() + _RETRY_S
             logger.debug("no link telemetry from %s: %s", name, error)
@@ -328,7 +352,8 @@ class LinkMonitor(Part):
             rank.due -= 1
 
     def _take(self, name: str, rank: _Rank, answer: Mapping[str, Any], asked_s: float) -> None:
-        for link, report in _mapping(answer["sender"]["links"]).items():
+        told = read_body(_Telemetry, answer)
+        for link, report in told.sender.links.items():
             pair = self._pairs.get(link)
             if pair is not None:
                 # Taken at some time after the question, which came without delay: the way here is the full one.
@@ -338,7 +363,7 @@ class LinkMonitor(Part):
         arrived: dict[tuple[str, str], list[ArrivalSample]] = {
             pair: [] for pair in self.meters if pair[1] == target
         }
-        for producer, report in _mapping(answer["arrivals"]).items():
+        for producer, report in told.arrivals.items():
             pair = (self._clusters.get(producer.partition("/")[0], ""), target)
             if pair in arrived:
                 arrived[pair].append(ArrivalSample.of_report(report, now_s))
@@ -383,9 +408,3 @@ class LinkMonitor(Part):
             logger.warning("link %s->%s is %s", *pair, "up" if up else "down: not used")
         if self._announced[pair].is_due(capacity, up, now_s):
             self._on_change(f"{pair[0]}->{pair[1]}")
-
-
-def _mapping(value: object) -> Mapping[str, Mapping[str, Any]]:
-    if not isinstance(value, Mapping):
-        raise TypeError("links and arrivals are mappings")
-    return value

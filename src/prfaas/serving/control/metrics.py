@@ -156,6 +156,7 @@ class ControlMetrics:
         "cluster",
     )
     telemetry_failures = _counter("telemetry_failures", "Questions without an answer.", "kind")
+    loop_failures = _counter("loop_failures", "Unexpected failures that a loop survived.", "loop")
 
     def __init__(self, registry: CollectorRegistry) -> None:
         declared = [each for each in vars(type(self)).values() if isinstance(each, _Declared)]

@@ -1,9 +1,11 @@
 """Parts that make up the control plane, each with a loop, a state of its own, and connections of its own."""
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 from prfaas.core.deployment import AppliedDeployment, Instance
 from prfaas.serving.control.metrics import ControlMetrics
+from prfaas.serving.tasks import LoopFailures
 
 Json = dict[str, Any]
 
@@ -17,8 +19,15 @@ class Part:
     joins the view and every part; every part follows; who has left leaves the parts, last first, and then the view.
     """
 
+    loop_failures = LoopFailures()
+    """Its plane's, as soon as that runs."""
+
+    def spared(self, member: str) -> AbstractContextManager[None]:
+        """Go on without one member of a round for which it fails."""
+        return self.loop_failures.spared(type(self).__name__, member)
+
     async def run(self) -> None:
-        """The part's loop, until cancelled. It ends at once where there is none."""
+        """The part's loop, until cancelled. It ends at once where there is none. If it raises, it is begun again."""
 
     def join(self, instance: Instance) -> None:
         """An instance takes part from now on; it is in the view already."""

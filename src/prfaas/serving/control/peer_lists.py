@@ -3,7 +3,9 @@
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from prfaas.core.deployment import AppliedDeployment
 from prfaas.serving.control.engine_liveness import KvPort
@@ -11,6 +13,8 @@ from prfaas.serving.control.engine_monitor import period_s
 from prfaas.serving.control.part import Json, Part
 from prfaas.serving.running_deployment import RunningDeployment
 from prfaas.serving.transport.peer_list import PeerList, peer_list_of
+from prfaas.serving.transport.sentences import legible
+from prfaas.serving.transport.wire import read_body
 
 logger = logging.getLogger(__name__)
 
@@ -20,6 +24,18 @@ _ANSWER_S = 2.0
 
 Rank = tuple[str, int]
 """An instance's name and the number of its rank."""
+
+
+class _State(msgspec.Struct):
+    digest: Annotated[str, msgspec.Meta(max_length=64)]
+    told: bool
+    trouble: str
+
+
+class _Stats(msgspec.Struct):
+    """The part of a STATS answer that says which peer list a rank has."""
+
+    roster: _State
 
 
 class PeerListUpdates(Part):
@@ -111,9 +127,8 @@ class PeerListUpdates(Part):
         try:
             async with asyncio.timeout(_ANSWER_S):
                 answer = await self._kv_ports[name][number].stats()
-            reported = answer["roster"]
-            has, told, trouble = str(reported["digest"]), bool(reported["told"]), str(reported["trouble"])
-        except (OSError, TimeoutError, KeyError, TypeError, ValueError) as error:
+            reported = read_body(_Stats, answer).roster
+        except (OSError, ValueError) as error:
             # Also an engine of a version that knows only its command line.
             logger.debug("%s/%d does not report which peer list it has: %s", name, number, error)
             return
@@ -121,12 +136,15 @@ class PeerListUpdates(Part):
         if wanted is None:
             return
         self._on_stats(name, answer)
-        if self._has.get(rank) != has and has != wanted and trouble:
-            logger.warning("%s/%d keeps the peer list that it has: %s", name, number, trouble)
+        has = reported.digest
+        if self._has.get(rank) != has and has != wanted and reported.trouble:
+            logger.warning(
+                "%s/%d keeps the peer list that it has: %s", name, number, legible(reported.trouble)
+            )
         self._has[rank] = has
         if has == wanted:
             self._settled[rank] = wanted
-        elif not told or self._settled.get(rank) != wanted:
+        elif not reported.told or self._settled.get(rank) != wanted:
             await self._tell(rank)
 
     async def _tell(self, rank: Rank) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections import ChainMap
+from collections import ChainMap, Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -43,6 +43,7 @@ from prfaas.serving.departed_series import DepartedSeries
 from prfaas.serving.own_process import LoopClock
 from prfaas.serving.pool.copier import PoolCopier
 from prfaas.serving.running_deployment import RunningDeployment
+from prfaas.serving.tasks import LoopFailures
 
 GAUGES_PERIOD_S = 1.0
 
@@ -80,7 +81,7 @@ class LivePlane:
         state = ClusterState(view, clock=clock, on_service=_measured(curves, metrics, clock))
         self.cluster_state, self.members = state, members
         self.listeners = listeners = Listeners()
-        self.loop_clock = LoopClock()
+        self.loop_clock, self.loop_failures = LoopClock(), LoopFailures()
         engines = EngineMonitor(running, members.http, state, listeners, clock=clock)
         self.prefixes, feed = _prefixes(members, state, kv_model, metrics)
         copier = PoolCopier(running, members.key, members.pool_ports)
@@ -237,11 +238,13 @@ class LivePlane:
         return {"fleet": None} | told
 
     async def run(self) -> None:
-        """All loops, until cancelled."""
+        """All loops, until cancelled. One that raises is begun again."""
+        keep = self.loop_failures.keep
         async with asyncio.TaskGroup() as group:
-            group.create_task(self.loop_clock.run())
+            group.create_task(keep("LoopClock", self.loop_clock.run))
             for part in self.parts:
-                group.create_task(part.run())
+                part.loop_failures = self.loop_failures
+                group.create_task(keep(type(part).__name__, part.run))
 
     async def close(self) -> None:
         """Give back connections and threads, after `run` has ended."""
@@ -260,6 +263,7 @@ class GaugeWriter(Part):
         self._running = running
         self._clock = clock
         self._departed = DepartedSeries(metrics.labelled)
+        self._counted: Counter[str] = Counter()
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -270,7 +274,11 @@ class GaugeWriter(Part):
     def write(self) -> None:
         """Everything, as it is now. The series of who has left go."""
         for part in self._parts:
-            part.write_gauges(self._metrics, self._clock())
+            with self.spared(type(part).__name__):
+                part.write_gauges(self._metrics, self._clock())
+        for loop, count in (self.loop_failures.counts - self._counted).items():
+            self._metrics.loop_failures.labels(loop).inc(count)
+        self._counted = self.loop_failures.counts.copy()
         current = self._running.current
         instances, pools = ([each.name for each in holders] for holders in (current.instances, current.pools))
         self._departed.keep("cluster", [cluster.name for cluster in current.clusters])

@@ -2,9 +2,9 @@
 
 import asyncio
 import logging
-import math
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from prfaas.core.deployment import Instance, PoolNode
@@ -16,6 +16,8 @@ from prfaas.serving.control.engine_monitor import EngineMeter, period_s
 from prfaas.serving.control.metrics import POOL_BYTES, POOL_LOSSES, TIERS, ControlMetrics
 from prfaas.serving.control.part import Json, Part
 from prfaas.serving.running_deployment import RunningDeployment
+from prfaas.serving.transport.sentences import legible
+from prfaas.serving.transport.wire import read_body
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +29,18 @@ SILENCE_S = 5.0
 # Smaller loads say little of a tier's bandwidth.
 _LEAST_LOADED_BYTES = 1 << 20
 _LEAST_PROMOTED_BYTES = 16 << 20
-_LEAST_BITS_PER_S = 1e6
+_LEAST_BITS_PER_S, _MOST_BITS_PER_S = 1e6, 1e15
+# What other programs read exactly, and the numbers of KV groups: each is a label of its own.
+_MOST_NUMBER = 1 << 53
+_GROUP = re.compile(r"[0-9]{1,2}")
+_MOST_STATE_CHARS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class _PoolStats:
+    """The part of a STATS answer that only pools give."""
+
+    pool: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +59,7 @@ class PoolReading:
         """KV group → pages that a tier holds."""
         told = self.parts.get("store", {}).get(f"{tier}_pages")
         return (
-            {str(group): int(_number(count)) for group, count in told.items()}
+            {group: int(_number(count)) for group, count in told.items() if _GROUP.fullmatch(group)}
             if isinstance(told, dict)
             else {}
         )
@@ -93,11 +106,8 @@ class PoolMonitor(Part):
         try:
             async with asyncio.timeout(_ANSWER_S):
                 answer = await self._ports[name].stats()
-            told = answer.get("pool")
-            parts = (
-                {str(part): dict(figures) for part, figures in told.items()} if isinstance(told, dict) else {}
-            )
-        except (OSError, TimeoutError, TypeError, ValueError, AttributeError) as error:
+            parts = read_body(_PoolStats, answer).pool
+        except (OSError, ValueError) as error:
             logger.debug("pool %s does not say what it holds: %s", name, error)
             self.failures += 1
             return
@@ -164,7 +174,7 @@ class PoolMonitor(Part):
             self._promoted[name] = told
         elif promoted_bytes >= _LEAST_PROMOTED_BYTES and took_s > 0:
             self._promoted[name] = told
-            self._views[name].ssd_bits_per_s = max(BITS_PER_BYTE * promoted_bytes / took_s, _LEAST_BITS_PER_S)
+            self._views[name].ssd_bits_per_s = _bandwidth(promoted_bytes / took_s)
 
     def learn(self, instance: Instance, meter: EngineMeter) -> None:
         """Take the bandwidth of an engine's loads of the last minute for that of its pool's memory."""
@@ -172,39 +182,37 @@ class PoolMonitor(Part):
         if pool is None or meter.pool_loaded_bytes < _LEAST_LOADED_BYTES or not meter.pool_load_bytes_per_s:
             return
         # Ranks load at the same time, and each counts its own seconds.
-        measured = BITS_PER_BYTE * meter.pool_load_bytes_per_s * instance.tensor_parallel
-        pool.memory_bits_per_s = max(measured, _LEAST_BITS_PER_S)
+        pool.memory_bits_per_s = _bandwidth(meter.pool_load_bytes_per_s * instance.tensor_parallel)
+
+
+def _bandwidth(bytes_per_s: float) -> float:
+    return min(max(BITS_PER_BYTE * bytes_per_s, _LEAST_BITS_PER_S), _MOST_BITS_PER_S)
 
 
 def _number(value: object) -> float:
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else 0.0
+    return float(value) if isinstance(value, int | float) and 0 <= value <= _MOST_NUMBER else 0.0
+
+
+# Shown as the daemon calls them.
+_TOLD = {
+    "store": (
+        *("epoch", "pinned_pages", "writing_pages", "stored_bytes", "refused_pages", "evicted_pages"),
+        *("evicted_bytes", "promoted_bytes", "wrong_pages"),
+        *("ssd_queued_bytes", "ssd_written_bytes", "ssd_read_bytes"),
+    ),
+    "copies": ("copied_bytes", "lent_bytes", "failed_copies"),
+}
 
 
 def _daemon(newest: PoolReading, node: PoolNode) -> Json:
-    store = newest.parts.get("store", {})
-
     def number(part: str, name: str) -> int:
         return round(newest.number(part, name))
 
+    state = str(newest.parts.get("store", {}).get("ssd_state", ""))
     return {
-        "epoch": number("store", "epoch"),
         "sessions": number("store", "engine_sessions"),
         "bytes": {"memory": number("store", "used_bytes"), "ssd": number("store", "ssd_bytes")},
         "capacity_bytes": {"memory": number("store", "memory_bytes"), "ssd": node.ssd_bytes},
         "pages": {tier: newest.pages(tier) for tier in TIERS},
-        "pinned_pages": number("store", "pinned_pages"),
-        "writing_pages": number("store", "writing_pages"),
-        "stored_bytes": number("store", "stored_bytes"),
-        "refused_pages": number("store", "refused_pages"),
-        "evicted_pages": number("store", "evicted_pages"),
-        "evicted_bytes": number("store", "evicted_bytes"),
-        "promoted_bytes": number("store", "promoted_bytes"),
-        "wrong_pages": number("store", "wrong_pages"),
-        "ssd_state": str(store.get("ssd_state", "")),
-        "ssd_queued_bytes": number("store", "ssd_queued_bytes"),
-        "ssd_written_bytes": number("store", "ssd_written_bytes"),
-        "ssd_read_bytes": number("store", "ssd_read_bytes"),
-        "copied_bytes": number("copies", "copied_bytes"),
-        "lent_bytes": number("copies", "lent_bytes"),
-        "failed_copies": number("copies", "failed_copies"),
-    }
+        "ssd_state": legible(state, _MOST_STATE_CHARS),
+    } | {name: number(part, name) for part, names in _TOLD.items() for name in names}

@@ -92,8 +92,8 @@ class FleetControl(Part):
     async def run(self) -> None:
         """Until cancelled."""
         async with asyncio.TaskGroup() as group:
-            group.create_task(self.member.run())
-            group.create_task(self._loop())
+            group.create_task(self.loop_failures.keep("FleetMember", self.member.run))
+            group.create_task(self.loop_failures.keep("FleetControl", self._loop))
 
     async def close(self) -> None:
         """Leave the fleet; after `run` has ended."""
@@ -259,7 +259,7 @@ class FleetControl(Part):
     def _read(self, value: bytes, form: type[_Message]) -> _Message | None:
         try:
             return msgspec.json.decode(value, type=form)
-        except (msgspec.DecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             self._metrics.unreadable.inc()
             logger.warning("a value in etcd is no %s: %s", form.__name__, error)
             return None

@@ -9,11 +9,13 @@ import base64
 import json
 import ssl
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import aiohttp
+import msgspec
 
 from prfaas.core.deployment import FleetConfig
+from prfaas.serving.bounded_answer import read_bounded
 from prfaas.serving.fleet.store import CompactedError, Entry, StoreChange, StoreError
 from prfaas.serving.secret_files import TlsFileError
 
@@ -42,13 +44,16 @@ class EtcdStore:
 
     async def grant(self, lease_s: int) -> int:
         """See `Store`."""
-        return _number((await self._call("/v3/lease/grant", {"TTL": lease_s})).get("ID"))
+        lease = (await self._call("/v3/lease/grant", {"TTL": lease_s})).ID
+        if not lease:
+            raise StoreError("etcd's answer lacks the number of the lease")
+        return lease
 
     async def keep(self, lease: int) -> bool:
         """See `Store`."""
         answer = await self._call("/v3/lease/keepalive", {"ID": str(lease)})
         # A lease that has ended is answered without the seconds that it has left.
-        return _number(_mapping(answer.get("result", {})).get("TTL", 0)) > 0
+        return answer.result.TTL > 0
 
     async def revoke(self, lease: int) -> None:
         """See `Store`."""
@@ -57,7 +62,7 @@ class EtcdStore:
     async def read(self, prefix: str) -> tuple[Sequence[Entry], int]:
         """See `Store`."""
         answer = await self._call("/v3/kv/range", _range(prefix))
-        return [_entry(each) for each in _list(answer.get("kvs", []))], _revision(answer)
+        return [each.entry for each in answer.kvs], answer.header.revision
 
     async def create(self, key: str, value: bytes, lease: int) -> int | None:
         """See `Store`."""
@@ -86,18 +91,13 @@ class EtcdStore:
         try:
             async with self._post("/v3/watch", body) as response:
                 while line := await response.content.readuntil(b"\n"):
-                    result = _mapping(_decoded(line).get("result", {}))
-                    if _number(result.get("compact_revision", 0)):
-                        raise CompactedError(
-                            f"etcd has no changes before {result['compact_revision']} any more"
-                        )
-                    if result.get("canceled"):
-                        raise StoreError(
-                            f"etcd has ended the watch: {result.get('cancel_reason', 'no reason')}"
-                        )
-                    events = _list(result.get("events", []))
-                    if events:
-                        yield [_change(event) for event in events]
+                    result = _decoded(line).result
+                    if result.compact_revision:
+                        raise CompactedError(f"etcd has no changes before {result.compact_revision} any more")
+                    if result.canceled:
+                        raise StoreError(f"etcd has ended the watch: {result.cancel_reason or 'no reason'}")
+                    if result.events:
+                        yield [event.change for event in result.events]
         except (aiohttp.ClientError, ValueError, asyncio.IncompleteReadError) as error:
             raise StoreError(f"etcd's watch failed: {error}") from error
         raise StoreError("etcd has ended the watch")
@@ -114,15 +114,12 @@ class EtcdStore:
             "create_revision": str(created),
         }
         answer = await self._call("/v3/kv/txn", {"compare": [compare], "success": [change]})
-        return _revision(answer) if answer.get("succeeded") else None
+        return answer.header.revision if answer.succeeded else None
 
-    async def _call(self, path: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
+    async def _call(self, path: str, body: Mapping[str, Any]) -> "_Answer":
         try:
             async with asyncio.timeout(_ANSWER_S), self._post(path, body) as response:
-                text = await response.content.read(_LARGEST_BYTES)
-                while not response.content.at_eof() and len(text) < _LARGEST_BYTES:
-                    text += await response.content.read(_LARGEST_BYTES)
-                return _decoded(text)
+                return _decoded(await read_bounded(response, _LARGEST_BYTES))
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             # The next question goes to the next member.
             self._urls.append(self._urls.pop(0))
@@ -163,53 +160,66 @@ def _text(value: bytes) -> str:
     return base64.b64encode(value).decode()
 
 
-def _decoded(text: bytes) -> Mapping[str, Any]:
+# 64-bit numbers are strings in etcd's JSON, and what is 0 or empty is left out.
+_Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+
+
+class _Header(msgspec.Struct):
+    revision: _Number = 0
+
+
+class _KeyValue(msgspec.Struct):
+    key: bytes = b""
+    value: bytes = b""
+    create_revision: _Number = 0
+    mod_revision: _Number = 0
+
+    @property
+    def entry(self) -> Entry:
+        name = self.key.decode(errors="replace")
+        return Entry(key=name, value=self.value, created=self.create_revision, changed=self.mod_revision)
+
+
+class _Event(msgspec.Struct):
+    kv: _KeyValue
+    type: str = "PUT"
+
+    @property
+    def change(self) -> StoreChange:
+        entry = self.kv.entry
+        return StoreChange(entry.key, None if self.type == "DELETE" else entry, entry.changed)
+
+
+class _Result(msgspec.Struct):
+    """What a stream's line holds, of a lease or of a watch."""
+
+    TTL: _Number = 0
+    compact_revision: _Number = 0
+    canceled: bool = False
+    cancel_reason: str = ""
+    events: list[_Event] = []
+
+
+class _Answer(msgspec.Struct):
+    """All that is read of any answer."""
+
+    header: _Header = msgspec.field(default_factory=_Header)
+    ID: _Number = 0
+    kvs: list[_KeyValue] = []
+    succeeded: bool = False
+    result: _Result = msgspec.field(default_factory=_Result)
+    error: Any = None
+    message: str = ""
+
+
+_ANSWER = msgspec.json.Decoder(_Answer, strict=False)
+
+
+def _decoded(text: bytes) -> _Answer:
     try:
-        answer = _mapping(json.loads(text))
-    except ValueError as error:
-        raise StoreError("etcd's answer is no JSON object") from error
-    problem = answer.get("error")
-    if problem:
-        raise StoreError(f"etcd refuses: {answer.get('message') or problem}")
+        answer = _ANSWER.decode(text)
+    except (ValueError, RecursionError) as error:
+        raise StoreError(f"etcd's answer has another form than expected: {error}") from error
+    if answer.error:
+        raise StoreError(f"etcd refuses: {answer.message or answer.error}")
     return answer
-
-
-def _change(event: object) -> StoreChange:
-    told = _mapping(event)
-    entry = _entry(told.get("kv"))
-    # What is 0 in etcd's messages, as PUT is among the kinds of events, is left out.
-    return StoreChange(entry.key, None if told.get("type") == "DELETE" else entry, entry.changed)
-
-
-def _entry(told: object) -> Entry:
-    found = _mapping(told)
-    try:
-        key = base64.b64decode(str(found.get("key", "")), validate=True).decode()
-        value = base64.b64decode(str(found.get("value", "")), validate=True)
-    except ValueError as error:
-        raise StoreError("etcd's answer has a key or value that can't be read") from error
-    return Entry(key, value, _number(found.get("create_revision", 0)), _number(found.get("mod_revision", 0)))
-
-
-def _revision(answer: Mapping[str, Any]) -> int:
-    return _number(_mapping(answer.get("header", {})).get("revision", 0))
-
-
-def _number(value: object) -> int:
-    # 64-bit numbers are strings in etcd's JSON.
-    try:
-        return int(str(value))
-    except ValueError as error:
-        raise StoreError("etcd's answer lacks a number") from error
-
-
-def _mapping(value: object) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise StoreError("etcd's answer has another form than expected")
-    return value
-
-
-def _list(value: object) -> Sequence[Any]:
-    if not isinstance(value, list):
-        raise StoreError("etcd's answer has another form than expected")
-    return value

@@ -109,8 +109,10 @@ class FleetMember:
         while True:
             try:
                 await self._session()
-            except StoreError as error:
+            except Exception as error:
                 self._lost(str(error))
+                if not isinstance(error, StoreError):
+                    raise
             await asyncio.sleep(_RETRY_S)
 
     async def put(self, key: str, value: bytes | None) -> int | None:

@@ -6,8 +6,9 @@ side by side by bench/gateway.py. An ASGI stack with a second HTTP library costs
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from functools import partial
+from typing import Any
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry, Gauge, ProcessCollector
@@ -341,21 +342,24 @@ async def _serve(
         server = clients.server
         assert server is not None
         gateway.descriptors.connections = lambda: len(server.connections)
-        background += [
-            asyncio.create_task(plane.run()),
-            asyncio.create_task(gateway.introduce()),
-            asyncio.create_task(gateway.watch_loop()),
-            asyncio.create_task(gateway.watch_staging()),
-            asyncio.create_task(gateway.history.run()),
-            asyncio.create_task(gateway.watch_queue()),
-            asyncio.create_task(gateway.watch_certificates()),
-            asyncio.create_task(_close_idle_clients(server, gateway.descriptors)),
-        ]
+        loops: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {
+            "LivePlane": plane.run,
+            "introduction": gateway.introduce,
+            "event loop": gateway.watch_loop,
+            "staging": gateway.watch_staging,
+            "StateHistory": gateway.history.run,
+            "queue": gateway.watch_queue,
+            "CertificateWatch": gateway.watch_certificates,
+            "idle clients": partial(_close_idle_clients, server, gateway.descriptors),
+        }
         if reloader is not None:
-            background.append(asyncio.create_task(reloader.run()))
+            loops["Reloader"] = reloader.run
+        # Serving goes on without what a loop fails to do; only a failure to start ends the process.
+        background += [
+            asyncio.create_task(plane.loop_failures.keep(loop, run)) for loop, run in loops.items()
+        ]
         if ready is not None:
             ready(port)
-        # A loop that ends is a bug: raise it instead of serving without the loop.
         await asyncio.gather(*background, asyncio.Event().wait())
     finally:
         for task in background:

@@ -101,6 +101,7 @@ class PoolConnection:
         self._task: asyncio.Task[None] | None = None
         self._opened = False
         self._closed = False
+        self._reads = True
         self._loop.add_reader(connection.fileno(), self._readable)
 
     def close(self) -> None:
@@ -127,9 +128,13 @@ class PoolConnection:
             return
         self._received += received
         self._answer_all()
+        # Who reads no answers is not read either: what it sends on waits in its own socket.
+        if not self._closed and (self._task or self._unsent) and len(self._received) > _READ_BYTES:
+            self._loop.remove_reader(self._connection.fileno())
+            self._reads = False
 
     def _answer_all(self) -> None:
-        """Answer every complete request, as long as the answers can be sent."""
+        """Answer every complete request, as long as the answers can be sent; then read on."""
         while not (self._closed or self._task or self._unsent) and len(self._received) >= LENGTH_BYTES:
             length = int.from_bytes(self._received[:LENGTH_BYTES], "little")
             if not 0 < length <= MOST_MESSAGE_BYTES:
@@ -137,10 +142,13 @@ class PoolConnection:
                 return
             end = LENGTH_BYTES + length
             if len(self._received) < end:
-                return
+                break
             body = bytes(self._received[LENGTH_BYTES:end])
             del self._received[:end]
             self._answer(body)
+        if not (self._reads or self._closed or self._task or self._unsent):
+            self._loop.add_reader(self._connection.fileno(), self._readable)
+            self._reads = True
 
     def _answer(self, body: bytes) -> None:
         try:

@@ -13,7 +13,7 @@ from prfaas.serving.tasks import BackgroundTasks
 from prfaas.serving.transport import Observer, Ticket, TlsIdentity, TransferClass, prompt_digest
 from prfaas.serving.transport.requests import MAX_COPIED_TOKENS, CopyOrder, CopyResult
 from prfaas.serving.transport.ticket import TransferAttributes
-from prfaas.serving.transport.wire import WireError
+from prfaas.serving.transport.wire import WireError, read_body
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class PoolCopier:
         try:
             answer = await self._ports[target].request(ticket.transfer_id, order, timeout_s)
             is_over = True
-            return CopyResult.from_body(answer)
+            return read_body(CopyResult, answer)
         except TimeoutError:
             return CopyResult(0, 0, f"deadline: not complete within {timeout_s:.0f} s")
         except (OSError, WireError) as error:

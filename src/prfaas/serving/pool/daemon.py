@@ -39,6 +39,7 @@ from prfaas.serving.pool.processes import PeerProcess, owner_lives
 from prfaas.serving.pool.protocol import Figures, OpenSession, PageRef
 from prfaas.serving.pool.recovery import recover
 from prfaas.serving.pool.store import PageStore, StoreSession
+from prfaas.serving.tasks import LoopFailures
 
 logger = logging.getLogger(__name__)
 
@@ -130,6 +131,8 @@ class PoolDaemon:
     ) -> tuple[PageStore | None, StoreSession | None]:
         """Open a session, as `PoolHost.opened`."""
         async with self._opening:
+            if message.geometry is not None and message.kind == "tool":
+                raise ValueError("a tool takes the geometry that the pool has")
             if message.geometry is not None:
                 await self._agree_on(PoolGeometry.decode(message.geometry))
             store = self.store
@@ -259,13 +262,14 @@ class PoolDaemon:
             self.store = None
 
     async def _accept_until_cancelled(self, listener: socket.socket, ready: Callable[[], None]) -> None:
-        loop = asyncio.get_running_loop()
+        loop, failures = asyncio.get_running_loop(), LoopFailures()
         loop.add_reader(listener.fileno(), self._accept, listener)
         try:
             ready()
             while True:
                 await asyncio.sleep(_POLL_S)
-                self._free_what_ended_processes_left()
+                with failures.spared("PoolDaemon", "what ended processes left"):
+                    self._free_what_ended_processes_left()
         finally:
             loop.remove_reader(listener.fileno())
             for connection in list(self._connections):

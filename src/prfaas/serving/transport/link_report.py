@@ -1,49 +1,12 @@
 """Reports of one sender's links, summed over the peers and connections of each."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
+from prfaas.core.link.samples import LinkReport
 from prfaas.serving.transport.peer_queue import PeerQueue
 from prfaas.serving.transport.sockets import TcpInfo
-
-
-@dataclass(frozen=True, slots=True)
-class LinkReport:
-    """State of one link at one sender. Totals never shrink, not even over reconnections."""
-
-    pace_bits_per_s: float | None
-    """The pace that this sender keeps to; None: unpaced."""
-    queued_bytes: int
-    """Produced and not acknowledged yet."""
-    waiting_bytes: int
-    """Of `queued_bytes`: those held back until the consumer has room."""
-    background_bytes: int
-    """Of `queued_bytes`: those of background transfers."""
-    open_bytes: int
-    """`queued_bytes`, and bytes that the open transfers have still to produce."""
-    acked_bytes_total: int
-    unsent_bytes: int
-    """Bytes that wait in the kernel."""
-    filled_connections: int
-    """Connections with unsent bytes: the path, the pace or the peer limits them, not this process."""
-    delivery_bits_per_s: float
-    """Sum of the kernel's newest delivery rates."""
-    rtt_s: float
-    """The mean round trip of the connections that have something in flight; 0 without any."""
-    least_rtt_s: float
-    retransmits_total: int
-    sent_bytes_total: int
-    """As the kernel counts them, resent bytes included."""
-    resent_bytes_total: int
-    busy_s_total: float
-    """Seconds with something in flight, summed over the connections."""
-    receiver_limited_s_total: float
-    """Of `busy_s_total`: seconds with the peer's receive window shut."""
-    connections_up: int
-    connections: int
-    """Connections that should be up: all but those to peers on demand without a transfer so far."""
-
 
 _COUNTED = ("retransmits", "sent_bytes", "resent_bytes", "busy_s", "receiver_limited_s")
 

@@ -12,7 +12,7 @@ from prfaas.serving.own_process import on_time_timeout
 from prfaas.serving.tasks import end_all, look_at
 from prfaas.serving.transport.handshake import ROLE_OBSERVER, ClientHello, greet_async
 from prfaas.serving.transport.liveness import Liveness, LookClock, heartbeat_period_s, path_timeout_s
-from prfaas.serving.transport.pacing import PaceOrder
+from prfaas.serving.transport.pacing import PaceOrder, ProbeOrder
 from prfaas.serving.transport.peer_list import PeerList
 from prfaas.serving.transport.requests import CopyOrder, PullOrder
 from prfaas.serving.transport.sealing import Sealing, read_frame
@@ -23,6 +23,7 @@ from prfaas.serving.transport.wire import (
     FrameType,
     TransferStatus,
     WireError,
+    body_of,
     pack_control,
     ping,
     read_body,
@@ -179,7 +180,7 @@ class Observer:
         Raises:
             ConnectionError: the receiver is gone.
         """
-        await self._order(FrameType.PACE, order.to_body())
+        await self._order(FrameType.PACE, body_of(order))
 
     async def send_peer_list(self, peer_list: PeerList) -> None:
         """Replace the peers of the rank. There is no answer; `stats` shows the list in use.
@@ -211,7 +212,7 @@ class Observer:
         Raises:
             ConnectionError: the receiver is gone.
         """
-        await self._order(FrameType.PROBE, {"link": link, "bytes": min(nbytes, MAX_PROBE_BYTES)})
+        await self._order(FrameType.PROBE, body_of(ProbeOrder(link, min(nbytes, MAX_PROBE_BYTES))))
 
     async def request(
         self, transfer_id: bytes, order: CopyOrder | PullOrder, timeout_s: float

@@ -2,69 +2,50 @@
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Annotated, Protocol
+
+import msgspec
 
 from prfaas.core.units import BITS_PER_BYTE
-from prfaas.serving.transport.wire import MAX_LINK_CHARS, MAX_PROBE_BYTES, WireError, count_field, text_field
+from prfaas.serving.transport.wire import MAX_LINK_CHARS, MAX_PROBE_BYTES
 
 MAX_PACED_LINKS = 256
 MAX_PACE_BITS_PER_S = 1 << 50
-MAX_HOLD_S = 60.0
 # Share of a link for background transfers while others are open: enough to keep their connections alive.
 _BACKGROUND = 0.02
+# A control plane probes with 0.6 s of twice what it believes in, every 0.9 s at most.
+_PROBE_PAUSE_S, _LEAST_PROBE_BYTES, _UNPACED_PROBE_BITS_PER_S = 0.5, 64 << 10, 128e6
 _NO_WORK: "tuple[tuple[Paced, ...], bool]" = ((), False)
 
 
-@dataclass(frozen=True, slots=True)
-class PaceOrder:
-    """A control plane's order to a sender: its paces on links, and how long they hold."""
+_LinkName = Annotated[str, msgspec.Meta(max_length=MAX_LINK_CHARS)]
+_Pace = Annotated[int, msgspec.Meta(ge=1, le=MAX_PACE_BITS_PER_S)]
 
-    bits_per_s: Mapping[str, int]
+
+class PaceOrder(msgspec.Struct, frozen=True, rename={"bits_per_s": "links"}):
+    """A control plane's order to a sender, the fields of a PACE frame: its paces on links, and how long they hold."""
+
+    bits_per_s: Annotated[dict[_LinkName, _Pace], msgspec.Meta(max_length=MAX_PACED_LINKS)]
     """Goodput by the link's name; a link that is not named keeps its pace."""
-    hold_s: float
+    hold_ms: Annotated[int, msgspec.Meta(ge=0, le=60_000)]
     """Time without another order after which the sender returns to its standing share."""
 
-    def to_body(self) -> dict[str, Any]:
-        """The fields of a PACE frame."""
-        return {"links": dict(self.bits_per_s), "hold_ms": round(1000 * self.hold_s)}
 
-    @classmethod
-    def from_body(cls, body: Mapping[str, Any]) -> "PaceOrder":
-        """Read the fields of a PACE frame.
+class ProbeOrder(msgspec.Struct, frozen=True, rename={"nbytes": "bytes"}):
+    """A control plane's order to send filler on a link, to measure what it carries: the fields of a PROBE frame."""
 
-        Raises:
-            WireError: a field is missing or absurd.
-        """
-        links = body.get("links")
-        if not isinstance(links, dict) or len(links) > MAX_PACED_LINKS:
-            raise WireError(f"field 'links' must be an object of at most {MAX_PACED_LINKS} links")
-        for link in links:
-            if len(link) > MAX_LINK_CHARS or count_field(links, link, MAX_PACE_BITS_PER_S) == 0:
-                raise WireError(
-                    f"the pace of a link must be above 0, its name at most {MAX_LINK_CHARS} characters"
-                )
-        hold_ms = count_field(body, "hold_ms", int(1000 * MAX_HOLD_S))
-        return cls(links, hold_ms / 1000)
-
-
-@dataclass(frozen=True, slots=True)
-class ProbeOrder:
-    """An observer's order to send filler on a link, to measure what it carries."""
-
-    link: str
-    nbytes: int
-
-    @classmethod
-    def from_body(cls, body: Mapping[str, Any]) -> "ProbeOrder":
-        """Read the fields of a PROBE frame. Raises WireError if one is missing or absurd."""
-        nbytes = count_field(body, "bytes", MAX_PROBE_BYTES)
-        return cls(text_field(body, "link", MAX_LINK_CHARS), nbytes)
+    link: _LinkName
+    nbytes: Annotated[int, msgspec.Meta(ge=0, le=MAX_PROBE_BYTES)]
 
 
 class Paced(Protocol):
     """A connection whose send rate can be capped."""
+
+    @property
+    def least_bytes_per_s(self) -> float:
+        """The rate at which a packet leaves within half a second: what left at a lower one holds up all behind it."""
+        ...
 
     def set_rate(self, bytes_per_s: int | None) -> None:
         """Cap the send rate, None: no cap; must not raise when the connection is gone."""
@@ -94,6 +75,7 @@ class LinkPacer:
         self._clock = clock
         self._ordered_bits_per_s: float | None = None
         self._ordered_until_s = 0.0
+        self._probed_s = float("-inf")
         self._lock = threading.Lock()
         self._sharing: dict[object, tuple[tuple[Paced, ...], bool]] = {}
 
@@ -131,6 +113,16 @@ class LinkPacer:
                 self._ordered_bits_per_s = bits_per_s
                 self._divide()
 
+    def admit_probe(self, nbytes: int) -> int:
+        """How much of a probe to send now: at most what the link carries in a second, and one in half a second."""
+        with self._lock:
+            now_s = self._clock()
+            if now_s - self._probed_s < _PROBE_PAUSE_S:
+                return 0
+            self._probed_s = now_s
+            bits_per_s = self.bandwidth_bits_per_s or _UNPACED_PROBE_BITS_PER_S
+            return min(nbytes, max(int(bits_per_s / BITS_PER_BYTE), _LEAST_PROBE_BYTES))
+
     def look(self) -> None:
         """Return to the standing share if the last order has expired."""
         with self._lock:
@@ -159,9 +151,13 @@ class LinkPacer:
         sharing = [each for those, background in self._sharing.values() if not background for each in those]
         behind = [each for those, background in self._sharing.values() if background for each in those]
         behind_bits_per_s = usable_bits_per_s * (_BACKGROUND if sharing else 1.0)
+        standing_bits_per_s = min(self.share_bits_per_s or usable_bits_per_s, self.bandwidth_bits_per_s)
+        standing_bytes_per_s = standing_bits_per_s / BITS_PER_BYTE / max(len(sharing) + len(behind), 1)
         for connections, bits_per_s in (
             (sharing, usable_bits_per_s - (behind_bits_per_s if behind else 0.0)),
             (behind, behind_bits_per_s),
         ):
             for connection in connections:
-                connection.set_rate(int(bits_per_s / BITS_PER_BYTE / len(connections)))
+                # Whatever is ordered; but no more than the standing share, however narrow that is.
+                least = min(connection.least_bytes_per_s, standing_bytes_per_s)
+                connection.set_rate(int(max(bits_per_s / BITS_PER_BYTE / len(connections), least)))

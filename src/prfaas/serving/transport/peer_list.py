@@ -3,18 +3,44 @@
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Self
+from dataclasses import asdict, dataclass, field
+from typing import Annotated, Any, Self
+
+import msgspec
 
 from prfaas.core.deployment import Deployment, Instance, KvPeer
 from prfaas.core.kv.rank_shares import paired_ranks
 from prfaas.serving.transport.options import Peer
-from prfaas.serving.transport.wire import MAX_LINK_CHARS, WireError, count_field, text_field
+from prfaas.serving.transport.wire import MAX_LINK_CHARS, WireError, body_of, read_body
 
 MAX_LISTED_PEERS = 4096
-_MAX_NAME_CHARS = 255
-_MAX_BITS_PER_S = 1 << 50
 _DIGEST_BYTES = 8
+_Name = Annotated[str, msgspec.Meta(max_length=255)]
+_Rate = Annotated[int, msgspec.Meta(ge=1, le=1 << 50)]
+_Names = Annotated[tuple[_Name, ...], msgspec.Meta(max_length=MAX_LISTED_PEERS)]
+
+
+class ListedPeer(msgspec.Struct, frozen=True, kw_only=True):
+    """A `Peer` as a ROSTER frame has it."""
+
+    name: _Name
+    host: _Name
+    port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    link: Annotated[str, msgspec.Meta(max_length=MAX_LINK_CHARS)]
+    connections: Annotated[int, msgspec.Meta(ge=1, le=64)]
+    bits_per_s: _Rate | None = None
+    share_bits_per_s: _Rate | None = None
+    on_demand: bool = False
+    encrypted: bool = False
+    compressed: bool = False
+
+
+class ListedPeers(msgspec.Struct, frozen=True):
+    """The fields of a ROSTER frame."""
+
+    peers: Annotated[tuple[ListedPeer, ...], msgspec.Meta(max_length=MAX_LISTED_PEERS)]
+    producers: _Names
+    plain: _Names
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,25 +62,8 @@ class PeerList:
 
     def to_body(self) -> dict[str, Any]:
         """The fields of a ROSTER frame."""
-        return {
-            "peers": [
-                {
-                    "name": peer.name,
-                    "host": peer.host,
-                    "port": peer.port,
-                    "link": peer.link,
-                    "connections": peer.connections,
-                    "bits_per_s": _whole(peer.bandwidth_bits_per_s),
-                    "share_bits_per_s": _whole(peer.share_bits_per_s),
-                    "on_demand": peer.on_demand,
-                    "encrypted": peer.encrypted,
-                    "compressed": peer.compressed,
-                }
-                for _, peer in sorted(self.peers.items())
-            ],
-            "producers": sorted(self.producers),
-            "plain": sorted(self.plain),
-        }
+        listed = tuple(_listed(peer) for _, peer in sorted(self.peers.items()))
+        return body_of(ListedPeers(listed, tuple(sorted(self.producers)), tuple(sorted(self.plain))))
 
     @classmethod
     def from_body(cls, body: Mapping[str, Any]) -> Self:
@@ -63,11 +72,11 @@ class PeerList:
         Raises:
             WireError: a field is missing or absurd, or a peer is named twice.
         """
-        peers = [_peer(each) for each in _list(body, "peers")]
-        found = {peer.name: peer for peer in peers}
-        if len(found) < len(peers):
+        listed = read_body(ListedPeers, body)
+        found = {each.name: _peer(each) for each in listed.peers}
+        if len(found) < len(listed.peers):
             raise WireError("field 'peers' names one twice")
-        return cls(found, _names(body, "producers"), _names(body, "plain"))
+        return cls(found, frozenset(listed.producers), frozenset(listed.plain))
 
 
 def ranked(name: str, rank: int) -> str:
@@ -124,36 +133,13 @@ def _whole(bits_per_s: float | None) -> int | None:
     return None if bits_per_s is None else max(round(bits_per_s), 1)
 
 
-def _list(body: Mapping[str, Any], name: str) -> list[Any]:
-    value = body.get(name)
-    if not isinstance(value, list) or len(value) > MAX_LISTED_PEERS:
-        raise WireError(f"field {name!r} must be a list of at most {MAX_LISTED_PEERS}")
-    return value
+def _listed(peer: Peer) -> ListedPeer:
+    fields = asdict(peer)
+    for name in ("bandwidth_bits_per_s", "share_bits_per_s"):
+        fields[name] = _whole(fields[name])
+    return ListedPeer(bits_per_s=fields.pop("bandwidth_bits_per_s"), **fields)
 
 
-def _names(body: Mapping[str, Any], name: str) -> frozenset[str]:
-    return frozenset(text_field({name: each}, name, _MAX_NAME_CHARS) for each in _list(body, name))
-
-
-def _peer(fields: Any) -> Peer:
-    if not isinstance(fields, dict):
-        raise WireError("field 'peers' must be a list of objects")
-    try:
-        return Peer(
-            name=text_field(fields, "name", _MAX_NAME_CHARS),
-            host=text_field(fields, "host", _MAX_NAME_CHARS),
-            port=count_field(fields, "port", 65535),
-            link=text_field(fields, "link", MAX_LINK_CHARS),
-            connections=count_field(fields, "connections", 64),
-            bandwidth_bits_per_s=_bits_per_s(fields, "bits_per_s"),
-            on_demand=fields.get("on_demand") is True,
-            encrypted=fields.get("encrypted") is True,
-            compressed=fields.get("compressed") is True,
-            share_bits_per_s=_bits_per_s(fields, "share_bits_per_s"),
-        )
-    except ValueError as error:
-        raise WireError(str(error)) from None
-
-
-def _bits_per_s(fields: Mapping[str, Any], name: str) -> float | None:
-    return None if fields.get(name) is None else float(count_field(fields, name, _MAX_BITS_PER_S))
+def _peer(listed: ListedPeer) -> Peer:
+    fields = msgspec.structs.asdict(listed)
+    return Peer(bandwidth_bits_per_s=fields.pop("bits_per_s"), **fields)

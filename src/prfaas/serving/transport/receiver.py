@@ -1,5 +1,6 @@
 """The consumer's end: listens, stages what producers send, and reports to the engine and to observers."""
 
+import contextlib
 import errno
 import logging
 import secrets
@@ -10,7 +11,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from prfaas import __version__
-from prfaas.core.deployment import CONTROL
 from prfaas.serving.logs import PEER
 from prfaas.serving.transport.arrival import Arrival, FollowedTransfer
 from prfaas.serving.transport.fingerprint import Fingerprint
@@ -30,7 +30,7 @@ from prfaas.serving.transport.staging import StagedTransfer, StagingArena
 from prfaas.serving.transport.tls_identity import TlsIdentity
 from prfaas.serving.transport.transfer_table import TransferTable
 from prfaas.serving.transport.unauthenticated import UnauthenticatedPeers
-from prfaas.serving.transport.wire import TransferStatus, WireError
+from prfaas.serving.transport.wire import TransferStatus
 
 log = logging.getLogger(__name__)
 
@@ -163,6 +163,8 @@ class Receiver:
         self._lock = threading.Lock()
         self._connections: dict[ReceiverConnection, threading.Thread] = {}
         self._unauthenticated = UnauthenticatedPeers(name, self._options.max_unauthenticated)
+        if peer_list is not None:
+            self._unauthenticated.know(*(peer.host for peer in peer_list.peers.values()))
         self._listener: socket.socket | None = None
         self._threads: list[threading.Thread] = []
         self._closing = threading.Event()
@@ -301,11 +303,11 @@ class Receiver:
         """Note why a handshake failed."""
         self._unauthenticated.note(sentence, peer)
 
-    def carry_out(self, order: ObserverOrder, sent_by: str) -> None:
+    def carry_out(self, order: ObserverOrder) -> None:
         """Carry out an observer's order, by the sender, this receiver or the pool."""
         match order:
             case PeerList():
-                self._apply_peer_list(order, sent_by)
+                self._apply_peer_list(order)
             case PeerRequest():
                 self._on_request(order)
             case PaceOrder() if self._sender is not None:
@@ -313,14 +315,8 @@ class Receiver:
             case ProbeOrder() if self._sender is not None:
                 self._sender.probe(order.link, order.nbytes)
 
-    def _apply_peer_list(self, peer_list: PeerList, sent_by: str) -> None:
-        """Replace this rank's peers, for the sender too; connections of producers that are no peers any more end.
-
-        Raises:
-            WireError: the list does not come from the control plane.
-        """
-        if sent_by != CONTROL:
-            raise WireError(f"a peer list comes from {CONTROL}, not from {sent_by}")
+    def _apply_peer_list(self, peer_list: PeerList) -> None:
+        """Replace this rank's peers, for the sender too; connections of producers that are no peers any more end."""
         try:
             if self._sender is not None:
                 self._sender.apply_peers(peer_list.peers)
@@ -330,6 +326,7 @@ class Receiver:
             return
         with self._lock:
             self._producers, self._plain_peers = peer_list.producers, peer_list.plain
+            self._unauthenticated.know(*(peer.host for peer in peer_list.peers.values()))
             gone = [
                 connection
                 for connection in self._connections
@@ -358,6 +355,8 @@ class Receiver:
                 connection.identity = identity
             self._unauthenticated.leave(sock)
             self._unauthenticated.forgive(identity.name)
+            with contextlib.suppress(OSError):
+                self._unauthenticated.know(str(sock.getpeername()[0]))
 
         identity, sealing = welcome(
             sock,

@@ -12,7 +12,9 @@ import time
 from collections import deque
 from collections.abc import Collection
 from dataclasses import replace
-from typing import Any, Protocol, TypeAlias
+from typing import Annotated, Any, Protocol, TypeAlias
+
+import msgspec
 
 from prfaas.serving.transport.compression import PREFIX_BYTES, decompress, decompressed_bytes
 from prfaas.serving.transport.handshake import ROLE_PRODUCER, PeerIdentity
@@ -21,6 +23,7 @@ from prfaas.serving.transport.liveness import HEARTBEAT_BYTES, Liveness, heartbe
 from prfaas.serving.transport.options import ReceiverOptions
 from prfaas.serving.transport.pacing import PaceOrder, ProbeOrder
 from prfaas.serving.transport.peer_list import PeerList
+from prfaas.serving.transport.permissions import permitted_frames
 from prfaas.serving.transport.requests import REQUESTS, PeerRequest
 from prfaas.serving.transport.sealing import SEALED_HEADER_BYTES, TAG_BYTES, ForgedFrameError, Sealing
 from prfaas.serving.transport.sockets import (
@@ -48,7 +51,7 @@ from prfaas.serving.transport.wire import (
     parse_control,
     ping,
     pong,
-    seconds_field,
+    read_body,
     text_field,
     unpack_header,
 )
@@ -60,7 +63,12 @@ _OUTBOX_PRESSURE_FRAMES = 64
 _MAX_WATCHED = 65536
 # Bytes are checksummed in pieces of this size, while they are still in the processor's second cache.
 _CACHED_BYTES = 512 << 10
-_MAX_LEAD_S = 60.0
+
+
+class WatchFields(msgspec.Struct):
+    """The fields of a WATCH frame."""
+
+    lead_s: Annotated[float, msgspec.Meta(ge=0.0, le=60.0)] = 0.0
 
 
 ObserverOrder: TypeAlias = PaceOrder | ProbeOrder | PeerList | PeerRequest
@@ -80,7 +88,7 @@ class ConnectionHost(Protocol):
     def observed(self, *, links_only: bool) -> dict[str, Any]:
         """The fields of a STATS answer."""
 
-    def carry_out(self, order: ObserverOrder, sent_by: str) -> None:
+    def carry_out(self, order: ObserverOrder) -> None:
         """Carry out an observer's PACE, PROBE, ROSTER, COPY or PULL."""
 
 
@@ -120,6 +128,7 @@ class ReceiverConnection:
         self._scratch = bytearray()
         self._bulk = BulkReader(sock)
         self._watched: set[bytes] = set()
+        self._permitted: frozenset[FrameType] = frozenset()
         self.identity: PeerIdentity | None = None
         """The authenticated peer; None until the handshake is over."""
         self.sealing: Sealing | None = None
@@ -223,6 +232,7 @@ class ReceiverConnection:
         """Shake hands, then serve frames until the connection ends. Never raises."""
         try:
             self.identity, self.sealing = self._host.shake_hands(self, self._sock)
+            self._permitted = permitted_frames(self.identity)
             if self.identity.role == ROLE_PRODUCER:
                 self._serve_producer(self.identity)
             else:
@@ -268,8 +278,8 @@ class ReceiverConnection:
                     self._table.aborted(session, header, self._body(header))
                 elif header.kind is FrameType.FILLER:
                     self._body(header)
-                elif not self._took_heartbeat(header):
-                    raise WireError(f"a producer may not send {header.kind.name}")
+                else:
+                    self._take_heartbeat(header)
                 if len(self._outbox) > _OUTBOX_PRESSURE_FRAMES:
                     self._wait_for_outbox()
         finally:
@@ -287,8 +297,7 @@ class ReceiverConnection:
                     if len(self._watched) >= _MAX_WATCHED:
                         raise WireError(f"an observer may watch {_MAX_WATCHED} transfers at once")
                     self._watched.add(header.transfer_id)
-                    lead_s = seconds_field(body, "lead_s", _MAX_LEAD_S)
-                    self._table.watch(self, header.transfer_id, lead_s)
+                    self._table.watch(self, header.transfer_id, read_body(WatchFields, body).lead_s)
                 elif header.kind is FrameType.ABANDON:
                     keep = body.get("keep") is True
                     self._table.drop(header.transfer_id, text_field(body, "reason"), keep=keep)
@@ -296,9 +305,9 @@ class ReceiverConnection:
                     stats = self._host.observed(links_only=body.get("of") == "links")
                     self.post(pack_control(FrameType.STATS, body=stats))
                 elif (order := self._order(header, body, identity.name)) is not None:
-                    self._host.carry_out(order, identity.name)
-                elif not self._took_heartbeat(header):
-                    raise WireError(f"an observer may not send {header.kind.name}")
+                    self._host.carry_out(order)
+                else:
+                    self._take_heartbeat(header)
                 if len(self._outbox) > _OUTBOX_PRESSURE_FRAMES:
                     self._wait_for_outbox()
         finally:
@@ -306,33 +315,35 @@ class ReceiverConnection:
 
     def _order(self, header: Header, body: dict[str, Any], sent_by: str) -> ObserverOrder | None:
         if header.kind is FrameType.PACE:
-            return PaceOrder.from_body(body)
+            return read_body(PaceOrder, body)
         if header.kind is FrameType.ROSTER:
             return PeerList.from_body(body)
         if header.kind is FrameType.PROBE:
-            return ProbeOrder.from_body(body)
+            return read_body(ProbeOrder, body)
         if header.kind in REQUESTS:
             return PeerRequest.from_body(header.kind, sent_by, header.transfer_id, body, self.post)
         return None
 
-    def _took_heartbeat(self, header: Header) -> bool:
-        if header.kind is FrameType.PING:
-            self.post(pong(header))
-        elif header.kind is FrameType.PONG:
-            self._pongs = max(self._pongs, min(header.offset, self._pings))
-        else:
-            return False
+    def _take_heartbeat(self, header: Header) -> None:
         if header.length_bytes:
             raise WireError(f"{header.kind.name} has no payload")
-        return True
+        if header.kind is FrameType.PING:
+            self.post(pong(header))
+        else:
+            self._pongs = max(self._pongs, min(header.offset, self._pings))
 
     def _next_header(self) -> Header:
+        """The next frame's header, of a frame that this peer may send."""
         if self.sealing is None:
             receive_exactly(self._sock, memoryview(self._header))
-            return unpack_header(self._header)
-        sealed = bytearray(SEALED_HEADER_BYTES)
-        receive_exactly(self._sock, memoryview(sealed))
-        return unpack_header(self.sealing.opener.open_header(sealed))
+            header = unpack_header(self._header)
+        else:
+            sealed = bytearray(SEALED_HEADER_BYTES)
+            receive_exactly(self._sock, memoryview(sealed))
+            header = unpack_header(self.sealing.opener.open_header(sealed))
+        if header.kind not in self._permitted:
+            raise WireError(f"{self._whom()} may not send {header.kind.name}")
+        return header
 
     def _body(self, header: Header) -> dict[str, Any]:
         if self.sealing is None or header.length_bytes == 0:

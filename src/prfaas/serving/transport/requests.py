@@ -1,21 +1,22 @@
 """Requests to a prefix-cache pool over its KV port, and their answers: COPY of the gateway, PULL of another pool."""
 
-import base64
-import binascii
 import sys
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from itertools import islice
+from typing import Annotated, Any, ClassVar, Self
+
+import msgspec
 
 from prfaas.serving.transport.wire import (
-    MAX_COPY_BYTES,
     MAX_TRANSFER_BYTES,
     FrameType,
+    TokenCount,
     WireError,
-    count_field,
+    body_of,
     pack_control,
-    text_field,
+    read_body,
 )
 
 PAGE_ID_BYTES = 17
@@ -33,7 +34,18 @@ _REASONS = frozenset(
 )
 _CHECKSUM_BYTES = 8
 _MAX_RANKS = 64
-_MAX_NAME_CHARS = 1024
+_Text = Annotated[str, msgspec.Meta(max_length=4096)]
+_Name = Annotated[str, msgspec.Meta(max_length=1024)]
+
+
+class CopyFields(msgspec.Struct):
+    """The fields of a COPY frame."""
+
+    ticket: _Text
+    tokens: Annotated[bytes, msgspec.Meta(max_length=4 * MAX_COPIED_TOKENS)]
+    """4 bytes for each, little-endian."""
+    salt: _Name
+    adapter: _Name
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +66,7 @@ class CopyOrder:
         ids = array("I", self.token_ids)
         if sys.byteorder == "big":
             ids.byteswap()
-        return {
-            "ticket": self.ticket,
-            "tokens": _encoded(ids.tobytes()),
-            "salt": self.salt,
-            "adapter": self.adapter,
-        }
+        return body_of(CopyFields(self.ticket, ids.tobytes(), self.salt, self.adapter))
 
     @classmethod
     def from_body(cls, body: Mapping[str, Any]) -> Self:
@@ -68,29 +75,23 @@ class CopyOrder:
         Raises:
             WireError: a field is missing or absurd.
         """
-        raw = _bytes_field(body, "tokens", 4 * MAX_COPIED_TOKENS)
-        if len(raw) % 4:
+        told = read_body(CopyFields, body)
+        if len(told.tokens) % 4:
             raise WireError("field 'tokens' must have 4 bytes for each token")
-        ids = array("I", raw)
+        ids = array("I", told.tokens)
         if sys.byteorder == "big":
             ids.byteswap()
-        return cls(
-            text_field(body, "ticket"),
-            ids,
-            text_field(body, "salt", _MAX_NAME_CHARS),
-            text_field(body, "adapter", _MAX_NAME_CHARS),
-        )
+        return cls(told.ticket, ids, told.salt, told.adapter)
 
 
-@dataclass(frozen=True, slots=True)
-class CopyResult:
-    """Result of a COPY."""
+class CopyResult(msgspec.Struct, frozen=True, rename={"copied_bytes": "bytes", "usable_tokens": "tokens"}):
+    """Result of a COPY: the fields of a COPIED frame."""
 
-    copied_bytes: int
+    copied_bytes: Annotated[int, msgspec.Meta(ge=0, le=MAX_TRANSFER_BYTES)]
     """Bytes that crossed to this pool."""
-    usable_tokens: int
+    usable_tokens: TokenCount
     """Tokens of the prefix that a prefill can reuse from this pool now."""
-    reason: str
+    reason: _Text
     """Why the copy is incomplete, else empty: one word, a colon, and details."""
 
     @property
@@ -107,20 +108,16 @@ class CopyResult:
 
     def to_body(self) -> dict[str, Any]:
         """The fields of a COPIED frame."""
-        return {"bytes": self.copied_bytes, "tokens": self.usable_tokens, "reason": self.reason[:4096]}
+        return body_of(msgspec.structs.replace(self, reason=self.reason[:4096]))
 
-    @classmethod
-    def from_body(cls, body: Mapping[str, Any]) -> Self:
-        """Read the fields of a COPIED frame.
 
-        Raises:
-            WireError: a field is missing or absurd.
-        """
-        return cls(
-            count_field(body, "bytes", MAX_TRANSFER_BYTES),
-            count_field(body, "tokens", 1 << 30),
-            text_field(body, "reason"),
-        )
+class PullFields(msgspec.Struct):
+    """The fields of a PULL frame."""
+
+    ticket: _Text
+    geometry: Annotated[str, msgspec.Meta(pattern=r"\A([0-9a-f]{2}){0,64}\Z")]
+    pages: Annotated[bytes, msgspec.Meta(min_length=1, max_length=PAGE_ID_BYTES * MAX_PULLED_PAGES)]
+    """Their ids, one after the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,11 +134,7 @@ class PullOrder:
 
     def to_body(self) -> dict[str, Any]:
         """The fields of a PULL frame."""
-        return {
-            "ticket": self.ticket,
-            "geometry": self.geometry.hex(),
-            "pages": _encoded(b"".join(self.page_ids)),
-        }
+        return body_of(PullFields(self.ticket, self.geometry.hex(), b"".join(self.page_ids)))
 
     @classmethod
     def from_body(cls, body: Mapping[str, Any]) -> Self:
@@ -150,17 +143,25 @@ class PullOrder:
         Raises:
             WireError: a field is missing or absurd.
         """
-        packed = _bytes_field(body, "pages", PAGE_ID_BYTES * MAX_PULLED_PAGES)
-        if not packed or len(packed) % PAGE_ID_BYTES:
-            raise WireError(f"field 'pages' must have {PAGE_ID_BYTES} bytes for each of one page or more")
-        try:
-            geometry = bytes.fromhex(text_field(body, "geometry", 128))
-        except ValueError:
-            raise WireError("field 'geometry' is not hex") from None
-        pages = tuple(packed[at : at + PAGE_ID_BYTES] for at in range(0, len(packed), PAGE_ID_BYTES))
+        told = read_body(PullFields, body)
+        if len(told.pages) % PAGE_ID_BYTES:
+            raise WireError(f"field 'pages' must have {PAGE_ID_BYTES} bytes for each page")
+        starts = range(0, len(told.pages), PAGE_ID_BYTES)
+        pages = tuple(told.pages[at : at + PAGE_ID_BYTES] for at in starts)
         if len(set(pages)) < len(pages):
             raise WireError("field 'pages' names a page twice")
-        return cls(text_field(body, "ticket"), geometry, pages)
+        return cls(told.ticket, bytes.fromhex(told.geometry), pages)
+
+
+class PulledFields(msgspec.Struct):
+    """The fields of a PULLED frame."""
+
+    reason: _Text
+    have: Annotated[str, msgspec.Meta(pattern=r"\A[01]*\Z", max_length=MAX_PULLED_PAGES)]
+    """A digit for each page that was asked for: 1 if it will come."""
+    ranks: Annotated[int, msgspec.Meta(ge=0, le=_MAX_RANKS)]
+    checksums: Annotated[bytes, msgspec.Meta(max_length=MAX_PULLED_PAGES * _MAX_RANKS * _CHECKSUM_BYTES)]
+    """Of each page that will come, one of each rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,16 +175,11 @@ class PullAnswer:
 
     def to_body(self) -> dict[str, Any]:
         """The fields of a PULLED frame."""
-        packed = b"".join(
-            checksum.to_bytes(_CHECKSUM_BYTES, "little") for each in self.checksums for checksum in each or ()
-        )
-        ranks = max((len(each) for each in self.checksums if each is not None), default=0)
-        return {
-            "reason": self.reason[:4096],
-            "have": "".join("0" if each is None else "1" for each in self.checksums),
-            "ranks": ranks,
-            "checksums": _encoded(packed),
-        }
+        coming = [each for each in self.checksums if each is not None]
+        have = "".join("0" if each is None else "1" for each in self.checksums)
+        packed = b"".join(sum_.to_bytes(_CHECKSUM_BYTES, "little") for each in coming for sum_ in each)
+        ranks = max(map(len, coming), default=0)
+        return body_of(PulledFields(self.reason[:4096], have, ranks, packed))
 
     @classmethod
     def from_body(cls, body: Mapping[str, Any]) -> Self:
@@ -192,30 +188,16 @@ class PullAnswer:
         Raises:
             WireError: a field is missing or absurd.
         """
-        reason, have = text_field(body, "reason"), text_field(body, "have", MAX_PULLED_PAGES)
-        ranks = count_field(body, "ranks", _MAX_RANKS)
-        if have.strip("01"):
-            raise WireError("field 'have' must be of the digits 0 and 1")
-        if "1" in have and not ranks:
+        told = read_body(PulledFields, body)
+        if "1" in told.have and not told.ranks:
             raise WireError("field 'ranks' must not be 0")
-        packed = _bytes_field(body, "checksums", MAX_PULLED_PAGES * _MAX_RANKS * _CHECKSUM_BYTES)
-        page_bytes = ranks * _CHECKSUM_BYTES
-        if len(packed) != have.count("1") * page_bytes:
+        page_bytes = told.ranks * _CHECKSUM_BYTES
+        if len(told.checksums) != told.have.count("1") * page_bytes:
             raise WireError("field 'checksums' must have one for each rank of each page that comes")
-        checksums: list[tuple[int, ...] | None] = []
-        at = 0
-        for digit in have:
-            if digit == "0":
-                checksums.append(None)
-                continue
-            checksums.append(
-                tuple(
-                    int.from_bytes(packed[start : start + _CHECKSUM_BYTES], "little")
-                    for start in range(at, at + page_bytes, _CHECKSUM_BYTES)
-                )
-            )
-            at += page_bytes
-        return cls(tuple(checksums), reason)
+        at = range(0, len(told.checksums), _CHECKSUM_BYTES)
+        sums = iter([int.from_bytes(told.checksums[i : i + _CHECKSUM_BYTES], "little") for i in at])
+        pages = (tuple(islice(sums, told.ranks)) if digit == "1" else None for digit in told.have)
+        return cls(tuple(pages), told.reason)
 
 
 REQUESTS = (FrameType.COPY, FrameType.PULL)
@@ -265,18 +247,3 @@ class PeerRequest:
 def refuse_request(request: PeerRequest) -> None:
     """Refuse a request, on a side that is no pool."""
     request.refuse("refused: there is no pool here")
-
-
-def _encoded(raw: bytes) -> str:
-    return base64.b64encode(raw).decode("ascii")
-
-
-def _bytes_field(body: Mapping[str, Any], name: str, max_bytes: int) -> bytes:
-    text = text_field(body, name, MAX_COPY_BYTES)
-    try:
-        raw = base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError):
-        raise WireError(f"field {name!r} is not base64 text") from None
-    if len(raw) > max_bytes:
-        raise WireError(f"field {name!r} has {len(raw)} bytes, more than {max_bytes}")
-    return raw

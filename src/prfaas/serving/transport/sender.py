@@ -232,7 +232,7 @@ class Sender:
         for link, bits_per_s in order.bits_per_s.items():
             pacer = self._pacers.get(link)
             if pacer is not None:
-                pacer.order(bits_per_s, order.hold_s)
+                pacer.order(bits_per_s, order.hold_ms / 1000)
 
     def telemetry(self) -> dict[str, Any]:
         """State of links and peers for observers.
@@ -261,13 +261,15 @@ class Sender:
         }
 
     def probe(self, link: str, nbytes: int) -> None:
-        """Send about `nbytes` of filler on `link`, to measure what it carries; transfers go first.
+        """Send about `nbytes` of filler on `link`, or less (`LinkPacer.admit_probe`), to measure what it carries.
 
         Nothing is sent where the link is unknown, its connections are down, or transfers are open.
         """
         queues = [queue for queue in self._queues.values() if queue.peer.link == link]
-        for queue in queues:
-            queue.fill(nbytes // len(queues))
+        pacer = self._pacers.get(link)
+        admitted_bytes = 0 if pacer is None else pacer.admit_probe(nbytes)
+        for queue in queues if admitted_bytes else ():
+            queue.fill(admitted_bytes // len(queues))
 
     def _check(self, peers: Mapping[str, Peer]) -> None:
         bandwidths: dict[str, float | None] = {}

@@ -23,6 +23,7 @@ from prfaas.serving.transport.sockets import (
     HandshakeError,
     TcpInfo,
     choose_congestion_control,
+    packet_bytes,
     read_tcp_info,
     receive_exactly,
     send_pieces,
@@ -50,6 +51,8 @@ log = logging.getLogger(__name__)
 _READ_BYTES = 64 << 10
 # What may wait unsent in the kernel on a paced link.
 _UNSENT_S = 0.02
+# The longest that one packet may take at the pace.
+_PACKET_S = 0.5
 # Share of resent bytes: more than a long transfer loses by filling a queue once.
 _SPOILED_SHARE = 0.005
 # How long an attempt to connect lasts, in times of the pause behind it.
@@ -143,6 +146,15 @@ class SenderConnection:
             set_unsent_limit(sock, unsent_bytes)
         except OSError:
             pass  # the connection is going down: its threads notice by themselves
+
+    @property
+    def least_bytes_per_s(self) -> float:
+        """See `Paced`; 0 while the connection is down."""
+        sock = self._sock
+        try:
+            return 0.0 if sock is None else packet_bytes(sock) / _PACKET_S
+        except OSError:
+            return 0.0
 
     @property
     def compression(self) -> CompressionCounters | None:

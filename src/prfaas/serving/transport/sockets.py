@@ -158,6 +158,7 @@ _SLOW_BYTES_PER_S = 250e6
 _WAKE_BYTES = 64 << 10
 # Should the kernel ever hold less than the mark for ever, the reader looks by itself.
 _LOOK_AGAIN_MS = 200
+_MAX_PACKET_BYTES = 64 << 10
 # UIO_MAXIOV of <linux/uio.h>.
 _MAX_PIECES = 1024
 
@@ -259,6 +260,17 @@ def set_pacing(sock: socket.socket, bytes_per_s: int | None) -> None:
     """Cap the socket's send rate in the kernel; None lifts the cap."""
     rate = UNPACED if bytes_per_s is None else max(1, bytes_per_s)
     sock.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, struct.pack("=Q", rate))
+
+
+def packet_bytes(sock: socket.socket) -> int:
+    """What the kernel sends at once on a slow connection: two segments, up to a packet of the network layer.
+
+    It holds all that follows until that has left at the present pace, even if the pace is raised meanwhile.
+
+    Raises:
+        OSError: the socket is gone.
+    """
+    return min(2 * sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG), _MAX_PACKET_BYTES)
 
 
 def set_unsent_limit(sock: socket.socket, nbytes: int | None) -> None:

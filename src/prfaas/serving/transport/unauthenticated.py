@@ -1,10 +1,12 @@
 """Limits on unauthenticated peers: places for connections in their handshake, and what the log says of them."""
 
+import ipaddress
 import logging
 import socket
 import threading
 import time
 from collections import Counter, OrderedDict
+from functools import lru_cache
 
 from prfaas.serving.transport.sockets import shut
 
@@ -14,13 +16,16 @@ log = logging.getLogger(__name__)
 _ROOM_WAIT_S = 1.0
 _NOTE_PERIOD_S = 10.0
 _MAX_REJECTED = 64
+_MAX_KNOWN = 1024
+_IPV4_PREFIX_BITS, _IPV6_PREFIX_BITS = 24, 64
 
 
 class UnauthenticatedPeers:
     """Limits connections that are still in their handshake; thread-safe.
 
-    They have places of their own, so they never take an authenticated peer's. When all places are taken, the oldest
-    connection is closed, of the address that has most of them.
+    They have places of their own, so they never take an authenticated peer's. Known addresses, of peers that were
+    authenticated before or that the peer list names, have as many besides. When all places are taken, the oldest
+    connection is closed, of the network (/24, or /64 of IPv6) that has most of them.
     """
 
     def __init__(self, name: str, places: int) -> None:
@@ -28,8 +33,11 @@ class UnauthenticatedPeers:
         self._name = name
         self._places = places
         self._changed = threading.Condition()
-        # By age. The flag: it was closed, and its thread has yet to end.
-        self._inside: OrderedDict[socket.socket, tuple[str, bool]] = OrderedDict()
+        # By age, with their addresses.
+        self._inside: OrderedDict[socket.socket, str] = OrderedDict()
+        # Those of them that were closed, and whose threads have yet to end.
+        self._closing: set[socket.socket] = set()
+        self._known: OrderedDict[str, None] = OrderedDict()
         self._closed = 0
         self._rejected: OrderedDict[str, str] = OrderedDict()
         self._noted_at_s = float("-inf")
@@ -38,26 +46,41 @@ class UnauthenticatedPeers:
     def __len__(self) -> int:
         return len(self._inside)
 
+    def know(self, *addresses: str) -> None:
+        """Addresses that have the places of known ones from now on, until 1,024 others are known."""
+        with self._changed:
+            for address in addresses:
+                self._known[address] = None
+                self._known.move_to_end(address)
+            while len(self._known) > _MAX_KNOWN:
+                self._known.popitem(last=False)
+
     def enter(self, sock: socket.socket, address: str) -> bool:
         """Take a place, closing the oldest connection if need be. False if none becomes free."""
         with self._changed:
-            if len(self._inside) >= self._places:
-                self._close_one()
-                if not self._changed.wait_for(lambda: len(self._inside) < self._places, _ROOM_WAIT_S):
+            is_known = address in self._known
+            if self._taken(is_known=is_known) >= self._places:
+                self._close_one(is_known=is_known)
+                has_room = self._changed.wait_for(
+                    lambda: self._taken(is_known=is_known) < self._places, _ROOM_WAIT_S
+                )
+                if not has_room:
                     return False
-            self._inside[sock] = (address, False)
+            self._inside[sock] = address
             return True
 
     def leave(self, sock: socket.socket) -> None:
         """Give the place back: the connection has ended or is authenticated; idempotent."""
         with self._changed:
+            self._closing.discard(sock)
             if self._inside.pop(sock, None) is not None:
                 self._changed.notify_all()
 
     def close_oldest(self) -> None:
         """Close the oldest connection, where no file descriptors are left."""
         with self._changed:
-            self._close_one()
+            if not self._close_one(is_known=False):
+                self._close_one(is_known=True)
 
     def note(self, sentence: str, peer: str = "") -> None:
         """Log that a connection failed in its handshake.
@@ -98,13 +121,36 @@ class UnauthenticatedPeers:
         """Connections that were closed to make room for others."""
         return self._closed
 
-    def _close_one(self) -> None:
-        staying = [(sock, address) for sock, (address, closed) in self._inside.items() if not closed]
+    def _taken(self, *, is_known: bool) -> int:
+        return sum((address in self._known) == is_known for address in self._inside.values())
+
+    def _close_one(self, *, is_known: bool) -> bool:
+        """Close one of the known or of the unknown; False if none of them stays."""
+        staying = {
+            sock: network_of(address)
+            for sock, address in self._inside.items()
+            if sock not in self._closing and (address in self._known) == is_known
+        }
         if not staying:
-            return
-        count = Counter(address for _, address in staying)
+            return False
+        count = Counter(staying.values())
         most = max(count.values())
-        oldest, address = next(each for each in staying if count[each[1]] == most)
-        self._inside[oldest] = (address, True)
+        oldest = next(sock for sock, network in staying.items() if count[network] == most)
+        self._closing.add(oldest)
         self._closed += 1
         shut(oldest)
+        return True
+
+
+@lru_cache(maxsize=4096)
+def network_of(address: str) -> str:
+    """The network of an IP address: what one sender has many addresses of."""
+    try:
+        found = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return address
+    if isinstance(found, ipaddress.IPv6Address):
+        if found.ipv4_mapped is None:
+            return str(ipaddress.ip_network((found, _IPV6_PREFIX_BITS), strict=False))
+        found = found.ipv4_mapped
+    return str(ipaddress.ip_network((found, _IPV4_PREFIX_BITS), strict=False))

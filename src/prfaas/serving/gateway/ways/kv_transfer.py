@@ -5,7 +5,9 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
+
+import msgspec
 
 from prfaas.core.deployment import GATEWAY, Instance, LocalTransfer
 from prfaas.core.kv.rank_shares import transfers_per_rank
@@ -32,7 +34,7 @@ from prfaas.serving.transport.ticket import (
     part_id,
 )
 from prfaas.serving.transport.tls_identity import TlsIdentity
-from prfaas.serving.transport.wire import TransferPhase, TransferStatus
+from prfaas.serving.transport.wire import TransferPhase, TransferStatus, read_body
 
 logger = logging.getLogger(__name__)
 
@@ -144,6 +146,17 @@ class MovedPrefix:
     moved_bytes: int = 0
     transfer: TransferDone | None = None
     """What waits in the staging of the prefill instance. What went from pool to pool needs no ticket."""
+
+
+_Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
+
+
+class _StagingStats(msgspec.Struct):
+    """The part of a STATS answer that says how full a rank's staging is."""
+
+    staging_used_blocks: _Count
+    staging_total_blocks: _Count
+    staging_block_bytes: _Count
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,10 +335,10 @@ class KvTransfers:
         try:
             async with asyncio.timeout(timeout_s):
                 for watcher in self._watchers.get(consumer, ()):
-                    told = await watcher.stats()
-                    used_bytes += told["staging_used_blocks"] * told["staging_block_bytes"]
-                    total_bytes += told["staging_total_blocks"] * told["staging_block_bytes"]
-        except (OSError, TimeoutError, KeyError, TypeError):
+                    told = read_body(_StagingStats, await watcher.stats())
+                    used_bytes += told.staging_used_blocks * told.staging_block_bytes
+                    total_bytes += told.staging_total_blocks * told.staging_block_bytes
+        except (OSError, ValueError):
             return None
         return StagingUse(used_bytes, total_bytes)
 
