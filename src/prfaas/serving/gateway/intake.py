@@ -92,7 +92,7 @@ class BodyReader:
 
     def _came(self, address: str, deadline: asyncio.Timeout, begun_s: float, size_bytes: int) -> None:
         """So much of a body is there: it may take as much longer."""
-        bodies = self._awaited.get(address, {})
+        bodies: OrderedDict[asyncio.Timeout, None] = self._awaited.get(address, OrderedDict())
         if deadline in bodies:
             bodies.move_to_end(deadline)
             options = self._options
@@ -100,7 +100,7 @@ class BodyReader:
 
     def _forget(self, address: str, deadline: asyncio.Timeout) -> None:
         """Idempotent."""
-        bodies = self._awaited.get(address, {})
+        bodies: OrderedDict[asyncio.Timeout, None] = self._awaited.get(address, OrderedDict())
         if deadline in bodies:
             del bodies[deadline]
             self._count -= 1
