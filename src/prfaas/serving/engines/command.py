@@ -84,6 +84,8 @@ def vllm_command(deployment: Deployment, instance: Instance) -> EngineCommand:
         *_mixed_chunks(deployment, instance),
         "--enable-prefix-caching",
         "--enable-prompt-tokens-details",
+        # The gateway has engines render what it can't turn into token ids itself.
+        "--enable-scale-out",
         *_retention(deployment, kv_model, on_cpu),
         *_dtypes(deployment.cache_dtypes(instance.cluster)),
         *(("--mamba-ssm-cache-dtype", STATE_DTYPE) if kv_model.has_linear_state else ()),

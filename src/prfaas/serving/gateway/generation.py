@@ -79,7 +79,7 @@ class Generation:
         begun_s = time.perf_counter()
         num_tokens = len(prompt.token_ids)
         record.prompt_tokens = num_tokens
-        first_from_prefill = self._prefill.shows_first(request, prompt)
+        first_from_prefill = self._prefill.shows_first(request)
         decision = plane.router.route(num_tokens, prompt.chains, first_from_prefill=first_from_prefill)
         plane.observe(num_tokens, decision.uncached_tokens)
         decided_s = record.since("decide", begun_s)

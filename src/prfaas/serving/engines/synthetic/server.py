@@ -82,11 +82,15 @@ class EngineServer:
         self._stream_interval = stream_interval
         self._dead = False
         app = web.Application(client_max_size=_MAX_BODY_BYTES)
+        apis: dict[str, tuple[_Parse, Callable[[GenerationRequest, Text], _Writer]]] = {
+            "/v1/completions": (_parse_completion, AnswerWriter),
+            "/v1/chat/completions": (_parse_chat, AnswerWriter),
+            "/v1/responses": (parse_response, ResponseItemWriter),
+            "/v1/messages": (parse_message, MessageWriter),
+        }
         posts: dict[str, Handler] = {
-            "/v1/completions": partial(self._generate, _parse_completion, AnswerWriter),
-            "/v1/chat/completions": partial(self._generate, _parse_chat, AnswerWriter),
-            "/v1/responses": partial(self._generate, parse_response, ResponseItemWriter),
-            "/v1/messages": partial(self._generate, parse_message, MessageWriter),
+            **{path: partial(self._generate, *api) for path, api in apis.items()},
+            **{f"{path}/render": partial(self._render, parse) for path, (parse, _) in apis.items()},
             "/v1/messages/count_tokens": self._count_tokens,
             "/tokenize": self._tokenize,
             "/detokenize": self._detokenize,
@@ -180,6 +184,15 @@ class EngineServer:
         await response.write(writer.end(generations))
         await response.write_eof()
         return response
+
+    async def _render(self, parse: _Parse, request: web.Request) -> web.StreamResponse:
+        """The ids of a request's prompts: of text completions a list, else of the only one."""
+        try:
+            wanted = parse(await request.read(), self._models, self._text)
+        except BodyError as error:
+            return _error(str(error), error.status)
+        rendered = [{"token_ids": work.token_ids, "features": None} for work in wanted.works]
+        return _json(rendered[0] if wanted.chat else rendered)
 
     async def _tokenize(self, request: web.Request) -> web.StreamResponse:
         raw = await request.read()

@@ -56,8 +56,6 @@ class TokenizedPrompt:
     token_ids: Sequence[int]
     chains: PromptChains
     """Hashes of the prompt's blocks."""
-    exact: bool
-    """Whether these are certainly the ids that the engine makes itself."""
     takes_ids: bool
     """Whether the decode engine may be given the ids in place of what the client sent."""
 
