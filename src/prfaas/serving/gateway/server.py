@@ -59,6 +59,9 @@ _OWN_DESCRIPTORS = 64
 _DESCRIPTORS_PER_RANK = 8
 _IDLE_CLIENTS_S = 0.02
 _LOOP_WATCH_S = 0.2
+# Of one header, as long as the tokens of some proxies.
+_MAX_HEADER_BYTES = 64 << 10
+_LINGERING_S = 2.0
 _QUEUE_WATCH_S = 1.0
 _STAGING_WATCH_S = 2.0
 _STAGING_ANSWER_S = 1.0
@@ -376,8 +379,12 @@ def _runner(app: web.Application) -> web.AppRunner:
         handler_cancellation=True,
         access_log=None,
         logger=http_logger,
-        # Compressed bodies would let a few bytes unfold into gigabytes; no client of ours sends them.
+        # Compressed bodies would let a few bytes unfold into gigabytes.
         auto_decompress=False,
+        max_line_size=_MAX_HEADER_BYTES,
+        max_field_size=_MAX_HEADER_BYTES,
+        # What a client goes on to send after it was refused is read for so long, so that it reads why.
+        lingering_time=_LINGERING_S,
         shutdown_timeout=1.0,
     )
 
