@@ -239,6 +239,18 @@ def test_beyond_the_limit_of_requests_there_is_a_429_with_retry_after(in_world: 
     in_world(body, limits=GatewayLimits(requests=2))
 
 
+def test_without_descriptors_a_request_is_refused(in_world: InWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(world: World) -> None:
+        monkeypatch.setattr(
+            "prfaas.serving.descriptors.DescriptorBudget.has_room", lambda self, requests: False
+        )
+        response, answer = await world.post("/v1/completions", {"prompt": LONG})
+        assert response.status == 503 and response.headers["Retry-After"] == "1"
+        assert "no file descriptors left for another request" in answer["error"]["message"]
+
+    in_world(body)
+
+
 @pytest.mark.parametrize("told", [True, False])
 def test_bodies_beyond_what_is_left_are_not_read(in_world: InWorld, told: bool) -> None:
     async def body(world: World) -> None:
