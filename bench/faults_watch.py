@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import math
 import os
 import time
@@ -237,6 +238,8 @@ async def _left_at(stack: FaultStack, name: str) -> list[str]:
 
 def _half_closed(stack: FaultStack) -> list[str]:
     """Connections to or from what listens here that their other side has closed, with who still holds them."""
+    # A client of this process that gave up while it connected leaves its socket to the collector, which is idle now.
+    gc.collect()
     ports = {port for _, port in stack.ports()}
     found = []
     for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
