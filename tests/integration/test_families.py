@@ -84,8 +84,7 @@ def serving(directory: Path, config: dict[str, Any]) -> Iterator[Stack]:
     document["engine"]["extra_args"] += ["--load-format", "seeded"]
     document["clusters"][1]["instances"].pop(0)
     path.write_text(json.dumps(document))
-    # vLLM's attention by AMX asks for no leave to use it: a process may before its first large product, or ends.
-    yield from running(path, with_shims("with_seeded_weights", "without_amx", "with_torchvision"))
+    yield from running(path, with_shims("with_seeded_weights", "with_torchvision"))
 
 
 def told_by(stack: Stack) -> KvModel:
