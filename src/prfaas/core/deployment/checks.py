@@ -236,6 +236,12 @@ def _check_roles(source: YamlSource, file: DeploymentFile) -> None:
             raise source.error(
                 (*location, "roles"), 'a cluster of kind "prfaas" only prefills; make its kind "pd" to decode'
             )
+        if instance.pipeline_parallel > 1 and cluster.kind != "prfaas":
+            raise source.error(
+                (*location, "pipeline_parallel"),
+                'stages only send KVCache, and instances of a "pd" cluster may decode; give it to those of a cluster '
+                'of kind "prfaas"',
+            )
     for c, cluster in enumerate(file.clusters):
         listed = cluster.instances
         if listed is None or cluster.kind != "pd":
@@ -333,11 +339,11 @@ def _check_ports(source: YamlSource, file: DeploymentFile) -> None:
     for location, _, instance in _instances(file):
         owner = f'instance "{instance.name}"'
         # The ranks', and where their data-parallel group meets.
-        count = instance.tensor_parallel + (instance.data_parallel is not None)
+        count = instance.gpus + (instance.data_parallel is not None)
         if instance.kv_port + count > 65536:
             raise source.error(
                 (*location, "kv_port"),
-                f"{instance.kv_port} leaves no room for {instance.tensor_parallel} ranks; take one up to "
+                f"{instance.kv_port} leaves no room for {instance.gpus} ranks; take one up to "
                 f"{65536 - count}",
             )
         for field, port in _ports_of(instance):
@@ -360,7 +366,7 @@ def _check_ports(source: YamlSource, file: DeploymentFile) -> None:
 def _ports_of(instance: InstanceSection) -> Iterator[tuple[str, int]]:
     """Every port that an instance listens on, with the field that it comes from."""
     yield "http_port", instance.http_port
-    for rank in range(instance.tensor_parallel):
+    for rank in range(instance.gpus):
         yield "kv_port", instance.kv_port + rank
     if instance.data_parallel is not None:
         yield "kv_port", instance.meeting_port
@@ -479,6 +485,11 @@ def _check_pools(source: YamlSource, file: DeploymentFile) -> None:
                 location,
                 f"serves {' and '.join(instance.name for instance in together)}, whose tensor_parallel "
                 "differs, so that they can't share pages; make it equal on each machine",
+            )
+        staged = next((instance.name for instance in together if instance.pipeline_parallel > 1), None)
+        if staged is not None:
+            raise source.error(
+                location, f"serves {staged}, whose stages share no pages; leave its pool or its stages out"
             )
     if file.pool.staging_bytes < file.engine.transfer_block_bytes:
         raise source.error(

@@ -4,7 +4,7 @@ from prfaas.core.deployment.schema import DeploymentFile
 from prfaas.core.deployment.source import Location, YamlSource
 from prfaas.core.deployment.types import InstanceSection
 
-_ALIKE = ("tensor_parallel", "expert_parallel", "roles")
+_ALIKE = ("tensor_parallel", "pipeline_parallel", "expert_parallel", "roles")
 
 
 def check_data_parallel(source: YamlSource, file: DeploymentFile) -> None:

@@ -246,12 +246,14 @@ def _ranks_of_others(deployment: Deployment, instance: Instance) -> dict[str, ob
         for other in others
         if other.tensor_parallel != instance.tensor_parallel
     }
-    return {"ranks_of_others": unlike} if unlike else {}
+    stages = {other.name: other.pipeline_parallel for other in others if other.pipeline_parallel > 1}
+    found = {"ranks_of_others": unlike, "stages_of_others": stages}
+    return {name: told for name, told in found.items() if told}
 
 
 def _share_per_rank(peer: KvPeer, instance: Instance) -> float | None:
     # Every rank sends its own part of a transfer, all at the same time.
-    return None if peer.share_bits_per_s is None else peer.share_bits_per_s / instance.tensor_parallel
+    return None if peer.share_bits_per_s is None else peer.share_bits_per_s / instance.gpus
 
 
 def _tls(deployment: Deployment, instance: Instance) -> tuple[str, ...]:
@@ -303,9 +305,13 @@ def _kv_memory(deployment: Deployment) -> tuple[str, ...]:
 
 
 def _ranks(instance: Instance, on_cpu: bool) -> tuple[str, ...]:
-    if instance.tensor_parallel == 1:
+    if instance.gpus == 1:
         return ("--distributed-executor-backend", CPU_EXECUTOR) if on_cpu else ()
-    return ("--tensor-parallel-size", str(instance.tensor_parallel))
+    sizes = {
+        "--tensor-parallel-size": instance.tensor_parallel,
+        "--pipeline-parallel-size": instance.pipeline_parallel,
+    }
+    return tuple(word for option, size in sizes.items() if size > 1 for word in (option, str(size)))
 
 
 def _events(deployment: Deployment, instance: Instance) -> tuple[str, ...]:
