@@ -15,7 +15,6 @@ from prfaas.core.prefix.hashing import (
     DEFAULT_BLOCK_TOKENS,
     BlockHasher,
     PromptChains,
-    PromptTokens,
     chain_root,
 )
 from prfaas.core.prefix.index import (
@@ -39,7 +38,6 @@ __all__ = [
     "PrefixHit",
     "PrefixRecord",
     "PromptChains",
-    "PromptTokens",
     "RemovedBlocks",
     "SequenceGuard",
     "StoredBlocks",
