@@ -25,7 +25,9 @@ from prfaas.core.latency.service_curve import ServiceCurve
 from prfaas.core.planner import PlanProblem, best_operation, problem_of
 from prfaas.core.scheduling.allocation import Allocator, PdInstance, PdLoad, StageLoad
 from prfaas.core.scheduling.length_window import LengthWindow
+from prfaas.core.scheduling.rebalancing import Rebalancer
 from prfaas.core.scheduling.threshold import ThresholdOptimiser
+from prfaas.core.scheduling.view import LinkView
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 SAMPLES = 20_000
@@ -73,12 +75,23 @@ def per_request(lengths: list[float], repeat: int) -> list[Row]:
         for i, (length, measured) in enumerate(zip(lengths, seconds_of, strict=True)):
             curve.add(length, measured, 0.01 * i)
 
-    return [
+    rebalancer = Rebalancer()
+
+    def miss() -> None:
+        for i in range(SAMPLES):
+            rebalancer.observe(i % 3000, 4096, 10**8, "home", ("east",), 0.01 * i)
+
+    rows = [
         Row("LengthWindow.add", fastest_us(observe, SAMPLES, repeat), 2.0),
         Row("ServiceCurve.seconds", fastest_us(predict, SAMPLES, repeat), 0.5),
         Row("ServiceCurve.add, 100 a second", fastest_us(correct, SAMPLES, repeat), 10.0),
+        Row("Rebalancer.observe", fastest_us(miss, SAMPLES, repeat), 5.0),
         Row("LengthWindow.lengths", fastest_us(lambda: window.lengths(20.0), 1, repeat), None),
     ]
+    # A link without a byte to spare: everything is looked at, each time.
+    links = [LinkView("east", "home", 1.0)]
+    decide = fastest_us(lambda: rebalancer.decide(links, 0.01 * SAMPLES), 1, repeat)
+    return [*rows, Row("Rebalancer.decide, 3,000 prefixes", decide, None)]
 
 
 def per_evaluation(example: str, lengths: list[float], repeat: int) -> list[Row]:

@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry
 from rich.console import Console
 
 from prfaas.cli import main as cli
-from prfaas.cli.status_tables import _condition, tables
+from prfaas.cli.status_tables import _condition, _copies, tables
 from prfaas.core.deployment import Deployment, load_deployment
 from prfaas.core.explanation import sentences
 from prfaas.core.kv import FullAttention, KvModel
@@ -463,6 +463,16 @@ def test_help_has_an_example(
     assert run(monkeypatch, command, "--help") == 0
     text = " ".join(capsys.readouterr().out.split())
     assert f"Example: prfaas {command}" in text
+
+
+def test_what_copies_of_hot_prefixes_spared() -> None:
+    told = state(load_deployment(EXAMPLE))
+    assert not list(_copies(told))
+    told["rebalancing"] |= {"copied": 3, "copied_bytes": 5 << 20, "hits": 40, "spared_tokens": 120_000}
+    (line,) = _copies(told)
+    assert str(line) == (
+        "hot prefixes: 3 copied between pools, 5.0 MiB; 40 requests found them and did not compute 120,000 tokens"
+    )
 
 
 def printed(told: dict[str, Any]) -> str:

@@ -121,7 +121,7 @@ def tables(state: Json, note: str = "") -> StatusPage:
         found.append(_pools(state["pools"]))
     if state["links"]:
         found.append(_links(state))
-    return StatusPage(tuple(above), (*found, _routes(state)), tuple(_changes(state)))
+    return StatusPage(tuple(above), (*found, _routes(state)), (*_copies(state), *_changes(state)))
 
 
 def _headline(state: Json) -> Text:
@@ -333,6 +333,15 @@ def _routes(state: Json) -> StatusTable:
     )
     columns = (*_words("route", "reason"), *_numbers(requests=0, share=0))
     return StatusTable("routes", columns, rows or (_row(("none yet", "", "", "")),))
+
+
+def _copies(state: Json) -> Iterable[Text]:
+    told = state["rebalancing"]
+    if told["copied"]:
+        yield Text(
+            f"hot prefixes: {told['copied']:,} copied between pools, {format_bytes(told['copied_bytes'])}; "
+            f"{told['hits']:,} requests found them and did not compute {told['spared_tokens']:,} tokens"
+        )
 
 
 def _changes(state: Json) -> Iterable[Text]:

@@ -9,6 +9,9 @@ from tests.lab.simulator.invariants import Invariants
 
 from prfaas.core.units import BITS_PER_BYTE, GIB
 from prfaas.lab.simulator import CacheOptions, Failure, PoolOptions, Result, Scenario, scenario_of, simulate
+from prfaas.lab.simulator.hot_copies import HotCopies
+from prfaas.lab.simulator.machine_pool import MachinePool
+from prfaas.lab.simulator.world import World
 
 BLOCK = 512
 LONG = 100 * BLOCK
@@ -151,3 +154,37 @@ def test_without_room_they_change_nothing(case_study: CaseStudy) -> None:
     assert "hit_ratio_memory" not in without.summary()
     np.testing.assert_array_equal(without.ttft_s, empty.ttft_s)
     np.testing.assert_array_equal(without.link_bytes, empty.link_bytes)
+
+
+def held_at_home(world: World) -> int:
+    assert world.pools is not None
+    hit = world.pools.request(0, LONG + 100, [*A, 3000], {}).pools.get("home-pool")
+    return 0 if hit is None else hit.every_tier.reusable_tokens
+
+
+def test_a_prefix_that_a_cluster_often_lacks_is_copied_there(case_study: CaseStudy) -> None:
+    """Six ask for it at once, before the first of them has computed it."""
+    pools = {name: PoolOptions(272 * GIB, instances_per_machine=8) for name in ("home", "east")}
+    world = World(scenario(case_study, pools), np.random.default_rng(0), BLOCK)
+    copies = HotCopies(world, BLOCK)
+    assert world.pools is not None
+    world.pools.keep("east-pool", A, LONG)
+    world.columns.grow(8)
+    for number in range(6):
+        world.arrive(number, LONG + 100, 10, [*A, 1000 + number])
+    world.events.run(59.0)
+    assert held_at_home(world) == LONG
+    # What the six left there is gone.
+    at_home = world.pools._machines["home-pool"]
+    at_home.pool = MachinePool(pools["home"], world.scenario.kv_model, BLOCK)
+    assert held_at_home(world) == 0
+    world.events.run(70.0)
+    assert held_at_home(world) == LONG
+
+    (copy,) = copies.changes()["prefix_copies"]
+    assert (copy["source"], copy["target"], copy["tokens"], copy["hits"]) == ("east", "home", LONG, 0)
+    assert world.links["east", "home"].fluid.sent_bits == BITS_PER_BYTE * copy["bytes"]
+    world.arrive(6, LONG + 100, 10, [*A, 2000])
+    assert copy["hits"] == 1
+    world.arrive(7, LONG + 100, 10, list(range(300, 401)))
+    assert copy["hits"] == 1

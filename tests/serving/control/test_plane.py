@@ -17,6 +17,7 @@ from prfaas.core.scheduling import NoDecodeInstanceError, Route, make_policy
 from prfaas.serving.control.engine_http import EngineHttp
 from prfaas.serving.control.engine_monitor import EngineMonitor
 from prfaas.serving.control.engine_reading import read_exposition
+from prfaas.serving.control.hot_prefixes import HotPrefixes
 from prfaas.serving.control.kv_events import EventFeed
 from prfaas.serving.control.plane import GaugeWriter, LivePlane
 from prfaas.serving.control.planning_inputs import kv_model_of, policy_of
@@ -34,6 +35,7 @@ from .world import (
     plane_of,
     report,
     take_on,
+    with_pools,
 )
 
 T = TypeVar("T")
@@ -230,6 +232,32 @@ def test_stale_links_are_not_used_and_come_back(planes: Planes) -> None:
         await plane.close()
 
     asyncio.run(main())
+
+
+def test_missing_prefixes_are_decided_to_be_copied(tmp_path: Path, clock: FakeClock) -> None:
+    back = "links: -> links:\n  - {source: home, target: far, bandwidth: 1 Gbit/s}"
+    planes = Planes(deployment_of(tmp_path, text=with_pools(), back=back), clock)
+
+    def use(plane: LivePlane) -> None:
+        hashes: list[int | bytes] = list(range(1, 9))
+        full = StoredBlocks(
+            hashes=hashes, block_tokens=256, token_ids=list(range(2048)), kind="full_attention"
+        )
+        state = StoredBlocks(hashes=[8], block_tokens=256, token_ids=list(range(2048)), group=1, kind="mamba")
+        plane.prefixes.apply("home-pool", EventBatch(0.0, [state, full]))
+        planes.clock.now_s += 20  # so that no cache crosses a link on demand
+        for tail in range(6):
+            decision = plane.router.route(
+                12_000, plane.prefixes.chains([*range(2048), *([tail] * 9952)], "", "")
+            )
+            assert decision.route is Route.OFFLOAD
+        for link in plane.cluster_state.view.links.values():
+            link.seen_s = planes.clock.now_s
+        plane.part(HotPrefixes).decide()
+        (copy,) = plane.state()["rebalancing"]["recent"]
+        assert (copy["source"], copy["target"], copy["tokens"]) == ("home", "far", 2048)
+
+    planes.run(use)
 
 
 def test_an_operator_drains_an_instance_and_lets_it_take_part_again(planes: Planes) -> None:

@@ -15,6 +15,7 @@ from prfaas.core.prefix.hashing import (
     DEFAULT_BLOCK_TOKENS,
     BlockHasher,
     PromptChains,
+    PromptTokens,
     chain_root,
 )
 from prfaas.core.prefix.index import (
@@ -38,6 +39,7 @@ __all__ = [
     "PrefixHit",
     "PrefixRecord",
     "PromptChains",
+    "PromptTokens",
     "RemovedBlocks",
     "SequenceGuard",
     "StoredBlocks",

@@ -127,6 +127,15 @@ class BlockHasher:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptTokens:
+    """A prompt itself, for who has to name its beginning to others."""
+
+    token_ids: Sequence[int]
+    salt: str
+    adapter: str
+
+
+@dataclass(frozen=True, slots=True)
 class PromptChains:
     """The hash chains of one prompt less its last token, which is always computed."""
 
@@ -136,6 +145,16 @@ class PromptChains:
     """Tokens per block → one hash per whole block, for every block size of the deployment's engines (usually one)."""
     with_lookahead: Mapping[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
     """(Tokens per block, tokens behind it) → the same for engines whose hashes look ahead."""
+    prompt: PromptTokens | None = None
+    """What was hashed; None where nobody asks."""
+
+    def key_of(self, tokens: int) -> int | None:
+        """The hash of the prefix of `tokens` tokens, None if it ends on no block's boundary."""
+        for block_tokens, hashes in self.by_block_tokens.items():
+            blocks, rest = divmod(tokens, block_tokens)
+            if rest == 0 and 0 < blocks <= len(hashes):
+                return hashes[blocks - 1]
+        return None
 
 
 class Hashers:

@@ -334,6 +334,7 @@ _ROWS: tuple[tuple[str, str, Callable[[float], str], bool], ...] = (
     ("  from SSD of pools", "hit_ratio_ssd", _share, False),
     ("  from other machines' pools", "hit_ratio_machine", _share, False),
     ("  from other clusters' pools", "hit_ratio_cluster", _share, False),
+    ("copies of hot prefixes", "prefix_copies", _count, False),
     ("changes of the threshold", "threshold_changes", _count, False),
     ("changes of roles", "conversions", _count, False),
     ("prefilled again after a failure", "retries", _count, False),
@@ -346,5 +347,6 @@ _ONLY_IF_ANY = {
     "conversions",
     "retries",
     "hit_ratio",
+    "prefix_copies",
     *(f"hit_ratio_{tier}" for tier in TIERS),
 }

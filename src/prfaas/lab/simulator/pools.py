@@ -1,7 +1,7 @@
 """The prefix-cache pools of a simulated deployment: which machine has which, and what loading from them takes."""
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from prfaas.core.deployment.pool import pool_names
 from prfaas.core.prefix.index import NOTHING, PoolHit, PrefixHit
@@ -61,6 +61,7 @@ class MachinePools:
     ) -> None:
         self._view = view
         self._tokens = tokens
+        self.on_place: Callable[[Job], None] = lambda _job: None
         self._machines: dict[str, _Machine] = {}
         self._of: dict[str, _Machine] = {}
         for cluster in scenario.clusters:
@@ -88,6 +89,7 @@ class MachinePools:
         """A job was routed: what its decision says of pools comes true."""
         decision = job.decision
         self.settle(job, held, job.tokens - decision.prefill_tokens, decision.load_s)
+        self.on_place(job)
 
     def settle(self, job: Job, held: Mapping[str, PrefixHit], reused_tokens: int, load_s: float) -> None:
         """Set the tokens that a job reuses at its prefill instance, and the load from its machine's pool.
@@ -105,6 +107,15 @@ class MachinePools:
             job.load = loaded = machine.pool.load(job.blocks, job.own_tokens, reused_tokens)
             self._tokens["memory"][job.number] = loaded.memory_tokens
             self._tokens["ssd"][job.number] = loaded.ssd_tokens
+
+    def name_at(self, instance: str) -> str | None:
+        """The pool of an instance's machine."""
+        machine = self._of.get(instance)
+        return None if machine is None else machine.view.name
+
+    def keep(self, pool: str, blocks: Sequence[int], num_tokens: int) -> None:
+        """A prefix has come to a pool."""
+        self._machines[pool].pool.store(blocks, num_tokens, 0, is_received=True)
 
     def source_cluster(self, transfer: CacheTransfer) -> str:
         """Where the pool is that a transfer comes from."""

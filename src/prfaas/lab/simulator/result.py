@@ -137,7 +137,7 @@ class Result:
     """By name, values at the equally spaced times `time_s`: `queue_<cluster>`, `prefill_utilisation_<cluster>`,
     `egress_bits_per_s_<link>` and so on."""
     changes: Mapping[str, Any]
-    """What the slow loops changed: `threshold_changes` and `conversions`."""
+    """What the slow loops changed: `threshold_changes`, `conversions`, and with pools `prefix_copies`."""
     answer_s: float = 0.0
     """What a request of mean lengths takes in a full batch, without waiting; 0: not known."""
     second_token_s: FloatArray | None = None

@@ -11,6 +11,7 @@ import numpy as np
 from prfaas.core.workload.traffic import RequestChunk
 from prfaas.lab.simulator.control_loops import SlowLoops
 from prfaas.lab.simulator.faults import Faults
+from prfaas.lab.simulator.hot_copies import HotCopies
 from prfaas.lab.simulator.result import FloatArray, IntArray, Result
 from prfaas.lab.simulator.scenario import Scenario
 from prfaas.lab.simulator.time_series import TimeSeries
@@ -61,6 +62,7 @@ def simulate(
         raise ValueError("there is no request to simulate")
     world = World(scenario, np.random.default_rng(seed), first.block_tokens)
     loops = SlowLoops(world)
+    copies = None if world.pools is None else HotCopies(world, first.block_tokens)
     Faults(world)
     series = TimeSeries(world)
     arrived: list[_Arrived] = []
@@ -82,7 +84,8 @@ def simulate(
     finally:
         if was_collecting:
             gc.enable()
-    return _result(world, arrived, series, loops.changes(), warmup_share)
+    changes = loops.changes() | (copies.changes() if copies is not None else {})
+    return _result(world, arrived, series, changes, warmup_share)
 
 
 def _feed(world: World, chunk: RequestChunk, start: int, on_event: Callable[[World], None] | None) -> None:

@@ -22,6 +22,7 @@ from prfaas.serving.control.drains import InstanceDrains
 from prfaas.serving.control.engine_monitor import EngineMonitor
 from prfaas.serving.control.engine_reading import EngineReading
 from prfaas.serving.control.health import HealthWatch
+from prfaas.serving.control.hot_prefixes import HotPrefixes
 from prfaas.serving.control.kv_events import EventFeed, events_endpoints
 from prfaas.serving.control.link_budget import LinkBudget
 from prfaas.serving.control.link_monitor import LinkMonitor
@@ -40,6 +41,7 @@ from prfaas.serving.control.thresholds import Thresholds
 from prfaas.serving.control.waits import PredictedWaits
 from prfaas.serving.departed_series import DepartedSeries
 from prfaas.serving.own_process import LoopClock
+from prfaas.serving.pool.copier import PoolCopier
 from prfaas.serving.running_deployment import RunningDeployment
 from prfaas.serving.tasks import LoopFailures
 from prfaas.serving.transport.observer import Observer
@@ -83,7 +85,9 @@ class LivePlane:
         self.loop_clock, self.loop_failures = LoopClock(), LoopFailures()
         engines = EngineMonitor(running, members.http, state, listeners, clock=clock)
         self.prefixes, feed = _prefixes(members, state, kv_model, metrics)
-        self.router = Router(running, state, self.prefixes, metrics)
+        copier = PoolCopier(running, members.key, members.pool_ports)
+        hot_prefixes = HotPrefixes(state, copier, clock=clock, metrics=metrics)
+        self.router = Router(running, state, self.prefixes, hot_prefixes, metrics)
         self.admission = PrefillAdmission(
             state,
             batch_tokens=current.engine.max_num_batched_tokens,
@@ -118,7 +122,7 @@ class LivePlane:
         # In the order in which they join; they leave in the other one.
         self.parts: list[Part] = [DeployedView(running, state, curves), members, engines, pools, self.links]
         self.parts += [_budget(members, state, self.links), self.compatibility, self.router, self.thresholds]
-        self.parts += [self._roles(facts, engines, metrics), feed, self.prefixes]
+        self.parts += [self._roles(facts, engines, metrics), feed, self.prefixes, hot_prefixes]
         peer_lists = PeerListUpdates(running, members.kv_ports, listeners.told.tell)
         self.parts += [self.admission, self.health, self.drains, peer_lists]
         self.parts.append(GaugeWriter(self.parts, metrics, running, clock))

@@ -19,6 +19,7 @@ from prfaas.core.prefix import (
     PrefixHit,
     PrefixRecord,
     PromptChains,
+    PromptTokens,
     chain_root,
 )
 from prfaas.core.prefix.events import Event, EventBatch, RemovedBlocks, StoredBlocks
@@ -213,7 +214,9 @@ class PrefixKnowledge(Part):
 
     def chains(self, token_ids: Sequence[int], salt: str, adapter: str) -> PromptChains:
         """The hash chains by which a prompt is looked up. May be called in a thread."""
-        chains = self.index.chains(token_ids, salt, adapter)
+        chains = replace(
+            self.index.chains(token_ids, salt, adapter), prompt=PromptTokens(token_ids, salt, adapter)
+        )
         hasher = self._hasher
         if hasher is None or hasher.block_tokens in chains.by_block_tokens:
             return chains

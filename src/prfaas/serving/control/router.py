@@ -12,6 +12,7 @@ from prfaas.core.prefix import PromptChains
 from prfaas.core.scheduling import CheckedPolicy, Decision, Policy, Route, RoutingRequest, View, make_policy
 from prfaas.core.scheduling.policy import is_shortest_first
 from prfaas.serving.control.cluster_state import ClusterState
+from prfaas.serving.control.hot_prefixes import HotPrefixes
 from prfaas.serving.control.metrics import ControlMetrics
 from prfaas.serving.control.part import Json, Part
 from prfaas.serving.control.planning_inputs import policy_of
@@ -70,6 +71,7 @@ class Router(Part):
         running: RunningDeployment,
         cluster_state: ClusterState,
         prefixes: PrefixKnowledge,
+        hot_prefixes: HotPrefixes,
         metrics: ControlMetrics,
     ) -> None:
         """
@@ -77,6 +79,7 @@ class Router(Part):
             running: names the policy and its parameters.
             cluster_state: has the view that the policy reads.
             prefixes: who holds what of a prompt.
+            hot_prefixes: is told what was missed.
             metrics: count decisions.
 
         Raises:
@@ -85,6 +88,7 @@ class Router(Part):
         self._running = running
         self._cluster_state = cluster_state
         self._prefixes = prefixes
+        self._hot_prefixes = hot_prefixes
         self._metrics = metrics
         self._local = make_policy("local_only")
         self._routed = 0
@@ -128,6 +132,8 @@ class Router(Part):
         policy = self._policy if offload else self._local
         decision = match.bound(policy.decide(request, view), num_tokens, state.kv_between)
         self._count(decision)
+        if offload and not avoid and view.pools:
+            self._hot_prefixes.note(decision.prefill, chains, match.pools)
         return decision
 
     def decoders(self) -> list[str]:

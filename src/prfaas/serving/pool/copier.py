@@ -1,4 +1,4 @@
-"""Orders for copies of prefixes from pool to pool, by the gateway before a prefill."""
+"""Orders for copies of prefixes from pool to pool: by the gateway before a prefill, and for hot prefixes."""
 
 import asyncio
 import logging
@@ -18,7 +18,6 @@ logger = logging.getLogger(__name__)
 
 # Links are shared, and copies get what others leave.
 _SLACK = 4.0
-# Allowed besides the time of the bytes on the link.
 _GRACE_S = 30.0
 _ABANDON_S = 5.0
 
@@ -48,6 +47,7 @@ class PoolCopier:
         service: TransferClass,
         *,
         kv_bytes: int,
+        grace_s: float = _GRACE_S,
     ) -> CopyResult:
         """Have the pool `target` get a prefix from the pool `source`, and wait until it has it.
 
@@ -61,10 +61,11 @@ class PoolCopier:
             adapter: name of the LoRA adapter.
             service: its class on the link.
             kv_bytes: expected size.
+            grace_s: allowed time besides that of the bytes on the link.
         """
         if len(token_ids) > MAX_COPIED_TOKENS:
             return CopyResult(0, 0, f"long: at most {MAX_COPIED_TOKENS} tokens can be copied")
-        timeout_s = _GRACE_S + self._moving_s(source, target, kv_bytes)
+        timeout_s = grace_s + self._moving_s(source, target, kv_bytes)
         ticket = Ticket.issue(
             producer=source,
             consumer=target,

@@ -1,0 +1,202 @@
+"""Which hot prefixes are worth copying to which cluster with unused bandwidth (section 3.2)."""
+
+import math
+from collections import OrderedDict, deque
+from collections.abc import Collection, Hashable, Iterable
+from dataclasses import dataclass, field
+
+from prfaas.core.scheduling.view import LinkView
+from prfaas.core.units import BITS_PER_BYTE
+
+_Place = tuple[Hashable, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """The KV of a prefix goes from one cluster to another."""
+
+    key: Hashable
+    source: str
+    target: str
+    tokens: int
+    num_bytes: int
+    misses: float
+    """How often it was missing there lately, with decay."""
+
+
+@dataclass(slots=True)
+class Appetite:
+    """How readily copies are made, in [`least`, 1]: lower after each that nobody used, higher after each that was.
+
+    A copy that was not used within its time halves it, one that was used doubles it. So as long as fewer copies are
+    used than not, it falls, and every prefix must be missed more often before it is copied.
+    """
+
+    least: float = 1 / 16
+    value: float = field(default=1.0, init=False)
+    _unused: OrderedDict[_Place, float] = field(default_factory=OrderedDict, init=False)
+
+    def copied(self, place: _Place, until_s: float) -> None:
+        """A prefix is in that cluster now. It should be used until then."""
+        self._unused[place] = until_s
+        self._unused.move_to_end(place)
+
+    def used(self, place: _Place) -> None:
+        """A request found the prefix there. Only the first use of a copy counts, and only in time."""
+        if self._unused.pop(place, None) is not None:
+            self.value = min(2 * self.value, 1.0)
+
+    def look(self, now_s: float) -> None:
+        """Judge the copies whose time is over."""
+        while self._unused:
+            place, until_s = next(iter(self._unused.items()))
+            if until_s > now_s:
+                return
+            del self._unused[place]
+            self.value = max(self.value / 2, self.least)
+
+
+@dataclass(slots=True)
+class _Missing:
+    """One prefix that a cluster lacks: the last misses, and their sum with decay as of the last one."""
+
+    times_s: deque[float]
+    misses: float
+    tokens: int
+    num_bytes: int
+    held_in: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class Rebalancer:
+    """Counts what is missing where, and decides copies.
+
+    A copy is due when its prefix was missing in a cluster `min_misses` / appetite times within `window_s`, another
+    cluster with a live link to it was seen to hold the prefix, and the link has bytes to spare: what is left of its
+    capacity less `headroom` and less what it carries, for the time since the last decision (at most `period_s`). The
+    copies that spare the most computing per byte come first: misses × tokens / bytes. Each (prefix, cluster) is decided
+    once per `cool_down_s`. A copy must be used within `window_s`, or the appetite falls.
+
+    Memory is bounded: `capacity` pairs of prefix and cluster seen once, and as many seen more often. Where one list
+    is full its longest unseen goes: prefixes seen once, however many, push out nothing that came twice.
+    """
+
+    min_misses: int = 4
+    window_s: float = 600.0
+    period_s: float = 60.0
+    headroom: float = 0.3
+    cool_down_s: float = 1800.0
+    capacity: int = 4096
+    appetite: Appetite = field(default_factory=Appetite)
+    _once: OrderedDict[_Place, _Missing] = field(default_factory=OrderedDict, init=False)
+    _often: OrderedDict[_Place, _Missing] = field(default_factory=OrderedDict, init=False)
+    _decided_s: OrderedDict[_Place, float] = field(default_factory=OrderedDict, init=False)
+    _last_s: float | None = field(default=None, init=False)
+
+    def observe(
+        self,
+        key: Hashable,
+        tokens: int,
+        num_bytes: int,
+        missing_in: str,
+        held_in: Collection[str],
+        now_s: float,
+    ) -> None:
+        """A request for `missing_in` had a prefix that this cluster lacks and the clusters `held_in` have. 2 µs."""
+        place = (key, missing_in)
+        before = self._often.get(place) or self._once.get(place)
+        if before is None:
+            times: deque[float] = deque((now_s,), self._most_misses)
+            self._once[place] = _Missing(times, 1.0, tokens, num_bytes, tuple(held_in))
+            if len(self._once) > self.capacity:
+                self._once.popitem(last=False)
+            return
+        before.misses = before.misses * self._decay(now_s - before.times_s[-1]) + 1
+        before.times_s.append(now_s)
+        before.tokens, before.num_bytes, before.held_in = tokens, num_bytes, tuple(held_in)
+        self._once.pop(place, None)
+        self._often[place] = before
+        self._often.move_to_end(place)
+        if len(self._often) > self.capacity:
+            self._often.popitem(last=False)
+
+    def decide(self, links: Iterable[LinkView], now_s: float) -> tuple[Copy, ...]:
+        """The copies to make now, best first. `links`: those whose facts can be believed."""
+        elapsed_s = self.period_s if self._last_s is None else min(now_s - self._last_s, self.period_s)
+        self._last_s = now_s
+        spare = {
+            (link.source, link.target): self._spare_bits_per_s(link) * elapsed_s / BITS_PER_BYTE
+            for link in links
+            if link.up and link.joins_pools
+        }
+        copies = []
+        for place, missing in sorted(
+            self._due(now_s), key=lambda due: (-self._worth(due[1], now_s), str(due[0]))
+        ):
+            key, target = place
+            ways = [(spare.get((source, target), 0.0), source) for source in missing.held_in]
+            room, source = max(ways, key=lambda way: (way[0], way[1]), default=(0.0, ""))
+            if source == "" or room < missing.num_bytes:
+                continue
+            spare[source, target] -= missing.num_bytes
+            misses = missing.misses * self._decay(now_s - missing.times_s[-1])
+            copies.append(Copy(key, source, target, missing.tokens, missing.num_bytes, misses=misses))
+            self._note(place, now_s)
+        return tuple(copies)
+
+    def is_often(self, key: Hashable, cluster: str) -> bool:
+        """Whether the cluster missed the prefix more than once, as far as is remembered."""
+        return (key, cluster) in self._often
+
+    def copied(self, key: Hashable, cluster: str, now_s: float) -> None:
+        """A copy that was decided has been made."""
+        self.appetite.copied((key, cluster), now_s + self.window_s)
+
+    def used(self, key: Hashable, cluster: str) -> None:
+        """A request found a prefix that was copied there."""
+        self.appetite.used((key, cluster))
+
+    @property
+    def needed_misses(self) -> int:
+        """So often a prefix must be missing before it is copied, by the present appetite."""
+        return math.ceil(self.min_misses / self.appetite.value)
+
+    @property
+    def _most_misses(self) -> int:
+        return math.ceil(self.min_misses / self.appetite.least)
+
+    def __len__(self) -> int:
+        """Pairs of prefix and cluster that are remembered."""
+        return len(self._once) + len(self._often) + len(self._decided_s)
+
+    def _due(self, now_s: float) -> list[tuple[_Place, _Missing]]:
+        self.appetite.look(now_s)
+        needed = self.needed_misses
+        lists = (self._often, self._once) if needed == 1 else (self._often,)
+        return [
+            (place, missing)
+            for seen in lists
+            for place, missing in seen.items()
+            if len(missing.times_s) >= needed
+            and now_s - missing.times_s[-needed] <= self.window_s
+            and now_s - self._decided_s.get(place, float("-inf")) >= self.cool_down_s
+        ]
+
+    def _note(self, place: _Place, now_s: float) -> None:
+        self._decided_s[place] = now_s
+        self._decided_s.move_to_end(place)
+        while len(self._decided_s) > self.capacity:
+            self._decided_s.popitem(last=False)
+        self._often.pop(place, None)
+        self._once.pop(place, None)
+
+    def _worth(self, missing: _Missing, now_s: float) -> float:
+        misses = missing.misses * self._decay(now_s - missing.times_s[-1])
+        return misses * missing.tokens / max(missing.num_bytes, 1)
+
+    def _decay(self, age_s: float) -> float:
+        """Half of a miss is forgotten after half of the window."""
+        return float(0.5 ** (2 * max(age_s, 0.0) / self.window_s))
+
+    def _spare_bits_per_s(self, link: LinkView) -> float:
+        return max(link.capacity_bits_per_s * (1 - self.headroom) - link.egress_bits_per_s, 0.0)
