@@ -1,6 +1,7 @@
 """Reading deployment files: what a good one says, and where a bad one is wrong."""
 
 import re
+import socket
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prfaas.core.deployment import Deployment, DeploymentError, ModelSource, load_deployment
+from prfaas.core.deployment.addresses import local_endpoint
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "local.yaml"
 
@@ -535,7 +537,24 @@ def test_where_events_are_published(tmp_path: Path) -> None:
     endpoints = [here.events_endpoint(instance) for instance in here.instances]
     addresses = {e.publish for e in endpoints if e} | {e.replay for e in endpoints if e}
     assert len(addresses) == 2 * len(here.instances)
-    assert all(address.startswith("ipc://@prfaas-") and len(address) < 107 for address in addresses)
+    assert all(address.startswith(f"ipc://{here.events_folder}/inproc-") for address in addresses)
+
+
+@pytest.mark.parametrize("length", [1, 40, 70, 90, 200])
+def test_sockets_of_events_have_room_for_later_ranks(tmp_path: Path, length: int) -> None:
+    state_dir = tmp_path / ("s" * length)
+    here = load_deployment(EXAMPLE, state_dir=state_dir)
+    assert (here.events_folder == here.home / "events") is (len(str(here.home / "events")) < 79)
+    names = [local_endpoint(here.home, name) for name in ("a" * 63, "b" * 63, "home-0")]
+    replays = {endpoint.replay.removeprefix("ipc://") for endpoint in names}
+    assert len(replays) == 3
+    for replay in replays:
+        Path(replay).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with socket.socket(socket.AF_UNIX) as bound:
+            bound.bind(f"{replay}_dp999")
+        Path(f"{replay}_dp999").unlink()
+    if here.events_folder != here.home / "events":
+        here.events_folder.rmdir()
 
 
 def test_what_the_scheduler_is_told(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def test_where_pools_publish_what_they_hold(tmp_path: Path) -> None:
     east, home = (deployment.events_endpoint(deployment.pool_named(n)) for n in ("east-pool-0", "home-pool"))
     assert east is not None and home is not None
     assert (east.publish, east.replay) == ("tcp://10.0.0.1:8310", "tcp://10.0.0.1:8311")
-    assert home.publish.startswith("ipc://@prfaas-") and home.publish.endswith("-home-pool")
+    assert home.publish == f"ipc://{deployment.events_folder}/inproc-home-pool"
 
 
 def test_settings_of_all_pools(tmp_path: Path) -> None:

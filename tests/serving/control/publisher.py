@@ -1,6 +1,7 @@
 """An engine's KV event publisher and replay endpoint, in this process, in vLLM's format."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -19,6 +20,7 @@ class Publisher:
         # A test that fails must not wait for what nobody will receive.
         self._context.linger = 0
         self._publish = self._context.socket(zmq.PUB)
+        Path(endpoint.bind_publish.removeprefix("ipc://")).parent.mkdir(0o700, parents=True, exist_ok=True)
         self._publish.bind(endpoint.bind_publish)
         self._replay = self._context.socket(zmq.ROUTER)
         self._replay.bind(endpoint.bind_replay)

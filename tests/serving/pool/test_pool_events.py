@@ -2,9 +2,9 @@
 
 import asyncio
 import random
-import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -22,8 +22,8 @@ from prfaas.serving.pool.events import PoolEventLog, PoolEventPublisher
 
 
 @pytest.fixture
-def endpoint() -> EventsEndpoint:
-    publish, replay = (f"ipc://@prfaas-test-{uuid.uuid4().hex[:12]}-{end}" for end in ("live", "replay"))
+def endpoint(tmp_path: Path) -> EventsEndpoint:
+    publish, replay = (f"ipc://{tmp_path}/{end}" for end in ("live", "replay"))
     return EventsEndpoint(publish, replay, publish, replay)
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import ipaddress
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,8 @@ TRACES_PATH = "/v1/traces"
 """Where OTLP/HTTP has traces."""
 
 
+# With "inproc-" and "-replay_dp999" a Unix socket's address has 107 bytes.
+_LONGEST_FOLDER, _NAME_BYTES = 87, 4
 _LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
 _HOST_NAME = re.compile(rf"(?=.{{1,253}}$){_LABEL}(\.{_LABEL})*\.?")
 
@@ -36,11 +39,23 @@ def tcp_endpoint(host: str, port: int) -> EventsEndpoint:
     )
 
 
-def local_endpoint(home: Path, instance: str) -> EventsEndpoint:
-    """Abstract sockets of this machine: no port, no file, and nothing that another machine could reach."""
-    place = hashlib.blake2b(str(home).encode(), digest_size=6).hexdigest()
-    publish, replay = f"ipc://@prfaas-{place}-{instance}", f"ipc://@prfaas-{place}-{instance}-replay"
-    return EventsEndpoint(publish, replay, publish, replay)
+def events_folder(home: Path) -> Path:
+    """The folder of sockets of a deployment whose folder is `home`: their names must fit into a socket's address."""
+    folder = home / "events"
+    if len(os.fsencode(folder)) < _LONGEST_FOLDER - 2 * _NAME_BYTES:
+        return folder
+    place = hashlib.blake2b(os.fsencode(home), digest_size=6).hexdigest()
+    return Path(f"/tmp/prfaas-{os.getuid()}-{place}")
+
+
+def local_endpoint(home: Path, holder: str) -> EventsEndpoint:
+    """Sockets of this machine, in a folder that only its user can enter: events hold token ids and salts."""
+    folder = events_folder(home)
+    if len(os.fsencode(folder / holder)) > _LONGEST_FOLDER:
+        holder = hashlib.blake2b(holder.encode(), digest_size=_NAME_BYTES).hexdigest()
+    # vLLM appends "_dp1" for a later data-parallel rank where the address has this word.
+    publish = f"ipc://{folder}/inproc-{holder}"
+    return EventsEndpoint(publish, f"{publish}-replay", publish, f"{publish}-replay")
 
 
 def is_loopback(host: str) -> bool:

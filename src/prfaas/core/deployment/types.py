@@ -10,6 +10,7 @@ from pydantic import Field
 
 from prfaas.core.deployment.addresses import (
     EventsEndpoint,
+    events_folder,
     host_in_url,
     is_loopback,
     local_endpoint,
@@ -310,6 +311,11 @@ class Deployment(Section):
     def logs_dir(self) -> Path:
         """Where `prfaas up` writes one log per engine."""
         return self.home / "logs"
+
+    @property
+    def events_folder(self) -> Path:
+        """Where holders on this machine publish their KV-cache events; no other user may enter it."""
+        return events_folder(self.home)
 
     @property
     def instances(self) -> tuple[Instance, ...]:

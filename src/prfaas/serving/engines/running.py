@@ -13,6 +13,7 @@ from prfaas.serving.engines.command import EngineCommand, synthetic_command, vll
 from prfaas.serving.engines.preparation import (
     ensure_certificates,
     ensure_dtypes,
+    ensure_events_folder,
     ensure_key,
     ensure_model,
     ensure_nixl,
@@ -99,6 +100,7 @@ class RunningEngines(ChildProcesses):
             ensure_dtypes(self.deployment, instances)
         ensure_key(self.deployment)
         ensure_certificates(self.deployment, names)
+        ensure_events_folder(self.deployment)
         launched: list[str] = []
         try:
             forks: list[EngineStart] = []

@@ -17,6 +17,7 @@ from prfaas.serving.pool.daemon import DaemonOptions, PoolDaemon, PoolError, are
 from prfaas.serving.pool.events import PoolEventPublisher
 from prfaas.serving.pool.neighbours import PoolNeighbours
 from prfaas.serving.pool.ssd_tier import SsdOptions, ssd_factory
+from prfaas.serving.secret_files import make_private_folder
 from prfaas.serving.transport.ticket import load_key
 
 logger = logging.getLogger(__name__)
@@ -139,8 +140,9 @@ def _publisher(deployment: Deployment, node: PoolNode) -> Iterator[PoolEventPubl
         yield None
         return
     try:
+        make_private_folder(deployment.events_folder)
         publisher = PoolEventPublisher(endpoint)
-    except zmq.ZMQError as error:
+    except (OSError, zmq.ZMQError) as error:
         raise PoolError(f"pool {node.name} can't publish at {endpoint.bind_publish}: {error}") from error
     publisher.start()
     try:

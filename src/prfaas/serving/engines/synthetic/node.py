@@ -25,6 +25,7 @@ from prfaas.serving.engines.synthetic.layout import SyntheticLayout
 from prfaas.serving.engines.synthetic.pace import Pace
 from prfaas.serving.engines.synthetic.server import EngineServer
 from prfaas.serving.engines.synthetic.text import Text
+from prfaas.serving.secret_files import make_private_folder
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ class SyntheticNode:
         self._tls = identity_of(deployment, instance.name)
         layout = SyntheticLayout.of_model(_sent_model(deployment))
         endpoint = deployment.events_endpoint(instance)
+        make_private_folder(deployment.events_folder)
         self._publisher = EventPublisher(endpoint) if endpoint is not None else None
         publish: Callable[[Sequence[Event]], None] = (
             self._publisher.publish if self._publisher is not None else lambda _events: None
