@@ -7,9 +7,10 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.core.prefix.digested import HearingIndex
 from tests.core.prefix.engine_model import Batch, EngineModel, Holdings, Prefix, Shape
 
-from prfaas.core.prefix import GlobalIndex, PrefixHit, SequenceGuard, decode_batch
+from prfaas.core.prefix import PrefixHit, SequenceGuard, decode_batch
 
 SHAPES = {
     "dense": Shape(),
@@ -31,7 +32,7 @@ ENGINES = 3
 class Follower:
     """Applies an engine's batches to the index as a reader would, without a replay: a gap costs the holdings."""
 
-    index: GlobalIndex
+    index: HearingIndex
     name: str
     guard: SequenceGuard = field(default_factory=SequenceGuard)
     seen: Holdings | None = None
@@ -73,7 +74,7 @@ class Follower:
 class World:
     """Engines that serve a few prompts with common prefixes, and an index that hears of it."""
 
-    def __init__(self, shapes: list[Shape], seed: int, index: GlobalIndex) -> None:
+    def __init__(self, shapes: list[Shape], seed: int, index: HearingIndex) -> None:
         self.random = Random(seed)
         self.index = index
         self.engines = [EngineModel(shape, self.random) for shape in shapes]
@@ -119,8 +120,8 @@ class World:
                 engine.restart()
 
 
-def new_index(shape: Shape, capacity_blocks: int = 1000) -> GlobalIndex:
-    return GlobalIndex(
+def new_index(shape: Shape, capacity_blocks: int = 1000) -> HearingIndex:
+    return HearingIndex(
         seed=3,
         capacity_blocks=capacity_blocks,
         needs_states=shape.linear_groups > 0,
@@ -183,7 +184,7 @@ def test_whatever_is_lost_doubled_or_late_nothing_is_claimed_that_an_engine_does
 @given(SEEDS)
 def test_engines_with_other_blocks_and_groups_live_side_by_side(seed: int) -> None:
     shapes = [Shape(block_tokens=2), Shape(block_tokens=3), Shape(block_tokens=3, windows=(4,))]
-    world = World(shapes, seed, GlobalIndex())
+    world = World(shapes, seed, HearingIndex())
     for place, batch in world.run(60):
         follower = world.followers[place]
         follower.hear(batch)

@@ -20,23 +20,10 @@ _HOST_NAME = re.compile(rf"(?=.{{1,253}}$){_LABEL}(\.{_LABEL})*\.?")
 
 @dataclass(frozen=True, slots=True)
 class EventsEndpoint:
-    """Where an engine publishes what its prefix cache holds: ZeroMQ addresses.
+    """Where an engine publishes what its prefix cache holds, for its own machine: ZeroMQ addresses."""
 
-    The engine binds to `bind_*`; subscribers connect to `publish` and `replay`.
-    """
-
-    bind_publish: str
-    bind_replay: str
     publish: str
     replay: str
-
-
-def tcp_endpoint(host: str, port: int) -> EventsEndpoint:
-    """Events at `port`, replay at the port after it. `host` as it stands in a URL."""
-    # vLLM's publisher connects instead of binding unless its address has a wildcard.
-    return EventsEndpoint(
-        f"tcp://*:{port}", f"tcp://*:{port + 1}", f"tcp://{host}:{port}", f"tcp://{host}:{port + 1}"
-    )
 
 
 def events_folder(home: Path) -> Path:
@@ -55,7 +42,7 @@ def local_endpoint(home: Path, holder: str) -> EventsEndpoint:
         holder = hashlib.blake2b(holder.encode(), digest_size=_NAME_BYTES).hexdigest()
     # vLLM appends "_dp1" for a later data-parallel rank where the address has this word.
     publish = f"ipc://{folder}/inproc-{holder}"
-    return EventsEndpoint(publish, f"{publish}-replay", publish, f"{publish}-replay")
+    return EventsEndpoint(publish, f"{publish}-replay")
 
 
 def is_loopback(host: str) -> bool:

@@ -359,9 +359,6 @@ def _ports_of(instance: InstanceSection) -> Iterator[tuple[str, int]]:
     yield "http_port", instance.http_port
     for rank in range(instance.tensor_parallel):
         yield "kv_port", instance.kv_port + rank
-    if instance.events_port is not None:
-        yield "events_port", instance.events_port
-        yield "events_port", instance.events_port + 1
     if instance.nixl_port is not None:
         yield "nixl_port", instance.nixl_port
 
@@ -497,12 +494,8 @@ def _pool_ports(file: DeploymentFile) -> Iterator[tuple[Location, str, str, int]
         location: Location = ("clusters", c, "pool")
         machines = by_machine(cluster.instances or ())
         for name, together in zip(pool_names(cluster.name, len(machines)), machines, strict=True):
-            host, events_port = together[0].host, cluster.pool.events_port
             if cluster.pool.kv_port is not None:
-                yield (*location, "kv_port"), name, host, cluster.pool.kv_port
-            if events_port is not None:
-                yield (*location, "events_port"), name, host, events_port
-                yield (*location, "events_port"), name, host, events_port + 1
+                yield (*location, "kv_port"), name, together[0].host, cluster.pool.kv_port
 
 
 def _check_local_transfer(source: YamlSource, file: DeploymentFile) -> None:

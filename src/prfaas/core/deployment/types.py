@@ -12,9 +12,7 @@ from prfaas.core.deployment.addresses import (
     EventsEndpoint,
     events_folder,
     host_in_url,
-    is_loopback,
     local_endpoint,
-    tcp_endpoint,
 )
 from prfaas.core.deployment.engine import EngineConfig, TransferLimits
 from prfaas.core.deployment.field_types import (
@@ -87,8 +85,6 @@ class InstanceSection(Section):
     """Where tensor-parallel rank 0 listens for KV; rank r listens at `kv_port + r`."""
     tensor_parallel: Positive = 1
     """GPUs that it is spread over."""
-    events_port: Annotated[Port | None, GIVEN] = None
-    """Where KV-cache events are published over TCP; left out: over a socket of this machine."""
     nixl_port: Annotated[Port | None, GIVEN] = None
     """Where it tells engines of its cluster how NIXL reaches its memory; left out: it does not."""
 
@@ -314,7 +310,7 @@ class Deployment(Section):
 
     @property
     def events_folder(self) -> Path:
-        """Where holders on this machine publish their KV-cache events; no other user may enter it."""
+        """Where engines of this machine publish their KV-cache events; no other user may enter it."""
         return events_folder(self.home)
 
     @property
@@ -504,11 +500,6 @@ class Deployment(Section):
             if any(peer.instance.name == instance.name for peer in self.peers_of(other))
         )
 
-    def events_endpoint(self, holder: Instance | PoolNode) -> EventsEndpoint | None:
-        """Where the KV-cache events of an instance or a pool are published; None if nobody could subscribe to them.
-
-        With `events_port`, over TCP. Without, over sockets of this machine when the holder is on it.
-        """
-        if holder.events_port is not None:
-            return tcp_endpoint(host_in_url(holder.host), holder.events_port)
-        return local_endpoint(self.home, holder.name) if is_loopback(holder.host) else None
+    def events_endpoint(self, instance: Instance) -> EventsEndpoint:
+        """Where an instance publishes its KV-cache events, on its own machine. Its KV port tells them to others."""
+        return local_endpoint(self.home, instance.name)

@@ -1,5 +1,4 @@
-"""Which instance holds which prefix: block hashes of token ids, the index that the engines' events feed, and a
-record of what went where for engines without events."""
+"""Which instance holds which prefix: block hashes of token ids, and the index that the engines' events feed."""
 
 from prfaas.core.prefix.events import (
     Cleared,
@@ -24,7 +23,6 @@ from prfaas.core.prefix.index import (
     PoolHit,
     PrefixHit,
 )
-from prfaas.core.prefix.sent_record import PrefixRecord
 
 __all__ = [
     "DEFAULT_BLOCK_TOKENS",
@@ -37,7 +35,6 @@ __all__ = [
     "MalformedEventsError",
     "PoolHit",
     "PrefixHit",
-    "PrefixRecord",
     "PromptChains",
     "PromptTokens",
     "RemovedBlocks",

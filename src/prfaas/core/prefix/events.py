@@ -15,8 +15,13 @@ EngineHash = Annotated[int, msgspec.Meta(ge=0)] | Annotated[bytes, msgspec.Meta(
 """The engine's own hash of a prefix: opaque, and another one in every process."""
 
 
-_Text = Annotated[str, msgspec.Meta(max_length=1024)]
-_Group = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
+ATTENTION_KINDS = frozenset({None, "full_attention", "mla_attention", "sink_full_attention"})
+"""Groups that keep every token."""
+
+ShortText = Annotated[str, msgspec.Meta(max_length=1024)]
+GroupNumber = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
+Tokens = Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
+WindowTokens = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 _Time = Annotated[float, msgspec.Meta(ge=-1e15, le=1e15)]
 
 
@@ -44,19 +49,19 @@ class StoredBlocks(
     hashes: list[EngineHash]
     """One per block. Fewer than `token_ids` has blocks where the group keeps only some of them (linear state,
     sliding windows)."""
-    block_tokens: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] = 0
+    block_tokens: Tokens = 0
     parent: EngineHash | None = None
     """The hash of the prefix that `token_ids` follow."""
     token_ids: list[int] = []
-    adapter: _Text | None = None
+    adapter: ShortText | None = None
     extra_keys: list[list[Any] | None] | None = None
     """Per hash what else went into it: the adapter, multimodal parts as lists, in a chain's first block the salt."""
-    group: _Group | None = None
-    kind: _Text | None = None
-    window_tokens: Annotated[int, msgspec.Meta(ge=0, le=1 << 40)] | None = None
-    medium: _Text | None = None
+    group: GroupNumber | None = None
+    kind: ShortText | None = None
+    window_tokens: WindowTokens | None = None
+    medium: ShortText | None = None
     """The tier; None and "GPU" are the same."""
-    locality: _Text | None = None
+    locality: ShortText | None = None
     lookahead_token_ids: list[list[int]] | None = None
     """Per hash the tokens behind the block that went into it too (vLLM 0.33 with speculative decoding); None: none."""
 
@@ -71,9 +76,9 @@ class RemovedBlocks(
     """One copy of each of these blocks of one KV group was evicted."""
 
     hashes: list[EngineHash]
-    group: _Group | None = None
-    medium: _Text | None = None
-    locality: _Text | None = None
+    group: GroupNumber | None = None
+    medium: ShortText | None = None
+    locality: ShortText | None = None
 
 
 class Cleared(msgspec.Struct, tag_field="type", tag="AllBlocksCleared", gc=False):

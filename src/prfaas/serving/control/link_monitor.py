@@ -20,11 +20,13 @@ from prfaas.core.scheduling.view import show
 from prfaas.serving.control.cluster_state import ClusterState
 from prfaas.serving.control.engine_liveness import KvPort
 from prfaas.serving.control.engine_monitor import period_s
+from prfaas.serving.control.kv_events import FollowPort
 from prfaas.serving.control.metrics import ControlMetrics
 from prfaas.serving.control.part import Json, Part
 from prfaas.serving.pool.copier import CopyPort
 from prfaas.serving.running_deployment import RunningDeployment
 from prfaas.serving.tasks import BackgroundTasks
+from prfaas.serving.transport.requests import CopyOrder, FollowOrder
 from prfaas.serving.transport.wire import read_body
 
 _FAILURES_TO_CLOSE = 3
@@ -77,8 +79,8 @@ _LATE_RETRY_S = 0.5
 _FORGOTTEN_S = 3.0
 
 
-class LinkPort(KvPort, Protocol):
-    """The part of `transport.Observer` that is asked for links."""
+class LinkPort(KvPort, FollowPort, Protocol):
+    """The part of `transport.Observer` that is asked for links and for events."""
 
     async def telemetry(self) -> dict[str, Any]: ...
 
@@ -86,7 +88,11 @@ class LinkPort(KvPort, Protocol):
 
 
 class PoolPort(LinkPort, CopyPort, Protocol):
-    """The KV port of a pool: asked for links, and for copies."""
+    """The KV port of a pool: asked for links, events, and copies."""
+
+    async def request(
+        self, transfer_id: bytes, order: CopyOrder | FollowOrder, timeout_s: float
+    ) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True, slots=True)

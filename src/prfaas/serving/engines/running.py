@@ -231,10 +231,8 @@ class RunningEngines(ChildProcesses):
         return super()._group(name)
 
     def _check_free(self, instance: Instance) -> None:
-        events_port = instance.events_port
-        event_ports = () if events_port is None else (events_port, events_port + 1)
         nixl_ports = () if instance.nixl_port is None else (instance.nixl_port,)
-        ports = (instance.http_port, *instance.kv_ports, *event_ports, *nixl_ports)
+        ports = (instance.http_port, *instance.kv_ports, *nixl_ports)
         self._check_startable(instance.name, instance.host, ports)
 
     def _commands(self, instances: Sequence[Instance]) -> Iterator[tuple[Sequence[str], EngineCommand]]:

@@ -7,17 +7,15 @@ import signal
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import zmq
-
 from prfaas.core.deployment import Deployment, PoolNode
 from prfaas.core.pool.eviction import EvictionPolicy, eviction_policy
 from prfaas.core.pool.geometry import PoolGeometry
+from prfaas.core.prefix.hashing import seed_of
 from prfaas.serving.certificates import identity_of
 from prfaas.serving.pool.daemon import DaemonOptions, PoolDaemon, PoolError, arena_path
 from prfaas.serving.pool.events import PoolEventPublisher
 from prfaas.serving.pool.neighbours import PoolNeighbours
 from prfaas.serving.pool.ssd_tier import SsdOptions, ssd_factory
-from prfaas.serving.secret_files import make_private_folder
 from prfaas.serving.transport.ticket import load_key
 
 logger = logging.getLogger(__name__)
@@ -68,16 +66,18 @@ async def serve_pool(
     socket = deployment.pool_socket(node)
     socket.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     key, tls = load_key(deployment.security.key_file), identity_of(deployment, node.name)
-    with _publisher(deployment, node) as events:
+    with _publisher(key) as events:
         daemon = _daemon(deployment, node, events, keep_memory=keep_memory)
         figures = LatestFigures(
             {
                 "store": lambda: daemon.figures().figures,
                 "copies": lambda: neighbours.figures(),
-                "events": lambda: {} if events is None else events.state(),
+                "events": events.state,
             }
         )
-        neighbours = PoolNeighbours(deployment, node, key, tls, lambda: daemon.store, figures.reported)
+        neighbours = PoolNeighbours(
+            deployment, node, key, tls, lambda: daemon.store, events.take, figures.reported
+        )
 
         def listening() -> None:
             try:
@@ -106,7 +106,7 @@ async def serve_pool(
 
 
 def _daemon(
-    deployment: Deployment, node: PoolNode, events: PoolEventPublisher | None, *, keep_memory: bool
+    deployment: Deployment, node: PoolNode, events: PoolEventPublisher, *, keep_memory: bool
 ) -> PoolDaemon:
     """The daemon of a pool, with its tier on SSD if it has one."""
     loop, tenant_share = asyncio.get_running_loop(), deployment.pool.tenant_share
@@ -133,17 +133,8 @@ def _daemon(
 
 
 @contextlib.contextmanager
-def _publisher(deployment: Deployment, node: PoolNode) -> Iterator[PoolEventPublisher | None]:
-    endpoint = deployment.events_endpoint(node)
-    if endpoint is None:
-        # Nobody could subscribe.
-        yield None
-        return
-    try:
-        make_private_folder(deployment.events_folder)
-        publisher = PoolEventPublisher(endpoint)
-    except (OSError, zmq.ZMQError) as error:
-        raise PoolError(f"pool {node.name} can't publish at {endpoint.bind_publish}: {error}") from error
+def _publisher(key: bytes) -> Iterator[PoolEventPublisher]:
+    publisher = PoolEventPublisher(seed_of(key))
     publisher.start()
     try:
         yield publisher

@@ -14,7 +14,7 @@ from prfaas.serving.transport.handshake import ROLE_OBSERVER, ClientHello, greet
 from prfaas.serving.transport.liveness import Liveness, LookClock, heartbeat_period_s, path_timeout_s
 from prfaas.serving.transport.pacing import PaceOrder, ProbeOrder
 from prfaas.serving.transport.peer_list import PeerList
-from prfaas.serving.transport.requests import CopyOrder, PullOrder
+from prfaas.serving.transport.requests import CopyOrder, FollowOrder, PullOrder
 from prfaas.serving.transport.sealing import Sealing, read_frame
 from prfaas.serving.transport.sockets import HandshakeError, expedite, keep_alive, read_tcp_info
 from prfaas.serving.transport.tls_identity import TlsIdentity
@@ -215,9 +215,9 @@ class Observer:
         await self._order(FrameType.PROBE, body_of(ProbeOrder(link, min(nbytes, MAX_PROBE_BYTES))))
 
     async def request(
-        self, transfer_id: bytes, order: CopyOrder | PullOrder, timeout_s: float
+        self, transfer_id: bytes, order: CopyOrder | PullOrder | FollowOrder, timeout_s: float
     ) -> dict[str, Any]:
-        """Ask a pool for a copy, or for pages; the body of its answer.
+        """Ask a pool for a copy or for pages, or any holder for its events; the body of the answer.
 
         Raises:
             TimeoutError: there is none after `timeout_s`.
@@ -378,7 +378,7 @@ class Observer:
             elif header.kind is FrameType.STATS:
                 if self._stats_waits:
                     _resolve(self._stats_waits.popleft(), dict(body))
-            elif header.kind in (FrameType.COPIED, FrameType.PULLED):
+            elif header.kind in (FrameType.COPIED, FrameType.PULLED, FrameType.EVENTS):
                 if header.transfer_id in self._requests:
                     _resolve(self._requests[header.transfer_id], dict(body))
             elif header.kind is not FrameType.PONG:

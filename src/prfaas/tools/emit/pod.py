@@ -110,7 +110,6 @@ def _engine_container(blueprint: Blueprint, plan: PodPlan, instance: Instance) -
         "ports": [
             ("http", instance.http_port),
             *((f"kv-{rank}", port) for rank, port in enumerate(instance.kv_ports)),
-            *_events_ports("events", instance.events_port),
         ],
         "mounts": engine_mounts(blueprint, plan),
         "resources": {"limits": {containers.gpu_resource: gpus}} if gpus else {},
@@ -123,11 +122,7 @@ def _pool_container(blueprint: Blueprint, pool: PoolNode) -> Fields:
         "name": "pool",
         "image": blueprint.containers.gateway_image,
         "args": ["pool", CONFIG_FILE, pool.name],
-        "ports": [("pool-kv", pool.kv_port), *_events_ports("pool-ev", pool.events_port)],
+        "ports": [("pool-kv", pool.kv_port)],
         "mounts": pool_mounts(blueprint, pool),
         "resources": {"requests": {"memory": str(memory_bytes)}},
     }
-
-
-def _events_ports(name: str, port: int | None) -> list[tuple[str, int]]:
-    return [] if port is None else [(name, port), (f"{name}-replay", port + 1)]

@@ -11,6 +11,8 @@ import numpy as np
 from prfaas.core.deployment import Deployment, Instance
 from prfaas.core.kv.groups import GroupKind
 from prfaas.core.link.checkpoints import is_checkpoint_due
+from prfaas.core.prefix.hashing import seed_of
+from prfaas.serving.engines.event_relay import EventRelay
 from prfaas.serving.engines.page_digests import DigestPlan, DigestSource, PageDigestError, TransferDigests
 from prfaas.serving.engines.synthetic.cache import Context, Deviations
 from prfaas.serving.engines.synthetic.content import (
@@ -139,6 +141,7 @@ class Endpoints:
         self._digest_plan = layout.digest_plan() if limits.page_digests else None
         staging_bytes = deployment.engine.staging_bytes * instance.tensor_parallel
         self.arena = StagingArena(staging_bytes, deployment.engine.transfer_block_bytes)
+        self._events = EventRelay(instance.name, deployment.events_endpoint(instance), seed_of(key))
         endpoint = KvEndpoint.of(
             name=ranked(instance.name, _RANK),
             key=key,
@@ -151,6 +154,7 @@ class Endpoints:
             layout=self._digest_plan or layout,
             sender_options=SenderOptions(limits=limits, chunk_bytes=_CHUNK_BYTES),
             receiver_options=ReceiverOptions(limits=limits, uncounted_regions=int(limits.page_digests)),
+            on_request=self._events.take,
         )
         self.sender, self.receiver = endpoint.sender, endpoint.receiver
         self._sweeper: asyncio.Task[None] | None = None
@@ -158,6 +162,7 @@ class Endpoints:
     def listen(self) -> None:
         """Open the KV port. Raises OSError when it is taken."""
         self.receiver.start()
+        self._events.start()
 
     def connect(self) -> None:
         """Connect to the peers, in the background; needs a running event loop."""
@@ -170,6 +175,7 @@ class Endpoints:
             self._sweeper.cancel()
         await asyncio.to_thread(self.sender.close)
         await asyncio.to_thread(self.receiver.close)
+        await asyncio.to_thread(self._events.close)
 
     def open(self, ticket: Ticket, sealed: str, context: Context, cached_tokens: int) -> PrefillSend:
         """Begin sending what a prefill is about to compute, and the `cached_tokens` that it need not."""

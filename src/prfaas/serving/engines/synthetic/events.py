@@ -72,7 +72,7 @@ _END = (-1).to_bytes(8, "big", signed=True)
 
 
 class EventPublisher:
-    """PUB at `endpoint.bind_publish`, ROUTER for replay at `endpoint.bind_replay`; of one event loop.
+    """PUB at `endpoint.publish`, ROUTER for replay at `endpoint.replay`; of one event loop.
 
     The replay buffer holds vLLM's 10,000 batches, but at most 8 MiB of them.
     """
@@ -88,8 +88,8 @@ class EventPublisher:
         self._encoder = msgspec.msgpack.Encoder()
         try:
             self._publish.set_hwm(100_000)
-            self._publish.bind(endpoint.bind_publish)
-            self._replay.bind(endpoint.bind_replay)
+            self._publish.bind(endpoint.publish)
+            self._replay.bind(endpoint.replay)
         except zmq.ZMQError:
             self._close_sockets()
             raise

@@ -5,7 +5,7 @@ import asyncio
 import logging
 import secrets
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import zmq
 
@@ -20,7 +20,7 @@ from prfaas.serving.engines.synthetic.api_bodies import ServedModels
 from prfaas.serving.engines.synthetic.cache import PrefixCache
 from prfaas.serving.engines.synthetic.endpoints import Endpoints
 from prfaas.serving.engines.synthetic.engine import SyntheticEngine
-from prfaas.serving.engines.synthetic.events import Event, EventPublisher
+from prfaas.serving.engines.synthetic.events import EventPublisher
 from prfaas.serving.engines.synthetic.layout import SyntheticLayout
 from prfaas.serving.engines.synthetic.pace import Pace
 from prfaas.serving.engines.synthetic.server import EngineServer
@@ -48,14 +48,14 @@ class SyntheticNode:
         layout = SyntheticLayout.of_model(_sent_model(deployment))
         endpoint = deployment.events_endpoint(instance)
         make_private_folder(deployment.events_folder)
-        self._publisher = EventPublisher(endpoint) if endpoint is not None else None
-        publish: Callable[[Sequence[Event]], None] = (
-            self._publisher.publish if self._publisher is not None else lambda _events: None
-        )
+        self._publisher = EventPublisher(endpoint)
         capacity_bytes = round((deployment.engine.kv_cache_gib or _DEFAULT_CACHE_GIB) * GIB)
         longest = layout.pages_for(deployment.model.max_model_len)
         cache = PrefixCache(
-            layout, max(capacity_bytes // layout.page_bytes, longest), secrets.randbits(64), publish
+            layout,
+            max(capacity_bytes // layout.page_bytes, longest),
+            secrets.randbits(64),
+            self._publisher.publish,
         )
         self.engine = SyntheticEngine(
             instance.name,
@@ -94,8 +94,7 @@ class SyntheticNode:
         if self.gone.is_set():
             return
         await self._server.close()
-        if self._publisher is not None:
-            await self._publisher.close()
+        await self._publisher.close()
         await self.engine.close()
         self.gone.set()
 

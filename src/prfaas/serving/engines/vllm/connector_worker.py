@@ -10,6 +10,8 @@ from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from prfaas.core.pool.geometry import PoolGeometry, PoolGeometryError
+from prfaas.core.prefix.hashing import seed_of
+from prfaas.serving.engines.event_relay import EventRelay
 from prfaas.serving.engines.vllm.consumer import KvConsumer
 from prfaas.serving.engines.vllm.fingerprint import pool_fingerprint
 from prfaas.serving.engines.vllm.layout import KvLayout
@@ -27,8 +29,7 @@ from prfaas.serving.pool.client import PoolClient
 from prfaas.serving.transport.endpoint import KvEndpoint
 from prfaas.serving.transport.options import ReceiverOptions, SenderOptions
 from prfaas.serving.transport.peer_list import ranked
-from prfaas.serving.transport.receiver import Receiver
-from prfaas.serving.transport.sender import Sender
+from prfaas.serving.transport.requests import refuse_request
 from prfaas.serving.transport.sibling_staging import SiblingStaging
 from prfaas.serving.transport.staging import StagingArena, mapped_memory, shared_memory
 
@@ -123,16 +124,17 @@ class ConnectorWorker:
 
     def __init__(
         self,
-        receiver: Receiver,
-        sender: Sender,
+        endpoint: KvEndpoint,
+        events: EventRelay | None,
         producer: KvProducer,
         consumer: KvConsumer,
         pool: PoolWorker | None,
         siblings: SiblingStaging | None = None,
     ) -> None:
-        """`pool`: None where the machine has none for this engine. `siblings`: None where ranks share no staging."""
-        self._receiver = receiver
-        self._sender = sender
+        """`events`: None on all ranks but the first. `pool`: None where the machine has none for this engine.
+        `siblings`: None where ranks share no staging."""
+        self._endpoint = endpoint
+        self._events = events
         self.producer = producer
         self.consumer = consumer
         self.pool = pool
@@ -173,6 +175,7 @@ class ConnectorWorker:
         logger.info("KV layout of %s: %s; pages: %s", settings.name, kv.marks, wires.reported)
         memory_fd, arena = _staging(settings, kv)
         options = ReceiverOptions(limits=settings.transfer, uncounted_regions=int(digests))
+        events = None if rank else EventRelay(settings.name, settings.events, seed_of(key))
         endpoint = KvEndpoint.of(
             name=ranked(settings.name, rank),
             key=key,
@@ -185,6 +188,7 @@ class ConnectorWorker:
             layout=wires,
             sender_options=SenderOptions(limits=settings.transfer),
             receiver_options=options,
+            on_request=refuse_request if events is None else events.take,
             more_stats=kv.reuse.copy,
         )
         receiver, sender = endpoint.receiver, endpoint.sender
@@ -198,12 +202,14 @@ class ConnectorWorker:
             wires.on_begin = lambda transfer_id, wire: lend(transfer_id, wire.readers)
         receiver.start()
         sender.start()
+        if events is not None:
+            events.start()
         stats = ConnectorStats()
         geometry = _pool_geometry(settings, kv)
         pool = None if geometry is None else PoolWorker.connect(settings, kv.layout, geometry, rank, stats)
         worker = cls(
-            receiver,
-            sender,
+            endpoint,
+            events,
             KvProducer(kv.layout, wires, sender, settings.transfer.lease_s, stats),
             KvConsumer(wires, receiver, settings.transfer, stats, siblings=siblings),
             pool,
@@ -293,8 +299,10 @@ class ConnectorWorker:
         self.consumer.close()
         if self._siblings is not None:
             self._siblings.close()
-        self._sender.close()
-        self._receiver.close()
+        self._endpoint.sender.close()
+        self._endpoint.receiver.close()
+        if self._events is not None:
+            self._events.close()
 
 
 def _pool_geometry(settings: ConnectorSettings, kv: RankKv) -> PoolGeometry | None:

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from prfaas.core.deployment import EngineConfig, PoolSettings, TransferLimits
+from prfaas.core.deployment import EngineConfig, EventsEndpoint, PoolSettings, TransferLimits
 from prfaas.core.kv.rank_shares import paired_ranks
 from prfaas.serving.transport.options import Peer
 from prfaas.serving.transport.peer_list import PeerList, ranked
@@ -45,6 +45,8 @@ class ConnectorSettings:
     name: str
     kv_host: str
     kv_port: int
+    events: EventsEndpoint
+    """Where the engine publishes its KV-cache events, for rank 0 to tell them on."""
     key_file: Path
     peers: Mapping[str, PeerSettings]
     """The only instances that this engine sends to, by name, until the control plane tells others."""
@@ -106,6 +108,7 @@ class ConnectorSettings:
             )
         try:
             fields["peers"] = {name: PeerSettings(**peer) for name, peer in fields["peers"].items()}
+            fields["events"] = EventsEndpoint(**fields["events"])
             fields["transfer"] = TransferLimits(**fields.get("transfer", {}))
             fields["pool"] = PoolSettings(**fields.get("pool", {}))
             fields["producers"] = frozenset(fields["producers"])
