@@ -176,7 +176,8 @@ class EventFeed(Part):
     async def _take(self, name: str, followed: _Followed, answer: FollowedEvents) -> None:
         if answer.session != followed.session:
             if followed.session:
-                followed.restarts += 1
+                followed.restarts += answer.reason != "gap"
+                followed.resyncs += answer.reason == "gap"
                 self._drop(name, answer.reason)
         elif answer.first != followed.next:
             followed.resyncs += 1

@@ -17,6 +17,7 @@ KEPT_BATCHES = 10_000
 KEPT_BYTES = 32 << 20
 _ANSWER_BYTES = 1 << 20
 _MOST_WAITING = 256
+_MOST_SESSIONS = 16
 # So that what replaces lost batches has room for numbers before those that come next.
 _FIRST = 1 << 40
 
@@ -24,8 +25,8 @@ _FIRST = 1 << 40
 class EventLog:
     """Answers FOLLOW requests. All of it belongs to one thread.
 
-    A session lasts as long as what was told holds; who asks for another one, or for batches that are no longer kept,
-    gets all that are.
+    A session lasts as long as what was told holds. Who asks for another one, or for batches that are no longer kept,
+    gets all that are: then what was told before is void.
     """
 
     def __init__(self, seed: int) -> None:
@@ -41,6 +42,8 @@ class EventLog:
     def begin(self, reason: str) -> None:
         """A new session: what was told before is void."""
         self._session, self._reason = secrets.token_hex(8), reason
+        # Each with the first number that goes on in it: a snapshot begins a session, and ends none.
+        self._sessions = {self._session: _FIRST}
         self._digests = EventDigests(self._seed)
         self._first = _FIRST
         self._kept.clear()
@@ -67,24 +70,29 @@ class EventLog:
         self._kept = deque(encode_events(digests.of(events)) for events in snapshot)
         self._first = end - len(self._kept)
         self._kept_bytes = sum(map(len, self._kept))
+        self._session, self._reason = secrets.token_hex(8), "gap"
+        lasting = list(self._sessions)[-_MOST_SESSIONS:]
+        self._sessions = dict.fromkeys(lasting, end) | {self._session: self._first}
         # Who follows needs time to take it.
         self._most_batches = max(KEPT_BATCHES, 2 * len(self._kept))
         self._most_bytes = max(KEPT_BYTES, 2 * self._kept_bytes)
 
     def is_behind(self, order: FollowOrder) -> bool:
         """True if who asks gets all that is kept, and batches before that are not."""
-        follows = order.session == self._session and order.first >= self._first
-        return self._first > _FIRST and not follows
+        return self._first > _FIRST and not self._follows(order)
+
+    def _follows(self, order: FollowOrder) -> bool:
+        least = max(self._sessions.get(order.session, 1 << 60), self._first)
+        return least <= order.first <= self._first + len(self._kept)
 
     def answer(self, request: PeerRequest) -> None:
         """Tell what comes next, now or as soon as there is something."""
         order = request.order
         assert isinstance(order, FollowOrder)
-        at = order.first - self._first
-        if order.session != self._session or not 0 <= at <= len(self._kept):
-            self._send(request, 0)
-        elif at < len(self._kept):
-            self._send(request, at)
+        if not self._follows(order):
+            self._send(request, self._session, 0)
+        elif order.first < self._first + len(self._kept):
+            self._send(request, order.session, order.first - self._first)
         else:
             if len(self._waiting) >= _MOST_WAITING:
                 del self._waiting[next(iter(self._waiting))]
@@ -99,7 +107,7 @@ class EventLog:
         for request in waiting.values():
             self.answer(request)
 
-    def _send(self, request: PeerRequest, at: int) -> None:
+    def _send(self, request: PeerRequest, session: str, at: int) -> None:
         batches: list[bytes] = []
         left_bytes = _ANSWER_BYTES
         for place in range(at, min(at + MAX_FOLLOWED_BATCHES, len(self._kept))):
@@ -108,4 +116,4 @@ class EventLog:
                 break
             batches.append(self._kept[place])
         self.answers += 1
-        request.answer(FollowedEvents(self._session, self._first + at, batches, self._reason))
+        request.answer(FollowedEvents(session, self._first + at, batches, self._reason))
