@@ -32,9 +32,7 @@ def deployment(tmp_path: Path) -> Deployment:
 
 @pytest.fixture
 def endpoint(deployment: Deployment) -> EventsEndpoint:
-    found = deployment.events_endpoint(deployment.instance("home-0"))
-    assert found is not None
-    return found
+    return deployment.events_endpoint(deployment.instance("home-0"))
 
 
 class Subscriber:

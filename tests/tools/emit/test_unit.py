@@ -110,7 +110,6 @@ def test_engines_of_one_machine_have_gpus_of_their_own(tmp_path: Path) -> None:
     fields = yaml.safe_load(example_path("two-datacenters").read_text())
     for number, instance in enumerate(fields["clusters"][1]["instances"]):
         instance |= {"host": "198.51.100.10", "http_port": 8100 + number, "kv_port": 8200 + 10 * number}
-        instance |= {"events_port": 8300 + 2 * number}
     fields["clusters"][1]["gpus_per_instance"] = 2
     path = tmp_path / "file.yaml"
     path.write_text(yaml.safe_dump(fields))

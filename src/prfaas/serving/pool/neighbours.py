@@ -39,7 +39,6 @@ class PoolNeighbours:
         key: bytes,
         tls: TlsIdentity | None,
         store_of: Callable[[], PageStore | None],
-        on_follow: Callable[[PeerRequest], None] = refuse_request,
         more_stats: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
         """
@@ -49,12 +48,13 @@ class PoolNeighbours:
             key: of the deployment, 32 bytes.
             tls: this pool's identity on encrypted links; None: all of its links are plain.
             store_of: its pages; None until the first engine has connected.
-            on_follow: called with a gateway's FOLLOW; in the connection's thread.
             more_stats: further fields of STATS answers; called in any thread.
         """
         limits = deployment.transfer
         sources = pool_sources(deployment, pool)
-        self._loop, self._on_follow = asyncio.get_running_loop(), on_follow
+        self._loop = asyncio.get_running_loop()
+        self.on_follow: Callable[[PeerRequest], None] = refuse_request
+        """Called with a gateway's FOLLOW, in the connection's thread."""
         asked = AskedTransfers()
         block_bytes = deployment.engine.transfer_block_bytes
         staging_bytes = max(deployment.pool.staging_bytes, block_bytes) if sources else block_bytes
@@ -127,7 +127,7 @@ class PoolNeighbours:
 
     def _on_request(self, request: PeerRequest) -> None:
         if isinstance(request.order, FollowOrder):
-            self._on_follow(request)
+            self.on_follow(request)
             return
         taker = self.copies if isinstance(request.order, CopyOrder) else self.lender
         self._loop.call_soon_threadsafe(partial(taker.take, request))

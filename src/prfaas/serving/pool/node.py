@@ -75,9 +75,8 @@ async def serve_pool(
                 "events": events.state,
             }
         )
-        neighbours = PoolNeighbours(
-            deployment, node, key, tls, lambda: daemon.store, events.take, figures.reported
-        )
+        neighbours = PoolNeighbours(deployment, node, key, tls, lambda: daemon.store, figures.reported)
+        neighbours.on_follow = events.take
 
         def listening() -> None:
             try:

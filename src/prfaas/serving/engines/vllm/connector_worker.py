@@ -194,9 +194,9 @@ class ConnectorWorker:
         receiver, sender = endpoint.receiver, endpoint.sender
         siblings = None
         if memory_fd is not None:
+            map_memory = _mapped_and_locked if kv.on_device else mapped_memory
             siblings = SiblingStaging(
-                *(arena, memory_fd, receiver, kv.sockets, options),
-                map_memory=_mapped_and_locked if kv.on_device else mapped_memory,
+                *(arena, memory_fd, receiver, kv.sockets, options), map_memory=map_memory
             )
             lend = siblings.begin
             wires.on_begin = lambda transfer_id, wire: lend(transfer_id, wire.readers)
