@@ -47,7 +47,7 @@ from gateway_load import (
 )
 from gateway_peers import bare_relay, vllm_router
 from prfaas.core.deployment import Deployment, Routing
-from prfaas.serving.gateway.tokenizers import encoder_of
+from prfaas.serving.gateway.prompts.tokenizers import encoder_of
 from prfaas.serving.live import serve_live
 from prfaas.serving.logs import LogSettings, set_up_logging
 from prfaas.serving.transport.ticket import create_key

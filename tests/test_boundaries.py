@@ -20,9 +20,13 @@ PARSES_JSON = {
     "serving/engines/synthetic/api_bodies.py",
     # The way of a request through the gateway: answers of engines, and files of the model.
     *("serving/gateway/bodies.py", "serving/gateway/console.py", "serving/gateway/dialects.py"),
-    *("serving/gateway/engine_client.py", "serving/gateway/first_token.py"),
-    *("serving/gateway/first_token_rules.py", "serving/gateway/pulled_hop.py", "serving/gateway/shadow.py"),
-    *("serving/gateway/tokenizers.py", "serving/gateway/transcript.py"),
+    *("serving/gateway/engine_client.py", "serving/gateway/ways/first_token.py"),
+    *(
+        "serving/gateway/ways/first_token_rules.py",
+        "serving/gateway/ways/pull.py",
+        "serving/gateway/answers/shadow.py",
+    ),
+    *("serving/gateway/prompts/tokenizers.py", "serving/gateway/answers/transcript.py"),
 }
 
 

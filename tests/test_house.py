@@ -19,25 +19,19 @@ LONG_FUNCTIONS = {
     # All metrics of a process, one after the other.
     "serving.gateway.metrics:Metrics.__init__",
     # Rooms that are still to be taken apart: gateway, transport, pool, lab.
-    *("serving.gateway.server:Gateway.__init__", "serving.gateway.prefill:PrefillOrchestrator.prepare"),
+    "serving.gateway.server:Gateway.__init__",
     "lab.simulator.scenario:scenario_of",
 }
 MANY_COLLABORATORS = {
     *("lab.simulator.instance:Engine.__init__", "lab.simulator.link:FluidLink.__init__"),
     *("lab.simulator.send_queue:FluidTransfer.__init__", "lab.simulator.token_clock:ContextClock.__init__"),
-    "serving.gateway.generation:Generation.__init__",
     *("serving.gateway.http_pool:HttpPool.__init__", "serving.gateway.server:Gateway.__init__"),
     "serving.transport.observer:Observer.__init__",
     "serving.transport.receiver:Receiver.__init__",
     "serving.transport.sender:Sender.__init__",
 }
 # Calls by module and class: with more values by position, where one in a wrong place is a silent bug.
-MANY_POSITIONAL = {
-    # Rooms that are still to be taken apart: gateway, transport.
-    "serving.gateway.kv_transfer:TransferredBytes",
-    *("serving.gateway.prefill_hop:TransferDone", "serving.gateway.pulled_hop:TransferDone"),
-    "serving.gateway.stream_resume:BegunAnswer",
-}
+MANY_POSITIONAL: set[str] = set()
 
 # Under a hundred lines, and used by one other file of its room alone.
 OF_ONE_USER = {
@@ -58,8 +52,7 @@ OF_ONE_USER = {
     "serving.transport.link_report",
     # Needs OpenTelemetry alone; its user needs the gateway's packages too.
     "serving.tracing.queue",
-    # Rooms that are still to be taken apart: gateway, tools, lab.
-    "serving.gateway.certificate_watch",
+    # Rooms that are still to be taken apart: tools, lab.
     *("tools.demo.pools", "tools.demo.warm_up"),
     "tools.emit.containers",
     "lab.simulator.cache_moves",

@@ -212,6 +212,18 @@ class CertificateFolder:
             if names is None or member.name in names
         )
 
+    def ends_s(self) -> Mapping[str, float]:
+        """File name → Unix time at which its certificate ends, of those that are there and can be read.
+
+        Of the CAs that are trusted it is the newest: while the CA is changed, the older ones may end.
+        """
+        try:
+            newest, states = self.authorities()[0], self.states()
+        except TlsFileError:
+            return {}
+        ends_s = {each.member.file.name: each.expires.timestamp() for each in states if each.expires}
+        return ends_s | {self.ca_file.name: newest.expires.timestamp()}
+
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
         """Engines of one machine may start at the same time, and each makes what is missing."""

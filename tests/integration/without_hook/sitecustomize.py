@@ -4,7 +4,8 @@ from changing import change_modules, is_engine, run_next
 
 
 def _say_nothing(module: object) -> None:
-    module.PrfaasConnector.save_kv_layer = lambda *_, **__: None  # type: ignore[attr-defined]
+    for hook in ("wait_for_layer_load", "save_kv_layer"):
+        setattr(module.PrfaasConnector, hook, lambda *_, **__: None)  # type: ignore[attr-defined]
 
 
 if is_engine():

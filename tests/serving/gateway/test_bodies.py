@@ -93,7 +93,7 @@ def test_nothing_of_the_client_reaches_the_transfer_parameters(
     stripped = _stripped(parse_body(orjson.dumps(body)))
     if stripped is None:
         return
-    sent = orjson.loads(decode_body(stripped, "sealed" if ticketed else None, ids))
+    sent = orjson.loads(decode_body(stripped, {"prfaas": "sealed"} if ticketed else {}, ids))
     ours = ({"prfaas": "sealed"} if ticketed else {}) | ({"prompt_token_ids": ids} if ids else {})
     assert sent.pop("kv_transfer_params", {}) == ours
     for key, value in sent.items():
@@ -103,21 +103,6 @@ def test_nothing_of_the_client_reaches_the_transfer_parameters(
             assert not names & {s.replace("-", "_") for s in STEERING}
 
 
-def test_the_decode_engine_is_told_what_has_come_of_a_transfer_that_broke() -> None:
-    params = orjson.loads(decode_body({}, "sealed", None, kept_tokens=1024))["kv_transfer_params"]
-    assert params == {"prfaas": "sealed", "prfaas_kept": 1024}
-
-
-def test_the_decode_engine_is_told_what_was_cached() -> None:
-    params = orjson.loads(decode_body({}, "sealed", None, "", 512))["kv_transfer_params"]
-    assert params == {"prfaas": "sealed", "do_remote_prefill": True, "remote_prefill_cached_tokens": 512}
-    # The KV of the prompt may have come for another request already.
-    params = orjson.loads(decode_body({}, None, None, "", 512))["kv_transfer_params"]
-    assert params == {"do_remote_prefill": True, "remote_prefill_cached_tokens": 512}
-    # Without a transfer its own count is right.
-    assert decode_body({}, None, None, "", None) == b"{}"
-
-
 @pytest.mark.slow("a property over many random systems")
 @settings(deadline=None)
 @given(BODIES)
@@ -125,7 +110,7 @@ def test_everything_else_passes_unchanged(body: dict[str, Any]) -> None:
     stripped = _stripped(body)
     if stripped is None:
         return
-    sent = orjson.loads(decode_body(stripped, None, None))
+    sent = orjson.loads(decode_body(stripped, {}))
     for key, value in sent.items():
         assert key in body
         assert value == body[key]
@@ -155,7 +140,7 @@ def test_a_prefill_request_is_made_of_ours_alone(ids: list[int]) -> None:
     ],
 )
 def test_disguises_are_seen_through(raw: bytes) -> None:
-    assert b"evil" not in decode_body(strip_owned(parse_body(raw)), None, None)
+    assert b"evil" not in decode_body(strip_owned(parse_body(raw)), {})
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from prometheus_client import CollectorRegistry, Gauge
 from prfaas.core.deployment import Deployment, load_deployment
 from prfaas.serving import issuing
 from prfaas.serving.certificates import CertificateFolder
-from prfaas.serving.gateway import certificate_watch
-from prfaas.serving.gateway.certificate_watch import CertificateWatch
+from prfaas.serving.gateway import server
+from prfaas.serving.gateway.server import watch_certificates
 from prfaas.serving.running_deployment import RunningDeployment
 
 FILE = """
@@ -48,39 +48,35 @@ def shown(gauge: Gauge) -> dict[str, float]:
     }
 
 
-def test_a_deployment_without_certificates_shows_none(tmp_path: Path, expires: Gauge) -> None:
-    assert CertificateWatch(RunningDeployment(deployment_at(tmp_path)), expires).ends_s() == {}
+def test_a_deployment_without_certificates_shows_none(tmp_path: Path) -> None:
+    assert CertificateFolder(deployment_at(tmp_path)).ends_s() == {}
 
 
-def test_each_file_that_is_there_has_its_own_end(tmp_path: Path, expires: Gauge) -> None:
+def test_each_file_that_is_there_has_its_own_end(tmp_path: Path) -> None:
     deployment = deployment_at(tmp_path)
     folder = CertificateFolder(deployment)
     folder.make(lifetime_days=30)
-    watch = CertificateWatch(RunningDeployment(deployment), expires)
-    ends_s = watch.ends_s()
+    ends_s = folder.ends_s()
     assert ends_s.keys() == FILES
     ends = {state.member.file.name: state.expires for state in folder.states()}
     assert all(ends_s[name] == end.timestamp() for name, end in ends.items() if end is not None)
     # What runs elsewhere has its file there; what can't be read has no end.
     (folder.path / "far-0.pem").unlink()
     (folder.path / "home-0.pem").write_text("nothing")
-    assert watch.ends_s().keys() == FILES - {"far-0.pem", "home-0.pem"}
+    assert folder.ends_s().keys() == FILES - {"far-0.pem", "home-0.pem"}
 
 
-def test_of_two_authorities_the_newest_is_shown(
-    tmp_path: Path, expires: Gauge, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_two_authorities_the_newest_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     deployment = deployment_at(tmp_path)
     folder = CertificateFolder(deployment)
     with monkeypatch.context() as earlier:
         year_ago = issuing.now() - 365 * issuing.DAY
         earlier.setattr(issuing, "now", lambda: year_ago)
         folder.make()
-    watch = CertificateWatch(RunningDeployment(deployment), expires)
     folder.add_authority()
     newest, older = folder.authorities()
     assert newest.expires > older.expires
-    assert watch.ends_s()["ca.crt"] == newest.expires.timestamp()
+    assert folder.ends_s()["ca.crt"] == newest.expires.timestamp()
 
 
 def test_files_are_read_again(tmp_path: Path, expires: Gauge, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +85,7 @@ def test_files_are_read_again(tmp_path: Path, expires: Gauge, monkeypatch: pytes
     folder.make(lifetime_days=30)
 
     async def body() -> None:
-        watching = asyncio.create_task(CertificateWatch(RunningDeployment(deployment), expires).run())
+        watching = asyncio.create_task(watch_certificates(RunningDeployment(deployment), expires))
         try:
             async with asyncio.timeout(20):
                 while not shown(expires):
@@ -104,6 +100,6 @@ def test_files_are_read_again(tmp_path: Path, expires: Gauge, monkeypatch: pytes
         finally:
             watching.cancel()
 
-    monkeypatch.setattr(certificate_watch, "_PERIOD_S", 0.02)
+    monkeypatch.setattr(server, "CERTIFICATES_S", 0.02)
     asyncio.run(body())
     assert shown(expires).keys() == FILES - {"tools.pem"}

@@ -8,7 +8,7 @@ from pathlib import Path
 from multidict import CIMultiDict
 
 from prfaas.core.deployment import GatewayConfig
-from prfaas.serving.gateway.request import Tenants
+from prfaas.serving.gateway.prompts.request import Tenants
 
 from .world import World, route_of, running_world
 

@@ -20,7 +20,7 @@ from prfaas.core.deployment import AdminConfig, GatewayConfig, Routing, load_dep
 from prfaas.core.workload import read_requests
 from prfaas.serving.console.history import StateHistory
 from prfaas.serving.gateway import console
-from prfaas.serving.gateway.scenario import scenario_of
+from prfaas.serving.gateway.told_requests import scenario_of
 
 from .records import record_of
 from .world import World

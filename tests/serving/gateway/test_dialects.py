@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prfaas.serving.gateway.answer import EventStream
+from prfaas.serving.gateway.answers.streams import EventStream
 from prfaas.serving.gateway.bodies import error_body
 from prfaas.serving.gateway.dialects import (
     ANTHROPIC,
@@ -21,7 +21,7 @@ from prfaas.serving.gateway.dialects import (
     dialect_of_path,
 )
 from prfaas.serving.gateway.http_exchange import EngineResponse
-from prfaas.serving.gateway.prompts import Endpoint
+from prfaas.serving.gateway.prompts.prompt import Endpoint
 
 TEXTS = st.one_of(
     st.text(max_size=20),

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prfaas.serving.gateway.prompts import Endpoint
+from prfaas.serving.gateway.prompts.prompt import Endpoint
 from prfaas.serving.logs import LogSettings, set_up_logging
 
 from .world import World, running_world

@@ -7,8 +7,8 @@ import pytest
 
 from prfaas.core.deployment import GatewayLimits
 from prfaas.serving.gateway import server
-from prfaas.serving.gateway.kv_transfer import KvTransfers, StagingUse
 from prfaas.serving.gateway.request_log import RequestLog, WaitsFor
+from prfaas.serving.gateway.ways.kv_transfer import KvTransfers, StagingUse
 
 from .world import World
 

@@ -6,7 +6,7 @@ import pytest
 from multidict import CIMultiDict
 
 from prfaas.serving.gateway.bodies import ApiError
-from prfaas.serving.gateway.request import Tenants
+from prfaas.serving.gateway.prompts.request import Tenants
 from prfaas.serving.transport import TransferClass
 
 from .stand_in import StandInEngine

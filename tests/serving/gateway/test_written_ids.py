@@ -23,7 +23,7 @@ from prfaas.serving.gateway.bodies import (
     prefill_body,
     strip_owned,
 )
-from prfaas.serving.gateway.prompts import Endpoint, TokenPrompt, prompt_of
+from prfaas.serving.gateway.prompts.prompt import Endpoint, TokenPrompt, prompt_of
 
 IDS = st.lists(st.one_of(st.integers(0, 2**32 - 1), st.integers(0, 11)), min_size=1, max_size=40)
 OTHERS = st.dictionaries(
@@ -143,9 +143,9 @@ def test_the_spliced_bodies_say_what_bodies_written_anew_say(
     parsed = parse_body(raw)
     prompt = prompt_of(Endpoint.COMPLETIONS, parsed)
     assert isinstance(prompt, TokenPrompt) and prompt.token_ids == array("I", body["prompt"])
-    sealed = "sealed" if ticketed else None
-    spliced = decode_body(strip_owned(parsed), sealed, None, "salt")
-    assert orjson.loads(spliced) == orjson.loads(decode_body(strip_owned(body), sealed, None, "salt"))
+    params = {"prfaas": "sealed"} if ticketed else {}
+    spliced = decode_body(strip_owned(parsed), params, None, "salt")
+    assert orjson.loads(spliced) == orjson.loads(decode_body(strip_owned(body), params, None, "salt"))
     assert spliced.count(b'"prompt":') == orjson.dumps(body).count(b'"prompt":')
     assert orjson.loads(prefill_body("m", prompt.token_ids[:-1], "t"))["prompt"] == body["prompt"][:-1]
 

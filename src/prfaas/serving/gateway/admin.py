@@ -19,9 +19,8 @@ from prfaas.serving.console.history import StateHistory
 from prfaas.serving.gateway.bodies import ApiError
 from prfaas.serving.gateway.console import PAGE_PATH, Console
 from prfaas.serving.gateway.context import GatewayContext
-from prfaas.serving.gateway.middleware import Handler, access, errors
 from prfaas.serving.gateway.request_log import RequestLog
-from prfaas.serving.gateway.routes import instances_of
+from prfaas.serving.gateway.routes import Handler, access, errors, instances_of
 from prfaas.serving.gateway.told_requests import explain
 from prfaas.serving.reloading import Reloader, ReloadRefusedError
 

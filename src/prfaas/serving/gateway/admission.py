@@ -16,7 +16,7 @@ from prfaas.core.deployment import GatewayLimits
 from prfaas.core.scheduling import Decision
 from prfaas.serving.control.waits import PredictedWaits
 from prfaas.serving.gateway.bodies import ApiError
-from prfaas.serving.gateway.request import Headers
+from prfaas.serving.gateway.prompts.request import Headers
 from prfaas.serving.running_deployment import RunningDeployment
 
 TIMEOUT_HEADER = "x-request-timeout"

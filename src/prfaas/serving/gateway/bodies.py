@@ -19,13 +19,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from prfaas.serving.transport.ticket import (
-    CACHED_TOKENS_PARAMETER,
-    KEPT_PARAMETER,
-    PREFIX_TICKET_PARAMETER,
-    REMOTE_PREFILL_PARAMETER,
-    TICKET_PARAMETER,
-)
+from prfaas.serving.transport.ticket import PREFIX_TICKET_PARAMETER, TICKET_PARAMETER
 
 
 class ApiError(Exception):
@@ -203,31 +197,17 @@ def prefill_body(
 
 
 def decode_body(
-    stripped: Json,
-    sealed_ticket: str | None,
-    reuse_ids: Sequence[int] | None,
-    salt: str = "",
-    cached_tokens: int | None = None,
-    kept_tokens: int = 0,
+    stripped: Json, kv_params: Json, reuse_ids: Sequence[int] | None = None, salt: str = ""
 ) -> bytes:
     """The decode engine's request: the client's body and, as the only content of `kv_transfer_params`, ours.
 
-    `stripped` comes from `strip_owned`. `reuse_ids`: the whole prompt's ids, which vLLM's chat endpoint takes
-    from there instead of tokenizing again. `salt`: the tenant's, empty without tenants. `cached_tokens`: what the
-    answer's usage is to tell in place of the engine's own count, in which everything that was transferred is cached.
-    `kept_tokens`: of the ticket's transfer so many have come, and it broke; 0: it did not.
+    `stripped` comes from `strip_owned`. `kv_params`: what the engine is told of KV that waits for it.
+    `reuse_ids`: the whole prompt's ids, which vLLM's chat endpoint takes from there instead of tokenizing again.
+    `salt`: the tenant's, empty without tenants.
     """
-    params: Json = {}
-    if sealed_ticket is not None:
-        params[TICKET_PARAMETER] = sealed_ticket
-    if kept_tokens:
-        params[KEPT_PARAMETER] = kept_tokens
-    if cached_tokens is not None:
-        # vLLM's own names: v1/engine/output_processor.py, `RequestState.from_new_request`.
-        params[REMOTE_PREFILL_PARAMETER] = True
-        params[CACHED_TOKENS_PARAMETER] = cached_tokens
+    params = kv_params
     if reuse_ids is not None:
-        params["prompt_token_ids"] = orjson.Fragment(ids_json(reuse_ids))
+        params = {**params, "prompt_token_ids": orjson.Fragment(ids_json(reuse_ids))}
     ours: Json = {}
     if params:
         ours["kv_transfer_params"] = params

@@ -19,8 +19,7 @@ from prfaas.serving.console.pages import HEADERS, KINDS, page_files
 from prfaas.serving.control.plane import LivePlane
 from prfaas.serving.gateway.bodies import ApiError
 from prfaas.serving.gateway.request_log import RequestLog
-from prfaas.serving.gateway.scenario import scenario_of
-from prfaas.serving.gateway.told_requests import summary
+from prfaas.serving.gateway.told_requests import scenario_of, summary
 from prfaas.serving.running_deployment import RunningDeployment
 
 PAGE_PATH = "/console"

@@ -1,20 +1,72 @@
 """What the parts of one gateway share: whom they ask, what they count, their limits, and threads for large work."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
 from prfaas.serving.control.plane import LivePlane
 from prfaas.serving.descriptors import DescriptorBudget
-from prfaas.serving.gateway.draining import Draining
+from prfaas.serving.gateway.bodies import ApiError
 from prfaas.serving.gateway.engine_client import EngineClient
 from prfaas.serving.gateway.metrics import Metrics
 from prfaas.serving.running_deployment import RunningDeployment
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+# Whoever answers in place of this gateway is there by then, or this one again.
+_RETRY_AFTER_S = 5.0
+
+
+class Draining:
+    """Whether new requests are refused, and how many are still open. Belongs to the event loop's thread."""
+
+    def __init__(self) -> None:
+        self.active = False
+        """Whether the gateway is about to end: it serves what it has and takes nothing new."""
+        self.open_requests = 0
+        """Requests to generate that have begun and not ended."""
+        self._settled = asyncio.Event()
+
+    def begin(self) -> None:
+        """Take nothing new from now on. Idempotent."""
+        self.active = True
+        if not self.open_requests:
+            self._settled.set()
+
+    @contextmanager
+    def request(self) -> Iterator[None]:
+        """While one request is open.
+
+        Raises:
+            ApiError: 503, it comes too late.
+        """
+        if self.active:
+            raise ApiError(
+                503,
+                "The gateway is about to end and takes no new requests; send this one again in a moment.",
+                retry_after_s=_RETRY_AFTER_S,
+            )
+        self.open_requests += 1
+        try:
+            yield
+        finally:
+            self.open_requests -= 1
+            if self.active and not self.open_requests:
+                self._settled.set()
+
+    async def settled(self, within_s: float) -> bool:
+        """True once nothing is open; False if that takes longer than `within_s`."""
+        try:
+            async with asyncio.timeout(within_s):
+                await self._settled.wait()
+        except TimeoutError:
+            return False
+        return True
 
 
 class ThreadOffload:

@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 
 from prfaas.serving.gateway.bodies import error_body, without_transfer_params
-from prfaas.serving.gateway.prompts import Endpoint
+from prfaas.serving.gateway.prompts.prompt import Endpoint
 
 END_OF_EVENT = b"\n\n"
 DATA = b"data: "

@@ -1,6 +1,7 @@
 """What the gateway counts, in Prometheus form."""
 
 import platform
+from collections.abc import Sequence
 from typing import Generic, Protocol, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -56,72 +57,61 @@ _TOKEN_SECONDS = (
 _LAG_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 
 
+class _Made:
+    """Families with labels in one registry."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    def counter(self, name: str, text: str, labels: tuple[str, ...]) -> CachedLabels[Counter]:
+        return CachedLabels(Counter(name, text, labels, registry=self._registry))
+
+    def gauge(self, name: str, text: str, labels: tuple[str, ...]) -> CachedLabels[Gauge]:
+        return CachedLabels(Gauge(name, text, labels, registry=self._registry))
+
+    def histogram(
+        self, name: str, text: str, labels: tuple[str, ...], buckets: Sequence[float]
+    ) -> CachedLabels[Histogram]:
+        return CachedLabels(Histogram(name, text, labels, registry=self._registry, buckets=buckets))
+
+
 class Metrics:
     """All series of one gateway. Every label takes values from a bounded set; docs/reference/metrics.md lists them."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         """`registry`: what `GET /metrics` shows; others may register theirs in it too."""
-        self._registry = registry
-        self.requests = CachedLabels(
-            Counter(
-                "prfaas_gateway_requests",
-                "Requests that ended, by endpoint, route and outcome (ok, client_error, engine_error, cancelled).",
-                ("endpoint", "route", "outcome"),
-                registry=registry,
-            )
+        self._registry, made = registry, _Made(registry)
+        self.requests = made.counter(
+            "prfaas_gateway_requests",
+            "Requests that ended, by endpoint, route and outcome (ok, client_error, engine_error, cancelled).",
+            ("endpoint", "route", "outcome"),
         )
-        self.uncached_tokens = CachedLabels(
-            Counter(
-                "prfaas_gateway_uncached_tokens",
-                "Prompt tokens that the PD cluster did not hold.",
-                ("route",),
-                registry=registry,
-            )
+        self.uncached_tokens = made.counter(
+            "prfaas_gateway_uncached_tokens", "Prompt tokens that the PD cluster did not hold.", ("route",)
         )
-        self.transferred_bytes = CachedLabels(
-            Counter(
-                "prfaas_gateway_transferred_bytes",
-                "KV bytes moved to decode instances.",
-                ("route",),
-                registry=registry,
-            )
+        self.transferred_bytes = made.counter(
+            "prfaas_gateway_transferred_bytes", "KV bytes moved to decode instances.", ("route",)
         )
-        self.transfers = CachedLabels(
-            Counter(
-                "prfaas_gateway_transfers",
-                "KV transfers to decode instances that completed, by what moved them (prfaas, nixl).",
-                ("route", "by"),
-                registry=registry,
-            )
+        self.transfers = made.counter(
+            "prfaas_gateway_transfers",
+            "KV transfers to decode instances that completed, by what moved them (prfaas, nixl).",
+            ("route", "by"),
         )
-        self.overlapped_bytes = CachedLabels(
-            Counter(
-                "prfaas_gateway_hidden_bytes",
-                "KV bytes that had arrived when the prefill ended.",
-                ("route",),
-                registry=registry,
-            )
+        self.overlapped_bytes = made.counter(
+            "prfaas_gateway_hidden_bytes", "KV bytes that had arrived when the prefill ended.", ("route",)
         )
         self.kept_tokens = Counter(
             "prfaas_gateway_kept_tokens",
             "Tokens of broken transfers that decode engines could go on from.",
             registry=registry,
         )
-        self.fallbacks = CachedLabels(
-            Counter(
-                "prfaas_gateway_fallbacks",
-                "Failed prefills elsewhere, by reason.",
-                ("reason",),
-                registry=registry,
-            )
+        self.fallbacks = made.counter(
+            "prfaas_gateway_fallbacks", "Failed prefills elsewhere, by reason.", ("reason",)
         )
-        self.cache_transfers = CachedLabels(
-            Counter(
-                "prfaas_gateway_cache_transfers",
-                "Prefixes that were to move to a prefill instance first, by outcome (done, or why not).",
-                ("outcome",),
-                registry=registry,
-            )
+        self.cache_transfers = made.counter(
+            "prfaas_gateway_cache_transfers",
+            "Prefixes that were to move to a prefill instance first, by outcome (done, or why not).",
+            ("outcome",),
         )
         self.cache_transferred_bytes = Counter(
             "prfaas_gateway_cache_transferred_bytes",
@@ -134,115 +124,74 @@ class Metrics:
             ("link",),
             registry=registry,
         )
-        self.decode_failures = CachedLabels(
-            Counter(
-                "prfaas_gateway_decode_failures",
-                "Decode instances that failed a request, by reason (unreachable, died, http-STATUS).",
-                ("reason",),
-                registry=registry,
-            )
+        self.decode_failures = made.counter(
+            "prfaas_gateway_decode_failures",
+            "Decode instances that failed a request, by reason (unreachable, died, http-STATUS).",
+            ("reason",),
         )
-        self.continuations = CachedLabels(
-            Counter(
-                "prfaas_gateway_continuations",
-                "Streams whose decode instance failed after the first byte, by what became of them.",
-                ("outcome",),
-                registry=registry,
-            )
+        self.continuations = made.counter(
+            "prfaas_gateway_continuations",
+            "Streams whose decode instance failed after the first byte, by what became of them.",
+            ("outcome",),
         )
-        self.first_tokens = CachedLabels(
-            Counter(
-                "prfaas_gateway_first_tokens",
-                "First tokens wanted from the prefill, by what became of them.",
-                ("outcome",),
-                registry=registry,
-            )
+        self.first_tokens = made.counter(
+            "prfaas_gateway_first_tokens",
+            "First tokens wanted from the prefill, by what became of them.",
+            ("outcome",),
         )
-        self.shadows = CachedLabels(
-            Counter(
-                "prfaas_gateway_shadows",
-                "Answers chosen to be compared with the plain path's, by outcome (match, tie, mismatch, yielded, "
-                "skipped, failed).",
-                ("outcome",),
-                registry=registry,
-            )
+        self.shadows = made.counter(
+            "prfaas_gateway_shadows",
+            "Answers chosen to be compared with the plain path's, by outcome (match, tie, mismatch, yielded, "
+            "skipped, failed).",
+            ("outcome",),
         )
-        self.direct = CachedLabels(
-            Counter(
-                "prfaas_gateway_direct",
-                "Requests prefilled by their decode instance, by reason.",
-                ("reason",),
-                registry=registry,
-            )
+        self.direct = made.counter(
+            "prfaas_gateway_direct", "Requests prefilled by their decode instance, by reason.", ("reason",)
         )
-        self.ttft_seconds = CachedLabels(
-            Histogram(
-                "prfaas_gateway_ttft_seconds",
-                "From the request's arrival to the first byte of its answer.",
-                ("route",),
-                buckets=_SECONDS,
-                registry=registry,
-            )
+        self.ttft_seconds = made.histogram(
+            "prfaas_gateway_ttft_seconds",
+            "From the request's arrival to the first byte of its answer.",
+            ("route",),
+            buckets=_SECONDS,
         )
-        self.prefill_seconds = CachedLabels(
-            Histogram(
-                "prfaas_gateway_prefill_seconds",
-                "A prefill hop, from request to answer.",
-                ("route",),
-                buckets=_SECONDS,
-                registry=registry,
-            )
+        self.prefill_seconds = made.histogram(
+            "prfaas_gateway_prefill_seconds",
+            "A prefill hop, from request to answer.",
+            ("route",),
+            buckets=_SECONDS,
         )
-        self.transfer_seconds = CachedLabels(
-            Histogram(
-                "prfaas_gateway_transfer_seconds",
-                "From the prefill's start to the transfer's completion.",
-                ("route",),
-                buckets=_SECONDS,
-                registry=registry,
-            )
+        self.transfer_seconds = made.histogram(
+            "prfaas_gateway_transfer_seconds",
+            "From the prefill's start to the transfer's completion.",
+            ("route",),
+            buckets=_SECONDS,
         )
-        self.request_seconds = CachedLabels(
-            Histogram(
-                "prfaas_gateway_request_seconds",
-                "From the request's arrival to the end of its answer.",
-                ("route",),
-                buckets=_SECONDS,
-                registry=registry,
-            )
+        self.request_seconds = made.histogram(
+            "prfaas_gateway_request_seconds",
+            "From the request's arrival to the end of its answer.",
+            ("route",),
+            buckets=_SECONDS,
         )
-        self.tpot_seconds = CachedLabels(
-            Histogram(
-                "prfaas_gateway_tpot_seconds",
-                "Mean time per further token of each stream: from its first byte to its end, over its tokens less one.",
-                ("route",),
-                buckets=_TOKEN_SECONDS,
-                registry=registry,
-            )
+        self.tpot_seconds = made.histogram(
+            "prfaas_gateway_tpot_seconds",
+            "Mean time per further token of each stream: from its first byte to its end, over its tokens less one.",
+            ("route",),
+            buckets=_TOKEN_SECONDS,
         )
-        self.answer_tokens = CachedLabels(
-            Counter(
-                "prfaas_gateway_answer_tokens",
-                "Generated tokens, by the answers' usage; of streams without it, their events.",
-                ("route",),
-                registry=registry,
-            )
+        self.answer_tokens = made.counter(
+            "prfaas_gateway_answer_tokens",
+            "Generated tokens, by the answers' usage; of streams without it, their events.",
+            ("route",),
         )
-        self.refused = CachedLabels(
-            Counter(
-                "prfaas_gateway_refused",
-                "Generating requests that got a refusal in place of an answer, by reason.",
-                ("reason",),
-                registry=registry,
-            )
+        self.refused = made.counter(
+            "prfaas_gateway_refused",
+            "Generating requests that got a refusal in place of an answer, by reason.",
+            ("reason",),
         )
-        self.waiting_requests = CachedLabels(
-            Gauge(
-                "prfaas_gateway_waiting_requests",
-                "Requests without an answer so far, by what they wait for.",
-                ("step",),
-                registry=registry,
-            )
+        self.waiting_requests = made.gauge(
+            "prfaas_gateway_waiting_requests",
+            "Requests without an answer so far, by what they wait for.",
+            ("step",),
         )
         self.loop_lag_seconds = Histogram(
             "prfaas_gateway_loop_lag_seconds",
@@ -278,13 +227,10 @@ class Metrics:
             ("certificate",),
             registry=registry,
         )
-        self.trace_spans = CachedLabels(
-            Counter(
-                "prfaas_gateway_trace_spans",
-                "Spans of traces, by what became of them (sent, failed, dropped).",
-                ("outcome",),
-                registry=registry,
-            )
+        self.trace_spans = made.counter(
+            "prfaas_gateway_trace_spans",
+            "Spans of traces, by what became of them (sent, failed, dropped).",
+            ("outcome",),
         )
         build = Gauge(
             "prfaas_build_info", "1; the labels say what runs.", ("version", "python"), registry=registry

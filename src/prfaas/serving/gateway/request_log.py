@@ -16,9 +16,9 @@ from prfaas.core.deployment import LocalTransfer
 from prfaas.core.route_header import REQUEST_ID_HEADER, ROUTE_HEADER, RouteHeader
 from prfaas.core.scheduling import Decision, NoDecodeInstanceError
 from prfaas.serving.gateway.bodies import ApiError
-from prfaas.serving.gateway.kv_transfer import TransferredBytes
 from prfaas.serving.gateway.metrics import Metrics
 from prfaas.serving.gateway.request_trace import STEP_NAMES, AttributeValue, RequestSpans, Tracing
+from prfaas.serving.gateway.ways.kv_transfer import TransferredBytes
 from prfaas.serving.logs import REQUEST_ID
 
 _REFUSALS = {
@@ -171,6 +171,10 @@ class RequestRecord:
         if self.client_header is not None:
             headers[ROUTE_HEADER] = self.client_header
         return headers
+
+
+RECORD = web.RequestKey("prfaas_record", RequestRecord)
+"""Where an HTTP request has its record, once it is taken on."""
 
 
 class RequestLog:

@@ -11,39 +11,37 @@ from functools import partial
 from typing import Any
 
 from aiohttp import web
-from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client import CollectorRegistry, Gauge, ProcessCollector
 
 from prfaas.core.deployment import GATEWAY, AppliedDeployment, Deployment, Instance
 from prfaas.core.kv import KvModel
+from prfaas.serving.certificates import CertificateFolder
 from prfaas.serving.console.history import StateHistory
 from prfaas.serving.control.plane import LivePlane
 from prfaas.serving.descriptors import DescriptorBudget, raise_descriptor_limit
 from prfaas.serving.gateway.admin import AdminRoutes
 from prfaas.serving.gateway.admission import Admission
-from prfaas.serving.gateway.certificate_watch import CertificateWatch
-from prfaas.serving.gateway.context import GatewayContext, GatewayOptions, ThreadOffload
-from prfaas.serving.gateway.decode import Decoder
-from prfaas.serving.gateway.draining import Draining
+from prfaas.serving.gateway.answers.answering import Answering
+from prfaas.serving.gateway.answers.shadow import Shadow, ShadowOptions
+from prfaas.serving.gateway.context import Draining, GatewayContext, GatewayOptions, ThreadOffload
 from prfaas.serving.gateway.engine_client import EngineCallError, EngineClient
-from prfaas.serving.gateway.first_token_answer import FirstTokenAnswers
-from prfaas.serving.gateway.first_token_rules import FirstTokenRules
 from prfaas.serving.gateway.generation import Generation
 from prfaas.serving.gateway.http_pool import HttpPool
-from prfaas.serving.gateway.kv_transfer import KvTransfers, watchers_of
+from prfaas.serving.gateway.intake import Intake
 from prfaas.serving.gateway.metrics import Metrics
-from prfaas.serving.gateway.middleware import http_logger
-from prfaas.serving.gateway.prefill import PrefillOrchestrator
-from prfaas.serving.gateway.prefix_moves import PrefixMoves
-from prfaas.serving.gateway.pulled_hop import PulledHop
-from prfaas.serving.gateway.request import RequestParser, Tenants
+from prfaas.serving.gateway.prompts.request import Tenants
+from prfaas.serving.gateway.prompts.tokenization import LocalTokenizer, Tokenization
+from prfaas.serving.gateway.prompts.validation import Validation
 from prfaas.serving.gateway.request_log import RequestLog
 from prfaas.serving.gateway.request_trace import Tracing
-from prfaas.serving.gateway.routes import Routes
-from prfaas.serving.gateway.shadow import Shadow, ShadowOptions
-from prfaas.serving.gateway.stream_resume import StreamResume
-from prfaas.serving.gateway.tokenization import LocalTokenizer, Tokenization
-from prfaas.serving.gateway.transcript import AnswerText
-from prfaas.serving.gateway.validation import Validation
+from prfaas.serving.gateway.routes import Routes, http_logger
+from prfaas.serving.gateway.ways.first_token_rules import FirstTokenRules
+from prfaas.serving.gateway.ways.kv_transfer import KvTransfers, watchers_of
+from prfaas.serving.gateway.ways.prefix_moves import PrefixMoves
+from prfaas.serving.gateway.ways.preparing import PrefillOrchestrator
+from prfaas.serving.gateway.ways.pull import PulledHop
+from prfaas.serving.gateway.ways.push import PrefillHop
+from prfaas.serving.gateway.ways.remote_prefill import RemotePrefills
 from prfaas.serving.pool.copier import PoolCopier, pool_observers
 from prfaas.serving.reloading import Reloader
 from prfaas.serving.running_deployment import RunningDeployment
@@ -63,6 +61,21 @@ _LOOP_WATCH_S = 0.2
 _QUEUE_WATCH_S = 1.0
 _STAGING_WATCH_S = 2.0
 _STAGING_ANSWER_S = 1.0
+CERTIFICATES_S = 60.0
+"""Between two looks at the certificates."""
+
+
+async def watch_certificates(running: RunningDeployment, expires: Gauge) -> None:
+    """Show until when the certificates on this machine are good, until cancelled: they are replaced meanwhile.
+
+    `expires`: gets the Unix time of each certificate's end, by the name of its file.
+    """
+    while True:
+        ends_s = await asyncio.to_thread(CertificateFolder(running.current).ends_s)
+        expires.clear()
+        for file, end_s in ends_s.items():
+            expires.labels(file).set(end_s)
+        await asyncio.sleep(CERTIFICATES_S)
 
 
 class Gateway:
@@ -104,7 +117,7 @@ class Gateway:
         self._transfers = KvTransfers({each.name: self._watch(each) for each in deployment.instances}, clock)
         self._forgetting = BackgroundTasks()
         self._metrics = Metrics(registry)
-        self.certificates = CertificateWatch(running, self._metrics.certificate_expires)
+        self.watch_certificates = partial(watch_certificates, running, self._metrics.certificate_expires)
         self.descriptors = DescriptorBudget(raise_descriptor_limit(), _reserved_descriptors(deployment))
         logger.info("file descriptors: %d at most", self.descriptors.limit)
         context = GatewayContext(
@@ -122,43 +135,33 @@ class Gateway:
         self._tokenization = Tokenization(local, model.served_name, context)
         security = deployment.security
         self._tenants = tenants = Tenants(key, security.tenant_header, security.tenant_weights)
-        self._hop = PulledHop(key, self._transfers, tenants, context)
+        push = PrefillHop(key, self._transfers, tenants, context)
+        pull = PulledHop(key, self._transfers, tenants, context)
+        self._hops = (push, pull)
         plane.listeners.frozen.append(
             lambda name, reason: self._client.bar(plane.members.instance(name), reason)
         )
-        plane.listeners.frozen.append(self._hop.frozen)
-        plane.listeners.silent.append(self._hop.silent)
-        plane.listeners.noticed.append(self._hop.noticed)
+        for hop in self._hops:
+            plane.listeners.frozen.append(hop.frozen)
+            plane.listeners.silent.append(hop.silent)
+            plane.listeners.noticed.append(hop.noticed)
         self._copier = PoolCopier(running, key, pool_observers(deployment, GATEWAY, key, tls))
-        prefixes = PrefixMoves(self._hop, self._copier, tenants, context)
-        prefill = PrefillOrchestrator(self._hop, prefixes, context)
-        decoder = Decoder(prefill, context)
-        resume = StreamResume(
-            AnswerText(model.path),
-            tokenization=self._tokenization,
-            prefill=prefill,
-            decoder=decoder,
-            context=context,
-        )
+        prefixes = PrefixMoves(push, self._copier, tenants, context)
         self._first_tokens = FirstTokenRules(context)
+        remote = RemotePrefills(push, pull, prefixes, context)
+        prefill = PrefillOrchestrator(remote, prefixes, self._first_tokens, context)
         self._shadow = Shadow(ShadowOptions(), context)
         self._tracing = _tracing(deployment, self._metrics)
         log = RequestLog(options.kept_records, context.metrics, self._tracing)
         self._admission = Admission(running, plane.waits)
+        tokenization = self._tokenization
         generation = Generation(
             context,
-            tenants=tenants,
-            admission=self._admission,
-            parser=RequestParser(context),
-            tokenization=self._tokenization,
+            intake=Intake(context, tenants=tenants, admission=self._admission, log=log),
+            tokenization=tokenization,
             validation=Validation(context),
-            first_tokens=self._first_tokens,
             prefill=prefill,
-            decoder=decoder,
-            resume=resume,
-            first_answers=FirstTokenAnswers(prefill=prefill, resume=resume, context=context),
-            shadow=self._shadow,
-            log=log,
+            answers=Answering(context, tokenization=tokenization, prefill=prefill, shadow=self._shadow),
         )
         self.routes = Routes(deployment, generation, context)
         token = None if token_file is None else load_token(token_file)
@@ -227,7 +230,8 @@ class Gateway:
         """Wait for the abandonments under way, and end connections and threads."""
         await self._forgetting.finish()
         await self._shadow.close()
-        await self._hop.close()
+        for hop in self._hops:
+            await hop.close()
         await self._copier.close()
         await self._transfers.close()
         await self._client.close()
@@ -342,7 +346,7 @@ async def _serve(
             "staging": gateway.watch_staging,
             "StateHistory": gateway.history.run,
             "queue": gateway.watch_queue,
-            "CertificateWatch": gateway.certificates.run,
+            "CertificateWatch": gateway.watch_certificates,
             "idle clients": partial(_close_idle_clients, server, gateway.descriptors),
         }
         if reloader is not None:

@@ -21,7 +21,7 @@ from prfaas.core.kv import FullAttention, SlidingWindow, model_from_directory
 from prfaas.serving.engines.fetching import ModelFetchError
 from prfaas.serving.engines.trained import checkpoint, trained_model
 from prfaas.serving.engines.trained.recipes import RECIPES
-from prfaas.serving.gateway.tokenizers import ChatTemplate
+from prfaas.serving.gateway.prompts.tokenizers import ChatTemplate
 
 ROOT = Path(__file__).parents[4]
 FETCHED = [

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prfaas.serving.gateway.conversations import NoConversationError, messages_chat, responses_chat
+from prfaas.serving.gateway.prompts.conversations import NoConversationError, messages_chat, responses_chat
 
 pytestmark = pytest.mark.slow("imports vLLM or torch")
 

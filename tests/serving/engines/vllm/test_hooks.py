@@ -9,6 +9,7 @@ import functools
 import importlib.util
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -89,6 +90,53 @@ def told() -> dict[str, bool]:
         r"^\| [^|]+ \| ((?:`\w+`(?:, )?)+) \| (yes|no) \|$", PAGE.read_text(encoding="utf-8"), re.M
     )
     return {name: hook == "yes" for names, hook in rows for name in re.findall(r"\w+", names)}
+
+
+def calls_in_order(module: str, owner: str) -> list[str]:
+    """What the `forward` of a class of vLLM's attention layers calls, from its first line to its last."""
+    assert VLLM is not None and VLLM.submodule_search_locations
+    place = Path(VLLM.submodule_search_locations[0], "model_executor", "layers", "attention", f"{module}.py")
+    classes = [each for each in ast.parse(place.read_text()).body if isinstance(each, ast.ClassDef)]
+    (found,) = (each for each in classes if each.name == owner)
+    (forward,) = (each for each in found.body if isinstance(each, ast.FunctionDef) and each.name == "forward")
+    calls = [node for node in ast.walk(forward) if isinstance(node, ast.Call)]
+    named = [
+        ast.unparse(node.func) for node in sorted(calls, key=lambda node: (node.lineno, node.col_offset))
+    ]
+    return [name.rpartition(".")[2] for name in named]
+
+
+@pytest.mark.skipif(VLLM is None, reason="vLLM is not installed")
+def test_kv_is_written_before_the_hook_in_front_of_attention() -> None:
+    """A layer leaves there: what is written later would not have left, and nobody would notice."""
+    update, attend = "unified_kv_cache_update", "unified_attention_with_output"
+    calls = [name for name in calls_in_order("attention", "Attention") if name in (update, attend)]
+    assert calls == [update, attend] * 2
+    update, attend = "unified_mla_kv_cache_update", "unified_mla_attention_with_output"
+    calls = [name for name in calls_in_order("mla_attention", "MLAAttention") if name in (update, attend)]
+    assert calls == [update, attend]
+
+
+def test_layers_whose_backend_writes_while_it_attends_wait_for_the_hook_behind_it() -> None:
+    pytest.importorskip("vllm")
+    from vllm.model_executor.layers.attention import Attention, MLAAttention
+
+    from prfaas.serving.engines.vllm.connector import _writing_first
+
+    def layer(kind: type, **fields: object) -> object:
+        made = kind.__new__(kind)
+        made.__dict__ |= fields
+        return made
+
+    layers = {
+        "first": layer(Attention, attn_backend=SimpleNamespace(forward_includes_kv_cache_update=False)),
+        "while": layer(Attention, attn_backend=SimpleNamespace(forward_includes_kv_cache_update=True)),
+        "latent": layer(MLAAttention, hisparse_cache=None),
+        "sparse": layer(MLAAttention, hisparse_cache=object()),
+        "state": object(),
+    }
+    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
+    assert _writing_first(config) == {"first", "latent"}  # type: ignore[arg-type]
 
 
 @pytest.mark.skipif(VLLM is None, reason="vLLM is not installed")

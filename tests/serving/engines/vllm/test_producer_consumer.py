@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from prfaas.core.kv.groups import GroupKind, region_bytes
 from prfaas.serving.engines.vllm.consumer import KvConsumer
 from prfaas.serving.engines.vllm.layout import EngineGroup, KvLayout
 from prfaas.serving.engines.vllm.metadata import BlockRun, LoadOrder, NixlRead, SendOrder, TransferMetadata
-from prfaas.serving.engines.vllm.pages import HostPages
+from prfaas.serving.engines.vllm.pages import HostPages, LayerPages
 from prfaas.serving.engines.vllm.producer import KvProducer
 from prfaas.serving.engines.vllm.stats import ConnectorStats
 from prfaas.serving.engines.vllm.wire_layout import wire_layouts
@@ -42,8 +42,12 @@ def memory(seed: int) -> dict[str, np.ndarray]:
     }
 
 
-def layout(kv: dict[str, np.ndarray], groups: Sequence[EngineGroup] = GROUPS) -> KvLayout:
-    return KvLayout(groups, {name: [HostPages(torch.from_numpy(pages))] for name, pages in kv.items()})
+def layout(
+    kv: dict[str, np.ndarray],
+    groups: Sequence[EngineGroup] = GROUPS,
+    seen_as: Callable[[torch.Tensor], LayerPages] = HostPages,
+) -> KvLayout:
+    return KvLayout(groups, {name: [seen_as(torch.from_numpy(pages))] for name, pages in kv.items()})
 
 
 def kv_bytes_of(ends: "Ends", num_tokens: int) -> int:
@@ -108,10 +112,14 @@ def ends() -> Iterator[Ends]:
 
 
 def make_ends(
-    lease_s: float = 20.0, *, page_digests: bool = True, groups: Sequence[EngineGroup] = GROUPS
+    lease_s: float = 20.0,
+    *,
+    page_digests: bool = True,
+    groups: Sequence[EngineGroup] = GROUPS,
+    seen_as: Callable[[torch.Tensor], LayerPages] = HostPages,
 ) -> Iterator[Ends]:
     east, home = memory(1), memory(2)
-    east_layout, home_layout = layout(east, groups), layout(home, groups)
+    east_layout, home_layout = layout(east, groups, seen_as), layout(home, groups, seen_as)
     east_wires = wire_layouts(east_layout, "east", 0, page_digests=page_digests)
     home_wires = wire_layouts(home_layout, "home", 0, page_digests=page_digests)
     arena = StagingArena(4 << 20, 64 << 10)

@@ -101,7 +101,7 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
     vLLM ends the server on any exception in a callback, so each one is caught here, logged, and answered
     with what costs a local prefill at most.
 
-    The way of KV to the wire: `save_kv_layer`, at the latest `wait_for_save` →
+    The way of KV to the wire: `wait_for_layer_load` or `save_kv_layer`, at the latest `wait_for_save` →
     `KvProducer._queue_layer` → the peer's queue → `SenderConnection._send_chunk`. From the wire:
     `ReceiverConnection._receive_chunk` → staging → `get_transfer_results` → `KvConsumer._load` → the blocks that vLLM
     gave the request.
@@ -120,6 +120,7 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
         self._groups = read_groups(kv_cache_config)
         self._scheduling: ConnectorScheduler | None = None
         self._worker: ConnectorWorker | None = None
+        self._writing_first: frozenset[str] = frozenset()
         if role is KVConnectorRole.SCHEDULER:
             pool = PoolScheduler.of_engine(self.settings, kv_cache_config, self._groups)
             ranks = vllm_config.parallel_config.world_size
@@ -205,6 +206,7 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
     # ---- worker side
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._writing_first = _writing_first(self._vllm_config)
         self._worker = ConnectorWorker.start(
             self.settings,
             self._key,
@@ -231,8 +233,15 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
         self._ready_worker().order_loads(_orders(self._get_connector_metadata()))
 
+    @_answer_on_error(None)
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads are asynchronous: a request is scheduled after its load has ended."""
+        """Before a layer's attention. Loads are asynchronous: a request is scheduled after its load has ended.
+
+        But most layers have written what this step adds to their KV by now, so it leaves while they attend to it.
+        """
+        sends = _orders(self._get_connector_metadata()).sends
+        if sends and layer_name in self._writing_first:
+            self._ready_worker().producer.save_layer(sends, layer_name)
 
     @_answer_on_error(None)
     def save_kv_layer(
@@ -342,6 +351,19 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is None:
             raise RuntimeError("a worker callback came before register_kv_caches")
         return self._worker
+
+
+def _writing_first(vllm_config: VllmConfig) -> frozenset[str]:
+    """Layers that write their KV before they attend to it (read in 0.32: `forward` of both classes)."""
+    from vllm.model_executor.layers.attention import Attention, MLAAttention
+
+    layers = vllm_config.compilation_config.static_forward_context
+    return frozenset(
+        name
+        for name, layer in layers.items()
+        if (isinstance(layer, Attention) and not layer.attn_backend.forward_includes_kv_cache_update)
+        or (isinstance(layer, MLAAttention) and layer.hisparse_cache is None)
+    )
 
 
 def _orders(metadata: KVConnectorMetadata) -> TransferMetadata:

@@ -1,0 +1,1 @@
+"""Answers, from the decode engine to the client."""

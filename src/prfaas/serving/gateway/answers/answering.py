@@ -1,0 +1,147 @@
+"""Answers of ready requests, from the decode engine to the client, whichever engines fail meanwhile."""
+
+from collections.abc import Collection
+
+from aiohttp import web
+
+from prfaas.core.scheduling import NoDecodeInstanceError
+from prfaas.serving.gateway.admission import AdmittedRequest, DeadlinePassedError
+from prfaas.serving.gateway.answers.decode import MAX_ANSWERING_ATTEMPTS, Decoder
+from prfaas.serving.gateway.answers.first_token_answer import FirstTokenAnswers
+from prfaas.serving.gateway.answers.shadow import Shadow
+from prfaas.serving.gateway.answers.stream_resume import StreamResume
+from prfaas.serving.gateway.answers.streams import (
+    DecodeFailedError,
+    KeepBudget,
+    ResponseWriter,
+    answer_of,
+    writing,
+)
+from prfaas.serving.gateway.answers.transcript import AnswerText
+from prfaas.serving.gateway.bodies import ApiError
+from prfaas.serving.gateway.context import GatewayContext
+from prfaas.serving.gateway.dialects import dialect_of
+from prfaas.serving.gateway.engine_client import OWN_RESOURCES
+from prfaas.serving.gateway.prompts.continuing import can_resume
+from prfaas.serving.gateway.prompts.request import ServingRequest
+from prfaas.serving.gateway.prompts.tokenization import Tokenization
+from prfaas.serving.gateway.ways.preparing import PrefillOrchestrator
+from prfaas.serving.gateway.ways.ready_requests import (
+    AnsweredRequest,
+    DecidedRequest,
+    EarlyRequest,
+    ReadyRequest,
+)
+
+
+class Answering:
+    """Has requests answered, by another decode engine where one fails."""
+
+    def __init__(
+        self,
+        context: GatewayContext,
+        *,
+        tokenization: Tokenization,
+        prefill: PrefillOrchestrator,
+        shadow: Shadow,
+    ) -> None:
+        self._prefill = prefill
+        self._shadow = shadow
+        self._metrics = context.metrics
+        self._options = context.options
+        self._budget = KeepBudget(context.options.kept_answers_bytes)
+        self._decoder = Decoder(prefill, context)
+        self._resume = StreamResume(
+            AnswerText(context.running.current.model.path),
+            tokenization=tokenization,
+            prefill=prefill,
+            decoder=self._decoder,
+            context=context,
+        )
+        self._first_answers = FirstTokenAnswers(prefill=prefill, resume=self._resume, context=context)
+
+    async def answer(
+        self,
+        http: web.Request,
+        request: ServingRequest,
+        ready: ReadyRequest,
+        admitted: AdmittedRequest,
+    ) -> web.StreamResponse:
+        """Pass the answer on to the client, within the time that it gave. Raises ApiError."""
+        is_compared = self._shadow.wants(request, ready)
+        keep_bytes = self._keep_bytes(request, ready)
+        with writing(http, request.record, self._metrics, self._budget, keep_bytes) as writer:
+            try:
+                async with admitted.in_time():
+                    response = await self._decode(request, ready, writer)
+            except DeadlinePassedError as late:
+                if not writer.begun:
+                    raise
+                self._metrics.refused.labels("deadline-passed").inc()
+                response = await writer.fail(late, dialect_of(request.endpoint))
+            # Some of what was transferred is computed again elsewhere, later.
+            if is_compared:
+                self._shadow.compare(request, ready, answer_of(response, writer))
+        return response
+
+    def _keep_bytes(self, request: ServingRequest, ready: ReadyRequest) -> int:
+        """What to keep of the answer's stream, in case another engine must continue it or it is compared."""
+        is_exact = isinstance(ready, DecidedRequest) and ready.prompt.exact
+        resumes = is_exact and can_resume(request.endpoint, request.body)
+        return self._options.kept_answer_bytes if resumes else 0
+
+    async def _decode(
+        self,
+        request: ServingRequest,
+        ready: ReadyRequest,
+        writer: ResponseWriter,
+    ) -> web.StreamResponse:
+        """Relay what the decode engine says.
+
+        While the client has seen nothing, another engine may answer in place of one that failed. After the first
+        byte, another engine continues the text if the request allows it. Raises ApiError.
+        """
+        if isinstance(ready, EarlyRequest | AnsweredRequest):
+            request.record.sent(ready.header())
+            return await self._first_answers.answer(request, ready, writer)
+        failed: list[str] = []
+        while True:
+            if request.endpoint.generates:
+                request.record.sent(ready.header())
+            try:
+                return await self._decoder.relay(request, ready, writer)
+            except DecodeFailedError as failure:
+                self._decoder.report(request, ready, failure)
+                failed.append(ready.decode)
+                if writer.begun:
+                    return await self._resume.finish(request, ready, writer, failure, failed)
+                another = await self._reroute(request, ready, failure, failed)
+                if another is None and failure.answer is not None:
+                    return writer.send(failure.answer)
+                if another is None:
+                    raise _unanswered(failure, failed[-1]) from None
+                ready = another
+
+    async def _reroute(
+        self,
+        request: ServingRequest,
+        ready: ReadyRequest,
+        failure: DecodeFailedError,
+        failed: Collection[str],
+    ) -> ReadyRequest | None:
+        """The same request made ready for another decode engine; None when there is none or enough have failed."""
+        if failure.reason == OWN_RESOURCES:
+            return None
+        attempts = self._options.decode_attempts if failure.lost else MAX_ANSWERING_ATTEMPTS
+        if len(failed) >= attempts:
+            return None
+        try:
+            return await self._prefill.prepare_again(request, ready.prompt, avoid=failed)
+        except NoDecodeInstanceError:
+            return None
+
+
+def _unanswered(failure: DecodeFailedError, decode: str) -> ApiError:
+    if failure.reason == OWN_RESOURCES:
+        return ApiError(503, "The gateway has no file descriptor left; try again.", retry_after_s=1)
+    return ApiError(503, f"The decode instance {decode} does not answer.", retry_after_s=1)

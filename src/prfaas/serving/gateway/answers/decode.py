@@ -1,0 +1,199 @@
+"""The request to a decode engine, from its body to the last byte of its answer at the client."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+
+from aiohttp import web
+
+from prfaas.serving.gateway.answers.streams import (
+    EVENT_STREAM,
+    DecodeFailedError,
+    EventStream,
+    ResponseWriter,
+    note_answer_tokens,
+    read_whole,
+)
+from prfaas.serving.gateway.bodies import JSON_BYTES_PER_TOKEN, decode_body
+from prfaas.serving.gateway.context import GatewayContext
+from prfaas.serving.gateway.dialects import dialect_of
+from prfaas.serving.gateway.engine_client import Blame, EngineCallError
+from prfaas.serving.gateway.http_exchange import EngineResponse
+from prfaas.serving.gateway.prompts.request import ServingRequest
+from prfaas.serving.gateway.request_trace import Attributes, engine_call
+from prfaas.serving.gateway.ways.kv_transfer import TRANSFER_FAILED
+from prfaas.serving.gateway.ways.preparing import PrefillOrchestrator
+from prfaas.serving.gateway.ways.ready_requests import (
+    DecidedRequest,
+    MovingRequest,
+    PullingRequest,
+    ReadyRequest,
+)
+
+logger = logging.getLogger(__name__)
+
+# Engines that may answer one request with an error: the request itself may be the cause.
+MAX_ANSWERING_ATTEMPTS = 2
+
+# What another engine may answer where this one failed.
+_ENGINE_FAILURES = (500, 502, 503, 504)
+
+
+class Decoder:
+    """Brings prepared requests to their decode engines, and the answers to the clients."""
+
+    def __init__(self, prefill: PrefillOrchestrator, context: GatewayContext) -> None:
+        self._prefill = prefill
+        self._plane = context.plane
+        self._client = context.client
+        self._metrics = context.metrics
+        self._json_threads = context.json_threads
+
+    async def relay(
+        self, request: ServingRequest, ready: ReadyRequest, writer: ResponseWriter
+    ) -> web.StreamResponse:
+        """Pass one decode engine's whole answer on.
+
+        Raises:
+            DecodeFailedError: perhaps after a part of the answer.
+        """
+        async with self.open(request, ready) as answer:
+            kind = answer.content_type
+            if kind.startswith(EVENT_STREAM):
+                stream = EventStream(answer, ready.decode, dialect_of(request.endpoint))
+                note_answer_tokens(request.record, await writer.relay(stream, kind))
+                if stream.refused_status is not None:
+                    self._note_refusal(request, ready, stream.refused_status)
+                    self._prefill.abandon(ready, "the decode engine refused the request in its stream")
+                return await writer.end()
+            whole = await read_whole(answer, ready.decode, request.record)
+            if whole.status in _ENGINE_FAILURES:
+                reason, detail = f"http-{whole.status}", f"{ready.decode} answered {whole.status}"
+                raise DecodeFailedError(reason, detail, lost=False, answer=whole)
+            if whole.status >= 400:
+                self._note_refusal(request, ready, whole.status)
+            return writer.send(whole)
+
+    @asynccontextmanager
+    async def stream(self, request: ServingRequest, ready: ReadyRequest) -> AsyncIterator[EventStream]:
+        """As `open`, for an answer that must be a stream. Raises DecodeFailedError where it is none."""
+        async with self.open(request, ready) as answer:
+            if answer.status != 200 or not answer.content_type.startswith(EVENT_STREAM):
+                detail = f"{ready.decode} answered {answer.status}"
+                raise DecodeFailedError(f"http-{answer.status}", detail, lost=False)
+            yield EventStream(answer, ready.decode)
+
+    @asynccontextmanager
+    async def open(self, request: ServingRequest, ready: ReadyRequest) -> AsyncIterator[EngineResponse]:
+        """The decode engine's answer, its headers read.
+
+        What is still staged at the engine is freed unless the answer has status 200 and the body ends without an
+        exception.
+
+        Raises:
+            DecodeFailedError: the engine does not answer.
+        """
+        ended_well = False
+        try:
+            body = await self._body(request, ready)
+            told: Attributes = {
+                "prfaas.instance": ready.decode,
+                "prfaas.cluster": self._plane.members.instance(ready.decode).cluster,
+                "prfaas.prefill_tokens": ready.own_prefill_tokens,
+            }
+            with (
+                self._plane.waits.decoding(ready.decode, ready.own_prefill_tokens, ready.own_reused_tokens),
+                engine_call(request.record.trace, "decode", request.headers, told) as call,
+            ):
+                arrived: DecidedRequest | None = None
+                if isinstance(ready, PullingRequest):
+                    answer, arrived = await self._ask_reading(request, ready, body, call.headers)
+                else:
+                    answer = await self._ask(request, ready, body, call.headers)
+                try:
+                    call.tell({"http.response.status_code": answer.status})
+                    if answer.status == 200:
+                        self._prefill.delivered(ready)
+                    if answer.status == 200 and isinstance(ready, MovingRequest):
+                        # The engine cannot have a token before; how the KV came goes into the client's headers.
+                        arrived = arrived or await self._prefill.arrived(request, ready)
+                        request.record.sent(arrived.header())
+                    yield answer
+                    ended_well = answer.status == 200
+                finally:
+                    # Closing an unfinished answer is what makes vLLM abort the request.
+                    answer.close()
+        finally:
+            # The engine frees what it has taken; anything else would wait for its time to live.
+            if not ended_well:
+                self._prefill.abandon(ready, "the decode request did not end well")
+
+    async def _body(self, request: ServingRequest, ready: ReadyRequest) -> bytes:
+        return await self._json_threads.run(
+            request.size_bytes + JSON_BYTES_PER_TOKEN * len(ready.reuse_ids or ()),
+            decode_body,
+            request.body,
+            ready.kv_params(),
+            ready.reuse_ids,
+            request.salt,
+        )
+
+    def report(self, request: ServingRequest, ready: ReadyRequest, failure: DecodeFailedError) -> None:
+        """Tell log, metrics and control plane what a failure says about the decode engine."""
+        logger.warning("decode instance failed: %s", failure)
+        self._metrics.decode_failures.labels(failure.reason).inc()
+        request.record.note(f"{ready.decode} failed: {failure.reason}")
+        # The request itself may be what makes an engine answer with an error. That must not take engines out.
+        if failure.blame is not Blame.NONE:
+            self._plane.health.suspect(ready.decode, str(failure), lost_cache=failure.blame is Blame.DEAD)
+
+    def _note_refusal(self, request: ServingRequest, ready: ReadyRequest, status: int) -> None:
+        """The decode engine has refused the request: before KV was moved for it, or after."""
+        request.record.refused_status = status
+        self._metrics.refused.labels("engine-late" if ready.moves_kv else "engine").inc()
+
+    async def _ask(
+        self, request: ServingRequest, ready: ReadyRequest, body: bytes, headers: Mapping[str, str]
+    ) -> EngineResponse:
+        instance = self._plane.members.instance(ready.decode)
+        try:
+            return await self._client.open(instance, request.endpoint.path, body, headers)
+        except EngineCallError as error:
+            raise DecodeFailedError.of_call(error) from error
+
+    async def _ask_reading(
+        self, request: ServingRequest, ready: PullingRequest, body: bytes, headers: Mapping[str, str]
+    ) -> tuple[EngineResponse, DecidedRequest | None]:
+        """The answer of an engine that reads the KV by NIXL first, and what became of that; None: nothing is known.
+
+        A read can't be taken back: vLLM keeps the request's blocks until NIXL writes into them no more. So where it has
+        been given up, the same engine is asked again, for other blocks, and the first request is aborted. Raises
+        DecodeFailedError.
+        """
+        asking = asyncio.get_running_loop().create_task(self._ask(request, ready, body, headers))
+        answer: EngineResponse | None = None
+        try:
+            # A whole answer comes long after the read, a stream's head before it.
+            await asyncio.wait((asking, ready.arriving), return_when=asyncio.FIRST_COMPLETED)
+            if asking.done() and (asking.exception() is not None or asking.result().status != 200):
+                answer = asking.result()
+                return answer, None
+            arrived = await self._prefill.arrived(request, ready)
+            # If the engine itself reported the read as failed, it is already recomputing the prompt.
+            if arrived.moves_kv or arrived.fallback == TRANSFER_FAILED:
+                answer = await asking
+                return answer, arrived
+        finally:
+            if answer is None:
+                await _put_an_end_to(asking)
+        body = await self._body(request, arrived)
+        return await self._ask(request, arrived, body, headers), arrived
+
+
+async def _put_an_end_to(asking: "asyncio.Task[EngineResponse]") -> None:
+    """Close what a request's answer came over, or would: vLLM aborts the request."""
+    asking.cancel()
+    await asyncio.wait((asking,))
+    if not asking.cancelled() and asking.exception() is None:
+        asking.result().close()

@@ -1,0 +1,1 @@
+"""Requests as clients make them, and their prompts in tokens."""

@@ -1,0 +1,280 @@
+"""What a request's prompt is, and whether its prefill can happen elsewhere than in the decode engine."""
+
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any, cast
+
+from prfaas.serving.gateway.bodies import WrittenIds
+from prfaas.serving.gateway.prompts.conversations import NoConversationError, messages_chat, responses_chat
+from prfaas.serving.transport.ticket import MAX_USES
+
+
+class Endpoint(StrEnum):
+    """What clients may ask an engine for, named as in metrics."""
+
+    COMPLETIONS = "completions"
+    CHAT = "chat"
+    RESPONSES = "responses"
+    MESSAGES = "messages"
+    COUNT_TOKENS = "count_tokens"
+    TOKENIZE = "tokenize"
+    DETOKENIZE = "detokenize"
+
+    @property
+    def path(self) -> str:
+        return _PATHS[self]
+
+    @property
+    def generates(self) -> bool:
+        """Whether an engine prefills and decodes for it. What is left asks the tokenizer alone."""
+        return self not in (Endpoint.COUNT_TOKENS, Endpoint.TOKENIZE, Endpoint.DETOKENIZE)
+
+
+_PATHS = {
+    Endpoint.COMPLETIONS: "/v1/completions",
+    Endpoint.CHAT: "/v1/chat/completions",
+    Endpoint.RESPONSES: "/v1/responses",
+    Endpoint.MESSAGES: "/v1/messages",
+    Endpoint.COUNT_TOKENS: "/v1/messages/count_tokens",
+    Endpoint.TOKENIZE: "/tokenize",
+    Endpoint.DETOKENIZE: "/detokenize",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    """A prompt given as token ids, in the form that digest and hashes are taken of."""
+
+    token_ids: "array[int]"
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    """A prompt given as text."""
+
+    text: str
+    add_special_tokens: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A conversation."""
+
+    plain: tuple[tuple[str, str | tuple[str, ...]], ...] | None
+    """(role, content) pairs if only the model's own template decides the text; else None."""
+    request: Mapping[str, Any]
+    """The fields of the body from which vLLM's `/tokenize` makes the same prompt."""
+    takes_ids: bool
+    """Whether the answer stays the same when vLLM is given the ids instead of rendering."""
+
+
+@dataclass(frozen=True, slots=True)
+class DirectPrompt:
+    """A prompt that goes to the decode engine as it is."""
+
+    reason: str
+    """Why, in one word."""
+
+
+Prompt = TokenPrompt | TextPrompt | ChatPrompt | DirectPrompt
+
+
+def prompt_of(endpoint: Endpoint, body: Mapping[str, Any]) -> Prompt:
+    """The prompt in `body`. What is malformed is a DirectPrompt: the decode engine refuses it in its own words.
+
+    Raises:
+        ApiError: 400, when only one engine could know the prompt.
+    """
+    if not endpoint.generates:
+        return DirectPrompt("tokenizer")
+    if not isinstance(body.get("model", ""), str | None):
+        return DirectPrompt("malformed")
+    if endpoint in (Endpoint.RESPONSES, Endpoint.MESSAGES):
+        return _converted_prompt(endpoint, body)
+    prompt = _chat_prompt(body) if endpoint is Endpoint.CHAT else _completion_prompt(body)
+    if isinstance(prompt, DirectPrompt):
+        return prompt
+    return _direct_by_options(endpoint, body) or prompt
+
+
+def _converted_prompt(endpoint: Endpoint, body: Mapping[str, Any]) -> Prompt:
+    try:
+        if endpoint is Endpoint.RESPONSES:
+            return _chat_prompt(responses_chat(body))
+        prompt = _chat_prompt(messages_chat(body))
+    except NoConversationError as error:
+        return DirectPrompt(error.reason)
+    # No engine tells the ids that it makes of messages, only how many. So each request is checked: the decode engine
+    # makes its own, and takes KV that belongs to exactly these.
+    return replace(prompt, takes_ids=False) if isinstance(prompt, ChatPrompt) else prompt
+
+
+def _direct_by_options(endpoint: Endpoint, body: Mapping[str, Any]) -> DirectPrompt | None:
+    # vLLM ignores external KV for a request that wants prompt logprobs, and truncates prompts by rules of its
+    # own.
+    if body.get("prompt_logprobs") is not None or (body.get("echo") and body.get("logprobs")):
+        return DirectPrompt("prompt-logprobs")
+    if body.get("truncate_prompt_tokens") is not None:
+        return DirectPrompt("truncation")
+    if body.get("use_beam_search"):
+        return DirectPrompt("beam-search")
+    if samples_of(endpoint, body) is None:
+        return DirectPrompt("malformed")
+    return None
+
+
+def samples_of(endpoint: Endpoint, body: Mapping[str, Any]) -> int | None:
+    """How many answers are wanted (`n`); None when a ticket can't serve so many, or it is no number.
+
+    vLLM makes every sample a request, and each of them loads the transfer.
+    """
+    samples = body.get("n")
+    if samples is None or endpoint not in (Endpoint.COMPLETIONS, Endpoint.CHAT):
+        return 1
+    return samples if type(samples) is int and 1 <= samples <= MAX_USES else None
+
+
+def _completion_prompt(body: Mapping[str, Any]) -> Prompt:
+    if body.get("prompt_embeds") is not None:
+        return DirectPrompt("embeds")
+    if body.get("suffix") is not None:
+        return DirectPrompt("suffix")
+    prompt = body.get("prompt")
+    if isinstance(prompt, WrittenIds):
+        return TokenPrompt(prompt.ids)
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+        prompt = prompt[0]
+    if isinstance(prompt, str):
+        special = body.get("add_special_tokens", True)
+        return TextPrompt(prompt, special) if isinstance(special, bool) else DirectPrompt("malformed")
+    if not isinstance(prompt, list) or not prompt:
+        return DirectPrompt("malformed")
+    if isinstance(prompt[0], str | list):
+        return DirectPrompt("batch")
+    token_ids = as_token_ids(prompt)
+    return TokenPrompt(token_ids) if token_ids is not None else DirectPrompt("malformed")
+
+
+def as_token_ids(ids: Sequence[object]) -> "array[int] | None":
+    """`ids` as uint32; None unless they are at least one and all ints (no booleans) within 0 .. 2^32 - 1."""
+    if set(map(type, ids)) != {int}:
+        return None
+    try:
+        return array("I", cast(Sequence[int], ids))
+    except OverflowError:
+        return None
+
+
+_RENDER_FIELDS = (
+    "messages",
+    "tools",
+    "add_generation_prompt",
+    "continue_final_message",
+    "add_special_tokens",
+)
+_UNUSUAL_FIELDS = (
+    "tools",
+    "tool_choice",
+    "documents",
+    "chat_template",
+    "chat_template_kwargs",
+    "reasoning_effort",
+    "mm_processor_kwargs",
+    "media_io_kwargs",
+    "continue_final_message",
+    "add_special_tokens",
+)
+
+
+def _chat_prompt(body: Mapping[str, Any]) -> Prompt:
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
+        return DirectPrompt("malformed")
+    if body.get("chat_template") is not None:
+        return DirectPrompt("chat-template")
+    if any(_has_media(message.get("content")) for message in messages):
+        return DirectPrompt("media")
+    # With ids given, vLLM does not render, so it could neither echo the last message nor return the prompt's
+    # text.
+    takes_ids = not body.get("echo") and not body.get("return_prompt_text")
+    plain = None
+    if (
+        not any(body.get(field) for field in _UNUSUAL_FIELDS)
+        and body.get("add_generation_prompt", True) is True
+    ):
+        plain = _plain_messages(messages)
+    return ChatPrompt(plain, _render_request(body), takes_ids)
+
+
+def _plain_messages(
+    messages: Sequence[Mapping[str, Any]],
+) -> tuple[tuple[str, str | tuple[str, ...]], ...] | None:
+    plain: list[tuple[str, str | tuple[str, ...]]] = []
+    for message in messages:
+        role, content = message.get("role"), message.get("content")
+        if message.keys() - {"role", "content"} or role not in ("system", "user", "assistant"):
+            return None
+        if isinstance(content, list):
+            texts = tuple(part["text"] for part in content if _is_text_part(part))
+            if len(texts) != len(content) or not texts:
+                return None
+            content = texts
+        elif not isinstance(content, str):
+            return None
+        texts = (content,) if isinstance(content, str) else content
+        # vLLM edits system messages that begin with this line.
+        if role == "system" and any(text.startswith("x-anthropic") for text in texts):
+            return None
+        plain.append((role, content))
+    return tuple(plain)
+
+
+def _is_text_part(part: object) -> bool:
+    return (
+        isinstance(part, dict)
+        and part.keys() == {"type", "text"}
+        and part["type"] == "text"
+        and isinstance(part["text"], str)
+    )
+
+
+def _has_media(content: object) -> bool:
+    return isinstance(content, list) and any(
+        isinstance(part, dict) and part.get("type", "text") not in ("text", "refusal") for part in content
+    )
+
+
+def _render_request(body: Mapping[str, Any]) -> dict[str, Any]:
+    request = {field: body[field] for field in _RENDER_FIELDS if body.get(field) is not None}
+    # `/tokenize` knows fewer fields than the chat endpoint, which hands these on to the template.
+    kwargs = dict(body["chat_template_kwargs"]) if isinstance(body.get("chat_template_kwargs"), dict) else {}
+    if body.get("documents") is not None:
+        kwargs["documents"] = body["documents"]
+    effort = body.get("reasoning_effort")
+    if effort is not None:
+        kwargs.setdefault("enable_thinking", effort != "none")
+        kwargs["reasoning_effort"] = effort
+    if kwargs:
+        request["chat_template_kwargs"] = kwargs
+    return request
+
+
+_ANSWER_LIMITS = {
+    Endpoint.COMPLETIONS: ("max_tokens",),
+    Endpoint.CHAT: ("max_completion_tokens", "max_tokens"),
+    Endpoint.RESPONSES: ("max_output_tokens",),
+    Endpoint.MESSAGES: ("max_tokens",),
+}
+
+
+# What vLLM generates when a text completion does not say.
+DEFAULT_COMPLETION_TOKENS = 16
+
+
+def answer_limit(endpoint: Endpoint, body: Mapping[str, Any]) -> int | None:
+    """Tokens that the answer may have, as the client says; None where it does not say."""
+    names = _ANSWER_LIMITS.get(endpoint, ())
+    limit = next((body[name] for name in names if body.get(name) is not None), None)
+    return limit if type(limit) is int else None

@@ -1,0 +1,456 @@
+"""KV transfers as the gateway sees them: what is to move, what has moved, and how to wait for it."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Protocol
+
+import msgspec
+
+from prfaas.core.deployment import GATEWAY, Instance, LocalTransfer
+from prfaas.core.kv.rank_shares import transfers_per_rank
+from prfaas.core.scheduling import Decision
+from prfaas.core.units import GB
+from prfaas.serving.gateway.bodies import Json
+from prfaas.serving.gateway.engine_client import FROZEN, OWN_RESOURCES, EngineCallError
+from prfaas.serving.gateway.metrics import Metrics
+from prfaas.serving.gateway.ways.first_token import FirstTokenAsk
+from prfaas.serving.own_process import on_time_timeout
+from prfaas.serving.running_deployment import RunningDeployment
+from prfaas.serving.tasks import run_together
+from prfaas.serving.transport.handover import is_by_nixl
+from prfaas.serving.transport.observer import Observer, OnSoon
+from prfaas.serving.transport.resume_points import common
+from prfaas.serving.transport.ticket import (
+    CACHED_TOKENS_PARAMETER,
+    KEPT_PARAMETER,
+    PLAIN,
+    REMOTE_PREFILL_PARAMETER,
+    TICKET_PARAMETER,
+    Ticket,
+    TransferAttributes,
+    part_id,
+)
+from prfaas.serving.transport.tls_identity import TlsIdentity
+from prfaas.serving.transport.wire import TransferPhase, TransferStatus, read_body
+
+logger = logging.getLogger(__name__)
+
+DROPPED = "transfer-dropped"
+"""The reason of a transfer that its consumer had no use for, such as one that lacks tokens it has lost."""
+
+
+TRANSFER_FAILED = "transfer-failed"
+"""The reason of a transfer of which its consumer says that it failed."""
+
+
+class TransferFailedError(Exception):
+    """A transfer will not complete. `reason`: one word for metrics; the text says more."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True)
+class TransferredBytes:
+    """What a completed transfer moved, summed over ranks."""
+
+    total_bytes: int
+    overlapped_bytes: int
+    """Bytes that had arrived when the prefill ended."""
+    spared_bytes: int = 0
+    """By how many bytes compression made them less on the link."""
+    cached_tokens: int | None = None
+    """Tokens that the producer reused, by its own word; None: it did not say."""
+    checkpoint_bytes: int = 0
+    """What checkpoints moved beside it."""
+
+    @property
+    def overlapped_fraction(self) -> float:
+        """Share of the bytes that cost no time of their own; 1 when there was nothing to move."""
+        return self.overlapped_bytes / self.total_bytes if self.total_bytes else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class TransferSpec:
+    """`producer` sends the KV of a prompt to `consumer`."""
+
+    producer: str
+    consumer: str
+    token_ids: Sequence[int]
+    """The tokens whose KV is wanted at the consumer."""
+    skip_tokens: int
+    """Leading tokens whose attention blocks the consumer holds."""
+    kv_bytes: int
+    """What is expected to move: `Decision.kv_bytes`."""
+    attributes: TransferAttributes = PLAIN
+    """What its ticket is to say of it, less whose it is."""
+    sealed_from: str | None = None
+    """The sealed ticket of a prefix that the producer loads first."""
+    ask: FirstTokenAsk | None = None
+    """The prefill also samples the first token of the answer, so; None: the consumer samples it."""
+    left_s: Callable[[], float] = float
+    """Seconds until its last byte has left the producer, as predicted."""
+
+
+@dataclass(frozen=True, slots=True)
+class StartedTransfer:
+    """A transfer that a request at the consumer may name: it is complete, or will be soon."""
+
+    ticket: Ticket
+    sealed: str
+    """The ticket as engines take it."""
+    cached_tokens: int | None
+    """Tokens that the producer reused, by its own count; None: it did not say."""
+
+    @property
+    def by(self) -> LocalTransfer:
+        """What moves it."""
+        return "nixl" if is_by_nixl(self.sealed) else "prfaas"
+
+    def params(self) -> Json:
+        """What a decode engine is told of it, for `kv_transfer_params`.
+
+        What it loads from staging counts as cached only where the producer had it cached, or it holds it itself.
+        """
+        params: Json = {TICKET_PARAMETER: self.sealed}
+        if self.cached_tokens is not None:
+            # vLLM's own names: v1/engine/output_processor.py, `RequestState.from_new_request`.
+            params[REMOTE_PREFILL_PARAMETER] = True
+            params[CACHED_TOKENS_PARAMETER] = max(self.cached_tokens, self.ticket.skip_tokens)
+        return params
+
+
+@dataclass(frozen=True, slots=True)
+class TransferDone(StartedTransfer):
+    """A transfer that is complete: its KV waits in the consumer's staging, or is loaded already."""
+
+    moved: TransferredBytes
+    prefill_s: float
+    """From the transfer's start to the producer's answer."""
+    transfer_s: float
+    """From the transfer's start to its last byte."""
+
+
+@dataclass(frozen=True, slots=True)
+class MovedPrefix:
+    """What became of a decision's cache transfer."""
+
+    decision: Decision
+    """As it stands now: without the transfer, and with what is left to compute."""
+    source: str | None = None
+    """Who sent; None: nothing has come, or nothing was wanted."""
+    moved_bytes: int = 0
+    transfer: TransferDone | None = None
+    """What waits in the staging of the prefill instance. What went from pool to pool needs no ticket."""
+
+
+_Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
+
+
+class _StagingStats(msgspec.Struct):
+    """The part of a STATS answer that says how full a rank's staging is."""
+
+    staging_used_blocks: _Count
+    staging_total_blocks: _Count
+    staging_block_bytes: _Count
+
+
+@dataclass(frozen=True, slots=True)
+class StagingUse:
+    """Staging of all ranks of one instance."""
+
+    used_bytes: int
+    total_bytes: int
+
+
+class Watcher(Protocol):
+    """What the gateway needs of `transport.observer.Observer`."""
+
+    async def wait(
+        self, transfer_id: bytes, timeout_s: float, lead_s: float = 0.0, on_soon: OnSoon | None = None
+    ) -> TransferStatus: ...
+
+    def announced(self, transfer_id: bytes) -> bool: ...
+
+    async def abandon(self, transfer_id: bytes, reason: str, *, keep: bool = False) -> None: ...
+
+    async def stats(self) -> dict[str, Any]: ...
+
+    async def close(self) -> None: ...
+
+
+def watchers_of(
+    instance: Instance,
+    *,
+    key: bytes,
+    tls: TlsIdentity | None,
+    silence_s: float,
+    clock: Callable[[], float],
+) -> tuple[Observer, ...]:
+    """One observer per rank, since any instance may be sent to; arguments are those of `Observer`."""
+    return tuple(
+        Observer(
+            name=GATEWAY,
+            key=key,
+            host=instance.host,
+            port=port,
+            peer_name=f"{instance.name}/{rank}",
+            tls=tls if instance.tls else None,
+            silence_s=silence_s,
+            clock=clock,
+        )
+        for rank, port in enumerate(instance.kv_ports)
+    )
+
+
+class KvTransfers:
+    """Waits for and abandons transfers at any decode engine of the deployment."""
+
+    def __init__(
+        self, watchers: Mapping[str, tuple[Watcher, ...]], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`watchers`: instance name → one watcher per tensor-parallel rank. `clock`: see `answers`."""
+        self._watchers = dict(watchers)
+        self._clock = clock
+        self._consumers: set[str] = set()
+
+    def add(self, consumer: str, watchers: tuple[Watcher, ...]) -> None:
+        """One more instance; nothing where it is there already."""
+        self._watchers.setdefault(consumer, watchers)
+
+    async def forget(self, consumer: str) -> None:
+        """An instance has left: nothing waits for transfers there any more."""
+        self._consumers.discard(consumer)
+        for watcher in self._watchers.pop(consumer, ()):
+            await watcher.close()
+
+    @property
+    def consumers(self) -> set[str]:
+        """All instances that transfers can be waited for at."""
+        return set(self._watchers)
+
+    async def wait(
+        self,
+        ticket: Ticket,
+        timeout_s: float,
+        lead_s: float = 0.0,
+        on_soon: Callable[[int], None] | None = None,
+        *,
+        pulled: bool = False,
+    ) -> TransferredBytes:
+        """Wait until every rank of the ticket's consumer has all bytes.
+
+        `on_soon` is called with the tokens that the producer had cached, once every rank expects all bytes within
+        `lead_s`; not at all where the producer does not tell them. `pulled`: the consumer's ranks read it with NIXL.
+
+        Raises:
+            TransferFailedError: as soon as one rank will not get them.
+        """
+        self._consumers.add(ticket.consumer)
+        watched = self._watched(ticket, pulled=pulled)
+        left = len(watched)
+
+        def soon(status: TransferStatus) -> None:
+            nonlocal left
+            left -= 1
+            if not left and on_soon is not None and status.cached_tokens is not None:
+                on_soon(status.cached_tokens)
+
+        if left == 1:
+            # No task of its own for one rank.
+            return _moved(await self._wait(*watched[0], timeout_s, lead_s, soon))
+        statuses = await run_together(*(self._wait(*each, timeout_s, lead_s, soon) for each in watched))
+        return _moved(*statuses)
+
+    def _watched(self, ticket: Ticket, *, pulled: bool = False) -> list[tuple[Watcher, bytes]]:
+        """Every rank of the consumer with the ids under which it gets the transfer: several ranks may send to one."""
+        watchers = self._watchers[ticket.consumer]
+        senders = () if pulled else self._watchers.get(ticket.producer, ())
+        parts = range(transfers_per_rank(len(senders), len(watchers)))
+        return [(watcher, part_id(ticket.transfer_id, part)) for watcher in watchers for part in parts]
+
+    def announced(self, ticket: Ticket, *, pulled: bool = False) -> bool:
+        """Whether the producer has opened the transfer at every rank of the consumer; see `wait`."""
+        return all(each.announced(known) for each, known in self._watched(ticket, pulled=pulled))
+
+    async def abandon(self, ticket: Ticket, reason: str, timeout_s: float) -> None:
+        """Free the staging of a transfer that no request will load. Never raises.
+
+        It does nothing when the engine has already taken the transfer.
+        """
+        watched = self._watched(ticket) if ticket.consumer in self._watchers else ()
+        for watcher, known in watched:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await watcher.abandon(known, reason)
+            except (OSError, TimeoutError) as error:
+                # The consumer's own time to live frees the staging then.
+                logger.info("could not abandon a transfer at %s: %s", ticket.consumer, error)
+
+    async def keep(self, ticket: Ticket, reason: str, timeout_s: float) -> int:
+        """End a transfer that will not complete, and have kept what has come of it. Never raises.
+
+        Returns:
+            After how many tokens the engine can go on; 0: after none.
+        """
+        statuses = []
+        try:
+            async with asyncio.timeout(timeout_s):
+                for watcher, known in self._watched(ticket):
+                    await watcher.abandon(known, reason, keep=True)
+                    statuses.append(await watcher.wait(known, timeout_s))
+        except (OSError, TimeoutError) as error:
+            logger.info("could not have a broken transfer kept at %s: %s", ticket.consumer, error)
+            return 0
+        whole = [status for status in statuses if status.phase is TransferPhase.COMPLETE]
+        if len(whole) == len(statuses):
+            return ticket.num_tokens
+        if any(status.taken for status in whole):
+            # A rank that has loaded all of it can't go back to what others have.
+            return 0
+        return common(status.resume_points for status in statuses).tokens
+
+    async def answers(self, consumer: str, timeout_s: float) -> bool:
+        """Whether every rank of `consumer` answers now, by the clock. What it has told before is known then."""
+        try:
+            async with on_time_timeout(timeout_s, self._clock):
+                for watcher in self._watchers[consumer]:
+                    await watcher.stats()
+        except (OSError, TimeoutError):
+            return False
+        return True
+
+    async def staging(self, timeout_s: float) -> dict[str, StagingUse]:
+        """The staging of every instance that transfers were waited for at, as far as it answers in time."""
+        asked = tuple(self._consumers)
+        uses = await asyncio.gather(*(self._staging(consumer, timeout_s) for consumer in asked))
+        return {consumer: use for consumer, use in zip(asked, uses, strict=True) if use is not None}
+
+    async def _staging(self, consumer: str, timeout_s: float) -> StagingUse | None:
+        used_bytes = total_bytes = 0
+        try:
+            async with asyncio.timeout(timeout_s):
+                for watcher in self._watchers.get(consumer, ()):
+                    told = read_body(_StagingStats, await watcher.stats())
+                    used_bytes += told.staging_used_blocks * told.staging_block_bytes
+                    total_bytes += told.staging_total_blocks * told.staging_block_bytes
+        except (OSError, ValueError):
+            return None
+        return StagingUse(used_bytes, total_bytes)
+
+    async def close(self) -> None:
+        for ranks in self._watchers.values():
+            for watcher in ranks:
+                await watcher.close()
+
+    @staticmethod
+    async def _wait(
+        watcher: Watcher, transfer_id: bytes, timeout_s: float, lead_s: float, on_soon: OnSoon
+    ) -> TransferStatus:
+        try:
+            status = await watcher.wait(transfer_id, timeout_s, lead_s, on_soon)
+        except TimeoutError:
+            raise TransferFailedError("transfer-deadline", f"not complete within {timeout_s:g} s") from None
+        except OSError as error:
+            raise TransferFailedError("consumer-unreachable", str(error)) from error
+        if status.phase is not TransferPhase.COMPLETE:
+            raise TransferFailedError(DROPPED if status.dropped else TRANSFER_FAILED, status.reason)
+        return status
+
+
+def _moved(*statuses: TransferStatus) -> TransferredBytes:
+    """What the ranks of one transfer have got together."""
+    return TransferredBytes(
+        total_bytes=sum(status.total_bytes for status in statuses),
+        overlapped_bytes=sum(status.overlapped_bytes for status in statuses),
+        spared_bytes=sum(status.spared_bytes for status in statuses),
+        cached_tokens=statuses[0].cached_tokens,
+        checkpoint_bytes=sum(status.checkpoint_bytes for status in statuses),
+    )
+
+
+PREEMPTED = "preempted"
+"""The reason of a prefill that its instance could not have ended before it is taken away."""
+INCOMPATIBLE = "incompatible"
+LINK_SILENT = "link-silent"
+LINK_SLOW = "link-slow"
+CONSUMER_FROZEN = "consumer-frozen"
+CONSUMER_SILENT = "consumer-silent"
+# The control plane knows of a frozen engine, and finds out by itself whether an unreachable one lives. Two that are
+# incompatible are well, each of them. So are the two of a transfer whose prefix the consumer has evicted meanwhile.
+# A transfer between clusters that is late has moved all the time: one that stands still is ended by its receiver, and
+# that blames the producer.
+BLAMES_NOBODY = (
+    *(FROZEN, INCOMPATIBLE, PREEMPTED, DROPPED, LINK_SILENT, LINK_SLOW),
+    *(CONSUMER_FROZEN, "consumer-unreachable"),
+)
+HOPELESS = (CONSUMER_FROZEN, CONSUMER_SILENT, "consumer-unreachable")
+# Of the producer or its path to the consumer: what has arrived there is as good as ever.
+_LEAVES_PART = ("transfer-failed", "transfer-deadline", "not-announced", PREEMPTED, LINK_SILENT, LINK_SLOW)
+
+
+@dataclass(frozen=True, slots=True)
+class KeptPart(StartedTransfer):
+    """What has come of a transfer that broke: its staging is kept for the decode request."""
+
+    usable_tokens: int
+    """The decode engine can go on after so many tokens of the prompt, more than the ticket leaves out."""
+
+    def params(self) -> Json:
+        return {**StartedTransfer.params(self), KEPT_PARAMETER: self.usable_tokens}
+
+
+class HopFailedError(Exception):
+    """A prefill elsewhere, or its transfer, failed. Nothing of it is left in any staging but what was kept."""
+
+    def __init__(self, reason: str, *, hopeless: bool, kept: KeptPart | None = None) -> None:
+        """`reason`: one word. `hopeless`: another producer would fail as well. `kept`: must be used or freed."""
+        super().__init__(reason)
+        self.reason = reason
+        self.hopeless = hopeless
+        self.kept = kept
+
+
+async def kept_part(
+    transfers: KvTransfers,
+    ticket: Ticket,
+    sealed: str,
+    failure: EngineCallError | TransferFailedError,
+    timeout_s: float,
+) -> KeptPart | None:
+    """What has come of a transfer whose producer, or its path, has failed; None: nothing that is of use."""
+    if isinstance(failure, EngineCallError):
+        leaves_part = not failure.is_clients_fault and failure.reason not in (FROZEN, OWN_RESOURCES)
+    else:
+        leaves_part = failure.reason in _LEAVES_PART
+    if not leaves_part:
+        return None
+    tokens = await transfers.keep(ticket, str(failure), timeout_s)
+    return KeptPart(ticket, sealed, 0, tokens) if tokens > ticket.skip_tokens else None
+
+
+class EgressBill:
+    """Counts the cost of this gateway's transfers by link. Transfers that fail are not on it."""
+
+    def __init__(self, running: RunningDeployment, metrics: Metrics) -> None:
+        self._cost = metrics.egress_cost
+        self._running = running
+        self._cluster_of: dict[str, str] = {}
+        self._learn()
+
+    def add(self, source: str, target: str, num_bytes: int) -> None:
+        """Bytes have gone from an instance or a pool to another one. Who has left meanwhile is counted still."""
+        if not {source, target} <= self._cluster_of.keys():
+            self._learn()
+        link = self._running.current.link(self._cluster_of[source], self._cluster_of[target])
+        if link is not None and link.egress_per_gb > 0:
+            self._cost.labels(link.name).inc(num_bytes * (link.egress_per_gb / GB))
+
+    def _learn(self) -> None:
+        current = self._running.current
+        self._cluster_of |= {instance.name: instance.cluster for instance in current.instances}
+        self._cluster_of |= {pool.name: pool.cluster for pool in current.pools}

@@ -1,0 +1,147 @@
+"""A cached prefix that is elsewhere goes to where a prompt is prefilled, before that begins."""
+
+import time
+
+from msgspec.structs import replace
+
+from prfaas.core.scheduling import CacheTransfer, Decision
+from prfaas.serving.gateway.context import GatewayContext
+from prfaas.serving.gateway.prompts.request import ServingRequest, Tenants, TokenizedPrompt
+from prfaas.serving.gateway.request_trace import AttributeValue
+from prfaas.serving.gateway.ways.kv_transfer import (
+    EgressBill,
+    HopFailedError,
+    MovedPrefix,
+    TransferDone,
+    TransferredBytes,
+    TransferSpec,
+)
+from prfaas.serving.gateway.ways.push import PrefillHop
+from prfaas.serving.pool.copier import PoolCopier
+from prfaas.serving.transport.requests import CopyResult
+from prfaas.serving.transport.ticket import TransferAttributes, TransferClass
+
+
+class PrefixMoves:
+    """Carries cache transfers out: instance to instance, or pool to pool."""
+
+    def __init__(
+        self,
+        hop: PrefillHop,
+        copier: PoolCopier,
+        tenants: Tenants,
+        context: GatewayContext,
+    ) -> None:
+        self._hop = hop
+        self._copier = copier
+        self._tenants = tenants
+        self._plane = context.plane
+        self._metrics = context.metrics
+        self._bill = EgressBill(context.running, context.metrics)
+        self._context = context
+
+    async def move(self, request: ServingRequest, prompt: TokenizedPrompt, decision: Decision) -> MovedPrefix:
+        """The cache transfer that `decision` wants, if it wants one. If it fails, more is computed: never raises."""
+        wanted = decision.cache_transfer
+        if wanted is None:
+            return MovedPrefix(decision)
+        num_tokens = len(prompt.token_ids)
+        if wanted.from_pool:
+            result = await self._copied(request, prompt, decision, wanted)
+            left = _without_transfer(decision, num_tokens, result.usable_tokens)
+            return MovedPrefix(left, wanted.source, result.copied_bytes)
+        transfer = await self._sent(request, prompt, decision, wanted)
+        if transfer is None:
+            # The instance holds what would not have been sent.
+            return MovedPrefix(_without_transfer(decision, num_tokens, wanted.skip_tokens))
+        left = _without_transfer(decision, num_tokens, num_tokens)
+        return MovedPrefix(left, wanted.source, transfer.moved.total_bytes, transfer)
+
+    async def _copied(
+        self, request: ServingRequest, prompt: TokenizedPrompt, decision: Decision, wanted: CacheTransfer
+    ) -> CopyResult:
+        """Pool to pool."""
+        pool = self._context.running.current.pool_of(self._plane.members.instance(decision.prefill))
+        if pool is None:
+            self._note(request, "target", 0)
+            return CopyResult(0, 0, "target: there is no pool")
+        begun_s = time.perf_counter()
+        source = self._context.running.current.pool_named(wanted.source)
+        service = self._tenants.transfer_class(
+            request.salt,
+            # Only an abundant link is worth a cache transfer (section 3.4.3). Inside a cluster nothing is held up.
+            background=source.cluster != pool.cluster,
+        )
+        with self._plane.cluster_state.planned(decision):
+            result = await self._copier.copy(
+                wanted.source,
+                pool.name,
+                prompt.token_ids[: wanted.num_tokens],
+                request.salt,
+                request.adapter,
+                service,
+                kv_bytes=wanted.kv_bytes,
+            )
+        if result.reason:
+            request.record.note(f"a prefix of pool {wanted.source} did not come whole: {result.reason}")
+        self._note(request, result.outcome, result.copied_bytes)
+        self._bill.add(wanted.source, pool.name, result.copied_bytes)
+        copied_s = request.record.since("cache_transfer", begun_s)
+        if request.record.trace is not None:
+            told: dict[str, AttributeValue] = {
+                "prfaas.kv.producer": wanted.source,
+                "prfaas.kv.consumer": pool.name,
+                "prfaas.kv.bytes": result.copied_bytes,
+                "prfaas.outcome": result.outcome,
+            }
+            request.record.trace.step("kv_copy", begun_s, copied_s, told)
+        return result
+
+    async def _sent(
+        self, request: ServingRequest, prompt: TokenizedPrompt, decision: Decision, wanted: CacheTransfer
+    ) -> TransferDone | None:
+        """Instance to instance; None if it failed."""
+        done: TransferDone | None = None
+        outcome = "done"
+        # At least one token must be left to compute, and one to leave out.
+        prefix_tokens = min(wanted.num_tokens, len(prompt.token_ids) - 2)
+        if prefix_tokens <= wanted.skip_tokens:
+            outcome = "short"
+        elif wanted.kv_bytes > self._context.staging_bytes(decision.prefill):
+            outcome = "staging"
+        else:
+            spec = TransferSpec(
+                producer=wanted.source,
+                consumer=decision.prefill,
+                token_ids=prompt.token_ids[:prefix_tokens],
+                skip_tokens=wanted.skip_tokens,
+                kv_bytes=wanted.kv_bytes,
+                # Only an abundant link is worth a cache transfer (section 3.4.3).
+                attributes=TransferAttributes(service=TransferClass(background=True)),
+            )
+            try:
+                # Not `measured`: how long it took says nothing about the prefill.
+                with self._plane.prefilling(decision):
+                    done = await self._hop.run(spec, request)
+            except HopFailedError as failure:
+                outcome = failure.reason
+        self._note(request, outcome, 0 if done is None else done.moved.total_bytes)
+        if done is not None:
+            request.record.prefix_moved = done.moved
+            self._bill.add(wanted.source, decision.prefill, done.moved.total_bytes)
+            request.record.took("cache_transfer", done.transfer_s)
+        return done
+
+    def _note(self, request: ServingRequest, outcome: str, moved_bytes: int) -> None:
+        self._metrics.cache_transfers.labels(outcome).inc()
+        request.record.prefix_outcome = outcome
+        if moved_bytes:
+            self._metrics.cache_transferred_bytes.inc(moved_bytes)
+            request.record.prefix_moved = TransferredBytes(moved_bytes, 0)
+
+
+def _without_transfer(decision: Decision, num_tokens: int, held_tokens: int) -> Decision:
+    """The decision after its cache transfer: the prefill instance need not compute `held_tokens` tokens at most."""
+    expected_tokens = num_tokens - decision.prefill_tokens
+    left_tokens = num_tokens - min(expected_tokens, held_tokens)
+    return replace(decision, cache_transfer=None, prefill_tokens=left_tokens)

@@ -1,0 +1,288 @@
+"""Carries a routing decision out: prefill where it says, move the KV, and fall back to a local prefill."""
+
+import asyncio
+from collections.abc import Collection
+from dataclasses import replace
+
+from msgspec import structs
+
+from prfaas.core.scheduling import Decision, NoDecodeInstanceError, Route
+from prfaas.core.scheduling.preemption import goes_on_at_decode
+from prfaas.serving.gateway.context import GatewayContext
+from prfaas.serving.gateway.prompts.prompt import DirectPrompt
+from prfaas.serving.gateway.prompts.request import ServingRequest, TokenizedPrompt
+from prfaas.serving.gateway.ways.first_token import FirstTokenAsk, FirstTokenHeldError
+from prfaas.serving.gateway.ways.first_token_rules import FirstTokenRules
+from prfaas.serving.gateway.ways.kv_transfer import (
+    INCOMPATIBLE,
+    PREEMPTED,
+    HopFailedError,
+    KeptPart,
+    MovedPrefix,
+)
+from prfaas.serving.gateway.ways.prefix_moves import PrefixMoves
+from prfaas.serving.gateway.ways.ready_requests import (
+    AnsweredRequest,
+    DecidedRequest,
+    DirectRequest,
+    EarlyRequest,
+    KeptRequest,
+    LocalRequest,
+    MovedRequest,
+    MovingRequest,
+    ReadyRequest,
+)
+from prfaas.serving.gateway.ways.remote_prefill import RemotePrefills
+
+# Prefills elsewhere that one request may try before its decode engine prefills.
+_PREFILL_ATTEMPTS = 2
+
+
+class PrefillOrchestrator:
+    """Makes requests ready for their decode engines."""
+
+    def __init__(
+        self,
+        remote: RemotePrefills,
+        prefixes: PrefixMoves,
+        first_tokens: FirstTokenRules,
+        context: GatewayContext,
+    ) -> None:
+        self._remote = remote
+        self._prefixes = prefixes
+        self._first_tokens = first_tokens
+        self._plane = context.plane
+        self._metrics = context.metrics
+        self._context = context
+
+    def shows_first(self, request: ServingRequest, prompt: TokenizedPrompt) -> bool:
+        """Whether the client would see a first token of the prefill before the KV has moved."""
+        return self._first_tokens.shows_first(request, prompt)
+
+    async def prepare_first(
+        self, request: ServingRequest, prompt: TokenizedPrompt | DirectPrompt, decision: Decision
+    ) -> ReadyRequest:
+        """Prefill the prompt where `decision` says, and have its KV at the decode engine, or nearly.
+
+        Where a prefill elsewhere samples the first token, this returns once it has (`EarlyRequest`). The KV may be far
+        from complete then: `loadable` waits for it.
+
+        A prefill that fails is tried once more inside the PD cluster. After that the decode engine prefills: this
+        never raises for a failed prefill.
+        """
+        if isinstance(prompt, DirectPrompt):
+            return self._direct(request, prompt, decision)
+        ask = self._first_tokens.ask(request, prompt) if decision.transfers else None
+        return await self._prepare(request, prompt, decision, ask=ask)
+
+    async def _prepare(
+        self,
+        request: ServingRequest,
+        prompt: TokenizedPrompt,
+        decision: Decision,
+        avoid: Collection[str] = (),
+        ask: FirstTokenAsk | None = None,
+    ) -> DecidedRequest:
+        """`avoid`: instances that have failed this request. `ask`: the prefill samples the first token, so."""
+        num_tokens = len(prompt.token_ids)
+        if decision.reason == INCOMPATIBLE:
+            self._note_rejections(request, decision.decode)
+        failed = set(avoid)
+        fallback: str | None = None
+        held: str | None = None
+        for _ in range(_PREFILL_ATTEMPTS):
+            if not decision.transfers:
+                return await self._from_pool(request, prompt, decision, fallback)
+            if decision.kv_bytes > self._context.staging_bytes(decision.decode):
+                return self._at_decode(request, prompt, decision, "staging", fallback)
+            attempt = request.record.start(decision, num_tokens)
+            try:
+                ready = await self._remote.begin(request, prompt, attempt, None if held else ask)
+            except FirstTokenHeldError as error:
+                # What is prefilled there is still cached, so the other way costs little more than the transfer.
+                held = error.reason
+                self._metrics.first_tokens.labels(held).inc()
+                request.record.fell_back(attempt, f"first-token-{held}")
+            except HopFailedError as failure:
+                fallback = failure.reason
+                self._fell_back(request, fallback)
+                if failure.kept is not None:
+                    kept_tokens, is_preempted = failure.kept.usable_tokens, fallback == PREEMPTED
+                    if goes_on_at_decode(kept_tokens, num_tokens, is_preempted=is_preempted):
+                        return self._from_kept(request, prompt, attempt.decision, failure.kept, fallback)
+                    self._remote.free(failure.kept.ticket, "another engine prefills all of it")
+                failed.add(attempt.decision.prefill)
+                another = None if failure.hopeless else self._another(prompt, failed, fallback)
+                if another is None:
+                    break
+                decision = another
+            else:
+                if isinstance(ready, MovedRequest | AnsweredRequest):
+                    attempt.outcome = "done"
+                return replace(ready, fallback=fallback)
+        reason = "fallback" if decision.transfers else decision.reason
+        return self._at_decode(request, prompt, decision, reason, fallback)
+
+    def _another(self, prompt: TokenizedPrompt, failed: Collection[str], fallback: str) -> Decision | None:
+        """Where a prefill is tried that has failed elsewhere; None: nowhere."""
+        try:
+            # Never to another remote cluster: the client has waited enough. Where notice was given, nothing has gone
+            # wrong yet, and its neighbours are as fast.
+            return self._plane.router.route(
+                len(prompt.token_ids), prompt.chains, avoid=failed, offload=fallback == PREEMPTED
+            )
+        except NoDecodeInstanceError:
+            return None
+
+    async def prepare_again(
+        self, request: ServingRequest, prompt: TokenizedPrompt | DirectPrompt, avoid: Collection[str]
+    ) -> ReadyRequest:
+        """The same for a request whose decode engines `avoid` have failed it, by a new decision.
+
+        Raises:
+            NoDecodeInstanceError: no other engine can decode.
+        """
+        router = self._plane.router
+        if isinstance(prompt, DirectPrompt):
+            return self._direct(request, prompt, router.route(0, None, avoid=avoid))
+        decision = router.route(len(prompt.token_ids), prompt.chains, avoid=avoid)
+        return await self._prepare(request, prompt, decision, avoid)
+
+    async def prepare_near(
+        self, request: ServingRequest, prompt: TokenizedPrompt, avoid: Collection[str], fallback: str
+    ) -> DecidedRequest:
+        """The same inside of the PD cluster, where a prefill elsewhere has failed for the reason `fallback`.
+
+        Raises:
+            NoDecodeInstanceError: no engine can decode.
+        """
+        decision = self._plane.router.route(len(prompt.token_ids), prompt.chains, avoid=avoid, offload=False)
+        ready = await self._prepare(request, prompt, decision, avoid)
+        return replace(ready, fallback=ready.fallback or fallback)
+
+    async def loadable(
+        self, early: EarlyRequest, rest: ServingRequest, rest_prompt: TokenizedPrompt
+    ) -> DecidedRequest:
+        """`rest`, which continues `early` after its first token, ready for the decode engine.
+
+        Waits until the transfer is complete, or nearly. Raises HopFailedError if it will not be.
+        """
+        await asyncio.wait((early.arriving, early.soon), return_when=asyncio.FIRST_COMPLETED)
+        if not early.arriving.done():
+            return MovingRequest(
+                decision=early.decision,
+                prompt=rest_prompt,
+                prefix=early.prefix,
+                first_token=early.first_token,
+                fallback=early.fallback,
+                transfer=early.soon.result(),
+                arriving=early.arriving,
+            )
+        return replace(self._result(rest, early), prompt=rest_prompt)
+
+    async def arrived(self, request: ServingRequest, moving: MovingRequest) -> DecidedRequest:
+        """Wait for the rest of the KV that the decode engine waits for too; what became of it.
+
+        If it does not come, the decode engine learns that as well, and prefills.
+        """
+        await asyncio.wait((moving.arriving,))
+        try:
+            return self._result(request, moving)
+        except HopFailedError as failure:
+            prompt, decision, fallback = moving.prompt, moving.decision, failure.reason
+            if failure.kept is None:
+                local = self._at_decode(request, prompt, decision, "fallback", fallback)
+                return replace(local, first_token=moving.first_token)
+            # The decode engine has the ticket, and finds what has come by itself.
+            kept = self._from_kept(request, prompt, decision, failure.kept, fallback)
+            return replace(kept, first_token=moving.first_token)
+
+    def _result(self, request: ServingRequest, moving: EarlyRequest | MovingRequest) -> DecidedRequest:
+        """What has arrived. Raises HopFailedError."""
+        try:
+            moved = moving.arriving.result()
+        except HopFailedError as failure:
+            self._fell_back(request, failure.reason)
+            raise
+        request.record.attempts[-1].outcome = "done"
+        return replace(moved, first_token=moving.first_token, fallback=moving.fallback)
+
+    def _fell_back(self, request: ServingRequest, reason: str) -> None:
+        request.record.fell_back(request.record.attempts[-1], reason)
+        self._metrics.fallbacks.labels(reason).inc()
+
+    def _from_kept(
+        self,
+        request: ServingRequest,
+        prompt: TokenizedPrompt,
+        decision: Decision,
+        kept: KeptPart,
+        fallback: str,
+    ) -> KeptRequest:
+        """The decode engine loads what has come of a broken transfer, and computes the rest."""
+        left_tokens = len(prompt.token_ids) - kept.usable_tokens
+        self._metrics.kept_tokens.inc(kept.usable_tokens - kept.ticket.skip_tokens)
+        request.record.note(f"{decision.decode} goes on after {kept.usable_tokens} tokens that had come")
+        local = self._at_decode(request, prompt, decision, "kept", fallback)
+        mine = structs.replace(local.decision, prefill_tokens=left_tokens)
+        request.record.attempts[-1].decision = mine
+        return KeptRequest(
+            decision=mine, prompt=prompt, prefix=local.prefix, fallback=fallback, transfer=kept
+        )
+
+    async def _from_pool(
+        self, request: ServingRequest, prompt: TokenizedPrompt, decision: Decision, fallback: str | None
+    ) -> LocalRequest:
+        """The decode instance prefills itself, after what another pool has of the prompt has come."""
+        moved = MovedPrefix(decision)
+        if decision.cache_transfer is not None and decision.cache_transfer.from_pool:
+            moved = await self._prefixes.move(request, prompt, decision)
+        local = self._at_decode(request, prompt, moved.decision, decision.reason, fallback)
+        return replace(local, prefix=moved)
+
+    def delivered(self, ready: ReadyRequest) -> None:
+        """The decode engine answers, so it holds the prompt now."""
+        if isinstance(ready, DecidedRequest):
+            self._plane.prefixes.expect(ready.decode, ready.prompt.chains)
+
+    def abandon(self, ready: ReadyRequest, reason: str) -> None:
+        """The decode engine may never take the transfer: have its staging freed."""
+        self._remote.abandon(ready, reason)
+
+    def _note_rejections(self, request: ServingRequest, consumer: str) -> None:
+        for producer in self._plane.members.instances:
+            why = self._plane.compatibility.reason(producer, consumer)
+            if why is not None:
+                request.record.note(f"{producer} may send nothing to {consumer}: {why}")
+
+    def _direct(self, request: ServingRequest, prompt: DirectPrompt, decision: Decision) -> DirectRequest:
+        """The decode engine gets the request as it is; the prompt was not looked at."""
+        request.record.direct_reason = prompt.reason
+        self._metrics.direct.labels(prompt.reason).inc()
+        return DirectRequest(decision=decision, prompt=prompt)
+
+    def _at_decode(
+        self,
+        request: ServingRequest,
+        prompt: TokenizedPrompt,
+        decision: Decision,
+        reason: str,
+        fallback: str | None,
+    ) -> LocalRequest:
+        """The decode instance of `decision` prefills itself."""
+        self._metrics.direct.labels(reason).inc()
+        if decision.transfers:
+            # The policy did not ask what the decode instance can reuse. Attention blocks that need not be sent
+            # are a bound.
+            decision = structs.replace(
+                decision,
+                route=Route.LOCAL,
+                prefill=decision.decode,
+                prefill_tokens=len(prompt.token_ids) - decision.skip_tokens,
+                skip_tokens=0,
+                kv_bytes=0,
+                reason=reason,
+                cache_transfer=None,
+            )
+        request.record.start(decision, len(prompt.token_ids)).outcome = "done"
+        return LocalRequest(decision=decision, prompt=prompt, prefix=MovedPrefix(decision), fallback=fallback)

@@ -1,0 +1,65 @@
+"""A prefill whose KV the decode engine reads by itself, by vLLM's NIXL connector: inside a PD cluster that says so."""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+import orjson
+
+from prfaas.serving.gateway.answers.streams import cached_tokens_of
+from prfaas.serving.gateway.ways.kv_transfer import StartedTransfer, TransferFailedError, TransferredBytes
+from prfaas.serving.gateway.ways.push import Arrival, OpenHop, PrefillHop, tell
+from prfaas.serving.transport.handover import by_nixl, is_by_nixl, ticket_of
+from prfaas.serving.transport.ticket import TICKET_PARAMETER
+
+# While the decode engine has not begun to read, that often it is looked whether it has.
+_LOOK_S = 0.25
+
+
+class PulledHop(PrefillHop):
+    """`PrefillHop`, for KV that is pulled.
+
+    A transfer of ours leaves while the prefill runs, and the decode request follows. Here the decode request comes
+    first: the producer hands over where its blocks lie, and the decode engine reads them when it takes the request.
+    How far it is, it tells as it does of our transfers.
+    """
+
+    def _as_told(self, sealed_ticket: str) -> str:
+        return by_nixl(sealed_ticket)
+
+    def _wait(self, hop: OpenHop, timeout_s: float) -> Coroutine[Any, Any, TransferredBytes]:
+        return self._transfers.wait(hop.ticket, timeout_s, pulled=True)
+
+    def _started(self, hop: OpenHop, answer: bytes) -> StartedTransfer:
+        """What the producer's answer hands over to the consumer. Raises TransferFailedError."""
+        try:
+            text = orjson.loads(answer)["kv_transfer_params"][TICKET_PARAMETER]
+        except (orjson.JSONDecodeError, KeyError, TypeError):
+            text = None
+        if not isinstance(text, str) or not is_by_nixl(text) or ticket_of(text) != ticket_of(hop.sealed):
+            raise TransferFailedError(
+                "not-announced",
+                f"{hop.spec.producer} prefilled but handed nothing over; it may run without NIXL",
+            )
+        started = StartedTransfer(hop.ticket, text, cached_tokens_of(answer))
+        tell(hop.soon, started)
+        return started
+
+    async def _wait_for_rest(self, hop: OpenHop, arrival: Arrival, late_s: float) -> None:
+        """The decode request is on its way: see that the read ends in time, once it has begun.
+
+        Before that, the request waits for its turn at the decode engine as any other does.
+
+        Raises:
+            TransferFailedError: it has not ended in time.
+        """
+        while not arrival.done() and not self._transfers.announced(hop.ticket, pulled=True):
+            await asyncio.wait((arrival,), timeout=_LOOK_S)
+        if not arrival.done():
+            await asyncio.wait((arrival,), timeout=late_s)
+        if not arrival.done():
+            await self._ask_consumer(hop.spec)
+            raise TransferFailedError(
+                "transfer-deadline",
+                f"{hop.spec.consumer} has read from {hop.spec.producer} for {late_s:.0f} s",
+            )

@@ -1,0 +1,265 @@
+"""A prefill at another instance than the decode instance, and the way of its KV to that one."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from prfaas.core.scheduling import Decision
+from prfaas.serving.control.cluster_state import OpenPrefill
+from prfaas.serving.gateway.context import GatewayContext
+from prfaas.serving.gateway.prompts.request import ServingRequest, TokenizedPrompt
+from prfaas.serving.gateway.request_log import Attempt, WaitsFor
+from prfaas.serving.gateway.ways.first_token import FirstTokenAsk, FirstTokenHeldError, SampledTokens
+from prfaas.serving.gateway.ways.kv_transfer import (
+    EgressBill,
+    MovedPrefix,
+    StartedTransfer,
+    TransferDone,
+    TransferSpec,
+)
+from prfaas.serving.gateway.ways.prefix_moves import PrefixMoves
+from prfaas.serving.gateway.ways.pull import PulledHop
+from prfaas.serving.gateway.ways.push import PrefillHop
+from prfaas.serving.gateway.ways.ready_requests import (
+    AnsweredRequest,
+    DecidedRequest,
+    EarlyRequest,
+    MovedRequest,
+    MovingRequest,
+    PullingRequest,
+    ReadyRequest,
+)
+from prfaas.serving.tasks import look_at
+from prfaas.serving.transport.ticket import PLAIN, Ticket, TransferAttributes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RemotePrefill:
+    """One prefill elsewhere, and what it tells before it is over."""
+
+    request: ServingRequest
+    prompt: TokenizedPrompt
+    attempt: Attempt
+    prefix: MovedPrefix
+    """What the prefill may start from."""
+    wanted: str
+    """The instance that it was moved to."""
+    ask: FirstTokenAsk | None
+    """The prefill samples the first token too, so; None: the decode instance does."""
+    soon: "asyncio.Future[StartedTransfer]"
+    """Has the transfer when the KV is expected at the decode instance in a moment."""
+    first: "asyncio.Future[SampledTokens]"
+    """Has the first token."""
+
+
+class RemotePrefills:
+    """Prefills elsewhere, each until its request can go to the decode instance, or has its first token."""
+
+    def __init__(
+        self, push: PrefillHop, pull: PulledHop, prefixes: PrefixMoves, context: GatewayContext
+    ) -> None:
+        """`pull`: where the decode engine reads the KV by NIXL."""
+        self._push = push
+        self._pull = pull
+        self._prefixes = prefixes
+        self._plane = context.plane
+        self._metrics = context.metrics
+        self._bill = EgressBill(context.running, context.metrics)
+        self._running = context.running
+
+    def free(self, ticket: Ticket, reason: str) -> None:
+        """Nobody loads what has come of a transfer."""
+        self._push.abandon(ticket, reason)
+
+    def abandon(self, ready: ReadyRequest, reason: str) -> None:
+        """The decode engine may never take the transfer: have its staging freed."""
+        transfer = ready.given_up()
+        if transfer is not None:
+            self.free(transfer.ticket, reason)
+
+    async def begin(
+        self, request: ServingRequest, prompt: TokenizedPrompt, attempt: Attempt, ask: FirstTokenAsk | None
+    ) -> DecidedRequest:
+        """Prefill elsewhere until the KV is at the decode engine, or is expected to be there in a moment.
+
+        With `ask`, until the first token is sampled. Raises HopFailedError and FirstTokenHeldError.
+        `attempt.decision` becomes the one that was carried out: another instance may be free first.
+        """
+        # 1. A cached prefix that is elsewhere goes to the prefill instance first.
+        wanted = attempt.decision
+        prefix = await self._prefixes.move(request, prompt, wanted)
+        loop = asyncio.get_running_loop()
+        running = _RemotePrefill(
+            request=request,
+            prompt=prompt,
+            attempt=attempt,
+            prefix=prefix,
+            wanted=wanted.prefill,
+            ask=ask,
+            soon=loop.create_future(),
+            first=loop.create_future(),
+        )
+        # 2. The prefill goes on by itself when the decode engine can be asked, or the client can have a token.
+        moving = loop.create_task(self._prefill(running))
+        # Nobody reads its failure where the decode engine has failed before.
+        moving.add_done_callback(look_at)
+        told = running.soon if ask is None else running.first
+        begun = False
+        try:
+            await asyncio.wait((moving, told), return_when=asyncio.FIRST_COMPLETED)
+            begun = True
+        finally:
+            if not begun:
+                moving.cancel()
+                # It has freed nothing if it had not begun.
+                if prefix.transfer is not None:
+                    self.free(prefix.transfer.ticket, "the request was cancelled")
+                # It may have ended well in this very moment, with a transfer that nobody will load.
+                moving.add_done_callback(self._abandon_done)
+                await asyncio.wait((moving,))
+        if ask is not None and running.first.done():
+            return await self._early(running, moving, ask)
+        if moving.done():
+            return moving.result()
+        transfer = running.soon.result()
+        kind = PullingRequest if transfer.by == "nixl" else MovingRequest
+        return kind(
+            decision=attempt.decision, prompt=prompt, prefix=prefix, transfer=transfer, arriving=moving
+        )
+
+    async def _early(
+        self, running: _RemotePrefill, moving: "asyncio.Task[DecidedRequest]", ask: FirstTokenAsk
+    ) -> EarlyRequest:
+        """The request with its first token. Raises FirstTokenHeldError."""
+        early = EarlyRequest(
+            decision=running.attempt.decision,
+            prompt=running.prompt,
+            prefix=running.prefix,
+            first=running.first.result(),
+            arriving=moving,
+            soon=running.soon,
+        )
+        held = early.first.held(ask)
+        if held is not None:
+            self.abandon(early, f"the first token can't be told alone: {held}")
+            await asyncio.wait((moving,))
+            raise FirstTokenHeldError(held)
+        return early
+
+    def _abandon_done(self, moving: "asyncio.Task[DecidedRequest]") -> None:
+        if not moving.cancelled() and moving.exception() is None:
+            self.abandon(moving.result(), "the request was cancelled")
+
+    async def _prefill(self, running: _RemotePrefill) -> DecidedRequest:
+        """Have an instance of the cluster prefill, and move the KV. Raises HopFailedError."""
+        request, prompt, attempt, prefix = running.request, running.prompt, running.attempt, running.prefix
+        begun_s = time.perf_counter()
+        request.record.waits_for = WaitsFor.PREFILL_INSTANCE
+        try:
+            # Wait until an instance of the cluster is free for the prefill. From then on it counts as its work, and
+            # requests that are decided meanwhile see that.
+            async with self._plane.admission.admit(prefix.decision, prompt.chains) as decision:
+                request.record.since("turn", begun_s)
+                request.record.waits_for = WaitsFor.PREFILL
+                attempt.decision = decision
+                self._plane.prefixes.expect(decision.prefill, prompt.chains)
+                with self._plane.prefilling(decision) as work:
+                    if running.ask is not None and running.ask.is_all:
+                        return await self._sampled(running, running.ask, work)
+                    return await self._moved(running, work)
+        finally:
+            is_used = attempt.moved is not None and attempt.decision.prefill == running.wanted
+            if prefix.transfer is not None and not is_used:
+                self.free(prefix.transfer.ticket, "the prefill that would have used it failed")
+
+    async def _sampled(
+        self, running: _RemotePrefill, ask: FirstTokenAsk, work: OpenPrefill
+    ) -> AnsweredRequest:
+        """Sample the only token of the answer there. Raises HopFailedError."""
+        request, decision = running.request, running.attempt.decision
+        spec = _spec(running, running.prompt.token_ids, work)
+        first, prefill_s = await self._push.sample(spec, ask, request)
+        work.measured()
+        self._metrics.prefill_seconds.labels(str(decision.route)).observe(prefill_s)
+        request.record.took("prefill", prefill_s)
+        return AnsweredRequest(decision=decision, prompt=running.prompt, prefix=running.prefix, first=first)
+
+    async def _moved(self, running: _RemotePrefill, work: OpenPrefill) -> MovedRequest:
+        """Prefill there, and move the KV to the decode instance. Raises HopFailedError."""
+        request, prompt, attempt = running.request, running.prompt, running.attempt
+        decision, is_early = attempt.decision, running.ask is not None
+        # NIXL frees the blocks after one reader, and its producer leaves the last token of some models out.
+        pulled = not is_early and request.samples == 1 and self._reads(decision)
+        # The last token of what is decoded stays for the decode engine, which samples from it: of the prompt, or the
+        # first of the answer. Some drafters need more. NIXL's connectors see to that by themselves.
+        token_ids = prompt.token_ids if is_early or pulled else self._moved_ids(prompt, decision)
+        # With the first token the ticket is for one more than the decode request's prompt. What NIXL has read lies in
+        # no staging.
+        keeps = not is_early and not pulled
+        attributes = TransferAttributes(
+            uses=request.samples,
+            checkpoint_tokens=self._plane.waits.checkpoint_tokens(decision) if keeps else 0,
+        )
+        has_lead = pulled or self._running.current.transfer.decode_lead_s > 0
+        done = await (self._pull if pulled else self._push).run(
+            _spec(running, token_ids, work, attributes),
+            request,
+            running.soon if has_lead else None,
+            running.first,
+            keeps=keeps,
+        )
+        work.measured()
+        attempt.moved, attempt.cached_tokens, attempt.by = done.moved, done.cached_tokens, done.by
+        self._count(request, decision, done)
+        return MovedRequest(decision=decision, prompt=prompt, prefix=running.prefix, transfer=done)
+
+    def _reads(self, decision: Decision) -> bool:
+        """Whether the decode engine reads the KV by NIXL."""
+        # Of the plane: an instance that has just left the file may have work to end.
+        producer, consumer = (
+            self._plane.members.instance(name) for name in (decision.prefill, decision.decode)
+        )
+        return self._running.current.pulls(producer, consumer)
+
+    def _moved_ids(self, prompt: TokenizedPrompt, decision: Decision) -> Sequence[int]:
+        """Of a prompt, the tokens whose KV moves: at least what the decode engine is taken to hold already."""
+        tokens = len(prompt.token_ids)
+        own = self._plane.prefixes.own_last_tokens(decision.decode)
+        return prompt.token_ids[: min(tokens - 1, max(tokens - own, decision.skip_tokens, 1))]
+
+    def _count(self, request: ServingRequest, decision: Decision, done: TransferDone) -> None:
+        route, metrics = str(decision.route), self._metrics
+        metrics.transfers.labels(route, done.by).inc()
+        metrics.prefill_seconds.labels(route).observe(done.prefill_s)
+        metrics.transfer_seconds.labels(route).observe(done.transfer_s)
+        metrics.transferred_bytes.labels(route).inc(done.moved.total_bytes)
+        sent_bytes = done.moved.total_bytes + done.moved.checkpoint_bytes
+        self._bill.add(decision.prefill, decision.decode, sent_bytes)
+        metrics.overlapped_bytes.labels(route).inc(done.moved.overlapped_bytes)
+        # Both begin at once, and the transfer has just ended.
+        begun_s = time.perf_counter() - done.transfer_s
+        request.record.took("prefill", done.prefill_s, begun_s)
+        request.record.took("transfer", done.transfer_s, begun_s)
+
+
+def _spec(
+    running: _RemotePrefill,
+    token_ids: Sequence[int],
+    work: OpenPrefill,
+    attributes: TransferAttributes = PLAIN,
+) -> TransferSpec:
+    """What moves of a prefill elsewhere: the KV of `token_ids`."""
+    decision, prefix = running.attempt.decision, running.prefix.transfer
+    has_prefix = prefix is not None and decision.prefill == running.wanted
+    return TransferSpec(
+        producer=decision.prefill,
+        consumer=decision.decode,
+        token_ids=token_ids,
+        skip_tokens=decision.skip_tokens,
+        kv_bytes=decision.kv_bytes,
+        attributes=attributes,
+        sealed_from=prefix.sealed if prefix is not None and has_prefix else None,
+        ask=running.ask,
+        left_s=lambda: work.left_s,
+    )

@@ -1,0 +1,113 @@
+"""What is taken for which kind of prompt."""
+
+from array import array
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prfaas.serving.gateway.prompts.prompt import (
+    ChatPrompt,
+    DirectPrompt,
+    Endpoint,
+    TextPrompt,
+    TokenPrompt,
+    as_token_ids,
+    prompt_of,
+)
+
+
+def completion(prompt: Any, **fields: Any) -> Any:
+    return prompt_of(Endpoint.COMPLETIONS, {"prompt": prompt, **fields})
+
+
+def chat(*messages: Any, **fields: Any) -> Any:
+    return prompt_of(Endpoint.CHAT, {"messages": list(messages), **fields})
+
+
+USER = {"role": "user", "content": "hello"}
+
+
+def test_prompts_that_can_move() -> None:
+    assert completion("x") == TextPrompt("x", True)
+    assert completion(["x"], add_special_tokens=False) == TextPrompt("x", False)
+    assert completion([1, 2]) == TokenPrompt(array("I", [1, 2]))
+    assert completion([[1, 2]]) == TokenPrompt(array("I", [1, 2]))
+    assert completion("x", echo=True, n=1) == TextPrompt("x", True)
+
+
+@pytest.mark.parametrize("prompt", [[], [[]], [True, 1], [1, -1], [1, 2**32], [1.5], [1, "x"], 5, {}, [None]])
+def test_malformed_prompts_are_left_to_the_engine(prompt: Any) -> None:
+    assert completion(prompt) == DirectPrompt("malformed")
+
+
+@settings(deadline=None)
+@given(st.lists(st.one_of(st.integers(), st.booleans(), st.text(max_size=1), st.none()), max_size=4))
+def test_token_ids_are_recognised_exactly(ids: list[Any]) -> None:
+    found = as_token_ids(ids)
+    assert (found is not None) == (bool(ids) and all(type(i) is int and 0 <= i < 2**32 for i in ids))
+    assert found is None or found.tolist() == ids
+
+
+def test_a_plain_chat_is_rendered_here() -> None:
+    prompt = chat({"role": "system", "content": "s"}, USER | {"content": [{"type": "text", "text": "a"}]})
+    assert isinstance(prompt, ChatPrompt) and prompt.takes_ids
+    assert prompt.plain == (("system", "s"), ("user", ("a",)))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": [{}]},
+        {"documents": [{}]},
+        {"chat_template_kwargs": {"x": 1}},
+        {"reasoning_effort": "low"},
+        {"add_generation_prompt": False},
+        {"continue_final_message": True},
+        {"add_special_tokens": True},
+    ],
+)
+def test_an_unusual_chat_is_rendered_by_the_engine(fields: dict[str, Any]) -> None:
+    prompt = chat(USER, **fields)
+    assert isinstance(prompt, ChatPrompt) and prompt.plain is None
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "tool", "content": "x", "tool_call_id": "1"},
+        {"role": "assistant", "content": None, "tool_calls": []},
+        {"role": "user", "content": "x", "name": "n"},
+        {"role": "developer", "content": "x"},
+        {"role": "system", "content": "x-anthropic-billing-header: 1\nx"},
+        {"role": "user", "content": [{"type": "text", "text": "x", "extra": 1}]},
+    ],
+)
+def test_an_unusual_message_is_rendered_by_the_engine(message: dict[str, Any]) -> None:
+    prompt = chat(USER, message)
+    assert isinstance(prompt, ChatPrompt) and prompt.plain is None
+
+
+def test_what_tokenize_does_not_know_goes_to_the_template() -> None:
+    prompt = chat(USER, reasoning_effort="none", documents=[{"a": "b"}], chat_template_kwargs={"x": 1})
+    assert isinstance(prompt, ChatPrompt)
+    assert prompt.request["chat_template_kwargs"] == {
+        "x": 1,
+        "documents": [{"a": "b"}],
+        "enable_thinking": False,
+        "reasoning_effort": "none",
+    }
+
+
+def test_an_echoing_chat_keeps_its_messages() -> None:
+    prompt = chat(USER, echo=True)
+    assert isinstance(prompt, ChatPrompt) and not prompt.takes_ids
+
+
+def test_media_and_foreign_templates_stay() -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:"}}
+    assert chat(USER | {"content": [image]}) == DirectPrompt("media")
+    assert chat(USER, chat_template="x") == DirectPrompt("chat-template")
+    assert chat(USER, n="3") == DirectPrompt("malformed")
+    assert chat(USER, prompt_logprobs=1) == DirectPrompt("prompt-logprobs")
