@@ -1,7 +1,7 @@
 import json
 import ssl
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 

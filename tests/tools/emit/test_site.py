@@ -60,6 +60,5 @@ def test_those_that_send_may_connect() -> None:
     assert openings["home-1", "kv"] == {GATEWAY, "east-0", "east-1", "home-0", "home-2"}
     # Nothing is sent between engines of a cluster that only prefills.
     assert openings["east-0", "kv"] == {GATEWAY, "home-0", "home-1", "home-2"}
-    assert openings["east-0", "events"] == {GATEWAY}
     assert openings[GATEWAY, "http"] == {CLIENTS}
     assert openings[GATEWAY, "admin"] == {OPERATORS}

@@ -152,6 +152,6 @@ def test_the_ports_of_a_machine() -> None:
     ]
     assert (
         files["home/198.51.100.10/ports.txt"].splitlines()[2]
-        == "8200-8207/tcp  home-0 kv      gateway, east-0 (192.0.2.10), east-1 (192.0.2.11), "
+        == "8200-8207/tcp  home-0 kv    gateway, east-0 (192.0.2.10), east-1 (192.0.2.11), "
         "home-1 (198.51.100.11), home-2 (198.51.100.12)"
     )

@@ -24,11 +24,13 @@ from prfaas.serving.engines.vllm.rank_pages import RankPages, pool_geometry
 from prfaas.serving.engines.vllm.settings import ConnectorSettings
 from prfaas.serving.engines.vllm.sibling_ranks import page_locked
 from prfaas.serving.engines.vllm.stats import ConnectorStats
-from prfaas.serving.engines.vllm.wire_layout import wire_layouts
+from prfaas.serving.engines.vllm.wire_layout import WireLayout, wire_layouts
 from prfaas.serving.pool.client import PoolClient
 from prfaas.serving.transport.endpoint import KvEndpoint
 from prfaas.serving.transport.options import ReceiverOptions, SenderOptions
 from prfaas.serving.transport.peer_list import ranked
+from prfaas.serving.transport.receiver import Receiver
+from prfaas.serving.transport.region_layout import PeerLayouts
 from prfaas.serving.transport.requests import refuse_request
 from prfaas.serving.transport.sibling_staging import SiblingStaging
 from prfaas.serving.transport.staging import StagingArena, mapped_memory, shared_memory
@@ -192,14 +194,7 @@ class ConnectorWorker:
             more_stats=kv.reuse.copy,
         )
         receiver, sender = endpoint.receiver, endpoint.sender
-        siblings = None
-        if memory_fd is not None:
-            map_memory = _mapped_and_locked if kv.on_device else mapped_memory
-            siblings = SiblingStaging(
-                *(arena, memory_fd, receiver, kv.sockets, options), map_memory=map_memory
-            )
-            lend = siblings.begin
-            wires.on_begin = lambda transfer_id, wire: lend(transfer_id, wire.readers)
+        siblings = None if memory_fd is None else _siblings(kv, arena, memory_fd, receiver, options, wires)
         receiver.start()
         sender.start()
         if events is not None:
@@ -323,6 +318,22 @@ def _staging(settings: ConnectorSettings, kv: RankKv) -> tuple[int | None, Stagi
     if kv.on_device:
         buffer = _pinned(nbytes) if buffer is None else page_locked(buffer)
     return memory_fd, StagingArena(nbytes, settings.transfer_block_bytes, buffer)
+
+
+def _siblings(
+    kv: RankKv,
+    arena: StagingArena,
+    memory_fd: int,
+    receiver: Receiver,
+    options: ReceiverOptions,
+    wires: PeerLayouts[WireLayout],
+) -> SiblingStaging:
+    """The staging that sibling ranks share; each transfer that they read is lent to them as it begins."""
+    map_memory = _mapped_and_locked if kv.on_device else mapped_memory
+    siblings = SiblingStaging(arena, memory_fd, receiver, kv.sockets, options, map_memory=map_memory)
+    lend = siblings.begin
+    wires.on_begin = lambda transfer_id, wire: lend(transfer_id, wire.readers)
+    return siblings
 
 
 def _mapped_and_locked(fd: int, nbytes: int) -> memoryview:
