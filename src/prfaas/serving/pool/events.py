@@ -1,7 +1,4 @@
-"""Publishes a pool's content, so that a gateway follows a pool as it follows an engine.
-
-The wire format is vLLM's: batches over ZeroMQ, numbered from 0, and an endpoint that replays them.
-"""
+"""Tells what a pool holds, so that a gateway follows a pool as it follows an engine."""
 
 import logging
 import os
@@ -17,18 +14,11 @@ from prfaas.serving.transport.requests import FollowOrder, PeerRequest
 
 logger = logging.getLogger(__name__)
 
-KEPT_BATCHES = 10_000
-KEPT_BYTES = 32 << 20
 MOST_WAITING = 1 << 21
 """Most changes that wait for the thread. Beyond it the pool reports that it is empty."""
 _BATCH_PAGES = 128
 _COALESCE_S = 0.01
 _POLL_MS = 200
-_SEND_TIMEOUT_MS = 200
-_REPLAY_QUEUE = 1000
-_LIVE_QUEUE = 10_000
-_TOPIC = b""
-_END = (-1).to_bytes(8, "big", signed=True)
 
 _Change: TypeAlias = tuple[bytes, PageIdentity | None, Medium, bool]
 """Page, its identity, the tier, and whether it was stored there (or removed)."""

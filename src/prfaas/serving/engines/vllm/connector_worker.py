@@ -177,7 +177,9 @@ class ConnectorWorker:
         logger.info("KV layout of %s: %s; pages: %s", settings.name, kv.marks, wires.reported)
         memory_fd, arena = _staging(settings, kv)
         options = ReceiverOptions(limits=settings.transfer, uncounted_regions=int(digests))
-        events = None if rank else EventRelay(settings.name, settings.events, seed_of(key))
+        events = None
+        if rank == 0 and settings.events is not None:
+            events = EventRelay(settings.name, settings.events, seed_of(key))
         endpoint = KvEndpoint.of(
             name=ranked(settings.name, rank),
             key=key,

@@ -45,8 +45,6 @@ class ConnectorSettings:
     name: str
     kv_host: str
     kv_port: int
-    events: EventsEndpoint
-    """Where the engine publishes its KV-cache events, for rank 0 to tell them on."""
     key_file: Path
     peers: Mapping[str, PeerSettings]
     """The only instances that this engine sends to, by name, until the control plane tells others."""
@@ -54,6 +52,8 @@ class ConnectorSettings:
     """The only instances that may send to this engine, until then."""
     staging_bytes: int
     """Host memory for incoming transfers."""
+    events: EventsEndpoint | None = None
+    """Where the engine publishes its KV-cache events, for rank 0 to tell them on; None: it publishes none."""
     transfer_block_bytes: int = EngineConfig().transfer_block_bytes
     """Unit in which staging is handed out."""
     transfer: TransferLimits = field(default_factory=TransferLimits)
@@ -108,7 +108,8 @@ class ConnectorSettings:
             )
         try:
             fields["peers"] = {name: PeerSettings(**peer) for name, peer in fields["peers"].items()}
-            fields["events"] = EventsEndpoint(**fields["events"])
+            if "events" in fields:
+                fields["events"] = EventsEndpoint(**fields["events"])
             fields["transfer"] = TransferLimits(**fields.get("transfer", {}))
             fields["pool"] = PoolSettings(**fields.get("pool", {}))
             fields["producers"] = frozenset(fields["producers"])
