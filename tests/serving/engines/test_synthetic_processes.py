@@ -21,6 +21,7 @@ from prfaas.cli.main import app
 from prfaas.core.deployment import Deployment, EventsEndpoint, load_deployment
 from prfaas.serving.engines.running import RunningEngines
 from prfaas.serving.engines.synthetic.events import AllBlocksCleared, EventPublisher
+from prfaas.serving.secret_files import make_private_folder
 
 END = (-1).to_bytes(8, "big", signed=True)
 
@@ -32,6 +33,7 @@ def deployment(tmp_path: Path) -> Deployment:
 
 @pytest.fixture
 def endpoint(deployment: Deployment) -> EventsEndpoint:
+    make_private_folder(deployment.events_folder)
     return deployment.events_endpoint(deployment.instance("home-0"))
 
 
