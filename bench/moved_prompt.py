@@ -5,11 +5,19 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
+from prfaas.core.deployment import TransferLimits
+from prfaas.core.kv.groups import region_bytes
 from prfaas.serving.engines.vllm.consumer import KvConsumer
-from prfaas.serving.engines.vllm.layout import EngineGroup
+from prfaas.serving.engines.vllm.layout import EngineGroup, KvLayout
 from prfaas.serving.engines.vllm.metadata import BlockRun, LoadOrder, SendOrder
 from prfaas.serving.engines.vllm.producer import KvProducer
+from prfaas.serving.engines.vllm.stats import ConnectorStats
+from prfaas.serving.engines.vllm.wire_layout import wire_layouts
 from prfaas.serving.transport import Ticket
+from prfaas.serving.transport.options import Peer, ReceiverOptions, SenderOptions
+from prfaas.serving.transport.receiver import Receiver
+from prfaas.serving.transport.sender import Sender
+from prfaas.serving.transport.staging import StagingArena
 
 KEY = bytes(32)
 CHUNK_TOKENS = 2048
@@ -24,6 +32,66 @@ class RankMemory(Protocol):
 
     def run(self, first: int, end: int) -> tuple[BlockRun, ...]:
         """Where blocks [first, end) of the prompt lie."""
+
+
+class OneRank(RankMemory, Protocol):
+    """Memory of an engine of one rank."""
+
+    @property
+    def layout(self) -> KvLayout: ...
+
+
+class Way:
+    """Two engines and the transport between them."""
+
+    def __init__(
+        self,
+        east: OneRank,
+        home: OneRank,
+        num_tokens: int,
+        staging_of: Callable[[int], memoryview] | None = None,
+    ) -> None:
+        """`staging_of`: gives so many bytes of host memory for what arrives; None: any will do."""
+        self.east, self.home, self.num_tokens = east, home, num_tokens
+        self.kv_bytes = sum(region_bytes(self.east.layout.regions, num_tokens, 0))
+        staging_bytes = -(-self.kv_bytes >> 20) + 16 << 20
+        sending = wire_layouts(self.east.layout, "east", 0)
+        loading = wire_layouts(self.home.layout, "home", 0)
+        self.receiver = Receiver(
+            name="home/0",
+            key=KEY,
+            host="127.0.0.1",
+            port=0,
+            arena=StagingArena(staging_bytes, 1 << 20, staging_of and staging_of(staging_bytes)),
+            layout=loading,
+            fingerprint={},
+            options=ReceiverOptions(uncounted_regions=1),
+        )
+        self.receiver.start()
+        self.sender = Sender(
+            name="east/0",
+            key=KEY,
+            peers={"home/0": Peer("home/0", "127.0.0.1", self.receiver.port, "link", 2, None)},
+            fingerprint={},
+            options=SenderOptions(),
+            layouts=sending,
+        )
+        self.sender.start()
+        until(lambda: self.sender.stats()["peers"]["home/0"]["connections"] == 2)
+        stats = ConnectorStats()
+        self.producer = KvProducer(self.east.layout, sending, self.sender, WAIT_S, stats)
+        self.consumer = KvConsumer(
+            loading, self.receiver, TransferLimits(load_wait_s=WAIT_S, staging_ttl_s=WAIT_S), stats
+        )
+
+    def close(self) -> None:
+        self.consumer.close()
+        self.sender.close()
+        self.receiver.close()
+
+    def transfer(self) -> float:
+        """Prefill, move and load the prompt; processor seconds of all threads."""
+        return move([(self.east, self.producer)], [(self.home, self.consumer)], self.num_tokens)
 
 
 def move(

@@ -19,20 +19,11 @@ from dataclasses import dataclass
 
 import torch
 
-from moved_prompt import KEY, WAIT_S, move, until
-from prfaas.core.deployment import TransferLimits
-from prfaas.core.kv.groups import GroupKind, region_bytes
-from prfaas.serving.engines.vllm.consumer import KvConsumer
+from moved_prompt import Way
+from prfaas.core.kv.groups import GroupKind
 from prfaas.serving.engines.vllm.layout import EngineGroup, KvLayout, Packing, page_layout
 from prfaas.serving.engines.vllm.metadata import BlockRun
 from prfaas.serving.engines.vllm.pages import HostPages, raw_pages
-from prfaas.serving.engines.vllm.producer import KvProducer
-from prfaas.serving.engines.vllm.stats import ConnectorStats
-from prfaas.serving.engines.vllm.wire_layout import wire_layouts
-from prfaas.serving.transport.options import Peer, ReceiverOptions, SenderOptions
-from prfaas.serving.transport.receiver import Receiver
-from prfaas.serving.transport.sender import Sender
-from prfaas.serving.transport.staging import StagingArena
 
 LAYERS = tuple(f"layer.{number}" for number in range(8))
 # Keys and values of a token: as of a model with 8 heads of 128 elements in bf16.
@@ -100,59 +91,13 @@ class Engine:
         return (BlockRun(0, first, tuple(self.table[first:end])),)
 
 
-class Way:
-    """Two engines and the transport between them."""
-
-    def __init__(self, ours: Keeping, theirs: Keeping, num_tokens: int) -> None:
-        self.num_tokens = num_tokens
-        self.east, self.home = Engine(ours, num_tokens, 1), Engine(theirs, num_tokens, 2)
-        self.kv_bytes = sum(region_bytes(self.east.layout.regions, num_tokens, 0))
-        sending = wire_layouts(self.east.layout, "east", 0)
-        loading = wire_layouts(self.home.layout, "home", 0)
-        self.receiver = Receiver(
-            name="home/0",
-            key=KEY,
-            host="127.0.0.1",
-            port=0,
-            arena=StagingArena(self.kv_bytes + (16 << 20), 1 << 20),
-            layout=loading,
-            fingerprint={},
-            options=ReceiverOptions(uncounted_regions=1),
-        )
-        self.receiver.start()
-        self.sender = Sender(
-            name="east/0",
-            key=KEY,
-            peers={"home/0": Peer("home/0", "127.0.0.1", self.receiver.port, "link", 2, None)},
-            fingerprint={},
-            options=SenderOptions(),
-            layouts=sending,
-        )
-        self.sender.start()
-        until(lambda: self.sender.stats()["peers"]["home/0"]["connections"] == 2)
-        stats = ConnectorStats()
-        self.producer = KvProducer(self.east.layout, sending, self.sender, WAIT_S, stats)
-        self.consumer = KvConsumer(
-            loading, self.receiver, TransferLimits(load_wait_s=WAIT_S, staging_ttl_s=WAIT_S), stats
-        )
-
-    def close(self) -> None:
-        self.consumer.close()
-        self.sender.close()
-        self.receiver.close()
-
-    def transfer(self) -> float:
-        """Prefill, move and load the prompt; processor seconds of all threads."""
-        return move([(self.east, self.producer)], [(self.home, self.consumer)], self.num_tokens)
-
-
 @contextmanager
 def ways(ours: Keeping, theirs: Keeping, num_tokens: int) -> Iterator[list[Way]]:
     """Between two engines that keep KV as `ours`, two as `theirs`, and from the former kind to the latter."""
     with ExitStack() as opened:
         made = []
         for one, other in ((ours, ours), (theirs, theirs), (ours, theirs)):
-            made.append(Way(one, other, num_tokens))
+            made.append(Way(Engine(one, num_tokens, 1), Engine(other, num_tokens, 2), num_tokens))
             opened.callback(made[-1].close)
         yield made
 

@@ -3,4 +3,5 @@
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+BENCH = Path(__file__).parents[2] / "bench"
+sys.path[:0] = [str(BENCH), str(BENCH / "gpu")]
