@@ -60,16 +60,18 @@ class EarlyReceiver(Receiver):
     def __init__(self, **options: object) -> None:
         super().__init__(**options)  # type: ignore[arg-type]
         self._early: dict[bytes, StagedTransfer] = {}
+        self._take = self.transfers.take
+        self.transfers.take = self._taken  # type: ignore[method-assign]
 
     def take_early(self, transfer_id: bytes) -> StagedTransfer:
-        staged = super().take(transfer_id)
+        staged = self._take(transfer_id)
         if staged is None:
             raise RuntimeError("the transfer is not complete")
         self._early[transfer_id] = staged
         return staged
 
-    def take(self, transfer_id: bytes, *, broken_tokens: int = 0) -> StagedTransfer | None:
-        return self._early.pop(transfer_id, None) or super().take(transfer_id, broken_tokens=broken_tokens)
+    def _taken(self, transfer_id: bytes, *, broken_tokens: int = 0) -> StagedTransfer | None:
+        return self._early.pop(transfer_id, None) or self._take(transfer_id, broken_tokens=broken_tokens)
 
 
 class TamperingProxy:
@@ -322,7 +324,7 @@ class Rank:
         """Wait until the transfer is complete; the prefill engine frees the blocks."""
         self.producer.hold({"p": False})
         _until(lambda: bool(self.producer.finished()))
-        status = self.receiver.state(prompt.ticket.transfer_id)
+        status = self.receiver.transfers.state(prompt.ticket.transfer_id)
         if status is None or status.phase != "complete":
             raise RuntimeError(f"the transfer did not complete: {status}")
 

@@ -121,9 +121,9 @@ def consume(host: str) -> None:
     receiver = receiver_of("c", host)
     receiver.start()
     while True:
-        for transfer_id, transfer in list(receiver._table._transfers.items()):
+        for transfer_id, transfer in list(receiver.transfers._transfers.items()):
             if transfer.phase == "complete":
-                staged = receiver.take(transfer_id)
+                staged = receiver.transfers.take(transfer_id)
                 if staged is not None:
                     staged.free()
         time.sleep(0.02)

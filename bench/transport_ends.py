@@ -111,7 +111,7 @@ def receive(job: Job) -> None:
     expected = np.split(content(job.nbytes), REGIONS)
     looked = False
     for line in sys.stdin:
-        staged = receiver.take(bytes.fromhex(line.strip()))
+        staged = receiver.transfers.take(bytes.fromhex(line.strip()))
         if staged is None:
             raise SystemExit("the transfer did not arrive")
         if not looked:

@@ -53,12 +53,12 @@ COMPILED = (
     "core/scheduling/tilted.py",
     "core/scheduling/view.py",
     "lab/simulator/answers.py",
-    "lab/simulator/cache_moves.py",
     "lab/simulator/columns.py",
     "lab/simulator/control_loops.py",
     "lab/simulator/events.py",
     "lab/simulator/flow.py",
     "lab/simulator/instance.py",
+    "lab/simulator/job_moves.py",
     "lab/simulator/link.py",
     "lab/simulator/monitored_link.py",
     "lab/simulator/prefix_caches.py",
@@ -68,7 +68,6 @@ COMPILED = (
     "lab/simulator/token_clock.py",
     "lab/simulator/transfer.py",
     "lab/simulator/world.py",
-    "lab/simulator/worlds.py",
 )
 
 

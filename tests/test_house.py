@@ -20,7 +20,6 @@ LONG_FUNCTIONS = {
     "serving.gateway.metrics:Metrics.__init__",
     # Rooms that are still to be taken apart: gateway, transport, pool, lab.
     "serving.gateway.server:Gateway.__init__",
-    "lab.simulator.scenario:scenario_of",
 }
 MANY_COLLABORATORS = {
     *("lab.simulator.instance:Engine.__init__", "lab.simulator.link:FluidLink.__init__"),
@@ -37,7 +36,8 @@ MANY_POSITIONAL: set[str] = set()
 OF_ONE_USER = {
     # Compiled apart for long simulations; its user has numpy in it.
     "core.latency.curve_reader",
-    # A table of vLLM's options, each with what to write in its place.
+    # An optional feature behind one seam; with these its user would be longer than a file may be.
+    "core.deployment.data_parallel",
     # It asks its own process.
     "cli.site_share",
     # Two of what a fleet does, each with other parts of a plane; with both, its control would be as long as a file may.
@@ -50,12 +50,13 @@ OF_ONE_USER = {
     "serving.transport.permissions",
     # The sums of a sender's links, another noun than the sender.
     "serving.transport.link_report",
+    # Studies, which are beside the package, draw with it too.
+    "lab.report.drawing",
     # Needs OpenTelemetry alone; its user needs the gateway's packages too.
     "serving.tracing.queue",
     # Rooms that are still to be taken apart: tools, lab.
     *("tools.demo.pools", "tools.demo.warm_up"),
     "tools.emit.containers",
-    "lab.simulator.cache_moves",
 }
 
 

@@ -130,7 +130,7 @@ def _interrupted(
     transfer.await_quiescent(90)
     elapsed_s = time.monotonic() - began_s
     after = laboratory.counters(FAR, HOME)
-    staged = receiver.take(ticket.transfer_id)
+    staged = receiver.transfers.take(ticket.transfer_id)
     is_intact = staged is not None and content == [
         b"".join(staged.region_views(region, 0, nbytes)) for region in range(REGIONS)
     ]

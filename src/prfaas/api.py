@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from prfaas.core.deployment.examples import example_files, example_path
     from prfaas.core.kv import (
         ChunkedWindow,
+        CompressedAttention,
         ConfigError,
         FullAttention,
         KvCacheDtype,
@@ -83,6 +84,7 @@ __all__ = [
     "ChunkedWindow",
     "Cluster",
     "ClusterView",
+    "CompressedAttention",
     "ConfigError",
     "ControlConfig",
     "Cost",
@@ -148,8 +150,8 @@ _SOURCES = {
     ),
     "prfaas.core.deployment.examples": "example_files example_path",
     "prfaas.core.kv": (
-        "ChunkedWindow ConfigError FullAttention KvCacheDtype KvModel LinearState ModelDtype PublishedModel "
-        "SlidingWindow StateDtype published_models"
+        "ChunkedWindow CompressedAttention ConfigError FullAttention KvCacheDtype KvModel LinearState ModelDtype "
+        "PublishedModel SlidingWindow StateDtype published_models"
     ),
     "prfaas.core.latency": "LatencyProfile ProfileError load_profile",
     "prfaas.core.planner": "Baseline Cost OperatingPoint Plan PlanError ShadowPrice TtftEstimate",

@@ -39,7 +39,7 @@ def page(requests: int) -> str:
 def readings(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gateway has answered 3 requests before the test, and 10 after it."""
     pages: Iterator[str] = iter([page(3), page(10)])
-    monkeypatch.setattr("prfaas.cli.common.fetch_text", lambda admin, path: next(pages))
+    monkeypatch.setattr("prfaas.cli.bench.fetch_text", lambda admin, path: next(pages))
 
 
 def tool(
@@ -132,7 +132,7 @@ def test_a_gateway_that_is_none_is_said_before_the_test(
     text = EXAMPLE.read_text().replace("port: 8000", "port: 8000\n  admin: {port: 9}")
     (tmp_path / "d.yaml").write_text(text)
     if answer is not None:
-        monkeypatch.setattr("prfaas.cli.common.fetch_text", lambda admin, path: answer)
+        monkeypatch.setattr("prfaas.cli.bench.fetch_text", lambda admin, path: answer)
     assert run(monkeypatch, "bench", tmp_path / "d.yaml") == 2
     error = capsys.readouterr().err
     assert ("is no page of a prfaas gateway" if answer else "no gateway answers at") in error and not asked

@@ -23,7 +23,8 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "local.yaml"
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PRFAAS_HOME", str(tmp_path / "home"))
     # It would change the loggers of this process for all tests after.
-    monkeypatch.setattr("prfaas.cli.common.write_logs", lambda settings: None)
+    for command in ("serve", "up"):
+        monkeypatch.setattr(f"prfaas.cli.{command}.write_logs", lambda settings: None)
     return tmp_path / "home"
 
 

@@ -195,7 +195,7 @@ def restarting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             raise answer
         return answer
 
-    monkeypatch.setattr("prfaas.cli.common.fetch", fetch)
+    monkeypatch.setattr("prfaas.cli.status.fetch", fetch)
     monkeypatch.setattr("time.sleep", lambda _: None)
 
 

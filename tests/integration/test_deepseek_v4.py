@@ -1,25 +1,16 @@
-"""DeepSeek V4: caches of five kinds, of which none calls vLLM's hook.
-
-prfaas does not know how large its KVCache is, so its file is refused before any engine starts. The deployment here has
-another model, and its engines are made to serve this one.
-"""
+"""DeepSeek V4: caches of five kinds, of which none calls vLLM's hook, in pages of four sizes."""
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from prfaas.core.deployment import Deployment, Instance
-from prfaas.serving.engines.command import EngineCommand, vllm_command
-from prfaas.serving.engines.preparation import ensure_model
-from prfaas.serving.engines.running import RunningEngines
+from prfaas.core.kv.told import read_told_layers
 
 from .deepseek_v4 import write_folder
 from .shimmed import with_shims
-from .stack import ENGINE_ENV, TEMPLATES, Stack, prompt, write_deployment
+from .stack import Stack, prompt, running, write_deployment
 
 pytestmark = [
     pytest.mark.engine,
@@ -33,28 +24,6 @@ pytestmark = [
 PREFILL, DECODE = "east-prefill-0", "home-decode-0"
 
 
-class ServingAnother(Stack):
-    """Its engines serve the model in a folder, whatever the deployment file says."""
-
-    def __init__(self, path: Path, folder: Path) -> None:
-        super().__init__(path)
-        ensure_model(self.deployment)
-        self.engines = RunningEngines(
-            self.deployment,
-            extra_env={**ENGINE_ENV, **with_shims("with_deepseek_v4")},
-            command=lambda deployment, instance: _command(deployment, instance, folder),
-            templates=TEMPLATES,
-        )
-
-
-def _command(deployment: Deployment, instance: Instance, folder: Path) -> EngineCommand:
-    command = vllm_command(deployment, instance)
-    argv = list(command.argv)
-    argv[argv.index("--model") + 1] = str(folder)
-    # The last word counts. With prefix caching vLLM's kernels for CPUs were not tried.
-    return replace(command, argv=(*argv, "--load-format", "seeded", "--no-enable-prefix-caching"))
-
-
 @pytest.fixture(scope="module")
 def v4(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """One engine that prefills elsewhere and one that decodes."""
@@ -62,13 +31,25 @@ def v4(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     path = write_deployment(directory, bandwidth="1 Gbit/s", max_model_len=8192)
     document: dict[str, Any] = json.loads(path.read_text())
     document["routing"] = {"policy": "offload_all"}
-    document["model"]["tiny"] = "qwen3"
+    document["model"] |= {"path": str(write_folder(directory / "model"))}
+    del document["model"]["tiny"]
+    # With prefix caching vLLM's kernels for CPUs were not tried; the last word counts.
+    document["engine"]["extra_args"] += ["--load-format", "seeded", "--no-enable-prefix-caching"]
     document["clusters"][1]["instances"].pop(0)
     path.write_text(json.dumps(document))
-    with ServingAnother(path, write_folder(directory / "model")) as stack:
-        yield stack
+    yield from running(path, with_shims("with_deepseek_v4"))
 
 
 def test_answers_are_those_of_a_plain_engine(v4: Stack) -> None:
     prompts = [prompt(890 + seed, tokens) for seed, tokens in enumerate((300, 700, 1000))]
     v4.check_offloaded(prompts, prefill=PREFILL, decode=DECODE)
+
+
+def test_bytes_are_those_of_the_reader_and_what_the_engine_tells(v4: Stack) -> None:
+    ids = prompt(900, 800)
+    answer = v4.complete(ids)
+    assert answer.route["prefill"] == PREFILL and "fallback" not in answer.route, v4.explain(answer)
+    told = read_told_layers(v4.kv_stats(DECODE)["kv_layers"], "told", 1)
+    moved = int(answer.route["bytes"])
+    assert moved == v4.deployment.model.kv_model().bytes_to_move(len(ids) - 1, 0, 256)
+    assert moved == told.bytes_to_move(len(ids) - 1, 0)

@@ -82,7 +82,7 @@ class Ends:
         return took_s
 
     def compare(self, ticket: Ticket, content: Sequence[bytes]) -> None:
-        staged = self.receiver.take(ticket.transfer_id)
+        staged = self.receiver.transfers.take(ticket.transfer_id)
         assert staged is not None
         for region, data in enumerate(content):
             assert b"".join(staged.region_views(region, 0, len(data))) == data
@@ -174,7 +174,10 @@ def test_a_dark_link_ends_transfers_on_both_sides(make_ends: Callable[..., Ends]
     if phase != "before OPEN":
         known = TransferPhase.WAITING if phase == "waiting for ACCEPT" else TransferPhase.RECEIVING
         await_true(
-            lambda: (status := ends.receiver.state(ticket.transfer_id)) is not None and status.phase is known
+            lambda: (
+                (status := ends.receiver.transfers.state(ticket.transfer_id)) is not None
+                and status.phase is known
+            )
         )
         if phase == "prefilling":
             transfer.put(0, 0, BytesSource(content[0]))
@@ -195,12 +198,12 @@ def test_a_dark_link_ends_transfers_on_both_sides(make_ends: Callable[..., Ends]
     if phase != "before OPEN":
 
         def failed() -> bool:
-            status = ends.receiver.state(ticket.transfer_id)
+            status = ends.receiver.transfers.state(ticket.transfer_id)
             return status is not None and status.phase is TransferPhase.FAILED
 
         await_true(failed)
         assert time.monotonic() - dark_s < 3.0 + SLACK_S
-        status = ends.receiver.state(ticket.transfer_id)
+        status = ends.receiver.transfers.state(ticket.transfer_id)
         assert status is not None
         assert "p/0" in status.reason
     # Work finds the link again as soon as it is there.

@@ -4,10 +4,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from prfaas.cli.common import AsJson, DeploymentPath, TokenFile, console, print_json
+from prfaas.cli.common import (
+    AdminAddress,
+    AsJson,
+    CliError,
+    DeploymentPath,
+    TokenFile,
+    admin_address,
+    console,
+    fetch_text,
+    print_json,
+)
 
 if TYPE_CHECKING:
-    from prfaas.cli.common import AdminAddress
     from prfaas.tools.bench.route_counts import GatewayReading
 
 
@@ -27,7 +36,6 @@ def bench(
 
     Example: prfaas bench examples/local.yaml -- --dataset-name random --random-input-len 6000 --num-prompts 20
     """
-    from prfaas.cli.common import CliError, admin_address
     from prfaas.core.deployment import load_deployment
     from prfaas.tools.bench.route_counts import CountsError, counts_between, counts_notes, counts_table
     from prfaas.tools.bench.vllm_serve import LoadTestError, run_load_test
@@ -50,7 +58,6 @@ def bench(
 
 
 def _reading(admin: "AdminAddress") -> "GatewayReading":
-    from prfaas.cli.common import CliError, fetch_text
     from prfaas.tools.bench.route_counts import GatewayReading
 
     try:

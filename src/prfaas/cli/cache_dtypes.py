@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING
 
+from prfaas.cli.common import CliError
+
 if TYPE_CHECKING:
     from prfaas.core.kv import CacheDtypes, StateDtype
 
@@ -16,7 +18,6 @@ def cache_dtypes(kv_dtype: str | None, state_dtype: str | None = None) -> "Cache
     """
     from dataclasses import replace
 
-    from prfaas.cli.common import CliError
     from prfaas.core.kv import CacheDtypes
 
     kept = {

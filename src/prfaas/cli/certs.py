@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from prfaas.cli.common import AsJson, DeploymentPath
+from prfaas.cli.common import AsJson, CliError, DeploymentPath, console, print_json
 
 if TYPE_CHECKING:
     from prfaas.core.deployment import Deployment
@@ -40,7 +40,6 @@ def certs(
 
     Example: prfaas certs examples/local.yaml
     """
-    from prfaas.cli.common import CliError
     from prfaas.core.deployment import load_deployment
     from prfaas.serving.certificates import LIFETIME_DAYS, CertificateFolder
 
@@ -102,8 +101,6 @@ def _print_table(
     from rich.table import Table
     from rich.text import Text
 
-    from prfaas.cli.common import console
-
     table = Table(title=str(folder.path), title_justify="left")
     for column in ("certificate", "good until", "state"):
         table.add_column(column, overflow="fold")
@@ -131,8 +128,6 @@ def _print_json(
     made: tuple[str, ...],
     following: str | None,
 ) -> None:
-    from prfaas.cli.common import print_json
-
     print_json(
         {
             "folder": str(folder.path),

@@ -110,6 +110,19 @@ def made_folder(directory: Path, option: str) -> Path:
     return directory
 
 
+def write_text(path: Path, text: str, option: str) -> None:
+    """Write a file that an option asks for, and say so on stderr.
+
+    Raises:
+        CliError: it can't be written.
+    """
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise CliError(f"{option}: {path} can't be written ({error.strerror})") from error
+    typer.echo(f"wrote {path}", err=True)
+
+
 def print_json(document: Any) -> None:
     """One document on stdout; infinities and what is no number become null."""
     typer.echo(json_text(document))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from prfaas.cli.common import ReadyTimeout
+from prfaas.cli.common import CliError, ReadyTimeout, example_path
 from prfaas.cli.completions import made_model_names
 
 if TYPE_CHECKING:
@@ -78,7 +78,6 @@ def demo(
     """
     from rich.console import Console
 
-    from prfaas.cli.common import CliError, example_path
     from prfaas.cli.fetching import shown_fetch
     from prfaas.core.deployment import load_deployment
     from prfaas.serving.engines.child_processes import READY_TIMEOUT_S
@@ -172,7 +171,6 @@ def print_next_steps(out: "Console") -> None:
 
 
 def _with_model(deployment: "Deployment", name: str) -> "Deployment":
-    from prfaas.cli.common import CliError
     from prfaas.core.deployment.model import made_model, made_model_names
 
     source = made_model(name)

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from prfaas.cli.common import AsJson, DeploymentPath
+from prfaas.cli.common import AsJson, DeploymentPath, print_json
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -96,9 +96,8 @@ def _print_text(findings: "list[Finding]") -> None:
 
 def _print_json(findings: "list[Finding]") -> None:
     import dataclasses
-    import json
 
     from prfaas.tools.finding import any_problem
 
     document = {"ok": not any_problem(findings), "findings": [dataclasses.asdict(each) for each in findings]}
-    typer.echo(json.dumps(document, indent=2))
+    print_json(document)

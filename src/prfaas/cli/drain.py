@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from prfaas.cli.common import CliError, TokenFile
+from prfaas.cli.common import CliError, TokenFile, admin_address, fetch
 from prfaas.cli.completions import instance_names
 
 _LOOK_EVERY_S = 1.0
@@ -81,8 +81,6 @@ def undrain(instance: _Instance, where: _Where, token_file: TokenFile = None) ->
 
 def _ask(where: str, token_file: Path | None, instance: str, what: str) -> dict[str, Any]:
     from urllib.parse import quote
-
-    from prfaas.cli.common import admin_address, fetch
 
     path = f"/prfaas/instances/{quote(instance, safe='')}/{what}"
     return fetch(admin_address(where, token_file), path, method="POST")

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from prfaas.cli.common import AsJson, DeploymentPath
+from prfaas.cli.common import AsJson, CliError, DeploymentPath, print_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,7 +39,6 @@ def systemd(
 
     Example: prfaas emit systemd examples/two-datacenters.yaml -o build/systemd
     """
-    from prfaas.cli.common import CliError
     from prfaas.tools.emit.blueprint import read_blueprint
     from prfaas.tools.emit.unit import systemd_files
 
@@ -79,7 +78,6 @@ def kubernetes(deployment: DeploymentPath, out: Out, as_json: AsJson = False) ->
 
 
 def _write(out: Path, files: "Sequence[EmittedFile]", as_json: bool) -> None:
-    from prfaas.cli.common import CliError, print_json
     from prfaas.tools.emit.writing import write_files
 
     try:

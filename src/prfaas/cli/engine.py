@@ -7,7 +7,15 @@ from typing import Annotated
 
 import typer
 
-from prfaas.cli.common import AsJson, DeploymentPath, InstanceName, LogFormatOption, LogLevelOption
+from prfaas.cli.common import (
+    AsJson,
+    DeploymentPath,
+    InstanceName,
+    LogFormatOption,
+    LogLevelOption,
+    log_settings,
+    print_json,
+)
 
 
 def engine(
@@ -26,11 +34,11 @@ def engine(
 
     Example: prfaas engine examples/local.yaml home-decode-0 --print
     """
-    from prfaas.cli.common import log_settings
     from prfaas.cli.fetching import shown_fetch
     from prfaas.core.deployment import SYNTHETIC, load_deployment
     from prfaas.serving.descriptors import raise_descriptor_limit
     from prfaas.serving.engines.command import synthetic_command, vllm_command
+    from prfaas.serving.engines.data_parallel import end_group_before
     from prfaas.serving.engines.preparation import (
         ensure_certificates,
         ensure_dtypes,
@@ -51,9 +59,7 @@ def engine(
         logs = log_settings(log_format, log_level)
         command = replace(command, env={**command.env, **logs.environment()})
     if as_json:
-        import json
-
-        typer.echo(json.dumps({"argv": command.argv, "env": command.env}, indent=2))
+        print_json({"argv": command.argv, "env": command.env})
         return
     if print_only:
         settings = [f"{key}={value}" for key, value in command.env.items()]
@@ -66,5 +72,6 @@ def engine(
     ensure_key(loaded)
     ensure_certificates(loaded, [name])
     ensure_events_folder(loaded)
+    end_group_before(loaded, instance, started=[name])
     typer.echo(f"open files: {raise_descriptor_limit():,} at most", err=True)
     os.execve(command.argv[0], command.argv, command.environment())

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from prfaas.cli.common import AsJson, TokenFile
+from prfaas.cli.common import AsJson, TokenFile, admin_address, fetch, print_json
 
 _DEFAULT_URL = "http://127.0.0.1:8001"
 
@@ -29,15 +29,13 @@ def explain(
 
     Example: prfaas explain 0c5f1f0a5fd14a3d9c2a5f2f8f6e4b1d examples/local.yaml
     """
-    import json
     from urllib.parse import quote
 
-    from prfaas.cli.common import admin_address, fetch
     from prfaas.core.explanation import sentences
 
     told = fetch(admin_address(where, token_file), f"/prfaas/requests/{quote(request_id, safe='')}")
     if as_json:
-        typer.echo(json.dumps(told, indent=2))
+        print_json(told)
     else:
         for sentence in sentences(told):
             typer.echo(sentence)

@@ -7,52 +7,18 @@ from typing import Annotated
 
 import typer
 
-from prfaas.cli.common import AsJson
+from prfaas.cli.common import AsJson, CliError, made_folder, print_json
+from prfaas.cli.draft_options import DraftOptions
+from prfaas.cli.option_groups import with_groups
 
 
+@with_groups
 def init(
-    name: Annotated[
-        str,
-        typer.Argument(
-            metavar="[NAME]",
-            help="An example's name; with --site or --ask the deployment's.",
-            show_default=True,
-        ),
-    ] = "local",
     out: Annotated[
         Path, typer.Option("--out", "-o", metavar="DIR", help="Write it into this folder.")
     ] = Path(),
-    model: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DIR",
-            help="The checkpoint's directory on all machines, or trained:NAME, hub:ORG/NAME, tiny:NAME.",
-        ),
-    ] = None,
-    served_name: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME", help="What clients write as the model; the directory's name if not given."
-        ),
-    ] = None,
-    max_model_len: Annotated[
-        int | None, typer.Option(metavar="TOKENS", min=1, help="Longest prompt + answer; 32768 if not given.")
-    ] = None,
-    site: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME:KIND:HARDWARE:HOSTS",
-            help="A site, for example east:prfaas:h200x8:192.0.2.10,192.0.2.11.",
-        ),
-    ] = None,
-    link: Annotated[
-        list[str] | None,
-        typer.Option(metavar="SOURCE:TARGET:BANDWIDTH", help='A link, for example "east:home:40 Gbit/s".'),
-    ] = None,
-    gateway: Annotated[
-        str | None,
-        typer.Option(metavar="HOST", help="Where clients connect; 0.0.0.0, or 127.0.0.1 on one machine."),
-    ] = None,
+    *,
+    given: DraftOptions,
     ask: Annotated[bool, typer.Option("--ask", help="Ask for what the options don't say.")] = False,
     secrets: Annotated[
         bool, typer.Option("--secrets/--no-secrets", help="Make key, certificates and operators' token, too.")
@@ -71,38 +37,20 @@ def init(
     --model /models/qwen3-next --site east:prfaas:h200x8:192.0.2.10 --site home:pd:h20x8:198.51.100.10,198.51.100.11
     --link "east:home:40 Gbit/s"
     """
-    import json
 
-    from prfaas.cli.common import CliError, made_folder
     from prfaas.core.deployment.examples import example_files
 
-    if ask or site:
-        from prfaas.cli.init_draft import DraftOptions, write_draft
+    if ask or given.site:
+        from prfaas.cli.init_draft import write_draft
 
-        given = DraftOptions(
-            name,
-            model,
-            served_name,
-            max_model_len,
-            tuple(site or ()),
-            links=tuple(link or ()),
-            gateway=gateway,
-        )
         write_draft(given, out, ask=ask, secrets=secrets, force=force, as_json=as_json)
         return
-    for option, value in (
-        ("--model", model),
-        ("--served-name", served_name),
-        ("--max-model-len", max_model_len),
-        ("--link", link),
-        ("--gateway", gateway),
-    ):
-        if value is not None and value != []:
-            raise CliError(f"{option} is for a file of your own; give its sites, too: --site, or --ask")
+    given.check_unused()
+    name = given.name
     files = {path.stem: path for path in example_files().values()}
     if list_only:
         if as_json:
-            typer.echo(json.dumps({each: _about(path) for each, path in files.items()}, indent=2))
+            print_json({each: _about(path) for each, path in files.items()})
             return
         width = max(map(len, files), default=0)
         for each, path in files.items():
@@ -125,7 +73,7 @@ def init(
         raise CliError(f"{target}: can't be written ({error.strerror or error})") from error
     following = f"prfaas {_use(source)} {target}"
     if as_json:
-        typer.echo(json.dumps({"file": str(target), "next": following}, indent=2))
+        print_json({"file": str(target), "next": following})
     else:
         typer.echo(f"wrote {target}; next: {following}")
 

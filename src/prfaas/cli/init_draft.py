@@ -1,7 +1,7 @@
 """`prfaas init` for sites of one's own: the file, its key, its certificates and the operators' token."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,6 +9,7 @@ import typer
 
 from prfaas.cli.common import CliError, made_folder, print_json
 from prfaas.cli.draft import Draft, DraftError, DraftLink, DraftSite, check_model, drafted_source
+from prfaas.cli.draft_options import DraftOptions
 from prfaas.core.deployment import DeploymentError, load_deployment
 from prfaas.core.extras import how_to_install
 
@@ -16,19 +17,6 @@ if TYPE_CHECKING:
     from prfaas.core.deployment import Deployment
 
 _MAX_MODEL_LEN = 32768
-
-
-@dataclass(frozen=True, slots=True)
-class DraftOptions:
-    """The command line's options for the deployment; None: not given."""
-
-    name: str
-    model: str | None
-    served_name: str | None
-    max_model_len: int | None
-    sites: tuple[str, ...]
-    links: tuple[str, ...]
-    gateway: str | None
 
 
 def write_draft(
@@ -63,8 +51,8 @@ def _told(given: DraftOptions) -> Draft:
         raise CliError(
             "--model is missing; name the checkpoint's directory, or trained:words, hub:ORG/NAME or tiny:qwen3-next"
         )
-    sites = tuple(map(DraftSite.parse, given.sites))
-    return _draft(given, given.model, sites, tuple(map(DraftLink.parse, given.links)))
+    sites = tuple(map(DraftSite.parse, given.site or ()))
+    return _draft(given, given.model, sites, tuple(map(DraftLink.parse, given.link or ())))
 
 
 def _asked(given: DraftOptions) -> Draft:
@@ -75,8 +63,8 @@ def _asked(given: DraftOptions) -> Draft:
     while length is None:
         text = _ask_for("Longest prompt + answer, in tokens", str(_MAX_MODEL_LEN))
         length = int(text) if text.isdecimal() and int(text) > 0 else None
-    sites = tuple(map(DraftSite.parse, given.sites)) or _ask_sites()
-    links = tuple(map(DraftLink.parse, given.links)) or _ask_links(sites)
+    sites = tuple(map(DraftSite.parse, given.site or ())) or _ask_sites()
+    links = tuple(map(DraftLink.parse, given.link or ())) or _ask_links(sites)
     changed = replace(given, name=name, served_name=served_name, max_model_len=length)
     return _draft(changed, model, sites, links)
 

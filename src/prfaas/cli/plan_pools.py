@@ -1,12 +1,14 @@
 """Pools in `prfaas plan`: their hits from a trace or as stated, and the worth of both."""
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from prfaas.cli.common import CliError
-from prfaas.cli.pool_options import PoolsAsked, pools_asked
+from prfaas.cli.pool_options import POOLS, PoolsAsked, pools_asked
 
 if TYPE_CHECKING:
     from prfaas.core.deployment import PlannedDeployment
@@ -20,7 +22,32 @@ if TYPE_CHECKING:
 _BINS = 2048
 
 
-def pool_plan(planned: "PlannedDeployment", problem: "PlanProblem", asked: PoolsAsked) -> "PoolPlan | None":
+@dataclass(frozen=True, slots=True)
+class PlannedPoolsAsked(PoolsAsked):
+    """The same, and where their hits are from."""
+
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Requests to replay through the pools and to plan for, to see what they are worth.",
+            rich_help_panel=POOLS,
+        ),
+    ] = None
+    pool_hits: Annotated[
+        float | None,
+        typer.Option(
+            metavar="RATIO",
+            help="Part of all prompt tokens that the pools spare, in place of a trace.",
+            show_default=False,
+            rich_help_panel=POOLS,
+        ),
+    ] = None
+
+
+def pool_plan(
+    planned: "PlannedDeployment", problem: "PlanProblem", asked: PlannedPoolsAsked
+) -> "PoolPlan | None":
     """The worth of pools to a deployment; None if it has none.
 
     Args:
@@ -36,7 +63,7 @@ def pool_plan(planned: "PlannedDeployment", problem: "PlanProblem", asked: Pools
     from prfaas.core.planner.pool_worth import pool_worth, tier_worths
     from prfaas.lab.report.plan_pools import PoolPlan
 
-    trace, hit_ratio = asked.trace, asked.hits
+    trace, hit_ratio = asked.trace, asked.pool_hits
     if trace is not None and hit_ratio is not None:
         raise CliError("give --trace or --pool-hits, not both")
     pools = pools_asked(planned, asked)

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from prfaas.cli.common import AsJson
+from prfaas.cli.common import AsJson, CliError, console, print_json
 from prfaas.cli.completions import policy_names
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ def policies(
 
     Examples: prfaas policies; prfaas policies tilted; prfaas policies mypackage.mymodule:MyPolicy
     """
-    from prfaas.cli.common import CliError, print_json
     from prfaas.core.scheduling import PolicyError, known_policies
 
     known = known_policies()
@@ -78,7 +77,6 @@ def _document(parameter: "Parameter") -> dict[str, Any]:
 def _print(rows: list[dict[str, Any]]) -> None:
     from rich.text import Text
 
-    from prfaas.cli.common import console
     from prfaas.core.scheduling.parameters import shown
 
     out = console()

@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from prfaas.cli.common import AsJson, DeploymentPath, LogFormatOption, LogLevelOption
+from prfaas.cli.common import (
+    AsJson,
+    CliError,
+    DeploymentPath,
+    LogFormatOption,
+    LogLevelOption,
+    console,
+    log_settings,
+    print_json,
+)
 from prfaas.cli.completions import pool_names
 
 if TYPE_CHECKING:
@@ -65,7 +74,6 @@ def start(
 
     Example: prfaas pool examples/local.yaml home-pool
     """
-    from prfaas.cli.common import log_settings
     from prfaas.core.deployment import load_deployment
     from prfaas.serving.engines.preparation import ensure_certificates, ensure_key
     from prfaas.serving.pool.running import pool_command
@@ -157,7 +165,6 @@ def _ask(
         DeploymentError: a bad file, or no pool has that name.
         CliError: no pool of the file has a socket on this machine.
     """
-    from prfaas.cli.common import CliError
     from prfaas.core.deployment import load_deployment
     from prfaas.serving.pool.client import PoolClient
 
@@ -184,8 +191,6 @@ def _is_well(figures: dict[str, Any] | None) -> bool:
 
 
 def _print_json(answers: dict[str, dict[str, Any] | None]) -> None:
-    from prfaas.cli.common import print_json
-
     print_json(
         {
             "pools": [
@@ -209,8 +214,6 @@ def _tell(
 def _print_table(answers: dict[str, dict[str, Any] | None]) -> None:
     from rich.table import Table
     from rich.text import Text
-
-    from prfaas.cli.common import console
 
     table = Table(title="pools of this machine", title_justify="left")
     for column in ("pool", "state", "engines", "memory", "disk", "pages", "hit tokens", "wrong pages"):

@@ -1,7 +1,6 @@
 """The pools that `prfaas plan` and `prfaas simulate` are asked for: the file's, or others by options."""
 
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -16,48 +15,43 @@ _TIERS = ("memory", "ssd", "network")
 
 POOLS = "Prefix-cache pools"
 
-PoolMemory = Annotated[
-    str | None,
-    typer.Option(
-        "--pool",
-        metavar="SIZE",
-        help="Memory of every machine's pool, in place of what the file gives; 0: no pools.",
-        show_default=False,
-        rich_help_panel=POOLS,
-    ),
-]
-PoolSsd = Annotated[
-    str | None,
-    typer.Option(
-        metavar="SIZE",
-        help="SSD of every machine's pool, in place of what the file gives.",
-        show_default=False,
-        rich_help_panel=POOLS,
-    ),
-]
-PoolRates = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--pool-rate",
-        metavar="TIER=RATE",
-        help=f"How fast a machine loads from a tier ({', '.join(_TIERS)}), e.g. ssd=48Gbit/s; may be repeated.",
-        show_default=False,
-        rich_help_panel=POOLS,
-    ),
-]
-
 
 @dataclass(frozen=True, slots=True)
 class PoolsAsked:
-    """The command line's options for pools."""
+    """The options for pools."""
 
-    memory: str | None = None
-    ssd: str | None = None
-    rates: tuple[str, ...] = ()
-    trace: Path | None = None
-    """Requests to replay through them."""
-    hits: float | None = None
-    """Part of all prompt tokens that they spare."""
+    pool: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Memory of every machine's pool, in place of what the file gives; 0: no pools.",
+            show_default=False,
+            rich_help_panel=POOLS,
+        ),
+    ] = None
+    pool_ssd: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="SSD of every machine's pool, in place of what the file gives.",
+            show_default=False,
+            rich_help_panel=POOLS,
+        ),
+    ] = None
+    pool_rate: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TIER=RATE",
+            help=f"How fast a machine loads from a tier ({', '.join(_TIERS)}), e.g. ssd=48Gbit/s; may be repeated.",
+            show_default=False,
+            rich_help_panel=POOLS,
+        ),
+    ] = None
+
+    @property
+    def is_given(self) -> bool:
+        """True if any option is."""
+        return any(getattr(self, each.name) not in (None, []) for each in fields(self))
 
 
 def pools_asked(planned: "PlannedDeployment", asked: PoolsAsked) -> "dict[str, PoolOptions]":
@@ -70,8 +64,8 @@ def pools_asked(planned: "PlannedDeployment", asked: PoolsAsked) -> "dict[str, P
     from prfaas.lab.simulator.scenario import pools_of
 
     pools = pools_of(planned)
-    if asked.memory is not None:
-        size = _size("--pool", asked.memory)
+    if asked.pool is not None:
+        size = _size("--pool", asked.pool)
         pools = {
             cluster.name: PoolOptions(
                 size,
@@ -83,15 +77,15 @@ def pools_asked(planned: "PlannedDeployment", asked: PoolsAsked) -> "dict[str, P
             if size
         }
     if not pools:
-        if asked.ssd is not None or asked.rates:
+        if asked.pool_ssd is not None or asked.pool_rate:
             raise CliError("--pool-ssd and --pool-rate need pools: give --pool, or pools in the file")
         return {}
     if planned.kv_model.token_bytes == 0:
         raise CliError(f"--pool: {planned.kv_model.name} has no full-attention layers, so it gets no pool")
-    if asked.ssd is not None:
-        size = _size("--pool-ssd", asked.ssd)
+    if asked.pool_ssd is not None:
+        size = _size("--pool-ssd", asked.pool_ssd)
         pools = {name: replace(options, ssd_bytes=size) for name, options in pools.items()}
-    given = dict(_rate(text) for text in asked.rates)
+    given = dict(_rate(text) for text in asked.pool_rate or ())
     return {
         name: replace(
             options,

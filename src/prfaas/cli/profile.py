@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from prfaas.cli.cache_dtypes import KV_DTYPE_HELP, cache_dtypes
-from prfaas.cli.common import AsJson
+from prfaas.cli.common import AsJson, CliError, print_json
+from prfaas.cli.option_groups import with_groups
+from prfaas.cli.profile_estimate import EstimateOptions, EstimateOutputs, print_estimate
 
 if TYPE_CHECKING:
     from prfaas.core.latency import LatencyProfile
     from prfaas.tools.profiling.endpoint import ProfiledEndpoint
-    from prfaas.tools.profiling.estimate import EstimatePlan
     from prfaas.tools.profiling.measure import Measurement, MeasurePlan, Sample
 
 
@@ -64,6 +64,7 @@ _LONGEST_IF_UNTOLD = 8192
 _CONTEXT_TOKENS = 512
 
 
+@with_groups
 def profile(
     url: Annotated[
         str | None,
@@ -105,18 +106,8 @@ def profile(
     estimate: Annotated[
         bool, typer.Option("--estimate", help="Measure nothing: estimate from --model, --gpu and --tp.")
     ] = False,
-    gpu: Annotated[str | None, typer.Option(help="Estimate: the GPU, for example h200.")] = None,
-    tp: Annotated[int, typer.Option(min=1, help="Estimate: GPUs that share every layer.")] = 1,
-    weights: Annotated[
-        str | None, typer.Option(help="Estimate: bf16, fp8, int4, nvfp4, …; default: as in config.json.")
-    ] = None,
-    kv_dtype: Annotated[str | None, typer.Option(help=f"Estimate: {KV_DTYPE_HELP}")] = None,
-    estimator: Annotated[
-        str, typer.Option(help="Estimate: auto, aiconfigurator (measured kernels) or roofline.")
-    ] = "auto",
-    beside: Annotated[
-        str | None, typer.Option(metavar="PROFILE", help="Estimate: put it beside this measured profile.")
-    ] = None,
+    *,
+    estimated: EstimateOptions,
     as_json: AsJson = False,
 ) -> None:
     """Measure prefill times over lengths and decode step times over batch sizes, and write a profile file.
@@ -129,10 +120,7 @@ def profile(
     """
     import asyncio
     import datetime
-    import json
 
-    from prfaas.cli.common import CliError
-    from prfaas.cli.profile_estimate import EstimateOutputs, print_estimate
     from prfaas.core.latency import profile_text, save_profile
 
     if out is not None and not out.absolute().parent.is_dir():
@@ -141,19 +129,15 @@ def profile(
     if wanted is not None and len(wanted) < 2:
         raise CliError("--lengths: give at least two, for example 1024,8192")
     given = None if batches is None else _numbers(batches, "--batches")
-    _check_kind(
-        url, estimate, {"--gpu": gpu, "--weights": weights, "--kv-dtype": kv_dtype, "--beside": beside}
-    )
     if estimate:
-        if model is None or gpu is None:
+        if url is not None:
             raise CliError(
-                "--estimate needs --model CONFIG (its config.json) and --gpu NAME (for example h200)"
+                f"--estimate asks no server; leave {url} out, or leave --estimate out to measure it"
             )
-        plan = _estimate_plan(
-            Path(model), gpu, tp, wanted, given, context, weights, kv_dtype, estimator, name
-        )
-        print_estimate(plan, EstimateOutputs(out, plot, beside, as_json))
+        plan = estimated.plan(model, wanted, given, context, name)
+        print_estimate(plan, EstimateOutputs(out, plot, estimated.beside, as_json))
         return
+    estimated.check_unused()
     if url is None:
         raise CliError("give the URL of a server to measure, or --estimate with --model and --gpu")
     batch_sizes = _DEFAULT_BATCHES if given is None else given
@@ -189,59 +173,12 @@ def profile(
         for path in plot_profile(made, measured, plot):
             typer.echo(f"plot: {path}", err=True)
     if as_json:
-        typer.echo(json.dumps(_document(made.name, measured, out), indent=2))
+        print_json(_document(made.name, measured, out))
     elif out is None:
         typer.echo(profile_text(made), nl=False)
     else:
         _print_table(measured)
         typer.echo(f"profile: {out}")
-
-
-def _check_kind(url: str | None, estimate: bool, only_estimated: dict[str, str | None]) -> None:
-    from prfaas.cli.common import CliError
-
-    if estimate and url is not None:
-        raise CliError(f"--estimate asks no server; leave {url} out, or leave --estimate out to measure it")
-    if not estimate:
-        odd = next((option for option, value in only_estimated.items() if value is not None), None)
-        if odd is not None:
-            raise CliError(f"{odd} goes with --estimate; without it, a server is measured")
-
-
-def _estimate_plan(
-    config: Path,
-    gpu: str,
-    ranks: int,
-    lengths: tuple[int, ...] | None,
-    batches: tuple[int, ...] | None,
-    context: int | None,
-    weights: str | None,
-    kv_dtype: str | None,
-    estimator: str,
-    name: str | None,
-) -> "EstimatePlan":
-    from typing import cast, get_args
-
-    from prfaas.cli.common import CliError
-    from prfaas.tools.profiling.estimate import CONTEXT_TOKENS, EstimatePlan, Estimator
-
-    if estimator not in get_args(Estimator):
-        raise CliError(f'--estimator: must be one of {", ".join(get_args(Estimator))}, not "{estimator}"')
-    chosen = cast("Estimator", estimator)
-    tokens = CONTEXT_TOKENS if context is None else context
-    dtypes = cache_dtypes(kv_dtype)
-    return EstimatePlan(
-        config,
-        gpu,
-        ranks,
-        lengths,
-        batches,
-        context_tokens=tokens,
-        weights=weights,
-        dtypes=dtypes,
-        estimator=chosen,
-        name=name,
-    )
 
 
 async def _run(
@@ -257,8 +194,6 @@ async def _run(
 
 
 def _numbers(text: str, option: str) -> tuple[int, ...]:
-    from prfaas.cli.common import CliError
-
     if option == "--batches" and text.strip() == "none":
         return ()
     try:

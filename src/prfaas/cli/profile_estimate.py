@@ -2,13 +2,74 @@
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from prfaas.cli.cache_dtypes import KV_DTYPE_HELP, cache_dtypes
+from prfaas.cli.common import CliError, console, print_json
 
 if TYPE_CHECKING:
     from prfaas.core.latency import LatencyProfile
     from prfaas.tools.profiling.estimate import BesideMeasured, EstimatePlan
+
+
+@dataclass(frozen=True, slots=True)
+class EstimateOptions:
+    """What an estimate is made of, beside the model."""
+
+    gpu: Annotated[str | None, typer.Option(help="Estimate: the GPU, for example h200.")] = None
+    tp: Annotated[int, typer.Option(min=1, help="Estimate: GPUs that share every layer.")] = 1
+    weights: Annotated[
+        str | None, typer.Option(help="Estimate: bf16, fp8, int4, nvfp4, …; default: as in config.json.")
+    ] = None
+    kv_dtype: Annotated[str | None, typer.Option(help=f"Estimate: {KV_DTYPE_HELP}")] = None
+    estimator: Annotated[
+        str, typer.Option(help="Estimate: auto, aiconfigurator (measured kernels) or roofline.")
+    ] = "auto"
+    beside: Annotated[
+        str | None, typer.Option(metavar="PROFILE", help="Estimate: put it beside this measured profile.")
+    ] = None
+
+    def check_unused(self) -> None:
+        """Raise CliError if one is given that says nothing about a server."""
+        for field in ("gpu", "weights", "kv_dtype", "beside"):
+            if getattr(self, field) is not None:
+                option = f"--{field.replace('_', '-')}"
+                raise CliError(f"{option} goes with --estimate; without it, a server is measured")
+
+    def plan(
+        self,
+        model: str | None,
+        lengths: tuple[int, ...] | None,
+        batches: tuple[int, ...] | None,
+        context: int | None,
+        name: str | None,
+    ) -> "EstimatePlan":
+        """The estimate that is asked for. Raises CliError without a model or a GPU, and for an unknown estimator."""
+        from typing import cast, get_args
+
+        from prfaas.tools.profiling.estimate import CONTEXT_TOKENS, EstimatePlan, Estimator
+
+        if model is None or self.gpu is None:
+            raise CliError(
+                "--estimate needs --model CONFIG (its config.json) and --gpu NAME (for example h200)"
+            )
+        known = get_args(Estimator)
+        if self.estimator not in known:
+            raise CliError(f'--estimator: must be one of {", ".join(known)}, not "{self.estimator}"')
+        return EstimatePlan(
+            Path(model),
+            self.gpu,
+            self.tp,
+            lengths,
+            batches,
+            context_tokens=CONTEXT_TOKENS if context is None else context,
+            weights=self.weights,
+            dtypes=cache_dtypes(self.kv_dtype),
+            estimator=cast("Estimator", self.estimator),
+            name=name,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +85,6 @@ class EstimateOutputs:
 
 def print_estimate(plan: "EstimatePlan", outputs: EstimateOutputs) -> None:
     """Estimate, then write, draw and print what was asked for."""
-    from prfaas.cli.common import print_json
     from prfaas.core.latency import load_profile, profile_text, save_profile
     from prfaas.tools.profiling.estimate import differences, estimate
 
@@ -136,7 +196,6 @@ def _print_tables(
     from rich import box
     from rich.table import Table
 
-    from prfaas.cli.common import console
     from prfaas.core.units import format_s
 
     out = console()

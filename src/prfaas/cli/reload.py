@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from prfaas.cli.common import AsJson, TokenFile
+from prfaas.cli.common import AsJson, CliError, TokenFile, admin_address, fetch, print_json
 
 
 def reload(
@@ -32,7 +32,6 @@ def reload(
     """
     from pathlib import Path
 
-    from prfaas.cli.common import CliError, admin_address, fetch, print_json
     from prfaas.serving.reloading import digest_of
 
     asked = ["check=true"] if check else []

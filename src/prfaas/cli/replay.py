@@ -1,6 +1,5 @@
 """`prfaas replay`: traffic against a running endpoint."""
 
-import json
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -8,106 +7,39 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from prfaas.cli.common import AsJson, console
-from prfaas.cli.trace_columns import columns_option
+from prfaas.cli.common import AsJson, CliError, console, print_json
+from prfaas.cli.option_groups import with_groups
+from prfaas.cli.replay_source import FittingRequests, Source, SourceOptions, shown_replay, source_of
 
 if TYPE_CHECKING:
-    from prfaas.cli.replay_source import FittingRequests, Source
     from prfaas.tools.replay import ReplayOptions, ReplayResult
 
-_RECORDED, _MADE_UP, _SENDING = "Recorded traffic", "Made-up traffic", "Sending"
+_SENDING = "Sending"
 # Files and sockets of the process besides the connections.
 _OTHER_FILES = 64
 
 
+@dataclass(frozen=True, slots=True)
+class ReplayExtent:
+    """How much is sent, and where the records go."""
+
+    limit: Annotated[int | None, typer.Option(min=1, help="Send so many requests.")] = None
+    duration_s: Annotated[float | None, typer.Option(help="Send for so many seconds.")] = None
+    seed: Annotated[int, typer.Option(min=0, help="Another seed, other made-up traffic and jitter.")] = 0
+    max_input_tokens: Annotated[int | None, typer.Option(help="Leave out longer prompts.")] = None
+    records: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a line of JSON per request as it ends.")
+    ] = None
+
+
+@with_groups
 def replay(
     url: Annotated[
         str,
         typer.Argument(metavar="URL", help="An OpenAI-compatible server, for example http://127.0.0.1:8000."),
     ],
-    trace: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Mooncake's, Azure's, BurstGPT's or our own format, or any CSV.",
-            rich_help_panel=_RECORDED,
-        ),
-    ] = None,
-    trace_format: Annotated[
-        str | None,
-        typer.Option(
-            "--format",
-            help="mooncake, azure, burstgpt or jsonl, if the name and the first line don't tell.",
-            rich_help_panel=_RECORDED,
-        ),
-    ] = None,
-    columns: Annotated[str | None, columns_option(_RECORDED)] = None,
-    speed: Annotated[
-        float | None, typer.Option(help="So many times as fast as recorded.", rich_help_panel=_RECORDED)
-    ] = None,
-    jitter_s: Annotated[
-        float | None,
-        typer.Option(
-            help="Spread arrivals over so many seconds, for traces with a coarse clock.",
-            rich_help_panel=_RECORDED,
-        ),
-    ] = None,
-    rounds: Annotated[
-        int | None,
-        typer.Option(
-            help="Replay it so many times, each time with other prefixes.", rich_help_panel=_RECORDED
-        ),
-    ] = None,
-    scale_lengths: Annotated[
-        float | None,
-        typer.Option(help="Multiply the lengths of prompts, shared prefixes too.", rich_help_panel=_RECORDED),
-    ] = None,
-    scale_answers: Annotated[
-        float | None, typer.Option(help="Multiply the lengths of answers.", rich_help_panel=_RECORDED)
-    ] = None,
-    poisson: Annotated[
-        float | None, typer.Option(metavar="RATE", help="Requests per second.", rich_help_panel=_MADE_UP)
-    ] = None,
-    bursts: Annotated[
-        str | None,
-        typer.Option(
-            metavar="RATE/S,RATE/S",
-            help="Phases by turns, each with a rate and its mean seconds: 2/60,20/5.",
-            rich_help_panel=_MADE_UP,
-        ),
-    ] = None,
-    diurnal: Annotated[
-        str | None,
-        typer.Option(
-            metavar="RATE/SWING/S",
-            help="A sine: mean rate, swing from 0 to 1, period in seconds.",
-            rich_help_panel=_MADE_UP,
-        ),
-    ] = None,
-    sessions: Annotated[
-        str | None,
-        typer.Option(
-            metavar="RATE/TURNS/S",
-            help="Conversations per second, their mean turns, and seconds between turns.",
-            rich_help_panel=_MADE_UP,
-        ),
-    ] = None,
-    input_tokens: Annotated[
-        str,
-        typer.Option(
-            metavar="N|LOW:HIGH", help="Lengths of prompts, or of a turn's.", rich_help_panel=_MADE_UP
-        ),
-    ] = "1000",
-    output_tokens: Annotated[
-        str, typer.Option(metavar="N|LOW:HIGH", help="Lengths of answers.", rich_help_panel=_MADE_UP)
-    ] = "100",
-    shared_tokens: Annotated[
-        int, typer.Option(help="Beginning that all conversations share.", rich_help_panel=_MADE_UP)
-    ] = 0,
-    limit: Annotated[int | None, typer.Option(min=1, help="Send so many requests.")] = None,
-    duration_s: Annotated[float | None, typer.Option(help="Send for so many seconds.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Another seed, other made-up traffic and jitter.")] = 0,
-    max_input_tokens: Annotated[int | None, typer.Option(help="Leave out longer prompts.")] = None,
+    asked: SourceOptions,
+    extent: ReplayExtent,
     model: Annotated[
         str | None,
         typer.Option(help="Default: the first that the server names.", rich_help_panel=_SENDING),
@@ -139,9 +71,6 @@ def replay(
             min=0.001, help="A request without an answer by then is lost.", rich_help_panel=_SENDING
         ),
     ] = 600.0,
-    records: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a line of JSON per request as it ends.")
-    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Send recorded or made-up requests at their times, and say how they fared.
@@ -153,30 +82,10 @@ def replay(
     """
     import uvloop
 
-    from prfaas.cli.common import CliError
-    from prfaas.cli.replay_source import SourceOptions, source_of
     from prfaas.tools.replay import ReplayError, ReplayOptions
 
-    source = source_of(
-        SourceOptions(
-            trace=trace,
-            poisson=poisson,
-            bursts=bursts,
-            diurnal=diurnal,
-            sessions=sessions,
-            input_tokens=input_tokens,
-            output_tokens=output_tokens,
-            shared_tokens=shared_tokens,
-            format=trace_format,
-            columns=columns,
-            speed=speed,
-            jitter_s=jitter_s,
-            rounds=rounds,
-            scale_lengths=scale_lengths,
-            scale_answers=scale_answers,
-        )
-    )
-    if source.total is None and limit is None and duration_s is None:
+    source = source_of(asked)
+    if source.total is None and extent.limit is None and extent.duration_s is None:
         raise CliError("made-up traffic has no end; give --limit or --duration-s")
     options = ReplayOptions(
         stream=stream,
@@ -186,15 +95,7 @@ def replay(
         timeout_s=timeout_s,
         headers=dict(_header(text) for text in header or ()),
     )
-    run = _Run(
-        source=source,
-        options=options,
-        limit=limit,
-        duration_s=duration_s,
-        seed=seed,
-        max_input_tokens=max_input_tokens,
-        records=records,
-    )
+    run = _Run(source, options, extent)
     try:
         result = uvloop.run(run.replayed(url, model))
     except ReplayError as error:
@@ -203,31 +104,25 @@ def replay(
         typer.echo("stopped", err=True)
         raise typer.Exit(130) from None
     if as_json:
-        notes = {"left_out": run.left_out, "notes": [*source.notes]}
-        typer.echo(json.dumps(result.to_json() | notes, indent=2))
+        print_json(result.to_json() | {"left_out": run.left_out, "notes": [*source.notes]})
     else:
         _print(result)
     if result.lost:
         raise typer.Exit(1)
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class _Run:
     """One replay: what is sent, how, and how much of it."""
 
     source: "Source"
     options: "ReplayOptions"
-    limit: int | None
-    duration_s: float | None
-    seed: int
-    max_input_tokens: int | None
-    records: Path | None
+    extent: ReplayExtent
     left_out: int = 0
 
     async def replayed(self, url: str, model: str | None) -> "ReplayResult":
         import aiohttp
 
-        from prfaas.cli.replay_source import shown_replay
         from prfaas.tools.replay import find_target, replay
 
         async with aiohttp.ClientSession() as session:
@@ -235,11 +130,13 @@ class _Run:
         for note in self.source.notes:
             typer.echo(note, err=True)
         fitting = self._fitting(target.max_model_len)
-        total = self.source.total if self.limit is None else self.limit
+        total = self.source.total if self.extent.limit is None else self.extent.limit
         if self.source.total is not None and total is not None:
             total = min(total, self.source.total)
-        with shown_replay(total, self.records) as shown:
-            result = await replay(target, islice(fitting, self.limit), self.options, shown.ended, shown.due)
+        with shown_replay(total, self.extent.records) as shown:
+            result = await replay(
+                target, islice(fitting, self.extent.limit), self.options, shown.ended, shown.due
+            )
         self.left_out = fitting.left_out
         if self.left_out:
             typer.echo(f"{self.left_out} requests were too long and were left out", err=True)
@@ -248,16 +145,14 @@ class _Run:
     def _fitting(self, max_model_len: int | None) -> "FittingRequests":
         import numpy as np
 
-        from prfaas.cli.replay_source import FittingRequests
         from prfaas.core.workload.traffic import take
 
-        chunks = self.source.traffic.chunks(np.random.default_rng(self.seed))
-        return FittingRequests(take(chunks, until_s=self.duration_s), self.max_input_tokens, max_model_len)
+        chunks = self.source.traffic.chunks(np.random.default_rng(self.extent.seed))
+        fitting = take(chunks, until_s=self.extent.duration_s)
+        return FittingRequests(fitting, self.extent.max_input_tokens, max_model_len)
 
 
 def _header(text: str) -> tuple[str, str]:
-    from prfaas.cli.common import CliError
-
     name, colon, value = text.partition(":")
     if not (colon and name.strip() and name.isascii() and "\n" not in text):
         raise CliError(f"--header {text!r}: must be NAME:VALUE")

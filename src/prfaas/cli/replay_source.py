@@ -7,10 +7,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Annotated
+
+import typer
 
 from prfaas.cli.common import CliError
-from prfaas.cli.trace_columns import csv_columns
+from prfaas.cli.trace_columns import columns_option, csv_columns
 
 if TYPE_CHECKING:
     from prfaas.core.workload import LengthDistribution, TracedRequest
@@ -90,6 +92,7 @@ def _opened(path: Path | None) -> Iterator[IO[str] | None]:
         yield file
 
 
+_RECORDED, _MADE_UP = "Recorded traffic", "Made-up traffic"
 _TRACE_ONLY = ("format", "columns", "speed", "jitter_s", "rounds", "scale_lengths", "scale_answers")
 
 
@@ -97,21 +100,85 @@ _TRACE_ONLY = ("format", "columns", "speed", "jitter_s", "rounds", "scale_length
 class SourceOptions:
     """The options as they were given, None for those that were not."""
 
-    trace: Path | None = None
-    poisson: float | None = None
-    bursts: str | None = None
-    diurnal: str | None = None
-    sessions: str | None = None
-    input_tokens: str = "1000"
-    output_tokens: str = "100"
-    shared_tokens: int = 0
-    format: str | None = None
-    columns: str | None = None
-    speed: float | None = None
-    jitter_s: float | None = None
-    rounds: int | None = None
-    scale_lengths: float | None = None
-    scale_answers: float | None = None
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Mooncake's, Azure's, BurstGPT's or our own format, or any CSV.",
+            rich_help_panel=_RECORDED,
+        ),
+    ] = None
+    format: Annotated[
+        str | None,
+        typer.Option(
+            "--format",
+            help="mooncake, azure, burstgpt or jsonl, if the name and the first line don't tell.",
+            rich_help_panel=_RECORDED,
+        ),
+    ] = None
+    columns: Annotated[str | None, columns_option(_RECORDED)] = None
+    speed: Annotated[
+        float | None, typer.Option(help="So many times as fast as recorded.", rich_help_panel=_RECORDED)
+    ] = None
+    jitter_s: Annotated[
+        float | None,
+        typer.Option(
+            help="Spread arrivals over so many seconds, for traces with a coarse clock.",
+            rich_help_panel=_RECORDED,
+        ),
+    ] = None
+    rounds: Annotated[
+        int | None,
+        typer.Option(
+            help="Replay it so many times, each time with other prefixes.", rich_help_panel=_RECORDED
+        ),
+    ] = None
+    scale_lengths: Annotated[
+        float | None,
+        typer.Option(help="Multiply the lengths of prompts, shared prefixes too.", rich_help_panel=_RECORDED),
+    ] = None
+    scale_answers: Annotated[
+        float | None, typer.Option(help="Multiply the lengths of answers.", rich_help_panel=_RECORDED)
+    ] = None
+    poisson: Annotated[
+        float | None, typer.Option(metavar="RATE", help="Requests per second.", rich_help_panel=_MADE_UP)
+    ] = None
+    bursts: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RATE/S,RATE/S",
+            help="Phases by turns, each with a rate and its mean seconds: 2/60,20/5.",
+            rich_help_panel=_MADE_UP,
+        ),
+    ] = None
+    diurnal: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RATE/SWING/S",
+            help="A sine: mean rate, swing from 0 to 1, period in seconds.",
+            rich_help_panel=_MADE_UP,
+        ),
+    ] = None
+    sessions: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RATE/TURNS/S",
+            help="Conversations per second, their mean turns, and seconds between turns.",
+            rich_help_panel=_MADE_UP,
+        ),
+    ] = None
+    input_tokens: Annotated[
+        str,
+        typer.Option(
+            metavar="N|LOW:HIGH", help="Lengths of prompts, or of a turn's.", rich_help_panel=_MADE_UP
+        ),
+    ] = "1000"
+    output_tokens: Annotated[
+        str, typer.Option(metavar="N|LOW:HIGH", help="Lengths of answers.", rich_help_panel=_MADE_UP)
+    ] = "100"
+    shared_tokens: Annotated[
+        int, typer.Option(help="Beginning that all conversations share.", rich_help_panel=_MADE_UP)
+    ] = 0
 
 
 @dataclass(frozen=True, slots=True)

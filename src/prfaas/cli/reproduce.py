@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from prfaas.cli.common import AsJson, CliError, example_path, print_json
+from prfaas.cli.common import AsJson, CliError, example_path, print_json, write_text
 
 _INTRO = """
 Written by `prfaas reproduce --out docs/explanation/reproduction.md`, from the data files and `examples/paper.yaml`
@@ -37,11 +37,7 @@ def reproduce(
     result = reproduction.sections(make_plan(problem_of(load_planned(example_path("paper.yaml")))))
     page = reproduction.reproduction_page(_INTRO, result)
     if out is not None:
-        try:
-            out.write_text(page, encoding="utf-8")
-        except OSError as error:
-            raise CliError(f"{out}: can't be written ({error.strerror})") from error
-        typer.echo(f"wrote {out}", err=True)
+        write_text(out, page, "--out")
     if as_json:
         from dataclasses import asdict
 

@@ -1,6 +1,6 @@
 """`prfaas schema`: the deployment file for editors."""
 
-import typer
+from prfaas.cli.common import print_json
 
 
 def schema() -> None:
@@ -11,8 +11,6 @@ def schema() -> None:
 
     Example: prfaas schema > prfaas.schema.json
     """
-    import json
-
     from prfaas.core.deployment.schema import json_schema
 
-    typer.echo(json.dumps(json_schema(), indent=2))
+    print_json(json_schema())

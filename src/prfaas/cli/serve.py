@@ -12,6 +12,8 @@ from prfaas.cli.common import (
     DrainTimeout,
     LogFormatOption,
     LogLevelOption,
+    log_settings,
+    write_logs,
 )
 
 if TYPE_CHECKING:
@@ -36,7 +38,6 @@ def serve(
 
     Example: prfaas serve examples/local.yaml
     """
-    from prfaas.cli.common import log_settings, write_logs
     from prfaas.cli.fetching import shown_fetch
     from prfaas.core.deployment import GATEWAY, load_deployment
     from prfaas.serving.engines.preparation import ensure_certificates, ensure_key, ensure_model

@@ -8,9 +8,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from prfaas.cli.common import AsJson, DeploymentPath, console, json_text, made_folder, print_json
+from prfaas.cli.common import (
+    AsJson,
+    CliError,
+    DeploymentPath,
+    console,
+    json_text,
+    made_folder,
+    print_json,
+    write_text,
+)
 from prfaas.cli.completions import policy_names
-from prfaas.cli.pool_options import PoolMemory, PoolRates, PoolsAsked, PoolSsd, pools_asked
+from prfaas.cli.option_groups import with_groups
+from prfaas.cli.pool_options import PoolsAsked, pools_asked
 from prfaas.cli.trace_columns import columns_option, csv_columns
 
 if TYPE_CHECKING:
@@ -25,6 +35,7 @@ _LOAD, _REQUESTS = 0.7, 20_000
 _ARRIVALS, _WORLD, _LENGTH = "What arrives", "What it meets", "How long"
 
 
+@with_groups
 def simulate(
     deployment: DeploymentPath,
     load: Annotated[
@@ -99,9 +110,8 @@ def simulate(
             rich_help_panel=_WORLD,
         ),
     ] = None,
-    pool: PoolMemory = None,
-    pool_ssd: PoolSsd = None,
-    pool_rate: PoolRates = None,
+    *,
+    pools_given: PoolsAsked,
     link_fluctuation: Annotated[
         str | None,
         typer.Option(
@@ -166,18 +176,18 @@ def simulate(
     problem = problem_of(planned)
     asked = policies_of(planned, policy, compare, param or ())
     if trace is not None and bursts:
-        _refuse("--bursts makes up arrivals; a --trace has its own")
+        raise CliError("--bursts makes up arrivals; a --trace has its own")
     named = csv_columns(columns, trace)
     recording = None if trace is None else Recording.read(planned, problem, trace, named)
     lambda_max = best_operation(problem).lambda_max if recording is None else recording.lambda_max_rps
     if lambda_max == 0:
-        _refuse(
+        raise CliError(
             f"{deployment}: can serve nothing by `prfaas plan`; it needs instances that prefill and that decode"
         )
     rate_rps = _rate(load, rate, lambda_max)
     links = fluctuation(planned, link_fluctuation)
     options = caches_asked(planned, trace is not None if caches is None else caches, cache_memory)
-    pools = pools_asked(planned, PoolsAsked(pool, pool_ssd, tuple(pool_rate or ())))
+    pools = pools_asked(planned, pools_given)
     if trace is None or recording is None:
         traffic = made_up(problem, rate_rps, bursts=bursts)
     else:
@@ -216,7 +226,9 @@ def _show(
     from prfaas.lab.report.simulation import print_simulation
 
     if folder is not None:
-        _write_page(folder / "index.html", shown)
+        from prfaas.lab.report.simulation_figures import simulation_page
+
+        write_text(folder / "index.html", simulation_page(shown), "--report")
     if rows is not None:
         _write_records(rows, shown)
     if as_json:
@@ -237,7 +249,6 @@ def _simulated(
     from rich.console import Console
     from rich.progress import Progress
 
-    from prfaas.cli.common import CliError
     from prfaas.core.scheduling import NoDecodeInstanceError
     from prfaas.core.scheduling.checked_policy import UnsoundDecisionError
     from prfaas.lab.simulator import simulate as run
@@ -279,9 +290,9 @@ def _length(requests: int | None, duration_s: float | None) -> tuple[int | None,
     import math
 
     if requests is not None and duration_s is not None:
-        _refuse("give --requests or --duration, not both")
+        raise CliError("give --requests or --duration, not both")
     if duration_s is not None and not (math.isfinite(duration_s) and duration_s > 0):
-        _refuse(f"--duration: must be seconds above 0, not {duration_s:g}")
+        raise CliError(f"--duration: must be seconds above 0, not {duration_s:g}")
     return (None, duration_s) if duration_s is not None else (requests or _REQUESTS, None)
 
 
@@ -289,7 +300,7 @@ def _rate(load: float | None, rate: float | None, lambda_max: float) -> float:
     from prfaas.cli.simulate_inputs import check_rate
 
     if load is not None and rate is not None:
-        _refuse("give --load or --rate, not both")
+        raise CliError("give --load or --rate, not both")
     if rate is not None:
         check_rate(rate, "--rate")
         return rate
@@ -302,33 +313,14 @@ def _check_any(traffic: "SimulatedTraffic", seed: int, duration_s: float | None)
 
     first_s = float(next(traffic.traffic.chunks(np.random.default_rng(seed))).arrival_s[0])
     if duration_s is not None and first_s >= duration_s:
-        _refuse(
+        raise CliError(
             f"--duration: nothing arrives within {duration_s:g} s; the first request comes after {first_s:.3g} s"
         )
 
 
-def _refuse(why: str) -> None:
-    from prfaas.cli.common import CliError
-
-    raise CliError(why)
-
-
 def _write_records(file: "RecordsFile", shown: "SimulationReport") -> None:
-    from prfaas.cli.common import CliError
-
     try:
         count = file.write(shown.results, json_text(shown.to_json()))
     except OSError as error:
         raise CliError(f"--records: {file.path} can't be written ({error.strerror or error})") from error
     typer.echo(f"wrote {file.path}: {count:,} rows", err=True)
-
-
-def _write_page(path: Path, shown: "SimulationReport") -> None:
-    from prfaas.cli.common import CliError
-    from prfaas.lab.report.simulation_figures import simulation_page
-
-    try:
-        path.write_text(simulation_page(shown), encoding="utf-8")
-    except OSError as error:
-        raise CliError(f"--report: {path} can't be written ({error.strerror})") from error
-    typer.echo(f"wrote {path}", err=True)

@@ -4,7 +4,16 @@ from typing import Annotated, Any
 
 import typer
 
-from prfaas.cli.common import AdminAddress, AsJson, CliError, TokenFile, console
+from prfaas.cli.common import (
+    AdminAddress,
+    AsJson,
+    CliError,
+    TokenFile,
+    admin_address,
+    console,
+    fetch,
+    print_json,
+)
 
 _PERIOD_S = 1.0
 _PATH = "/prfaas/state"
@@ -31,15 +40,11 @@ def status(
 
     Example: prfaas status examples/local.yaml --watch
     """
-    import json
-
-    from prfaas.cli.common import admin_address, fetch
-
     admin = admin_address(where, token_file)
     if watch:
         _watch(admin, as_json)
     elif as_json:
-        typer.echo(json.dumps(fetch(admin, _PATH), indent=2))
+        print_json(fetch(admin, _PATH))
     else:
         from prfaas.cli.status_tables import tables
 
@@ -64,8 +69,6 @@ class _Watched:
             CliError: it has never answered.
         """
         import time
-
-        from prfaas.cli.common import fetch
 
         before = self.state
         try:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from prfaas.cli.common import AsJson, CliError, example_path, made_folder, print_json
+from prfaas.cli.common import AsJson, CliError, example_path, made_folder, print_json, write_text
 from prfaas.cli.completions import study_names
 
 if TYPE_CHECKING:
@@ -153,11 +153,7 @@ def _write(out: Path, name: str, page: str, sections: "dict[str, tuple[Study, St
     for _, section in sections.values():
         files |= {out / "img" / f"{figure.name}.svg": figure.svg for figure in section.figures}
     for path, text in files.items():
-        try:
-            path.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise CliError(f"--out: {path} can't be written ({error.strerror})") from error
-        typer.echo(f"wrote {path}", err=True)
+        write_text(path, text, "--out")
 
 
 def _print_json(context: "StudyContext", outcomes: "dict[str, Outcomes]") -> None:

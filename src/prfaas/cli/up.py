@@ -16,6 +16,8 @@ from prfaas.cli.common import (
     LogFormatOption,
     LogLevelOption,
     ReadyTimeout,
+    log_settings,
+    write_logs,
 )
 
 if TYPE_CHECKING:
@@ -63,13 +65,13 @@ def up(
 
     Examples: prfaas up examples/local.yaml; prfaas up examples/two-datacenters.yaml --site east
     """
-    from prfaas.cli.common import log_settings, write_logs
     from prfaas.cli.fetching import shown_fetch
     from prfaas.cli.serve import check_gateway, run_gateway
     from prfaas.cli.site_share import runs_here, share_of
     from prfaas.core.deployment import load_deployment
     from prfaas.serving.descriptors import raise_descriptor_limit
     from prfaas.serving.engines.child_processes import READY_TIMEOUT_S
+    from prfaas.serving.engines.engine_units import RunningUnits, units_of
     from prfaas.serving.engines.following import FollowingEngines
     from prfaas.serving.engines.preparation import ensure_model
     from prfaas.serving.engines.running import RunningEngines
@@ -101,9 +103,11 @@ def up(
                         f"pool {node.name} does not answer; engines go on without it: {pools.log_path(node.name)}"
                     )
             limits = RestartLimits(most=restarts, ready_timeout_s=timeout_s)
-            engine_supervisor = Supervisor(engines, share.instances, limits, _tell)
+            here = partial(runs_here, site)
+            units = units_of(share.instances)
+            engine_supervisor = Supervisor(RunningUnits(engines, here), units, limits, _tell)
             pool_supervisor = Supervisor(pools, share.pools, limits, _tell, kind="pool")
-            following = FollowingEngines(engines, engine_supervisor, _tell, partial(runs_here, site))
+            following = FollowingEngines(engines, engine_supervisor, _tell, here)
             if share.has_gateway:
                 run_gateway(
                     loaded,

@@ -11,7 +11,7 @@ import aiohttp
 
 from prfaas.core.deployment import TOOLS, Deployment, Instance
 from prfaas.core.deployment.speculation import kept_model
-from prfaas.core.kv import CacheDtypeError, ConfigError, DrafterError
+from prfaas.core.kv import CacheDtypeError, ConfigError, DrafterError, UnknownModelError
 from prfaas.core.route_header import REQUEST_ID_HEADER, ROUTE_HEADER, RouteHeader
 from prfaas.core.units import format_bytes
 from prfaas.serving.certificates import https_options
@@ -59,6 +59,8 @@ def check_model(deployment: Deployment) -> Finding:
     except DrafterError as error:
         mend = f"see --speculative-config in extra_args of {deployment.path}"
         return problem("model", f"engines of {cluster.name} and {error}", mend)
+    except UnknownModelError as error:
+        return ok("model", f"its engines tell what it keeps: {error}")
     except ConfigError as error:
         mend = f"prfaas model fetch {deployment.path}"
         if source is None:

@@ -357,7 +357,8 @@ BAD = {
     ),
     "cache that the model does not have": (
         replaced("published: internal-1t", "published: internal-1t\n  kv_cache_dtype: fp8_ds_mla"),
-        "4: model.kv_cache_dtype: fp8_ds_mla is a layout of sparse MLA (deepseek_v32, glm_moe_dsa), not of model_type",
+        "4: model.kv_cache_dtype: fp8_ds_mla is a layout of sparse MLA (deepseek_v32, glm_moe_dsa, deepseek_v4, "
+        "deepseek_v41), not of model_type",
     ),
     "made model": (
         replaced("published: internal-1t", "tiny: qwen3"),

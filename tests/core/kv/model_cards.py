@@ -137,21 +137,6 @@ FALCON_H1: dict[str, Any] = {
     "num_hidden_layers": 24,
     "num_key_value_heads": 2,
 }
-# config.json of ibm-ai-platform/Bamba-9B for layers, widths and mamba_d_state; the others from transformers.
-BAMBA: dict[str, Any] = {
-    "model_type": "bamba",
-    "attn_layer_indices": [9, 18, 27],
-    "hidden_size": 4096,
-    "mamba_d_conv": 4,
-    "mamba_d_head": "auto",
-    "mamba_d_state": 128,
-    "mamba_expand": 2,
-    "mamba_n_groups": 1,
-    "mamba_n_heads": 128,
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
-}
 # config.json of LiquidAI/LFM2-1.2B.
 LFM2: dict[str, Any] = {
     "model_type": "lfm2",

@@ -34,7 +34,13 @@ DENSE: dict[str, Any] = {
 MLA: dict[str, Any] = {**DENSE, "model_type": "deepseek_v3", "kv_lora_rank": 512, "qk_rope_head_dim": 64}
 FP8_SCHEME = {"type": "float", "num_bits": 8, "dynamic": False, "strategy": "tensor"}
 
-MODELS = st.sampled_from(published_models())
+# Others keep an index beside, which has a dtype of its own.
+PLAIN = [
+    each
+    for each in published_models()
+    if each.name not in ("deepseek-v3.2", "deepseek-v4-flash", "deepseek-v4-pro", "minimax-m3")
+]
+MODELS = st.sampled_from(PLAIN)
 TOKENS = st.integers(0, 200_000)
 
 
@@ -231,4 +237,5 @@ def test_the_file_beside_config_json_counts_where_that_says_nothing(tmp_path: Pa
 def test_a_published_model_has_the_defaults() -> None:
     for model in published_models():
         assert model.kept_in(CacheDtypes()) == model.kv_model
+    for model in PLAIN:
         assert replace(model.kept_in(CacheDtypes("fp8")), groups=()) == replace(model.kv_model, groups=())

@@ -58,11 +58,6 @@ def kinds(config: dict[str, Any]) -> list[tuple[type, int]]:
         (RING, [(FullAttention, 2), (LinearState, 6)]),
         # The generation with a convolution also makes the unfinished last group attention layers.
         (RING | {"short_conv_kernel_size": 4}, [(FullAttention, 4), (LinearState, 4)]),
-        (
-            HEADS | {"model_type": "minimax", "attn_type_list": [0] * 7 + [1]},
-            [(FullAttention, 1), (LinearState, 7)],
-        ),
-        (HEADS | {"model_type": "minimax"}, [(FullAttention, 4), (LinearState, 4)]),
         (HEADS | {"model_type": "gemma2", "sliding_window": 9}, [(FullAttention, 4), (SlidingWindow, 4)]),
         (
             HEADS | {"model_type": "gemma3_text", "sliding_window": 9},
@@ -159,10 +154,6 @@ def test_unknown_families_that_may_keep_something_else_are_not(change: dict[str,
         (GRANITE | {"layer_types": None}, "layer_types must be a list of mamba"),
         (RING | {"layer_group_size": 0}, "layer_group_size must be a whole number above 0, not 0"),
         (HEADS | {"model_type": "llama", "layer_types": ["linear_attention"] * 8}, "is not known"),
-        (
-            HEADS | {"model_type": "minimax", "attn_type_list": [1]},
-            "attn_type_list must be a list of 8 entries",
-        ),
         (
             HEADS | {"model_type": "kimi_linear", "linear_attn_config": {}},
             "linear_attn_config.kda_layers must be",

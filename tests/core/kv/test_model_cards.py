@@ -18,7 +18,6 @@ from prfaas.core.kv import (
 
 from .model_cards import (
     APERTUS_8B,
-    BAMBA,
     COHERE_2,
     FALCON_H1,
     GEMMA_3_1B,
@@ -69,13 +68,6 @@ CARDS: dict[str, tuple[dict[str, Any], tuple[Group, ...]]] = {
             LinearState.mamba2(24, heads=48, head_size=64, groups=1, state_size=256, conv_kernel=4),
         ),
     ),
-    "bamba": (
-        BAMBA,
-        (
-            FullAttention(3, 8, 128, 128),
-            LinearState.mamba2(29, heads=128, head_size=64, groups=1, state_size=128, conv_kernel=4),
-        ),
-    ),
     "lfm2": (
         LFM2,
         (FullAttention(6, 8, 64, 64), LinearState(10, 2 * 2048 * 2, 0, kind="ShortConv", heads=2048)),
@@ -112,7 +104,6 @@ BYTES = {
     "gemma-4-e2b": (6_144, 0, 12 * 1024 * 512),
     "jamba": (16_384, 28 * (49_152 + 524_288), 0),
     "falcon-h1": (24_576, 24 * (21_504 + 3_145_728), 0),
-    "bamba": (12_288, 29 * (50_688 + 4_194_304), 0),
     "lfm2": (12_288, 10 * 8_192, 0),
     "step-3": (62_464, 0, 0),
     "qwen-2.5-vl": (36_864, 0, 0),
@@ -176,14 +167,6 @@ def text(config: dict[str, Any], **changes: Any) -> dict[str, Any]:
             "mamba_n_heads must divide the width of Mamba2, 3072; 47 does not",
         ),
         (
-            text(BAMBA, attn_layer_indices=[32]),
-            "attn_layer_indices must be different layer numbers from 0 to 31",
-        ),
-        (
-            text(BAMBA, attn_layer_indices=["9"]),
-            "attn_layer_indices must be different layer numbers from 0 to 31",
-        ),
-        (
             text(LFM2, layer_types=["conv", SLIDING] * 8),
             "layer_types must be a list of full_attention and conv",
         ),
@@ -192,7 +175,6 @@ def text(config: dict[str, Any], **changes: Any) -> dict[str, Any]:
         (text(QWEN_3_VL, layer_types=["linear_attention"] * 94), 'what a "linear_attention" layer of'),
         (text(LONGCAT_FLASH, num_layers=None), "num_layers must be a whole number above 0, not None"),
         (text(LONGCAT_FLASH, architectures=["Other"]), "model_type is missing"),
-        (text(LING_MINI, use_sliding_window=True), "use_sliding_window: vLLM's BailingMoe has no window"),
         (
             text(GLM_5_2, index_topk_pattern="FFS"),
             "index_topk_pattern must be text of F and S, one per layer of 78",

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.core.kv.model_cards import GEMMA_3_27B, LLAMA_4_SCOUT
 
-from prfaas.core.kv import CacheDtypes, ConfigError, KvCacheDtype
+from prfaas.core.kv import CacheDtypes, ConfigError, KvCacheDtype, published_model
 from prfaas.core.latency.feed_forward import Experts
 from prfaas.core.latency.work import WEIGHT_FORMATS, SoftmaxLayers, model_work, weight_format
 
@@ -190,3 +190,9 @@ def test_gemma_3_leaves_out_its_vocabulary() -> None:
     work = model_work(GEMMA_3_27B | {"text_config": text}, "gemma")
     assert work.head_params == 262_208 * 5376
     assert work.active_params / 1e9 == pytest.approx(27, rel=0.03)
+
+
+@pytest.mark.parametrize("name", ["deepseek-v4-flash", "minimax-m3"])
+def test_what_sparse_layers_cost_is_not_guessed(name: str) -> None:
+    with pytest.raises(ConfigError, match=r'sparse layers of model_type ".*" cost is not known; measure'):
+        model_work({**published_model(name).config, "hidden_size": 4096}, name)

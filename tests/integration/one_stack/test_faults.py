@@ -17,6 +17,8 @@ from ..stack import PATIENCE_S, DemoAnswer, Stack, call, completion_body, prompt
 # More than any machine decodes while a test looks once.
 ANSWER_TOKENS = 4000
 
+HEAD = ("POST /v1/completions HTTP/1.1", "Host: x", "Content-Type: application/json")
+
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.slow("long prompts over a link on which they take a while, some of them many times"),
@@ -28,7 +30,7 @@ def abort_after(stack: Stack, ids: list[int], delay_s: float) -> None:
     """A client that sends a streaming request and goes away."""
     body = json.dumps(completion_body(ids, 200, stream=True)).encode()
     with socket.create_connection(("127.0.0.1", stack.deployment.gateway.port), timeout=10) as client:
-        head = ["POST /v1/completions HTTP/1.1", "Host: x", f"Content-Length: {len(body)}", "", ""]
+        head = [*HEAD, f"Content-Length: {len(body)}", "", ""]
         client.sendall("\r\n".join(head).encode() + body)
         time.sleep(delay_s)
 
@@ -95,7 +97,7 @@ def test_a_client_that_leaves_frees_everything(stack: Stack, moment: str) -> Non
     ids = prompt(60 + len(moment), 5000)
     body = json.dumps(completion_body(ids, ANSWER_TOKENS, stream=True)).encode()
     with socket.create_connection(("127.0.0.1", stack.deployment.gateway.port), timeout=60) as client:
-        head = ["POST /v1/completions HTTP/1.1", "Host: x", f"Content-Length: {len(body)}", "", ""]
+        head = [*HEAD, f"Content-Length: {len(body)}", "", ""]
         client.sendall("\r\n".join(head).encode() + body)
         wait_until(has_come, PATIENCE_S, f"the request is {moment}")
     if moment != "at once":  # then the gateway may never have read it

@@ -1,14 +1,12 @@
 """Python runs this at its start in engines that have the folder on their path: a tiny DeepSeek V4 on a CPU.
 
-vLLM has classes of it for CPUs, which need some Triton kernels: these run in Triton's interpreter. `--load-format
-seeded` makes weights that are the same in every engine.
+vLLM has classes of it for CPUs, which need some Triton kernels: these run in Triton's interpreter.
 """
 
-import math
-import zlib
 from typing import Any
 
 from changing import change_modules, interpret_triton, is_engine
+from seeded import seeded_weights
 
 
 class _RequestOfEachToken:
@@ -43,37 +41,12 @@ def _requests_of_tokens(module: Any) -> None:
     module._token_request_mapping_kernel = _RequestOfEachToken()
 
 
-def _seeded_weights(module: Any) -> None:
-    import torch
-    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
-
-    @module.register_model_loader("seeded")
-    class SeededLoader(BaseModelLoader):
-        def download_model(self, model_config: Any) -> None:
-            pass
-
-        def load_weights(self, model: Any, model_config: Any) -> None:
-            for name, parameter in model.named_parameters():
-                if not torch.is_floating_point(parameter):
-                    # Which experts a token goes to.
-                    count = torch.arange(parameter.numel()).view(parameter.shape)
-                    parameter.data.copy_(count % model_config.hf_config.n_routed_experts)
-                    continue
-                seed = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-                drawn = torch.randn(parameter.shape, generator=seed)
-                if parameter.dim() == 1:
-                    drawn = 1 + 0.1 * drawn if "norm" in name else 0.5 * drawn
-                elif "embed" not in name:
-                    drawn *= 1.5 / math.sqrt(parameter.shape[-1])
-                parameter.data.copy_(drawn.to(parameter.dtype))
-
-
 if is_engine():
     interpret_triton(first_runner=True)
     change_modules(
         {
             "vllm.models.deepseek_v4.cpu.cpu_mla": _no_tiles,
             "vllm.v1.attention.ops.metadata": _requests_of_tokens,
-            "vllm.model_executor.model_loader": _seeded_weights,
+            "vllm.model_executor.model_loader": seeded_weights,
         }
     )

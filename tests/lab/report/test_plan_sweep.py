@@ -12,15 +12,7 @@ from tests.lab.report.test_plan_tables import PAPER, PLAN
 
 from prfaas.core.deployment import PlannedDeployment, load_planned
 from prfaas.core.planner import Plan
-from prfaas.lab.report.plan_sweep import (
-    break_even_sentence,
-    break_even_value,
-    field_words,
-    is_planned_field,
-    is_price_field,
-    plot_price_sweep,
-    print_price_sweep,
-)
+from prfaas.lab.report.plan_sweep import PlanSweep, field_words, is_planned_field, is_price_field
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +31,10 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Figure]]:
 
     monkeypatch.setattr(Figure, "savefig", savefig)
     yield saved
+
+
+def sweep(values: list[float], plans: list[Plan], words: str = "", field: str = "prices.h200") -> PlanSweep:
+    return PlanSweep(field=field, words=words, values=values, plans=plans)
 
 
 def plans(*ratios: float | None) -> list[Plan]:
@@ -71,28 +67,32 @@ def test_a_plan_does_not_depend_on_everything(field: str) -> None:
 
 
 def test_the_break_even_is_where_the_ratio_passes_one() -> None:
-    assert break_even_value([0.0, 1.0, 2.0, 3.0], plans(1.4, 1.2, 0.8, 0.7)) == pytest.approx(1.5)
-    assert break_even_value([1.0, 2.0], plans(0.9, 1.1)) == pytest.approx(1.5)
-    assert break_even_value([1.0, 2.0], plans(1.1, 1.05)) is None
-    assert break_even_value([1.0, 2.0, 3.0], plans(None, 1.5, 0.5)) == pytest.approx(2.5)
+    assert sweep([0.0, 1.0, 2.0, 3.0], plans(1.4, 1.2, 0.8, 0.7)).break_even() == pytest.approx(1.5)
+    assert sweep([1.0, 2.0], plans(0.9, 1.1)).break_even() == pytest.approx(1.5)
+    assert sweep([1.0, 2.0], plans(1.1, 1.05)).break_even() is None
+    assert sweep([1.0, 2.0, 3.0], plans(None, 1.5, 0.5)).break_even() == pytest.approx(2.5)
 
 
 def test_the_sentence_says_on_which_side_all_values_are() -> None:
     values = [1.0, 2.0]
-    assert break_even_sentence("price of x", values, plans(1.4, 0.6)) == "Break-even: a price of x of 1.5."
-    assert "everywhere this deployment does more for its money" in break_even_sentence(
-        "", values, plans(1.2, 1.1)
+    assert (
+        sweep(values, plans(1.4, 0.6), "price of x").break_even_sentence()
+        == "Break-even: a price of x of 1.5."
     )
-    assert "does less for its money" in break_even_sentence("", values, plans(0.9, 0.8))
-    assert "target for the TTFT is never kept" in break_even_sentence("", values, plans(None, None))
+    assert (
+        "everywhere this deployment does more for its money"
+        in sweep(values, plans(1.2, 1.1)).break_even_sentence()
+    )
+    assert "does less for its money" in sweep(values, plans(0.9, 0.8)).break_even_sentence()
+    assert "target for the TTFT is never kept" in sweep(values, plans(None, None)).break_even_sentence()
     unpriced = [replace(plan, cost=None) for plan in plans(None, None)]
-    assert "without prices" in break_even_sentence("", values, unpriced)
+    assert "without prices" in sweep(values, unpriced).break_even_sentence()
 
 
 def test_the_table() -> None:
     out = StringIO()
     console = Console(file=out, width=120, highlight=False)
-    print_price_sweep(console, "prices.h200", "price of a GPU-hour of h200", [1.0, 3.0], plans(1.5, 0.9))
+    sweep([1.0, 3.0], plans(1.5, 0.9), "price of a GPU-hour of h200").print(console)
     lines = out.getvalue().splitlines()
     assert lines[0].split()[:2] == ["prices.h200", "req/s"]
     assert lines[2].split() == ["1", "3.259", "1.50", "×", "0.38", "–", "–", "0"]
@@ -101,31 +101,24 @@ def test_the_table() -> None:
 
 def test_a_missed_target_is_said_and_drawn(tmp_path: Path, figures: list[Figure]) -> None:
     kept, missed = plans(1.5, 0.9)
-    swept = [kept, replace(missed, keeps_target=False)]
     out = StringIO()
     field = "links[east->home].egress_per_gb"
-    print_price_sweep(Console(file=out, width=160), field, "price of a GB", [1.0, 3.0], swept)
+    found = [kept, replace(missed, keeps_target=False)]
+    swept = sweep([1.0, 3.0], found, "price of a GB", field)
+    swept.print(Console(file=out, width=160))
     lines = out.getvalue().splitlines()
     assert lines[0].startswith(field)
     assert "3.259, missed" not in lines[2] and "3.259, missed" in lines[3]
     assert any(line.startswith("Missed: the target for the TTFT") for line in lines)
-    plot_price_sweep(
-        [1.0, 3.0], swept, tmp_path / "p.png", title="t", words="price of a GB", is_logarithmic=False
-    )
+    swept.plot(tmp_path / "p.png", "t")
     lines_by_label = {line.get_label(): line for line in figures[0].axes[0].lines}
     crosses = lines_by_label["misses the target for the TTFT"]
     assert list(crosses.get_xdata()) == [3.0]
 
 
 def test_the_plot_names_what_it_draws(tmp_path: Path, figures: list[Figure]) -> None:
-    plot_price_sweep(
-        [1.0, 3.0],
-        plans(1.5, 0.9),
-        tmp_path / "p.png",
-        title="paper: over the price",
-        words="price of a GPU-hour of h200",
-        is_logarithmic=False,
-    )
+    drawn = sweep([1.0, 3.0], plans(1.5, 0.9), "price of a GPU-hour of h200")
+    drawn.plot(tmp_path / "p.png", "paper: over the price")
     (figure,) = figures
     labels = [text.get_text() for legend in figure.legends for text in legend.get_texts()]
     # Only the deployment's own cost is known here.

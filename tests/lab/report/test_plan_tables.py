@@ -22,7 +22,8 @@ from prfaas.core.planner import (
     TtftEstimate,
     TtftTarget,
 )
-from prfaas.lab.report.plan import print_plan, print_sweep
+from prfaas.lab.report.plan import print_plan
+from prfaas.lab.report.plan_sweep import PlanSweep
 
 PAPER = Path(__file__).parents[3] / "examples" / "paper.yaml"
 
@@ -167,7 +168,7 @@ def test_a_sweep_says_where_the_target_is_missed() -> None:
     out = StringIO()
     baseline = replace(PLAN.homogeneous, keeps_target=False)
     swept = [PLAN, replace(PLAN, keeps_target=False, homogeneous=baseline)]
-    print_sweep(Console(file=out, width=120), "slo.ttft_s", [1.0, 0.1], swept, is_rate=False)
+    PlanSweep(field="slo.ttft_s", values=[1.0, 0.1], plans=swept).print(Console(file=out, width=120))
     lines = out.getvalue().splitlines()
     assert lines[2].count(", missed") == 0 and lines[3].count(", missed") == 2
     assert any(line.startswith("Missed: the target for the TTFT") for line in lines)
@@ -185,7 +186,8 @@ def test_a_sweep() -> None:
     ]
     baseline = replace(PLAN.homogeneous, point=replace(HOMOGENEOUS, lambda_max=2.0))
     plans = [replace(PLAN, optimum=point, homogeneous=baseline) for point in points]
-    print_sweep(Console(file=out, width=120), "links[0].bandwidth", [1e9, 1e10], plans, is_rate=True)
+    sweep = PlanSweep(field="links[0].bandwidth", values=[1e9, 1e10], plans=plans, is_rate=True)
+    sweep.print(Console(file=out, width=120))
     lines = out.getvalue().splitlines()
     assert lines[0].split()[0] == "links[0].bandwidth"
     assert lines[2].split() == [

@@ -1,12 +1,14 @@
 """Notice: what an instance still gets, when it is closed, and how it comes back."""
 
 import asyncio
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from prfaas.serving.control.cluster_state import ClusterState
 from prfaas.serving.control.drains import InstanceDrains
+from prfaas.serving.control.engine_monitor import EngineMeter
 from prfaas.serving.control.listeners import Listeners
 from prfaas.serving.control.prefill_admission import PrefillAdmission
 
@@ -20,13 +22,15 @@ def cluster_state(tmp_path: Path, clock: FakeClock) -> ClusterState:
     return cluster_state_of(deployment_of(tmp_path), clock)
 
 
-def drains_of(cluster_state: ClusterState, told: list[str]) -> InstanceDrains:
+def drains_of(
+    cluster_state: ClusterState, told: list[str], meters: Mapping[str, EngineMeter] | None = None
+) -> InstanceDrains:
     listeners = Listeners()
     listeners.changed.append(told.append)
     admission = PrefillAdmission(
         cluster_state, batch_tokens=2048, reusable_at=lambda *_: 0, clock=cluster_state.clock
     )
-    return InstanceDrains(cluster_state, admission, {}, listeners)
+    return InstanceDrains(cluster_state, admission, meters or {}, listeners)
 
 
 def test_notice_closes_an_instance_when_it_is_over(cluster_state: ClusterState, clock: FakeClock) -> None:

@@ -22,6 +22,7 @@ from prfaas.serving.control.planning_inputs import (
     DEFAULT_STEP_S,
     LiveFacts,
     decode_slots,
+    kv_model_of,
     policy_of,
     prefill_curves,
 )
@@ -42,7 +43,9 @@ class Slow:
         self.engines = {name: EngineMeter(60.0) for name in self.cluster_state.names}
         self.window = LengthWindow(600.0)
         running = RunningDeployment(deployment)
-        self.facts = LiveFacts(running, None, self.cluster_state, self.curves, self.engines)
+        self.facts = LiveFacts(
+            running, kv_model_of(deployment), self.cluster_state, self.curves, self.engines
+        )
         self.changes: list[tuple[str, str]] = []
         self.thresholds = Thresholds(
             running,

@@ -1,5 +1,6 @@
 """A small deployment, a clock that a test moves, and engines that are not there."""
 
+import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from prfaas.serving.control.cluster_state import ClusterState
 from prfaas.serving.control.members import Members
 from prfaas.serving.control.plane import LivePlane
 from prfaas.serving.control.planning_inputs import prefill_curves, view_of
+from prfaas.serving.engines.tiny.configs import tiny_config
 from prfaas.serving.running_deployment import RunningDeployment
 from prfaas.serving.transport.pacing import PaceOrder
 from prfaas.serving.transport.peer_list import PeerList
@@ -82,7 +84,21 @@ def deployment_of(folder: Path, *, text: str = FILE, **changes: str) -> Deployme
         text = text.replace(old, new)
     path = folder / "deployment.yaml"
     path.write_text(text)
-    return load_deployment(path, state_dir=folder / "state")
+    deployment = load_deployment(path, state_dir=folder / "state")
+    # Of a model that is not known links would count as for the largest one.
+    model = deployment.model.path
+    model.mkdir(parents=True, exist_ok=True)
+    (model / "config.json").write_text(json.dumps(tiny_config("qwen3-next")))
+    return deployment
+
+
+def grouped_deployment_of(folder: Path) -> Deployment:
+    """`FILE` with its decode instances as the ranks of a data-parallel group."""
+    return deployment_of(
+        folder,
+        a="kv_port: 22004} -> kv_port: 22014, data_parallel: moe}",
+        b="kv_port: 22005} -> kv_port: 22025, data_parallel: moe}",
+    )
 
 
 def kv_facts() -> KvFacts:

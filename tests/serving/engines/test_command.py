@@ -269,6 +269,17 @@ def test_a_cluster_s_own_options_come_after_those_of_all(tmp_path: Path) -> None
         assert command(deployment, name).argv[-2:] == ("--seed", "7")
 
 
+def test_a_model_that_nobody_knows_starts_without_what_depends_on_it(tmp_path: Path) -> None:
+    deployment = make(tmp_path, STATES)
+    known = command(deployment)
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "later"}')
+    unknown = command(deployment)
+    left_out = ("--mamba-ssm-cache-dtype", "--prefix-cache-retention-interval")
+    assert [word for word in unknown.argv if word.startswith("--")] == [
+        word for word in known.argv if word.startswith("--") and word not in left_out
+    ]
+
+
 def test_a_missing_model_is_named(tmp_path: Path) -> None:
     deployment = make(tmp_path, STATES)
     (tmp_path / "model" / "config.json").unlink()

@@ -88,7 +88,7 @@ def test_stand_ins_send_as_much(deployment: Deployment) -> None:
                         assert response.status == 200, await response.text()
                         route = RouteHeader.parse(response.headers["x-prfaas-route"])
                     await world.settled()
-                    return route, world.nodes["east-0"].engine.endpoints.counts.bytes_sent
+                    return route, world.nodes["east-0"].engine.endpoints.counts["bytes_sent"]
             finally:
                 gateway.cancel()
                 with suppress(asyncio.CancelledError):

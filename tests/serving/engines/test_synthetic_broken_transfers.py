@@ -38,7 +38,7 @@ async def _killed_at(world: World, ticket: Ticket, ids: list[int], share: float)
     sealed = ticket.seal(world.key)
     asked = asyncio.create_task(world.complete("far-0", ids, sealed, max_tokens=1))
     receiver = world.nodes["home-0"].engine.endpoints.receiver
-    while (status := receiver.state(ticket.transfer_id)) is None or (
+    while (status := receiver.transfers.state(ticket.transfer_id)) is None or (
         status.received_bytes < share * status.total_bytes
     ):
         await asyncio.sleep(0.005)
@@ -139,7 +139,9 @@ def test_with_states_and_no_checkpoint_the_prompt_is_computed_from_its_beginning
                 world.complete("far-0", ids[:-1], ticket.seal(world.key), max_tokens=1)
             )
             receiver = world.nodes["home-0"].engine.endpoints.receiver
-            while (status := receiver.state(ticket.transfer_id)) is None or not status.received_bytes:
+            while (
+                status := receiver.transfers.state(ticket.transfer_id)
+            ) is None or not status.received_bytes:
                 await asyncio.sleep(0.005)
             world.nodes["far-0"]._kill()
             await asyncio.gather(asked, return_exceptions=True)

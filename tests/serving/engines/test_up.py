@@ -120,20 +120,18 @@ def cpu_s(pid: int) -> float:
 
 
 @pytest.mark.slow("starts a whole deployment, and waits until it has ended")
-def test_a_gateway_refuses_before_it_runs_out_of_descriptors(deployment: Deployment) -> None:
+def test_a_gateway_does_not_run_out_of_descriptors(deployment: Deployment) -> None:
     address = (deployment.gateway.host, deployment.gateway.port)
     # 64 and 8 per engine are reserved, which leaves 34.
     with running_serve(deployment, 154) as serve, ExitStack() as clients:
         assert "file descriptors: 154 at most" in serve.told()
         assert b"does not answer" in serve.post().read()
         for _ in range(40):
-            # Idle clients are sent away, those with a request under way are not.
+            # Clients whose bodies do not come are sent away as idle ones are: they keep nobody out.
             client = clients.enter_context(socket.create_connection(address))
             client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
         time.sleep(0.2)
-        refused = serve.post()
-        assert (refused.status, refused.getheader("Retry-After")) == (503, "1")
-        assert b"no file descriptors left for another request (limit 154)" in refused.read()
+        assert b"does not answer" in serve.post().read()
         # More than it can have: it must neither spin nor end.
         for _ in range(160):
             with suppress(OSError):

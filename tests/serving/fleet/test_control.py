@@ -16,6 +16,7 @@ from tests.serving.control.world import (
     FakeSender,
     decision,
     deployment_of,
+    grouped_deployment_of,
     plane_of,
     report,
     take_on,
@@ -313,6 +314,25 @@ def test_a_conversion_whose_leader_dies_is_seen_through_by_the_next(
         assert b.allocation.changes.history[-1].reason == "begun by a"
 
     play(deployment, clock, scene)
+
+
+def test_a_group_is_converted_as_one_by_whoever_leads(tmp_path: Path, clock: FakeClock) -> None:
+    ranks = ("home-d0", "home-d1")
+
+    async def scene(stage: Stage) -> None:
+        a, b = await stage.join("a", "b")
+        await told()
+        with b.plane.cluster_state.decoding("home-d1", 0):
+            assert a.allocation.changes.begin("home-d0", "prefill", "a test")
+            await until(lambda: all(b.roles()[name] == (False, True, True) for name in ranks))
+            await stage.kill(a)
+            await until(lambda: b.allocation.changes.converting == ("home-d0", "prefill"))
+        await until(lambda: not b.plane.cluster_state.instance("home-d1").in_flight)
+        await until(lambda: b.allocation.changes.knows_all())
+        b.allocation.changes.tick()
+        assert [b.roles()[name] for name in ranks] == [(True, False, False)] * 2
+
+    play(grouped_deployment_of(tmp_path), clock, scene)
 
 
 def test_who_leads_no_more_hands_its_conversion_over(deployment: Deployment, clock: FakeClock) -> None:

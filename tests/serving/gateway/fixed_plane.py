@@ -169,6 +169,11 @@ class FixedPlane:
             )
         )
 
+    def decoders(self) -> list[str]:
+        return [
+            i.name for i in self._instances.values() if i.name not in self._suspects and i.has_role("decode")
+        ]
+
     def _held_tokens(self, name: str, chains: PromptChains | None) -> int:
         hashes = chains.by_block_tokens[BLOCK_TOKENS] if chains is not None else ()
         return BLOCK_TOKENS * sum(1 for _ in itertools.takewhile(self._held[name].__contains__, hashes))

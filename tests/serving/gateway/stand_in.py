@@ -207,8 +207,7 @@ class StandInEngine:
 
     `refuses_in_stream`: whether what is refused of a stream is said in it, as vLLM does for what it finds late.
 
-    `other_apis`: it makes other prompts of other APIs' conversations than of chats; `other_calls`: of responses with
-    calls of functions.
+    `other_ids`: its tokenizer is not the model's. `renders`: whether it tells token ids of requests.
 
     `dies`: at which point of decoding it loses its connection ("before-headers", "after-headers", "in-body",
     "mid-stream", "mid-event"), or says that it failed ("http-500", "error-event", "early-end"); streams after
@@ -253,10 +252,9 @@ class StandInEngine:
     refuses_in_stream: bool = True
     refuses_user: bool = False
     other_ids: bool = False
+    renders: bool = True
     whole_s: float = 0.0
     garbles: bool = False
-    other_apis: bool = False
-    other_calls: bool = False
     layout: str = "ids"
     keeps: bool = False
     staging_bytes: int = 1 << 20
@@ -305,6 +303,7 @@ class StandInEngine:
             (stand_in_apis.RESPONSES, self._generate),
             (stand_in_apis.MESSAGES, self._generate),
             ("/v1/messages/count_tokens", self._count_tokens),
+            *((f"{path}/render", self._render) for path in stand_in_apis.GENERATING),
             ("/tokenize", self._tokenize),
             ("/detokenize", self._detokenize),
         ):
@@ -347,15 +346,12 @@ class StandInEngine:
             await asyncio.sleep(0.01)
 
     def generated(self) -> list[Seen]:
-        """What came besides the gateway's questions about token ids."""
-        asks = ("return_token_ids", "enable_response_messages")
-        return [
-            s
-            for s in self.seen
-            if s.path.startswith("/v1/")
-            and s.path != "/v1/messages/count_tokens"
-            and not any(s.body.get(field) for field in asks)
-        ]
+        """What came besides questions about token ids."""
+        return [s for s in self.seen if s.path in stand_in_apis.GENERATING]
+
+    def rendered(self) -> list[Seen]:
+        """What it was asked for the token ids of."""
+        return [s for s in self.seen if s.path.endswith("/render")]
 
     async def _health(self, _request: web.Request) -> web.Response:
         await self.thawed()
@@ -372,7 +368,7 @@ class StandInEngine:
         """The gateway's questions whether a request would be taken."""
         return [s for s in self.generated() if s.body.get("max_tokens") == 1]
 
-    def _ids(self, body: dict[str, Any], path: str = "") -> list[int]:
+    def _ids(self, body: dict[str, Any]) -> list[int]:
         given = (body.get("kv_transfer_params") or {}).get("prompt_token_ids")
         if given is not None and "messages" in body:
             return list(given)
@@ -397,9 +393,21 @@ class StandInEngine:
                 add_generation_prompt=True,
             )
         ids: list[int] = self.tokenizer.encode(text).ids
-        is_other = self.other_apis and path.startswith((stand_in_apis.RESPONSES, stand_in_apis.MESSAGES))
-        is_other |= self.other_calls and any(m.get("tool_calls") for m in body.get("messages", ()) if path)
-        return [*ids, 7] if self.other_ids or is_other else ids
+        return [*ids, 7] if self.other_ids else ids
+
+    async def _render(self, request: web.Request) -> web.Response:
+        await self.thawed()
+        body = await request.json()
+        self.seen.append(Seen(request.path, dict(request.headers), body))
+        if not self.renders:
+            return web.json_response({"error": {"message": "not enabled", "code": 403}}, status=403)
+        path = request.path.removesuffix("/render")
+        chat = stand_in_apis.as_chat(path, body)
+        refusal = refusal_of(chat)
+        if refusal is not None:
+            return web.json_response({"error": {"message": refusal, "code": 400}}, status=400)
+        rendered: dict[str, Any] = {"token_ids": self._ids(chat), "sampling_params": {}, "features": None}
+        return web.json_response([rendered] if path == "/v1/completions" else rendered)
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -410,7 +418,7 @@ class StandInEngine:
     async def _count_tokens(self, request: web.Request) -> web.Response:
         body = await request.json()
         self.seen.append(Seen(request.path, dict(request.headers), body))
-        ids = self._ids(stand_in_apis.as_chat(request.path, body), request.path)
+        ids = self._ids(stand_in_apis.as_chat(request.path, body))
         return web.json_response({"input_tokens": len(ids)})
 
     async def _detokenize(self, request: web.Request) -> web.Response:
@@ -423,7 +431,7 @@ class StandInEngine:
         body = await request.json()
         self.seen.append(Seen(request.path, dict(request.headers), body))
         body = stand_in_apis.as_chat(request.path, body)
-        ids = self._ids(body, request.path) if refusal_of(body) is None else []
+        ids = self._ids(body) if refusal_of(body) is None else []
         try:
             return await self._answered(request, body, ids)
         except asyncio.CancelledError:
@@ -685,7 +693,7 @@ class StandInEngine:
         def tell(phase: TransferPhase, received_bytes: int = 0) -> None:
             reason = "made to fail" if phase is TransferPhase.FAILED else ""
             status = TransferStatus(phase, reason, received_bytes, nbytes, 0, len(ids), 0)
-            self.receiver.report(ticket.transfer_id, status)
+            self.receiver.transfers.report(ticket.transfer_id, status)
 
         tell(TransferPhase.RECEIVING)
         if self.reads == "hangs":
@@ -700,20 +708,20 @@ class StandInEngine:
 
     async def _arrived(self, ticket: Ticket) -> bool:
         """Wait for a transfer as engines do; False: it failed."""
-        status = self.receiver.state(ticket.transfer_id)
+        status = self.receiver.transfers.state(ticket.transfer_id)
         is_early = status is not None and not status.phase.terminal
         self.early += is_early
         while status is not None and not status.phase.terminal:
             await asyncio.sleep(0.01)
-            status = self.receiver.state(ticket.transfer_id)
+            status = self.receiver.transfers.state(ticket.transfer_id)
         # One that was sent early may come after its transfer has failed. A request with no transfer at all is the
         # gateway's fault, which `_load` says.
         return status is None or status.phase is TransferPhase.COMPLETE or status.usable_tokens > 0
 
     def _load(self, ticket: Ticket, body: dict[str, Any], ids: list[int]) -> int:
-        status = self.receiver.state(ticket.transfer_id)
+        status = self.receiver.transfers.state(ticket.transfer_id)
         kept = status.usable_tokens if status is not None else 0
-        staged = self.receiver.take(ticket.transfer_id, broken_tokens=kept)
+        staged = self.receiver.transfers.take(ticket.transfer_id, broken_tokens=kept)
         assert staged is not None, "the gateway came before the bytes"
         assert digest(body, ids[: ticket.num_tokens]) == ticket.prompt_digest
         num_tokens = kept or ticket.num_tokens

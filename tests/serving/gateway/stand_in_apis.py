@@ -7,6 +7,7 @@ from typing import Any
 from aiohttp import web
 
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
+GENERATING = ("/v1/completions", "/v1/chat/completions", RESPONSES, MESSAGES)
 
 
 def speaks(path: str) -> bool:

@@ -3,8 +3,8 @@
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +24,7 @@ from .world import OPTIONS, World
 
 InWorld = Callable[..., None]
 LONG = list(range(40, 200)) * 3
+JSON = {"Content-Type": "application/json"}
 LIMITS = GatewayLimits(requests=10, queue_s=8.0, bodies_bytes=1000)
 DECISION = Decision(
     route=Route.OFFLOAD,
@@ -96,6 +97,7 @@ class AdmissionMachine(RuleBasedStateMachine):
             assert self.open
             assert self.held[tenant] or "part of the open requests" not in error.message
             return
+        request.begin()
         self.open.append((tenant, entering, request))
         assert not wait_s > LIMITS.queue_s or len(self.open) == 1
 
@@ -124,37 +126,62 @@ class AdmissionMachine(RuleBasedStateMachine):
         for _, entering, _ in self.open:
             entering.__exit__(None, None, None)
         assert (self.admission._open, self.admission._bytes) == (0, 0)
-        assert not self.admission._open_of and not self.admission._bytes_of
+        assert not (self.admission._taken_of or self.admission._open_of or self.admission._bytes_of)
 
 
 TestAdmissionMachine = AdmissionMachine.TestCase
 TestAdmissionMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
+@contextmanager
+def opened(
+    limits: Admission, tenant: str, headers: CIMultiDict[str] = NO_HEADERS
+) -> Iterator[AdmittedRequest]:
+    """A request whose body is complete."""
+    with limits.admitted(tenant, headers, 0) as request:
+        request.begin()
+        yield request
+
+
+def test_a_request_counts_from_the_end_of_its_body_on() -> None:
+    limits, _ = admission()
+    with ExitStack() as open_:
+        slow = [open_.enter_context(limits.admitted("a", NO_HEADERS, 0)) for _ in range(3 * LIMITS.requests)]
+        for _ in range(LIMITS.requests - 1):
+            open_.enter_context(opened(limits, "a"))
+        slow[0].begin()
+        assert limits.open_requests == LIMITS.requests
+        for refused in (slow[1].begin, limits.admitted("a", NO_HEADERS, 0).__enter__):
+            with pytest.raises(ApiError, match="open requests") as error:
+                refused()
+            assert (error.value.status, error.value.reason) == (429, "requests")
+    assert limits.open_requests == 0
+
+
 def test_a_tenant_gives_way_when_another_one_comes() -> None:
     limits, _ = admission()
     with ExitStack() as open_:
         for _ in range(8):
-            open_.enter_context(limits.admitted("a", NO_HEADERS, 0))
+            open_.enter_context(opened(limits, "a"))
         # Alone it may have everything; beside another one only as much as that one.
         with ExitStack() as other:
-            other.enter_context(limits.admitted("b", NO_HEADERS, 0))
+            other.enter_context(opened(limits, "b"))
             with pytest.raises(ApiError, match="tenant") as error:
-                other.enter_context(limits.admitted("a", NO_HEADERS, 0))
-        open_.enter_context(limits.admitted("a", NO_HEADERS, 0))
+                other.enter_context(opened(limits, "a"))
+        open_.enter_context(opened(limits, "a"))
     assert (error.value.status, error.value.reason) == (429, "share")
 
 
 def test_the_queue_is_bounded_in_predicted_seconds() -> None:
     limits, waits = admission()
-    with limits.admitted("", NO_HEADERS, 0) as first:
+    with opened(limits, "") as first:
         first.check(DECISION, None)
         waits.seconds = 20.0
         with pytest.raises(ApiError) as error:
             first.check(DECISION, None)
         assert (error.value.status, error.value.headers()) == (429, {"Retry-After": "12"})
         assert error.value.reason == "queue"
-        with pytest.raises(ApiError, match="more than 8 s"), limits.admitted("", NO_HEADERS, 0):
+        with pytest.raises(ApiError, match="more than 8 s"), opened(limits, ""):
             pass
 
 
@@ -171,7 +198,7 @@ def test_what_cant_be_done_in_time_is_not_begun(
 ) -> None:
     limits, waits = admission()
     headers = CIMultiDict({"x-request-timeout": repr(timeout_s)})
-    with limits.admitted("", headers, 0) as request:
+    with opened(limits, "", headers) as request:
         waits.seconds, waits.token_s = wait_s, 0.1
         needed_s = max(wait_s, 0.0 if math.isnan(ttft_s) else ttft_s + kv_wait_s) + 0.1 * max_tokens
         try:
@@ -212,6 +239,18 @@ def test_beyond_the_limit_of_requests_there_is_a_429_with_retry_after(in_world: 
     in_world(body, limits=GatewayLimits(requests=2))
 
 
+def test_without_descriptors_a_request_is_refused(in_world: InWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(world: World) -> None:
+        monkeypatch.setattr(
+            "prfaas.serving.descriptors.DescriptorBudget.has_room", lambda self, requests: False
+        )
+        response, answer = await world.post("/v1/completions", {"prompt": LONG})
+        assert response.status == 503 and response.headers["Retry-After"] == "1"
+        assert "no file descriptors left for another request" in answer["error"]["message"]
+
+    in_world(body)
+
+
 @pytest.mark.parametrize("told", [True, False])
 def test_bodies_beyond_what_is_left_are_not_read(in_world: InWorld, told: bool) -> None:
     async def body(world: World) -> None:
@@ -222,7 +261,7 @@ def test_bodies_beyond_what_is_left_are_not_read(in_world: InWorld, told: bool) 
             yield b'"}'
 
         data: Any = b'{"prompt": "' + b"a" * 10_000 + b'"}' if told else pieces()
-        async with world.client.post("/v1/completions", data=data) as response:
+        async with world.client.post("/v1/completions", data=data, headers=JSON) as response:
             # Of a body without a length nobody knows yet that it never fits.
             assert response.status == (413 if told else 429)
             assert "bodies" in (await response.json())["error"]["message"]

@@ -233,48 +233,37 @@ def test_whole_answers_keep_no_transfer_parameters(in_world: InWorld, path: str)
 
 
 @BOTH
-def test_what_only_the_engine_can_render_is_forwarded(in_world: InWorld, path: str) -> None:
+def test_tools_thoughts_and_calls_are_offloaded_by_the_ids_that_an_engine_renders(
+    in_world: InWorld, path: str
+) -> None:
     async def body(world: World) -> None:
-        tools = {"tools": [{"type": "web_search"}]}
-        thinking = {"thinking": {"type": "disabled"}}
-        response, _ = await world.post(path, BODIES[path] | (tools if path == RESPONSES else thinking))
-        assert response.status == 200 and route_of(response)["reason"] == "unconverted"
-        assert await world.metric('prfaas_gateway_direct_total{reason="unconverted"}') == 1
-        assert world.decode.loaded == []
+        call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+        result = {"type": "function_call_output", "call_id": "c", "output": "ok"}
+        unusual: dict[str, Any] = {
+            RESPONSES: {
+                "tools": [{"type": "web_search", "name": "f"}],
+                "input": [{"role": "user", "content": WORDS}, call, result],
+            },
+            MESSAGES: {"thinking": {"type": "disabled"}},
+        }[path]
+        response, _ = await world.post(path, BODIES[path] | unusual)
+        assert response.status == 200 and route_of(response)["reason"] == "long"
+        (asked,) = (seen for seen in world.decode.rendered() if seen.path == f"{path}/render")
+        assert {name: asked.body[name] for name in unusual} == unusual
+        assert len(world.decode.loaded) == 1
 
     in_world(body)
 
 
-@pytest.mark.parametrize("other_calls", [False, True])
-def test_responses_with_calls_are_offloaded_where_the_engine_renders_them_as_in_chats(
-    in_world: InWorld, other_calls: bool
-) -> None:
-    async def body(world: World) -> None:
-        said = [
-            {"role": "user", "content": WORDS},
-            {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
-            {"type": "function_call_output", "call_id": "c", "output": "ok"},
-        ]
-        response, _ = await world.post(RESPONSES, BODIES[RESPONSES] | {"input": said})
-        assert response.status == 200
-        assert route_of(response)["reason"] == ("not-tokenized" if other_calls else "long")
-        assert len(world.decode.loaded) == (0 if other_calls else 1)
-        response, _ = await world.post(RESPONSES, BODIES[RESPONSES])
-        assert route_of(response)["route"] == "offload"
-
-    in_world(body, other_calls=other_calls)
-
-
 @BOTH
-def test_an_engine_with_other_prompts_gets_its_requests_whole(in_world: InWorld, path: str) -> None:
-    """As gpt-oss, whose prompts of these two are not those of its chats."""
-
+def test_what_an_engine_does_not_render_it_refuses_itself(in_world: InWorld, path: str) -> None:
     async def body(world: World) -> None:
-        response, _ = await world.post(path, BODIES[path])
-        assert response.status == 200 and route_of(response)["reason"] == "not-tokenized"
-        assert world.decode.loaded == []
+        response, answer = await world.post(path, BODIES[path] | {"temperature": -1})
+        assert response.status == 400 and route_of(response)["reason"] == "refused"
+        assert "temperature" in answer["error"]["message"]
+        assert await world.metric('prfaas_gateway_direct_total{reason="refused"}') == 1
 
-    in_world(body, other_apis=True)
+    in_world(body)
 
 
 @pytest.mark.slow("waits for time limits of connections")
@@ -332,7 +321,7 @@ def test_what_the_engine_would_refuse_is_refused_before_anything_moves(in_world:
             response, _ = await world.post(path, BODIES[path] | {"top_k": -1, "watermarking": True})
             assert response.status == 200 and route_of(response)["route"] == "offload"
         asked = [s for s in world.decode.generated() if s.body.get(LIMITS[path]) == 1]
-        assert len(asked) == 2 and all(s.body["kv_transfer_params"]["prompt_token_ids"] for s in asked)
+        assert len(asked) == 1 and all(s.body["kv_transfer_params"]["prompt_token_ids"] for s in asked)
 
     in_world(body)
 

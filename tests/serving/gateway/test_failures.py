@@ -138,7 +138,7 @@ def test_a_transfer_that_its_consumer_drops_is_prefilled_elsewhere_and_blames_no
         sealed = world.remote.generated()[0].body["kv_transfer_params"]["prfaas"]
         ticket = world.remote._ticket(sealed)
         assert ticket is not None
-        world.decode.receiver.drop(ticket.transfer_id, "made to fail")
+        world.decode.receiver.transfers.drop(ticket.transfer_id, "made to fail")
         route, answer = await request
         assert (route["prefill"], route["fallback"]) == ("local", "transfer-dropped")
         assert answer["choices"][0]["text"] == answer_text(LONG)

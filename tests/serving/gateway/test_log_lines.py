@@ -135,13 +135,15 @@ failures = st.fixed_dictionaries(
         ),
     }
 )
+JSON_HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
 paths = st.sampled_from(
     [*(endpoint.path for endpoint in Endpoint), "/v1/completions", "/v1/completions", "/v1/nothing"]
 )
 
 
 async def send(world: World, path: str, raw: bytes, head: dict[str, bytes]) -> None:
-    given_headers = {name: value.decode("utf-8", "surrogateescape") for name, value in head.items()}
+    given_headers = {"Content-Type": "application/json"}
+    given_headers |= {name: value.decode("utf-8", "surrogateescape") for name, value in head.items()}
     with contextlib.suppress(aiohttp.ClientError, ValueError):
         async with world.client.post(path, data=raw, headers=given_headers) as response:
             await response.read()
@@ -205,14 +207,10 @@ SECRET_BYTES = SECRET.encode()
                 b"GET /health HTTP/1.1\r\nHost: a\r\nX: " + SECRET_BYTES + b"\x00\r\n\r\n",
                 b"GET /health HTTP/1.1\r\nHost: a\r\nX: " + SECRET_BYTES * 2000 + b"\r\n\r\n",
                 b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: " + SECRET_BYTES + b"\r\n\r\n",
-                b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 99\r\n\r\n" + SECRET_BYTES,
-                b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
-                + SECRET_BYTES,
-                b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n"
-                + SECRET_BYTES,
-                b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nExpect: "
-                + SECRET_BYTES
-                + b"\r\nContent-Length: 2\r\n\r\n{}",
+                JSON_HEAD + b"Content-Length: 99\r\n\r\n" + SECRET_BYTES,
+                JSON_HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + SECRET_BYTES,
+                JSON_HEAD + b"Transfer-Encoding: chunked\r\n\r\n5\r\n" + SECRET_BYTES,
+                JSON_HEAD + b"Expect: " + SECRET_BYTES + b"\r\nContent-Length: 2\r\n\r\n{}",
                 b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: "
                 + SECRET_BYTES
                 + b"\r\nContent-Length: 2\r\n\r\n{}",

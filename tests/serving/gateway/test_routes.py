@@ -120,7 +120,7 @@ def test_a_chat_gives_the_ids_to_the_decode_engine(in_world: InWorld) -> None:
     in_world(body)
 
 
-def test_a_chat_with_tools_is_tokenized_by_the_engine_and_keeps_its_messages(in_world: InWorld) -> None:
+def test_a_chat_with_tools_is_rendered_by_the_engine_and_keeps_its_messages(in_world: InWorld) -> None:
     async def body(world: World) -> None:
         chat = {
             "messages": [{"role": "user", "content": "what is the weather? " * 10}],
@@ -129,7 +129,7 @@ def test_a_chat_with_tools_is_tokenized_by_the_engine_and_keeps_its_messages(in_
         }
         response, _ = await world.post("/v1/chat/completions", chat)
         _question, decoded = world.decode.generated()
-        assert list(decoded.body["kv_transfer_params"]) == ["prfaas"]
+        assert decoded.body["kv_transfer_params"].keys() == {"prfaas", "prompt_token_ids"}
         assert {k: decoded.body[k] for k in chat} == chat
         assert route_of(response)["route"] == "offload"
 
@@ -283,9 +283,22 @@ def test_errors_have_the_form_openai_clients_read(
     in_world: InWorld, path: str, raw: bytes, status: int, word: str
 ) -> None:
     async def body(world: World) -> None:
-        async with world.client.post(path, data=raw) as response:
+        headers = {"Content-Type": "application/json"}
+        async with world.client.post(path, data=raw, headers=headers) as response:
             error = (await response.json())["error"]
         assert (response.status, error["code"]) == (status, status)
         assert word in error["message"] and sorted(error) == ["code", "message", "param", "type"]
+
+    in_world(body)
+
+
+def test_a_header_may_be_long(in_world: InWorld) -> None:
+    async def body(world: World) -> None:
+        for length, status in ((60_000, 200), (70_000, 400)):
+            headers = {"Authorization": "Bearer " + "x" * length}
+            async with world.client.post(
+                "/v1/completions", json={"prompt": SHORT}, headers=headers
+            ) as response:
+                assert response.status == status
 
     in_world(body)

@@ -20,8 +20,9 @@ from prfaas.core.pool.geometry import PageGroup, PageIdentity, PoolGeometry
 from prfaas.core.pool.keys import KeyChain, page_id
 from prfaas.serving.pool.client import PoolClient
 from prfaas.serving.pool.daemon import DaemonOptions, PoolDaemon
-from prfaas.serving.pool.hooks import PoolEvents, SsdFactory
+from prfaas.serving.pool.events import PoolEventPublisher
 from prfaas.serving.pool.protocol import PageRef
+from prfaas.serving.pool.ssd_tier import SsdFactory
 
 MIB = 1 << 20
 TENANT = b"tenant01"
@@ -45,7 +46,7 @@ class DaemonThread:
         self,
         options: DaemonOptions,
         *,
-        events: PoolEvents | None = None,
+        events: PoolEventPublisher | None = None,
         make_ssd: Callable[[asyncio.AbstractEventLoop], SsdFactory] | None = None,
         tenant_share: float = 1.0,
     ) -> None:
@@ -114,7 +115,7 @@ def pool_options(directory: Path, memory_bytes: int = 8 * MIB, *, keep_arena: bo
 def running_daemon(
     options: DaemonOptions,
     *,
-    events: PoolEvents | None = None,
+    events: PoolEventPublisher | None = None,
     make_ssd: Callable[[asyncio.AbstractEventLoop], SsdFactory] | None = None,
     tenant_share: float = 1.0,
 ) -> Iterator[DaemonThread]:

@@ -14,8 +14,7 @@ from prfaas.core.kv.groups import GroupKind
 from prfaas.core.pool.eviction import LruEviction
 from prfaas.core.pool.geometry import PageGroup, PageIdentity, PoolGeometry, whole_sectors
 from prfaas.core.pool.keys import page_id
-from prfaas.serving.pool.hooks import SsdEntry
-from prfaas.serving.pool.ssd_tier import FileTier, SsdOptions
+from prfaas.serving.pool.ssd_tier import FileTier, SsdEntry, SsdOptions
 
 GEOMETRY = PoolGeometry(
     "model",

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Iterable
 
+from prfaas.core.pool.announced import Medium
 from prfaas.core.pool.geometry import PageIdentity, PoolGeometry
-from prfaas.serving.pool.hooks import Medium, SsdEntry
+from prfaas.serving.pool.ssd_tier import SsdEntry
 
 
 class SteppedSsd:
-    """Implements `SsdTier`. `step` does one of the waiting reads and writes."""
+    """Stands for `FileTier`. `step` does one of the waiting reads and writes."""
 
     def __init__(self, geometry: PoolGeometry, view: memoryview) -> None:
         self.geometry = geometry
@@ -91,7 +92,7 @@ class SteppedSsd:
 
 
 class RecordedEvents:
-    """Implements `PoolEvents`: what somebody who listens believes."""
+    """Stands for `PoolEventPublisher`: what somebody who listens believes."""
 
     def __init__(self) -> None:
         self.held: set[tuple[bytes, Medium]] = set()
@@ -109,6 +110,3 @@ class RecordedEvents:
 
     def removed(self, page_id: bytes, medium: Medium) -> None:
         self.held.remove((page_id, medium))
-
-    def cleared(self) -> None:
-        self.held.clear()

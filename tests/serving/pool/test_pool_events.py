@@ -85,7 +85,7 @@ def test_a_pool_is_followed_as_an_engine_is(publisher: PoolEventPublisher) -> No
             await until(lambda: followed.tokens(second) == 96)
             publisher.removed(second.pages[-1][0], "memory")
             await until(lambda: followed.tokens(second) == 64)
-            publisher.cleared()
+            publisher.opened(shape, 2)
             await until(lambda: followed.tokens(first) == 0)
             store(publisher, first)
             await until(lambda: followed.tokens(first) == 96)

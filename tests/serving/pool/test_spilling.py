@@ -11,9 +11,8 @@ from prfaas.core.kv.groups import GroupKind
 from prfaas.core.pool.eviction import LruEviction
 from prfaas.core.pool.geometry import PageGroup, PoolGeometry
 from prfaas.serving.pool.client import PoolClient
-from prfaas.serving.pool.hooks import SsdFactory
 from prfaas.serving.pool.page_table import PageState
-from prfaas.serving.pool.ssd_tier import SsdOptions, ssd_factory
+from prfaas.serving.pool.ssd_tier import SsdFactory, SsdOptions, ssd_factory
 
 from .pool_daemon import (
     MIB,

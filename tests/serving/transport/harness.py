@@ -109,28 +109,34 @@ class World:
         return ticket, transfer, content
 
     def status(self, ticket: Ticket) -> TransferStatus:
-        found = self.receiver.state(ticket.transfer_id)
+        found = self.receiver.transfers.state(ticket.transfer_id)
         assert found is not None
         return found
 
     def await_phase(self, ticket: Ticket, phase: TransferPhase, timeout_s: float = 10.0) -> TransferStatus:
         def reached() -> bool:
-            found = self.receiver.state(ticket.transfer_id)
+            found = self.receiver.transfers.state(ticket.transfer_id)
             return found is not None and found.phase is phase
 
-        await_true(reached, timeout_s, lambda: f"{phase}: {self.receiver.state(ticket.transfer_id)}")
+        await_true(
+            reached, timeout_s, lambda: f"{phase}: {self.receiver.transfers.state(ticket.transfer_id)}"
+        )
         return self.status(ticket)
 
     def await_received(self, ticket: Ticket, nbytes: int) -> None:
         def reached() -> bool:
-            found = self.receiver.state(ticket.transfer_id)
+            found = self.receiver.transfers.state(ticket.transfer_id)
             return found is not None and found.received_bytes == nbytes
 
-        await_true(reached, PATIENCE_S, lambda: f"{nbytes} bytes: {self.receiver.state(ticket.transfer_id)}")
+        await_true(
+            reached,
+            PATIENCE_S,
+            lambda: f"{nbytes} bytes: {self.receiver.transfers.state(ticket.transfer_id)}",
+        )
 
     def take(self, ticket: Ticket) -> list[bytes]:
         """The content of a complete transfer; frees its staging."""
-        staged = self.receiver.take(ticket.transfer_id)
+        staged = self.receiver.transfers.take(ticket.transfer_id)
         assert staged is not None
         content = [
             b"".join(staged.region_views(region, 0, nbytes))

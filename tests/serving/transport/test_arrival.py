@@ -22,7 +22,9 @@ def lend(world: World, transfer_id: bytes, changed: threading.Event | None = Non
     lent: list[Arrival] = []
 
     def is_lent() -> bool:
-        arrival = world.receiver.lend(transfer_id, changed.set if changed is not None else lambda: None)
+        arrival = world.receiver.transfers.lend(
+            transfer_id, changed.set if changed is not None else lambda: None
+        )
         lent.extend([arrival] if arrival is not None else [])
         return arrival is not None
 
@@ -96,13 +98,13 @@ def test_what_is_read_stays_until_it_is_given_back(world: World, how: str) -> No
     if how == "abort":
         transfer.abort("enough")
     else:
-        world.receiver.drop(ticket.transfer_id, "enough")
+        world.receiver.transfers.drop(ticket.transfer_id, "enough")
     assert changed.wait(PATIENCE_S)
     world.await_phase(ticket, TransferPhase.FAILED)
     assert world.status(ticket).dropped is (how == "drop")
     assert world.arena.used_blocks == 1
     assert bytes_of(arrival, 2, 0, 3000) == content[2]
-    assert world.receiver.lend(ticket.transfer_id, changed.set) is None
+    assert world.receiver.transfers.lend(ticket.transfer_id, changed.set) is None
     arrival.give_back()
     arrival.give_back()
     world.await_clean()
@@ -113,12 +115,12 @@ def test_a_transfer_without_staging_is_not_lent(world: World) -> None:
     first = lend(world, ticket.transfer_id)
     second, transfer, content = world.open(4 << 20)
     world.await_phase(second, TransferPhase.WAITING)
-    assert world.receiver.lend(second.transfer_id, lambda: None) is None
-    world.receiver.drop(ticket.transfer_id, "enough")
+    assert world.receiver.transfers.lend(second.transfer_id, lambda: None) is None
+    world.receiver.transfers.drop(ticket.transfer_id, "enough")
     assert world.status(second).phase is TransferPhase.WAITING  # as long as the first is read
     first.give_back()
     world.await_phase(second, TransferPhase.RECEIVING)
-    world.receiver.drop(second.transfer_id, "enough")
+    world.receiver.transfers.drop(second.transfer_id, "enough")
     assert transfer is not None and content
     world.await_clean()
 

@@ -148,7 +148,7 @@ def test_the_newest_that_can_be_used_is_handed_over(world: World, covered: int) 
     transfer.abort("the engine dies")
     status = world.await_phase(ticket, TransferPhase.FAILED)
     assert status.usable_tokens == covered
-    staged = world.receiver.take(ticket.transfer_id, broken_tokens=covered)
+    staged = world.receiver.transfers.take(ticket.transfer_id, broken_tokens=covered)
     assert staged is not None and staged.checkpoint is not None
     assert staged.checkpoint.num_tokens == covered
     (data,) = staged.checkpoint.region_views(0, 0, 100)
@@ -183,13 +183,13 @@ def test_one_that_breaks_with_its_transfer_leaves_nothing(world: World) -> None:
     transfer.put(0, 0, BytesSource(content[0]))
     world.await_received(ticket, UNIT)
     await_true(lambda: half.acked_bytes == 50, PATIENCE_S, lambda: "half of it")
-    world.receiver._table.drop(ticket.transfer_id, "its engine is dead", keep=True)
+    world.receiver.transfers.drop(ticket.transfer_id, "its engine is dead", keep=True)
     assert world.status(ticket).usable_tokens == 10
     # The transfer's own, and the checkpoint's: nothing of the one that had not come.
     assert world.arena.used_blocks == 2
     await_over(half)
     assert "the transfer that it is a checkpoint of has failed" in half.reason
-    world.receiver.drop(ticket.transfer_id, "the client has left")
+    world.receiver.transfers.drop(ticket.transfer_id, "the client has left")
     assert world.arena.used_blocks == 0
     assert world.receiver.stats()["checkpoints"] == 1
     assert world.receiver.stats()["failed"] == 1

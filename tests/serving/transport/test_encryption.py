@@ -443,7 +443,7 @@ def test_an_altered_frame_ends_the_connection_and_counts_for_nothing(
         first = producer.send(data_frame(transfer_id))
         header, answer = producer.receive()
         assert header.kind is FrameType.ACK
-        assert world.receiver.state(transfer_id).received_bytes == 100  # type: ignore[union-attr]
+        assert world.receiver.transfers.state(transfer_id).received_bytes == 100  # type: ignore[union-attr]
         # In a frame of 72 sealed bytes of header, 200 of payload and a tag of 16.
         sealed = bytearray(producer.sealing.sealer.seal(data_frame(transfer_id, 1, bytes(200))))
         after = producer.sealing.sealer.seal(data_frame(transfer_id, 2, bytes(300)))
@@ -463,7 +463,7 @@ def test_an_altered_frame_ends_the_connection_and_counts_for_nothing(
         producer.sock.sendall(wrong)
         assert is_closed(producer.sock)
         await_true(lambda: world.receiver.stats()["forged_frames"] == 1, 5.0, lambda: "counted")
-        assert world.receiver.state(transfer_id).received_bytes == 100  # type: ignore[union-attr]
+        assert world.receiver.transfers.state(transfer_id).received_bytes == 100  # type: ignore[union-attr]
     said = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
     assert said == [
         "connection from p/0 ended: a frame was altered, left out, repeated or made by somebody else"
@@ -488,7 +488,7 @@ def test_no_changed_bit_is_ever_acknowledged(make_world: MakeWorld, authority: A
             sealed[bit // 8] ^= 1 << (bit % 8)
             producer.sock.sendall(sealed)
             assert is_closed(producer.sock)
-            assert world.receiver.state(transfer_id).received_bytes == 0  # type: ignore[union-attr]
+            assert world.receiver.transfers.state(transfer_id).received_bytes == 0  # type: ignore[union-attr]
     finally:
         world.close()
 

@@ -290,9 +290,9 @@ def test_a_producer_may_send_anything(
                 producer.sock.close()
                 producer = RawProducer(world, session="fuzz")
         for ticket in tickets:
-            status = receiver.state(ticket.transfer_id)
+            status = receiver.transfers.state(ticket.transfer_id)
             if status is not None and status.phase is TransferPhase.COMPLETE:
-                staged = receiver.take(ticket.transfer_id)
+                staged = receiver.transfers.take(ticket.transfer_id)
                 assert staged is not None
                 for region, nbytes in enumerate(SIZES):
                     assert b"".join(staged.region_views(region, 0, nbytes)) == b"\x5a" * nbytes
@@ -300,7 +300,7 @@ def test_a_producer_may_send_anything(
     finally:
         producer.sock.close()
         for ticket in tickets:
-            receiver.drop(ticket.transfer_id, "over")
+            receiver.transfers.drop(ticket.transfer_id, "over")
     await_true(lambda: arena.used_blocks == 0, 5.0, lambda: str(receiver.stats()))
     assert receiver.stats()["thread_errors"] == 0
     assert arena.strays() == 0

@@ -100,8 +100,8 @@ def test_what_is_remembered_of_a_transfer_is_bounded(world: World, monkeypatch: 
     assert status.reason == "what has come lies in more than 20 pieces"
     for number in range(100):
         ticket = make_ticket(1000)
-        world.receiver.drop(ticket.transfer_id, f"{number}" * 4096)
-        said = world.receiver.state(ticket.transfer_id)
+        world.receiver.transfers.drop(ticket.transfer_id, f"{number}" * 4096)
+        said = world.receiver.transfers.state(ticket.transfer_id)
         assert said is not None
         assert len(said.reason) == 512
     world.await_clean()
@@ -174,7 +174,7 @@ def test_open_is_checked(world: World) -> None:
             assert header.kind is FrameType.REFUSE
             assert why in body["reason"]
         # A refused id is over, for whoever waits for it too.
-        status = world.receiver.state(good.transfer_id)
+        status = world.receiver.transfers.state(good.transfer_id)
         assert status is not None
         assert status.phase is TransferPhase.FAILED
         assert "used already" in raw.open(good, sizes)[1]["reason"]
@@ -182,7 +182,7 @@ def test_open_is_checked(world: World) -> None:
         assert raw.open(good, sizes)[0].kind is FrameType.ACCEPT
         with RawProducer(world, session="other") as thief:
             assert "used already" in thief.open(good, sizes)[1]["reason"]
-        world.receiver.drop(good.transfer_id, "over")
+        world.receiver.transfers.drop(good.transfer_id, "over")
         assert raw.answer()[0].kind is FrameType.ABORT
         assert "used already" in raw.open(good, sizes)[1]["reason"]  # a replayed OPEN
         raw.data(good.transfer_id, 0, 0, bytes(1000))  # late DATA is drained and answered
@@ -205,7 +205,7 @@ def test_given_up_before_it_came(world: World) -> None:
 
 def test_dropped_before_it_came(world: World) -> None:
     ticket = make_ticket(1000)
-    world.receiver.drop(ticket.transfer_id, "client left early")
+    world.receiver.transfers.drop(ticket.transfer_id, "client left early")
     transfer = world.sender.open(ticket, ticket.seal(KEY), [1000, 2000, 3000])
     await_over(transfer)
     assert "used already" in transfer.reason
@@ -222,7 +222,9 @@ def test_same_chunk_twice_at_once(world: World) -> None:
         )
         old.sock.sendall(header + b"z" * 400)
         await_true(
-            lambda: bool(world.receiver._table._transfers[ticket.transfer_id]._arriving), 5.0, lambda: "half"
+            lambda: bool(world.receiver.transfers._transfers[ticket.transfer_id]._arriving),
+            5.0,
+            lambda: "half",
         )
         new.data(ticket.transfer_id, 0, 0, payload)
         # The ACCEPT may have been lost with the old connection.
@@ -248,9 +250,11 @@ def test_staging_is_held_while_a_dropped_chunk_arrives(world: World) -> None:
         header = pack_header(FrameType.DATA, ticket.transfer_id, length_bytes=1000)
         raw.sock.sendall(header + b"z" * 400)
         await_true(
-            lambda: bool(world.receiver._table._transfers[ticket.transfer_id]._arriving), 5.0, lambda: "half"
+            lambda: bool(world.receiver.transfers._transfers[ticket.transfer_id]._arriving),
+            5.0,
+            lambda: "half",
         )
-        world.receiver.drop(ticket.transfer_id, "client left")
+        world.receiver.transfers.drop(ticket.transfer_id, "client left")
         assert world.arena.used_blocks > 0
         raw.sock.sendall(b"z" * 600)
         await_true(lambda: world.arena.used_blocks == 0, 5.0, lambda: "freed")

@@ -255,7 +255,7 @@ def test_two_peers_share_the_link() -> None:
     sender = Sender(name="p/0", key=KEY, peers=peers, fingerprint=FINGERPRINT, options=FAST_SENDER)
     sender.start()
     worlds = [
-        World(receiver, sender, arena, receiver._table._open_check.layout)  # type: ignore[arg-type]
+        World(receiver, sender, arena, receiver.transfers._open_check.layout)  # type: ignore[arg-type]
         for receiver, arena in zip(receivers, arenas, strict=True)
     ]
     try:

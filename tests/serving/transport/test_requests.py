@@ -213,7 +213,7 @@ def test_a_transfer_that_was_asked_for_may_be_smaller(announced: list[int], reas
         transfer.end()
         await_over(transfer)
         assert reason in transfer.reason
-        status = receiver.state(ticket.transfer_id)
+        status = receiver.transfers.state(ticket.transfer_id)
         assert status is not None
         assert status.phase is (TransferPhase.FAILED if reason else TransferPhase.COMPLETE)
     finally:

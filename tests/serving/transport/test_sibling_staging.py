@@ -150,7 +150,7 @@ def read(lent: LentTransfer, region: int) -> bytes:
 
 
 def is_complete(both: Ranks, transfer_id: bytes) -> bool:
-    state = both.receivers[0].state(transfer_id)
+    state = both.receivers[0].transfers.state(transfer_id)
     return state is not None and state.phase is TransferPhase.COMPLETE
 
 
@@ -168,7 +168,7 @@ def test_what_comes_to_one_is_read_by_the_other_while_it_comes() -> None:
         until(lambda: lent.phase is TransferPhase.COMPLETE)
         assert [read(lent, region) for region in range(2)] == [content(0), content(1)]
         # Its own engine is done first: the staging stays as long as it is read elsewhere.
-        staged = both.receivers[0].take(transfer_id)
+        staged = both.receivers[0].transfers.take(transfer_id)
         assert staged is not None
         staged.free()
         assert both.arenas[0].used_blocks > 0 and read(lent, 0) == content(0)
@@ -185,7 +185,7 @@ def test_several_requests_read_one_transfer() -> None:
         transfer.end()
         first = both.claimed(transfer_id, uses=2)
         until(lambda: first.phase is TransferPhase.COMPLETE)
-        both.receivers[0].drop(transfer_id, "a test")
+        both.receivers[0].transfers.drop(transfer_id, "a test")
         both.siblings[1].release(first)
         second = both.claimed(transfer_id, uses=2)
         assert second is first and both.arenas[0].used_blocks > 0
@@ -232,7 +232,7 @@ def test_what_no_load_asks_for_is_given_back_after_a_while() -> None:
         transfer.end()
         until(lambda: both.siblings[0]._loans or both.siblings[1].is_refused(0, transfer_id))
         until(lambda: is_complete(both, transfer_id))
-        staged = both.receivers[0].take(transfer_id)
+        staged = both.receivers[0].transfers.take(transfer_id)
         assert staged is not None
         staged.free()
         until(lambda: both.siblings[1].is_refused(0, transfer_id))

@@ -25,7 +25,7 @@ def test_bytes_arrive_exactly(world: World, unit_bytes: int) -> None:
     assert (status.num_tokens, status.skip_tokens) == (unit_bytes, 0)
     assert world.take(ticket) == content
     assert world.status(ticket).taken
-    assert world.receiver.take(ticket.transfer_id) is None
+    assert world.receiver.transfers.take(ticket.transfer_id) is None
     world.await_clean()
 
 
@@ -91,18 +91,18 @@ def test_abort_and_drop_at_every_stage(world: World) -> None:
                 if side == "abort":
                     transfer.abort("client left")
                 else:
-                    world.receiver.drop(ticket.transfer_id, "client left")
+                    world.receiver.transfers.drop(ticket.transfer_id, "client left")
             if side == "drop":
                 transfer.put(0, 0, BytesSource(content[0])) if stage == "opened" else None
                 await_over(transfer)
             else:
                 assert transfer.await_quiescent(5.0)
-                world.receiver.drop(ticket.transfer_id, "over")
+                world.receiver.transfers.drop(ticket.transfer_id, "over")
             expected = (SendPhase.COMPLETE, SendPhase.FAILED)
             assert transfer.phase in (expected if stage in ("ended", "complete") else expected[1:])
-            status = world.receiver.state(ticket.transfer_id)
+            status = world.receiver.transfers.state(ticket.transfer_id)
             assert status is not None and status.phase is TransferPhase.FAILED
-            assert world.receiver.take(ticket.transfer_id) is None
+            assert world.receiver.transfers.take(ticket.transfer_id) is None
     world.await_clean()
 
 
@@ -121,10 +121,12 @@ def test_staging_full_makes_others_wait_in_order(make_world: MakeWorld) -> None:
     for _ in range(5):  # one fits at a time; the order is that of arrival
         sent.append(world.send(500_000))
         known = sent[-1][0].transfer_id
-        await_true(lambda known=known: world.receiver.state(known) is not None, 5.0, lambda: "OPEN")
+        await_true(lambda known=known: world.receiver.transfers.state(known) is not None, 5.0, lambda: "OPEN")
     for ticket, transfer, content in sent:
         world.await_phase(ticket, TransferPhase.COMPLETE)
-        later = [t for t, _, _ in sent if (s := world.receiver.state(t.transfer_id)) and not s.taken]
+        later = [
+            t for t, _, _ in sent if (s := world.receiver.transfers.state(t.transfer_id)) and not s.taken
+        ]
         assert later[0] is ticket
         assert all(world.status(t).phase is TransferPhase.WAITING for t in later[1:])
         assert world.take(ticket) == content
@@ -139,7 +141,7 @@ def test_staging_goes_to_the_background_last(make_world: MakeWorld) -> None:
     for background in (False, True, False, True, False):
         sent.append(world.send(500_000, background=background))
         known = sent[-1][0].transfer_id
-        await_true(lambda known=known: world.receiver.state(known) is not None, 5.0, lambda: "OPEN")
+        await_true(lambda known=known: world.receiver.transfers.state(known) is not None, 5.0, lambda: "OPEN")
     for number in (0, 2, 4, 1, 3):
         ticket, transfer, content = sent[number]
         world.await_phase(ticket, TransferPhase.COMPLETE)
@@ -177,7 +179,7 @@ def test_waiting_transfer_can_be_aborted_and_dropped(make_world: MakeWorld) -> N
     last, transfer_l, content = world.send(500_000)
     world.await_phase(last, TransferPhase.WAITING)
     transfer_a.abort("no longer wanted")
-    world.receiver.drop(dropped.transfer_id, "client left")
+    world.receiver.transfers.drop(dropped.transfer_id, "client left")
     world.await_phase(aborted, TransferPhase.FAILED)
     await_over(transfer_d)
     assert transfer_d.reason == "c/0 refused: client left"
@@ -298,7 +300,7 @@ def test_finished_transfer_keeps_no_source(world: World) -> None:
     world.take(world_send_complete(world))
     gc.collect()
     assert sum(ref() is not None for ref in alive) == 0
-    world.receiver.drop(ticket.transfer_id, "over")
+    world.receiver.transfers.drop(ticket.transfer_id, "over")
 
 
 def world_send_complete(world: World):  # type: ignore[no-untyped-def]

@@ -11,6 +11,11 @@ from urllib.parse import urlsplit
 TRACES_PATH = "/v1/traces"
 """Where OTLP/HTTP has traces."""
 
+RANK_ENDING = "_dp"
+"""What vLLM's publisher adds, with its number, to the sockets of a later data-parallel rank.
+
+Only where the name has "inproc" in it.
+"""
 
 # With "inproc-" and "-replay_dp999" a Unix socket's address has 107 bytes.
 _LONGEST_FOLDER, _NAME_BYTES = 87, 4
@@ -35,14 +40,17 @@ def events_folder(home: Path) -> Path:
     return Path(f"/tmp/prfaas-{os.getuid()}-{place}")
 
 
-def local_endpoint(home: Path, holder: str) -> EventsEndpoint:
-    """Sockets of this machine, in a folder that only its user can enter: events hold token ids and salts."""
+def local_endpoint(home: Path, holder: str, rank: int = 0) -> EventsEndpoint:
+    """Sockets of this machine, in a folder that only its user can enter: events hold token ids and salts.
+
+    `rank`: the holder's in its data-parallel group. Later ranks have the ending that vLLM gives their sockets.
+    """
     folder = events_folder(home)
     if len(os.fsencode(folder / holder)) > _LONGEST_FOLDER:
         holder = hashlib.blake2b(holder.encode(), digest_size=_NAME_BYTES).hexdigest()
-    # vLLM appends "_dp1" for a later data-parallel rank where the address has this word.
+    ending = f"{RANK_ENDING}{rank}" if rank else ""
     publish = f"ipc://{folder}/inproc-{holder}"
-    return EventsEndpoint(publish, f"{publish}-replay")
+    return EventsEndpoint(f"{publish}{ending}", f"{publish}-replay{ending}")
 
 
 def is_loopback(host: str) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import entry_points
 
 from prfaas.core.deployment.addresses import is_loopback, same_host
+from prfaas.core.deployment.data_parallel import check_data_parallel
 from prfaas.core.deployment.model import (
     TINY_MODELS,
     TRAINED_MODELS,
@@ -23,7 +24,7 @@ from prfaas.core.deployment.planned import (
     UniformLengths,
 )
 from prfaas.core.deployment.planned_model import check_cluster_dtypes
-from prfaas.core.deployment.pool import by_machine, pool_names
+from prfaas.core.deployment.pool import PoolSpace, by_machine, pool_names
 from prfaas.core.deployment.schema import ClusterSection, DeploymentFile
 from prfaas.core.deployment.security import OBSERVERS
 from prfaas.core.deployment.source import Location, YamlSource
@@ -173,6 +174,7 @@ def _check_common(source: YamlSource, file: DeploymentFile) -> None:
     check_cluster_dtypes(source, file)
     _check_pool_sections(source, file)
     _check_preemptible(source, file)
+    check_data_parallel(source, file)
 
 
 def _check_can_run(source: YamlSource, file: DeploymentFile) -> None:
@@ -330,12 +332,13 @@ def _check_ports(source: YamlSource, file: DeploymentFile) -> None:
         taken.append((admin.host, admin.port, "the gateway's operators (gateway.admin)"))
     for location, _, instance in _instances(file):
         owner = f'instance "{instance.name}"'
-        last = instance.kv_port + instance.tensor_parallel - 1
-        if last > 65535:
+        # The ranks', and where their data-parallel group meets.
+        count = instance.tensor_parallel + (instance.data_parallel is not None)
+        if instance.kv_port + count > 65536:
             raise source.error(
                 (*location, "kv_port"),
                 f"{instance.kv_port} leaves no room for {instance.tensor_parallel} ranks; take one up to "
-                f"{65536 - instance.tensor_parallel}",
+                f"{65536 - count}",
             )
         for field, port in _ports_of(instance):
             for host, taken_port, by in taken:
@@ -359,6 +362,8 @@ def _ports_of(instance: InstanceSection) -> Iterator[tuple[str, int]]:
     yield "http_port", instance.http_port
     for rank in range(instance.tensor_parallel):
         yield "kv_port", instance.kv_port + rank
+    if instance.data_parallel is not None:
+        yield "kv_port", instance.meeting_port
     if instance.nixl_port is not None:
         yield "nixl_port", instance.nixl_port
 
@@ -450,34 +455,28 @@ def _check_pools(source: YamlSource, file: DeploymentFile) -> None:
         DeploymentError: a pool can't be reached, has another's name, or its engines don't share pages.
     """
     taken = {cluster.name for cluster in file.clusters}
-    taken |= {instance.name for cluster in file.clusters for instance in cluster.instances or ()}
-    for c, cluster in enumerate(file.clusters):
-        if cluster.pool is None:
-            continue
+    taken |= {instance.name for _, _, instance in _instances(file)}
+    for c, space, name, together in _pools(file):
         location: Location = ("clusters", c, "pool")
-        if cluster.pool.kv_port is None:
+        if space.kv_port is None:
             raise source.error(
                 (*location, "kv_port"), "is missing; give the port where other machines' pools reach this one"
             )
-        machines = by_machine(cluster.instances or ())
-        for name, together in zip(pool_names(cluster.name, len(machines)), machines, strict=True):
-            if name in taken:
-                raise source.error(
-                    location, f'its name would be "{name}", which is taken; rename the other one'
-                )
-            if len(name) > _MAX_NAME:
-                raise source.error(
-                    ("clusters", c, "name"),
-                    f'leaves no room for the name of its pool ("{name}"); take one of up to '
-                    f"{_MAX_NAME - len(name) + len(cluster.name)} characters",
-                )
-            taken.add(name)
-            if len({instance.tensor_parallel for instance in together}) > 1:
-                raise source.error(
-                    location,
-                    f"serves {' and '.join(instance.name for instance in together)}, whose tensor_parallel "
-                    "differs, so that they can't share pages; make it equal on each machine",
-                )
+        if name in taken:
+            raise source.error(location, f'its name would be "{name}", which is taken; rename the other one')
+        if len(name) > _MAX_NAME:
+            raise source.error(
+                ("clusters", c, "name"),
+                f'leaves no room for the name of its pool ("{name}"); take one of up to '
+                f"{_MAX_NAME - len(name) + len(file.clusters[c].name)} characters",
+            )
+        taken.add(name)
+        if len({instance.tensor_parallel for instance in together}) > 1:
+            raise source.error(
+                location,
+                f"serves {' and '.join(instance.name for instance in together)}, whose tensor_parallel "
+                "differs, so that they can't share pages; make it equal on each machine",
+            )
     if file.pool.staging_bytes < file.engine.transfer_block_bytes:
         raise source.error(
             ("pool", "staging"),
@@ -488,14 +487,19 @@ def _check_pools(source: YamlSource, file: DeploymentFile) -> None:
 
 def _pool_ports(file: DeploymentFile) -> Iterator[tuple[Location, str, str, int]]:
     """Every port that a pool listens on: the field that it comes from, the pool's name, its host, the port."""
+    for c, space, name, together in _pools(file):
+        location, host = ("clusters", c, "pool"), together[0].host
+        if space.kv_port is not None:
+            yield (*location, "kv_port"), name, host, space.kv_port
+
+
+def _pools(file: DeploymentFile) -> Iterator[tuple[int, PoolSpace, str, list[InstanceSection]]]:
+    """Every pool: the number of its cluster, the cluster's section of pools, its name, its machine's instances."""
     for c, cluster in enumerate(file.clusters):
-        if cluster.pool is None:
-            continue
-        location: Location = ("clusters", c, "pool")
-        machines = by_machine(cluster.instances or ())
-        for name, together in zip(pool_names(cluster.name, len(machines)), machines, strict=True):
-            if cluster.pool.kv_port is not None:
-                yield (*location, "kv_port"), name, together[0].host, cluster.pool.kv_port
+        if cluster.pool is not None:
+            machines = by_machine(cluster.instances or ())
+            for name, together in zip(pool_names(cluster.name, len(machines)), machines, strict=True):
+                yield c, cluster.pool, name, together
 
 
 def _check_local_transfer(source: YamlSource, file: DeploymentFile) -> None:
@@ -505,27 +509,28 @@ def _check_local_transfer(source: YamlSource, file: DeploymentFile) -> None:
         DeploymentError: a port is missing or has no use, or NIXL can't do what the file wants of it.
     """
     wants_nixl = file.engine.local_transfer == "nixl"
-    for c, cluster in enumerate(file.clusters):
-        place: Location = ("clusters", c)
-        is_pd = cluster.kind == "pd"
-        for i, instance in enumerate(cluster.instances or ()):
-            location: Location = (*place, "instances", i)
-            if wants_nixl and is_pd and instance.nixl_port is None:
-                raise source.error(
-                    location, "needs nixl_port, since engine.local_transfer is nixl; give it a free port"
-                )
-            if instance.nixl_port is not None and not (wants_nixl and is_pd):
-                raise source.error(
-                    (*location, "nixl_port"),
-                    "is only for instances of pd clusters with engine.local_transfer: nixl; leave it out",
-                )
-        if wants_nixl and is_pd and cluster.hardware == SYNTHETIC:
+    for location, cluster, instance in _instances(file):
+        may_have_nixl = wants_nixl and cluster.kind == "pd"
+        if may_have_nixl and instance.nixl_port is None:
             raise source.error(
-                (*place, "hardware"), "stand-in engines have no NIXL; leave engine.local_transfer out"
+                location, "needs nixl_port, since engine.local_transfer is nixl; give it a free port"
             )
-        if wants_nixl and is_pd and cluster.pool is not None:
+        if instance.nixl_port is not None and not may_have_nixl:
             raise source.error(
-                (*place, "pool"), "does not go with engine.local_transfer: nixl yet; leave one of them out"
+                (*location, "nixl_port"),
+                "is only for instances of pd clusters with engine.local_transfer: nixl; leave it out",
+            )
+    for c, cluster in enumerate(file.clusters):
+        if not wants_nixl or cluster.kind != "pd":
+            continue
+        if cluster.hardware == SYNTHETIC:
+            raise source.error(
+                ("clusters", c, "hardware"), "stand-in engines have no NIXL; leave engine.local_transfer out"
+            )
+        if cluster.pool is not None:
+            raise source.error(
+                ("clusters", c, "pool"),
+                "does not go with engine.local_transfer: nixl yet; leave one of them out",
             )
     if wants_nixl and file.security.encrypt_inside:
         raise source.error(
@@ -612,55 +617,47 @@ def _check_encryption(source: YamlSource, file: DeploymentFile) -> None:
     if not _encrypts(file):
         return
     seen: dict[str, str] = {}
-    for c, cluster in enumerate(file.clusters):
-        for i, instance in enumerate(cluster.instances or ()):
-            location = ("clusters", c, "instances", i, "name")
-            lower = instance.name.lower()
-            if lower in OBSERVERS:
-                raise source.error(location, f'"{instance.name}" is a name of prfaas itself; take another')
-            if lower in seen:
-                raise source.error(
-                    location,
-                    f'"{instance.name}" and "{seen[lower]}" are one name in certificates; let more than case differ',
-                )
-            seen[lower] = instance.name
-    for c, cluster in enumerate(file.clusters):
-        for name in _pools(cluster):
-            if name.lower() in seen:
-                raise source.error(
-                    ("clusters", c, "pool"),
-                    f'its name "{name}" and "{seen[name.lower()]}" are one name in certificates; '
-                    "let more than case differ",
-                )
-            if not _is_dns_name(name):
-                raise source.error(
-                    ("clusters", c, "name"),
-                    f'"{cluster.name}" is part of the name of its pool, "{name}", which can\'t stand in a certificate; '
-                    'take one without empty parts between "."',
-                )
-            seen[name.lower()] = name
-    for c, cluster in enumerate(file.clusters):
-        for i, instance in enumerate(cluster.instances or ()):
-            host = instance.host.lower()
-            # Certificates bear the host beside the name: whoever has one could pass for the other.
-            if host != instance.name.lower() and (host in OBSERVERS or host in seen):
-                raise source.error(
-                    ("clusters", c, "instances", i, "host"),
-                    f'"{instance.host}" is also the name of {_whose(host, seen)}, and certificates bear both; '
-                    "give the machine's address",
-                )
-            if not _is_dns_name(instance.name):
-                raise source.error(
-                    location,
-                    f'"{instance.name}" can\'t stand in a certificate, which needs the form of a host name; '
-                    'take one without empty parts between ".", and no IP address',
-                )
-
-
-def _pools(cluster: ClusterSection) -> tuple[str, ...]:
-    if cluster.pool is None:
-        return ()
-    return pool_names(cluster.name, len(by_machine(cluster.instances or ())))
+    for location, _, instance in _instances(file):
+        lower = instance.name.lower()
+        if lower in OBSERVERS:
+            raise source.error(
+                (*location, "name"), f'"{instance.name}" is a name of prfaas itself; take another'
+            )
+        if lower in seen:
+            raise source.error(
+                (*location, "name"),
+                f'"{instance.name}" and "{seen[lower]}" are one name in certificates; let more than case differ',
+            )
+        seen[lower] = instance.name
+    for c, _, name, _ in _pools(file):
+        if name.lower() in seen:
+            raise source.error(
+                ("clusters", c, "pool"),
+                f'its name "{name}" and "{seen[name.lower()]}" are one name in certificates; '
+                "let more than case differ",
+            )
+        if not _is_dns_name(name):
+            raise source.error(
+                ("clusters", c, "name"),
+                f'"{file.clusters[c].name}" is part of the name of its pool, "{name}", which can\'t stand in a '
+                'certificate; take one without empty parts between "."',
+            )
+        seen[name.lower()] = name
+    for location, _, instance in _instances(file):
+        host = instance.host.lower()
+        # Certificates bear the host beside the name: whoever has one could pass for the other.
+        if host != instance.name.lower() and (host in OBSERVERS or host in seen):
+            raise source.error(
+                (*location, "host"),
+                f'"{instance.host}" is also the name of {_whose(host, seen)}, and certificates bear both; '
+                "give the machine's address",
+            )
+        if not _is_dns_name(instance.name):
+            raise source.error(
+                (*location, "name"),
+                f'"{instance.name}" can\'t stand in a certificate, which needs the form of a host name; '
+                'take one without empty parts between ".", and no IP address',
+            )
 
 
 def _whose(host: str, instances: Mapping[str, str]) -> str:
@@ -671,11 +668,7 @@ def _encrypts(file: DeploymentFile) -> bool:
     return (
         file.security.encrypt_inside
         or any(link.encryption for link in file.links)
-        or any(
-            file.speaks_tls(cluster, instance)
-            for cluster in file.clusters
-            for instance in cluster.instances or ()
-        )
+        or any(file.speaks_tls(cluster, instance) for _, cluster, instance in _instances(file))
     )
 
 

@@ -68,6 +68,7 @@ def difference(before: Deployment, after: Deployment) -> DeploymentDifference:
         *_whole(before, after),
         *_within(before, after, ""),
         *_orders(before, after),
+        *_ranks(before, after),
         *_machines(before, after),
     ]
     return DeploymentDifference(
@@ -207,6 +208,16 @@ def _orders(before: Deployment, after: Deployment) -> Iterator[FieldChange]:
     ):
         if [name for name in old if name in new] != [name for name in new if name in old]:
             yield FieldChange(what, f"the {what} are in another order", None)
+
+
+def _ranks(before: Deployment, after: Deployment) -> Iterator[FieldChange]:
+    """Data-parallel groups that stay, but not with the same ranks: engines count them when they start."""
+    was = {each.data_parallel: before.ranks_with(each) for each in before.instances}
+    for group, ranks in {each.data_parallel: after.ranks_with(each) for each in after.instances}.items():
+        names = [each.name for each in ranks]
+        if group is not None and group in was and names != [each.name for each in was[group]]:
+            sentence = f"group {group} has other ranks: {', '.join(names)}"
+            yield FieldChange(f"data_parallel[{group}]", sentence, ENGINES_AGAIN.needs)
 
 
 def _machines(before: Deployment, after: Deployment) -> Iterator[FieldChange]:

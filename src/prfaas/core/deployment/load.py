@@ -1,6 +1,8 @@
 """From a deployment file to a `Deployment` (to run) or a `PlannedDeployment` (to plan and simulate)."""
 
 import difflib
+import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
@@ -15,7 +17,7 @@ from prfaas.core.deployment.planned import (
     PlannedCluster,
     PlannedDeployment,
 )
-from prfaas.core.deployment.planned_model import kept_models, planned_caches
+from prfaas.core.deployment.planned_model import kept_models, planned_deployment
 from prfaas.core.deployment.pool import by_machine
 from prfaas.core.deployment.schema import ClusterSection, DeploymentFile
 from prfaas.core.deployment.section import fields_of
@@ -26,7 +28,6 @@ from prfaas.core.deployment.types import (
     Deployment,
     Instance,
     Link,
-    Slo,
 )
 from prfaas.core.latency import LatencyProfile, ProfileError, load_profile
 
@@ -80,14 +81,6 @@ def read_file(
         raise first_problem(source, error) from None
 
 
-def slo_of(file: DeploymentFile) -> Slo:
-    """The SLO, with the time per token and its inverse."""
-    slo = file.slo
-    if slo.tokens_per_s is not None:
-        return replace(slo, tpot_s=1 / slo.tokens_per_s)
-    return slo if slo.tpot_s is None else replace(slo, tokens_per_s=1 / slo.tpot_s)
-
-
 def links_of(source: YamlSource, file: DeploymentFile) -> tuple[Link, ...]:
     """The links as the file has them, each with its price of egress."""
     return tuple(
@@ -112,7 +105,7 @@ def _frozen(source: YamlSource, file: DeploymentFile, state_dir: Path) -> Deploy
         clusters=tuple(_cluster(source, c, file) for c in range(len(file.clusters))),
         links=links_of(source, file),
         routing=file.routing,
-        slo=slo_of(file),
+        slo=file.slo.with_inverse(),
         gateway=gateway,
         security=file.security,
         engine=file.engine,
@@ -201,34 +194,11 @@ def load_planned(path: Path | str, *, changes: Mapping[str, float] | None = None
     path = Path(path)
     source, file = read_file(path, changes)
     check_to_plan(source, file)
-    assert file.workload is not None
     models = kept_models(source, file)
     clusters = tuple(
         _planned_cluster(source, c, cluster, file.model.published) for c, cluster in enumerate(file.clusters)
     )
-    links = links_of(source, file)
-    caches = planned_caches(source, file, models, clusters, links)
-    return PlannedDeployment(
-        name=file.name,
-        path=path,
-        kv_model=caches.kv_model,
-        clusters=caches.clusters,
-        links=links,
-        workload=file.workload,
-        routing=file.routing,
-        control=file.control,
-        slo=slo_of(file),
-        prices=file.prices.per_gpu_hour,
-        source=source,
-        pool=file.pool,
-        dtypes=caches.dtypes,
-        first_token=file.gateway.first_token,
-        step_tokens=file.engine.max_num_batched_tokens,
-        seats=file.engine.max_num_seqs,
-        wire_model=caches.wire_model,
-        link_models=caches.link_models,
-        kv_copies=caches.kv_copies,
-    )
+    return planned_deployment(source, file, models, clusters, links_of(source, file))
 
 
 def _tensor_parallel(source: YamlSource, index: int, cluster: ClusterSection, gpus: int, default: int) -> int:
@@ -266,13 +236,16 @@ def _planned_cluster(
     profile = profile if cluster.speedup is None else profile.sped_up(cluster.speedup)
     # The published times are those of the paper, which counts every byte once; vLLM would copy heads to all ranks.
     ranks = profile.gpus_per_instance if model is None else 1
-    together = 1
+    together = group_ranks = 1
     if cluster.instances is None:
         assert cluster.instance_count is not None
         count, gpus = cluster.instance_count, cluster.gpus_per_instance
     else:
         count = len(cluster.instances)
         together = max(map(len, by_machine(cluster.instances)))
+        # Groups of several sizes are moved by what divides them all.
+        groups = Counter(each.data_parallel or f"alone {each.name}" for each in cluster.instances)
+        group_ranks = math.gcd(*groups.values())
         gpus = cluster.gpus_per_instance or cluster.instances[0].tensor_parallel
     if gpus is not None and gpus != profile.gpus_per_instance:
         field = "gpus_per_instance" if cluster.gpus_per_instance is not None else "profile"
@@ -293,6 +266,7 @@ def _planned_cluster(
         instances_per_machine=together,
         tensor_parallel=_tensor_parallel(source, index, cluster, profile.gpus_per_instance, ranks),
         kills_per_hour=kills_per_hour(cluster),
+        group_ranks=group_ranks,
     )
 
 

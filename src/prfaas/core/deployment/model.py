@@ -9,7 +9,15 @@ from typing import Annotated, ClassVar, Literal
 from urllib.parse import quote
 
 from prfaas.core.deployment.section import EVERYTHING, OnChange, Section
-from prfaas.core.kv import CacheDtypes, KvCacheDtype, KvModel, ModelDtype, model_from_directory, read_config
+from prfaas.core.kv import (
+    CacheDtypes,
+    KvCacheDtype,
+    KvModel,
+    ModelDtype,
+    UnknownModelError,
+    model_from_directory,
+    read_config,
+)
 
 TINY_MODELS = ("qwen3-next", "gpt-oss", "mimo-v2-flash", "qwen3")
 """Models that prfaas makes itself: `serving/engines/tiny/configs.py` has one for each of these names."""
@@ -130,6 +138,13 @@ class ModelRef(Section):
         """
         dtypes = CacheDtypes(kv_cache_dtype or self.kv_cache_dtype, self.dtype)
         return model_from_directory(self.config_folder, name=self.served_name, dtypes=dtypes)
+
+    def known_kv_model(self, kv_cache_dtype: KvCacheDtype | None = None) -> KvModel | None:
+        """As `kv_model`; None where nobody has written what such a model keeps, which its engines then tell."""
+        try:
+            return self.kv_model(kv_cache_dtype)
+        except UnknownModelError:
+            return None
 
     @property
     def folder(self) -> Path:

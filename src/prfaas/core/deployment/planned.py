@@ -123,6 +123,8 @@ class PlannedCluster:
     """How often an instance is expected to be taken away while it is up; 0 where it is not preemptible."""
     kv_model: KvModel | None = None
     """What it holds of a request's KVCache, where dtype or ranks make that less than the deployment's `kv_model`."""
+    group_ranks: int = 1
+    """Instances that have their role together: ranks of a data-parallel group."""
     dtypes: CacheDtypes = DEFAULT_DTYPES
     """What its engines keep their caches in."""
 

@@ -4,13 +4,13 @@ It is that of a published model, a `config.json` or a checkpoint.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 from prfaas.core.deployment.model import default_state_dir
-from prfaas.core.deployment.planned import PlannedCluster
+from prfaas.core.deployment.planned import PlannedCluster, PlannedDeployment
 from prfaas.core.deployment.schema import ClusterSection, DeploymentFile, ModelSection
 from prfaas.core.deployment.source import YamlSource
 from prfaas.core.deployment.speculation import speculation_of
@@ -33,24 +33,6 @@ from prfaas.core.kv import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedCaches:
-    """What clusters hold of a request's KVCache, and what of it crosses links."""
-
-    kv_model: KvModel
-    """The most that a cluster holds, on all of its ranks together."""
-    dtypes: CacheDtypes
-    """What `kv_model` is counted in."""
-    clusters: tuple[PlannedCluster, ...]
-    """Those that hold another one have it."""
-    kv_copies: float
-    """As in `PlannedDeployment`."""
-    wire_model: KvModel | None
-    """As in `PlannedDeployment`."""
-    link_models: Mapping[str, KvModel]
-    """As in `PlannedDeployment`."""
-
-
 def kept_models(source: YamlSource, file: DeploymentFile) -> dict[str, KvModel]:
     """The KVCache of the file's model on one rank, by cluster.
 
@@ -62,14 +44,14 @@ def kept_models(source: YamlSource, file: DeploymentFile) -> dict[str, KvModel]:
     }
 
 
-def planned_caches(
+def planned_deployment(
     source: YamlSource,
     file: DeploymentFile,
     once: Mapping[str, KvModel],
     clusters: Sequence[PlannedCluster],
     links: Sequence[Link],
-) -> PlannedCaches:
-    """What clusters hold and what links carry.
+) -> PlannedDeployment:
+    """The deployment, with what its clusters hold and its links carry of a request's KVCache.
 
     Args:
         source: Of the file.
@@ -93,7 +75,21 @@ def planned_caches(
     kv_model = held[widest]
     inside = [model_on_wire(once[name], once[name], count) for name, count in ranks.items()]
     most_sent = max((*sent.values(), *inside), key=KvModel.compared_bytes)
-    return PlannedCaches(
+    assert file.workload is not None
+    return PlannedDeployment(
+        name=file.name,
+        path=source.path,
+        links=tuple(links),
+        workload=file.workload,
+        routing=file.routing,
+        control=file.control,
+        slo=file.slo.with_inverse(),
+        prices=file.prices.per_gpu_hour,
+        source=source,
+        pool=file.pool,
+        first_token=file.gateway.first_token,
+        step_tokens=file.engine.max_num_batched_tokens,
+        seats=file.engine.max_num_seqs,
         kv_model=kv_model,
         dtypes=next(_dtypes(file.model, each) for each in file.clusters if each.name == widest),
         clusters=tuple(

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, TypeVar
 
@@ -87,6 +87,15 @@ class InstanceSection(Section):
     """GPUs that it is spread over."""
     nixl_port: Annotated[Port | None, GIVEN] = None
     """Where it tells engines of its cluster how NIXL reaches its memory; left out: it does not."""
+    data_parallel: Annotated[Name | None, GIVEN] = None
+    """The group that it is a rank of: engines that share the experts of one model; left out: none."""
+    expert_parallel: Flag = False
+    """Each GPU has some experts whole, not a part of every one."""
+
+    @property
+    def meeting_port(self) -> int:
+        """Where rank 0 of a data-parallel group waits for the others."""
+        return self.kv_port + self.tensor_parallel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,6 +280,12 @@ class Slo(Section):
     tokens_per_s: Annotated[PositiveFloat | None, TOLD_ELSEWHERE] = None
     """How fast each answer grows, at least: in the file in place of `tpot_s`, whose inverse it is."""
 
+    def with_inverse(self) -> "Slo":
+        """The same with the time per token and its inverse, where the file has one of them."""
+        if self.tokens_per_s is not None:
+            return replace(self, tpot_s=1 / self.tokens_per_s)
+        return self if self.tpot_s is None else replace(self, tokens_per_s=1 / self.tpot_s)
+
 
 _Named = TypeVar("_Named", Instance, Cluster, PoolNode)
 
@@ -340,6 +355,13 @@ class Deployment(Section):
                 return each
         known = ", ".join(each.name for each in among) or "none"
         raise DeploymentError(self.path, None, "", f'has no {kind} "{name}"; it has {known}')
+
+    def ranks_with(self, instance: Instance) -> tuple[Instance, ...]:
+        """All ranks of an instance's data-parallel group, in their order; the instance alone where it is in none."""
+        group = instance.data_parallel
+        if group is None:
+            return (instance,)
+        return tuple(each for each in self.instances if each.data_parallel == group)
 
     def cluster_of(self, instance: Instance) -> Cluster:
         """The cluster that an instance belongs to."""
@@ -502,4 +524,4 @@ class Deployment(Section):
 
     def events_endpoint(self, instance: Instance) -> EventsEndpoint:
         """Where an instance publishes its KV-cache events, on its own machine. Its KV port tells them to others."""
-        return local_endpoint(self.home, instance.name)
+        return local_endpoint(self.home, instance.name, self.ranks_with(instance).index(instance))

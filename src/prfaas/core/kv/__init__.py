@@ -1,6 +1,6 @@
 """Models of a request's KVCache, and how many bytes of it must move."""
 
-from prfaas.core.kv.config_fields import CacheDtypeError, ConfigError
+from prfaas.core.kv.config_fields import CacheDtypeError, ConfigError, UnknownModelError
 from prfaas.core.kv.drafters import DrafterError, Speculation, with_drafter
 from prfaas.core.kv.dtypes import (
     DEFAULT_DTYPES,
@@ -17,7 +17,13 @@ from prfaas.core.kv.hf_config import (
     model_from_file,
     read_config,
 )
-from prfaas.core.kv.layers import ChunkedWindow, FullAttention, LinearState, SlidingWindow
+from prfaas.core.kv.layers import (
+    ChunkedWindow,
+    CompressedAttention,
+    FullAttention,
+    LinearState,
+    SlidingWindow,
+)
 from prfaas.core.kv.model import Group, KvModel, model_on_wire
 from prfaas.core.kv.published import PublishedModel, published_model, published_models
 
@@ -26,6 +32,7 @@ __all__ = [
     "CacheDtypeError",
     "CacheDtypes",
     "ChunkedWindow",
+    "CompressedAttention",
     "ConfigError",
     "DrafterError",
     "FullAttention",
@@ -38,6 +45,7 @@ __all__ = [
     "SlidingWindow",
     "Speculation",
     "StateDtype",
+    "UnknownModelError",
     "are_convertible",
     "kept_dtype",
     "model_from_config",

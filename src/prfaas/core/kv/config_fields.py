@@ -16,6 +16,10 @@ class ConfigError(ValueError):
     """A `config.json` that the KVCache can't be read out of, or a published model that isn't known."""
 
 
+class UnknownModelError(ConfigError):
+    """A model of which nobody has written what its layers keep. Its engines run all the same, and tell it."""
+
+
 class CacheDtypeError(ConfigError):
     """A KV cache that the model can't have, or of a size that is not known: another dtype mends it."""
 
@@ -121,13 +125,15 @@ class ConfigFields:
 class ElementBytes:
     """Bytes of one element: `kv` of attention, `state` of recurrent states, `conv` of convolutions' states.
 
-    `fp8_layout` is the name in vLLM of what an fp8 cache of sparse MLA looks like; None where nobody said.
+    `fp8_layout` is the name in vLLM of what an fp8 cache of sparse MLA looks like; None where nobody said. With
+    `is_default` nobody said what attention keeps, so some families have a form of their own.
     """
 
     kv: int
     state: int
     fp8_layout: str | None = None
     conv: int = 2
+    is_default: bool = False
 
 
 @cache

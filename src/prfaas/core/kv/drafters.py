@@ -10,9 +10,9 @@ from typing import Any
 
 from prfaas.core.kv.config_fields import FULL, ConfigError, ConfigFields
 from prfaas.core.kv.dtypes import CacheDtypes, KvCacheDtype
-from prfaas.core.kv.families import SPARSE_MLA
 from prfaas.core.kv.hf_config import kept_dtype, model_from_config, read_config, text_fields
 from prfaas.core.kv.model import Group, KvModel
+from prfaas.core.kv.sparse_families import SPARSE_MLA
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,5 +164,9 @@ _MTP: Mapping[str, _Fields] = {
     "mimo_v2_flash": _layers(counted_by=None, each={"hybrid_layer_pattern": [1]}),
     **dict.fromkeys(("step3p5", "step3p7"), _layers_of_step),
     "nemotron_h": _pattern_of_nemotron,
+    # As layers of Qwen2: mimo_mtp.py.
+    "mimo": _layers(),
+    # A window alone: vllm/models/deepseek_v4, where the list of ratios goes on over these layers.
+    "deepseek_v4": _layers(each={"compress_ratios": [0]}),
 }
 """By family, the fields of a file of its layers of multi-token prediction."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from prfaas.core.kv.config_fields import CacheDtypeError, ConfigError, ElementBytes
-from prfaas.core.kv.families import FP8_LAYOUTS, FP8_PLAIN
+from prfaas.core.kv.sparse_families import FP8_LAYOUTS, FP8_PLAIN
 
 KvCacheDtype = Literal["auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla"]
 """Those of vLLM's `--kv-cache-dtype` (`CacheDType` in vllm/config/cache.py) that keep nothing but values, and the one
@@ -87,6 +87,7 @@ class CacheDtypes:
             state=_BYTES[self.state],
             fp8_layout=kv_cache if kv_cache in FP8_LAYOUTS else None,
             conv=_BYTES[self.model],
+            is_default=kv_cache == "auto",
         )
 
 

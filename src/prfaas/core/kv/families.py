@@ -2,17 +2,15 @@
 
 Classes of vLLM 0.32 are in `vllm/model_executor/models/FILE` unless another folder stands there, configurations of
 transformers 5.x in `transformers/models/FAMILY/configuration_FAMILY.py`. Families with a recurrent state are in
-`state_families`.
+`state_families`, those with sparse attention in `sparse_families`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final
 
 from prfaas.core.kv.config_fields import (
     FULL,
     LINEAR,
     SLIDING,
-    CacheDtypeError,
     ConfigError,
     ConfigFields,
     ElementBytes,
@@ -21,18 +19,6 @@ from prfaas.core.kv.layers import ChunkedWindow, FullAttention, SlidingWindow
 from prfaas.core.kv.model import Group
 
 Reader = Callable[[ConfigFields, ElementBytes], list[Group]]
-
-FP8_DS_MLA: Final = "fp8_ds_mla"
-FP8_PLAIN: Final = "fp8_e4m3"
-FP8_LAYOUTS = (FP8_DS_MLA, FP8_PLAIN)
-"""vLLM's names (`CacheDType` in vllm/config/cache.py) of what an fp8 cache of sparse MLA may look like."""
-
-# Per token of sparse MLA in DeepSeek's layout: 512 fp8 values, 4 fp32 scales and 64 bf16 values of RoPE.
-# vllm/model_executor/layers/attention/mla_attention.py, MLAAttention.get_kv_cache_spec: state_content_bytes.
-_DS_MLA_BYTES, _DS_MLA_LATENT, _DS_MLA_ROPE = 656, 512, 64
-# Per token of an indexer: fp8 values, with a 4-byte scale for every 128 of them.
-# vllm/models/deepseek_v32/attention.py, DeepseekV32Indexer: head_dim + head_dim // quant_block_size * 4 bytes.
-_INDEX_SCALE_TOKENS, _INDEX_SCALE_BYTES = 128, 4
 
 
 def attention(
@@ -52,7 +38,7 @@ def attention(
 
 def latent_attention(config: ConfigFields, layers: int, size: ElementBytes) -> FullAttention:
     """MLA: one latent and its RoPE part per token. mla_attention.py `MLAAttention.get_kv_cache_spec`."""
-    latent = config.whole("kv_lora_rank") + config.whole("qk_rope_head_dim")
+    latent = config.whole("kv_lora_rank") + config.count("qk_rope_head_dim")
     return FullAttention(layers, 1, latent, 0, size.kv)
 
 
@@ -87,15 +73,6 @@ def _qwen(first_window_layer: int) -> Reader:
         return attention(config, _no_linear(types, config), size)
 
     return read
-
-
-def _bailing(config: ConfigFields, size: ElementBytes) -> list[Group]:
-    """Ling 2.0: bailing_moe.py `BailingAttention`, which knows no window."""
-    if config.fields.get("use_sliding_window"):
-        raise ConfigError(
-            "use_sliding_window: vLLM's BailingMoe has no window, so what its layers keep is not known"
-        )
-    return attention(config, [FULL] * config.layers, size)
 
 
 def _gpt_oss(config: ConfigFields, size: ElementBytes) -> list[Group]:
@@ -244,53 +221,21 @@ def _longcat(config: ConfigFields, size: ElementBytes) -> list[Group]:
     return [latent_attention(config, 2 * config.whole("num_layers"), size)]
 
 
-def _deepseek_sparse(config: ConfigFields, size: ElementBytes) -> list[Group]:
-    """MLA in every layer and an index in some: vllm/models/deepseek_v32/attention.py `DeepseekV32Attention`."""
-    index = config.whole("index_head_dim", 128)
-    index_bytes = index + index // _INDEX_SCALE_TOKENS * _INDEX_SCALE_BYTES
-    return [_sparse_latent(config, size), FullAttention(_indexed_layers(config), 1, index_bytes, 0, 1)]
-
-
-def _indexed_layers(config: ConfigFields) -> int:
-    """Layers with an indexer of their own. The others use the tokens that an earlier layer chose.
-
-    `index_topk_pattern` marks them F and S, or they come every `index_topk_freq` layers, as vLLM's
-    `DeepseekV32Attention` reads it. `indexer_types` is what transformers' `GlmMoeDsaConfig` writes in their place.
-    """
-    pattern = config.fields.get("index_topk_pattern")
-    if pattern is not None:
-        marked = isinstance(pattern, str) and len(pattern) == config.layers and set(pattern) <= set("FS")
-        if not marked:
-            raise ConfigError(
-                f"index_topk_pattern must be text of F and S, one per layer of {config.layers}, not {pattern!r}"
-            )
-        return str(pattern).count("F")
-    types = config.entries("indexer_types", config.layers)
-    if types is not None and not config.given("index_topk_freq"):
-        if not all(kind in ("full", "shared") for kind in types):
-            raise ConfigError(f'indexer_types must be a list of "full" and "shared", not {types!r}')
-        return sum(1 for kind in types if kind == "full")
-    interval, offset = config.whole("index_topk_freq", 1), config.count("index_skip_topk_offset", 2)
-    return sum(1 for layer in range(config.layers) if max(layer - offset + 1, 0) % interval == 0)
-
-
-def _sparse_latent(config: ConfigFields, size: ElementBytes) -> FullAttention:
-    if size.kv != 1:
-        return latent_attention(config, config.layers, size)
-    if size.fp8_layout is None:
-        raise CacheDtypeError(
-            f"the fp8 cache of this model's sparse MLA has two layouts; say {FP8_DS_MLA} (vLLM's FlashMLA, on H100 and "
-            f"H200) or {FP8_PLAIN} (vLLM's FlashInfer, on B200 and GB200)"
+def _nemotron_nas(config: ConfigFields, size: ElementBytes) -> list[Group]:
+    """Blocks with attention of their own width, or none: nemotron_nas.py `DeciLMDecoderLayer`."""
+    heads, head = config.whole("num_attention_heads"), config.head_size
+    layers: dict[int, int] = {}
+    for number, block in enumerate(config.entries("block_configs", config.layers) or ()):
+        place = f"block_configs[{number}]"
+        part = ConfigFields({place: block}).section(place).section("attention")
+        if not part.fields.get("no_op"):
+            kv_heads = max(1, heads // part.whole("n_heads_in_group"))
+            layers[kv_heads] = layers.get(kv_heads, 0) + 1
+    if not layers:
+        raise ConfigError(
+            "block_configs must be a list with one entry per layer, some of them with attention"
         )
-    if size.fp8_layout == FP8_PLAIN:
-        return latent_attention(config, config.layers, size)
-    shape = config.whole("kv_lora_rank"), config.whole("qk_rope_head_dim")
-    if shape != (_DS_MLA_LATENT, _DS_MLA_ROPE):
-        raise CacheDtypeError(
-            f"{FP8_DS_MLA} is known for a kv_lora_rank of {_DS_MLA_LATENT} and a qk_rope_head_dim of {_DS_MLA_ROPE} "
-            f"only, not {shape[0]} and {shape[1]}"
-        )
-    return FullAttention(config.layers, 1, _DS_MLA_BYTES, 0, 1)
+    return [FullAttention(count, kv_heads, head, head, size.kv) for kv_heads, count in layers.items()]
 
 
 # Fields of caches that a list of layer types doesn't tell the shape of.
@@ -315,12 +260,12 @@ _PLAIN = (
     *("glm4v", "glm4v_text", "glm4v_moe", "glm4v_moe_text", "granite", "granitemoe"),
     *("hunyuan_v1_dense", "hunyuan_v1_moe", "internlm2", "internlm3", "llama", "minimax_m2"),
     *("olmo", "olmo2", "olmoe", "phi", "seed_oss", "smollm3"),
+    # Ling 2.0. Whatever the file says, bailing_moe.py `BailingAttention` knows no window.
+    *("bailing_moe", "bailing_moe_v2"),
     *("qwen3_vl", "qwen3_vl_text", "qwen3_vl_moe", "qwen3_vl_moe_text"),
 )
-_QWEN = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
+_QWEN = ("mimo", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 _QWEN_VL = ("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text")
-SPARSE_MLA = ("deepseek_v32", "glm_moe_dsa")
-"""Families that keep an index beside their latent."""
 
 ATTENTION_READERS: Mapping[str, Reader] = {
     **dict.fromkeys(_PLAIN, _plain),
@@ -330,7 +275,6 @@ ATTENTION_READERS: Mapping[str, Reader] = {
     ),
     **dict.fromkeys(_QWEN, _qwen(first_window_layer=28)),
     **dict.fromkeys(_QWEN_VL, _qwen(first_window_layer=80)),
-    **dict.fromkeys(("bailing_moe", "bailing_moe_v2"), _bailing),
     "gpt_oss": _gpt_oss,
     "gemma2": _gemma(2),
     **dict.fromkeys(("gemma3", "gemma3_text"), _gemma(6)),
@@ -344,5 +288,5 @@ ATTENTION_READERS: Mapping[str, Reader] = {
     "mimo_v2_flash": _mimo_v2,
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2"), _deepseek),
     "longcat_flash": _longcat,
-    **dict.fromkeys(SPARSE_MLA, _deepseek_sparse),
+    "nemotron-nas": _nemotron_nas,
 }

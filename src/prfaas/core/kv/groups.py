@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TypeVar
 
+REQUEST_TOKENS = 1 << 24
+"""Tokens of a block that a request has one of, however long it is: no other layer's block is as large."""
+
 
 class GroupKind(Enum):
     """Kinds of KV that a request needs of a layer to go on after n tokens."""
@@ -32,6 +35,11 @@ class KvGroup:
     """Tokens of one block."""
     window_tokens: int
     """Tokens that a layer sees, 0 for other kinds."""
+
+    @property
+    def is_ring(self) -> bool:
+        """True for a state that stays in a request's first block, and that no prefix of a prompt is kept with."""
+        return self.kind is GroupKind.STATE and self.block_tokens == REQUEST_TOKENS
 
     def first_block(self, num_tokens: int, skip_tokens: int) -> int:
         """Index of the first block that must move so that token `num_tokens` can be computed elsewhere.

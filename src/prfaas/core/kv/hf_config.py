@@ -10,23 +10,29 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from prfaas.core.kv.config_fields import CacheDtypeError, ConfigError, ConfigFields, family_defaults
-from prfaas.core.kv.dtypes import DEFAULT_DTYPES, CacheDtypes
-from prfaas.core.kv.families import (
-    ATTENTION_READERS,
-    FP8_DS_MLA,
-    SPARSE_MLA,
-    Reader,
-    by_layer_types,
+from prfaas.core.kv.config_fields import (
+    CacheDtypeError,
+    ConfigError,
+    ConfigFields,
+    UnknownModelError,
+    family_defaults,
 )
+from prfaas.core.kv.dtypes import DEFAULT_DTYPES, CacheDtypes
+from prfaas.core.kv.families import ATTENTION_READERS, Reader, by_layer_types
 from prfaas.core.kv.layers import FullAttention, SlidingWindow
 from prfaas.core.kv.model import Group, KvModel
+from prfaas.core.kv.sparse_families import FP8_DS_MLA, PACKED, SPARSE_READERS
 from prfaas.core.kv.state_families import STATE_READERS
 
-READERS: Mapping[str, Reader] = {**ATTENTION_READERS, **STATE_READERS}
+READERS: Mapping[str, Reader] = {**ATTENTION_READERS, **STATE_READERS, **SPARSE_READERS}
 
-# Files of LongCat-Flash have no model_type: vllm/transformers_utils/config.py, _ARCHITECTURE_TO_MODEL_TYPE.
-_MODEL_TYPES = dict.fromkeys(("LongcatFlashForCausalLM", "LongcatFlashNgramForCausalLM"), "longcat_flash")
+# Files of LongCat-Flash have no model_type: vllm/transformers_utils/config.py, _ARCHITECTURE_TO_MODEL_TYPE. Those of
+# DeepSeek V4 that others made of it have one of their own.
+_MODEL_TYPES = {
+    **dict.fromkeys(("LongcatFlashForCausalLM", "LongcatFlashNgramForCausalLM"), "longcat_flash"),
+    "DeepseekV4ForCausalLM": "deepseek_v4",
+    "DeepseekV41ForCausalLM": "deepseek_v41",
+}
 
 # Scalings of RoPE that leave max_position_embeddings as the whole context: vllm/config/model.py,
 # _get_and_verify_max_len. Others (linear, dynamic) multiply it by their factor.
@@ -129,19 +135,20 @@ def model_from_config(
             `fp8_e4m3`; the GPU decides which one vLLM takes, so `fp8` is refused for it.
 
     Raises:
-        ConfigError: the `model_type` is unknown, a field is missing or wrong, or its caches have no such dtype.
+        ConfigError: a field is missing or wrong, or its caches have no such dtype.
+        UnknownModelError: the `model_type` is unknown.
     """
     fields = ConfigFields(text_fields(config))
     model_type = _model_type(fields)
-    if dtypes.kv_cache == FP8_DS_MLA and model_type not in SPARSE_MLA:
+    if dtypes.kv_cache == FP8_DS_MLA and model_type not in PACKED:
         raise CacheDtypeError(
-            f'{FP8_DS_MLA} is a layout of sparse MLA ({", ".join(SPARSE_MLA)}), not of model_type "{model_type}"'
+            f'{FP8_DS_MLA} is a layout of sparse MLA ({", ".join(PACKED)}), not of model_type "{model_type}"'
         )
     size = dtypes.element_bytes(config.get("quantization_config"), is_latent=fields.given("kv_lora_rank"))
     read = READERS.get(model_type, by_layer_types)
     groups = read(fields.with_defaults(family_defaults(model_type)), size)
     if groups is None:
-        raise ConfigError(
+        raise UnknownModelError(
             f'the KVCache of model_type "{model_type}" is not known, and it has no layer_types that tell its shape; '
             f"known are {', '.join(sorted(READERS))}"
         )
@@ -162,12 +169,15 @@ def kept_dtype(config: Mapping[str, Any], dtypes: CacheDtypes) -> str:
 
 
 def _model_type(fields: ConfigFields) -> str:
-    if fields.given("model_type"):
-        return str(fields.fields["model_type"])
+    named = str(fields.fields["model_type"]) if fields.given("model_type") else None
+    if named is not None and named in READERS:
+        return named
     for architecture in fields.entries("architectures", None) or ():
         if architecture in _MODEL_TYPES:
             return _MODEL_TYPES[architecture]
-    raise ConfigError("model_type is missing")
+    if named is None:
+        raise ConfigError("model_type is missing")
+    return named
 
 
 def _context_tokens(fields: ConfigFields) -> int | None:

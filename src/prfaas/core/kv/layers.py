@@ -7,6 +7,9 @@ linear attention (GDN, KDA, Mamba, Mamba2, Lightning) or a short convolution a s
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from prfaas.core.kv.config_fields import ElementBytes
+
+_USUAL = ElementBytes(kv=2, state=4)
 _Tokens = TypeVar("_Tokens", int, float)
 """Whole numbers of them give whole numbers of bytes; a mean length does as well."""
 
@@ -53,6 +56,8 @@ class SlidingWindow:
     head_size_v: int
     window_tokens: int
     dtype_bytes: int = 2
+    block_tokens: int = 0
+    """Of a block, where these layers have their own; 0: the engine's."""
 
     @property
     def token_bytes(self) -> int:
@@ -75,7 +80,7 @@ class SlidingWindow:
         """
         check_span(num_tokens, skip_tokens, block_tokens)
         first = max(0, num_tokens - self.window_tokens + 1)
-        return tokens_in_blocks(first, num_tokens, block_tokens) * self.token_bytes
+        return tokens_in_blocks(first, num_tokens, self.block_tokens or block_tokens) * self.token_bytes
 
     def per_rank(self, tensor_parallel: int) -> "SlidingWindow":
         """The part of one of `tensor_parallel` ranks. ValueError if the heads can't be divided."""
@@ -127,7 +132,8 @@ class LinearState:
     """`layers` layers with `conv_bytes` (last inputs of the convolution) and `recurrent_bytes` each.
 
     `heads` own the recurrent state and are what tensor parallelism divides. `grouped_conv_bytes` of `conv_bytes`
-    belong to `conv_groups` groups (key heads) that several heads share. Without them `per_rank` is not known.
+    belong to `conv_groups` groups (key heads) that several heads share. Without them `per_rank` is not known, but where
+    the state `is_whole`: every rank has all of it.
     """
 
     layers: int
@@ -138,6 +144,7 @@ class LinearState:
     conv_groups: int = 0
     grouped_conv_bytes: int = 0
     groups_replicate: bool = False
+    is_whole: bool = False
 
     @classmethod
     def gated_delta_net(
@@ -149,20 +156,19 @@ class LinearState:
         key_head_size: int,
         value_head_size: int,
         conv_kernel: int,
-        conv_dtype_bytes: int = 2,
-        state_dtype_bytes: int = 4,
+        size: ElementBytes = _USUAL,
         kind: str = "GDN",
     ) -> "LinearState":
         """From the shape: conv (kernel - 1) × (2·keys + values), state value_heads × value_size × key_size.
 
         Shapes as in vLLM 0.32 `MambaStateShapeCalculator.gated_delta_net_state_shape`, without speculation.
         """
-        column_bytes = (conv_kernel - 1) * conv_dtype_bytes
+        column_bytes = (conv_kernel - 1) * size.conv
         keys = 2 * key_heads * key_head_size
         return cls(
             layers=layers,
             conv_bytes=(keys + value_heads * value_head_size) * column_bytes,
-            recurrent_bytes=value_heads * value_head_size * key_head_size * state_dtype_bytes,
+            recurrent_bytes=value_heads * value_head_size * key_head_size * size.state,
             kind=kind,
             heads=value_heads,
             conv_groups=key_heads,
@@ -177,8 +183,7 @@ class LinearState:
         heads: int,
         head_size: int,
         conv_kernel: int,
-        conv_dtype_bytes: int = 2,
-        state_dtype_bytes: int = 4,
+        size: ElementBytes = _USUAL,
     ) -> "LinearState":
         """From the shape: conv (kernel - 1) × 3·heads·size, state heads × size × size.
 
@@ -191,8 +196,7 @@ class LinearState:
             key_head_size=head_size,
             value_head_size=head_size,
             conv_kernel=conv_kernel,
-            conv_dtype_bytes=conv_dtype_bytes,
-            state_dtype_bytes=state_dtype_bytes,
+            size=size,
             kind="KDA",
         )
 
@@ -206,19 +210,18 @@ class LinearState:
         groups: int,
         state_size: int,
         conv_kernel: int,
-        conv_dtype_bytes: int = 2,
-        state_dtype_bytes: int = 4,
+        size: ElementBytes = _USUAL,
     ) -> "LinearState":
         """From the shape: conv (kernel - 1) × (heads·size + 2·groups·state), state heads × size × state.
 
         Shapes as in vLLM 0.32 `MambaStateShapeCalculator.mamba2_state_shape`, without speculation.
         """
-        column_bytes = (conv_kernel - 1) * conv_dtype_bytes
+        column_bytes = (conv_kernel - 1) * size.conv
         grouped = 2 * groups * state_size
         return cls(
             layers=layers,
             conv_bytes=(heads * head_size + grouped) * column_bytes,
-            recurrent_bytes=heads * head_size * state_size * state_dtype_bytes,
+            recurrent_bytes=heads * head_size * state_size * size.state,
             kind="Mamba2",
             heads=heads,
             conv_groups=groups,
@@ -234,8 +237,7 @@ class LinearState:
         channels: int,
         state_size: int,
         conv_kernel: int,
-        conv_dtype_bytes: int = 2,
-        state_dtype_bytes: int = 4,
+        size: ElementBytes = _USUAL,
     ) -> "LinearState":
         """From the shape: conv (kernel - 1) × channels, state channels × state.
 
@@ -243,33 +245,41 @@ class LinearState:
         """
         return cls(
             layers=layers,
-            conv_bytes=(conv_kernel - 1) * channels * conv_dtype_bytes,
-            recurrent_bytes=channels * state_size * state_dtype_bytes,
+            conv_bytes=(conv_kernel - 1) * channels * size.conv,
+            recurrent_bytes=channels * state_size * size.state,
             kind="Mamba",
             heads=channels,
         )
 
     @classmethod
     def short_conv(
-        cls, layers: int, *, channels: int, conv_kernel: int, conv_dtype_bytes: int = 2
+        cls, layers: int, *, channels: int, conv_kernel: int, size: ElementBytes = _USUAL
     ) -> "LinearState":
         """From the shape: conv (kernel - 1) × channels, no recurrent state.
 
         Shape as in vLLM 0.32 `MambaStateShapeCalculator.short_conv_state_shape`; ranks divide the channels.
         """
-        conv_bytes = (conv_kernel - 1) * channels * conv_dtype_bytes
+        conv_bytes = (conv_kernel - 1) * channels * size.conv
         return cls(layers, conv_bytes, 0, kind="ShortConv", heads=channels)
 
     @classmethod
     def lightning(
-        cls, layers: int, *, heads: int, head_size: int, state_dtype_bytes: int = 4
+        cls, layers: int, *, heads: int, head_size: int, size: ElementBytes = _USUAL
     ) -> "LinearState":
         """From the shape: no convolution, state heads × size × size.
 
         Shape as in vLLM 0.32 `MambaStateShapeCalculator.linear_attention_state_shape`.
         """
-        recurrent = heads * head_size * head_size * state_dtype_bytes
+        recurrent = heads * head_size * head_size * size.state
         return cls(layers, 0, recurrent, kind="Lightning", heads=heads)
+
+    @classmethod
+    def ring(cls, layers: int, *, nbytes: int) -> "LinearState":
+        """What is still to be compressed into an entry, in a block that a request keeps from its first token on.
+
+        vLLM 0.32 `CircularBufferSpec`; every rank has all of it.
+        """
+        return cls(layers, nbytes, 0, kind="ring", is_whole=True)
 
     @property
     def state_bytes(self) -> int:
@@ -294,7 +304,7 @@ class LinearState:
         Raises:
             ValueError: the heads can't be divided among the ranks.
         """
-        if tensor_parallel == 1:
+        if tensor_parallel == 1 or self.is_whole:
             return self
         if self.heads == 0 or self.heads % tensor_parallel:
             raise ValueError(
@@ -384,3 +394,35 @@ class FullAttention:
             return f"{kind} (latent of {self.head_size_k}), {self.token_bytes} B per token"
         sizes = f"{self.head_size_k}+{self.head_size_v}"
         return f"{kind} ({self.kv_heads} heads of {sizes}), {self.token_bytes} B per token"
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedAttention(FullAttention):
+    """`layers` layers that keep an entry for several tokens each, in pages of `page_tokens` tokens that move whole.
+
+    `head_size_k` are the bytes of a page with all that fills it up; every rank has it. vLLM 0.32: `MLAAttentionSpec`
+    with `tokens_per_state` and `alignment`. Attention of which an engine tells the pages alone counts like that too.
+    """
+
+    dtype_bytes: int = 1
+    page_tokens: int = 256
+
+    @property
+    def _page_bytes(self) -> int:
+        return self.layers * self.kv_heads * self.head_size_k
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes per token, all layers together, rounded up."""
+        return -(-self._page_bytes // self.page_tokens)
+
+    def bytes_to_move(self, num_tokens: int, skip_tokens: int, block_tokens: int = 1) -> int:
+        """As that of full attention, in blocks of a page at least."""
+        check_span(num_tokens, skip_tokens, block_tokens)
+        tokens = tokens_in_blocks(skip_tokens, num_tokens, max(block_tokens, self.page_tokens))
+        return -(-tokens * self._page_bytes // self.page_tokens)
+
+    def describe(self) -> str:
+        """One line for people."""
+        page = f"{self.head_size_k} B per {self.page_tokens} tokens"
+        return f"{self.layers} compressed attention ({page}), {self.token_bytes} B per token"

@@ -15,10 +15,10 @@ from itertools import accumulate, groupby
 from math import gcd
 
 from prfaas.core.kv.dtypes import ELEMENT_BYTES
-from prfaas.core.kv.groups import GroupKind
+from prfaas.core.kv.groups import REQUEST_TOKENS, GroupKind
 
 # Bounds of what another side may tell.
-_MOST_TOKENS = 1 << 24
+_MOST_TOKENS = REQUEST_TOKENS
 _MOST_BYTES = 1 << 40
 _MOST_PARTS = 64
 _MOST_LAYOUTS = 1 << 16

@@ -24,17 +24,20 @@ def _qwen_next(config: ConfigFields, size: ElementBytes) -> list[Group]:
     """Every n-th layer is full attention, the others Gated DeltaNet: qwen3_next.py `Qwen3NextDecoderLayer`."""
     interval = config.whole("full_attention_interval", 4)
     types = config.layer_types(lambda layer: LINEAR if (layer + 1) % interval else FULL)
-    linear = LinearState.gated_delta_net(
-        types.count(LINEAR),
+    return [*attention(config, types, size), gated_delta_net(config, types.count(LINEAR), size)]
+
+
+def gated_delta_net(config: ConfigFields, layers: int, size: ElementBytes) -> LinearState:
+    """Gated DeltaNet by the names of fields that Qwen's families share."""
+    return LinearState.gated_delta_net(
+        layers,
         key_heads=config.whole("linear_num_key_heads"),
         value_heads=config.whole("linear_num_value_heads"),
         key_head_size=config.whole("linear_key_head_dim"),
         value_head_size=config.whole("linear_value_head_dim"),
         conv_kernel=config.whole("linear_conv_kernel_dim"),
-        conv_dtype_bytes=size.conv,
-        state_dtype_bytes=size.state,
+        size=size,
     )
-    return [*attention(config, types, size), linear]
 
 
 def _kimi_linear(config: ConfigFields, size: ElementBytes) -> list[Group]:
@@ -52,8 +55,7 @@ def _kimi_linear(config: ConfigFields, size: ElementBytes) -> list[Group]:
         heads=linear.whole("num_heads"),
         head_size=linear.whole("head_dim"),
         conv_kernel=linear.whole("short_conv_kernel_size"),
-        conv_dtype_bytes=size.conv,
-        state_dtype_bytes=size.state,
+        size=size,
     )
     return [latent_attention(config, config.layers - len(listed), size), state]
 
@@ -71,8 +73,7 @@ def _nemotron_h(config: ConfigFields, size: ElementBytes) -> list[Group]:
         groups=config.whole("n_groups"),
         state_size=config.whole("ssm_state_size"),
         conv_kernel=config.whole("conv_kernel"),
-        conv_dtype_bytes=size.conv,
-        state_dtype_bytes=size.state,
+        size=size,
     )
     return [_attention_layers(config, kinds.count(ATTENTION), size), state]
 
@@ -102,7 +103,7 @@ def _block_types(config: ConfigFields, field: str) -> Sequence[str] | None:
 
 
 def _mamba2(config: ConfigFields, layers: int, inner: int, size: ElementBytes) -> LinearState:
-    """Mamba2 of width `inner`, with the field names that Bamba, Granite 4 and Falcon-H1 share."""
+    """Mamba2 of width `inner`, with the field names that Granite 4 and Falcon-H1 share."""
     heads = config.whole("mamba_n_heads")
     if inner % heads:
         raise ConfigError(f"mamba_n_heads must divide the width of Mamba2, {inner}; {heads} does not")
@@ -114,8 +115,7 @@ def _mamba2(config: ConfigFields, layers: int, inner: int, size: ElementBytes) -
         groups=config.whole("mamba_n_groups", 1),
         state_size=config.whole("mamba_d_state", 256),
         conv_kernel=config.whole("mamba_d_conv", 4),
-        conv_dtype_bytes=size.conv,
-        state_dtype_bytes=size.state,
+        size=size,
     )
 
 
@@ -127,17 +127,6 @@ def _granite_hybrid(config: ConfigFields, size: ElementBytes) -> list[Group]:
     inner = config.whole("mamba_expand", 2) * config.whole("hidden_size")
     state = _mamba2(config, kinds.count(MAMBA), inner, size)
     return [_attention_layers(config, kinds.count(ATTENTION), size), state]
-
-
-def _bamba(config: ConfigFields, size: ElementBytes) -> list[Group]:
-    """Attention in the layers of `attn_layer_indices`, Mamba2 in the others: transformers `BambaConfig`.
-
-    vLLM has left this family out since 0.23 (registry.py); states are counted in the shape of its Mamba2.
-    """
-    indices = config.layer_numbers("attn_layer_indices", first=0)
-    full = len(indices) if indices is not None else 0
-    inner = config.whole("mamba_expand", 2) * config.whole("hidden_size")
-    return [_attention_layers(config, full, size), _mamba2(config, config.layers - full, inner, size)]
 
 
 def _falcon_h1(config: ConfigFields, size: ElementBytes) -> list[Group]:
@@ -162,8 +151,7 @@ def _jamba(config: ConfigFields, size: ElementBytes) -> list[Group]:
         channels=config.whole("mamba_expand", 2) * config.whole("hidden_size"),
         state_size=config.whole("mamba_d_state", 16),
         conv_kernel=config.whole("mamba_d_conv", 4),
-        conv_dtype_bytes=size.conv,
-        state_dtype_bytes=size.state,
+        size=size,
     )
     return [_attention_layers(config, full, size), state]
 
@@ -183,9 +171,7 @@ def _lfm2(config: ConfigFields, size: ElementBytes) -> list[Group]:
         full = len(indices) if indices is not None else config.layers
     channels = config.whole("conv_dim") if config.given("conv_dim") else config.whole("hidden_size")
     kernel = config.whole("conv_L_cache", 3)
-    state = LinearState.short_conv(
-        config.layers - full, channels=channels, conv_kernel=kernel, conv_dtype_bytes=size.conv
-    )
+    state = LinearState.short_conv(config.layers - full, channels=channels, conv_kernel=kernel, size=size)
     return [_attention_layers(config, full, size), state]
 
 
@@ -204,13 +190,10 @@ def _bailing_hybrid(config: ConfigFields, size: ElementBytes) -> list[Group]:
             heads=heads,
             head_size=head,
             conv_kernel=config.whole("short_conv_kernel_size"),
-            conv_dtype_bytes=size.conv,
-            state_dtype_bytes=size.state,
+            size=size,
         )
         if kda
-        else LinearState.lightning(
-            layers - full_layers, heads=heads, head_size=head, state_dtype_bytes=size.state
-        )
+        else LinearState.lightning(layers - full_layers, heads=heads, head_size=head, size=size)
     )
     full = (
         latent_attention(config, full_layers, size)
@@ -220,32 +203,13 @@ def _bailing_hybrid(config: ConfigFields, size: ElementBytes) -> list[Group]:
     return [full, state]
 
 
-def _minimax(config: ConfigFields, size: ElementBytes) -> list[Group]:
-    """Attention and Lightning: transformers `MiniMaxConfig`; vLLM has left this family out since 0.23 (registry.py)."""
-    marks = config.entries("attn_type_list", config.layers)
-    types = (
-        [FULL if mark == 1 else LINEAR for mark in marks]
-        if marks is not None
-        else config.layer_types(lambda layer: LINEAR if layer % 2 else FULL)
-    )
-    state = LinearState.lightning(
-        types.count(LINEAR),
-        heads=config.whole("num_attention_heads"),
-        head_size=config.head_size,
-        state_dtype_bytes=size.state,
-    )
-    return [*attention(config, types, size), state]
-
-
 STATE_READERS: Mapping[str, Reader] = {
     **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), _qwen_next),
-    "kimi_linear": _kimi_linear,
+    **dict.fromkeys(("kimi_linear", "kimi_k3"), _kimi_linear),
     "nemotron_h": _nemotron_h,
     "granitemoehybrid": _granite_hybrid,
-    "bamba": _bamba,
     "falcon_h1": _falcon_h1,
     "jamba": _jamba,
     **dict.fromkeys(("lfm2", "lfm2_moe"), _lfm2),
     **dict.fromkeys(("bailing_hybrid", "bailing_moe_linear"), _bailing_hybrid),
-    **dict.fromkeys(("minimax", "minimax_m1", "minimax_text_01"), _minimax),
 }

@@ -12,7 +12,7 @@ from typing import Any
 from prfaas.core.kv.config_fields import ConfigError, ConfigFields, family_defaults
 from prfaas.core.kv.dtypes import DEFAULT_DTYPES, CacheDtypes
 from prfaas.core.kv.hf_config import model_from_config, text_fields
-from prfaas.core.kv.layers import FullAttention, LinearState, SlidingWindow
+from prfaas.core.kv.layers import CompressedAttention, FullAttention, LinearState, SlidingWindow
 from prfaas.core.kv.model import KvModel
 from prfaas.core.latency.feed_forward import Experts, feed_forward, with_usual_names
 
@@ -236,6 +236,11 @@ def _output_gate(fields: ConfigFields) -> bool:
 
 def _latent(group: FullAttention, fields: ConfigFields) -> tuple[int, list[SoftmaxLayers]]:
     """Parameters of all MLA layers, and their attention; of the index of sparse attention, where it is one."""
+    if isinstance(group, CompressedAttention) or not fields.given("kv_lora_rank"):
+        family = fields.fields.get("model_type")
+        raise ConfigError(
+            f'what sparse layers of model_type "{family}" cost is not known; measure: prfaas profile'
+        )
     hidden, heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
     latent, rope = fields.whole("kv_lora_rank"), fields.whole("qk_rope_head_dim")
     low_rank = fields.whole("q_lora_rank") if fields.given("q_lora_rank") else None

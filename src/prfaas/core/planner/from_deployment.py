@@ -176,6 +176,7 @@ def _pd(deployment: PlannedDeployment, index: int, cluster: PlannedCluster, pref
         decode_batch=float(batch),
         decode_step_s=step_s,
         prefix_hit_ratio=cluster.prefix_hit_ratio,
+        group_ranks=cluster.group_ranks,
     )
 
 

@@ -111,12 +111,17 @@ class Programme:
             PlanError: the solver gave up.
         """
         from scipy.optimize import Bounds, LinearConstraint, milp
+        from scipy.sparse import diags_array
 
         upper, limits, equal = self._by_rate()
         roles = len(self._problem.pd)
         whole = np.concatenate([np.zeros(self._flows), np.ones(roles), [0.0]])
-        instances = np.array([pd.instances for pd in self._problem.pd], dtype=np.float64)
-        highest = [np.full(self._flows, np.inf), instances, np.array([np.inf])]
+        # The programme's whole numbers are groups, which have their role together.
+        ranks = np.array([pd.group_ranks for pd in self._problem.pd])
+        if ranks.max() > 1:
+            upper = upper @ diags_array(np.concatenate([np.ones(self._flows), ranks, [1.0]]))
+        groups = np.array([pd.instances for pd in self._problem.pd]) // ranks
+        highest = [np.full(self._flows, np.inf), groups, np.array([np.inf])]
         # HiGHS's presolve fails on some tiny programmes, and a slow machine may need longer for a first solution.
         for presolve, patience in ((True, 1), (False, 1), (True, 20)):
             found = milp(
@@ -134,7 +139,10 @@ class Programme:
                 break
         if found.x is None:
             raise PlanError(f"the solver found no plan ({found.message})")
-        prefill = {pd.name: round(found.x[self._flows + j]) for j, pd in enumerate(self._problem.pd)}
+        chosen = found.x[self._flows : self._flows + roles]
+        prefill = {
+            pd.name: round(count) * pd.group_ranks for pd, count in zip(self._problem.pd, chosen, strict=True)
+        }
         return prefill, -float(found.mip_dual_bound)
 
     def prices(self, prefill: Mapping[str, int]) -> dict[Resource, float]:

@@ -58,6 +58,13 @@ class PdCluster:
     """T_decode: seconds of a step at that batch."""
     prefix_hit_ratio: float | None = None
     """The part of every prompt that this cluster's own cache holds; None: the workload's."""
+    group_ranks: int = 1
+    """Instances that have their role together."""
+
+    @property
+    def splits(self) -> range:
+        """The numbers of prefill instances that can be."""
+        return range(0, self.instances + 1, self.group_ranks)
 
     @property
     def gpus(self) -> int:

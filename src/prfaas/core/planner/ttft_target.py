@@ -134,7 +134,7 @@ def _network_within_target(problem: PlanProblem, service: ServiceModel) -> Opera
     fastest = best.slowed()
     for _ in range(_ROLE_ROUNDS):
         near = []
-        for roles in _neighbours(around.point):
+        for roles in _neighbours(problem, around.point):
             try:
                 network = best_network(problem, service, roles)
             except PlanError:
@@ -153,14 +153,15 @@ def _of_network(problem: PlanProblem, network: NetworkPlan) -> Operation:
     return Operation(problem, network.point, network.work, network)
 
 
-def _neighbours(point: OperatingPoint) -> Iterator[dict[str, int]]:
-    """Prefill instances by PD cluster if one instance changed its role."""
+def _neighbours(problem: PlanProblem, point: OperatingPoint) -> Iterator[dict[str, int]]:
+    """Prefill instances by PD cluster if one instance or group changed its role."""
     prefill = {roles.cluster: roles.prefill for roles in point.roles}
+    step = {pd.name: pd.group_ranks for pd in problem.pd}
     for roles in point.roles:
-        if roles.decode > 0:
-            yield prefill | {roles.cluster: roles.prefill + 1}
-        if roles.prefill > 0:
-            yield prefill | {roles.cluster: roles.prefill - 1}
+        if roles.decode >= step[roles.cluster]:
+            yield prefill | {roles.cluster: roles.prefill + step[roles.cluster]}
+        if roles.prefill >= step[roles.cluster]:
+            yield prefill | {roles.cluster: roles.prefill - step[roles.cluster]}
 
 
 class _TargetSearch:
@@ -168,7 +169,7 @@ class _TargetSearch:
 
     def __init__(self, split: Split, target: TtftTarget) -> None:
         self._split, self._target = split, target
-        self._splits = range(split.pd.instances + 1)
+        self._splits = split.pd.splits
 
     def best(self) -> Operation | None:
         """None if nothing keeps the target."""
@@ -199,10 +200,10 @@ class _TargetSearch:
         ]
         ranked = sorted(
             (
-                (float(rates[n][i]), i, n)
-                for n in self._splits
+                (float(rates[row][i]), i, n)
+                for row, n in enumerate(self._splits)
                 for i in range(len(lengths))
-                if hopeful[i] and rates[n][i] > 0
+                if hopeful[i] and rates[row][i] > 0
             ),
             reverse=True,
         )

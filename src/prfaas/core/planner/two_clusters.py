@@ -46,7 +46,7 @@ def _best(problem: PlanProblem, service: ServiceModel) -> tuple[Split, float, in
         split = split_of(problem, policy, service)
         if split is None:
             continue
-        merit, length, n_prefill = best_of(split, range(split.pd.instances + 1))
+        merit, length, n_prefill = best_of(split, split.pd.splits)
         if best is None or merit > best[0]:
             best = (merit, split, length, n_prefill)
     assert best is not None
@@ -74,7 +74,7 @@ def cheapest_point(
         egress, loads = np.zeros(len(lengths)), split.loads(lengths)
         for name, bits in loads.link_bits.items():
             egress += per_bit[name] * bits
-        splits = range(split.pd.instances + 1)
+        splits = split.pd.splits
         for count, rates in zip(splits, merits(split, loads, splits)[0], strict=True):
             costs = egress + _ratio(instances_per_s, rates)
             index = int(np.argmin(costs))

@@ -114,6 +114,10 @@ class PoolGeometry:
                 raise PoolGeometryError(f"KV group {group.index} has blocks of {group.block_tokens} tokens")
         if not any(group.kind is GroupKind.FULL for group in self.groups):
             raise PoolGeometryError("a model without full attention gets no pool")
+        if any(group.is_ring for group in self.groups):
+            raise PoolGeometryError(
+                "a model with rings gets no pool: no prefix of a prompt is kept with them"
+            )
 
     @property
     def lead(self) -> PageGroup:

@@ -205,6 +205,11 @@ class GlobalIndex:
         self._learn()
         return held
 
+    def learn_needs(self, *, states: bool, windows: bool) -> None:
+        """What the model has, where it was not known from the start."""
+        self._needs_states, self._needs_windows = states, windows
+        self._learn()
+
     def _learn(self) -> None:
         """Instances have come or gone, or their block sizes or groups have changed."""
         every = list(self._instances.values())

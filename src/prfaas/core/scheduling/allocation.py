@@ -61,6 +61,8 @@ class PdInstance:
     draining: bool = False
     busy: float = 0.0
     """The work it has, in any unit common to a role."""
+    group: tuple[str, ...] = ()
+    """The ranks that change their role with it, itself among them; empty: it changes alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,7 @@ class PdLoad:
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """`instance` of a PD cluster goes to `to_role` once its present work is done.
+    """`instance` of a PD cluster goes to `to_role` once its present work is done, with all ranks of its group.
 
     Rates are Λ_max of the whole deployment in requests per second, for the expected traffic and the best thresholds.
     """
@@ -126,8 +128,9 @@ class Allocator:
       everything comes through it; and prefill gives no instance away while the PrfaaS clusters that help it are busier
       than decode.
     Then nothing for `cool_down_s`, and never while an instance is still draining. Both roles keep at least one
-    instance. Of the giving role the least busy healthy instance goes, ties by name. Clusters where some instance has
-    both roles at once have nothing to convert, and stay.
+    instance. Of the giving role the least busy healthy instance goes, ties by name. A data-parallel group goes as a
+    whole, where no more than its ranks are wanted. Clusters where some instance has both roles at once have nothing to
+    convert, and stay.
     Costs some milliseconds for two clusters, up to seconds for many (a mixed-integer programme): run it beside an
     event loop.
     """
@@ -215,12 +218,18 @@ class Allocator:
             role = choice.role(load.cluster)
             if role is None or self._is_full(load, role):
                 continue
-            step = {**roles, load.cluster: roles[load.cluster] + (1 if role == "prefill" else -1)}
+            spare = _spare(load, role, choice.missing(load.cluster))
+            if spare is None:
+                continue
+            moved = len(spare) if role == "prefill" else -len(spare)
+            step = {**roles, load.cluster: roles[load.cluster] + moved}
             # One step away was looked at with the others.
             after = next(each for each in found if each.prefill == step)
             if not _is_no_worse(after, found[0]):
                 continue
-            wanted[load.cluster, role] = self._conversion(load, role, problem, step, choice, expected)
+            wanted[load.cluster, role] = self._conversion(
+                load, spare[0].name, role, problem, step, choice, expected
+            )
         return wanted
 
     def _chosen(self, found: Sequence[RolePrediction]) -> RoleChoice:
@@ -254,6 +263,7 @@ class Allocator:
     def _conversion(
         self,
         load: PdLoad,
+        instance: str,
         role: Role,
         problem: PlanProblem,
         step: Mapping[str, int],
@@ -271,7 +281,7 @@ class Allocator:
         rates = [rate_with_roles(problem, each, self.service) for each in (roles, step, wanted)]
         return Conversion(
             load.cluster,
-            _spare(load, role),
+            instance,
             role,
             reason,
             rates[0],
@@ -306,13 +316,16 @@ class Allocator:
             needed = _EQUAL if abs(missing) >= 2 else self.margin
             if missing == 0 or busier[load.cluster] != role or rate_best <= before * (1 + needed):
                 continue
-            step = now[load.cluster] + (1 if missing > 0 else -1)
+            spare = _spare(load, role, abs(missing))
+            if spare is None:
+                continue
+            step = now[load.cluster] + (len(spare) if missing > 0 else -len(spare))
             after = rate_with_roles(problem, {**now, load.cluster: step}, self.service)
             if after < before * (1 - _EQUAL):
                 continue
             reason = f"{role} is the limit: {now[load.cluster]} prefill, best {best[load.cluster]}"
             wanted[load.cluster, role] = Conversion(
-                load.cluster, _spare(load, role), role, reason, before, rate_after=after, rate_best=rate_best
+                load.cluster, spare[0].name, role, reason, before, rate_after=after, rate_best=rate_best
             )
         return wanted
 
@@ -329,14 +342,20 @@ class Allocator:
 
 
 def _options(loads: Sequence[PdLoad], roles: Mapping[str, int]) -> list[dict[str, int]]:
-    """Other roles: one instance away, or any where there is one PD cluster."""
+    """Other roles: one instance or group away, or any where there is one PD cluster."""
     if len(loads) == 1:
         (load,) = loads
-        return [{load.cluster: n} for n in range(1, _healthy(load)) if n != roles[load.cluster]]
+        counts = {0}
+        for unit in (*_units(load, "prefill"), *_units(load, "decode")):
+            counts |= {count + len(unit) for count in counts}
+        return [{load.cluster: n} for n in range(1, _healthy(load)) if n in counts - {roles[load.cluster]}]
     return [
         {**roles, load.cluster: n}
         for load in loads
-        for n in (roles[load.cluster] - 1, roles[load.cluster] + 1)
+        for n in (
+            *(roles[load.cluster] - size for size in sorted({len(unit) for unit in _units(load, "prefill")})),
+            *(roles[load.cluster] + size for size in sorted({len(unit) for unit in _units(load, "decode")})),
+        )
         if 1 <= n < _healthy(load)
     ]
 
@@ -347,10 +366,21 @@ def _is_no_worse(after: RoleLatency, now: RoleLatency) -> bool:
     return after.ttft_s <= now.ttft_s
 
 
-def _spare(load: PdLoad, role: Role) -> str:
-    """The least busy healthy instance of the other role, ties by name."""
-    giving = load.able("decode" if role == "prefill" else "prefill")
-    return min(giving, key=lambda instance: (instance.busy, instance.name)).name
+def _units(load: PdLoad, role: Role) -> list[list[PdInstance]]:
+    """The healthy instances of a role, those together that change it together."""
+    units: dict[str, list[PdInstance]] = {}
+    for each in load.able(role):
+        units.setdefault(each.group[0] if each.group else each.name, []).append(each)
+    return list(units.values())
+
+
+def _spare(load: PdLoad, role: Role, wanted: int) -> list[PdInstance] | None:
+    """The least busy of the other role that change together, ties by name; None: all are more than are `wanted`."""
+    giving: Role = "decode" if role == "prefill" else "prefill"
+    fitting = [unit for unit in _units(load, giving) if len(unit) <= wanted]
+    return min(
+        fitting, key=lambda unit: (sum(each.busy for each in unit) / len(unit), unit[0].name), default=None
+    )
 
 
 def _is_divided(load: PdLoad) -> bool:
@@ -378,27 +408,33 @@ def _inside(prefill: int, load: PdLoad) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RoleDrain:
-    """One instance that finishes its old work and gets nothing new, so that no request is lost or slowed."""
+    """Instances that finish their old work and get nothing new, so that no request is lost or slowed."""
 
-    instance: InstanceView
+    instances: Sequence[InstanceView]
     to_role: Role
     since_s: float
 
     @classmethod
-    def begin(cls, instance: InstanceView, to_role: Role, now_s: float) -> "RoleDrain":
-        """Let nothing new go to `instance`: it is draining from now on."""
-        instance.draining = True
-        return cls(instance, to_role, now_s)
+    def begin(cls, instances: Sequence[InstanceView], to_role: Role, now_s: float) -> "RoleDrain":
+        """Let nothing new go to one instance, or to the ranks of a group: they are draining from now on."""
+        for instance in instances:
+            instance.draining = True
+        return cls(instances, to_role, now_s)
 
     def conclude(self, now_s: float) -> DrainResult | None:
         """End the drain if it is over; None if it is not. The caller gives the role, unless it was abandoned."""
-        if not self.instance.healthy:
+        if not all(instance.healthy for instance in self.instances):
             result: DrainResult = "abandoned"
-        elif self.instance.in_flight == 0:
+        elif not any(instance.in_flight for instance in self.instances):
             result = "done"
         elif now_s - self.since_s >= DRAIN_LIMIT_S:
             result = "done-with-old-work"
         else:
             return None
-        self.instance.draining = False
+        self.end()
         return result
+
+    def end(self) -> None:
+        """They are draining no more, whatever has come of it."""
+        for instance in self.instances:
+            instance.draining = False

@@ -95,6 +95,7 @@ def with_cache(
         loaded_s=start_s + move.prefill_s,
         cache_transfer=move.transfer,
         load_s=move.load_s,
+        stall_s=move.prefill_s * option.instance.held_up,
     )
     if option.link is not None:
         moved = streamed(moved, option.link, view, option.kv_bytes, request.first_from_prefill)

@@ -50,15 +50,18 @@ class PrefillCandidate(Struct, kw_only=True, frozen=True):
     cache_transfer: CacheTransfer | None = None
     load_s: float = 0.0
     """Of `start_s` what it loads from its machine's pool."""
+    stall_s: float = 0.0
+    """For how long it holds up further engines that decode, summed: the other ranks of a data-parallel group."""
 
     @property
     def delay_s(self) -> float:
         """What ways are compared by: the mean of `ttft_s` and `loaded_s`, equal where the first token waits for the KV.
 
+        What it holds others up comes on top.
         By the first token alone links would cost nothing, and a full one would get ever more. By the mean neither
         wait is free. The way with the least mean has its first token no later than any way has everything.
         """
-        return (self.ttft_s + self.loaded_s) / 2.0
+        return (self.ttft_s + self.loaded_s) / 2.0 + self.stall_s
 
 
 def prefill_by(
@@ -79,6 +82,7 @@ def prefill_by(
         ttft_s=end_s,
         loaded_s=end_s,
         load_s=load_s,
+        stall_s=prefill_s * instance.held_up if instance.group else 0.0,
     )
 
 
@@ -147,6 +151,7 @@ def streamed(
         kv_bytes=kv_bytes,
         cache_transfer=option.cache_transfer,
         load_s=option.load_s,
+        stall_s=option.stall_s,
     )
 
 
@@ -189,6 +194,7 @@ def best_candidate(request: RoutingRequest, cluster: ClusterView, view: View) ->
         loaded_s=end_s,
         cache_transfer=copied,
         load_s=load_s,
+        stall_s=prefill_s * cluster.instances[place].held_up,
         least_wait_s=min(queues_s) + shared_s,
         holder=cluster.instances[holder],
         held_tokens=held_tokens,
@@ -284,6 +290,7 @@ def least_queued(request: RoutingRequest, cluster: ClusterView, view: View) -> B
         prefill_s=prefill_s,
         ttft_s=end_s,
         loaded_s=end_s,
+        stall_s=prefill_s * chosen.held_up if chosen.group else 0.0,
         least_wait_s=wait_s + shared_s,
         holder=chosen,
         held_tokens=0,

@@ -1,5 +1,6 @@
 """A running deployment as a planning problem: its instances, links and traffic as they are now."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -26,6 +27,8 @@ class ClusterFacts:
     """Requests that decode together on one instance of a PD cluster: BS_max of Eq. 5. PrfaaS clusters have none."""
     decode_step_s: float = 1.0
     """Seconds of one decode step: T_decode of Eq. 5."""
+    group_ranks: int = 1
+    """Instances that have their role together, as `group_ranks` finds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,11 @@ class LinkFacts:
 def prefill_instances(instances: Iterable[InstanceView]) -> int:
     """Available ones that prefill; those that drain count for the role that they will have."""
     return sum(each.prefills != each.draining and each.available for each in instances)
+
+
+def group_ranks(instances: Iterable[InstanceView]) -> int:
+    """How many instances change their role together; of several sizes of groups what divides them all."""
+    return math.gcd(*(len(each.group) or 1 for each in instances)) or 1
 
 
 def problem_now(
@@ -83,6 +91,7 @@ def problem_now(
                 cluster.curve.at_rest(),
                 decode_batch=cluster.decode_batch,
                 decode_step_s=cluster.decode_step_s,
+                group_ranks=cluster.group_ranks,
             )
             for cluster in decoders
         ),

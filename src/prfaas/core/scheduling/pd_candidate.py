@@ -40,7 +40,7 @@ class PdCandidate(Struct, kw_only=True):
     has_prfaas: bool
     """There is a PrfaaS instance that could prefill if it were linked."""
     threshold_tokens: float
-    """The long-term threshold, infinite where there is none."""
+    """The long-term threshold, infinite where there is none; a part of it where a local prefill holds up others."""
     remotes: list[tuple[BestCandidate, LinkView]] = []
     """PrfaaS clusters with an instance and a link; none: everything stays in the cluster."""
     sources: list[PrefixSource] = []
@@ -105,7 +105,7 @@ def pd_candidate_of(
         held_tokens=held_tokens,
         least_wait_s=local.start_s if own is None else own.least_wait_s,
         has_prfaas=has_prfaas,
-        threshold_tokens=view.threshold_tokens.get(cluster.name, math.inf),
+        threshold_tokens=_threshold(view, local),
         is_kept_apart=not has_prfaas and is_kept_apart(view, decode, "prfaas"),
     )
 
@@ -149,9 +149,18 @@ def _local(
         return own, "", longest
     here = prefill_by(request, view, cluster, decode)
     longest = max(held, longest)
-    if here.ttft_s > own.ttft_s:
+    if here.ttft_s + here.stall_s > own.ttft_s + own.stall_s:
         return own, "", longest
     return here, "" if decode.prefills else "held-by-decode", longest
+
+
+def _threshold(view: View, local: PrefillCandidate) -> float:
+    """The threshold where it is to stay in the cluster of `local`.
+
+    A prefill that all ranks of a group wait for takes from the cluster what one so many times as long takes alone.
+    """
+    threshold = view.threshold_tokens.get(local.cluster.name, math.inf)
+    return threshold / (1 + local.instance.held_up) if local.instance.group else threshold
 
 
 def lone_pd_candidate(request: RoutingRequest, view: View) -> PdCandidate | None:
@@ -188,7 +197,7 @@ def lone_pd_candidate(request: RoutingRequest, view: View) -> PdCandidate | None
         least_wait_s=own.least_wait_s,
         remotes=remotes,
         has_prfaas=bool(far),
-        threshold_tokens=view.threshold_tokens.get(home.name, math.inf),
+        threshold_tokens=_threshold(view, own),
         is_too_dear=is_too_dear,
     )
 

@@ -107,3 +107,9 @@ class RoleChoice:
             return None
         missing = self.best.latency.prefill[cluster] - self.now.latency.prefill[cluster]
         return None if missing == 0 else "prefill" if missing > 0 else "decode"
+
+    def missing(self, cluster: str) -> int:
+        """How many instances of this cluster should go there."""
+        if self.best is None:
+            return 0
+        return abs(self.best.latency.prefill[cluster] - self.now.latency.prefill[cluster])

@@ -123,8 +123,8 @@ def _compared(
 def _delay_s(request: RoutingRequest, pd: PdCandidate, option: PrefillCandidate) -> float:
     """`PrefillCandidate.delay_s` with the wait for a decode slot, which a first token from the prefill is spared."""
     if option.instance is pd.decode:
-        return max(option.ttft_s, slot_free_s(pd.decode, pd.cluster.slot_s))
-    return _with_slot_s(request, pd, option.ttft_s, option.loaded_s)
+        return max(option.ttft_s, slot_free_s(pd.decode, pd.cluster.slot_s)) + option.stall_s
+    return _with_slot_s(request, pd, option.ttft_s, option.loaded_s) + option.stall_s
 
 
 def _least_s(request: RoutingRequest, pd: PdCandidate, far_s: float) -> float:

@@ -104,4 +104,12 @@ class StageUtilisation:
 
     def _instance(self, view: InstanceView) -> PdInstance:
         busy = float(self._work[view.name].open_prefills if view.prefills else view.decoding)
-        return PdInstance(view.name, view.prefills, view.decodes, view.available, view.draining, busy=busy)
+        return PdInstance(
+            view.name,
+            view.prefills,
+            view.decodes,
+            view.available,
+            view.draining,
+            busy=busy,
+            group=view.group,
+        )

@@ -124,7 +124,8 @@ def _is_held_best(request: RoutingRequest, option: PrefillCandidate) -> bool:
     if reusable <= _MUCH * num_tokens:
         return False
     for each in option.cluster.instances:
-        if each.prefills and each is not option.instance:
+        # One that holds nothing of it would compute the whole prompt, and that was compared with above.
+        if each.name in request.held and each.prefills and each is not option.instance:
             elsewhere = request.reusable_at(each.name)
             if reusable - elsewhere <= _MUCH * (num_tokens - elsewhere):
                 return False

@@ -49,6 +49,13 @@ class InstanceView:
     """When the engine last answered."""
     closed: bool = False
     """An operator drains it: it finishes what it has and gets nothing new, whatever else can answer."""
+    group: tuple[str, ...] = ()
+    """All ranks of its data-parallel group, which compute in step and have the same roles; empty: it is in none."""
+
+    @property
+    def held_up(self) -> int:
+        """How many further engines decode no faster than this one while it prefills."""
+        return len(self.group) - 1 if self.group and self.decodes else 0
 
     @property
     def available(self) -> bool:

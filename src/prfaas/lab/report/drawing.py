@@ -3,55 +3,21 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from io import StringIO
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Stands for the colour of text while matplotlib draws; no drawing uses it for anything else.
+# Stands for the colour of text while matplotlib draws, as in the style; no drawing uses it for anything else.
 INK = "#010203"
 MUTED = "#767676"
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#B58900", "#8C564B", "#7A68C9")
 """Okabe and Ito's palette without the two that vanish on white or on black."""
 
-# matplotlib's stubs want every key as a literal type.
-_RC: Any = {
-    "axes.edgecolor": INK,
-    "axes.facecolor": "none",
-    "axes.grid": True,
-    "axes.labelcolor": INK,
-    "axes.labelsize": 9,
-    "axes.linewidth": 0.6,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "axes.titlecolor": INK,
-    "axes.titlelocation": "left",
-    "axes.titlesize": 9.5,
-    "axes.titlepad": 6,
-    "figure.constrained_layout.use": True,
-    "figure.constrained_layout.h_pad": 0.08,
-    "figure.facecolor": "none",
-    "font.size": 9,
-    "grid.alpha": 0.4,
-    "grid.color": MUTED,
-    "grid.linewidth": 0.4,
-    "legend.frameon": False,
-    "legend.labelcolor": INK,
-    "lines.linewidth": 1.2,
-    "lines.solid_capstyle": "round",
-    "savefig.facecolor": "none",
-    # Letters as letters: small files, text that can be searched and copied.
-    "svg.fonttype": "none",
-    "text.color": INK,
-    "xtick.color": INK,
-    "xtick.labelsize": 8.5,
-    "xtick.major.width": 0.6,
-    "ytick.color": INK,
-    "ytick.labelsize": 8.5,
-    "ytick.major.width": 0.6,
-}
+_STYLE = Path(__file__).parent / "data" / "drawing.mplstyle"
 
 
 class Drawing:
@@ -76,7 +42,7 @@ def drawing(name: str, panels: int = 1, *, columns: int = 1, height: float = 2.4
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context({**_RC, "svg.hashsalt": name}):
+    with matplotlib.rc_context({"svg.hashsalt": name}, _STYLE):
         rows = -(-panels // columns)
         figure = Figure(figsize=(9.6, height * rows + 0.5))
         FigureCanvasSVG(figure)

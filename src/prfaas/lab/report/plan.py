@@ -47,57 +47,6 @@ def print_plan(console: "Console", deployment: PlannedDeployment, plan: Plan) ->
         console.print(Text(note, style="dim"))
 
 
-def print_sweep(
-    console: "Console", field: str, values: Sequence[float], plans: Sequence[Plan], *, is_rate: bool
-) -> None:
-    """Write a table with one line per value of a field.
-
-    Args:
-        console: Where to.
-        field: The field of the deployment file.
-        values: What stood there.
-        plans: The plan at each value.
-        is_rate: Whether the values are bits per second.
-    """
-    table = new_table(field)
-    for title in ("req/s", "homogeneous", "threshold", "prefill + decode", "egress"):
-        table.add_column(title, justify="right")
-    table.add_column("binds")
-    for value, plan in zip(values, plans, strict=True):
-        point = plan.optimum
-        table.add_row(
-            format_bits_per_s(value) if is_rate else f"{value:g}",
-            rate_cell(point.lambda_max, plan.keeps_target),
-            rate_cell(plan.homogeneous.point.lambda_max, plan.homogeneous.keeps_target),
-            _tokens(point.threshold_tokens) or NONE,
-            f"{point.n_prefill} + {point.n_decode}",
-            format_bits_per_s(point.egress_bits_per_s),
-            ", ".join(plan.binding),
-        )
-    console.print(table)
-    print_missed(console, plans)
-
-
-def rate_cell(requests_per_s: float, keeps_target: bool) -> str:
-    """A throughput in a sweep, and whether it misses the target of the TTFT."""
-    return f"{requests_per_s:.4g}{'' if keeps_target else ', missed'}"
-
-
-def print_missed(console: "Console", plans: Sequence[Plan]) -> None:
-    """Say what "missed" in a sweep means, where it stands."""
-    from rich.text import Text
-
-    if all(plan.keeps_target and plan.homogeneous.keeps_target for plan in plans):
-        return
-    console.print()
-    console.print(
-        Text(
-            "Missed: the target for the TTFT is not kept; the throughput is the highest without it.",
-            style="dim",
-        )
-    )
-
-
 def new_table(*columns: str) -> "Table":
     """A table of these columns, the first of words and the others of numbers."""
     from rich import box

@@ -1,14 +1,17 @@
 """Sweeps for people: the field in words, and over prices the break-even at which both sides serve as much per money."""
 
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prfaas.core.deployment import PlannedDeployment
 from prfaas.core.planner import Plan
-from prfaas.lab.report.plan import NONE, new_table, print_missed, rate_cell
+from prfaas.core.units import format_bits_per_s
+from prfaas.lab.report.plan import NONE, new_table
 from prfaas.lab.report.style import MUTED, PREFILL_AWAY, PREFILL_HOME, THROUGHPUT, mark_missed, plot
 
 if TYPE_CHECKING:
@@ -74,133 +77,170 @@ def field_words(deployment: PlannedDeployment, field: str) -> str:
     return words.format(name)
 
 
-def break_even_value(values: Sequence[float], plans: Sequence[Plan]) -> float | None:
-    """Where `equal_cost_ratio` first passes 1, by a straight line between the values around it; None if nowhere."""
-    points = [(value, plan.equal_cost_ratio) for value, plan in zip(values, plans, strict=True)]
-    known = [(value, ratio) for value, ratio in points if ratio is not None]
-    for (before, one), (after, other) in pairwise(known):
-        if (one - EVEN) * (other - EVEN) <= 0 and one != other:
-            return before + (after - before) * (one - EVEN) / (one - other)
-    return None
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanSweep:
+    """Plans over the values of one number of a deployment."""
 
+    field: str
+    """Of the deployment file."""
+    words: str = ""
+    """The field's name for people."""
+    values: Sequence[float]
+    plans: Sequence[Plan]
+    """At each value."""
+    is_rate: bool = False
+    """The values are bits per second."""
+    is_geometric: bool = False
+    """Their ratios are equal, not their differences."""
 
-def print_price_sweep(
-    console: "Console", field: str, words: str, values: Sequence[float], plans: Sequence[Plan]
-) -> None:
-    """Write a table with one line per price, and the price at which both sides do the same.
+    def break_even(self) -> float | None:
+        """Where `equal_cost_ratio` first passes 1, by a straight line between values around it; None if nowhere."""
+        points = zip(self.values, self.plans, strict=True)
+        known = [
+            (value, plan.equal_cost_ratio) for value, plan in points if plan.equal_cost_ratio is not None
+        ]
+        for (before, one), (after, other) in pairwise(known):
+            if (one - EVEN) * (other - EVEN) <= 0 and one != other:
+                return before + (after - before) * (one - EVEN) / (one - other)
+        return None
 
-    Args:
-        console: Where to.
-        field: The field of the deployment file.
-        words: What it is called.
-        values: Prices.
-        plans: The plan at each.
-    """
-    from rich.text import Text
-
-    table = new_table(field)
-    for title in (
-        "req/s",
-        "at equal cost",
-        "cost/M tokens",
-        "fleet you have",
-        "homogeneous",
-        "egress per hour",
-    ):
-        table.add_column(title, justify="right")
-    for value, plan in zip(values, plans, strict=True):
-        costs = [plan.cost, plan.fleet.cost if plan.fleet else None, plan.homogeneous.cost]
-        per_million = [NONE if cost is None else f"{cost.per_million_tokens:.4g}" for cost in costs]
-        table.add_row(
-            f"{value:.4g}",
-            rate_cell(plan.optimum.lambda_max, plan.keeps_target),
-            NONE if plan.equal_cost_ratio is None else f"{plan.equal_cost_ratio:.2f} ×",
-            *per_million,
-            NONE if plan.cost is None else f"{plan.cost.egress_per_hour:.4g}",
-        )
-    console.print(table)
-    print_missed(console, plans)
-    console.print()
-    console.print(Text(break_even_sentence(words, values, plans), style="bold"))
-    console.print()
-    console.print(
-        Text(
-            "At equal cost is the throughput per money over that of as many whole instances, PD only, as the same "
-            "money buys. The three costs are of a million tokens: this deployment, the fleet you have, as many GPUs.",
-            style="dim",
-        )
-    )
-
-
-def break_even_sentence(words: str, values: Sequence[float], plans: Sequence[Plan]) -> str:
-    """Where the break-even is, or on which side of it all values are."""
-    even = break_even_value(values, plans)
-    if even is not None:
-        return f"Break-even: a {words} of {even:.3g}."
-    ratios = [plan.equal_cost_ratio for plan in plans if plan.equal_cost_ratio is not None]
-    if not ratios and any(plan.cost is not None for plan in plans):
-        return "No break-even: the target for the TTFT is never kept, so there is nothing to compare."
-    if not ratios:
-        return "No break-even: without prices of all hardware nothing is said about cost."
-    side = "more" if min(ratios) > EVEN else "less"
-    span = f"from {values[0]:.4g} to {values[-1]:.4g}"
-    return f"No break-even {span}: everywhere this deployment does {side} for its money."
-
-
-def plot_price_sweep(
-    values: Sequence[float],
-    plans: Sequence[Plan],
-    path: Path,
-    *,
-    title: str,
-    words: str,
-    is_logarithmic: bool,
-) -> None:
-    """Cost of a million tokens above, and throughput per money below, with the break-even line.
-
-    Args:
-        values: Prices.
-        plans: The plan at each.
-        path: The PNG to write.
-        title: Of the whole picture.
-        words: What the price is called.
-        is_logarithmic: How the prices' axis is divided.
-    """
-    with plot(path, panels=2, height=5.8) as (upper, lower):
-        nothing = float("nan")
-        curves = {
-            "this deployment, best plan": ([plan.cost for plan in plans], THROUGHPUT, "-"),
-            "the fleet you have": (
-                [plan.fleet.cost if plan.fleet else None for plan in plans],
-                PREFILL_HOME,
-                "-.",
-            ),
-            "homogeneous PD with as many GPUs": ([plan.homogeneous.cost for plan in plans], MUTED, "--"),
-        }
-        for label, (costs, colour, style) in curves.items():
-            if any(cost is not None for cost in costs):
-                per_million = [nothing if cost is None else cost.per_million_tokens for cost in costs]
-                upper.plot(values, per_million, style, color=colour, label=label)
-        missed = [plan.cost is not None and not plan.keeps_target for plan in plans]
-        if any(missed):
-            own = [plan.cost.per_million_tokens if plan.cost else nothing for plan in plans]
-            mark_missed(upper, values, own, missed)
-        upper.set_ylim(bottom=0)
-        upper.set_ylabel("cost of a million tokens")
-        upper.set_title(title)
-        ratios = [nothing if plan.equal_cost_ratio is None else plan.equal_cost_ratio for plan in plans]
-        lower.plot(values, ratios, color=PREFILL_AWAY, label="throughput per money against PD only")
-        lower.axhline(EVEN, color=MUTED, linestyle=":", linewidth=1.4, label="break-even")
-        even = break_even_value(values, plans)
+    def break_even_sentence(self) -> str:
+        """Where the break-even is, or on which side of it all values are."""
+        even = self.break_even()
         if even is not None:
-            for axes in (upper, lower):
-                axes.axvline(even, color=MUTED, linestyle=":", linewidth=1.2)
-            lower.annotate(
-                f"{even:.3g}", (even, EVEN), xytext=(5, 6), textcoords="offset points", color=THROUGHPUT
-            )
-        lower.set_ylim(bottom=0)
-        lower.set_ylabel("times at equal cost")
-        lower.set_xscale("log" if is_logarithmic else "linear")
-        lower.set_xlabel(words)
-        if min(values) < max(values):
-            lower.set_xlim(min(values), max(values))
+            return f"Break-even: a {self.words} of {even:.3g}."
+        ratios = [plan.equal_cost_ratio for plan in self.plans if plan.equal_cost_ratio is not None]
+        if not ratios and any(plan.cost is not None for plan in self.plans):
+            return "No break-even: the target for the TTFT is never kept, so there is nothing to compare."
+        if not ratios:
+            return "No break-even: without prices of all hardware nothing is said about cost."
+        side = "more" if min(ratios) > EVEN else "less"
+        span = f"from {self.values[0]:.4g} to {self.values[-1]:.4g}"
+        return f"No break-even {span}: everywhere this deployment does {side} for its money."
+
+    def to_json(self, plots: Sequence[Path]) -> dict[str, Any]:
+        """Plain numbers, strings, lists and dicts; `plots` are the files that were drawn."""
+        points = zip(self.values, self.plans, strict=True)
+        rows = [{"value": value, **plan.to_json()} for value, plan in points]
+        even = {"break_even": self.break_even()} if is_price_field(self.field) else {}
+        return {"field": self.field, "points": rows, "plots": [str(each) for each in plots]} | even
+
+    def print(self, console: "Console") -> None:
+        """Write a table with one line per value; over prices also the price at which both sides do the same."""
+        from rich.text import Text
+
+        is_price = is_price_field(self.field)
+        cells, titles = (_price_cells, _PRICE_TITLES) if is_price else (_cells, _TITLES)
+        table = new_table(self.field, *titles)
+        if not is_price:
+            table.columns[-1].justify = "left"
+        for value, plan in zip(self.values, self.plans, strict=True):
+            told = format_bits_per_s(value) if self.is_rate else f"{value:.4g}" if is_price else f"{value:g}"
+            table.add_row(told, *cells(plan))
+        console.print(table)
+        if not all(plan.keeps_target and plan.homogeneous.keeps_target for plan in self.plans):
+            console.print()
+            console.print(Text(_MISSED, style="dim"))
+        if is_price:
+            console.print()
+            console.print(Text(self.break_even_sentence(), style="bold"))
+            console.print()
+            console.print(Text(_AT_EQUAL_COST, style="dim"))
+
+    def plot(self, path: Path, title: str) -> None:
+        """Draw a PNG: throughput and threshold over the values, over prices cost and throughput per money."""
+        from prfaas.lab.report.plan_figures import plot_sweep
+
+        if is_price_field(self.field):
+            self._plot_prices(path, title)
+            return
+        bases = [plan.homogeneous for plan in self.plans]
+        plot_sweep(
+            self.values,
+            [plan.optimum for plan in self.plans],
+            [base.point.lambda_max if base.keeps_target else math.nan for base in bases],
+            path,
+            title=title,
+            label=self.words,
+            missed=[not plan.keeps_target for plan in self.plans],
+            scale="bits_per_s" if self.is_rate else "logarithmic" if self.is_geometric else "plain",
+        )
+
+    def _plot_prices(self, path: Path, title: str) -> None:
+        values, plans = self.values, self.plans
+        with plot(path, panels=2, height=5.8) as (upper, lower):
+            nothing = float("nan")
+            curves = {
+                "this deployment, best plan": ([plan.cost for plan in plans], THROUGHPUT, "-"),
+                "the fleet you have": (
+                    [plan.fleet.cost if plan.fleet else None for plan in plans],
+                    PREFILL_HOME,
+                    "-.",
+                ),
+                "homogeneous PD with as many GPUs": ([plan.homogeneous.cost for plan in plans], MUTED, "--"),
+            }
+            for label, (costs, colour, style) in curves.items():
+                if any(cost is not None for cost in costs):
+                    per_million = [nothing if cost is None else cost.per_million_tokens for cost in costs]
+                    upper.plot(values, per_million, style, color=colour, label=label)
+            missed = [plan.cost is not None and not plan.keeps_target for plan in plans]
+            if any(missed):
+                own = [plan.cost.per_million_tokens if plan.cost else nothing for plan in plans]
+                mark_missed(upper, values, own, missed)
+            upper.set_ylim(bottom=0)
+            upper.set_ylabel("cost of a million tokens")
+            upper.set_title(title)
+            ratios = [nothing if plan.equal_cost_ratio is None else plan.equal_cost_ratio for plan in plans]
+            lower.plot(values, ratios, color=PREFILL_AWAY, label="throughput per money against PD only")
+            lower.axhline(EVEN, color=MUTED, linestyle=":", linewidth=1.4, label="break-even")
+            even = self.break_even()
+            if even is not None:
+                for axes in (upper, lower):
+                    axes.axvline(even, color=MUTED, linestyle=":", linewidth=1.2)
+                lower.annotate(
+                    f"{even:.3g}", (even, EVEN), xytext=(5, 6), textcoords="offset points", color=THROUGHPUT
+                )
+            lower.set_ylim(bottom=0)
+            lower.set_ylabel("times at equal cost")
+            lower.set_xscale("log" if self.is_geometric else "linear")
+            lower.set_xlabel(self.words)
+            if min(values) < max(values):
+                lower.set_xlim(min(values), max(values))
+
+
+_TITLES = ("req/s", "homogeneous", "threshold", "prefill + decode", "egress", "binds")
+_PRICE_TITLES = (
+    "req/s",
+    "at equal cost",
+    "cost/M tokens",
+    "fleet you have",
+    "homogeneous",
+    "egress per hour",
+)
+_MISSED = "Missed: the target for the TTFT is not kept; the throughput is the highest without it."
+_AT_EQUAL_COST = (
+    "At equal cost is the throughput per money over that of as many whole instances, PD only, as the same money buys. "
+    "The three costs are of a million tokens: this deployment, the fleet you have, as many GPUs."
+)
+
+
+def _cells(plan: Plan) -> Iterator[str]:
+    point, base = plan.optimum, plan.homogeneous
+    yield _rate(point.lambda_max, plan.keeps_target)
+    yield _rate(base.point.lambda_max, base.keeps_target)
+    yield NONE if point.threshold_tokens is None else f"{point.threshold_tokens:,.0f}"
+    yield f"{point.n_prefill} + {point.n_decode}"
+    yield format_bits_per_s(point.egress_bits_per_s)
+    yield ", ".join(plan.binding)
+
+
+def _price_cells(plan: Plan) -> Iterator[str]:
+    yield _rate(plan.optimum.lambda_max, plan.keeps_target)
+    yield NONE if plan.equal_cost_ratio is None else f"{plan.equal_cost_ratio:.2f} ×"
+    for cost in (plan.cost, plan.fleet.cost if plan.fleet else None, plan.homogeneous.cost):
+        yield NONE if cost is None else f"{cost.per_million_tokens:.4g}"
+    yield NONE if plan.cost is None else f"{plan.cost.egress_per_hour:.4g}"
+
+
+def _rate(requests_per_s: float, keeps_target: bool) -> str:
+    return f"{requests_per_s:.4g}{'' if keeps_target else ', missed'}"

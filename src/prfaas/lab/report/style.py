@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from prfaas.core.units import KIB
 
@@ -18,24 +18,7 @@ MUTED = "#767676"
 # A logarithmic axis over less than this ratio gets more ticks than one per power of ten.
 _FEW_DECADES = 100.0
 
-# matplotlib's stubs want every key as a literal type.
-_RC: Any = {
-    "axes.grid": True,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "axes.titlelocation": "left",
-    "axes.titlesize": 12,
-    "axes.titleweight": "bold",
-    "axes.titlepad": 12,
-    "figure.constrained_layout.use": True,
-    "figure.dpi": 130,
-    "font.size": 10,
-    "grid.alpha": 0.25,
-    "legend.frameon": False,
-    "lines.linewidth": 2.0,
-    # The same drawing gives the same bytes, so that a plot in the repository only changes when its numbers do.
-    "svg.hashsalt": "prfaas",
-}
+_STYLE = Path(__file__).parent / "data" / "plot.mplstyle"
 
 
 @contextmanager
@@ -48,7 +31,7 @@ def plot(path: Path, *, panels: int = 1, height: float = 4.6) -> Iterator["list[
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context(_RC):
+    with matplotlib.rc_context(fname=_STYLE):
         figure = Figure(figsize=(7.2, height))
         FigureCanvasAgg(figure)
         axes = figure.subplots(panels, 1, sharex=True, squeeze=False)[:, 0]

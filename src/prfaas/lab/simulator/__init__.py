@@ -8,6 +8,7 @@ from prfaas.lab.simulator.scenario import (
     Failure,
     Overheads,
     Scenario,
+    ScenarioOptions,
     SimulatedLink,
     scenario_of,
 )
@@ -24,6 +25,7 @@ __all__ = [
     "PoolOptions",
     "Result",
     "Scenario",
+    "ScenarioOptions",
     "SimulatedCluster",
     "SimulatedLink",
     "Slowdown",

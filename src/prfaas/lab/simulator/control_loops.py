@@ -37,12 +37,6 @@ def _work_of(world: World, name: str) -> InstanceWork:
     )
 
 
-def _pooled(world: World, cluster: str) -> int:
-    """Prefills that wait for any instance of `cluster`."""
-    instance = world.view.clusters[cluster].instances[0]
-    return len(world.engines[instance.name].pool)
-
-
 class Conversions:
     """At most one at a time; work that is still there after `DRAIN_LIMIT_S` goes on beside the new."""
 
@@ -56,12 +50,15 @@ class Conversions:
 
     def begin(self, instance: str, to_role: Role, reason: str) -> None:
         """Start to convert an instance."""
-        engine = self._world.engines[instance]
+        engines = [
+            self._world.engines[each] for each in self._world.engines[instance].view.group or (instance,)
+        ]
         now_s = self._world.events.now_s
-        drain = RoleDrain.begin(engine.view, to_role, now_s)
+        drain = RoleDrain.begin([engine.view for engine in engines], to_role, now_s)
         self.is_busy = True
         self.history.append({"at_s": now_s, "instance": instance, "to_role": to_role, "reason": reason})
-        self._world.set_free(engine)
+        for engine in engines:
+            self._world.set_free(engine)
         self._world.events.at(now_s + DRAIN_CHECK_S, self._look, drain)
 
     def _look(self, drain: RoleDrain) -> None:
@@ -72,8 +69,7 @@ class Conversions:
             return
         self.is_busy = False
         self.history[-1]["drained_s"] = self.drain_s = now_s - drain.since_s
-        view = drain.instance
-        if result != "abandoned":
+        for view in drain.instances if result != "abandoned" else ():
             view.prefills, view.decodes = drain.to_role == "prefill", drain.to_role == "decode"
             if view.prefills:
                 self._world.start_next(self._world.engines[view.name])
@@ -108,7 +104,7 @@ class SlowLoops:
         self._utilisation = StageUtilisation(
             world.view,
             lambda name: _work_of(world, name),
-            lambda cluster: _pooled(world, cluster),
+            lambda cluster: len(world.prefill_pools[cluster]),
             world.events.now_s,
         )
         self._conversions = Conversions(world, on_end=lambda: self.ask("roles"))
@@ -215,6 +211,7 @@ class SlowLoops:
                     world.usual.get(cluster.name, cluster.curve),
                     float(cluster.decode_slots),
                     decode_step_s=self._step_s[cluster.name],
+                    group_ranks=cluster.group_ranks,
                 )
             )
         links = [

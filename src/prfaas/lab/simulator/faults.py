@@ -73,21 +73,27 @@ class Faults:
         if failure.notice_s:
             self._warned[failure.what].remove(failure.at_s)
             self._set_leaving(self._world.engines[failure.what])
-        self._down[failure.what] += 1
-        if self._down[failure.what] == 1:
-            self._die(self._world.engines[failure.what])
+        for name in self._together(failure.what):
+            self._down[name] += 1
+            if self._down[name] == 1:
+                self._die(self._world.engines[name])
 
     def _end(self, failure: Failure) -> None:
         now_s = self._world.events.now_s
         if failure.what in self._links:
             self._links[failure.what].look(now_s)
             return
-        self._down[failure.what] -= 1
-        if self._down[failure.what] == 0:
-            engine = self._world.engines[failure.what]
-            engine.view.healthy = True
-            engine.view.busy_until_s = now_s
-            self._world.start_next(engine)
+        for name in self._together(failure.what):
+            self._down[name] -= 1
+            if self._down[name] == 0:
+                engine = self._world.engines[name]
+                engine.view.healthy = True
+                engine.view.busy_until_s = now_s
+                self._world.start_next(engine)
+
+    def _together(self, name: str) -> tuple[str, ...]:
+        """The instances that fail with one: all ranks of its group."""
+        return self._world.engines[name].view.group or (name,)
 
     def _die(self, engine: Engine) -> None:
         """Everything there is lost: prefills start again in their PD cluster, answers go on from what is written."""

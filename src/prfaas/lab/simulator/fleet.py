@@ -52,7 +52,7 @@ def engines_of(
     answers: Answers,
 ) -> dict[str, Engine]:
     """By name."""
-    return {
+    engines = {
         instance.name: Engine(
             instance,
             view.clusters[cluster.name],
@@ -66,6 +66,10 @@ def engines_of(
         for cluster in scenario.clusters
         for instance in view.clusters[cluster.name].instances
     }
+    for engine in engines.values():
+        if engine.view.group:
+            engine.ranks = [engines[name] for name in engine.view.group]
+    return engines
 
 
 def _decode_batch_of(
@@ -107,6 +111,7 @@ def view_of(scenario: Scenario, kv: KvFacts) -> View:
                         prefills=number < cluster.prefill_instances,
                         decodes=number >= cluster.prefill_instances,
                         decode_slots=cluster.decode_slots,
+                        group=_group_of(cluster, number),
                     )
                     for number, name in enumerate(instance_names(cluster))
                 ],
@@ -138,6 +143,13 @@ def view_of(scenario: Scenario, kv: KvFacts) -> View:
         stale_after_s=scenario.control.stale_after_s,
         keeps_transfers=scenario.keeps_transfers,
     )
+
+
+def _group_of(cluster: SimulatedCluster, number: int) -> tuple[str, ...]:
+    """The names of those that an instance is in a group with, its own among them; none where it is in none."""
+    ranks = cluster.group_ranks
+    first = number - number % ranks
+    return tuple(instance_names(cluster)[first : first + ranks]) if ranks > 1 else ()
 
 
 def _facts(model: KvModel | None) -> KvFacts | None:

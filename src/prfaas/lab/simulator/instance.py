@@ -184,6 +184,7 @@ class Engine:
         "prefill_s",
         "prefilled_s",
         "queue",
+        "ranks",
         "step_s",
         "view",
         "waiting",
@@ -221,6 +222,8 @@ class Engine:
     """Seconds of a decode step over the batch."""
     prefilled_s: float
     """Seconds of prefill begun so far."""
+    ranks: "list[Engine]"
+    """Those of its data-parallel group, which take their steps together; itself alone where it is in none."""
 
     def __init__(
         self,
@@ -252,6 +255,7 @@ class Engine:
         self.waiting = 0
         self.waiting_s = 0.0
         self.prefilled_s = 0.0
+        self.ranks = [self]
 
     def accept(self, service_s: float, now_s: float) -> None:
         """Count work that will wait here."""
@@ -335,6 +339,33 @@ class Engine:
             if taken:
                 filled.append((other, taken))
         return filled
+
+    def share_steps(self, job: Job) -> float:
+        """Let a prefill that begins and the answers here cost each other what they do in the same steps.
+
+        As in vLLM's chunked prefill, a step has a chunk of the prompt and a token of every answer. So a token takes a
+        chunk longer meanwhile, a chunk takes a decode step longer, and who comes waits for the end of the step under
+        way.
+
+        Returns:
+            Seconds of a chunk, for `lengthen_steps`; 0 where answers go on undisturbed.
+        """
+        if not self.mixed_tokens or self.clock is None or self.step_s is None:
+            return 0.0
+        chunks = max(job.computed_tokens / self.mixed_tokens, 1.0)
+        chunk_s = job.service_s / chunks
+        batch = max([each.clock.batch for each in self.ranks if each.clock is not None])
+        if batch:
+            job.service_s += chunks * self.step_s(batch)
+        return chunk_s
+
+    def lengthen_steps(self, chunk_s: float, now_s: float) -> None:
+        """From now on a step has a chunk that takes so long; 0: none."""
+        self.chunk_s, self.chunked_s = chunk_s, now_s
+        longest_s = max([each.chunk_s for each in self.ranks])
+        for each in self.ranks:
+            if each.clock is not None:
+                each.clock.lengthen(longest_s)
 
     def late_s(self, now_s: float) -> tuple[float, float]:
         """The delay of a request that gets its decode slot now, from prompts that are computed here.

@@ -1,12 +1,14 @@
 """Scenarios: clusters, links, roles, the policy and everything that will go wrong."""
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Concatenate, ParamSpec
 
 from prfaas.core.deployment import (
     ControlConfig,
     FirstTokenSource,
+    Link,
     PlannedDeployment,
     Slo,
 )
@@ -19,8 +21,10 @@ from prfaas.core.scheduling.threshold import ThresholdOptimiser
 from prfaas.lab.simulator.capacity import CapacityProcess, Constant, Interrupted
 from prfaas.lab.simulator.machine_pool import PoolOptions
 from prfaas.lab.simulator.prefix_caches import CacheOptions
-from prfaas.lab.simulator.simulated_cluster import SimulatedCluster, cluster_of, context_of
+from prfaas.lab.simulator.simulated_cluster import SimulatedCluster, cluster_of
 from prfaas.lab.simulator.slowdown import Slowdown
+
+Given = ParamSpec("Given")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,33 +82,54 @@ class Overheads:
     """Whether the first token takes one decode step after the KV is there."""
 
 
-@dataclass(frozen=True, slots=True)
-class Scenario:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conditions:
+    """The policy with its slow loops, and what a deployment meets beside its traffic."""
+
+    policy: str = "paper"
+    """By name."""
+    params: Mapping[str, object] = field(default_factory=dict)
+    """Of the policy."""
+    control: ControlConfig = field(default_factory=ControlConfig)
+    """Periods of the slow loops."""
+    adapts: bool = True
+    """Thresholds are searched again while it runs. False: they stay where they start."""
+    allocation: bool = True
+    """Roles change while it runs. False: they stay as they are."""
+    foresight: Foresight | None = None
+    """What roles are chosen by; None takes what `control` says. Scenarios with the same one share what it learns."""
+    caches: CacheOptions | None = None
+    """Prefix caches of every instance; None: none."""
+    failures: Sequence[Failure] = ()
+    """Instances and links that fail."""
+    overheads: Overheads = Overheads()
+    """Time beside the work itself."""
+    transfer_grace_s: float = math.inf
+    """How late one transfer may be, on top of what its link's bandwidth explains (`late_after_s`), before it is given
+    up. Live it is 30 s. Infinite: however late."""
+    queue_limit_s: float = math.inf
+    """Requests that would wait longer are refused when they come. Live it is `gateway.limits.queue_s`, 60 s if the file
+    says nothing. Infinite: none are."""
+    keeps_transfers: bool = True
+    """Decode instances go on from what has arrived of a prefill that was lost, as live. False: all of it is lost."""
+    slowdown: Slowdown | None = None
+    """Of prefills over time; None: they take what profiles say."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario(Conditions):
     """One simulation, except its traffic."""
 
     name: str
     clusters: tuple[SimulatedCluster, ...]
     links: tuple[SimulatedLink, ...]
     kv_model: KvModel
-    policy: str
     threshold_tokens: Mapping[str, float]
     """By PD cluster, where the threshold starts."""
     output_tokens: float
     """Mean length of answers that the slow loops start with."""
-    params: Mapping[str, object] = field(default_factory=dict)
-    """Of the policy."""
-    control: ControlConfig = field(default_factory=ControlConfig)
-    adapts: bool = True
-    """False: thresholds stay where they start."""
-    allocation: bool = True
-    """False: roles stay as they are."""
-    foresight: Foresight | None = None
-    """What roles are chosen by; None takes what `control` says. Scenarios with the same one share what it learns."""
-    caches: CacheOptions | None = None
     pools: Mapping[str, PoolOptions] = field(default_factory=dict)
     """By cluster; one that is missing has none."""
-    failures: Sequence[Failure] = ()
-    overheads: Overheads = Overheads()
     slo: Slo = field(default_factory=lambda: Slo(None, None))
     stall_limit_s: float = 8.0
     """After so long without capacity a link's transfers are given up, and the requests prefilled in their PD
@@ -115,16 +140,6 @@ class Scenario:
     """What crosses links over which less crosses: `PlannedDeployment.link_models`."""
     first_token: FirstTokenSource = "decode"
     """Who gives every first token; "prefill": where another instance prefills than the one that decodes."""
-    transfer_grace_s: float = math.inf
-    """The same for one transfer that is so late, on top of what its link's bandwidth explains (`late_after_s`).
-    Live it is 30 s. Infinite: however late."""
-    queue_limit_s: float = math.inf
-    """Requests that would wait longer are refused when they come. Live it is `gateway.limits.queue_s`, 60 s if the file
-    says nothing. Infinite: none are."""
-    keeps_transfers: bool = True
-    """Decode instances go on from what has arrived of a prefill that was lost, as live. False: all of it is lost."""
-    slowdown: Slowdown | None = None
-    """Of prefills over time; None: they take what profiles say."""
 
     def __post_init__(self) -> None:
         unknown = sorted(set(self.pools) - {cluster.name for cluster in self.clusters})
@@ -176,134 +191,99 @@ def instance_names(cluster: SimulatedCluster) -> list[str]:
     return [f"{cluster.name}-{number}" for number in range(cluster.instances)]
 
 
-def scenario_of(
-    planned: PlannedDeployment,
-    *,
-    policy: str = "paper",
-    params: Mapping[str, object] | None = None,
-    roles: Mapping[str, int] | None = None,
-    threshold_tokens: float | None = None,
-    adapts: bool = True,
-    allocation: bool = True,
-    control: ControlConfig | None = None,
-    foresight: Foresight | None = None,
-    caches: CacheOptions | None = None,
-    pools: Mapping[str, PoolOptions] | None = None,
-    links: Mapping[str, CapacityProcess] | None = None,
-    failures: Sequence[Failure] = (),
-    overheads: Overheads | None = None,
-    chunk_tokens: int = 0,
-    kv_block_tokens: int = 0,
-    mixed_tokens: int | None = None,
-    transfer_grace_s: float = math.inf,
-    queue_limit_s: float = math.inf,
-    first_token: FirstTokenSource | None = None,
-    keeps_transfers: bool = True,
-    slowdown: Slowdown | None = None,
-) -> Scenario:
-    """The scenario of a deployment file, with options for everything the file does not say.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScenarioOptions(Conditions):
+    """Everything of a scenario that a deployment file does not say."""
 
-    Args:
-        planned: The deployment.
-        policy: By name.
-        params: Of the policy.
-        roles: Prefill instances by PD cluster; None takes the planner's best.
-        threshold_tokens: Of every PD cluster; None takes the planner's best.
-        adapts: Whether thresholds are searched again while it runs.
-        allocation: Whether roles change while it runs.
-        control: Periods of the slow loops; None takes the defaults.
-        foresight: What is known of traffic to come; None takes what `control` says.
-        caches: Prefix caches of every instance; None: none.
-        pools: Of machines, by cluster; None takes the file's.
-        links: Capacity over time by "source->target"; that of other links is constant.
-        failures: Instances and links that fail.
-        overheads: Time beside the work itself.
-        chunk_tokens: Of a prefill step, whose rest the next prompt fills up; 0: it does not.
-        kv_block_tokens: Of a block of the KVCache; needed with `chunk_tokens` where a model has linear states.
-        mixed_tokens: Of a prompt that a decode instance computes in each step of its answers
-            (`EngineConfig.mixed_chunk_tokens`); 0: answers go on undisturbed by prompts that are computed there. None
-            takes what the file's engines are started with.
-        transfer_grace_s: How late a transfer may be before it is given up.
-        queue_limit_s: Requests that would wait longer are refused; infinite: none are.
-        first_token: Who gives it; None takes the file's `gateway.first_token`.
-        keeps_transfers: Whether decode instances go on from what has arrived of a prefill that was lost, as live.
-        slowdown: Of prefills over time; None: they take what profiles say.
+    roles: Mapping[str, int] | None = None
+    """Prefill instances by PD cluster; None takes the planner's best."""
+    threshold_tokens: float | None = None
+    """Of every PD cluster; None takes the planner's best."""
+    pools: Mapping[str, PoolOptions] | None = None
+    """Of machines, by cluster; None takes the file's."""
+    links: Mapping[str, CapacityProcess] = field(default_factory=dict)
+    """Capacity over time by "source->target"; that of other links is constant."""
+    chunk_tokens: int = 0
+    """Of a prefill step, whose rest the next prompt fills up; 0: it does not."""
+    kv_block_tokens: int = 0
+    """Of a block of the KVCache; needed with `chunk_tokens` where a model has linear states."""
+    mixed_tokens: int | None = None
+    """Of a prompt that a decode instance computes in each step of its answers (`EngineConfig.mixed_chunk_tokens`);
+    0: answers go on undisturbed by prompts that are computed there. None takes what the file's engines start with."""
+    first_token: FirstTokenSource | None = None
+    """Who gives it; None takes the file's `gateway.first_token`."""
 
-    Raises:
-        DeploymentError: as `problem_of`.
-        ValueError: a role, link, failure or parameter that can't be.
-    """
-    problem = problem_of(planned)
-    prefill = roles_of(planned, problem) if roles is None else dict(roles)
-    thresholds = (
-        _thresholds(problem, prefill)
-        if threshold_tokens is None
-        else {pd.name: float(threshold_tokens) for pd in problem.pd}
-    )
-    given = dict(params or {})
-    if policy == "static_threshold" and "threshold_tokens" not in given:
-        given["threshold_tokens"] = min(thresholds.values())
-    if mixed_tokens is None:
-        mixed_tokens = mixed_chunk_tokens(planned.step_tokens, planned.seats)
-    processes = dict(links or {})
-    unknown = sorted(set(processes) - {link.name for link in planned.links})
-    if unknown:
-        raise ValueError(
-            f'there is no link "{unknown[0]}"; there are {[link.name for link in planned.links]}'
+    def scenario(self, planned: PlannedDeployment) -> Scenario:
+        """The scenario of a deployment file with these options.
+
+        Raises:
+            DeploymentError: as `problem_of`.
+            ValueError: a role, link, failure or parameter that can't be.
+        """
+        problem = problem_of(planned)
+        prefill = roles_of(planned, problem) if self.roles is None else dict(self.roles)
+        thresholds = (
+            _thresholds(problem, prefill)
+            if self.threshold_tokens is None
+            else {pd.name: float(self.threshold_tokens) for pd in problem.pd}
         )
-    return Scenario(
-        name=planned.name,
-        clusters=tuple(
-            replace(
-                cluster_of(cluster, prefill, problem),
-                instance_price_per_hour=planned.prices.get(cluster.hardware, 0.0) * cluster.gpus_per_instance,
-                kills_per_hour=cluster.kills_per_hour,
-                kv_model=cluster.kv_model,
-                chunk_tokens=chunk_tokens,
-                kv_block_tokens=kv_block_tokens,
-                mixed_tokens=mixed_tokens,
-                context_s=context_s,
-                measured_context_tokens=measured_tokens,
+        conditions = {each.name: getattr(self, each.name) for each in fields(Conditions)}
+        if self.policy == "static_threshold" and "threshold_tokens" not in self.params:
+            conditions["params"] = {**self.params, "threshold_tokens": min(thresholds.values())}
+        mixed_tokens = self.mixed_tokens
+        if mixed_tokens is None:
+            mixed_tokens = mixed_chunk_tokens(planned.step_tokens, planned.seats)
+        unknown = sorted(set(self.links) - {link.name for link in planned.links})
+        if unknown:
+            raise ValueError(
+                f'there is no link "{unknown[0]}"; there are {[link.name for link in planned.links]}'
             )
-            for cluster in planned.clusters
-            for context_s, measured_tokens in [context_of(cluster, problem)]
-        ),
-        links=tuple(
-            SimulatedLink(
-                link.source,
-                link.target,
-                link.bandwidth_bits_per_s,
-                processes.get(link.name, Constant(link.bandwidth_bits_per_s)),
-                link.rtt_s,
-                transfer_limit_bits_per_s=min(
-                    link.transfer_limit_bits_per_s, mapping_bits_per_s(planned, link)
-                ),
-                egress_per_gb=link.egress_per_gb,
-            )
-            for link in planned.links
-        ),
-        kv_model=planned.kv_model,
-        wire_model=planned.wire_model,
-        link_models=planned.link_models,
-        policy=policy,
-        threshold_tokens=thresholds,
-        output_tokens=problem.workload.output_tokens,
-        params=given,
-        control=control or ControlConfig(),
-        adapts=adapts,
-        allocation=allocation,
-        foresight=foresight,
-        caches=caches,
-        pools=pools_of(planned) if pools is None else dict(pools),
-        failures=tuple(failures),
-        overheads=overheads or Overheads(),
-        slo=planned.slo,
-        transfer_grace_s=transfer_grace_s,
-        queue_limit_s=queue_limit_s,
-        first_token=first_token or planned.first_token,
-        keeps_transfers=keeps_transfers,
-        slowdown=slowdown,
-    )
+        return Scenario(
+            **conditions,
+            name=planned.name,
+            clusters=tuple(
+                replace(
+                    cluster_of(planned, cluster, prefill, problem),
+                    chunk_tokens=self.chunk_tokens,
+                    kv_block_tokens=self.kv_block_tokens,
+                    mixed_tokens=mixed_tokens,
+                )
+                for cluster in planned.clusters
+            ),
+            links=tuple(self._link(planned, link) for link in planned.links),
+            kv_model=planned.kv_model,
+            wire_model=planned.wire_model,
+            link_models=planned.link_models,
+            threshold_tokens=thresholds,
+            output_tokens=problem.workload.output_tokens,
+            pools=pools_of(planned) if self.pools is None else self.pools,
+            slo=planned.slo,
+            first_token=self.first_token or planned.first_token,
+        )
+
+    def _link(self, planned: PlannedDeployment, link: Link) -> SimulatedLink:
+        return SimulatedLink(
+            link.source,
+            link.target,
+            link.bandwidth_bits_per_s,
+            self.links.get(link.name, Constant(link.bandwidth_bits_per_s)),
+            link.rtt_s,
+            transfer_limit_bits_per_s=min(link.transfer_limit_bits_per_s, mapping_bits_per_s(planned, link)),
+            egress_per_gb=link.egress_per_gb,
+        )
+
+
+def _with_options(
+    options: Callable[Given, ScenarioOptions],
+) -> Callable[Concatenate[PlannedDeployment, Given], Scenario]:
+    def scenario_of(planned: PlannedDeployment, /, *args: Given.args, **kwargs: Given.kwargs) -> Scenario:
+        return options(*args, **kwargs).scenario(planned)
+
+    return scenario_of
+
+
+scenario_of = _with_options(ScenarioOptions)
+"""`ScenarioOptions.scenario` with the options as keywords: scenario_of(planned, policy="tilted", caches=…)."""
 
 
 def pools_of(planned: PlannedDeployment) -> dict[str, PoolOptions]:
@@ -324,8 +304,11 @@ def pools_of(planned: PlannedDeployment) -> dict[str, PoolOptions]:
 def roles_of(planned: PlannedDeployment, problem: PlanProblem) -> dict[str, int]:
     """The planner's prefill instances by PD cluster, at least one of each role where there are two instances."""
     best = {roles.cluster: roles.prefill for roles in best_operation(problem).roles}
-    counts = {cluster.name: cluster.instance_count for cluster in planned.pd_clusters}
-    return {name: min(max(best[name], min(count - 1, 1)), count - 1) for name, count in counts.items()}
+    roles = {}
+    for cluster in planned.pd_clusters:
+        ranks, most = cluster.group_ranks, cluster.instance_count - cluster.group_ranks
+        roles[cluster.name] = min(max(best[cluster.name], min(most, ranks)), most)
+    return roles
 
 
 def _thresholds(problem: PlanProblem, prefill: Mapping[str, int]) -> dict[str, float]:

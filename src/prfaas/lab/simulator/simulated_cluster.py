@@ -1,10 +1,10 @@
 """The instances of one cluster as they are simulated, from what the planner knows of them."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from prfaas.core.deployment import PlannedCluster
+from prfaas.core.deployment import PlannedCluster, PlannedDeployment
 from prfaas.core.kv import KvModel
 from prfaas.core.latency import LatencyProfile
 from prfaas.core.latency.service_curve import ServiceCurve
@@ -43,37 +43,57 @@ class SimulatedCluster:
     """How often policies expect that an instance is taken away; the failures themselves are the scenario's."""
     kv_model: KvModel | None = None
     """What it holds of a request's KVCache, where that is less than the scenario's `kv_model`."""
+    group_ranks: int = 1
+    """Instances that fail and change their role together: ranks of a data-parallel group."""
 
 
-def cluster_of(cluster: PlannedCluster, prefill: Mapping[str, int], problem: PlanProblem) -> SimulatedCluster:
+def cluster_of(
+    planned: PlannedDeployment, cluster: PlannedCluster, prefill: Mapping[str, int], problem: PlanProblem
+) -> SimulatedCluster:
     """The instances of a deployment's cluster.
 
     Args:
+        planned: The deployment: it has the prices.
         cluster: As the file describes it.
         prefill: How many prefill at first, by PD cluster.
         problem: What the planner makes of the file: it has the decode batches.
 
     Raises:
-        ValueError: more prefill instances than there are.
+        ValueError: more prefill instances than there are, or not the whole of a group.
     """
-    curve = ServiceCurve.of_profile(cluster.profile)
-    if cluster.kind == "prfaas":
-        count = cluster.instance_count
-        return SimulatedCluster(cluster.name, "prfaas", count, count, curve)
-    if not 0 <= prefill[cluster.name] < cluster.instance_count:
-        raise ValueError(
-            f'cluster "{cluster.name}" has {cluster.instance_count} instances: 0 to {cluster.instance_count - 1} of '
-            f"them can prefill, not {prefill[cluster.name]}"
-        )
-    slots = next(int(pd.decode_batch) for pd in problem.pd if pd.name == cluster.name)
-    return SimulatedCluster(
+    count = cluster.instance_count
+    prefills = SimulatedCluster(
         cluster.name,
-        "pd",
-        cluster.instance_count,
-        prefill[cluster.name],
-        curve,
+        cluster.kind,
+        count,
+        count,
+        ServiceCurve.of_profile(cluster.profile),
+        instance_price_per_hour=planned.prices.get(cluster.hardware, 0.0) * cluster.gpus_per_instance,
+        kills_per_hour=cluster.kills_per_hour,
+        kv_model=cluster.kv_model,
+        group_ranks=cluster.group_ranks,
+    )
+    if cluster.kind == "prfaas":
+        return prefills
+    if not 0 <= prefill[cluster.name] < count:
+        raise ValueError(
+            f'cluster "{cluster.name}" has {count} instances: 0 to {count - 1} of them can prefill, not '
+            f"{prefill[cluster.name]}"
+        )
+    if prefill[cluster.name] % cluster.group_ranks:
+        raise ValueError(
+            f'cluster "{cluster.name}" has groups of {cluster.group_ranks} instances: {prefill[cluster.name]} that '
+            "prefill are not whole groups"
+        )
+    decode, workload = cluster.profile.decode, problem.workload
+    mean_tokens = workload.lengths.mean() + workload.output_tokens / 2
+    return replace(
+        prefills,
+        prefill_instances=prefill[cluster.name],
         decode_step_s=_decode_step_of(cluster.profile),
-        decode_slots=slots,
+        decode_slots=next(int(pd.decode_batch) for pd in problem.pd if pd.name == cluster.name),
+        context_s=0.0 if decode is None else decode.context_s,
+        measured_context_tokens=0.0 if decode is None else decode.context_tokens or mean_tokens,
     )
 
 
@@ -81,13 +101,3 @@ def _decode_step_of(profile: LatencyProfile) -> Callable[[int], float]:
     """Seconds over the batch; beyond what was measured as at the nearest end."""
     low, high = profile.range_batch
     return lambda batch: profile.decode_step_s(min(max(batch, low), high))
-
-
-def context_of(cluster: PlannedCluster, problem: PlanProblem) -> tuple[float, float]:
-    """By how many seconds a token of context makes its decode steps longer, and beyond how many tokens a request."""
-    decode = cluster.profile.decode
-    if cluster.kind != "pd" or decode is None:
-        return 0.0, 0.0
-    workload = problem.workload
-    mean_tokens = workload.lengths.mean() + workload.output_tokens / 2
-    return decode.context_s, decode.context_tokens or mean_tokens

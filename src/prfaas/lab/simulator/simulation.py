@@ -16,7 +16,6 @@ from prfaas.lab.simulator.result import FloatArray, IntArray, Result
 from prfaas.lab.simulator.scenario import Scenario
 from prfaas.lab.simulator.time_series import TimeSeries
 from prfaas.lab.simulator.world import World
-from prfaas.lab.simulator.worlds import world_of
 
 _NO_BLOCKS: list[int] = []
 # An empty deployment has filled after this many times what an answer takes.
@@ -61,7 +60,7 @@ def simulate(
     first = next(chunks, None)
     if first is None:
         raise ValueError("there is no request to simulate")
-    world = world_of(scenario, np.random.default_rng(seed), first.block_tokens)
+    world = World(scenario, np.random.default_rng(seed), first.block_tokens)
     loops = SlowLoops(world)
     copies = None if world.pools is None else HotCopies(world, first.block_tokens)
     Faults(world)

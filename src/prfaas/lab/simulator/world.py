@@ -13,11 +13,11 @@ from prfaas.core.scheduling.length_window import LengthWindow
 from prfaas.core.scheduling.prefill_pool import PrefillPool
 from prfaas.core.scheduling.waits import work_wait_s
 from prfaas.lab.simulator.answers import Answers
-from prfaas.lab.simulator.cache_moves import CacheMoves
 from prfaas.lab.simulator.columns import REFUSED, Columns
 from prfaas.lab.simulator.events import Callback, Events
 from prfaas.lab.simulator.fleet import engines_of, links_of, usual_curves, view_of
 from prfaas.lab.simulator.instance import Engine, Job, JobStage
+from prfaas.lab.simulator.job_moves import CacheMoves, ChunkStreams
 from prfaas.lab.simulator.kept_transfers import KeptTransfers
 from prfaas.lab.simulator.monitored_link import LOOK_S
 from prfaas.lab.simulator.pools import pools_of
@@ -66,6 +66,11 @@ class World:
         self.window = LengthWindow(scenario.control.window_s)
         self._local: Policy = make_policy("local_only")
         self._kept = KeptTransfers(scenario, self.kv)
+        self._streams = ChunkStreams(self.events)
+        # Others take what profiles say.
+        self._are_steps_slow = scenario.slowdown is not None or any(
+            cluster.mixed_tokens for cluster in scenario.clusters
+        )
         self._watches_lengths = scenario.adapts or scenario.allocation
         self._next_look_s = 0.0
         self._when_prefilled: Callback = self._prefilled  # bound once: every event would make another
@@ -262,7 +267,11 @@ class World:
         self.columns.hit_tokens[job.number] = reusable
 
     def _start(self, engine: Engine, job: Job) -> None:
-        events, link = self.events, job.link
+        events, link, chunk_s = self.events, job.link, 0.0
+        if self._are_steps_slow:
+            if self.scenario.slowdown is not None:
+                job.service_s = self.scenario.slowdown.stretched_s(events.now_s, job.service_s)
+            chunk_s = engine.share_steps(job)
         if self.pools is not None:
             job.service_s = self.pools.service_s(job, events.now_s)
         service_s = job.service_s
@@ -296,13 +305,21 @@ class World:
         if not engine.chunk_tokens:
             events.number = number = events.number + 1
             heappush(events.heap, (end_s, number, self._when_prefilled, job))
+        else:
+            self._streams.begin(job)
+        if chunk_s:
+            engine.lengthen_steps(chunk_s, events.now_s)
 
     def _prefilled(self, job: Job) -> None:
         engine = job.engine
         if job.transfer is not None and job.link is not None and not engine.chunk_tokens:
             job.link.fluid.end_production(job.transfer)
-        if job.is_lost:
-            return
+        if not job.is_lost:
+            self._end_prefill(engine, job)
+        if engine.chunk_s and not engine.at_work:
+            engine.lengthen_steps(0.0, self.events.now_s)
+
+    def _end_prefill(self, engine: Engine, job: Job) -> None:
         engine.at_work -= 1
         late_s = engine.fill_up(job, self.events.now_s) if engine.chunk_tokens and not job.is_void else 0.0
         if late_s > 0:

@@ -8,23 +8,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from prfaas.core.deployment import ControlConfig, PlannedDeployment
-from prfaas.core.scheduling.forecast import Foresight
+from prfaas.core.deployment import PlannedDeployment
 from prfaas.core.workload.traffic import Traffic
-from prfaas.lab.simulator import (
-    CacheOptions,
-    CapacityProcess,
-    Failure,
-    PoolOptions,
-    Result,
-    scenario_of,
-    simulate,
-)
+from prfaas.lab.simulator import Result, ScenarioOptions, simulate
 from prfaas.lab.simulator.result import FloatArray
 from prfaas.lab.studies.context import LengthClasses, StudyContext
 
@@ -51,8 +42,8 @@ class StudyRun(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """A deployment under load."""
+class Run(ScenarioOptions):
+    """A deployment under load, and the options of its scenario."""
 
     key: Key
     """The run's name within its study."""
@@ -61,29 +52,6 @@ class Run:
     requests: int
     """How many arrive, where `duration_s` is None."""
     seed: int
-    policy: str = "paper"
-    params: Mapping[str, object] = field(default_factory=dict)
-    """Of the policy."""
-    roles: Mapping[str, int] | None = None
-    """Prefill instances by PD cluster; None takes the planner's."""
-    threshold_tokens: float | None = None
-    """None takes the planner's."""
-    caches: CacheOptions | None = None
-    pools: Mapping[str, PoolOptions] | None = None
-    """By cluster; None takes the file's."""
-    links: Mapping[str, CapacityProcess] = field(default_factory=dict)
-    """Capacity over time by link; that of other links is constant."""
-    failures: Sequence[Failure] = ()
-    keeps_transfers: bool = True
-    """Decode instances go on from the partial transfer of a prefill that was lost."""
-    adapts: bool = True
-    """Thresholds are searched again while it runs."""
-    allocation: bool = True
-    """Roles change while it runs."""
-    control: ControlConfig | None = None
-    """Of the slow loops; None takes the defaults."""
-    foresight: Foresight | None = None
-    """What roles are chosen by; None takes what `control` says."""
     duration_s: float | None = None
     """Simulated seconds of arrivals, in place of `requests`."""
     warmup_share: float = 0.1
@@ -100,24 +68,8 @@ class Run:
     def outcome(self) -> "StudyOutcome":
         """Simulate it: the same run gives the same numbers wherever that is done."""
         started_s = time.perf_counter()
-        scenario = scenario_of(
-            self.planned,
-            policy=self.policy,
-            params=self.params,
-            roles=self.roles,
-            threshold_tokens=self.threshold_tokens,
-            adapts=self.adapts,
-            allocation=self.allocation,
-            control=self.control,
-            foresight=self.foresight,
-            caches=self.caches,
-            pools=self.pools,
-            links=self.links,
-            failures=self.failures,
-            keeps_transfers=self.keeps_transfers,
-        )
         result = simulate(
-            scenario,
+            self.scenario(self.planned),
             # Every policy and variant of a seed meets the same requests.
             self.traffic.chunks(np.random.default_rng(self.seed)),
             seed=self.seed,

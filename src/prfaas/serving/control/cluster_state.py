@@ -256,6 +256,10 @@ class ClusterState:
         """The view of one instance that policies read."""
         return self._loads[name].view
 
+    def together(self, name: str) -> list[str]:
+        """All instances that change as one with this one: it, and the other ranks of its data-parallel group."""
+        return [each for each in self.instance(name).group if each in self._loads] or [name]
+
     def kv_between(self, producer: str, consumer: str) -> KvFacts:
         """Sizes of the KVCache that moves from one instance to another, by their names."""
         return self.view.kv_between(self.instance(producer).cluster, self.instance(consumer).cluster)

@@ -8,12 +8,12 @@ import msgspec
 
 from prfaas.core.deployment import AppliedDeployment
 from prfaas.serving.control.cluster_state import ClusterState
-from prfaas.serving.control.engine_liveness import KvPort
 from prfaas.serving.control.engine_monitor import period_s
 from prfaas.serving.control.metrics import ControlMetrics
 from prfaas.serving.control.part import Json, Part
 from prfaas.serving.running_deployment import RunningDeployment
 from prfaas.serving.transport.handshake import is_peer_name
+from prfaas.serving.transport.observer import Observer
 from prfaas.serving.transport.sentences import legible
 from prfaas.serving.transport.wire import read_body
 
@@ -48,7 +48,7 @@ class Compatibility(Part):
     def __init__(
         self,
         running: RunningDeployment,
-        kv_ports: Mapping[str, Sequence[KvPort]],
+        kv_ports: Mapping[str, Sequence[Observer]],
         cluster_state: ClusterState,
         on_silent: Callable[[str, str, str], None] = lambda _producer, _consumer, _sentence: None,
     ) -> None:
@@ -137,7 +137,7 @@ class Compatibility(Part):
         ports = self._kv_ports.get(producer, ())
         await asyncio.gather(*(self._ask_rank(producer, rank, port) for rank, port in enumerate(ports)))
 
-    async def _ask_rank(self, producer: str, rank: int, port: KvPort) -> None:
+    async def _ask_rank(self, producer: str, rank: int, port: Observer) -> None:
         try:
             async with asyncio.timeout(_ANSWER_S):
                 answer = await port.stats()

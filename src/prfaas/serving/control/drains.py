@@ -46,12 +46,16 @@ class InstanceDrains(Part):
         self._leaving_since_s: dict[str, float] = {}
 
     def drain(self, name: str, *, wanted: bool) -> None:
-        """Let nothing new go to an instance from now on, or let it take part again, whatever notice it had."""
-        self.carry_out(name, wanted=wanted)
-        self._listeners.drained.tell(name, wanted)
+        """Let nothing new go to an instance from now on, or let it take part again, whatever notice it had.
+
+        All ranks of a data-parallel group go with it, here and in the other methods.
+        """
+        for each in self.cluster_state.together(name):
+            self.carry_out(each, wanted=wanted)
+            self._listeners.drained.tell(each, wanted)
 
     def carry_out(self, name: str, *, wanted: bool) -> None:
-        """Drain an instance, or end that; only `drain` tells the fleet."""
+        """Drain one instance, or end that; only `drain` tells the fleet."""
         instance = self.cluster_state.instance(name)
         had_notice = not wanted and self._forget(name)
         if instance.closed != wanted or had_notice:
@@ -64,6 +68,10 @@ class InstanceDrains(Part):
         It begins only what it ends until then, and gets nothing more from then on. It takes part again when another
         process answers in its place, or with `drain(name, wanted=False)`.
         """
+        for each in self.cluster_state.together(name):
+            self._notice(each, notice_s)
+
+    def _notice(self, name: str, notice_s: float) -> None:
         self._forget(name)
         leaves_s = self.cluster_state.clock() + notice_s
         self._noticed[name] = self.cluster_state.view.leaves_s[name] = leaves_s
@@ -90,6 +98,9 @@ class InstanceDrains(Part):
 
     def is_idle(self, name: str) -> bool:
         """True if an instance that leaves has no work left; an engine that does not answer has none."""
+        return all(map(self._is_idle, self.cluster_state.together(name)))
+
+    def _is_idle(self, name: str) -> bool:
         view = self.cluster_state.instance(name)
         if view.in_flight or self.cluster_state.is_planned(name) or self._admission.is_working(name):
             return False

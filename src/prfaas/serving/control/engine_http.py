@@ -4,7 +4,6 @@ import asyncio
 import errno
 from contextlib import AbstractAsyncContextManager
 from http import HTTPStatus
-from typing import Protocol
 from urllib.parse import urlencode
 
 import aiohttp
@@ -23,16 +22,6 @@ _KEEPALIVE_S = 2.0
 
 _CHOSEN = "/metrics/?" + urlencode([("name[]", name) for name in (*SERIES, CACHE_SERIES)])
 _ALWAYS_THERE = SERIES[0].encode()
-
-
-class EngineAccess(Protocol):
-    """Access to an engine's health and metrics; `EngineHttp` is the real one."""
-
-    async def is_healthy(self, instance: Instance, timeout_s: float) -> bool | None: ...
-
-    async def metrics(self, instance: Instance, timeout_s: float) -> bytes | None: ...
-
-    async def close(self) -> None: ...
 
 
 class EngineHttp:

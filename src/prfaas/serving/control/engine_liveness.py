@@ -3,14 +3,13 @@
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from prfaas.core.deployment import Instance
 from prfaas.serving.control.cluster_state import Clock
-from prfaas.serving.control.engine_http import EngineAccess
+from prfaas.serving.control.engine_http import EngineHttp
 from prfaas.serving.own_process import lacks_descriptors, on_time_timeout
-from prfaas.serving.transport.pacing import PaceOrder
-from prfaas.serving.transport.peer_list import PeerList
+from prfaas.serving.transport.observer import Observer
 from prfaas.serving.transport.sockets import HandshakeError
 
 _ANSWER_S = 2.0
@@ -18,18 +17,6 @@ _ANSWER_S = 2.0
 _LONGEST_ANSWER_S = 60.0
 # What is heard without being asked for tells that an engine lives, not that it is well.
 _HEALTH_S = 5.0
-
-
-class KvPort(Protocol):
-    """The part of `transport.Observer` that is asked for a sign of life, and for the links of its sender."""
-
-    async def stats(self) -> dict[str, Any]: ...
-
-    async def pace(self, order: PaceOrder) -> None: ...
-
-    async def send_peer_list(self, peer_list: PeerList) -> None: ...
-
-    async def close(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -51,7 +38,7 @@ class EngineLiveness:
 
     def __init__(
         self,
-        http: EngineAccess,
+        http: EngineHttp,
         *,
         ask_s: Callable[[], float],
         clock: Clock,
@@ -64,7 +51,7 @@ class EngineLiveness:
         self._on_health = on_health
         self._ways: dict[str, tuple[_Way, ...]] = {}
 
-    def join(self, instance: Instance, ports: Sequence[KvPort]) -> None:
+    def join(self, instance: Instance, ports: Sequence[Observer]) -> None:
         """Ask an instance and the KV ports of its ranks from now on; it counts as heard now."""
         self._ways[instance.name] = (
             self._way("HTTP server", self._asker(instance), _HEALTH_S),
@@ -125,7 +112,7 @@ class EngineLiveness:
 
         return ask
 
-    def _kv_asker(self, port: KvPort) -> Callable[[], Awaitable[None]]:
+    def _kv_asker(self, port: Observer) -> Callable[[], Awaitable[None]]:
         async def ask() -> None:
             async with on_time_timeout(_ANSWER_S, self._clock):
                 await port.stats()

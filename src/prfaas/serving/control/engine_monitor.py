@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from prfaas.core.deployment import Instance
 from prfaas.serving.control.cluster_state import Clock, ClusterState
-from prfaas.serving.control.engine_http import EngineAccess
+from prfaas.serving.control.engine_http import EngineHttp
 from prfaas.serving.control.engine_reading import EngineReading, read_exposition
 from prfaas.serving.control.listeners import Listeners
 from prfaas.serving.control.metrics import ControlMetrics
@@ -129,7 +129,7 @@ class EngineMonitor(Part):
     def __init__(
         self,
         running: RunningDeployment,
-        http: EngineAccess,
+        http: EngineHttp,
         cluster_state: ClusterState,
         listeners: Listeners,
         *,

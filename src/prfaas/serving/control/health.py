@@ -2,18 +2,17 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any
 
 from prfaas.core.deployment import Instance
 from prfaas.serving.control.cluster_state import Clock, ClusterState
-from prfaas.serving.control.engine_http import EngineAccess
-from prfaas.serving.control.engine_liveness import EngineLiveness, KvPort
+from prfaas.serving.control.engine_liveness import EngineLiveness
 from prfaas.serving.control.listeners import Listeners
+from prfaas.serving.control.members import Members
 from prfaas.serving.control.part import Json, Part
-from prfaas.serving.running_deployment import RunningDeployment
 from prfaas.serving.tasks import BackgroundTasks
 
 logger = logging.getLogger(__name__)
@@ -40,18 +39,8 @@ class _Suspicion:
     """Not back in routing before."""
     frozen_s: float = 0.0
     """When it was judged frozen, by the loop's clock."""
-
-
-class Watchable(Protocol):
-    """Whom health is asked of; `Members` is the real one."""
-
-    running: RunningDeployment
-    http: EngineAccess
-
-    @property
-    def kv_ports(self) -> Mapping[str, Sequence[KvPort]]:
-        """Those of each instance's ranks, by its name."""
-        ...
+    answers: bool = False
+    """Of a dead one: it has answered again."""
 
 
 class HealthWatch(Part):
@@ -61,12 +50,13 @@ class HealthWatch(Part):
     - Dead: it refused or reset a connection, or its /health says so. Its cache is gone. The same brings it back.
     - Frozen: a way to it has not answered for `control.silence_s`, or it gets on with none of its running requests for
       `control.stall_s`. It keeps its cache. What is open there is ended (`Listeners.frozen`). It is back once every way
-      has answered again.
+      has answered again. Where one rank of a data-parallel group is frozen or dead, the others are frozen: none gets on
+      without it.
     """
 
     def __init__(
         self,
-        members: Watchable,
+        members: Members,
         cluster_state: ClusterState,
         listeners: Listeners,
         *,
@@ -181,6 +171,19 @@ class HealthWatch(Part):
                 self._acquit(name)
 
     def _trouble(self, name: str) -> str | None:
+        own = self._own_trouble(name)
+        for rank in () if own is not None else self._cluster_state.together(name):
+            suspicion = self._suspects.get(rank)
+            if rank == name:
+                continue
+            if suspicion is not None and suspicion.kind is _Kind.DEAD and not suspicion.answers:
+                return f"frozen: {rank}, a rank of its group, has ended"
+            trouble = self._own_trouble(rank)
+            if trouble is not None:
+                return f"frozen with a rank of its group; {rank} is {trouble}"
+        return own
+
+    def _own_trouble(self, name: str) -> str | None:
         limits = self._running.current.control
         silent = self.liveness.silence(name, limits.silence_s)
         if silent is not None:
@@ -195,13 +198,12 @@ class HealthWatch(Part):
         if not healthy:
             if suspicion is None or suspicion.kind is not _Kind.DEAD:
                 self.suspect(name, "its /health failed", lost_cache=True)
-        elif (
-            suspicion is not None
-            and suspicion.kind is not _Kind.FROZEN
-            and self._clock() >= suspicion.until_s
-            and self._trouble(name) is None
-        ):
-            self._acquit(name)
+            else:
+                suspicion.answers = False
+        elif suspicion is not None and suspicion.kind is not _Kind.FROZEN:
+            suspicion.answers = True
+            if self._clock() >= suspicion.until_s and self._trouble(name) is None:
+                self._acquit(name)
 
     def _accuse(self, name: str, suspicion: _Suspicion) -> None:
         before, self._suspects[name] = self._suspects.get(name), suspicion

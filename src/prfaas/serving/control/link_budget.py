@@ -11,9 +11,9 @@ from prfaas.core.link.samples import SenderSample
 from prfaas.core.scheduling import LinkView
 from prfaas.core.units import BITS_PER_BYTE
 from prfaas.serving.control.cluster_state import Clock
-from prfaas.serving.control.engine_liveness import KvPort
 from prfaas.serving.control.part import Part
 from prfaas.serving.running_deployment import RunningDeployment
+from prfaas.serving.transport.observer import Observer
 from prfaas.serving.transport.pacing import PaceOrder
 
 logger = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class LinkBudget(Part):
     def __init__(
         self,
         running: RunningDeployment,
-        kv_ports: Mapping[str, Sequence[KvPort]],
+        kv_ports: Mapping[str, Sequence[Observer]],
         links: Mapping[tuple[str, str], LinkView],
         samples: Callable[[tuple[str, str]], Mapping[str, SenderSample]],
         *,
@@ -144,7 +144,7 @@ class LinkBudget(Part):
                 PaceOrder({link: max(round(pace), 1) for link, pace in now.items()}, round(1000 * HOLD_S)),
             )
 
-    def _port(self, sender: str) -> KvPort | None:
+    def _port(self, sender: str) -> Observer | None:
         """The KV port of an "instance/rank"; None: it has left."""
         name, _, rank = sender.rpartition("/")
         ports = self._ports.get(name, ())

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 from prfaas.core.deployment import AppliedDeployment, Instance, Link
 from prfaas.core.link.announced import AnnouncedLink
@@ -18,15 +18,12 @@ from prfaas.core.link.meter import LinkMeter
 from prfaas.core.link.samples import ArrivalSample, SenderSample
 from prfaas.core.scheduling.view import show
 from prfaas.serving.control.cluster_state import ClusterState
-from prfaas.serving.control.engine_liveness import KvPort
 from prfaas.serving.control.engine_monitor import period_s
-from prfaas.serving.control.kv_events import FollowPort
 from prfaas.serving.control.metrics import ControlMetrics
 from prfaas.serving.control.part import Json, Part
-from prfaas.serving.pool.copier import CopyPort
 from prfaas.serving.running_deployment import RunningDeployment
 from prfaas.serving.tasks import BackgroundTasks
-from prfaas.serving.transport.requests import CopyOrder, FollowOrder
+from prfaas.serving.transport.observer import Observer
 from prfaas.serving.transport.wire import read_body
 
 _FAILURES_TO_CLOSE = 3
@@ -79,22 +76,6 @@ _LATE_RETRY_S = 0.5
 _FORGOTTEN_S = 3.0
 
 
-class LinkPort(KvPort, FollowPort, Protocol):
-    """The part of `transport.Observer` that is asked for links and for events."""
-
-    async def telemetry(self) -> dict[str, Any]: ...
-
-    async def probe(self, link: str, nbytes: int) -> None: ...
-
-
-class PoolPort(LinkPort, CopyPort, Protocol):
-    """The KV port of a pool: asked for links, events, and copies."""
-
-    async def request(
-        self, transfer_id: bytes, order: CopyOrder | FollowOrder, timeout_s: float
-    ) -> dict[str, Any]: ...
-
-
 @dataclass(frozen=True, slots=True)
 class _SenderTelemetry:
     links: dict[str, dict[str, Any]]
@@ -114,7 +95,7 @@ class _Rank:
     """Of its instance, or a pool."""
     cluster: str
     number: int
-    observer: LinkPort
+    observer: Observer
     ask_again_s: float = 0.0
     due: int = 0
 
@@ -128,12 +109,12 @@ class LinkMonitor(Part):
     def __init__(
         self,
         running: RunningDeployment,
-        observer_of: Callable[[Instance, int], LinkPort],
+        observer_of: Callable[[Instance, int], Observer],
         cluster_state: ClusterState,
         *,
         on_change: Callable[[str], None],
         on_answer: Callable[[str, int], None] = lambda _name, _rank: None,
-        pool_ports: Mapping[str, LinkPort] = MappingProxyType({}),
+        pool_ports: Mapping[str, Observer] = MappingProxyType({}),
     ) -> None:
         """`on_change` is called with the link's name when it goes down or comes back, or its capacity changes much.
 

@@ -1,7 +1,7 @@
 """Callbacks of the control plane for events that cannot wait for the next decision."""
 
-from collections.abc import Callable
-from typing import ParamSpec
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec
 
 from prfaas.core.deployment import Instance
 from prfaas.serving.control.engine_reading import EngineReading
@@ -36,6 +36,8 @@ class Listeners:
         """With an instance, and whether it is in routing now."""
         self.read: Signal[[Instance, EngineReading]] = Signal()
         """With an instance and what its engine has just said of itself."""
+        self.told: Signal[[str, Mapping[str, Any]]] = Signal()
+        """With an instance and what one of its ranks has just answered at its KV port."""
         self.restarted: Signal[[str]] = Signal()
         """With an instance whose process is another one than at the last look."""
         self.lost_cache: Signal[[str]] = Signal()

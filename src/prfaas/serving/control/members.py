@@ -4,8 +4,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 
 from prfaas.core.deployment import CONTROL, AppliedDeployment, Instance
-from prfaas.serving.control.engine_http import EngineAccess, EngineHttp
-from prfaas.serving.control.link_monitor import LinkPort, PoolPort
+from prfaas.serving.control.engine_http import EngineHttp
 from prfaas.serving.control.part import Part
 from prfaas.serving.pool.copier import pool_observers
 from prfaas.serving.running_deployment import RunningDeployment
@@ -25,9 +24,9 @@ class Members(Part):
         key: bytes,
         tls: TlsIdentity | None = None,
         *,
-        http: EngineAccess | None = None,
-        sender_of: Callable[[Instance, int], LinkPort] | None = None,
-        pool_ports: Mapping[str, PoolPort] | None = None,
+        http: EngineHttp | None = None,
+        sender_of: Callable[[Instance, int], Observer] | None = None,
+        pool_ports: Mapping[str, Observer] | None = None,
     ) -> None:
         """
         Args:
@@ -40,10 +39,10 @@ class Members(Part):
         """
         self.running = running
         self.key = key
-        self.http: EngineAccess = http or EngineHttp(tls)
+        self.http: EngineHttp = http or EngineHttp(tls)
         self._sender_of = sender_of or observer_of(key, tls)
         self.instances: dict[str, Instance] = {}
-        self.kv_ports: dict[str, tuple[LinkPort, ...]] = {}
+        self.kv_ports: dict[str, tuple[Observer, ...]] = {}
         self.pool_ports = (
             pool_observers(running.current, CONTROL, key, tls) if pool_ports is None else pool_ports
         )
@@ -87,10 +86,10 @@ class Members(Part):
         await self.http.close()
 
 
-def observer_of(key: bytes, tls: TlsIdentity | None = None) -> Callable[[Instance, int], LinkPort]:
+def observer_of(key: bytes, tls: TlsIdentity | None = None) -> Callable[[Instance, int], Observer]:
     """Makes the observers of a deployment with this key. `tls`: for instances that the gateway speaks TLS with."""
 
-    def make(instance: Instance, rank: int) -> LinkPort:
+    def make(instance: Instance, rank: int) -> Observer:
         port = instance.kv_ports[rank]
         encrypted_by = tls if instance.tls else None
         return Observer(CONTROL, key, instance.host, port, f"{instance.name}/{rank}", encrypted_by)

@@ -8,10 +8,10 @@ from typing import Annotated, Any
 import msgspec
 
 from prfaas.core.deployment import AppliedDeployment
-from prfaas.serving.control.engine_liveness import KvPort
 from prfaas.serving.control.engine_monitor import period_s
 from prfaas.serving.control.part import Json, Part
 from prfaas.serving.running_deployment import RunningDeployment
+from prfaas.serving.transport.observer import Observer
 from prfaas.serving.transport.peer_list import PeerList, peer_list_of
 from prfaas.serving.transport.sentences import legible
 from prfaas.serving.transport.wire import read_body
@@ -48,7 +48,7 @@ class PeerListUpdates(Part):
     def __init__(
         self,
         running: RunningDeployment,
-        kv_ports: Mapping[str, Sequence[KvPort]],
+        kv_ports: Mapping[str, Sequence[Observer]],
         on_stats: Callable[[str, Mapping[str, Any]], None] = lambda _name, _stats: None,
     ) -> None:
         """

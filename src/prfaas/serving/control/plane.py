@@ -26,13 +26,13 @@ from prfaas.serving.control.health import HealthWatch
 from prfaas.serving.control.hot_prefixes import HotPrefixes
 from prfaas.serving.control.kv_events import EventFeed, FollowPort
 from prfaas.serving.control.link_budget import LinkBudget
-from prfaas.serving.control.link_monitor import LinkMonitor, LinkPort
+from prfaas.serving.control.link_monitor import LinkMonitor
 from prfaas.serving.control.listeners import Listeners
 from prfaas.serving.control.members import Members
 from prfaas.serving.control.metrics import ControlMetrics
 from prfaas.serving.control.part import Json, Part
 from prfaas.serving.control.peer_lists import PeerListUpdates
-from prfaas.serving.control.planning_inputs import LiveFacts, prefill_curves, view_of
+from prfaas.serving.control.planning_inputs import KvShape, LiveFacts, prefill_curves, view_of
 from prfaas.serving.control.pool_monitor import PoolMonitor
 from prfaas.serving.control.prefill_admission import PrefillAdmission
 from prfaas.serving.control.prefix_knowledge import PrefixKnowledge, empty_index
@@ -45,6 +45,7 @@ from prfaas.serving.own_process import LoopClock
 from prfaas.serving.pool.copier import PoolCopier
 from prfaas.serving.running_deployment import RunningDeployment
 from prfaas.serving.tasks import LoopFailures
+from prfaas.serving.transport.observer import Observer
 
 GAUGES_PERIOD_S = 1.0
 
@@ -101,6 +102,8 @@ class LivePlane:
         )
         self.compatibility = Compatibility(running, members.kv_ports, state, listeners.silent.tell)
         facts = LiveFacts(running, kv_model, state, curves, engines.meters)
+        shape = KvShape(running, state, facts, self.prefixes, is_known=kv_model is not None)
+        listeners.told += [self.prefixes.learn_stats, shape.learn_stats]
         self.thresholds = Thresholds(
             running,
             facts,
@@ -121,7 +124,7 @@ class LivePlane:
         self.parts: list[Part] = [DeployedView(running, state, curves), members, engines, pools, self.links]
         self.parts += [_budget(members, state, self.links), self.compatibility, self.router, self.thresholds]
         self.parts += [self._roles(facts, engines, metrics), feed, self.prefixes, hot_prefixes]
-        peer_lists = PeerListUpdates(running, members.kv_ports, self.prefixes.learn_stats)
+        peer_lists = PeerListUpdates(running, members.kv_ports, listeners.told.tell)
         self.parts += [self.admission, self.health, self.drains, peer_lists]
         self.parts.append(GaugeWriter(self.parts, metrics, running, clock))
         self._connect(engines, pools, feed, metrics)
@@ -131,7 +134,8 @@ class LivePlane:
 
         def on_end(change: RoleChange) -> None:
             metrics.conversions.labels(change.cluster, change.to_role, change.outcome).inc()
-            self.listeners.changed.tell(change.instance)
+            for name in state.together(change.instance):
+                self.listeners.changed.tell(name)
 
         return RoleAllocation(
             self.members.running,
@@ -330,7 +334,7 @@ def _prefixes(
 
 
 def _budget(members: Members, state: ClusterState, links: LinkMonitor) -> LinkBudget:
-    pools: dict[str, tuple[LinkPort, ...]] = {name: (port,) for name, port in members.pool_ports.items()}
+    pools: dict[str, tuple[Observer, ...]] = {name: (port,) for name, port in members.pool_ports.items()}
     senders = ChainMap(members.kv_ports, pools)
     return LinkBudget(members.running, senders, state.view.links, links.samples, clock=state.clock)
 

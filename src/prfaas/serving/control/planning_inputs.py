@@ -3,13 +3,22 @@
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
-from prfaas.core.arrays import FloatArray, OfLength, np
+from prfaas.core.arrays import OfLength
 from prfaas.core.deployment import Cluster, Deployment, Instance, Link
 from prfaas.core.deployment.pool_peers import joins_pools
 from prfaas.core.deployment.source import read_source
 from prfaas.core.deployment.speculation import counted_model, kept_model
-from prfaas.core.kv import ConfigError, DrafterError, KvModel, model_on_wire
+from prfaas.core.kv import (
+    CompressedAttention,
+    ConfigError,
+    DrafterError,
+    KvModel,
+    model_on_wire,
+    published_models,
+)
+from prfaas.core.kv.told import read_told_layers
 from prfaas.core.latency.prefill_curves import PrefillCurves
 from prfaas.core.latency.service_curve import ServiceCurve
 from prfaas.core.planner import KvSize, PlanProblem
@@ -24,11 +33,18 @@ from prfaas.core.scheduling import (
     View,
     make_policy,
 )
-from prfaas.core.scheduling.live_problem import ClusterFacts, LinkFacts, prefill_instances, problem_now
+from prfaas.core.scheduling.live_problem import (
+    ClusterFacts,
+    LinkFacts,
+    group_ranks,
+    prefill_instances,
+    problem_now,
+)
 from prfaas.core.units import GB, SECONDS_PER_HOUR
 from prfaas.core.workload import LengthDistribution
 from prfaas.serving.control.cluster_state import ClusterState
 from prfaas.serving.control.engine_monitor import EngineMeter
+from prfaas.serving.control.prefix_knowledge import PrefixKnowledge
 from prfaas.serving.running_deployment import RunningDeployment
 
 logger = logging.getLogger(__name__)
@@ -47,7 +63,10 @@ def kv_model_of(deployment: Deployment) -> KvModel | None:
         except DrafterError as error:
             logger.warning("the KVCache of %s is counted without a drafter's; %s", cluster.name, error)
         except ConfigError as error:
-            logger.warning("the KV cache's shape is unknown, so it is taken for a hybrid one: %s", error)
+            logger.warning(
+                "what the model keeps is unknown, so it counts for a large hybrid one until an engine tells: %s",
+                error,
+            )
             return None
     return _widest(deployment)
 
@@ -101,18 +120,15 @@ def _facts(model: KvModel | None) -> KvFacts | None:
     return None if model is None else kv_facts(model)
 
 
-def kv_facts(model: KvModel | None) -> KvFacts:
-    """Without a model: hybrid (the kind that limits most), and transfers of no bytes."""
-    if model is None:
-        return KvFacts(
-            is_hybrid=True, can_skip=False, bytes_to_move=_no_transfer, prefix_bytes_to_move=_no_transfer
-        )
+def kv_facts(model: KvModel | None, block_tokens: int = _LARGEST_BLOCK_TOKENS) -> KvFacts:
+    """Without a model: hybrid (the kind that limits most), and as large as any."""
     # The decode instance computes the last prompt token itself.
-    return KvFacts.of_model(model, block_tokens=_LARGEST_BLOCK_TOKENS, sends_last_token=False)
+    facts = KvFacts.of_model(model or _largest(), block_tokens=block_tokens, sends_last_token=False)
+    return facts if model is not None else replace(facts, is_hybrid=True, can_skip=False)
 
 
-def _no_transfer(_tokens: int, _skip_tokens: int) -> int:
-    return 0
+def _largest() -> KvModel:
+    return max((each.kv_model for each in published_models()), key=KvModel.compared_bytes)
 
 
 def view_of(
@@ -168,6 +184,7 @@ def link_view(deployment: Deployment, link: Link, now_s: float) -> LinkView:
 
 def instance_view(deployment: Deployment, cluster: Cluster, instance: Instance, now_s: float) -> InstanceView:
     """An instance at rest, by the file alone."""
+    ranks = deployment.ranks_with(instance)
     return InstanceView(
         instance.name,
         cluster.name,
@@ -176,6 +193,7 @@ def instance_view(deployment: Deployment, cluster: Cluster, instance: Instance, 
         decode_slots=decode_slots(deployment, cluster) if cluster.kind == "pd" else 1,
         busy_until_s=now_s,
         seen_s=now_s,
+        group=tuple(each.name for each in ranks) if len(ranks) > 1 else (),
     )
 
 
@@ -268,15 +286,18 @@ class LiveFacts:
         curves: Mapping[str, PrefillCurves],
         engines: Mapping[str, EngineMeter],
     ) -> None:
-        """`curves` by cluster, `engines` by instance. Without a `kv_model` links count as unlimited, since nothing is
-        known of bytes."""
+        """`curves` by cluster, `engines` by instance. Without a `kv_model` it is taken for as large as any."""
         self._running = running
         self._cluster_state = cluster_state
         self._curves = curves
         self._engines = engines
         self._sent_of: Deployment | None = None
         self._sent: dict[tuple[str, str], OfLength] = {}
-        self._kv_bytes: OfLength = KvSize(kv_model) if kv_model is not None else _no_bytes
+        self._kv_bytes: OfLength = KvSize(kv_model or _largest())
+
+    def learn_model(self, kv_model: KvModel) -> None:
+        """Count in what an engine tells from now on."""
+        self._kv_bytes = KvSize(kv_model)
 
     def problem(self, lengths: LengthDistribution, output_tokens: float | None = None) -> PlanProblem:
         """The problem for uncached `lengths` and answers of a mean length; None takes what was measured.
@@ -347,14 +368,63 @@ class LiveFacts:
         return self._sent.get((source, target))
 
     def _cluster(self, cluster: Cluster) -> ClusterFacts:
-        instances = sum(i.available for i in self._cluster_state.view.clusters[cluster.name].instances)
+        views = self._cluster_state.view.clusters[cluster.name].instances
+        instances = sum(each.available for each in views)
         curve = self._curves[cluster.name].usual
         facts = ClusterFacts(cluster.name, cluster.kind, instances, curve)
         if cluster.kind == "prfaas":
             return facts
         decode = self.decode(cluster)
-        return replace(facts, decode_batch=decode.batch, decode_step_s=decode.step_s)
+        return replace(
+            facts,
+            decode_batch=decode.batch,
+            decode_step_s=decode.step_s,
+            group_ranks=group_ranks(views),
+        )
 
 
-def _no_bytes(tokens: FloatArray) -> FloatArray:
-    return np.zeros_like(tokens)
+class KvShape:
+    """The KVCache of a model of which nobody has written what its layers keep: its engines tell it while they run.
+
+    Routing and planning count in it, in the most of any of them. Until the first one has told, the model counts for the
+    largest published one, and for a hybrid.
+    """
+
+    def __init__(
+        self,
+        running: RunningDeployment,
+        state: ClusterState,
+        facts: LiveFacts,
+        prefixes: PrefixKnowledge,
+        *,
+        is_known: bool,
+    ) -> None:
+        """`is_known`: the model's own file says it, so nothing that engines tell is taken."""
+        self._running = running
+        self._state = state
+        self._facts = facts
+        self._prefixes = prefixes
+        self._is_known = is_known
+        self.model: KvModel | None = None
+        """As told; None: not yet, or there is no need."""
+
+    def learn_stats(self, name: str, stats: Mapping[str, Any]) -> None:
+        """Take what a rank of an engine answers."""
+        instance = next((each for each in self._running.current.instances if each.name == name), None)
+        if self._is_known or instance is None:
+            return
+        try:
+            told = read_told_layers(
+                stats.get("kv_layers"), self._running.current.model.served_name, instance.kv_ranks
+            )
+        except ValueError as error:
+            logger.debug("%s does not tell what it keeps: %s", name, error)
+            return
+        if self.model is not None and told.compared_bytes() <= self.model.compared_bytes():
+            return
+        self.model = told
+        logger.info("%s tells what it keeps: %s", name, told.describe())
+        pages = [each.page_tokens for each in told.groups if isinstance(each, CompressedAttention)]
+        self._state.view.kv = kv_facts(told, max(pages, default=1))
+        self._facts.learn_model(told)
+        self._prefixes.learn_model(told)

@@ -11,11 +11,11 @@ from prfaas.core.deployment import Instance, PoolNode
 from prfaas.core.scheduling import PoolView
 from prfaas.core.units import BITS_PER_BYTE
 from prfaas.serving.control.cluster_state import Clock
-from prfaas.serving.control.engine_liveness import KvPort
 from prfaas.serving.control.engine_monitor import EngineMeter, period_s
 from prfaas.serving.control.metrics import POOL_BYTES, POOL_LOSSES, TIERS, ControlMetrics
 from prfaas.serving.control.part import Json, Part
 from prfaas.serving.running_deployment import RunningDeployment
+from prfaas.serving.transport.observer import Observer
 from prfaas.serving.transport.sentences import legible
 from prfaas.serving.transport.wire import read_body
 
@@ -71,7 +71,7 @@ class PoolMonitor(Part):
     def __init__(
         self,
         running: RunningDeployment,
-        ports: Mapping[str, KvPort],
+        ports: Mapping[str, Observer],
         pools: Mapping[str, PoolView],
         meters: Mapping[str, EngineMeter],
         *,

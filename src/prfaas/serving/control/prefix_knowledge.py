@@ -253,6 +253,11 @@ class PrefixKnowledge(Part):
         told = stats.get("own_last_tokens")
         self._own_last_tokens[name] = told if type(told) is int and 0 < told <= _MOST_OWN_TOKENS else 1
 
+    def learn_model(self, kv_model: KvModel) -> None:
+        """Take what an engine tells that its layers keep, where the model's file doesn't say it."""
+        self.index.learn_needs(states=kv_model.has_linear_state, windows=kv_model.has_window)
+        self._is_hybrid = kv_model.is_hybrid
+
     def own_last_tokens(self, name: str) -> int:
         """The last tokens of a prompt that an engine computes itself, whatever is moved to it."""
         return self._own_last_tokens.get(name, 1)

@@ -54,7 +54,8 @@ class RoleChanges:
     """At most one conversion at a time.
 
     A converting instance gets nothing new. When its old work is done, or after 60 s, it has its new role. Old work that
-    is still there then goes on beside the new. An instance that fails while it drains keeps its role.
+    is still there then goes on beside the new. An instance that fails while it drains keeps its role. All ranks of a
+    data-parallel group are converted with it.
     """
 
     def __init__(
@@ -99,7 +100,8 @@ class RoleChanges:
         if self._current is not None or has_role:
             return False
         now_s = self.clock()
-        drain = RoleDrain.begin(view, to_role, now_s)
+        together = self.cluster_state.together(instance)
+        drain = RoleDrain.begin([self.cluster_state.instance(each) for each in together], to_role, now_s)
         from_role: Role = "decode" if to_role == "prefill" else "prefill"
         change = RoleChange(
             instance=instance,
@@ -111,8 +113,9 @@ class RoleChanges:
         )
         self._current = change, drain
         self.history.append(change)
-        logger.info("%s is to %s instead of %s: %s", instance, to_role, from_role, reason)
-        self._on_begin(instance)
+        logger.info("%s is to %s instead of %s: %s", ", ".join(together), to_role, from_role, reason)
+        for each in together:
+            self._on_begin(each)
         return True
 
     def tick(self) -> None:
@@ -136,7 +139,8 @@ class RoleChanges:
             change.drained_s,
         )
         if result != "abandoned":
-            self.cluster_state.set_role(change.instance, change.to_role)
+            for view in drain.instances:
+                self.cluster_state.set_role(view.name, change.to_role)
         self._on_end(change)
 
     def hand_over(self) -> None:
@@ -146,11 +150,11 @@ class RoleChanges:
 
     def give_up(self, name: str) -> None:
         """An instance is not converted any more, if it is: it leaves, or an operator has given it its role."""
-        if self._current is None or self._current[0].instance != name:
+        if self._current is None or name not in [view.name for view in self._current[1].instances]:
             return
         change, drain = self._current
         self._current = None
-        drain.instance.draining = False
+        drain.end()
         change.outcome, change.drained_s = "abandoned", self.clock() - drain.since_s
 
     def state(self, now_s: float) -> list[dict[str, Any]]:

@@ -136,6 +136,11 @@ class Router(Part):
             self._hot_prefixes.note(decision.prefill, chains, match.pools)
         return decision
 
+    def decoders(self) -> list[str]:
+        """The instances of which one may decode a request that comes now."""
+        clusters = self._cluster_state.view.clusters.values()
+        return [each.name for cluster in clusters for each in cluster.instances if each.takes_decodes]
+
     def follow(self, before: AppliedDeployment, now: AppliedDeployment) -> None:
         """Decide by another policy. Raises DeploymentError where it can't be made."""
         if now.said.routing != before.said.routing:

@@ -2,7 +2,7 @@
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -42,25 +42,39 @@ class ChildProcesses(ABC):
     """What one is called in sentences."""
 
     def __init__(
-        self, deployment: Deployment, names: Sequence[str], extra_env: Mapping[str, str] | None = None
+        self,
+        deployment: Deployment,
+        names: Iterable[str] | None = None,
+        extra_env: Mapping[str, str] | None = None,
     ) -> None:
         """Nothing is started yet.
 
         Args:
             deployment: whose processes they are.
-            names: those to start.
+            names: those to start; None: all.
             extra_env: laid over the environment of each.
         """
         self.deployment = deployment
-        self.names = names
+        self.names = tuple(self._all_names() if names is None else names)
         self._extra_env = dict(extra_env or {})
         self._groups: dict[str, ProcessGroup] = {}
         self._started_s: dict[str, float] = {}
         self._watchdog: Watchdog | None = None
 
     @abstractmethod
-    def start(self) -> None:
-        """Start all. Returns at once."""
+    def restart(self, names: Collection[str]) -> None:
+        """Start those of these names, in the order of the file. Returns at once: see `wait_ready`.
+
+        Raises:
+            EngineError: something that they need is missing or taken, or one runs already; none of them has been
+                started then, and all others go on.
+            KeyFileError: the key can't be used.
+            TlsFileError: a certificate can't be used.
+        """
+
+    @abstractmethod
+    def _all_names(self) -> Iterable[str]:
+        """Of all that the deployment has."""
 
     @abstractmethod
     def _address(self, name: str) -> str:
@@ -69,6 +83,10 @@ class ChildProcesses(ABC):
     @abstractmethod
     def _answers(self, name: str) -> bool:
         """True if one answers there."""
+
+    def start(self, name: str | None = None) -> None:
+        """Start one, or all, as `restart`."""
+        self.restart(self.names if name is None else (name,))
 
     def __enter__(self) -> Self:
         self.start()

@@ -12,6 +12,7 @@ from urllib.parse import quote
 from prfaas.core.deployment import Deployment, Instance, KvPeer
 from prfaas.core.kv import CacheDtypes, KvModel
 from prfaas.core.units import GIB
+from prfaas.serving.engines.data_parallel import given_endpoint, rank_of, rank_options
 from prfaas.serving.secret_files import load_headers
 from prfaas.serving.tracing.collector import HEADERS_VARIABLE, PROTOCOL, PROTOCOL_VARIABLE, collector_of
 
@@ -66,11 +67,11 @@ def vllm_command(deployment: Deployment, instance: Instance) -> EngineCommand:
     """How to start the vLLM server of `instance`. Reads the model's `config.json`, so the model must be there.
 
     Raises:
-        ConfigError: the model's `config.json` is missing or of an unknown kind.
+        ConfigError: the model's `config.json` is missing, or a field in it is.
     """
     on_cpu = deployment.cluster_of(instance).hardware == "cpu"
     collector = collector_of(deployment.gateway.tracing)
-    kv_model = deployment.model.kv_model(deployment.cluster_of(instance).kv_cache_dtype)
+    kv_model = deployment.model.known_kv_model(deployment.cluster_of(instance).kv_cache_dtype)
     engine = deployment.engine
     argv = [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
@@ -84,13 +85,20 @@ def vllm_command(deployment: Deployment, instance: Instance) -> EngineCommand:
         *_mixed_chunks(deployment, instance),
         "--enable-prefix-caching",
         "--enable-prompt-tokens-details",
+        # The gateway has engines render what it can't turn into token ids itself.
+        "--enable-scale-out",
         *_retention(deployment, kv_model, on_cpu),
         *_dtypes(deployment.cache_dtypes(instance.cluster)),
-        *(("--mamba-ssm-cache-dtype", STATE_DTYPE) if kv_model.has_linear_state else ()),
+        *(
+            ("--mamba-ssm-cache-dtype", STATE_DTYPE)
+            if kv_model is not None and kv_model.has_linear_state
+            else ()
+        ),
         *("--no-enable-log-requests", "--disable-uvicorn-access-log"),
         *(("--enforce-eager",) if on_cpu else ()),
         *_kv_memory(deployment),
         *_ranks(instance, on_cpu),
+        *rank_options(deployment, instance),
         *("--kv-transfer-config", json.dumps(kv_transfer_config(deployment, instance))),
         *_events(deployment, instance),
         *_adapters(deployment),
@@ -101,7 +109,7 @@ def vllm_command(deployment: Deployment, instance: Instance) -> EngineCommand:
     conv_layout = NIXL_CONV_STATE_LAYOUT if engine.local_transfer == "nixl" else CONV_STATE_LAYOUT
     env = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_SSM_CONV_STATE_LAYOUT": conv_layout}
     if deployment.uses_nixl(instance):
-        env |= _nixl_env(instance, on_cpu)
+        env |= _nixl_env(deployment, instance, on_cpu)
     if instance.tls:
         env["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"] = str(TLS_KEEPALIVE_S)
     if on_cpu:
@@ -153,10 +161,11 @@ def kv_transfer_config(deployment: Deployment, instance: Instance) -> dict[str, 
     }
 
 
-def _nixl_env(instance: Instance, on_cpu: bool) -> dict[str, str]:
+def _nixl_env(deployment: Deployment, instance: Instance, on_cpu: bool) -> dict[str, str]:
+    assert instance.nixl_port is not None
     env = {
         "VLLM_NIXL_SIDE_CHANNEL_HOST": instance.host,
-        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(instance.nixl_port),
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(instance.nixl_port - rank_of(deployment, instance)),
     }
     # Elsewhere UCX finds the best way by itself. On CPUs it would look for devices that are not there.
     return {**env, "UCX_TLS": "tcp,self"} if on_cpu else env
@@ -259,13 +268,13 @@ def _tls(deployment: Deployment, instance: Instance) -> tuple[str, ...]:
     )
 
 
-def _retention(deployment: Deployment, kv_model: KvModel, on_cpu: bool) -> tuple[str, ...]:
+def _retention(deployment: Deployment, kv_model: KvModel | None, on_cpu: bool) -> tuple[str, ...]:
     # vLLM refuses the option on models without windows or states, and a value that is no multiple of its
     # block size; on CPUs blocks are 128 or 256 tokens, elsewhere they are not known before the start.
     tokens = deployment.engine.prefix_cache_retention_tokens
     if tokens is None and on_cpu:
         tokens = CPU_RETENTION_TOKENS
-    if tokens is None or not kv_model.is_hybrid:
+    if tokens is None or kv_model is None or not kv_model.is_hybrid:
         return ()
     return ("--prefix-cache-retention-interval", str(tokens))
 
@@ -302,6 +311,7 @@ def _ranks(instance: Instance, on_cpu: bool) -> tuple[str, ...]:
 
 def _events(deployment: Deployment, instance: Instance) -> tuple[str, ...]:
     endpoint = deployment.events_endpoint(instance)
+    endpoint = given_endpoint(endpoint, rank_of(deployment, instance))
     config = {
         "enable_kv_cache_events": True,
         "publisher": "zmq",

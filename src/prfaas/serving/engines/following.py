@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from prfaas.core.deployment import AppliedDeployment, Deployment, DeploymentDifference, Instance
 from prfaas.serving.engines import EngineError
+from prfaas.serving.engines.engine_units import EngineUnit, unit_name, units_of
 from prfaas.serving.engines.running import RunningEngines
 from prfaas.serving.engines.supervisor import LOOK_EVERY_S, Supervisor
 from prfaas.serving.reloading import ReloadRefusedError
@@ -18,7 +19,7 @@ class FollowingEngines:
     def __init__(
         self,
         engines: RunningEngines,
-        supervisor: Supervisor[Instance],
+        supervisor: Supervisor[EngineUnit],
         tell: Callable[[str], None],
         runs_here: Callable[[Instance], bool] = lambda _: True,
     ) -> None:
@@ -51,13 +52,13 @@ class FollowingEngines:
     def follow(self, _before: AppliedDeployment, now: AppliedDeployment) -> None:
         """Have what is new started, soon."""
         self._engines.deployment = now.running
-        for instance in filter(self.runs_here, now.said.instances):
-            self._supervisor.watch(instance)
+        for unit in units_of(filter(self.runs_here, now.said.instances)):
+            self._supervisor.watch(unit)
 
     def left(self, instance: Instance) -> None:
         """Have the engine of an instance that has left ended, soon."""
         if self.runs_here(instance):
-            self._supervisor.leave(instance.name)
+            self._supervisor.leave(unit_name(instance))
             self._left.append(instance)
 
     async def run(self) -> None:

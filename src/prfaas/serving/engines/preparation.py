@@ -172,7 +172,8 @@ def _ensure_cpu_has_dtypes(deployment: Deployment, cluster: Cluster) -> None:
     is_other = model.dtype not in ("auto", "bfloat16")
     if not (is_fp8 or is_other):
         return
-    groups = model.kv_model(kept).groups
+    kv_model = model.known_kv_model(kept)
+    groups = () if kv_model is None else kv_model.groups
     if is_other and any(isinstance(group, LinearState) and group.kind == "GDN" for group in groups):
         raise EngineError(
             f"model.dtype of {deployment.path}: on cpu vLLM computes Gated DeltaNet in bfloat16 only, not in "

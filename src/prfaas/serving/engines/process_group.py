@@ -12,25 +12,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
     from prfaas.serving.engines.log_file import LogFile
 
 _POLL_S = 0.05
 _TERM_WAIT_S = 10.0
-
-
-class _Child(Protocol):
-    """As much of `subprocess.Popen` as is needed."""
-
-    @property
-    def pid(self) -> int: ...
-
-    @property
-    def returncode(self) -> int | Any: ...
-
-    def wait(self) -> int: ...
 
 
 class _AdoptedChild:
@@ -52,7 +40,7 @@ class ProcessGroup:
     process that happens to get the number later.
     """
 
-    def __init__(self, child: "_Child", log: "LogFile") -> None:
+    def __init__(self, child: "subprocess.Popen[bytes] | _AdoptedChild", log: "LogFile") -> None:
         """Of a child that leads a session, and whose output goes to `log` already."""
         self.log = log
         self._child = child

@@ -1,6 +1,5 @@
 """The engines of a deployment as child processes of this one."""
 
-import http.client
 import signal
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -10,6 +9,8 @@ from prfaas.serving.certificates import identity_of
 from prfaas.serving.engines import EngineError
 from prfaas.serving.engines.child_processes import STOP_TIMEOUT_S, ChildProcesses
 from prfaas.serving.engines.command import EngineCommand, synthetic_command, vllm_command
+from prfaas.serving.engines.data_parallel import end_group_before
+from prfaas.serving.engines.engine_server import ask
 from prfaas.serving.engines.preparation import (
     ensure_certificates,
     ensure_dtypes,
@@ -25,7 +26,6 @@ from prfaas.serving.engines.template import EngineStart, EngineTemplates
 from prfaas.serving.transport.tls_identity import TlsIdentity
 
 STAND_INS_PER_PROCESS = 16
-_ANSWER_S = 2.0
 _DEATH_S = 10.0
 _PORT_POLL_S = 0.03
 
@@ -48,18 +48,17 @@ class RunningEngines(ChildProcesses):
         stand_ins_per_process: int = STAND_INS_PER_PROCESS,
         templates: EngineTemplates | None = None,
     ) -> None:
-        """Nothing is started yet.
+        """As `ChildProcesses`.
 
         Args:
-            deployment: whose engines they are.
-            names: the instances to start; None: all.
-            extra_env: laid over the environment of each.
+            deployment: as there.
+            names: as there.
+            extra_env: as there.
             command: starts every instance in a process of its own; None: vLLM, or stand-ins that share processes.
             stand_ins_per_process: how many stand-ins share a process at most.
             templates: of engines on CPUs, kept for those that are started later; None: none are kept.
         """
-        instances = [instance.name for instance in deployment.instances]
-        super().__init__(deployment, tuple(instances if names is None else names), extra_env)
+        super().__init__(deployment, names, extra_env)
         self._command = command
         self._stand_ins_per_process = stand_ins_per_process
         self._killed: set[str] = set()
@@ -67,25 +66,12 @@ class RunningEngines(ChildProcesses):
         self._templates = templates or EngineTemplates()
         self._tls: TlsIdentity | None = None
 
-    def start(self, name: str | None = None) -> None:
-        """Start one engine, or all. Returns at once: see `wait_ready`.
-
-        Raises:
-            EngineError: vLLM, the model or a port is missing, its KVCache can't be kept here, or it runs already.
-            KeyFileError: the key can't be used.
-            TlsFileError: a certificate can't be used.
-        """
-        self._launch(self.names if name is None else (name,))
-
     def restart(self, names: Collection[str]) -> None:
-        """Start engines again that have ended; stand-ins among them share processes as at first. Returns at once.
+        """Start engines, as `ChildProcesses.restart`; stand-ins among them share processes."""
+        self._launch([each for each in self._all_names() if each in names])
 
-        Raises:
-            EngineError: as `start`; none of them has been started then, and all others go on.
-            KeyFileError: the key can't be used.
-            TlsFileError: a certificate can't be used.
-        """
-        self._launch([each.name for each in self.deployment.instances if each.name in names])
+    def _all_names(self) -> Iterable[str]:
+        return (instance.name for instance in self.deployment.instances)
 
     def _launch(self, names: Sequence[str]) -> None:
         instances = [self.deployment.instance(each) for each in names]
@@ -101,6 +87,8 @@ class RunningEngines(ChildProcesses):
         ensure_key(self.deployment)
         ensure_certificates(self.deployment, names)
         ensure_events_folder(self.deployment)
+        for instance in instances:
+            end_group_before(self.deployment, instance, started=names)
         launched: list[str] = []
         try:
             forks: list[EngineStart] = []
@@ -207,23 +195,9 @@ class RunningEngines(ChildProcesses):
 
     def _ask(self, instance: Instance, method: str, path: str) -> int | None:
         """Ask an engine's HTTP server; the status of its answer, None where there is none."""
-        # Not urllib: it would take a proxy of the environment for a server on this machine.
         if instance.tls:
             self._tls = self._tls or identity_of(self.deployment, TOOLS)
-            assert self._tls is not None
-            context = self._tls.https_context()
-            connection: http.client.HTTPConnection = http.client.HTTPSConnection(
-                instance.host, instance.http_port, timeout=_ANSWER_S, context=context
-            )
-        else:
-            connection = http.client.HTTPConnection(instance.host, instance.http_port, timeout=_ANSWER_S)
-        try:
-            connection.request(method, path)
-            return connection.getresponse().status
-        except (OSError, http.client.HTTPException):
-            return None
-        finally:
-            connection.close()
+        return ask(instance, method, path, tls=self._tls)
 
     def _group(self, name: str) -> ProcessGroup:
         if name in self._groups:
@@ -232,7 +206,8 @@ class RunningEngines(ChildProcesses):
 
     def _check_free(self, instance: Instance) -> None:
         nixl_ports = () if instance.nixl_port is None else (instance.nixl_port,)
-        ports = (instance.http_port, *instance.kv_ports, *nixl_ports)
+        meeting_ports = () if instance.data_parallel is None else (instance.meeting_port,)
+        ports = (instance.http_port, *instance.kv_ports, *nixl_ports, *meeting_ports)
         self._check_startable(instance.name, instance.host, ports)
 
     def _commands(self, instances: Sequence[Instance]) -> Iterator[tuple[Sequence[str], EngineCommand]]:

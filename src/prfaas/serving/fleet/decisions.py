@@ -41,6 +41,7 @@ class FleetDecisions:
     def now(self, leader: str, file: str) -> Decisions:
         """Thresholds and roles as they are here. `file`: digest of the leader's."""
         view, converting = self._cluster_state.view, self._roles.changes.converting
+        drained = [] if converting is None else self._cluster_state.together(converting[0])
         return Decisions(
             leader=leader,
             file=file,
@@ -51,7 +52,7 @@ class FleetDecisions:
                 each.name: RoleDecision(
                     each.prefills,
                     each.decodes,
-                    converting[1] if converting is not None and converting[0] == each.name else None,
+                    converting[1] if converting is not None and each.name in drained else None,
                 )
                 for cluster in view.clusters.values()
                 if cluster.kind == "pd"
@@ -78,10 +79,13 @@ class FleetDecisions:
 
     def go_on(self, known: Decisions) -> None:
         """See through what the leader before has begun."""
-        for name, role in known.roles.items():
-            if role.to_role is not None and name in self._names():
-                self._cluster_state.instance(name).draining = False
-                self._roles.changes.begin(name, role.to_role, f"begun by {known.leader}")
+        names = self._names()
+        begun = {name: role.to_role for name, role in known.roles.items() if role.to_role and name in names}
+        for name in begun:
+            self._cluster_state.instance(name).draining = False
+        for name, to_role in begun.items():
+            # Further ranks of a group are converted with the first.
+            self._roles.changes.begin(name, to_role, f"begun by {known.leader}")
 
     def hand_over(self) -> None:
         """Another gateway leads from now on."""

@@ -39,7 +39,7 @@ class DeadlinePassedError(ApiError):
 class AdmittedRequest:
     """One request that was taken on: what it holds of the limits, and how long it may take."""
 
-    __slots__ = ("_admission", "_timeout_s", "_until_s", "held_bytes", "tenant")
+    __slots__ = ("_admission", "_timeout_s", "_until_s", "held_bytes", "is_open", "tenant")
 
     def __init__(self, admission: "Admission", tenant: str, timeout_s: float | None) -> None:
         self._admission = admission
@@ -49,11 +49,19 @@ class AdmittedRequest:
         self._until_s = math.inf if timeout_s is None else time.perf_counter() + timeout_s
         self.held_bytes = 0
         """Bytes of its body so far."""
+        self.is_open = False
+        """Whether its body is complete."""
 
     def hold(self, nbytes: int) -> None:
         """So many more bytes of its body have come. Raises ApiError 429 where they are too many."""
         self._admission.hold(self.tenant, nbytes)
         self.held_bytes += nbytes
+
+    def begin(self) -> None:
+        """Its body is complete: from now on it is one of the open requests. Raises ApiError 429 where they are too
+        many."""
+        self._admission.begin(self.tenant)
+        self.is_open = True
 
     def check(self, decision: Decision, max_tokens: int | None) -> None:
         """Whether the work may wait where `decision` puts it, and an answer of at most `max_tokens` tokens fits then.
@@ -86,6 +94,8 @@ class Admission:
         self._waits = waits
         self._open = 0
         self._bytes = 0
+        # By tenant: requests that were taken on, of these the ones whose body is complete, and bytes of bodies.
+        self._taken_of: Counter[str] = Counter()
         self._open_of: Counter[str] = Counter()
         self._bytes_of: Counter[str] = Counter()
 
@@ -100,12 +110,17 @@ class Admission:
         return self._limits.queue_s
 
     @property
+    def open_requests(self) -> int:
+        """Requests whose bodies are complete."""
+        return self._open
+
+    @property
     def _limits(self) -> GatewayLimits:
         return self._running.current.gateway.limits
 
     @contextmanager
     def admitted(self, tenant: str, headers: Headers, body_bytes: int | None) -> Iterator[AdmittedRequest]:
-        """One request, from before its body is read to its end.
+        """One request, from before its body is read to its end. It counts from `AdmittedRequest.begin` on.
 
         Args:
             tenant: what tells tenants apart; the same for all when there are none.
@@ -119,17 +134,23 @@ class Admission:
         timeout_s = timeout_of(headers)
         self._check_room(tenant, body_bytes or 0, math.inf if timeout_s is None else timeout_s)
         request = AdmittedRequest(self, tenant, timeout_s)
-        self._open += 1
-        self._open_of[tenant] += 1
+        self._taken_of[tenant] += 1
         try:
             yield request
         finally:
-            self._open -= 1
+            self._open -= request.is_open
             self._bytes -= request.held_bytes
-            self._open_of[tenant] -= 1
+            self._taken_of[tenant] -= 1
+            self._open_of[tenant] -= request.is_open
             self._bytes_of[tenant] -= request.held_bytes
-            if not self._open_of[tenant]:
-                del self._open_of[tenant], self._bytes_of[tenant]
+            if not self._taken_of[tenant]:
+                del self._taken_of[tenant], self._open_of[tenant], self._bytes_of[tenant]
+
+    def begin(self, tenant: str) -> None:
+        """One more of a tenant's requests is open. Raises ApiError 429 where that is one too many."""
+        self._check_open()
+        self._open += 1
+        self._open_of[tenant] += 1
 
     def hold(self, tenant: str, nbytes: int) -> None:
         """A tenant's bodies grow by `nbytes`. Raises ApiError 429."""
@@ -150,8 +171,7 @@ class Admission:
 
     def _check_room(self, tenant: str, body_bytes: int, timeout_s: float) -> None:
         limits = self._limits
-        if self._open >= limits.requests:
-            raise self._refusal("requests", f"The gateway has {self._open} open requests, its limit.")
+        self._check_open()
         wait_s = self._waits.least() if self._open else 0.0
         self._check_queue(wait_s)
         self._check_deadline(wait_s, timeout_s)
@@ -159,11 +179,15 @@ class Admission:
             # Sent again it would be too large again.
             sentence = f"The request body has {body_bytes} bytes; all bodies together may have {limits.bodies_bytes}."
             raise ApiError(413, sentence)
-        others = 0 if tenant in self._open_of else 1
+        others = 0 if tenant in self._taken_of else 1
         self._check_bytes(tenant, body_bytes, others)
         pressure = max(self._open / limits.requests, wait_s / limits.queue_s)
         if pressure > _PRESSURE and self._beyond_share(self._open_of[tenant], 1, self._open, others):
             raise self._share_refusal("open requests", wait_s - _PRESSURE * limits.queue_s)
+
+    def _check_open(self) -> None:
+        if self._open >= self._limits.requests:
+            raise self._refusal("requests", f"The gateway has {self._open} open requests, its limit.")
 
     def _check_queue(self, wait_s: float) -> None:
         if wait_s > self._limits.queue_s:
@@ -190,7 +214,7 @@ class Admission:
 
     def _beyond_share(self, held: int, more: int, total: int, others: int) -> bool:
         """Whether `held` + `more` are above an equal part of all; `others`: 1 if this tenant had nothing open yet."""
-        tenants = len(self._open_of) + others
+        tenants = len(self._taken_of) + others
         return tenants > 1 and (held + more) > math.ceil((total + more) / tenants)
 
     def _share_refusal(self, what: str, retry_after_s: float = 0.0) -> ApiError:

@@ -102,7 +102,7 @@ def parse_body(raw: bytes, most_values: int = MOST_VALUES) -> Json:
             interrupt: 40 MB of short strings take 1.5 GB and hold the whole gateway up for 3 s.
 
     Raises:
-        ApiError: 400, when it is no JSON object; 413, when it has more values.
+        ApiError: 400, when it is no JSON object, or nested too deeply; 413, when it has more values.
     """
     try:
         body = parse_with_ids(raw, most_values) if len(raw) >= MIN_BYTES else None
@@ -113,15 +113,28 @@ def parse_body(raw: bytes, most_values: int = MOST_VALUES) -> Json:
         raise ApiError(400, f"The request body is not valid JSON: {error}.") from None
     if not isinstance(body, dict):
         raise ApiError(400, f"The request body must be a JSON object, not {_kind(body)}.")
+    _check_depth(body)
     return body
 
 
+def _check_depth(body: Json) -> None:
+    """Raises ApiError 400 where it is deeper than what engines and their templates can walk through."""
+    level: list[Any] = [body]
+    for _ in range(_MAX_DEPTH):
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if type(outer) is dict else outer)
+            if type(inner) is dict or type(inner) is list
+        ]
+        if not level:
+            return
+    raise ApiError(400, f"The request body is nested too deeply: it may have {_MAX_DEPTH} levels.")
+
+
 def dump_body(body: Mapping[str, Any]) -> bytes:
-    """`body` as JSON. Raises ApiError 400 when it is nested too deeply to be written."""
-    try:
-        return orjson.dumps(body, default=_as_written, option=orjson.OPT_PASSTHROUGH_DATACLASS)
-    except orjson.JSONEncodeError:
-        raise ApiError(400, "The request body is nested too deeply.") from None
+    """`body` as JSON."""
+    return orjson.dumps(body, default=_as_written, option=orjson.OPT_PASSTHROUGH_DATACLASS)
 
 
 def check_values(raw: bytes, most_values: int) -> None:
@@ -159,7 +172,7 @@ def strip_owned(body: Json) -> Json:
         ApiError: 400, when such a field is inside a container whose content vLLM merges into its own parameters.
     """
     return {
-        key: _checked_args(value, key, 0) if _normal(key) in _STEERING_CONTAINERS else value
+        key: _checked_args(value, key) if _normal(key) in _STEERING_CONTAINERS else value
         for key, value in body.items()
         if not _owned(key)
     }
@@ -253,19 +266,17 @@ def _owned(name: str) -> bool:
     return normal in OWNED_FIELDS or normal.startswith(OWNED_PREFIXES)
 
 
-def _checked_args(value: Any, path: str, depth: int) -> Any:
-    if depth > _MAX_DEPTH:
-        raise ApiError(400, "The request body is nested too deeply.")
+def _checked_args(value: Any, path: str) -> Any:
     if isinstance(value, dict):
         for key, inner in value.items():
             where = f"{path}.{key}"
             if _owned(key) or _normal(key) in STEERING_ARGS:
                 sentence = f"`{where[:200]}` steers the engine, which clients can't do; leave it out."
                 raise ApiError(400, sentence, param=where[:200])
-            _checked_args(inner, where, depth + 1)
+            _checked_args(inner, where)
     elif isinstance(value, list):
         for inner in value:
-            _checked_args(inner, path, depth + 1)
+            _checked_args(inner, path)
     return value
 
 

@@ -108,6 +108,9 @@ class GatewayOptions:
     kept_answers_bytes: int = 256 << 20
     kept_records: int = 10_000
     max_body_bytes: int = 128 << 20
+    # A body may take so long, and longer for what has come of it.
+    body_grace_s: float = 10.0
+    least_body_bytes_per_s: float = 16 << 10
     # JSON below this size costs less than the hop to a thread and back.
     inline_json_bytes: int = 256 << 10
     inline_text_chars: int = 4096

@@ -46,10 +46,9 @@ class Generation:
         Raises:
             ApiError: what the client is to read in place of an answer.
         """
-        with self._intake.taking(http, endpoint) as (record, admitted):
+        # 1. Read, parse and check: what the client wants, less what could steer an engine.
+        async with self._intake.taking(http, endpoint) as (request, admitted):
             async with admitted.in_time():
-                # 1. Parse and check: what the client wants, less what could steer an engine.
-                request = await self._intake.parse(http, endpoint, record, admitted)
                 # 2. The prompt's token ids, as the engine makes them, and the hashes of its blocks.
                 prompt = await self._tokenization.tokenize(request)
                 # 3. Decide who prefills and who decodes, and whether the wait there is bearable.
@@ -66,7 +65,7 @@ class Generation:
             # 6. Decode and relay. If an engine fails, another one decodes. Some answers are compared, later.
             response = await self._answers.answer(http, request, ready, admitted)
             # 7. Record. `taking` adds the times, and the outcome where an exception ended the request.
-            record.answered(response.status)
+            request.record.answered(response.status)
             return response
 
     def _decide(self, request: ServingRequest, prompt: TokenizedPrompt | DirectPrompt) -> Decision:
@@ -80,7 +79,7 @@ class Generation:
         begun_s = time.perf_counter()
         num_tokens = len(prompt.token_ids)
         record.prompt_tokens = num_tokens
-        first_from_prefill = self._prefill.shows_first(request, prompt)
+        first_from_prefill = self._prefill.shows_first(request)
         decision = plane.router.route(num_tokens, prompt.chains, first_from_prefill=first_from_prefill)
         plane.observe(num_tokens, decision.uncached_tokens)
         decided_s = record.since("decide", begun_s)

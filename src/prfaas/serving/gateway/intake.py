@@ -1,7 +1,11 @@
 """Requests as they come: taken on or refused, with a record, then read and parsed."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import asyncio
+import ipaddress
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 
 from aiohttp import web
 
@@ -10,9 +14,98 @@ from prfaas.serving.gateway.bodies import ApiError
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.prompts.prompt import Endpoint
 from prfaas.serving.gateway.prompts.request import RequestParser, ServingRequest, Tenants
-from prfaas.serving.gateway.request_log import RECORD, RequestLog, RequestRecord
+from prfaas.serving.gateway.request_log import RECORD, RequestLog
 
 _DESCRIPTORS_RETRY_S = 1.0
+_JSON = "application/json"
+
+
+class BodyReader:
+    """Reads bodies, each within its time, so that clients that send slowly hold nothing but their own connections.
+
+    Where too many are awaited, one is given up: of the address that has most, the one that has been silent longest.
+    """
+
+    def __init__(self, context: GatewayContext) -> None:
+        self._options = context.options
+        self._running = context.running
+        # Address → the deadlines of its bodies; the first is that of the body that has been silent longest.
+        self._awaited: dict[str, OrderedDict[asyncio.Timeout, None]] = {}
+        self._count = 0
+
+    async def read(self, http: web.Request, hold: Callable[[int], None]) -> bytes:
+        """The body.
+
+        Args:
+            http: the request, its head read.
+            hold: called with the bytes of every piece; raises ApiError when they are too many.
+
+        Raises:
+            ApiError: 408, it does not come in time; 415, it is in a form that is not read here.
+            web.HTTPRequestEntityTooLarge: it is too large.
+        """
+        _check_form(http)
+        if http.content.is_eof():
+            return await self._pieces(http, hold, lambda _size_bytes: None)
+        begun_s = asyncio.get_running_loop().time()
+        address = _network_of(http.remote or "")
+        try:
+            async with asyncio.timeout(self._options.body_grace_s) as deadline:
+                with self._awaiting(address, deadline):
+                    return await self._pieces(http, hold, partial(self._came, address, deadline, begun_s))
+        except TimeoutError:
+            raise ApiError(
+                408, "The request body does not come, or too slowly.", reason="slow-body"
+            ) from None
+
+    async def _pieces(
+        self, http: web.Request, hold: Callable[[int], None], came: Callable[[int], None]
+    ) -> bytes:
+        """`came`: called with the bytes that are there after each piece."""
+        most_bytes, size_bytes = self._options.max_body_bytes, http.content_length or 0
+        if size_bytes > most_bytes:
+            raise web.HTTPRequestEntityTooLarge(most_bytes, size_bytes)
+        pieces: list[bytes] = []
+        size_bytes = 0
+        while piece := await http.content.readany():
+            size_bytes += len(piece)
+            if size_bytes > most_bytes:
+                raise web.HTTPRequestEntityTooLarge(most_bytes, size_bytes)
+            hold(len(piece))
+            pieces.append(piece)
+            came(size_bytes)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    @contextmanager
+    def _awaiting(self, address: str, deadline: asyncio.Timeout) -> Iterator[None]:
+        self._awaited.setdefault(address, OrderedDict())[deadline] = None
+        self._count += 1
+        if self._count > self._running.current.gateway.limits.requests:
+            most = max(self._awaited, key=lambda each: len(self._awaited[each]))
+            silent = next(iter(self._awaited[most]))
+            self._forget(most, silent)
+            silent.reschedule(asyncio.get_running_loop().time())
+        try:
+            yield
+        finally:
+            self._forget(address, deadline)
+
+    def _came(self, address: str, deadline: asyncio.Timeout, begun_s: float, size_bytes: int) -> None:
+        """So much of a body is there: it may take as much longer."""
+        bodies: OrderedDict[asyncio.Timeout, None] = self._awaited.get(address, OrderedDict())
+        if deadline in bodies:
+            bodies.move_to_end(deadline)
+            options = self._options
+            deadline.reschedule(begun_s + options.body_grace_s + size_bytes / options.least_body_bytes_per_s)
+
+    def _forget(self, address: str, deadline: asyncio.Timeout) -> None:
+        """Idempotent."""
+        bodies: OrderedDict[asyncio.Timeout, None] = self._awaited.get(address, OrderedDict())
+        if deadline in bodies:
+            del bodies[deadline]
+            self._count -= 1
+            if not bodies:
+                del self._awaited[address]
 
 
 class Intake:
@@ -25,32 +118,63 @@ class Intake:
         self._tenants = tenants
         self._admission = admission
         self._log = log
+        self._bodies = BodyReader(context)
         self._parser = RequestParser(context)
 
-    @contextmanager
-    def taking(
+    @asynccontextmanager
+    async def taking(
         self, http: web.Request, endpoint: Endpoint
-    ) -> Iterator[tuple[RequestRecord, AdmittedRequest]]:
-        """While a request is open, if the gateway can take it: refused before its body is read. Raises ApiError."""
+    ) -> AsyncIterator[tuple[ServingRequest, AdmittedRequest]]:
+        """While a request is open, if the gateway can take it.
+
+        It is refused before its body is read where that is known by then, and counts once the body is complete.
+
+        Yields:
+            What the client wants, less what could steer an engine, and what it holds of the limits.
+
+        Raises:
+            ApiError: it is refused.
+            web.HTTPException: its body is.
+        """
         with self._log.recording(str(endpoint), http.headers) as record:
             http[RECORD] = record
             tenant = self._tenants.salt(http.headers)
             # A named tenant's numbers are about prefixes under its own salt: they tell nothing of others' prompts.
             tells_all = self._context.running.current.gateway.route_header == "full"
             record.tells_details = tells_all or self._tenants.names(http.headers)
-            draining, descriptors = self._context.draining, self._context.descriptors
-            with draining.request(), descriptors.serving(http.protocol):
-                if not descriptors.has_room(draining.open_requests):
-                    raise ApiError(
-                        503,
-                        f"The gateway has no file descriptors left for another request (limit {descriptors.limit}).",
-                        retry_after_s=_DESCRIPTORS_RETRY_S,
-                    )
-                with self._admission.admitted(tenant, http.headers, http.content_length) as admitted:
-                    yield record, admitted
+            with (
+                self._context.draining.request(),
+                self._admission.admitted(tenant, http.headers, http.content_length) as admitted,
+            ):
+                async with admitted.in_time():
+                    raw = await self._bodies.read(http, admitted.hold)
+                with self._context.descriptors.serving(http.protocol):
+                    self._check_descriptors()
+                    admitted.begin()
+                    async with admitted.in_time():
+                        request = await self._parser.parse(http.headers, raw, endpoint, record, tenant)
+                    yield request, admitted
 
-    async def parse(
-        self, http: web.Request, endpoint: Endpoint, record: RequestRecord, admitted: AdmittedRequest
-    ) -> ServingRequest:
-        """What the client wants, less what could steer an engine. Raises ApiError and web.HTTPException."""
-        return await self._parser.parse(http, endpoint, record, admitted.tenant, admitted.hold)
+    def _check_descriptors(self) -> None:
+        descriptors = self._context.descriptors
+        if not descriptors.has_room(self._admission.open_requests + 1):
+            sentence = (
+                f"The gateway has no file descriptors left for another request (limit {descriptors.limit})."
+            )
+            raise ApiError(503, sentence, retry_after_s=_DESCRIPTORS_RETRY_S)
+
+
+def _check_form(http: web.Request) -> None:
+    """Raises ApiError 415 for a body that is not plain JSON."""
+    # Any other type a browser would send to a server of another site without asking that first.
+    if http.content_type != _JSON:
+        raise ApiError(415, f"The request body must come as Content-Type: {_JSON}.")
+    if http.headers.get("Content-Encoding", "identity") != "identity":
+        raise ApiError(415, "The request body must come without a Content-Encoding.")
+
+
+def _network_of(address: str) -> str:
+    """The address; of IPv6 the /64, which one client may have to itself."""
+    if ":" not in address:
+        return address
+    return str(ipaddress.ip_network((address.partition("%")[0], 64), strict=False))

@@ -5,6 +5,7 @@ side by side by bench/gateway.py. An ASGI stack with a second HTTP library costs
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Coroutine
 from functools import partial
@@ -13,7 +14,7 @@ from typing import Any
 from aiohttp import web
 from prometheus_client import CollectorRegistry, Gauge, ProcessCollector
 
-from prfaas.core.deployment import GATEWAY, AppliedDeployment, Deployment, Instance
+from prfaas.core.deployment import GATEWAY, AppliedDeployment, Deployment
 from prfaas.core.kv import KvModel
 from prfaas.serving.certificates import CertificateFolder
 from prfaas.serving.console.history import StateHistory
@@ -53,11 +54,14 @@ from prfaas.serving.transport.tls_identity import TlsIdentity
 
 logger = logging.getLogger(__name__)
 
-_INTRODUCTION_RETRY_S = 2.0
+_INTRODUCTION_S = 1.0
 _OWN_DESCRIPTORS = 64
 _DESCRIPTORS_PER_RANK = 8
 _IDLE_CLIENTS_S = 0.02
 _LOOP_WATCH_S = 0.2
+# Of one header, as long as the tokens of some proxies.
+_MAX_HEADER_BYTES = 64 << 10
+_LINGERING_S = 2.0
 _QUEUE_WATCH_S = 1.0
 _STAGING_WATCH_S = 2.0
 _STAGING_ANSWER_S = 1.0
@@ -93,11 +97,11 @@ class Gateway:
         reloader: Reloader | None,
     ) -> None:
         """Raises KeyFileError, AdminTokenError and TraceHeadersError for a file that can't be used."""
+        self._plane = plane
         running = RunningDeployment(deployment) if reloader is None else reloader.running
         key = load_key(deployment.security.key_file)
         token_file = deployment.gateway.admin.token_file
         model = deployment.model
-        self._decoders = _decoders(deployment)
         self._json_threads = ThreadOffload(1, options.inline_json_bytes)
         self._tokenizer_threads = ThreadOffload(options.tokenizer_threads, options.inline_text_chars)
         # Standard series: CPU time, memory, file descriptors.
@@ -173,7 +177,6 @@ class Gateway:
     def follow(self, _before: AppliedDeployment, applied: AppliedDeployment) -> None:
         """Serve another deployment from now on. What is open goes on."""
         running, config = applied.running, applied.said.gateway
-        self._decoders = _decoders(running)
         self._http.be_patient(config.first_byte_s, config.idle_s)
         for instance in running.instances:
             self._transfers.add(instance.name, self._watch(instance))
@@ -184,12 +187,13 @@ class Gateway:
         self._first_tokens.follow()
 
     async def introduce(self) -> None:
-        """Ask a decode engine how it makes token ids, as soon as one answers; then do nothing."""
+        """Ask every process that may decode how it makes token ids, until cancelled."""
+        members = self._plane.members
         while True:
-            for decode in self._decoders:
-                if await self._introduced(decode):
-                    await asyncio.Event().wait()
-            await asyncio.sleep(_INTRODUCTION_RETRY_S)
+            for name in self._plane.router.decoders():
+                with contextlib.suppress(EngineCallError):
+                    await self._tokenization.learn(members.instance(name))
+            await asyncio.sleep(_INTRODUCTION_S)
 
     async def watch_loop(self) -> None:
         """Measure how late the event loop is, until cancelled."""
@@ -217,14 +221,6 @@ class Gateway:
             self._metrics.queue_wait_seconds.set(self._admission.queue_s)
             self._metrics.queue_limit_seconds.set(self._admission.queue_limit_s)
             await asyncio.sleep(_QUEUE_WATCH_S)
-
-    async def _introduced(self, decode: Instance) -> bool:
-        try:
-            await self._tokenization.check(decode)
-        except EngineCallError as error:
-            logger.info("waiting for a decode engine: %s", error)
-            return False
-        return True
 
     async def close(self) -> None:
         """Wait for the abandonments under way, and end connections and threads."""
@@ -266,13 +262,6 @@ def _reserved_descriptors(deployment: Deployment) -> int:
     """What is open however few requests there are: files, and per rank observers, probes and event sockets."""
     ranks = sum(instance.kv_ranks for instance in deployment.instances)
     return _OWN_DESCRIPTORS + _DESCRIPTORS_PER_RANK * ranks
-
-
-def _decoders(deployment: Deployment) -> list[Instance]:
-    """Who is asked how prompts become token ids, in this order."""
-    # An engine without the decode role may be busy with prefills, so it is asked last.
-    can_decode = (i for i in deployment.instances if deployment.can_decode(i))
-    return sorted(can_decode, key=lambda i: not i.has_role("decode"))
 
 
 async def serve_gateway(
@@ -390,8 +379,12 @@ def _runner(app: web.Application) -> web.AppRunner:
         handler_cancellation=True,
         access_log=None,
         logger=http_logger,
-        # Compressed bodies would let a few bytes unfold into gigabytes; no client of ours sends them.
+        # Compressed bodies would let a few bytes unfold into gigabytes.
         auto_decompress=False,
+        max_line_size=_MAX_HEADER_BYTES,
+        max_field_size=_MAX_HEADER_BYTES,
+        # What a client goes on to send after it was refused is read for so long, so that it reads why.
+        lingering_time=_LINGERING_S,
         shutdown_timeout=1.0,
     )
 

@@ -4,7 +4,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
 
 from prfaas.core.deployment import Deployment
 from prfaas.core.units import BITS_PER_BYTE
@@ -23,20 +22,10 @@ _GRACE_S = 30.0
 _ABANDON_S = 5.0
 
 
-class CopyPort(Protocol):
-    """The part of a pool's `Observer` that orders copies."""
-
-    async def request(self, transfer_id: bytes, order: CopyOrder, timeout_s: float) -> dict[str, Any]: ...
-
-    async def abandon(self, transfer_id: bytes, reason: str) -> None: ...
-
-    async def close(self) -> None: ...
-
-
 class PoolCopier:
     """Seals tickets for copies, has the target carry them out, and waits. It belongs to one event loop."""
 
-    def __init__(self, running: RunningDeployment, key: bytes, ports: Mapping[str, CopyPort]) -> None:
+    def __init__(self, running: RunningDeployment, key: bytes, ports: Mapping[str, Observer]) -> None:
         """
         Args:
             running: has the pools and the links between their clusters.

@@ -7,7 +7,6 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import numpy as np
 import xxhash
@@ -16,6 +15,7 @@ from prfaas.core.pool.prefix_pages import PrefixPage, PrefixPages, batches
 from prfaas.serving.pool.protocol import PageRef
 from prfaas.serving.pool.store import PageStore
 from prfaas.serving.tasks import BackgroundTasks
+from prfaas.serving.transport.observer import Observer
 from prfaas.serving.transport.region_layout import AskedTransfers
 from prfaas.serving.transport.requests import (
     MAX_PULLED_PAGES,
@@ -27,7 +27,8 @@ from prfaas.serving.transport.requests import (
 )
 from prfaas.serving.transport.staging import StagedTransfer
 from prfaas.serving.transport.ticket import Ticket, TicketError, TransferAttributes, prompt_digest
-from prfaas.serving.transport.wire import TransferPhase, TransferStatus, WireError
+from prfaas.serving.transport.transfer_table import TransferTable
+from prfaas.serving.transport.wire import TransferPhase, WireError
 
 logger = logging.getLogger(__name__)
 
@@ -46,25 +47,6 @@ _MOST_USED_TICKETS = 4096
 
 class CopyFailedError(Exception):
     """A copy ends here; what has landed stays. The text begins with one word for metrics and a colon."""
-
-
-class SourcePort(Protocol):
-    """The part of `transport.Observer` that asks a source."""
-
-    async def request(self, transfer_id: bytes, order: PullOrder, timeout_s: float) -> dict[str, Any]: ...
-
-
-class StagedArrivals(Protocol):
-    """The part of `transport.Receiver` that stages incoming transfers."""
-
-    @property
-    def staging_bytes(self) -> int: ...
-
-    def state(self, transfer_id: bytes) -> TransferStatus | None: ...
-
-    def take(self, transfer_id: bytes) -> StagedTransfer | None: ...
-
-    def drop(self, transfer_id: bytes, reason: str) -> None: ...
 
 
 @dataclass(slots=True)
@@ -108,9 +90,9 @@ class PrefixCopies:
         name: str,
         key: bytes,
         store_of: Callable[[], PageStore | None],
-        arrivals: StagedArrivals,
+        arrivals: TransferTable,
         asked: AskedTransfers,
-        sources: Mapping[str, SourcePort],
+        sources: Mapping[str, Observer],
     ) -> None:
         """
         Args:

@@ -32,12 +32,13 @@ from prfaas.serving.pool.arena import (
     provide_slabs,
 )
 from prfaas.serving.pool.connection import PoolConnection
-from prfaas.serving.pool.hooks import PoolEvents, SsdFactory
+from prfaas.serving.pool.events import PoolEventPublisher
 from prfaas.serving.pool.memory_tier import NO_SLOT, PoolPage
 from prfaas.serving.pool.page_table import row_of
 from prfaas.serving.pool.processes import PeerProcess, owner_lives
 from prfaas.serving.pool.protocol import Figures, OpenSession, PageRef
 from prfaas.serving.pool.recovery import recover
+from prfaas.serving.pool.ssd_tier import SsdFactory
 from prfaas.serving.pool.store import PageStore, StoreSession
 from prfaas.serving.tasks import LoopFailures
 
@@ -83,7 +84,7 @@ class PoolDaemon:
         self,
         options: DaemonOptions,
         *,
-        events: PoolEvents | None = None,
+        events: PoolEventPublisher | None = None,
         make_ssd: SsdFactory | None = None,
         make_policy: Callable[[PoolGeometry], EvictionPolicy[bytes]] = lambda _: LruEviction(),
         tenant_share: float = 1.0,

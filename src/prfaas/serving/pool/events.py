@@ -25,11 +25,11 @@ _Change: TypeAlias = tuple[bytes, PageIdentity | None, Medium, bool]
 
 
 class PoolEventPublisher:
-    """Implements `hooks.PoolEvents`: takes changes of pages in the store's loop, and tells them from a thread.
+    """Takes changes of pages in the store's loop, and tells them from a thread.
 
-    The loop calls `opened`, `stored`, `removed` and `cleared`, which only append to a queue. The thread (`_run`) puts
-    it in batches into the `EventLog`, and has that answer those that follow. Who is behind is told all pages anew. If
-    the thread can't keep up, the pool reports that it is empty, which costs some recomputing and nothing else.
+    The loop calls `opened`, `stored` and `removed`, which only append to a queue. The thread (`_run`) puts it in
+    batches into the `EventLog`, and has that answer those that follow. Who is behind is told all pages anew. If the
+    thread can't keep up, the pool reports that it is empty, which costs some recomputing and nothing else.
     """
 
     def __init__(self, seed: int) -> None:
@@ -68,11 +68,6 @@ class PoolEventPublisher:
     def removed(self, page_id: bytes, medium: Medium) -> None:
         """Report that a tier no longer holds the page."""
         self._add((page_id, None, medium, False))
-
-    def cleared(self) -> None:
-        """Report that the pool is empty."""
-        if self._geometry is not None:
-            self._add(self._geometry)
 
     def state(self) -> dict[str, int]:
         """Counters of publishing."""

@@ -7,14 +7,13 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from prfaas.serving.pool.page_table import PageState, row_of
 from prfaas.serving.pool.protocol import PageRef
 from prfaas.serving.pool.store import PageStore
 from prfaas.serving.tasks import BackgroundTasks
-from prfaas.serving.transport.outgoing import OutgoingTransfer
 from prfaas.serving.transport.requests import PeerRequest, PullAnswer, PullOrder
+from prfaas.serving.transport.sender import Sender
 from prfaas.serving.transport.ticket import Ticket, TicketError
 
 logger = logging.getLogger(__name__)
@@ -24,12 +23,6 @@ _POLL_S = 0.002
 _PROMOTION_S = 8.0
 # Chunks in smaller pieces are copied: each piece costs more than its bytes.
 _MIN_PIECE_BYTES = 4096
-
-
-class PageSender(Protocol):
-    """The part of `transport.Sender` that sends pages."""
-
-    def open(self, ticket: Ticket, sealed: str, region_bytes: Sequence[int]) -> OutgoingTransfer: ...
 
 
 class PinnedPages:
@@ -84,7 +77,7 @@ class PageLender:
         name: str,
         key: bytes,
         store_of: Callable[[], PageStore | None],
-        sender: PageSender,
+        sender: Sender,
         *,
         most_bytes: int,
     ) -> None:

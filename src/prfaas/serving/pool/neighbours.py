@@ -92,7 +92,7 @@ class PoolNeighbours:
         }
         # Lent pages are pinned: most of the memory stays for the engines of this machine.
         self.lender = PageLender(pool.name, key, store_of, self._sender, most_bytes=pool.memory_bytes // 4)
-        self.copies = PrefixCopies(pool.name, key, store_of, self._receiver, asked, self._observers)
+        self.copies = PrefixCopies(pool.name, key, store_of, self._receiver.transfers, asked, self._observers)
 
     def start(self) -> None:
         """Listen at the KV port, and be ready to send.

@@ -4,8 +4,8 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 
+from prfaas.core.pool.announced import Medium
 from prfaas.core.pool.geometry import PageIdentity
-from prfaas.serving.pool.hooks import Medium
 from prfaas.serving.pool.memory_tier import NO_SLOT, PoolPage
 from prfaas.serving.pool.page_table import Owner, PageRow, PageState
 from prfaas.serving.pool.store import PageStore

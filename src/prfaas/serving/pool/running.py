@@ -1,7 +1,7 @@
 """The pools of a deployment as child processes of this one."""
 
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 
 from prfaas.core.deployment import Deployment, PoolNode
 from prfaas.serving.engines.child_processes import ChildProcesses
@@ -32,34 +32,8 @@ class RunningPools(ChildProcesses):
 
     kind = "pool"
 
-    def __init__(
-        self,
-        deployment: Deployment,
-        names: Iterable[str] | None = None,
-        extra_env: Mapping[str, str] | None = None,
-    ) -> None:
-        """As `ChildProcesses`; `names` None: all. The daemons read the deployment's file themselves."""
-        nodes = [node.name for node in deployment.pools]
-        super().__init__(deployment, tuple(nodes if names is None else names), extra_env)
-
-    def start(self) -> None:
-        """Start all of them. Returns at once: see `wait_ready`.
-
-        Raises:
-            EngineError: a port is taken, or a pool runs already.
-            KeyFileError: the key can't be used.
-            TlsFileError: a certificate can't be used.
-        """
-        self.restart(self.names)
-
     def restart(self, names: Collection[str]) -> None:
-        """Start pools again that have ended. Returns at once.
-
-        Raises:
-            EngineError: as `start`; none of them has been started then, and all others go on.
-            KeyFileError: the key can't be used.
-            TlsFileError: a certificate can't be used.
-        """
+        """Start daemons, as `ChildProcesses.restart`. They read the deployment's file themselves."""
         nodes = [self.deployment.pool_named(name) for name in self.names if name in names]
         if not nodes:
             return
@@ -69,6 +43,9 @@ class RunningPools(ChildProcesses):
         ensure_certificates(self.deployment, [node.name for node in nodes])
         for node in nodes:
             self._spawn((node.name,), pool_command(self.deployment, node))
+
+    def _all_names(self) -> Iterable[str]:
+        return (node.name for node in self.deployment.pools)
 
     def answers_health(self, node: PoolNode) -> bool:
         """True if the pool's daemon takes a session at its socket."""

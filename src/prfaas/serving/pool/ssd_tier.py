@@ -17,7 +17,6 @@ from prfaas.core.pool.eviction import EvictionPolicy
 from prfaas.core.pool.geometry import PageIdentity, PoolGeometry, whole_sectors
 from prfaas.core.pool.keys import page_id as page_id_of
 from prfaas.core.pool.quota import TenantEviction
-from prfaas.serving.pool.hooks import SsdEntry, SsdFactory
 from prfaas.serving.pool.journal import JournalPage, most_record_bytes
 from prfaas.serving.pool.ssd_background import SsdLayout, SsdRead, SsdReaders, SsdWrite, SsdWriter
 from prfaas.serving.pool.ssd_file import Bytes, FileSlots, PageRead, PageWrite, stored_bytes
@@ -43,6 +42,18 @@ class SsdOptions:
     """Pages on their way to the disk, which keep their room in the arena."""
     retry_s: float = 10.0
     """How long after a failure of the disk it is tried again."""
+
+
+@dataclass(frozen=True, slots=True)
+class SsdEntry:
+    """A page in the SSD tier."""
+
+    page_id: bytes
+    group: int
+    identity: PageIdentity | None
+    checksums: tuple[int, ...]
+    """xxh3_64 of each rank's share."""
+    tenant: bytes
 
 
 class _FilePage:
@@ -88,7 +99,9 @@ class BusyClock:
 
 
 class FileTier:
-    """Implements `SsdTier` with a file of pages and a journal, in a folder of the pool's own.
+    """Pages on SSD: a file of pages and a journal, in a folder of the pool's own.
+
+    It is made for one geometry and arena. `done` and `dropped` are called in the store's loop.
 
     1. At the start the writer opens both files, and the pages of the journal are held again.
     2. `write` takes room, evicting pages if need be, and queues the page for the writer; `_written` holds it.
@@ -160,34 +173,37 @@ class FileTier:
         self._recovery_s = time.monotonic() - started
 
     def attach(self, dropped: Callable[[bytes], None]) -> None:
-        """Set the callback for dropped pages, as `SsdTier.attach`."""
+        """Set the callback for pages that the tier drops by itself (no room, damage). The first call."""
         self._dropped = dropped
 
     def entries(self) -> Iterator[SsdEntry]:
-        """The recovered pages, as `SsdTier.entries`; call it once."""
+        """The pages recovered at the start; call it once."""
         recovered, self._recovered = self._recovered, []
         for record in recovered:
             if record.page_id in self._pages:
                 yield self._entry(record.page_id, record.identity)
 
     def entry(self, page_id: bytes) -> SsdEntry | None:
-        """One page, as `SsdTier.entry`."""
+        """One page that is held."""
         files = self._writer.files
         if page_id not in self._pages or files is None:
             return None
         return self._entry(page_id, files.journal.identity(page_id))
 
     def holds(self, page_id: bytes) -> bool:
-        """True if a page can be read, as `SsdTier.holds`."""
+        """True if a page can be read."""
         return page_id in self._pages
 
     @property
     def takes_more(self) -> bool:
-        """True if a page could be written now, as `SsdTier.takes_more`."""
+        """True if a page could be written now: the queue has room, and the disk does not fail."""
         return self._writer.failure is None and self._queued_bytes < self._most_queued_bytes
 
     def write(self, entry: SsdEntry, offset: int, done: Callable[[bool], None]) -> None:
-        """Write a page in the background, as `SsdTier.write`."""
+        """Write the page at that offset of the arena in the background; the store keeps it there until `done`.
+
+        `done(False)`: it was not written (no room, an error). It may be called at once.
+        """
         size, page_id = self._page_bytes[entry.group], entry.page_id
         if page_id in self._pages or page_id in self._writing:
             done(page_id in self._pages)
@@ -220,7 +236,7 @@ class FileTier:
         self._queued_of[entry.tenant] += self._slots.stored_bytes(entry.group)
 
     def read(self, page_id: bytes, into_offset: int, done: Callable[[bool], None]) -> None:
-        """Read a page in the background, as `SsdTier.read`."""
+        """Read a page into the arena and verify it. `done(False)`: the slot's bytes are not the page's."""
         size = self._page_bytes[page_id[-1]]
         self._promoting.begin()
 
@@ -235,14 +251,14 @@ class FileTier:
         self._eviction.touched(page_id)
 
     def forget(self, page_id: bytes) -> None:
-        """Drop a page, as `SsdTier.forget`."""
+        """Drop a page. No `dropped` follows."""
         self._writing.pop(page_id, None)
         if page_id in self._pages:
             self._give_up(page_id)
             self._writer.drop(page_id)
 
     def clear(self) -> int:
-        """Drop every page for good. Returns their number."""
+        """Drop every page for good. No `dropped` follows. Returns their number."""
         count = len(self._pages)
         self._writing.clear()
         for page_id in list(self._pages):
@@ -251,7 +267,11 @@ class FileTier:
         return count
 
     def verify(self, done: Callable[[int, int], None]) -> None:
-        """Verify every page, as `SsdTier.verify`; one at a time, so that engines' reads need not wait."""
+        """Read every page and compare it with its checksums; wrong ones are dropped.
+
+        One at a time, so that engines' reads need not wait. `done` is called with the numbers of right and of wrong
+        pages.
+        """
         left, counts = list(self._pages), Counter[bool]()
 
         def go_on() -> None:
@@ -431,6 +451,10 @@ class FileTier:
 
     def _no_eviction(self) -> TenantEviction:
         return TenantEviction(self._slots.file_bytes, self._make_policy, self._tenant_share)
+
+
+SsdFactory: TypeAlias = Callable[[PoolGeometry, memoryview], FileTier]
+"""Makes a tier for a geometry and an arena's bytes. Blocking, so the daemon calls it in a thread."""
 
 
 def ssd_factory(

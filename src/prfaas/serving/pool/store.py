@@ -9,22 +9,24 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, get_args
 
 import numpy as np
 
 from prfaas.core.kv.groups import GroupKind
+from prfaas.core.pool.announced import Medium
 from prfaas.core.pool.depth import needed_blocks, usable_end
 from prfaas.core.pool.eviction import EvictionPolicy
 from prfaas.core.pool.geometry import PageGroup, PageIdentity
 from prfaas.core.pool.keys import KEY_BYTES
 from prfaas.core.pool.quota import TenantEviction
 from prfaas.serving.pool.arena import Arena
-from prfaas.serving.pool.hooks import MEDIA, Medium, PoolEvents, SsdEntry, SsdTier
+from prfaas.serving.pool.events import PoolEventPublisher
 from prfaas.serving.pool.memory_tier import NO_SLOT, MemoryTier, PoolPage, ReadablePages
 from prfaas.serving.pool.page_table import Owner, PageState, row_of
 from prfaas.serving.pool.protocol import PageRef, SessionKind
 from prfaas.serving.pool.reservations import Reservations
+from prfaas.serving.pool.ssd_tier import FileTier, SsdEntry
 
 TENANT_BYTES = 8
 _DAEMON = Owner(0, 0, bytes(8))
@@ -97,7 +99,7 @@ class Spilling:
 
     def __init__(
         self,
-        ssd: SsdTier,
+        ssd: FileTier,
         memory: MemoryTier,
         page_of: Callable[[bytes], PoolPage | None],
         ended: Callable[[PoolPage, PageIdentity | None, bool], None],
@@ -160,8 +162,8 @@ class PageStore:
         arena: Arena,
         policy: EvictionPolicy[bytes] | TenantEviction,
         *,
-        events: PoolEvents | None = None,
-        ssd: SsdTier | None = None,
+        events: PoolEventPublisher | None = None,
+        ssd: FileTier | None = None,
         time_s: Callable[[], float] = time.time,
     ) -> None:
         """Make a store without room, until `memory.add_slab`."""
@@ -173,7 +175,9 @@ class PageStore:
         self.sessions: set[StoreSession] = set()
         self.held: dict[int, dict[bytes, PoolPage]] = {group.index: {} for group in self.geometry.groups}
         """By group: key → page in memory or on SSD, without those that are WRITING."""
-        self.tier_pages: dict[Medium, dict[int, int]] = {tier: dict.fromkeys(self.held, 0) for tier in MEDIA}
+        self.tier_pages: dict[Medium, dict[int, int]] = {
+            tier: dict.fromkeys(self.held, 0) for tier in get_args(Medium)
+        }
         """By tier and group: pages that can be read there."""
         self.events = events
         self.ssd = ssd

@@ -9,10 +9,10 @@ from prfaas.serving.transport.wire import TransferStatus
 
 
 class Arrival(StagedRegions):
-    """Lent by `Receiver.lend`; thread-safe.
+    """Lent by `TransferTable.lend`; thread-safe.
 
-    The staging stays in place until `give_back`, even if the transfer fails meanwhile. `Receiver.state` still reports
-    completion or failure, and `Receiver.take` still hands over the complete transfer.
+    The staging stays in place until `give_back`, even if the transfer fails meanwhile. The table's `state` still
+    reports completion or failure, and its `take` still hands over the complete transfer.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Arrival(StagedRegions):
 class FollowedTransfer:
     """A transfer whose staging other processes read: it stays in place until `give_back`, even if it fails here.
 
-    Made by `Receiver.follow`; thread-safe.
+    Made by `TransferTable.follow`; thread-safe.
     """
 
     def __init__(

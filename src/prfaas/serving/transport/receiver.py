@@ -12,7 +12,6 @@ from typing import Any
 
 from prfaas import __version__
 from prfaas.serving.logs import PEER
-from prfaas.serving.transport.arrival import Arrival, FollowedTransfer
 from prfaas.serving.transport.fingerprint import Fingerprint
 from prfaas.serving.transport.handshake import ROLE_PRODUCER, PeerIdentity, welcome
 from prfaas.serving.transport.liveness import LONGEST_LOOK_S, LookClock
@@ -26,11 +25,10 @@ from prfaas.serving.transport.sealing import Sealing
 from prfaas.serving.transport.sender import Sender
 from prfaas.serving.transport.sentences import bounded_sentences
 from prfaas.serving.transport.sockets import HandshakeError, shut, tune
-from prfaas.serving.transport.staging import StagedTransfer, StagingArena
+from prfaas.serving.transport.staging import StagingArena
 from prfaas.serving.transport.tls_identity import TlsIdentity
 from prfaas.serving.transport.transfer_table import TransferTable
 from prfaas.serving.transport.unauthenticated import UnauthenticatedPeers
-from prfaas.serving.transport.wire import TransferStatus
 
 log = logging.getLogger(__name__)
 
@@ -97,9 +95,8 @@ class Receiver:
 
     1. `start` listens. One thread accepts, one serves each connection (`ReceiverConnection`), one applies deadlines.
        Connections in their handshake have places of their own (`UnauthenticatedPeers`).
-    2. Connections write verified chunks into staging, through the `TransferTable`, which owns all decisions.
-    3. The engine polls `state`, then calls `take` once for the complete transfer, or `drop` if it gives up. `lend`
-       lets it read a transfer that is still arriving.
+    2. Connections write verified chunks into staging, through `transfers`, which owns all decisions.
+    3. The engine asks `transfers` for what has arrived.
     4. Observers get statuses, `stats` and `telemetry`, and steer the `sender` beside this receiver.
     """
 
@@ -159,7 +156,7 @@ class Receiver:
         self._tls = tls
         self._on_request = on_request
         self._more_stats = more_stats
-        self._table = TransferTable(name=name, key=key, arena=arena, layout=layout, options=self._options)
+        self.transfers = TransferTable(name=name, key=key, arena=arena, layout=layout, options=self._options)
         self._lock = threading.Lock()
         self._connections: dict[ReceiverConnection, threading.Thread] = {}
         self._unauthenticated = UnauthenticatedPeers(name, self._options.max_unauthenticated)
@@ -179,11 +176,6 @@ class Receiver:
         """The port listened at: the real one when 0 was asked for."""
         listener = self._listener
         return self._address[1] if listener is None else int(listener.getsockname()[1])
-
-    @property
-    def staging_bytes(self) -> int:
-        """Size of the staging of all transfers."""
-        return self._table.staging_bytes
 
     def start(self) -> None:
         """Listen, in the background.
@@ -215,45 +207,7 @@ class Receiver:
             thread.join()
         if self._listener is not None:
             self._listener.close()
-        self._table.close()
-
-    def state(self, transfer_id: bytes) -> TransferStatus | None:
-        """The transfer's status, also for a while after it is over; None when the id is unknown. Cheap."""
-        return self._table.state(transfer_id)
-
-    def take(self, transfer_id: bytes, *, broken_tokens: int = 0) -> StagedTransfer | None:
-        """The staged bytes of a COMPLETE transfer, once; the caller must free them. None otherwise.
-
-        `broken_tokens`: take only the first tokens, up to this resume point (`TransferStatus.resume_points`), because
-        this transfer or another one of its ticket broke.
-        """
-        return self._table.take(transfer_id, broken_tokens=broken_tokens)
-
-    def lend(self, transfer_id: bytes, on_change: Callable[[], None]) -> Arrival | None:
-        """A transfer to read while it arrives; None while it has no staging, or none any more.
-
-        `on_change` is called after each chunk and when the transfer completes or fails, by the thread that knows of
-        it: it must not block, nor call the receiver.
-        """
-        return self._table.lend(transfer_id, on_change)
-
-    def follow(self, transfer_id: bytes, on_change: Callable[[], None]) -> FollowedTransfer | None:
-        """A transfer that other processes read; the caller must give it back. None, and `on_change`, as of `lend`.
-
-        Here it is taken, dropped and broken as any other transfer.
-        """
-        return self._table.follow(transfer_id, on_change)
-
-    def drop(self, transfer_id: bytes, reason: str, *, keep: bool = False) -> None:
-        """Give a transfer up: free its staging unless taken, notify the producer, refuse the id from now on.
-
-        `keep`: a complete transfer stays, and an incomplete one becomes a partial transfer.
-        """
-        self._table.drop(transfer_id, reason, keep=keep)
-
-    def report(self, transfer_id: bytes, status: TransferStatus) -> None:
-        """Send watchers the status of a transfer that did not come through this receiver (NIXL)."""
-        self._table.report(transfer_id, status)
+        self.transfers.close()
 
     def stats(self) -> dict[str, Any]:
         """Counters and gauges; every gauge of use is 0 when no transfer is going on."""
@@ -261,7 +215,7 @@ class Receiver:
             connections = list(self._connections)
             threads = sum(thread.is_alive() for thread in self._threads) + len(connections)
         roles = [each.identity.role for each in connections if each.identity is not None]
-        return self._table.stats() | {
+        return self.transfers.stats() | {
             "name": self.name,
             "version": __version__,
             "connections": len(roles),
@@ -405,7 +359,7 @@ class Receiver:
             self._closing.wait(_RESOURCES_WAIT_S)
 
     def _serve(self, sock: socket.socket, address: str) -> None:
-        connection = ReceiverConnection(sock, self._table, self, self._options)
+        connection = ReceiverConnection(sock, self.transfers, self, self._options)
 
         def serve() -> None:
             # This thread is the connection's own.
@@ -441,7 +395,7 @@ class Receiver:
             try:
                 now_s = time.monotonic()
                 elapsed_s = clock.elapsed_s(now_s)
-                awaited = self._table.awaited()
+                awaited = self.transfers.awaited()
                 with self._lock:
                     connections = list(self._connections)
                 for connection in connections:
@@ -449,7 +403,7 @@ class Receiver:
                 # After a stop of this process its connections are read first: frames that wait there count.
                 late = elapsed_s >= LONGEST_LOOK_S and not was_late
                 if not late:
-                    self._table.sweep(now_s)
+                    self.transfers.sweep(now_s)
                 was_late = late
             except Exception:
                 self._thread_errors += 1

@@ -205,7 +205,7 @@ class SiblingStaging:
         Raises:
             OSError: a sibling is gone, or its memory can't be mapped.
         """
-        self._receiver = receiver
+        self._transfers = receiver.transfers
         self._sockets = dict(sockets)
         self._options = options
         self.on_change: Callable[[], None] = lambda: None
@@ -265,7 +265,7 @@ class SiblingStaging:
         with self._lock:
             begun = dict(self._begun)
         for transfer_id, each in begun.items():
-            followed = self._receiver.follow(transfer_id, partial(self._note_change, transfer_id))
+            followed = self._transfers.follow(transfer_id, partial(self._note_change, transfer_id))
             if followed is None:
                 self._give_up(transfer_id, each)
                 continue
@@ -297,7 +297,7 @@ class SiblingStaging:
 
     def _give_up(self, transfer_id: bytes, begun: _Begun) -> None:
         """Report to the readers that a transfer will have no staging."""
-        state = self._receiver.state(transfer_id)
+        state = self._transfers.state(transfer_id)
         is_over = state is not None and state.phase is TransferPhase.FAILED
         if not is_over and time.monotonic() - begun.since_s < self._options.limits.staging_wait_s:
             return

@@ -63,7 +63,8 @@ class StagingArena:
         _touch(self._buffer)
         self._lock = threading.Lock()
         self._free = list(range(self.total_blocks))  # a heap: lowest first keeps leases contiguous
-        self._peak_used_blocks = 0
+        self.peak_used_blocks = 0
+        """The most blocks that were ever taken."""
 
     @property
     def total_bytes(self) -> int:
@@ -72,10 +73,6 @@ class StagingArena:
     @property
     def used_blocks(self) -> int:
         return self.total_blocks - len(self._free)
-
-    @property
-    def peak_used_blocks(self) -> int:
-        return self._peak_used_blocks
 
     def gauges(self) -> dict[str, int]:
         """Sizes and use, as observers get them."""
@@ -105,7 +102,7 @@ class StagingArena:
             if wanted > len(self._free):
                 return None
             blocks = [heapq.heappop(self._free) for _ in range(wanted)]
-            self._peak_used_blocks = max(self._peak_used_blocks, self.used_blocks)
+            self.peak_used_blocks = max(self.peak_used_blocks, self.used_blocks)
         return StagingLease(self, nbytes, blocks)
 
     def _give_back(self, blocks: list[int]) -> None:
@@ -130,10 +127,6 @@ class StagingLease:
     def blocks(self) -> tuple[int, ...]:
         """The arena's blocks that it lies in, in order; none once it was freed."""
         return tuple(self._blocks or ())
-
-    @property
-    def freed(self) -> bool:
-        return self._blocks is None
 
     def views(self, offset: int, nbytes: int) -> list[memoryview]:
         """Writable pieces that together are bytes [offset, offset + nbytes) of the lease, in order.

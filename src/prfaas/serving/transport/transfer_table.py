@@ -186,7 +186,8 @@ class TransferTable:
     1. A producer's connections call `connected`, then `open`, `place_chunk` and `finish_chunk` for each chunk, `end`
        or `aborted`, and at last `disconnected`.
     2. `_admit` gives staging to waiting transfers, whenever some becomes free.
-    3. The engine calls `state`, and `take`, `lend`, `follow` or `drop`.
+    3. The engine polls `state`, then calls `take` once for the complete transfer, or `drop` if it gives up. `lend`
+       lets it read a transfer that is still arriving.
     4. Observers `watch` transfers: each new phase is posted to them. `sweep` applies the deadlines.
     """
 
@@ -430,14 +431,21 @@ class TransferTable:
     # The engine
 
     def state(self, transfer_id: bytes) -> TransferStatus | None:
-        """Status of a transfer; cheap, and without the lock for a live one, since engines ask at every step."""
+        """Status of a transfer, also for a while after it is over; None when the id is unknown.
+
+        Cheap, and without the lock for a live one, since engines ask at every step.
+        """
         if (transfer := self._transfers.get(transfer_id)) is not None:
             return transfer.status()
         with self._lock:
             return self._status(transfer_id, to_engine=True)
 
     def take(self, transfer_id: bytes, *, broken_tokens: int = 0) -> StagedTransfer | None:
-        """Hand a complete transfer over, once; or the first `broken_tokens` of a complete or partial one."""
+        """The staged bytes of a COMPLETE transfer, once; the caller must free them. None otherwise.
+
+        `broken_tokens`: take only the first tokens, up to this resume point (`TransferStatus.resume_points`), because
+        this transfer or another one of its ticket broke.
+        """
         with self._lock:
             transfer = self._transfers.get(transfer_id)
             if transfer is None:
@@ -450,7 +458,11 @@ class TransferTable:
             return transfer.hand_over(self.admit, broken_tokens)
 
     def lend(self, transfer_id: bytes, on_change: Callable[[], None]) -> Arrival | None:
-        """Lend a transfer that is arriving, as `Receiver.lend`."""
+        """A transfer to read while it arrives; None while it has no staging, or none any more.
+
+        `on_change` is called after each chunk and when the transfer completes or fails, by the thread that knows of
+        it: it must not block, nor call this table.
+        """
         with self._lock:
             transfer = self._transfers.get(transfer_id)
             if transfer is not None and transfer.lease is not None:
@@ -458,7 +470,10 @@ class TransferTable:
             return None
 
     def follow(self, transfer_id: bytes, on_change: Callable[[], None]) -> FollowedTransfer | None:
-        """Share a transfer with other processes, as `Receiver.follow`."""
+        """A transfer that other processes read; the caller must give it back. None, and `on_change`, as of `lend`.
+
+        Here it is taken, dropped and broken as any other transfer.
+        """
         with self._lock:
             if (transfer := self._transfers.get(transfer_id)) is None or transfer.lease is None:
                 return None
@@ -470,7 +485,10 @@ class TransferTable:
             self._admit()
 
     def drop(self, transfer_id: bytes, reason: str, *, keep: bool = False) -> None:
-        """Drop a transfer in any phase, or refuse one that has not come; `keep`: leave what an engine can use."""
+        """Give a transfer up: free its staging unless taken, notify the producer, refuse the id from now on.
+
+        `keep`: a complete transfer stays, and an incomplete one becomes a partial transfer.
+        """
         with self._lock:
             transfer = self._transfers.get(transfer_id)
             if transfer is not None and not (keep and transfer.phase is TransferPhase.COMPLETE):
@@ -482,7 +500,7 @@ class TransferTable:
                 self._partials.forget(transfer_id)
 
     def report(self, transfer_id: bytes, status: TransferStatus) -> None:
-        """Record the status of a transfer that came another way, as `Receiver.report`."""
+        """Send watchers the status of a transfer that did not come through this receiver (NIXL)."""
         with self._lock:
             self._record(transfer_id, status)
 

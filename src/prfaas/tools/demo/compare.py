@@ -5,6 +5,7 @@ How many bytes should have moved: `kvmodel` to the token, then rounded up to the
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -59,7 +60,17 @@ def find_pages(model: KvModel, transfers: Sequence[MovedPages]) -> Pages | None:
     return None
 
 
+def expected_bytes(
+    model: KvModel, pages: Pages | None, num_tokens: int, skip_tokens: int
+) -> tuple[int, int | None]:
+    """What must move by the model's configuration, to the token and in whole pages; None: those are not known."""
+    exact_bytes = model.bytes_to_move(num_tokens, skip_tokens)
+    return exact_bytes, pages.bytes_to_move(model, num_tokens, skip_tokens) if pages is not None else None
+
+
 _SIGNIFICAND_BITS = 8
+# At most one answer in six may end in a tie, and none may differ for another reason.
+_EXACT_OF = (5, 6)
 
 
 class Equality(StrEnum):
@@ -68,6 +79,11 @@ class Equality(StrEnum):
     EXACT = "exact"
     TIE = "tie"
     NO = "no"
+
+    def styled(self, text: str) -> str:
+        """A text for rich in the colour of this comparison."""
+        style = {"exact": "green", "tie": "yellow", "no": "bold red"}[self]
+        return f"[{style}]{text}[/]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,3 +152,10 @@ def compare(
         equality = Equality.TIE if margin_nats <= bound_nats else Equality.NO
         return Comparison(equality, position, margin_nats, bound_nats)
     return Comparison(Equality.EXACT)
+
+
+def are_equal(comparisons: Sequence[Comparison]) -> bool:
+    """True if no answer differs by more than a tie, and at least five of six are exact."""
+    found = Counter(each.equality for each in comparisons)
+    exact, of = _EXACT_OF
+    return found[Equality.NO] == 0 and found[Equality.EXACT] * of >= len(comparisons) * exact

@@ -14,7 +14,16 @@ from prfaas.core.kv import KvModel, model_from_config
 from prfaas.core.units import format_bits_per_s, format_bytes, format_s, transfer_s
 from prfaas.serving.engines.tiny import tiny_config
 from prfaas.tools.demo.client import DemoAnswer
-from prfaas.tools.demo.compare import Comparison, Equality, MovedPages, Pages, compare, find_pages
+from prfaas.tools.demo.compare import (
+    Comparison,
+    Equality,
+    MovedPages,
+    Pages,
+    are_equal,
+    compare,
+    expected_bytes,
+    find_pages,
+)
 from prfaas.tools.demo.display import demo_table
 from prfaas.tools.demo.line import USED_SHARE, DemoLine
 from prfaas.tools.demo.prompts import LONGEST_TOKENS, DemoPrompt
@@ -22,8 +31,6 @@ from prfaas.tools.demo.reference import ReferenceAnswer
 from prfaas.tools.demo.second_act import PooledAnswer, SecondAct, second_act
 
 _PROMPT_END_CHARS = 80
-# At most one answer in six may end in a tie, and none may differ for another reason.
-_EXACT_OF = (5, 6)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +112,7 @@ class DemoOutcome:
     @property
     def all_equal(self) -> bool:
         """No answer differs by more than a tie, and at least five of six are exact; so in the second act."""
-        exact, of = _EXACT_OF
-        first = self.count(Equality.NO) == 0 and self.count(Equality.EXACT) * of >= len(self.rows) * exact
+        first = are_equal([row.comparison for row in self.rows])
         return first and (self.second is None or self.second.all_equal)
 
     def to_json(self) -> dict[str, Any]:
@@ -148,14 +154,14 @@ def outcome_of(
     rows = []
     for prompt, answer, reference in zip(prompts, answers, references, strict=True):
         num_tokens, skip_tokens = answer.prompt_tokens - 1, answer.route.cached_tokens
-        paged_bytes = pages.bytes_to_move(kv_model, num_tokens, skip_tokens) if pages else None
+        exact_bytes, paged_bytes = expected_bytes(kv_model, pages, num_tokens, skip_tokens)
         rows.append(
             Row(
                 label=prompt.label,
                 answer=answer,
                 comparison=compare(answer.token_ids, reference.token_ids, reference.top_logits),
                 plain_ttft_s=reference.ttft_s,
-                exact_bytes=kv_model.bytes_to_move(num_tokens, skip_tokens),
+                exact_bytes=exact_bytes,
                 paged_bytes=paged_bytes,
                 link_s=_link_s(deployment, answer),
                 prompt_end=prompt.text[-_PROMPT_END_CHARS:],
@@ -179,7 +185,6 @@ def _link_s(deployment: Deployment, answer: DemoAnswer) -> float | None:
 _HYBRID = "qwen3-next"
 # That a line must carry at least, or it is no use to build a cluster at its other end.
 _FEWEST_INSTANCES = 4
-_STYLES = {Equality.EXACT: "green", Equality.TIE: "yellow", Equality.NO: "bold red"}
 
 
 def outcome_table(outcome: DemoOutcome) -> Table:
@@ -210,7 +215,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         f"{route.kv_bytes:,}",
         "-" if route.hidden_fraction is None else f"{route.hidden_fraction:.0%}",
         _explanation(row),
-        f"[{_STYLES[row.comparison.equality]}]{row.comparison.equality}[/]",
+        row.comparison.equality.styled(row.comparison.equality),
     )
 
 

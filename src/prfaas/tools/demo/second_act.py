@@ -1,6 +1,5 @@
 """The demo's second act: all engines were killed and started again, the pools were not; the same prompts again."""
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,13 +9,9 @@ from rich.table import Table
 from prfaas.core.kv import KvModel
 from prfaas.core.units import format_bytes, format_s
 from prfaas.tools.demo.client import DemoAnswer
-from prfaas.tools.demo.compare import Comparison, Equality, Pages, compare
+from prfaas.tools.demo.compare import Comparison, Equality, Pages, are_equal, compare, expected_bytes
 from prfaas.tools.demo.display import demo_table
 from prfaas.tools.demo.reference import ReferenceAnswer
-
-# As in the first act.
-_EXACT_OF = (5, 6)
-_STYLES = {Equality.EXACT: "green", Equality.TIE: "yellow", Equality.NO: "bold red"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +68,7 @@ class SecondAct:
     @property
     def all_equal(self) -> bool:
         """No answer differs by more than a tie from plain vLLM's after a hit, and at least five of six are exact."""
-        exact, of = _EXACT_OF
-        found = Counter(row.comparison.equality for row in self.rows)
-        return found[Equality.NO] == 0 and found[Equality.EXACT] * of >= len(self.rows) * exact
+        return are_equal([row.comparison for row in self.rows])
 
     @property
     def crossed_bytes(self) -> tuple[int, int]:
@@ -115,7 +108,9 @@ def second_act(
         compared = compare(second.answer.token_ids, reference.token_ids, reference.top_logits)
         if difference is None:
             compared = Comparison(Equality.EXACT)
-        explained = _explains(kv_model, pages, second)
+        answer, route = second.answer, second.answer.route
+        expected = expected_bytes(kv_model, pages, answer.prompt_tokens - 1, route.cached_tokens)
+        explained = route.kv_bytes in (0, *expected)
         rows.append(Repetition(label, first, second, difference, compared, is_explained=explained))
     return SecondAct(tuple(rows))
 
@@ -123,17 +118,6 @@ def second_act(
 def _first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
     pairs = enumerate(zip(one, other, strict=True))
     return next((position for position, (a, b) in pairs if a != b), None)
-
-
-def _explains(kv_model: KvModel, pages: Pages | None, second: PooledAnswer) -> bool:
-    answer, route = second.answer, second.answer.route
-    num_tokens, skip_tokens = answer.prompt_tokens - 1, route.cached_tokens
-    if route.kv_bytes == 0:
-        return True
-    expected = {kv_model.bytes_to_move(num_tokens, skip_tokens)}
-    if pages is not None:
-        expected.add(pages.bytes_to_move(kv_model, num_tokens, skip_tokens))
-    return route.kv_bytes in expected
 
 
 SECOND_NOTE = (
@@ -168,7 +152,7 @@ def second_table(act: SecondAct) -> Table:
             f"{row.first.route.kv_bytes:,}",
             f"{route.kv_bytes:,}",
             same,
-            f"[{_STYLES[equality]}]{equality}{where}[/]",
+            equality.styled(f"{equality}{where}"),
         )
     return table
 

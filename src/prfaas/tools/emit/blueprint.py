@@ -1,13 +1,16 @@
 """Blueprints that files are emitted from, and the emitted files."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import Literal
 
 import yaml
 
 from prfaas.core.deployment import (
     CERTIFICATE_NAMES,
+    GATEWAY,
+    SYNTHETIC,
     Deployment,
     DeploymentError,
     Instance,
@@ -79,6 +82,28 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
+class Process:
+    """One process of a machine, as whatever emitted starts it."""
+
+    kind: Literal["engine", "pool", "gateway"]
+    name: str
+    """Of the instance or pool, or "gateway"."""
+    image: str
+    args: tuple[str, ...]
+    """Of `prfaas`."""
+    members: tuple[str, ...]
+    """The names of the certificates that it may need."""
+    gpus: int = 0
+    disk: Path | None = None
+    """A folder outside the state directory that a pool writes into; below it the daemon makes its own."""
+
+    @property
+    def stop_s(self) -> int:
+        """Seconds that it gets to end."""
+        return GATEWAY_STOP_S if self.kind == "gateway" else ENGINE_STOP_S
+
+
+@dataclass(frozen=True, slots=True)
 class Blueprint:
     """A deployment as it will lie on its machines, with the files that go there unchanged."""
 
@@ -118,9 +143,36 @@ class Blueprint:
         pools = {pool.name: pool for pool in self.deployment.pools}
         return pools.get(name) or self.deployment.instance(name)
 
-    def gpus_of(self, instance: Instance) -> int:
-        """GPUs of one engine: the cluster's `gpus_per_instance`, else its ranks."""
-        return self.containers.gpus.get(instance.cluster, instance.tensor_parallel)
+    def processes(self, place: Place) -> Iterator[Process]:
+        """All that runs on a machine, in the order in which it starts."""
+        if place.machine is not None and place.machine.pool is not None:
+            yield self.pool(place.machine.pool)
+        yield from map(self.engine, place.instances)
+        if place.has_gateway:
+            yield self.gateway()
+
+    def engine(self, instance: Instance) -> Process:
+        """The process of an instance; its GPUs are the cluster's `gpus_per_instance`, else its ranks."""
+        is_synthetic = self.deployment.cluster_of(instance).hardware == SYNTHETIC
+        return Process(
+            "engine",
+            instance.name,
+            self.containers.gateway_image if is_synthetic else self.containers.engine_image,
+            ("engine", CONFIG_FILE, instance.name),
+            (instance.name,),
+            gpus=self.containers.gpus.get(instance.cluster, instance.tensor_parallel),
+        )
+
+    def pool(self, pool: PoolNode) -> Process:
+        """The daemon of a pool."""
+        args, disk = ("pool", CONFIG_FILE, pool.name), pool.path.parents[1]
+        own = None if disk.is_relative_to(STATE_DIR) else disk
+        return Process("pool", pool.name, self.containers.gateway_image, args, (pool.name,), disk=own)
+
+    def gateway(self) -> Process:
+        """The gateway."""
+        image, args = self.containers.gateway_image, ("serve", CONFIG_FILE)
+        return Process("gateway", GATEWAY, image, args, tuple(CERTIFICATE_NAMES))
 
     def places(self) -> tuple[Place, ...]:
         """Every machine of every site; and one for the gateway where its address names none of them."""

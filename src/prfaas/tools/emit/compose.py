@@ -2,18 +2,16 @@
 
 from collections.abc import Iterator
 
-from prfaas.core.deployment import SYNTHETIC, DeploymentError, Instance, PoolNode
+from prfaas.core.deployment import DeploymentError
 from prfaas.tools.emit.blueprint import (
     CONFIG_DIR,
-    CONFIG_FILE,
-    ENGINE_STOP_S,
-    GATEWAY_STOP_S,
     READY_S,
     STATE_DIR,
     USER_ID,
     Blueprint,
     EmittedFile,
     Place,
+    Process,
 )
 from prfaas.tools.emit.document import yaml_text
 from prfaas.tools.emit.ports import ports_table
@@ -49,71 +47,46 @@ def _files_of(blueprint: Blueprint, place: Place) -> Iterator[EmittedFile]:
 
 
 def _services(blueprint: Blueprint, place: Place) -> Iterator[Fields]:
-    pool = None if place.machine is None else place.machine.pool
-    if pool is not None:
-        yield _pool(blueprint, pool)
-    devices = 0
-    for instance in place.instances:
-        gpus = blueprint.gpus_of(instance)
-        yield _engine(blueprint, instance, pool, range(devices, devices + gpus))
-        devices += gpus
-    if place.has_gateway:
-        yield _gateway(blueprint)
+    pool, containers, first = place.machine and place.machine.pool, blueprint.containers, 0
+    for process in blueprint.processes(place):
+        if process.gpus and containers.gpu_resource != _NVIDIA:
+            raise DeploymentError(
+                blueprint.deployment.path,
+                None,
+                "containers.gpu_resource",
+                f'"{containers.gpu_resource}" is not known to Compose; it can be given GPUs of {_NVIDIA} only',
+            )
+        yield {
+            "process": process,
+            "volumes": list(_volumes(blueprint, process, has_pool=pool is not None)),
+            "health": _health(blueprint, process),
+            "pool": pool and pool.name,
+            "devices": list(range(first, first + process.gpus)),
+        }
+        first += process.gpus
 
 
-def _engine(blueprint: Blueprint, instance: Instance, pool: PoolNode | None, devices: range) -> Fields:
-    containers, deployment = blueprint.containers, blueprint.deployment
-    is_synthetic = deployment.cluster_of(instance).hardware == SYNTHETIC
-    if devices and containers.gpu_resource != _NVIDIA:
-        raise DeploymentError(
-            deployment.path,
-            None,
-            "containers.gpu_resource",
-            f'"{containers.gpu_resource}" is not known to Compose; it can be given GPUs of {_NVIDIA} only',
-        )
-    listens = f"import socket; socket.create_connection(({instance.host!r}, {instance.http_port}), 3)"
-    return {
-        "kind": "engine",
-        "name": instance.name,
-        "image": containers.gateway_image if is_synthetic else containers.engine_image,
-        "command": ["engine", CONFIG_FILE, instance.name],
-        "stop_s": ENGINE_STOP_S,
-        "volumes": [
-            *(f"{folder}:{folder}:ro" for folder in blueprint.model_folders),
-            *(() if pool is None else (_SHARED_MEMORY,)),
-        ],
-        "health": listens if instance.tls else _asked(f"{instance.url}/health"),
-        "pool": None if pool is None else pool.name,
-        "devices": list(devices),
-    }
-
-
-def _pool(blueprint: Blueprint, pool: PoolNode) -> Fields:
-    disk = pool.path.parents[1]
-    return {
-        "kind": "pool",
-        "name": pool.name,
-        "image": blueprint.containers.gateway_image,
-        "command": ["pool", CONFIG_FILE, pool.name],
-        "stop_s": ENGINE_STOP_S,
-        "volumes": [_SHARED_MEMORY, *(() if disk.is_relative_to(STATE_DIR) else (f"{disk}:{disk}",))],
-        "health": None,
-        "devices": [],
-    }
-
-
-def _gateway(blueprint: Blueprint) -> Fields:
+def _volumes(blueprint: Blueprint, process: Process, *, has_pool: bool) -> Iterator[str]:
     model = blueprint.deployment.model
-    return {
-        "kind": "gateway",
-        "name": "gateway",
-        "image": blueprint.containers.gateway_image,
-        "command": ["serve", CONFIG_FILE],
-        "stop_s": GATEWAY_STOP_S,
-        "volumes": [f"{model.path}:{model.path}:ro"] if model.source is None else [],
-        "health": _asked(f"{blueprint.deployment.gateway.url}/ready"),
-        "devices": [],
-    }
+    if process.kind == "engine":
+        yield from (f"{folder}:{folder}:ro" for folder in blueprint.model_folders)
+    elif process.kind == "gateway" and model.source is None:
+        yield f"{model.path}:{model.path}:ro"
+    if process.kind == "pool" or (process.kind == "engine" and has_pool):
+        yield _SHARED_MEMORY
+    if process.disk is not None:
+        yield f"{process.disk}:{process.disk}"
+
+
+def _health(blueprint: Blueprint, process: Process) -> str | None:
+    """Python that fails where the process does not answer."""
+    if process.kind == "pool":
+        return None
+    if process.kind == "gateway":
+        return _asked(f"{blueprint.deployment.gateway.url}/ready")
+    instance = blueprint.deployment.instance(process.name)
+    listens = f"import socket; socket.create_connection(({instance.host!r}, {instance.http_port}), 3)"
+    return listens if instance.tls else _asked(f"{instance.url}/health")
 
 
 def _asked(url: str) -> str:

@@ -51,7 +51,8 @@ class PolicyMaker:
         ports = [{"port": port, "protocol": "TCP"} for port in opening.ports]
         if CLIENTS in opening.sources:
             return {"ports": ports}
-        return {"ports": ports, "from": _once(self._peers(opening))}
+        # Without ports: all of them.
+        return ({"ports": ports} if ports else {}) | {"from": _once(self._peers(opening))}
 
     def _peers(self, opening: Opening) -> Iterator[Fields]:
         for source in opening.sources:

@@ -14,7 +14,7 @@ CLIENTS = "clients"
 OPERATORS = "operators"
 """Who reads metrics and state: Prometheus, and `prfaas status` from elsewhere."""
 
-Purpose = Literal["http", "kv", "events", "nixl", "admin"]
+Purpose = Literal["http", "kv", "events", "nixl", "ranks", "admin"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,7 @@ class Opening:
     """An instance's or a pool's name, or `GATEWAY`."""
     purpose: Purpose
     ports: tuple[int, ...]
+    """Empty: any, since what listens there chooses it itself."""
     sources: tuple[str, ...]
     """Names of those who connect: instances, pools, `GATEWAY`, `CLIENTS`, `OPERATORS`."""
 
@@ -45,6 +46,10 @@ def _openings(deployment: Deployment) -> Iterator[Opening]:
             together = deployment.cluster_of(instance).instances
             neighbours = tuple(other.name for other in together if other is not instance)
             yield Opening(instance.name, "nixl", (instance.nixl_port,), neighbours)
+        ranks = [each.name for each in deployment.ranks_with(instance) if each is not instance]
+        if ranks:
+            # Only where the ranks meet is said; then they agree on ports that are free.
+            yield Opening(instance.name, "ranks", (), tuple(ranks))
     for pool in deployment.pools:
         # A pool connects to send, and to ask for what comes back.
         ways = (*pool_peers(deployment, pool), *pool_sources(deployment, pool))

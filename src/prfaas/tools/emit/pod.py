@@ -2,26 +2,27 @@
 
 from collections.abc import Iterator
 
-from prfaas.core.deployment import GATEWAY, SYNTHETIC, Instance, PoolNode, is_loopback
+from prfaas.core.deployment import GATEWAY, is_loopback
 from prfaas.tools.emit.blueprint import (
     CONFIG_DIR,
-    CONFIG_FILE,
     ENGINE_STOP_S,
     GATEWAY_STOP_S,
     READY_S,
     STATE_DIR,
     USER_ID,
     Blueprint,
+    Process,
 )
-from prfaas.tools.emit.pod_plan import PodPlan, kubernetes_name
+from prfaas.tools.emit.pod_plan import PodPlan, is_address, kubernetes_name
 from prfaas.tools.emit.template import Fields, objects
 from prfaas.tools.emit.volume import (
+    CONFIG_MAP,
     SECRETS_DIR,
-    engine_mounts,
-    model_mounts,
+    config_keys,
+    model_places,
     placing_script,
-    pool_mounts,
-    volumes_of,
+    secret_files,
+    secret_name,
 )
 
 MEMBER_LABEL = "prfaas/member"
@@ -41,8 +42,14 @@ def pod_objects(blueprint: Blueprint, plan: PodPlan) -> list[Fields]:
         plan=plan,
         labels=_labels(blueprint, plan),
         containers=list(_containers(blueprint, plan)),
-        volumes=volumes_of(blueprint, plan),
+        config_map=CONFIG_MAP,
+        config_keys=config_keys(blueprint),
+        secrets={name: secret_name(blueprint, name) for name, _ in secret_files(blueprint, plan)},
         placing_script=placing_script(blueprint, plan),
+        models=model_places(blueprint),
+        models_claim=blueprint.containers.models_claim,
+        sockets=str(blueprint.deployment.home / "pools"),
+        disk=None if plan.pool is None else blueprint.pool(plan.pool).disk,
         gateways=_gateways(blueprint, plan),
         stop_s=GATEWAY_STOP_S if plan.component == GATEWAY else ENGINE_STOP_S,
         user=USER_ID,
@@ -77,52 +84,39 @@ def _gateways(blueprint: Blueprint, plan: PodPlan) -> int:
 
 def _containers(blueprint: Blueprint, plan: PodPlan) -> Iterator[Fields]:
     if plan.component == GATEWAY:
-        yield _gateway_container(blueprint)
-    if plan.instance is not None:
-        yield _engine_container(blueprint, plan, plan.instance)
-    if plan.pool is not None:
-        yield _pool_container(blueprint, plan.pool)
-
-
-def _gateway_container(blueprint: Blueprint) -> Fields:
-    gateway = blueprint.deployment.gateway
-    ports = [("http", gateway.port)]
-    if not is_loopback(gateway.admin.host):
-        ports.append(("admin", gateway.admin.port))
-    return {
-        "name": GATEWAY,
-        "image": blueprint.containers.gateway_image,
-        "args": ["serve", CONFIG_FILE],
-        "ports": ports,
-        "mounts": model_mounts(blueprint),
-        "resources": {},
-    }
-
-
-def _engine_container(blueprint: Blueprint, plan: PodPlan, instance: Instance) -> Fields:
-    containers, deployment = blueprint.containers, blueprint.deployment
-    is_synthetic = deployment.cluster_of(instance).hardware == SYNTHETIC
-    gpus = blueprint.gpus_of(instance)
-    return {
-        "name": "engine",
-        "image": containers.gateway_image if is_synthetic else containers.engine_image,
-        "args": ["engine", CONFIG_FILE, instance.name],
-        "ports": [
+        gateway = blueprint.deployment.gateway
+        ports = [("http", gateway.port)]
+        if not is_loopback(gateway.admin.host):
+            ports.append(("admin", gateway.admin.port))
+        yield _container(blueprint.gateway(), ports)
+    if (instance := plan.instance) is not None:
+        process = blueprint.engine(instance)
+        ports = [
             ("http", instance.http_port),
             *((f"kv-{rank}", port) for rank, port in enumerate(instance.kv_ports)),
-        ],
-        "mounts": engine_mounts(blueprint, plan),
-        "resources": {"limits": {containers.gpu_resource: gpus}} if gpus else {},
-    }
+        ]
+        limits = {"limits": {blueprint.containers.gpu_resource: process.gpus}} if process.gpus else None
+        yield _container(process, ports, limits, meets_others=plan.uses_pool is not None)
+    if (pool := plan.pool) is not None:
+        ports = [("pool-kv", pool.kv_port)]
+        memory_bytes = pool.memory_bytes + blueprint.deployment.pool.staging_bytes
+        requests = {"requests": {"memory": str(memory_bytes)}}
+        yield _container(blueprint.pool(pool), ports, requests, meets_others=is_address(pool.host))
 
 
-def _pool_container(blueprint: Blueprint, pool: PoolNode) -> Fields:
-    memory_bytes = pool.memory_bytes + blueprint.deployment.pool.staging_bytes
+def _container(
+    process: Process,
+    ports: list[tuple[str, int]],
+    resources: Fields | None = None,
+    *,
+    meets_others: bool = False,
+) -> Fields:
+    """`meets_others`: over the socket of a pool, where engines and pool are in other pods of the machine."""
     return {
-        "name": "pool",
-        "image": blueprint.containers.gateway_image,
-        "args": ["pool", CONFIG_FILE, pool.name],
-        "ports": [("pool-kv", pool.kv_port)],
-        "mounts": pool_mounts(blueprint, pool),
-        "resources": {"requests": {"memory": str(memory_bytes)}},
+        "name": process.kind,
+        "image": process.image,
+        "args": process.args,
+        "ports": ports,
+        "meets_others": meets_others,
+        "resources": resources or {},
     }

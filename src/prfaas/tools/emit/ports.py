@@ -16,7 +16,7 @@ def ports_table(blueprint: Blueprint, place: Place) -> str:
         if opening.owner not in place.members or not _is_reachable(deployment, opening):
             continue
         sources = ", ".join(_address(blueprint, each) for each in opening.sources)
-        first, last = opening.ports[0], opening.ports[-1]
+        first, last = (opening.ports[0], opening.ports[-1]) if opening.ports else (1, 65535)
         ports = f"{first}-{last}/tcp" if last > first else f"{first}/tcp"
         rows.append((ports, f"{opening.owner} {opening.purpose}", sources))
     widths = [max(len(row[column]) for row in rows) for column in range(2)]

@@ -3,12 +3,10 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from prfaas.core.deployment import CERTIFICATE_NAMES, GATEWAY, Instance, PoolNode
+from prfaas.core.deployment import GATEWAY
 from prfaas.tools.emit.blueprint import (
     CONFIG_DIR,
     CONFIG_FILE,
-    ENGINE_STOP_S,
-    GATEWAY_STOP_S,
     STATE_DIR,
     Blueprint,
     EmittedFile,
@@ -50,89 +48,37 @@ def _target(blueprint: Blueprint, place: Place, units: Sequence[str]) -> str:
 
 
 def _units(blueprint: Blueprint, place: Place, program: str) -> Iterator[tuple[str, str]]:
-    machine = place.machine
-    pool = None if machine is None else machine.pool
-    if pool is not None:
-        yield _name("pool", pool.name), _pool(blueprint, pool, f"{program} pool {CONFIG_FILE} {pool.name}")
-    devices = 0
-    for instance in place.instances:
-        gpus = blueprint.gpus_of(instance)
-        # An engine that is alone on its machine finds its GPUs itself.
-        own = range(devices, devices + gpus) if len(place.instances) > 1 else range(0)
-        yield (
-            _name("engine", instance.name),
-            _engine(blueprint, instance, pool, own, f"{program} engine {CONFIG_FILE} {instance.name}"),
-        )
-        devices += gpus
-    if place.has_gateway:
-        yield (
-            "prfaas-gateway.service",
-            _service(
-                blueprint,
-                "gateway",
-                "",
-                f"{program} serve {CONFIG_FILE}",
-                members=tuple(CERTIFICATE_NAMES),
-                stop_s=GATEWAY_STOP_S,
+    pool = None if place.machine is None else place.machine.pool
+    homes, first = (Path("/home"), Path("/root")), 0
+    for process in blueprint.processes(place):
+        what = process.kind if process.kind == GATEWAY else f"{process.kind} {process.name}"
+        devices = range(first, first + process.gpus)
+        first += process.gpus
+        text = rendered(
+            "unit.service.jinja",
+            kind=process.kind,
+            what=what,
+            deployment=blueprint.deployment.name,
+            command=" ".join((program, *process.args)),
+            target=TARGET,
+            state_dir=STATE_DIR,
+            config_dir=CONFIG_DIR,
+            needed=(CONFIG_FILE, *_secrets(blueprint, process.members)),
+            # Hidden, unless the model lies in a person's folder.
+            reads_home=any(
+                folder.is_relative_to(home) for folder in blueprint.model_folders for home in homes
             ),
+            stop_s=process.stop_s,
+            pool_unit=None if pool is None or process.kind != "engine" else _unit_name(f"pool {pool.name}"),
+            # An engine that is alone on its machine finds its GPUs itself.
+            devices=",".join(map(str, devices)) if len(place.instances) > 1 else "",
+            disk=process.disk,
         )
+        yield _unit_name(what), text
 
 
-def _name(kind: str, name: str) -> str:
-    return f"prfaas-{kind}-{name}.service"
-
-
-def _engine(
-    blueprint: Blueprint, instance: Instance, pool: PoolNode | None, devices: range, command: str
-) -> str:
-    return _service(
-        blueprint,
-        "engine",
-        instance.name,
-        command,
-        members=(instance.name,),
-        pool_unit=None if pool is None else _name("pool", pool.name),
-        devices=",".join(map(str, devices)),
-    )
-
-
-def _pool(blueprint: Blueprint, pool: PoolNode, command: str) -> str:
-    # Below it the daemon makes a folder for the deployment and the pool.
-    disk = pool.path.parents[1]
-    own = disk.is_relative_to(STATE_DIR)
-    return _service(blueprint, "pool", pool.name, command, members=(pool.name,), disk=None if own else disk)
-
-
-def _service(
-    blueprint: Blueprint,
-    kind: str,
-    name: str,
-    command: str,
-    *,
-    members: Sequence[str],
-    stop_s: int = ENGINE_STOP_S,
-    pool_unit: str | None = None,
-    devices: str = "",
-    disk: Path | None = None,
-) -> str:
-    homes = (Path("/home"), Path("/root"))
-    return rendered(
-        "unit.service.jinja",
-        kind=kind,
-        what=f"{kind} {name}".rstrip(),
-        deployment=blueprint.deployment.name,
-        command=command,
-        target=TARGET,
-        state_dir=STATE_DIR,
-        config_dir=CONFIG_DIR,
-        needed=(CONFIG_FILE, *_secrets(blueprint, members)),
-        # Hidden, unless the model lies in a person's folder.
-        reads_home=any(folder.is_relative_to(home) for folder in blueprint.model_folders for home in homes),
-        stop_s=stop_s,
-        pool_unit=pool_unit,
-        devices=devices,
-        disk=disk,
-    )
+def _unit_name(what: str) -> str:
+    return f"prfaas-{what.replace(' ', '-')}.service"
 
 
 def _secrets(blueprint: Blueprint, members: Sequence[str]) -> tuple[Path, ...]:

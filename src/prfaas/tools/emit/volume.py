@@ -1,13 +1,12 @@
-"""The volumes of pods: the deployment file, secrets, models, shared memory, and the pool's sockets and disk."""
+"""What pods get from files: the deployment file, secrets and models. Where they mount it says `pod.yaml.jinja`."""
 
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
-from prfaas.core.deployment import GATEWAY, PoolNode
+from prfaas.core.deployment import GATEWAY
 from prfaas.tools.emit.blueprint import STATE_DIR, Blueprint
-from prfaas.tools.emit.pod_plan import PodPlan, bad_field, is_address, kubernetes_name
-from prfaas.tools.emit.template import Fields
+from prfaas.tools.emit.pod_plan import PodPlan, bad_field, kubernetes_name
 
 KEY_SECRET = "prfaas-key"
 CA_SECRET = "prfaas-ca"
@@ -71,87 +70,16 @@ def secret_files(blueprint: Blueprint, plan: PodPlan) -> Iterator[tuple[str, Pat
         yield name, target
 
 
-def volumes_of(blueprint: Blueprint, plan: PodPlan) -> list[Fields]:
-    """All volumes that the containers of a pod mount."""
-    volumes: list[Fields] = [
-        {"name": "config", "configMap": _config_map(blueprint)},
-        {"name": "state", "emptyDir": {}},
-        {"name": "tmp", "emptyDir": {}},
-        {
-            "name": "secrets",
-            "projected": {"defaultMode": 0o440, "sources": list(_sources(blueprint, plan))},
-        },
-    ]
-    if plan.component != "pool":
-        volumes += _model_volumes(blueprint)
-    if plan.component == GATEWAY:
-        return volumes
-    if plan.host is None or (plan.uses_pool or plan.pool) is None:
-        # It counts as memory of the pod, as much as is used.
-        volumes.append({"name": "shared-memory", "emptyDir": {"medium": "Memory"}})
-    else:
-        volumes.append(_host_path("shared-memory", "/dev/shm"))
-        volumes.append(_host_path("pools", _sockets(blueprint)))
-    if plan.pool is not None and (disk := _disk(plan.pool)) is not None:
-        place = {"name": "pool-disk", "emptyDir": {}}
-        volumes.append(place if plan.host is None else _host_path("pool-disk", disk))
-    return volumes
-
-
-def engine_mounts(blueprint: Blueprint, plan: PodPlan) -> list[Fields]:
-    """Models, shared memory between its processes and with the pool, and the pool's socket."""
-    sockets = [_mount("pools", _sockets(blueprint))] if plan.uses_pool is not None else []
-    return [*model_mounts(blueprint), _mount("shared-memory", "/dev/shm"), *sockets]
-
-
-def pool_mounts(blueprint: Blueprint, pool: PoolNode) -> list[Fields]:
-    """Shared memory with engines, its socket where they are in other pods, and its disk."""
-    mounts = [_mount("shared-memory", "/dev/shm")]
-    if is_address(pool.host):
-        mounts.append(_mount("pools", _sockets(blueprint)))
-    disk = _disk(pool)
-    return mounts if disk is None else [*mounts, _mount("pool-disk", disk)]
-
-
-def _disk(pool: PoolNode) -> str | None:
-    """The folder of its pages, if that is outside the state directory."""
-    disk = pool.path.parents[1]
-    return None if disk.is_relative_to(STATE_DIR) else str(disk)
-
-
-def _sources(blueprint: Blueprint, plan: PodPlan) -> Iterator[Fields]:
-    for name, _ in secret_files(blueprint, plan):
-        yield {"secret": {"name": secret_name(blueprint, name), "items": [{"key": name, "path": name}]}}
-
-
 def config_keys(blueprint: Blueprint) -> dict[str, str]:
     """The ConfigMap's key of each document: a key has no "/"."""
     return {path: path.replace("/", "..") for path in blueprint.documents}
 
 
-def _config_map(blueprint: Blueprint) -> Fields:
-    items = [{"key": key, "path": path} for path, key in config_keys(blueprint).items()]
-    return {"name": CONFIG_MAP, "items": items}
-
-
-def _model_volumes(blueprint: Blueprint) -> list[Fields]:
+def model_places(blueprint: Blueprint) -> dict[str, str]:
+    """The directories of checkpoint and adapters, at their own paths, by the volume that has them."""
     claim, folders = blueprint.containers.models_claim, blueprint.model_folders
-    if not folders:
-        return []
-    if claim is None:
-        return [_host_path(f"model-{number}", str(folder)) for number, folder in enumerate(folders)]
-    return [{"name": "models", "persistentVolumeClaim": {"claimName": claim, "readOnly": True}}]
-
-
-def model_mounts(blueprint: Blueprint) -> list[Fields]:
-    """The directories of checkpoint and adapters, at their own paths."""
-    claim, folders = blueprint.containers.models_claim, blueprint.model_folders
-    if not folders:
-        return []
-    if claim is None:
-        return [
-            _mount(f"model-{number}", str(folder), read_only=True) for number, folder in enumerate(folders)
-        ]
+    if claim is None or not folders:
+        return {f"model-{number}": str(folder) for number, folder in enumerate(folders)}
     top = folders[0].parent
     for folder in folders:
         if not folder.is_relative_to(top):
@@ -160,17 +88,4 @@ def model_mounts(blueprint: Blueprint) -> list[Fields]:
                 "model.adapters",
                 f"{folder} is not in {top}, where the volume of containers.models_claim is",
             )
-    return [_mount("models", str(top), read_only=True)]
-
-
-def _sockets(blueprint: Blueprint) -> str:
-    return str(blueprint.deployment.home / "pools")
-
-
-def _mount(name: str, path: str, *, read_only: bool = False) -> Fields:
-    """One entry of `volumeMounts`."""
-    return {"name": name, "mountPath": path, **({"readOnly": True} if read_only else {})}
-
-
-def _host_path(name: str, path: str) -> Fields:
-    return {"name": name, "hostPath": {"path": path, "type": "Directory"}}
+    return {"models": str(top)}

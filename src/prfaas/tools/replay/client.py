@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import aiohttp
@@ -154,23 +154,7 @@ class ReplayedRequest:
 
     def to_json(self) -> dict[str, Any]:
         """One line of a file of records."""
-        return {
-            "index": self.index,
-            "arrival_s": self.arrival_s,
-            "sent_s": self.sent_s,
-            "first_token_s": self.first_token_s,
-            "last_token_s": self.last_token_s,
-            "ended_s": self.ended_s,
-            "input_tokens": self.input_tokens,
-            "output_tokens": self.output_tokens,
-            "answered_tokens": self.answered_tokens,
-            "cached_tokens": self.cached_tokens,
-            "status": self.status,
-            "request_id": self.request_id,
-            "route": self.route,
-            "route_fields": dict(self.route_fields),
-            "error": self.error,
-        }
+        return asdict(self)
 
 
 class ReplayError(Exception):

@@ -43,7 +43,7 @@ def has_come(pair: RankedPair, ticket: Ticket, tokens: Mapping[int, int]) -> Non
 
 
 def usable(receiver: object, transfer_id: bytes) -> int:
-    table = receiver._table  # type: ignore[attr-defined]
+    table = receiver.transfers  # type: ignore[attr-defined]
     transfer = table._transfers.get(transfer_id)
     if transfer is None:
         return 0
@@ -56,8 +56,8 @@ def arrived(pair: RankedPair, ticket: Ticket, tokens: int) -> None:
     """Wait until all that was sent of full attention up to so many tokens has come, of every part."""
     for memory, receiver in zip(pair.home, pair.receivers, strict=True):
         for part in range(len(paired_ranks(memory.rank, len(pair.home), len(pair.east)))):
-            transfer = receiver._table._transfers[part_id(ticket.transfer_id, part)]
-            layout = receiver._table._open_check.layout
+            transfer = receiver.transfers._transfers[part_id(ticket.transfer_id, part)]
+            layout = receiver.transfers._open_check.layout
             step = tokens - tokens % checkpoint_step_tokens(memory.groups)
             until(
                 lambda its=transfer, by=layout, end=step: (
@@ -160,12 +160,12 @@ def test_where_a_part_has_brought_nothing_nothing_is_kept() -> None:
         ticket = pair.prefill(TOKENS, 0, [], {0: [70], 1: [10]})
         has_come(pair, ticket, {0: 64})
         second = part_id(ticket.transfer_id, 1)
-        until(lambda: pair.receivers[0].state(second) is not None)
+        until(lambda: pair.receivers[0].transfers.state(second) is not None)
         killed(pair)
         assert pair.load(ticket, 0) == [({"d"}, {"d"})]
         assert pair.consuming[0].take_usable() == {}
         for each in (ticket.transfer_id, second):
-            state = pair.receivers[0].state(each)
+            state = pair.receivers[0].transfers.state(each)
             assert state is not None and not state.usable_tokens
 
 
@@ -180,7 +180,7 @@ def test_a_rank_that_sends_only_copies_does_not_count() -> None:
         ticket = pair.prefill(TOKENS, 0, [70])
         has_come(pair, ticket, {0: 64})
         second = part_id(ticket.transfer_id, 1)
-        until(lambda: pair.receivers[0].state(second) is not None)
+        until(lambda: pair.receivers[0].transfers.state(second) is not None)
         killed(pair)
         assert pair.load(ticket, 0) == [({"d"}, {"d"})]
         goes_on(pair, truth, ticket, 64)
@@ -237,7 +237,7 @@ def test_a_part_that_is_complete_has_checkpoints_for_one_that_broke(whole: int, 
         ticket = pair.prefill(TOKENS, 0, [], ends, truth=truth, checkpoints={0: [32, 64], 1: [32, 64]})
         until(lambda: pair.receivers[0].stats()["checkpoints"] == 4)
         parts = [part_id(ticket.transfer_id, part) for part in (0, 1)]
-        transfers = pair.receivers[0]._table._transfers
+        transfers = pair.receivers[0].transfers._transfers
         until(lambda: transfers[parts[whole]].phase is TransferPhase.COMPLETE)
         until(lambda: usable_with(pair, parts[broken]) == 64)
         killed(pair)
@@ -253,7 +253,7 @@ def test_where_a_complete_part_has_lost_its_checkpoint_the_load_fails_at_once() 
         ends = {0: [16, 64, TOKENS], 1: [16, 64, 80]}
         ticket = pair.prefill(TOKENS, 0, [], ends, truth=truth, checkpoints={0: [64], 1: [64]})
         until(lambda: pair.receivers[0].stats()["checkpoints"] == 2)
-        table = pair.receivers[0]._table
+        table = pair.receivers[0].transfers
         whole = table._transfers[part_id(ticket.transfer_id, 0)]
         until(lambda: whole.phase is TransferPhase.COMPLETE)
         until(lambda: usable_with(pair, part_id(ticket.transfer_id, 1)) == 64)
@@ -270,7 +270,7 @@ def test_where_a_complete_part_has_lost_its_checkpoint_the_load_fails_at_once() 
 
 def usable_with(pair: RankedPair, transfer_id: bytes) -> int:
     """From where the first rank could go on with a transfer and its checkpoints, were it to break now."""
-    table = pair.receivers[0]._table
+    table = pair.receivers[0].transfers
     transfer = table._transfers[transfer_id]
     layout = table._open_check.layout
     return region_layout.usable_tokens(layout, transfer.ticket, transfer.covered_end, transfer.checkpoints)

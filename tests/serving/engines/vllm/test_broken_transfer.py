@@ -51,12 +51,12 @@ def arrived(ends: Ends, ticket: Ticket, usable_tokens: int) -> None:
     """Wait until so much has come that is not usable before its digests have."""
     deadline_s = time.monotonic() + 60
     while time.monotonic() < deadline_s:
-        arrival = ends.receiver.lend(ticket.transfer_id, lambda: None)
+        arrival = ends.receiver.transfers.lend(ticket.transfer_id, lambda: None)
         if arrival is not None:
-            covered = ends.receiver._table._transfers[ticket.transfer_id].covered_end
+            covered = ends.receiver.transfers._transfers[ticket.transfer_id].covered_end
             arrival.give_back()
             if (
-                region_layout.usable_tokens(ends.receiver._table._open_check.layout, ticket, covered)
+                region_layout.usable_tokens(ends.receiver.transfers._open_check.layout, ticket, covered)
                 >= usable_tokens
             ):
                 return
@@ -66,7 +66,7 @@ def arrived(ends: Ends, ticket: Ticket, usable_tokens: int) -> None:
 
 def failed(ends: Ends, ticket: Ticket) -> TransferStatus:
     ends.complete(ticket)
-    status = ends.receiver.state(ticket.transfer_id)
+    status = ends.receiver.transfers.state(ticket.transfer_id)
     assert status is not None
     return status
 
@@ -86,7 +86,7 @@ def test_what_has_come_is_loaded_and_the_rest_is_not_touched(dense: Ends, steps:
     elif how == "aborted":
         dense.step(TransferMetadata(held={"p": True}))
     else:
-        dense.receiver._table.drop(ticket.transfer_id, "its prefill engine is dead", keep=True)
+        dense.receiver.transfers.drop(ticket.transfer_id, "its prefill engine is dead", keep=True)
     assert dense.results() == ({"d"}, {"d"})
     assert failed(dense, ticket).usable_tokens == end_tokens
     assert dense.consuming.take_usable() == {"d": ResumePoints(end_tokens)}
@@ -102,7 +102,7 @@ def test_what_has_come_is_loaded_and_the_rest_is_not_touched(dense: Ends, steps:
     assert dense.consuming.stats.data["loads_resumed"] == 1
     # It is there once; an observer that asks later still learns what it was.
     assert failed(dense, ticket).usable_tokens == 0
-    told = dense.receiver._table._status(ticket.transfer_id)
+    told = dense.receiver.transfers._status(ticket.transfer_id)
     assert told is not None and (told.taken, told.usable_tokens) == (True, end_tokens)
     dense.order(part(ticket, 32, end_tokens))
     assert dense.results() == ({"d"}, {"d"})
@@ -114,8 +114,8 @@ def test_a_page_that_is_another_one_by_then_is_seen(dense: Ends) -> None:
     for orders in chunks(ticket)[:3]:
         dense.step(orders)
     arrived(dense, ticket, 160)
-    dense.receiver._table.drop(ticket.transfer_id, "its prefill engine is dead", keep=True)
-    staged = dense.receiver._table._partials._kept[ticket.transfer_id][0]
+    dense.receiver.transfers.drop(ticket.transfer_id, "its prefill engine is dead", keep=True)
+    staged = dense.receiver.transfers._partials._kept[ticket.transfer_id][0]
     assert staged.lease is not None
     staged.lease.views(5 * 4096, 4096)[0][9] ^= 1
     dense.order(part(ticket, 0, 160))
@@ -166,8 +166,8 @@ def test_who_needs_the_staging_has_it(dense: Ends) -> None:
     for number, ticket in enumerate(tickets):
         dense.step(TransferMetadata(sends=[replace(chunks(ticket)[0].sends[0], request_id=f"p{number}")]))
         arrived(dense, ticket, 32)
-        dense.receiver._table.drop(ticket.transfer_id, "its prefill engine is dead", keep=True)
+        dense.receiver.transfers.drop(ticket.transfer_id, "its prefill engine is dead", keep=True)
     kept = [ticket for ticket in tickets if failed(dense, ticket).usable_tokens]
     assert 0 < len(kept) < 40 and kept == tickets[-len(kept) :]
-    dense.receiver.drop(kept[0].transfer_id, "the client has left")
+    dense.receiver.transfers.drop(kept[0].transfer_id, "the client has left")
     assert failed(dense, kept[0]).usable_tokens == 0

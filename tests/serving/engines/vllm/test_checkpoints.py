@@ -98,7 +98,7 @@ def await_ready(ends: Ends) -> None:
 
 def usable_tokens(ends: Ends, ticket: Ticket) -> int:
     """What would be kept, were the transfer to break now."""
-    table = ends.receiver._table
+    table = ends.receiver.transfers
     with table._lock:
         transfer = table._transfers.get(ticket.transfer_id)
         if transfer is None or transfer.lease is None:
@@ -118,7 +118,7 @@ def broken(ends: Ends, ticket: Ticket) -> int:
     """The prefill engine dies; what is kept."""
     ends.sender.close()
     ends.complete(ticket)
-    status = ends.receiver.state(ticket.transfer_id)
+    status = ends.receiver.transfers.state(ticket.transfer_id)
     assert status is not None and status.phase is TransferPhase.FAILED
     return status.usable_tokens
 
@@ -204,7 +204,7 @@ def test_a_checkpoint_before_its_full_attention_does_not_count(ends: Ends) -> No
     ends.producing.save_layer(orders.sends, "a0")
     ends.producing._put_checkpoints(orders.sends[0])
     await_true(lambda: checkpoints(ends) == 2, "the second checkpoint has come")
-    transfer = ends.receiver._table._transfers[prefill.ticket.transfer_id]
+    transfer = ends.receiver.transfers._transfers[prefill.ticket.transfer_id]
     assert set(transfer.checkpoints) == {80, 160}
     before = copy_of(ends.home)
     assert broken(ends, prefill.ticket) == 80
@@ -218,7 +218,7 @@ def test_a_checkpoint_before_its_full_attention_does_not_count(ends: Ends) -> No
 def test_the_last_two_are_kept_while_the_prefill_goes_on(ends: Ends) -> None:
     prefill = engine(ends)
     prefill.run(3)
-    transfer = ends.receiver._table._transfers[prefill.ticket.transfer_id]
+    transfer = ends.receiver.transfers._transfers[prefill.ticket.transfer_id]
     steps = steps_of(prefill.ticket, (*AT, 304))
     for count, number in ((3, 3), (4, 4)):
         await_usable(ends, prefill.ticket, CHUNK_ENDS[number - 1])
@@ -235,7 +235,7 @@ def test_a_complete_transfer_keeps_them_until_it_is_taken(ends: Ends) -> None:
     before = copy_of(ends.home)
     prefill.run(len(CHUNK_ENDS))
     ends.complete(prefill.ticket)
-    transfer = ends.receiver._table._transfers[prefill.ticket.transfer_id]
+    transfer = ends.receiver.transfers._transfers[prefill.ticket.transfer_id]
     # Another part of the KV may still break.
     assert transfer.phase is TransferPhase.COMPLETE and set(transfer.checkpoints) == {160, 240}
     assert transfer.status().resume_points == ResumePoints(240, (160, 240))
@@ -262,7 +262,7 @@ def test_a_complete_transfer_keeps_two_where_the_last_came_before_its_full_atten
     await_ready(ends)
     ends.producing._put_checkpoints(at_240.sends[0])
     await_checkpoints(ends, 3)
-    transfer = ends.receiver._table._transfers[prefill.ticket.transfer_id]
+    transfer = ends.receiver.transfers._transfers[prefill.ticket.transfer_id]
     assert set(transfer.checkpoints) == {80, 160, 240}
     for step in (
         TransferMetadata(sends=[replace(at_240.sends[0], checkpoint_tokens=0, checkpoint=())]),
@@ -292,7 +292,7 @@ def test_a_page_of_a_checkpoint_that_is_another_one_is_seen(ends: Ends, region: 
     prefill.run(3)
     await_usable(ends, prefill.ticket, 160)
     broken(ends, prefill.ticket)
-    checkpoint = ends.receiver._table._partials._kept[prefill.ticket.transfer_id][0].checkpoints[160]
+    checkpoint = ends.receiver.transfers._partials._kept[prefill.ticket.transfer_id][0].checkpoints[160]
     assert checkpoint.lease is not None
     checkpoint.lease.views(checkpoint.region_starts[region], 8)[0][3] ^= 1
     ends.order(part(prefill.ticket, 0, 160))
@@ -307,7 +307,7 @@ def test_the_one_before_the_newest_can_be_loaded_too(ends: Ends) -> None:
     prefill.run(3)
     await_usable(ends, prefill.ticket, 160)
     assert broken(ends, prefill.ticket) == 160
-    status = ends.receiver.state(prefill.ticket.transfer_id)
+    status = ends.receiver.transfers.state(prefill.ticket.transfer_id)
     assert status is not None and status.usable_ends == (80, 160)
     ends.order(part(prefill.ticket, 0, 80))
     assert ends.results() == ({"d"}, set())
@@ -323,7 +323,7 @@ def test_where_none_was_kept_nothing_is_loaded(ends: Ends) -> None:
     assert ends.results() == ({"d"}, {"d"})
     # It is not asked for a third time.
     assert ends.consuming.take_usable() == {}
-    ends.receiver.drop(prefill.ticket.transfer_id, "the prompt is computed")
+    ends.receiver.transfers.drop(prefill.ticket.transfer_id, "the prompt is computed")
     assert ends.arena.used_blocks == 0
 
 
@@ -334,14 +334,14 @@ def test_one_that_nobody_takes_is_freed(ends: Ends) -> None:
     assert broken(ends, prefill.ticket) == 160
     # Three of the transfer, one of each of the last two checkpoints.
     assert ends.arena.used_blocks == 5
-    ends.receiver.drop(prefill.ticket.transfer_id, "the client has left")
+    ends.receiver.transfers.drop(prefill.ticket.transfer_id, "the client has left")
     assert ends.arena.used_blocks == 0
 
 
 def test_a_cancelled_prefill_takes_its_checkpoint_with_it(ends: Ends) -> None:
     prefill = engine(ends)
     prefill.run(3)
-    ends.receiver.drop(prefill.ticket.transfer_id, "the client has left")
+    ends.receiver.transfers.drop(prefill.ticket.transfer_id, "the client has left")
     assert ends.arena.used_blocks == 0
     ends.step(steps_of(prefill.ticket)[3])
     ends.step(TransferMetadata(held={"p": True}))
@@ -354,13 +354,13 @@ def test_whoever_needs_the_staging_has_it(ends: Ends) -> None:
     """Staging of 4 MiB, given out by 64 KiB; the pages of 320 tokens take three of these, a checkpoint one."""
     prefill = engine(ends)
     prefill.run(3, at=(160,))
-    transfer = ends.receiver._table._transfers[prefill.ticket.transfer_id]
+    transfer = ends.receiver.transfers._transfers[prefill.ticket.transfer_id]
     others = [new_ticket(TOKENS) for _ in range(21)]
     free = ends.arena.total_blocks - ends.arena.used_blocks
     assert (free, ends.arena.blocks_for(transfer.lease_bytes)) == (60, 3)
     for number, ticket in enumerate(others):
         ends.step(TransferMetadata(sends=[replace(steps_of(ticket)[0].sends[0], request_id=f"o{number}")]))
-    phases = lambda: [ends.receiver.state(ticket.transfer_id) for ticket in others]  # noqa: E731
+    phases = lambda: [ends.receiver.transfers.state(ticket.transfer_id) for ticket in others]  # noqa: E731
     await_true(lambda: all(phases()), "all are known")
     # 20 fit beside; one gets the checkpoint's block, and needs two more.
     await_true(lambda: transfer.checkpoints == {}, "the checkpoint has made room")
@@ -381,13 +381,15 @@ def test_one_of_a_transfer_that_waits_for_staging_comes_after_it(ends: Ends) -> 
     others = [new_ticket(TOKENS) for _ in range(21)]
     for number, ticket in enumerate(others):
         ends.step(TransferMetadata(sends=[replace(steps_of(ticket)[0].sends[0], request_id=f"o{number}")]))
-    await_true(lambda: all(ends.receiver.state(each.transfer_id) for each in others), "all are known")
+    await_true(
+        lambda: all(ends.receiver.transfers.state(each.transfer_id) for each in others), "all are known"
+    )
     prefill = engine(ends)
     orders = steps_of(prefill.ticket)
     ends.step(orders[0])
 
     def phase() -> TransferPhase | None:
-        status = ends.receiver.state(prefill.ticket.transfer_id)
+        status = ends.receiver.transfers.state(prefill.ticket.transfer_id)
         return None if status is None else status.phase
 
     await_true(lambda: phase() is TransferPhase.WAITING, "the transfer waits")
@@ -397,10 +399,10 @@ def test_one_of_a_transfer_that_waits_for_staging_comes_after_it(ends: Ends) -> 
     # Frames leave in order: what follows would come behind a refusal.
     another = new_ticket(TOKENS)
     ends.step(TransferMetadata(sends=[replace(steps_of(another)[0].sends[0], request_id="o")]))
-    await_true(lambda: ends.receiver.state(another.transfer_id) is not None, "another one is known")
+    await_true(lambda: ends.receiver.transfers.state(another.transfer_id) is not None, "another one is known")
     assert checkpoint.transfer.phase is SendPhase.OPENING
-    ends.receiver.drop(another.transfer_id, "done")
-    ends.receiver.drop(others[0].transfer_id, "done")
+    ends.receiver.transfers.drop(another.transfer_id, "done")
+    ends.receiver.transfers.drop(others[0].transfer_id, "done")
     await_checkpoints(ends, 1)
     await_usable(ends, prefill.ticket, 80)
 
@@ -465,9 +467,9 @@ def test_a_page_that_cannot_be_read_costs_the_checkpoint_alone(
         ends.step(each)
     assert "request p sends no checkpoint" in caplog.text
     ends.complete(prefill.ticket)
-    status = ends.receiver.state(prefill.ticket.transfer_id)
+    status = ends.receiver.transfers.state(prefill.ticket.transfer_id)
     assert status is not None and status.phase is TransferPhase.COMPLETE
-    ends.receiver.drop(prefill.ticket.transfer_id, "done")
+    ends.receiver.transfers.drop(prefill.ticket.transfer_id, "done")
 
 
 def test_the_producer_of_a_model_without_states_sends_none() -> None:

@@ -77,7 +77,7 @@ READ = {
         "hf_text_config",
     },
     "CacheConfig": {"cache_dtype"},
-    "ParallelConfig": {"tensor_parallel_size"},
+    "ParallelConfig": {"tensor_parallel_size", "data_parallel_size"},
     "RequestStatus": {"FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"},
     "KVConnectorRole": {"SCHEDULER", "WORKER"},
     "KVConnectorBlockState": {"boundary_state_offloads", "get_block_ids"},
@@ -221,7 +221,9 @@ def test_every_function_option_and_series_that_is_used_is_there(version: str) ->
         "get_conv_state_layout",
         "create_metric_per_engine",
     }
-    command = (PLUGIN.parent / "command.py").read_text(encoding="utf-8")
+    command = "".join(
+        (PLUGIN.parent / name).read_text(encoding="utf-8") for name in ("command.py", "data_parallel.py")
+    )
     front = set(members(contract, "FrontendArgs")) | set(members(contract, "BaseFrontendArgs"))
     options = set(contract["options"]) | {"--" + field.replace("_", "-") for field in front}
     used = {

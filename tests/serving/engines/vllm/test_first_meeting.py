@@ -66,7 +66,7 @@ def test_prefill_goes_on_while_they_meet(greeted: threading.Event) -> None:
         pair.producing.hold({"p": False})
         assert pair.producing.finished() == set()
         assert time.monotonic() - began_s < producer.MEET_TIMEOUT_S / 2
-        assert pair.receiver.state(ticket.transfer_id) is None
+        assert pair.receiver.transfers.state(ticket.transfer_id) is None
         greeted.set()
         pair.until(lambda: bool(pair.producing.finished()))
         load(pair, ticket, 100)
@@ -131,7 +131,7 @@ def test_an_aborted_prefill_ends_before_they_have_met(greeted: threading.Event) 
         assert "p" not in pair.producing._postponed
         greeted.set()
         pair.connected()
-        assert pair.receiver.state(ticket.transfer_id) is None
+        assert pair.receiver.transfers.state(ticket.transfer_id) is None
 
 
 def test_a_peer_that_cannot_be_met_fails_the_transfer(

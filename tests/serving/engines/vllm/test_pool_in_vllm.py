@@ -15,7 +15,7 @@ from prfaas.core.pool.keys import KeyChain, page_id
 from prfaas.serving.engines.tiny.checkpoint import tiny_model
 from prfaas.serving.engines.vllm.layout import read_groups
 from prfaas.serving.engines.vllm.metadata import TransferMetadata
-from prfaas.serving.engines.vllm.pool_scheduler import PoolScheduler, block_bytes
+from prfaas.serving.engines.vllm.pool_scheduler import PoolScheduler
 from prfaas.serving.pool.protocol import PageRef
 
 BLOCK = 128
@@ -54,8 +54,9 @@ class Engine:
         our_groups = read_groups(config)
         kinds = [group.kind for group in our_groups]
         assert kinds == [GroupKind.FULL, GroupKind.STATE]
+        sizes = dict.fromkeys((group.index for group in our_groups), 4096)
         self.pool = DictPool(our_groups, BLOCK) if pool is None else pool
-        self.side = PoolScheduler(self.pool, our_groups, block_bytes(config, our_groups), 1 << 20)  # type: ignore[arg-type]
+        self.side = PoolScheduler(self.pool, our_groups, sizes, 1 << 20)  # type: ignore[arg-type]
         connector._scheduling.pool = self.side
         connector.bind_kv_cache_manager(self.scheduler.kv_cache_manager)
         self.orders: list[TransferMetadata] = []

@@ -87,7 +87,7 @@ class Ends:
         """Wait as the gateway does before it sends the decode request."""
         deadline_s = time.monotonic() + wait_s
         while time.monotonic() < deadline_s:
-            status = self.receiver.state(ticket.transfer_id)
+            status = self.receiver.transfers.state(ticket.transfer_id)
             if status is not None and status.phase.terminal:
                 return
             time.sleep(0.002)
@@ -284,7 +284,7 @@ def test_a_load_before_the_transfer_is_complete_waits_for_it(ends: Ends) -> None
     first, last = sends(ticket, [50, 100])
     ends.step(first)
     deadline_s = time.monotonic() + 60
-    while ends.receiver.state(ticket.transfer_id) is None and time.monotonic() < deadline_s:
+    while ends.receiver.transfers.state(ticket.transfer_id) is None and time.monotonic() < deadline_s:
         time.sleep(0.002)
     ends.order(load(ticket, 0))
     assert ends.consuming.results() == (set(), set())
@@ -303,7 +303,7 @@ def await_filled(ends: Ends, name: str, blocks: int, base: int = 20) -> None:
 def order_early(ends: Ends, ticket: Ticket, *requests: tuple[str, int]) -> None:
     """Order loads, (request, first block), of a transfer that has begun."""
     deadline_s = time.monotonic() + 60
-    while ends.receiver.state(ticket.transfer_id) is None and time.monotonic() < deadline_s:
+    while ends.receiver.transfers.state(ticket.transfer_id) is None and time.monotonic() < deadline_s:
         time.sleep(0.002)
     for request_id, base in requests:
         ends.order(load(ticket, 0, request_id, base))
@@ -352,7 +352,7 @@ def test_a_transfer_that_fails_after_blocks_were_filled_fails_its_loads_once(end
     if how == "aborted":
         ends.step(TransferMetadata(held={"p": True}))
     elif how == "dropped":
-        ends.receiver.drop(ticket.transfer_id, "the client went away")
+        ends.receiver.transfers.drop(ticket.transfer_id, "the client went away")
     else:
         ends.sender.close()
     assert ends.results() == ({"d"}, {"d"})
@@ -381,9 +381,9 @@ def test_a_page_that_changes_between_its_arrival_and_its_load_is_seen(ends: Ends
     ticket = new_ticket(100)
     first, last = sends(ticket, [70, 100])
     ends.step(first)
-    arrived = ends.receiver.lend
+    arrived = ends.receiver.transfers.lend
     for _ in range(1000):
-        status = ends.receiver.state(ticket.transfer_id)
+        status = ends.receiver.transfers.state(ticket.transfer_id)
         if status is not None and status.received_bytes == 2 * 4 * 4096:
             break
         time.sleep(0.005)
@@ -603,7 +603,7 @@ def test_kv_that_nixl_loads_is_told_in_bytes_of_the_engines_own_pages(
 ) -> None:
     pull = NixlRead("d", bytes(16), num_tokens=100, local_tokens=32, expires_at_s=time.time() + 60)
     ends.consuming.tell_pulled(pull, phase)
-    status = ends.receiver.state(pull.transfer_id)
+    status = ends.receiver.transfers.state(pull.transfer_id)
     assert status is not None
     total_bytes = sum(region_bytes(layout(ends.home).regions, 100, 32))
     assert (status.phase, status.total_bytes) == (phase, total_bytes)
@@ -615,7 +615,7 @@ def test_digests_are_no_kv_in_any_count(ends: Ends) -> None:
     (orders,) = sends(ticket, [100])
     ends.step(orders)
     ends.complete(ticket)
-    status = ends.receiver.state(ticket.transfer_id)
+    status = ends.receiver.transfers.state(ticket.transfer_id)
     kv_bytes = kv_bytes_of(ends, 100)
     assert status is not None
     assert (status.received_bytes, status.total_bytes) == (kv_bytes, kv_bytes)

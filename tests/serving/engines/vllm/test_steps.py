@@ -120,7 +120,13 @@ def test_prefill_batches_are_piecewise_by_default_and_the_connector_leaves_it_so
 def test_only_engines_on_cpus_wait_in_idle_steps(on_cpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: on_cpu)
     connector: Any = object.__new__(PrfaasConnector)
+    ranks = SimpleNamespace(data_parallel_size=1)
+    connector._vllm_config = SimpleNamespace(parallel_config=ranks)
     connector._connector_metadata = TransferMetadata(is_idle=True)
     assert connector._is_idle() is on_cpu
+    # The other ranks of a group would wait too.
+    ranks.data_parallel_size = 2
+    assert not connector._is_idle()
+    ranks.data_parallel_size = 1
     connector._connector_metadata = TransferMetadata()
     assert not connector._is_idle()

@@ -199,7 +199,7 @@ class Pair:
         return found[-1]
 
     def status(self, ticket: Ticket) -> TransferStatus:
-        status = self.receiver.state(ticket.transfer_id)
+        status = self.receiver.transfers.state(ticket.transfer_id)
         assert status is not None
         return status
 
@@ -403,7 +403,7 @@ def test_a_page_that_is_changed_on_its_way_is_seen_between_unlike_engines() -> N
     with pair_of(SIXTEEN, EIGHT) as pair:
         pair.connected()
         ticket = pair.prefill(100, 0, [100])
-        take = pair.receiver.take
+        take = pair.receiver.transfers.take
 
         def spoilt(transfer_id: bytes, *, broken_tokens: int = 0) -> StagedTransfer | None:
             staged = take(transfer_id, broken_tokens=broken_tokens)
@@ -411,7 +411,7 @@ def test_a_page_that_is_changed_on_its_way_is_seen_between_unlike_engines() -> N
             staged.region_views(1, 700, 1)[0][0] ^= 1
             return staged
 
-        pair.receiver.take = spoilt  # type: ignore[method-assign]
+        pair.receiver.transfers.take = spoilt  # type: ignore[method-assign]
         assert pair.load(ticket, 0) == ({"d"}, {"d"})
         assert pair.consuming.stats.data["digest_mismatches"] == 1
 
@@ -433,10 +433,10 @@ def test_of_a_broken_transfer_whole_blocks_of_the_decode_engine_are_loaded(
         usable_tokens = left_tokens // theirs.full_tokens * theirs.full_tokens
 
         def has_come() -> bool:
-            transfer = pair.receiver._table._transfers.get(ticket.transfer_id)
+            transfer = pair.receiver.transfers._transfers.get(ticket.transfer_id)
             if transfer is None or transfer.lease is None:
                 return False
-            layouts = pair.receiver._table._open_check.layout
+            layouts = pair.receiver.transfers._open_check.layout
             return usable_tokens == region_layout.usable_tokens(layouts, ticket, transfer.covered_end)
 
         pair.until(has_come)

@@ -268,11 +268,11 @@ def test_a_part_that_does_not_come_fails_the_load_and_frees_the_others() -> None
         pair.connected()
         ticket = pair.prefill(100, 0, [100])
         second = part_id(ticket.transfer_id, 1)
-        until(lambda: pair.receivers[0].state(second) is not None)
-        until(lambda: pair.receivers[0].state(ticket.transfer_id) is not None)
-        pair.receivers[0].drop(second, "a test")
+        until(lambda: pair.receivers[0].transfers.state(second) is not None)
+        until(lambda: pair.receivers[0].transfers.state(ticket.transfer_id) is not None)
+        pair.receivers[0].transfers.drop(second, "a test")
         assert pair.load(ticket, 0) == [({"d"}, {"d"})]
-        state = pair.receivers[0].state(ticket.transfer_id)
+        state = pair.receivers[0].transfers.state(ticket.transfer_id)
         assert state is not None and (state.taken or state.reason == "another part of the KV did not arrive")
         pair.sent()
 
@@ -283,10 +283,10 @@ def test_what_nobody_will_load_is_dropped_whole() -> None:
         ticket = pair.prefill(100, 0, [100])
         ids = [part_id(ticket.transfer_id, part) for part in range(4)]
         for each in ids:
-            until(lambda each=each: pair.receivers[0].state(each) is not None)
+            until(lambda each=each: pair.receivers[0].transfers.state(each) is not None)
         pair.consuming[0].order([], [(ticket.transfer_id, "a test")])
         for each in ids:
-            state = pair.receivers[0].state(each)
+            state = pair.receivers[0].transfers.state(each)
             assert state is not None and state.reason.endswith("a test")
         pair.sent()
 

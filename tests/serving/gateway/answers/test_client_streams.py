@@ -22,7 +22,8 @@ async def ask(
     reader, writer = await asyncio.open_connection(host, port, limit=1 << 16)
     body = orjson.dumps({"prompt": PROMPT, "stream": True, **fields})
     writer.write(
-        b"POST /v1/completions HTTP/%b\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (version, len(body)) + body
+        b"POST /v1/completions HTTP/%b\r\nHost: x\r\nContent-Type: application/json\r\n"
+        b"Content-Length: %d\r\n\r\n" % (version, len(body)) + body
     )
     return reader, writer
 

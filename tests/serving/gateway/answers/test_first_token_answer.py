@@ -352,7 +352,7 @@ async def check(world: World, case: Case) -> None:
         path, body["messages"] = "/v1/chat/completions", [{"role": "user", "content": f"{case.prompt} " * 40}]
     else:
         path, body["prompt"] = "/v1/completions", [40 + (case.prompt + i * i) % 200 for i in range(300)]
-    ids = world.spare._ids(body, path)
+    ids = world.spare._ids(body)
     expected = generated(ids, body, body["max_tokens"], case.end, blank)
     if case.streams:
         body |= {"stream": True, "stream_options": {"include_usage": True}}

@@ -1,11 +1,15 @@
 """Streams in any pieces: whole events pass, all of them, and what was written is what is kept."""
 
+import asyncio
+from types import SimpleNamespace
 from typing import cast
 
 import orjson
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from prfaas.serving.gateway.answers import streams
 from prfaas.serving.gateway.answers.streams import EventStream, KeepBudget, KeptStream, cached_tokens_of
 from prfaas.serving.gateway.dialects import DATA, END_OF_EVENT, LAST_EVENT
 from prfaas.serving.gateway.http_exchange import EngineResponse
@@ -118,3 +122,23 @@ def test_an_event_without_end_passes_in_pieces_and_is_not_kept() -> None:
     assert stream.take(rest) == rest
     kept.add(rest)
     assert not kept.torn
+
+
+def test_a_client_that_reads_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "_UNREAD_S", 0.05)
+    cut_off = []
+
+    class Stuck:
+        version, transport = (1, 0), SimpleNamespace(abort=lambda: cut_off.append(True))
+
+    async def main() -> None:
+        writer = streams.ResponseWriter(Stuck(), None, None, streams.KeptStream(KeepBudget(0), 0))  # type: ignore[arg-type]
+        writer._response = SimpleNamespace(  # type: ignore[assignment]
+            write=lambda _chunk: asyncio.Event().wait(), write_eof=lambda: asyncio.Event().wait()
+        )
+        for unread in (writer.write(b"data: x\n\n"), writer.end()):
+            with pytest.raises(ConnectionResetError, match="reads nothing"):
+                await unread
+
+    asyncio.run(main())
+    assert cut_off == [True, True]

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from prfaas.serving.gateway.bodies import ApiError
 from prfaas.serving.gateway.prompts.prompt import (
     ChatPrompt,
     DirectPrompt,
@@ -61,6 +62,7 @@ def test_a_plain_chat_is_rendered_here() -> None:
     [
         {"tools": [{}]},
         {"documents": [{}]},
+        {"chat_template": "x"},
         {"chat_template_kwargs": {"x": 1}},
         {"reasoning_effort": "low"},
         {"add_generation_prompt": False},
@@ -89,25 +91,58 @@ def test_an_unusual_message_is_rendered_by_the_engine(message: dict[str, Any]) -
     assert isinstance(prompt, ChatPrompt) and prompt.plain is None
 
 
-def test_what_tokenize_does_not_know_goes_to_the_template() -> None:
-    prompt = chat(USER, reasoning_effort="none", documents=[{"a": "b"}], chat_template_kwargs={"x": 1})
-    assert isinstance(prompt, ChatPrompt)
-    assert prompt.request["chat_template_kwargs"] == {
-        "x": 1,
-        "documents": [{"a": "b"}],
-        "enable_thinking": False,
-        "reasoning_effort": "none",
-    }
-
-
 def test_an_echoing_chat_keeps_its_messages() -> None:
     prompt = chat(USER, echo=True)
     assert isinstance(prompt, ChatPrompt) and not prompt.takes_ids
 
 
-def test_media_and_foreign_templates_stay() -> None:
+def test_media_and_what_vllm_computes_by_itself_stay() -> None:
     image = {"type": "image_url", "image_url": {"url": "data:"}}
     assert chat(USER | {"content": [image]}) == DirectPrompt("media")
-    assert chat(USER, chat_template="x") == DirectPrompt("chat-template")
     assert chat(USER, n="3") == DirectPrompt("malformed")
     assert chat(USER, prompt_logprobs=1) == DirectPrompt("prompt-logprobs")
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "field", "takes_ids"),
+    [(Endpoint.RESPONSES, "input", True), (Endpoint.MESSAGES, "messages", False)],
+)
+def test_conversations_of_other_apis_are_rendered_by_the_engine(
+    endpoint: Endpoint, field: str, takes_ids: bool
+) -> None:
+    def said(*content: Any) -> Any:
+        return prompt_of(endpoint, {field: [USER | {"content": list(content)}]})
+
+    text, result = {"type": "text", "text": "x"}, {"type": "tool_result", "content": [{"type": "image"}]}
+    assert (
+        prompt_of(endpoint, {field: "x"}) == said(text, {"type": "tool_use"}) == ChatPrompt(None, takes_ids)
+    )
+    for media in ({"type": "input_image"}, {"type": "document"}, result):
+        assert said(text, media) == DirectPrompt("media")
+    assert prompt_of(endpoint, {field: 5}) == ChatPrompt(None, takes_ids), "the engine says what is wrong"
+
+
+def test_what_only_one_engine_would_know_is_refused() -> None:
+    for field, value in (("previous_response_id", "resp_1"), ("background", True)):
+        with pytest.raises(ApiError, match=field) as refused:
+            prompt_of(Endpoint.RESPONSES, {"input": "x", field: value})
+        assert refused.value.status == 400 and refused.value.param == field
+    known = {"input": "x", "previous_response_id": None, "background": False}
+    assert isinstance(prompt_of(Endpoint.RESPONSES, known), ChatPrompt)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["role", "content", "type", "text", "input", "messages"]), inner)
+    ),
+    max_leaves=12,
+)
+
+
+@settings(deadline=None)
+@given(st.dictionaries(st.sampled_from(["input", "messages", "prompt", "tools", "n"]), JSON))
+def test_no_body_is_too_odd(body: dict[str, Any]) -> None:
+    for endpoint in Endpoint:
+        prompt_of(endpoint, body)

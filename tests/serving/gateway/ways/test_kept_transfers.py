@@ -29,7 +29,7 @@ async def _until(condition: Callable[[], bool]) -> None:
 
 def _came(world: World) -> bool:
     """Whether the three quarters that leave at once have come."""
-    table = world.decode.receiver._table
+    table = world.decode.receiver.transfers
     return any(transfer.received_bytes >= 4 * CAME for transfer in table._transfers.values())
 
 

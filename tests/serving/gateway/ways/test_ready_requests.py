@@ -33,7 +33,7 @@ from prfaas.serving.gateway.ways.ready_requests import (
 from prfaas.serving.transport.ticket import Ticket, prompt_digest
 
 IDS = range(1000)
-PROMPT = TokenizedPrompt(IDS, PromptChains(1000, {}), exact=True, takes_ids=False)
+PROMPT = TokenizedPrompt(IDS, PromptChains(1000, {}), takes_ids=False)
 TICKET = Ticket.issue(
     producer="far",
     consumer="near",

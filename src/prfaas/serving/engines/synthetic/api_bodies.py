@@ -5,7 +5,7 @@ Read are the fields that the gateway sends and load tools use, no more.
 
 import time
 from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
@@ -73,7 +73,7 @@ class GenerationRequest:
     """A text completion's log probabilities name each token by its id; each is certain of itself."""
 
 
-def parse_generation(raw: bytes, *, chat: bool, models: ServedModels, text: Text) -> GenerationRequest:
+def parse_generation(raw: bytes, models: ServedModels, text: Text, *, chat: bool) -> GenerationRequest:
     """Read the body of a request to generate. CPU-bound: milliseconds per 100K tokens.
 
     Raises:
@@ -87,6 +87,8 @@ def generation_of(body: dict[str, Any], *, chat: bool, models: ServedModels, tex
     adapter = models.adapter(body.get("model"))
     params = body.get("kv_transfer_params")
     params = params if isinstance(params, dict) else {}
+    tickets = (_text_field(params.get(name)) for name in (TICKET_PARAMETER, PREFIX_TICKET_PARAMETER))
+    shown = tuple(filter(None, tickets))
     prompts = [chat_ids(body, params, text)] if chat else prompt_ids(body.get("prompt"), text)
     samples = _integer_field(body, "n", 1, _MAX_SAMPLES) or 1
     wanted = _integer_field(body, "max_completion_tokens", 1) if chat else None
@@ -106,15 +108,7 @@ def generation_of(body: dict[str, Any], *, chat: bool, models: ServedModels, tex
                 samples=samples,
                 salt=_text_field(body.get("cache_salt")),
                 adapter=adapter,
-                tickets=tuple(
-                    filter(
-                        None,
-                        (
-                            _text_field(params.get(name))
-                            for name in (TICKET_PARAMETER, PREFIX_TICKET_PARAMETER)
-                        ),
-                    )
-                ),
+                tickets=shown,
                 cached_tokens=_cached_tokens(params),
             )
         )
@@ -225,19 +219,15 @@ class AnswerWriter:
 
     def whole(self, generations: Sequence[GeneratedAnswer]) -> bytes:
         """The answer that is not streamed."""
-        choices = []
-        for at, (work, generation) in enumerate(zip(self._request.works, generations, strict=True)):
-            ids = list(generation.token_ids)
-            for sample in range(work.samples):
-                choice = self._choice(at * work.samples + sample, ids, finished=True)
-                text = choice.pop("text")
-                if self._request.chat:
-                    choice["message"] = {"role": "assistant", "content": text, "tool_calls": []}
-                else:
-                    choice["text"] = text
-                    if self._request.return_token_ids:
-                        choice["prompt_token_ids"] = list(work.token_ids)
-                choices.append(choice)
+
+        def said(text: str) -> dict[str, Any]:
+            return {"message": {"role": "assistant", "content": text, "tool_calls": []}}
+
+        choices = [
+            choice
+            for prompt, generation in enumerate(generations)
+            for choice in self._choices(prompt, generation.token_ids, said, opens=True, finished=True)
+        ]
         answer = self._envelope("chat.completion" if self._request.chat else "text_completion", choices)
         answer["usage"] = self._usage(generations)
         answer["kv_transfer_params"] = None
@@ -247,21 +237,15 @@ class AnswerWriter:
 
     def piece(self, prompt: int, token_ids: Sequence[int], *, first: bool, last: bool) -> bytes:
         """One event with what has come since the last one of a prompt; `first` also opens a chat answer."""
-        request, work = self._request, self._request.works[prompt]
-        choices = []
-        for sample in range(work.samples):
-            choice = self._choice(prompt * work.samples + sample, list(token_ids), finished=last)
-            text = choice.pop("text")
-            if request.chat:
-                choice["delta"] = {"role": "assistant", "content": text} if first else {"content": text}
-            else:
-                choice["text"] = text
-                if first and request.return_token_ids:
-                    choice["prompt_token_ids"] = list(work.token_ids)
-            choices.append(choice)
+        request = self._request
+
+        def said(text: str) -> dict[str, Any]:
+            return {"delta": {"role": "assistant", "content": text} if first else {"content": text}}
+
+        choices = list(self._choices(prompt, token_ids, said, opens=first, finished=last))
         event = self._envelope("chat.completion.chunk" if request.chat else "text_completion", choices)
         if first and request.chat and request.return_token_ids:
-            event["prompt_token_ids"] = list(work.token_ids)
+            event["prompt_token_ids"] = list(request.works[prompt].token_ids)
         return _event(event)
 
     def end(self, generations: Sequence[GeneratedAnswer]) -> bytes:
@@ -272,15 +256,31 @@ class AnswerWriter:
         event["usage"] = self._usage(generations)
         return _event(event) + DONE
 
-    def _choice(self, index: int, ids: list[int], *, finished: bool) -> dict[str, Any]:
-        return {
-            "index": index,
-            "text": self._text.decode(ids),
-            "logprobs": self._logprobs(ids),
-            "finish_reason": "length" if finished else None,
-            "stop_reason": None,
-            "token_ids": ids if self._request.return_token_ids else None,
-        }
+    def _choices(
+        self,
+        prompt: int,
+        token_ids: Sequence[int],
+        said: Callable[[str], dict[str, Any]],
+        *,
+        opens: bool,
+        finished: bool,
+    ) -> Iterator[dict[str, Any]]:
+        """Those of a prompt. `said`: how a chat says a text; `opens`: with them its answer begins."""
+        request, work = self._request, self._request.works[prompt]
+        ids = list(token_ids)
+        text = self._text.decode(ids)
+        for sample in range(work.samples):
+            choice = {
+                "index": prompt * work.samples + sample,
+                "logprobs": self._logprobs(ids),
+                "finish_reason": "length" if finished else None,
+                "stop_reason": None,
+                "token_ids": ids if request.return_token_ids else None,
+                **(said(text) if request.chat else {"text": text}),
+            }
+            if opens and request.return_token_ids and not request.chat:
+                choice["prompt_token_ids"] = list(work.token_ids)
+            yield choice
 
     def _logprobs(self, ids: list[int]) -> dict[str, Any] | None:
         if not self._request.names_tokens or self._request.chat:

@@ -22,28 +22,24 @@ class TokenChain:
     rolling product over the rest. It is the same in every process: the KV of a prefix must be.
     """
 
-    __slots__ = ("_blocks", "_root", "_tip", "block_tokens", "ids")
+    __slots__ = ("_root", "_tip", "block_tokens", "blocks", "ids")
 
     def __init__(self, token_ids: Sequence[int], block_tokens: int, adapter: str = "") -> None:
         """Raises OverflowError or TypeError for an id that is not an unsigned 32-bit integer."""
         self.ids = array("I", token_ids)
         self.block_tokens = block_tokens
         self._root = xxh3_64_intdigest(adapter.encode()) if adapter else 0
-        self._blocks: list[int] = []
+        self.blocks: list[int] = []
+        """Digests of the prefixes that end with each whole block."""
         digest = self._root
         with memoryview(self.ids) as ids:
             for start in range(0, len(ids) - block_tokens + 1, block_tokens):
                 digest = xxh3_64_intdigest(ids[start : start + block_tokens], digest)
-                self._blocks.append(digest)
+                self.blocks.append(digest)
         self._tip = self._rolled(len(self.ids))
 
     def __len__(self) -> int:
         return len(self.ids)
-
-    @property
-    def blocks(self) -> Sequence[int]:
-        """Digest at the end of every whole block."""
-        return self._blocks
 
     def digest(self, num_tokens: int) -> int:
         """Digest of the first `num_tokens` tokens."""
@@ -66,14 +62,14 @@ class TokenChain:
         self._tip = tip
 
     def _close_block(self) -> int:
-        parent = self._blocks[-1] if self._blocks else self._root
+        parent = self.blocks[-1] if self.blocks else self._root
         digest = xxh3_64_intdigest(self.ids[-self.block_tokens :], parent)
-        self._blocks.append(digest)
+        self.blocks.append(digest)
         return digest
 
     def _rolled(self, num_tokens: int) -> int:
         whole = num_tokens // self.block_tokens
-        digest = self._blocks[whole - 1] if whole else self._root
+        digest = self.blocks[whole - 1] if whole else self._root
         for token in self.ids[whole * self.block_tokens : num_tokens]:
             digest = (digest * _STEP + token + 1) & MASK
         return digest

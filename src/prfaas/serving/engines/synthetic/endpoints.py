@@ -24,7 +24,7 @@ from prfaas.serving.engines.synthetic.content import (
     reduce_page,
 )
 from prfaas.serving.engines.synthetic.layout import SyntheticGroup, SyntheticLayout, SyntheticRegion
-from prfaas.serving.engines.synthetic.stats import TransferCounts
+from prfaas.serving.engines.transfer_counters import COUNTERS
 from prfaas.serving.transport.endpoint import KvEndpoint
 from prfaas.serving.transport.options import ReceiverOptions, SenderOptions
 from prfaas.serving.transport.outgoing import OutgoingTransfer, SendPhase
@@ -131,7 +131,8 @@ class Endpoints:
         tls: TlsIdentity | None,
     ) -> None:
         limits = deployment.transfer
-        self.counts = TransferCounts()
+        self.counts: dict[str, int] = dict.fromkeys(COUNTERS, 0)
+        """Transfers by the names of `COUNTERS`."""
         self.key = key
         self._layout = layout
         self._lease_s = limits.lease_s
@@ -210,13 +211,13 @@ class Endpoints:
         for run in digests.take(final=True) if digests is not None else ():
             transfer.put(len(regions), run.offset, run)
         transfer.end()
-        self.counts.checkpoints_sent += 1
+        self.counts["checkpoints_sent"] += 1
 
     async def arrival(self, ticket: Ticket) -> str:
         """Wait until a transfer is complete, or broken with something left; "" then, else why it will not be."""
         deadline_s = time.monotonic() + self._load_wait_s
         while True:
-            status = self.receiver.state(ticket.transfer_id)
+            status = self.receiver.transfers.state(ticket.transfer_id)
             if status is None:
                 return "its transfer is unknown or has expired"
             if status.usable_tokens:
@@ -227,13 +228,13 @@ class Endpoints:
                 return "its transfer was used already" if status.taken else ""
             if time.monotonic() > deadline_s:
                 reason = f"KV still incomplete after {self._load_wait_s:g} s"
-                self.receiver.drop(ticket.transfer_id, reason)
+                self.receiver.transfers.drop(ticket.transfer_id, reason)
                 return reason
             await asyncio.sleep(_POLL_S)
 
     def tokens_of(self, ticket: Ticket) -> int:
         """Tokens whose KV an ended transfer gives: fewer than its ticket says where it broke."""
-        status = self.receiver.state(ticket.transfer_id)
+        status = self.receiver.transfers.state(ticket.transfer_id)
         if status is None or status.phase is not TransferPhase.FAILED:
             return ticket.num_tokens
         return status.usable_tokens or ticket.num_tokens
@@ -243,7 +244,7 @@ class Endpoints:
 
         False if the transfer is gone, or a page is not what the prefill engine computed.
         """
-        staged = self.receiver.take(
+        staged = self.receiver.transfers.take(
             ticket.transfer_id, broken_tokens=num_tokens if num_tokens < ticket.num_tokens else 0
         )
         if staged is None:
@@ -262,19 +263,19 @@ class Endpoints:
             )
         except PageDigestError as error:
             logger.error("a request prefills locally: in its KV from %s, %s", ticket.producer, error)
-            self.counts.digest_mismatches += 1
+            self.counts["digest_mismatches"] += 1
             return False
         except Exception:
             logger.exception("loading a transfer failed")
             return False
         for group, block, deviations in found:
             context.use(group, block, deviations)
-        self.counts.bytes_loaded += sum(self._layout.region_bytes(num_tokens, held_tokens))
+        self.counts["bytes_loaded"] += sum(self._layout.region_bytes(num_tokens, held_tokens))
         return True
 
     def drop(self, ticket: Ticket, reason: str) -> None:
         """Free the staging of a transfer that no request here will load."""
-        self.receiver.drop(ticket.transfer_id, reason)
+        self.receiver.transfers.drop(ticket.transfer_id, reason)
 
     async def _sweep(self) -> None:
         while True:
@@ -286,17 +287,17 @@ class Endpoints:
             for transfer, sending in list(self._sends.items()):
                 if not transfer.phase.terminal and now_s - sending.since_s > self._lease_s:
                     transfer.abort(f"not acknowledged within the lease of {self._lease_s:g} s")
-                    self.counts.leases_expired += 1
+                    self.counts["leases_expired"] += 1
                 if transfer.phase.terminal:
                     del self._sends[transfer]
                     self._count(transfer, sending)
 
     def _count(self, transfer: OutgoingTransfer, sending: _Sending) -> None:
         if transfer.phase is SendPhase.COMPLETE:
-            self.counts.sends_completed += 1
-            self.counts.bytes_sent += sending.kv_bytes
+            self.counts["sends_completed"] += 1
+            self.counts["bytes_sent"] += sending.kv_bytes
         else:
-            self.counts.sends_failed += 1
+            self.counts["sends_failed"] += 1
             logger.warning("KV transfer failed: %s", transfer.reason)
 
 

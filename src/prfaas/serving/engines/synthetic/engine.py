@@ -258,7 +258,7 @@ class SyntheticEngine:
         problem = await self.endpoints.arrival(ticket)
         if problem:
             logger.warning("%s prefills locally: %s", self.name, problem)
-            self.endpoints.counts.loads_failed += 1
+            self.endpoints.counts["loads_failed"] += 1
         return not problem
 
     async def _load(self, ticket: Ticket, state: _RequestState) -> bool:
@@ -276,10 +276,10 @@ class SyntheticEngine:
         cache.reuse(context, state.lease, held_tokens, attention_only=True)
         taint = context.taint
         if not await self.endpoints.load(ticket, context, held_tokens, num_tokens):
-            self.endpoints.counts.loads_failed += 1
+            self.endpoints.counts["loads_failed"] += 1
             return False
-        self.endpoints.counts.loads_completed += num_tokens == ticket.num_tokens
-        self.endpoints.counts.loads_resumed += num_tokens < ticket.num_tokens
+        self.endpoints.counts["loads_completed"] += num_tokens == ticket.num_tokens
+        self.endpoints.counts["loads_resumed"] += num_tokens < ticket.num_tokens
         self.counts.damaged_loads += context.taint != taint
         self.counts.prefix_hits += held_tokens
         state.done_tokens, state.cached_tokens = num_tokens, held_tokens

@@ -199,7 +199,7 @@ def _of_group(
     """(kind, window in tokens, bytes of one layer's block)."""
     match group:
         case FullAttention():
-            return GroupKind.FULL, 0, group.token_bytes // group.layers * block_tokens
+            return GroupKind.FULL, 0, group.bytes_at(block_tokens) // group.layers
         case SlidingWindow():
             return GroupKind.WINDOW, group.window_tokens, group.token_bytes // group.layers * block_tokens
         case LinearState():

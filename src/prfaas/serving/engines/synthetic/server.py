@@ -53,14 +53,6 @@ class _Writer(Protocol):
     def end(self, generations: Sequence[GeneratedAnswer]) -> bytes: ...
 
 
-def _parse_completion(raw: bytes, models: ServedModels, text: Text) -> GenerationRequest:
-    return parse_generation(raw, chat=False, models=models, text=text)
-
-
-def _parse_chat(raw: bytes, models: ServedModels, text: Text) -> GenerationRequest:
-    return parse_generation(raw, chat=True, models=models, text=text)
-
-
 class EngineServer:
     """Serves one engine at host:port. `on_death` is called once by POST /synthetic/die.
 
@@ -81,12 +73,16 @@ class EngineServer:
         self._on_death = on_death
         self._stream_interval = stream_interval
         self._dead = False
-        app = web.Application(client_max_size=_MAX_BODY_BYTES)
+        app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[_refusals])
+        apis: dict[str, tuple[_Parse, Callable[[GenerationRequest, Text], _Writer]]] = {
+            "/v1/completions": (partial(parse_generation, chat=False), AnswerWriter),
+            "/v1/chat/completions": (partial(parse_generation, chat=True), AnswerWriter),
+            "/v1/responses": (parse_response, ResponseItemWriter),
+            "/v1/messages": (parse_message, MessageWriter),
+        }
         posts: dict[str, Handler] = {
-            "/v1/completions": partial(self._generate, _parse_completion, AnswerWriter),
-            "/v1/chat/completions": partial(self._generate, _parse_chat, AnswerWriter),
-            "/v1/responses": partial(self._generate, parse_response, ResponseItemWriter),
-            "/v1/messages": partial(self._generate, parse_message, MessageWriter),
+            **{path: partial(self._generate, *api) for path, api in apis.items()},
+            **{f"{path}/render": partial(self._render, parse) for path, (parse, _) in apis.items()},
             "/v1/messages/count_tokens": self._count_tokens,
             "/tokenize": self._tokenize,
             "/detokenize": self._detokenize,
@@ -136,19 +132,14 @@ class EngineServer:
         request: web.Request,
     ) -> web.StreamResponse:
         raw = await request.read()
-        try:
-            if len(raw) <= _INLINE_BYTES:
-                wanted = parse(raw, self._models, self._text)
-            else:
-                wanted = await asyncio.to_thread(parse, raw, self._models, self._text)
-            writer = writer_of(wanted, self._text)
-            if wanted.stream:
-                return await self._stream(request, wanted, writer)
-            generations = await asyncio.gather(*map(self._finish, wanted.works))
-        except BodyError as error:
-            return _error(str(error), error.status)
-        except RoomError as error:
-            return _error(str(error), 400)
+        if len(raw) <= _INLINE_BYTES:
+            wanted = parse(raw, self._models, self._text)
+        else:
+            wanted = await asyncio.to_thread(parse, raw, self._models, self._text)
+        writer = writer_of(wanted, self._text)
+        if wanted.stream:
+            return await self._stream(request, wanted, writer)
+        generations = await asyncio.gather(*map(self._finish, wanted.works))
         return web.Response(body=writer.whole(generations), content_type=_JSON)
 
     async def _finish(self, work: Work) -> GeneratedAnswer:
@@ -181,26 +172,22 @@ class EngineServer:
         await response.write_eof()
         return response
 
+    async def _render(self, parse: _Parse, request: web.Request) -> web.StreamResponse:
+        """The ids of a request's prompts: of text completions a list, else of the only one."""
+        wanted = parse(await request.read(), self._models, self._text)
+        rendered = [{"token_ids": work.token_ids, "features": None} for work in wanted.works]
+        return _json(rendered[0] if wanted.chat else rendered)
+
     async def _tokenize(self, request: web.Request) -> web.StreamResponse:
-        raw = await request.read()
-        try:
-            ids = parse_tokenize(raw, self._text)
-        except BodyError as error:
-            return _error(str(error), error.status)
+        ids = parse_tokenize(await request.read(), self._text)
         answer = {"count": len(ids), "max_model_len": self._models.max_model_len, "tokens": ids}
         return _json(answer | {"token_strs": None})
 
     async def _detokenize(self, request: web.Request) -> web.StreamResponse:
-        try:
-            return _json({"prompt": parse_detokenize(await request.read(), self._text)})
-        except BodyError as error:
-            return _error(str(error), error.status)
+        return _json({"prompt": parse_detokenize(await request.read(), self._text)})
 
     async def _count_tokens(self, request: web.Request) -> web.StreamResponse:
-        try:
-            return _json({"input_tokens": parse_count(await request.read(), self._text)})
-        except BodyError as error:
-            return _error(str(error), error.status)
+        return _json({"input_tokens": parse_count(await request.read(), self._text)})
 
     async def _reset(self, _request: web.Request) -> web.StreamResponse:
         self._engine.cache.clear()
@@ -275,6 +262,16 @@ class EngineServer:
             clock.tokens,
         )
         return web.Response(text=chosen(text, request.query.getall("name[]", [])), content_type="text/plain")
+
+
+@web.middleware
+async def _refusals(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except BodyError as error:
+        return _error(str(error), error.status)
+    except RoomError as error:
+        return _error(str(error), 400)
 
 
 def _json(value: object) -> web.Response:

@@ -2,27 +2,11 @@
 
 import re
 import resource
-from collections.abc import Collection
-from dataclasses import dataclass, fields
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from prfaas.serving.engines.transfer_counters import COUNTERS
-
-
-@dataclass(slots=True)
-class TransferCounts:
-    """The connector's counters, by the names that the vLLM connector gives them."""
-
-    sends_completed: int = 0
-    sends_failed: int = 0
-    leases_expired: int = 0
-    bytes_sent: int = 0
-    checkpoints_sent: int = 0
-    loads_completed: int = 0
-    loads_failed: int = 0
-    loads_resumed: int = 0
-    digest_mismatches: int = 0
-    bytes_loaded: int = 0
 
 
 @dataclass(slots=True)
@@ -56,7 +40,7 @@ class CacheFacts:
 def exposition(
     model: str,
     counts: EngineCounts,
-    transfers: TransferCounts,
+    transfers: Mapping[str, int],
     cache: CacheFacts,
     token_seconds: float,
     tokens: float,
@@ -66,7 +50,7 @@ def exposition(
     Args:
         model: label of every series.
         counts: requests and tokens.
-        transfers: KV transfers.
+        transfers: KV transfers, by the names of `COUNTERS`.
         cache: the prefix cache.
         token_seconds: seconds that requests have spent in the decode batch, all together.
         tokens: tokens that requests have got there, all together.
@@ -114,8 +98,8 @@ def exposition(
     # Prometheus's own names for facts of a process, which several stand-ins may share.
     lines += [f"process_open_fds {sum(1 for _ in Path('/proc/self/fd').iterdir())}"]
     lines += [f"process_max_fds {resource.getrlimit(resource.RLIMIT_NOFILE)[0]}"]
-    for each in fields(transfers):
-        counter(f"prfaas_{each.name}", COUNTERS[each.name], getattr(transfers, each.name))
+    for name, text in COUNTERS.items():
+        counter(f"prfaas_{name}", text, transfers[name])
     counter("prfaas_damaged_loads", "KV transfers whose bytes were not sound", counts.damaged_loads)
     return "\n".join(lines) + "\n"
 

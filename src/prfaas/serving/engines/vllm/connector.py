@@ -294,8 +294,12 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
         self._ready_worker().rest(_IDLE_STEP_S)
 
     def _is_idle(self) -> bool:
-        """Whether nothing is computed in this step, on cores that other engines may compute on."""
-        is_told = current_platform.is_cpu() and self.has_connector_metadata()
+        """Whether nothing is computed in this step, on cores that other engines may compute on.
+
+        Not so for a rank of a data-parallel group: the others would wait for it.
+        """
+        is_alone = self._vllm_config.parallel_config.data_parallel_size == 1
+        is_told = current_platform.is_cpu() and is_alone and self.has_connector_metadata()
         return is_told and _orders(self._get_connector_metadata()).is_idle
 
     def _ended(self) -> tuple[set[str], tuple[set[str], set[str]]]:

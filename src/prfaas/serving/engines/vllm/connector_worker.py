@@ -193,7 +193,7 @@ class ConnectorWorker:
             sender_options=SenderOptions(limits=settings.transfer),
             receiver_options=options,
             on_request=refuse_request if events is None else events.take,
-            more_stats=kv.reuse.copy,
+            more_stats=kv.told.copy,
         )
         receiver, sender = endpoint.receiver, endpoint.sender
         siblings = None if memory_fd is None else _siblings(kv, arena, memory_fd, receiver, options, wires)

@@ -102,7 +102,7 @@ class KvConsumer:
         if siblings is not None:
             siblings.on_change = lambda: self._wake.set()
         self._wires = wires
-        self._receiver = receiver
+        self._transfers = receiver.transfers
         self._limits = limits
         self.stats = stats
         self.on_end: Callable[[], None] = lambda: None
@@ -129,7 +129,7 @@ class KvConsumer:
                 for transfer_id in self._transfers_of(ticket_id):
                     held = self._held.get(transfer_id)
                     if held is None:
-                        self._receiver.drop(transfer_id, reason)
+                        self._transfers.drop(transfer_id, reason)
                     else:
                         held.uses_left -= 1
                         self._release(transfer_id, held)
@@ -155,7 +155,7 @@ class KvConsumer:
             skip_tokens=pull.local_tokens,
             taken=is_complete,
         )
-        self._receiver.report(pull.transfer_id, status)
+        self._transfers.report(pull.transfer_id, status)
 
     def results(self) -> tuple[set[str], set[str]]:
         """What has become of the ordered loads.
@@ -246,7 +246,7 @@ class KvConsumer:
                 part.borrowed.end(used=not usable.tokens)
             # Of the parts that are in time nobody will have a use.
             elif len(load.parts) > 1 and not usable.tokens:
-                self._receiver.drop(part.transfer_id, _LACKS_A_PART)
+                self._transfers.drop(part.transfer_id, _LACKS_A_PART)
         return _LoadResult(order.request_id, None, digests_differ, usable=usable, unwanted=unwanted)
 
     def _load(self, load: _OrderedLoad) -> int | None:
@@ -278,7 +278,7 @@ class KvConsumer:
             return part.borrowed.is_there
         if part.loaded_bytes is not None or self._is_complete(part):
             return True
-        status = self._receiver.state(part.transfer_id)
+        status = self._transfers.state(part.transfer_id)
         return status is not None and status.resume_points.allows(order.usable_tokens)
 
     def _is_complete(self, part: LoadPart) -> bool:
@@ -286,7 +286,7 @@ class KvConsumer:
             held = self._held.get(part.transfer_id)
             if held is not None and held.uses_left > 0:
                 return True
-        status = self._receiver.state(part.transfer_id)
+        status = self._transfers.state(part.transfer_id)
         return status is not None and status.phase is TransferPhase.COMPLETE and not status.taken
 
     def _usable_of(self, load: _OrderedLoad) -> ResumePoints:
@@ -300,8 +300,8 @@ class KvConsumer:
             if part.borrowed is not None:
                 points &= part.borrowed.resume_points
                 continue
-            self._receiver.drop(part.transfer_id, _LACKS_A_PART, keep=True)
-            status = self._receiver.state(part.transfer_id)
+            self._transfers.drop(part.transfer_id, _LACKS_A_PART, keep=True)
+            status = self._transfers.state(part.transfer_id)
             points &= _NOTHING if status is None else status.resume_points
         # Parts may have layers of other blocks.
         return points.in_blocks(lcm(*(wire.step_tokens for wire in wires.values())), ticket.skip_tokens)
@@ -350,7 +350,7 @@ class KvConsumer:
                     held.loading -= 1
                     self._release(transfer_id, held)
         # 3. One that will never be, or is late, makes the engine prefill.
-        status = self._receiver.state(transfer_id)
+        status = self._transfers.state(transfer_id)
         # What is kept of a broken one can be taken as soon as nobody writes or reads it any more.
         is_kept = status is not None and status.resume_points.allows(order.usable_tokens)
         obstacle = "" if is_kept else _obstacle(status, order.usable_tokens)
@@ -358,8 +358,8 @@ class KvConsumer:
         if not obstacle and is_late:
             obstacle = f"KV still incomplete after {self._limits.load_wait_s:g} s"
             # What has come is as good as that of a transfer that broke.
-            self._receiver.drop(transfer_id, obstacle, keep=True)
-            status = self._receiver.state(transfer_id)
+            self._transfers.drop(transfer_id, obstacle, keep=True)
+            status = self._transfers.state(transfer_id)
         if obstacle:
             if status is None:
                 raise GivenUpError(obstacle)
@@ -369,7 +369,7 @@ class KvConsumer:
             raise GivenUpError(obstacle, usable, unwanted=status.dropped and not is_late)
         # 4. One that arrives: what is there of it goes into the blocks meanwhile.
         if part.arrival is None and blocks is not None and not is_kept:
-            part.arrival = self._receiver.lend(transfer_id, self._wake.set)
+            part.arrival = self._transfers.lend(transfer_id, self._wake.set)
             # Nobody tells of what came to pass before this: look once more.
             self._wake.set()
         if part.arrival is not None and blocks is not None:
@@ -392,7 +392,7 @@ class KvConsumer:
         with self._lock:
             held = self._held.get(transfer_id)
             if held is None or held.uses_left < 1:
-                transfer = self._receiver.take(transfer_id, broken_tokens=order.usable_tokens)
+                transfer = self._transfers.take(transfer_id, broken_tokens=order.usable_tokens)
                 if transfer is None:
                     return None
                 held = _HeldTransfer(

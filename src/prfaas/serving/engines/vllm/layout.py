@@ -12,6 +12,7 @@ from vllm.utils.torch_utils import is_quantized_kv_cache
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
+    CircularBufferSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheSpec,
@@ -20,7 +21,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from prfaas.core.kv.groups import GroupKind, KvGroup, Region
+from prfaas.core.kv.groups import REQUEST_TOKENS, GroupKind, KvGroup, Region
 from prfaas.core.kv.page_layout import PageLayout, PagePart
 from prfaas.serving.engines.vllm.device_pages import layer_pages
 from prfaas.serving.engines.vllm.drafter import NO_DRAFTER, Drafter
@@ -82,7 +83,9 @@ def read_groups(kv_cache_config: KVCacheConfig) -> tuple[EngineGroup, ...]:
         spec_group = kv_cache_config.kv_cache_groups[index]
         spec = _representative(spec_group.kv_cache_spec)
         kind, window_tokens = _kind(spec)
-        groups.append(EngineGroup(index, kind, spec.block_size, window_tokens, tuple(spec_group.layer_names)))
+        # A ring's block size is that of its rows: a request has one block.
+        block_tokens = REQUEST_TOKENS if isinstance(spec, CircularBufferSpec) else spec.block_size
+        groups.append(EngineGroup(index, kind, block_tokens, window_tokens, tuple(spec_group.layer_names)))
     return tuple(groups)
 
 
@@ -93,7 +96,7 @@ def _representative(spec: KVCacheSpec) -> KVCacheSpec:
 
 
 def _kind(spec: KVCacheSpec) -> tuple[GroupKind, int]:
-    if isinstance(spec, MambaSpec):
+    if isinstance(spec, MambaSpec | CircularBufferSpec):
         return GroupKind.STATE, 0
     if isinstance(spec, SlidingWindowSpec):
         return GroupKind.WINDOW, spec.sliding_window + spec.extra_retained_tokens
@@ -103,13 +106,17 @@ def _kind(spec: KVCacheSpec) -> tuple[GroupKind, int]:
 
 
 def block_bytes(kv_cache_config: KVCacheConfig, groups: Sequence[EngineGroup]) -> dict[int, int]:
-    """Bytes of a block of each group on one rank, as vLLM counts them, by the group's index."""
-    sizes = {}
-    for group in groups:
-        spec = kv_cache_config.kv_cache_groups[group.index].kv_cache_spec
-        layers = 1 if isinstance(spec, UniformTypeKVCacheSpecs) else len(group.layer_names)
-        sizes[group.index] = spec.page_size_bytes * layers
-    return sizes
+    """Bytes of a block of each group on one rank, by the group's index, as vLLM's tensors have them.
+
+    The spec of a group is that of one of its layers, and others may have larger pages.
+    """
+    # Either a layer's pages follow each other, or those of all layers (read in 0.32: `KVCacheTensor`).
+    page_bytes = {
+        name: min(tensor.layer_stride, tensor.block_stride)
+        for tensor in kv_cache_config.kv_cache_tensors
+        for name in tensor.layers
+    }
+    return {group.index: sum(page_bytes[name] for name in group.layer_names) for group in groups}
 
 
 class KvLayout:

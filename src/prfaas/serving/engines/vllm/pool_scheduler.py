@@ -123,8 +123,8 @@ class PoolScheduler:
         """The scheduler side of an engine, connected; None where it has no pool."""
         if settings.pool_socket is None:
             return None
-        if not any(group.kind is GroupKind.FULL for group in groups):
-            logger.warning("%s has no pool: its model has no full attention", settings.name)
+        if not any(group.kind is GroupKind.FULL for group in groups) or any(each.is_ring for each in groups):
+            logger.warning("%s has no pool: its model has no full attention, or it has rings", settings.name)
             return None
         timeout_s = settings.pool.timeout_s
         client = PoolClient(

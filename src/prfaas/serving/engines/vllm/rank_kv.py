@@ -10,6 +10,7 @@ from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from prfaas.core.kv.groups import GroupKind
+from prfaas.core.kv.told import told_layers
 from prfaas.serving.engines.model_identity import ModelIdentity
 from prfaas.serving.engines.vllm.drafter import Drafter
 from prfaas.serving.engines.vllm.fingerprint import fingerprint
@@ -34,8 +35,8 @@ class RankKv:
     """To the other ranks, where they keep some of the same and share their staging."""
     on_device: bool
     """KV is in an accelerator's memory."""
-    reuse: dict[str, int]
-    """How the engine reuses prefixes, for those who ask its KV port."""
+    told: dict[str, object]
+    """How the engine reuses prefixes and what its layers keep, for those who ask its KV port."""
 
     @classmethod
     def of_engine(
@@ -86,9 +87,13 @@ class RankKv:
             marks=marks,
             sockets=sockets,
             on_device=any(tensor.device.type == "cuda" for tensor in _tensors(kv_caches)),
-            reuse={
+            told={
                 "drops_last_block": drops_last_block(vllm_config, kv_cache_config, layout),
                 "own_last_tokens": own_last_tokens(vllm_config),
+                "kv_layers": told_layers(
+                    (region.group, region.page_bytes, same)
+                    for region, same in zip(layout.regions, layout.copies, strict=True)
+                ),
             },
         )
 

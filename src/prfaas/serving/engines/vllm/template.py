@@ -236,7 +236,8 @@ def _run(engine: _Engine, *, anew: bool) -> None:
         import setproctitle  # vLLM brings it
 
         setproctitle.setproctitle(" ".join(engine.argv))
-    program = stand_by()
+    # Rank 0 of a data-parallel group starts its coordinator before the core.
+    program = stand_by(2 if _option(engine.argv, "--data-parallel-rank") == "0" else 1)
     if program is not None:
         # This is the engine core, before it has threads.
         ranks = _ranks_of(engine.argv)
@@ -250,8 +251,11 @@ def _run(engine: _Engine, *, anew: bool) -> None:
 
 def _ranks_of(argv: Sequence[str]) -> int:
     """How many processes the engine core starts for them; one is in the core's own."""
-    option = "--tensor-parallel-size"
-    return int(argv[argv.index(option) + 1]) if option in argv else 1
+    return int(_option(argv, "--tensor-parallel-size") or 1)
+
+
+def _option(argv: Sequence[str], name: str) -> str | None:
+    return argv[argv.index(name) + 1] if name in argv else None
 
 
 if __name__ == "__main__":

@@ -86,8 +86,7 @@ class Answering:
 
     def _keep_bytes(self, request: ServingRequest, ready: ReadyRequest) -> int:
         """What to keep of the answer's stream, in case another engine must continue it or it is compared."""
-        is_exact = isinstance(ready, DecidedRequest) and ready.prompt.exact
-        resumes = is_exact and can_resume(request.endpoint, request.body)
+        resumes = isinstance(ready, DecidedRequest) and can_resume(request.endpoint, request.body)
         return self._options.kept_answer_bytes if resumes else 0
 
     async def _decode(

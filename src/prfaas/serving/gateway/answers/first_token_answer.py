@@ -129,7 +129,7 @@ class FirstTokenAnswers:
 
 def _continued(rest: AnswerRest, prompt: TokenizedPrompt) -> TokenizedPrompt:
     """The prompt of `rest`, with the hashes of the one that it continues: no other request has sent what follows."""
-    return TokenizedPrompt(rest.token_ids, prompt.chains, exact=True, takes_ids=False)
+    return TokenizedPrompt(rest.token_ids, prompt.chains, takes_ids=False)
 
 
 def _streamed(body: Json) -> Json:

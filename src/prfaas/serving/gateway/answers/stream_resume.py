@@ -152,7 +152,7 @@ class StreamResume:
 
     async def hashed(self, rest: AnswerRest) -> TokenizedPrompt:
         """The prompt of `rest` with the hashes of its blocks."""
-        return await self._tokenization.hash_blocks(rest.request, rest.token_ids, exact=True)
+        return await self._tokenization.hash_blocks(rest.request, rest.token_ids)
 
     async def go_on(self, begun: BegunAnswer, rest: AnswerRest, ready: ReadyRequest) -> None:
         """Write the rest of an answer by the decode engine of `ready`; if it fails, by others.

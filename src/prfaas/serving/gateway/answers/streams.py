@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Self
 
@@ -27,6 +27,8 @@ _LONGEST_EVENT_BYTES = 1 << 20
 
 # How long a client that reads slowly is waited for with the last event of a stream whose time is over.
 _LAST_WORDS_S = 1.0
+# A client that takes nothing of its answer for so long is cut off.
+_UNREAD_S = 60.0
 
 # In generated text the quotes would be escaped. The usage stands at the end.
 _ANSWER_TOKENS = re.compile(rb'"(?:completion|output)_tokens":\s?(\d+)')
@@ -305,7 +307,17 @@ class ResponseWriter:
             await self._response.prepare(self._http)
         self.kept.add(chunk)
         self.latest = chunk
-        await self._response.write(chunk)
+        await self._read_in_time(self._response.write(chunk))
+
+    async def _read_in_time(self, writing: Awaitable[None]) -> None:
+        """Raises ConnectionResetError where the client reads nothing: it is cut off."""
+        try:
+            async with asyncio.timeout(_UNREAD_S):
+                await writing
+        except TimeoutError:
+            if self._http.transport is not None:
+                self._http.transport.abort()
+            raise ConnectionResetError("the client reads nothing of its answer") from None
 
     async def fail(self, error: ApiError, dialect: Dialect) -> web.StreamResponse:
         """End the stream with an error; a client that takes nothing any more is cut off."""
@@ -354,7 +366,7 @@ class ResponseWriter:
     async def end(self) -> web.StreamResponse:
         """End the stream."""
         assert self._response is not None
-        await self._response.write_eof()
+        await self._read_in_time(self._response.write_eof())
         return self._response
 
     def send(self, answer: WholeAnswer) -> web.Response:

@@ -2,12 +2,11 @@
 
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, cast
 
-from prfaas.serving.gateway.bodies import WrittenIds
-from prfaas.serving.gateway.prompts.conversations import NoConversationError, messages_chat, responses_chat
+from prfaas.serving.gateway.bodies import ApiError, WrittenIds
 from prfaas.serving.transport.ticket import MAX_USES
 
 
@@ -60,12 +59,10 @@ class TextPrompt:
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A conversation."""
+    """A conversation of any API."""
 
     plain: tuple[tuple[str, str | tuple[str, ...]], ...] | None
-    """(role, content) pairs if only the model's own template decides the text; else None."""
-    request: Mapping[str, Any]
-    """The fields of the body from which vLLM's `/tokenize` makes the same prompt."""
+    """(role, content) pairs if only the model's own template decides the text; else None: an engine renders it."""
     takes_ids: bool
     """Whether the answer stays the same when vLLM is given the ids instead of rendering."""
 
@@ -91,24 +88,36 @@ def prompt_of(endpoint: Endpoint, body: Mapping[str, Any]) -> Prompt:
         return DirectPrompt("tokenizer")
     if not isinstance(body.get("model", ""), str | None):
         return DirectPrompt("malformed")
-    if endpoint in (Endpoint.RESPONSES, Endpoint.MESSAGES):
-        return _converted_prompt(endpoint, body)
+    if endpoint is Endpoint.RESPONSES:
+        _check_stored(body)
+        return _conversation(body.get("input"), takes_ids=True)
+    if endpoint is Endpoint.MESSAGES:
+        # vLLM takes no ids here.
+        return _conversation(body.get("messages"), takes_ids=False)
     prompt = _chat_prompt(body) if endpoint is Endpoint.CHAT else _completion_prompt(body)
     if isinstance(prompt, DirectPrompt):
         return prompt
     return _direct_by_options(endpoint, body) or prompt
 
 
-def _converted_prompt(endpoint: Endpoint, body: Mapping[str, Any]) -> Prompt:
-    try:
-        if endpoint is Endpoint.RESPONSES:
-            return _chat_prompt(responses_chat(body))
-        prompt = _chat_prompt(messages_chat(body))
-    except NoConversationError as error:
-        return DirectPrompt(error.reason)
-    # No engine tells the ids that it makes of messages, only how many. So each request is checked: the decode engine
-    # makes its own, and takes KV that belongs to exactly these.
-    return replace(prompt, takes_ids=False) if isinstance(prompt, ChatPrompt) else prompt
+def _check_stored(body: Mapping[str, Any]) -> None:
+    """Raises ApiError 400 where a body of `/v1/responses` names what only one engine knows."""
+    for field in ("previous_response_id", "background"):
+        if body.get(field):
+            sentence = (
+                f"`{field}` is not served here: what an engine stores, the other engines do not know. "
+                "Send the whole conversation in `input`, and wait for its answer."
+            )
+            raise ApiError(400, sentence, param=field)
+
+
+def _conversation(said: object, *, takes_ids: bool) -> Prompt:
+    """What is `said` in another API than the chats', which an engine renders."""
+    if isinstance(said, list):
+        messages = [message for message in said if isinstance(message, dict)]
+        if any(_has_media(message.get("content")) for message in messages):
+            return DirectPrompt("media")
+    return ChatPrompt(None, takes_ids)
 
 
 def _direct_by_options(endpoint: Endpoint, body: Mapping[str, Any]) -> DirectPrompt | None:
@@ -167,13 +176,6 @@ def as_token_ids(ids: Sequence[object]) -> "array[int] | None":
         return None
 
 
-_RENDER_FIELDS = (
-    "messages",
-    "tools",
-    "add_generation_prompt",
-    "continue_final_message",
-    "add_special_tokens",
-)
 _UNUSUAL_FIELDS = (
     "tools",
     "tool_choice",
@@ -192,8 +194,6 @@ def _chat_prompt(body: Mapping[str, Any]) -> Prompt:
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
         return DirectPrompt("malformed")
-    if body.get("chat_template") is not None:
-        return DirectPrompt("chat-template")
     if any(_has_media(message.get("content")) for message in messages):
         return DirectPrompt("media")
     # With ids given, vLLM does not render, so it could neither echo the last message nor return the prompt's
@@ -205,7 +205,7 @@ def _chat_prompt(body: Mapping[str, Any]) -> Prompt:
         and body.get("add_generation_prompt", True) is True
     ):
         plain = _plain_messages(messages)
-    return ChatPrompt(plain, _render_request(body), takes_ids)
+    return ChatPrompt(plain, takes_ids)
 
 
 def _plain_messages(
@@ -240,25 +240,27 @@ def _is_text_part(part: object) -> bool:
     )
 
 
+# Parts of a message that are no media, in the words of all APIs.
+_TEXT_PARTS = frozenset(
+    (
+        "text",
+        "refusal",
+        "input_text",
+        "output_text",
+        "tool_use",
+        "tool_result",
+        "thinking",
+        "redacted_thinking",
+    )
+)
+
+
 def _has_media(content: object) -> bool:
     return isinstance(content, list) and any(
-        isinstance(part, dict) and part.get("type", "text") not in ("text", "refusal") for part in content
+        part.get("type", "text") not in _TEXT_PARTS or _has_media(part.get("content"))
+        for part in content
+        if isinstance(part, dict)
     )
-
-
-def _render_request(body: Mapping[str, Any]) -> dict[str, Any]:
-    request = {field: body[field] for field in _RENDER_FIELDS if body.get(field) is not None}
-    # `/tokenize` knows fewer fields than the chat endpoint, which hands these on to the template.
-    kwargs = dict(body["chat_template_kwargs"]) if isinstance(body.get("chat_template_kwargs"), dict) else {}
-    if body.get("documents") is not None:
-        kwargs["documents"] = body["documents"]
-    effort = body.get("reasoning_effort")
-    if effort is not None:
-        kwargs.setdefault("enable_thinking", effort != "none")
-        kwargs["reasoning_effort"] = effort
-    if kwargs:
-        request["chat_template_kwargs"] = kwargs
-    return request
 
 
 _ANSWER_LIMITS = {

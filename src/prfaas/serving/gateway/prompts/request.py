@@ -3,11 +3,9 @@
 import hashlib
 import hmac
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
-
-from aiohttp import web
 
 from prfaas.core.prefix import PromptChains
 from prfaas.core.route_header import REQUEST_ID_HEADER
@@ -58,8 +56,6 @@ class TokenizedPrompt:
     token_ids: Sequence[int]
     chains: PromptChains
     """Hashes of the prompt's blocks."""
-    exact: bool
-    """Whether these are certainly the ids that the engine makes itself."""
     takes_ids: bool
     """Whether the decode engine may be given the ids in place of what the client sent."""
 
@@ -127,33 +123,33 @@ class Tenants:
 
 
 class RequestParser:
-    """Turns an HTTP request into a `ServingRequest`."""
+    """Turns a body into a `ServingRequest`."""
 
     def __init__(self, context: GatewayContext) -> None:
         self._running = context.running
         self._model = context.running.current.model
-        self._most_bytes = context.options.max_body_bytes
         self._json_threads = context.json_threads
 
     async def parse(
         self,
-        http: web.Request,
+        headers: Mapping[str, str],
+        raw: bytes,
         endpoint: Endpoint,
         record: RequestRecord,
         salt: str,
-        hold: Callable[[int], None],
     ) -> ServingRequest:
-        """Read the body, check it, and take out what could steer an engine.
+        """Check a body, and take out what could steer an engine.
 
         Args:
+            headers: the client's.
+            raw: the body.
+            endpoint: that it came to.
+            record: of the request.
             salt: the tenant's.
-            hold: called with the bytes of every piece of the body; raises ApiError when they are too many.
 
         Raises:
             ApiError: 4xx with one sentence for what the client got wrong.
-            web.HTTPRequestEntityTooLarge: the body is too large.
         """
-        raw = await self._read(http, hold)
         body, prompt = await self._json_threads.run(len(raw), self._parse_body, raw, endpoint)
         model = body.get("model")
         adapter = model if isinstance(model, str) and model != self._model.served_name else ""
@@ -170,23 +166,9 @@ class RequestParser:
             model=record.model,
             adapter=adapter,
             salt=salt if endpoint.generates else "",
-            headers=_engine_headers(http.headers, record),
+            headers=_engine_headers(headers, record),
             record=record,
         )
-
-    async def _read(self, http: web.Request, hold: Callable[[int], None]) -> bytes:
-        pieces: list[bytes] = []
-        size_bytes = http.content_length or 0
-        if size_bytes > self._most_bytes:
-            raise web.HTTPRequestEntityTooLarge(self._most_bytes, size_bytes)
-        size_bytes = 0
-        while piece := await http.content.readany():
-            size_bytes += len(piece)
-            if size_bytes > self._most_bytes:
-                raise web.HTTPRequestEntityTooLarge(self._most_bytes, size_bytes)
-            hold(len(piece))
-            pieces.append(piece)
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def _parse_body(self, raw: bytes, endpoint: Endpoint) -> tuple[Json, Prompt]:
         body = parse_body(raw, self._running.current.gateway.limits.body_values)

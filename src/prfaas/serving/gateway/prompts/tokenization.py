@@ -1,18 +1,18 @@
 """Token ids of a prompt exactly as the decode engine makes them, by the cheapest way that is known to be exact."""
 
-import asyncio
 import logging
 import time
 from array import array
 from collections.abc import Sequence
-from enum import StrEnum
+from http import HTTPStatus
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 import jinja2
+import msgspec
 
 from prfaas.core.deployment import Instance
-from prfaas.serving.gateway.bodies import JSON_BYTES_PER_TOKEN
+from prfaas.serving.gateway.bodies import JSON_BYTES_PER_TOKEN, Json, dump_body
 from prfaas.serving.gateway.context import GatewayContext, ThreadOffload
 from prfaas.serving.gateway.engine_client import FROZEN, Blame, EngineCallError
 from prfaas.serving.gateway.prompts.prompt import (
@@ -22,7 +22,6 @@ from prfaas.serving.gateway.prompts.prompt import (
     TextPrompt,
     TokenPrompt,
     answer_limit,
-    as_token_ids,
     prompt_of,
 )
 from prfaas.serving.gateway.prompts.request import ServingRequest, TokenizedPrompt
@@ -58,70 +57,59 @@ class LocalTokenizer:
             len(text), self._encoder.encode, text, add_special_tokens=add_special_tokens
         )
 
-    async def chat_ids(self, messages: Sequence[tuple[str, str | tuple[str, ...]]]) -> "array[int]":
-        """Ids of the rendered conversation with a generation prompt. Raises jinja2.TemplateError."""
+    async def chat_ids(
+        self, messages: Sequence[tuple[str, str | tuple[str, ...]]], size_bytes: int
+    ) -> "array[int]":
+        """Ids of the rendered conversation with a generation prompt. Raises jinja2.TemplateError.
+
+        `size_bytes`: of the body that it came in; empty messages take as long to render as others.
+        """
         template = self._template
         if template is None:
             raise ValueError("the model has no chat template that the gateway can render")
-        chars = sum(len(c) if isinstance(c, str) else sum(map(len, c)) for _, c in messages)
         # The template writes its special tokens itself.
         return await self._threads.run(
-            chars, lambda: self._encoder.encode(template.render(messages), add_special_tokens=False)
+            size_bytes, lambda: self._encoder.encode(template.render(messages), add_special_tokens=False)
         )
 
 
 logger = logging.getLogger(__name__)
 
+_TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+
 _SAMPLE_TEXTS = (
     "The quick brown fox jumps over 13 lazy dogs.",
     "  Two spaces, a tab\t, naïve café, 数字, 🙂🙃, <|im_end|></s> and\r\n\r\n  CRLF. \n",
 )
-_SAMPLE_CHATS: tuple[tuple[tuple[str, str | tuple[str, ...]], ...], ...] = (
-    (("user", _SAMPLE_TEXTS[0]),),
-    (
-        ("system", " Be terse. \n"),
-        ("user", _SAMPLE_TEXTS[1]),
-        ("assistant", "\n Why? "),
-        ("user", ("a ", " b\n", "")),
-    ),
-)
-
-# vLLM writes an earlier call's fields in another order for responses than for chats, which some templates show.
-_SAMPLE_CALL: dict[str, Any] = {
-    "input": [
-        {"role": "user", "content": _SAMPLE_TEXTS[0]},
-        {"type": "function_call", "call_id": "call_1", "name": "look", "arguments": '{"at": "it"}'},
-        {"type": "function_call_output", "call_id": "call_1", "output": "seen"},
-        {"role": "user", "content": "And?"},
-    ],
-    "tools": [
+# Of each endpoint whose plain prompts the own tokenizer may take.
+_SAMPLES: dict[Endpoint, tuple[Json, ...]] = {
+    Endpoint.COMPLETIONS: tuple({"prompt": text} for text in _SAMPLE_TEXTS),
+    Endpoint.CHAT: (
+        {"messages": [{"role": "user", "content": _SAMPLE_TEXTS[0]}]},
         {
-            "type": "function",
-            "name": "look",
-            "description": "d",
-            "parameters": {"type": "object"},
-            "strict": None,
-        }
-    ],
+            "messages": [
+                {"role": "system", "content": " Be terse. \n"},
+                {"role": "user", "content": _SAMPLE_TEXTS[1]},
+                {"role": "assistant", "content": "\n Why? "},
+                {"role": "user", "content": [{"type": "text", "text": text} for text in ("a ", " b\n", "")]},
+            ]
+        },
+    ),
 }
 
 
-class TokenizerSource(StrEnum):
-    """Where exact ids of an endpoint's prompts come from."""
+class _Rendered(msgspec.Struct):
+    """What is used of an answer of `/render` (vLLM 0.32: `GenerateRequest`)."""
 
-    OWN = "own"
-    """The gateway's own tokenizer."""
-    ENGINE = "engine"
-    """The engine's `/tokenize`."""
-    NONE = "none"
-    """Neither is exact."""
+    token_ids: Annotated[list[_TokenId], msgspec.Meta(min_length=1)]
+    features: msgspec.Raw | None = None
+    """Hashes and places of media."""
 
 
 class Tokenization:
-    """Decides per endpoint whose ids to use, by asking an engine once; until then it uses the engine's.
+    """Takes the gateway's own tokenizer where all decode engines make the same ids of plain prompts. Else one renders.
 
-    The question is a one-token generation that returns the prompt's ids. `/tokenize` alone would not tell: vLLM
-    renders some models' chats (gpt-oss) in another way than it tokenizes them.
+    Each engine is asked to render samples once for each process of it, since another one may have another template.
     """
 
     def __init__(self, local: LocalTokenizer | None, model: str, context: GatewayContext) -> None:
@@ -133,9 +121,14 @@ class Tokenization:
         self._json_threads = context.json_threads
         self._timeout_s = context.options.tokenize_timeout_s
         self._max_model_len = context.max_model_len
-        self._sources: dict[Endpoint, TokenizerSource] = {}
-        self._calls_agree = False
-        self._check = asyncio.Lock()
+        # Instance → the endpoints for whose samples its process makes the ids of the own tokenizer.
+        self._agreed: dict[str, frozenset[Endpoint]] = {}
+        for signal in (self._plane.listeners.restarted, self._plane.listeners.lost_cache):
+            signal.append(self._forget)
+
+    def _forget(self, name: str) -> None:
+        """What is behind an instance's name is another process now, or none."""
+        self._agreed.pop(name, None)
 
     async def tokenize(self, request: ServingRequest) -> TokenizedPrompt | DirectPrompt:
         """The prompt's token ids and the hashes of its blocks.
@@ -149,9 +142,7 @@ class Tokenization:
         finally:
             request.record.since("tokenize", begun_s)
 
-    async def hash_blocks(
-        self, request: ServingRequest, token_ids: Sequence[int], *, exact: bool
-    ) -> TokenizedPrompt:
+    async def hash_blocks(self, request: ServingRequest, token_ids: Sequence[int]) -> TokenizedPrompt:
         """`token_ids` as the prompt of `request`, with the hashes of their blocks."""
         chains = await self._json_threads.run(
             len(token_ids) * JSON_BYTES_PER_TOKEN,
@@ -160,215 +151,106 @@ class Tokenization:
             request.salt,
             request.adapter,
         )
-        # Without exact ids the engine tokenizes by itself; the digest in the ticket then guards the KV.
-        takes_ids = isinstance(request.prompt, ChatPrompt) and request.prompt.takes_ids and exact
-        return TokenizedPrompt(token_ids, chains, exact, takes_ids)
+        takes_ids = isinstance(request.prompt, ChatPrompt) and request.prompt.takes_ids
+        return TokenizedPrompt(token_ids, chains, takes_ids)
 
     async def _tokenize(self, request: ServingRequest) -> TokenizedPrompt | DirectPrompt:
         if isinstance(request.prompt, DirectPrompt):
             return request.prompt
         try:
-            ids, exact = await self._ids(request.prompt, request.endpoint)
+            ids = await self._ids(request, request.prompt)
         except EngineCallError as error:
-            return DirectPrompt("refused" if error.is_clients_fault else "not-tokenized")
+            # 403: the engine renders nothing, for nobody.
+            is_refused = error.is_clients_fault and error.status != HTTPStatus.FORBIDDEN
+            return DirectPrompt("refused" if is_refused else "not-rendered")
         if ids is None:
-            return DirectPrompt("not-tokenized")
+            return DirectPrompt("media")
         if not 1 < len(ids) < self._max_model_len or len(ids) + _answer_limit(request) > self._max_model_len:
             return DirectPrompt("length")
-        return await self.hash_blocks(request, ids, exact=exact)
+        return await self.hash_blocks(request, ids)
 
     async def _ids(
-        self, prompt: TokenPrompt | TextPrompt | ChatPrompt, endpoint: Endpoint
-    ) -> "tuple[array[int] | None, bool]":
-        """Ids, None when they can't be had exactly, and whether the engine makes the same. Raises EngineCallError.
+        self, request: ServingRequest, prompt: TokenPrompt | TextPrompt | ChatPrompt
+    ) -> "array[int] | None":
+        """The ids; None where media stand between them. Raises EngineCallError.
 
         In place of an engine that does not answer another one is asked. A dead one is taken out of routing.
         """
         if isinstance(prompt, TokenPrompt):
-            return prompt.token_ids, True
-        if self._sources.get(endpoint) is TokenizerSource.OWN and _is_plain(prompt):
-            return await self._own_prompt_ids(prompt)
+            return prompt.token_ids
+        if self._agrees(request.endpoint):
+            own = await self._own_ids(prompt, request.size_bytes)
+            if own is not None:
+                return own
+        body = await self._json_threads.run(request.size_bytes, dump_body, request.body)
         asked = self._plane.members.instance(self._plane.router.route(0, None).decode)
         try:
-            return await self._exact_ids(prompt, endpoint, asked)
+            return await self._render(request.endpoint, body, asked)
         except EngineCallError as error:
             if error.reason not in ("unreachable", "died", "connect-timeout", FROZEN):
                 raise
             if error.blame is not Blame.NONE:
                 self._plane.health.suspect(asked.name, str(error), lost_cache=error.blame is Blame.DEAD)
-            asked = self._plane.members.instance(
-                self._plane.router.route(0, None, avoid=(asked.name,)).decode
-            )
-            return await self._exact_ids(prompt, endpoint, asked)
+            decision = self._plane.router.route(0, None, avoid=(asked.name,))
+            return await self._render(request.endpoint, body, self._plane.members.instance(decision.decode))
 
-    async def _exact_ids(
-        self, prompt: TextPrompt | ChatPrompt, endpoint: Endpoint, decode: Instance
-    ) -> "tuple[array[int] | None, bool]":
-        source = await self._source(endpoint, decode)
-        if source is TokenizerSource.NONE:
-            return None, False
-        if source is TokenizerSource.OWN and _is_plain(prompt):
-            return await self._own_prompt_ids(prompt)
-        if endpoint is Endpoint.RESPONSES and _has_calls(prompt) and not self._calls_agree:
-            return None, False
-        return await self._engine_prompt_ids(prompt, decode)
+    def _agrees(self, endpoint: Endpoint) -> bool:
+        """Whether the own tokenizer makes the ids of every engine that may decode now."""
+        decoders = self._plane.router.decoders()
+        return bool(decoders) and all(endpoint in self._agreed.get(name, ()) for name in decoders)
 
-    async def _own_prompt_ids(self, prompt: TextPrompt | ChatPrompt) -> "tuple[array[int] | None, bool]":
-        assert self._local is not None
+    async def _own_ids(self, prompt: TextPrompt | ChatPrompt, size_bytes: int) -> "array[int] | None":
+        """Those of the own tokenizer; None where it can't make them."""
+        if self._local is None:
+            return None
         if isinstance(prompt, TextPrompt):
-            return await self._local.text_ids(prompt.text, add_special_tokens=prompt.add_special_tokens), True
-        assert prompt.plain is not None
+            return await self._local.text_ids(prompt.text, add_special_tokens=prompt.add_special_tokens)
+        if prompt.plain is None or not self._local.has_template:
+            return None
         try:
-            return await self._local.chat_ids(prompt.plain), True
-        except jinja2.TemplateError:
-            return None, False
-
-    async def _engine_prompt_ids(
-        self, prompt: TextPrompt | ChatPrompt, decode: Instance
-    ) -> "tuple[array[int], bool]":
-        if isinstance(prompt, TextPrompt):
-            request: dict[str, Any] = {"prompt": prompt.text, "add_special_tokens": prompt.add_special_tokens}
-            return await self._engine_ids(request, decode), True
-        # The chat endpoint may treat tools and template arguments otherwise than /tokenize does: such ids are
-        # good for a prefill (the ticket's digest catches a difference) but not to stand in for the messages.
-        return await self._engine_ids(dict(prompt.request), decode), prompt.plain is not None
-
-    async def check(self, decode: Instance) -> None:
-        """Find out now what the usual endpoints need, rather than at their first request. Raises EngineCallError."""
-        for endpoint in (Endpoint.COMPLETIONS, Endpoint.CHAT):
-            await self._source(endpoint, decode)
-
-    async def _source(self, endpoint: Endpoint, decode: Instance) -> TokenizerSource:
-        found = self._sources.get(endpoint)
-        if found is not None:
-            return found
-        async with self._check:
-            if endpoint not in self._sources:
-                self._sources[endpoint] = await self._find_source(endpoint, decode)
-                logger.info("%s: token ids come from %s", endpoint, self._sources[endpoint])
-            return self._sources[endpoint]
-
-    async def _find_source(self, endpoint: Endpoint, decode: Instance) -> TokenizerSource:
-        if endpoint is Endpoint.MESSAGES:
-            return await self._find_messages_source(decode)
-        samples = _SAMPLE_TEXTS if endpoint is Endpoint.COMPLETIONS else _SAMPLE_CHATS
-        own = self._local is not None and (endpoint is Endpoint.COMPLETIONS or self._local.has_template)
-        engine = True
-        for sample in samples:
-            request: dict[str, Any] = (
-                {"prompt": sample} if isinstance(sample, str) else {"messages": _messages(sample)}
-            )
-            try:
-                truth = await self._true_ids(endpoint, request, decode)
-                engine = engine and await self._engine_ids(request, decode) == truth
-            except EngineCallError as error:
-                # Engines tell no ids of a conversation that they make in another way than of chats (gpt-oss).
-                has_none = endpoint is Endpoint.RESPONSES and error.reason == "garbled"
-                if not error.is_clients_fault and not has_none:
-                    raise
-                # A model without a chat template, say: clients get the same refusal.
-                return TokenizerSource.NONE
-            own = own and await self._own_ids(sample) == truth
-        if endpoint is Endpoint.RESPONSES:
-            self._calls_agree = await self._finds_calls_alike(decode)
-        if not own:
-            logger.warning("%s: the gateway's own tokenizer differs from %s's", endpoint, decode.name)
-        return TokenizerSource.OWN if own else TokenizerSource.ENGINE if engine else TokenizerSource.NONE
-
-    async def _finds_calls_alike(self, decode: Instance) -> bool:
-        """Whether `/tokenize` makes the prompt of a response with a function's call as the engine does."""
-        chat = prompt_of(Endpoint.RESPONSES, _SAMPLE_CALL)
-        assert isinstance(chat, ChatPrompt)
-        try:
-            truth = await self._true_response_ids(_SAMPLE_CALL, decode)
-            return await self._engine_ids(dict(chat.request), decode) == truth
-        except EngineCallError as error:
-            if not error.is_clients_fault:
-                raise
-            return False
-
-    async def _find_messages_source(self, decode: Instance) -> TokenizerSource:
-        """That of chats, which vLLM makes of messages, if the engine counts as many tokens."""
-        source = self._sources.get(Endpoint.CHAT) or await self._find_source(Endpoint.CHAT, decode)
-        if source is TokenizerSource.NONE:
-            return source
-        for sample in _SAMPLE_CHATS:
-            chat = _messages(sample)
-            asked: dict[str, Any] = {"model": self._model, "messages": chat}
-            if chat[0]["role"] == "system":
-                asked |= {"system": chat[0]["content"], "messages": chat[1:]}
-            try:
-                count = await self._client.call_json(
-                    decode, Endpoint.COUNT_TOKENS.path, asked, self._timeout_s
-                )
-                ids = await self._engine_ids({"messages": chat}, decode)
-            except EngineCallError as error:
-                if not error.is_clients_fault:
-                    raise
-                return TokenizerSource.NONE
-            if not isinstance(count, dict) or count.get("input_tokens") != len(ids):
-                logger.warning("messages: %s makes other prompts of them than of chats", decode.name)
-                return TokenizerSource.NONE
-        return source
-
-    async def _own_ids(self, sample: Any) -> "array[int] | None":
-        assert self._local is not None
-        if isinstance(sample, str):
-            return await self._local.text_ids(sample, add_special_tokens=True)
-        try:
-            return await self._local.chat_ids(sample)
+            return await self._local.chat_ids(prompt.plain, size_bytes)
         except jinja2.TemplateError:
             return None
 
-    async def _true_ids(self, endpoint: Endpoint, request: dict[str, Any], decode: Instance) -> "array[int]":
-        if endpoint is Endpoint.RESPONSES:
-            chat = [m | {"content": _input_content(m["content"])} for m in request["messages"]]
-            return await self._true_response_ids({"input": chat}, decode)
-        body = {"model": self._model, **request, "max_tokens": 1, "temperature": 0, "return_token_ids": True}
-        answer = await self._client.call_json(decode, endpoint.path, body, self._timeout_s)
-        ids = None
-        if isinstance(answer, dict):
-            choices = answer.get("choices") or [{}]
-            ids = answer.get("prompt_token_ids") or choices[0].get("prompt_token_ids")
-        return _checked(ids, decode, f"{endpoint.path} returned no prompt_token_ids")
+    async def learn(self, decode: Instance) -> None:
+        """Find out whether an engine makes the own tokenizer's ids, unless it is known. Raises EngineCallError."""
+        if decode.name in self._agreed:
+            return
+        agreed = set()
+        for endpoint, samples in _SAMPLES.items():
+            for sample in samples:
+                body = dump_body({"model": self._model, "max_tokens": 1, **sample})
+                prompt = prompt_of(endpoint, sample)
+                assert isinstance(prompt, TextPrompt | ChatPrompt)
+                try:
+                    rendered = await self._render(endpoint, body, decode)
+                except EngineCallError as error:
+                    # A model without a chat template, say: clients get the same refusal.
+                    if not error.is_clients_fault:
+                        raise
+                    break
+                if rendered is None or await self._own_ids(prompt, len(body)) != rendered:
+                    break
+            else:
+                agreed.add(endpoint)
+            source = "own" if endpoint in agreed else "engine"
+            logger.info("%s: token ids come from %s (%s)", endpoint, source, decode.name)
+        self._agreed[decode.name] = frozenset(agreed)
 
-    async def _true_response_ids(self, asked: dict[str, Any], decode: Instance) -> "array[int]":
-        body = {
-            "model": self._model,
-            **asked,
-            "max_output_tokens": 1,
-            "temperature": 0,
-            "store": False,
-            "enable_response_messages": True,
-        }
-        answer = await self._client.call_json(decode, Endpoint.RESPONSES.path, body, self._timeout_s)
-        ids = None
-        if isinstance(answer, dict):
-            rendered = answer.get("input_messages") or [{}]
-            ids = rendered[0].get("tokens")
-        return _checked(ids, decode, f"{Endpoint.RESPONSES.path} returned no ids of its prompt")
-
-    async def _engine_ids(self, request: dict[str, Any], decode: Instance) -> "array[int]":
-        body = {"model": self._model, **request}
-        answer = await self._client.call_json(decode, "/tokenize", body, self._timeout_s)
-        ids = answer.get("tokens") if isinstance(answer, dict) else None
-        return _checked(ids, decode, "/tokenize returned no tokens")
-
-
-def _is_plain(prompt: TextPrompt | ChatPrompt) -> bool:
-    """Whether the model's own tokenizer and template alone decide the ids."""
-    return isinstance(prompt, TextPrompt) or prompt.plain is not None
-
-
-def _has_calls(prompt: TextPrompt | ChatPrompt) -> bool:
-    return isinstance(prompt, ChatPrompt) and any("tool_calls" in said for said in prompt.request["messages"])
-
-
-def _checked(ids: object, decode: Instance, trouble: str) -> "array[int]":
-    token_ids = as_token_ids(ids) if isinstance(ids, list) else None
-    if token_ids is None:
-        raise EngineCallError(decode.name, "garbled", trouble)
-    return token_ids
+    async def _render(self, endpoint: Endpoint, body: bytes, decode: Instance) -> "array[int] | None":
+        """The ids that an engine makes of a body; None where media stand between them. Raises EngineCallError."""
+        path = f"{endpoint.path}/render"
+        headers = {"Content-Type": "application/json"}
+        answer = await self._client.call(decode, path, body, headers, self._timeout_s)
+        try:
+            if endpoint is Endpoint.COMPLETIONS:
+                (rendered,) = msgspec.json.decode(answer, type=list[_Rendered])
+            else:
+                rendered = msgspec.json.decode(answer, type=_Rendered)
+        except ValueError as error:
+            raise EngineCallError(decode.name, "garbled", f"{path} returned no token ids: {error}") from None
+        has_media = rendered.features is not None and rendered.features != b"null"
+        return None if has_media else array("I", rendered.token_ids)
 
 
 def _answer_limit(request: ServingRequest) -> int:
@@ -376,19 +258,3 @@ def _answer_limit(request: ServingRequest) -> int:
     if request.endpoint is Endpoint.COMPLETIONS:
         return 0
     return answer_limit(request.endpoint, request.body) or 0
-
-
-def _input_content(content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
-    return content if isinstance(content, str) else [part | {"type": "input_text"} for part in content]
-
-
-def _messages(chat: Sequence[tuple[str, str | tuple[str, ...]]]) -> list[dict[str, Any]]:
-    return [
-        {
-            "role": role,
-            "content": content
-            if isinstance(content, str)
-            else [{"type": "text", "text": text} for text in content],
-        }
-        for role, content in chat
-    ]

@@ -102,11 +102,7 @@ class Validation:
     async def checked(
         self, request: ServingRequest, prompt: TokenizedPrompt | DirectPrompt, decision: Decision
     ) -> TokenizedPrompt | DirectPrompt:
-        """`prompt`, or why it is to go to its decode engine as it is: that would refuse the request.
-
-        Raises:
-            ApiError: 400, when the request is nested too deeply to be written.
-        """
+        """`prompt`, or why it is to go to its decode engine as it is: that would refuse the request."""
         if isinstance(prompt, DirectPrompt) or not decision.transfers:
             return prompt
         if not _has_safe_form(request, self._max_model_len):

@@ -56,7 +56,7 @@ class FirstTokenRules:
         """What to ask the prefill engine for; None: the decode engine samples the first token."""
         if not self._wanted:
             return None
-        reason = self._refusal(request, prompt)
+        reason = self._refusal(request)
         if reason is not None:
             self._metrics.first_tokens.labels(reason).inc()
             return None
@@ -68,22 +68,20 @@ class FirstTokenRules:
         stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
         return FirstTokenAsk(sampling, stops, left)
 
-    def shows_first(self, request: ServingRequest, prompt: TokenizedPrompt) -> bool:
+    def shows_first(self, request: ServingRequest) -> bool:
         """Whether the client would see a first token of the prefill before the KV has moved: what routing goes by.
 
         An answer in one piece shows nothing before its last token.
         """
         streams = request.body.get("stream") is True
-        return self._wanted and streams and self._refusal(request, prompt) is None
+        return self._wanted and streams and self._refusal(request) is None
 
-    def _refusal(self, request: ServingRequest, prompt: TokenizedPrompt) -> str | None:
+    def _refusal(self, request: ServingRequest) -> str | None:
         """Why the first token can't come from the prefill, in one word."""
         if request.endpoint not in (Endpoint.COMPLETIONS, Endpoint.CHAT):
             return "endpoint"
         if not self._settings_allow:
             return "settings"
-        if not prompt.exact:
-            return "prompt"
         is_unlimited = (
             request.endpoint is Endpoint.CHAT and answer_limit(request.endpoint, request.body) is None
         )

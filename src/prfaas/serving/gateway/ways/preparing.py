@@ -55,9 +55,9 @@ class PrefillOrchestrator:
         self._metrics = context.metrics
         self._context = context
 
-    def shows_first(self, request: ServingRequest, prompt: TokenizedPrompt) -> bool:
+    def shows_first(self, request: ServingRequest) -> bool:
         """Whether the client would see a first token of the prefill before the KV has moved."""
-        return self._first_tokens.shows_first(request, prompt)
+        return self._first_tokens.shows_first(request)
 
     async def prepare_first(
         self, request: ServingRequest, prompt: TokenizedPrompt | DirectPrompt, decision: Decision

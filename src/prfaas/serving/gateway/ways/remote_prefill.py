@@ -2,7 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 from prfaas.core.scheduling import Decision
@@ -100,8 +101,13 @@ class RemotePrefills:
             soon=loop.create_future(),
             first=loop.create_future(),
         )
-        # 2. The prefill goes on by itself when the decode engine can be asked, or the client can have a token.
-        moving = loop.create_task(self._prefill(running))
+        # 2. From here on the prefill counts as its instance's work. Not in the task: until that runs, other requests
+        #    would be decided as if there was none.
+        async with AsyncExitStack() as stack:
+            work = await stack.enter_async_context(self._at_work(running))
+            held = stack.pop_all()
+        # 3. It goes on by itself when the decode engine can be asked, or the client can have a token.
+        moving = loop.create_task(self._prefill(running, work, held))
         # Nobody reads its failure where the decode engine has failed before.
         moving.add_done_callback(look_at)
         told = running.soon if ask is None else running.first
@@ -112,12 +118,11 @@ class RemotePrefills:
         finally:
             if not begun:
                 moving.cancel()
-                # It has freed nothing if it had not begun.
-                if prefix.transfer is not None:
-                    self.free(prefix.transfer.ticket, "the request was cancelled")
                 # It may have ended well in this very moment, with a transfer that nobody will load.
                 moving.add_done_callback(self._abandon_done)
                 await asyncio.wait((moving,))
+                # One that was cancelled before it began has given nothing back.
+                await held.aclose()
         if ask is not None and running.first.done():
             return await self._early(running, moving, ask)
         if moving.done():
@@ -151,27 +156,33 @@ class RemotePrefills:
         if not moving.cancelled() and moving.exception() is None:
             self.abandon(moving.result(), "the request was cancelled")
 
-    async def _prefill(self, running: _RemotePrefill) -> DecidedRequest:
-        """Have an instance of the cluster prefill, and move the KV. Raises HopFailedError."""
+    @asynccontextmanager
+    async def _at_work(self, running: _RemotePrefill) -> AsyncIterator[OpenPrefill]:
+        """Wait for an instance of the cluster, and have it for the prefill. `attempt.decision` names it then."""
         request, prompt, attempt, prefix = running.request, running.prompt, running.attempt, running.prefix
         begun_s = time.perf_counter()
         request.record.waits_for = WaitsFor.PREFILL_INSTANCE
         try:
-            # Wait until an instance of the cluster is free for the prefill. From then on it counts as its work, and
-            # requests that are decided meanwhile see that.
             async with self._plane.admission.admit(prefix.decision, prompt.chains) as decision:
                 request.record.since("turn", begun_s)
                 request.record.waits_for = WaitsFor.PREFILL
                 attempt.decision = decision
                 self._plane.prefixes.expect(decision.prefill, prompt.chains)
                 with self._plane.prefilling(decision) as work:
-                    if running.ask is not None and running.ask.is_all:
-                        return await self._sampled(running, running.ask, work)
-                    return await self._moved(running, work)
+                    yield work
         finally:
             is_used = attempt.moved is not None and attempt.decision.prefill == running.wanted
             if prefix.transfer is not None and not is_used:
                 self.free(prefix.transfer.ticket, "the prefill that would have used it failed")
+
+    async def _prefill(
+        self, running: _RemotePrefill, work: OpenPrefill, held: AsyncExitStack
+    ) -> DecidedRequest:
+        """Have the instance prefill, and move the KV; `held` is given back then. Raises HopFailedError."""
+        async with held:
+            if running.ask is not None and running.ask.is_all:
+                return await self._sampled(running, running.ask, work)
+            return await self._moved(running, work)
 
     async def _sampled(
         self, running: _RemotePrefill, ask: FirstTokenAsk, work: OpenPrefill

@@ -1,0 +1,47 @@
+"""Options of a command as the fields of a data class, which the command gets in one piece."""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, get_type_hints
+
+# Whatever has a default, in any order.
+_KIND = inspect.Parameter.KEYWORD_ONLY
+
+
+def with_groups(command: Callable[..., None]) -> Callable[..., None]:
+    """A command for typer: in place of each parameter that is a data class, its fields are arguments and options."""
+    hints = get_type_hints(command, include_extras=True)
+    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if dataclasses.is_dataclass(hint)}
+    parameters: list[inspect.Parameter] = []
+    for name, parameter in inspect.signature(command).parameters.items():
+        if name in groups:
+            parameters += _parameters(groups[name])
+        else:
+            parameters.append(parameter.replace(annotation=hints[name], kind=_KIND))
+
+    @functools.wraps(command)
+    def called(**given: Any) -> None:
+        made = {
+            name: group(**{each.name: given.pop(each.name) for each in dataclasses.fields(group)})
+            for name, group in groups.items()
+        }
+        command(**made, **given)
+
+    called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    called.__annotations__ = {each.name: each.annotation for each in parameters}
+    return called
+
+
+def _parameters(group: Any) -> list[inspect.Parameter]:
+    hints = get_type_hints(group, include_extras=True)
+    return [
+        inspect.Parameter(
+            each.name,
+            _KIND,
+            default=inspect.Parameter.empty if each.default is dataclasses.MISSING else each.default,
+            annotation=hints[each.name],
+        )
+        for each in dataclasses.fields(group)
+    ]

@@ -1,0 +1,3 @@
+"""What transformers imports of this module."""
+
+ImageReadMode = decode_image = None

@@ -1,0 +1,3 @@
+"""What transformers imports of this module."""
+
+pil_to_tensor = None

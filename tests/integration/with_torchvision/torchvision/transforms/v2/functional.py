@@ -1,0 +1,3 @@
+"""What transformers imports of this module."""
+
+from torchvision.transforms import InterpolationMode as InterpolationMode

@@ -1,0 +1,77 @@
+"""Data-parallel groups in a simulation: ranks fail together and take their steps together."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from tests.lab.simulator.conftest import CaseStudy, chunk_of
+from tests.lab.simulator.invariants import Invariants
+
+from prfaas.core.workload import TruncatedLogNormal, fixed
+from prfaas.core.workload.arrivals import Poisson
+from prfaas.core.workload.traffic import IndependentTraffic
+from prfaas.lab.simulator import Failure, Result, Scenario, scenario_of, simulate
+
+
+def scenario(case_study: CaseStudy, group_ranks: int, **options: object) -> Scenario:
+    """Of the PD cluster two instances prefill and two decode; none is offloaded."""
+    home = case_study.planned.clusters[1]
+    planned = replace(
+        case_study.planned,
+        clusters=(case_study.planned.clusters[0], replace(home, instance_count=4, group_ranks=group_ranks)),
+    )
+    return scenario_of(
+        planned,
+        **{  # type: ignore[arg-type]
+            "policy": "local_only",
+            "roles": {"home": 2},
+            "adapts": False,
+            "allocation": False,
+            **options,
+        },
+    )
+
+
+def run(shown: Scenario, arrivals_s: list[float], tokens: list[int], answers: list[int]) -> Result:
+    return simulate(shown, [chunk_of(arrivals_s, tokens, answers)], warmup_share=0.0, on_event=Invariants())
+
+
+def test_a_rank_s_failure_is_its_group_s(case_study: CaseStudy) -> None:
+    failed = [Failure("home-2", 30.0, 500.0)]
+    arrivals_s, tokens, answers = [0.0, 0.1], [4096, 4096], [4096, 4096]
+    alone, group = (
+        run(scenario(case_study, ranks, failures=failed), arrivals_s, tokens, answers) for ranks in (1, 2)
+    )
+    # Of two decode instances one goes on undisturbed; of a group both answers are broken off.
+    usual = run(scenario(case_study, 2), arrivals_s, tokens, answers)
+    assert sum(a > u + 0.1 for a, u in zip(alone.e2e_s, usual.e2e_s, strict=True)) == 1
+    assert all(g > u + 0.1 for g, u in zip(group.e2e_s, usual.e2e_s, strict=True))
+
+
+def test_a_prefill_of_one_rank_lengthens_the_steps_of_all(case_study: CaseStudy) -> None:
+    def answer_s(ranks: int) -> float:
+        # Nobody else prefills: the second prompt is computed where it is decoded.
+        shown = scenario(case_study, ranks, roles={"home": 0}, mixed_tokens=2048)
+        first = run(shown, [0.0, 20.0], [2048, 100_000], [4096, 2])
+        return float(first.e2e_s[0])
+
+    assert answer_s(4) > answer_s(1) + 1.0
+
+
+def test_roles_move_by_whole_groups(case_study: CaseStudy) -> None:
+    home = case_study.planned.clusters[1]
+    planned = replace(
+        case_study.planned, clusters=(case_study.planned.clusters[0], replace(home, group_ranks=2))
+    )
+    traffic = IndependentTraffic(Poisson(1.8), TruncatedLogNormal(8.0, 0.5, 128, 32_768), fixed(2500.0))
+    result = simulate(
+        scenario_of(planned, policy="paper"), traffic.chunks(np.random.default_rng(2)), requests=2000
+    )
+    assert result.changes["conversions"]
+    counts = set(result.series["prefill_instances_home"])
+    assert len(counts) > 1 and all(count % 2 == 0 for count in counts)
+
+
+def test_prefill_instances_are_whole_groups(case_study: CaseStudy) -> None:
+    with pytest.raises(ValueError, match="not whole groups"):
+        scenario(case_study, 2, roles={"home": 1})
