@@ -73,7 +73,7 @@ class EngineServer:
         self._on_death = on_death
         self._stream_interval = stream_interval
         self._dead = False
-        app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[_refusals])
+        app = web.Application(client_max_size=_MAX_BODY_BYTES)
         apis: dict[str, tuple[_Parse, Callable[[GenerationRequest, Text], _Writer]]] = {
             "/v1/completions": (partial(parse_generation, chat=False), AnswerWriter),
             "/v1/chat/completions": (partial(parse_generation, chat=True), AnswerWriter),
@@ -99,7 +99,7 @@ class EngineServer:
             "/metrics/": self._metrics,
         }
         for path, handler in posts.items():
-            app.router.add_post(path, handler)
+            app.router.add_post(path, partial(_answered, handler))
         for path, handler in gets.items():
             app.router.add_get(path, handler)
         app.on_response_prepare.append(self._sign)
@@ -264,8 +264,9 @@ class EngineServer:
         return web.Response(text=chosen(text, request.query.getall("name[]", [])), content_type="text/plain")
 
 
-@web.middleware
-async def _refusals(request: web.Request, handler: Handler) -> web.StreamResponse:
+# No middleware: aiohttp keeps the last thousand handlers that have one, with each its engine that has ended.
+async def _answered(handler: Handler, request: web.Request) -> web.StreamResponse:
+    """What the handler answers, or why it refuses the request."""
     try:
         return await handler(request)
     except BodyError as error:
