@@ -29,7 +29,7 @@ clusters:
       - {name: home-0, roles: [decode], host: 127.0.0.1, http_port: 23001, kv_port: 23110, nixl_port: 23300,
          data_parallel: moe, expert_parallel: true}
       - {name: home-1, roles: [decode], host: 127.0.0.1, http_port: 23002, kv_port: 23120, nixl_port: 23301,
-         data_parallel: moe, expert_parallel: true EVENTS}
+         data_parallel: moe, expert_parallel: true}
 links:
   - {source: far, target: home, bandwidth: 1 Gbit/s, encryption: false}
 routing: {threshold_tokens: 500}
@@ -37,9 +37,9 @@ engine: {kv_cache_gib: 0.5, staging: 64 MiB, local_transfer: nixl}
 """
 
 
-def deployment(tmp_path: Path, events: str = "", *, http_port: int = 23001) -> Deployment:
+def deployment(tmp_path: Path, *, http_port: int = 23001) -> Deployment:
     model = tiny_model("qwen3-next", tmp_path / "models")
-    text = FILE.replace("MODEL", str(model)).replace("EVENTS", events).replace("23001", str(http_port))
+    text = FILE.replace("MODEL", str(model)).replace("23001", str(http_port))
     (tmp_path / "file.yaml").write_text(text)
     return load_deployment(tmp_path / "file.yaml", state_dir=tmp_path / "state")
 
