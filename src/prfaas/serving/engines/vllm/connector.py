@@ -206,6 +206,10 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
     # ---- worker side
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        # vLLM's attention on CPUs uses AMX and asks no leave for it (0.32). Only a large product of oneDNN does, and
+        # behind KV that was loaded the first step may be one token: an illegal instruction ended the engine.
+        if current_platform.is_cpu() and torch.cpu._is_amx_tile_supported():
+            torch.cpu._init_amx()
         self._writing_first = _writing_first(self._vllm_config)
         self._worker = ConnectorWorker.start(
             self.settings,
