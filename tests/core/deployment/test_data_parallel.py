@@ -75,10 +75,7 @@ def test_the_place_where_ranks_meet_is_a_port(tmp_path: Path) -> None:
 
 
 def test_every_rank_s_local_events_have_a_place_of_their_own(tmp_path: Path) -> None:
-    hosts = [
-        (f"198.51.100.{number}, http_port: 8100, kv_port: 8200", number)
-        for number in (10, 11)
-    ]
+    hosts = [(f"198.51.100.{number}, http_port: 8100, kv_port: 8200", number) for number in (10, 11)]
     changes = [(old, f"127.0.0.1, http_port: {8100 + n}, kv_port: {7000 + 20 * n}") for old, n in hosts]
     deployment = loaded(tmp_path, *changes)
     first, second = (deployment.events_endpoint(deployment.instance(name)) for name in ("home-0", "home-1"))
