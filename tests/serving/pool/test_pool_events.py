@@ -227,7 +227,7 @@ def test_nothing_is_ever_claimed_that_was_not_held(seed: int, kept: int) -> None
             happens = chance.random()
             if happens < 0.05:
                 tiers = {"memory": set(), "ssd": set()}
-                publisher.cleared()
+                publisher.opened(shape, 2)
             elif happens < 0.1:
                 # Another process.
                 tiers = {"memory": set(), "ssd": set()}

@@ -6,13 +6,13 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 from prfaas.core.deployment import Instance
 from prfaas.core.prefix.digests import HeldEvent, decode_events
 from prfaas.serving.control.metrics import ControlMetrics
 from prfaas.serving.control.part import Json, Part
 from prfaas.serving.tasks import end_all
+from prfaas.serving.transport.observer import Observer
 from prfaas.serving.transport.requests import FollowedEvents, FollowOrder
 from prfaas.serving.transport.wire import read_body
 
@@ -21,18 +21,6 @@ logger = logging.getLogger(__name__)
 SLICE_S = 0.001
 _ANSWER_S = 30.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
-
-
-class FollowPort(Protocol):
-    """A KV port as the feed asks it; implemented by `Observer`."""
-
-    async def request(self, transfer_id: bytes, order: FollowOrder, timeout_s: float) -> dict[str, Any]:
-        """The body of the answer.
-
-        Raises:
-            TimeoutError: there is none after `timeout_s`.
-            ConnectionError: nobody is there, or the connection is lost.
-        """
 
 
 @dataclass(slots=True)
@@ -63,7 +51,7 @@ class EventFeed(Part):
     def __init__(
         self,
         names: Iterable[str],
-        port_of: Callable[[str], FollowPort | None],
+        port_of: Callable[[str], Observer | None],
         *,
         apply: Callable[[str, Sequence[HeldEvent]], None],
         drop: Callable[[str, str], None],
@@ -163,7 +151,12 @@ class EventFeed(Part):
                 # Nothing has happened there.
                 continue
             except (OSError, ValueError) as error:
-                logger.debug("events of %s can't be followed: %s", name, error)
+                logger.log(
+                    logging.DEBUG if pause_s else logging.INFO,
+                    "KV events of %s can't be followed: %s",
+                    name,
+                    error,
+                )
                 if followed.session and not pause_s:
                     followed.gaps += 1
                 elif followed.session:

@@ -24,7 +24,7 @@ from prfaas.serving.control.engine_monitor import EngineMonitor
 from prfaas.serving.control.engine_reading import EngineReading
 from prfaas.serving.control.health import HealthWatch
 from prfaas.serving.control.hot_prefixes import HotPrefixes
-from prfaas.serving.control.kv_events import EventFeed, FollowPort
+from prfaas.serving.control.kv_events import EventFeed
 from prfaas.serving.control.link_budget import LinkBudget
 from prfaas.serving.control.link_monitor import LinkMonitor
 from prfaas.serving.control.listeners import Listeners
@@ -324,7 +324,7 @@ def _prefixes(
         prefixes.drop(name, reason)
         metrics.drops.labels(name, reason).inc()
 
-    def port_of(name: str) -> FollowPort | None:
+    def port_of(name: str) -> Observer | None:
         # Of an instance, the first rank tells for all.
         ports = members.kv_ports.get(name)
         return members.pool_ports.get(name) if ports is None else ports[0]

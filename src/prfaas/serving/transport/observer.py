@@ -80,6 +80,7 @@ class Observer:
         self._tls = tls
         self._session = secrets.token_hex(8)
         self._peer_session = ""
+        self._peer_frames: frozenset[int] = frozenset()
         self._writer: asyncio.StreamWriter | None = None
         self._sealing: Sealing | None = None
         self._connecting: asyncio.Task[None] | None = None
@@ -221,10 +222,15 @@ class Observer:
 
         Raises:
             TimeoutError: there is none after `timeout_s`.
-            ConnectionError: the pool is gone, or the connection to it is lost.
+            ConnectionError: the peer is gone, or of a release that does not know such an order, or the connection
+                to it is lost.
         """
         async with asyncio.timeout(timeout_s):
             await self.connect()
+            if order.kind not in self._peer_frames:
+                raise ConnectionError(
+                    f"{self.peer_name} is of an older release: it takes no {order.kind.name}"
+                )
             future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
             self._requests[transfer_id] = future
             try:
@@ -276,7 +282,7 @@ class Observer:
             expedite(sock)
             try:
                 async with on_time_timeout(_HANDSHAKE_S, self._clock):
-                    peer_session, self._sealing = await greet_async(reader, writer, self._hello(), self._tls)
+                    welcome = await greet_async(reader, writer, self._hello(), self._tls)
             except BaseException:
                 writer.close()
                 raise
@@ -297,9 +303,10 @@ class Observer:
                 else ConnectionError
             )
             raise kind(f"{self.peer_name} at {host}:{port}: {error}") from error
-        if self._peer_session not in ("", peer_session):
+        if self._peer_session not in ("", welcome.session):
             self._fail_all(f"{self.peer_name} was restarted")
-        self._peer_session, self._writer = peer_session, writer
+        self._peer_session, self._peer_frames = welcome.session, welcome.frames
+        self._sealing, self._writer = welcome.sealing, writer
         return reader
 
     def _hello(self) -> ClientHello:
