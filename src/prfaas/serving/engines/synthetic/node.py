@@ -32,7 +32,7 @@ class SyntheticNode:
     """HTTP and KV port of one stand-in, and the engine behind them. Make it in a running event loop."""
 
     def __init__(self, deployment: Deployment, instance: Instance, key: bytes, text: Text) -> None:
-        """Raises EngineError when the deployment can't be stood in for, TlsFileError when its certificate is missing."""
+        """Raises EngineError when the deployment can't be stood in for, TlsFileError when it lacks a certificate."""
         cluster = deployment.cluster_of(instance)
         if cluster.hardware != SYNTHETIC or cluster.profile is None:
             raise EngineError(
