@@ -1,7 +1,7 @@
 """The index against a reference model of engines: it never claims what they don't hold, and misses nothing."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from random import Random
 
 import pytest
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.core.prefix.digested import HearingIndex
 from tests.core.prefix.engine_model import Batch, EngineModel, Holdings, Prefix, Shape
 
-from prfaas.core.prefix import PrefixHit, SequenceGuard, decode_batch
+from prfaas.core.prefix import PrefixHit, decode_batch
 
 SHAPES = {
     "dense": Shape(),
@@ -34,31 +34,22 @@ class Follower:
 
     index: HearingIndex
     name: str
-    guard: SequenceGuard = field(default_factory=SequenceGuard)
+    next: int = 0
     seen: Holdings | None = None
     process: int = 0
 
     def hear_anything(self, batch: Batch) -> None:
-        """Of a new process whose first batches are lost the connection tells, and nothing of the old one follows."""
-        if batch.process > self.process and batch.sequence > 0:
-            self.index.drop(self.name)
-            self.guard = SequenceGuard()
+        """Late batches of an old process are none of this connection."""
         if batch.process >= self.process:
-            self.process = batch.process
             self.hear(batch)
 
     def hear(self, batch: Batch) -> None:
-        offer = self.guard.offer(batch.sequence, batch.at_s)
-        if offer == "duplicate":
-            return
-        if offer == "restart":
+        if batch.process > self.process or batch.sequence > self.next:
+            # The connection tells of a new process.
             self.index.drop(self.name)
-            self.hear(batch)
-        elif offer != "apply":
-            self.index.drop(self.name)
-            self.guard.skip_to(batch.sequence)
-            self.hear(batch)
-        else:
+            self.process, self.next = batch.process, batch.sequence
+        if batch.sequence == self.next:
+            self.next += 1
             self.index.apply(self.name, decode_batch(batch.payload).events)
             self.seen = batch.after
 
@@ -209,7 +200,7 @@ def test_after_everybody_has_left_nothing_is_kept(seed: int) -> None:
     # Nothing of them is left in the numbers that the next ones get either.
     for engine, follower in zip(world.engines, world.followers, strict=True):
         engine.restart()
-        follower.guard, follower.seen = SequenceGuard(), None
+        follower.next, follower.seen = 0, None
         engine.serve(world.prompts[0])
         engine.end_step()
         for batch in engine.take():

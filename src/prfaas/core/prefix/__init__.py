@@ -3,10 +3,8 @@
 from prfaas.core.prefix.events import (
     Cleared,
     Event,
-    Gap,
     MalformedEventsError,
     RemovedBlocks,
-    SequenceGuard,
     StoredBlocks,
     decode_batch,
 )
@@ -30,7 +28,6 @@ __all__ = [
     "BlockHasher",
     "Cleared",
     "Event",
-    "Gap",
     "GlobalIndex",
     "MalformedEventsError",
     "PoolHit",
@@ -38,7 +35,6 @@ __all__ = [
     "PromptChains",
     "PromptTokens",
     "RemovedBlocks",
-    "SequenceGuard",
     "StoredBlocks",
     "chain_root",
     "decode_batch",

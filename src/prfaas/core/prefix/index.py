@@ -68,7 +68,7 @@ class GlobalIndex:
     as the engines' caches, so the bound matters only when something is wrong. What is not indexed is never claimed.
     About 100 bytes a block, and more while many come and go; 200 more per block of a sliding window.
 
-    Only `chains` is thread-safe. A lost or doubled batch makes the index claim too much: see `SequenceGuard`.
+    Only `chains` is thread-safe. A lost or doubled batch makes the index claim too much: see `Subscription`.
     """
 
     def __init__(
