@@ -25,7 +25,7 @@ from prfaas.serving.engines.vllm.layout import EngineGroup, KvLayout, Packing, o
 from prfaas.serving.engines.vllm.metadata import BlockRun, LoadOrder, SendOrder
 from prfaas.serving.engines.vllm.pages import HostPages, LayerPages, raw_pages
 from prfaas.serving.engines.vllm.producer import KvProducer
-from prfaas.serving.engines.vllm.stages import Stage, regions_of
+from prfaas.serving.engines.vllm.stages import LayerStage, regions_of
 from prfaas.serving.engines.vllm.state_layout import state_parts
 from prfaas.serving.engines.vllm.stats import ConnectorStats
 from prfaas.serving.engines.vllm.wire_layout import WireLayout, wire_layouts
@@ -417,7 +417,7 @@ def ranks_wires(
             memory.number,
             ranks,
             page_digests=page_digests,
-            stage=Stage.among(
+            stage=LayerStage.among(
                 [regions_of(each.layout) for each in memories if each.rank == memory.rank], memory.stage
             ),
         )

@@ -17,7 +17,7 @@ from prfaas.serving.engines.vllm.fingerprint import fingerprint
 from prfaas.serving.engines.vllm.layout import KvLayout, read_elements, read_packings
 from prfaas.serving.engines.vllm.settings import ConnectorSettings
 from prfaas.serving.engines.vllm.sibling_ranks import gather_of_ranks, layer_copies, meet_siblings
-from prfaas.serving.engines.vllm.stages import Stage
+from prfaas.serving.engines.vllm.stages import LayerStage
 
 KvCaches = Mapping[str, torch.Tensor | Sequence[torch.Tensor]]
 """The KV tensor or tensors of every layer, by the layer's name."""
@@ -29,7 +29,7 @@ class RankKv:
 
     ranks: int
     """Tensor-parallel ranks of the engine, of each of its stages."""
-    stage: Stage
+    stage: LayerStage
     """The layers of this rank among those of the model."""
     layout: KvLayout
     marks: dict[str, str | int]
@@ -75,7 +75,7 @@ class RankKv:
             drafter,
             copies if sockets else None,
         )
-        stage = Stage.of_engine(layout, vllm_config.parallel_config.pipeline_parallel_size)
+        stage = LayerStage.of_engine(layout, vllm_config.parallel_config.pipeline_parallel_size)
         model = vllm_config.model_config
         identity = ModelIdentity.of(
             # Weights that come out of an object store: the directory has only the other files.

@@ -29,7 +29,7 @@ class ModelRegion:
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class LayerStage:
     """A stage of an engine's pipeline, or all of an engine that has none."""
 
     number: int
@@ -40,7 +40,7 @@ class Stage:
     """Of each of this stage's own regions, its number among those of the model."""
 
     @classmethod
-    def of_engine(cls, layout: KvLayout, count: int = 1) -> "Stage":
+    def of_engine(cls, layout: KvLayout, count: int = 1) -> "LayerStage":
         """Read it. All stages of an engine call this at the same time: they meet.
 
         Args:
@@ -56,7 +56,7 @@ class Stage:
         return cls.among(found, group.rank_in_group)
 
     @classmethod
-    def among(cls, stages: Sequence[Sequence[ModelRegion]], number: int) -> "Stage":
+    def among(cls, stages: Sequence[Sequence[ModelRegion]], number: int) -> "LayerStage":
         """A stage, by the regions of all."""
         model = sorted((region for stage in stages for region in stage), key=lambda region: region.place)
         numbers = {(region.layer_name, region.part): place for place, region in enumerate(model)}

@@ -24,7 +24,7 @@ from prfaas.serving.engines.vllm.cut_pages import cut_pages
 from prfaas.serving.engines.vllm.layout import EngineRegion, KvLayout
 from prfaas.serving.engines.vllm.metadata import BlockRun
 from prfaas.serving.engines.vllm.pages import WirePages
-from prfaas.serving.engines.vllm.stages import Stage
+from prfaas.serving.engines.vllm.stages import LayerStage
 from prfaas.serving.transport.peer_list import rank_of, ranked
 from prfaas.serving.transport.region_layout import PeerLayouts
 from prfaas.serving.transport.ticket import MAX_PARTS
@@ -187,7 +187,7 @@ def wire_layouts(
     ranks: int = 1,
     *,
     page_digests: bool = True,
-    stage: Stage | None = None,
+    stage: LayerStage | None = None,
 ) -> PeerLayouts[WireLayout]:
     """Layouts of transfers between a rank of this engine and ranks of others, once these have reported their KV's.
 
@@ -199,7 +199,7 @@ def wire_layouts(
         page_digests: pages travel with digests.
         stage: of this process; None: the engine has one.
     """
-    stage = Stage.of_engine(layout) if stage is None else stage
+    stage = LayerStage.of_engine(layout) if stage is None else stage
     own = _OwnSide(layout, ranked(name, rank), rank % ranks, ranks, page_digests=page_digests, stage=stage)
     shares_copies = max(layout.copies, default=1) > 1
     told = {
@@ -216,7 +216,7 @@ class _OwnSide:
     """A rank of this engine, which agrees with ranks of others on what travels between them."""
 
     def __init__(
-        self, layout: KvLayout, me: str, rank: int, ranks: int, *, page_digests: bool, stage: Stage
+        self, layout: KvLayout, me: str, rank: int, ranks: int, *, page_digests: bool, stage: LayerStage
     ) -> None:
         """`me`: the name of the rank, `rank`: its number in its stage; for the rest see `wire_layouts`."""
         self._layout = layout
@@ -257,9 +257,11 @@ class _OwnSide:
             others = _Told.read(told)
             its_rank = others.tensor_rank(rank_of(peer))
             pair = (
-                RankPair(rank, ranks, its_rank, others.ranks, self._stage.number, self._stage.count)
+                RankPair(
+                    rank, ranks, its_rank, others.ranks, stage=self._stage.number, stages=self._stage.count
+                )
                 if sends
-                else RankPair(its_rank, others.ranks, rank, ranks, others.stage, others.count)
+                else RankPair(its_rank, others.ranks, rank, ranks, stage=others.stage, stages=others.count)
             )
         except ValueError as error:
             raise UnlikePagesError(f"the KV layout that {peer} tells {me} can't be read: {error}") from None
@@ -435,7 +437,7 @@ def _lenders(layout: KvLayout, rank: int, ranks: int, others: _Told) -> Iterator
     for lender in range(first, first + copies):
         if lender != rank:
             for producer in paired_ranks(lender, ranks, others.ranks):
-                yield RankPair(producer, others.ranks, lender, ranks, others.stage, others.count)
+                yield RankPair(producer, others.ranks, lender, ranks, stage=others.stage, stages=others.count)
 
 
 def _readers(wire: WireLayout, layout: KvLayout, rank: int) -> frozenset[int]:
