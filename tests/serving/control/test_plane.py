@@ -93,10 +93,10 @@ def test_long_goes_far_and_short_stays(planes: Planes) -> None:
             10_000, plane.prefixes.chains(range(10_000), "", ""), avoid=(long.prefill, long.decode)
         )
         assert {other.prefill, other.decode}.isdisjoint({long.prefill, long.decode})
-        unseen = plane.router.route(77, None)
+        unseen = plane.router.at_decode(77)
         assert (unseen.prefill, unseen.prefill_tokens) == (unseen.decode, 77)
         with pytest.raises(NoDecodeInstanceError):
-            plane.router.route(9, None, avoid=[i.name for i in plane.members.running.current.instances])
+            plane.router.at_decode(9, avoid=[i.name for i in plane.members.running.current.instances])
         with pytest.raises(DeploymentError):
             plane.members.instance("nobody")
         routes = plane.state()["routes"]
