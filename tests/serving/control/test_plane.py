@@ -147,6 +147,28 @@ def test_a_known_prefix_attracts_and_shortens(planes: Planes) -> None:
     planes.run(use)
 
 
+def test_what_cannot_be_split_goes_where_most_of_it_is_held(planes: Planes) -> None:
+    def use(plane: LivePlane) -> None:
+        ids = [range(512), range(1000, 1600)]
+        assert plane.router.at_decode(1112).decode == "home-d0"
+        for first, each in enumerate(ids, start=1):
+            stored: Any = {"hashes": [first], "block_tokens": 256, "token_ids": list(each[:256])}
+            state = StoredBlocks(**stored, group=1, kind="mamba")
+            full = StoredBlocks(**stored, kind="full_attention")
+            plane.prefixes.apply("home-d1", EventBatch(0.0, [state, full]))
+        chains = [plane.prefixes.chains(each, "", "") for each in ids]
+        decision = plane.router.at_decode(1112, chains, reason="batch")
+        assert (decision.prefill, decision.decode, decision.reason) == ("home-d1", "home-d1", "batch")
+        assert (decision.prefill_tokens, decision.reused_tokens, decision.uncached_tokens) == (600, 512, 600)
+        anew = plane.router.at_decode(1112, chains, reuses=False)
+        assert (anew.decode, anew.prefill_tokens, anew.reused_tokens) == ("home-d1", 1112, 0)
+        assert anew.predicted_ttft_s > decision.predicted_ttft_s
+        with plane.waits.decoding("home-d1", 600, 512, answers=50):
+            assert plane.router.at_decode(1112, chains).decode == "home-d0"
+
+    planes.run(use)
+
+
 def test_suspects_get_nothing_and_dead_ones_lose_their_cache(planes: Planes) -> None:
     def use(plane: LivePlane) -> None:
         chains = plane.prefixes.chains(range(10_000), "", "")

@@ -410,11 +410,11 @@ class StandInEngine:
             refusal = "Beam search is not supported by the render endpoint"
         if refusal is not None:
             return web.json_response({"error": {"message": refusal, "code": 400}}, status=400)
-        prompt = chat.get("prompt")
-        is_batch = isinstance(prompt, list) and isinstance(prompt[0], str | list)
-        rendered = [
-            {"token_ids": self._ids(one), "sampling_params": {}, "features": None}
-            for one in ([chat | {"prompt": each} for each in prompt] if is_batch else [chat])
+        prompt, each = chat.get("prompt"), [chat]
+        if isinstance(prompt, list) and isinstance(prompt[0], str | list):
+            each = [chat | {"prompt": one} for one in prompt]
+        rendered: list[dict[str, Any]] = [
+            {"token_ids": self._ids(one), "sampling_params": {}, "features": None} for one in each
         ]
         return web.json_response(rendered if path == "/v1/completions" else rendered[0])
 

@@ -89,6 +89,7 @@ LONG_TEXT = "a" * 600
         ({"prompt": [LONG_TEXT, "b" * 500], "truncate_prompt_tokens": 400}, "batch", 800),
         ({"prompt": LONG_TEXT, "use_beam_search": True, "n": 2}, "beam-search", 600),
         ({"prompt": LONG_TEXT, "n": 1025}, "samples", 600),
+        ({"prompt": [5]}, "single-token", 1),
         ({"prompt": LONG_TEXT, "prompt_logprobs": 1}, "prompt-logprobs", 600),
         ({"prompt": LONG_TEXT, "echo": True, "logprobs": 1}, "prompt-logprobs", 600),
     ],
@@ -110,7 +111,8 @@ def test_what_cannot_be_split_is_routed_by_its_tokens_and_prefix(
         again = route_of(response)
         assert again["decode"] == first["decode"]
         # Prompt logprobs are computed from the first token on, whatever is held.
-        assert (int(again["uncached"]) == num_tokens) is (reason == "prompt-logprobs")
+        from_the_first = reason == "prompt-logprobs" or num_tokens == 1
+        assert (int(again["uncached"]) == num_tokens) is from_the_first
         assert world.plane.own_prefills == [num_tokens, int(again["uncached"])]
         assert world.plane.answers == [fields.get("n", 1) * (2 if reason == "batch" else 1)] * 2
         async with world.admin.get(f"/prfaas/requests/{response.headers['X-Request-Id']}") as page:

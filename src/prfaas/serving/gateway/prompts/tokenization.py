@@ -188,6 +188,9 @@ class Tokenization:
         if longest >= self._max_model_len or longest + _answer_limit(request) > self._max_model_len:
             return DirectPrompt("length")
         whole = "batch" if len(prompts) > 1 else request.whole
+        if longest == 1:
+            # The last token of a prompt is always computed where it is decoded.
+            whole = whole or "single-token"
         if whole is None:
             return await self.hash_blocks(request, prompts[0])
         hashed = [
