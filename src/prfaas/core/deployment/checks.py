@@ -364,9 +364,6 @@ def _ports_of(instance: InstanceSection) -> Iterator[tuple[str, int]]:
         yield "kv_port", instance.kv_port + rank
     if instance.data_parallel is not None:
         yield "kv_port", instance.meeting_port
-    if instance.events_port is not None:
-        yield "events_port", instance.events_port
-        yield "events_port", instance.events_port + 1
     if instance.nixl_port is not None:
         yield "nixl_port", instance.nixl_port
 
@@ -494,9 +491,6 @@ def _pool_ports(file: DeploymentFile) -> Iterator[tuple[Location, str, str, int]
         location, host = ("clusters", c, "pool"), together[0].host
         if space.kv_port is not None:
             yield (*location, "kv_port"), name, host, space.kv_port
-        if space.events_port is not None:
-            yield (*location, "events_port"), name, host, space.events_port
-            yield (*location, "events_port"), name, host, space.events_port + 1
 
 
 def _pools(file: DeploymentFile) -> Iterator[tuple[int, PoolSpace, str, list[InstanceSection]]]:

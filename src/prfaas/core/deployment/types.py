@@ -10,10 +10,9 @@ from pydantic import Field
 
 from prfaas.core.deployment.addresses import (
     EventsEndpoint,
+    events_folder,
     host_in_url,
-    is_loopback,
     local_endpoint,
-    tcp_endpoint,
 )
 from prfaas.core.deployment.engine import EngineConfig, TransferLimits
 from prfaas.core.deployment.field_types import (
@@ -86,8 +85,6 @@ class InstanceSection(Section):
     """Where tensor-parallel rank 0 listens for KV; rank r listens at `kv_port + r`."""
     tensor_parallel: Positive = 1
     """GPUs that it is spread over."""
-    events_port: Annotated[Port | None, GIVEN] = None
-    """Where KV-cache events are published over TCP; left out: over a socket of this machine."""
     nixl_port: Annotated[Port | None, GIVEN] = None
     """Where it tells engines of its cluster how NIXL reaches its memory; left out: it does not."""
     data_parallel: Annotated[Name | None, GIVEN] = None
@@ -327,6 +324,11 @@ class Deployment(Section):
         return self.home / "logs"
 
     @property
+    def events_folder(self) -> Path:
+        """Where engines of this machine publish their KV-cache events; no other user may enter it."""
+        return events_folder(self.home)
+
+    @property
     def instances(self) -> tuple[Instance, ...]:
         """All instances, in the order of the file."""
         return tuple(instance for cluster in self.clusters for instance in cluster.instances)
@@ -520,14 +522,6 @@ class Deployment(Section):
             if any(peer.instance.name == instance.name for peer in self.peers_of(other))
         )
 
-    def events_endpoint(self, holder: Instance | PoolNode) -> EventsEndpoint | None:
-        """Where the KV-cache events of an instance or a pool are published; None if nobody could subscribe to them.
-
-        With `events_port`, over TCP. Without, over sockets of this machine when the holder is on it.
-        """
-        if holder.events_port is not None:
-            return tcp_endpoint(host_in_url(holder.host), holder.events_port)
-        if not is_loopback(holder.host):
-            return None
-        rank = self.ranks_with(holder).index(holder) if isinstance(holder, Instance) else 0
-        return local_endpoint(self.home, holder.name, rank)
+    def events_endpoint(self, instance: Instance) -> EventsEndpoint:
+        """Where an instance publishes its KV-cache events, on its own machine. Its KV port tells them to others."""
+        return local_endpoint(self.home, instance.name, self.ranks_with(instance).index(instance))

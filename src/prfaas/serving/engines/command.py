@@ -182,6 +182,7 @@ def _own_transfer_config(deployment: Deployment, instance: Instance) -> dict[str
             "name": instance.name,
             "kv_host": instance.host,
             "kv_port": instance.kv_port,
+            "events": asdict(deployment.events_endpoint(instance)),
             "key_file": str(deployment.security.key_file),
             "peers": {
                 peer.instance.name: {
@@ -310,14 +311,12 @@ def _ranks(instance: Instance, on_cpu: bool) -> tuple[str, ...]:
 
 def _events(deployment: Deployment, instance: Instance) -> tuple[str, ...]:
     endpoint = deployment.events_endpoint(instance)
-    if endpoint is None:
-        return ()
     endpoint = given_endpoint(endpoint, rank_of(deployment, instance))
     config = {
         "enable_kv_cache_events": True,
         "publisher": "zmq",
-        "endpoint": endpoint.bind_publish,
-        "replay_endpoint": endpoint.bind_replay,
+        "endpoint": endpoint.publish,
+        "replay_endpoint": endpoint.replay,
     }
     return ("--kv-events-config", json.dumps(config))
 

@@ -23,7 +23,7 @@ from prfaas.serving.transport import (
 )
 from prfaas.serving.transport.endpoint import KvEndpoint
 from prfaas.serving.transport.peer_list import PeerList
-from prfaas.serving.transport.requests import CopyOrder
+from prfaas.serving.transport.requests import CopyOrder, FollowOrder, refuse_request
 
 # The geometry is compared in each PULL: a pool listens before its first engine has set it.
 _FINGERPRINT = {"prefix_pool": "v1"}
@@ -53,6 +53,8 @@ class PoolNeighbours:
         limits = deployment.transfer
         sources = pool_sources(deployment, pool)
         self._loop = asyncio.get_running_loop()
+        self.on_follow: Callable[[PeerRequest], None] = refuse_request
+        """Called with a gateway's FOLLOW, in the connection's thread."""
         asked = AskedTransfers()
         block_bytes = deployment.engine.transfer_block_bytes
         staging_bytes = max(deployment.pool.staging_bytes, block_bytes) if sources else block_bytes
@@ -124,6 +126,9 @@ class PoolNeighbours:
         return {"receiver": self._receiver.stats(), "sender": self._sender.stats()}
 
     def _on_request(self, request: PeerRequest) -> None:
+        if isinstance(request.order, FollowOrder):
+            self.on_follow(request)
+            return
         taker = self.copies if isinstance(request.order, CopyOrder) else self.lender
         self._loop.call_soon_threadsafe(partial(taker.take, request))
 

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from prfaas.core.deployment import EngineConfig, PoolSettings, TransferLimits
+from prfaas.core.deployment import EngineConfig, EventsEndpoint, PoolSettings, TransferLimits
 from prfaas.core.kv.rank_shares import paired_ranks
 from prfaas.serving.transport.options import Peer
 from prfaas.serving.transport.peer_list import PeerList, ranked
@@ -52,6 +52,8 @@ class ConnectorSettings:
     """The only instances that may send to this engine, until then."""
     staging_bytes: int
     """Host memory for incoming transfers."""
+    events: EventsEndpoint | None = None
+    """Where the engine publishes its KV-cache events, for rank 0 to tell them on; None: it publishes none."""
     transfer_block_bytes: int = EngineConfig().transfer_block_bytes
     """Unit in which staging is handed out."""
     transfer: TransferLimits = field(default_factory=TransferLimits)
@@ -106,6 +108,8 @@ class ConnectorSettings:
             )
         try:
             fields["peers"] = {name: PeerSettings(**peer) for name, peer in fields["peers"].items()}
+            if "events" in fields:
+                fields["events"] = EventsEndpoint(**fields["events"])
             fields["transfer"] = TransferLimits(**fields.get("transfer", {}))
             fields["pool"] = PoolSettings(**fields.get("pool", {}))
             fields["producers"] = frozenset(fields["producers"])
