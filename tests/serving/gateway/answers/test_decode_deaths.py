@@ -108,6 +108,25 @@ def test_a_stream_is_continued_by_another_engine(
     in_world(body, spare=True)
 
 
+@pytest.mark.parametrize("fault", IN_A_STREAM)
+@pytest.mark.parametrize("chat", [False, True], ids=["completion", "chat"])
+def test_before_the_first_token_any_stream_goes_to_another_engine(
+    in_world: InWorld, fault: str, chat: bool
+) -> None:
+    async def body(world: World) -> None:
+        path = "/v1/chat/completions" if chat else "/v1/completions"
+        asked = (CHAT if chat else {"prompt": LONG}) | {"response_format": {"type": "json_object"}, "seed": 5}
+        _, whole = await stream(world, path, asked)
+        world.decode.dies, world.decode.dies_after = fault, 0
+        headers, events = await stream(world, path, asked)
+        # Not even a role came from the first one.
+        assert {event["id"][-5:] for event in events if event} == {"spare"}
+        assert text_of(events) == text_of(whole) and "decode=spare" in headers["x-prfaas-route"]
+        assert await world.metric("prfaas_gateway_continuations_total{") == 0
+
+    in_world(body, spare=True)
+
+
 def test_an_answer_that_was_complete_but_for_its_end_needs_no_other_engine(in_world: InWorld) -> None:
     async def body(world: World) -> None:
         assert world.spare is not None
