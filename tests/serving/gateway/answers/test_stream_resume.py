@@ -257,13 +257,14 @@ def by_one_engine(
     return told, None
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=300)
 @given(
-    st.lists(st.text("ab", max_size=3), min_size=1, max_size=12),
-    st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3),
+    st.lists(st.text("ab", max_size=3), min_size=4, max_size=12),
+    # With the letter that is in no text, it is never found.
+    st.lists(st.text("abc", min_size=2, max_size=5), min_size=1, max_size=3),
     st.integers(0, 6),
     st.booleans(),
-    st.integers(0, 11),
+    st.integers(0, 4),
 )
 def test_a_stop_string_is_found_as_one_engine_would(
     pieces: list[str], stops: list[str], least: int, includes: bool, seam_at: int
