@@ -17,7 +17,8 @@ import statistics
 import sys
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import repeat
@@ -30,16 +31,24 @@ from rich.table import Table
 
 from prfaas.core.prefix import (
     BlockHasher,
-    Event,
     GlobalIndex,
     PromptChains,
-    RemovedBlocks,
     StoredBlocks,
     decode_batch,
+)
+from prfaas.core.prefix.digests import (
+    EventDigests,
+    HeldEvent,
+    RemovedHashes,
+    StoredDigests,
+    decode_events,
+    encode_events,
+    word_of,
 )
 from prfaas.core.prefix.events import EngineHash
 
 INSTANCES = 64
+SEED = 1
 BLOCK_TOKENS = 16
 EVENT_BLOCKS = 32
 PROMPT_BLOCKS = 256
@@ -72,8 +81,27 @@ class Prompt:
     token_ids: list[int]
     hashes: list[EngineHash]
 
-    def events(self, *, with_states: bool = False) -> list[list[StoredBlocks]]:
-        """One batch per prefill step of 32 blocks."""
+    def told(self, *, with_states: bool = False) -> list[list[StoredDigests]]:
+        """One batch per prefill step of 32 blocks, as it comes to the gateway."""
+        chain = BlockHasher(block_tokens=BLOCK_TOKENS, seed=SEED).hashes(self.token_ids)
+        batches = []
+        for start in range(0, PROMPT_BLOCKS, EVENT_BLOCKS):
+            hashes = [word_of(each) for each in self.hashes[start : start + EVENT_BLOCKS]]
+            stored = StoredDigests(
+                hashes=hashes,
+                digests=list(chain[start : start + EVENT_BLOCKS]),
+                parent=word_of(self.hashes[start - 1]) if start else None,
+                block_tokens=BLOCK_TOKENS,
+                group=1,
+                kind="full_attention",
+                medium="GPU",
+            )
+            state = StoredDigests(hashes=hashes[-1:], block_tokens=BLOCK_TOKENS, group=0, kind="mamba")
+            batches.append([state, stored] if with_states else [stored])
+        return batches
+
+    def events(self) -> list[list[StoredBlocks]]:
+        """The same as the engine publishes it."""
         batches = []
         for start in range(0, PROMPT_BLOCKS, EVENT_BLOCKS):
             hashes = self.hashes[start : start + EVENT_BLOCKS]
@@ -91,11 +119,6 @@ class Prompt:
                     medium="GPU",
                 )
             ]
-            if with_states:
-                state = StoredBlocks(
-                    hashes=hashes[-1:], block_tokens=BLOCK_TOKENS, token_ids=ids, group=0, kind="mamba"
-                )
-                batch.insert(0, state)
             batches.append(batch)
         return batches
 
@@ -140,7 +163,7 @@ def replace_half(index: GlobalIndex, blocks: int) -> None:
     count = blocks // PROMPT_BLOCKS // 2
     leaving, arriving = prompts(count, seed=0), prompts(count, seed=1)
     for (old,) in track(leaving, "replacing", count, console=Console(stderr=True)):
-        index.apply(old.instance, [RemovedBlocks(hashes=old.hashes[::-1], group=1)])
+        index.apply(old.instance, [RemovedHashes([word_of(each) for each in old.hashes[::-1]], group=1)])
         apply_all(index, next(arriving)[0])
 
 
@@ -166,14 +189,14 @@ def measure_memory(blocks: int) -> tuple[GlobalIndex, list[Row]]:
 
 
 def apply_all(index: GlobalIndex, prompt: Prompt, *, with_states: bool = False) -> None:
-    for batch in prompt.events(with_states=with_states):
+    for batch in prompt.told(with_states=with_states):
         index.apply(prompt.instance, batch)
 
 
 def measure_events(index: GlobalIndex, rounds: int = 8, per_round: int = 128) -> list[Row]:
     """Batches with one event of 32 blocks each, into a full index; then their removal."""
-    hasher = BlockHasher(block_tokens=BLOCK_TOKENS, seed=1)
-    decoding, hashing, applying = [], [], []
+    digests: defaultdict[str, EventDigests] = defaultdict(lambda: EventDigests(SEED))
+    digesting, decoding, applying = [], [], []
     removing: list[float] = []
     removing_singly: list[float] = []
     for number in range(rounds):
@@ -184,21 +207,22 @@ def measure_events(index: GlobalIndex, rounds: int = 8, per_round: int = 128) ->
             for batch in prompt.events()
         ]
         count = len(payloads)
-        batches: list[tuple[str, Sequence[Event]]] = []
+        told: list[tuple[str, bytes]] = []
+        batches: list[tuple[str, Sequence[HeldEvent]]] = []
 
-        decoding.append(cpu_s(partial(decode_all, payloads, batches)) / count)
-        hashing.append(cpu_s(partial(hash_all, hasher, batches)) / count)
+        digesting.append(cpu_s(partial(digest_all, digests, payloads, told)) / count)
+        decoding.append(cpu_s(partial(decode_all, told, batches)) / count)
         applying.append(cpu_s(partial(apply_batches, index, batches)) / count)
         singly = number % 2 == 0
         leaving = [(prompt.instance, removals(prompt, singly=singly)) for prompt in some]
         seconds = cpu_s(partial(apply_batches, index, leaving)) / count
         (removing_singly if singly else removing).append(seconds)
-    decode_s, hash_s, apply_s = map(statistics.median, (decoding, hashing, applying))
+    digest_s, decode_s, apply_s = map(statistics.median, (digesting, decoding, applying))
     return [
-        Row("events of 32 blocks: apply", 1 / (apply_s - hash_s), "events/s", 100e3, "114k", "41k"),
-        Row("  decode (msgpack)", 1 / decode_s, "events/s"),
-        Row("  hash the token ids", 1 / hash_s, "events/s"),
-        Row("  decode, hash and apply", 1 / (decode_s + apply_s), "events/s"),
+        Row("events of 32 blocks: apply", 1 / apply_s, "events/s", 100e3, "114k", "41k"),
+        Row("  at the engine: decode, digest and encode", 1 / digest_s, "events/s"),
+        Row("  at the gateway: decode", 1 / decode_s, "events/s"),
+        Row("  all of it", 1 / (digest_s + decode_s + apply_s), "events/s"),
         Row("removals of 32 blocks in one event", 1 / statistics.median(removing), "events/s"),
         Row(
             "removals as vLLM sends them, 1 block each",
@@ -226,29 +250,29 @@ def insert_all(holders: dict[int, int], runs: Sequence[Sequence[int]]) -> None:
             holders.update(zip(run, repeat(1)))
 
 
-def decode_all(payloads: Sequence[tuple[str, bytes]], batches: list[tuple[str, Sequence[Event]]]) -> None:
+def digest_all(
+    digests: Mapping[str, EventDigests], payloads: Sequence[tuple[str, bytes]], told: list[tuple[str, bytes]]
+) -> None:
     for instance, payload in payloads:
-        batches.append((instance, decode_batch(payload).events))
+        told.append((instance, encode_events(digests[instance].of(decode_batch(payload).events))))
 
 
-def hash_all(hasher: BlockHasher, batches: Sequence[tuple[str, Sequence[Event]]]) -> None:
-    for _, events in batches:
-        for event in events:
-            if isinstance(event, StoredBlocks):
-                hasher.hashes(event.token_ids, 1)
+def decode_all(told: Sequence[tuple[str, bytes]], batches: list[tuple[str, Sequence[HeldEvent]]]) -> None:
+    for instance, payload in told:
+        batches.append((instance, decode_events(payload)))
 
 
-def apply_batches(index: GlobalIndex, batches: Sequence[tuple[str, Sequence[Event]]]) -> None:
+def apply_batches(index: GlobalIndex, batches: Sequence[tuple[str, Sequence[HeldEvent]]]) -> None:
     for instance, events in batches:
         index.apply(instance, events)
 
 
-def removals(prompt: Prompt, *, singly: bool) -> list[Event]:
+def removals(prompt: Prompt, *, singly: bool) -> list[HeldEvent]:
     """Tail first, as engines evict."""
-    tail_first = prompt.hashes[::-1]
+    tail_first = [word_of(each) for each in prompt.hashes[::-1]]
     size = 1 if singly else EVENT_BLOCKS
     return [
-        RemovedBlocks(hashes=tail_first[start : start + size], group=1)
+        RemovedHashes(hashes=tail_first[start : start + size], group=1)
         for start in range(0, PROMPT_BLOCKS, size)
     ]
 

@@ -63,8 +63,8 @@ NAMES_BEFORE = {
     "threshold question": "control.thresholds:Thresholds.ask",
 }
 NAMES_NOW = {
-    "event loop": "serving.control.kv_events:EventFeed.run",
-    "event thread": "serving.control.kv_events:EventFeed._receive",
+    "event loop": "serving.control.kv_events:EventFeed._stay",
+    "event thread": "serving.engines.event_relay:EventRelay._run",
     "decision": "serving.control.plane:LivePlane.route",
     "link loop": "serving.control.link_monitor:LinkMonitor.run",
     "threshold loop": "serving.control.thresholds:Thresholds.run",

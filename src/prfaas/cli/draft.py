@@ -13,7 +13,7 @@ from prfaas.core.deployment.model import ModelSource, is_hub_name, made_model, m
 from prfaas.core.units import parse_bits_per_s
 from prfaas.tools.emit.template import rendered, yaml_scalar
 
-_HTTP, _KV, _EVENTS = 8100, 8200, 8600
+_HTTP, _KV = 8100, 8200
 # Ranks of one engine, and so ports between the KV ports of two on one host.
 _MOST_RANKS = 16
 _EVERY_ADDRESS = ("0.0.0.0", "::")
@@ -187,8 +187,6 @@ def _instances(site: DraftSite, on_host: Counter[str]) -> Iterator[str]:
         ]
         if site.gpus > 1:
             fields.append(f"tensor_parallel: {site.gpus}")
-        if not is_loopback(host):
-            fields.append(f"events_port: {_EVENTS + 2 * index}")
         yield ", ".join(fields)
 
 

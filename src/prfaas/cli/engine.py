@@ -42,6 +42,7 @@ def engine(
     from prfaas.serving.engines.preparation import (
         ensure_certificates,
         ensure_dtypes,
+        ensure_events_folder,
         ensure_key,
         ensure_model,
         ensure_nixl,
@@ -70,6 +71,7 @@ def engine(
         ensure_nixl(loaded, [instance])
     ensure_key(loaded)
     ensure_certificates(loaded, [name])
+    ensure_events_folder(loaded)
     end_group_before(loaded, instance, started=[name])
     typer.echo(f"open files: {raise_descriptor_limit():,} at most", err=True)
     os.execve(command.argv[0], command.argv, command.environment())

@@ -39,9 +39,6 @@ async def serve_live(
         AdminTokenError: the operators' token can't be read.
         OSError: an address of the gateway can't be bound.
     """
-    clear = [each.name for each in deployment.instances if each.tls and each.events_port is not None]
-    if clear:
-        logger.warning("KV-cache events, which hold token ids, come unencrypted from %s", ", ".join(clear))
     kv_model = kv_model_of(deployment)
     registry = CollectorRegistry()
     tls = identity_of(deployment, GATEWAY)

@@ -40,6 +40,19 @@ def create_token(path: Path) -> None:
         raise AdminTokenError(f"token file {path} cannot be written: {error.strerror}") from None
 
 
+def make_private_folder(path: Path) -> None:
+    """Make a folder that only this process's user can enter, unless it is there.
+
+    Raises:
+        PermissionError: it is another user's, or others can enter it.
+        OSError: it can't be made.
+    """
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise PermissionError(f"{path} must be a folder of this user alone; `chmod 700` it, or remove it")
+
+
 class TraceHeadersError(ValueError):
     """The file of headers for a collector is missing, unreadable, open to all, or holds a line that is no header."""
 

@@ -16,7 +16,7 @@ from prfaas.core.deployment.section import FieldFacts, docs_of, fields_of
 from prfaas.core.units import format_bytes
 
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "deployment-file.md"
-_PORTS = ("port", "http_port", "kv_port", "events_port", "nixl_port")
+_PORTS = ("port", "http_port", "kv_port", "nixl_port")
 _TABLE = re.compile(r"<!-- fields of (\w+)(?: as ([\w.]+))? -->\n\n(?:\|.*\n)*")
 
 

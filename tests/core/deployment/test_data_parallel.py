@@ -22,7 +22,7 @@ def loaded(tmp_path: Path, *changes: tuple[str, str]) -> Deployment:
 
 def rank_1(old: str, new: str) -> tuple[str, str]:
     """A change of home-1's second line."""
-    line = f"{RANK_1}, host: 198.51.100.11, http_port: 8100, kv_port: 8200, events_port: 8300,\n         "
+    line = f"{RANK_1}, host: 198.51.100.11, http_port: 8100, kv_port: 8200,\n         "
     fields = "tensor_parallel: 8, data_parallel: moe-a, expert_parallel: true}"
     assert old in fields
     return line + fields, line + fields.replace(old, new)
@@ -75,16 +75,12 @@ def test_the_place_where_ranks_meet_is_a_port(tmp_path: Path) -> None:
 
 
 def test_every_rank_s_local_events_have_a_place_of_their_own(tmp_path: Path) -> None:
-    hosts = [
-        (f"198.51.100.{number}, http_port: 8100, kv_port: 8200, events_port: 8300", number)
-        for number in (10, 11)
-    ]
+    hosts = [(f"198.51.100.{number}, http_port: 8100, kv_port: 8200", number) for number in (10, 11)]
     changes = [(old, f"127.0.0.1, http_port: {8100 + n}, kv_port: {7000 + 20 * n}") for old, n in hosts]
     deployment = loaded(tmp_path, *changes)
     first, second = (deployment.events_endpoint(deployment.instance(name)) for name in ("home-0", "home-1"))
-    assert first is not None and second is not None
-    assert first.publish.endswith("-home-0") and second.publish.endswith("-home-1-inproc_dp1")
-    assert second.replay.endswith("-home-1-replay-inproc_dp1")
+    assert first.publish.endswith("/inproc-home-0") and second.publish.endswith("/inproc-home-1_dp1")
+    assert second.replay.endswith("/inproc-home-1-replay_dp1")
 
 
 def test_ranks_are_open_to_each_other(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Reading deployment files: what a good one says, and where a bad one is wrong."""
 
 import re
+import socket
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prfaas.core.deployment import Deployment, DeploymentError, ModelSource, load_deployment
+from prfaas.core.deployment.addresses import local_endpoint
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "local.yaml"
 
@@ -88,7 +90,7 @@ def test_who_may_send_to_whom(tmp_path: Path) -> None:
 
     def peers(name: str) -> list[tuple[str, str, float | None]]:
         return [
-            (peer.instance.name, peer.link, peer.bandwidth_bits_per_s)
+            (peer.instance.name, peer.path.link, peer.path.bandwidth_bits_per_s)
             for peer in deployment.peers_of(deployment.instance(name))
         ]
 
@@ -96,9 +98,9 @@ def test_who_may_send_to_whom(tmp_path: Path) -> None:
     assert peers("home-0") == [("home-1", "home", None)]
     # Roles change: whoever decodes at the start may prefill later, but isn't connected before.
     assert peers("home-1") == [("home-0", "home", None)]
-    on_demand = [peer.on_demand for peer in deployment.peers_of(deployment.instance("home-1"))]
+    on_demand = [peer.path.on_demand for peer in deployment.peers_of(deployment.instance("home-1"))]
     assert on_demand == [True]
-    assert not any(peer.on_demand for peer in deployment.peers_of(deployment.instance("east-0")))
+    assert not any(peer.path.on_demand for peer in deployment.peers_of(deployment.instance("east-0")))
     for instance in deployment.instances:
         for peer in deployment.peers_of(instance):
             assert instance in deployment.producers_for(peer.instance)
@@ -171,9 +173,9 @@ BAD = {
         replaced("hardware: h200", "hardware: h200\n    profile: warp-drive"),
         "10: clusters[0].profile: ",
     ),
-    "events port in use": (
-        replaced("kv_port: 8200", "kv_port: 8200\n        events_port: 8202"),
-        "events_port: 8202 is already used by",
+    "a port for events": (
+        replaced("kv_port: 8200", "kv_port: 8200\n        events_port: 8300"),
+        "events_port",
     ),
     "preemptible decoding": (
         replaced("hardware: h20\n", "hardware: h20\n    preemptible: true\n"),
@@ -516,7 +518,7 @@ def test_a_way_back_is_for_prefixes(tmp_path: Path) -> None:
     back = "  - {source: home, target: east, bandwidth: 1 Gbit/s}\nrouting:"
     deployment = load(tmp_path, replaced("routing:", back))
     peers = deployment.peers_of(deployment.instance("home-0"))
-    assert [(peer.instance.name, peer.link, peer.on_demand) for peer in peers] == [
+    assert [(peer.instance.name, peer.path.link, peer.path.on_demand) for peer in peers] == [
         ("east-0", "home->east", True),
         ("home-1", "home", False),
     ]
@@ -524,18 +526,28 @@ def test_a_way_back_is_for_prefixes(tmp_path: Path) -> None:
 
 
 def test_where_events_are_published(tmp_path: Path) -> None:
-    far = load(tmp_path, GOOD)
-    assert far.events_endpoint(far.instance("east-0")) is None
-    over_tcp = load(tmp_path, replaced("kv_port: 8200", "kv_port: 8200\n        events_port: 8300"))
-    endpoint = over_tcp.events_endpoint(over_tcp.instance("east-0"))
-    assert endpoint is not None
-    assert (endpoint.bind_publish, endpoint.publish) == ("tcp://*:8300", "tcp://10.0.0.1:8300")
-    assert (endpoint.bind_replay, endpoint.replay) == ("tcp://*:8301", "tcp://10.0.0.1:8301")
     here = load_deployment(EXAMPLE, state_dir=tmp_path)
     endpoints = [here.events_endpoint(instance) for instance in here.instances]
-    addresses = {e.publish for e in endpoints if e} | {e.replay for e in endpoints if e}
+    addresses = {each.publish for each in endpoints} | {each.replay for each in endpoints}
     assert len(addresses) == 2 * len(here.instances)
-    assert all(address.startswith("ipc://@prfaas-") and len(address) < 107 for address in addresses)
+    assert all(address.startswith(f"ipc://{here.events_folder}/inproc-") for address in addresses)
+
+
+@pytest.mark.parametrize("length", [1, 40, 70, 90, 200])
+def test_sockets_of_events_have_room_for_later_ranks(tmp_path: Path, length: int) -> None:
+    state_dir = tmp_path / ("s" * length)
+    here = load_deployment(EXAMPLE, state_dir=state_dir)
+    assert (here.events_folder == here.home / "events") is (len(str(here.home / "events")) < 79)
+    names = [local_endpoint(here.home, name) for name in ("a" * 63, "b" * 63, "home-0")]
+    replays = {endpoint.replay.removeprefix("ipc://") for endpoint in names}
+    assert len(replays) == 3
+    for replay in replays:
+        Path(replay).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with socket.socket(socket.AF_UNIX) as bound:
+            bound.bind(f"{replay}_dp999")
+        Path(f"{replay}_dp999").unlink()
+    if here.events_folder != here.home / "events":
+        here.events_folder.rmdir()
 
 
 def test_what_the_scheduler_is_told(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ clusters:
   - name: east
     kind: prfaas
     hardware: h200
-    pool: {memory: 272 GiB, ssd: 4 TiB, path: /nvme/prefixes, kv_port: 8300, events_port: 8310}
+    pool: {memory: 272 GiB, ssd: 4 TiB, path: /nvme/prefixes, kv_port: 8300}
     instances:
       - {name: east-0, roles: [prefill], host: 10.0.0.1, http_port: 8100, kv_port: 8200, tensor_parallel: 2}
       - {name: east-1, roles: [prefill], host: 10.0.0.1, http_port: 8101, kv_port: 8202, tensor_parallel: 2}
@@ -48,7 +48,7 @@ def test_every_machine_of_a_cluster_has_a_pool(tmp_path: Path) -> None:
     assert (second.name, second.host, second.instances) == ("east-pool-1", "10.0.0.2", ("east-2",))
     # One machine under two names.
     assert (home.name, home.host, home.instances) == ("home-pool", "localhost", ("home-0", "home-1"))
-    assert (first.kv_port, first.events_port, home.kv_port, home.events_port) == (8300, 8310, 8400, None)
+    assert (first.kv_port, home.kv_port) == (8300, 8400)
     assert load(tmp_path, GOOD.replace("memory: 1 GiB", "memory: 1 GiB, ssd: 0")).pools[2].ssd_bytes == 0
     assert (first.memory_bytes, first.ssd_bytes, home.ssd_bytes) == (272 << 30, 4 << 40, 0)
     assert first.path == Path("/nvme/prefixes/site/east-pool-0")
@@ -75,14 +75,6 @@ def test_who_uses_which_pool(tmp_path: Path) -> None:
         DeploymentError, match='has no pool "home-0"; it has east-pool-0, east-pool-1, home-pool'
     ):
         deployment.pool_named("home-0")
-
-
-def test_where_pools_publish_what_they_hold(tmp_path: Path) -> None:
-    deployment = load(tmp_path, GOOD)
-    east, home = (deployment.events_endpoint(deployment.pool_named(n)) for n in ("east-pool-0", "home-pool"))
-    assert east is not None and home is not None
-    assert (east.publish, east.replay) == ("tcp://10.0.0.1:8310", "tcp://10.0.0.1:8311")
-    assert home.publish.startswith("ipc://@prfaas-") and home.publish.endswith("-home-pool")
 
 
 def test_settings_of_all_pools(tmp_path: Path) -> None:
@@ -114,7 +106,6 @@ BAD = {
     "an engine's port": ("8400", "8602", 'pool.kv_port: 8602 is already used by instance "home-1"; give'),
     "an engine's rank": ("8300", "8203", '[0].pool.kv_port: 8203 is already used by instance "east-1"'),
     "the gateway's port": ("8400", "8000", "[1].pool.kv_port: 8000 is already used by the gateway; give"),
-    "its own port": ("8310", "8299", '[0].pool.events_port: 8300 is already used by pool "east-pool-0"'),
     "stand-ins": (
         "hardware: h20\n    pool",
         "hardware: synthetic\n    pool",

@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.core.pool.pool_model import BLOCK, Prompt, geometry, held, prompts
+from tests.core.prefix.digested import HearingIndex
 
 from prfaas.core.pool.announced import AnnouncedPages, Medium, block_hash
 from prfaas.core.pool.geometry import PageIdentity
-from prfaas.core.prefix import NOTHING, GlobalIndex, RemovedBlocks, StoredBlocks
+from prfaas.core.prefix import NOTHING, RemovedBlocks, StoredBlocks
 from prfaas.core.prefix.events import Event, EventBatch, decode_batch
 
 
@@ -23,7 +24,7 @@ class Follower:
     """An index with the pool under two names."""
 
     def __init__(self, pages: AnnouncedPages) -> None:
-        self.index = GlobalIndex(needs_states=True, needs_windows=True)
+        self.index = HearingIndex(needs_states=True, needs_windows=True)
         self.apply(pages.beginning())
 
     def apply(self, events: list[Event]) -> None:

@@ -4,10 +4,10 @@ from typing import Any
 
 import msgspec
 import pytest
+from tests.core.prefix.digested import HearingIndex
 
 from prfaas.core.prefix import (
     Cleared,
-    GlobalIndex,
     MalformedEventsError,
     PrefixHit,
     RemovedBlocks,
@@ -31,13 +31,13 @@ def encode(*events: object) -> bytes:
     return msgspec.msgpack.encode([12.5, list(events), 1])
 
 
-def index_of(*events: dict[str, Any]) -> GlobalIndex:
-    index = GlobalIndex()
+def index_of(*events: dict[str, Any]) -> HearingIndex:
+    index = HearingIndex()
     index.apply("a", decode_batch(encode(*events)).events)
     return index
 
 
-def held(index: GlobalIndex, token_ids: list[int], salt: str = "", adapter: str = "") -> PrefixHit:
+def held(index: HearingIndex, token_ids: list[int], salt: str = "", adapter: str = "") -> PrefixHit:
     return index.match(index.chains(token_ids, salt, adapter)).get("a", PrefixHit(0, 0))
 
 
@@ -194,7 +194,7 @@ def test_before_the_first_state_nothing_is_reusable_where_the_model_needs_states
         {"needs_windows": True},
         {"needs_states": True, "needs_windows": True},
     ):
-        index = GlobalIndex(**needs)
+        index = HearingIndex(**needs)
         index.apply("a", events)
         assert held(index, [1, 2, 3, 4, 5]) == PrefixHit(0, 4)
 
@@ -236,7 +236,7 @@ def test_a_state_counts_for_its_own_instance_only() -> None:
 
 
 def test_a_full_index_refuses_what_is_new_and_takes_it_when_there_is_room() -> None:
-    index = GlobalIndex(capacity_blocks=1)
+    index = HearingIndex(capacity_blocks=1)
     index.apply("a", decode_batch(encode(STORED)).events)
     assert held(index, [1, 2, 3, 4, 5]) == PrefixHit(2, 2)
     assert index.stats().refused == 1
@@ -244,7 +244,7 @@ def test_a_full_index_refuses_what_is_new_and_takes_it_when_there_is_room() -> N
     index.apply("b", decode_batch(encode(STORED)).events)
     assert index.blocks("b") == 1
     with pytest.raises(ValueError, match="capacity_blocks"):
-        GlobalIndex(capacity_blocks=0)
+        HearingIndex(capacity_blocks=0)
 
 
 @pytest.mark.parametrize(

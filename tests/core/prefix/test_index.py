@@ -1,15 +1,16 @@
 """The index against a reference model of engines: it never claims what they don't hold, and misses nothing."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from random import Random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.core.prefix.digested import HearingIndex
 from tests.core.prefix.engine_model import Batch, EngineModel, Holdings, Prefix, Shape
 
-from prfaas.core.prefix import GlobalIndex, PrefixHit, SequenceGuard, decode_batch
+from prfaas.core.prefix import PrefixHit, decode_batch
 
 SHAPES = {
     "dense": Shape(),
@@ -31,33 +32,24 @@ ENGINES = 3
 class Follower:
     """Applies an engine's batches to the index as a reader would, without a replay: a gap costs the holdings."""
 
-    index: GlobalIndex
+    index: HearingIndex
     name: str
-    guard: SequenceGuard = field(default_factory=SequenceGuard)
+    next: int = 0
     seen: Holdings | None = None
     process: int = 0
 
     def hear_anything(self, batch: Batch) -> None:
-        """Of a new process whose first batches are lost the connection tells, and nothing of the old one follows."""
-        if batch.process > self.process and batch.sequence > 0:
-            self.index.drop(self.name)
-            self.guard = SequenceGuard()
+        """Late batches of an old process are none of this connection."""
         if batch.process >= self.process:
-            self.process = batch.process
             self.hear(batch)
 
     def hear(self, batch: Batch) -> None:
-        offer = self.guard.offer(batch.sequence, batch.at_s)
-        if offer == "duplicate":
-            return
-        if offer == "restart":
+        if batch.process > self.process or batch.sequence > self.next:
+            # The connection tells of a new process.
             self.index.drop(self.name)
-            self.hear(batch)
-        elif offer != "apply":
-            self.index.drop(self.name)
-            self.guard.skip_to(batch.sequence)
-            self.hear(batch)
-        else:
+            self.process, self.next = batch.process, batch.sequence
+        if batch.sequence == self.next:
+            self.next += 1
             self.index.apply(self.name, decode_batch(batch.payload).events)
             self.seen = batch.after
 
@@ -73,7 +65,7 @@ class Follower:
 class World:
     """Engines that serve a few prompts with common prefixes, and an index that hears of it."""
 
-    def __init__(self, shapes: list[Shape], seed: int, index: GlobalIndex) -> None:
+    def __init__(self, shapes: list[Shape], seed: int, index: HearingIndex) -> None:
         self.random = Random(seed)
         self.index = index
         self.engines = [EngineModel(shape, self.random) for shape in shapes]
@@ -119,8 +111,8 @@ class World:
                 engine.restart()
 
 
-def new_index(shape: Shape, capacity_blocks: int = 1000) -> GlobalIndex:
-    return GlobalIndex(
+def new_index(shape: Shape, capacity_blocks: int = 1000) -> HearingIndex:
+    return HearingIndex(
         seed=3,
         capacity_blocks=capacity_blocks,
         needs_states=shape.linear_groups > 0,
@@ -183,7 +175,7 @@ def test_whatever_is_lost_doubled_or_late_nothing_is_claimed_that_an_engine_does
 @given(SEEDS)
 def test_engines_with_other_blocks_and_groups_live_side_by_side(seed: int) -> None:
     shapes = [Shape(block_tokens=2), Shape(block_tokens=3), Shape(block_tokens=3, windows=(4,))]
-    world = World(shapes, seed, GlobalIndex())
+    world = World(shapes, seed, HearingIndex())
     for place, batch in world.run(60):
         follower = world.followers[place]
         follower.hear(batch)
@@ -208,7 +200,7 @@ def test_after_everybody_has_left_nothing_is_kept(seed: int) -> None:
     # Nothing of them is left in the numbers that the next ones get either.
     for engine, follower in zip(world.engines, world.followers, strict=True):
         engine.restart()
-        follower.guard, follower.seen = SequenceGuard(), None
+        follower.next, follower.seen = 0, None
         engine.serve(world.prompts[0])
         engine.end_step()
         for batch in engine.take():

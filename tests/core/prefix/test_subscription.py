@@ -116,15 +116,6 @@ def test_a_gap_the_replay_cannot_fill_drops() -> None:
     assert (reader.applied, reader.drops) == ([3], ["unanswered"])
 
 
-def test_a_new_process_drops_and_is_asked_for_its_beginning() -> None:
-    reader = started()
-    reader.replay(0, 1, 2)
-    reader.live(1, process=1)
-    assert (reader.applied, reader.drops, reader.asked) == ([], ["restart"], 0)
-    reader.replay(0, 1, process=1)
-    assert reader.applied == [1000, 1001]
-
-
 def test_being_told_of_a_restart() -> None:
     reader = started()
     reader.replay(0, 1)

@@ -1,6 +1,7 @@
 """An engine's KV event publisher and replay endpoint, in this process, in vLLM's format."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -19,9 +20,10 @@ class Publisher:
         # A test that fails must not wait for what nobody will receive.
         self._context.linger = 0
         self._publish = self._context.socket(zmq.PUB)
-        self._publish.bind(endpoint.bind_publish)
+        Path(endpoint.publish.removeprefix("ipc://")).parent.mkdir(0o700, parents=True, exist_ok=True)
+        self._publish.bind(endpoint.publish)
         self._replay = self._context.socket(zmq.ROUTER)
-        self._replay.bind(endpoint.bind_replay)
+        self._replay.bind(endpoint.replay)
         self._process = process
         self.kept: list[tuple[int, bytes]] = []
         self._next = 0

@@ -89,7 +89,7 @@ def test_only_what_is_read_is_told(tmp_path: Path) -> None:
     assert read_exposition(text) == read_exposition(again) == read_exposition(WHOLE)
     reading = read_exposition(text)
     assert (reading.running, reading.prefix_queries, reading.token_gaps_s) == (3, 70, 0.5)
-    assert (reading.cache_tokens, reading.started_at_s) == (160, 5.0)
+    assert (reading.cache_blocks, reading.started_at_s) == (10, 5.0)
     assert b"_bucket" not in text and b"time_to_first" not in text
 
 

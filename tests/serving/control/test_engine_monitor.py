@@ -31,11 +31,11 @@ vllm:kv_cache_usage_perc{engine="1"} NaN
 
 def test_the_series_that_matter() -> None:
     assert read_exposition(TEXT) == EngineReading(
-        5, 4, 0.25, 1000.0, 250.0, 2.5, 100.0, 640.0, 10.0, 1.7e9, 16, 16_000, 1000
+        5, 4, 0.25, 1000.0, 250.0, 2.5, 100.0, 640.0, 10.0, 1.7e9, 1000
     )
 
 
-ABSENT = EngineReading(0, 0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, None, None, None)
+ABSENT = EngineReading(0, 0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, None, None)
 RUNNING = b"vllm:num_requests_running"
 NUMBERS = (
     st.floats().map(repr) | st.integers().map(str) | st.sampled_from(["1e308", "-1e308", "", "1_0", "NaN"])
@@ -81,12 +81,7 @@ def test_sizes_of_a_cache_are_bounded(size: str) -> None:
         f'vllm:cache_config_info{{block_size="16",num_gpu_blocks="{size}"}} 1.0'.encode()
     )
     is_size = size.isdigit() and len(size) < 20 and 0 < int(size) <= 2**40
-    assert reading == dataclasses.replace(
-        ABSENT,
-        block_tokens=16,
-        cache_tokens=min(16 * int(size), 2**40) if is_size else None,
-        cache_blocks=int(size) if is_size else None,
-    )
+    assert reading == dataclasses.replace(ABSENT, cache_blocks=int(size) if is_size else None)
 
 
 def all_finite(reading: EngineReading) -> bool:

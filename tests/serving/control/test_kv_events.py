@@ -1,37 +1,47 @@
-"""Events over real sockets: from the beginning, through gaps and restarts, into the index, without a thread left."""
+"""Events from an engine's sockets through its relay into the index: from the beginning, through gaps and restarts."""
 
 import asyncio
+import base64
+import contextlib
+import re
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 import pytest
 
-from prfaas.core.deployment import Deployment, EventsEndpoint
+from prfaas.core.deployment import Deployment
 from prfaas.core.prefix import GlobalIndex
-from prfaas.core.prefix.events import Cleared, EventBatch
+from prfaas.core.prefix.digests import HeldEvent
+from prfaas.core.prefix.events import Cleared
 from prfaas.serving.control.kv_events import EventFeed
+from prfaas.serving.engines.event_relay import EventRelay
+from prfaas.serving.transport import event_log
 
 from .publisher import Publisher, stored
+from .relay_port import RelayPort
 
 NAMES = ("home-d0", "home-d1")
+SEED = 1
 
 
 class Fed:
     """A feed into an index, and everything that was dropped."""
 
     def __init__(self, deployment: Deployment) -> None:
-        self.index = GlobalIndex(seed=1)
+        self.index = GlobalIndex(seed=SEED)
         self.drops: list[tuple[str, str]] = []
         self.batches: list[str] = []
-        self.endpoints = {name: endpoint_of(deployment, name) for name in NAMES}
-        self.feed = EventFeed(self.endpoints, apply=self.apply, drop=self.drop)
+        self.endpoints = {name: deployment.events_endpoint(deployment.instance(name)) for name in NAMES}
+        self.relays = {name: EventRelay(name, endpoint, SEED) for name, endpoint in self.endpoints.items()}
+        self.ports = {name: RelayPort(relay.take) for name, relay in self.relays.items()}
+        self.feed = EventFeed(NAMES, self.ports.get, apply=self.apply, drop=self.drop)
 
-    def apply(self, name: str, batch: EventBatch) -> None:
+    def apply(self, name: str, events: Sequence[HeldEvent]) -> None:
         self.batches.append(name)
-        if any(isinstance(event, Cleared) for event in batch.events):
+        if any(isinstance(event, Cleared) for event in events):
             raise ValueError("stands for any event that the index chokes on")
-        self.index.apply(name, batch.events)
+        self.index.apply(name, events)
 
     def drop(self, name: str, reason: str) -> None:
         self.drops.append((name, reason))
@@ -42,21 +52,20 @@ class Fed:
         return held.attention_tokens if held is not None else 0
 
 
-def endpoint_of(deployment: Deployment, name: str) -> EventsEndpoint:
-    endpoint = deployment.events_endpoint(deployment.instance(name))
-    assert endpoint is not None
-    return endpoint
-
-
 @asynccontextmanager
 async def running(fed: Fed) -> AsyncIterator[None]:
+    for relay in fed.relays.values():
+        relay.start()
     task = asyncio.create_task(fed.feed.run())
     try:
         yield
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-    assert not any(thread.name == "prfaas-kv-events" for thread in threading.enumerate())
+        for relay in fed.relays.values():
+            relay.close()
+    assert len(asyncio.all_tasks()) == 1
+    assert not any(thread.name.startswith("prfaas-events") for thread in threading.enumerate())
 
 
 async def until(condition: Callable[[], bool], *publishers: Publisher) -> None:
@@ -78,8 +87,7 @@ def test_a_late_start_learns_what_happened_before(deployment: Deployment) -> Non
             await until(lambda: fed.held("home-d0") == 64, publisher)
             publisher.step({"type": "BlockRemoved", "block_hashes": [4], "group_idx": 0})
             await until(lambda: fed.held("home-d0") == 48, publisher)
-            assert fed.feed.state_of("home-d0", 0.0)["events"]["sequence"] == 2
-            assert fed.feed.state_of("home-d1", 0.0)["events"]["sequence"] is None
+            assert fed.relays["home-d0"].state()["batches"] == 3
 
     asyncio.run(main())
     publisher.close()
@@ -113,7 +121,7 @@ def test_a_lost_batch_is_replayed(deployment: Deployment) -> None:
             publisher.step(stored(range(16, 32), [2], parent=1), lost=True)
             publisher.step(stored(range(32, 48), [3], parent=2))
             await until(lambda: fed.held("home-d0") == 48, publisher)
-            assert fed.feed.state_of("home-d0", 0.0)["events"]["gaps"] == 1
+            assert fed.relays["home-d0"].state()["gaps"] == 1
 
     asyncio.run(main())
     publisher.close()
@@ -152,7 +160,7 @@ def test_a_restarted_engine_holds_only_what_it_says(deployment: Deployment, told
             second = Publisher(fed.endpoints["home-d0"], process=1)
             second.step(stored(range(16), [7]))
             if told:
-                fed.feed.reset("home-d0", "died")
+                fed.feed.lost("home-d0")
             # Whatever it published before it was heard is found out with the next step.
             async with asyncio.timeout(120):
                 while fed.held("home-d0") != 16:
@@ -180,7 +188,7 @@ def test_what_cannot_be_read_is_a_gap(deployment: Deployment) -> None:
             publisher.step(stored(range(16), [5]))
             await until(lambda: ("home-d0", "gap") in fed.drops, publisher)
             await until(lambda: fed.held("home-d0") == 16, publisher)
-            assert fed.feed.state_of("home-d0", 0.0)["events"]["malformed"] >= 1
+            assert fed.relays["home-d0"].state()["malformed"] >= 1
 
     asyncio.run(main())
     publisher.close()
@@ -223,24 +231,95 @@ def test_many_batches_leave_the_loop_time_between(deployment: Deployment) -> Non
     assert fed.batches == ["home-d0"] * 500
 
 
-def test_nobody_to_hear_costs_no_core(deployment: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A poller without sockets returns at once: it must not be asked again and again."""
-    rounds = 0
-    follow = EventFeed._follow
-
-    def counted(feed: EventFeed, *args: object) -> None:
-        nonlocal rounds
-        rounds += 1
-        follow(feed, *args)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(EventFeed, "_follow", counted)
+def test_a_lost_connection_goes_on_where_it_broke(deployment: Deployment) -> None:
     fed = Fed(deployment)
-    for name in NAMES:
-        fed.feed.leave(name)
+    publisher = Publisher(fed.endpoints["home-d0"])
+    publisher.step(stored(range(16), [1]))
 
     async def main() -> None:
         async with running(fed):
-            await asyncio.sleep(0.5)
+            await until(lambda: fed.held("home-d0") == 16, publisher)
+            fed.ports["home-d0"].lose()
+            publisher.step(stored(range(16, 32), [2], parent=1))
+            await until(lambda: fed.relays["home-d0"].state()["batches"] == 2, publisher)
+            fed.ports["home-d0"].take = fed.relays["home-d0"].take
+            await until(lambda: fed.held("home-d0") == 32, publisher)
 
     asyncio.run(main())
-    assert 1 <= rounds <= 10
+    publisher.close()
+    assert (fed.drops, fed.batches) == ([], ["home-d0"] * 2)
+    told = fed.feed.state_of("home-d0", 0.0)["events"]
+    assert (told["gaps"], told["replays"], told["resyncs"]) == (1, 1, 0)
+
+
+def test_who_is_gone_holds_nothing_until_it_is_back(deployment: Deployment) -> None:
+    fed = Fed(deployment)
+    publisher = Publisher(fed.endpoints["home-d0"])
+    publisher.step(stored(range(16), [1]))
+
+    async def main() -> None:
+        async with running(fed):
+            await until(lambda: fed.held("home-d0") == 16, publisher)
+            fed.ports["home-d0"].lose()
+            await until(lambda: fed.drops == [("home-d0", "disconnected")])
+            assert fed.held("home-d0") == 0
+            fed.ports["home-d0"].take = fed.relays["home-d0"].take
+            await until(lambda: fed.held("home-d0") == 16, publisher)
+
+    asyncio.run(main())
+    publisher.close()
+    assert fed.drops == [("home-d0", "disconnected")]
+
+
+def test_batches_that_are_no_longer_kept_are_a_gap(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(event_log, "KEPT_BATCHES", 2)
+    fed = Fed(deployment)
+    publisher = Publisher(fed.endpoints["home-d0"])
+    publisher.step(stored(range(16), [1]))
+
+    async def main() -> None:
+        async with running(fed):
+            await until(lambda: fed.held("home-d0") == 16, publisher)
+            fed.ports["home-d0"].lose()
+            for number in range(2, 6):
+                publisher.step(stored(range(100 * number, 100 * number + 16), [number]))
+            await until(lambda: fed.relays["home-d0"].state()["batches"] == 5, publisher)
+            fed.ports["home-d0"].take = fed.relays["home-d0"].take
+            await until(lambda: fed.index.blocks("home-d0") == 2, publisher)
+
+    asyncio.run(main())
+    publisher.close()
+    assert fed.drops == [("home-d0", "gap")] and fed.held("home-d0") == 0
+    assert fed.feed.state_of("home-d0", 0.0)["events"]["resyncs"] == 1
+
+
+def test_neither_token_ids_nor_salts_leave_the_relay(deployment: Deployment) -> None:
+    """The same search finds them in what the engine publishes."""
+    fed = Fed(deployment)
+    publisher = Publisher(fed.endpoints["home-d0"])
+    ids = [(1 << 20) + number for number in range(16)]
+    event = stored(ids, [1]) | {"extra_keys": [["salt-of-a-tenant"]], "lora_name": None}
+    publisher.step(event)
+
+    async def main() -> None:
+        async with running(fed):
+            await until(lambda: fed.index.blocks("home-d0") == 1, publisher)
+
+    asyncio.run(main())
+    publisher.close()
+
+    def found(data: bytes) -> set[str]:
+        texts = [data]
+        for frame in re.findall(rb'"([A-Za-z0-9+/]+=*)"', data):
+            with contextlib.suppress(ValueError):
+                texts.append(base64.b64decode(frame, validate=True))
+        told = b"".join(texts)
+        secrets = {f"id {each}": each.to_bytes(3, "big") for each in ids} | {"salt": b"salt-of-a-tenant"}
+        return {name for name, secret in secrets.items() if secret in told}
+
+    assert len(found(publisher.kept[0][1])) == 17
+    assert fed.ports["home-d0"].frames and not found(b"".join(fed.ports["home-d0"].frames))
+    chains = fed.index.chains([*ids, 0], "salt-of-a-tenant")
+    assert fed.index.match(chains)["home-d0"].attention_tokens == 16

@@ -12,7 +12,9 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from prfaas.core.deployment import AppliedDeployment, Deployment, DeploymentError, Instance
-from prfaas.core.prefix.events import EventBatch, StoredBlocks
+from prfaas.core.prefix.digests import EventDigests
+from prfaas.core.prefix.events import StoredBlocks
+from prfaas.core.prefix.hashing import seed_of
 from prfaas.core.scheduling import NoDecodeInstanceError, Route, make_policy
 from prfaas.serving.control.engine_http import EngineHttp
 from prfaas.serving.control.engine_monitor import EngineMonitor
@@ -22,8 +24,10 @@ from prfaas.serving.control.kv_events import EventFeed
 from prfaas.serving.control.plane import GaugeWriter, LivePlane
 from prfaas.serving.control.planning_inputs import kv_model_of, policy_of
 from prfaas.serving.control.role_allocation import RoleAllocation
+from prfaas.serving.engines.event_relay import EventRelay
 
 from .publisher import Publisher, stored
+from .relay_port import RelayPort
 from .world import (
     FILE,
     LINK,
@@ -137,7 +141,7 @@ def test_a_known_prefix_attracts_and_shortens(planes: Planes) -> None:
         state = StoredBlocks(
             hashes=[36], block_tokens=256, token_ids=list(range(9216)), group=1, kind="mamba"
         )
-        plane.prefixes.apply("home-p1", EventBatch(0.0, [state, full]))
+        plane.prefixes.apply("home-p1", EventDigests(seed_of(plane.members.key)).of([state, full]))
         decision = plane.router.route(10_000, plane.prefixes.chains(ids, "", ""))
         assert (decision.prefill, decision.uncached_tokens) == ("home-p1", 10_000 - 9216)
         assert plane.router.route(10_000, plane.prefixes.chains(ids, "tenant", "")).prefill != "home-p1"
@@ -244,7 +248,7 @@ def test_missing_prefixes_are_decided_to_be_copied(tmp_path: Path, clock: FakeCl
             hashes=hashes, block_tokens=256, token_ids=list(range(2048)), kind="full_attention"
         )
         state = StoredBlocks(hashes=[8], block_tokens=256, token_ids=list(range(2048)), group=1, kind="mamba")
-        plane.prefixes.apply("home-pool", EventBatch(0.0, [state, full]))
+        plane.prefixes.apply("home-pool", EventDigests(seed_of(plane.members.key)).of([state, full]))
         planes.clock.now_s += 20  # so that no cache crosses a link on demand
         for tail in range(6):
             decision = plane.router.route(
@@ -386,11 +390,13 @@ def test_runs_and_ends_with_nothing_left(planes: Planes, http: str | None) -> No
             http=planes.http if http else EngineHttp(),
             sender_of=planes.sender_of if http else None,
         )
-        running = asyncio.create_task(plane.run())
         endpoint = planes.deployment.events_endpoint(plane.members.instance("home-d0"))
-        assert endpoint is not None
+        relay = EventRelay("home-d0", endpoint, seed_of(plane.members.key))
+        plane.members.kv_ports["home-d0"][0].request = RelayPort(relay.take).request  # type: ignore[method-assign]
         publisher = Publisher(endpoint)
         publisher.step(stored(range(512), [1, 2], block=256))
+        relay.start()
+        running = asyncio.create_task(plane.run())
         async with asyncio.timeout(120):
             while plane.prefixes.blocks("home-d0") < 2:
                 publisher.serve()
@@ -406,11 +412,13 @@ def test_runs_and_ends_with_nothing_left(planes: Planes, http: str | None) -> No
                 await asyncio.sleep(0.01)
         plane.observe(1000, 1000)
         state = json.loads(json.dumps(plane.state(), allow_nan=False))
-        assert state["clusters"]["home"]["instances"]["home-d0"]["events"]["sequence"] == 0
+        assert state["clusters"]["home"]["instances"]["home-d0"]["events"]["malformed"] == 0
+        assert state["clusters"]["home"]["instances"]["home-d1"]["events"] is None
         assert state["clusters"]["home"]["instances"]["home-d0"]["role"] == "decode"
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         publisher.close()
+        relay.close()
         await plane.close()
         assert len(asyncio.all_tasks()) == 1
 

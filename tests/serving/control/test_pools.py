@@ -14,12 +14,12 @@ from prfaas.core.kv.groups import GroupKind
 from prfaas.core.pool.announced import AnnouncedPages
 from prfaas.core.pool.geometry import PageGroup, PoolGeometry
 from prfaas.core.prefix import NOTHING, GlobalIndex, PrefixHit
-from prfaas.core.prefix.events import EventBatch
+from prfaas.core.prefix.digests import EventDigests
+from prfaas.core.prefix.hashing import seed_of
 from prfaas.core.scheduling import CacheTransfer
 from prfaas.serving.control.cluster_state import ClusterState
 from prfaas.serving.control.engine_monitor import EngineMeter
 from prfaas.serving.control.engine_reading import read_exposition
-from prfaas.serving.control.kv_events import EventFeed
 from prfaas.serving.control.plane import GaugeWriter
 from prfaas.serving.control.planning_inputs import kv_model_of
 from prfaas.serving.control.pool_monitor import PoolMonitor, PoolReading
@@ -60,16 +60,17 @@ def cluster_state(deployment: Deployment, clock: FakeClock) -> ClusterState:
 @pytest.fixture
 def holdings(cluster_state: ClusterState, clock: FakeClock) -> PrefixKnowledge:
     index = GlobalIndex(seed=7, needs_states=True)
-    return PrefixKnowledge(index, cluster_state, seed=7, is_hybrid=True, with_events=(), clock=clock)
+    return PrefixKnowledge(index, cluster_state, is_hybrid=True, clock=clock)
 
 
 class Told:
     """A pool's events, as its publisher makes them."""
 
-    def __init__(self, holdings: PrefixKnowledge, name: str) -> None:
+    def __init__(self, holdings: PrefixKnowledge, name: str, seed: int | None = None) -> None:
         self.holdings, self.name = holdings, name
         self.pages = AnnouncedPages(SHAPE)
-        holdings.apply(name, EventBatch(0.0, self.pages.beginning()))
+        self.digests = EventDigests(7 if seed is None else seed)
+        holdings.apply(name, self.digests.of(self.pages.beginning()))
 
     def store(self, memory_tokens: int, ssd_tokens: int = 0, *, states: bool = True) -> None:
         for place, (page, identity) in enumerate(PROMPT.pages):
@@ -88,7 +89,7 @@ class Told:
 
     def tell(self) -> None:
         for events in self.pages.take_events(100):
-            self.holdings.apply(self.name, EventBatch(0.0, events))
+            self.holdings.apply(self.name, self.digests.of(events))
 
 
 def test_both_depths_of_a_pool_are_known(holdings: PrefixKnowledge) -> None:
@@ -230,7 +231,7 @@ def test_the_plane_routes_by_pools_and_shows_them(
         try:
             without = plane.router.route(LENGTH, plane.prefixes.chains(PROMPT.token_ids, "", ""))
             assert without.pools is None and without.hit is None
-            Told(plane.prefixes, "home-pool").store(2048)
+            Told(plane.prefixes, "home-pool", seed_of(plane.members.key)).store(2048)
             decided = plane.router.route(LENGTH, plane.prefixes.chains(PROMPT.token_ids, "", ""))
             assert decided.pools is not None and decided.pools.keys() == {"home-pool"}
             assert decided.uncached_tokens <= LENGTH - 2048 < without.uncached_tokens
@@ -242,12 +243,6 @@ def test_the_plane_routes_by_pools_and_shows_them(
             assert not state["far-pool"]["up"] and state["far-pool"]["daemon"] is None
             clock.now_s += 60.0
             assert not plane.state()["pools"]["home-pool"]["up"]
-            resets = plane.part(EventFeed)._resets
-            plane.part(EventFeed)._drop("home-pool", "gap")
-            assert not resets
-            plane.part(EventFeed)._drop("home-pool", "unanswered")
-            plane.part(EventFeed)._drop("home-p0", "unanswered")
-            assert [name for name, _ in resets] == ["home-pool"]
             told = generate_latest(registry).decode()
             plane.members.running.move(AppliedDeployment(deployment_of(tmp_path), ""))
             plane.part(GaugeWriter).write()

@@ -2,25 +2,21 @@
 
 import pytest
 
-from prfaas.core.deployment import Deployment
 from prfaas.core.prefix import GlobalIndex, PrefixHit
-from prfaas.core.prefix.events import EventBatch, StoredBlocks
+from prfaas.core.prefix.digests import EventDigests
+from prfaas.core.prefix.events import StoredBlocks
 from prfaas.core.scheduling import CacheTransfer
 from prfaas.serving.control.cluster_state import ClusterState
-from prfaas.serving.control.engine_reading import read_exposition
 from prfaas.serving.control.prefix_knowledge import PrefixKnowledge
 
 from .world import BYTES_PER_TOKEN, FakeClock, decision, kv_facts
 
-WITH_EVENTS = ("far-0", "far-1", "home-p0", "home-d0")
 SEED = 7
 
 
 @pytest.fixture
 def holdings(cluster_state: ClusterState, clock: FakeClock) -> PrefixKnowledge:
-    return PrefixKnowledge(
-        GlobalIndex(seed=SEED), cluster_state, seed=SEED, is_hybrid=True, with_events=WITH_EVENTS, clock=clock
-    )
+    return PrefixKnowledge(GlobalIndex(seed=SEED), cluster_state, is_hybrid=True, clock=clock)
 
 
 def tell(holdings: PrefixKnowledge, name: str, tokens: int, block: int = 16) -> None:
@@ -28,7 +24,7 @@ def tell(holdings: PrefixKnowledge, name: str, tokens: int, block: int = 16) -> 
     event = StoredBlocks(
         hashes=hashes, block_tokens=block, token_ids=list(range(tokens)), group=0, kind="full_attention"
     )
-    holdings.apply(name, EventBatch(0.0, [event]))
+    holdings.apply(name, EventDigests(SEED).of([event]))
 
 
 def test_events_prove_and_expectations_only_guide(holdings: PrefixKnowledge, clock: FakeClock) -> None:
@@ -92,31 +88,6 @@ def test_tenants_and_adapters_share_nothing(holdings: PrefixKnowledge) -> None:
     assert holdings.match(holdings.chains(range(65), "salt", "")).held == {}
     assert holdings.match(holdings.chains(range(65), "", "lora")).held == {}
     assert holdings.match(holdings.chains(range(65), "", "")).held != {}
-
-
-def test_without_events_what_was_sent_is_recorded(holdings: PrefixKnowledge, deployment: Deployment) -> None:
-    chains = holdings.chains(range(600), "", "")
-    holdings.expect("home-p1", chains)
-    assert holdings.match(chains).held == {}
-    silent = deployment.instance("home-p1")
-    holdings.learn(silent, read_exposition(b""))
-    holdings.learn(
-        deployment.instance("far-0"),
-        read_exposition(b'vllm:cache_config_info{block_size="64",num_gpu_blocks="100"} 1\n'),
-    )
-    assert holdings.chains(range(600), "", "").by_block_tokens == {}
-    holdings.learn(
-        silent, read_exposition(b'vllm:cache_config_info{block_size="48",num_gpu_blocks="100"} 1\n')
-    )
-    chains = holdings.chains(range(600), "", "")
-    assert {size: len(hashes) for size, hashes in chains.by_block_tokens.items()} == {288: 2}
-    holdings.expect("home-p1", chains)
-    holdings.expect("home-d1", chains)
-    belief = holdings.match(chains)
-    assert belief.held == belief.proven == {"home-p1": PrefixHit(576, 576), "home-d1": PrefixHit(0, 576)}
-    assert (holdings.blocks("home-p1"), holdings.blocks("far-0")) == (2, 0)
-    holdings.drop("home-p1", "died")
-    assert "home-p1" not in holdings.match(chains).held
 
 
 def test_a_dropped_instance_holds_nothing(holdings: PrefixKnowledge) -> None:

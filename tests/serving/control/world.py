@@ -19,6 +19,9 @@ from prfaas.serving.engines.tiny.configs import tiny_config
 from prfaas.serving.running_deployment import RunningDeployment
 from prfaas.serving.transport.pacing import PaceOrder
 from prfaas.serving.transport.peer_list import PeerList
+from prfaas.serving.transport.requests import FollowOrder
+
+from .relay_port import RelayPort
 
 KEY = bytes(range(32))
 
@@ -211,6 +214,7 @@ class FakeSender:
         self.roster: dict[str, Any] | None = None
         self.takes_rosters = True
         self.closed = False
+        self.relay: RelayPort | None = None
 
     async def stats(self) -> dict[str, Any]:
         self.asked += 1
@@ -237,6 +241,11 @@ class FakeSender:
         self.rosters.append(roster)
         if self.takes_rosters:
             self.roster = {"digest": roster.digest, "told": True, "trouble": ""}
+
+    async def request(self, transfer_id: bytes, order: FollowOrder, timeout_s: float) -> dict[str, Any]:
+        if self.relay is None:
+            raise ConnectionError("nobody there")
+        return await self.relay.request(transfer_id, order, timeout_s)
 
     async def close(self) -> None:
         self.closed = True

@@ -1,7 +1,7 @@
 import json
 import ssl
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -292,11 +292,9 @@ def test_events_are_published_where_subscribers_look(tmp_path: Path) -> None:
     for instance in deployment.instances:
         config = json.loads(value(command(deployment, instance.name), "--kv-events-config"))
         endpoint = deployment.events_endpoint(instance)
-        assert endpoint is not None
-        assert (config["endpoint"], config["replay_endpoint"]) == (
-            endpoint.bind_publish,
-            endpoint.bind_replay,
-        )
+        assert (config["endpoint"], config["replay_endpoint"]) == (endpoint.publish, endpoint.replay)
+        transfer = json.loads(value(command(deployment, instance.name), "--kv-transfer-config"))
+        assert transfer["kv_connector_extra_config"]["events"] == asdict(endpoint)
         assert config["enable_kv_cache_events"] is True
 
 

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prfaas.core.kv.groups import GroupKind
+from prfaas.core.prefix.events import Event
 from prfaas.serving.engines.synthetic.cache import Context, Lease, PagePool, PrefixCache, RoomError
 from prfaas.serving.engines.synthetic.content import TokenChain
-from prfaas.serving.engines.synthetic.events import Event, PublishedBatch
 from prfaas.serving.engines.synthetic.layout import SyntheticGroup, SyntheticLayout
 
 BLOCK = 4
@@ -26,17 +26,14 @@ HYBRID = SyntheticLayout(
 
 
 class Reader:
-    """Applies events as a subscriber does: after a trip over the wire, hashes only."""
+    """Applies events by their hashes only, under vLLM's names."""
 
     def __init__(self) -> None:
         self.copies: dict[int, dict[int, int]] = {0: {}, 1: {}, 2: {}}
         self.events: list[dict[str, Any]] = []
 
     def apply(self, events: Sequence[Event]) -> None:
-        wire = msgspec.msgpack.encode(PublishedBatch(0.0, list(events), 0))
-        _, decoded, rank = msgspec.msgpack.decode(wire)
-        assert rank == 0
-        for event in decoded:
+        for event in msgspec.to_builtins(events):
             self.events.append(event)
             match event["type"]:
                 case "BlockStored":
@@ -167,12 +164,14 @@ def test_events_are_vllms() -> None:
             "parent_block_hash": None,
             "token_ids": ids,
             "block_size": BLOCK,
-            "lora_id": None,
             "medium": "GPU",
             "lora_name": None,
             "extra_keys": [None],
             "group_idx": 0,
             "kv_cache_spec_kind": "mamba",
+            "kv_cache_spec_sliding_window": None,
+            "locality": None,
+            "lookahead_token_ids": None,
         }
         assert window["block_hashes"] == full["block_hashes"][-2:]
         assert window["kv_cache_spec_sliding_window"] == 6

@@ -1,4 +1,4 @@
-"""Stand-in engines as processes: started together, killed one by one; their events over ZeroMQ; their deaths."""
+"""Stand-in engines as processes: started together, killed one by one; their events over the KV port; their deaths."""
 
 import asyncio
 import http.client
@@ -10,19 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import msgspec
 import pytest
-import zmq
-import zmq.asyncio
 from synthetic_world import CLUSTERS, MODEL, random_ids, running, write_deployment
 from typer.testing import CliRunner
 
 from prfaas.cli.main import app
-from prfaas.core.deployment import Deployment, EventsEndpoint, load_deployment
+from prfaas.core.deployment import Deployment, load_deployment
+from prfaas.core.prefix.digests import HeldEvent, StoredDigests, decode_events
+from prfaas.core.prefix.events import Cleared
 from prfaas.serving.engines.running import RunningEngines
-from prfaas.serving.engines.synthetic.events import AllBlocksCleared, EventPublisher
-
-END = (-1).to_bytes(8, "big", signed=True)
+from prfaas.serving.transport.observer import Observer
+from prfaas.serving.transport.requests import FollowedEvents, FollowOrder
+from prfaas.serving.transport.wire import read_body
 
 
 @pytest.fixture
@@ -30,112 +29,70 @@ def deployment(tmp_path: Path) -> Deployment:
     return write_deployment(tmp_path)
 
 
-@pytest.fixture
-def endpoint(deployment: Deployment) -> EventsEndpoint:
-    found = deployment.events_endpoint(deployment.instance("home-0"))
-    assert found is not None
-    return found
+class Follower:
+    """Knows what one engine holds by what its KV port tells: hash and copies, by group."""
 
+    def __init__(self, deployment: Deployment, key: bytes) -> None:
+        instance = deployment.instance("home-0")
+        self._port = Observer("control", key, instance.host, instance.kv_port, "home-0/0")
+        self._order = FollowOrder("", 0)
+        self.held: dict[int, dict[int, int]] = {group: {} for group in range(4)}
+        self.removed = 0
 
-class Subscriber:
-    """Reads one engine's events as they come, and asks for those it has missed."""
-
-    def __init__(self, endpoint: EventsEndpoint) -> None:
-        self._context = zmq.asyncio.Context()
-        self._subscription = self._context.socket(zmq.SUB)
-        self._subscription.subscribe(b"")
-        self._subscription.connect(endpoint.publish)
-        self._replay = self._context.socket(zmq.DEALER)
-        self._replay.connect(endpoint.replay)
-        self.live: dict[int, list[Any]] = {}
-
-    async def read(self, seconds: float) -> None:
-        while await self._subscription.poll(seconds * 1000):
-            topic, sequence, payload = await self._subscription.recv_multipart()
-            assert topic == b""
-            _, events, rank = msgspec.msgpack.decode(payload)
-            assert rank == 0
-            self.live[int.from_bytes(sequence, "big")] = events
-
-    async def replay(self, start: int) -> dict[int, list[Any]]:
-        await self._replay.send_multipart([b"", start.to_bytes(8, "big")])
-        found = {}
+    async def follow(self) -> None:
+        """Until nothing more comes."""
         while True:
-            empty, topic, sequence, payload = await asyncio.wait_for(self._replay.recv_multipart(), 10)
-            assert (empty, topic) == (b"", b"")
-            if sequence == END:
-                assert payload == b""
-                return found
-            found[int.from_bytes(sequence, "big")] = msgspec.msgpack.decode(payload)[1]
+            try:
+                body = await self._port.request(bytes(16), self._order, 0.3)
+            except TimeoutError:
+                return
+            answer = read_body(FollowedEvents, body)
+            for payload in answer.batches:
+                for event in decode_events(payload):
+                    self._apply(event)
+            self._order = FollowOrder(answer.session, answer.first + len(answer.batches))
 
-    def close(self) -> None:
-        self._context.destroy(linger=0)
+    def _apply(self, event: HeldEvent) -> None:
+        if isinstance(event, Cleared):
+            self.held = {group: {} for group in range(4)}
+            return
+        assert event.group is not None
+        group, change = self.held[event.group], 1 if isinstance(event, StoredDigests) else -1
+        self.removed += change < 0
+        for each in event.hashes:
+            group[each] = group.get(each, 0) + change
+            if not group[each]:
+                del group[each]
 
-
-def copies_after(batches: dict[int, list[Any]]) -> dict[int, dict[int, int]]:
-    held: dict[int, dict[int, int]] = {group: {} for group in range(4)}
-    for _, events in sorted(batches.items()):
-        for event in events:
-            if event["type"] == "AllBlocksCleared":
-                held = {group: {} for group in range(4)}
-            else:
-                group, change = held[event["group_idx"]], 1 if event["type"] == "BlockStored" else -1
-                for each in event["block_hashes"]:
-                    group[each] = group.get(each, 0) + change
-                    if not group[each]:
-                        del group[each]
-    return held
+    async def close(self) -> None:
+        await self._port.close()
 
 
 @pytest.mark.slow("starts processes, and waits for what they do")
-def test_events_over_the_wire_tell_what_is_held(deployment: Deployment, endpoint: EventsEndpoint) -> None:
+def test_events_over_the_wire_tell_what_is_held(deployment: Deployment) -> None:
     async def check() -> None:
-        subscriber = Subscriber(endpoint)
-        try:
-            async with running(deployment) as world:
-                cache = world.nodes["home-0"].engine.cache
-                # Room for little more than one prompt, so that much is evicted.
-                cache.pool.capacity = 90
-                for seed in range(6):
-                    ids = random_ids(9000 + 300 * seed, seed % 4)
-                    await world.complete("home-0", ids, max_tokens=400)
-                await world.complete("home-0", random_ids(2000, 9), cache_salt="x")
-                ids = random_ids(3000, 10)
-                sealed, _ = await world.move(world.ticket("far-0", "home-0", ids[:-1]), ids[:-1])
-                await world.complete("home-0", ids, sealed)
-                await subscriber.read(0.3)
-                replayed = await subscriber.replay(0)
-                assert sorted(replayed) == list(range(len(replayed)))
-                assert copies_after(replayed) == cache.held()
-                # A late subscriber has missed the beginning; what it has seen, it has seen alike.
-                assert subscriber.live and all(
-                    replayed[seq] == events for seq, events in subscriber.live.items()
-                )
-                assert copies_after(await subscriber.replay(0) | subscriber.live) == cache.held()
-                last = max(replayed)
-                assert list(await subscriber.replay(last)) == [last]
-                await world.post("home-0", "/reset_prefix_cache", {})
-                assert copies_after(await subscriber.replay(0)) == cache.held() == {g: {} for g in range(4)}
-                removed = [e for batch in replayed.values() for e in batch if e["type"] == "BlockRemoved"]
-                assert len(removed) > 50
-        finally:
-            subscriber.close()
-
-    asyncio.run(check())
-
-
-def test_the_replay_buffer_is_bounded(endpoint: EventsEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def check() -> None:
-        monkeypatch.setattr("prfaas.serving.engines.synthetic.events._BUFFER_BATCHES", 5)
-        publisher = EventPublisher(endpoint)
-        subscriber = Subscriber(endpoint)
-        try:
-            for _ in range(12):
-                publisher.publish([AllBlocksCleared()])
-            assert list(await subscriber.replay(0)) == [7, 8, 9, 10, 11]
-        finally:
-            subscriber.close()
-            await publisher.close()
+        async with running(deployment) as world:
+            early, late = (Follower(deployment, world.key) for _ in range(2))
+            await early.follow()
+            cache = world.nodes["home-0"].engine.cache
+            # Room for little more than one prompt, so that much is evicted.
+            cache.pool.capacity = 90
+            for seed in range(6):
+                ids = random_ids(9000 + 300 * seed, seed % 4)
+                await world.complete("home-0", ids, max_tokens=400)
+            await world.complete("home-0", random_ids(2000, 9), cache_salt="x")
+            ids = random_ids(3000, 10)
+            sealed, _ = await world.move(world.ticket("far-0", "home-0", ids[:-1]), ids[:-1])
+            await world.complete("home-0", ids, sealed)
+            for follower in (early, late):
+                await follower.follow()
+                assert follower.held == cache.held()
+            assert early.removed > 50
+            await world.post("home-0", "/reset_prefix_cache", {})
+            for follower in (early, late):
+                await follower.follow()
+                assert follower.held == cache.held() == {g: {} for g in range(4)}
+                await follower.close()
 
     asyncio.run(check())
 

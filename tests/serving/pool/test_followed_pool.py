@@ -40,7 +40,7 @@ clusters:
   - name: home
     kind: pd
     hardware: cpu
-    pool: {{memory: 8 MiB, ssd: 16 MiB, kv_port: {ports[0]}{events}}}
+    pool: {{memory: 8 MiB, ssd: 16 MiB, kv_port: {ports[0]}}}
     instances:
       - {{name: home-0, roles: [prefill, decode], host: 127.0.0.1, http_port: {ports[1]}, kv_port: {ports[2]}}}
 engine: {{kv_cache_gib: 1}}
@@ -48,12 +48,11 @@ pool: {{staging: 1 MiB}}
 """
 
 
-@pytest.fixture(params=["unix", "tcp"])
-def deployment(tmp_path: Path, request: pytest.FixtureRequest) -> Deployment:
+@pytest.fixture
+def deployment(tmp_path: Path) -> Deployment:
     ports = free_ports(5)
-    events = f", events_port: {ports[3]}" if request.param == "tcp" else ""
     path = tmp_path / "followed.yaml"
-    path.write_text(FILE.format(ports=ports, events=events))
+    path.write_text(FILE.format(ports=ports))
     return load_deployment(path, state_dir=tmp_path / "s")
 
 

@@ -2,34 +2,31 @@
 
 import asyncio
 import random
-import uuid
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.core.pool.pool_model import BLOCK, Prompt, geometry, held, prompts
+from tests.serving.control.relay_port import RelayPort
 
-from prfaas.core.deployment import EventsEndpoint
 from prfaas.core.pool.announced import Medium
 from prfaas.core.pool.geometry import PoolGeometry
 from prfaas.core.prefix import NOTHING, GlobalIndex
-from prfaas.core.prefix.events import Apply, Cleared, Drop, EventBatch, Step, Subscription, decode_batch
 from prfaas.serving.control.kv_events import EventFeed
 from prfaas.serving.pool import events
-from prfaas.serving.pool.events import PoolEventLog, PoolEventPublisher
+from prfaas.serving.pool.events import PoolEventPublisher
+from prfaas.serving.transport import event_log
+from prfaas.serving.transport.requests import FollowedEvents, FollowOrder, PeerRequest
+from prfaas.serving.transport.wire import HEADER_BYTES, parse_control, read_body, unpack_header
+
+SEED = 3
 
 
 @pytest.fixture
-def endpoint() -> EventsEndpoint:
-    publish, replay = (f"ipc://@prfaas-test-{uuid.uuid4().hex[:12]}-{end}" for end in ("live", "replay"))
-    return EventsEndpoint(publish, replay, publish, replay)
-
-
-@pytest.fixture
-def publisher(endpoint: EventsEndpoint) -> Iterator[PoolEventPublisher]:
-    made = PoolEventPublisher(endpoint)
+def publisher() -> Iterator[PoolEventPublisher]:
+    made = PoolEventPublisher(SEED)
     made.start()
     yield made
     made.close()
@@ -38,13 +35,11 @@ def publisher(endpoint: EventsEndpoint) -> Iterator[PoolEventPublisher]:
 class Followed:
     """An index that follows one pool."""
 
-    def __init__(self, endpoint: EventsEndpoint) -> None:
-        self.index = GlobalIndex()
+    def __init__(self, publisher: PoolEventPublisher) -> None:
+        self.index = GlobalIndex(seed=SEED)
         self.drops: list[str] = []
-        self.feed = EventFeed({"pool": endpoint}, apply=self.apply, drop=self.drop)
-
-    def apply(self, name: str, batch: EventBatch) -> None:
-        self.index.apply(name, batch.events)
+        self.port = RelayPort(publisher.take)
+        self.feed = EventFeed(["pool"], lambda _: self.port, apply=self.index.apply, drop=self.drop)
 
     def drop(self, name: str, reason: str) -> None:
         self.drops.append(reason)
@@ -56,8 +51,8 @@ class Followed:
 
 
 @asynccontextmanager
-async def following(endpoint: EventsEndpoint) -> AsyncIterator[Followed]:
-    followed = Followed(endpoint)
+async def following(publisher: PoolEventPublisher) -> AsyncIterator[Followed]:
+    followed = Followed(publisher)
     task = asyncio.create_task(followed.feed.run())
     try:
         yield followed
@@ -77,14 +72,14 @@ def store(publisher: PoolEventPublisher, prompt: Prompt) -> None:
         publisher.stored(page, identity, "memory")
 
 
-def test_a_pool_is_followed_as_an_engine_is(endpoint: EventsEndpoint, publisher: PoolEventPublisher) -> None:
+def test_a_pool_is_followed_as_an_engine_is(publisher: PoolEventPublisher) -> None:
     shape = geometry()
     first, second = Prompt(range(97), shape), Prompt(range(1000, 1097), shape)
 
     async def main() -> None:
         publisher.opened(shape, 1)
         store(publisher, first)
-        async with following(endpoint) as followed:
+        async with following(publisher) as followed:
             await until(lambda: followed.tokens(first) == 96)
             store(publisher, second)
             await until(lambda: followed.tokens(second) == 96)
@@ -94,31 +89,33 @@ def test_a_pool_is_followed_as_an_engine_is(endpoint: EventsEndpoint, publisher:
             await until(lambda: followed.tokens(first) == 0)
             store(publisher, first)
             await until(lambda: followed.tokens(first) == 96)
-            assert followed.drops == []
+            assert followed.drops == ["cleared"]
 
     asyncio.run(main())
 
 
-def test_another_kind_of_pages_and_a_new_daemon_are_noticed(endpoint: EventsEndpoint) -> None:
+def test_another_kind_of_pages_and_a_new_daemon_are_noticed() -> None:
     hybrid, plain = geometry(), PoolGeometry("other", 1, geometry(hybrid=False).groups)
     first, other = Prompt(range(97), hybrid), Prompt(range(97), plain)
 
     async def main() -> None:
-        publisher = PoolEventPublisher(endpoint)
+        publisher = PoolEventPublisher(SEED)
         publisher.start()
         publisher.opened(hybrid, 1)
         store(publisher, first)
-        async with following(endpoint) as followed:
+        async with following(publisher) as followed:
             await until(lambda: followed.tokens(first) == 96)
             publisher.opened(plain, 1)
             await until(lambda: followed.tokens(first) == 0)
             for page, identity in other.pages[:3]:
                 publisher.stored(page, identity, "memory")
             await until(lambda: followed.tokens(other) == 48)
-            assert followed.drops == ["restart"]
+            assert followed.drops == ["cleared"]
             publisher.close()
-            publisher = PoolEventPublisher(endpoint)
+            followed.port.lose()
+            publisher = PoolEventPublisher(SEED)
             publisher.start()
+            followed.port.take = publisher.take
             publisher.opened(hybrid, 2)
             store(publisher, first)
             await until(lambda: followed.tokens(first) == 96)
@@ -129,9 +126,9 @@ def test_another_kind_of_pages_and_a_new_daemon_are_noticed(endpoint: EventsEndp
 
 
 def test_who_comes_late_gets_a_snapshot(
-    endpoint: EventsEndpoint, publisher: PoolEventPublisher, monkeypatch: pytest.MonkeyPatch
+    publisher: PoolEventPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(events, "KEPT_BATCHES", 3)
+    monkeypatch.setattr(event_log, "KEPT_BATCHES", 3)
     shape = geometry()
     chance = random.Random(7)
     some = prompts(chance, shape, 30)
@@ -140,17 +137,15 @@ def test_who_comes_late_gets_a_snapshot(
         publisher.opened(shape, 1)
         pages: set[bytes] = set()
         for prompt in some:
-            before = publisher.batches
+            before = publisher.state()["batches"]
             store(publisher, prompt)
             pages.update(page for page, _ in prompt.pages)
-            await until(lambda before=before: publisher.batches > before)
-        async with following(endpoint) as followed:
+            await until(lambda before=before: publisher.state()["batches"] > before)
+        async with following(publisher) as followed:
             for prompt in some:
                 wanted = held(pages, prompt, shape).reusable_tokens
                 await until(lambda prompt=prompt, wanted=wanted: followed.tokens(prompt) == wanted)
-            # A second time where the first question came before the connection.
-            assert publisher.state()["snapshots"] in (1, 2)
-            assert followed.feed.state_of("pool", 0.0)["events"]["resyncs"] == 1
+            assert publisher.state()["snapshots"] == 1 and followed.drops == []
             publisher.removed(some[0].pages[0][0], "memory")
             await until(lambda: followed.tokens(some[0]) == 0)
 
@@ -158,20 +153,20 @@ def test_who_comes_late_gets_a_snapshot(
 
 
 def test_a_publisher_that_cannot_keep_up_says_that_nothing_is_held(
-    endpoint: EventsEndpoint, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(events, "MOST_WAITING", 10)
     shape = geometry(hybrid=False)
     prompt = Prompt(range(12 * BLOCK + 1), shape)
-    publisher = PoolEventPublisher(endpoint)
+    publisher = PoolEventPublisher(SEED)
     publisher.opened(shape, 1)
     store(publisher, prompt)
     assert publisher.state()["overflows"] == 1
     publisher.start()
 
     async def main() -> None:
-        async with following(endpoint) as followed:
-            await until(lambda: publisher.batches > 0)
+        async with following(publisher) as followed:
+            await until(lambda: publisher.state()["batches"] > 0)
             store(publisher, Prompt(range(5000, 5000 + BLOCK + 1), shape))
             await until(lambda: followed.tokens(Prompt(range(5000, 5000 + BLOCK + 1), shape)) == BLOCK)
             assert followed.tokens(prompt) == 0
@@ -180,187 +175,78 @@ def test_a_publisher_that_cannot_keep_up_says_that_nothing_is_held(
     publisher.close()
 
 
-def test_a_question_in_another_form_is_passed_over(
-    endpoint: EventsEndpoint, publisher: PoolEventPublisher
-) -> None:
-    import zmq
+class Follower:
+    """An index that asks a publisher without a thread, now and then; some answers are lost on their way."""
 
-    shape = geometry(hybrid=False)
-    prompt = Prompt(range(97), shape)
-    publisher.opened(shape, 1)
-    store(publisher, prompt)
-    with zmq.Context() as context, context.socket(zmq.DEALER) as asking:
-        asking.linger = 0
-        asking.connect(endpoint.replay)
-        asking.send_multipart([b"", b"all of it"])
-        asking.send_multipart([b"garbage"])
+    def __init__(self, publisher: PoolEventPublisher) -> None:
+        self.publisher = publisher
+        self.index = GlobalIndex(seed=SEED, needs_states=True, needs_windows=True)
+        self.feed = EventFeed(
+            ["pool"], lambda _: None, apply=self.index.apply, drop=lambda name, _: self.index.drop(name)
+        )
 
-        async def main() -> None:
-            async with following(endpoint) as followed:
-                await until(lambda: followed.tokens(prompt) == 96)
-
-        asyncio.run(main())
-
-
-@pytest.mark.parametrize("kept", [1, 2, 5, 100])
-def test_a_replay_ends_with_the_last_number_and_has_none_too_low(
-    kept: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(events, "KEPT_BATCHES", kept)
-    shape = geometry(hybrid=False)
-    log = PoolEventLog()
-    assert list(log.replay(0)) == []
-    log.open(shape, 1000.0)
-    published = 1
-    for number in range(30):
-        prompt = Prompt(range(1000 * number, 1000 * number + 5 * BLOCK), shape)
-        assert log.pages is not None
-        for page, identity in prompt.pages:
-            log.pages.stored(page, identity, "ssd")
-        for batch in log.pages.take_events(2):
-            log.add(batch, 1000.0)
-            published += 1
-    for first in range(published + 2):
-        told = list(log.replay(first))
-        numbers = [sequence for sequence, _ in told]
-        if first >= published:
-            assert not told
-            continue
-        assert numbers == list(range(numbers[0], published)) and numbers[0] >= first
-        if first < published - kept:
-            beginning = decode_batch(told[0][1]).events[0]
-            assert isinstance(beginning, Cleared)
-        else:
-            assert numbers[0] == first
-
-
-class LossyLine:
-    """A subscription and an index behind a line that loses live and replayed batches."""
-
-    def __init__(self, log: PoolEventLog, chance: random.Random) -> None:
-        self.log, self.chance = log, chance
-        self.subscription, self.index = Subscription(), GlobalIndex(needs_states=True, needs_windows=True)
-        self.loss = 0.2
-        self.asked: int | None = None
-        self.applied_s: float | None = None
-        self.now_s = 0.0
-        self._take(self.subscription.start(0.0))
-
-    def live(self, batch: tuple[int, bytes]) -> None:
-        if self.chance.random() >= self.loss:
-            self._take(self.subscription.live(batch[0], decode_batch(batch[1]), self.now_s))
-
-    def answer(self) -> None:
-        asked, self.asked = self.asked, None
-        if asked is None:
-            return
-        for sequence, payload in self.log.replay(asked):
-            if self.chance.random() >= self.loss / 2:
-                self._take(self.subscription.replayed(sequence, decode_batch(payload), self.now_s))
-        self._take(self.subscription.replay_ended(self.now_s))
-
-    def wait(self, seconds: float) -> None:
-        self.now_s += seconds
-        self._take(self.subscription.tick(self.now_s))
-
-    def restarted(self) -> None:
-        self._take(self.subscription.restarted(self.now_s, "disconnected"))
-
-    def _take(self, steps: Iterable[Step]) -> None:
-        steps, unanswered = list(steps), False
-        for step in steps:
-            if isinstance(step, Apply):
-                self.index.apply("pool", step.batch.events)
-                self.applied_s = step.batch.at_s
-            elif isinstance(step, Drop):
-                self.index.drop("pool")
-                self.applied_s = None
-                unanswered = unanswered or step.reason == "unanswered"
-            else:
-                self.asked = step.sequence
-        if unanswered:
-            # A pool can always tell all that it holds.
-            self.restarted()
+    def ask(self, *, is_lost: bool = False) -> bool:
+        """False: there is nothing more."""
+        followed = self.feed._followed["pool"]
+        told: list[bytes] = []
+        order = FollowOrder(followed.session, followed.next)
+        self.publisher._answer(PeerRequest("control", bytes(16), order, told.append))
+        if told and not is_lost:
+            header = unpack_header(told[0][:HEADER_BYTES])
+            body = parse_control(header, told[0][HEADER_BYTES:])
+            asyncio.run(self.feed._take("pool", followed, read_body(FollowedEvents, body)))
+        return bool(told)
 
 
 @settings(max_examples=150, deadline=None)
 @given(seed=st.integers(0, 2**32), kept=st.integers(1, 12))
 def test_nothing_is_ever_claimed_that_was_not_held(seed: int, kept: int) -> None:
-    """Stored, removed, moved between tiers, cleared; lost, replayed too late, and the daemon starts anew."""
+    """Stored, removed, moved between tiers, cleared; asked too late, answers lost, and the daemon starts anew."""
     chance = random.Random(seed)
     shape = geometry()
     some = prompts(chance, shape)
     every = [page for prompt in some for page in prompt.pages]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(events, "KEPT_BATCHES", kept)
-        log, clock_s = PoolEventLog(), 1000.0
-        line = LossyLine(log, chance)
+        patch.setattr(event_log, "KEPT_BATCHES", kept)
+        patch.setattr(event_log, "_ANSWER_BYTES", chance.choice((1, 500, 1 << 20)))
+        publisher = PoolEventPublisher(SEED)
+        follower = Follower(publisher)
         tiers: dict[str, set[bytes]] = {"memory": set(), "ssd": set()}
-        truth: dict[float, set[bytes]] = {}
-
-        def publish(batch: tuple[int, bytes], *, lost: bool = False) -> None:
-            truth[decode_batch(batch[1]).at_s] = tiers["memory"] | tiers["ssd"]
-            if not lost:
-                line.live(batch)
-
-        def check(*, exactly: bool = False) -> None:
-            there = truth.get(line.applied_s or 0.0, set())
-            for prompt in some:
-                chains = line.index.chains(prompt.token_ids, prompt.salt, prompt.adapter)
-                claimed = line.index.match(chains).get("pool", NOTHING)
-                real = held(there, prompt, shape)
-                assert claimed.attention_tokens <= real.attention_tokens
-                assert claimed.reusable_tokens <= real.reusable_tokens
-                if exactly:
-                    assert claimed == real
-
-        publish(log.open(shape, clock_s))
-        for _ in range(chance.randrange(1, 120)):
-            clock_s += chance.choice((0.0, 0.01, 1.0))
-            assert log.pages is not None
+        publisher.opened(shape, 1)
+        for _ in range(chance.randrange(1, 60)):
             for _ in range(chance.randrange(1, 12)):
                 medium: Medium = chance.choice(("memory", "ssd"))
                 page, identity = chance.choice(every)
                 if page in tiers[medium]:
                     tiers[medium].discard(page)
-                    log.pages.removed(page, medium)
+                    publisher.removed(page, medium)
                 else:
                     tiers[medium].add(page)
-                    log.pages.stored(page, identity, medium)
-            batches = list(log.pages.take_events(1000))
-            for batch in batches:
-                publish(log.add(batch, clock_s))
+                    publisher.stored(page, identity, medium)
+            publisher._publish()
             happens = chance.random()
-            if happens < 0.04:
+            if happens < 0.05:
                 tiers = {"memory": set(), "ssd": set()}
-                publish(log.open(shape, clock_s))
-            elif happens < 0.08:
-                # Another process; the connection was lost with it.
+                publisher.opened(shape, 2)
+            elif happens < 0.1:
+                # Another process.
                 tiers = {"memory": set(), "ssd": set()}
-                line.log = log = PoolEventLog()
-                clock_s += 1.0
-                publish(log.open(shape, clock_s), lost=True)
-                line.restarted()
+                publisher.close()
+                follower.publisher = publisher = PoolEventPublisher(SEED)
+                publisher.opened(shape, 2)
             elif happens < 0.5:
-                line.answer()
-            elif happens < 0.6:
-                line.wait(2.5)
-            check()
-        # Chains without holes, and a line that has become good: all is known.
-        tiers = {"memory": set(), "ssd": set()}
-        publish(log.open(shape, clock_s))
-        assert log.pages is not None
-        for prompt in some:
-            for page, identity in prompt.pages:
-                if page not in tiers["ssd"]:
-                    tiers["ssd"].add(page)
-                    log.pages.stored(page, identity, "ssd")
-            for batch in log.pages.take_events(1000):
-                publish(log.add(batch, clock_s))
-        line.loss = 0.0
-        for _ in range(3):
-            line.wait(2.5)
-            publish(log.add([], clock_s))
-            while line.asked is not None:
-                line.answer()
-        check(exactly=True)
+                follower.ask(is_lost=chance.random() < 0.3)
+                continue
+            publisher._publish()
+            if happens < 0.8:
+                while follower.ask():
+                    pass
+                for prompt in some:
+                    chains = follower.index.chains(prompt.token_ids, prompt.salt, prompt.adapter)
+                    claimed = follower.index.match(chains).get("pool", NOTHING)
+                    real = held(tiers["memory"] | tiers["ssd"], prompt, shape)
+                    assert claimed.attention_tokens <= real.attention_tokens
+                    assert claimed.reusable_tokens <= real.reusable_tokens
+                    # A snapshot leaves out pages whose parents are gone.
+                    assert claimed == real or publisher.snapshots
+        publisher.close()

@@ -3,7 +3,8 @@
 import asyncio
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
 import uvloop
@@ -16,7 +17,11 @@ from prfaas.serving.transport import (
     SendPhase,
     TransferPhase,
     TransferStatus,
+    handshake,
 )
+from prfaas.serving.transport.handshake import frames_of
+from prfaas.serving.transport.requests import CopyOrder, FollowOrder
+from prfaas.serving.transport.wire import FrameType
 
 from .harness import KEY, World, await_over, await_true, make_receiver, make_ticket
 from .proxy import FaultyProxy
@@ -186,6 +191,33 @@ def test_wrong_key(world: World) -> None:
         await observer.close()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("told", [None, sorted(set(FrameType) - {FrameType.FOLLOW})])
+def test_an_older_receiver_is_not_sent_what_it_does_not_know(
+    world: World, monkeypatch: pytest.MonkeyPatch, told: list[int] | None
+) -> None:
+    def older(challenge: Mapping[str, Any]) -> frozenset[int]:
+        return frames_of({"frames": told} if told else {})
+
+    monkeypatch.setattr(handshake, "frames_of", older)
+
+    async def main() -> None:
+        observer = observer_of(world)
+        with pytest.raises(ConnectionError, match="c/0 is of an older release: it takes no FOLLOW"):
+            await observer.request(bytes(16), FollowOrder("", 0), 5)
+        # The connection goes on.
+        refused = await observer.request(bytes(16), CopyOrder("ticket", (1,), "", ""), 5)
+        assert "no pool here" in refused["reason"]
+        await observer.close()
+
+    asyncio.run(main())
+    assert world.receiver.stats()["rejected"] == {}
+
+
+def test_what_a_peer_says_that_it_knows_may_be_anything() -> None:
+    assert frames_of({"frames": [43, "x", None, {}, 1 << 70]}) == {43, 1 << 70}
+    assert frames_of({"frames": "43"}) == frozenset()
 
 
 def test_a_watcher_is_told_before_the_end_once_half_is_there_at_a_pace(world: World) -> None:

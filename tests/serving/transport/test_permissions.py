@@ -44,7 +44,7 @@ def test_the_table() -> None:
     assert sends == {
         "p/0": {"OPEN", "DATA", "END", "ABORT", "FILLER"},
         GATEWAY: {"WATCH", "ABANDON", "STATS", "COPY"},
-        CONTROL: {"STATS", "PACE", "PROBE", "ROSTER", "COPY", "ABANDON"},
+        CONTROL: {"STATS", "PACE", "PROBE", "ROSTER", "COPY", "ABANDON", "FOLLOW"},
         TOOLS: {"STATS", "WATCH"},
         "east-0/0": {"PULL"},
     }

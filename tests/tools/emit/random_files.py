@@ -63,7 +63,6 @@ def _cluster(draw: st.DrawFn, number: int, name: str, kind: str, tensor_parallel
     by_name = draw(st.booleans())
     count = draw(st.integers(1, 3))
     together = not by_name and draw(st.booleans())
-    has_events = draw(st.booleans())
     instances = []
     for index in range(count):
         own = f"{name}-{index}"
@@ -78,14 +77,10 @@ def _cluster(draw: st.DrawFn, number: int, name: str, kind: str, tensor_parallel
             "kv_port": 9100 + 10 * index,
             "tensor_parallel": tensor_parallel,
         }
-        if has_events:
-            instance["events_port"] = 9200 + 2 * index
         instances.append(instance)
     pool: dict[str, Any] = {"memory": "64 MiB", "kv_port": 9300}
     if draw(st.booleans()):
         pool |= {"ssd": "1 GiB", "path": "/mnt/nvme"}
-    if has_events:
-        pool["events_port"] = 9400
     return {
         "name": name,
         "kind": kind,

@@ -62,7 +62,7 @@ def test_gpus_are_divided_between_engines(tmp_path: Path) -> None:
     fields = yaml.safe_load(example_path("two-datacenters").read_text())
     for number, instance in enumerate(fields["clusters"][0]["instances"]):
         instance |= {"host": "192.0.2.10", "http_port": 8100 + number, "kv_port": 8200 + 10 * number}
-        instance |= {"events_port": 8300 + 2 * number, "tensor_parallel": 4}
+        instance |= {"tensor_parallel": 4}
     for instance in fields["clusters"][1]["instances"]:
         instance["tensor_parallel"] = 4
     path = tmp_path / "file.yaml"

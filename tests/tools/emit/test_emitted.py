@@ -118,17 +118,13 @@ def test_every_port_is_open_to_those_that_use_it(fields: Fields) -> None:
 
     for instance in deployment.instances:
         ports = {instance.http_port, *instance.kv_ports}
-        if instance.events_port is not None:
-            ports |= {instance.events_port, instance.events_port + 1}
         for port in ports:
             assert takes(instance.name, port, "gateway"), (instance.name, port)
         for peer in deployment.peers_of(instance):
             for port in peer.instance.kv_ports:
                 assert takes(peer.instance.name, port, instance.name), (instance.name, peer.instance.name)
     for pool in deployment.pools:
-        ports = {pool.kv_port} | ({pool.events_port, pool.events_port + 1} if pool.events_port else set())
-        for port in ports:
-            assert takes(pool.name, port, "gateway"), (pool.name, port)
+        assert takes(pool.name, pool.kv_port, "gateway"), pool.name
         for other in deployment.pools:
             linked = deployment.link(other.cluster, pool.cluster) is not None
             if other.name != pool.name and (linked or other.cluster == pool.cluster):

@@ -284,10 +284,7 @@ def wrong_files() -> Iterator[tuple[str, Fields, str]]:
     shared = example()
     for index in (0, 1):
         shared["clusters"][0]["instances"][index] |= {"host": "east-0.svc", "http_port": 8100 + index}
-        shared["clusters"][0]["instances"][index] |= {
-            "kv_port": 8200 + 8 * index,
-            "events_port": 8300 + 2 * index,
-        }
+        shared["clusters"][0]["instances"][index] |= {"kv_port": 8200 + 8 * index}
     yield "two engines of one name", shared, "but a pod is one engine"
     unseen = example(containers={"networks": {}})
     yield (

@@ -50,10 +50,7 @@ def test_every_port_has_one_opening() -> None:
         assert len(ports) == len(set(ports))
         wanted = {(GATEWAY, deployment.gateway.port), (GATEWAY, deployment.gateway.admin.port)}
         for instance in deployment.instances:
-            used = [instance.http_port, *instance.kv_ports]
-            if instance.events_port is not None:
-                used += [instance.events_port, instance.events_port + 1]
-            wanted |= {(instance.name, port) for port in used}
+            wanted |= {(instance.name, port) for port in (instance.http_port, *instance.kv_ports)}
         wanted |= {(pool.name, pool.kv_port) for pool in deployment.pools}
         assert set(ports) == wanted
 
@@ -63,6 +60,5 @@ def test_those_that_send_may_connect() -> None:
     assert openings["home-1", "kv"] == {GATEWAY, "east-0", "east-1", "home-0", "home-2"}
     # Nothing is sent between engines of a cluster that only prefills.
     assert openings["east-0", "kv"] == {GATEWAY, "home-0", "home-1", "home-2"}
-    assert openings["east-0", "events"] == {GATEWAY}
     assert openings[GATEWAY, "http"] == {CLIENTS}
     assert openings[GATEWAY, "admin"] == {OPERATORS}

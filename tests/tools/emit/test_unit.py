@@ -110,7 +110,6 @@ def test_engines_of_one_machine_have_gpus_of_their_own(tmp_path: Path) -> None:
     fields = yaml.safe_load(example_path("two-datacenters").read_text())
     for number, instance in enumerate(fields["clusters"][1]["instances"]):
         instance |= {"host": "198.51.100.10", "http_port": 8100 + number, "kv_port": 8200 + 10 * number}
-        instance |= {"events_port": 8300 + 2 * number}
     fields["clusters"][1]["gpus_per_instance"] = 2
     path = tmp_path / "file.yaml"
     path.write_text(yaml.safe_dump(fields))
@@ -153,6 +152,6 @@ def test_the_ports_of_a_machine() -> None:
     ]
     assert (
         files["home/198.51.100.10/ports.txt"].splitlines()[2]
-        == "8200-8207/tcp  home-0 kv      gateway, east-0 (192.0.2.10), east-1 (192.0.2.11), "
+        == "8200-8207/tcp  home-0 kv    gateway, east-0 (192.0.2.10), east-1 (192.0.2.11), "
         "home-1 (198.51.100.11), home-2 (198.51.100.12)"
     )

@@ -2,6 +2,7 @@
 
 import hashlib
 import ipaddress
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,47 +11,46 @@ from urllib.parse import urlsplit
 TRACES_PATH = "/v1/traces"
 """Where OTLP/HTTP has traces."""
 
-RANK_SOCKET = "-inproc_dp"
-"""Before the number of a further data-parallel rank in the name of its local sockets.
+RANK_ENDING = "_dp"
+"""What vLLM's publisher adds, with its number, to the sockets of a later data-parallel rank.
 
-vLLM's publisher adds `_dp` and the number, and only where the name has "inproc" in it.
+Only where the name has "inproc" in it.
 """
 
+# With "inproc-" and "-replay_dp999" a Unix socket's address has 107 bytes.
+_LONGEST_FOLDER, _NAME_BYTES = 87, 4
 _LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
 _HOST_NAME = re.compile(rf"(?=.{{1,253}}$){_LABEL}(\.{_LABEL})*\.?")
 
 
 @dataclass(frozen=True, slots=True)
 class EventsEndpoint:
-    """Where an engine publishes what its prefix cache holds: ZeroMQ addresses.
+    """Where an engine publishes what its prefix cache holds, for its own machine: ZeroMQ addresses."""
 
-    The engine binds to `bind_*`; subscribers connect to `publish` and `replay`.
-    """
-
-    bind_publish: str
-    bind_replay: str
     publish: str
     replay: str
 
 
-def tcp_endpoint(host: str, port: int) -> EventsEndpoint:
-    """Events at `port`, replay at the port after it. `host` as it stands in a URL."""
-    # vLLM's publisher connects instead of binding unless its address has a wildcard.
-    return EventsEndpoint(
-        f"tcp://*:{port}", f"tcp://*:{port + 1}", f"tcp://{host}:{port}", f"tcp://{host}:{port + 1}"
-    )
+def events_folder(home: Path) -> Path:
+    """The folder of sockets of a deployment whose folder is `home`: their names must fit into a socket's address."""
+    folder = home / "events"
+    if len(os.fsencode(folder)) < _LONGEST_FOLDER - 2 * _NAME_BYTES:
+        return folder
+    place = hashlib.blake2b(os.fsencode(home), digest_size=6).hexdigest()
+    return Path(f"/tmp/prfaas-{os.getuid()}-{place}")
 
 
-def local_endpoint(home: Path, instance: str, rank: int = 0) -> EventsEndpoint:
-    """Abstract sockets of this machine: no port, no file, and nothing that another machine could reach.
+def local_endpoint(home: Path, holder: str, rank: int = 0) -> EventsEndpoint:
+    """Sockets of this machine, in a folder that only its user can enter: events hold token ids and salts.
 
-    `rank`: the instance's in its data-parallel group. Further ranks have the ending that vLLM gives their sockets.
+    `rank`: the holder's in its data-parallel group. Later ranks have the ending that vLLM gives their sockets.
     """
-    place = hashlib.blake2b(str(home).encode(), digest_size=6).hexdigest()
-    ending = f"{RANK_SOCKET}{rank}" if rank else ""
-    publish = f"ipc://@prfaas-{place}-{instance}{ending}"
-    replay = f"ipc://@prfaas-{place}-{instance}-replay{ending}"
-    return EventsEndpoint(publish, replay, publish, replay)
+    folder = events_folder(home)
+    if len(os.fsencode(folder / holder)) > _LONGEST_FOLDER:
+        holder = hashlib.blake2b(holder.encode(), digest_size=_NAME_BYTES).hexdigest()
+    ending = f"{RANK_ENDING}{rank}" if rank else ""
+    publish = f"ipc://{folder}/inproc-{holder}"
+    return EventsEndpoint(f"{publish}{ending}", f"{publish}-replay{ending}")
 
 
 def is_loopback(host: str) -> bool:

@@ -157,7 +157,7 @@ OWNED_ARGS = {
     "--ubatch-size": "layers tell that they are computed when part of a batch is",
     "--enable-sleep-mode": "transfers use blocks where they lay when the engine started",
     "--kv-offloading-": "vLLM would put another connector in the place of the one for transfers; give clusters[].pool",
-    "--kv-events-config": "it is made from the instance's host and events_port",
+    "--kv-events-config": "events are published for the engine's own KV port, which tells them to gateways",
     "--lora-modules": "give model.adapters",
     "--ssl-keyfile": "give security.engine_tls and security.certificates",
     "--ssl-certfile": "give security.engine_tls and security.certificates",

@@ -62,8 +62,6 @@ class PoolSpace(Section):
     """The folder on the disk that may be used; left out: the deployment's own."""
     kv_port: Annotated[Port | None, GIVEN] = None
     """Where pools of other machines and the gateway reach it; needed unless it is only planned with."""
-    events_port: Annotated[Port | None, GIVEN] = None
-    """Where it publishes over TCP what it holds; left out: over a socket of its machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +72,6 @@ class PoolNode:
     cluster: str
     host: str
     kv_port: int
-    events_port: int | None
     memory_bytes: int
     ssd_bytes: int
     path: Path
@@ -124,7 +121,6 @@ def pool_nodes(
             cluster=cluster,
             host=together[0].host,
             kv_port=space.kv_port,
-            events_port=space.events_port,
             memory_bytes=space.memory_bytes,
             ssd_bytes=space.ssd_bytes,
             path=folder / name,

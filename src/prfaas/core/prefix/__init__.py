@@ -1,13 +1,10 @@
-"""Which instance holds which prefix: block hashes of token ids, the index that the engines' events feed, and a
-record of what went where for engines without events."""
+"""Which instance holds which prefix: block hashes of token ids, and the index that the engines' events feed."""
 
 from prfaas.core.prefix.events import (
     Cleared,
     Event,
-    Gap,
     MalformedEventsError,
     RemovedBlocks,
-    SequenceGuard,
     StoredBlocks,
     decode_batch,
 )
@@ -24,7 +21,6 @@ from prfaas.core.prefix.index import (
     PoolHit,
     PrefixHit,
 )
-from prfaas.core.prefix.sent_record import PrefixRecord
 
 __all__ = [
     "DEFAULT_BLOCK_TOKENS",
@@ -32,16 +28,13 @@ __all__ = [
     "BlockHasher",
     "Cleared",
     "Event",
-    "Gap",
     "GlobalIndex",
     "MalformedEventsError",
     "PoolHit",
     "PrefixHit",
-    "PrefixRecord",
     "PromptChains",
     "PromptTokens",
     "RemovedBlocks",
-    "SequenceGuard",
     "StoredBlocks",
     "chain_root",
     "decode_batch",

@@ -7,7 +7,7 @@ which to ask for again. It does no I/O and has no clock.
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 
@@ -15,8 +15,13 @@ EngineHash = Annotated[int, msgspec.Meta(ge=0)] | Annotated[bytes, msgspec.Meta(
 """The engine's own hash of a prefix: opaque, and another one in every process."""
 
 
-_Text = Annotated[str, msgspec.Meta(max_length=1024)]
-_Group = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
+ATTENTION_KINDS = frozenset({None, "full_attention", "mla_attention", "sink_full_attention"})
+"""Groups that keep every token."""
+
+ShortText = Annotated[str, msgspec.Meta(max_length=1024)]
+GroupNumber = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
+Tokens = Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
+WindowTokens = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 _Time = Annotated[float, msgspec.Meta(ge=-1e15, le=1e15)]
 
 
@@ -44,19 +49,19 @@ class StoredBlocks(
     hashes: list[EngineHash]
     """One per block. Fewer than `token_ids` has blocks where the group keeps only some of them (linear state,
     sliding windows)."""
-    block_tokens: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] = 0
+    block_tokens: Tokens = 0
     parent: EngineHash | None = None
     """The hash of the prefix that `token_ids` follow."""
     token_ids: list[int] = []
-    adapter: _Text | None = None
+    adapter: ShortText | None = None
     extra_keys: list[list[Any] | None] | None = None
     """Per hash what else went into it: the adapter, multimodal parts as lists, in a chain's first block the salt."""
-    group: _Group | None = None
-    kind: _Text | None = None
-    window_tokens: Annotated[int, msgspec.Meta(ge=0, le=1 << 40)] | None = None
-    medium: _Text | None = None
+    group: GroupNumber | None = None
+    kind: ShortText | None = None
+    window_tokens: WindowTokens | None = None
+    medium: ShortText | None = None
     """The tier; None and "GPU" are the same."""
-    locality: _Text | None = None
+    locality: ShortText | None = None
     lookahead_token_ids: list[list[int]] | None = None
     """Per hash the tokens behind the block that went into it too (vLLM 0.33 with speculative decoding); None: none."""
 
@@ -71,9 +76,9 @@ class RemovedBlocks(
     """One copy of each of these blocks of one KV group was evicted."""
 
     hashes: list[EngineHash]
-    group: _Group | None = None
-    medium: _Text | None = None
-    locality: _Text | None = None
+    group: GroupNumber | None = None
+    medium: ShortText | None = None
+    locality: ShortText | None = None
 
 
 class Cleared(msgspec.Struct, tag_field="type", tag="AllBlocksCleared", gc=False):
@@ -147,69 +152,6 @@ def plain_blocks(event: StoredBlocks) -> tuple[str, int]:
     return salt, len(event.hashes)
 
 
-@dataclass(frozen=True, slots=True)
-class Gap:
-    """The batches from `first` to `last`, both included, have not been seen."""
-
-    first: int
-    last: int
-
-
-Offer = Literal["apply", "duplicate", "restart"] | Gap
-
-
-class SequenceGuard:
-    """The sequence numbers of one engine's batches, which count from 0 in every process.
-
-    Every batch is offered before it is applied. The answer is one of:
-    - "apply": it is the next one, and counts as applied from now on;
-    - "duplicate": it was applied before (replay and live feed overlap);
-    - `Gap`: batches before it are missing: replay them, offer each, then offer this one again. Where replay
-      can't give them, `skip_to` it, and forget what the instance held;
-    - "restart": the engine is a new process. Forget what the instance held, then offer this one again: the new
-      process's own first batches may be missing too.
-
-    A lower number than expected is either old or from a new process. The batches' times decide: a copy has a time
-    that is not later than the last applied one's. The time of number 0 is remembered too, in case the clock
-    was set back. One case is not noticed: the first batches of a new process are lost, and its next one has just
-    the number that was expected of the old one. Only the lost connection shows that.
-    """
-
-    __slots__ = ("_first_s", "_latest_s", "_next")
-
-    def __init__(self) -> None:
-        self._next = 0
-        self._latest_s = float("-inf")
-        self._first_s: float | None = None
-
-    def offer(self, sequence: int, at_s: float) -> Offer:
-        """The action for batch `sequence`, made at `at_s` of the engine's clock."""
-        if sequence == self._next:
-            self._take(sequence, at_s)
-            return "apply"
-        if sequence > self._next:
-            return Gap(self._next, sequence - 1)
-        if at_s > self._latest_s or (sequence == 0 and self._first_s not in (None, at_s)):
-            self._reset()
-            return "restart"
-        return "duplicate"
-
-    def skip_to(self, sequence: int) -> None:
-        """Batches before `sequence` are lost for good. Lower numbers than expected are not taken back."""
-        self._next = max(self._next, sequence)
-
-    def _take(self, sequence: int, at_s: float) -> None:
-        self._next = sequence + 1
-        self._latest_s = max(self._latest_s, at_s)
-        if sequence == 0:
-            self._first_s = at_s
-
-    def _reset(self) -> None:
-        self._next = 0
-        self._latest_s = float("-inf")
-        self._first_s = None
-
-
 REPLAY_TIMEOUT_S = 2.0
 MOST_KEPT_BACK = 10_000
 
@@ -244,18 +186,16 @@ class Subscription:
     A gap in the live batches is asked for again; batches that come meanwhile are kept back. A replay without its
     beginning (the engine keeps the last 10,000 batches), or one that sends nothing for 2 s, ends in a drop, unless
     nothing was missed. A replay with a gap in its midst was cut by a full queue and is asked for again from there.
-    `SequenceGuard` recognises a new process by its lower numbers. Where they are not lower, `restarted` has to be
-    called: when the connection was lost, or a restart was noticed in another way.
+    Batches count from 0 in every process: `restarted` has to be called when the connection was lost.
     """
 
     def __init__(self) -> None:
         self.sequence: int | None = None
-        self.gaps = self.replays = self.resyncs = self.restarts = 0
-        self._guard = SequenceGuard()
+        self.gaps = self.replays = self.resyncs = self._next = 0
         self._kept_back: deque[tuple[int, EventBatch]] = deque()
         self._heard_s: float | None = None
         self._asked_from = 0
-        self._hole: int | None = None
+        self._is_cut = False
 
     @property
     def is_replaying(self) -> bool:
@@ -266,9 +206,8 @@ class Subscription:
         yield self._ask(0, now_s)
 
     def restarted(self, now_s: float, reason: str) -> Iterator[Step]:
-        """The engine is a new process, or lost its cache, as others have noticed."""
-        self._guard = SequenceGuard()
-        self.sequence = None
+        """The connection was lost: who is there next is a new process."""
+        self.sequence, self._next = None, 0
         self._kept_back.clear()
         yield Drop(reason)
         yield self._ask(0, now_s)
@@ -283,20 +222,15 @@ class Subscription:
 
     def replayed(self, sequence: int, batch: EventBatch, now_s: float) -> Iterator[Step]:
         """A batch from the replay endpoint."""
-        if not self.is_replaying or self._hole is not None:
+        if not self.is_replaying or self._is_cut:
             return
         self._heard_s = now_s
-        offer = self._guard.offer(sequence, batch.at_s)
-        if offer == "restart":
-            yield self._restart()
-            offer = self._guard.offer(sequence, batch.at_s)
-        if isinstance(offer, Gap):
-            if offer.first > self._asked_from:
-                self._hole = offer.first
-                return
+        if sequence > self._next > self._asked_from:
+            self._is_cut = True
+            return
+        if sequence > self._next:
             yield self._skip_to(sequence, "gap")
-            offer = self._guard.offer(sequence, batch.at_s)
-        if offer == "apply":
+        if sequence == self._next:
             yield self._apply(sequence, batch)
 
     def replay_ended(self, now_s: float) -> Iterator[Step]:
@@ -304,8 +238,8 @@ class Subscription:
         if not self.is_replaying:
             return
         self.replays += 1
-        if self._hole is not None:
-            yield self._ask(self._hole, now_s)
+        if self._is_cut:
+            yield self._ask(self._next, now_s)
         else:
             yield from self._release(now_s, may_ask=True)
 
@@ -315,40 +249,30 @@ class Subscription:
             yield from self._release(now_s, may_ask=False)
 
     def _ask(self, sequence: int, now_s: float) -> Ask:
-        self._heard_s, self._asked_from, self._hole = now_s, sequence, None
+        self._heard_s, self._asked_from, self._is_cut = now_s, sequence, False
         return Ask(sequence)
 
     def _release(self, now_s: float, *, may_ask: bool) -> Iterator[Step]:
         """Go on with what was kept back. What is missing is asked for, unless that has just been tried in vain."""
         asked_from = self._asked_from if self.is_replaying else None
-        self._heard_s = self._hole = None
+        self._heard_s, self._is_cut = None, False
         while self._kept_back:
             sequence, batch = self._kept_back[0]
-            offer = self._guard.offer(sequence, batch.at_s)
-            if offer == "restart":
-                yield self._restart()
-                asked_from = None
-                continue
-            if isinstance(offer, Gap):
-                if may_ask and offer.first != asked_from:
+            if sequence > self._next:
+                if may_ask and self._next != asked_from:
                     self.gaps += 1
-                    yield self._ask(offer.first, now_s)
+                    yield self._ask(self._next, now_s)
                     return
                 yield self._skip_to(sequence, "unanswered")
-                continue
             self._kept_back.popleft()
-            if offer == "apply":
+            if sequence == self._next:
                 yield self._apply(sequence, batch)
-
-    def _restart(self) -> Drop:
-        self.restarts += 1
-        return Drop("restart")
 
     def _skip_to(self, sequence: int, reason: str) -> Drop:
         self.resyncs += 1
-        self._guard.skip_to(sequence)
+        self._next = sequence
         return Drop(reason)
 
     def _apply(self, sequence: int, batch: EventBatch) -> Apply:
-        self.sequence = sequence
+        self.sequence, self._next = sequence, sequence + 1
         return Apply(batch)

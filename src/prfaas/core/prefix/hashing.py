@@ -1,5 +1,6 @@
 """Hashes of blocks: the chain of a prompt's blocks, and the map from an engine's own hashes to these."""
 
+import hashlib
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,11 @@ def chain_root(seed: int, salt: str = "", adapter: str = "") -> int:
     """
     # xxh3 mixes the seed into a text of few bytes too simply: (1, "b") and (2, "c") would be the same.
     return xxh3_64_intdigest(f"root of a chain {len(salt)}:{salt}{adapter}".encode(), seed) & _HASH_MASK
+
+
+def seed_of(key: bytes) -> int:
+    """The seed of a deployment's block hashes, by its key: nobody else can make equal ones."""
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8, person=b"prfaas-prefix").digest(), "little")
 
 
 def id_bytes(token_ids: TokenIds) -> memoryview:

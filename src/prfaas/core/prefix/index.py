@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from prfaas.core.prefix.block_tree import BlockTree, Reach, StateEnds
-from prfaas.core.prefix.events import Cleared, Event, StoredBlocks
+from prfaas.core.prefix.digests import HeldEvent, StoredDigests
+from prfaas.core.prefix.events import Cleared
 from prfaas.core.prefix.hashing import Hashers, PromptChains, TokenIds
 from prfaas.core.prefix.instance_blocks import InstanceBlocks
 
@@ -67,7 +68,7 @@ class GlobalIndex:
     as the engines' caches, so the bound matters only when something is wrong. What is not indexed is never claimed.
     About 100 bytes a block, and more while many come and go; 200 more per block of a sliding window.
 
-    Only `chains` is thread-safe. A lost or doubled batch makes the index claim too much: see `SequenceGuard`.
+    Only `chains` is thread-safe. A lost or doubled batch makes the index claim too much: see `Subscription`.
     """
 
     def __init__(
@@ -117,12 +118,12 @@ class GlobalIndex:
         """
         return self._hashers.chains(token_ids, salt, adapter, self._block_sizes, self._lookahead_forms)
 
-    def apply(self, instance: str, events: Sequence[Event]) -> None:
+    def apply(self, instance: str, events: Sequence[HeldEvent]) -> None:
         """Apply one batch of `instance`, which is registered if it is new."""
         blocks = self._instances.get(instance) or self._register(instance)
         others = self._blocks - blocks.count
         for event in events:
-            if isinstance(event, StoredBlocks):
+            if isinstance(event, StoredDigests):
                 blocks.stored(event, self.capacity_blocks - others)
             elif isinstance(event, Cleared):
                 blocks.clear()
@@ -199,7 +200,7 @@ class GlobalIndex:
         )
 
     def _register(self, instance: str) -> InstanceBlocks:
-        held = self._instances[instance] = InstanceBlocks(self._tree, self._states, self._hashers)
+        held = self._instances[instance] = InstanceBlocks(self._tree, self._states)
         held.most_engine_blocks = self._engine_blocks.get(instance)
         self._learn()
         return held

@@ -6,11 +6,11 @@ from functools import partial
 
 from prfaas.core.pool.depth import common_end, window_end
 from prfaas.core.prefix.block_tree import NO_PARENT, BlockTree, StateEnds, held_bit
-from prfaas.core.prefix.events import EngineHash, RemovedBlocks, StoredBlocks, plain_blocks
-from prfaas.core.prefix.hashing import WORDS, Hashers, PackedHashMap, chain_root
+from prfaas.core.prefix.digests import RemovedHashes, StoredDigests
+from prfaas.core.prefix.events import ATTENTION_KINDS
+from prfaas.core.prefix.hashing import WORDS, PackedHashMap
 
 LINEAR_KINDS = frozenset({"mamba"})
-ATTENTION_KINDS = frozenset({None, "full_attention", "mla_attention", "sink_full_attention"})
 
 
 class GroupBlocks:
@@ -114,7 +114,7 @@ class InstanceBlocks:
     one, and a group of an unknown kind, counts as a window over everything: so no more is claimed than is held.
     """
 
-    def __init__(self, tree: BlockTree, states: StateEnds, hashers: Hashers) -> None:
+    def __init__(self, tree: BlockTree, states: StateEnds) -> None:
         self.block_tokens: int | None = None
         """Tokens per full-attention block; None until one was stored."""
         self.lookahead_tokens = 0
@@ -133,7 +133,6 @@ class InstanceBlocks:
         self.bit = held_bit(self.slot)
         self._tree = tree
         self._states = states
-        self._hashers = hashers
         self._attention_group: int | None = None
         self._hash_map = PackedHashMap()
         self.most_engine_blocks: int | None = None
@@ -145,31 +144,27 @@ class InstanceBlocks:
         # (group, engine hash) → copies of states and windows that came before their attention blocks.
         self._early: dict[tuple[int | None, int], int] = {}
 
-    def stored(self, event: StoredBlocks, most: int) -> None:
+    def stored(self, event: StoredDigests, most: int) -> None:
         """Apply `event`, but let `count` not grow above `most`."""
-        if event.locality == "REMOTE":
-            return
         if self._leaving:
             self._leave()
         self._has_tiers |= event.medium not in _ENGINE_TIER
         if self._is_attention(event):
             self._store_attention(event, most)
         elif (group := self._group(event)) is not None:
-            for engine_hash in _words(event.hashes):
+            for engine_hash in event.hashes:
                 self._store_in(group, event.group, engine_hash, most)
         self._check_copies()
 
-    def removed(self, event: RemovedBlocks) -> None:
+    def removed(self, event: RemovedHashes) -> None:
         """Apply `event`; blocks that are not known are passed over."""
-        if event.locality == "REMOTE":
-            return
         if event.group == self._attention_group:
-            # Engines send one event per block: together they cost half as much.
-            self._leaving += _words(event.hashes)
+            # Many events together cost half as much.
+            self._leaving += array(WORDS, event.hashes)
             return
         group = self._known_group(event.group)
         if group is not None:
-            for engine_hash in _words(event.hashes):
+            for engine_hash in event.hashes:
                 self._remove_from(group, event.group, engine_hash)
 
     def end_batch(self) -> None:
@@ -199,14 +194,14 @@ class InstanceBlocks:
             rules.append(partial(self._states.last_end, self.bit, chain))
         return common_end(blocks, rules)
 
-    def _is_attention(self, event: StoredBlocks) -> bool:
+    def _is_attention(self, event: StoredDigests) -> bool:
         """Whether `event` is of the leading group. The first such event chooses that group."""
         if self.block_tokens is not None:
             return event.group == self._attention_group
-        if event.kind not in ATTENTION_KINDS or event.block_tokens < 1 or not event.token_ids:
+        if event.kind not in ATTENTION_KINDS or event.block_tokens < 1 or event.digests is None:
             return False
         self._attention_group, self.block_tokens = event.group, event.block_tokens
-        self.lookahead_tokens = _lookahead_tokens(event)
+        self.lookahead_tokens = event.lookahead_tokens
         self.has_learned = True
         return True
 
@@ -214,7 +209,7 @@ class InstanceBlocks:
         linear = self.linear.get(group)
         return linear if linear is not None else self.windows.get(group)
 
-    def _group(self, event: StoredBlocks) -> GroupBlocks | None:
+    def _group(self, event: StoredDigests) -> GroupBlocks | None:
         """The group of `event`; None if the event says too little about it."""
         known = self._known_group(event.group)
         if known is not None or event.group is None or event.block_tokens < 1:
@@ -229,9 +224,9 @@ class InstanceBlocks:
         self.windows[event.group] = window = WindowGroup(event.block_tokens, event.window_tokens)
         return window
 
-    def _store_attention(self, event: StoredBlocks, most: int) -> None:
-        engine_hashes = _words(event.hashes)
-        if not event.token_ids:
+    def _store_attention(self, event: StoredDigests, most: int) -> None:
+        engine_hashes = array(WORDS, event.hashes)
+        if event.digests is None:
             # Another tier has them too.
             for engine_hash in engine_hashes:
                 if self._hash_map.get(engine_hash) is not None:
@@ -244,19 +239,13 @@ class InstanceBlocks:
             self.has_learned = True
         if event.block_tokens != self.block_tokens or not engine_hashes:
             return
-        if len(event.token_ids) != len(engine_hashes) * self.block_tokens:
-            return
-        parent = NO_PARENT if event.parent is None else self._hash_map.get(_word(event.parent))
+        parent = NO_PARENT if event.parent is None else self._hash_map.get(event.parent)
         if parent is None:
             self.unlinked += len(engine_hashes)
             return
-        salt, plain = plain_blocks(event)
-        taken = self._room(plain, len(engine_hashes), most)
-        root = parent or chain_root(self._hashers.seed, salt, event.adapter or "")
-        try:
-            chain = self._hashes(event, root, taken)
-        except OverflowError:
-            chain = ()
+        is_alike = event.lookahead_tokens == self.lookahead_tokens
+        plain = min(len(event.digests), len(engine_hashes)) if is_alike else 0
+        chain = event.digests[: self._room(plain, len(engine_hashes), most)]
         if chain:
             self._link(engine_hashes[: len(chain)], parent, chain)
         if self._early:
@@ -278,16 +267,6 @@ class InstanceBlocks:
             self._copies, self._extra = {}, 0
             for group in groups:
                 group.forget_copies()
-
-    def _hashes(self, event: StoredBlocks, root: int, most: int) -> tuple[int, ...]:
-        """The index's hashes of the event's blocks; fewer where their form is not the one that this engine has."""
-        hasher = self._hashers.of(event.block_tokens, self.lookahead_tokens)
-        lookaheads = event.lookahead_token_ids
-        if not self.lookahead_tokens and not lookaheads:
-            return hasher.hashes(event.token_ids, root, max_blocks=most)
-        found = hasher.stored_hashes(event.token_ids, lookaheads or (), root, max_blocks=most)
-        self.unlinked += most - len(found)
-        return found
 
     def _room(self, plain: int, blocks: int, most: int) -> int:
         """How many of `blocks`, of which the first `plain` can be indexed, are."""
@@ -382,19 +361,3 @@ class InstanceBlocks:
         self._leaving = array(WORDS)
         self._early = {}
         self.count = 0
-
-
-def _lookahead_tokens(event: StoredBlocks) -> int:
-    return len(event.lookahead_token_ids[0]) if event.lookahead_token_ids else 0
-
-
-def _word(engine_hash: EngineHash) -> int:
-    """An engine's hash as an unsigned 64-bit integer: of bytes the last 8, as vLLM itself shortens them."""
-    return engine_hash if isinstance(engine_hash, int) else int.from_bytes(engine_hash[-8:], "big")
-
-
-def _words(engine_hashes: Sequence[EngineHash]) -> "array[int]":
-    try:
-        return array(WORDS, engine_hashes)  # type: ignore[arg-type]
-    except TypeError:
-        return array(WORDS, map(_word, engine_hashes))

@@ -55,8 +55,6 @@ class EngineReading:
     outputs: float
     started_at_s: float | None
     """Unix time of the process's start."""
-    block_tokens: int | None
-    cache_tokens: int | None
     cache_blocks: int | None = None
     """Blocks of the engine, of all its KV groups together."""
     tokens: float = 0.0
@@ -94,19 +92,12 @@ def read_exposition(text: bytes) -> EngineReading:
             seen.add(name)
     found = _CACHE_CONFIG.search(text)
     labels = dict(_LABEL.findall(found.group(1))) if found else {}
-    block_tokens = _positive(labels.get(b"block_size"))
-    blocks = _positive(labels.get(b"num_gpu_blocks"))
-    cache_tokens = _positive(labels.get(b"kv_cache_size_tokens"))
-    if cache_tokens is None and block_tokens is not None and blocks is not None:
-        cache_tokens = min(block_tokens * blocks, _MOST_COUNT)
     told: dict[str, Any] = {field: sums[name] for field, name in _FIELDS.items()}
     told |= {"running": int(told["running"]), "waiting": int(told["waiting"])}
     return EngineReading(
         **told,
         started_at_s=sums[_STARTED] if _STARTED in seen else None,
-        block_tokens=block_tokens,
-        cache_tokens=cache_tokens,
-        cache_blocks=blocks,
+        cache_blocks=_positive(labels.get(b"num_gpu_blocks")),
         tokens=sums[_PROMPT_TOKENS] + sums[_GENERATED_TOKENS],
     )
 

@@ -9,10 +9,11 @@ from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry
 
-from prfaas.core.deployment import AppliedDeployment, EventsEndpoint, Instance
+from prfaas.core.deployment import AppliedDeployment, Instance
 from prfaas.core.kv import KvModel
 from prfaas.core.latency.prefill_curves import PrefillCurves
-from prfaas.core.prefix.events import EventBatch
+from prfaas.core.prefix.digests import HeldEvent
+from prfaas.core.prefix.hashing import seed_of
 from prfaas.core.scheduling import Decision
 from prfaas.core.scheduling.length_window import LengthWindow
 from prfaas.serving.control.cluster_state import Clock, ClusterState, OnService, OpenPrefill
@@ -23,7 +24,7 @@ from prfaas.serving.control.engine_monitor import EngineMonitor
 from prfaas.serving.control.engine_reading import EngineReading
 from prfaas.serving.control.health import HealthWatch
 from prfaas.serving.control.hot_prefixes import HotPrefixes
-from prfaas.serving.control.kv_events import EventFeed, events_endpoints
+from prfaas.serving.control.kv_events import EventFeed
 from prfaas.serving.control.link_budget import LinkBudget
 from prfaas.serving.control.link_monitor import LinkMonitor
 from prfaas.serving.control.listeners import Listeners
@@ -34,7 +35,7 @@ from prfaas.serving.control.peer_lists import PeerListUpdates
 from prfaas.serving.control.planning_inputs import KvShape, LiveFacts, prefill_curves, view_of
 from prfaas.serving.control.pool_monitor import PoolMonitor
 from prfaas.serving.control.prefill_admission import PrefillAdmission
-from prfaas.serving.control.prefix_knowledge import PrefixKnowledge, empty_index, seed_of
+from prfaas.serving.control.prefix_knowledge import PrefixKnowledge, empty_index
 from prfaas.serving.control.role_allocation import RoleAllocation, RoleChange, RoleChanges, stage_utilisation
 from prfaas.serving.control.router import Router
 from prfaas.serving.control.thresholds import Thresholds
@@ -306,34 +307,30 @@ def _prefixes(
     members: Members, state: ClusterState, kv_model: KvModel | None, metrics: ControlMetrics
 ) -> tuple[PrefixKnowledge, EventFeed]:
     """Who holds what, and the events that tell it."""
-    running, current, seed = members.running, members.running.current, seed_of(members.key)
-    endpoints = events_endpoints(current, (*current.instances, *current.pools))
+    current, seed = members.running.current, seed_of(members.key)
     prefixes = PrefixKnowledge(
         empty_index(seed, kv_model),
         state,
-        seed=seed,
         is_hybrid=state.view.kv.is_hybrid,
-        with_events=endpoints,
         clock=state.clock,
     )
 
-    def apply(name: str, batch: EventBatch) -> None:
+    def apply(name: str, events: Sequence[HeldEvent]) -> None:
         with metrics.index_apply_seconds.time():
-            prefixes.apply(name, batch)
-        metrics.events.labels(name).inc(len(batch.events))
+            prefixes.apply(name, events)
+        metrics.events.labels(name).inc(len(events))
 
     def drop(name: str, reason: str) -> None:
         prefixes.drop(name, reason)
         metrics.drops.labels(name, reason).inc()
-        if reason == "unanswered" and prefixes.is_pool(name):
-            # Unlike an engine, a pool can tell all that it holds, however old.
-            feed.reset(name, reason)
 
-    def endpoint_of(instance: Instance) -> EventsEndpoint | None:
-        return running.current.events_endpoint(instance)
+    def port_of(name: str) -> Observer | None:
+        # Of an instance, the first rank tells for all.
+        ports = members.kv_ports.get(name)
+        return members.pool_ports.get(name) if ports is None else ports[0]
 
-    feed = EventFeed(endpoints, apply=apply, drop=drop, endpoint_of=endpoint_of)
-    return prefixes, feed
+    instances, pools = ([each.name for each in holders] for holders in (current.instances, current.pools))
+    return prefixes, EventFeed([*instances, *pools], port_of, apply=apply, drop=drop)
 
 
 def _budget(members: Members, state: ClusterState, links: LinkMonitor) -> LinkBudget:

@@ -1,8 +1,7 @@
-"""Prefixes that instances and pools hold of a prompt: by events, by recent requests, by all requests sent."""
+"""Prefixes that instances and pools hold of a prompt: by events, and by recent requests."""
 
-import hashlib
 import logging
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -11,18 +10,14 @@ from msgspec import structs
 from prfaas.core.deployment import Instance
 from prfaas.core.kv import KvModel
 from prfaas.core.prefix import (
-    DEFAULT_BLOCK_TOKENS,
     NOTHING,
-    BlockHasher,
     GlobalIndex,
     PoolHit,
     PrefixHit,
-    PrefixRecord,
     PromptChains,
     PromptTokens,
-    chain_root,
 )
-from prfaas.core.prefix.events import Event, EventBatch, RemovedBlocks, StoredBlocks
+from prfaas.core.prefix.digests import HeldEvent, RemovedHashes, StoredDigests
 from prfaas.core.scheduling import Decision, KvFacts, RoutingRequest, with_pools
 from prfaas.serving.control.cluster_state import Clock, ClusterState
 from prfaas.serving.control.engine_reading import EngineReading
@@ -118,7 +113,6 @@ class PendingPrefixes:
 
 logger = logging.getLogger(__name__)
 
-_DEFAULT_CACHE_TOKENS = 1 << 20
 # More modules for multi-token prediction than any model has.
 _MOST_OWN_TOKENS = 64
 
@@ -165,14 +159,12 @@ class PrefixMatch:
 
 
 class PrefixKnowledge(Part):
-    """Finds the held prefixes of a prompt from three sources, of which the longest counts.
+    """Finds the held prefixes of a prompt from two sources, of which the longest counts.
 
     - The index, from the engines' events. It is exact. Bytes are left out because of it (`skip_tokens`), where a wrong
       claim would cost a whole local prefill.
     - Pending prefixes: prompts that were sent in the last seconds and whose events are still to come. Instances are
       chosen by them, where a wrong claim costs some computing.
-    - The record of what was sent, in place of both for instances that publish no events. Nothing better is known of
-      these, so bytes are left out because of it too.
 
     With a hybrid model, what was only sent to an instance that decodes left no states there.
     Pools have events alone. Each is in the index under two names: all that it holds, and what it holds in memory.
@@ -183,23 +175,16 @@ class PrefixKnowledge(Part):
         index: GlobalIndex,
         cluster_state: ClusterState,
         *,
-        seed: int,
         is_hybrid: bool,
-        with_events: Container[str],
         clock: Clock,
     ) -> None:
-        """`with_events`: who publishes events; its owner keeps it up to date. `seed` is the index's."""
         self.index = index
         self._cluster_state = cluster_state
-        self._seed = seed
         self._is_hybrid = is_hybrid
-        self._with_events = with_events
         self._clock = clock
         self._memory_of = {name: f"{name}/memory" for name in cluster_state.view.pools}
         self._pool_of = self._pools_of_instances()
         self._pending = PendingPrefixes()
-        self._record: PrefixRecord | None = None
-        self._hasher: BlockHasher | None = None
         self._own_last_tokens: dict[str, int] = {}
 
     def join(self, _instance: Instance) -> None:
@@ -214,25 +199,14 @@ class PrefixKnowledge(Part):
 
     def chains(self, token_ids: Sequence[int], salt: str, adapter: str) -> PromptChains:
         """The hash chains by which a prompt is looked up. May be called in a thread."""
-        chains = replace(
+        return replace(
             self.index.chains(token_ids, salt, adapter), prompt=PromptTokens(token_ids, salt, adapter)
         )
-        hasher = self._hasher
-        if hasher is None or hasher.block_tokens in chains.by_block_tokens:
-            return chains
-        hashes = hasher.hashes(token_ids[:-1], chain_root(self._seed, salt, adapter))
-        return replace(chains, by_block_tokens={**chains.by_block_tokens, hasher.block_tokens: hashes})
 
     def match(self, chains: PromptChains) -> PrefixMatch:
         """Find the prefix of a prompt that every instance and every pool holds."""
         proven = self.index.match(chains)
         pools = self._take_pools(proven)
-        if self._record is not None:
-            hashes = chains.by_block_tokens.get(self._record.block_tokens, ())
-            for name in self._record_names():
-                recorded = self._record.held(name, hashes)
-                if recorded.attention_tokens:
-                    proven[name] = self._sent(name, recorded)
         expected = self._pending.match(chains, self._clock())
         if not expected:
             return PrefixMatch(proven, proven, pools, self._pool_of)
@@ -256,17 +230,14 @@ class PrefixKnowledge(Part):
 
     def expect(self, name: str, chains: PromptChains) -> None:
         """Note that this prompt is sent to the instance, which will hold it in a moment."""
-        if name in self._with_events:
-            self._pending.add(name, chains, self._clock())
-        elif self._record is not None:
-            self._record.add(name, chains.by_block_tokens.get(self._record.block_tokens, ()))
+        self._pending.add(name, chains, self._clock())
 
-    def apply(self, name: str, batch: EventBatch) -> None:
+    def apply(self, name: str, events: Sequence[HeldEvent]) -> None:
         """Apply what one engine step stored and removed, or what became of a pool's pages."""
-        self.index.apply(name, batch.events)
+        self.index.apply(name, events)
         memory = self._memory_of.get(name)
         if memory is not None:
-            self.index.apply(memory, [event for event in batch.events if not _is_of_ssd(event)])
+            self.index.apply(memory, [event for event in events if not _is_of_ssd(event)])
 
     def drop(self, name: str, reason: str) -> None:
         """Forget what is held there: it is lost, or no longer known."""
@@ -275,8 +246,6 @@ class PrefixKnowledge(Part):
         if name in self._memory_of:
             self.index.drop(self._memory_of[name])
         self._pending.drop(name)
-        if self._record is not None:
-            self._record.forget(name)
 
     def learn_stats(self, name: str, stats: Mapping[str, Any]) -> None:
         """Take what an engine's connector tells of how it reuses prefixes; older ones tell nothing."""
@@ -294,23 +263,9 @@ class PrefixKnowledge(Part):
         return self._own_last_tokens.get(name, 1)
 
     def learn(self, instance: Instance, reading: EngineReading) -> None:
-        """Take the size of an engine's cache, and the block size of the first engine without events that reports it.
-
-        Until then nothing is recorded of these: an engine reuses only whole blocks.
-        """
-        if reading.cache_blocks is not None and instance.name in self._with_events:
+        """Take the size of an engine's cache."""
+        if reading.cache_blocks is not None:
             self.index.learn_size(instance.name, reading.cache_blocks)
-        if self._record is not None or instance.name in self._with_events or reading.block_tokens is None:
-            return
-        block_tokens = reading.block_tokens * -(-DEFAULT_BLOCK_TOKENS // reading.block_tokens)
-        # Running requests need room in the cache too.
-        cache_tokens = (reading.cache_tokens or _DEFAULT_CACHE_TOKENS) // 2
-        self._record = PrefixRecord(
-            block_tokens=block_tokens,
-            capacity_blocks=max(cache_tokens // block_tokens, 1),
-            only_ends=self._is_hybrid,
-        )
-        self._hasher = BlockHasher(block_tokens=block_tokens, seed=self._seed)
 
     def state(self, _now_s: float) -> Json:
         """The size of the index."""
@@ -344,9 +299,7 @@ class PrefixKnowledge(Part):
         return self.index.blocks(self._memory_of[pool])
 
     def blocks(self, name: str) -> int:
-        """Blocks known or recorded of an instance, or known of a pool."""
-        if name not in self._with_events and name not in self._memory_of and self._record is not None:
-            return self._record.blocks(name)
+        """Blocks known of an instance or a pool."""
         return self.index.blocks(name)
 
     def _take_pools(self, hits: dict[str, PrefixHit]) -> dict[str, PoolHit]:
@@ -363,17 +316,9 @@ class PrefixKnowledge(Part):
         pools = self._cluster_state.view.pools.values()
         return {instance: pool.name for pool in pools for instance in pool.instances}
 
-    def _record_names(self) -> list[str]:
-        return [name for name in self._cluster_state.names if name not in self._with_events]
-
     def _sent(self, name: str, held: PrefixHit) -> PrefixHit:
         has_states = not (self._is_hybrid and self._cluster_state.instance(name).decodes)
         return held if has_states else PrefixHit(0, held.attention_tokens)
-
-
-def seed_of(key: bytes) -> int:
-    """The seed of a deployment's block hashes, by its key: nobody else can make equal ones."""
-    return int.from_bytes(hashlib.blake2b(key, digest_size=8, person=b"prfaas-prefix").digest(), "little")
 
 
 def empty_index(seed: int, kv_model: KvModel | None) -> GlobalIndex:
@@ -385,8 +330,8 @@ def empty_index(seed: int, kv_model: KvModel | None) -> GlobalIndex:
     )
 
 
-def _is_of_ssd(event: Event) -> bool:
-    return isinstance(event, StoredBlocks | RemovedBlocks) and event.medium == "ssd"
+def _is_of_ssd(event: HeldEvent) -> bool:
+    return isinstance(event, StoredDigests | RemovedHashes) and event.medium == "ssd"
 
 
 def _longer(known: PrefixHit, other: PrefixHit) -> PrefixHit:

@@ -1,14 +1,13 @@
 """How vLLM is told that an engine is a rank of a data-parallel group.
 
 Its external load balancing: every rank is a server of its own, and the gateway balances. Rank 0 starts a coordinator,
-which keeps all in step. vLLM adds a rank's number to the ports that it is given, so they are given less that.
+which keeps all in step.
 """
 
-import re
 from collections.abc import Collection
-from dataclasses import replace
 
 from prfaas.core.deployment import Deployment, EventsEndpoint, Instance
+from prfaas.core.deployment.addresses import RANK_ENDING
 from prfaas.serving.certificates import identity_of
 from prfaas.serving.engines.engine_server import ask
 
@@ -33,19 +32,8 @@ def rank_options(deployment: Deployment, instance: Instance) -> tuple[str, ...]:
 
 def given_endpoint(endpoint: EventsEndpoint, rank: int) -> EventsEndpoint:
     """What a rank is to bind, as vLLM must be given it so that it binds that."""
-    return replace(
-        endpoint,
-        bind_publish=_unshifted(endpoint.bind_publish, rank),
-        bind_replay=_unshifted(endpoint.bind_replay, rank),
-    )
-
-
-def _unshifted(address: str, rank: int) -> str:
-    if rank == 0:
-        return address
-    if address.startswith("tcp:"):
-        return re.sub(r"\d+$", lambda port: str(int(port[0]) - rank), address)
-    return address.removesuffix(f"_dp{rank}")
+    ending = f"{RANK_ENDING}{rank}"
+    return EventsEndpoint(endpoint.publish.removesuffix(ending), endpoint.replay.removesuffix(ending))
 
 
 def end_group_before(deployment: Deployment, instance: Instance, *, started: Collection[str]) -> None:

@@ -11,7 +11,7 @@ from prfaas.core.extras import how_to_install
 from prfaas.core.kv import FullAttention, LinearState
 from prfaas.serving.engines import EngineError
 from prfaas.serving.engines.fetching import FetchReport, LoggedFetch
-from prfaas.serving.secret_files import KeyFileError, TlsFileError
+from prfaas.serving.secret_files import KeyFileError, TlsFileError, make_private_folder
 from prfaas.serving.transport.ticket import create_key, load_key
 
 
@@ -199,6 +199,18 @@ def _has_avx_512() -> bool:
     except OSError:
         return False
     return any(set(line.split()) >= _AVX_512 for line in lines if line.startswith("flags"))
+
+
+def ensure_events_folder(deployment: Deployment) -> None:
+    """Make sure that engines of this machine can publish their events where no other user hears them.
+
+    Raises:
+        EngineError: the folder is another user's, or others can enter it.
+    """
+    try:
+        make_private_folder(deployment.events_folder)
+    except OSError as error:
+        raise EngineError(str(error)) from error
 
 
 def ensure_key(deployment: Deployment) -> None:

@@ -14,6 +14,7 @@ from prfaas.serving.engines.engine_server import ask
 from prfaas.serving.engines.preparation import (
     ensure_certificates,
     ensure_dtypes,
+    ensure_events_folder,
     ensure_key,
     ensure_model,
     ensure_nixl,
@@ -85,6 +86,7 @@ class RunningEngines(ChildProcesses):
             ensure_dtypes(self.deployment, instances)
         ensure_key(self.deployment)
         ensure_certificates(self.deployment, names)
+        ensure_events_folder(self.deployment)
         for instance in instances:
             end_group_before(self.deployment, instance, started=names)
         launched: list[str] = []
@@ -203,11 +205,9 @@ class RunningEngines(ChildProcesses):
         return super()._group(name)
 
     def _check_free(self, instance: Instance) -> None:
-        events_port = instance.events_port
-        event_ports = () if events_port is None else (events_port, events_port + 1)
         nixl_ports = () if instance.nixl_port is None else (instance.nixl_port,)
         meeting_ports = () if instance.data_parallel is None else (instance.meeting_port,)
-        ports = (instance.http_port, *instance.kv_ports, *event_ports, *nixl_ports, *meeting_ports)
+        ports = (instance.http_port, *instance.kv_ports, *nixl_ports, *meeting_ports)
         self._check_startable(instance.name, instance.host, ports)
 
     def _commands(self, instances: Sequence[Instance]) -> Iterator[tuple[Sequence[str], EngineCommand]]:

@@ -23,7 +23,7 @@ from prfaas.serving.transport import (
 )
 from prfaas.serving.transport.endpoint import KvEndpoint
 from prfaas.serving.transport.peer_list import PeerList
-from prfaas.serving.transport.requests import CopyOrder
+from prfaas.serving.transport.requests import CopyOrder, FollowOrder, refuse_request
 
 # The geometry is compared in each PULL: a pool listens before its first engine has set it.
 _FINGERPRINT = {"prefix_pool": "v1"}
@@ -53,6 +53,8 @@ class PoolNeighbours:
         limits = deployment.transfer
         sources = pool_sources(deployment, pool)
         self._loop = asyncio.get_running_loop()
+        self.on_follow: Callable[[PeerRequest], None] = refuse_request
+        """Called with a gateway's FOLLOW, in the connection's thread."""
         asked = AskedTransfers()
         block_bytes = deployment.engine.transfer_block_bytes
         staging_bytes = max(deployment.pool.staging_bytes, block_bytes) if sources else block_bytes
@@ -83,7 +85,7 @@ class PoolNeighbours:
                 host=source.pool.host,
                 port=source.pool.kv_port,
                 peer_name=source.pool.name,
-                tls=tls if source.encrypted else None,
+                tls=tls if source.path.encrypted else None,
                 silence_s=limits.silence_s,
             )
             for source in sources
@@ -124,21 +126,13 @@ class PoolNeighbours:
         return {"receiver": self._receiver.stats(), "sender": self._sender.stats()}
 
     def _on_request(self, request: PeerRequest) -> None:
+        if isinstance(request.order, FollowOrder):
+            self.on_follow(request)
+            return
         taker = self.copies if isinstance(request.order, CopyOrder) else self.lender
         self._loop.call_soon_threadsafe(partial(taker.take, request))
 
 
 def _peer(peer: PoolPeer) -> Peer:
     pool = peer.pool
-    return Peer(
-        name=pool.name,
-        host=pool.host,
-        port=pool.kv_port,
-        link=peer.link,
-        connections=peer.connections,
-        bandwidth_bits_per_s=peer.bandwidth_bits_per_s,
-        on_demand=True,
-        encrypted=peer.encrypted,
-        compressed=peer.compressed,
-        share_bits_per_s=peer.share_bits_per_s,
-    )
+    return Peer(name=pool.name, host=pool.host, port=pool.kv_port, **asdict(peer.path))

@@ -7,11 +7,10 @@ import signal
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import zmq
-
 from prfaas.core.deployment import Deployment, PoolNode
 from prfaas.core.pool.eviction import EvictionPolicy, eviction_policy
 from prfaas.core.pool.geometry import PoolGeometry
+from prfaas.core.prefix.hashing import seed_of
 from prfaas.serving.certificates import identity_of
 from prfaas.serving.pool.daemon import DaemonOptions, PoolDaemon, PoolError, arena_path
 from prfaas.serving.pool.events import PoolEventPublisher
@@ -67,16 +66,17 @@ async def serve_pool(
     socket = deployment.pool_socket(node)
     socket.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     key, tls = load_key(deployment.security.key_file), identity_of(deployment, node.name)
-    with _publisher(deployment, node) as events:
+    with _publisher(key) as events:
         daemon = _daemon(deployment, node, events, keep_memory=keep_memory)
         figures = LatestFigures(
             {
                 "store": lambda: daemon.figures().figures,
                 "copies": lambda: neighbours.figures(),
-                "events": lambda: {} if events is None else events.state(),
+                "events": events.state,
             }
         )
         neighbours = PoolNeighbours(deployment, node, key, tls, lambda: daemon.store, figures.reported)
+        neighbours.on_follow = events.take
 
         def listening() -> None:
             try:
@@ -105,7 +105,7 @@ async def serve_pool(
 
 
 def _daemon(
-    deployment: Deployment, node: PoolNode, events: PoolEventPublisher | None, *, keep_memory: bool
+    deployment: Deployment, node: PoolNode, events: PoolEventPublisher, *, keep_memory: bool
 ) -> PoolDaemon:
     """The daemon of a pool, with its tier on SSD if it has one."""
     loop, tenant_share = asyncio.get_running_loop(), deployment.pool.tenant_share
@@ -132,16 +132,8 @@ def _daemon(
 
 
 @contextlib.contextmanager
-def _publisher(deployment: Deployment, node: PoolNode) -> Iterator[PoolEventPublisher | None]:
-    endpoint = deployment.events_endpoint(node)
-    if endpoint is None:
-        # Nobody could subscribe.
-        yield None
-        return
-    try:
-        publisher = PoolEventPublisher(endpoint)
-    except zmq.ZMQError as error:
-        raise PoolError(f"pool {node.name} can't publish at {endpoint.bind_publish}: {error}") from error
+def _publisher(key: bytes) -> Iterator[PoolEventPublisher]:
+    publisher = PoolEventPublisher(seed_of(key))
     publisher.start()
     try:
         yield publisher

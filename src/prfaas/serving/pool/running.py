@@ -38,8 +38,7 @@ class RunningPools(ChildProcesses):
         if not nodes:
             return
         for node in nodes:
-            events = () if node.events_port is None else (node.events_port, node.events_port + 1)
-            self._check_startable(node.name, node.host, (node.kv_port, *events))
+            self._check_startable(node.name, node.host, (node.kv_port,))
         ensure_key(self.deployment)
         ensure_certificates(self.deployment, [node.name for node in nodes])
         for node in nodes:

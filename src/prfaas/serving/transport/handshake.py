@@ -57,6 +57,8 @@ NONCE_BYTES = 16
 MAX_HANDSHAKE_BYTES = 8 << 10
 """Most bytes of a payload that is read of an unauthenticated peer."""
 
+# Of version 4, before a CHALLENGE named them.
+FRAMES_BEFORE_TOLD = frozenset(range(FrameType.COPIED + 1))
 # A name in a deployment file, and the rank of a tensor-parallel engine.
 _PEER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}(/[0-9]{1,4})?")
 _SESSION = re.compile(r"[A-Za-z0-9]{1,64}")
@@ -235,6 +237,16 @@ def greet(
         raise tls_trouble(error, hello.server_name) from None
 
 
+def frames_of(challenge: Mapping[str, Any]) -> frozenset[int]:
+    """Types of the frames that the sender of a CHALLENGE understands; older releases don't say."""
+    told = challenge.get("frames")
+    if told is None:
+        return FRAMES_BEFORE_TOLD
+    return (
+        frozenset(each for each in told if isinstance(each, int)) if isinstance(told, list) else frozenset()
+    )
+
+
 def _introduce(stream: ByteStream, hello: ClientHello, deadline_s: float | None) -> None:
     stream.sendall(hello.frame())
     header, challenge = receive_control(stream, deadline_s, MAX_HANDSHAKE_BYTES)
@@ -248,13 +260,22 @@ def _introduce(stream: ByteStream, hello: ClientHello, deadline_s: float | None)
         raise HandshakeError(trouble)
 
 
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """What a client knows of the server that has taken it."""
+
+    session: str
+    """New with each of its starts."""
+    frames: frozenset[int]
+    """Types of the frames that it understands."""
+    sealing: Sealing | None
+    """The keys that seal all further frames; None on a plain connection."""
+
+
 async def greet_async(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, hello: ClientHello, tls: TlsIdentity | None
-) -> tuple[str, Sealing | None]:
+) -> Welcome:
     """Client side on asyncio streams, without a deadline. `tls`: encrypt the connection; None: it is plain.
-
-    Returns:
-        The server's session, and the keys that seal all further frames; None on a plain connection.
 
     Raises:
         HandshakeError: one side has refused the other.
@@ -264,15 +285,18 @@ async def greet_async(
     """
     if tls is None:
         writer.write(hello.frame())
-        writer.write(hello.answer(*await read_frame(reader)))
-        return hello.finish(*await read_frame(reader)), None
+        header, challenge = await read_frame(reader)
+        writer.write(hello.answer(header, challenge))
+        session = hello.finish(*await read_frame(reader))
+        return Welcome(session, frames_of(challenge), None)
     try:
         stream = await AsyncTlsStream.open(reader, writer, tls.client_context())
         hello.check_certificate(stream.certificate())
         stream.write(hello.frame())
-        stream.write(hello.answer(*await read_frame(stream)))
+        header, challenge = await read_frame(stream)
+        stream.write(hello.answer(header, challenge))
         session = hello.finish(*await read_frame(stream))
-        return session, hello.keys(*await read_frame(stream))
+        return Welcome(session, frames_of(challenge), hello.keys(*await read_frame(stream)))
     except (ssl.SSLError, NotTlsError) as error:
         raise tls_trouble(error, hello.server_name) from None
 
@@ -378,6 +402,7 @@ def _examine(
         "nonce": nonce,
         "fingerprint": dict(fingerprint),
         "layout": reported_layout(layouts),
+        "frames": sorted(FrameType),
     }
     exchanged = (body, answer)
     challenge = answer | {"proof": _proof(key, "server", *exchanged).hex()}

@@ -14,7 +14,7 @@ from prfaas.serving.transport.handshake import ROLE_OBSERVER, ClientHello, greet
 from prfaas.serving.transport.liveness import Liveness, LookClock, heartbeat_period_s, path_timeout_s
 from prfaas.serving.transport.pacing import PaceOrder, ProbeOrder
 from prfaas.serving.transport.peer_list import PeerList
-from prfaas.serving.transport.requests import CopyOrder, PullOrder
+from prfaas.serving.transport.requests import CopyOrder, FollowOrder, PullOrder
 from prfaas.serving.transport.sealing import Sealing, read_frame
 from prfaas.serving.transport.sockets import HandshakeError, expedite, keep_alive, read_tcp_info
 from prfaas.serving.transport.tls_identity import TlsIdentity
@@ -80,6 +80,7 @@ class Observer:
         self._tls = tls
         self._session = secrets.token_hex(8)
         self._peer_session = ""
+        self._peer_frames: frozenset[int] = frozenset()
         self._writer: asyncio.StreamWriter | None = None
         self._sealing: Sealing | None = None
         self._connecting: asyncio.Task[None] | None = None
@@ -215,16 +216,21 @@ class Observer:
         await self._order(FrameType.PROBE, body_of(ProbeOrder(link, min(nbytes, MAX_PROBE_BYTES))))
 
     async def request(
-        self, transfer_id: bytes, order: CopyOrder | PullOrder, timeout_s: float
+        self, transfer_id: bytes, order: CopyOrder | PullOrder | FollowOrder, timeout_s: float
     ) -> dict[str, Any]:
-        """Ask a pool for a copy, or for pages; the body of its answer.
+        """Ask a pool for a copy or for pages, or any holder for its events; the body of the answer.
 
         Raises:
             TimeoutError: there is none after `timeout_s`.
-            ConnectionError: the pool is gone, or the connection to it is lost.
+            ConnectionError: the peer is gone, or of a release that does not know such an order, or the connection
+                to it is lost.
         """
         async with asyncio.timeout(timeout_s):
             await self.connect()
+            if order.kind not in self._peer_frames:
+                raise ConnectionError(
+                    f"{self.peer_name} is of an older release: it takes no {order.kind.name}"
+                )
             future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
             self._requests[transfer_id] = future
             try:
@@ -276,7 +282,7 @@ class Observer:
             expedite(sock)
             try:
                 async with on_time_timeout(_HANDSHAKE_S, self._clock):
-                    peer_session, self._sealing = await greet_async(reader, writer, self._hello(), self._tls)
+                    welcome = await greet_async(reader, writer, self._hello(), self._tls)
             except BaseException:
                 writer.close()
                 raise
@@ -297,9 +303,10 @@ class Observer:
                 else ConnectionError
             )
             raise kind(f"{self.peer_name} at {host}:{port}: {error}") from error
-        if self._peer_session not in ("", peer_session):
+        if self._peer_session not in ("", welcome.session):
             self._fail_all(f"{self.peer_name} was restarted")
-        self._peer_session, self._writer = peer_session, writer
+        self._peer_session, self._peer_frames = welcome.session, welcome.frames
+        self._sealing, self._writer = welcome.sealing, writer
         return reader
 
     def _hello(self) -> ClientHello:
@@ -378,7 +385,7 @@ class Observer:
             elif header.kind is FrameType.STATS:
                 if self._stats_waits:
                     _resolve(self._stats_waits.popleft(), dict(body))
-            elif header.kind in (FrameType.COPIED, FrameType.PULLED):
+            elif header.kind in (FrameType.COPIED, FrameType.PULLED, FrameType.EVENTS):
                 if header.transfer_id in self._requests:
                     _resolve(self._requests[header.transfer_id], dict(body))
             elif header.kind is not FrameType.PONG:

@@ -24,7 +24,7 @@ PERMISSIONS = MappingProxyType(
         GATEWAY: _HEARTBEATS | {FrameType.WATCH, FrameType.ABANDON, FrameType.STATS, FrameType.COPY},
         CONTROL: _HEARTBEATS
         | {FrameType.STATS, FrameType.PACE, FrameType.PROBE, FrameType.ROSTER}
-        | {FrameType.COPY, FrameType.ABANDON},
+        | {FrameType.COPY, FrameType.ABANDON, FrameType.FOLLOW},
         TOOLS: _HEARTBEATS | {FrameType.STATS, FrameType.WATCH},
         OBSERVING_MEMBER: _HEARTBEATS | {FrameType.PULL},
     }

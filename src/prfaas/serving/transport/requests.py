@@ -1,4 +1,4 @@
-"""Requests to a prefix-cache pool over its KV port, and their answers: COPY of the gateway, PULL of another pool."""
+"""Requests over a KV port, and their answers: COPY and FOLLOW of the gateway, PULL of another pool."""
 
 import sys
 from array import array
@@ -33,6 +33,7 @@ _REASONS = frozenset(
     | {"target", "long"}
 )
 _CHECKSUM_BYTES = 8
+MAX_FOLLOWED_BATCHES = 4096
 _MAX_RANKS = 64
 _Text = Annotated[str, msgspec.Meta(max_length=4096)]
 _Name = Annotated[str, msgspec.Meta(max_length=1024)]
@@ -200,7 +201,53 @@ class PullAnswer:
         return cls(tuple(pages), told.reason)
 
 
-REQUESTS = (FrameType.COPY, FrameType.PULL)
+_Session = Annotated[str, msgspec.Meta(max_length=64)]
+_Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
+
+
+class FollowOrder(msgspec.Struct, frozen=True):
+    """Order to tell what becomes of the KV held here, the fields of a FOLLOW frame. It waits until there is more."""
+
+    kind: ClassVar[FrameType] = FrameType.FOLLOW
+
+    session: _Session
+    """Of the events so far; empty at first."""
+    first: _Number
+    """Number of the first batch that is asked for."""
+
+    def to_body(self) -> dict[str, Any]:
+        """The fields of a FOLLOW frame."""
+        return body_of(self)
+
+
+class FollowedEvents(msgspec.Struct, frozen=True):
+    """The batches that come next, the fields of an EVENTS frame.
+
+    If the session is another than the one that was asked for, or `first` another number, all that was known before is
+    void.
+    """
+
+    session: _Session
+    """Empty: nothing is told here."""
+    first: _Number
+    batches: Annotated[list[bytes], msgspec.Meta(max_length=MAX_FOLLOWED_BATCHES)] = []
+    """Each as `core/prefix/digests.py` encodes it."""
+    reason: _Text = ""
+    """Why the session began."""
+
+    def to_body(self) -> dict[str, Any]:
+        """The fields of an EVENTS frame."""
+        return body_of(self)
+
+
+REQUESTS = (FrameType.COPY, FrameType.PULL, FrameType.FOLLOW)
+
+
+_ANSWERS = {
+    FrameType.COPY: FrameType.COPIED,
+    FrameType.PULL: FrameType.PULLED,
+    FrameType.FOLLOW: FrameType.EVENTS,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +258,7 @@ class PeerRequest:
     """Authenticated name of the sender."""
     transfer_id: bytes
     """Of the frame: the answer repeats it."""
-    order: CopyOrder | PullOrder
+    order: CopyOrder | PullOrder | FollowOrder
     post: Callable[[bytes], None]
 
     @classmethod
@@ -228,22 +275,30 @@ class PeerRequest:
         Raises:
             WireError: a field is missing or absurd.
         """
-        order = CopyOrder.from_body(body) if kind is FrameType.COPY else PullOrder.from_body(body)
+        order: CopyOrder | PullOrder | FollowOrder
+        if kind is FrameType.COPY:
+            order = CopyOrder.from_body(body)
+        elif kind is FrameType.PULL:
+            order = PullOrder.from_body(body)
+        else:
+            order = read_body(FollowOrder, body)
         return cls(peer, transfer_id, order, post)
 
-    def answer(self, answer: CopyResult | PullAnswer) -> None:
+    def answer(self, answer: CopyResult | PullAnswer | FollowedEvents) -> None:
         """Send the answer, without waiting; thread-safe."""
-        kind = FrameType.COPIED if isinstance(answer, CopyResult) else FrameType.PULLED
+        kind = _ANSWERS[self.order.kind]
         self.post(pack_control(kind, self.transfer_id, answer.to_body()))
 
     def refuse(self, reason: str) -> None:
         """Answer that nothing will be done; thread-safe."""
         if isinstance(self.order, CopyOrder):
             self.answer(CopyResult(0, 0, reason))
+        elif isinstance(self.order, FollowOrder):
+            self.answer(FollowedEvents("", 0, reason=reason))
         else:
             self.answer(PullAnswer((), reason))
 
 
 def refuse_request(request: PeerRequest) -> None:
-    """Refuse a request, on a side that is no pool."""
+    """Refuse a request, on a side that is no pool and publishes nothing."""
     request.refuse("refused: there is no pool here")

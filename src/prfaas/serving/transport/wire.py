@@ -21,6 +21,7 @@ PROTOCOL_VERSION = 4
 MAX_CONTROL_BYTES = 64 << 10
 MAX_OPEN_BYTES = 1 << 20
 MAX_COPY_BYTES = 4 << 20
+MAX_EVENTS_BYTES = 24 << 20
 MAX_DATA_BYTES = 4 << 20
 MAX_REGIONS = 1 << 16
 MAX_REGION_BYTES = 1 << 44
@@ -52,7 +53,7 @@ class VersionError(WireError):
 
 
 class FrameType(enum.IntEnum):
-    """Types by number: 1 to 6 handshake, 16 to 26 transfers, 32 to 42 observers."""
+    """Types by number: 1 to 6 handshake, 16 to 26 transfers, 32 to 44 observers."""
 
     HELLO = 1
     CHALLENGE = 2
@@ -82,6 +83,8 @@ class FrameType(enum.IntEnum):
     PULLED = 40
     COPY = 41
     COPIED = 42
+    FOLLOW = 43
+    EVENTS = 44
 
 
 # JSON in which every number is finite, and nothing is nested deeper than the deepest answer, that of STATS.
@@ -98,6 +101,7 @@ _LIMITS = dict.fromkeys(FrameType, MAX_CONTROL_BYTES) | {
     FrameType.PULLED: MAX_OPEN_BYTES,
     FrameType.ROSTER: MAX_OPEN_BYTES,
     FrameType.COPY: MAX_COPY_BYTES,
+    FrameType.EVENTS: MAX_EVENTS_BYTES,
     FrameType.DATA: MAX_DATA_BYTES,
 }
 

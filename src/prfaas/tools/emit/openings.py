@@ -42,7 +42,6 @@ def _openings(deployment: Deployment) -> Iterator[Opening]:
         yield Opening(
             instance.name, "kv", tuple(instance.kv_ports), (GATEWAY, *_producers(deployment, instance))
         )
-        yield from _events(instance.name, instance.events_port)
         if instance.nixl_port is not None:
             together = deployment.cluster_of(instance).instances
             neighbours = tuple(other.name for other in together if other is not instance)
@@ -56,15 +55,9 @@ def _openings(deployment: Deployment) -> Iterator[Opening]:
         ways = (*pool_peers(deployment, pool), *pool_sources(deployment, pool))
         others = dict.fromkeys(way.pool.name for way in ways)
         yield Opening(pool.name, "kv", (pool.kv_port,), (GATEWAY, *others))
-        yield from _events(pool.name, pool.events_port)
     yield Opening(GATEWAY, "http", (deployment.gateway.port,), (CLIENTS,))
     yield Opening(GATEWAY, "admin", (deployment.gateway.admin.port,), (OPERATORS,))
 
 
 def _producers(deployment: Deployment, instance: Instance) -> tuple[str, ...]:
     return tuple(producer.name for producer in deployment.producers_for(instance))
-
-
-def _events(owner: str, port: int | None) -> Iterator[Opening]:
-    if port is not None:
-        yield Opening(owner, "events", (port, port + 1), (GATEWAY,))

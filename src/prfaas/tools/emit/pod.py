@@ -94,12 +94,11 @@ def _containers(blueprint: Blueprint, plan: PodPlan) -> Iterator[Fields]:
         ports = [
             ("http", instance.http_port),
             *((f"kv-{rank}", port) for rank, port in enumerate(instance.kv_ports)),
-            *_events_ports("events", instance.events_port),
         ]
         limits = {"limits": {blueprint.containers.gpu_resource: process.gpus}} if process.gpus else None
         yield _container(process, ports, limits, meets_others=plan.uses_pool is not None)
     if (pool := plan.pool) is not None:
-        ports = [("pool-kv", pool.kv_port), *_events_ports("pool-ev", pool.events_port)]
+        ports = [("pool-kv", pool.kv_port)]
         memory_bytes = pool.memory_bytes + blueprint.deployment.pool.staging_bytes
         requests = {"requests": {"memory": str(memory_bytes)}}
         yield _container(blueprint.pool(pool), ports, requests, meets_others=is_address(pool.host))
@@ -121,7 +120,3 @@ def _container(
         "meets_others": meets_others,
         "resources": resources or {},
     }
-
-
-def _events_ports(name: str, port: int | None) -> list[tuple[str, int]]:
-    return [] if port is None else [(name, port), (f"{name}-replay", port + 1)]

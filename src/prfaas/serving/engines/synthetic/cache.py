@@ -1,4 +1,4 @@
-"""The prefix cache of one stand-in: its pages, what it can reuse of them, and the events that it publishes.
+"""The prefix cache of one stand-in: its pages, what it can reuse of them, and its events.
 
 Pages are the blocks of all groups: each is pinned by the running requests that need it, or idle and evicted when
 another needs its room.
@@ -15,8 +15,8 @@ from xxhash import xxh3_64_intdigest
 
 from prfaas.core.kv.groups import GroupKind
 from prfaas.core.pool.depth import PrefixDepth, usable_end
+from prfaas.core.prefix.events import Cleared, Event, RemovedBlocks, StoredBlocks
 from prfaas.serving.engines.synthetic.content import TokenChain
-from prfaas.serving.engines.synthetic.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
 from prfaas.serving.engines.synthetic.layout import EVENT_KINDS, SyntheticGroup, SyntheticLayout
 
 
@@ -289,7 +289,7 @@ class PrefixCache:
     def clear(self) -> None:
         """Forget everything."""
         self.pool.clear()
-        self._publish([AllBlocksCleared()])
+        self._publish([Cleared()])
 
     def engine_hash(self, key: int) -> int:
         """The hash by which this engine's events name a block."""
@@ -313,7 +313,7 @@ class PrefixCache:
 
     def _keep(
         self, context: Context, group: SyntheticGroup, keys: Sequence[int], first: int, end: int
-    ) -> BlockStored:
+    ) -> StoredBlocks:
         deposit = self.pool.deposit
         kept = [
             block
@@ -331,20 +331,19 @@ class PrefixCache:
         first: int,
         end: int,
         blocks: Sequence[int],
-    ) -> BlockStored:
+    ) -> StoredBlocks:
         tokens = self.layout.block_tokens
-        return BlockStored(
-            block_hashes=[self.engine_hash(keys[block]) for block in blocks],
-            parent_block_hash=self.engine_hash(keys[first - 1]) if first else None,
+        return StoredBlocks(
+            hashes=[self.engine_hash(keys[block]) for block in blocks],
+            parent=self.engine_hash(keys[first - 1]) if first else None,
             token_ids=context.chain.ids[first * tokens : end * tokens].tolist(),
-            block_size=tokens,
-            lora_id=1 if context.adapter else None,
+            block_tokens=tokens,
             medium=_MEDIUM,
-            lora_name=context.adapter or None,
+            adapter=context.adapter or None,
             extra_keys=[_extra_keys(context, block) for block in blocks] or None,
-            group_idx=group.index,
-            kv_cache_spec_kind=EVENT_KINDS[group.kind],
-            kv_cache_spec_sliding_window=group.window_tokens or None,
+            group=group.index,
+            kind=EVENT_KINDS[group.kind],
+            window_tokens=group.window_tokens or None,
         )
 
     def _publish_with_evictions(self, stored: list[Event]) -> None:
@@ -353,11 +352,11 @@ class PrefixCache:
             self._publish(events)
 
     def _removed(self, page: Page) -> Event:
-        return BlockRemoved([self.engine_hash(page.key)], _MEDIUM, page.group)
+        return RemovedBlocks([self.engine_hash(page.key)], page.group, _MEDIUM)
 
 
-def _extra_keys(context: Context, block: int) -> tuple[str, ...] | None:
+def _extra_keys(context: Context, block: int) -> list[str] | None:
     keys = [context.adapter] if context.adapter else []
     if context.salt and block == 0:
         keys.append(context.salt)
-    return tuple(keys) or None
+    return keys or None

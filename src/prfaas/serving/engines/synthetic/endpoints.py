@@ -11,6 +11,7 @@ import numpy as np
 from prfaas.core.deployment import Deployment, Instance
 from prfaas.core.kv.groups import GroupKind
 from prfaas.core.link.checkpoints import is_checkpoint_due
+from prfaas.core.prefix.hashing import seed_of
 from prfaas.serving.engines.page_digests import DigestPlan, DigestSource, PageDigestError, TransferDigests
 from prfaas.serving.engines.synthetic.cache import Context, Deviations
 from prfaas.serving.engines.synthetic.content import (
@@ -24,9 +25,11 @@ from prfaas.serving.engines.synthetic.content import (
 from prfaas.serving.engines.synthetic.layout import SyntheticGroup, SyntheticLayout, SyntheticRegion
 from prfaas.serving.engines.transfer_counters import COUNTERS
 from prfaas.serving.transport.endpoint import KvEndpoint
+from prfaas.serving.transport.event_log import EventLog
 from prfaas.serving.transport.options import ReceiverOptions, SenderOptions
 from prfaas.serving.transport.outgoing import OutgoingTransfer, SendPhase
 from prfaas.serving.transport.peer_list import peer_list_of, ranked
+from prfaas.serving.transport.requests import FollowOrder, PeerRequest, refuse_request
 from prfaas.serving.transport.staging import StagedTransfer, StagingArena
 from prfaas.serving.transport.ticket import Ticket
 from prfaas.serving.transport.tls_identity import TlsIdentity
@@ -140,6 +143,9 @@ class Endpoints:
         self._digest_plan = layout.digest_plan() if limits.page_digests else None
         staging_bytes = deployment.engine.staging_bytes * instance.tensor_parallel
         self.arena = StagingArena(staging_bytes, deployment.engine.transfer_block_bytes)
+        self.events = EventLog(seed_of(key))
+        """What the cache holds, for those that follow it."""
+        self._loop = asyncio.get_running_loop()
         endpoint = KvEndpoint.of(
             name=ranked(instance.name, _RANK),
             key=key,
@@ -152,6 +158,7 @@ class Endpoints:
             layout=self._digest_plan or layout,
             sender_options=SenderOptions(limits=limits, chunk_bytes=_CHUNK_BYTES),
             receiver_options=ReceiverOptions(limits=limits, uncounted_regions=int(limits.page_digests)),
+            on_request=self._on_request,
         )
         self.sender, self.receiver = endpoint.sender, endpoint.receiver
         self._sweeper: asyncio.Task[None] | None = None
@@ -167,6 +174,12 @@ class Endpoints:
             self._sweeper.cancel()
         await asyncio.to_thread(self.sender.close)
         await asyncio.to_thread(self.receiver.close)
+
+    def _on_request(self, request: PeerRequest) -> None:
+        if isinstance(request.order, FollowOrder):
+            self._loop.call_soon_threadsafe(self.events.answer, request)
+        else:
+            refuse_request(request)
 
     def open(self, ticket: Ticket, sealed: str, context: Context, cached_tokens: int) -> PrefillSend:
         """Begin sending what a prefill is about to compute, and the `cached_tokens` that it need not."""

@@ -5,9 +5,7 @@ import asyncio
 import logging
 import secrets
 import signal
-from collections.abc import Callable, Sequence
-
-import zmq
+from collections.abc import Sequence
 
 from prfaas.core.deployment import SYNTHETIC, Deployment, Instance
 from prfaas.core.deployment.speculation import counted_model
@@ -20,7 +18,6 @@ from prfaas.serving.engines.synthetic.api_bodies import ServedModels
 from prfaas.serving.engines.synthetic.cache import PrefixCache
 from prfaas.serving.engines.synthetic.endpoints import Endpoints
 from prfaas.serving.engines.synthetic.engine import SyntheticEngine
-from prfaas.serving.engines.synthetic.events import Event, EventPublisher
 from prfaas.serving.engines.synthetic.layout import SyntheticLayout
 from prfaas.serving.engines.synthetic.pace import Pace
 from prfaas.serving.engines.synthetic.server import EngineServer
@@ -32,11 +29,10 @@ _DEFAULT_CACHE_GIB = 1
 
 
 class SyntheticNode:
-    """HTTP, KV and event ports of one stand-in, and the engine behind them. Make it in a running event loop."""
+    """HTTP and KV port of one stand-in, and the engine behind them. Make it in a running event loop."""
 
     def __init__(self, deployment: Deployment, instance: Instance, key: bytes, text: Text) -> None:
-        """Raises EngineError when the deployment can't be stood in for, TlsFileError when it has no certificate for it,
-        ZMQError when an event port is taken."""
+        """Raises EngineError when the deployment can't be stood in for, TlsFileError when it lacks a certificate."""
         cluster = deployment.cluster_of(instance)
         if cluster.hardware != SYNTHETIC or cluster.profile is None:
             raise EngineError(
@@ -45,22 +41,21 @@ class SyntheticNode:
         self.instance = instance
         self._tls = identity_of(deployment, instance.name)
         layout = SyntheticLayout.of_model(_sent_model(deployment))
-        endpoint = deployment.events_endpoint(instance)
-        self._publisher = EventPublisher(endpoint) if endpoint is not None else None
-        publish: Callable[[Sequence[Event]], None] = (
-            self._publisher.publish if self._publisher is not None else lambda _events: None
-        )
+        endpoints = Endpoints(deployment, instance, layout, key, self._tls)
         capacity_bytes = round((deployment.engine.kv_cache_gib or _DEFAULT_CACHE_GIB) * GIB)
         longest = layout.pages_for(deployment.model.max_model_len)
         cache = PrefixCache(
-            layout, max(capacity_bytes // layout.page_bytes, longest), secrets.randbits(64), publish
+            layout,
+            max(capacity_bytes // layout.page_bytes, longest),
+            secrets.randbits(64),
+            endpoints.events.add,
         )
         self.engine = SyntheticEngine(
             instance.name,
             deployment.engine,
             pace=Pace(cluster.profile, cluster.speedup),
             cache=cache,
-            endpoints=Endpoints(deployment, instance, layout, key, self._tls),
+            endpoints=endpoints,
             vocabulary=text.vocabulary,
         )
         model = deployment.model
@@ -92,8 +87,6 @@ class SyntheticNode:
         if self.gone.is_set():
             return
         await self._server.close()
-        if self._publisher is not None:
-            await self._publisher.close()
         await self.engine.close()
         self.gone.set()
 
@@ -173,7 +166,7 @@ async def run_nodes(deployment: Deployment, names: Sequence[str], key: bytes) ->
         for task in (*waits, stop):
             task.cancel()
         await asyncio.gather(all_gone, stop, return_exceptions=True)
-    except (OSError, zmq.ZMQError) as error:
+    except OSError as error:
         raise EngineError(f"{name} can't start: {error}") from error
     finally:
         await asyncio.gather(*(node.close() for node in nodes))

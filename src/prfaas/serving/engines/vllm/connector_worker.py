@@ -10,6 +10,8 @@ from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from prfaas.core.pool.geometry import PoolGeometry, PoolGeometryError
+from prfaas.core.prefix.hashing import seed_of
+from prfaas.serving.engines.event_relay import EventRelay
 from prfaas.serving.engines.vllm.consumer import KvConsumer
 from prfaas.serving.engines.vllm.fingerprint import pool_fingerprint
 from prfaas.serving.engines.vllm.layout import KvLayout
@@ -22,13 +24,14 @@ from prfaas.serving.engines.vllm.rank_pages import RankPages, pool_geometry
 from prfaas.serving.engines.vllm.settings import ConnectorSettings
 from prfaas.serving.engines.vllm.sibling_ranks import page_locked
 from prfaas.serving.engines.vllm.stats import ConnectorStats
-from prfaas.serving.engines.vllm.wire_layout import wire_layouts
+from prfaas.serving.engines.vllm.wire_layout import WireLayout, wire_layouts
 from prfaas.serving.pool.client import PoolClient
 from prfaas.serving.transport.endpoint import KvEndpoint
 from prfaas.serving.transport.options import ReceiverOptions, SenderOptions
 from prfaas.serving.transport.peer_list import ranked
 from prfaas.serving.transport.receiver import Receiver
-from prfaas.serving.transport.sender import Sender
+from prfaas.serving.transport.region_layout import PeerLayouts
+from prfaas.serving.transport.requests import refuse_request
 from prfaas.serving.transport.sibling_staging import SiblingStaging
 from prfaas.serving.transport.staging import StagingArena, mapped_memory, shared_memory
 
@@ -123,16 +126,17 @@ class ConnectorWorker:
 
     def __init__(
         self,
-        receiver: Receiver,
-        sender: Sender,
+        endpoint: KvEndpoint,
+        events: EventRelay | None,
         producer: KvProducer,
         consumer: KvConsumer,
         pool: PoolWorker | None,
         siblings: SiblingStaging | None = None,
     ) -> None:
-        """`pool`: None where the machine has none for this engine. `siblings`: None where ranks share no staging."""
-        self._receiver = receiver
-        self._sender = sender
+        """`events`: None on all ranks but the first. `pool`: None where the machine has none for this engine.
+        `siblings`: None where ranks share no staging."""
+        self._endpoint = endpoint
+        self._events = events
         self.producer = producer
         self.consumer = consumer
         self.pool = pool
@@ -173,6 +177,9 @@ class ConnectorWorker:
         logger.info("KV layout of %s: %s; pages: %s", settings.name, kv.marks, wires.reported)
         memory_fd, arena = _staging(settings, kv)
         options = ReceiverOptions(limits=settings.transfer, uncounted_regions=int(digests))
+        events = None
+        if rank == 0 and settings.events is not None:
+            events = EventRelay(settings.name, settings.events, seed_of(key))
         endpoint = KvEndpoint.of(
             name=ranked(settings.name, rank),
             key=key,
@@ -185,25 +192,21 @@ class ConnectorWorker:
             layout=wires,
             sender_options=SenderOptions(limits=settings.transfer),
             receiver_options=options,
+            on_request=refuse_request if events is None else events.take,
             more_stats=kv.told.copy,
         )
         receiver, sender = endpoint.receiver, endpoint.sender
-        siblings = None
-        if memory_fd is not None:
-            siblings = SiblingStaging(
-                *(arena, memory_fd, receiver, kv.sockets, options),
-                map_memory=_mapped_and_locked if kv.on_device else mapped_memory,
-            )
-            lend = siblings.begin
-            wires.on_begin = lambda transfer_id, wire: lend(transfer_id, wire.readers)
+        siblings = None if memory_fd is None else _siblings(kv, arena, memory_fd, receiver, options, wires)
         receiver.start()
         sender.start()
+        if events is not None:
+            events.start()
         stats = ConnectorStats()
         geometry = _pool_geometry(settings, kv)
         pool = None if geometry is None else PoolWorker.connect(settings, kv.layout, geometry, rank, stats)
         worker = cls(
-            receiver,
-            sender,
+            endpoint,
+            events,
             KvProducer(kv.layout, wires, sender, settings.transfer.lease_s, stats),
             KvConsumer(wires, receiver, settings.transfer, stats, siblings=siblings),
             pool,
@@ -293,8 +296,10 @@ class ConnectorWorker:
         self.consumer.close()
         if self._siblings is not None:
             self._siblings.close()
-        self._sender.close()
-        self._receiver.close()
+        self._endpoint.sender.close()
+        self._endpoint.receiver.close()
+        if self._events is not None:
+            self._events.close()
 
 
 def _pool_geometry(settings: ConnectorSettings, kv: RankKv) -> PoolGeometry | None:
@@ -315,6 +320,22 @@ def _staging(settings: ConnectorSettings, kv: RankKv) -> tuple[int | None, Stagi
     if kv.on_device:
         buffer = _pinned(nbytes) if buffer is None else page_locked(buffer)
     return memory_fd, StagingArena(nbytes, settings.transfer_block_bytes, buffer)
+
+
+def _siblings(
+    kv: RankKv,
+    arena: StagingArena,
+    memory_fd: int,
+    receiver: Receiver,
+    options: ReceiverOptions,
+    wires: PeerLayouts[WireLayout],
+) -> SiblingStaging:
+    """The staging that sibling ranks share; each transfer that they read is lent to them as it begins."""
+    map_memory = _mapped_and_locked if kv.on_device else mapped_memory
+    siblings = SiblingStaging(arena, memory_fd, receiver, kv.sockets, options, map_memory=map_memory)
+    lend = siblings.begin
+    wires.on_begin = lambda transfer_id, wire: lend(transfer_id, wire.readers)
+    return siblings
 
 
 def _mapped_and_locked(fd: int, nbytes: int) -> memoryview:
