@@ -25,6 +25,10 @@ class AdminTokenError(ValueError):
     """The token's file is missing, unreadable, open to all, or holds no token."""
 
 
+class ClientsFileError(ValueError):
+    """The file of clients cannot be used; the message names it, and what would be right."""
+
+
 def create_token(path: Path) -> None:
     """Write a new token to `path` (mode 0600); never overwrites a file.
 

@@ -146,6 +146,10 @@ def _check_fleet(source: YamlSource, file: DeploymentFile) -> None:
 
 
 def _check_tenants(source: YamlSource, file: DeploymentFile) -> None:
+    if file.gateway.clients is not None and file.security.tenant_header is not None:
+        raise source.error(
+            ("gateway", "clients"), "leave out security.tenant_header: each client is a tenant of its own"
+        )
     if file.security.tenant_weights and file.security.tenant_header is None:
         raise source.error(
             ("security", "tenant_weights"), "needs security.tenant_header, which says whose a request is"
@@ -442,9 +446,10 @@ def _check_pool_sections(source: YamlSource, file: DeploymentFile) -> None:
             )
     if source.gives(("pool",)) and not any(cluster.pool for cluster in file.clusters):
         raise source.error(("pool",), "is about pools, but no cluster has one; give clusters a pool")
-    if source.gives(("pool", "tenant_share")) and file.security.tenant_header is None:
+    is_told = file.security.tenant_header is not None or file.gateway.clients is not None
+    if source.gives(("pool", "tenant_share")) and not is_told:
         raise source.error(
-            ("pool", "tenant_share"), "needs security.tenant_header, which says whose a request is"
+            ("pool", "tenant_share"), "needs security.tenant_header or gateway.clients: whose a request is"
         )
 
 
