@@ -37,7 +37,9 @@ def main() -> int:
         )
     passed_over = [each["name"] for each in found if "skip_reason" in each]
     if len(passed_over) == len(found):
-        return _not_asked("the service knows none of the packages", found[0].get("skip_reason", "") if found else "")
+        return _not_asked(
+            "the service knows none of the packages", found[0].get("skip_reason", "") if found else ""
+        )
     print(f"{len(found) - len(passed_over)} packages looked up, {len(holes)} known holes", end="")
     print(f"; not known there: {', '.join(passed_over)}" if passed_over else "")
     return 1 if holes else 0
