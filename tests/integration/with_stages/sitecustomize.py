@@ -25,6 +25,6 @@ def _received_tensors(module: Any) -> None:
     module.CPUModelRunner.load_model = loaded
 
 
-# Workers are started otherwise than engines, so every process of Python's is changed: it costs nothing until vLLM comes.
+# Workers are started otherwise than engines: every Python is changed, which costs nothing until vLLM comes.
 change_modules({"vllm.v1.worker.cpu_model_runner": _received_tensors})
 run_next(__file__)
