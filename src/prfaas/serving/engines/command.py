@@ -87,6 +87,7 @@ def vllm_command(deployment: Deployment, instance: Instance) -> EngineCommand:
         "--enable-prompt-tokens-details",
         # The gateway has engines render what it can't turn into token ids itself.
         "--enable-scale-out",
+        *_media(deployment),
         *_retention(deployment, kv_model, on_cpu),
         *_dtypes(deployment.cache_dtypes(instance.cluster)),
         *(
@@ -253,6 +254,12 @@ def _ranks_of_others(deployment: Deployment, instance: Instance) -> dict[str, ob
 def _share_per_rank(peer: KvPeer, instance: Instance) -> float | None:
     # Every rank sends its own part of a transfer, all at the same time.
     return None if peer.share_bits_per_s is None else peer.share_bits_per_s / instance.tensor_parallel
+
+
+def _media(deployment: Deployment) -> tuple[str, ...]:
+    """To vLLM an empty list means every domain: then the gateway alone keeps clients' URLs out."""
+    domains = deployment.gateway.media_domains
+    return ("--allowed-media-domains", *domains) if domains else ()
 
 
 def _tls(deployment: Deployment, instance: Instance) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from prfaas.serving.gateway.bodies import Json, WrittenIds
-from prfaas.serving.gateway.prompts.prompt import DEFAULT_COMPLETION_TOKENS, Endpoint
+from prfaas.serving.gateway.prompts.prompt import DEFAULT_COMPLETION_TOKENS, Endpoint, has_media
 
 
 def _number(value: Any) -> bool:
@@ -75,6 +75,9 @@ def can_resume(endpoint: Endpoint, body: Json) -> bool:
     the streams of other APIs, whose events count what came before.
     """
     if body.get("stream") is not True or endpoint not in (Endpoint.COMPLETIONS, Endpoint.CHAT):
+        return False
+    # What it shows is in no ids.
+    if has_media(endpoint, body):
         return False
     for name, value in body.items():
         if value is None:
