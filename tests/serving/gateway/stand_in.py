@@ -388,7 +388,7 @@ class StandInEngine:
                     | {
                         "content": m.get("content") or ""
                         if isinstance(m.get("content") or "", str)
-                        else "\n".join(p["text"] if "text" in p else _SHOWN for p in m["content"])
+                        else "\n".join(p.get("text", _SHOWN) for p in m["content"])
                     }
                     for m in body["messages"]
                 ],

@@ -109,6 +109,8 @@ def vllm_command(deployment: Deployment, instance: Instance) -> EngineCommand:
     ]
     conv_layout = NIXL_CONV_STATE_LAYOUT if engine.local_transfer == "nixl" else CONV_STATE_LAYOUT
     env = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_SSM_CONV_STATE_LAYOUT": conv_layout}
+    # A host that media may come from names no other one.
+    env["VLLM_MEDIA_URL_ALLOW_REDIRECTS"] = "0"
     if deployment.uses_nixl(instance):
         env |= _nixl_env(deployment, instance, on_cpu)
     if instance.tls:
