@@ -4,7 +4,6 @@ Only the ports are others, so that it can run beside another deployment.
 """
 
 import importlib.util
-import json
 import re
 import signal
 import subprocess
@@ -33,6 +32,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
     for port, other in zip(ports, free, strict=True):
         deployment = re.sub(rf"\b{port}\b", str(other), deployment)
         text = re.sub(rf"\b{port}\b", str(other), text)
+    text = re.sub(r"\b8001\b", str(admin), text)
     (folder / "examples").mkdir()
     deployment = deployment.replace("route_header: full", f"route_header: full\n  admin: {{port: {admin}}}")
     (folder / "examples" / "synthetic.yaml").write_text(deployment)
@@ -76,17 +76,34 @@ def test_programs_print_what_the_page_says(page: Page, program: str) -> None:
 
 @pytest.mark.extended("programs of a page, to stand-ins; tests with engines use the same SDKs")
 @pytest.mark.timeout(READY_S + 900)
-def test_vllm_s_load_test_and_our_counts(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_s_load_test_and_our_counters(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed here")
     # To import vLLM alone takes a busy machine minutes.
     monkeypatch.setattr("tests.test_own_policy_page.LIMIT_S", 600.0)
-    (command,) = [each for each in page.shell if "prfaas bench" in each]
-    document = json.loads(page.run(command.replace("prfaas bench", "prfaas bench --json")))
-    assert document["vllm"]["completed"] == 20
-    routes = document["gateway"]["routes"]
-    assert sum(route["requests"] for route in routes.values()) == 20
-    assert routes["offload"]["kv_bytes"] > 0 and document["gateway"]["refused"] == {}
+    load, counters = (next(each for each in page.shell if word in each) for word in ("vllm.bench", "curl"))
+    # Before the first request there is no line to find.
+    unfiltered = counters.partition(" | ")[0]
+    before = ended(page, unfiltered)
+    printed = page.run(load.replace("python -c", f'"{sys.executable}" -c'))
+    assert re.search(r"^Successful requests: +20 *$", printed, re.MULTILINE), printed
+    after = ended(page, counters)
+    # What the gateway answers itself, a list of models for example, has no route.
+    assert sum(after.get(route, 0) - before.get(route, 0) for route in ("local", "offload")) == 20
+    assert after["offload"] > before.get("offload", 0)
+    listed = re.findall(r"^\| `(prfaas_gateway_\w+)`", PAGE.read_text(), re.MULTILINE)
+    told = re.findall(r"^# TYPE (\w+)", page.run(unfiltered), re.MULTILINE)
+    assert len(listed) == 6 and set(listed) <= set(told)
+
+
+def ended(page: Page, counters: str) -> dict[str, int]:
+    """Requests of each route, as the page's command prints them."""
+    found: dict[str, int] = {}
+    for route, count in re.findall(
+        r'^prfaas_gateway_requests_total\{.*route="(\w+)".*\} ([\d.]+)$', page.run(counters), re.MULTILINE
+    ):
+        found[route] = found.get(route, 0) + int(float(count))
+    return found
 
 
 def test_the_page_has_an_output_for_every_program() -> None:

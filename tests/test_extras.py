@@ -51,7 +51,7 @@ PROMISED = {
     ),
     "gateway": (
         "prfaas.core prfaas.serving.transport prfaas.serving.live prfaas.serving.gateway prfaas.serving.control "
-        "prfaas.serving.engines.synthetic prfaas.serving.pool prfaas.tools.bench prfaas.tools.demo "
+        "prfaas.serving.engines.synthetic prfaas.serving.pool prfaas.tools.demo "
         "prfaas.tools.doctor prfaas.tools.monitoring prfaas.tools.replay"
     ),
     "plan": "prfaas.core prfaas.lab prfaas.tools.profiling",

@@ -36,8 +36,6 @@ MANY_POSITIONAL: set[str] = set()
 OF_ONE_USER = {
     # Compiled apart for long simulations; its user has numpy in it.
     "core.latency.curve_reader",
-    # An optional feature behind one seam; with these its user would be longer than a file may be.
-    "core.deployment.data_parallel",
     # It asks its own process.
     "cli.site_share",
     # Two of what a fleet does, each with other parts of a plane; with both, its control would be as long as a file may.

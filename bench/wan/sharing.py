@@ -185,10 +185,10 @@ class Site:
                 f"{peer.instance.name}/0",
                 peer.instance.host,
                 peer.instance.kv_port,
-                peer.link,
-                peer.connections,
-                peer.bandwidth_bits_per_s,
-                share_bits_per_s=peer.share_bits_per_s,
+                peer.path.link,
+                peer.path.connections,
+                peer.path.bandwidth_bits_per_s,
+                share_bits_per_s=peer.path.share_bits_per_s,
             )
             for peer in self.deployment.peers_of(instance)
         }

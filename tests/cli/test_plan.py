@@ -391,30 +391,3 @@ def test_the_guide_shows_what_an_fp8_cache_changes(
     assert "dense: minimax-m2.5, KVCache in fp8" in lines
     (threshold,) = (line.split()[2] for line in lines if line.startswith("threshold (tokens)"))
     assert f"The threshold falls from 37,352 to {threshold} tokens" in guide
-
-
-def test_values_for_another_router(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(monkeypatch, "plan", PAPER, "--emit", "llm-d") == 0
-    assert "nonCachedTokens: 19" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("file", "options", "words"),
-    [
-        (PAPER, ("--emit", "dynamo"), '--emit: "dynamo" is none of llm-d'),
-        (PAPER, ("--emit", "llm-d", "--json"), "goes with no other option"),
-        (EXAMPLES / "multi.yaml", ("--emit", "llm-d"), "multi has 2 PD and 2 PrfaaS clusters"),
-    ],
-)
-def test_what_can_not_be_emitted_is_said(
-    file: Path,
-    options: tuple[str, ...],
-    words: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert run(monkeypatch, "plan", file, *options) == 2
-    error = capsys.readouterr().err
-    assert words in error and error.count("\n") == 1

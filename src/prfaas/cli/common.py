@@ -34,7 +34,6 @@ GATEWAY_COMMANDS = (
     "doctor",
     "demo",
     "replay",
-    "bench",
     "engine",
     "pool",
     "monitoring",
@@ -310,25 +309,8 @@ def fetch(admin: AdminAddress, path: str, method: str = "GET") -> dict[str, Any]
     Raises:
         CliError: nothing answers there, or not with such an object; the text is what the gateway says itself.
     """
-    import json
-
-    try:
-        document = json.loads(fetch_text(admin, path, method))
-    except ValueError as error:
-        raise CliError(f"{admin.url}{path} is no page of a prfaas gateway ({error})") from None
-    if not isinstance(document, dict):
-        raise CliError(f"{admin.url}{path} is no page of a prfaas gateway")
-    return document
-
-
-def fetch_text(admin: AdminAddress, path: str, method: str = "GET") -> str:
-    """The text that a gateway's operators get at `path`.
-
-    Raises:
-        CliError: nothing answers there, or not with a success; the text is what the gateway says itself.
-        ValueError: no text.
-    """
     import http.client
+    import json
     import urllib.error
     import urllib.request
 
@@ -348,7 +330,13 @@ def fetch_text(admin: AdminAddress, path: str, method: str = "GET") -> str:
     except (OSError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
         raise CliError(f"no gateway answers at {url} ({reason}); start it: prfaas serve DEPLOYMENT") from None
-    return content.decode()
+    try:
+        document = json.loads(content)
+    except ValueError as error:
+        raise CliError(f"{url}{path} is no page of a prfaas gateway ({error})") from None
+    if not isinstance(document, dict):
+        raise CliError(f"{url}{path} is no page of a prfaas gateway")
+    return document
 
 
 def _said(error: "HTTPError") -> str | None:

@@ -12,7 +12,6 @@ from typer.core import TyperGroup
 
 from prfaas import __version__
 from prfaas.cli.bandwidth import bandwidth
-from prfaas.cli.bench import bench
 from prfaas.cli.certs import certs
 from prfaas.cli.common import sentence
 from prfaas.cli.demo import demo
@@ -89,7 +88,6 @@ for command in (
     study,
     reproduce,
     replay,
-    bench,
 ):
     app.command()(command)
 app.add_typer(model, name="model")

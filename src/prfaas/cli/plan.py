@@ -32,7 +32,6 @@ PlotDirectory = Annotated[
 ]
 
 _MOST_VALUES = 1000
-_EMITTED = ("llm-d",)
 # A range whose ends are further apart than this is divided by equal ratios.
 _GEOMETRIC_RATIO = 30
 
@@ -50,14 +49,6 @@ def plan(
     ] = None,
     *,
     asked: PlannedPoolsAsked,
-    emit: Annotated[
-        str | None,
-        typer.Option(
-            metavar="llm-d",
-            help="Print replicas and threshold as values for another router, in place of tables.",
-            autocompletion=lambda: list(_EMITTED),
-        ),
-    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Say what a deployment can do: best threshold and roles, throughput, TTFT, cost, and what limits it.
@@ -65,14 +56,8 @@ def plan(
     The file needs no servers, only counts, profiles and a workload; docs/guides/plan.md explains fields and results.
 
     Example: prfaas plan examples/paper.yaml --plot plots
-
-    For those who keep llm-d's router: prfaas plan examples/paper.yaml --emit llm-d
     """
-    if emit is not None:
-        if sweep is not None or plot is not None or as_json or asked.is_given:
-            raise CliError("--emit prints one plan and goes with no other option")
-        _emit(deployment, emit)
-    elif sweep is None:
+    if sweep is None:
         _plan(deployment, plot, asked, as_json)
     elif asked.is_given:
         raise CliError(
@@ -109,21 +94,6 @@ def _plan(path: Path, plot: Path | None, asked: PlannedPoolsAsked, as_json: bool
 
         print_pools(console(), pools)
     _print_written(written)
-
-
-def _emit(path: Path, router: str) -> None:
-    from prfaas.core.deployment import load_planned
-    from prfaas.core.planner import make_plan, problem_of
-    from prfaas.tools.emit.llm_d import llm_d_values
-
-    if router not in _EMITTED:
-        raise CliError(f'--emit: "{router}" is none of {", ".join(_EMITTED)}')
-    deployment = load_planned(path)
-    result = make_plan(problem_of(deployment))
-    try:
-        typer.echo(llm_d_values(deployment, result), nl=False)
-    except ValueError as error:
-        raise CliError(f"--emit {router}: {error}") from error
 
 
 def _sweep(path: Path, text: str, plot: Path | None, as_json: bool) -> None:

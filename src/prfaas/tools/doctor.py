@@ -256,11 +256,11 @@ def judge_rejections(name: str, stats: Mapping[str, Any]) -> list[Finding]:
 
 def _expected_connections(deployment: Deployment, instance: Instance) -> dict[str, int]:
     return {
-        producer.name: peer.connections
+        producer.name: peer.path.connections
         for producer in deployment.producers_for(instance)
         for peer in deployment.peers_of(producer)
         # On-demand connections come with the first transfer.
-        if peer.instance.name == instance.name and not peer.on_demand
+        if peer.instance.name == instance.name and not peer.path.on_demand
     }
 
 

@@ -90,7 +90,7 @@ def test_who_may_send_to_whom(tmp_path: Path) -> None:
 
     def peers(name: str) -> list[tuple[str, str, float | None]]:
         return [
-            (peer.instance.name, peer.link, peer.bandwidth_bits_per_s)
+            (peer.instance.name, peer.path.link, peer.path.bandwidth_bits_per_s)
             for peer in deployment.peers_of(deployment.instance(name))
         ]
 
@@ -98,9 +98,9 @@ def test_who_may_send_to_whom(tmp_path: Path) -> None:
     assert peers("home-0") == [("home-1", "home", None)]
     # Roles change: whoever decodes at the start may prefill later, but isn't connected before.
     assert peers("home-1") == [("home-0", "home", None)]
-    on_demand = [peer.on_demand for peer in deployment.peers_of(deployment.instance("home-1"))]
+    on_demand = [peer.path.on_demand for peer in deployment.peers_of(deployment.instance("home-1"))]
     assert on_demand == [True]
-    assert not any(peer.on_demand for peer in deployment.peers_of(deployment.instance("east-0")))
+    assert not any(peer.path.on_demand for peer in deployment.peers_of(deployment.instance("east-0")))
     for instance in deployment.instances:
         for peer in deployment.peers_of(instance):
             assert instance in deployment.producers_for(peer.instance)
@@ -518,7 +518,7 @@ def test_a_way_back_is_for_prefixes(tmp_path: Path) -> None:
     back = "  - {source: home, target: east, bandwidth: 1 Gbit/s}\nrouting:"
     deployment = load(tmp_path, replaced("routing:", back))
     peers = deployment.peers_of(deployment.instance("home-0"))
-    assert [(peer.instance.name, peer.link, peer.on_demand) for peer in peers] == [
+    assert [(peer.instance.name, peer.path.link, peer.path.on_demand) for peer in peers] == [
         ("east-0", "home->east", True),
         ("home-1", "home", False),
     ]

@@ -64,7 +64,7 @@ def encrypted_ways(deployment: Deployment) -> set[tuple[str, str]]:
         (each.name, peer.instance.name)
         for each in deployment.instances
         for peer in deployment.peers_of(each)
-        if peer.encrypted
+        if peer.path.encrypted
     }
 
 
@@ -143,7 +143,7 @@ def test_who_may_connect_without_encryption(tmp_path: Path) -> None:
         for each in made.instances:
             for producer in made.producers_for(each):
                 (peer,) = [peer for peer in made.peers_of(producer) if peer.instance == each]
-                assert (producer.name in made.plain_peers_of(each)) == (not peer.encrypted)
+                assert (producer.name in made.plain_peers_of(each)) == (not peer.path.encrypted)
 
 
 def at_host(host: str) -> list[dict[str, Any]]:

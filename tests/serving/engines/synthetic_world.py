@@ -87,7 +87,12 @@ def write_deployment(
         ],
         # An engine that starves on a busy machine is slow, not frozen.
         "control": {"silence_s": 30},
-        "gateway": {"host": "127.0.0.1", "port": next(ports), "admin": {"port": next(ports)}},
+        "gateway": {
+            "host": "127.0.0.1",
+            "port": next(ports),
+            "admin": {"port": next(ports)},
+            "route_header": "full",
+        },
         "transfer": {"page_digests": page_digests, **(transfer or {})},
         "engine": {
             "max_num_batched_tokens": 1024,

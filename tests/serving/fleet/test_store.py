@@ -11,7 +11,7 @@ import pytest
 from prfaas.core.deployment import FleetConfig
 from prfaas.serving.fleet import etcd
 from prfaas.serving.fleet.etcd import EtcdStore
-from prfaas.serving.fleet.store import Entry, Store, StoreChange, StoreError
+from prfaas.serving.fleet.store import Entry, StoreChange, StoreError
 from prfaas.serving.issuing import certificate_pem, new_authority, new_certificate
 from prfaas.serving.secret_files import TlsFileError
 
@@ -22,10 +22,10 @@ LIMIT_S = 30.0
 
 
 @asynccontextmanager
-async def two_stores(kind: str, folder: Path) -> AsyncIterator[tuple[Store, Store]]:
+async def two_stores(kind: str, folder: Path) -> AsyncIterator[tuple[EtcdStore, EtcdStore]]:
     if kind == "memory":
         etcd = MemoryEtcd(time.monotonic)
-        yield MemoryStore(etcd), MemoryStore(etcd)
+        yield MemoryStore(etcd), MemoryStore(etcd)  # type: ignore[misc]
         return
     with running_etcd(folder / "etcd") as real:
         stores = [EtcdStore(FleetConfig((real.url,))) for _ in range(2)]
@@ -49,7 +49,7 @@ def test_a_store_does_what_a_fleet_needs(kind: str, tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-async def creates_once(one: Store, other: Store) -> None:
+async def creates_once(one: EtcdStore, other: EtcdStore) -> None:
     lease = await one.grant(30)
     created = await one.create("/f/gateways/a", b"\x00first", lease)
     assert created is not None
@@ -61,7 +61,7 @@ async def creates_once(one: Store, other: Store) -> None:
     assert await other.read("/g/") == ([], revision)
 
 
-async def writes_only_while_the_holder_is_there(one: Store, other: Store) -> None:
+async def writes_only_while_the_holder_is_there(one: EtcdStore, other: EtcdStore) -> None:
     (own,), _ = await one.read("/f/gateways/a")
     assert await other.put_while("/f/decisions", b"no", own.key, own.created + 1) is None
     assert await other.put_while("/f/decisions", b"no", "/f/gateways/nobody", own.created) is None
@@ -72,7 +72,7 @@ async def writes_only_while_the_holder_is_there(one: Store, other: Store) -> Non
     assert (await other.read("/f/decisions"))[0] == []
 
 
-async def tells_all_changes_in_order(one: Store, other: Store) -> None:
+async def tells_all_changes_in_order(one: EtcdStore, other: EtcdStore) -> None:
     _, revision = await one.read("/f/")
     lease = await one.grant(30)
     await one.create("/f/drained/x", b"1", lease)
@@ -95,7 +95,7 @@ async def tells_all_changes_in_order(one: Store, other: Store) -> None:
     assert revision < told[0].revision < told[1].revision < told[2].revision
 
 
-async def takes_away_what_a_lease_had(one: Store, other: Store) -> None:
+async def takes_away_what_a_lease_had(one: EtcdStore, other: EtcdStore) -> None:
     lease = await one.grant(2)
     await one.create("/f/gateways/b", b"", lease)
     assert await one.keep(lease)

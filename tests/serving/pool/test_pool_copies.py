@@ -649,11 +649,11 @@ def test_pages_of_another_size_than_staging_are_refused(tmp_path: Path) -> None:
 def test_who_is_whose_peer(tmp_path: Path) -> None:
     deployment = deployment_of(tmp_path, encryption=True)
     far, first, second = deployment.pools
-    assert [(way.pool.name, way.link, way.encrypted) for way in pool_peers(deployment, first)] == [
+    assert [(way.pool.name, way.path.link, way.path.encrypted) for way in pool_peers(deployment, first)] == [
         ("far-pool", "home->far", True),
         ("home-pool-1", "home", False),
     ]
-    assert [way.share_bits_per_s for way in pool_peers(deployment, first)] == [0.4e9, None]
+    assert [way.path.share_bits_per_s for way in pool_peers(deployment, first)] == [0.4e9, None]
     assert [way.pool.name for way in pool_sources(deployment, far)] == ["home-pool-0", "home-pool-1"]
     assert plain_pool_peers(deployment, first) >= {"home-pool-1", GATEWAY}
     assert "far-pool" not in plain_pool_peers(deployment, first)

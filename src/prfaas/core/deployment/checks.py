@@ -1,15 +1,15 @@
-"""What must fit together between the fields of a deployment file. Each check raises what it finds first.
+"""What must fit together between the fields of a deployment file. Each check yields what it finds, first things first.
 
 A file that is to run and one that is to be planned share most checks; each has some of its own.
 """
 
 import ipaddress
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import entry_points
+from itertools import chain
 
 from prfaas.core.deployment.addresses import is_loopback, same_host
-from prfaas.core.deployment.data_parallel import check_data_parallel
 from prfaas.core.deployment.model import (
     TINY_MODELS,
     TRAINED_MODELS,
@@ -27,7 +27,7 @@ from prfaas.core.deployment.planned_model import check_cluster_dtypes
 from prfaas.core.deployment.pool import PoolSpace, by_machine, pool_names
 from prfaas.core.deployment.schema import ClusterSection, DeploymentFile
 from prfaas.core.deployment.security import OBSERVERS
-from prfaas.core.deployment.source import Location, YamlSource
+from prfaas.core.deployment.source import Finding, Findings, Location, YamlSource
 from prfaas.core.deployment.types import (
     BUILT_IN_POLICIES,
     POLICY_ENTRY_POINTS,
@@ -51,62 +51,54 @@ _MODEL_FIELDS = {
 }
 
 
-def _check_planning(source: YamlSource, file: DeploymentFile) -> None:
-    """All of them.
-
-    Raises:
-        DeploymentError: a cluster without a profile, no workload, no SLO to limit the decode batch, …
-    """
+def _check_planning(file: DeploymentFile) -> Findings:
     for c, cluster in enumerate(file.clusters):
         if cluster.profile is None:
-            raise source.error(
+            yield (
                 ("clusters", c),
                 "has no profile, so how fast its instances are is not known; name one that `prfaas profile` "
                 "wrote or one that comes with prfaas",
             )
     if file.workload is None:
-        raise source.error(("workload",), "is missing; say how long prompts and answers are")
-    _check_lengths(source, file.workload.lengths)
+        yield ("workload",), "is missing; say how long prompts and answers are"
+        return
+    yield from _check_lengths(file.workload.lengths)
     if file.workload.output_tokens is None and not isinstance(file.workload.lengths, TraceLengths):
-        raise source.error(("workload", "output_tokens"), "is missing; give the mean length of answers")
+        yield ("workload", "output_tokens"), "is missing; give the mean length of answers"
     if file.slo.tpot_s is None and file.slo.tokens_per_s is None:
-        raise source.error(
-            ("slo",), "needs tokens_per_s (or tpot_s): without it there is no limit to the decode batch"
-        )
-    _check_prices(source, file)
+        yield ("slo",), "needs tokens_per_s (or tpot_s): without it there is no limit to the decode batch"
+    yield from _check_prices(file)
 
 
-def _check_lengths(source: YamlSource, lengths: LengthsSpec) -> None:
+def _check_lengths(lengths: LengthsSpec) -> Findings:
     place = ("workload", "lengths")
     match lengths:
         case LogNormalLengths(low=low, high=high) | UniformLengths(low=low, high=high) if low >= high:
-            raise source.error((*place, "high"), f"{high:g} must be greater than low ({low:g})")
+            yield (*place, "high"), f"{high:g} must be greater than low ({low:g})"
         case EmpiricalLengths(weights=(_, *_) as weights) if len(weights) != len(lengths.lengths):
-            raise source.error(
+            yield (
                 (*place, "weights"),
                 f"has {len(weights)} entries for {len(lengths.lengths)} lengths; give one for each",
             )
         case EmpiricalLengths(weights=(_, *_) as weights) if not any(weights):
-            raise source.error((*place, "weights"), "are all 0; at least one must be above 0")
+            yield (*place, "weights"), "are all 0; at least one must be above 0"
 
 
-def _check_prices(source: YamlSource, file: DeploymentFile) -> None:
+def _check_prices(file: DeploymentFile) -> Findings:
     """Instances have all prices or none; where egress has one, all, since it is weighed against theirs."""
     used = dict.fromkeys(cluster.hardware for cluster in file.clusters)
     prices = file.prices.per_gpu_hour
     for hardware in prices:
         if hardware not in used:
             hint = "; bytes are priced by egress_per_gb" if "egress" in hardware else ""
-            raise source.error(
+            yield (
                 ("prices", hardware),
                 f"no cluster has this hardware; the clusters have {', '.join(used)}{hint}",
             )
     has_prices = bool(prices) or _has_egress_price(file)
     for c, cluster in enumerate(file.clusters):
         if has_prices and cluster.hardware not in prices:
-            raise source.error(
-                ("clusters", c, "hardware"), f'there is no price for "{cluster.hardware}"; add it to prices'
-            )
+            yield ("clusters", c, "hardware"), f'there is no price for "{cluster.hardware}"; add it to prices'
 
 
 def _has_egress_price(file: DeploymentFile) -> bool:
@@ -122,34 +114,10 @@ def check_to_run(source: YamlSource, file: DeploymentFile) -> None:
     Raises:
         DeploymentError: two fields contradict each other, or something every deployment needs is missing.
     """
-    _check_can_run(source, file)
-    _check_common(source, file)
-    _check_ports(source, file)
-    _check_engine(source, file)
-    _check_pools(source, file)
-    _check_local_transfer(source, file)
-    _check_tenants(source, file)
-    _check_encryption(source, file)
-    _check_fleet(source, file)
-    if _has_egress_price(file):
-        _check_prices(source, file)
-
-
-def _check_fleet(source: YamlSource, file: DeploymentFile) -> None:
-    """Certificates are for an etcd with TLS. Raises DeploymentError."""
-    fleet = file.fleet
-    if fleet is None or not fleet.is_plain:
-        return
-    for field in ("ca_file", "certificate_file"):
-        if getattr(fleet, field) is not None:
-            raise source.error(("fleet", field), "is for TLS; write https:// before every address in etcd")
-
-
-def _check_tenants(source: YamlSource, file: DeploymentFile) -> None:
-    if file.security.tenant_weights and file.security.tenant_header is None:
-        raise source.error(
-            ("security", "tenant_weights"), "needs security.tenant_header, which says whose a request is"
-        )
+    checks = (_check_ports, _check_engine, _check_pools, _check_local_transfer, _check_tenants)
+    found = chain.from_iterable(check(file) for check in (*checks, _check_encryption, _check_fleet))
+    prices = _check_prices(file) if _has_egress_price(file) else ()
+    _raise_first(source, chain(_check_can_run(file), _check_common(source, file), found, prices))
 
 
 def check_to_plan(source: YamlSource, file: DeploymentFile) -> None:
@@ -158,41 +126,60 @@ def check_to_plan(source: YamlSource, file: DeploymentFile) -> None:
     Raises:
         DeploymentError: two fields contradict each other, or something the planner needs is missing.
     """
-    _check_common(source, file)
-    _check_planning(source, file)
+    _raise_first(source, chain(_check_common(source, file), _check_planning(file)))
 
 
-def _check_common(source: YamlSource, file: DeploymentFile) -> None:
-    _check_model(source, file)
-    _check_counts(source, file)
-    _check_names(source, file)
-    _check_roles(source, file)
-    _check_links(source, file)
-    _check_policy(source, file)
-    _check_slo(source, file)
-    _check_forecast(source, file)
-    check_cluster_dtypes(source, file)
-    _check_pool_sections(source, file)
-    _check_preemptible(source, file)
-    check_data_parallel(source, file)
+def _raise_first(source: YamlSource, findings: Iterable[Finding]) -> None:
+    for location, problem in findings:
+        raise source.error(location, problem)
 
 
-def _check_can_run(source: YamlSource, file: DeploymentFile) -> None:
+def _check_common(source: YamlSource, file: DeploymentFile) -> Findings:
+    yield from _check_model(file)
+    yield from _check_counts(file)
+    yield from _check_names(source, file)
+    yield from _check_roles(file)
+    yield from _check_links(file)
+    yield from _check_policy(file)
+    yield from _check_slo(file)
+    yield from _check_forecast(source, file)
+    yield from check_cluster_dtypes(source, file)
+    yield from _check_pool_sections(source, file)
+    yield from _check_preemptible(file)
+    yield from _check_data_parallel(source, file)
+
+
+def _check_fleet(file: DeploymentFile) -> Findings:
+    """Certificates are for an etcd with TLS."""
+    fleet = file.fleet
+    if fleet is None or not fleet.is_plain:
+        return
+    for field in ("ca_file", "certificate_file"):
+        if getattr(fleet, field) is not None:
+            yield ("fleet", field), "is for TLS; write https:// before every address in etcd"
+
+
+def _check_tenants(file: DeploymentFile) -> Findings:
+    if file.security.tenant_weights and file.security.tenant_header is None:
+        yield ("security", "tenant_weights"), "needs security.tenant_header, which says whose a request is"
+
+
+def _check_can_run(file: DeploymentFile) -> Findings:
     for field in ("published", "config"):
         if getattr(file.model, field) is not None:
-            raise source.error(
+            yield (
                 ("model", field),
                 "is enough to plan with, not to run; give path (a checkpoint directory) in its place",
             )
     for c, cluster in enumerate(file.clusters):
         if cluster.instances is None and cluster.instance_count is not None:
-            raise source.error(
+            yield (
                 ("clusters", c, "instance_count"),
                 "is enough to plan with, not to run; list the cluster's instances in its place",
             )
     for field in ("served_name", "max_model_len"):
         if getattr(file.model, field) is None:
-            raise source.error(("model", field), "is missing")
+            yield ("model", field), "is missing"
 
 
 def _instances(file: DeploymentFile) -> Iterator[tuple[Location, ClusterSection, InstanceSection]]:
@@ -201,17 +188,17 @@ def _instances(file: DeploymentFile) -> Iterator[tuple[Location, ClusterSection,
             yield ("clusters", c, "instances", i), cluster, instance
 
 
-def _check_counts(source: YamlSource, file: DeploymentFile) -> None:
+def _check_counts(file: DeploymentFile) -> Findings:
     for c, cluster in enumerate(file.clusters):
         if (cluster.instances is None) == (cluster.instance_count is None):
             given = "neither is given" if cluster.instances is None else "both are given"
-            raise source.error(
+            yield (
                 ("clusters", c),
                 f"needs either instances (servers to start) or instance_count (to plan with); {given}",
             )
 
 
-def _check_names(source: YamlSource, file: DeploymentFile) -> None:
+def _check_names(source: YamlSource, file: DeploymentFile) -> Findings:
     seen: dict[str, Location] = {}
     named: list[tuple[Location, str]] = []
     for c, cluster in enumerate(file.clusters):
@@ -221,37 +208,36 @@ def _check_names(source: YamlSource, file: DeploymentFile) -> None:
     for location, name in named:
         if name in seen:
             line = source.line((*seen[name], "name"))
-            raise source.error(
+            yield (
                 (*location, "name"),
                 f'"{name}" is already a name in line {line}; give every cluster and instance its own',
             )
         seen[name] = location
 
 
-def _check_roles(source: YamlSource, file: DeploymentFile) -> None:
+def _check_roles(file: DeploymentFile) -> Findings:
     for location, cluster, instance in _instances(file):
         if len(set(instance.roles)) != len(instance.roles):
-            raise source.error((*location, "roles"), "names a role twice; name each role once")
+            yield (*location, "roles"), "names a role twice; name each role once"
         if cluster.kind == "prfaas" and "decode" in instance.roles:
-            raise source.error(
-                (*location, "roles"), 'a cluster of kind "prfaas" only prefills; make its kind "pd" to decode'
+            yield (
+                (*location, "roles"),
+                'a cluster of kind "prfaas" only prefills; make its kind "pd" to decode',
             )
     for c, cluster in enumerate(file.clusters):
         listed = cluster.instances
         if listed is None or cluster.kind != "pd":
             continue
         if not any("decode" in instance.roles for instance in listed):
-            raise source.error(
-                ("clusters", c), 'is of kind "pd" but none of its instances has the role decode; add one'
-            )
+            yield ("clusters", c), 'is of kind "pd" but none of its instances has the role decode; add one'
     if not any(cluster.kind == "pd" for cluster in file.clusters):
-        raise source.error(("clusters",), 'nothing decodes; add a cluster of kind "pd"')
+        yield ("clusters",), 'nothing decodes; add a cluster of kind "pd"'
     counted = any(cluster.instance_count is not None for cluster in file.clusters)
     if not counted and not any("prefill" in instance.roles for _, _, instance in _instances(file)):
-        raise source.error(("clusters",), "no instance has the role prefill; give it to at least one")
+        yield ("clusters",), "no instance has the role prefill; give it to at least one"
 
 
-def _check_links(source: YamlSource, file: DeploymentFile) -> None:
+def _check_links(file: DeploymentFile) -> Findings:
     clusters = {cluster.name: cluster for cluster in file.clusters}
     known = ", ".join(clusters)
     seen: dict[tuple[str, str], int] = {}
@@ -259,16 +245,12 @@ def _check_links(source: YamlSource, file: DeploymentFile) -> None:
         location: Location = ("links", index)
         for end, name in (("source", link.source), ("target", link.target)):
             if name not in clusters:
-                raise source.error(
-                    (*location, end), f'there is no cluster "{name}"; the clusters are {known}'
-                )
+                yield (*location, end), f'there is no cluster "{name}"; the clusters are {known}'
         if link.source == link.target:
-            raise source.error(
-                location, f'leads from "{link.source}" to itself; instances of one cluster need no link'
-            )
+            yield location, f'leads from "{link.source}" to itself; instances of one cluster need no link'
         pair = (link.source, link.target)
         if pair in seen:
-            raise source.error(
+            yield (
                 location,
                 f'repeats links[{seen[pair]}] ("{link.source}" to "{link.target}"); keep one of them',
             )
@@ -277,65 +259,64 @@ def _check_links(source: YamlSource, file: DeploymentFile) -> None:
         if cluster.kind == "prfaas" and not any(
             link.source == cluster.name and clusters[link.target].kind == "pd" for link in file.links
         ):
-            raise source.error(
+            yield (
                 ("clusters", c),
                 f'no link leads from "{cluster.name}"; add one under links to a "pd" cluster',
             )
 
 
-def _check_policy(source: YamlSource, file: DeploymentFile) -> None:
+def _check_policy(file: DeploymentFile) -> Findings:
     # Whether a class can be imported matters only where requests are routed: engines start without it.
     policy = file.routing.policy
     if policy not in BUILT_IN_POLICIES and ":" not in policy:
         installed = [each.name for each in entry_points(group=POLICY_ENTRY_POINTS)]
         known = dict.fromkeys([*BUILT_IN_POLICIES, *installed])
         if policy not in known:
-            raise source.error(
+            yield (
                 ("routing", "policy"),
                 f'there is no policy "{policy}"; there are {", ".join(known)}, and any class written as '
                 "package.module:Class",
             )
     if policy == "static_threshold" and "threshold_tokens" in file.routing.params:
-        raise source.error(
-            ("routing", "params", "threshold_tokens"), "is written as routing.threshold_tokens; give it there"
+        yield (
+            ("routing", "params", "threshold_tokens"),
+            "is written as routing.threshold_tokens; give it there",
         )
 
 
-def _check_slo(source: YamlSource, file: DeploymentFile) -> None:
+def _check_slo(file: DeploymentFile) -> Findings:
     if file.slo.tpot_s is not None and file.slo.tokens_per_s is not None:
-        raise source.error(("slo", "tokens_per_s"), "is the inverse of slo.tpot_s; keep one of them")
+        yield ("slo", "tokens_per_s"), "is the inverse of slo.tpot_s; keep one of them"
 
 
-def _check_forecast(source: YamlSource, file: DeploymentFile) -> None:
+def _check_forecast(source: YamlSource, file: DeploymentFile) -> Findings:
     control = file.control
     is_given = source.gives(("control", "forecast_period_s"))
     if is_given and 0 < control.forecast_period_s < LEAST_WINDOWS * control.window_s:
-        raise source.error(
+        yield (
             ("control", "forecast_period_s"),
             f"must be 0 for no forecast, or at least {LEAST_WINDOWS} times control.window_s ({control.window_s:g} s)",
         )
 
 
-def _check_ports(source: YamlSource, file: DeploymentFile) -> None:
+def _check_ports(file: DeploymentFile) -> Findings:
     gateway, admin = file.gateway, file.gateway.admin
     if admin.token_file is None and not is_loopback(admin.host):
-        raise source.error(
+        yield (
             ("gateway", "admin", "host"),
             f'"{admin.host}" is not this machine alone, so operators must show a token; add gateway.admin.token_file',
         )
     taken: list[tuple[str, int, str]] = [(gateway.host, gateway.port, "the gateway")]
     if admin.port:
         if admin.port == gateway.port and same_host(admin.host, gateway.host):
-            raise source.error(
-                ("gateway", "admin", "port"), f"{admin.port} is already used by the gateway; take another"
-            )
+            yield ("gateway", "admin", "port"), f"{admin.port} is already used by the gateway; take another"
         taken.append((admin.host, admin.port, "the gateway's operators (gateway.admin)"))
     for location, _, instance in _instances(file):
         owner = f'instance "{instance.name}"'
         # The ranks', and where their data-parallel group meets.
         count = instance.tensor_parallel + (instance.data_parallel is not None)
         if instance.kv_port + count > 65536:
-            raise source.error(
+            yield (
                 (*location, "kv_port"),
                 f"{instance.kv_port} leaves no room for {instance.tensor_parallel} ranks; take one up to "
                 f"{65536 - count}",
@@ -343,7 +324,7 @@ def _check_ports(source: YamlSource, file: DeploymentFile) -> None:
         for field, port in _ports_of(instance):
             for host, taken_port, by in taken:
                 if port == taken_port and same_host(instance.host, host):
-                    raise source.error(
+                    yield (
                         (*location, field),
                         f"{port} is already used by {by}; give each instance its own ports",
                     )
@@ -351,9 +332,7 @@ def _check_ports(source: YamlSource, file: DeploymentFile) -> None:
     for location, name, host, port in _pool_ports(file):
         for taken_host, taken_port, by in taken:
             if port == taken_port and same_host(host, taken_host):
-                raise source.error(
-                    location, f"{port} is already used by {by}; give the pools ports of their own"
-                )
+                yield location, f"{port} is already used by {by}; give the pools ports of their own"
         taken.append((host, port, f'pool "{name}"'))
 
 
@@ -380,105 +359,97 @@ def admin_port(file: DeploymentFile) -> int:
     return free
 
 
-def _check_engine(source: YamlSource, file: DeploymentFile) -> None:
+def _check_engine(file: DeploymentFile) -> Findings:
     engine = file.engine
     if engine.staging_bytes < engine.transfer_block_bytes:
-        raise source.error(
+        yield (
             ("engine", "staging"),
             f"{engine.staging_bytes} bytes hold no transfer block of {engine.transfer_block_bytes}; make it larger",
         )
     for c, cluster in enumerate(file.clusters):
         if cluster.hardware == "cpu" and engine.kv_cache_gib is None:
-            raise source.error(
+            yield (
                 ("clusters", c, "hardware"),
                 "engines on cpu need engine.kv_cache_gib (GiB of memory for the KVCache); add it",
             )
         if cluster.hardware == SYNTHETIC and cluster.profile is None:
-            raise source.error(
+            yield (
                 ("clusters", c, "hardware"),
                 "synthetic engines need a profile to be as fast as; add one (`internal-1t-h200`, or a file)",
             )
         if cluster.speedup is not None and cluster.hardware != SYNTHETIC:
-            raise source.error(
-                ("clusters", c, "speedup"), "is only for synthetic engines; real ones are as fast as they are"
+            yield (
+                ("clusters", c, "speedup"),
+                "is only for synthetic engines; real ones are as fast as they are",
             )
-    _check_routing(source, file)
+    yield from _check_routing(file)
 
 
-def _check_routing(source: YamlSource, file: DeploymentFile) -> None:
+def _check_routing(file: DeploymentFile) -> Findings:
     threshold_tokens, longest_tokens = file.routing.threshold_tokens, file.model.max_model_len
     assert longest_tokens is not None
     if threshold_tokens is None:
         if file.routing.policy == "static_threshold":
-            raise source.error(("routing",), "needs threshold_tokens for policy static_threshold; add it")
+            yield ("routing",), "needs threshold_tokens for policy static_threshold; add it"
     elif threshold_tokens > longest_tokens:
-        raise source.error(
+        yield (
             ("routing", "threshold_tokens"),
             f"{threshold_tokens} is more than model.max_model_len ({longest_tokens}), so nothing would ever be "
             "offloaded; lower it, or say policy: local_only",
         )
 
 
-def _check_pool_sections(source: YamlSource, file: DeploymentFile) -> None:
-    """What holds for files to run and files to plan with.
-
-    Raises:
-        DeploymentError: a pool where nothing can use it, or settings that have no effect.
-    """
+def _check_pool_sections(source: YamlSource, file: DeploymentFile) -> Findings:
+    """What holds for files to run and files to plan with."""
     for c, cluster in enumerate(file.clusters):
         pool = cluster.pool
         if pool is None:
             continue
         location: Location = ("clusters", c, "pool")
         if cluster.hardware == SYNTHETIC:
-            raise source.error(
+            yield (
                 location,
                 f'is not for hardware "{SYNTHETIC}": stand-ins have no KVCache to keep; leave it out',
             )
         if pool.path is not None and pool.ssd_bytes == 0:
-            raise source.error(
+            yield (
                 (*location, "path"),
                 "is where the SSD's share lies, but pool.ssd is 0; say how much it may take",
             )
     if source.gives(("pool",)) and not any(cluster.pool for cluster in file.clusters):
-        raise source.error(("pool",), "is about pools, but no cluster has one; give clusters a pool")
+        yield ("pool",), "is about pools, but no cluster has one; give clusters a pool"
     if source.gives(("pool", "tenant_share")) and file.security.tenant_header is None:
-        raise source.error(
-            ("pool", "tenant_share"), "needs security.tenant_header, which says whose a request is"
-        )
+        yield ("pool", "tenant_share"), "needs security.tenant_header, which says whose a request is"
 
 
-def _check_pools(source: YamlSource, file: DeploymentFile) -> None:
-    """What holds where pools are to be started. Their ports are checked with all others.
-
-    Raises:
-        DeploymentError: a pool can't be reached, has another's name, or its engines don't share pages.
-    """
+def _check_pools(file: DeploymentFile) -> Findings:
+    """What holds where pools are to be started. Their ports are checked with all others."""
     taken = {cluster.name for cluster in file.clusters}
     taken |= {instance.name for _, _, instance in _instances(file)}
     for c, space, name, together in _pools(file):
         location: Location = ("clusters", c, "pool")
         if space.kv_port is None:
-            raise source.error(
-                (*location, "kv_port"), "is missing; give the port where other machines' pools reach this one"
+            yield (
+                (*location, "kv_port"),
+                "is missing; give the port where other machines' pools reach this one",
             )
         if name in taken:
-            raise source.error(location, f'its name would be "{name}", which is taken; rename the other one')
+            yield location, f'its name would be "{name}", which is taken; rename the other one'
         if len(name) > _MAX_NAME:
-            raise source.error(
+            yield (
                 ("clusters", c, "name"),
                 f'leaves no room for the name of its pool ("{name}"); take one of up to '
                 f"{_MAX_NAME - len(name) + len(file.clusters[c].name)} characters",
             )
         taken.add(name)
         if len({instance.tensor_parallel for instance in together}) > 1:
-            raise source.error(
+            yield (
                 location,
                 f"serves {' and '.join(instance.name for instance in together)}, whose tensor_parallel "
                 "differs, so that they can't share pages; make it equal on each machine",
             )
     if file.pool.staging_bytes < file.engine.transfer_block_bytes:
-        raise source.error(
+        yield (
             ("pool", "staging"),
             f"{file.pool.staging_bytes} bytes hold no transfer block of {file.engine.transfer_block_bytes}; "
             "make it larger",
@@ -502,21 +473,15 @@ def _pools(file: DeploymentFile) -> Iterator[tuple[int, PoolSpace, str, list[Ins
                 yield c, cluster.pool, name, together
 
 
-def _check_local_transfer(source: YamlSource, file: DeploymentFile) -> None:
-    """What holds where engines are to be started. Their ports are checked with all others.
-
-    Raises:
-        DeploymentError: a port is missing or has no use, or NIXL can't do what the file wants of it.
-    """
+def _check_local_transfer(file: DeploymentFile) -> Findings:
+    """What holds where engines are to be started. Their ports are checked with all others."""
     wants_nixl = file.engine.local_transfer == "nixl"
     for location, cluster, instance in _instances(file):
         may_have_nixl = wants_nixl and cluster.kind == "pd"
         if may_have_nixl and instance.nixl_port is None:
-            raise source.error(
-                location, "needs nixl_port, since engine.local_transfer is nixl; give it a free port"
-            )
+            yield location, "needs nixl_port, since engine.local_transfer is nixl; give it a free port"
         if instance.nixl_port is not None and not may_have_nixl:
-            raise source.error(
+            yield (
                 (*location, "nixl_port"),
                 "is only for instances of pd clusters with engine.local_transfer: nixl; leave it out",
             )
@@ -524,93 +489,111 @@ def _check_local_transfer(source: YamlSource, file: DeploymentFile) -> None:
         if not wants_nixl or cluster.kind != "pd":
             continue
         if cluster.hardware == SYNTHETIC:
-            raise source.error(
-                ("clusters", c, "hardware"), "stand-in engines have no NIXL; leave engine.local_transfer out"
+            yield (
+                ("clusters", c, "hardware"),
+                "stand-in engines have no NIXL; leave engine.local_transfer out",
             )
         if cluster.pool is not None:
-            raise source.error(
+            yield (
                 ("clusters", c, "pool"),
                 "does not go with engine.local_transfer: nixl yet; leave one of them out",
             )
     if wants_nixl and file.security.encrypt_inside:
-        raise source.error(
+        yield (
             ("security", "encrypt_inside"),
             "can't be with engine.local_transfer: nixl, which encrypts nothing; leave one of them out",
         )
 
 
-def _check_preemptible(source: YamlSource, file: DeploymentFile) -> None:
-    """Only prefills may be lost, and a rate of kills needs something that is killed. Raises DeploymentError."""
+def _check_preemptible(file: DeploymentFile) -> Findings:
+    """Only prefills may be lost, and a rate of kills needs something that is killed."""
     for c, cluster in enumerate(file.clusters):
         if cluster.preemptible and cluster.kind != "prfaas":
-            raise source.error(
+            yield (
                 ("clusters", c, "preemptible"),
                 'is for a cluster of kind "prfaas", since answers that are being decoded would be cut; leave it out',
             )
         if cluster.kills_per_hour is not None and not cluster.preemptible:
-            raise source.error(
-                ("clusters", c, "kills_per_hour"), "goes with preemptible: true; add that or leave this out"
-            )
+            yield ("clusters", c, "kills_per_hour"), "goes with preemptible: true; add that or leave this out"
 
 
-def _check_model(source: YamlSource, file: DeploymentFile) -> None:
-    """Whether the file names one model, and a name that can be one.
+def _check_data_parallel(source: YamlSource, file: DeploymentFile) -> Findings:
+    """Whether every group has several ranks of one cluster, which are alike."""
+    first: dict[str, tuple[ClusterSection, InstanceSection, Location]] = {}
+    alone: dict[str, None] = {}
+    for place, cluster, instance in _instances(file):
+        group, location = instance.data_parallel, (*place, "data_parallel")
+        if group is None:
+            continue
+        if group not in first:
+            first[group] = cluster, instance, location
+            alone[group] = None
+            continue
+        alone.pop(group, None)
+        home, rank_0, _ = first[group]
+        if home is not cluster:
+            yield location, f'"{group}" is a group of "{home.name}"; its ranks are in one cluster'
+        for field in ("tensor_parallel", "expert_parallel", "roles"):
+            if getattr(instance, field) != getattr(rank_0, field):
+                yield (
+                    (*place, field) if source.gives((*place, field)) else place,
+                    f'{field} is another than that of "{rank_0.name}"; make the ranks of group "{group}" alike',
+                )
+    for group in alone:
+        yield (
+            first[group][2],
+            f'group "{group}" has one rank; give it to further instances of the cluster, or leave it out',
+        )
 
-    Raises:
-        DeploymentError: none or several are named, or there is no such model.
-    """
+
+def _check_model(file: DeploymentFile) -> Findings:
+    """Whether the file names one model, and a name that can be one."""
     model = file.model
     given = [field for field in _MODEL_FIELDS if getattr(model, field) is not None]
     if len(given) != 1:
         choices = ", ".join(f"{field} ({meaning})" for field, meaning in _MODEL_FIELDS.items())
         found = f"{' and '.join(given)} are given" if given else "none is given"
-        raise source.error(("model",), f"needs either {choices}; {found}")
-    _check_known_model(source, "tiny", model.tiny, TINY_MODELS)
-    _check_known_model(source, "trained", model.trained, TRAINED_MODELS)
-    _check_model_length(source, file)
+        yield ("model",), f"needs either {choices}; {found}"
+    yield from _check_known_model("tiny", model.tiny, TINY_MODELS)
+    yield from _check_known_model("trained", model.trained, TRAINED_MODELS)
+    yield from _check_model_length(file)
     if model.hub is not None and not is_hub_name(model.hub):
-        raise source.error(
-            ("model", "hub"), f'"{model.hub}" is no name of the hub; write it like HuggingFaceTB/SmolLM2-135M'
+        yield (
+            ("model", "hub"),
+            f'"{model.hub}" is no name of the hub; write it like HuggingFaceTB/SmolLM2-135M',
         )
     if model.revision is None:
         return
     if model.hub is None:
-        raise source.error(("model", "revision"), "is of a model of the hub; it goes with model.hub only")
+        yield ("model", "revision"), "is of a model of the hub; it goes with model.hub only"
     if not is_revision(model.revision):
-        raise source.error(
+        yield (
             ("model", "revision"),
             f'"{model.revision}" is no revision; write a branch, a tag or a commit, for example main',
         )
 
 
-def _check_model_length(source: YamlSource, file: DeploymentFile) -> None:
+def _check_model_length(file: DeploymentFile) -> Findings:
     origin, length = file.model.origin, file.model.max_model_len
     try:
         most = None if origin is None else origin.context_tokens
     except ConfigError as error:
-        raise source.error(("model", "trained"), str(error)) from None
+        yield ("model", "trained"), str(error)
+        return
     if origin is not None and length is not None and most is not None and length > most:
-        raise source.error(
-            ("model", "max_model_len"), f"{length} is more than the {most} tokens that {origin.name} takes"
-        )
+        yield ("model", "max_model_len"), f"{length} is more than the {most} tokens that {origin.name} takes"
 
 
-def _check_known_model(source: YamlSource, field: str, name: str | None, known: Sequence[str]) -> None:
+def _check_known_model(field: str, name: str | None, known: Sequence[str]) -> Findings:
     if name not in (None, *known):
-        raise source.error(
-            ("model", field), f'there is no {field} model "{name}"; choose one of {", ".join(known)}'
-        )
+        yield ("model", field), f'there is no {field} model "{name}"; choose one of {", ".join(known)}'
 
 
-def _check_encryption(source: YamlSource, file: DeploymentFile) -> None:
-    """Whether certificates can be made for all that need one.
-
-    Raises:
-        DeploymentError: `gateway.cluster` is no cluster, or an instance has a name that no certificate can bear.
-    """
+def _check_encryption(file: DeploymentFile) -> Findings:
+    """Whether certificates can be made for all that need one."""
     names = [cluster.name for cluster in file.clusters]
     if file.gateway.cluster is not None and file.gateway.cluster not in names:
-        raise source.error(
+        yield (
             ("gateway", "cluster"),
             f'there is no cluster "{file.gateway.cluster}"; the clusters are {", ".join(names)}',
         )
@@ -620,24 +603,22 @@ def _check_encryption(source: YamlSource, file: DeploymentFile) -> None:
     for location, _, instance in _instances(file):
         lower = instance.name.lower()
         if lower in OBSERVERS:
-            raise source.error(
-                (*location, "name"), f'"{instance.name}" is a name of prfaas itself; take another'
-            )
+            yield (*location, "name"), f'"{instance.name}" is a name of prfaas itself; take another'
         if lower in seen:
-            raise source.error(
+            yield (
                 (*location, "name"),
                 f'"{instance.name}" and "{seen[lower]}" are one name in certificates; let more than case differ',
             )
         seen[lower] = instance.name
     for c, _, name, _ in _pools(file):
         if name.lower() in seen:
-            raise source.error(
+            yield (
                 ("clusters", c, "pool"),
                 f'its name "{name}" and "{seen[name.lower()]}" are one name in certificates; '
                 "let more than case differ",
             )
         if not _is_dns_name(name):
-            raise source.error(
+            yield (
                 ("clusters", c, "name"),
                 f'"{file.clusters[c].name}" is part of the name of its pool, "{name}", which can\'t stand in a '
                 'certificate; take one without empty parts between "."',
@@ -647,13 +628,13 @@ def _check_encryption(source: YamlSource, file: DeploymentFile) -> None:
         host = instance.host.lower()
         # Certificates bear the host beside the name: whoever has one could pass for the other.
         if host != instance.name.lower() and (host in OBSERVERS or host in seen):
-            raise source.error(
+            yield (
                 (*location, "host"),
                 f'"{instance.host}" is also the name of {_whose(host, seen)}, and certificates bear both; '
                 "give the machine's address",
             )
         if not _is_dns_name(instance.name):
-            raise source.error(
+            yield (
                 (*location, "name"),
                 f'"{instance.name}" can\'t stand in a certificate, which needs the form of a host name; '
                 'take one without empty parts between ".", and no IP address',

@@ -12,7 +12,7 @@ from typing import Any
 from prfaas.core.deployment.model import default_state_dir
 from prfaas.core.deployment.planned import PlannedCluster, PlannedDeployment
 from prfaas.core.deployment.schema import ClusterSection, DeploymentFile, ModelSection
-from prfaas.core.deployment.source import YamlSource
+from prfaas.core.deployment.source import Findings, Location, YamlSource
 from prfaas.core.deployment.speculation import speculation_of
 from prfaas.core.deployment.types import SYNTHETIC, Link
 from prfaas.core.kv import (
@@ -163,18 +163,14 @@ def _on_all_ranks(source: YamlSource, index: int, model: KvModel, cluster: Plann
         ) from None
 
 
-def check_cluster_dtypes(source: YamlSource, file: DeploymentFile) -> None:
-    """What holds where clusters keep KVCache in unlike dtypes. A model that can't be read yet is judged by names alone.
-
-    Raises:
-        DeploymentError: it can't be converted between two of them.
-    """
+def check_cluster_dtypes(source: YamlSource, file: DeploymentFile) -> Findings:
+    """Whether unlike dtypes of clusters can be converted. A model that can't be read yet is judged by names alone."""
     named = [_dtypes(file.model, cluster).named for cluster in file.clusters]
     if len(set(named)) == 1:
         return
     for c, cluster in enumerate(file.clusters):
         if cluster.hardware == SYNTHETIC:
-            raise source.error(
+            yield (
                 ("clusters", c, "hardware"),
                 "stand-in engines convert no KVCache; leave kv_cache_dtype of all clusters out",
             )
@@ -185,15 +181,15 @@ def check_cluster_dtypes(source: YamlSource, file: DeploymentFile) -> None:
             continue
         # At least one of the two says it.
         at, beside = (b, a) if file.clusters[b].kv_cache_dtype is not None else (a, b)
-        location = ("clusters", at, "kv_cache_dtype")
+        location: Location = ("clusters", at, "kv_cache_dtype")
         if not are_convertible(kept[a], kept[b]):
-            raise source.error(
+            yield (
                 location,
                 f'{kept[at]} is not converted to or from {kept[beside]} of cluster "{file.clusters[beside].name}"; mix '
                 "one of bfloat16 and float16 with one of fp8_e4m3 and fp8_e5m2",
             )
         if config is not None and _keeps_latents(config):
-            raise source.error(
+            yield (
                 location,
                 "the model keeps latents (MLA), which are not converted; leave it out, so that all clusters keep one "
                 "dtype",

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from prfaas.core.deployment.pool import PoolNode
 from prfaas.core.deployment.security import OBSERVERS
-from prfaas.core.deployment.types import INTRA_CLUSTER_CONNECTIONS, Deployment, Link
+from prfaas.core.deployment.types import INTRA_CLUSTER_CONNECTIONS, Deployment, KvPath, Link
 
 # Of a link, what its pools may use together while no control plane tells them another part: copies are in the
 # background, and the engines' standing shares are all of it already.
@@ -17,15 +17,8 @@ class PoolPeer:
     """A pool that another one may send pages to."""
 
     pool: PoolNode
-    link: str
-    """Name of the bandwidth budget that its transfers share with those of engines."""
-    connections: int
-    bandwidth_bits_per_s: float | None
-    """Of the whole budget; None: unpaced."""
-    share_bits_per_s: float | None
-    """The sender's part of the budget while no control plane tells it another."""
-    encrypted: bool
-    compressed: bool
+    path: KvPath
+    """On the bandwidth budget of engines."""
 
 
 def pool_peers(deployment: Deployment, pool: PoolNode) -> tuple[PoolPeer, ...]:
@@ -55,35 +48,20 @@ def plain_pool_peers(deployment: Deployment, pool: PoolNode) -> frozenset[str]:
     A pool connects to send, and to ask for what comes back: one of the two ways is enough.
     """
     ways = (*pool_peers(deployment, pool), *pool_sources(deployment, pool))
-    plain = frozenset(way.pool.name for way in ways if not way.encrypted)
+    plain = frozenset(way.pool.name for way in ways if not way.path.encrypted)
     return plain if pool.tls else plain | OBSERVERS
 
 
 def _ways(deployment: Deployment, source: PoolNode) -> Iterator[PoolPeer]:
     senders = sum(pool.cluster == source.cluster for pool in deployment.pools)
     for target in deployment.pools:
-        if target.name == source.name:
+        link = deployment.link(source.cluster, target.cluster)
+        if target.name == source.name or (link is not None and not joins_pools(deployment, link)):
             continue
-        if target.cluster == source.cluster:
-            encrypted = deployment.security.encrypt_inside
-            yield PoolPeer(
-                target,
-                link=target.cluster,
-                connections=INTRA_CLUSTER_CONNECTIONS,
-                bandwidth_bits_per_s=None,
-                share_bits_per_s=None,
-                encrypted=encrypted,
-                compressed=False,
-            )
-        elif (link := deployment.link(source.cluster, target.cluster)) is not None:
-            if not joins_pools(deployment, link):
-                continue
-            yield PoolPeer(
-                target,
-                link=link.name,
-                connections=link.connections,
-                bandwidth_bits_per_s=link.bandwidth_bits_per_s,
-                share_bits_per_s=_STANDING_PART * link.bandwidth_bits_per_s / senders,
-                encrypted=link.encryption,
-                compressed=link.compression,
-            )
+        path = deployment.kv_path(
+            source.cluster, target.cluster, inside=INTRA_CLUSTER_CONNECTIONS, on_demand=True
+        )
+        if path is not None and link is not None:
+            path = replace(path, share_bits_per_s=_STANDING_PART * link.bandwidth_bits_per_s / senders)
+        if path is not None:
+            yield PoolPeer(target, path)

@@ -6,7 +6,7 @@ A sweep puts other numbers in place of some of a file's: `changed`.
 import copy
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,10 @@ def _one_line(text: str) -> str:
 
 
 Location = tuple[str | int, ...]
+
+Finding = tuple[Location, str]
+"""Where something is wrong in a file, and what: `YamlSource.error` makes an error of it."""
+Findings = Iterator[Finding]
 
 # Aliases are followed, so a few lines could unfold into millions of nodes; no real file comes near this.
 _MAX_NODES = 100_000

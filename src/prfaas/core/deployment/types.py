@@ -202,24 +202,36 @@ class Link(Section):
         return f"{self.source}->{self.target}"
 
 
-@dataclass(frozen=True, slots=True)
-class KvPeer:
-    """An instance that another one may send KV to."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvPath:
+    """How KV gets from a sender to a peer."""
 
-    instance: Instance
     link: str
     """Name of the bandwidth budget that its transfers share."""
     connections: int
     bandwidth_bits_per_s: float | None
     """Of the whole budget; None: unpaced."""
-    on_demand: bool = False
-    """Connected with the first transfer: nothing is sent before a role changes or a prefix moves."""
-    encrypted: bool = False
-    """Over TLS and sealed frames; a receiver takes nothing plain from such a sender."""
     share_bits_per_s: float | None = None
     """The sender's part of the budget while no control plane tells it another."""
+    on_demand: bool
+    """Connected with the first transfer: nothing is sent before a role changes or a prefix moves."""
+    encrypted: bool
+    """Over TLS and sealed frames; a receiver takes nothing plain from such a sender."""
     compressed: bool = False
     """Its chunks are compressed where that pays."""
+
+    def shared_by(self, ranks: int) -> "KvPath":
+        """The path of one of a sender's ranks: all of them send their shares of a transfer at the same time."""
+        share = self.share_bits_per_s
+        return self if share is None else replace(self, share_bits_per_s=share / ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class KvPeer:
+    """An instance that another one may send KV to."""
+
+    instance: Instance
+    path: KvPath
 
 
 @dataclass(frozen=True, slots=True)
@@ -454,36 +466,44 @@ class Deployment(Section):
         peers = []
         inside = SYNTHETIC_CONNECTIONS if self.is_synthetic(instance) else INTRA_CLUSTER_CONNECTIONS
         for target in self.instances:
-            if target.name == instance.name:
+            is_inside = target.cluster == instance.cluster
+            if target.name == instance.name or (is_inside and not self.can_decode(target)):
                 continue
             on_demand = not (instance.has_role("prefill") and target.has_role("decode"))
-            if target.cluster == instance.cluster:
-                if self.can_decode(target):
-                    encrypted = self.security.encrypt_inside
-                    peers.append(
-                        KvPeer(
-                            target,
-                            link=target.cluster,
-                            connections=inside,
-                            bandwidth_bits_per_s=None,
-                            on_demand=on_demand,
-                            encrypted=encrypted,
-                        )
-                    )
-            elif (link := self.link(instance.cluster, target.cluster)) is not None:
-                peers.append(
-                    KvPeer(
-                        target,
-                        link=link.name,
-                        connections=link.connections,
-                        bandwidth_bits_per_s=link.bandwidth_bits_per_s,
-                        on_demand=on_demand,
-                        encrypted=link.encryption,
-                        share_bits_per_s=self.share_bits_per_s(link),
-                        compressed=link.compression,
-                    )
-                )
+            path = self.kv_path(instance.cluster, target.cluster, inside=inside, on_demand=on_demand)
+            if path is not None:
+                peers.append(KvPeer(target, path))
         return tuple(peers)
+
+    def kv_path(self, source: str, target: str, *, inside: int, on_demand: bool) -> KvPath | None:
+        """How KV gets from one cluster to another, or to others of its own; None: no link leads there.
+
+        Args:
+            source: name of the sender's cluster.
+            target: name of the receiver's.
+            inside: connections of one sender to one receiver of its own cluster.
+            on_demand: nothing is connected before there is something to send.
+        """
+        if source == target:
+            return KvPath(
+                link=target,
+                connections=inside,
+                bandwidth_bits_per_s=None,
+                on_demand=on_demand,
+                encrypted=self.security.encrypt_inside,
+            )
+        link = self.link(source, target)
+        if link is None:
+            return None
+        return KvPath(
+            link=link.name,
+            connections=link.connections,
+            bandwidth_bits_per_s=link.bandwidth_bits_per_s,
+            share_bits_per_s=self.share_bits_per_s(link),
+            on_demand=on_demand,
+            encrypted=link.encryption,
+            compressed=link.compression,
+        )
 
     def share_bits_per_s(self, link: Link) -> float:
         """What one sending engine may use of a link while no control plane tells it: it doesn't know of the others."""

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from urllib.parse import quote
 
-from prfaas.core.deployment import Deployment, Instance, KvPeer
+from prfaas.core.deployment import Deployment, Instance
 from prfaas.core.kv import CacheDtypes, KvModel
 from prfaas.core.units import GIB
 from prfaas.serving.engines.data_parallel import given_endpoint, rank_of, rank_options
@@ -191,13 +191,7 @@ def _own_transfer_config(deployment: Deployment, instance: Instance) -> dict[str
                 peer.instance.name: {
                     "host": peer.instance.host,
                     "kv_port": peer.instance.kv_port,
-                    "link": peer.link,
-                    "connections": peer.connections,
-                    "bandwidth_bits_per_s": peer.bandwidth_bits_per_s,
-                    "share_bits_per_s": _share_per_rank(peer, instance),
-                    "on_demand": peer.on_demand,
-                    "encrypted": peer.encrypted,
-                    "compressed": peer.compressed,
+                    **asdict(peer.path.shared_by(instance.tensor_parallel)),
                 }
                 for peer in deployment.peers_of(instance)
             },
@@ -251,11 +245,6 @@ def _ranks_of_others(deployment: Deployment, instance: Instance) -> dict[str, ob
         if other.tensor_parallel != instance.tensor_parallel
     }
     return {"ranks_of_others": unlike} if unlike else {}
-
-
-def _share_per_rank(peer: KvPeer, instance: Instance) -> float | None:
-    # Every rank sends its own part of a transfer, all at the same time.
-    return None if peer.share_bits_per_s is None else peer.share_bits_per_s / instance.tensor_parallel
 
 
 def _media(deployment: Deployment) -> tuple[str, ...]:

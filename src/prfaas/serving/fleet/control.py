@@ -23,7 +23,7 @@ from prfaas.serving.fleet.etcd import EtcdStore
 from prfaas.serving.fleet.member import FleetMember
 from prfaas.serving.fleet.messages import Announcement, Decisions, Reloaded, file_digest
 from prfaas.serving.fleet.shares import FleetShares, requests_of
-from prfaas.serving.fleet.store import Store, StoreError
+from prfaas.serving.fleet.store import StoreError
 from prfaas.serving.running_deployment import RunningDeployment
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class FleetControl(Part):
     def __init__(
         self,
         running: RunningDeployment,
-        store: Store,
+        store: EtcdStore,
         registry: CollectorRegistry,
         shares: FleetShares,
         decisions: FleetDecisions,
@@ -444,7 +444,7 @@ class FleetMetrics:
         self.unreadable = counter("unreadable_values", "Values in etcd that could not be read.")
 
 
-def join_fleet(plane: LivePlane, registry: CollectorRegistry, store: Store | None = None) -> FleetControl:
+def join_fleet(plane: LivePlane, registry: CollectorRegistry, store: EtcdStore | None = None) -> FleetControl:
     """Have a plane share what it knows with those of the other gateways, as the last of its parts.
 
     Args:

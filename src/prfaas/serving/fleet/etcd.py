@@ -25,7 +25,10 @@ _LARGEST_BYTES = 16 << 20
 
 
 class EtcdStore:
-    """Implements `store.Store`. Asks the first address, and the next one after a failure."""
+    """Keys with values, all of them with one growing revision. Every method but `close` raises StoreError.
+
+    It asks the first address, and the next one after a failure.
+    """
 
     def __init__(self, config: FleetConfig) -> None:
         """Make it inside a running event loop.
@@ -43,40 +46,43 @@ class EtcdStore:
         )
 
     async def grant(self, lease_s: int) -> int:
-        """See `Store`."""
+        """A new lease that ends unless it is kept every `lease_s` seconds. Returns its number."""
         lease = (await self._call("/v3/lease/grant", {"TTL": lease_s})).ID
         if not lease:
             raise StoreError("etcd's answer lacks the number of the lease")
         return lease
 
     async def keep(self, lease: int) -> bool:
-        """See `Store`."""
+        """Let a lease go on; False if it has ended."""
         answer = await self._call("/v3/lease/keepalive", {"ID": str(lease)})
         # A lease that has ended is answered without the seconds that it has left.
         return answer.result.TTL > 0
 
     async def revoke(self, lease: int) -> None:
-        """See `Store`."""
+        """End a lease and all that was put with it."""
         await self._call("/v3/lease/revoke", {"ID": str(lease)})
 
     async def read(self, prefix: str) -> tuple[Sequence[Entry], int]:
-        """See `Store`."""
+        """All that begins with `prefix`, and the revision at which it was so."""
         answer = await self._call("/v3/kv/range", _range(prefix))
         return [each.entry for each in answer.kvs], answer.header.revision
 
     async def create(self, key: str, value: bytes, lease: int) -> int | None:
-        """See `Store`."""
+        """Put a key that is not there. Returns the revision; None if it is there."""
         put = {"key": _text(key.encode()), "value": _text(value), "lease": str(lease)}
         return await self._if_created(key, 0, {"request_put": put})
 
     async def put(self, key: str, value: bytes, lease: int) -> None:
-        """See `Store`."""
+        """Give a key a value that goes with a lease."""
         await self._call(
             "/v3/kv/put", {"key": _text(key.encode()), "value": _text(value), "lease": str(lease)}
         )
 
     async def put_while(self, key: str, value: bytes | None, holder: str, created: int) -> int | None:
-        """See `Store`."""
+        """Give a key a value that stays, or delete it (None), only while `holder` is the key that was created then.
+
+        Returns the revision; None if it is not.
+        """
         name = {"key": _text(key.encode())}
         change = (
             {"request_delete_range": name}
@@ -86,7 +92,7 @@ class EtcdStore:
         return await self._if_created(holder, created, change)
 
     async def watch(self, prefix: str, first_revision: int) -> AsyncIterator[Sequence[StoreChange]]:
-        """See `Store`."""
+        """All changes of what begins with `prefix`, from a revision on, in order; raises CompactedError."""
         body = {"create_request": _range(prefix) | {"start_revision": str(first_revision)}}
         try:
             async with self._post("/v3/watch", body) as response:
@@ -103,7 +109,7 @@ class EtcdStore:
         raise StoreError("etcd has ended the watch")
 
     async def close(self) -> None:
-        """See `Store`."""
+        """Give back connections."""
         await self._session.close()
 
     async def _if_created(self, key: str, created: int, change: Mapping[str, Any]) -> int | None:

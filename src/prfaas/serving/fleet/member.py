@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from prfaas.core.deployment import FleetConfig
-from prfaas.serving.fleet.store import CompactedError, Entry, Store, StoreChange, StoreError
+from prfaas.serving.fleet.etcd import EtcdStore
+from prfaas.serving.fleet.store import CompactedError, Entry, StoreChange, StoreError
 from prfaas.serving.tasks import run_together
 
 logger = logging.getLogger(__name__)
@@ -61,7 +62,9 @@ class FleetMember:
     one changes no leader.
     """
 
-    def __init__(self, store: Store, prefix: str, name: str, config: FleetConfig, owner: MemberOwner) -> None:
+    def __init__(
+        self, store: EtcdStore, prefix: str, name: str, config: FleetConfig, owner: MemberOwner
+    ) -> None:
         """
         Args:
             store: shared by all gateways.

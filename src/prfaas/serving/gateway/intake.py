@@ -142,6 +142,7 @@ class Intake:
             # A named tenant's numbers are about prefixes under its own salt: they tell nothing of others' prompts.
             tells_all = self._context.running.current.gateway.route_header == "full"
             record.tells_details = tells_all or self._tenants.names(http.headers)
+            record.shares_unnamed = self._tenants.are_told_apart and not record.tells_details
             with (
                 self._context.draining.request(),
                 self._admission.admitted(tenant, http.headers, http.content_length) as admitted,

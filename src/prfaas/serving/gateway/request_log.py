@@ -82,7 +82,9 @@ class RequestRecord:
     client_header: str | None = None
     """What the client is told of them."""
     tells_details: bool = False
-    """Whether the client is told all of them."""
+    """Whether the client is told all of them, and how much of its prompt was cached."""
+    shares_unnamed: bool = False
+    """Whether its prefixes are those of all clients that don't say whose they are, while others do."""
     route: str = "none"
     waits_for: WaitsFor | None = WaitsFor.BODY
     answer_events: int = 0
@@ -157,7 +159,10 @@ class RequestRecord:
         """Its decode instance is asked now, by the way that `header` tells."""
         self.route, self.route_header = header.route, header.encode()
         self.first_token = header.first_token
-        self.client_header = self.route_header if self.tells_details else header.without_details()
+        if self.tells_details:
+            self.client_header = self.route_header
+        elif not self.shares_unnamed:
+            self.client_header = header.without_details()
         self.waits_for = WaitsFor.DECODE
 
     def answered(self, status: int) -> None:

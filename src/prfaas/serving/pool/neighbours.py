@@ -85,7 +85,7 @@ class PoolNeighbours:
                 host=source.pool.host,
                 port=source.pool.kv_port,
                 peer_name=source.pool.name,
-                tls=tls if source.encrypted else None,
+                tls=tls if source.path.encrypted else None,
                 silence_s=limits.silence_s,
             )
             for source in sources
@@ -135,15 +135,4 @@ class PoolNeighbours:
 
 def _peer(peer: PoolPeer) -> Peer:
     pool = peer.pool
-    return Peer(
-        name=pool.name,
-        host=pool.host,
-        port=pool.kv_port,
-        link=peer.link,
-        connections=peer.connections,
-        bandwidth_bits_per_s=peer.bandwidth_bits_per_s,
-        on_demand=True,
-        encrypted=peer.encrypted,
-        compressed=peer.compressed,
-        share_bits_per_s=peer.share_bits_per_s,
-    )
+    return Peer(name=pool.name, host=pool.host, port=pool.kv_port, **asdict(peer.path))

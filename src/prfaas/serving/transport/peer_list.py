@@ -113,20 +113,8 @@ def peer_list_of(deployment: Deployment, instance: Instance, rank: int) -> PeerL
 
 
 def _peer_of(peer: KvPeer, ranks: int, other: int) -> Peer:
-    # All ranks send their shares of a transfer at the same time.
-    share = None if peer.share_bits_per_s is None else peer.share_bits_per_s / ranks
-    return Peer(
-        name=ranked(peer.instance.name, other),
-        host=peer.instance.host,
-        port=peer.instance.kv_port + other,
-        link=peer.link,
-        connections=peer.connections,
-        bandwidth_bits_per_s=peer.bandwidth_bits_per_s,
-        on_demand=peer.on_demand,
-        encrypted=peer.encrypted,
-        compressed=peer.compressed,
-        share_bits_per_s=share,
-    )
+    to, path = peer.instance, peer.path.shared_by(ranks)
+    return Peer(name=ranked(to.name, other), host=to.host, port=to.kv_port + other, **asdict(path))
 
 
 def _whole(bits_per_s: float | None) -> int | None:

@@ -115,11 +115,12 @@ def test_no_more_is_kept_than_there_is_room_for(sizes: list[int], limit: int, bu
 def test_an_event_without_end_passes_in_pieces_and_is_not_kept() -> None:
     stream, kept = event_stream(), KeptStream(KeepBudget(1 << 30), 1 << 30)
     begin = DATA + b"x" * (1 << 21)
-    assert stream.take(begin) == begin
-    kept.add(begin)
+    passed = stream.take(begin)
+    assert begin.startswith(passed) and len(begin) - len(passed) < 2048
+    kept.add(passed)
     assert kept.torn and kept.written() is None
-    rest = b"y" + END_OF_EVENT
-    assert stream.take(rest) == rest
+    rest = stream.take(b"y" + END_OF_EVENT)
+    assert passed + rest == begin + b"y" + END_OF_EVENT
     kept.add(rest)
     assert not kept.torn
 
@@ -132,7 +133,9 @@ def test_a_client_that_reads_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch)
         version, transport = (1, 0), SimpleNamespace(abort=lambda: cut_off.append(True))
 
     async def main() -> None:
-        writer = streams.ResponseWriter(Stuck(), None, None, streams.KeptStream(KeepBudget(0), 0))  # type: ignore[arg-type]
+        writer = streams.ResponseWriter(
+            Stuck(), SimpleNamespace(tells_details=True), None, streams.KeptStream(KeepBudget(0), 0)
+        )  # type: ignore[arg-type]
         writer._response = SimpleNamespace(  # type: ignore[assignment]
             write=lambda _chunk: asyncio.Event().wait(), write_eof=lambda: asyncio.Event().wait()
         )

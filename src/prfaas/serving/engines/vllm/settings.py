@@ -1,7 +1,7 @@
 """The settings of one engine's connector, as its command line gives them."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,28 +17,6 @@ class SettingsError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class PeerSettings:
-    """An instance that this engine may send KV to."""
-
-    host: str
-    kv_port: int
-    """Of its rank 0; rank r listens at kv_port + r."""
-    link: str
-    """The bandwidth budget that it shares with others."""
-    connections: int
-    bandwidth_bits_per_s: float | None
-    """Goodput of the whole link; None: not paced (inside a cluster)."""
-    on_demand: bool = False
-    """Connected when there is something to send, not before."""
-    encrypted: bool = False
-    """Over TLS and sealed frames, which needs `identity_file`."""
-    compressed: bool = False
-    """Chunks are compressed without loss where that pays."""
-    share_bits_per_s: float | None = None
-    """One rank's part of the link while no control plane tells it another."""
-
-
-@dataclass(frozen=True, slots=True)
 class ConnectorSettings:
     """The connector's part of the deployment file, already resolved for one instance."""
 
@@ -46,8 +24,8 @@ class ConnectorSettings:
     kv_host: str
     kv_port: int
     key_file: Path
-    peers: Mapping[str, PeerSettings]
-    """The only instances that this engine sends to, by name, until the control plane tells others."""
+    peers: Mapping[str, Peer]
+    """The only instances that this engine sends to, each by its rank 0, until the control plane tells others."""
     producers: frozenset[str]
     """The only instances that may send to this engine, until then."""
     staging_bytes: int
@@ -81,7 +59,11 @@ class ConnectorSettings:
         def paired(name: str) -> range:
             return paired_ranks(rank, ranks, self.ranks_of_others.get(name, ranks))
 
-        peers = [_at_rank(name, peer, other) for name, peer in self.peers.items() for other in paired(name)]
+        peers = [
+            replace(peer, name=ranked(name, other), port=peer.port + other)
+            for name, peer in self.peers.items()
+            for other in paired(name)
+        ]
         producers = frozenset(ranked(name, other) for name in self.producers for other in paired(name))
         return PeerList({peer.name: peer for peer in peers}, producers, self.plain_peers)
 
@@ -107,7 +89,7 @@ class ConnectorSettings:
                 f"kv_connector_extra_config: unknown field {unknown[0]!r}; known are {sorted(known)}"
             )
         try:
-            fields["peers"] = {name: PeerSettings(**peer) for name, peer in fields["peers"].items()}
+            fields["peers"] = {name: _rank_0(name, **peer) for name, peer in fields["peers"].items()}
             if "events" in fields:
                 fields["events"] = EventsEndpoint(**fields["events"])
             fields["transfer"] = TransferLimits(**fields.get("transfer", {}))
@@ -118,12 +100,11 @@ class ConnectorSettings:
                 if fields.get(name) is not None:
                     fields[name] = Path(fields[name])
             return cls(**fields)
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise SettingsError(
                 f"kv_connector_extra_config: {error}; take it from `prfaas engine DEPLOYMENT NAME --print`"
             ) from error
 
 
-def _at_rank(name: str, peer: PeerSettings, rank: int) -> Peer:
-    fields = asdict(peer)
-    return Peer(name=ranked(name, rank), port=fields.pop("kv_port") + rank, **fields)
+def _rank_0(name: str, kv_port: int, **fields: Any) -> Peer:
+    return Peer(name=ranked(name, 0), port=kv_port, **fields)

@@ -13,6 +13,7 @@ from typing import Self
 
 from aiohttp import HttpVersion11, web
 
+from prfaas.serving.gateway.answers.hidden_usage import safe_end, without_cached_tokens
 from prfaas.serving.gateway.bodies import ApiError, without_transfer_params
 from prfaas.serving.gateway.dialects import END_OF_EVENT, OPENAI, Dialect
 from prfaas.serving.gateway.engine_client import Blame, EngineCallError, failed_call
@@ -178,7 +179,7 @@ class EventStream:
         found = chunk.rfind(END_OF_EVENT)
         end = 0 if found < 0 else found + len(END_OF_EVENT)
         if len(chunk) - end > _LONGEST_EVENT_BYTES:
-            end = len(chunk)
+            end = max(end, safe_end(chunk))
         self._partial = chunk[end:]
         if end:
             self._passes_parts = not chunk.endswith(END_OF_EVENT, 0, end)
@@ -305,6 +306,7 @@ class ResponseWriter:
             if self._http.version >= HttpVersion11:
                 self._response.enable_chunked_encoding()
             await self._response.prepare(self._http)
+        chunk = self._told(chunk)
         self.kept.add(chunk)
         self.latest = chunk
         await self._read_in_time(self._response.write(chunk))
@@ -348,6 +350,7 @@ class ResponseWriter:
 
         def write_now(events: bytes) -> bool:
             nonlocal earlier, before
+            events = self._told(events)
             earlier, before, self.latest = before, self.latest, events
             self.kept.add(events)
             assert transport is not None
@@ -373,7 +376,11 @@ class ResponseWriter:
         """The answer in one piece."""
         self._note_first_byte()
         headers = self._record.headers() | {"Content-Type": answer.content_type}
-        return web.Response(status=answer.status, body=answer.body, headers=headers)
+        return web.Response(status=answer.status, body=self._told(answer.body), headers=headers)
+
+    def _told(self, answer: bytes) -> bytes:
+        """Of an answer or some whole events what the client may know."""
+        return answer if self._record.tells_details else without_cached_tokens(answer)
 
     def _note_first_byte(self) -> None:
         ttft_s = time.perf_counter() - self._record.began_s

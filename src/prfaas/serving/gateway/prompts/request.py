@@ -101,6 +101,11 @@ class Tenants:
         self._header = header
         self._weights = {self._salt(name.encode()): weight for name, weight in weights.items()}
 
+    @property
+    def are_told_apart(self) -> bool:
+        """Whether requests can say whose they are."""
+        return self._header is not None
+
     def names(self, headers: Headers) -> bool:
         """Whether a request says whose it is. Those that don't are one tenant's together."""
         return self._header is not None and any(headers.getall(self._header, []))

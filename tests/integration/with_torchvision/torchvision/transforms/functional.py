@@ -4,6 +4,8 @@ import numpy as np
 import torch
 from PIL import Image
 
+to_pil_image = None
+
 
 def pil_to_tensor(image: Image.Image) -> torch.Tensor:
     """uint8 of shape (channels, height, width)."""
