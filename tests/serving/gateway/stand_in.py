@@ -375,8 +375,10 @@ class StandInEngine:
         if isinstance(body.get("prompt"), list):
             first = body["prompt"][0]
             return list(body["prompt"]) if isinstance(first, int) else self._ids({"prompt": first})
+        if "prompt_embeds" in body:
+            return [7]
         if "prompt" in body:
-            text = body["prompt"]
+            text = body["prompt"][-(body.get("truncate_prompt_tokens") or 0) :]
         else:
             assert self.template is not None
             text = self.template._template.render(
@@ -404,10 +406,17 @@ class StandInEngine:
         path = request.path.removesuffix("/render")
         chat = stand_in_apis.as_chat(path, body)
         refusal = refusal_of(chat)
+        if chat.get("use_beam_search"):
+            refusal = "Beam search is not supported by the render endpoint"
         if refusal is not None:
             return web.json_response({"error": {"message": refusal, "code": 400}}, status=400)
-        rendered: dict[str, Any] = {"token_ids": self._ids(chat), "sampling_params": {}, "features": None}
-        return web.json_response([rendered] if path == "/v1/completions" else rendered)
+        prompt, each = chat.get("prompt"), [chat]
+        if isinstance(prompt, list) and isinstance(prompt[0], str | list):
+            each = [chat | {"prompt": one} for one in prompt]
+        rendered: list[dict[str, Any]] = [
+            {"token_ids": self._ids(one), "sampling_params": {}, "features": None} for one in each
+        ]
+        return web.json_response(rendered if path == "/v1/completions" else rendered[0])
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -578,10 +587,17 @@ class StandInEngine:
 
         async def say(choices: list[dict[str, Any]], **more: Any) -> None:
             told = head | {"choices": choices} | ({"usage": None} if usage else {}) | more
-            await response.write(b"data: " + json.dumps(told).encode() + b"\n\n")
+            await response.write(b"data: " + json.dumps(told, separators=(",", ":")).encode() + b"\n\n")
 
+        tells_ids = body.get("return_token_ids")
         if chat:
-            await say([{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}])
+            opens = {
+                "index": 0,
+                "delta": {"role": "assistant", "content": ""},
+                "logprobs": None,
+                "finish_reason": None,
+            }
+            await say([opens], prompt_token_ids=ids if tells_ids else None)
         answer = generated(ids, body, count, self.end, self.blank)
         count = len(answer.pieces)
         names_tokens = body.get("return_tokens_as_token_ids")
@@ -598,10 +614,15 @@ class StandInEngine:
             )
             reason = answer.reason if indices.stop == count else None
             said: dict[str, Any] = {"delta": {"content": piece}} if chat else {"text": piece}
+            said |= {
+                "logprobs": _logprobs(piece, ids_said, first, chat=chat) if names_tokens else None,
+                "finish_reason": reason,
+            }
             if not chat or reason is not None:
                 said["stop_reason"] = answer.stop_reason if reason is not None else None
-            logprobs = _logprobs(piece, ids_said) if names_tokens else None
-            await say([{"index": 0, **said, "logprobs": logprobs, "finish_reason": reason}])
+            if not chat:
+                said["prompt_token_ids"] = ids if tells_ids and not first else None
+            await say([{"index": 0, **said, "token_ids": ids_said if tells_ids else None}])
             await asyncio.sleep(self.chunk_s)
         if self.sends_after is not None:
             self.goes_on.set()
@@ -734,7 +755,8 @@ class StandInEngine:
 
 def refusal_of(body: dict[str, Any]) -> str | None:
     """Why vLLM would refuse a request, in words like its own; None if it would not."""
-    model, prompt = body.get("model"), body.get("prompt") or body.get("messages")
+    model = body.get("model")
+    prompt = body.get("prompt") or body.get("messages") or body.get("prompt_embeds")
     if model is not None and not isinstance(model, str):
         return "1 validation error: model: Input should be a valid string"
     if not prompt:
@@ -754,11 +776,14 @@ def refusal_of(body: dict[str, Any]) -> str | None:
     return None
 
 
-def _logprobs(text: str, token_ids: list[int]) -> dict[str, Any]:
-    """A token per character, each sure of itself."""
+def _logprobs(text: str, token_ids: list[int], first: int = 0, *, chat: bool = False) -> dict[str, Any]:
+    """A token per character, each sure of itself. `first`: how many came before."""
+    names = [f"token_id:{token}" for token in token_ids]
+    if chat:
+        return {"content": [{"token": name, "logprob": -0.01, "top_logprobs": []} for name in names]}
     return {
-        "tokens": [f"token_id:{token}" for token in token_ids],
-        "text_offset": list(range(len(text))),
+        "tokens": names,
+        "text_offset": [len("token_id:00") * (first + index) for index in range(len(names))],
         "token_logprobs": [-0.01] * len(text),
         "top_logprobs": [{character: -0.01} for character in text],
     }

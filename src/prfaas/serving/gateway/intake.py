@@ -162,6 +162,7 @@ class Intake:
                     admitted.begin()
                     async with admitted.in_time():
                         request = await self._parser.parse(http.headers, raw, endpoint, record, tenant)
+                    admitted.widen(request.answers)
                     yield request, admitted
 
     def _check_descriptors(self) -> None:

@@ -11,7 +11,14 @@ from prfaas.core.prefix import PromptChains
 from prfaas.core.route_header import REQUEST_ID_HEADER
 from prfaas.serving.gateway.bodies import ApiError, Json, parse_body, strip_owned
 from prfaas.serving.gateway.context import GatewayContext
-from prfaas.serving.gateway.prompts.prompt import Endpoint, Prompt, prompt_of, samples_of
+from prfaas.serving.gateway.prompts.prompt import (
+    Endpoint,
+    Prompt,
+    answers_of,
+    prompt_of,
+    samples_of,
+    why_whole,
+)
 from prfaas.serving.gateway.request_log import RequestRecord, WaitsFor
 from prfaas.serving.transport.ticket import TENANT_BYTES, TransferAttributes, TransferClass
 
@@ -37,7 +44,11 @@ class ServingRequest:
     """Length of the body as it came."""
     prompt: Prompt
     samples: int
-    """How many answers are wanted (`n`)."""
+    """How many answers are wanted of each prompt (`n`)."""
+    answers: int
+    """How many are wanted of all prompts."""
+    whole: str | None
+    """Why its decode engine has to prefill it, in one word; None: another one may."""
     model: str
     """The name that engines know: an adapter's or the base model's."""
     adapter: str
@@ -180,7 +191,9 @@ class RequestParser:
             body=body,
             size_bytes=len(raw),
             prompt=prompt,
-            samples=samples_of(endpoint, body) or 1,
+            samples=samples_of(endpoint, body),
+            answers=answers_of(endpoint, body),
+            whole=why_whole(endpoint, body),
             model=record.model,
             adapter=adapter,
             salt=salt if endpoint.generates else "",
