@@ -1,8 +1,4 @@
-<<<<<<< HEAD
 """A short form of `bench/hostile.py`: every kind of act beside honest requests, on stand-ins."""
-=======
-"""A short form of `bench/hostile.py`: every kind of act beside honest requests, on stand-ins in their own process."""
->>>>>>> main
 
 import json
 import subprocess
