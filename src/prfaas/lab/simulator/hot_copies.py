@@ -1,12 +1,10 @@
 """Copies of hot prefixes from pool to pool, by the live system's own rule."""
 
 from collections import OrderedDict
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from prfaas.core.prefix.index import PoolHit
-from prfaas.core.scheduling.rebalancing import Copy, Rebalancer
+from prfaas.core.scheduling.rebalancing import Rebalancer
 from prfaas.lab.simulator.instance import Job
 from prfaas.lab.simulator.world import World
 
@@ -24,14 +22,6 @@ class _Wanted:
     """The pool of the machine that missed it last."""
 
 
-@dataclass(slots=True)
-class _Made:
-    pool: str
-    num_tokens: int
-    report: dict[str, Any]
-    """Its entry in the result."""
-
-
 class HotCopies:
     """Copies between the clusters of a world with pools, in the background of their links.
 
@@ -47,22 +37,20 @@ class HotCopies:
         self._block_tokens = block_tokens
         self._rebalancer = Rebalancer()
         self._wanted: OrderedDict[_Place, _Wanted] = OrderedDict()
-        self._made: dict[_Place, _Made] = {}
         self._reports: list[dict[str, Any]] = []
         world.pools.on_place = self._note
         world.events.at(self._rebalancer.period_s, self._decide)
 
     def changes(self) -> dict[str, Any]:
-        """The copies that were begun, and how many requests found each."""
+        """The copies that were begun."""
         return {"prefix_copies": self._reports}
 
     def _note(self, job: Job) -> None:
-        """A request was routed: count the copies that it found, and note the prefix that its cluster lacks."""
+        """A request was routed: note the prefix that its cluster lacks."""
         pools, here = job.decision.pools, self._pools.name_at(job.engine.name)
         if not pools or here is None:
             return
         cluster = job.engine.cluster.name
-        self._count_use(job, cluster, here, pools)
         longest: dict[str, int] = {}
         for name, hit in pools.items():
             place = self._world.view.pools[name].cluster
@@ -86,20 +74,6 @@ class HotCopies:
             self._world.events.now_s,
         )
 
-    def _count_use(self, job: Job, cluster: str, here: str, pools: Mapping[str, PoolHit]) -> None:
-        if not self._made:
-            return
-        for block in job.blocks:
-            made = self._made.get((block, cluster))
-            if made is None or made.pool != here:
-                continue
-            hit = pools.get(here)
-            if hit is None or hit.every_tier.reusable_tokens < made.num_tokens:
-                del self._made[block, cluster]
-                continue
-            made.report["hits"] += 1
-            self._rebalancer.used(block, cluster)
-
     def _decide(self, _argument: object) -> None:
         world = self._world
         now_s = world.events.now_s
@@ -108,22 +82,18 @@ class HotCopies:
             wanted = self._wanted.pop((copy.key, copy.target), None)  # type: ignore[arg-type]
             if wanted is None:
                 continue
-            report = {
-                "at_s": now_s,
-                "source": copy.source,
-                "target": copy.target,
-                "tokens": copy.tokens,
-                "bytes": copy.num_bytes,
-                "hits": 0,
-            }
-            self._reports.append(report)
+            self._reports.append(
+                {
+                    "at_s": now_s,
+                    "source": copy.source,
+                    "target": copy.target,
+                    "tokens": copy.tokens,
+                    "bytes": copy.num_bytes,
+                }
+            )
             link = world.links[copy.source, copy.target]
             route = copy.source, wanted.target
-            link.fluid.send(route, copy.num_bytes, self._arrived, (copy, wanted, report), background=True)
+            link.fluid.send(route, copy.num_bytes, self._arrived, wanted, background=True)
 
-    def _arrived(self, argument: tuple[Copy, _Wanted, dict[str, Any]]) -> None:
-        copy, wanted, report = argument
-        num_tokens = len(wanted.blocks) * self._block_tokens
-        self._pools.keep(wanted.target, wanted.blocks, num_tokens)
-        self._rebalancer.copied(copy.key, copy.target, self._world.events.now_s)
-        self._made[wanted.blocks[-1], copy.target] = _Made(wanted.target, num_tokens, report)
+    def _arrived(self, wanted: _Wanted) -> None:
+        self._pools.keep(wanted.target, wanted.blocks, len(wanted.blocks) * self._block_tokens)
