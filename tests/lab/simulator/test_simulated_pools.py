@@ -9,7 +9,7 @@ from tests.lab.simulator.invariants import Invariants
 
 from prfaas.core.units import BITS_PER_BYTE, GIB
 from prfaas.lab.simulator import CacheOptions, Failure, PoolOptions, Result, Scenario, scenario_of, simulate
-from prfaas.lab.simulator.hot_copies import HotCopies
+from prfaas.lab.simulator.control_loops import HotCopies
 from prfaas.lab.simulator.machine_pool import MachinePool
 from prfaas.lab.simulator.world import World
 

@@ -1,10 +1,11 @@
 """Which hot prefixes are worth copying to which cluster with unused bandwidth (section 3.2)."""
 
 from collections import OrderedDict, deque
-from collections.abc import Collection, Hashable, Iterable
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from prfaas.core.scheduling.view import LinkView
+from prfaas.core.prefix.index import PoolHit
+from prfaas.core.scheduling.view import LinkView, PoolView, View
 from prfaas.core.units import BITS_PER_BYTE
 
 _Place = tuple[Hashable, str]
@@ -21,6 +22,40 @@ class Copy:
     num_bytes: int
     misses: float
     """How often it was missing there lately, with decay."""
+
+
+@dataclass(frozen=True, slots=True)
+class MissedPrefix:
+    """What a request lacks in its cluster, and pools of others hold."""
+
+    tokens: int
+    """Length of the prefix."""
+    held_tokens: int
+    """Of these the cluster holds so many."""
+    num_bytes: int
+    """Of the rest."""
+    target: PoolView
+    """The pool of the machine that prefills the request."""
+    sources: Mapping[str, str]
+    """Cluster → its pool that holds all of it."""
+
+
+def missed_prefix(pools: Mapping[str, PoolHit] | None, prefill: str, view: View) -> MissedPrefix | None:
+    """What a request misses that the instance `prefill` computes. `pools`: what each pool holds of it, by name."""
+    here = next((pool for pool in view.pools.values() if prefill in pool.instances), None) if pools else None
+    if here is None:
+        return None
+    longest: dict[str, tuple[int, str]] = {}
+    for name, hit in pools.items():
+        place, found = view.pools[name].cluster, (hit.every_tier.reusable_tokens, name)
+        longest[place] = max(longest.get(place, found), found)
+    held_tokens, _ = longest.pop(here.cluster, (0, ""))
+    most = max((tokens for tokens, _ in longest.values()), default=0)
+    if most <= held_tokens:
+        return None
+    sources = {place: name for place, (tokens, name) in longest.items() if tokens == most}
+    num_bytes = view.kv_of_pools(here.cluster).prefix_bytes_to_move(most, held_tokens)
+    return MissedPrefix(most, held_tokens, num_bytes, here, sources)
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from prfaas.core.prefix import PoolHit, PromptChains, PromptTokens
-from prfaas.core.scheduling.rebalancing import Copy, Rebalancer
+from prfaas.core.scheduling.rebalancing import Copy, MissedPrefix, Rebalancer, missed_prefix
 from prfaas.serving.control.cluster_state import Clock, ClusterState
 from prfaas.serving.control.metrics import ControlMetrics
 from prfaas.serving.control.part import Json, Part
@@ -86,29 +86,14 @@ class HotPrefixes(Part):
             chains: of its prompt.
             pools: what each pool holds of it, by name.
         """
-        if not pools:
+        missed = missed_prefix(pools, prefill, self._cluster_state.view)
+        key = chains.key_of(missed.tokens) if missed is not None else None
+        if missed is None or key is None:
             return
-        view = self._cluster_state.view
-        cluster = self._cluster_state.instance(prefill).cluster
-        here = next((pool.name for pool in view.pools.values() if prefill in pool.instances), None)
-        if here is None:
-            return
-        longest: dict[str, tuple[int, str]] = {}
-        for name, hit in pools.items():
-            place, found = view.pools[name].cluster, (hit.every_tier.reusable_tokens, name)
-            longest[place] = max(longest.get(place, found), found)
-        held_tokens, _ = longest.pop(cluster, (0, ""))
-        most = max((tokens for tokens, _ in longest.values()), default=0)
-        key = chains.key_of(most) if most > held_tokens else None
-        if key is None:
-            return
-        sources = {place: name for place, (tokens, name) in longest.items() if tokens == most}
-        missed_bytes = view.kv_of_pools(cluster).prefix_bytes_to_move(most, held_tokens)
-        self._rebalancer.observe(
-            key, most - held_tokens, missed_bytes, cluster, tuple(sources), self._clock()
-        )
+        cluster, new_tokens = missed.target.cluster, missed.tokens - missed.held_tokens
+        self._rebalancer.observe(key, new_tokens, missed.num_bytes, cluster, missed.sources, self._clock())
         if chains.prompt is not None and self._rebalancer.is_often(key, cluster):
-            self._keep((key, cluster), chains.prompt, most, here, sources)
+            self._keep((key, cluster), chains.prompt, missed)
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -168,14 +153,12 @@ class HotPrefixes(Part):
         }
         return {"rebalancing": told}
 
-    def _keep(
-        self, place: _Place, prompt: PromptTokens, num_tokens: int, target: str, sources: Mapping[str, str]
-    ) -> None:
+    def _keep(self, place: _Place, prompt: PromptTokens, missed: MissedPrefix) -> None:
         """Remember a prefix itself, which a copy needs; the longest unseen ones go for it."""
         self._forget(place)
-        prefix = PromptTokens(array("I", prompt.token_ids[:num_tokens]), prompt.salt, prompt.adapter)
-        self._wanted[place] = _Wanted(prefix, target, sources)
-        self._wanted_tokens += num_tokens
+        prefix = PromptTokens(array("I", prompt.token_ids[: missed.tokens]), prompt.salt, prompt.adapter)
+        self._wanted[place] = _Wanted(prefix, missed.target.name, missed.sources)
+        self._wanted_tokens += missed.tokens
         while self._wanted_tokens > _MOST_TOKENS_KEPT:
             self._forget(next(iter(self._wanted)))
 
