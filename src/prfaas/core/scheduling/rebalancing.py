@@ -42,8 +42,8 @@ class MissedPrefix:
 
 def missed_prefix(pools: Mapping[str, PoolHit] | None, prefill: str, view: View) -> MissedPrefix | None:
     """What a request misses that the instance `prefill` computes. `pools`: what each pool holds of it, by name."""
-    here = next((pool for pool in view.pools.values() if prefill in pool.instances), None) if pools else None
-    if here is None:
+    here = next((pool for pool in view.pools.values() if prefill in pool.instances), None)
+    if here is None or not pools:
         return None
     longest: dict[str, tuple[int, str]] = {}
     for name, hit in pools.items():
