@@ -596,10 +596,17 @@ class StandInEngine:
 
         async def say(choices: list[dict[str, Any]], **more: Any) -> None:
             told = head | {"choices": choices} | ({"usage": None} if usage else {}) | more
-            await response.write(b"data: " + json.dumps(told).encode() + b"\n\n")
+            await response.write(b"data: " + json.dumps(told, separators=(",", ":")).encode() + b"\n\n")
 
+        tells_ids = body.get("return_token_ids")
         if chat:
-            await say([{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}])
+            opens = {
+                "index": 0,
+                "delta": {"role": "assistant", "content": ""},
+                "logprobs": None,
+                "finish_reason": None,
+            }
+            await say([opens], prompt_token_ids=ids if tells_ids else None)
         answer = generated(ids, body, count, self.end, self.blank)
         count = len(answer.pieces)
         names_tokens = body.get("return_tokens_as_token_ids")
@@ -616,10 +623,15 @@ class StandInEngine:
             )
             reason = answer.reason if indices.stop == count else None
             said: dict[str, Any] = {"delta": {"content": piece}} if chat else {"text": piece}
+            said |= {
+                "logprobs": _logprobs(piece, ids_said, first, chat=chat) if names_tokens else None,
+                "finish_reason": reason,
+            }
             if not chat or reason is not None:
                 said["stop_reason"] = answer.stop_reason if reason is not None else None
-            logprobs = _logprobs(piece, ids_said) if names_tokens else None
-            await say([{"index": 0, **said, "logprobs": logprobs, "finish_reason": reason}])
+            if not chat:
+                said["prompt_token_ids"] = ids if tells_ids and not first else None
+            await say([{"index": 0, **said, "token_ids": ids_said if tells_ids else None}])
             await asyncio.sleep(self.chunk_s)
         if self.sends_after is not None:
             self.goes_on.set()
@@ -773,11 +785,14 @@ def refusal_of(body: dict[str, Any]) -> str | None:
     return None
 
 
-def _logprobs(text: str, token_ids: list[int]) -> dict[str, Any]:
-    """A token per character, each sure of itself."""
+def _logprobs(text: str, token_ids: list[int], first: int = 0, *, chat: bool = False) -> dict[str, Any]:
+    """A token per character, each sure of itself. `first`: how many came before."""
+    names = [f"token_id:{token}" for token in token_ids]
+    if chat:
+        return {"content": [{"token": name, "logprob": -0.01, "top_logprobs": []} for name in names]}
     return {
-        "tokens": [f"token_id:{token}" for token in token_ids],
-        "text_offset": list(range(len(text))),
+        "tokens": names,
+        "text_offset": [len("token_id:00") * (first + index) for index in range(len(names))],
         "token_logprobs": [-0.01] * len(text),
         "top_logprobs": [{character: -0.01} for character in text],
     }

@@ -358,3 +358,18 @@ def test_a_seed_is_refused_where_it_would_end_a_cpu_engine(in_world: InWorld) ->
             assert status == 200 or answer["error"]["param"] == "seed"
 
     in_world(body, hardware="cpu", limits=GatewayLimits())
+
+
+def test_what_is_spare_ends_at_half_of_each_limit() -> None:
+    for held in ({"requests": 5}, {"bytes": 500}, {"wait_s": 4.0}):
+        made, waits = admission()
+        with ExitStack() as stack:
+            for number in range(held.get("requests", 1)):
+                made.check_spare()
+                request = stack.enter_context(made.admitted(str(number), CIMultiDict(), None))
+                request.begin()
+            request.hold(int(held.get("bytes", 0)))
+            waits.seconds = held.get("wait_s", 0.0)
+            with pytest.raises(ApiError, match="low priority"):
+                made.check_spare()
+        made.check_spare()

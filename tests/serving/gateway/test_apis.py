@@ -150,13 +150,19 @@ def test_a_deadline_ends_a_stream_with_an_error_of_its_api(in_world: InWorld, pa
     in_world(body)
 
 
-def test_what_comes_before_the_first_token_binds_no_stream_to_its_engine(in_world: InWorld) -> None:
+@BOTH
+def test_what_comes_before_the_first_token_binds_no_stream_to_its_engine(
+    in_world: InWorld, path: str
+) -> None:
     async def body(world: World) -> None:
         ids = prompt_of(world)
         world.decode.dies, world.decode.dies_after = "mid-stream", 0
-        _, events = await stream(world, RESPONSES, max_output_tokens=9)
+        _, events = await stream(world, path, **{LIMITS[path]: 9})
         assert streamed_text(events) == answer_text(ids, 9)
-        assert [event["sequence_number"] for event in events] == list(range(len(events)))
+        begins = [event["type"] for event in events].count(events[0]["type"])
+        assert begins == 1 and world.plane.suspected == [("decode", True)]
+        if path == RESPONSES:
+            assert [event["sequence_number"] for event in events] == list(range(len(events)))
 
     in_world(body, spare=True)
 

@@ -124,11 +124,31 @@ def test_a_last_event_that_passes_in_parts_is_still_the_last() -> None:
     assert passed == last and stream.ended
 
 
-def test_what_comes_before_the_first_token_is_held_until_then() -> None:
-    stream = stream_of(RESPONSES)
-    preface = event("response.created") + event("response.in_progress")
+ROLE = (
+    DATA
+    + b'{"id":"a","choices":[{"index":0,"delta":{"role":"assistant","content":""},"finish_reason":null}]}\n\n'
+)
+PREFACES = {
+    OPENAI: (ROLE * 2, DATA + b'{"choices":[{"index":0,"delta":{"content":"a"}}]}\n\n'),
+    RESPONSES: (
+        b"".join(event(f"response.{name}") for name in ("created", "in_progress", "output_item.added"))
+        + event("response.content_part.added"),
+        event("response.output_text.delta", delta="a"),
+    ),
+    ANTHROPIC: (
+        event("message_start") + event("ping") + event("content_block_start", index=0),
+        event("content_block_delta", delta={"type": "text_delta", "text": "message_start"}),
+    ),
+}
+
+
+@EACH
+@pytest.mark.parametrize("comment", [b"", b": still here\n\n"])
+def test_what_comes_before_the_first_token_is_held_until_then(dialect: Dialect, comment: bytes) -> None:
+    stream = stream_of(dialect)
+    preface, told = PREFACES[dialect]
+    preface = comment + preface + comment
     assert stream.take(preface[:70]) == b"" == stream.take(preface[70:])
-    told = event("response.output_text.delta", delta="a")
     assert stream.take(told) == preface + told
     assert stream.take(told) == told
 

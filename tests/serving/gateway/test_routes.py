@@ -183,7 +183,7 @@ def test_a_stream_is_relayed_as_it_is(in_world: InWorld, length: list[int]) -> N
             assert response.headers["Content-Type"] == "text/event-stream; charset=utf-8"
             lines = (await response.read()).decode().split("\n\n")
         assert [line for line in lines if line][-1] == "data: [DONE]"
-        assert len(lines) == 5 and f'"text": "{answer_text(length)[2]}"' in lines[2]
+        assert len(lines) == 5 and f'"text":"{answer_text(length)[2]}"' in lines[2]
         assert await world.metric("prfaas_gateway_ttft_seconds_count") == 1
 
     in_world(body)

@@ -90,6 +90,8 @@ class GatewayConfig(Section):
     """Its port for clients."""
     admin: AdminConfig = AdminConfig()
     """Where operators connect."""
+    clients: Annotated[HomeFile | None, GIVEN, GATEWAY_AGAIN] = None
+    """File of the clients that may send, with hashes of their API keys; left out: whoever reaches the port."""
     hosts: tuple[HostName, ...] = ()
     """Further names by which operators may call the gateway: a load balancer's, or a Kubernetes Service's."""
     media_domains: tuple[HostName, ...] = ()

@@ -155,6 +155,15 @@ class Admission:
             if not self._taken_of[tenant]:
                 del self._taken_of[tenant], self._open_of[tenant], self._bytes_of[tenant]
 
+    def check_spare(self) -> None:
+        """Raises ApiError 429 where half of a limit is in use: what has low priority waits then."""
+        limits = self._limits
+        wait_s = self._waits.least() if self._open else 0.0
+        used = max(self._open / limits.requests, self._bytes / limits.bodies_bytes, wait_s / limits.queue_s)
+        if used >= _PRESSURE:
+            sentence = "The gateway is busy, and this client has low priority."
+            raise self._refusal("priority", sentence, wait_s - _PRESSURE * limits.queue_s)
+
     def begin(self, tenant: str) -> None:
         """One more of a tenant's requests is open. Raises ApiError 429 where that is one too many."""
         self._check_open()

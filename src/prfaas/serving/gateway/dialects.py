@@ -17,7 +17,18 @@ LAST_EVENT = b"data: [DONE]\n\n"
 # A line of this begins an event: generated text is inside of JSON, where line ends are escaped.
 _ERROR_LINE = b"event: error\n"
 _RESPONSE_ENDS = re.compile(rb"event: response\.(?:completed|incomplete|failed)\n")
-_RESPONSE_PREFACE = re.compile(rb"(?:event: response\.(?:created|queued|in_progress)\ndata: [^\n]*\n\n)*")
+# What comes before anything is generated: a role, or that an answer and its first part begin. Comments too.
+_PREFACE = rb"(?::[^\n]*\n\n|%b)*"
+_ROLE = re.compile(
+    _PREFACE % rb'data: [^\n]*"delta":\{"role":"[a-z]*","content":""\}[^\n]*"finish_reason":null[^\n]*\n\n'
+)
+_RESPONSE_PREFACE = re.compile(
+    _PREFACE
+    % rb"event: response\.(?:created|queued|in_progress|output_item\.added|[a-z_]+_part\.added)\ndata: [^\n]*\n\n"
+)
+_MESSAGE_PREFACE = re.compile(
+    _PREFACE % rb"event: (?:message_start|content_block_start|ping)\ndata: [^\n]*\n\n"
+)
 _SEQUENCE_NUMBER = re.compile(rb'"sequence_number":\s?(\d+)')
 _PARAMS = b'_transfer_params":{'
 
@@ -53,8 +64,8 @@ class Dialect:
     """An event that ends a stream with an error, from the status, a sentence, and the events before it."""
     refusal: Callable[[bytes], bytes]
     """An error answer in OpenAI's form (`error_body`), in this API's form."""
-    is_preface: Callable[[bytes], object] | None = None
-    """Whether some events are only such as come before anything is generated; None: there are none of these."""
+    is_preface: Callable[[bytes], object]
+    """Whether some events are only such as come before anything is generated."""
     nests_params: bool = False
     """Whether events carry a whole answer, which may have an engine's transfer parameters in it."""
 
@@ -126,6 +137,7 @@ OPENAI = Dialect(
     error_status=_openai_status,
     error_event=_openai_event,
     refusal=lambda body: body,
+    is_preface=_ROLE.fullmatch,
 )
 RESPONSES = Dialect(
     ends=_RESPONSE_ENDS.search,
@@ -142,6 +154,7 @@ ANTHROPIC = Dialect(
     error_status=_named_status,
     error_event=_messages_event,
     refusal=_anthropic_refusal,
+    is_preface=_MESSAGE_PREFACE.fullmatch,
 )
 
 

@@ -1,5 +1,6 @@
 """A decode engine dies at any point: another one takes over, and the client sees one whole answer."""
 
+import random
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -96,15 +97,32 @@ def test_a_stream_is_continued_by_another_engine(
                 event.pop("id")
         assert broken == whole and len(ids) == 1 and ids.pop().endswith("decode")
         (rest,) = world.spare.generated()[before:]
-        assert rest.path == "/v1/completions" and rest.body["max_tokens"] == 9 - dies_after
-        assert {k: rest.body[k] for k in ("temperature", "top_p", "stop")} == {
-            "temperature": 0.5,
-            "top_p": 0.9,
-            "stop": ["#"],
-        }
+        assert rest.path == path
+        assert rest.body["max_completion_tokens" if chat else "max_tokens"] == 9 - dies_after
+        # The stop string may have begun before the seam: the gateway looks for it.
+        assert (rest.body["temperature"], rest.body["top_p"], rest.body.get("stop")) == (0.5, 0.9, None)
         assert await world.metric('prfaas_gateway_continuations_total{outcome="continued"}') == 1
         assert await world.metric("prfaas_gateway_requests_total{") == 2
         assert len(world.plane.observed) == 2
+
+    in_world(body, spare=True)
+
+
+@pytest.mark.parametrize("fault", IN_A_STREAM)
+@pytest.mark.parametrize("chat", [False, True], ids=["completion", "chat"])
+def test_before_the_first_token_any_stream_goes_to_another_engine(
+    in_world: InWorld, fault: str, chat: bool
+) -> None:
+    async def body(world: World) -> None:
+        path = "/v1/chat/completions" if chat else "/v1/completions"
+        asked = (CHAT if chat else {"prompt": LONG}) | {"response_format": {"type": "json_object"}, "seed": 5}
+        _, whole = await stream(world, path, asked)
+        world.decode.dies, world.decode.dies_after = fault, 0
+        headers, events = await stream(world, path, asked)
+        # Not even a role came from the first one.
+        assert {event["id"][-5:] for event in events if event} == {"spare"}
+        assert text_of(events) == text_of(whole) and "decode=spare" in headers["x-prfaas-route"]
+        assert await world.metric("prfaas_gateway_continuations_total{") == 0
 
     in_world(body, spare=True)
 
@@ -155,18 +173,15 @@ def test_a_stream_that_kills_engines_does_not_reach_them_all(in_world: InWorld) 
     "fields",
     [
         {"n": 2},
-        {"logprobs": 1},
         {"seed": 3},
         {"seed": 3, "temperature": 1.0},
         {"frequency_penalty": 0.5},
         {"response_format": {"type": "json_object"}},
-        {"logit_bias": {"5": 1}},
-        {"return_token_ids": True},
-        {"some_new_field": 1},
+        {"bad_words": ["x"]},
     ],
     ids=str,
 )
-def test_what_depends_on_more_than_the_text_ends_with_an_error(
+def test_what_counts_the_answers_own_tokens_ends_with_an_error(
     in_world: InWorld, fields: dict[str, Any]
 ) -> None:
     async def body(world: World) -> None:
@@ -181,6 +196,66 @@ def test_what_depends_on_more_than_the_text_ends_with_an_error(
             await world.metric('prfaas_gateway_requests_total{endpoint="completions",outcome="engine_error"')
             == 1
         )
+
+    in_world(body, spare=True)
+
+
+@pytest.mark.parametrize("chat", [False, True], ids=["completion", "chat"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"user": "me", "metadata": {"a": "b"}, "store": True, "service_tier": "flex", "some_new_field": 1},
+        {"logit_bias": {"5": 1}, "repetition_penalty": 1.2, "top_k": 5, "skip_special_tokens": False},
+        {"return_token_ids": True},
+        {"return_tokens_as_token_ids": True, "logprobs": 1},
+        {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+        {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "auto"},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_what_changes_no_sample_never_matters(in_world: InWorld, fields: dict[str, Any], chat: bool) -> None:
+    async def body(world: World) -> None:
+        path = "/v1/chat/completions" if chat else "/v1/completions"
+        asked: dict[str, Any] = (CHAT if chat else {"prompt": LONG}) | {"max_tokens": 9} | fields
+        _, whole = await stream(world, path, asked)
+        world.decode.dies, world.decode.dies_after = "mid-stream", 4
+        _, broken = await stream(world, path, asked)
+        for event in (*whole, *broken):
+            if event:
+                event.pop("id")
+        assert broken == whole
+        assert await world.metric('prfaas_gateway_continuations_total{outcome="continued"}') == 1
+
+    in_world(body, spare=True)
+
+
+def test_stop_strings_end_the_answer_wherever_the_seam_is(in_world: InWorld) -> None:
+    draw, answer = random.Random(35), answer_text(LONG, 40)
+
+    async def body(world: World) -> None:
+        for _ in range(40):
+            begin, length = draw.randrange(30), draw.randint(1, 6)
+            asked = {
+                "prompt": LONG,
+                "max_tokens": 30,
+                "stop": [answer[begin : begin + length], "zz"],
+                "min_tokens": draw.choice((0, 0, 12)),
+                "include_stop_str_in_output": draw.random() < 0.3,
+                "stream_options": {"include_usage": True},
+            }
+            world.decode.dies, world.decode.joins = None, draw.randint(1, 3)
+            _, whole = await stream(world, "/v1/completions", asked)
+            world.decode.dies, world.decode.dies_after = "mid-stream", draw.randint(1, 20)
+            _, broken = await stream(world, "/v1/completions", asked)
+            assert text_of(broken) == text_of(whole) and broken[-1] is None
+            ended = [[e["choices"][0] for e in told if e and e["choices"]][-1] for told in (whole, broken)]
+            for field in ("finish_reason", "stop_reason"):
+                assert ended[0][field] == ended[1][field]
+            counts = [told[-2]["usage"]["completion_tokens"] for told in (whole, broken)]
+            # Of tokens that come together it can't be said which one ended the answer.
+            assert 0 <= counts[1] - counts[0] < world.decode.joins
+            world.plane.suspected.clear()
+            world.plane.prefers = "decode"
 
     in_world(body, spare=True)
 
@@ -214,28 +289,6 @@ def test_a_request_that_kills_engines_does_not_reach_them_all(in_world: InWorld)
         assert response.status == 503 and world.decode.generated() and not world.spare.generated()
 
     in_world(body, spare=True, options=replace(OPTIONS, decode_attempts=1))
-
-
-def test_no_room_to_remember_means_no_continuation(in_world: InWorld) -> None:
-    async def body(world: World) -> None:
-        world.decode.dies, world.decode.dies_after = "mid-stream", 5
-        _, events = await stream(world, "/v1/completions", {"prompt": LONG, "max_tokens": 9})
-        assert "error" in events[-1] and text_of(events[:-1]) == answer_text(LONG, 5)
-        assert await world.metric('prfaas_gateway_continuations_total{outcome="not-kept"}') == 1
-
-    in_world(body, spare=True, options=replace(OPTIONS, kept_answer_bytes=500))
-
-
-def test_streams_give_back_the_room_they_took(in_world: InWorld) -> None:
-    async def body(world: World) -> None:
-        asked = {"prompt": LONG, "max_tokens": 9}
-        for _ in range(4):
-            await stream(world, "/v1/completions", asked)
-        world.decode.dies, world.decode.dies_after = "mid-stream", 5
-        _, events = await stream(world, "/v1/completions", asked)
-        assert text_of(events) == answer_text(LONG, 9) and events[-1] is None
-
-    in_world(body, spare=True, options=replace(OPTIONS, kept_answers_bytes=4000))
 
 
 def test_a_dead_engine_that_was_to_tell_token_ids_is_not_waited_for(in_world: InWorld) -> None:

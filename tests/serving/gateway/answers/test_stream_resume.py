@@ -1,6 +1,7 @@
 """Which answers may be continued, what the second engine is asked, and how its words become the first one's."""
 
 import asyncio
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -8,94 +9,91 @@ import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import Tokenizer
 
-from prfaas.serving.gateway.answers.transcript import AnswerText, NotPlainError, StreamTranscript, events
+from prfaas.serving.gateway.answers.stop_account import StopAccount
+from prfaas.serving.gateway.answers.transcript import (
+    AnswerText,
+    LastWords,
+    NotPlainError,
+    StreamTranscript,
+    events,
+    last_said,
+    stream_text,
+)
+from prfaas.serving.gateway.bodies import WrittenIds
 from prfaas.serving.gateway.dialects import DATA, END_OF_EVENT, LAST_EVENT
-from prfaas.serving.gateway.prompts.continuing import can_resume, resume_body, tokens_left
+from prfaas.serving.gateway.prompts.continuing import can_resume, rest_body, tokens_left
 from prfaas.serving.gateway.prompts.prompt import Endpoint
 
 from ..stand_in import write_tokenizer
 
-PLAIN: dict[str, Any] = {
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f"}}
+ASKED: dict[str, Any] = {
     "model": "m",
     "prompt": "x",
     "stream": True,
     "max_tokens": 10,
     "temperature": 0.7,
-    "top_p": 1,
-    "top_k": 5,
-    "min_p": 0.1,
     "stop": ["a", "b"],
-    "stop_token_ids": [7],
-    "include_stop_str_in_output": True,
-    "ignore_eos": True,
     "min_tokens": 4,
-    "user": "me",
-    "n": 1,
     "presence_penalty": 0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "logprobs": None,
-    "tools": None,
     "response_format": {"type": "text"},
     "stream_options": {"include_usage": True},
 }
 
 
-def test_what_is_known_to_be_harmless_may_be_there() -> None:
-    assert can_resume(Endpoint.COMPLETIONS, PLAIN)
-    assert can_resume(Endpoint.COMPLETIONS, PLAIN | {"seed": 1, "temperature": 0})
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"seed": 1, "temperature": 0},
+        {"seed": -1},
+        {"logprobs": 1, "top_logprobs": 1},
+        {"logit_bias": {"1": 1}, "repetition_penalty": 1.1, "allowed_token_ids": [1]},
+        {"tools": [TOOL], "parallel_tool_calls": True},
+        {"tools": [TOOL], "tool_choice": "auto"},
+        {"tools": [{"type": "function", "function": {"strict": True}}], "tool_choice": "none"},
+        {"metadata": {"a": 1}, "user": "me", "store": True, "service_tier": "auto", "some_new_field": [1]},
+        {"include_reasoning": True, "reasoning_effort": "low", "chat_template_kwargs": {"a": 1}},
+        {"return_token_ids": True},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_what_changes_no_sample_may_be_there(fields: dict[str, Any]) -> None:
+    assert can_resume(Endpoint.COMPLETIONS, ASKED | fields) and can_resume(Endpoint.CHAT, ASKED | fields)
 
 
 @pytest.mark.parametrize(
-    "field",
+    "fields",
     [
         {"stream": False},
         {"stream": None},
         {"n": 2},
         {"seed": 1},
         {"seed": 1, "temperature": None},
-        {"logprobs": 0},
-        {"top_logprobs": 1},
         {"echo": True},
-        {"best_of": 1},
         {"presence_penalty": 0.1},
         {"frequency_penalty": 1},
-        {"repetition_penalty": 1.1},
-        {"logit_bias": {"1": 1}},
-        {"tools": [{}]},
+        {"bad_words": ["a b"]},
+        {"vllm_xargs": {"a": 1}},
         {"response_format": {"type": "json_object"}},
         {"structured_outputs": {"regex": "a"}},
-        {"guided_json": {}},
-        {"prompt_logprobs": 0},
-        {"stream_options": {"continuous_usage_stats": True}},
-        {"stop_token_ids": ["1"]},
-        {"skip_special_tokens": False},
-        {"vllm_xargs": {"a": 1}},
-        {"include_reasoning": True},
-        {"min_tokens": "4"},
+        {"tools": [TOOL], "tool_choice": "required"},
+        {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}},
+        {"tools": [TOOL], "parallel_tool_calls": False},
+        {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]},
+        {"prompt_logprobs": 1},
+        {"include_reasoning": False},
     ],
     ids=str,
 )
-def test_anything_else_may_not(field: dict[str, Any]) -> None:
-    assert not can_resume(Endpoint.COMPLETIONS, PLAIN | field)
+def test_what_counts_the_answers_own_tokens_may_not(fields: dict[str, Any]) -> None:
+    assert can_resume(Endpoint.CHAT, ASKED) and not can_resume(Endpoint.CHAT, ASKED | fields)
 
 
 def test_streams_of_other_apis_are_not_resumed() -> None:
     body = {"model": "m", "messages": [], "max_tokens": 5, "stream": True}
-    assert can_resume(Endpoint.CHAT, body)
     assert not can_resume(Endpoint.MESSAGES, body) and not can_resume(Endpoint.RESPONSES, body)
-
-
-@given(st.text(min_size=1), st.one_of(st.booleans(), st.integers(), st.text(), st.lists(st.integers())))
-def test_an_unknown_field_with_a_value_may_not(name: str, value: Any) -> None:
-    body = {"stream": True, "prompt": "x"}
-    known = set(PLAIN) | {"messages", "seed", "echo", "max_completion_tokens"}
-    if name not in known | {"add_special_tokens", "add_generation_prompt"}:
-        assert can_resume(Endpoint.COMPLETIONS, body) and not can_resume(
-            Endpoint.COMPLETIONS, body | {name: value}
-        )
 
 
 @settings(deadline=None)
@@ -108,14 +106,20 @@ def test_both_engines_together_generate_what_one_would(
     left = tokens_left(endpoint, body, prompt, told, 100)
     alone = min(100 - prompt, limit if limit is not None else 100 if chat else 16)
     assert told + left == alone
-    asked = resume_body(PLAIN, "m", [1] * (prompt + told), told, left)
-    assert asked["min_tokens"] == max(4 - told, 0) and asked["max_tokens"] == left
-    assert asked["temperature"] == 0.7 and "response_format" not in asked and "n" not in asked
+    written = WrittenIds(array("I", [1] * (prompt + told)), b"[]")
+    asked = rest_body(endpoint, ASKED, written, told, left)
+    assert asked["min_tokens"] == max(4 - told, 0) and asked["temperature"] == 0.7
+    assert asked["max_completion_tokens" if chat else "max_tokens"] == left
+    assert "stop" not in asked and asked["prompt"] == ("x" if chat else written)
 
 
 def chunk(text: str, reason: str | None = None, **more: Any) -> bytes:
     choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": reason}
     return DATA + orjson.dumps({"id": "a", "model": "m", "choices": [choice | more]}) + END_OF_EVENT
+
+
+def told_by(story: StreamTranscript, raw: bytes) -> bytes:
+    return b"".join(story.rewrite(event, 5, 3, None, may_stop=True) for event in events(raw) if event)
 
 
 @settings(deadline=None)
@@ -124,18 +128,46 @@ def test_a_story_and_its_rest_read_as_one_answer(text: str, data: st.DataObject)
     places = sorted(data.draw(st.lists(st.integers(0, len(text)), min_size=2, max_size=6)))
     pieces = [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)]
     first, second = pieces[:2], pieces[2:]
-    story = StreamTranscript.of(Endpoint.COMPLETIONS, b"".join(map(chunk, first)))
     told = b"".join(map(chunk, first))
+    story = StreamTranscript.of(Endpoint.COMPLETIONS, told)
     for number, piece in enumerate(second):
         reason = "stop" if number == len(second) - 1 else None
         (event,) = events(chunk(piece, reason, stop_reason="#" if reason else None))
         assert event is not None
-        told += story.rewrite(event | {"id": "b", "model": "other"}, 5, 3)
+        told += story.rewrite(event | {"id": "b", "model": "other"}, 5, 3, None, may_stop=True)
     heard = [event for event in events(told) if event]
-    assert "".join(event["choices"][0]["text"] for event in heard) == text == story.text
+    assert "".join(event["choices"][0]["text"] for event in heard) == text == stream_text(told)
     assert {(event["id"], event["model"]) for event in heard} == {("a", "m")}
     assert heard[-1]["choices"][0]["finish_reason"] == "stop" and story.finish_reason == "stop"
     assert heard[-1]["choices"][0]["stop_reason"] == "#"
+
+
+def test_the_rest_begins_no_answer() -> None:
+    head = {"id": "a", "created": 1, "model": "m"}
+    role = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+    said = {"index": 0, "delta": {"content": "a"}, "finish_reason": None, "token_ids": [1]}
+
+    def event(*choices: Any, **more: Any) -> bytes:
+        return DATA + orjson.dumps(head | {"choices": choices} | more) + END_OF_EVENT
+
+    story = StreamTranscript.of(Endpoint.CHAT, event(role) + event(said))
+    usage = {"prompt_tokens": 8, "completion_tokens": 2, "total_tokens": 10}
+    thought = {"index": 0, "delta": {"reasoning": "hm"}, "finish_reason": None}
+    rest = event(role, prompt_token_ids=[1]) + event(thought) + event(usage=usage)
+    heard = list(events(told_by(story, rest.replace(b'"id":"a"', b'"id":"b"'))))
+    assert heard == [
+        head | {"choices": [thought]},
+        head | {"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 5, "total_tokens": 10}},
+    ]
+
+
+def test_log_probabilities_count_their_places_on() -> None:
+    def told(*offsets: int) -> bytes:
+        return chunk("ab", logprobs={"tokens": ["a", "bcd"], "text_offset": offsets})
+
+    story = StreamTranscript.of(Endpoint.COMPLETIONS, told(7, 8))
+    heard = events(told_by(story, told(0, 1) + told(4, 5)))
+    assert [e["choices"][0]["logprobs"]["text_offset"] for e in heard if e] == [[11, 12], [15, 16]]
 
 
 @pytest.mark.parametrize(
@@ -155,7 +187,7 @@ def test_a_story_and_its_rest_read_as_one_answer(text: str, data: st.DataObject)
 )
 def test_more_than_the_text_of_one_answer_is_not_plain(told: bytes) -> None:
     with pytest.raises(NotPlainError):
-        StreamTranscript.of(Endpoint.CHAT, told)
+        stream_text(told)
 
 
 def test_the_end_of_a_story_is_told_once() -> None:
@@ -170,30 +202,83 @@ def test_the_end_of_a_story_is_told_once() -> None:
     ) == [LAST_EVENT]
 
 
-async def ids_after(directory: Path, prompt: list[int], text: str) -> list[int] | None:
-    return await AnswerText(directory).ids_after(prompt, text)
+def test_the_last_words_are_those_of_the_last_tokens() -> None:
+    assert last_said(chunk("a", token_ids=[1]) + chunk("b", token_ids=[2]) + chunk("", token_ids=[])) == "b"
+    call = DATA + b'{"choices":[{"index":0,"delta":{"tool_calls":[{"index":0}]},"token_ids":[3]}]}\n\n'
+    assert last_said(chunk("a", token_ids=[1]) + call) is None
 
 
-def test_ids_stand_for_exactly_the_text(tmp_path: Path) -> None:
+def seam(directory: Path, ids: list[int], text: str, first: int, held: int = 0) -> tuple[int, str] | None:
+    return asyncio.run(AnswerText(directory).seam([70, 71], ids, LastWords(text, first, held)))
+
+
+def test_the_seam_is_behind_the_last_whole_character(tmp_path: Path) -> None:
     directory = write_tokenizer(tmp_path / "m")
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-    for text in ("hello", " naïve 数字\n\n", ""):
-        ids = asyncio.run(ids_after(directory, [70, 71], text))
-        assert ids is not None and tokenizer.decode(ids) == text
-    # Bytes that are no character yet, and a special token's name.
-    for text in ("caf\ufffd", "<|im_end|>"):
-        assert asyncio.run(ids_after(directory, [70], text)) is None
-    assert asyncio.run(ids_after(tmp_path / "nothing", [70], "hello")) is None
+    ids = tokenizer.encode("so naïve 数字").ids
+    whole = [count for count in range(1, len(ids) + 1) if "\ufffd" not in tokenizer.decode(ids[:count])]
+    for count in range(1, len(ids) + 1):
+        # Tokens that came in one event, of which a client reads whole characters alone.
+        reached = max(each for each in whole if each <= count)
+        shown = tokenizer.decode(ids[:reached])
+        assert seam(directory, ids[:count], shown, 0) == (reached, shown)
+    # What a parser has not made anything of comes behind what was read, and is asked for again.
+    special = tokenizer.token_to_id("<|im_end|>")
+    assert seam(directory, [*tokenizer.encode("ab").ids, special], "b", 1) == (2, "ab")
+    # Something else was read than the tokens say.
+    assert seam(directory, ids, "other", 0) is None and seam(directory, ids, "", 0) is None
+    # Held back for a stop string.
+    assert seam(directory, tokenizer.encode("abcdef").ids, "d", 5, 2) == (6, "abcdef")
+    # Without a tokenizer what has come is believed.
+    assert seam(tmp_path / "nothing", ids, "x", 0) == (len(ids), "")
+    assert seam(tmp_path / "nothing", ids, "x", 0, 1) is None
 
 
-def test_a_tokenizer_that_puts_a_blank_before_texts_is_not_fooled(tmp_path: Path) -> None:
-    vocabulary = {"▁": 0, "a": 1, "b": 2, "▁a": 3}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[("▁", "a")]))
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    tokenizer.decoder = decoders.Metaspace()
-    tokenizer.post_processor = processors.TemplateProcessing(single="$A", special_tokens=[])
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    assert tokenizer.decode(tokenizer.encode("ab").ids) == "ab"
-    # "ab" by itself comes back as it was, but after "b" it would stand for " ab".
-    assert asyncio.run(ids_after(tmp_path, [2], "ab")) is None
-    assert asyncio.run(ids_after(tmp_path, [2], " ab")) is not None
+def by_one_engine(
+    pieces: list[str], stops: list[str], least: int, *, includes: bool
+) -> tuple[list[str], str | None]:
+    """The text of each event by vLLM's rules, a token an event."""
+    text, shown, told = "", 0, []
+    lag = 0 if includes else max(map(len, stops)) - 1
+    for number, piece in enumerate(pieces):
+        text += piece
+        is_last, stop = number == len(pieces) - 1, None
+        if number + 1 > least and piece:
+            looked = ((text.find(s, max(len(text) - len(piece) - len(s) + 1, 0)), s) for s in stops)
+            found = next(((at, s) for at, s in looked if at >= 0), None)
+            if found is not None:
+                stop = found[1]
+                text = text[: found[0] + len(stop) * includes]
+        end = len(text) if is_last or stop else len(text) - lag
+        told.append(text[shown : max(end, shown)])
+        shown = max(end, shown)
+        if stop:
+            return told, stop
+    return told, None
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    st.lists(st.text("ab", max_size=3), min_size=4, max_size=12),
+    # With the letter that is in no text, it is never found.
+    st.lists(st.text("abc", min_size=2, max_size=5), min_size=1, max_size=3),
+    st.integers(0, 6),
+    st.booleans(),
+    st.integers(0, 4),
+)
+def test_a_stop_string_is_found_as_one_engine_would(
+    pieces: list[str], stops: list[str], least: int, includes: bool, seam_at: int
+) -> None:
+    told, stop = by_one_engine(pieces, stops, least, includes=includes)
+    if seam_at >= len(told) or (stop and seam_at == len(told) - 1):
+        return
+    before = pieces[: seam_at + 1]
+    lag = 0 if includes else max(map(len, stops)) - 1
+    account = StopAccount(stops, includes=includes, text="".join(before), held_chars=lag)
+    for number in range(seam_at + 1, len(told)):
+        piece = account.take(
+            pieces[number], is_last=number == len(pieces) - 1, is_looked_at=number + 1 > least
+        )
+        assert piece == told[number]
+    if len(told) > seam_at + 1:
+        assert account.stop == stop

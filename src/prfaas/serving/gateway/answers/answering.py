@@ -22,13 +22,11 @@ from prfaas.serving.gateway.bodies import ApiError
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.dialects import dialect_of
 from prfaas.serving.gateway.engine_client import OWN_RESOURCES
-from prfaas.serving.gateway.prompts.continuing import can_resume
 from prfaas.serving.gateway.prompts.request import ServingRequest
 from prfaas.serving.gateway.prompts.tokenization import Tokenization
 from prfaas.serving.gateway.ways.preparing import PrefillOrchestrator
 from prfaas.serving.gateway.ways.ready_requests import (
     AnsweredRequest,
-    DecidedRequest,
     EarlyRequest,
     ReadyRequest,
 )
@@ -69,7 +67,7 @@ class Answering:
     ) -> web.StreamResponse:
         """Pass the answer on to the client, within the time that it gave. Raises ApiError."""
         is_compared = self._shadow.wants(request, ready)
-        keep_bytes = self._keep_bytes(request, ready)
+        keep_bytes = self._options.kept_answer_bytes if is_compared else 0
         with writing(http, request.record, self._metrics, self._budget, keep_bytes) as writer:
             try:
                 async with admitted.in_time():
@@ -83,11 +81,6 @@ class Answering:
             if is_compared:
                 self._shadow.compare(request, ready, answer_of(response, writer))
         return response
-
-    def _keep_bytes(self, request: ServingRequest, ready: ReadyRequest) -> int:
-        """What to keep of the answer's stream, in case another engine must continue it or it is compared."""
-        resumes = isinstance(ready, DecidedRequest) and can_resume(request.endpoint, request.body)
-        return self._options.kept_answer_bytes if resumes else 0
 
     async def _decode(
         self,

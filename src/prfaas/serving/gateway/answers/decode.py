@@ -15,11 +15,14 @@ from prfaas.serving.gateway.answers.streams import (
     note_answer_tokens,
     read_whole,
 )
+from prfaas.serving.gateway.answers.taken_ids import PromptCut, TakenIds
 from prfaas.serving.gateway.bodies import JSON_BYTES_PER_TOKEN, decode_body
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.dialects import dialect_of
 from prfaas.serving.gateway.engine_client import Blame, EngineCallError
 from prfaas.serving.gateway.http_exchange import EngineResponse
+from prfaas.serving.gateway.prompts.continuing import can_resume
+from prfaas.serving.gateway.prompts.prompt import DirectPrompt
 from prfaas.serving.gateway.prompts.request import ServingRequest
 from prfaas.serving.gateway.request_trace import Attributes, engine_call
 from prfaas.serving.gateway.ways.kv_transfer import TRANSFER_FAILED
@@ -58,10 +61,13 @@ class Decoder:
         Raises:
             DecodeFailedError: perhaps after a part of the answer.
         """
+        writer.ids = _taken_of(request)
         async with self.open(request, ready) as answer:
             kind = answer.content_type
             if kind.startswith(EVENT_STREAM):
-                stream = EventStream(answer, ready.decode, dialect_of(request.endpoint))
+                cut = PromptCut() if writer.ids is not None and not _wants_ids(request) else None
+                dialect = dialect_of(request.endpoint)
+                stream = EventStream(answer, ready.decode, dialect, cut=cut, ids=writer.ids)
                 note_answer_tokens(request.record, await writer.relay(stream, kind))
                 if stream.refused_status is not None:
                     self._note_refusal(request, ready, stream.refused_status)
@@ -77,12 +83,15 @@ class Decoder:
 
     @asynccontextmanager
     async def stream(self, request: ServingRequest, ready: ReadyRequest) -> AsyncIterator[EventStream]:
-        """As `open`, for an answer that must be a stream. Raises DecodeFailedError where it is none."""
+        """As `open`, for an answer that must be a stream, with its token ids but for the prompt's.
+
+        Raises DecodeFailedError where it is none.
+        """
         async with self.open(request, ready) as answer:
             if answer.status != 200 or not answer.content_type.startswith(EVENT_STREAM):
                 detail = f"{ready.decode} answered {answer.status}"
                 raise DecodeFailedError(f"http-{answer.status}", detail, lost=False)
-            yield EventStream(answer, ready.decode)
+            yield EventStream(answer, ready.decode, cut=PromptCut())
 
     @asynccontextmanager
     async def open(self, request: ServingRequest, ready: ReadyRequest) -> AsyncIterator[EngineResponse]:
@@ -135,7 +144,7 @@ class Decoder:
         return await self._json_threads.run(
             request.size_bytes + JSON_BYTES_PER_TOKEN * len(ready.reuse_ids or ()),
             decode_body,
-            request.body,
+            {**request.body, "return_token_ids": True} if _tells_ids(request) else request.body,
             ready.kv_params(),
             ready.reuse_ids,
             request.salt,
@@ -191,6 +200,22 @@ class Decoder:
                 await _put_an_end_to(asking)
         body = await self._body(request, arrived)
         return await self._ask(request, arrived, body, headers), arrived
+
+
+def _tells_ids(request: ServingRequest) -> bool:
+    """Whether the engine is asked for token ids, by which another one could go on."""
+    return can_resume(request.endpoint, request.body) and not isinstance(request.prompt, DirectPrompt)
+
+
+def _wants_ids(request: ServingRequest) -> bool:
+    return request.body.get("return_token_ids") is True
+
+
+def _taken_of(request: ServingRequest) -> TakenIds | None:
+    """Where the token ids of a stream go; None: it has none."""
+    if not _tells_ids(request):
+        return None
+    return TakenIds(request.endpoint, is_asked=_wants_ids(request))
 
 
 async def _put_an_end_to(asking: "asyncio.Task[EngineResponse]") -> None:

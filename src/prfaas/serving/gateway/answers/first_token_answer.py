@@ -8,19 +8,20 @@ import orjson
 from aiohttp import web
 
 from prfaas.core.scheduling import NoDecodeInstanceError
+from prfaas.serving.gateway.answers.stop_account import StopAccount
 from prfaas.serving.gateway.answers.stream_resume import (
     AnswerRest,
     BegunAnswer,
     CannotResumeError,
-    KnownTokens,
     StreamResume,
 )
 from prfaas.serving.gateway.answers.streams import ResponseWriter, WholeAnswer
+from prfaas.serving.gateway.answers.taken_ids import TakenIds
 from prfaas.serving.gateway.answers.transcript import StreamTranscript, usage_of
 from prfaas.serving.gateway.bodies import ApiError, Json
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.dialects import DATA, END_OF_EVENT
-from prfaas.serving.gateway.prompts.continuing import tokens_left
+from prfaas.serving.gateway.prompts.continuing import stop_strings
 from prfaas.serving.gateway.prompts.prompt import Endpoint
 from prfaas.serving.gateway.prompts.request import ServingRequest, TokenizedPrompt
 from prfaas.serving.gateway.ways.first_token import SampledTokens
@@ -45,7 +46,6 @@ class FirstTokenAnswers:
         self._prefill = prefill
         self._resume = resume
         self._metrics = context.metrics
-        self._max_model_len = context.max_model_len
 
     async def answer(
         self,
@@ -60,25 +60,30 @@ class FirstTokenAnswers:
         """
         streams, first = request.body.get("stream") is True, ready.first
         told = list(_opening_events(request, first))
-        known = KnownTokens(list(first.token_ids), first.text)
+        ids = TakenIds(request.endpoint, is_asked=False)
+        ids.ids.extend(first.token_ids)
+        ids.shown = len(first.token_ids)
+        stops, body = stop_strings(request.body), _streamed(request.body)
+        includes = body.get("include_stop_str_in_output") is True
         begun = BegunAnswer(
             request=request,
-            body=_streamed(request.body),
-            prompt_ids=ready.prompt.token_ids,
+            body=body,
+            prompt=ready.prompt,
+            ids=ids,
             transcript=StreamTranscript.of(request.endpoint, b"".join(told)),
             sink=writer if streams else _Unsent(),
             failed=[],
-            known=known,
+            stops=StopAccount(stops, includes=includes, text=first.text, held_chars=0) if stops else None,
         )
         self._metrics.first_tokens.labels("prefill" if first.finish_reason is None else "whole").inc()
         try:
             for event in told:
                 await begun.sink.write(event)
             if isinstance(ready, EarlyRequest) and first.finish_reason is None:
-                await self._go_on(begun, known, ready)
+                await self._go_on(begun, ready)
             else:
                 self._prefill.abandon(ready, "the answer ended before the KV had come")
-                await self._resume.close(begun, len(known.ids), first.prompt_details)
+                await self._resume.close(begun, first.prompt_details)
                 request.record.attempts[-1].outcome = "done"
         except CannotResumeError as error:
             return await self._fail(begun, error, writer if streams else None)
@@ -87,17 +92,14 @@ class FirstTokenAnswers:
             raise
         return await writer.end() if streams else writer.send(_whole(begun))
 
-    async def _go_on(self, begun: BegunAnswer, known: KnownTokens, early: EarlyRequest) -> None:
+    async def _go_on(self, begun: BegunAnswer, early: EarlyRequest) -> None:
         """Have the decode engine continue after the first token, once its KV is there, or nearly.
 
         Raises:
             CannotResumeError: no engine can.
         """
-        request, num_tokens = begun.request, len(begun.prompt_ids)
-        max_tokens = tokens_left(
-            request.endpoint, begun.body, num_tokens, len(known.ids), self._max_model_len
-        )
-        rest = self._resume.rest_of(begun, known.ids, max_tokens)
+        rest = self._resume.rest_of(begun)
+        assert rest is not None, "an answer of one token ends with it"
         try:
             ready = await self._prefill.loadable(early, rest.request, _continued(rest, early.prompt))
         except HopFailedError as failure:
@@ -129,7 +131,8 @@ class FirstTokenAnswers:
 
 def _continued(rest: AnswerRest, prompt: TokenizedPrompt) -> TokenizedPrompt:
     """The prompt of `rest`, with the hashes of the one that it continues: no other request has sent what follows."""
-    return TokenizedPrompt(rest.token_ids, prompt.chains, takes_ids=False)
+    takes_ids = rest.request.endpoint is Endpoint.CHAT
+    return TokenizedPrompt(rest.token_ids, prompt.chains, takes_ids)
 
 
 def _streamed(body: Json) -> Json:
@@ -193,7 +196,7 @@ def _whole(begun: BegunAnswer) -> WholeAnswer:
         ],
         "service_tier": None,
         "system_fingerprint": None,
-        "usage": transcript.usage or usage_of(len(begun.prompt_ids), 1),
+        "usage": transcript.usage or usage_of(len(begun.prompt.token_ids), 1),
         "kv_transfer_params": None,
     }
     return WholeAnswer(200, orjson.dumps(answer), "application/json")

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 import orjson
 
-from prfaas.serving.gateway.answers.transcript import NotPlainError, StreamTranscript, whole_text
+from prfaas.serving.gateway.answers.transcript import NotPlainError, stream_text, whole_text
 from prfaas.serving.gateway.bodies import Json
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.dialects import END_OF_EVENT
 from prfaas.serving.gateway.engine_client import EngineCallError
-from prfaas.serving.gateway.prompts.continuing import can_resume, resume_body
 from prfaas.serving.gateway.prompts.prompt import Endpoint
 from prfaas.serving.gateway.prompts.request import ServingRequest
+from prfaas.serving.gateway.ways.first_token_rules import is_plain, sampling_fields
 from prfaas.serving.gateway.ways.ready_requests import DecidedRequest, ReadyRequest
 
 logger = logging.getLogger(__name__)
@@ -125,13 +125,17 @@ class Shadow:
             )
 
     async def _plain_answer(self, given: GivenAnswer, engine: str) -> Json:
-        body = resume_body(given.body, given.model, given.prompt_ids, 0, given.num_tokens) | {
-            "stream": False,
+        sampling = sampling_fields(given.body)
+        if given.body.get("min_tokens") is not None:
+            sampling["min_tokens"] = given.body["min_tokens"]
+        body = sampling | {
+            "model": given.model,
+            "prompt": given.prompt_ids,
+            "max_tokens": given.num_tokens,
             "logprobs": _TOP_LOGPROBS,
             # Nobody else has it: no cached block is reused, and none is left to be.
             "cache_salt": secrets.token_hex(16),
         }
-        body.pop("stream_options", None)
         answer = await self._client.call(
             self._plane.members.instance(engine),
             Endpoint.COMPLETIONS.path,
@@ -148,7 +152,7 @@ class Shadow:
 
 def is_comparable(endpoint: Endpoint, body: Json) -> bool:
     """Whether the same request has the same answer each time: greedy, one choice, text alone."""
-    return body.get("temperature") == 0 and can_resume(endpoint, {**body, "stream": True})
+    return body.get("temperature") == 0 and is_plain(endpoint, body)
 
 
 def compared(text: str, choice: Json, tie_nats: float, *, same_length: bool) -> str:
@@ -196,10 +200,8 @@ def _given(request: ServingRequest, ready: ReadyRequest, written: bytes | None) 
     if written is None or not isinstance(ready, DecidedRequest):
         return None
     try:
-        if request.body.get("stream") is True:
-            text = StreamTranscript.of(request.endpoint, written).text
-        else:
-            text = whole_text(orjson.loads(written))
+        is_stream = request.body.get("stream") is True
+        text = stream_text(written) if is_stream else whole_text(orjson.loads(written))
     except (NotPlainError, orjson.JSONDecodeError):
         return None
     return GivenAnswer(

@@ -1,7 +1,6 @@
 """The rest of a streamed answer whose decode engine failed: another engine continues it, or it ends with an error."""
 
 from array import array
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -9,17 +8,31 @@ from aiohttp import web
 
 from prfaas.core.scheduling import NoDecodeInstanceError
 from prfaas.serving.gateway.answers.decode import Decoder
+from prfaas.serving.gateway.answers.stop_account import StopAccount
 from prfaas.serving.gateway.answers.streams import (
     DecodeFailedError,
     ResponseWriter,
     note_answer_tokens,
 )
-from prfaas.serving.gateway.answers.transcript import AnswerText, NotPlainError, StreamTranscript, events
+from prfaas.serving.gateway.answers.taken_ids import TakenIds
+from prfaas.serving.gateway.answers.transcript import (
+    AnswerText,
+    LastWords,
+    NotPlainError,
+    StreamTranscript,
+    events,
+    last_said,
+)
 from prfaas.serving.gateway.bodies import JSON_BYTES_PER_TOKEN, Json, WrittenIds, ids_json
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.dialects import END_OF_EVENT, LAST_EVENT, dialect_of
-from prfaas.serving.gateway.prompts.continuing import can_resume, resume_body, tokens_left, wants_usage
-from prfaas.serving.gateway.prompts.prompt import Endpoint, TokenPrompt
+from prfaas.serving.gateway.prompts.continuing import (
+    rest_body,
+    stop_strings,
+    tokens_left,
+    wants_usage,
+)
+from prfaas.serving.gateway.prompts.prompt import Endpoint, RenderedPrompt, TokenPrompt
 from prfaas.serving.gateway.prompts.request import ServingRequest, TokenizedPrompt
 from prfaas.serving.gateway.prompts.tokenization import Tokenization
 from prfaas.serving.gateway.ways.preparing import PrefillOrchestrator
@@ -42,27 +55,20 @@ class EventSink(Protocol):
 
 
 @dataclass(slots=True)
-class KnownTokens:
-    """The tokens that an answer's text begins with, where their ids are known; text and tokens end together."""
-
-    ids: list[int]
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
 class BegunAnswer:
     """An answer of which the client has the beginning, and which an engine is to continue."""
 
     request: ServingRequest
     body: Json
     """The client's request, in the form of a stream."""
-    prompt_ids: Sequence[int]
+    prompt: TokenizedPrompt
     transcript: StreamTranscript
+    ids: TakenIds
     sink: EventSink
     failed: list[str]
     """All decode engines that have failed this request."""
-    known: KnownTokens | None = None
-    """Of the transcript's text; None: no token's id is known."""
+    stops: StopAccount | None = None
+    """Looks for stop strings in an engine's place; None: there are none, or the engine does it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,24 +134,30 @@ class StreamResume:
         await writer.write(END_OF_EVENT + event if writer.kept.torn else event)
         request.record.broken = True
 
-    def rest_of(self, begun: BegunAnswer, sent_ids: Sequence[int], max_tokens: int) -> AnswerRest:
-        """A request for what follows `sent_ids`, the tokens of the answer so far: `max_tokens` at most."""
-        request, ids = begun.request, array("I", (*begun.prompt_ids, *sent_ids))
+    def rest_of(self, begun: BegunAnswer) -> AnswerRest | None:
+        """A request for what follows the tokens so far; None: nothing may follow."""
+        request, sent = begun.request, begun.ids.ids
+        max_tokens = tokens_left(
+            request.endpoint, begun.body, len(begun.prompt.token_ids), len(sent), self._max_model_len
+        )
+        if begun.transcript.finish_reason is not None or begun.transcript.ended or max_tokens < 1:
+            return None
+        ids = array("I", begun.prompt.token_ids) + sent
         written = WrittenIds(ids, ids_json(ids))
+        is_chat = request.endpoint is Endpoint.CHAT
         rest = replace(
             request,
-            endpoint=Endpoint.COMPLETIONS,
-            body=resume_body(begun.body, request.model, written, len(sent_ids), max_tokens),
-            size_bytes=len(ids) * JSON_BYTES_PER_TOKEN,
-            prompt=TokenPrompt(ids),
-            samples=1,
+            body=rest_body(request.endpoint, begun.body, written, len(sent), max_tokens),
+            size_bytes=request.size_bytes * is_chat + len(ids) * JSON_BYTES_PER_TOKEN,
+            prompt=RenderedPrompt(plain=None, takes_ids=True) if is_chat else TokenPrompt(ids),
         )
-        return AnswerRest(rest, ids, len(sent_ids))
+        return AnswerRest(rest, ids, len(sent))
 
-    async def close(self, begun: BegunAnswer, sent_tokens: int, details: Json | None = None) -> None:
+    async def close(self, begun: BegunAnswer, details: Json | None = None) -> None:
         """Write what follows the last token of a complete answer. `details`: the usage's, where they are known."""
+        sent_tokens = len(begun.ids.ids)
         for event in begun.transcript.closing_events(
-            len(begun.prompt_ids), sent_tokens, usage=wants_usage(begun.body), details=details
+            len(begun.prompt.token_ids), sent_tokens, usage=wants_usage(begun.body), details=details
         ):
             await begun.sink.write(event)
         begun.request.record.answer_tokens = sent_tokens
@@ -175,20 +187,15 @@ class StreamResume:
 
     async def _resume(self, begun: BegunAnswer) -> str:
         """Write the rest. Raises CannotResumeError, perhaps after a part of it."""
-        request, transcript, prompt_ids = begun.request, begun.transcript, begun.prompt_ids
         while True:
-            sent_ids = await self._sent_ids(begun)
-            if sent_ids is None:
-                raise CannotResumeError("not-exact")
-            max_tokens = tokens_left(
-                request.endpoint, begun.body, len(prompt_ids), len(sent_ids), self._max_model_len
-            )
-            if transcript.finish_reason is not None or transcript.ended or max_tokens < 1:
-                await self.close(begun, len(sent_ids))
+            if begun.transcript.finish_reason is None:
+                await self._cut(begun)
+            rest = self.rest_of(begun)
+            if rest is None:
+                await self.close(begun)
                 return "finished"
             if len(begun.failed) >= self._decode_attempts:
                 raise CannotResumeError("attempts")
-            rest = self.rest_of(begun, sent_ids, max_tokens)
             try:
                 ready = await self._prefill.prepare_again(rest.request, await self.hashed(rest), begun.failed)
             except NoDecodeInstanceError:
@@ -196,15 +203,30 @@ class StreamResume:
             if await self._relayed(begun, rest, ready):
                 return "continued"
 
-    async def _sent_ids(self, begun: BegunAnswer) -> list[int] | None:
-        """The tokens of the answer so far; None if they can't be had with certainty."""
-        known, text = begun.known, begun.transcript.text
-        if known is None:
-            return await self._answer_text.ids_after(begun.prompt_ids, text)
-        # They never end within a character.
-        before = (*begun.prompt_ids, *known.ids)
-        ids = await self._answer_text.ids_after(before, text[len(known.text) :])
-        return None if ids is None else [*known.ids, *ids]
+    async def _cut(self, begun: BegunAnswer) -> None:
+        """Forget the last tokens as far as the client has read nothing of them. Raises CannotResumeError.
+
+        They are sampled again: those of half a character, and those of which a parser has not made anything yet.
+        """
+        taken, stops = begun.ids, stop_strings(begun.body)
+        includes = begun.body.get("include_stop_str_in_output") is True
+        held_chars = 0
+        if stops and not includes and begun.stops is None:
+            held_chars = max(map(len, stops)) - 1
+        sent, text = taken.shown, ""
+        if taken.latest:
+            said = last_said(taken.latest)
+            if said is None:
+                raise CannotResumeError("in-call")
+            last = LastWords(said, taken.shown_before, held_chars)
+            seam = await self._answer_text.seam(begun.prompt.token_ids, taken.ids[:sent], last)
+            if seam is None:
+                raise CannotResumeError("not-exact")
+            sent, text = seam
+        del taken.ids[sent:]
+        taken.shown = sent
+        if stops and begun.stops is None:
+            begun.stops = StopAccount(stops, includes=includes, text=text, held_chars=held_chars)
 
     async def _relayed(self, begun: BegunAnswer, rest: AnswerRest, ready: ReadyRequest) -> bool:
         """Whether the decode engine has ended the answer. Raises CannotResumeError."""
@@ -220,36 +242,47 @@ class StreamResume:
 
     async def _relay_rest(self, begun: BegunAnswer, rest: AnswerRest, ready: ReadyRequest) -> None:
         """Pass the decode engine's stream on in the first one's form. Raises DecodeFailedError and NotPlainError."""
+        transcript, stops, taken = begun.transcript, begun.stops, begun.ids
+        least_tokens = begun.body.get("min_tokens") or 0
         async with self._decoder.stream(rest.request, ready) as stream:
             while chunk := await stream.read():
-                for event in events(chunk):
-                    if event is None:
-                        begun.transcript.ended = True
-                        await begun.sink.write(LAST_EVENT)
-                    else:
-                        piece = begun.transcript.rewrite(event, len(begun.prompt_ids), rest.sent_tokens)
-                        note_answer_tokens(begun.request.record, piece)
-                        await begun.sink.write(piece)
+                # One by one: tokens behind a stop string are none of the answer's.
+                for raw in chunk.split(END_OF_EVENT):
+                    for event in events(taken.take(raw + END_OF_EVENT)):
+                        if event is None:
+                            transcript.ended = True
+                            await begun.sink.write(LAST_EVENT)
+                            continue
+                        may_stop = len(taken.ids) > least_tokens
+                        piece = transcript.rewrite(
+                            event, len(begun.prompt.token_ids), rest.sent_tokens, stops, may_stop=may_stop
+                        )
+                        if piece:
+                            note_answer_tokens(begun.request.record, piece)
+                            await begun.sink.write(piece)
+                        if stops is not None and stops.stop is not None:
+                            await self.close(begun)
+                            return
 
 
 def _broken_stream(
     request: ServingRequest, ready: ReadyRequest, writer: ResponseWriter, failed: list[str]
 ) -> BegunAnswer:
     """What is known of a broken stream. Raises CannotResumeError."""
-    if not isinstance(ready, DecidedRequest) or not can_resume(request.endpoint, request.body):
+    if not isinstance(ready, DecidedRequest) or writer.ids is None:
         raise CannotResumeError("parameters")
-    written = writer.kept.written()
-    if written is None:
+    if writer.kept.torn:
         raise CannotResumeError("not-kept")
     try:
-        transcript = StreamTranscript.of(request.endpoint, written)
+        transcript = StreamTranscript.of(request.endpoint, writer.ids.latest + writer.latest)
     except NotPlainError:
         raise CannotResumeError("not-plain") from None
     return BegunAnswer(
         request=request,
         body=request.body,
-        prompt_ids=ready.prompt.token_ids,
+        prompt=ready.prompt,
         transcript=transcript,
+        ids=writer.ids,
         sink=writer,
         failed=failed,
     )

@@ -1,6 +1,7 @@
 """An answer on its way from its decode engine to the client: read, kept, written.
 
-A stream passes as the bytes it came in, whole event by whole event. Nothing of it is parsed.
+A stream passes as the bytes it came in, whole event by whole event, less the token ids that the gateway asked for.
+Nothing of it is parsed.
 """
 
 import asyncio
@@ -14,6 +15,7 @@ from typing import Self
 from aiohttp import HttpVersion11, web
 
 from prfaas.serving.gateway.answers.hidden_usage import safe_end, without_cached_tokens
+from prfaas.serving.gateway.answers.taken_ids import PromptCut, TakenIds
 from prfaas.serving.gateway.bodies import ApiError, without_transfer_params
 from prfaas.serving.gateway.dialects import END_OF_EVENT, OPENAI, Dialect
 from prfaas.serving.gateway.engine_client import Blame, EngineCallError, failed_call
@@ -86,10 +88,12 @@ class EventStream:
     """
 
     __slots__ = (
+        "_cut",
         "_dialect",
         "_ends",
         "_error_mark",
         "_held",
+        "_ids",
         "_instance",
         "_is_ending",
         "_is_preface",
@@ -101,15 +105,25 @@ class EventStream:
         "refused_status",
     )
 
-    def __init__(self, response: EngineResponse, instance: str, dialect: Dialect = OPENAI) -> None:
-        """`instance`: the engine's name, for messages."""
+    def __init__(
+        self,
+        response: EngineResponse,
+        instance: str,
+        dialect: Dialect = OPENAI,
+        *,
+        cut: PromptCut | None = None,
+        ids: TakenIds | None = None,
+    ) -> None:
+        """`instance`: the engine's name, for messages. `cut`, `ids`: take token ids out; None: they stay."""
         self._response = response
+        self._cut = cut
+        self._ids = ids
         self._instance = instance
         self._dialect = dialect
         self._ends = dialect.ends
         self._error_mark = dialect.error_mark
         self._is_ending = False
-        self._is_preface = dialect.is_preface
+        self._is_preface: Callable[[bytes], object] | None = dialect.is_preface
         self._held = b""
         self._partial = b""
         self._passes_parts = False
@@ -158,10 +172,16 @@ class EventStream:
 
     def take(self, chunk: bytes) -> bytes:
         """What may be passed on now that `chunk` has come: events as far as they are whole."""
+        if self._cut is not None:
+            chunk = self._cut.take(chunk)
+            if self._cut.done:
+                self._cut = None
         if self._partial or self._passes_parts or not chunk.endswith(END_OF_EVENT):
             chunk = self._whole_events(chunk)
         if self._error_mark in chunk:
             chunk = self._before_failure(chunk)
+        if self._ids is not None:
+            chunk = self._ids.take(chunk)
         # Until something is generated another engine may answer in place of this one.
         if self._is_preface is not None:
             self._held += chunk
@@ -285,6 +305,8 @@ class ResponseWriter:
         self._metrics = metrics
         self._response: web.StreamResponse | None = None
         self.kept = kept
+        self.ids: TakenIds | None = None
+        """Token ids of the stream that is being written; None: none were asked for."""
         self.latest = b""
         """The events that were written last."""
 

@@ -10,6 +10,7 @@ import orjson
 from tokenizers import Tokenizer
 
 from prfaas.core.sse import SseParser
+from prfaas.serving.gateway.answers.stop_account import StopAccount
 from prfaas.serving.gateway.bodies import Json
 from prfaas.serving.gateway.dialects import DATA, END_OF_EVENT, LAST_EVENT
 from prfaas.serving.gateway.prompts.prompt import Endpoint
@@ -18,8 +19,19 @@ from prfaas.serving.gateway.prompts.prompt import Endpoint
 _CONTEXT_TOKENS = 16
 
 
+@dataclass(frozen=True, slots=True)
+class LastWords:
+    """What the client read last of an answer."""
+
+    text: str
+    first_id: int
+    """How many tokens came before those of this text."""
+    held_chars: int
+    """How many characters of the text so far its engine holds back, since a stop string may begin in them."""
+
+
 class AnswerText:
-    """Token ids of generated text, for another engine to continue from.
+    """Text of an answer's tokens, to find where another engine can go on.
 
     The model's tokenizer is read when it is first needed: when a decode engine has failed.
     """
@@ -27,32 +39,37 @@ class AnswerText:
     def __init__(self, model_dir: Path) -> None:
         self._file = model_dir / "tokenizer.json"
         self._tokenizer: Tokenizer | None = None
-        self._special_ids: frozenset[int] = frozenset()
         self._reading = asyncio.Lock()
 
-    async def ids_after(self, prompt_ids: Sequence[int], text: str) -> list[int] | None:
-        """Ids that decode to exactly `text` after `prompt_ids`; None if that can't be had with certainty.
+    async def seam(
+        self, prompt_ids: Sequence[int], ids: Sequence[int], last: LastWords
+    ) -> tuple[int, str] | None:
+        """How many of an answer's `ids` stand for what the client has, and the end of their text.
 
-        The model may have sampled others: many sequences of tokens decode to the same text.
+        None if that can't be said: a parser has made something else of them, or holds a part of them back.
         """
-        if not text:
-            return []
         async with self._reading:
-            return await asyncio.to_thread(self._ids_after, prompt_ids, text)
+            return await asyncio.to_thread(self._seam, prompt_ids, ids, last)
 
-    def _ids_after(self, prompt_ids: Sequence[int], text: str) -> list[int] | None:
+    def _seam(self, prompt_ids: Sequence[int], ids: Sequence[int], last: LastWords) -> tuple[int, str] | None:
         tokenizer = self._read()
-        # U+FFFD stands for bytes that are no character yet. Which bytes can't be known.
-        if tokenizer is None or "\ufffd" in text:
+        if not last.text:
             return None
-        ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
-        # What looks like a special token was generated in pieces, or it would not have become text.
-        if not self._special_ids.isdisjoint(ids):
-            return None
-        context = list(prompt_ids[-_CONTEXT_TOKENS:])
-        before = tokenizer.decode(context, skip_special_tokens=False)
-        after = tokenizer.decode(context + ids, skip_special_tokens=False)
-        return ids if after == before + text else None
+        if tokenizer is None:
+            # What came in one event is all there, for all that can be known.
+            return None if last.held_chars else (len(ids), "")
+        first = max(last.first_id - _CONTEXT_TOKENS - last.held_chars - len(last.text), 0)
+        context = list(prompt_ids[-_CONTEXT_TOKENS:]) if not first else []
+        # Special tokens are in the text where a parser reads it.
+        for skips in (False, True):
+            before = tokenizer.decode(context, skip_special_tokens=skips)
+            for count in range(len(ids), last.first_id, -1):
+                text = tokenizer.decode([*context, *ids[first:count]], skip_special_tokens=skips)[
+                    len(before) :
+                ]
+                if text[: len(text) - last.held_chars].endswith(last.text):
+                    return count, text
+        return None
 
     def _read(self) -> Tokenizer | None:
         if self._tokenizer is None and self._file.is_file():
@@ -60,8 +77,6 @@ class AnswerText:
             tokenizer.no_truncation()
             tokenizer.no_padding()
             self._tokenizer = tokenizer
-            added = tokenizer.get_added_tokens_decoder()
-            self._special_ids = frozenset(number for number, token in added.items() if token.special)
         return self._tokenizer
 
 
@@ -70,7 +85,7 @@ _DELTA_FIELDS = {"role", "content"}
 
 
 class NotPlainError(ValueError):
-    """The stream holds more than the text of one answer."""
+    """The stream holds more than one answer, or than its text."""
 
 
 @dataclass(slots=True)
@@ -83,7 +98,7 @@ class StreamTranscript:
     choice: Json
     """The choice of that event."""
     text: str = ""
-    """All of the answer's text so far."""
+    """The text of all events that were noted."""
     finish_reason: str | None = None
     """Why the answer ended; None: the client has not been told yet."""
     stop_reason: Any = None
@@ -95,48 +110,48 @@ class StreamTranscript:
 
     @classmethod
     def of(cls, endpoint: Endpoint, written: bytes) -> "StreamTranscript":
-        """The transcript of whole events. Raises NotPlainError."""
-        transcript: StreamTranscript | None = None
+        """The transcript of whole events, of which one at least has a choice. Raises NotPlainError."""
+        transcript = cls(endpoint, {}, {})
         for event in events(written):
             if event is None:
-                if transcript is None:
-                    raise NotPlainError("nothing but an end")
                 transcript.ended = True
-                continue
-            choice = _only_choice(event)
-            if transcript is None:
-                if choice is None:
-                    raise NotPlainError("no choice at the beginning")
-                transcript = cls(endpoint, event, choice)
-            elif choice is not None:
-                transcript.event, transcript.choice = event, choice
-            transcript.text += transcript._note(event, choice)
-        if transcript is None:
-            raise NotPlainError("no events")
+            else:
+                transcript._note(event, _choice_of(event))
+        if not transcript.event:
+            raise NotPlainError("no choice")
         return transcript
 
-    def rewrite(self, event: Json, prompt_tokens: int, sent_tokens: int) -> bytes:
-        """An event of a completion that continues this answer, in this stream's form.
+    def rewrite(
+        self, event: Json, prompt_tokens: int, sent_tokens: int, stops: StopAccount | None, *, may_stop: bool
+    ) -> bytes:
+        """An event of the answer's rest in this stream's form; nothing where it only begins.
 
         Args:
+            event: of the second engine.
             prompt_tokens: tokens of this request's prompt.
-            sent_tokens: tokens of the answer that the completion's prompt had besides.
+            sent_tokens: tokens of the answer that the second engine had as its prompt besides.
+            stops: looks for stop strings, if there are any.
+            may_stop: whether the answer has tokens enough for one.
 
         Raises:
-            NotPlainError: the event holds more than text.
+            NotPlainError: it is not of one answer.
         """
-        choice = _only_choice(event)
-        text = self._note(event, choice)
+        choice = _choice_of(event)
         usage = event.get("usage")
         if usage is not None:
             answered = sent_tokens + int(usage.get("completion_tokens", 0))
-            self.usage = usage = usage_of(prompt_tokens, answered, usage.get("prompt_tokens_details"))
+            usage = usage_of(prompt_tokens, answered, usage.get("prompt_tokens_details"))
         if choice is None:
-            return self._event([], usage)
-        self.text += text
-        return self._event(
-            [self._choice(text, choice.get("finish_reason"), choice.get("stop_reason"))], usage
-        )
+            self.usage = usage or self.usage
+            return self._event(event, [], usage)
+        choice = self._continued(choice)
+        if choice.get("delta") == {} and choice.get("finish_reason") is None:
+            return b""
+        if stops is not None:
+            self._stopped(choice, stops, may_stop)
+        piece = self._event(event, [choice], usage)
+        self._note({**self.event, "usage": usage}, choice)
+        return piece
 
     def closing_events(
         self, prompt_tokens: int, sent_tokens: int, *, usage: bool, details: Json | None = None
@@ -147,39 +162,61 @@ class StreamTranscript:
         """
         if self.finish_reason is None:
             self.finish_reason = "length"
-            yield self._event([self._choice("", "length", None)], None)
+            said: Json = {"delta": {"content": ""}} if self.endpoint is Endpoint.CHAT else {"text": ""}
+            last = {**self.choice, **said, "finish_reason": "length", "stop_reason": None}
+            yield self._event(self.event, [last], None)
         if usage and self.usage is None:
             self.usage = usage_of(prompt_tokens, sent_tokens, details)
-            yield self._event([], self.usage)
+            yield self._event(self.event, [], self.usage)
         if not self.ended:
             yield LAST_EVENT
 
-    def _note(self, event: Json, choice: Json | None) -> str:
+    def _note(self, event: Json, choice: Json | None) -> None:
         if event.get("usage") is not None:
             self.usage = event["usage"]
         if choice is None:
-            return ""
+            # Only the usage comes when all has been said.
+            self.finish_reason = self.finish_reason or "stop"
+            return
+        self.event, self.choice = event, choice
+        self.text += said_in(choice)
         if choice.get("finish_reason") is not None:
             self.finish_reason, self.stop_reason = choice["finish_reason"], choice.get("stop_reason")
-        return _text(choice)
 
-    def _choice(self, text: str, finish_reason: str | None, stop_reason: Any) -> Json:
-        choice: Json = {**self.choice, "finish_reason": finish_reason}
-        # As in vLLM, whose chats tell it at the end alone.
-        if "stop_reason" in choice or finish_reason is not None:
-            choice["stop_reason"] = stop_reason
-        if self.endpoint is Endpoint.CHAT:
-            choice["delta"] = {"content": text}
-        else:
-            choice["text"] = text
+    def _continued(self, choice: Json) -> Json:
+        """A choice of the rest as one of this stream: it begins no answer."""
+        choice = {name: None if name == "prompt_token_ids" else value for name, value in choice.items()}
+        if isinstance(choice.get("delta"), dict) and "role" in choice["delta"]:
+            choice["delta"] = {
+                name: said for name, said in choice["delta"].items() if name != "role" and said != ""
+            }
+        told, before = choice.get("logprobs"), self.choice.get("logprobs")
+        # Those of completions say where in the answer's text each token begins.
+        if isinstance(told, dict) and isinstance(before, dict) and before.get("text_offset"):
+            shift = before["text_offset"][-1] + len(before["tokens"][-1])
+            offsets = [offset - told["text_offset"][0] + shift for offset in told["text_offset"]]
+            choice["logprobs"] = {**told, "text_offset": offsets}
         return choice
 
-    def _event(self, choices: list[Json], usage: Json | None) -> bytes:
-        event: Json = {**self.event, "choices": choices}
-        event.pop("usage", None)
-        if usage is not None or "usage" in self.event:
-            event["usage"] = usage
-        return DATA + orjson.dumps(event) + END_OF_EVENT
+    def _stopped(self, choice: Json, stops: StopAccount, may_stop: bool) -> None:
+        """Hold back of a choice what may be a stop string's beginning, and end it where one is whole."""
+        said, name = _text_place(choice)
+        text = said.get(name)
+        reason = choice.get("finish_reason")
+        leaves = stops.take(text or "", is_last=reason is not None, is_looked_at=may_stop)
+        if text is not None or leaves:
+            said[name] = leaves
+        if stops.stop is not None:
+            choice |= {"finish_reason": "stop", "stop_reason": stops.stop}
+
+    def _event(self, event: Json, choices: list[Json], usage: Json | None) -> bytes:
+        own: Json = {name: self.event[name] for name in ("id", "created", "model") if name in self.event}
+        told: Json = {**event, **own, "choices": choices}
+        told.pop("usage", None)
+        told.pop("prompt_token_ids", None)
+        if usage is not None or "usage" in event:
+            told["usage"] = usage
+        return DATA + orjson.dumps(told) + END_OF_EVENT
 
 
 def events(written: bytes) -> Iterator[Json | None]:
@@ -197,14 +234,22 @@ def events(written: bytes) -> Iterator[Json | None]:
         yield None
 
 
+def stream_text(written: bytes) -> str:
+    """The text of a streamed answer. Raises NotPlainError where it is more than the text of one choice."""
+    choices = [_plain_choice(event) for event in events(written) if event is not None]
+    if not any(choices):
+        raise NotPlainError("no choice")
+    return "".join(said_in(choice) for choice in choices if choice is not None)
+
+
 def whole_text(answer: Any) -> str:
-    """The text of an answer in one piece. Raises NotPlainError where it is more than the text of one choice."""
+    """The same for an answer in one piece."""
     if not isinstance(answer, dict):
         raise NotPlainError("no answer")
-    choice = _only_choice({"choices": [_without_message(each) for each in answer.get("choices") or ()]})
+    choice = _plain_choice({"choices": [_without_message(each) for each in answer.get("choices") or ()]})
     if choice is None:
         raise NotPlainError("no choice")
-    return _text(choice)
+    return said_in(choice)
 
 
 def _without_message(choice: Any) -> Any:
@@ -215,29 +260,52 @@ def _without_message(choice: Any) -> Any:
     return choice
 
 
-def _only_choice(event: Json) -> Json | None:
+def _choice_of(event: Json) -> Json | None:
+    """The only choice of an event; None where it has none. Raises NotPlainError."""
     choices = event.get("choices")
     if not isinstance(choices, list) or len(choices) > 1:
         raise NotPlainError("not one choice")
     if not choices:
         return None
     choice = choices[0]
-    if not isinstance(choice, dict) or choice.get("index", 0) != 0 or not _is_plain(choice, _CHOICE_FIELDS):
-        raise NotPlainError("a choice of more than text")
+    if not isinstance(choice, dict) or choice.get("index", 0) != 0:
+        raise NotPlainError("another choice")
     return choice
 
 
-def _text(choice: Json) -> str:
-    if "delta" in choice:
-        delta = choice["delta"]
-        if not isinstance(delta, dict) or not _is_plain(delta, _DELTA_FIELDS):
-            raise NotPlainError("a delta of more than text")
-        text = delta.get("content") or ""
-    else:
-        text = choice.get("text") or ""
+def _plain_choice(event: Json) -> Json | None:
+    choice = _choice_of(event)
+    if choice is not None:
+        delta = choice.get("delta", {})
+        if not isinstance(delta, dict) or not (
+            _is_plain(choice, _CHOICE_FIELDS) and _is_plain(delta, _DELTA_FIELDS)
+        ):
+            raise NotPlainError("a choice of more than text")
+    return choice
+
+
+def last_said(written: bytes) -> str | None:
+    """What the last event said that has token ids; None where it is a tool call. Raises NotPlainError."""
+    choices = [_choice_of(event) for event in events(written) if event is not None]
+    choice = next(choice for choice in reversed(choices) if choice and choice.get("token_ids"))
+    return None if (choice.get("delta") or {}).get("tool_calls") else said_in(choice)
+
+
+def said_in(choice: Json) -> str:
+    """What a choice says to the reader: content, or reasoning where there is none."""
+    said, name = _text_place(choice)
+    text = said.get(name) or ""
     if not isinstance(text, str):
         raise NotPlainError("a text that is none")
     return text
+
+
+def _text_place(choice: Json) -> tuple[Json, str]:
+    """Where a choice has its text: an object, and the name in it."""
+    delta = choice.get("delta")
+    if not isinstance(delta, dict):
+        return choice, "text"
+    return delta, "reasoning" if delta.get("reasoning") and not delta.get("content") else "content"
 
 
 def _is_plain(fields: Json, known: set[str]) -> bool:

@@ -1,92 +1,70 @@
-"""Which answers another engine can continue, and the bodies that ask it to."""
+"""Which answers another engine can continue from the tokens so far, and the bodies that ask it to."""
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 from prfaas.serving.gateway.bodies import Json, WrittenIds
 from prfaas.serving.gateway.prompts.prompt import DEFAULT_COMPLETION_TOKENS, Endpoint, has_media
 
-
-def _number(value: Any) -> bool:
-    return type(value) in (int, float)
-
-
-def _whole_number(value: Any) -> bool:
-    return type(value) is int
-
-
-def _flag(value: Any) -> bool:
-    return type(value) is bool
-
-
-def _anything(_value: Any) -> bool:
-    return True
-
-
-def _ids(value: Any) -> bool:
-    return isinstance(value, list) and all(map(_whole_number, value))
-
-
-def _stops(value: Any) -> bool:
-    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(s, str) for s in value))
-
-
-# With these, sampling depends on the text so far alone. They go into the second request as they are.
-_KEPT: dict[str, Callable[[Any], bool]] = {
-    "temperature": _number,
-    "top_p": _number,
-    "top_k": _whole_number,
-    "min_p": _number,
-    "stop": _stops,
-    "stop_token_ids": _ids,
-    "include_stop_str_in_output": _flag,
-    "ignore_eos": _flag,
-    "user": lambda value: isinstance(value, str),
-}
-# These are worked into the second request, or state the default.
-_SETTLED: dict[str, Callable[[Any], bool]] = {
-    "model": lambda value: isinstance(value, str),
-    "prompt": _anything,
-    "messages": _anything,
-    "add_special_tokens": _flag,
-    "add_generation_prompt": lambda value: value is True,
-    "stream": lambda value: value is True,
-    "stream_options": lambda value: (
-        isinstance(value, dict) and value.keys() <= {"include_usage"} and all(map(_flag, value.values()))
-    ),
-    "max_tokens": _whole_number,
-    "max_completion_tokens": _whole_number,
-    "min_tokens": _whole_number,
-    "n": lambda value: value == 1,
-    "seed": _whole_number,
-    "echo": lambda value: value is False,
-    "logprobs": lambda value: value is False,
-    "frequency_penalty": lambda value: value == 0,
-    "presence_penalty": lambda value: value == 0,
-    "repetition_penalty": lambda value: value == 1,
-    "response_format": lambda value: value == {"type": "text"},
-}
+# With these vLLM 0.32 goes by what it has generated itself, and to a second engine that is the prompt.
+_COUNTING_OUTPUT = (
+    "frequency_penalty",
+    "presence_penalty",
+    "bad_words",
+    "repetition_detection",
+    "vllm_xargs",
+    "structured_outputs",
+    "use_beam_search",
+)
+# With these an answer is more than its own text or has no token ids, or the prompt would be cut once more.
+_OTHER_FORMS = (
+    "echo",
+    "prompt_logprobs",
+    "return_prompt_text",
+    "suffix",
+    "truncate_prompt_tokens",
+    "prompt_embeds",
+)
 
 
 def can_resume(endpoint: Endpoint, body: Json) -> bool:
-    """Whether the rest of the answer to `body` depends on nothing but its prompt and its text so far.
+    """Whether the rest of a streamed answer to `body` depends on nothing but the tokens before it.
 
-    A list of what is known to be harmless: any other field that has a value, and the stream can't be resumed. Nor can
-    the streams of other APIs, whose events count what came before.
+    Not those of other APIs: vLLM tells no token ids there.
     """
     if body.get("stream") is not True or endpoint not in (Endpoint.COMPLETIONS, Endpoint.CHAT):
         return False
     # What it shows is in no ids.
     if has_media(endpoint, body):
         return False
-    for name, value in body.items():
-        if value is None:
-            continue
-        harmless = _KEPT.get(name) or _SETTLED.get(name)
-        if harmless is None or not harmless(value):
-            return False
-    # A seeded generator would have to be wound forward.
-    return body.get("seed") is None or body.get("temperature") == 0
+    if any(body.get(field) for field in _COUNTING_OUTPUT + _OTHER_FORMS) or _has_grammar(body):
+        return False
+    # With hidden reasoning there are no ids. A seeded generator would have to be wound forward.
+    is_seeded = body.get("seed") not in (None, -1) and body.get("temperature") != 0
+    return body.get("n") in (None, 1) and body.get("include_reasoning") is not False and not is_seeded
+
+
+def _has_grammar(body: Json) -> bool:
+    """Whether vLLM allows only some tokens, by where in a grammar the answer is."""
+    wanted = body.get("response_format")
+    if wanted is not None and (not isinstance(wanted, dict) or wanted.get("type") != "text"):
+        return True
+    tools = body.get("tools")
+    if not isinstance(tools, list) or not tools or body.get("tool_choice") == "none":
+        return False
+    is_free = body.get("tool_choice") in (None, "auto") and body.get("parallel_tool_calls") is not False
+    return not is_free or any(_is_strict(tool) for tool in tools)
+
+
+def _is_strict(tool: Any) -> bool:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    return isinstance(function, dict) and bool(function.get("strict"))
+
+
+def stop_strings(body: Json) -> tuple[str, ...]:
+    """What ends an answer where it stands in its text."""
+    stop = body.get("stop")
+    given = [stop] if isinstance(stop, str) else stop if isinstance(stop, list) else []
+    return tuple(text for text in given if isinstance(text, str) and text)
 
 
 def wants_usage(body: Json) -> bool:
@@ -107,18 +85,19 @@ def tokens_left(
     return room if limit is None else min(room, limit - sent_tokens)
 
 
-def sampling_fields(body: Json) -> Json:
-    """The fields of `body` that have an engine sample as it would for `body` itself."""
-    return {name: body[name] for name in _KEPT if body.get(name) is not None}
+def rest_body(endpoint: Endpoint, body: Json, written: WrittenIds, sent_tokens: int, max_tokens: int) -> Json:
+    """`body` as of a request for what follows `written`: the prompt and `sent_tokens` tokens of the answer.
 
-
-def resume_body(
-    body: Json, model: str, token_ids: Sequence[int] | WrittenIds, sent_tokens: int, max_tokens: int
-) -> Json:
-    """A text completion that continues `token_ids`: the prompt and `sent_tokens` tokens of the answer."""
-    kept = sampling_fields(body)
+    A chat gets the ids beside its messages. Stop strings are the gateway's to find: they may have begun already.
+    """
+    rest = {name: value for name, value in body.items() if name not in ("stop", "truncate_prompt_tokens")}
+    rest |= (
+        {"max_tokens": max_tokens}
+        if endpoint is Endpoint.COMPLETIONS
+        else {"max_completion_tokens": max_tokens}
+    )
     if body.get("min_tokens") is not None:
-        kept["min_tokens"] = max(body["min_tokens"] - sent_tokens, 0)
-    if wants_usage(body):
-        kept["stream_options"] = {"include_usage": True}
-    return {"model": model, "prompt": token_ids, "max_tokens": max_tokens, "stream": True, **kept}
+        rest["min_tokens"] = max(body["min_tokens"] - sent_tokens, 0)
+    if endpoint is Endpoint.COMPLETIONS:
+        rest["prompt"] = written
+    return rest

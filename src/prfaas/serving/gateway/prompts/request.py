@@ -30,6 +30,7 @@ _TRACE_HEADERS = {
     "tracestate": re.compile(r"[ -~]{1,512}"),
 }
 _TENANT_PURPOSE = b"prfaas tenant\x00"
+_CLIENT_PURPOSE = b"client\x00"
 _LINK_PURPOSE = b"prfaas tenant on a link\x00"
 _SALT_BYTES = 16
 
@@ -99,7 +100,7 @@ class Tenants:
     def adopt(self, header: str | None, weights: Mapping[str, int]) -> None:
         """Tell tenants apart so from now on."""
         self._header = header
-        self._weights = {self._salt(name.encode()): weight for name, weight in weights.items()}
+        self._weights = {self._salt(self._spelt_alike(name)): weight for name, weight in weights.items()}
 
     @property
     def are_told_apart(self) -> bool:
@@ -123,8 +124,20 @@ class Tenants:
         values = headers.getall(self._header, [])
         if len(values) > 1:
             raise ApiError(400, f"The header {self._header} must not be given more than once.")
-        value = values[0].encode("utf-8", "surrogateescape") if values else b""
-        return self._salt(value)
+        return self._salt(self._spelt_alike(values[0]) if values else b"")
+
+    def of_client(self, name: str, weight: int) -> str:
+        """The salt of a client with an API key, which has so many parts of a link."""
+        salt = self._salt(_CLIENT_PURPOSE + name.encode())
+        self._weights[salt] = weight
+        return salt
+
+    def _spelt_alike(self, value: str) -> bytes:
+        """A header's value as all readers take it: blanks and the case of a scheme make no other tenant."""
+        words = value.encode("utf-8", "surrogateescape").split()
+        if len(words) > 1 and self._header is not None and self._header.lower() == "authorization":
+            words[0] = words[0].lower()
+        return b" ".join(words)
 
     def transfer_class(self, salt: str, *, background: bool) -> TransferClass:
         """How a transfer of the tenant with this salt shares a link."""

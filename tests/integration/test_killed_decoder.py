@@ -1,0 +1,128 @@
+"""Real decode engines tell token ids of streams, which clients never see; one that dies is gone on from by another."""
+
+import json
+import re
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from .stack import MODEL, PATIENCE_S, Stack, call, prompt, running, wait_until, write_deployment
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.slow("engines die while they decode, and are started anew"),
+    pytest.mark.extended("its parts run against stand-ins in `make test`"),
+    pytest.mark.timeout(1800),
+]
+
+CONTINUATIONS = "prfaas_gateway_continuations_total"
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+TOOL = {"type": "function", "function": {"name": "pick", "parameters": {"type": "object"}}}
+SAID = {"messages": [{"role": "user", "content": "Say naïve things about 数字, at length."}]}
+# Bytes by chance: half characters, and nothing that ends an answer.
+LONG = {"max_tokens": 60, "temperature": 0, "ignore_eos": True}
+USAGE = {"stream_options": {"include_usage": True}}
+# Its parser calls all of an answer reasoning that never ends it.
+BODIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "text": (COMPLETIONS, {"prompt": prompt(7, 60), **LONG, **USAGE}),
+    "logprobs": (COMPLETIONS, {"prompt": prompt(8, 60), **LONG, "logprobs": 2}),
+    "reasoning": (CHAT, {**SAID, **LONG, **USAGE, "metadata": {"a": "b"}, "user": "me"}),
+    "tools": (CHAT, {**SAID, **LONG, "tools": [TOOL], "chat_template_kwargs": {"enable_thinking": False}}),
+}
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """Two engines that decode, with parsers of reasoning and tool calls."""
+    parsers = ["--reasoning-parser", "qwen3", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+    path = write_deployment(
+        tmp_path_factory.mktemp("prfaas-test-decoder"),
+        bandwidth="100 Mbit/s",
+        extra_args=parsers,
+        max_model_len=8192,
+    )
+    document = json.loads(path.read_text())
+    document["model"]["tiny"] = "qwen3"
+    document["clusters"][1]["instances"][0]["roles"] = ["decode"]
+    path.write_text(json.dumps(document))
+    yield from running(path)
+
+
+def opened(stack: Stack, name: str, path: str, body: dict[str, Any]) -> Any:
+    request = urllib.request.Request(
+        stack.url(name, path),
+        headers={"Content-Type": "application/json"},
+        data=json.dumps({"model": MODEL, "stream": True, **body}).encode(),
+    )
+    return urllib.request.urlopen(request, timeout=PATIENCE_S)
+
+
+def raw_stream(stack: Stack, name: str, path: str, body: dict[str, Any]) -> bytes:
+    """A stream's bytes, less what is each request's own."""
+    with opened(stack, name, path, body) as answer:
+        raw: bytes = answer.read()
+    return re.sub(rb'"id":"[^"]*"|"created":\d+', b"", raw)
+
+
+def read(raw: bytes) -> tuple[str, list[Any]]:
+    """The joined text, and all events."""
+    parts = [part.removeprefix(b"data: ") for part in raw.split(b"\n\n") if part]
+    assert parts.pop() == b"[DONE]", raw[-500:]
+    events = [json.loads(part) for part in parts]
+    text = ""
+    for event in events:
+        for choice in event["choices"]:
+            delta = choice.get("delta", choice)
+            text += delta.get("content") or delta.get("reasoning") or delta.get("text") or ""
+    return text, events
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_a_client_gets_the_bytes_that_the_engine_sends_without_ids(stack: Stack, name: str) -> None:
+    path, body = BODIES[name]
+    plain = raw_stream(stack, "home-decode-0", path, body).split(b"\n\n")
+    passed = raw_stream(stack, "gateway", path, body).split(b"\n\n")
+    assert passed == plain, next((a, b) for a, b in zip(passed, plain, strict=False) if a != b)
+    asked = raw_stream(stack, "gateway", path, body | {"return_token_ids": True})
+    assert b'"token_ids":[' in asked and b'"prompt_token_ids":[' in asked
+
+
+@pytest.mark.parametrize(
+    ("name", "after"), [("reasoning", 25), ("text", 12), ("tools", 40), ("logprobs", 31)]
+)
+def test_a_stream_survives_its_engine(stack: Stack, name: str, after: int) -> None:
+    path, body = BODIES[name]
+    # So long that its engine is still at it when it is killed.
+    body = body | {"max_tokens": 1500}
+    if name == "text":
+        body |= {"stop": ["never to be found"]}
+    whole, events = read(raw_stream(stack, "gateway", path, body))
+    continued = stack.metric("gateway", CONTINUATIONS, 'outcome="continued"')
+    raw = b""
+    with opened(stack, "gateway", path, body) as answer:
+        route = answer.headers["x-prfaas-route"]
+        engine = re.search(r"decode=([^;]+)", route)
+        assert engine is not None
+        while raw.count(b"\n\n") < after:
+            raw += answer.read1()
+        before, _ = read(raw[: raw.rindex(b"\n\n")] + b"\n\ndata: [DONE]")
+        stack.engines.kill(engine[1])
+        raw += answer.read()
+    text, told = read(raw)
+    # The rest may part from the unbroken answer by rounding, and then it is another text.
+    same = next((at for at, (a, b) in enumerate(zip(text, whole, strict=False)) if a != b), len(whole))
+    print(f"{name}: of {len(whole)} characters {len(before)} came before, the first {same} are equal")
+    assert same >= len(before)
+    assert len({event["id"] for event in told}) == 1
+    roles = [c["delta"]["role"] for e in told for c in e["choices"] if "role" in c.get("delta", {})]
+    assert roles == (["assistant"] if path == CHAT else [])
+    assert [c["finish_reason"] for e in told for c in e["choices"] if c["finish_reason"]] == ["length"]
+    if "stream_options" in body:
+        assert told[-1]["usage"] == events[-1]["usage"]
+    assert stack.metric("gateway", CONTINUATIONS, 'outcome="continued"') == continued + 1
+    stack.engines.start(engine[1])
+    stack.engines.wait_ready()
+    health = stack.url("gateway", "/health")
+    wait_until(lambda: call(health).body["instances"][engine[1]] == "up", PATIENCE_S, f"{engine[1]} is back")
