@@ -22,6 +22,7 @@ from aiohttp import web
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
+from prfaas.core.prefix import MediaItem
 from prfaas.serving.gateway.prompts.tokenizers import ChatTemplate
 from prfaas.serving.transport.chunk_source import BytesSource
 from prfaas.serving.transport.handover import NIXL_MARK, Handover, is_by_nixl, ticket_of
@@ -387,7 +388,7 @@ class StandInEngine:
                     | {
                         "content": m.get("content") or ""
                         if isinstance(m.get("content") or "", str)
-                        else "\n".join(p["text"] for p in m["content"])
+                        else "\n".join(p.get("text", _SHOWN) for p in m["content"])
                     }
                     for m in body["messages"]
                 ],
@@ -416,6 +417,13 @@ class StandInEngine:
         rendered: list[dict[str, Any]] = [
             {"token_ids": self._ids(one), "sampling_params": {}, "features": None} for one in each
         ]
+        if shown_in(chat):
+            items = media_of(chat, rendered[0]["token_ids"])
+            rendered[0]["features"] = {
+                "mm_hashes": {"image": [item.digest for item in items]},
+                "mm_placeholders": {"image": [{"offset": i.offset, "length": i.tokens} for i in items]},
+                "kwargs_data": None,
+            }
         return web.json_response(rendered if path == "/v1/completions" else rendered[0])
 
     async def _tokenize(self, request: web.Request) -> web.Response:
@@ -481,7 +489,8 @@ class StandInEngine:
                 return web.json_response(
                     {"error": {"message": f"made to fail: {json.dumps(body)}"}}, status=self.fails
                 )
-            assert ticket is not None and len(ids) == ticket.num_tokens
+            assert ticket is not None and len(ids) - bool(shown_in(body)) == ticket.num_tokens
+            ids = ids[: ticket.num_tokens]
             assert ticket.prompt_digest == digest(body, ids)
             if by_nixl:
                 assert told == NIXL_MARK + ticket_of(told)
@@ -792,4 +801,31 @@ def _logprobs(text: str, token_ids: list[int], first: int = 0, *, chat: bool = F
 def digest(body: dict[str, Any], ids: list[int]) -> bytes:
     """As an engine computes it: with the salt and the adapter of the request."""
     model = body.get("model") or "stand-in"
-    return prompt_digest(ids, body.get("cache_salt", ""), "" if model == "stand-in" else model)
+    adapter = "" if model == "stand-in" else model
+    return prompt_digest(ids, body.get("cache_salt", ""), adapter, media_of(body, ids))
+
+
+# An image is sixteen tokens, each of one character that no text has.
+_IMAGE_TOKENS = 16
+_SHOWN = "\x01" * _IMAGE_TOKENS
+
+
+def shown_in(body: dict[str, Any]) -> list[str]:
+    """The URLs of a chat's images."""
+    return [
+        part["image_url"]["url"]
+        for message in body.get("messages") or ()
+        if isinstance(message.get("content"), list)
+        for part in message["content"]
+        if "image_url" in part
+    ]
+
+
+def media_of(body: dict[str, Any], ids: Sequence[int]) -> list[MediaItem]:
+    """The images of a chat within the ids."""
+    mark = _ID_OF["\u0101"]
+    firsts = [i for i, one in enumerate(ids) if one == mark and ids[i - 1] != mark]
+    return [
+        MediaItem(hashlib.sha256(url.encode()).hexdigest(), first, _IMAGE_TOKENS)
+        for url, first in zip(shown_in(body), firsts, strict=False)
+    ]
