@@ -368,7 +368,11 @@ def test_other_ways_are_told_too(deployment: Deployment) -> None:
     direct.trace_id = "5" * 32
     text = "\n".join(sentences(page(direct, deployment)))
     assert f"Its trace: {direct.trace_id}" in text
-    assert "was left by its client" in text and "not looked at (media)" in text and "No KVCache moved" in text
+    assert (
+        "was left by its client" in text
+        and "could not be split (media)" in text
+        and "No KVCache moved" in text
+    )
     own = RequestRecord(ID, "chat", 0.0, 0.0, prompt_tokens=9000)
     numbers = {"prefill": "home-decode-0", "threshold_tokens": math.inf, "predicted_ttft_s": math.nan}
     wanted = structs.replace(decision(**numbers), cache_transfer=CacheTransfer("home-decode-0", 5, 0, 5))

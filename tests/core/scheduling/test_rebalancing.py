@@ -7,8 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prfaas.core.scheduling.rebalancing import Rebalancer
-from prfaas.core.scheduling.view import LinkView
+from prfaas.core.prefix import PoolHit, PrefixHit
+from prfaas.core.scheduling.rebalancing import Rebalancer, missed_prefix
+from prfaas.core.scheduling.view import LinkView, PoolView
+
+from .views import board, prefiller
 
 GIB = 2**30
 
@@ -214,3 +217,32 @@ def test_due_are_just_those_with_so_many_misses_in_the_window(
     now_s = times_s[-1] + wait_s
     within = sum(now_s - time_s <= 100 for time_s in times_s)
     assert len(rebalancer.decide([TO_HOME], now_s)) == (within >= min_misses)
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(["home-0", "home-1", "east-0", "east-1", "north-0"]),
+        st.integers(0, 4).map(lambda tens: 10 * tens),
+    )
+)
+def test_what_is_missed_is_what_another_cluster_holds_beyond_all_pools_here(held: dict[str, int]) -> None:
+    view = board(prefiller("home-p", "home"), prefiller("east-p", "east"), prefiller("north-p", "north"))
+    for name in ("home-0", "home-1", "east-0", "east-1", "north-0"):
+        cluster = name.partition("-")[0]
+        view.pools[name] = PoolView(name, cluster, ("home-p",) if name == "home-1" else ())
+    pools = {name: PoolHit(PrefixHit(n, n), PrefixHit(0, 0)) for name, n in held.items()}
+    missed = missed_prefix(pools, "home-p", view)
+    here = max((tokens for name, tokens in held.items() if name.startswith("home")), default=0)
+    there = max((tokens for name, tokens in held.items() if not name.startswith("home")), default=0)
+    if there <= here:
+        assert missed is None
+        return
+    assert missed is not None
+    assert (missed.tokens, missed.held_tokens, missed.target.name) == (there, here, "home-1")
+    assert missed.num_bytes == view.kv.prefix_bytes_to_move(there, here)
+    assert set(missed.sources) == {name.partition("-")[0] for name, n in held.items() if n == there} - {
+        "home"
+    }
+    assert all(held[name] == there and name.startswith(place) for place, name in missed.sources.items())
+    # Who has no pool misses nothing that a pool could get.
+    assert missed_prefix(pools, "east-p", view) is None
