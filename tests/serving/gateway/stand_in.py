@@ -6,6 +6,7 @@ prompt and half an answer ends it as the first one would have.
 """
 
 import asyncio
+import functools
 import hashlib
 import itertools
 import json
@@ -92,6 +93,8 @@ def kv_of(ids: Sequence[int]) -> bytes:
 
 
 ANSWER_TOKENS = 16
+# As vLLM writes it.
+COMPACT = functools.partial(json.dumps, separators=(",", ":"))
 _CHARACTERS = "0123456789abcdef"
 _ID_OF = {symbol: i for i, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
 
@@ -509,7 +512,7 @@ class StandInEngine:
             await asyncio.sleep(self.whole_s)
             if self.sends_after is not None:
                 self.goes_on.set()
-            return web.json_response(self._whole_answer(body, ids))
+            return web.json_response(self._whole_answer(body, ids), dumps=COMPACT)
         return await self._streamed(request, body, ids)
 
     async def _answered_otherwise(
@@ -542,7 +545,13 @@ class StandInEngine:
         return {
             "id": "x",
             "choices": [
-                {"index": 0, "text": text, "message": {"role": "assistant", "content": text}, **ended}
+                {
+                    "index": 0,
+                    "text": text,
+                    "message": {"role": "assistant", "content": text},
+                    **ended,
+                    "token_ids": answer.token_ids if body.get("return_token_ids") else None,
+                }
                 | (
                     {"logprobs": _logprobs(text, answer.token_ids)}
                     if body.get("logprobs") is not None and body["logprobs"] is not False
@@ -775,7 +784,7 @@ def _logprobs(text: str, token_ids: list[int], first: int = 0, *, chat: bool = F
         "tokens": names,
         "text_offset": [len("token_id:00") * (first + index) for index in range(len(names))],
         "token_logprobs": [-0.01] * len(text),
-        "top_logprobs": [{character: -0.01} for character in text],
+        "top_logprobs": [{name: -0.01} for name in names],
     }
 
 

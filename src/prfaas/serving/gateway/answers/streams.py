@@ -1,4 +1,4 @@
-"""An answer on its way from its decode engine to the client: read, kept, written.
+"""An answer on its way from its decode engine to the client: read and written.
 
 A stream passes as the bytes it came in, whole event by whole event, less the token ids that the gateway asked for.
 Nothing of it is parsed.
@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import re
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Self
 
@@ -245,70 +245,24 @@ def _broken(instance: str, error: OSError) -> DecodeFailedError:
     return DecodeFailedError.of_call(failed_call(instance, error, begun=True))
 
 
-@dataclass(slots=True)
-class KeepBudget:
-    """Bytes that all streams of one gateway together may still keep."""
-
-    left_bytes: int
-
-
-class KeptStream:
-    """What was written of one stream, so that another engine can continue it. It is dropped when it grows too long."""
-
-    def __init__(self, budget: KeepBudget, limit_bytes: int) -> None:
-        """`limit_bytes`: what this stream may keep of `budget`. 0: nothing."""
-        self._budget = budget
-        self._limit_bytes = limit_bytes
-        self._chunks: list[bytes] | None = [] if limit_bytes else None
-        self._kept_bytes = 0
-        self._lines = 0
-        self.torn = False
-        """Whether what was written ends within an event."""
-
-    def add(self, chunk: bytes) -> None:
-        """`chunk` is written next: whole events, or a piece of one that is too long to be kept."""
-        self.torn = not chunk.endswith(END_OF_EVENT)
-        # An event is a line and an empty one. To count one byte is the cheapest, and this is done for every chunk.
-        self._lines += chunk.count(b"\n")
-        if self._chunks is None:
-            return
-        beyond = self._kept_bytes + len(chunk) > self._limit_bytes or len(chunk) > self._budget.left_bytes
-        if beyond or self.torn:
-            self.drop()
-            return
-        self._chunks.append(chunk)
-        self._kept_bytes += len(chunk)
-        self._budget.left_bytes -= len(chunk)
-
-    @property
-    def events(self) -> int:
-        """How many were written."""
-        return self._lines // 2
-
-    def written(self) -> bytes | None:
-        """All that was written; None if it was not kept."""
-        return b"".join(self._chunks) if self._chunks is not None else None
-
-    def drop(self) -> None:
-        """Give the bytes back to the budget and keep nothing more."""
-        self._budget.left_bytes += self._kept_bytes
-        self._kept_bytes = 0
-        self._chunks = None
-
-
 class ResponseWriter:
     """Writes an answer to the client. The headers leave with the first byte: until then another engine may answer."""
 
-    def __init__(self, http: web.Request, record: RequestRecord, metrics: Metrics, kept: KeptStream) -> None:
+    def __init__(self, http: web.Request, record: RequestRecord, metrics: Metrics) -> None:
         self._http = http
         self._record = record
         self._metrics = metrics
         self._response: web.StreamResponse | None = None
-        self.kept = kept
+        self._lines = 0
         self.ids: TakenIds | None = None
         """Token ids of the stream that is being written; None: none were asked for."""
         self.latest = b""
         """The events that were written last."""
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether what was written ends within an event."""
+        return bool(self.latest) and not self.latest.endswith(END_OF_EVENT)
 
     @property
     def begun(self) -> bool:
@@ -329,8 +283,7 @@ class ResponseWriter:
                 self._response.enable_chunked_encoding()
             await self._response.prepare(self._http)
         chunk = self._told(chunk)
-        self.kept.add(chunk)
-        self.latest = chunk
+        self._note(chunk)
         await self._read_in_time(self._response.write(chunk))
 
     async def _read_in_time(self, writing: Awaitable[None]) -> None:
@@ -350,7 +303,7 @@ class ResponseWriter:
         event = dialect.error_event(error.status, error.message, self.latest)
         try:
             async with asyncio.timeout(_LAST_WORDS_S):
-                await self._response.write(END_OF_EVENT + event if self.kept.torn else event)
+                await self._response.write(END_OF_EVENT + event if self.is_torn else event)
                 await self._response.write_eof()
         except TimeoutError:
             if self._http.transport is not None:
@@ -373,8 +326,8 @@ class ResponseWriter:
         def write_now(events: bytes) -> bool:
             nonlocal earlier, before
             events = self._told(events)
-            earlier, before, self.latest = before, self.latest, events
-            self.kept.add(events)
+            earlier, before = before, self.latest
+            self._note(events)
             assert transport is not None
             transport.write(b"%x\r\n%b\r\n" % (len(events), events))
             # A slow client is waited for by `write`.
@@ -400,6 +353,20 @@ class ResponseWriter:
         headers = self._record.headers() | {"Content-Type": answer.content_type}
         return web.Response(status=answer.status, body=self._told(answer.body), headers=headers)
 
+    def _note(self, events: bytes) -> None:
+        """These are written next."""
+        self.latest = events
+        if self.ids is None:
+            # An event is a line and an empty one. To count one byte is the cheapest, and this is done for every chunk.
+            self._lines += events.count(b"\n")
+
+    def note_tokens(self) -> None:
+        """The answer is over: tell the record how many tokens it had, unless its usage has, or how many events."""
+        if self.ids is None:
+            self._record.answer_events = self._lines // 2
+        elif self._record.answer_tokens is None:
+            self._record.answer_tokens = len(self.ids.ids)
+
     def _told(self, answer: bytes) -> bytes:
         """Of an answer or some whole events what the client may know."""
         return answer if self._record.tells_details else without_cached_tokens(answer)
@@ -413,25 +380,3 @@ class ResponseWriter:
         # Without a route nothing was generated.
         if self._record.route_header is not None:
             self._metrics.ttft_seconds.labels(self._record.route).observe(ttft_s)
-
-
-def answer_of(response: web.StreamResponse, writer: ResponseWriter) -> bytes | None:
-    """All that the client was told; None where it was no answer, or was not kept."""
-    if response.status != 200:
-        return None
-    if isinstance(response, web.Response):
-        return bytes(response.body) if isinstance(response.body, bytes | bytearray) else None
-    return writer.kept.written()
-
-
-@contextlib.contextmanager
-def writing(
-    http: web.Request, record: RequestRecord, metrics: Metrics, budget: KeepBudget, keep_bytes: int
-) -> Iterator[ResponseWriter]:
-    """A writer for one answer, of whose stream at most `keep_bytes` are kept until the end."""
-    kept = KeptStream(budget, keep_bytes)
-    try:
-        yield ResponseWriter(http, record, metrics, kept)
-    finally:
-        record.answer_events = kept.events
-        kept.drop()
