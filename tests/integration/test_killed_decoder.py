@@ -1,5 +1,6 @@
 """Real decode engines tell token ids of streams, which clients never see; one that dies is gone on from by another."""
 
+import itertools
 import json
 import re
 import urllib.request
@@ -60,10 +61,19 @@ def opened(stack: Stack, name: str, path: str, body: dict[str, Any]) -> Any:
 
 
 def raw_stream(stack: Stack, name: str, path: str, body: dict[str, Any]) -> bytes:
-    """A stream's bytes, less what is each request's own."""
     with opened(stack, name, path, body) as answer:
         raw: bytes = answer.read()
-    return re.sub(rb'"id":"[^"]*"|"created":\d+', b"", raw)
+    return raw
+
+
+def forms(raw: bytes) -> list[bytes]:
+    """A stream's events without their texts, those that are alike once: on a busy machine vLLM joins some.
+
+    Without what is each request's own, too.
+    """
+    bare = re.sub(rb'"id":"[^"]*"|"created":\d+', b"", raw)
+    bare = re.sub(rb'"(content|reasoning|text)":"(\\.|[^"\\])+"', b"", bare)
+    return [form for form, _ in itertools.groupby(bare.split(b"\n\n"))]
 
 
 def read(raw: bytes) -> tuple[str, list[Any]]:
@@ -82,9 +92,10 @@ def read(raw: bytes) -> tuple[str, list[Any]]:
 @pytest.mark.parametrize("name", BODIES)
 def test_a_client_gets_the_bytes_that_the_engine_sends_without_ids(stack: Stack, name: str) -> None:
     path, body = BODIES[name]
-    plain = raw_stream(stack, "home-decode-0", path, body).split(b"\n\n")
-    passed = raw_stream(stack, "gateway", path, body).split(b"\n\n")
-    assert passed == plain, next((a, b) for a, b in zip(passed, plain, strict=False) if a != b)
+    plain, passed = raw_stream(stack, "home-decode-0", path, body), raw_stream(stack, "gateway", path, body)
+    assert read(passed)[0] == read(plain)[0]
+    if "logprobs" not in body:
+        assert forms(passed) == forms(plain)
     asked = raw_stream(stack, "gateway", path, body | {"return_token_ids": True})
     assert b'"token_ids":[' in asked and b'"prompt_token_ids":[' in asked
 

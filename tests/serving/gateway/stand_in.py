@@ -216,6 +216,7 @@ class StandInEngine:
     "mid-stream", "mid-event"), or says that it failed ("http-500", "error-event", "early-end"); streams after
     `dies_after` tokens. `deaths`: how often yet. `freezes`: in place of dying it says nothing more over HTTP until
     `frozen` is false again. `mute`: its KV port accepts connections and never says a word.
+    `mulls`: it does nothing until `goes_on` says so.
 
     `lingers`: three quarters of its KV leave; the rest of it, and of its prefill, wait for `goes_on`, and then do what
     `lingers` says: "ends" well, "aborts" the transfer, or the prefill "fails" too. `trails`: the prefill answers at
@@ -246,6 +247,7 @@ class StandInEngine:
     freezes: bool = False
     frozen: bool = False
     mute: bool = False
+    mulls: bool = False
     lingers: str | None = None
     trails: bool = False
     end: str | None = None
@@ -433,6 +435,8 @@ class StandInEngine:
         await self.thawed()
         body = await request.json()
         self.seen.append(Seen(request.path, dict(request.headers), body))
+        if self.mulls:
+            await self.goes_on.wait()
         body = stand_in_apis.as_chat(request.path, body)
         ids = self._ids(body) if refusal_of(body) is None else []
         try:

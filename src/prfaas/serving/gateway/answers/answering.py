@@ -19,7 +19,6 @@ from prfaas.serving.gateway.answers.taken_ids import taken_of_whole
 from prfaas.serving.gateway.answers.transcript import AnswerText
 from prfaas.serving.gateway.bodies import ApiError
 from prfaas.serving.gateway.context import GatewayContext
-from prfaas.serving.gateway.dialects import dialect_of
 from prfaas.serving.gateway.engine_client import OWN_RESOURCES
 from prfaas.serving.gateway.prompts.request import ServingRequest
 from prfaas.serving.gateway.prompts.tokenization import Tokenization
@@ -58,16 +57,15 @@ class Answering:
 
     async def answer(
         self,
-        http: web.Request,
         request: ServingRequest,
         ready: ReadyRequest,
         admitted: AdmittedRequest,
+        writer: ResponseWriter,
     ) -> web.StreamResponse:
         """Pass the answer on to the client, within the time that it gave. Raises ApiError."""
         is_compared = self._shadow.wants(request, ready)
         # Streams tell their ids in any case.
         asked = _telling_ids(request) if is_compared and request.body.get("stream") is not True else request
-        writer = ResponseWriter(http, request.record, self._metrics)
         try:
             async with admitted.in_time():
                 response = await self._decode(asked, ready, writer)
@@ -75,7 +73,7 @@ class Answering:
             if not writer.begun:
                 raise
             self._metrics.refused.labels("deadline-passed").inc()
-            response = await writer.fail(late, dialect_of(request.endpoint))
+            response = await writer.fail(late)
         finally:
             writer.note_tokens()
         if is_compared:

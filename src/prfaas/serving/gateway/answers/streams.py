@@ -8,10 +8,11 @@ import asyncio
 import contextlib
 import re
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Self
 
+import orjson
 from aiohttp import HttpVersion11, web
 
 from prfaas.serving.gateway.answers.hidden_usage import safe_end, without_cached_tokens
@@ -25,6 +26,8 @@ from prfaas.serving.gateway.request_log import RequestRecord
 from prfaas.serving.gateway.request_trace import finish_reasons
 
 EVENT_STREAM = "text/event-stream"
+_HEAD_TYPE = "text/event-stream; charset=utf-8"
+_KEEP_ALIVE = b": keep-alive\n\n"
 # Events that are longer are passed on in pieces.
 _LONGEST_EVENT_BYTES = 1 << 20
 
@@ -246,10 +249,18 @@ def _broken(instance: str, error: OSError) -> DecodeFailedError:
 
 
 class ResponseWriter:
-    """Writes an answer to the client. The headers leave with the first byte: until then another engine may answer."""
+    """Writes an answer to the client. Until its first event leaves another engine may answer.
 
-    def __init__(self, http: web.Request, record: RequestRecord, metrics: Metrics) -> None:
+    The headers leave with it, or before, with comments for a client that waits: then errors are events too.
+    """
+
+    def __init__(
+        self, http: web.Request, record: RequestRecord, metrics: Metrics, dialect: Dialect = OPENAI
+    ) -> None:
         self._http = http
+        self._dialect = dialect
+        self._timer: asyncio.TimerHandle | None = None
+        self._tick: asyncio.Task[None] | None = None
         self._record = record
         self._metrics = metrics
         self._response: web.StreamResponse | None = None
@@ -266,8 +277,52 @@ class ResponseWriter:
 
     @property
     def begun(self) -> bool:
-        """Whether the client has seen anything."""
+        """Whether the client has seen anything of the answer."""
+        return bool(self.latest)
+
+    @property
+    def head_sent(self) -> bool:
+        """Whether the client has a status, which was 200."""
         return self._response is not None
+
+    @contextlib.contextmanager
+    def keeping_alive(self, every_s: float | None) -> Iterator[None]:
+        """Write a comment every so often while the client waits for the first event; None: never."""
+        loop = asyncio.get_running_loop()
+
+        def wait_on(_ended: object = None) -> None:
+            if every_s is not None and not self.begun:
+                self._timer = loop.call_later(every_s, tick)
+
+        def tick() -> None:
+            self._tick = loop.create_task(self._write_comment(), name="prfaas-keep-alive")
+            self._tick.add_done_callback(wait_on)
+
+        wait_on()
+        try:
+            yield
+        finally:
+            every_s = None
+            if self._timer is not None:
+                self._timer.cancel()
+            if self._tick is not None:
+                self._tick.cancel()
+
+    async def _write_comment(self) -> None:
+        # A client that has left is noticed where it is waited for.
+        with contextlib.suppress(ConnectionResetError):
+            response = await self._with_head(_HEAD_TYPE)
+            await self._read_in_time(response.write(_KEEP_ALIVE))
+
+    async def _with_head(self, content_type: str) -> web.StreamResponse:
+        """The response, its headers sent."""
+        if self._response is None:
+            headers = self._record.headers() | {"Content-Type": content_type, "Cache-Control": "no-cache"}
+            self._response = web.StreamResponse(headers=headers)
+            if self._http.version >= HttpVersion11:
+                self._response.enable_chunked_encoding()
+            await self._response.prepare(self._http)
+        return self._response
 
     async def write(self, chunk: bytes, content_type: str = EVENT_STREAM) -> None:
         """Pass on a piece of a stream.
@@ -275,16 +330,15 @@ class ResponseWriter:
         Raises:
             ConnectionResetError: the client has left.
         """
-        if self._response is None:
+        if not self.begun:
             self._note_first_byte()
-            headers = self._record.headers() | {"Content-Type": content_type, "Cache-Control": "no-cache"}
-            self._response = web.StreamResponse(headers=headers)
-            if self._http.version >= HttpVersion11:
-                self._response.enable_chunked_encoding()
-            await self._response.prepare(self._http)
+            if self._tick is not None:
+                # What it writes is whole before anything else is written.
+                await asyncio.wait((self._tick,))
+        response = await self._with_head(content_type)
         chunk = self._told(chunk)
         self._note(chunk)
-        await self._read_in_time(self._response.write(chunk))
+        await self._read_in_time(response.write(chunk))
 
     async def _read_in_time(self, writing: Awaitable[None]) -> None:
         """Raises ConnectionResetError where the client reads nothing: it is cut off."""
@@ -296,11 +350,14 @@ class ResponseWriter:
                 self._http.transport.abort()
             raise ConnectionResetError("the client reads nothing of its answer") from None
 
-    async def fail(self, error: ApiError, dialect: Dialect) -> web.StreamResponse:
+    async def fail(self, error: ApiError) -> web.StreamResponse:
         """End the stream with an error; a client that takes nothing any more is cut off."""
         assert self._response is not None
-        self._record.broken = True
-        event = dialect.error_event(error.status, error.message, self.latest)
+        if error.status >= 500 or self.begun:
+            self._record.broken = True
+        else:
+            self._record.refused_status = error.status
+        event = self._dialect.error_event(error.status, error.message, self.latest)
         try:
             async with asyncio.timeout(_LAST_WORDS_S):
                 await self._response.write(END_OF_EVENT + event if self.is_torn else event)
@@ -348,7 +405,9 @@ class ResponseWriter:
         return self._response
 
     def send(self, answer: WholeAnswer) -> web.Response:
-        """The answer in one piece."""
+        """The answer in one piece. Raises ApiError where the client waits for a stream, and this is an error."""
+        if self.head_sent:
+            raise ApiError(answer.status, _sentence_in(answer.body))
         self._note_first_byte()
         headers = self._record.headers() | {"Content-Type": answer.content_type}
         return web.Response(status=answer.status, body=self._told(answer.body), headers=headers)
@@ -380,3 +439,12 @@ class ResponseWriter:
         # Without a route nothing was generated.
         if self._record.route_header is not None:
             self._metrics.ttft_seconds.labels(self._record.route).observe(ttft_s)
+
+
+def _sentence_in(body: bytes) -> str:
+    """What an engine's error answer says."""
+    try:
+        error = orjson.loads(body)["error"]
+        return str(error["message"])
+    except (ValueError, KeyError, TypeError):
+        return "The decode instance did not answer with a stream."
