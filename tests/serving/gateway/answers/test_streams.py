@@ -109,6 +109,7 @@ def test_a_client_that_reads_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch)
         writer._response = SimpleNamespace(  # type: ignore[assignment]
             write=lambda _chunk: asyncio.Event().wait(), write_eof=lambda: asyncio.Event().wait()
         )
+        writer.latest = b"data: w\n\n"
         for unread in (writer.write(b"data: x\n\n"), writer.end()):
             with pytest.raises(ConnectionResetError, match="reads nothing"):
                 await unread

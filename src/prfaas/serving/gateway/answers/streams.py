@@ -259,6 +259,7 @@ class ResponseWriter:
     ) -> None:
         self._http = http
         self._dialect = dialect
+        self._is_awaited = True
         self._timer: asyncio.TimerHandle | None = None
         self._tick: asyncio.Task[None] | None = None
         self._record = record
@@ -291,7 +292,7 @@ class ResponseWriter:
         loop = asyncio.get_running_loop()
 
         def wait_on(_ended: object = None) -> None:
-            if every_s is not None and not self.begun:
+            if self._is_awaited and every_s is not None:
                 self._timer = loop.call_later(every_s, tick)
 
         def tick() -> None:
@@ -302,11 +303,16 @@ class ResponseWriter:
         try:
             yield
         finally:
-            every_s = None
-            if self._timer is not None:
-                self._timer.cancel()
-            if self._tick is not None:
-                self._tick.cancel()
+            writing = self._stop_waiting()
+            if writing is not None:
+                writing.cancel()
+
+    def _stop_waiting(self) -> "asyncio.Task[None] | None":
+        """No further comment is begun. Returns what is being written."""
+        self._is_awaited = False
+        if self._timer is not None:
+            self._timer.cancel()
+        return self._tick
 
     async def _write_comment(self) -> None:
         # A client that has left is noticed where it is waited for.
@@ -332,9 +338,10 @@ class ResponseWriter:
         """
         if not self.begun:
             self._note_first_byte()
-            if self._tick is not None:
+            writing = self._stop_waiting()
+            if writing is not None:
                 # What it writes is whole before anything else is written.
-                await asyncio.wait((self._tick,))
+                await asyncio.wait((writing,))
         response = await self._with_head(content_type)
         chunk = self._told(chunk)
         self._note(chunk)
@@ -360,6 +367,9 @@ class ResponseWriter:
         event = self._dialect.error_event(error.status, error.message, self.latest)
         try:
             async with asyncio.timeout(_LAST_WORDS_S):
+                comment = self._stop_waiting()
+                if comment is not None:
+                    await asyncio.wait((comment,))
                 await self._response.write(END_OF_EVENT + event if self.is_torn else event)
                 await self._response.write_eof()
         except TimeoutError:
