@@ -32,7 +32,7 @@ WING ?=
 WORKERS ?= 3
 
 .PHONY: help setup system fast studies machine demo check test test-all test-gemma test-fast test-docs test-explore \
-	test-extras bench docs clean
+	test-extras audit bench docs clean
 
 help:
 	@echo "make demo   one long and several short prompts through two clusters on this machine, compared with plain vLLM"
@@ -44,6 +44,7 @@ help:
 	@echo "make test-fast WING=core   those of one wing: $(WINGS) (a minute)"
 	@echo "make test-docs    the guides' commands and programs as written; as root also a whole guide on machines of its own (minutes)"
 	@echo "make test-extras  each extra of the wheel in an environment of its own (downloads packages; minutes)"
+	@echo "make audit  known holes in the packages of .venv (downloads pip-audit, which asks a service)"
 	@echo "make check  formatting, lint, types, import arrows"
 	@echo "make bench  every benchmark (about an hour)"
 	@echo "make docs   the documentation as a site in build/site"
@@ -134,6 +135,9 @@ test-docs: setup system
 
 test-extras: setup
 	$(BIN)/python tests/extras/install.py $(EXTRAS)
+
+audit: setup
+	$(BIN)/python requirements/audit.py
 
 bench: setup
 	$(BIN)/python bench/transport.py

@@ -20,13 +20,14 @@ PARSES_JSON = {
     "serving/engines/synthetic/api_bodies.py",
     # The way of a request through the gateway: answers of engines, and files of the model.
     *("serving/gateway/bodies.py", "serving/gateway/console.py", "serving/gateway/dialects.py"),
-    *("serving/gateway/engine_client.py", "serving/gateway/ways/first_token.py"),
+    "serving/gateway/ways/first_token.py",
     *(
         "serving/gateway/ways/first_token_rules.py",
         "serving/gateway/ways/pull.py",
         "serving/gateway/answers/shadow.py",
     ),
     *("serving/gateway/prompts/tokenizers.py", "serving/gateway/answers/transcript.py"),
+    "serving/gateway/answers/hidden_usage.py",
 }
 
 

@@ -1,6 +1,7 @@
 """Each extra of the wheel in an environment of its own: it is installed as a user would, and what it promises is used.
 
-`make test-extras`, or `make test-extras EXTRAS="plan gateway"`. Packages come from where pip is set up to look. vLLM is
+`make test-extras`, or `make test-extras EXTRAS="plan gateway"`. `lowest` is `all` with the lowest versions that
+pyproject.toml allows. Packages come from where pip is set up to look. vLLM is
 not among them: an engine's environment is checked as far as it goes without it.
 """
 
@@ -11,7 +12,11 @@ import tempfile
 import time
 import venv
 import zipfile
+from email import message_from_bytes
 from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 ROOT = Path(__file__).parents[2]
 
@@ -63,6 +68,7 @@ UNWANTED = {
     "plan": ("tokenizers", "httptools", "vllm", "pandas", "pyarrow"),
     "all": ("vllm",),
 }
+LOWEST = "lowest"
 IN_THE_WHEEL = (
     "prfaas/py.typed",
     "prfaas/examples/local.yaml",
@@ -81,7 +87,7 @@ def main(extras: list[str]) -> int:
         wheel = _built(Path(directory))
         names = zipfile.ZipFile(wheel).namelist()
         failures = [f"the wheel has no {name}" for name in IN_THE_WHEEL if name not in names]
-        for extra in extras or COMMANDS:
+        for extra in extras or (*COMMANDS, LOWEST):
             started_s = time.monotonic()
             found = _check(extra, wheel, Path(directory, extra or "base"))
             failures += found
@@ -113,7 +119,11 @@ def _built(directory: Path) -> Path:
 def _check(extra: str, wheel: Path, directory: Path) -> list[str]:
     venv.create(directory, with_pip=True)
     run = _Environment(directory)
-    installed = run(f"python -m pip install -q '{wheel}{f'[{extra}]' if extra else ''}'")
+    only = ""
+    if extra == LOWEST:
+        directory.joinpath("lowest.txt").write_text("\n".join(_lowest(wheel)), encoding="utf-8")
+        extra, only = "all", "-c lowest.txt"
+    installed = run(f"python -m pip install -q {only} '{wheel}{f'[{extra}]' if extra else ''}'")
     if installed.returncode != 0:
         return [f"{extra or 'base'}: can't be installed: {installed.stderr}"]
     failures = []
@@ -129,6 +139,25 @@ def _check(extra: str, wheel: Path, directory: Path) -> list[str]:
             )
     brought = [each for each in UNWANTED[extra] if run(f"python -c 'import {each}'").returncode == 0]
     return failures + [f"{extra or 'base'}: brings {package}" for package in brought]
+
+
+def _lowest(wheel: Path) -> list[str]:
+    """Constraints that pin each package of `all` to the highest of its floors."""
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [each for each in archive.namelist() if each.endswith(".dist-info/METADATA")]
+        said = message_from_bytes(archive.read(name)).get_all("Requires-Dist") or []
+    floors: dict[str, Version] = {}
+    for wanted in map(Requirement, said):
+        for bound in wanted.specifier:
+            if bound.operator == ">=" and _is_of_all(wanted):
+                floor = Version(bound.version)
+                floors[wanted.name] = max(floors.get(wanted.name, floor), floor)
+    return [f"{name}=={floor}" for name, floor in floors.items()]
+
+
+def _is_of_all(wanted: Requirement) -> bool:
+    extras = ("", "engine", "gateway", "plan", "records", "trace", "fast", "trained")
+    return wanted.marker is None or any(wanted.marker.evaluate({"extra": extra}) for extra in extras)
 
 
 class _Environment:

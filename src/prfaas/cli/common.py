@@ -55,10 +55,17 @@ def sentence(error: Exception, command: str = "") -> str | None:
     from prfaas.core.planner import PlanError
     from prfaas.core.workload import WorkloadError
     from prfaas.serving.engines import EngineError
-    from prfaas.serving.secret_files import AdminTokenError, KeyFileError, TlsFileError, TraceHeadersError
+    from prfaas.serving.secret_files import (
+        AdminTokenError,
+        ClientsFileError,
+        KeyFileError,
+        TlsFileError,
+        TraceHeadersError,
+    )
 
-    known = (CliError, DeploymentError, EngineError, ConfigError, PlanError, ProfileError, KeyFileError)
-    if isinstance(error, (*known, AdminTokenError, TlsFileError, TraceHeadersError, WorkloadError)):
+    files = (AdminTokenError, ClientsFileError, KeyFileError, TlsFileError, TraceHeadersError)
+    known = (CliError, DeploymentError, EngineError, ConfigError, PlanError, ProfileError, WorkloadError)
+    if isinstance(error, (*known, *files)):
         return str(error)
     if isinstance(error, ModuleNotFoundError) and error.name is not None:
         return _missing(error.name.split(".")[0], command)

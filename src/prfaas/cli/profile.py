@@ -1,4 +1,4 @@
-"""`prfaas profile`: measure how fast a live server is, or estimate it, and plot the two curves."""
+"""`prfaas profile`: measure how fast a live server is, or estimate it."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -12,50 +12,8 @@ from prfaas.cli.option_groups import with_groups
 from prfaas.cli.profile_estimate import EstimateOptions, EstimateOutputs, print_estimate
 
 if TYPE_CHECKING:
-    from prfaas.core.latency import LatencyProfile
     from prfaas.tools.profiling.endpoint import ProfiledEndpoint
-    from prfaas.tools.profiling.measure import Measurement, MeasurePlan, Sample
-
-
-def plot_profile(profile: "LatencyProfile", measured: "Measurement", directory: Path) -> list[Path]:
-    """Draw NAME-prefill.png and, with decode times, NAME-decode.png into `directory`, and return their paths."""
-    import numpy as np
-
-    from prfaas.lab.report.style import COLOURS, MUTED, length_axis, plot
-
-    def draw(
-        path: Path, samples: "tuple[Sample, ...]", grid: list[float], values: list[float], y: str
-    ) -> None:
-        with plot(path) as (axes,):
-            dots = [(sample.at, seconds) for sample in samples for seconds in sample.seconds]
-            axes.plot(grid, values, color=COLOURS[0], label="profile")
-            axes.plot(
-                *zip(*dots, strict=True), "o", color=MUTED, markersize=4, label="measured", clip_on=False
-            )
-            axes.set_ylabel(y)
-            axes.set_ylim(bottom=0)
-            axes.set_title(profile.name)
-            if samples is measured.prefill:
-                length_axis(axes, grid[0], grid[-1], "uncached prompt length")
-            else:
-                axes.set_xlabel("requests in the batch")
-
-    paths = [directory / f"{profile.name}-prefill.png"]
-    low, high = profile.range_tokens
-    lengths = np.geomspace(low, high, 200).clip(low, high)
-    draw(paths[0], measured.prefill, lengths.tolist(), profile.prefill_s(lengths).tolist(), "prefill (s)")
-    if profile.decode is not None:
-        paths.append(directory / f"{profile.name}-decode.png")
-        batches = np.linspace(*profile.range_batch, 200).clip(*profile.range_batch).tolist()
-        steps = [profile.decode_step_s(batch) * 1000 for batch in batches]
-        draw(paths[1], _in_ms(measured.decode), batches, steps, "decode step (ms)")
-    return paths
-
-
-def _in_ms(samples: "tuple[Sample, ...]") -> "tuple[Sample, ...]":
-    from prfaas.tools.profiling.measure import Sample
-
-    return tuple(Sample(sample.at, tuple(1000 * each for each in sample.seconds)) for sample in samples)
+    from prfaas.tools.profiling.measure import Measurement, MeasurePlan
 
 
 _DEFAULT_BATCHES = (1, 2, 4, 8, 16, 32)
@@ -100,9 +58,6 @@ def profile(
         str, typer.Option(help="What the server runs on, in your words: h200, h20.")
     ] = "unknown",
     gpus: Annotated[int, typer.Option(min=1, help="GPUs of the server.")] = 1,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Also draw both curves there (PNG).")
-    ] = None,
     estimate: Annotated[
         bool, typer.Option("--estimate", help="Measure nothing: estimate from --model, --gpu and --tp.")
     ] = False,
@@ -135,7 +90,7 @@ def profile(
                 f"--estimate asks no server; leave {url} out, or leave --estimate out to measure it"
             )
         plan = estimated.plan(model, wanted, given, context, name)
-        print_estimate(plan, EstimateOutputs(out, plot, estimated.beside, as_json))
+        print_estimate(plan, EstimateOutputs(out, estimated.beside, as_json))
         return
     estimated.check_unused()
     if url is None:
@@ -169,9 +124,6 @@ def profile(
         typer.echo(f"prfaas: {note}", err=True)
     if out is not None:
         save_profile(made, out)
-    if plot is not None:
-        for path in plot_profile(made, measured, plot):
-            typer.echo(f"plot: {path}", err=True)
     if as_json:
         print_json(_document(made.name, measured, out))
     elif out is None:

@@ -77,14 +77,13 @@ class EstimateOutputs:
     """Where the estimate goes."""
 
     out: Path | None
-    plot: Path | None
     beside: str | None
     """A measured profile to compare with: a name or a file."""
     as_json: bool
 
 
 def print_estimate(plan: "EstimatePlan", outputs: EstimateOutputs) -> None:
-    """Estimate, then write, draw and print what was asked for."""
+    """Estimate, then write and print what was asked for."""
     from prfaas.core.latency import load_profile, profile_text, save_profile
     from prfaas.tools.profiling.estimate import differences, estimate
 
@@ -96,9 +95,6 @@ def print_estimate(plan: "EstimatePlan", outputs: EstimateOutputs) -> None:
     both = differences(profile, measured) if measured is not None else ((), ())
     if outputs.out is not None:
         save_profile(profile, outputs.out)
-    if outputs.plot is not None:
-        for path in plot_estimate(profile, measured, outputs.plot):
-            typer.echo(f"plot: {path}", err=True)
     if outputs.as_json:
         print_json(_document(profile, outputs, both))
     elif outputs.out is None and measured is None:
@@ -107,52 +103,6 @@ def print_estimate(plan: "EstimatePlan", outputs: EstimateOutputs) -> None:
         _print_tables(profile, measured, both)
         if outputs.out is not None:
             typer.echo(f"profile: {outputs.out}")
-
-
-def plot_estimate(
-    profile: "LatencyProfile", measured: "LatencyProfile | None", directory: Path
-) -> list[Path]:
-    """Draw NAME-prefill.png and, with decode times, NAME-decode.png with error bars, and return their paths."""
-    import numpy as np
-
-    from prfaas.core.latency.profile import Curve, Evidence
-    from prfaas.lab.report.style import COLOURS, length_axis, plot
-
-    def draw(
-        path: Path, ours: Curve, evidence: Evidence, other: Curve | None, unit: str, scale: float
-    ) -> None:
-        with plot(path) as (axes,):
-            xs, seconds = (np.array(column) for column in zip(*ours.points, strict=True))
-            low, high = evidence.band or (1.0, 1.0)
-            axes.fill_between(
-                xs,
-                low * scale * seconds,
-                high * scale * seconds,
-                color=COLOURS[0],
-                alpha=0.2,
-                label="error bars",
-            )
-            axes.plot(xs, scale * seconds, "o-", color=COLOURS[0], label=f"estimated: {profile.name}")
-            shared = [] if other is None else [x for x in xs.tolist() if other.covers(x)]
-            if other is not None and measured is not None and shared:
-                values = [scale * other.at(x) for x in shared]
-                axes.plot(shared, values, "s--", color=COLOURS[1], label=f"beside it: {measured.name}")
-            axes.set_ylabel(unit)
-            axes.set_ylim(bottom=0)
-            axes.set_title(profile.name)
-            if ours is profile.prefill:
-                length_axis(axes, ours.low, ours.high, "uncached prompt length")
-            else:
-                axes.set_xlabel("requests in the batch")
-
-    paths = [directory / f"{profile.name}-prefill.png"]
-    other = measured.prefill if measured is not None else None
-    draw(paths[0], profile.prefill, profile.evidence, other, "prefill (s)", 1)
-    if profile.decode is not None:
-        paths.append(directory / f"{profile.name}-decode.png")
-        other = measured.decode.curve if measured is not None and measured.decode is not None else None
-        draw(paths[1], profile.decode.curve, profile.decode.evidence, other, "decode step (ms)", 1000)
-    return paths
 
 
 def _document(

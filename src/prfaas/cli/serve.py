@@ -85,6 +85,7 @@ def check_gateway(deployment: "Deployment") -> None:
     Raises:
         CliError: an address of the gateway can't be listened on.
         AdminTokenError: the operators' token can't be read.
+        ClientsFileError: the clients can't be.
         TraceHeadersError: the headers for the collector can't be.
         ModuleNotFoundError: OpenTelemetry is not installed.
         DeploymentError: there is no such policy, or it does not take the file's parameters.
@@ -101,6 +102,10 @@ def check_gateway(deployment: "Deployment") -> None:
             raise CliError(f"gateway of {deployment.path}: {problem}; free it or change gateway.{field}")
     if admin.token_file is not None:
         load_token(admin.token_file)
+    if gateway.clients is not None:
+        from prfaas.serving.gateway.clients import Clients
+
+        Clients(gateway.clients)
     if gateway.tracing is not None:
         check_tracing(gateway.tracing)
 

@@ -32,8 +32,7 @@ def sentences(told: Json) -> Iterator[str]:
     yield _headline(told)
     if told["direct_reason"] is not None:
         yield (
-            f"Its prompt was not looked at ({told['direct_reason']}): the decode instance got the request as it came "
-            "and prefilled it."
+            f"It could not be split ({told['direct_reason']}): the decode instance got it as it came and prefilled it."
         )
     for number, attempt in enumerate(told["attempts"], start=1):
         yield from _attempt(number, attempt)

@@ -25,6 +25,10 @@ class AdminTokenError(ValueError):
     """The token's file is missing, unreadable, open to all, or holds no token."""
 
 
+class ClientsFileError(ValueError):
+    """The file of clients cannot be used; the message names it, and what would be right."""
+
+
 def create_token(path: Path) -> None:
     """Write a new token to `path` (mode 0600); never overwrites a file.
 
@@ -32,7 +36,7 @@ def create_token(path: Path) -> None:
         AdminTokenError: the file exists or cannot be written.
     """
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w", encoding="ascii") as file:
             file.write(secrets.token_hex(32) + "\n")

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import os
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import aiohttp
 
 from prfaas.core.deployment import TOOLS, Deployment, Instance
+from prfaas.core.deployment.addresses import is_loopback
 from prfaas.core.deployment.speculation import kept_model
 from prfaas.core.kv import CacheDtypeError, ConfigError, DrafterError, UnknownModelError
 from prfaas.core.route_header import REQUEST_ID_HEADER, ROUTE_HEADER, RouteHeader
@@ -38,6 +40,7 @@ _CLEAR = 1.5
 # A probe is so much longer than the threshold, and so long where there is none.
 _OVER_TOKENS = 64
 _LONG_TOKENS = 4096
+_KEY_VARIABLE = "PRFAAS_API_KEY"
 _SAME_CERTIFICATES = (
     "see `prfaas certs FILE --show` on both machines: they need certificates of one CA that are good today"
 )
@@ -288,7 +291,9 @@ async def check_gateway(deployment: Deployment, session: aiohttp.ClientSession) 
         )
     if status != 200:
         return problem("gateway", f"{url}/health says {status}: {text[:200]}", "mend the engines first")
-    return ok("gateway", f"is healthy at {url}")
+    is_open = deployment.gateway.clients is None and not is_loopback(deployment.gateway.host)
+    more = "; gateway.clients is left out, so whoever reaches it may send prompts" if is_open else ""
+    return ok("gateway", f"is healthy at {url}{more}")
 
 
 async def check_disaggregation(deployment: Deployment, session: aiohttp.ClientSession) -> Finding:
@@ -308,20 +313,26 @@ async def check_disaggregation(deployment: Deployment, session: aiohttp.ClientSe
         "temperature": 0,
     }
     url = f"{deployment.gateway.url}/v1/completions"
+    headers = {"Authorization": f"Bearer {os.environ[_KEY_VARIABLE]}"} if _KEY_VARIABLE in os.environ else {}
     try:
-        async with session.post(url, json=body, timeout=_PROBE_TIMEOUT) as response:
+        async with session.post(url, json=body, timeout=_PROBE_TIMEOUT, headers=headers) as response:
             status, header, text = response.status, response.headers.get(ROUTE_HEADER), await response.text()
             request_id = response.headers.get(REQUEST_ID_HEADER, "")
     except (aiohttp.ClientError, TimeoutError) as error:
         text = f"a prompt of {length} tokens got no answer ({type(error).__name__})"
         return problem(subject, text, "see the logs of the gateway and the engines")
-    if status != 200 or header is None:
+    if status != 200:
         text = f"a prompt of {length} tokens got status {status}: {text[:200]}"
-        return problem(subject, text, "see the logs of the gateway and the engines")
+        mend = (
+            f"give the key of a client as {_KEY_VARIABLE}"
+            if status == 401
+            else "see the logs of the gateway and the engines"
+        )
+        return problem(subject, text, mend)
     try:
-        route = RouteHeader.parse(header)
-        if not route.prefill:
-            # Clients are told no more than the route.
+        route = None if header is None else RouteHeader.parse(header)
+        if route is None or not route.prefill:
+            # Clients are told no more than the route, and unnamed ones beside tenants not even that.
             told = await _operators_page(deployment, session, f"/prfaas/requests/{request_id}")
             route = RouteHeader.parse(str(told["route"]))
     except (aiohttp.ClientError, TimeoutError, KeyError, AnswerError, AdminTokenError) as error:

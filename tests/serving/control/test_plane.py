@@ -97,10 +97,10 @@ def test_long_goes_far_and_short_stays(planes: Planes) -> None:
             10_000, plane.prefixes.chains(range(10_000), "", ""), avoid=(long.prefill, long.decode)
         )
         assert {other.prefill, other.decode}.isdisjoint({long.prefill, long.decode})
-        unseen = plane.router.route(77, None)
+        unseen = plane.router.at_decode(77)
         assert (unseen.prefill, unseen.prefill_tokens) == (unseen.decode, 77)
         with pytest.raises(NoDecodeInstanceError):
-            plane.router.route(9, None, avoid=[i.name for i in plane.members.running.current.instances])
+            plane.router.at_decode(9, avoid=[i.name for i in plane.members.running.current.instances])
         with pytest.raises(DeploymentError):
             plane.members.instance("nobody")
         routes = plane.state()["routes"]
@@ -147,6 +147,28 @@ def test_a_known_prefix_attracts_and_shortens(planes: Planes) -> None:
         assert plane.router.route(10_000, plane.prefixes.chains(ids, "tenant", "")).prefill != "home-p1"
         plane.health.suspect("home-p1", "unreachable", lost_cache=True)
         assert plane.router.route(10_000, plane.prefixes.chains(ids, "", "")).uncached_tokens == 10_000
+
+    planes.run(use)
+
+
+def test_what_cannot_be_split_goes_where_most_of_it_is_held(planes: Planes) -> None:
+    def use(plane: LivePlane) -> None:
+        ids = [range(512), range(1000, 1600)]
+        assert plane.router.at_decode(1112).decode == "home-d0"
+        for first, each in enumerate(ids, start=1):
+            stored: Any = {"hashes": [first], "block_tokens": 256, "token_ids": list(each[:256])}
+            state = StoredBlocks(**stored, group=1, kind="mamba")
+            full = StoredBlocks(**stored, kind="full_attention")
+            plane.prefixes.apply("home-d1", EventDigests(seed_of(plane.members.key)).of([state, full]))
+        chains = [plane.prefixes.chains(each, "", "") for each in ids]
+        decision = plane.router.at_decode(1112, chains, reason="batch")
+        assert (decision.prefill, decision.decode, decision.reason) == ("home-d1", "home-d1", "batch")
+        assert (decision.prefill_tokens, decision.reused_tokens, decision.uncached_tokens) == (600, 512, 600)
+        anew = plane.router.at_decode(1112, chains, reuses=False)
+        assert (anew.decode, anew.prefill_tokens, anew.reused_tokens) == ("home-d1", 1112, 0)
+        assert anew.predicted_ttft_s > decision.predicted_ttft_s
+        with plane.waits.decoding("home-d1", 600, 512, answers=50):
+            assert plane.router.at_decode(1112, chains).decode == "home-d0"
 
     planes.run(use)
 

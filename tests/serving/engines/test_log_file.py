@@ -39,6 +39,21 @@ def test_a_start_appends(tmp_path: Path) -> None:
     assert lines[0].startswith("=== started 20") and lines[2].startswith("=== started 20")
 
 
+def test_no_other_user_reads_a_log(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        for _ in range(2):
+            written(tmp_path / "logs" / "e.log", "x" * 2000)
+    finally:
+        os.umask(before)
+    folder = tmp_path / "logs"
+    assert {each.name: each.stat().st_mode & 0o777 for each in (folder, *folder.iterdir())} == {
+        "logs": 0o700,
+        "e.log": 0o600,
+        "e.log.1": 0o600,
+    }
+
+
 def test_a_large_file_is_put_aside_at_the_next_start(tmp_path: Path) -> None:
     path = tmp_path / "e.log"
     for number in range(5):

@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -88,6 +89,7 @@ class FixedPlane:
         self.notices: list[tuple[str, float]] = []
         self.left_s = 0.0
         self.offloads: list[bool] = []
+        self.answers: list[int] = []
 
     def silence(self, producer: str, consumer: str, sentence: str = "nothing has come back") -> None:
         """A producer has given up the path to a consumer."""
@@ -117,7 +119,7 @@ class FixedPlane:
     def route(
         self,
         num_tokens: int,
-        chains: PromptChains | None,
+        chains: PromptChains,
         *,
         avoid: Collection[str] = (),
         offload: bool = True,
@@ -125,16 +127,8 @@ class FixedPlane:
     ) -> Decision:
         self.offloads.append(offload)
         self.routed_early.append(first_from_prefill)
-        up = [i for i in self._instances.values() if i.name not in self._suspects and i.name not in avoid]
-        held = {i.name: self._held_tokens(i.name, chains) for i in up}
-
-        def best(candidates: Iterable[Instance]) -> Instance | None:
-            ranked = sorted(
-                candidates,
-                key=lambda i: (i.name != self.prefers, -held[i.name], self.open[i.name], i.name),
-            )
-            return ranked[0] if ranked else None
-
+        up, held = self._up((chains,), avoid)
+        best = partial(self._best, held)
         decode = best(i for i in up if i.has_role("decode"))
         if decode is None:
             raise NoDecodeInstanceError("nobody decodes")
@@ -146,13 +140,12 @@ class FixedPlane:
         threshold = self._deployment.routing.threshold_tokens
         assert threshold is not None
         route, prefill, reason = Route.LOCAL, decode, "unseen"
-        if chains is not None:
-            if offload and far is not None and uncached > threshold:
-                route, prefill, reason = Route.OFFLOAD, far, "long"
-            elif near is not None:
-                prefill, reason = near, "short" if uncached <= threshold else "no-prfaas-instance"
-            else:
-                reason = "no-prefill-instance"
+        if offload and far is not None and uncached > threshold:
+            route, prefill, reason = Route.OFFLOAD, far, "long"
+        elif near is not None:
+            prefill, reason = near, "short" if uncached <= threshold else "no-prfaas-instance"
+        else:
+            reason = "no-prefill-instance"
         skip = held[decode.name] if self._can_skip and prefill is not decode else 0
         return self.edit(
             Decision(
@@ -160,13 +153,53 @@ class FixedPlane:
                 prefill=prefill.name,
                 decode=decode.name,
                 uncached_tokens=uncached,
-                prefill_tokens=num_tokens - held[prefill.name] if chains else 0,
+                prefill_tokens=num_tokens - held[prefill.name],
                 skip_tokens=skip,
                 kv_bytes=self._kv.bytes_to_move(num_tokens, skip) if prefill is not decode else 0,
                 reason=reason,
                 threshold_tokens=float(threshold),
-                predicted_ttft_s=math.nan if chains is None else 0.5,
+                predicted_ttft_s=0.5,
             )
+        )
+
+    def at_decode(
+        self,
+        num_tokens: int,
+        chains: Sequence[PromptChains] = (),
+        *,
+        reason: str = "whole",
+        reuses: bool = True,
+        avoid: Collection[str] = (),
+    ) -> Decision:
+        up, held = self._up(chains, avoid)
+        decode = self._best(held, (i for i in up if i.has_role("decode")))
+        if decode is None:
+            raise NoDecodeInstanceError("nobody decodes")
+        return Decision(
+            route=Route.LOCAL,
+            prefill=decode.name,
+            decode=decode.name,
+            uncached_tokens=num_tokens - reuses * held[decode.name],
+            prefill_tokens=num_tokens - reuses * held[decode.name],
+            skip_tokens=0,
+            kv_bytes=0,
+            reason=reason,
+            threshold_tokens=math.inf,
+            predicted_ttft_s=0.5 if num_tokens else math.nan,
+        )
+
+    def _up(
+        self, chains: Sequence[PromptChains], avoid: Collection[str]
+    ) -> tuple[list[Instance], dict[str, int]]:
+        """Those that may be used, and the tokens that each holds of the prompts."""
+        up = [i for i in self._instances.values() if i.name not in self._suspects and i.name not in avoid]
+        return up, {i.name: sum(self._held_tokens(i.name, each) for each in chains) for i in up}
+
+    def _best(self, held: dict[str, int], candidates: Iterable[Instance]) -> Instance | None:
+        return min(
+            candidates,
+            key=lambda i: (i.name != self.prefers, -held[i.name], self.open[i.name], i.name),
+            default=None,
         )
 
     def decoders(self) -> list[str]:
@@ -174,8 +207,8 @@ class FixedPlane:
             i.name for i in self._instances.values() if i.name not in self._suspects and i.has_role("decode")
         ]
 
-    def _held_tokens(self, name: str, chains: PromptChains | None) -> int:
-        hashes = chains.by_block_tokens[BLOCK_TOKENS] if chains is not None else ()
+    def _held_tokens(self, name: str, chains: PromptChains) -> int:
+        hashes = chains.by_block_tokens[BLOCK_TOKENS]
         return BLOCK_TOKENS * sum(1 for _ in itertools.takewhile(self._held[name].__contains__, hashes))
 
     def checkpoint_tokens(self, decision: Decision) -> int:
@@ -216,8 +249,9 @@ class FixedPlane:
             self.measured.append(decision.prefill)
 
     @contextmanager
-    def decoding(self, name: str, tokens: int, reused_tokens: int = 0) -> Iterator[None]:
+    def decoding(self, name: str, tokens: int, reused_tokens: int = 0, *, answers: int = 1) -> Iterator[None]:
         self.own_prefills.append(tokens)
+        self.answers.append(answers)
         with self._counted(name):
             yield
 

@@ -380,8 +380,10 @@ class StandInEngine:
         if isinstance(body.get("prompt"), list):
             first = body["prompt"][0]
             return list(body["prompt"]) if isinstance(first, int) else self._ids({"prompt": first})
+        if "prompt_embeds" in body:
+            return [7]
         if "prompt" in body:
-            text = body["prompt"]
+            text = body["prompt"][-(body.get("truncate_prompt_tokens") or 0) :]
         else:
             assert self.template is not None
             text = self.template._template.render(
@@ -409,10 +411,17 @@ class StandInEngine:
         path = request.path.removesuffix("/render")
         chat = stand_in_apis.as_chat(path, body)
         refusal = refusal_of(chat)
+        if chat.get("use_beam_search"):
+            refusal = "Beam search is not supported by the render endpoint"
         if refusal is not None:
             return web.json_response({"error": {"message": refusal, "code": 400}}, status=400)
-        rendered: dict[str, Any] = {"token_ids": self._ids(chat), "sampling_params": {}, "features": None}
-        return web.json_response([rendered] if path == "/v1/completions" else rendered)
+        prompt, each = chat.get("prompt"), [chat]
+        if isinstance(prompt, list) and isinstance(prompt[0], str | list):
+            each = [chat | {"prompt": one} for one in prompt]
+        rendered: list[dict[str, Any]] = [
+            {"token_ids": self._ids(one), "sampling_params": {}, "features": None} for one in each
+        ]
+        return web.json_response(rendered if path == "/v1/completions" else rendered[0])
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -759,7 +768,8 @@ class StandInEngine:
 
 def refusal_of(body: dict[str, Any]) -> str | None:
     """Why vLLM would refuse a request, in words like its own; None if it would not."""
-    model, prompt = body.get("model"), body.get("prompt") or body.get("messages")
+    model = body.get("model")
+    prompt = body.get("prompt") or body.get("messages") or body.get("prompt_embeds")
     if model is not None and not isinstance(model, str):
         return "1 validation error: model: Input should be a valid string"
     if not prompt:

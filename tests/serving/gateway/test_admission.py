@@ -111,6 +111,18 @@ class AdmissionMachine(RuleBasedStateMachine):
             assert error.status == 429
 
     @precondition(lambda self: self.open)
+    @rule(answers=st.integers(1, LIMITS.requests + 1), data=st.data())
+    def wants_more(self, answers: int, data: st.DataObject) -> None:
+        _, _, request = data.draw(st.sampled_from(self.open))
+        if request.answers > 1:
+            return
+        try:
+            request.widen(answers)
+        except ApiError as error:
+            assert error.status == (400 if answers > LIMITS.requests else 429)
+            assert request.answers == 1
+
+    @precondition(lambda self: self.open)
     @rule(data=st.data())
     def goes(self, data: st.DataObject) -> None:
         leaving = data.draw(st.sampled_from(self.open))
@@ -119,7 +131,8 @@ class AdmissionMachine(RuleBasedStateMachine):
 
     @invariant()
     def is_within_limits(self) -> None:
-        assert len(self.open) <= LIMITS.requests
+        assert self.admission.open_requests == len(self.open) <= LIMITS.requests
+        assert sum(request.answers for _, _, request in self.open) == self.admission._open <= LIMITS.requests
         assert sum(request.held_bytes for _, _, request in self.open) <= LIMITS.bodies_bytes
 
     def teardown(self) -> None:
@@ -141,6 +154,24 @@ def opened(
     with limits.admitted(tenant, headers, 0) as request:
         request.begin()
         yield request
+
+
+def test_each_answer_counts_as_a_request_and_for_its_tenants_part() -> None:
+    limits, _ = admission()
+    with opened(limits, "a") as request, opened(limits, "b") as other:
+        with pytest.raises(ApiError, match="answers") as refused:
+            other.widen(LIMITS.requests + 1)
+        assert refused.value.status == 400
+        # Alone it might: half of the places are everybody's, of more each tenant has its part.
+        with pytest.raises(ApiError, match="part of the open requests"):
+            request.widen(LIMITS.requests - 1)
+        request.widen(LIMITS.requests // 2 - 1)
+        assert limits.open_requests == 2
+    with opened(limits, "a") as request:
+        request.widen(LIMITS.requests)
+        with pytest.raises(ApiError, match="open requests") as refused, opened(limits, "b"):
+            pass
+        assert refused.value.status == 429
 
 
 def test_a_request_counts_from_the_end_of_its_body_on() -> None:
@@ -327,3 +358,18 @@ def test_a_seed_is_refused_where_it_would_end_a_cpu_engine(in_world: InWorld) ->
             assert status == 200 or answer["error"]["param"] == "seed"
 
     in_world(body, hardware="cpu", limits=GatewayLimits())
+
+
+def test_what_is_spare_ends_at_half_of_each_limit() -> None:
+    for held in ({"requests": 5}, {"bytes": 500}, {"wait_s": 4.0}):
+        made, waits = admission()
+        with ExitStack() as stack:
+            for number in range(held.get("requests", 1)):
+                made.check_spare()
+                request = stack.enter_context(made.admitted(str(number), CIMultiDict(), None))
+                request.begin()
+            request.hold(int(held.get("bytes", 0)))
+            waits.seconds = held.get("wait_s", 0.0)
+            with pytest.raises(ApiError, match="low priority"):
+                made.check_spare()
+        made.check_spare()

@@ -152,10 +152,10 @@ def test_an_engine_with_other_ids_is_asked_for_them(in_world: InWorld) -> None:
         ({"prompt": ["a" * 200, "b"]}, "batch"),
         ({"prompt": "a" * 200, "n": 0}, "malformed"),
         ({"prompt": "a" * 200, "echo": True, "logprobs": 1}, "prompt-logprobs"),
-        ({"prompt": "a" * 200, "suffix": "b"}, "suffix"),
-        ({"prompt": "a" * 200, "truncate_prompt_tokens": 5}, "truncation"),
+        ({"prompt": "a" * 200, "use_beam_search": True, "n": 2}, "beam-search"),
+        ({"prompt": "a" * 200, "n": 1025}, "samples"),
+        ({"prompt_embeds": "a" * 5000}, "embeds"),
         ({"prompt": "a" * 5000}, "length"),
-        ({"prompt": [5]}, "length"),
     ],
 )
 def test_what_cannot_move_goes_straight_to_the_decode_engine(

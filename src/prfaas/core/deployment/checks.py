@@ -160,6 +160,8 @@ def _check_fleet(file: DeploymentFile) -> Findings:
 
 
 def _check_tenants(file: DeploymentFile) -> Findings:
+    if file.gateway.clients is not None and file.security.tenant_header is not None:
+        yield ("gateway", "clients"), "leave out security.tenant_header: each client is a tenant of its own"
     if file.security.tenant_weights and file.security.tenant_header is None:
         yield ("security", "tenant_weights"), "needs security.tenant_header, which says whose a request is"
 
@@ -418,8 +420,9 @@ def _check_pool_sections(source: YamlSource, file: DeploymentFile) -> Findings:
             )
     if source.gives(("pool",)) and not any(cluster.pool for cluster in file.clusters):
         yield ("pool",), "is about pools, but no cluster has one; give clusters a pool"
-    if source.gives(("pool", "tenant_share")) and file.security.tenant_header is None:
-        yield ("pool", "tenant_share"), "needs security.tenant_header, which says whose a request is"
+    is_told = file.security.tenant_header is not None or file.gateway.clients is not None
+    if source.gives(("pool", "tenant_share")) and not is_told:
+        yield ("pool", "tenant_share"), "needs security.tenant_header or gateway.clients: whose a request is"
 
 
 def _check_pools(file: DeploymentFile) -> Findings:

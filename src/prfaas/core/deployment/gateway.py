@@ -35,7 +35,7 @@ class GatewayLimits(Section):
     on_change: ClassVar = LIVE
 
     requests: Positive = 8192
-    """Generating requests that are open at a time."""
+    """Answers that are wanted at a time, each prompt and sample of a request one."""
     queue_s: Seconds = 60.0
     """Predicted seconds that a new request would wait for its prefill, or for a seat at its decode instance."""
     bodies_bytes: Annotated[Size, Field(alias="bodies", ge=MIB)] = GIB
@@ -90,6 +90,8 @@ class GatewayConfig(Section):
     """Its port for clients."""
     admin: AdminConfig = AdminConfig()
     """Where operators connect."""
+    clients: Annotated[HomeFile | None, GIVEN, GATEWAY_AGAIN] = None
+    """File of the clients that may send, with hashes of their API keys; left out: whoever reaches the port."""
     hosts: tuple[HostName, ...] = ()
     """Further names by which operators may call the gateway: a load balancer's, or a Kubernetes Service's."""
     route_header: RouteDetail = "short"

@@ -23,7 +23,7 @@ from prfaas.core.scheduling.routing import (
     ChoosingPolicy,
     cheapest_remote,
     decision_of,
-    single_token,
+    prefill_at_decode,
 )
 from prfaas.core.scheduling.view import ClusterView, InstanceView, LinkView, View
 
@@ -39,9 +39,9 @@ class RoundRobin:
 
     def decide(self, request: RoutingRequest, view: View) -> Decision:
         """Raises NoDecodeInstanceError when nothing can decode."""
-        decoders = decode_choices(request, view)
         if request.num_tokens <= 1:
-            return single_token(request, view, decoders)
+            return prefill_at_decode(request, view)
+        decoders = decode_choices(request, view)
         placements = [
             each for cluster, decode in decoders for each in _placements(request, view, cluster, decode)
         ]

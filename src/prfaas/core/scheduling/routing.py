@@ -29,7 +29,7 @@ from prfaas.core.scheduling.pd_candidate import (
 )
 from prfaas.core.scheduling.preemption import with_time_left
 from prfaas.core.scheduling.tiers import hit_tokens
-from prfaas.core.scheduling.view import ClusterView, InstanceView, LinkView, View
+from prfaas.core.scheduling.view import InstanceView, LinkView, View
 
 
 class Choice(Struct):
@@ -62,7 +62,7 @@ class ChoosingPolicy:
         if view.leaves_s:
             view = with_time_left(request, view)
         if request.num_tokens <= 1:
-            return single_token(request, view, decode_choices(request, view))
+            return prefill_at_decode(request, view)
         choice: Choice | None = None
         pd = lone_pd_candidate(request, view)
         if pd is None:
@@ -207,10 +207,16 @@ def decision_of(request: RoutingRequest, view: View, decode: InstanceView, choic
     )
 
 
-def single_token(
-    request: RoutingRequest, view: View, decoders: list[tuple[ClusterView, InstanceView]]
+def prefill_at_decode(
+    request: RoutingRequest, view: View, reason: str = "single-token", *, reuses: bool = True
 ) -> Decision:
-    """Nothing to transfer: the last token of a prompt is always computed where it is decoded."""
+    """Nothing is transferred: the last token of a prompt, and what can't be split, is computed where it is decoded.
+
+    `reuses`: False: the engine computes what it holds of the prompt all the same. Raises NoDecodeInstanceError.
+    """
+    decoders = decode_choices(request, view)
+    if not reuses:
+        request = RoutingRequest(request.num_tokens)
     options = [prefill_by(request, view, cluster, decode) for cluster, decode in decoders]
     option = min(
         options,
@@ -220,5 +226,5 @@ def single_token(
         ),
     )
     threshold = view.threshold_tokens.get(option.cluster.name, math.inf)
-    choice = Choice(option, request.num_tokens, threshold, "single-token")
+    choice = Choice(option, request.num_tokens - option.reusable_tokens, threshold, reason)
     return decision_of(request, view, option.instance, choice)

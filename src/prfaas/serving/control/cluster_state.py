@@ -485,8 +485,11 @@ class ClusterState:
             yield
 
     @contextmanager
-    def decoding(self, name: str, tokens: int, reused_tokens: int = 0) -> Iterator[None]:
-        """A request is open at its decode instance, which prefills `tokens` >= 0 of it behind `reused_tokens`."""
+    def decoding(self, name: str, tokens: int, reused_tokens: int = 0, *, answers: int = 1) -> Iterator[None]:
+        """A request is open at its decode instance, which prefills `tokens` >= 0 of it behind `reused_tokens`.
+
+        `answers`: that it decodes at once, each in a slot of its own.
+        """
         load = self._loads[name]
         work = None
         if tokens > 0:
@@ -494,11 +497,11 @@ class ClusterState:
             work = load.queue.add(now_s, load.cluster.after_prefix_s(tokens, reused_tokens), timed=True)
             self._predict(load, now_s)
         with self._in_flight(load):
-            self._decode(load, 1)
+            self._decode(load, answers)
             try:
                 yield
             finally:
-                self._decode(load, -1)
+                self._decode(load, -answers)
                 if work is not None:
                     now_s = self.clock()
                     load.queue.remove(now_s, work)

@@ -224,6 +224,22 @@ class PrefixKnowledge(Part):
             num_tokens, match.held, match.pools, view, ordinal, first_from_prefill=first_from_prefill
         )
 
+    def request_of_several(self, num_tokens: int, chains: Sequence[PromptChains]) -> RoutingRequest:
+        """The request that policies see for several prompts, together `num_tokens` tokens, that one instance prefills.
+
+        What they have in common counts for each, so their work is at most what is predicted.
+        """
+        each = [self.request(self.match(one), one.num_tokens, 0) for one in chains]
+        names = {name for one in each for name in one.held}
+        held = {
+            name: PrefixHit(
+                sum(one.reusable_at(name) for one in each), sum(one.attention_at(name) for one in each)
+            )
+            for name in names
+        }
+        loads_s = {name: sum(one.loads_s.get(name, 0.0) for one in each) for name in names}
+        return RoutingRequest(num_tokens, held, loads_s=loads_s)
+
     def reusable_at(self, chains: PromptChains, name: str) -> int:
         """Tokens of a prompt that a prefill at instance `name` need not compute."""
         return self.request(self.match(chains), chains.num_tokens, 0).reusable_at(name)

@@ -2,15 +2,15 @@
 
 import logging
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import prometheus_client
-from msgspec.structs import replace
 
 from prfaas.core.deployment import BUILT_IN_POLICIES, DEFAULT_POLICY, AppliedDeployment
 from prfaas.core.prefix import PromptChains
 from prfaas.core.scheduling import CheckedPolicy, Decision, Policy, Route, RoutingRequest, View, make_policy
 from prfaas.core.scheduling.policy import is_shortest_first
+from prfaas.core.scheduling.routing import prefill_at_decode
 from prfaas.serving.control.cluster_state import ClusterState
 from prfaas.serving.control.hot_prefixes import HotPrefixes
 from prfaas.serving.control.metrics import ControlMetrics
@@ -98,7 +98,7 @@ class Router(Part):
     def route(
         self,
         num_tokens: int,
-        chains: PromptChains | None,
+        chains: PromptChains,
         *,
         avoid: Collection[str] = (),
         offload: bool = True,
@@ -108,8 +108,7 @@ class Router(Part):
 
         Args:
             num_tokens: of the whole prompt.
-            chains: None when the prompt was not looked at. The decision is then a decode instance that
-                prefills itself.
+            chains: hashes of its blocks.
             avoid: instances that have failed this request.
             offload: False: never to another cluster.
             first_from_prefill: where another instance prefills, the client has its first token from there.
@@ -121,11 +120,6 @@ class Router(Part):
         view = state.at(state.clock())
         if avoid:
             view = view.without(avoid)
-        if chains is None:
-            decision = self._local.decide(RoutingRequest(0), view)
-            return replace(
-                decision, prefill=decision.decode, uncached_tokens=num_tokens, prefill_tokens=num_tokens
-            )
         match = self._prefixes.match(chains)
         self._routed += 1
         request = self._prefixes.request(match, num_tokens, self._routed, first_from_prefill)
@@ -135,6 +129,33 @@ class Router(Part):
         if offload and not avoid and view.pools:
             self._hot_prefixes.note(decision.prefill, chains, match.pools)
         return decision
+
+    def at_decode(
+        self,
+        num_tokens: int,
+        chains: Sequence[PromptChains] = (),
+        *,
+        reason: str = "whole",
+        reuses: bool = True,
+        avoid: Collection[str] = (),
+    ) -> Decision:
+        """Decide which decode instance prefills itself what can't be split over instances.
+
+        Args:
+            num_tokens: of all its prompts together; 0: it has none, or one that will be refused.
+            chains: of each prompt that is known in tokens.
+            reason: in one word.
+            reuses: False: the engine computes what it holds all the same.
+            avoid: instances that have failed this request.
+
+        Raises:
+            NoDecodeInstanceError: no instance can decode.
+        """
+        view = self._cluster_state.at(self._cluster_state.clock())
+        if avoid:
+            view = view.without(avoid)
+        request = self._prefixes.request_of_several(num_tokens, chains)
+        return prefill_at_decode(request, view, reason, reuses=reuses)
 
     def decoders(self) -> list[str]:
         """The instances of which one may decode a request that comes now."""

@@ -42,10 +42,10 @@ class PredictedWaits:
         self._answered: dict[str, tuple[float, float]] = {}
 
     @contextmanager
-    def decoding(self, name: str, tokens: int, reused_tokens: int = 0) -> Iterator[None]:
-        """While a request is open at its decode instance, which also prefills `tokens` tokens of it, behind
-        `reused_tokens` that it has."""
-        with self._cluster_state.decoding(name, tokens, reused_tokens):
+    def decoding(self, name: str, tokens: int, reused_tokens: int = 0, *, answers: int = 1) -> Iterator[None]:
+        """While a request for so many answers is open at its decode instance, which also prefills `tokens` tokens of
+        it, behind `reused_tokens` that it has."""
+        with self._cluster_state.decoding(name, tokens, reused_tokens, answers=answers):
             try:
                 yield
             finally:

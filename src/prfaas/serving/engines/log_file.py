@@ -34,8 +34,9 @@ class LogFile:
 
     def open(self) -> IO[bytes]:
         """The file for a new child, after a line that says when it was started. Rotates it before, if it is large."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.rotate()
+        self.path.touch(0o600)
         log = self.path.open("ab")
         log.write(f"=== started {time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} ===\n".encode())
         log.flush()
@@ -62,6 +63,7 @@ class LogFile:
         except FileNotFoundError:
             return False
         self._make_room()
+        self._part(1).touch(0o600)
         with self.path.open("rb") as full, self._part(1).open("wb") as part:
             shutil.copyfileobj(full, part, 1 << 20)
             os.truncate(self.path, 0)

@@ -39,7 +39,7 @@ class DeadlinePassedError(ApiError):
 class AdmittedRequest:
     """One request that was taken on: what it holds of the limits, and how long it may take."""
 
-    __slots__ = ("_admission", "_timeout_s", "_until_s", "held_bytes", "is_open", "tenant")
+    __slots__ = ("_admission", "_timeout_s", "_until_s", "answers", "held_bytes", "tenant")
 
     def __init__(self, admission: "Admission", tenant: str, timeout_s: float | None) -> None:
         self._admission = admission
@@ -49,8 +49,8 @@ class AdmittedRequest:
         self._until_s = math.inf if timeout_s is None else time.perf_counter() + timeout_s
         self.held_bytes = 0
         """Bytes of its body so far."""
-        self.is_open = False
-        """Whether its body is complete."""
+        self.answers = 0
+        """How many answers of the limit it holds; 0 until its body is complete."""
 
     def hold(self, nbytes: int) -> None:
         """So many more bytes of its body have come. Raises ApiError 429 where they are too many."""
@@ -61,7 +61,14 @@ class AdmittedRequest:
         """Its body is complete: from now on it is one of the open requests. Raises ApiError 429 where they are too
         many."""
         self._admission.begin(self.tenant)
-        self.is_open = True
+        self.answers = 1
+
+    def widen(self, answers: int) -> None:
+        """It wants so many answers, each of which counts as a request. Raises ApiError: 429 where they are too many
+        now, 400 where they always are."""
+        if answers > 1:
+            self._admission.widen(self.tenant, answers)
+            self.answers = answers
 
     def check(self, decision: Decision, max_tokens: int | None) -> None:
         """Whether the work may wait where `decision` puts it, and an answer of at most `max_tokens` tokens fits then.
@@ -94,7 +101,8 @@ class Admission:
         self._waits = waits
         self._open = 0
         self._bytes = 0
-        # By tenant: requests that were taken on, of these the ones whose body is complete, and bytes of bodies.
+        self._complete = 0
+        # By tenant: requests that were taken on, answers of those whose body is complete, and bytes of bodies.
         self._taken_of: Counter[str] = Counter()
         self._open_of: Counter[str] = Counter()
         self._bytes_of: Counter[str] = Counter()
@@ -112,7 +120,7 @@ class Admission:
     @property
     def open_requests(self) -> int:
         """Requests whose bodies are complete."""
-        return self._open
+        return self._complete
 
     @property
     def _limits(self) -> GatewayLimits:
@@ -138,19 +146,42 @@ class Admission:
         try:
             yield request
         finally:
-            self._open -= request.is_open
+            self._open -= request.answers
+            self._complete -= request.answers > 0
             self._bytes -= request.held_bytes
             self._taken_of[tenant] -= 1
-            self._open_of[tenant] -= request.is_open
+            self._open_of[tenant] -= request.answers
             self._bytes_of[tenant] -= request.held_bytes
             if not self._taken_of[tenant]:
                 del self._taken_of[tenant], self._open_of[tenant], self._bytes_of[tenant]
+
+    def check_spare(self) -> None:
+        """Raises ApiError 429 where half of a limit is in use: what has low priority waits then."""
+        limits = self._limits
+        wait_s = self._waits.least() if self._open else 0.0
+        used = max(self._open / limits.requests, self._bytes / limits.bodies_bytes, wait_s / limits.queue_s)
+        if used >= _PRESSURE:
+            sentence = "The gateway is busy, and this client has low priority."
+            raise self._refusal("priority", sentence, wait_s - _PRESSURE * limits.queue_s)
 
     def begin(self, tenant: str) -> None:
         """One more of a tenant's requests is open. Raises ApiError 429 where that is one too many."""
         self._check_open()
         self._open += 1
+        self._complete += 1
         self._open_of[tenant] += 1
+
+    def widen(self, tenant: str, answers: int) -> None:
+        """An open request of a tenant wants so many answers. Raises ApiError as `AdmittedRequest.widen`."""
+        limit, more = self._limits.requests, answers - 1
+        if answers > limit:
+            raise ApiError(400, f"The request wants {answers} answers; {limit} may be open at a time.")
+        self._check_open(more)
+        is_tight = self._open + more > _PRESSURE * limit
+        if is_tight and self._beyond_share(self._open_of[tenant], more, self._open, others=0):
+            raise self._share_refusal("open requests")
+        self._open += more
+        self._open_of[tenant] += more
 
     def hold(self, tenant: str, nbytes: int) -> None:
         """A tenant's bodies grow by `nbytes`. Raises ApiError 429."""
@@ -185,8 +216,8 @@ class Admission:
         if pressure > _PRESSURE and self._beyond_share(self._open_of[tenant], 1, self._open, others):
             raise self._share_refusal("open requests", wait_s - _PRESSURE * limits.queue_s)
 
-    def _check_open(self) -> None:
-        if self._open >= self._limits.requests:
+    def _check_open(self, more: int = 1) -> None:
+        if self._open + more > self._limits.requests:
             raise self._refusal("requests", f"The gateway has {self._open} open requests, its limit.")
 
     def _check_queue(self, wait_s: float) -> None:

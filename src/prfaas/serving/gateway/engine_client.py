@@ -3,9 +3,6 @@
 import asyncio
 from collections.abc import Mapping
 from enum import Enum
-from typing import Any
-
-import orjson
 
 from prfaas.core.deployment import Instance
 from prfaas.serving.gateway.http_exchange import (
@@ -116,20 +113,6 @@ class EngineClient:
             detail = f"answered {path} with {answer.status}"
             raise EngineCallError(instance.name, f"http-{answer.status}", detail, answer.status)
         return whole
-
-    async def call_json(
-        self, instance: Instance, path: str, body: Mapping[str, Any], timeout_s: float
-    ) -> Any:
-        """`call` with JSON on both sides. Raises EngineCallError, also with reason "garbled": not JSON."""
-        answer = await self.call(
-            instance, path, orjson.dumps(body), {"Content-Type": "application/json"}, timeout_s
-        )
-        try:
-            return orjson.loads(answer)
-        except orjson.JSONDecodeError as error:
-            raise EngineCallError(
-                instance.name, "garbled", f"{path} did not answer with JSON: {error}"
-            ) from None
 
 
 async def _whole(instance: Instance, answer: EngineResponse) -> bytes:

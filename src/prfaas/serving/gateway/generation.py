@@ -92,11 +92,12 @@ class Generation:
     def _decide(self, request: ServingRequest, prompt: TokenizedPrompt | DirectPrompt) -> Decision:
         """Where the request goes. Raises NoDecodeInstanceError.
 
-        The prompt's length enters the statistics from which thresholds and roles are worked out.
+        The length of a prompt that may move enters the statistics from which thresholds and roles are worked out.
         """
         plane, record = self._context.plane, request.record
         if isinstance(prompt, DirectPrompt):
-            return plane.router.route(0, None)
+            record.prompt_tokens = prompt.num_tokens or None
+            return self._prefill.whole(prompt)
         begun_s = time.perf_counter()
         num_tokens = len(prompt.token_ids)
         record.prompt_tokens = num_tokens

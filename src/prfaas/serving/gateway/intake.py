@@ -11,6 +11,7 @@ from aiohttp import web
 
 from prfaas.serving.gateway.admission import Admission, AdmittedRequest
 from prfaas.serving.gateway.bodies import ApiError
+from prfaas.serving.gateway.clients import CLIENT
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.prompts.prompt import Endpoint
 from prfaas.serving.gateway.prompts.request import RequestParser, ServingRequest, Tenants
@@ -138,11 +139,18 @@ class Intake:
         """
         with self._log.recording(str(endpoint), http.headers) as record:
             http[RECORD] = record
-            tenant = self._tenants.salt(http.headers)
+            client = http.get(CLIENT)
+            tenants = self._tenants
+            if client is None:
+                tenant, is_named = tenants.salt(http.headers), tenants.names(http.headers)
+            else:
+                tenant, is_named = tenants.of_client(client.name, client.share), True
             # A named tenant's numbers are about prefixes under its own salt: they tell nothing of others' prompts.
             tells_all = self._context.running.current.gateway.route_header == "full"
-            record.tells_details = tells_all or self._tenants.names(http.headers)
-            record.shares_unnamed = self._tenants.are_told_apart and not record.tells_details
+            record.tells_details = tells_all or is_named
+            record.shares_unnamed = tenants.are_told_apart and not record.tells_details
+            if client is not None and client.priority == "low":
+                self._admission.check_spare()
             with (
                 self._context.draining.request(),
                 self._admission.admitted(tenant, http.headers, http.content_length) as admitted,
@@ -154,6 +162,7 @@ class Intake:
                     admitted.begin()
                     async with admitted.in_time():
                         request = await self._parser.parse(http.headers, raw, endpoint, record, tenant)
+                    admitted.widen(request.answers)
                     yield request, admitted
 
     def _check_descriptors(self) -> None:

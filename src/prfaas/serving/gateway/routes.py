@@ -12,6 +12,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from prfaas import __version__
 from prfaas.core.deployment import Deployment
 from prfaas.serving.gateway.bodies import ApiError, Json, error_body
+from prfaas.serving.gateway.clients import Clients, asking
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.dialects import dialect_of_path
 from prfaas.serving.gateway.generation import Generation
@@ -125,17 +126,26 @@ def _refusal(
 class Routes:
     """Handlers of the clients' routes. Any other path is a 404; operators' pages are on a port of their own."""
 
-    def __init__(self, deployment: Deployment, generation: Generation, context: GatewayContext) -> None:
+    def __init__(
+        self,
+        deployment: Deployment,
+        generation: Generation,
+        context: GatewayContext,
+        clients: Clients | None,
+    ) -> None:
+        """`clients`: who may send; None: everybody."""
         self._model = deployment.model
         self._generation = generation
         self._plane = context.plane
         self._draining = context.draining
         self._max_body_bytes = context.options.max_body_bytes
         self._created_s = int(time.time())
+        self._clients = clients
 
     def application(self) -> web.Application:
         """The aiohttp application with the allowed paths."""
-        app = web.Application(client_max_size=self._max_body_bytes, middlewares=[access, errors])
+        asked = [] if self._clients is None else [asking(self._clients)]
+        app = web.Application(client_max_size=self._max_body_bytes, middlewares=[access, errors, *asked])
         app.router.add_get("/v1/models", self._models, allow_head=False)
         # Names of models have slashes.
         app.router.add_get("/v1/models/{model:.+}", self._model_card, allow_head=False)

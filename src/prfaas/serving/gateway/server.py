@@ -15,6 +15,7 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry, Gauge, ProcessCollector
 
 from prfaas.core.deployment import GATEWAY, AppliedDeployment, Deployment
+from prfaas.core.deployment.addresses import is_loopback
 from prfaas.core.kv import KvModel
 from prfaas.serving.certificates import CertificateFolder
 from prfaas.serving.console.history import StateHistory
@@ -24,6 +25,7 @@ from prfaas.serving.gateway.admin import AdminRoutes
 from prfaas.serving.gateway.admission import Admission
 from prfaas.serving.gateway.answers.answering import Answering
 from prfaas.serving.gateway.answers.shadow import Shadow, ShadowOptions
+from prfaas.serving.gateway.clients import Clients
 from prfaas.serving.gateway.context import Draining, GatewayContext, GatewayOptions, ThreadOffload
 from prfaas.serving.gateway.engine_client import EngineCallError, EngineClient
 from prfaas.serving.gateway.generation import Generation
@@ -96,7 +98,7 @@ class Gateway:
         tls: TlsIdentity | None,
         reloader: Reloader | None,
     ) -> None:
-        """Raises KeyFileError, AdminTokenError and TraceHeadersError for a file that can't be used."""
+        """Raises KeyFileError, ClientsFileError, AdminTokenError, TraceHeadersError: a file can't be used."""
         self._plane = plane
         running = RunningDeployment(deployment) if reloader is None else reloader.running
         key = load_key(deployment.security.key_file)
@@ -137,7 +139,8 @@ class Gateway:
         )
         local = LocalTokenizer.of_model(model.path, self._tokenizer_threads)
         self._tokenization = Tokenization(local, model.served_name, context)
-        security = deployment.security
+        security, clients_file = deployment.security, deployment.gateway.clients
+        self.clients = None if clients_file is None else Clients(clients_file)
         self._tenants = tenants = Tenants(key, security.tenant_header, security.tenant_weights)
         push = PrefillHop(key, self._transfers, tenants, context)
         pull = PulledHop(key, self._transfers, tenants, context)
@@ -167,7 +170,7 @@ class Gateway:
             prefill=prefill,
             answers=Answering(context, tokenization=tokenization, prefill=prefill, shadow=self._shadow),
         )
-        self.routes = Routes(deployment, generation, context)
+        self.routes = Routes(deployment, generation, context, self.clients)
         token = None if token_file is None else load_token(token_file)
         self.history = StateHistory(plane.state)
         self.admin_routes = AdminRoutes(kv_model, log, context, self.history, token, reloader)
@@ -340,6 +343,10 @@ async def _serve(
         }
         if reloader is not None:
             loops["Reloader"] = reloader.run
+        if gateway.clients is not None:
+            loops["Clients"] = gateway.clients.watch
+        elif not is_loopback(deployment.gateway.host):
+            logger.warning("gateway.clients is left out: whoever reaches port %d may send prompts", port)
         # Serving goes on without what a loop fails to do; only a failure to start ends the process.
         background += [
             asyncio.create_task(plane.loop_failures.keep(loop, run)) for loop, run in loops.items()

@@ -92,8 +92,6 @@ class Journal:
         self._live_bytes = 0
         # The file is replaced while another thread may read an identity.
         self._lock = threading.Lock()
-        self.damaged_records = 0
-        """Damaged places found when the file was opened."""
 
     @property
     def size_bytes(self) -> int:
@@ -117,7 +115,6 @@ class Journal:
         data = self._path.read_bytes()
         pages: dict[bytes, JournalPage] = {}
         if data[:_HEADER_BYTES] != self._header:
-            self.damaged_records += 1 if data else 0
             self._write_anew()
             return []
         self._end = _HEADER_BYTES
@@ -218,7 +215,6 @@ class Journal:
                 yield _Place(position, size), record
                 position += size
                 continue
-            self.damaged_records += 1
             position = data.find(_MAGIC, position + 1)
             if position < 0:
                 return

@@ -187,7 +187,7 @@ class PageFile:
     def __init__(self, path: Path, size_bytes: int) -> None:
         self._path = path
         self._size_bytes = size_bytes
-        self._fd = self._io_fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._fd = self._io_fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         # Through the page cache memory needs no alignment.
         self._takes_sectors = True
         fds = [self._fd]

@@ -55,7 +55,7 @@ def create_key(path: Path) -> bytes:
     key = secrets.token_bytes(KEY_BYTES)
     try:
         with contextlib.suppress(FileExistsError):
-            path.parent.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w", encoding="ascii") as file:
             file.write(key.hex() + "\n")

@@ -9,13 +9,17 @@ from hypothesis import strategies as st
 
 from prfaas.serving.gateway.bodies import ApiError
 from prfaas.serving.gateway.prompts.prompt import (
-    ChatPrompt,
+    BatchPrompt,
     DirectPrompt,
+    EmbedsPrompt,
     Endpoint,
+    RenderedPrompt,
     TextPrompt,
     TokenPrompt,
+    answers_of,
     as_token_ids,
     prompt_of,
+    why_whole,
 )
 
 
@@ -53,7 +57,7 @@ def test_token_ids_are_recognised_exactly(ids: list[Any]) -> None:
 
 def test_a_plain_chat_is_rendered_here() -> None:
     prompt = chat({"role": "system", "content": "s"}, USER | {"content": [{"type": "text", "text": "a"}]})
-    assert isinstance(prompt, ChatPrompt) and prompt.takes_ids
+    assert isinstance(prompt, RenderedPrompt) and prompt.takes_ids
     assert prompt.plain == (("system", "s"), ("user", ("a",)))
 
 
@@ -72,7 +76,7 @@ def test_a_plain_chat_is_rendered_here() -> None:
 )
 def test_an_unusual_chat_is_rendered_by_the_engine(fields: dict[str, Any]) -> None:
     prompt = chat(USER, **fields)
-    assert isinstance(prompt, ChatPrompt) and prompt.plain is None
+    assert isinstance(prompt, RenderedPrompt) and prompt.plain is None
 
 
 @pytest.mark.parametrize(
@@ -88,19 +92,46 @@ def test_an_unusual_chat_is_rendered_by_the_engine(fields: dict[str, Any]) -> No
 )
 def test_an_unusual_message_is_rendered_by_the_engine(message: dict[str, Any]) -> None:
     prompt = chat(USER, message)
-    assert isinstance(prompt, ChatPrompt) and prompt.plain is None
+    assert isinstance(prompt, RenderedPrompt) and prompt.plain is None
 
 
 def test_an_echoing_chat_keeps_its_messages() -> None:
     prompt = chat(USER, echo=True)
-    assert isinstance(prompt, ChatPrompt) and not prompt.takes_ids
+    assert isinstance(prompt, RenderedPrompt) and not prompt.takes_ids
 
 
 def test_media_and_what_vllm_computes_by_itself_stay() -> None:
     image = {"type": "image_url", "image_url": {"url": "data:"}}
     assert chat(USER | {"content": [image]}) == DirectPrompt("media")
     assert chat(USER, n="3") == DirectPrompt("malformed")
-    assert chat(USER, prompt_logprobs=1) == DirectPrompt("prompt-logprobs")
+    assert why_whole(Endpoint.CHAT, {"prompt_logprobs": 1}) == "prompt-logprobs"
+    assert why_whole(Endpoint.COMPLETIONS, {"n": 1024, "truncate_prompt_tokens": 5, "suffix": "x"}) is None
+
+
+def test_batches_and_what_engines_cut_have_prompts_too() -> None:
+    assert completion(["x", "y"]) == BatchPrompt((TextPrompt("x", True), TextPrompt("y", True)))
+    assert completion([[1], [2, 3]]) == BatchPrompt(
+        (TokenPrompt(array("I", [1])), TokenPrompt(array("I", [2, 3])))
+    )
+    assert completion(["x", 5]) == completion([[1], [True]]) == DirectPrompt("malformed")
+    for rule in ({"truncate_prompt_tokens": 5}, {"suffix": "z"}):
+        for prompt in ("x", [1, 2], ["x", "y"]):
+            assert completion(prompt, **rule) == RenderedPrompt(None, takes_ids=False)
+    assert completion(None, prompt_embeds=["abcd", "ef"]) == EmbedsPrompt(6)
+
+
+@pytest.mark.parametrize(
+    ("body", "answers"),
+    [
+        ({"prompt": "x"}, 1),
+        ({"prompt": [1, 2, 3], "n": 4}, 4),
+        ({"prompt": ["x", "y"], "n": 3}, 6),
+        ({"prompt_embeds": ["abcd", "ef"]}, 2),
+        ({"prompt": [], "n": "3"}, 1),
+    ],
+)
+def test_each_prompt_and_sample_is_an_answer(body: dict[str, Any], answers: int) -> None:
+    assert answers_of(Endpoint.COMPLETIONS, body) == answers
 
 
 @pytest.mark.parametrize(
@@ -115,11 +146,13 @@ def test_conversations_of_other_apis_are_rendered_by_the_engine(
 
     text, result = {"type": "text", "text": "x"}, {"type": "tool_result", "content": [{"type": "image"}]}
     assert (
-        prompt_of(endpoint, {field: "x"}) == said(text, {"type": "tool_use"}) == ChatPrompt(None, takes_ids)
+        prompt_of(endpoint, {field: "x"})
+        == said(text, {"type": "tool_use"})
+        == RenderedPrompt(None, takes_ids)
     )
     for media in ({"type": "input_image"}, {"type": "document"}, result):
         assert said(text, media) == DirectPrompt("media")
-    assert prompt_of(endpoint, {field: 5}) == ChatPrompt(None, takes_ids), "the engine says what is wrong"
+    assert prompt_of(endpoint, {field: 5}) == RenderedPrompt(None, takes_ids), "the engine says what is wrong"
 
 
 def test_what_only_one_engine_would_know_is_refused() -> None:
@@ -128,7 +161,7 @@ def test_what_only_one_engine_would_know_is_refused() -> None:
             prompt_of(Endpoint.RESPONSES, {"input": "x", field: value})
         assert refused.value.status == 400 and refused.value.param == field
     known = {"input": "x", "previous_response_id": None, "background": False}
-    assert isinstance(prompt_of(Endpoint.RESPONSES, known), ChatPrompt)
+    assert isinstance(prompt_of(Endpoint.RESPONSES, known), RenderedPrompt)
 
 
 JSON = st.recursive(

@@ -4,6 +4,10 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
+from prfaas.serving.gateway.prompts.prompt import UNSEEN_REASONS
+
 from ..stand_in import StandInEngine
 from ..world import World, route_of
 
@@ -72,3 +76,91 @@ def test_an_engine_that_renders_nothing_gets_such_prompts_as_they_are(in_world: 
         assert response.status == 200 and route_of(response)["reason"] == "not-rendered"
 
     in_world(body, renders=False)
+
+
+LONG_TEXT = "a" * 600
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason", "num_tokens"),
+    [
+        ({"prompt": [LONG_TEXT, "b" * 500]}, "batch", 1100),
+        ({"prompt": [[1] * 600, [2] * 500], "n": 2}, "batch", 1100),
+        ({"prompt": [LONG_TEXT, "b" * 500], "truncate_prompt_tokens": 400}, "batch", 800),
+        ({"prompt": LONG_TEXT, "use_beam_search": True, "n": 2}, "beam-search", 600),
+        ({"prompt": LONG_TEXT, "n": 1025}, "samples", 600),
+        ({"prompt": [5]}, "single-token", 1),
+        ({"prompt": LONG_TEXT, "prompt_logprobs": 1}, "prompt-logprobs", 600),
+        ({"prompt": LONG_TEXT, "echo": True, "logprobs": 1}, "prompt-logprobs", 600),
+    ],
+)
+def test_what_cannot_be_split_is_routed_by_its_tokens_and_prefix(
+    in_world: InWorld, fields: dict[str, Any], reason: str, num_tokens: int
+) -> None:
+    """The second time the engine that has the prefix is taken, which else would be the less loaded one's turn."""
+
+    async def body(world: World) -> None:
+        assert world.spare is not None
+        response, _ = await world.post("/v1/completions", fields)
+        first = route_of(response)
+        assert (response.status, first["route"], first["reason"]) == (200, "local", reason)
+        assert first["prefill"] == first["decode"] and first["uncached"] == str(num_tokens)
+        world.plane.open[first["decode"]] += 5
+        response, _ = await world.post("/v1/completions", fields)
+        world.plane.open[first["decode"]] -= 5
+        again = route_of(response)
+        assert again["decode"] == first["decode"]
+        # Prompt logprobs are computed from the first token on, whatever is held.
+        from_the_first = reason == "prompt-logprobs" or num_tokens == 1
+        assert (int(again["uncached"]) == num_tokens) is from_the_first
+        assert world.plane.own_prefills == [num_tokens, int(again["uncached"])]
+        assert world.plane.answers == [fields.get("n", 1) * (2 if reason == "batch" else 1)] * 2
+        async with world.admin.get(f"/prfaas/requests/{response.headers['X-Request-Id']}") as page:
+            told = await page.json()
+        assert (told["direct_reason"], told["prompt_tokens"]) == (reason, num_tokens)
+        assert reason not in UNSEEN_REASONS
+
+    in_world(body, spare=True)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"prompt": LONG_TEXT, "truncate_prompt_tokens": 400}, {"prompt": LONG_TEXT, "suffix": "b"}],
+)
+def test_what_an_engine_cuts_or_completes_is_prefilled_elsewhere(
+    in_world: InWorld, fields: dict[str, Any]
+) -> None:
+    async def body(world: World) -> None:
+        response, _ = await world.post("/v1/completions", fields)
+        assert route_of(response)["route"] == "offload"
+        assert len(world.decode.rendered()) >= 1
+        assert world.decode.loaded == [fields.get("truncate_prompt_tokens", 600) - 1]
+
+    in_world(body)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "reason", "tokens"),
+    [
+        ("/v1/completions", {}, "malformed", 0),
+        ("/v1/completions", {"prompt": "a", "n": 0}, "malformed", 0),
+        ("/v1/chat/completions", CHAT | {"temperature": 5, "documents": [{}]}, "refused", 0),
+        ("/v1/completions", {"prompt": "a" * 5000}, "length", 0),
+        # 256 numbers of 16 bits for each token.
+        ("/v1/completions", {"prompt_embeds": "a" * (100 * 2 * 256 * 4 // 3)}, "embeds", 99),
+        ("/tokenize", {"prompt": "a"}, "tokenizer", 0),
+    ],
+)
+def test_what_has_no_tokens_for_anybody(
+    in_world: InWorld, path: str, fields: dict[str, Any], reason: str, tokens: int
+) -> None:
+    """With what an engine does not render, the list of the reasons is complete."""
+
+    async def body(world: World) -> None:
+        await world.post(path, fields)
+        direct = 'prfaas_gateway_direct_total{reason="%s"}'
+        assert await world.metric(direct % reason) == 1
+        assert world.plane.own_prefills == [tokens]
+        assert reason in UNSEEN_REASONS and len(UNSEEN_REASONS) == 6
+
+    in_world(body)

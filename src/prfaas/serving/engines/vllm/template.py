@@ -212,7 +212,7 @@ def _fork_all(engines: Sequence[_Engine], orders: BinaryIO, report: int, parent:
 def _settle(engine: _Engine, report: int, between: int, parent: int) -> None:
     """A session, an output and no input; then tell the parent, once it is that."""
     os.setsid()
-    log = os.open(engine.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    log = os.open(engine.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     nothing = os.open(os.devnull, os.O_RDONLY)
     for descriptor, number in ((nothing, 0), (log, 1), (log, 2)):
         os.dup2(descriptor, number)

@@ -112,7 +112,9 @@ class Decoder:
                 "prfaas.prefill_tokens": ready.own_prefill_tokens,
             }
             with (
-                self._plane.waits.decoding(ready.decode, ready.own_prefill_tokens, ready.own_reused_tokens),
+                self._plane.waits.decoding(
+                    ready.decode, ready.own_prefill_tokens, ready.own_reused_tokens, answers=request.answers
+                ),
                 engine_call(request.record.trace, "decode", request.headers, told) as call,
             ):
                 arrived: DecidedRequest | None = None

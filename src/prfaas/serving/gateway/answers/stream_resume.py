@@ -32,7 +32,7 @@ from prfaas.serving.gateway.prompts.continuing import (
     tokens_left,
     wants_usage,
 )
-from prfaas.serving.gateway.prompts.prompt import ChatPrompt, Endpoint, TokenPrompt
+from prfaas.serving.gateway.prompts.prompt import Endpoint, RenderedPrompt, TokenPrompt
 from prfaas.serving.gateway.prompts.request import ServingRequest, TokenizedPrompt
 from prfaas.serving.gateway.prompts.tokenization import Tokenization
 from prfaas.serving.gateway.ways.preparing import PrefillOrchestrator
@@ -149,7 +149,7 @@ class StreamResume:
             request,
             body=rest_body(request.endpoint, begun.body, written, len(sent), max_tokens),
             size_bytes=request.size_bytes * is_chat + len(ids) * JSON_BYTES_PER_TOKEN,
-            prompt=ChatPrompt(None, takes_ids=True) if is_chat else TokenPrompt(ids),
+            prompt=RenderedPrompt(plain=None, takes_ids=True) if is_chat else TokenPrompt(ids),
         )
         return AnswerRest(rest, ids, len(sent))
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, cast
 
+from prfaas.core.prefix import PromptChains
 from prfaas.serving.gateway.bodies import ApiError, WrittenIds
 from prfaas.serving.transport.ticket import MAX_USES
 
@@ -58,8 +59,8 @@ class TextPrompt:
 
 
 @dataclass(frozen=True, slots=True)
-class ChatPrompt:
-    """A conversation of any API."""
+class RenderedPrompt:
+    """A conversation of any API, or a text that an engine's own rules cut or complete."""
 
     plain: tuple[tuple[str, str | tuple[str, ...]], ...] | None
     """(role, content) pairs if only the model's own template decides the text; else None: an engine renders it."""
@@ -68,14 +69,36 @@ class ChatPrompt:
 
 
 @dataclass(frozen=True, slots=True)
+class BatchPrompt:
+    """Several prompts in one request."""
+
+    prompts: tuple[TokenPrompt | TextPrompt, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EmbedsPrompt:
+    """Prompts given as embeddings in place of token ids, perhaps among others."""
+
+    encoded_chars: int
+    """Length of their base64 text."""
+
+
+@dataclass(frozen=True, slots=True)
 class DirectPrompt:
-    """A prompt that goes to the decode engine as it is."""
+    """Prompts that go to the decode engine as they are, and what is known of them."""
 
     reason: str
     """Why, in one word."""
+    num_tokens: int = 0
+    """Of all of them together; 0: there are none, or the engine will refuse them."""
+    chains: tuple[PromptChains, ...] = ()
+    """Of each that is known in tokens, the longest ones."""
 
 
-Prompt = TokenPrompt | TextPrompt | ChatPrompt | DirectPrompt
+Prompt = TokenPrompt | TextPrompt | RenderedPrompt | BatchPrompt | EmbedsPrompt | DirectPrompt
+
+UNSEEN_REASONS = frozenset({"tokenizer", "malformed", "refused", "length", "not-rendered", "embeds"})
+"""Why nobody knows the tokens of a direct prompt: no prompt, none that an engine takes, or none made of tokens."""
 
 
 def prompt_of(endpoint: Endpoint, body: Mapping[str, Any]) -> Prompt:
@@ -94,10 +117,13 @@ def prompt_of(endpoint: Endpoint, body: Mapping[str, Any]) -> Prompt:
     if endpoint is Endpoint.MESSAGES:
         # vLLM takes no ids here.
         return _conversation(body.get("messages"), takes_ids=False)
+    if _samples(body) is None:
+        return DirectPrompt("malformed")
     prompt = _chat_prompt(body) if endpoint is Endpoint.CHAT else _completion_prompt(body)
-    if isinstance(prompt, DirectPrompt):
+    if isinstance(prompt, DirectPrompt | EmbedsPrompt):
         return prompt
-    return _direct_by_options(endpoint, body) or prompt
+    has_rules = any(body.get(field) is not None for field in _RULES)
+    return RenderedPrompt(None, takes_ids=False) if has_rules else prompt
 
 
 def _check_stored(body: Mapping[str, Any]) -> None:
@@ -117,39 +143,56 @@ def _conversation(said: object, *, takes_ids: bool) -> Prompt:
         messages = [message for message in said if isinstance(message, dict)]
         if any(_has_media(message.get("content")) for message in messages):
             return DirectPrompt("media")
-    return ChatPrompt(None, takes_ids)
+    return RenderedPrompt(None, takes_ids)
 
 
-def _direct_by_options(endpoint: Endpoint, body: Mapping[str, Any]) -> DirectPrompt | None:
-    # vLLM ignores external KV for a request that wants prompt logprobs, and truncates prompts by rules of its
-    # own.
+# vLLM cuts and completes prompts by rules of its own.
+_RULES = ("truncate_prompt_tokens", "suffix")
+
+
+def why_whole(endpoint: Endpoint, body: Mapping[str, Any]) -> str | None:
+    """Why the decode engine has to prefill a prompt itself, in one word; None: another one may."""
+    if endpoint not in (Endpoint.COMPLETIONS, Endpoint.CHAT):
+        return None
+    # vLLM reads neither cached nor external KV for prompt logprobs. A beam's requests carry no ticket.
     if body.get("prompt_logprobs") is not None or (body.get("echo") and body.get("logprobs")):
-        return DirectPrompt("prompt-logprobs")
-    if body.get("truncate_prompt_tokens") is not None:
-        return DirectPrompt("truncation")
+        return PROMPT_LOGPROBS
     if body.get("use_beam_search"):
-        return DirectPrompt("beam-search")
-    if samples_of(endpoint, body) is None:
-        return DirectPrompt("malformed")
-    return None
+        return "beam-search"
+    return "samples" if samples_of(endpoint, body) > MAX_USES else None
 
 
-def samples_of(endpoint: Endpoint, body: Mapping[str, Any]) -> int | None:
-    """How many answers are wanted (`n`); None when a ticket can't serve so many, or it is no number.
+PROMPT_LOGPROBS = "prompt-logprobs"
+
+
+def samples_of(endpoint: Endpoint, body: Mapping[str, Any]) -> int:
+    """How many answers are wanted of each prompt (`n`).
 
     vLLM makes every sample a request, and each of them loads the transfer.
     """
+    return (_samples(body) or 1) if endpoint in (Endpoint.COMPLETIONS, Endpoint.CHAT) else 1
+
+
+def answers_of(endpoint: Endpoint, body: Mapping[str, Any]) -> int:
+    """How many answers are wanted of all prompts together: so many requests an engine makes of this one."""
+    prompts = body.get("prompt_embeds") or body.get("prompt")
+    samples = samples_of(endpoint, body)
+    if endpoint is Endpoint.COMPLETIONS and isinstance(prompts, list) and prompts:
+        return samples * len(prompts) if isinstance(prompts[0], str | list) else samples
+    return samples
+
+
+def _samples(body: Mapping[str, Any]) -> int | None:
+    """`n`; None where it is no number of answers."""
     samples = body.get("n")
-    if samples is None or endpoint not in (Endpoint.COMPLETIONS, Endpoint.CHAT):
+    if samples is None:
         return 1
-    return samples if type(samples) is int and 1 <= samples <= MAX_USES else None
+    return samples if type(samples) is int and samples >= 1 else None
 
 
 def _completion_prompt(body: Mapping[str, Any]) -> Prompt:
     if body.get("prompt_embeds") is not None:
-        return DirectPrompt("embeds")
-    if body.get("suffix") is not None:
-        return DirectPrompt("suffix")
+        return _embeds_prompt(body["prompt_embeds"])
     prompt = body.get("prompt")
     if isinstance(prompt, WrittenIds):
         return TokenPrompt(prompt.ids)
@@ -161,9 +204,22 @@ def _completion_prompt(body: Mapping[str, Any]) -> Prompt:
     if not isinstance(prompt, list) or not prompt:
         return DirectPrompt("malformed")
     if isinstance(prompt[0], str | list):
-        return DirectPrompt("batch")
+        return _batch_prompt(body, prompt)
     token_ids = as_token_ids(prompt)
     return TokenPrompt(token_ids) if token_ids is not None else DirectPrompt("malformed")
+
+
+def _batch_prompt(body: Mapping[str, Any], prompts: Sequence[object]) -> Prompt:
+    batch = [_completion_prompt({**body, "prompt": prompt}) for prompt in prompts]
+    each = tuple(prompt for prompt in batch if isinstance(prompt, TokenPrompt | TextPrompt))
+    return BatchPrompt(each) if len(each) == len(batch) else DirectPrompt("malformed")
+
+
+def _embeds_prompt(embeds: object) -> Prompt:
+    each = embeds if isinstance(embeds, list) else [embeds]
+    if not each or not all(isinstance(one, str) for one in each):
+        return DirectPrompt("malformed")
+    return EmbedsPrompt(sum(map(len, each)))
 
 
 def as_token_ids(ids: Sequence[object]) -> "array[int] | None":
@@ -205,7 +261,7 @@ def _chat_prompt(body: Mapping[str, Any]) -> Prompt:
         and body.get("add_generation_prompt", True) is True
     ):
         plain = _plain_messages(messages)
-    return ChatPrompt(plain, takes_ids)
+    return RenderedPrompt(plain, takes_ids)
 
 
 def _plain_messages(

@@ -11,7 +11,14 @@ from prfaas.core.prefix import PromptChains
 from prfaas.core.route_header import REQUEST_ID_HEADER
 from prfaas.serving.gateway.bodies import ApiError, Json, parse_body, strip_owned
 from prfaas.serving.gateway.context import GatewayContext
-from prfaas.serving.gateway.prompts.prompt import Endpoint, Prompt, prompt_of, samples_of
+from prfaas.serving.gateway.prompts.prompt import (
+    Endpoint,
+    Prompt,
+    answers_of,
+    prompt_of,
+    samples_of,
+    why_whole,
+)
 from prfaas.serving.gateway.request_log import RequestRecord, WaitsFor
 from prfaas.serving.transport.ticket import TENANT_BYTES, TransferAttributes, TransferClass
 
@@ -21,6 +28,7 @@ _TRACE_HEADERS = {
     "tracestate": re.compile(r"[ -~]{1,512}"),
 }
 _TENANT_PURPOSE = b"prfaas tenant\x00"
+_CLIENT_PURPOSE = b"client\x00"
 _LINK_PURPOSE = b"prfaas tenant on a link\x00"
 _SALT_BYTES = 16
 
@@ -36,7 +44,11 @@ class ServingRequest:
     """Length of the body as it came."""
     prompt: Prompt
     samples: int
-    """How many answers are wanted (`n`)."""
+    """How many answers are wanted of each prompt (`n`)."""
+    answers: int
+    """How many are wanted of all prompts."""
+    whole: str | None
+    """Why its decode engine has to prefill it, in one word; None: another one may."""
     model: str
     """The name that engines know: an adapter's or the base model's."""
     adapter: str
@@ -82,7 +94,7 @@ class Tenants:
     def adopt(self, header: str | None, weights: Mapping[str, int]) -> None:
         """Tell tenants apart so from now on."""
         self._header = header
-        self._weights = {self._salt(name.encode()): weight for name, weight in weights.items()}
+        self._weights = {self._salt(self._spelt_alike(name)): weight for name, weight in weights.items()}
 
     @property
     def are_told_apart(self) -> bool:
@@ -106,8 +118,20 @@ class Tenants:
         values = headers.getall(self._header, [])
         if len(values) > 1:
             raise ApiError(400, f"The header {self._header} must not be given more than once.")
-        value = values[0].encode("utf-8", "surrogateescape") if values else b""
-        return self._salt(value)
+        return self._salt(self._spelt_alike(values[0]) if values else b"")
+
+    def of_client(self, name: str, weight: int) -> str:
+        """The salt of a client with an API key, which has so many parts of a link."""
+        salt = self._salt(_CLIENT_PURPOSE + name.encode())
+        self._weights[salt] = weight
+        return salt
+
+    def _spelt_alike(self, value: str) -> bytes:
+        """A header's value as all readers take it: blanks and the case of a scheme make no other tenant."""
+        words = value.encode("utf-8", "surrogateescape").split()
+        if len(words) > 1 and self._header is not None and self._header.lower() == "authorization":
+            words[0] = words[0].lower()
+        return b" ".join(words)
 
     def transfer_class(self, salt: str, *, background: bool) -> TransferClass:
         """How a transfer of the tenant with this salt shares a link."""
@@ -167,7 +191,9 @@ class RequestParser:
             body=body,
             size_bytes=len(raw),
             prompt=prompt,
-            samples=samples_of(endpoint, body) or 1,
+            samples=samples_of(endpoint, body),
+            answers=answers_of(endpoint, body),
+            whole=why_whole(endpoint, body),
             model=record.model,
             adapter=adapter,
             salt=salt if endpoint.generates else "",

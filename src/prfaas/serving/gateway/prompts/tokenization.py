@@ -1,6 +1,7 @@
 """Token ids of a prompt exactly as the decode engine makes them, by the cheapest way that is known to be exact."""
 
 import logging
+import math
 import time
 from array import array
 from collections.abc import Sequence
@@ -12,13 +13,18 @@ import jinja2
 import msgspec
 
 from prfaas.core.deployment import Instance
+from prfaas.core.kv import ConfigError, read_config
+from prfaas.core.kv.config_fields import ConfigFields
+from prfaas.core.kv.hf_config import text_fields
 from prfaas.serving.gateway.bodies import JSON_BYTES_PER_TOKEN, Json, dump_body
 from prfaas.serving.gateway.context import GatewayContext, ThreadOffload
 from prfaas.serving.gateway.engine_client import FROZEN, Blame, EngineCallError
 from prfaas.serving.gateway.prompts.prompt import (
-    ChatPrompt,
+    BatchPrompt,
     DirectPrompt,
+    EmbedsPrompt,
     Endpoint,
+    RenderedPrompt,
     TextPrompt,
     TokenPrompt,
     answer_limit,
@@ -75,6 +81,11 @@ class LocalTokenizer:
 
 logger = logging.getLogger(__name__)
 
+# The prefixes of so many prompts of a batch are looked for, the longest ones: each takes a moment of the loop.
+_MOST_HASHED = 32
+# What a prompt has, about, whose tokens no engine tells.
+_BYTES_PER_TOKEN = 4
+
 _TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 
 _SAMPLE_TEXTS = (
@@ -106,6 +117,9 @@ class _Rendered(msgspec.Struct):
     """Hashes and places of media."""
 
 
+_RenderedBatch = Annotated[list[_Rendered], msgspec.Meta(min_length=1)]
+
+
 class Tokenization:
     """Takes the gateway's own tokenizer where all decode engines make the same ids of plain prompts. Else one renders.
 
@@ -121,6 +135,7 @@ class Tokenization:
         self._json_threads = context.json_threads
         self._timeout_s = context.options.tokenize_timeout_s
         self._max_model_len = context.max_model_len
+        self._embedding_chars = _embedding_chars(context.running.current.model.path)
         # Instance → the endpoints for whose samples its process makes the ids of the own tokenizer.
         self._agreed: dict[str, frozenset[Endpoint]] = {}
         for signal in (self._plane.listeners.restarted, self._plane.listeners.lost_cache):
@@ -134,7 +149,7 @@ class Tokenization:
         """The prompt's token ids and the hashes of its blocks.
 
         Returns:
-            DirectPrompt, with the reason, when the prompt is to go to the decode engine without a look at it.
+            DirectPrompt, with the reason, when the decode engine has to prefill all of it.
         """
         begun_s = time.perf_counter()
         try:
@@ -151,39 +166,54 @@ class Tokenization:
             request.salt,
             request.adapter,
         )
-        takes_ids = isinstance(request.prompt, ChatPrompt) and request.prompt.takes_ids
+        takes_ids = isinstance(request.prompt, RenderedPrompt) and request.prompt.takes_ids
         return TokenizedPrompt(token_ids, chains, takes_ids)
 
     async def _tokenize(self, request: ServingRequest) -> TokenizedPrompt | DirectPrompt:
-        if isinstance(request.prompt, DirectPrompt):
-            return request.prompt
+        prompt = request.prompt
+        if isinstance(prompt, DirectPrompt):
+            return prompt
+        if isinstance(prompt, EmbedsPrompt):
+            return DirectPrompt("embeds", max(int(prompt.encoded_chars / self._embedding_chars), 1))
         try:
-            ids = await self._ids(request, request.prompt)
+            prompts = await self._prompts(request, prompt)
         except EngineCallError as error:
             # 403: the engine renders nothing, for nobody.
-            is_refused = error.is_clients_fault and error.status != HTTPStatus.FORBIDDEN
-            return DirectPrompt("refused" if is_refused else "not-rendered")
-        if ids is None:
+            if error.is_clients_fault and error.status != HTTPStatus.FORBIDDEN:
+                return DirectPrompt("refused")
+            return DirectPrompt("not-rendered", request.size_bytes // _BYTES_PER_TOKEN)
+        if prompts is None:
             return DirectPrompt("media")
-        if not 1 < len(ids) < self._max_model_len or len(ids) + _answer_limit(request) > self._max_model_len:
+        longest = max(map(len, prompts))
+        if longest >= self._max_model_len or longest + _answer_limit(request) > self._max_model_len:
             return DirectPrompt("length")
-        return await self.hash_blocks(request, ids)
+        whole = "batch" if len(prompts) > 1 else request.whole
+        if longest == 1:
+            # The last token of a prompt is always computed where it is decoded.
+            whole = whole or "single-token"
+        if whole is None:
+            return await self.hash_blocks(request, prompts[0])
+        hashed = [
+            await self.hash_blocks(request, ids)
+            for ids in sorted(prompts, key=len, reverse=True)[:_MOST_HASHED]
+        ]
+        return DirectPrompt(whole, sum(map(len, prompts)), tuple(each.chains for each in hashed))
 
-    async def _ids(
-        self, request: ServingRequest, prompt: TokenPrompt | TextPrompt | ChatPrompt
-    ) -> "array[int] | None":
-        """The ids; None where media stand between them. Raises EngineCallError.
+    async def _prompts(
+        self, request: ServingRequest, prompt: TokenPrompt | TextPrompt | RenderedPrompt | BatchPrompt
+    ) -> "list[array[int]] | None":
+        """The ids of each prompt; None where media stand between them. Raises EngineCallError.
 
         In place of an engine that does not answer another one is asked. A dead one is taken out of routing.
         """
-        if isinstance(prompt, TokenPrompt):
-            return prompt.token_ids
-        if self._agrees(request.endpoint):
-            own = await self._own_ids(prompt, request.size_bytes)
-            if own is not None:
-                return own
-        body = await self._json_threads.run(request.size_bytes, dump_body, request.body)
-        asked = self._plane.members.instance(self._plane.router.route(0, None).decode)
+        own = await self._all_own_ids(request, prompt)
+        if own is not None:
+            return own
+        # The answer's rules change no prompt, and `/render` knows nothing of beams.
+        asked_for = {name: value for name, value in request.body.items() if name != "use_beam_search"}
+        body = await self._json_threads.run(request.size_bytes, dump_body, asked_for)
+        router, members = self._plane.router, self._plane.members
+        asked = members.instance(router.at_decode(0).decode)
         try:
             return await self._render(request.endpoint, body, asked)
         except EngineCallError as error:
@@ -191,15 +221,31 @@ class Tokenization:
                 raise
             if error.blame is not Blame.NONE:
                 self._plane.health.suspect(asked.name, str(error), lost_cache=error.blame is Blame.DEAD)
-            decision = self._plane.router.route(0, None, avoid=(asked.name,))
-            return await self._render(request.endpoint, body, self._plane.members.instance(decision.decode))
+            another = members.instance(router.at_decode(0, avoid=(asked.name,)).decode)
+            return await self._render(request.endpoint, body, another)
+
+    async def _all_own_ids(
+        self, request: ServingRequest, prompt: TokenPrompt | TextPrompt | RenderedPrompt | BatchPrompt
+    ) -> "list[array[int]] | None":
+        """Ids that no engine has to be asked for; None where there is one prompt that an engine renders."""
+        agrees = self._agrees(request.endpoint)
+        found = []
+        for each in prompt.prompts if isinstance(prompt, BatchPrompt) else (prompt,):
+            if isinstance(each, TokenPrompt):
+                found.append(each.token_ids)
+                continue
+            own = await self._own_ids(each, request.size_bytes) if agrees else None
+            if own is None:
+                return None
+            found.append(own)
+        return found
 
     def _agrees(self, endpoint: Endpoint) -> bool:
         """Whether the own tokenizer makes the ids of every engine that may decode now."""
         decoders = self._plane.router.decoders()
         return bool(decoders) and all(endpoint in self._agreed.get(name, ()) for name in decoders)
 
-    async def _own_ids(self, prompt: TextPrompt | ChatPrompt, size_bytes: int) -> "array[int] | None":
+    async def _own_ids(self, prompt: TextPrompt | RenderedPrompt, size_bytes: int) -> "array[int] | None":
         """Those of the own tokenizer; None where it can't make them."""
         if self._local is None:
             return None
@@ -221,7 +267,7 @@ class Tokenization:
             for sample in samples:
                 body = dump_body({"model": self._model, "max_tokens": 1, **sample})
                 prompt = prompt_of(endpoint, sample)
-                assert isinstance(prompt, TextPrompt | ChatPrompt)
+                assert isinstance(prompt, TextPrompt | RenderedPrompt)
                 try:
                     rendered = await self._render(endpoint, body, decode)
                 except EngineCallError as error:
@@ -229,7 +275,7 @@ class Tokenization:
                     if not error.is_clients_fault:
                         raise
                     break
-                if rendered is None or await self._own_ids(prompt, len(body)) != rendered:
+                if rendered is None or [await self._own_ids(prompt, len(body))] != rendered:
                     break
             else:
                 agreed.add(endpoint)
@@ -237,20 +283,29 @@ class Tokenization:
             logger.info("%s: token ids come from %s (%s)", endpoint, source, decode.name)
         self._agreed[decode.name] = frozenset(agreed)
 
-    async def _render(self, endpoint: Endpoint, body: bytes, decode: Instance) -> "array[int] | None":
-        """The ids that an engine makes of a body; None where media stand between them. Raises EngineCallError."""
+    async def _render(self, endpoint: Endpoint, body: bytes, decode: Instance) -> "list[array[int]] | None":
+        """The ids that an engine makes of each prompt; None where media stand between them. Raises EngineCallError."""
         path = f"{endpoint.path}/render"
         headers = {"Content-Type": "application/json"}
         answer = await self._client.call(decode, path, body, headers, self._timeout_s)
         try:
             if endpoint is Endpoint.COMPLETIONS:
-                (rendered,) = msgspec.json.decode(answer, type=list[_Rendered])
+                rendered = msgspec.json.decode(answer, type=_RenderedBatch)
             else:
-                rendered = msgspec.json.decode(answer, type=_Rendered)
+                rendered = [msgspec.json.decode(answer, type=_Rendered)]
         except ValueError as error:
             raise EngineCallError(decode.name, "garbled", f"{path} returned no token ids: {error}") from None
-        has_media = rendered.features is not None and rendered.features != b"null"
-        return None if has_media else array("I", rendered.token_ids)
+        has_media = any(each.features is not None and each.features != b"null" for each in rendered)
+        return None if has_media else [array("I", each.token_ids) for each in rendered]
+
+
+def _embedding_chars(model: Path) -> float:
+    """Characters of base64 that stand for one token's embedding of 16-bit numbers; longer ones count as more tokens."""
+    try:
+        fields = ConfigFields(text_fields(read_config(model / "config.json")))
+        return 2 * fields.whole("hidden_size") * 4 / 3
+    except ConfigError:
+        return math.inf
 
 
 def _answer_limit(request: ServingRequest) -> int:

@@ -9,7 +9,7 @@ from msgspec import structs
 from prfaas.core.scheduling import Decision, NoDecodeInstanceError, Route
 from prfaas.core.scheduling.preemption import goes_on_at_decode
 from prfaas.serving.gateway.context import GatewayContext
-from prfaas.serving.gateway.prompts.prompt import DirectPrompt
+from prfaas.serving.gateway.prompts.prompt import PROMPT_LOGPROBS, DirectPrompt
 from prfaas.serving.gateway.prompts.request import ServingRequest, TokenizedPrompt
 from prfaas.serving.gateway.ways.first_token import FirstTokenAsk, FirstTokenHeldError
 from prfaas.serving.gateway.ways.first_token_rules import FirstTokenRules
@@ -58,6 +58,16 @@ class PrefillOrchestrator:
     def shows_first(self, request: ServingRequest) -> bool:
         """Whether the client would see a first token of the prefill before the KV has moved."""
         return self._first_tokens.shows_first(request)
+
+    def whole(self, prompt: DirectPrompt, avoid: Collection[str] = ()) -> Decision:
+        """Where a prompt goes that its decode engine prefills itself. Raises NoDecodeInstanceError."""
+        return self._plane.router.at_decode(
+            prompt.num_tokens,
+            prompt.chains,
+            reason=prompt.reason,
+            reuses=prompt.reason != PROMPT_LOGPROBS,
+            avoid=avoid,
+        )
 
     async def prepare_first(
         self, request: ServingRequest, prompt: TokenizedPrompt | DirectPrompt, decision: Decision
@@ -142,10 +152,9 @@ class PrefillOrchestrator:
         Raises:
             NoDecodeInstanceError: no other engine can decode.
         """
-        router = self._plane.router
         if isinstance(prompt, DirectPrompt):
-            return self._direct(request, prompt, router.route(0, None, avoid=avoid))
-        decision = router.route(len(prompt.token_ids), prompt.chains, avoid=avoid)
+            return self._direct(request, prompt, self.whole(prompt, avoid))
+        decision = self._plane.router.route(len(prompt.token_ids), prompt.chains, avoid=avoid)
         return await self._prepare(request, prompt, decision, avoid)
 
     async def prepare_near(
@@ -242,8 +251,9 @@ class PrefillOrchestrator:
 
     def delivered(self, ready: ReadyRequest) -> None:
         """The decode engine answers, so it holds the prompt now."""
-        if isinstance(ready, DecidedRequest):
-            self._plane.prefixes.expect(ready.decode, ready.prompt.chains)
+        prompt = ready.prompt
+        for chains in prompt.chains if isinstance(prompt, DirectPrompt) else (prompt.chains,):
+            self._plane.prefixes.expect(ready.decode, chains)
 
     def abandon(self, ready: ReadyRequest, reason: str) -> None:
         """The decode engine may never take the transfer: have its staging freed."""
@@ -256,9 +266,11 @@ class PrefillOrchestrator:
                 request.record.note(f"{producer} may send nothing to {consumer}: {why}")
 
     def _direct(self, request: ServingRequest, prompt: DirectPrompt, decision: Decision) -> DirectRequest:
-        """The decode engine gets the request as it is; the prompt was not looked at."""
+        """The decode engine gets the request as it is."""
         request.record.direct_reason = prompt.reason
         self._metrics.direct.labels(prompt.reason).inc()
+        if prompt.num_tokens:
+            request.record.start(decision, prompt.num_tokens).outcome = "done"
         return DirectRequest(decision=decision, prompt=prompt)
 
     def _at_decode(

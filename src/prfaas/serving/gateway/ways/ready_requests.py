@@ -65,13 +65,24 @@ class ReadyRequest(ABC):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DirectRequest(ReadyRequest):
-    """The decode engine gets it as it is: the prompt was not looked at."""
+    """The decode engine gets it as it is, and prefills all of it."""
 
     prompt: DirectPrompt
 
+    @property
+    def own_prefill_tokens(self) -> int:
+        return self.decision.prefill_tokens
+
     def header(self) -> RouteHeader:
-        name = self.decode
-        return RouteHeader(route=str(Route.LOCAL), prefill=name, decode=name, reason=self.prompt.reason)
+        name, is_seen = self.decode, self.prompt.num_tokens > 0
+        return RouteHeader(
+            route=str(Route.LOCAL),
+            prefill=name,
+            decode=name,
+            uncached_tokens=self.decision.uncached_tokens if is_seen else None,
+            predicted_ttft_s=self.decision.predicted_ttft_s if is_seen else None,
+            reason=self.prompt.reason,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

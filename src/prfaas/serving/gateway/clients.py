@@ -1,0 +1,152 @@
+"""Who may use a gateway: clients with API keys, of which only hashes are kept."""
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+
+from prfaas.serving.gateway.bodies import ApiError
+from prfaas.serving.gateway.prompts.request import Headers
+from prfaas.serving.secret_files import ClientsFileError
+
+logger = logging.getLogger(__name__)
+
+OPEN_PATHS = frozenset({"/health", "/ready", "/version"})
+"""What is answered to everybody, such as a load balancer."""
+_LOOK_S = 1.0
+_MOST_BYTES = 4 << 20
+
+_Name = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
+_KeyHash = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+
+
+class Client(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One client, which is a tenant of its own."""
+
+    key_sha256: Annotated[list[_KeyHash], msgspec.Meta(min_length=1, max_length=16)]
+    """SHA-256 of each of its API keys, in hex."""
+    share: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 1
+    """Parts of a link while clients compete for it."""
+    requests_per_s: Annotated[float, msgspec.Meta(gt=0, le=1e6)] | None = None
+    """Requests that it may send in the long run; None: any number."""
+    priority: Literal["normal", "low"] = "normal"
+    """`low`: it is taken on only while less than half of each limit of the gateway is in use."""
+    name: str = ""
+
+
+CLIENT = web.RequestKey("prfaas_client", Client)
+"""Where an HTTP request has who sent it."""
+
+
+class Clients:
+    """The clients of one file, which is read again when it changes."""
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        """Raises ClientsFileError."""
+        self._path = path
+        self._clock = clock
+        # Name → requests that it may send at once, and when that was so.
+        self._allowed: dict[str, tuple[float, float]] = {}
+        self._stamp = (0, 0, 0)
+        self._by_key: dict[bytes, Client] = {}
+        self.read()
+
+    def read(self) -> None:
+        """Use what the file says now. Raises ClientsFileError, and goes on with what it said before."""
+        try:
+            stamp = self._stamp_now()
+            with self._path.open("rb") as file:
+                raw = file.read(_MOST_BYTES + 1)
+        except OSError as error:
+            raise ClientsFileError(f"clients file {self._path} cannot be read: {error.strerror}") from None
+        if len(raw) > _MOST_BYTES:
+            raise ClientsFileError(f"clients file {self._path} is larger than {_MOST_BYTES} bytes")
+        try:
+            said = msgspec.yaml.decode(raw, type=dict[_Name, Client])
+        except Exception as error:
+            # PyYAML raises anything where a tag and its value don't fit.
+            raise ClientsFileError(f"clients file {self._path}: {error}") from None
+        by_key: dict[bytes, Client] = {}
+        for name, client in said.items():
+            for key in map(bytes.fromhex, client.key_sha256):
+                if key in by_key:
+                    raise ClientsFileError(
+                        f"clients file {self._path}: {by_key[key].name} and {name} have one key"
+                    )
+                by_key[key] = msgspec.structs.replace(client, name=name)
+        self._by_key, self._stamp = by_key, stamp
+        self._allowed = {name: left for name, left in self._allowed.items() if name in said}
+
+    async def watch(self) -> None:
+        """Read the file again whenever it has changed, until cancelled."""
+        seen = self._stamp
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            try:
+                if self._stamp_now() == seen:
+                    continue
+                seen = self._stamp_now()
+                self.read()
+                logger.info("clients file %s read again", self._path)
+            except (OSError, ClientsFileError) as error:
+                logger.warning("clients stay as they were: %s", error)
+
+    def take(self, headers: Headers) -> Client:
+        """Who sends a request with these headers.
+
+        A key is looked up by its hash, which nobody can choose: how long that takes says nothing of other keys.
+
+        Raises:
+            ApiError: 401 without a key of a client, 429 where it sends too many.
+        """
+        found = self._by_key.get(hashlib.sha256(_key_in(headers)).digest())
+        if found is None:
+            raise ApiError(401, "The API key is missing, or none of this gateway's clients has it.")
+        if found.requests_per_s is not None:
+            self._count(found, found.requests_per_s)
+        return found
+
+    def _count(self, client: Client, rate_per_s: float) -> None:
+        now_s, most = self._clock(), max(rate_per_s, 1.0)
+        left, at_s = self._allowed.get(client.name, (most, now_s))
+        left = min(left + (now_s - at_s) * rate_per_s, most)
+        if left < 1.0:
+            self._allowed[client.name] = left, now_s
+            sentence = f"This client may send {rate_per_s:g} requests a second."
+            raise ApiError(429, sentence, retry_after_s=(1.0 - left) / rate_per_s, reason="rate")
+        self._allowed[client.name] = left - 1.0, now_s
+
+    def _stamp_now(self) -> tuple[int, int, int]:
+        found = self._path.stat()
+        return found.st_mtime_ns, found.st_ino, found.st_size
+
+
+def asking(clients: Clients) -> Middleware:
+    """A middleware that lets only clients in, and notes who it is."""
+
+    @web.middleware
+    async def ask(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.path not in OPEN_PATHS:
+            request[CLIENT] = clients.take(request.headers)
+        return await handler(request)
+
+    return ask
+
+
+def _key_in(headers: Headers) -> bytes:
+    """The API key as OpenAI's or Anthropic's clients send it; empty if there is none. Raises ApiError 401 for two."""
+    keys = [value.strip() for value in headers.getall("x-api-key", [])]
+    for value in headers.getall("Authorization", []):
+        scheme, _, rest = value.strip().partition(" ")
+        if scheme.lower() == "bearer":
+            keys.append(rest.strip())
+    if len(set(keys)) > 1:
+        raise ApiError(401, "The request has more than one API key.")
+    return keys[0].encode("utf-8", "surrogateescape") if keys else b""
