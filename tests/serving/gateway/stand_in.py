@@ -6,6 +6,7 @@ prompt and half an answer ends it as the first one would have.
 """
 
 import asyncio
+import functools
 import hashlib
 import itertools
 import json
@@ -93,6 +94,8 @@ def kv_of(ids: Sequence[int]) -> bytes:
 
 
 ANSWER_TOKENS = 16
+# As vLLM writes it.
+COMPACT = functools.partial(json.dumps, separators=(",", ":"))
 _CHARACTERS = "0123456789abcdef"
 _ID_OF = {symbol: i for i, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
 
@@ -214,6 +217,7 @@ class StandInEngine:
     "mid-stream", "mid-event"), or says that it failed ("http-500", "error-event", "early-end"); streams after
     `dies_after` tokens. `deaths`: how often yet. `freezes`: in place of dying it says nothing more over HTTP until
     `frozen` is false again. `mute`: its KV port accepts connections and never says a word.
+    `mulls`: it does nothing until `goes_on` says so.
 
     `lingers`: three quarters of its KV leave; the rest of it, and of its prefill, wait for `goes_on`, and then do what
     `lingers` says: "ends" well, "aborts" the transfer, or the prefill "fails" too. `trails`: the prefill answers at
@@ -244,6 +248,7 @@ class StandInEngine:
     freezes: bool = False
     frozen: bool = False
     mute: bool = False
+    mulls: bool = False
     lingers: str | None = None
     trails: bool = False
     end: str | None = None
@@ -447,6 +452,8 @@ class StandInEngine:
         await self.thawed()
         body = await request.json()
         self.seen.append(Seen(request.path, dict(request.headers), body))
+        if self.mulls:
+            await self.goes_on.wait()
         body = stand_in_apis.as_chat(request.path, body)
         ids = self._ids(body) if refusal_of(body) is None else []
         try:
@@ -527,7 +534,7 @@ class StandInEngine:
             await asyncio.sleep(self.whole_s)
             if self.sends_after is not None:
                 self.goes_on.set()
-            return web.json_response(self._whole_answer(body, ids))
+            return web.json_response(self._whole_answer(body, ids), dumps=COMPACT)
         return await self._streamed(request, body, ids)
 
     async def _answered_otherwise(
@@ -560,7 +567,13 @@ class StandInEngine:
         return {
             "id": "x",
             "choices": [
-                {"index": 0, "text": text, "message": {"role": "assistant", "content": text}, **ended}
+                {
+                    "index": 0,
+                    "text": text,
+                    "message": {"role": "assistant", "content": text},
+                    **ended,
+                    "token_ids": answer.token_ids if body.get("return_token_ids") else None,
+                }
                 | (
                     {"logprobs": _logprobs(text, answer.token_ids)}
                     if body.get("logprobs") is not None and body["logprobs"] is not False
@@ -794,7 +807,7 @@ def _logprobs(text: str, token_ids: list[int], first: int = 0, *, chat: bool = F
         "tokens": names,
         "text_offset": [len("token_id:00") * (first + index) for index in range(len(names))],
         "token_logprobs": [-0.01] * len(text),
-        "top_logprobs": [{character: -0.01} for character in text],
+        "top_logprobs": [{name: -0.01} for name in names],
     }
 
 

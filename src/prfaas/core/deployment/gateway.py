@@ -106,6 +106,8 @@ class GatewayConfig(Section):
     """How long an engine may take until its answer begins."""
     idle_s: Seconds = 600.0
     """How long an answer that has begun may pause."""
+    keep_alive_s: Seconds = 15.0
+    """How often a client that waits for a stream's first token gets a comment."""
     limits: GatewayLimits = GatewayLimits()
     """How much one gateway takes on."""
     cluster: Annotated[Name | None, GIVEN, GATEWAY_AGAIN] = None
