@@ -286,4 +286,5 @@ def left_processes(home: Path) -> list[str]:
 def tracebacks(deployment: Deployment, home: Path) -> int:
     """In the logs of gateway and engines."""
     logs = [*deployment.logs_dir.glob("*.log*"), *home.glob("*.log")]
-    return sum(log.read_text(errors="replace").count("Traceback (most recent call last)") for log in logs)
+    marks = ("Traceback (most recent call last)", ' exception="')
+    return sum(log.read_text(errors="replace").count(mark) for log in logs for mark in marks)

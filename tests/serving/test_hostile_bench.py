@@ -1,4 +1,4 @@
-"""A short form of `bench/hostile.py`: every kind of act beside honest requests, on stand-ins in their own process."""
+"""A short form of `bench/hostile.py`: every kind of act beside honest requests, on stand-ins."""
 
 import json
 import subprocess

@@ -172,7 +172,7 @@ def renamed(name: str) -> list[dict[str, Any]]:
         ({"security": {"engine_tls": "sometimes"}}, 'must be one of "elsewhere", "always", "never"'),
         ({"security": {"encrypt_inside": "yes"}}, "security.encrypt_inside: must be true or false"),
         ({"security": {"tenant_weights": {"gold": 2}}}, "tenant_weights: needs security.tenant_header"),
-        ({"security": {"tenant_header": "x-t"}, "gateway": {"clients": "c.yaml"}}, "clients: leave out security."),
+        ({"security": {"tenant_header": "x-t"}, "gateway": {"clients": "c.yaml"}}, "clients: leave out security"),
         ({"security": {"tenant_weights": {"gold": 0}}}, "security.tenant_weights.gold: must be"),
         ({"engine": {"extra_args": ["--ssl-keyfile=x"]}}, "give security.engine_tls and security.certificates"),
     ],

@@ -250,12 +250,12 @@ class EngineModel:
         return event
 
     def serve_image(self, prompt: Prefix) -> None:
-        """A prompt whose second block has an image: its hashes are no business of `holdings`, which knows tokens."""
+        """A prompt whose second block has an image and embeddings: its hashes are no business of `holdings`."""
         block = self.shape.block_tokens
         count = len(prompt) // block
         if count and not self.shape.lookahead:
             hashes = [self.random.getrandbits(64) for _ in range(count)]
-            extra = [None, [["an image", 0]], *([None] * count)][:count]
+            extra = [None, [["an image", 0], "embeddings"], *([None] * count)][:count]
             known: Key = ("", "", prompt[:block])
             hashes[0] = self._hash(known)
             self._hold(self.shape.attention_group, [known])

@@ -124,7 +124,6 @@ def test_salt_and_adapter_are_part_of_the_prefix() -> None:
 @pytest.mark.parametrize(
     "extra_keys",
     [
-        [None, [["image", 0]]],
         [None, [["image", 0], "digest"]],
         [None, ["an embedding's digest"]],
         [None, ["salt where none belongs"]],

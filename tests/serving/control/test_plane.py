@@ -155,11 +155,12 @@ def test_what_cannot_be_split_goes_where_most_of_it_is_held(planes: Planes) -> N
     def use(plane: LivePlane) -> None:
         ids = [range(512), range(1000, 1600)]
         assert plane.router.at_decode(1112).decode == "home-d0"
+        digests = EventDigests(seed_of(plane.members.key))
         for first, each in enumerate(ids, start=1):
             stored: Any = {"hashes": [first], "block_tokens": 256, "token_ids": list(each[:256])}
             state = StoredBlocks(**stored, group=1, kind="mamba")
             full = StoredBlocks(**stored, kind="full_attention")
-            plane.prefixes.apply("home-d1", EventDigests(seed_of(plane.members.key)).of([state, full]))
+            plane.prefixes.apply("home-d1", digests.of([state, full]))
         chains = [plane.prefixes.chains(each, "", "") for each in ids]
         decision = plane.router.at_decode(1112, chains, reason="batch")
         assert (decision.prefill, decision.decode, decision.reason) == ("home-d1", "home-d1", "batch")

@@ -10,12 +10,13 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
 
 from prfaas.core.deployment import Deployment, Instance
-from prfaas.core.prefix import PromptChains
+from prfaas.core.prefix import MediaItem, PromptChains
 from prfaas.core.scheduling import Decision, NoDecodeInstanceError, Route
 from prfaas.serving.control.listeners import Listeners
 from prfaas.serving.control.planning_inputs import kv_facts
@@ -60,6 +61,7 @@ class FixedPlane:
         self.suspect_s = suspect_s
         self._can_skip = can_skip
         self._kv = kv_facts(deployment.model.kv_model())
+        self.view = SimpleNamespace(kv=self._kv)
         self._held: dict[str, set[int]] = {name: set() for name in self._instances}
         self._suspects: dict[str, float] = {}
         self.prefers: str | None = None
@@ -110,8 +112,10 @@ class FixedPlane:
         """Prefills and decodes that the gateway has begun and not ended."""
         return sum(self.open.values())
 
-    def chains(self, token_ids: Sequence[int], salt: str, adapter: str) -> PromptChains:
-        chain = [hash((salt, adapter))]
+    def chains(
+        self, token_ids: Sequence[int], salt: str, adapter: str, media: Sequence[MediaItem] = ()
+    ) -> PromptChains:
+        chain = [hash((salt, adapter, *media))]
         for begin in range(0, len(token_ids) - BLOCK_TOKENS, BLOCK_TOKENS):
             chain.append(hash((chain[-1], *token_ids[begin : begin + BLOCK_TOKENS])))
         return PromptChains(len(token_ids), {BLOCK_TOKENS: tuple(chain[1:])})

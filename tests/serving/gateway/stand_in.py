@@ -6,6 +6,7 @@ prompt and half an answer ends it as the first one would have.
 """
 
 import asyncio
+import functools
 import hashlib
 import itertools
 import json
@@ -22,6 +23,7 @@ from aiohttp import web
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
+from prfaas.core.prefix import MediaItem
 from prfaas.serving.gateway.prompts.tokenizers import ChatTemplate
 from prfaas.serving.transport.chunk_source import BytesSource
 from prfaas.serving.transport.handover import NIXL_MARK, Handover, is_by_nixl, ticket_of
@@ -92,6 +94,8 @@ def kv_of(ids: Sequence[int]) -> bytes:
 
 
 ANSWER_TOKENS = 16
+# As vLLM writes it.
+COMPACT = functools.partial(json.dumps, separators=(",", ":"))
 _CHARACTERS = "0123456789abcdef"
 _ID_OF = {symbol: i for i, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
 
@@ -213,6 +217,7 @@ class StandInEngine:
     "mid-stream", "mid-event"), or says that it failed ("http-500", "error-event", "early-end"); streams after
     `dies_after` tokens. `deaths`: how often yet. `freezes`: in place of dying it says nothing more over HTTP until
     `frozen` is false again. `mute`: its KV port accepts connections and never says a word.
+    `mulls`: it does nothing until `goes_on` says so.
 
     `lingers`: three quarters of its KV leave; the rest of it, and of its prefill, wait for `goes_on`, and then do what
     `lingers` says: "ends" well, "aborts" the transfer, or the prefill "fails" too. `trails`: the prefill answers at
@@ -243,6 +248,7 @@ class StandInEngine:
     freezes: bool = False
     frozen: bool = False
     mute: bool = False
+    mulls: bool = False
     lingers: str | None = None
     trails: bool = False
     end: str | None = None
@@ -387,7 +393,7 @@ class StandInEngine:
                     | {
                         "content": m.get("content") or ""
                         if isinstance(m.get("content") or "", str)
-                        else "\n".join(p["text"] for p in m["content"])
+                        else "\n".join(p.get("text", _SHOWN) for p in m["content"])
                     }
                     for m in body["messages"]
                 ],
@@ -416,6 +422,13 @@ class StandInEngine:
         rendered: list[dict[str, Any]] = [
             {"token_ids": self._ids(one), "sampling_params": {}, "features": None} for one in each
         ]
+        if shown_in(chat):
+            items = media_of(chat, rendered[0]["token_ids"])
+            rendered[0]["features"] = {
+                "mm_hashes": {"image": [item.digest for item in items]},
+                "mm_placeholders": {"image": [{"offset": i.offset, "length": i.tokens} for i in items]},
+                "kwargs_data": None,
+            }
         return web.json_response(rendered if path == "/v1/completions" else rendered[0])
 
     async def _tokenize(self, request: web.Request) -> web.Response:
@@ -439,6 +452,8 @@ class StandInEngine:
         await self.thawed()
         body = await request.json()
         self.seen.append(Seen(request.path, dict(request.headers), body))
+        if self.mulls:
+            await self.goes_on.wait()
         body = stand_in_apis.as_chat(request.path, body)
         ids = self._ids(body) if refusal_of(body) is None else []
         try:
@@ -481,7 +496,8 @@ class StandInEngine:
                 return web.json_response(
                     {"error": {"message": f"made to fail: {json.dumps(body)}"}}, status=self.fails
                 )
-            assert ticket is not None and len(ids) == ticket.num_tokens
+            assert ticket is not None and len(ids) - bool(shown_in(body)) == ticket.num_tokens
+            ids = ids[: ticket.num_tokens]
             assert ticket.prompt_digest == digest(body, ids)
             if by_nixl:
                 assert told == NIXL_MARK + ticket_of(told)
@@ -518,7 +534,7 @@ class StandInEngine:
             await asyncio.sleep(self.whole_s)
             if self.sends_after is not None:
                 self.goes_on.set()
-            return web.json_response(self._whole_answer(body, ids))
+            return web.json_response(self._whole_answer(body, ids), dumps=COMPACT)
         return await self._streamed(request, body, ids)
 
     async def _answered_otherwise(
@@ -551,7 +567,13 @@ class StandInEngine:
         return {
             "id": "x",
             "choices": [
-                {"index": 0, "text": text, "message": {"role": "assistant", "content": text}, **ended}
+                {
+                    "index": 0,
+                    "text": text,
+                    "message": {"role": "assistant", "content": text},
+                    **ended,
+                    "token_ids": answer.token_ids if body.get("return_token_ids") else None,
+                }
                 | (
                     {"logprobs": _logprobs(text, answer.token_ids)}
                     if body.get("logprobs") is not None and body["logprobs"] is not False
@@ -785,11 +807,38 @@ def _logprobs(text: str, token_ids: list[int], first: int = 0, *, chat: bool = F
         "tokens": names,
         "text_offset": [len("token_id:00") * (first + index) for index in range(len(names))],
         "token_logprobs": [-0.01] * len(text),
-        "top_logprobs": [{character: -0.01} for character in text],
+        "top_logprobs": [{name: -0.01} for name in names],
     }
 
 
 def digest(body: dict[str, Any], ids: list[int]) -> bytes:
     """As an engine computes it: with the salt and the adapter of the request."""
     model = body.get("model") or "stand-in"
-    return prompt_digest(ids, body.get("cache_salt", ""), "" if model == "stand-in" else model)
+    adapter = "" if model == "stand-in" else model
+    return prompt_digest(ids, body.get("cache_salt", ""), adapter, media_of(body, ids))
+
+
+# An image is sixteen tokens, each of one character that no text has.
+_IMAGE_TOKENS = 16
+_SHOWN = "\x01" * _IMAGE_TOKENS
+
+
+def shown_in(body: dict[str, Any]) -> list[str]:
+    """The URLs of a chat's images."""
+    return [
+        part["image_url"]["url"]
+        for message in body.get("messages") or ()
+        if isinstance(message.get("content"), list)
+        for part in message["content"]
+        if "image_url" in part
+    ]
+
+
+def media_of(body: dict[str, Any], ids: Sequence[int]) -> list[MediaItem]:
+    """The images of a chat within the ids."""
+    mark = _ID_OF["\u0101"]
+    firsts = [i for i, one in enumerate(ids) if one == mark and ids[i - 1] != mark]
+    return [
+        MediaItem(hashlib.sha256(url.encode()).hexdigest(), first, _IMAGE_TOKENS)
+        for url, first in zip(shown_in(body), firsts, strict=False)
+    ]

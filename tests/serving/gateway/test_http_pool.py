@@ -450,6 +450,23 @@ def test_nothing_for_too_long_ends_the_answer(said: bytes, reason: str) -> None:
     uvloop.run(body())
 
 
+def test_comments_do_not_keep_an_answer_alive() -> None:
+    async def script(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+        # For as long as anybody listens.
+        while not writer.transport.is_closing():
+            writer.write(b"e\r\n: still here\n\n\r\n")
+            await asyncio.sleep(0.02)
+
+    async def body() -> None:
+        async with serving(script, first_byte_s=60.0, idle_s=0.2) as (_server, pool, port):
+            with pytest.raises(AnswerLateError) as late:
+                await (await post(pool, port)).read()
+            assert late.value.reason == "idle"
+
+    uvloop.run(body())
+
+
 def test_a_slow_reader_is_not_an_idle_server() -> None:
     async def script(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % (4 << 20) + bytes(4 << 20))

@@ -94,6 +94,8 @@ class GatewayConfig(Section):
     """File of the clients that may send, with hashes of their API keys; left out: whoever reaches the port."""
     hosts: tuple[HostName, ...] = ()
     """Further names by which operators may call the gateway: a load balancer's, or a Kubernetes Service's."""
+    media_domains: tuple[HostName, ...] = ()
+    """Where engines may fetch images, videos and recordings from; none: clients send the media themselves."""
     route_header: RouteDetail = "short"
     """Whether `x-prfaas-route` tells every client the numbers that decided (`full`), or only a named tenant."""
     shadow: Share = 0.0
@@ -104,6 +106,8 @@ class GatewayConfig(Section):
     """How long an engine may take until its answer begins."""
     idle_s: Seconds = 600.0
     """How long an answer that has begun may pause."""
+    keep_alive_s: Seconds = 15.0
+    """How often a client that waits for a stream's first token gets a comment."""
     limits: GatewayLimits = GatewayLimits()
     """How much one gateway takes on."""
     cluster: Annotated[Name | None, GIVEN, GATEWAY_AGAIN] = None

@@ -11,6 +11,7 @@ from prfaas.core.prefix.events import (
 from prfaas.core.prefix.hashing import (
     DEFAULT_BLOCK_TOKENS,
     BlockHasher,
+    MediaItem,
     PromptChains,
     PromptTokens,
     chain_root,
@@ -30,6 +31,7 @@ __all__ = [
     "Event",
     "GlobalIndex",
     "MalformedEventsError",
+    "MediaItem",
     "PoolHit",
     "PrefixHit",
     "PromptChains",

@@ -18,7 +18,7 @@ from prfaas.core.prefix.events import (
     StoredBlocks,
     Tokens,
     WindowTokens,
-    plain_blocks,
+    keyed_blocks,
 )
 from prfaas.core.prefix.hashing import WORDS, Hashers, chain_root
 
@@ -36,7 +36,7 @@ class StoredDigests(msgspec.Struct, tag_field="type", tag="stored", omit_default
     hashes: list[_Word]
     """The engine's own, one per block, of 64 bits."""
     digests: list[_Digest] | None = None
-    """The index's hashes of the first blocks, those that are known by their tokens alone; None: nothing was told of
+    """The index's hashes of the first blocks, those that are known by tokens and media; None: nothing was told of
     their tokens, as in groups that don't lead, and for blocks that another tier holds too."""
     parent: _Word | None = None
     """The engine's hash of the prefix before the first block."""
@@ -145,10 +145,10 @@ class EventDigests:
         return self._leads
 
     def _chain(self, event: StoredBlocks, hashes: Sequence[int]) -> list[int]:
-        """Digests of the event's first blocks, as far as their tokens tell all."""
+        """Digests of the event's first blocks, as far as tokens and media tell all."""
         if event.block_tokens < 1 or len(event.token_ids) != len(hashes) * event.block_tokens:
             return []
-        salt, plain = plain_blocks(event)
+        salt, told, keys = keyed_blocks(event)
         if event.parent is None:
             root = chain_root(self._hashers.seed, salt, event.adapter or "")
         elif (known := self._digests.get(word_of(event.parent))) is not None:
@@ -159,8 +159,9 @@ class EventDigests:
         lookaheads = event.lookahead_token_ids
         try:
             if not self._lookahead_tokens and not lookaheads:
-                return list(hasher.hashes(event.token_ids, root, max_blocks=plain))
-            return list(hasher.stored_hashes(event.token_ids, lookaheads or (), root, max_blocks=plain))
+                return list(hasher.hashes(event.token_ids, root, max_blocks=told, keys=keys))
+            found = hasher.stored_hashes(event.token_ids, lookaheads or (), root, max_blocks=told, keys=keys)
+            return list(found)
         except OverflowError:
             return []
 

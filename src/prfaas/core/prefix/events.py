@@ -11,6 +11,8 @@ from typing import Annotated, Any
 
 import msgspec
 
+from prfaas.core.prefix.hashing import block_key
+
 EngineHash = Annotated[int, msgspec.Meta(ge=0)] | Annotated[bytes, msgspec.Meta(max_length=64)]
 """The engine's own hash of a prefix: opaque, and another one in every process."""
 
@@ -131,25 +133,42 @@ def _decode_known(payload: bytes) -> EventBatch:
         raise MalformedEventsError(str(error)) from error
 
 
-def plain_blocks(event: StoredBlocks) -> tuple[str, int]:
-    """The salt of a chain that begins with `event`, and how many leading blocks are known by their tokens alone.
+def keyed_blocks(event: StoredBlocks) -> tuple[str, int, list[bytes] | None]:
+    """What a chain's hashes cover besides token ids.
 
-    Multimodal parts and prompt embeddings are not in the token ids: such blocks, and all after them, can't be
-    told apart by these.
+    Prompt embeddings are in nothing that an event tells: such blocks, and all after them, can't be told apart.
+
+    Returns:
+        The salt of a chain that begins with `event`; how many leading blocks can be told; and of each its `block_key`,
+        None where none has media.
     """
     keys = event.extra_keys
     if not keys or keys.count(None) == len(keys):
-        return "", len(event.hashes)
+        return "", len(event.hashes), None
     salt = ""
+    media: list[bytes] = []
+    # In vLLM's order (v1/core/kv_cache_utils.py): adapter, media, salt, embeddings.
     for place, of_block in enumerate(keys):
         rest = list(of_block or ())
         if event.adapter and rest[:1] == [event.adapter]:
             del rest[0]
+        items = [pair for pair in rest if _is_item(pair)]
+        del rest[: len(items)]
         if place == 0 and event.parent is None and rest and isinstance(rest[0], str):
             salt = rest.pop(0)
         if rest:
-            return salt, place
-    return salt, len(event.hashes)
+            return salt, place, media if any(media) else None
+        media.append(block_key(items))
+    return salt, len(event.hashes), media if any(media) else None
+
+
+def _is_item(pair: object) -> bool:
+    return (
+        isinstance(pair, list | tuple)
+        and len(pair) == 2
+        and isinstance(pair[0], str)
+        and type(pair[1]) is int
+    )
 
 
 REPLAY_TIMEOUT_S = 2.0

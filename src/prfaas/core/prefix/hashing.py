@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from struct import Struct
+from typing import NamedTuple
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
@@ -51,6 +52,38 @@ def id_bytes(token_ids: TokenIds) -> memoryview:
     return memoryview(token_ids).cast("B")
 
 
+class MediaItem(NamedTuple):
+    """An image, a video or a recording within a prompt: its tokens are the same whatever it shows."""
+
+    digest: str
+    """What an engine knows it by."""
+    offset: int
+    """Index of its first token."""
+    tokens: int
+
+
+def media_keys(media: Sequence[MediaItem], block_tokens: int, num_tokens: int) -> list[bytes] | None:
+    """What the hash of each block covers besides its ids: the items in it and their beginnings. None: none has any.
+
+    Args:
+        media: in the order of their offsets.
+        block_tokens: tokens of a block.
+        num_tokens: of the prompt.
+    """
+    if not media:
+        return None
+    keys = [b""] * -(-num_tokens // block_tokens)
+    for digest, offset, tokens in media:
+        for block in range(offset // block_tokens, -(-(offset + tokens) // block_tokens)):
+            keys[block] += block_key([(digest, offset - block * block_tokens)])
+    return keys
+
+
+def block_key(items: Iterable[tuple[str, int]]) -> bytes:
+    """The same of one block: the digest of each item in it, and where it begins, counted from the block's start."""
+    return "".join(f"{len(digest)}:{digest}{offset};" for digest, offset in items).encode()
+
+
 class BlockHasher:
     """Chained 60-bit hashes of a prompt's whole blocks.
 
@@ -60,6 +93,7 @@ class BlockHasher:
     The seed differs per deployment so that a client cannot precompute colliding prompts for all of them.
 
     With `lookahead_tokens` a block's hash covers so many tokens behind it too, as engines with a draft model hash.
+    A block with media is hashed once more, over its `block_key`.
     """
 
     __slots__ = ("_block", "_root", "block_tokens", "lookahead_tokens", "seed")
@@ -85,7 +119,12 @@ class BlockHasher:
         self._block = Struct(f"{block_tokens * _ID_BYTES}s")
 
     def hashes(
-        self, token_ids: TokenIds, root: int | None = None, *, max_blocks: int | None = None
+        self,
+        token_ids: TokenIds,
+        root: int | None = None,
+        *,
+        max_blocks: int | None = None,
+        keys: Sequence[bytes] | None = None,
     ) -> tuple[int, ...]:
         """One hash per whole block of `token_ids`; a partial tail has none, nor a block without its whole lookahead.
 
@@ -94,11 +133,14 @@ class BlockHasher:
             root: what comes before the ids: a `chain_root`, or the hash of the block before them. None: the root
                 without salt and adapter.
             max_blocks: hash so many blocks at most.
+            keys: one of each block, empty where it has no media; None: none has.
 
         Raises:
             OverflowError, TypeError: an id is not an unsigned 32-bit integer.
         """
         ids = id_bytes(token_ids)
+        if keys is not None:
+            return self._keyed(ids, self._root if root is None else root, max_blocks, keys)
         parent = self._root if root is None else root
         if self.lookahead_tokens:
             size = self._block.size
@@ -111,8 +153,25 @@ class BlockHasher:
         blocks = islice(chain.from_iterable(self._block.iter_unpack(whole)), max_blocks)
         return tuple([parent := xxh3_64_intdigest(block, parent) & _HASH_MASK for block in blocks])
 
+    def _keyed(
+        self, ids: memoryview, root: int, max_blocks: int | None, keys: Sequence[bytes]
+    ) -> tuple[int, ...]:
+        parent, size = root, self._block.size
+        covered = size + self.lookahead_tokens * _ID_BYTES
+        hashes = []
+        for at, key in zip(islice(range(0, len(ids) - covered + 1, size), max_blocks), keys, strict=False):
+            parent = _with_key(xxh3_64_intdigest(ids[at : at + covered], parent) & _HASH_MASK, key)
+            hashes.append(parent)
+        return tuple(hashes)
+
     def stored_hashes(
-        self, token_ids: Sequence[int], lookaheads: Sequence[Sequence[int]], root: int, *, max_blocks: int
+        self,
+        token_ids: Sequence[int],
+        lookaheads: Sequence[Sequence[int]],
+        root: int,
+        *,
+        max_blocks: int,
+        keys: Sequence[bytes] | None = None,
     ) -> tuple[int, ...]:
         """`hashes` of stored blocks, whose lookahead stands apart: one list for each block.
 
@@ -128,8 +187,14 @@ class BlockHasher:
                 break
             block = bytes(ids[place * size : (place + 1) * size]) + bytes(id_bytes(ahead))
             parent = xxh3_64_intdigest(block, parent) & _HASH_MASK
+            if keys is not None:
+                parent = _with_key(parent, keys[place])
             hashes.append(parent)
         return tuple(hashes)
+
+
+def _with_key(block: int, key: bytes) -> int:
+    return xxh3_64_intdigest(key, block) & _HASH_MASK if key else block
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +253,8 @@ class Hashers:
         adapter: str,
         block_sizes: Iterable[int],
         lookahead_forms: Iterable[tuple[int, int]] = (),
+        *,
+        media: Sequence[MediaItem] = (),
     ) -> PromptChains:
         """The prompt's chains for blocks of `block_sizes` tokens, and for those of `lookahead_forms`.
 
@@ -201,13 +268,19 @@ class Hashers:
             num_tokens,
             {
                 block_tokens: self.of(block_tokens).hashes(
-                    ids, root, max_blocks=max(num_tokens - 1, 0) // block_tokens
+                    ids,
+                    root,
+                    max_blocks=max(num_tokens - 1, 0) // block_tokens,
+                    keys=media_keys(media, block_tokens, num_tokens),
                 )
                 for block_tokens in block_sizes
             },
             {
                 (block_tokens, lookahead): self.of(block_tokens, lookahead).hashes(
-                    ids, root, max_blocks=max(num_tokens - 1, 0) // block_tokens
+                    ids,
+                    root,
+                    max_blocks=max(num_tokens - 1, 0) // block_tokens,
+                    keys=media_keys(media, block_tokens, num_tokens),
                 )
                 for block_tokens, lookahead in lookahead_forms
             },

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from prfaas.core.prefix.block_tree import BlockTree, Reach, StateEnds
 from prfaas.core.prefix.digests import HeldEvent, StoredDigests
 from prfaas.core.prefix.events import Cleared
-from prfaas.core.prefix.hashing import Hashers, PromptChains, TokenIds
+from prfaas.core.prefix.hashing import Hashers, MediaItem, PromptChains, TokenIds
 from prfaas.core.prefix.instance_blocks import InstanceBlocks
 
 
@@ -105,18 +105,23 @@ class GlobalIndex:
         self._plain_bits = self._stateful_bits = self._windowed_bits = self._dropping_bits = 0
         self._names: dict[int, tuple[str, ...]] = {}
 
-    def chains(self, token_ids: TokenIds, salt: str = "", adapter: str = "") -> PromptChains:
+    def chains(
+        self, token_ids: TokenIds, salt: str = "", adapter: str = "", media: Sequence[MediaItem] = ()
+    ) -> PromptChains:
         """The hash chains that `match` takes for a prompt. May be called in any thread.
 
         Args:
             token_ids: the whole prompt.
             salt: of its tenant.
             adapter: name of its LoRA adapter.
+            media: in it, in the order of their offsets.
 
         Raises:
             OverflowError, TypeError: an id is not an unsigned 32-bit integer.
         """
-        return self._hashers.chains(token_ids, salt, adapter, self._block_sizes, self._lookahead_forms)
+        return self._hashers.chains(
+            token_ids, salt, adapter, self._block_sizes, self._lookahead_forms, media=media
+        )
 
     def apply(self, instance: str, events: Sequence[HeldEvent]) -> None:
         """Apply one batch of `instance`, which is registered if it is new."""

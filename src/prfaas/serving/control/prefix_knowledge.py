@@ -12,6 +12,7 @@ from prfaas.core.kv import KvModel
 from prfaas.core.prefix import (
     NOTHING,
     GlobalIndex,
+    MediaItem,
     PoolHit,
     PrefixHit,
     PromptChains,
@@ -197,11 +198,13 @@ class PrefixKnowledge(Part):
         self._own_last_tokens.pop(name, None)
         self._pool_of = self._pools_of_instances()
 
-    def chains(self, token_ids: Sequence[int], salt: str, adapter: str) -> PromptChains:
+    def chains(
+        self, token_ids: Sequence[int], salt: str, adapter: str, media: Sequence[MediaItem] = ()
+    ) -> PromptChains:
         """The hash chains by which a prompt is looked up. May be called in a thread."""
-        return replace(
-            self.index.chains(token_ids, salt, adapter), prompt=PromptTokens(token_ids, salt, adapter)
-        )
+        chains = self.index.chains(token_ids, salt, adapter, media)
+        # Pools know tokens alone, so nobody names the beginning of a prompt with media to them.
+        return chains if media else replace(chains, prompt=PromptTokens(token_ids, salt, adapter))
 
     def match(self, chains: PromptChains) -> PrefixMatch:
         """Find the prefix of a prompt that every instance and every pool holds."""

@@ -87,6 +87,7 @@ def vllm_command(deployment: Deployment, instance: Instance) -> EngineCommand:
         "--enable-prompt-tokens-details",
         # The gateway has engines render what it can't turn into token ids itself.
         "--enable-scale-out",
+        *_media(deployment),
         *_retention(deployment, kv_model, on_cpu),
         *_dtypes(deployment.cache_dtypes(instance.cluster)),
         *(
@@ -108,6 +109,8 @@ def vllm_command(deployment: Deployment, instance: Instance) -> EngineCommand:
     ]
     conv_layout = NIXL_CONV_STATE_LAYOUT if engine.local_transfer == "nixl" else CONV_STATE_LAYOUT
     env = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_SSM_CONV_STATE_LAYOUT": conv_layout}
+    # A host that media may come from names no other one.
+    env["VLLM_MEDIA_URL_ALLOW_REDIRECTS"] = "0"
     if deployment.uses_nixl(instance):
         env |= _nixl_env(deployment, instance, on_cpu)
     if instance.tls:
@@ -244,6 +247,12 @@ def _ranks_of_others(deployment: Deployment, instance: Instance) -> dict[str, ob
     stages = {other.name: other.pipeline_parallel for other in others if other.pipeline_parallel > 1}
     found = {"ranks_of_others": unlike, "stages_of_others": stages}
     return {name: told for name, told in found.items() if told}
+
+
+def _media(deployment: Deployment) -> tuple[str, ...]:
+    """To vLLM an empty list means every domain: then the gateway alone keeps clients' URLs out."""
+    domains = deployment.gateway.media_domains
+    return ("--allowed-media-domains", *domains) if domains else ()
 
 
 def _tls(deployment: Deployment, instance: Instance) -> tuple[str, ...]:

@@ -209,6 +209,22 @@ def prefill_body(
     )
 
 
+def media_prefill_body(stripped: Json, sealed_ticket: str, limit: str, salt: str) -> bytes:
+    """The same for a prompt with media, which the producer renders itself: the client's body for one token of answer.
+
+    `stripped` comes from `strip_owned`. `limit`: the field that limits its answers.
+    """
+    asked = {name: value for name, value in stripped.items() if name not in _ANSWER_FIELDS}
+    asked |= {limit: 1, "stream": False}
+    return decode_body(asked, {TICKET_PARAMETER: sealed_ticket}, None, salt)
+
+
+_ANSWER_FIELDS = frozenset(
+    ("max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens", "n", "stream_options", "logprobs",
+     "top_logprobs")
+)  # fmt: skip
+
+
 def decode_body(
     stripped: Json, kv_params: Json, reuse_ids: Sequence[int] | None = None, salt: str = ""
 ) -> bytes:

@@ -103,9 +103,6 @@ class GatewayOptions:
     abandon_timeout_s: float = 5.0
     # A request that kills engines must not kill them all.
     decode_attempts: int = 3
-    # What is kept of streamed answers so that another engine can go on with them: per stream and in all.
-    kept_answer_bytes: int = 4 << 20
-    kept_answers_bytes: int = 256 << 20
     kept_records: int = 10_000
     max_body_bytes: int = 128 << 20
     # A body may take so long, and longer for what has come of it.

@@ -4,9 +4,13 @@ import time
 
 from aiohttp import web
 
-from prfaas.core.scheduling import Decision
+from prfaas.core.scheduling import Decision, NoDecodeInstanceError
+from prfaas.serving.gateway.admission import AdmittedRequest
 from prfaas.serving.gateway.answers.answering import Answering
+from prfaas.serving.gateway.answers.streams import ResponseWriter
+from prfaas.serving.gateway.bodies import ApiError
 from prfaas.serving.gateway.context import GatewayContext
+from prfaas.serving.gateway.dialects import dialect_of
 from prfaas.serving.gateway.intake import Intake
 from prfaas.serving.gateway.prompts.prompt import DirectPrompt, Endpoint, answer_limit
 from prfaas.serving.gateway.prompts.request import ServingRequest, TokenizedPrompt
@@ -48,25 +52,42 @@ class Generation:
         """
         # 1. Read, parse and check: what the client wants, less what could steer an engine.
         async with self._intake.taking(http, endpoint) as (request, admitted):
-            async with admitted.in_time():
-                # 2. The prompt's token ids, as the engine makes them, and the hashes of its blocks.
-                prompt = await self._tokenization.tokenize(request)
-                # 3. Decide who prefills and who decodes, and whether the wait there is bearable.
-                decision = self._decide(request, prompt)
-                admitted.check(decision, answer_limit(endpoint, request.body))
-                # 4. Before KV moves: would the decode engine take the request at all?
-                prompt = await self._validation.checked(request, prompt, decision)
-                # 5. Prefill there and move the KV. If that fails, the decode engine prefills. Where the prefill samples
-                #    the first token, this does not wait for the KV.
-                ready = await self._prefill.prepare_first(request, prompt, decision)
-                if isinstance(ready, DecidedRequest):
-                    uncached = self._context.metrics.uncached_tokens.labels(str(ready.decision.route))
-                    uncached.inc(ready.decision.uncached_tokens)
-            # 6. Decode and relay. If an engine fails, another one decodes. Some answers are compared, later.
-            response = await self._answers.answer(http, request, ready, admitted)
+            writer = ResponseWriter(http, request.record, self._context.metrics, dialect_of(endpoint))
+            waits = request.record.streamed and endpoint.generates
+            keep_alive_s = self._context.running.current.gateway.keep_alive_s if waits else None
+            with writer.keeping_alive(keep_alive_s):
+                try:
+                    response = await self._served(request, admitted, writer)
+                except (ApiError, NoDecodeInstanceError) as error:
+                    if not writer.head_sent:
+                        raise
+                    if isinstance(error, NoDecodeInstanceError):
+                        error = ApiError(503, "No decode instance is available.")
+                    response = await writer.fail(error)
             # 7. Record. `taking` adds the times, and the outcome where an exception ended the request.
             request.record.answered(response.status)
             return response
+
+    async def _served(
+        self, request: ServingRequest, admitted: AdmittedRequest, writer: ResponseWriter
+    ) -> web.StreamResponse:
+        """The response, sent to its end if it is a stream. Raises ApiError and NoDecodeInstanceError."""
+        async with admitted.in_time():
+            # 2. The prompt's token ids, as the engine makes them, and the hashes of its blocks.
+            prompt = await self._tokenization.tokenize(request)
+            # 3. Decide who prefills and who decodes, and whether the wait there is bearable.
+            decision = self._decide(request, prompt)
+            admitted.check(decision, answer_limit(request.endpoint, request.body))
+            # 4. Before KV moves: would the decode engine take the request at all?
+            prompt = await self._validation.checked(request, prompt, decision)
+            # 5. Prefill there and move the KV. If that fails, the decode engine prefills. Where the prefill samples
+            #    the first token, this does not wait for the KV.
+            ready = await self._prefill.prepare_first(request, prompt, decision)
+            if isinstance(ready, DecidedRequest):
+                uncached = self._context.metrics.uncached_tokens.labels(str(ready.decision.route))
+                uncached.inc(ready.decision.uncached_tokens)
+        # 6. Decode and relay. If an engine fails, another one decodes. Some answers are compared, later.
+        return await self._answers.answer(request, ready, admitted, writer)
 
     def _decide(self, request: ServingRequest, prompt: TokenizedPrompt | DirectPrompt) -> Decision:
         """Where the request goes. Raises NoDecodeInstanceError.

@@ -53,7 +53,8 @@ class HttpPool:
             connect_timeout_s: for one of two attempts to connect.
             keepalive_s: how long a connection is kept without use.
             first_byte_s: from a request to the first byte of its answer, at most.
-            idle_s: between two pieces of an answer, at most. While we do not read it, no time passes.
+            idle_s: between two pieces of an answer, at most, which are no comments of an event stream. While we do not
+                read it, no time passes.
             clock: what the limits are measured by.
             tls: who this side is, for servers that want TLS.
             tls_keepalive_s: in place of `keepalive_s` for connections with TLS, which are dear to make; None: the same.
@@ -280,7 +281,7 @@ class _Connection(asyncio.Protocol):
         keep_alive(transport.get_extra_info("socket"), user_timeout_s=_USER_TIMEOUT_S)
 
     def data_received(self, data: bytes) -> None:
-        self.heard, self._heard_s = True, self._pool.clock()
+        self.heard = True
         answer = self._answer
         if answer is None:
             self.abort(AnswerCutError("the server sent something without a request"))
@@ -329,10 +330,14 @@ class _Connection(asyncio.Protocol):
             answer.raw_headers.clear()
             return
         answer.status = status
+        self._heard_s = self._pool.clock()
         if self._begun is not None and not self._begun.done():
             self._begun.set_result(answer)
 
     def on_body(self, chunk: bytes) -> None:
+        # Comments of event streams say that a server lives, not that it gets on.
+        if not chunk.startswith(b":"):
+            self._heard_s = self._pool.clock()
         if self._answer is not None:
             self._answer.feed(chunk)
 

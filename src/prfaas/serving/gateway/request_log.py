@@ -88,7 +88,7 @@ class RequestRecord:
     route: str = "none"
     waits_for: WaitsFor | None = WaitsFor.BODY
     answer_events: int = 0
-    """Events of its stream, known at its end."""
+    """Events of its stream, known at its end where its tokens are not."""
     prefix_moved: TransferredBytes | None = None
     """What the cache transfer before the prefill moved."""
     prefix_outcome: str | None = None
@@ -247,7 +247,7 @@ class RequestLog:
         if not tokens:
             return
         metrics.answer_tokens.labels(record.route).inc(tokens)
-        if record.outcome == "ok" and record.answer_events and tokens > 1:
+        if record.outcome == "ok" and record.streamed and tokens > 1:
             decode_s = total_s - record.steps_s["first_byte"]
             metrics.tpot_seconds.labels(record.route).observe(decode_s / (tokens - 1))
 

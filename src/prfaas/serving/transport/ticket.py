@@ -19,10 +19,12 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from struct import Struct
 from typing import Self
 
 import msgspec
 
+from prfaas.core.prefix import MediaItem
 from prfaas.serving.secret_files import KeyFileError
 
 KEY_BYTES = 32
@@ -99,6 +101,7 @@ MAX_NAME_BYTES = 255
 MAX_SEALED_CHARS = 1024
 
 _MAC_BYTES = 16
+_ITEM = Struct("<IIH")
 _PURPOSE = b"prfaas ticket 4\x00"
 MAX_USES = 1024
 MAX_WEIGHT = 65535
@@ -109,10 +112,13 @@ class TicketError(ValueError):
     """The ticket is not one of ours, has expired, or says something absurd."""
 
 
-def prompt_digest(token_ids: Sequence[int], salt: str = "", adapter: str = "") -> bytes:
+def prompt_digest(
+    token_ids: Sequence[int], salt: str = "", adapter: str = "", media: Sequence[MediaItem] = ()
+) -> bytes:
     """BLAKE2b (16 bytes) over the ids as little-endian uint32, under the tenant's salt and the LoRA adapter.
 
-    Tenants and adapters do not share KV, not even for equal ids.
+    Tenants and adapters do not share KV, not even for equal ids. Nor do prompts with other media: each item that begins
+    within the ids follows them, as offset and tokens (uint32), the length of its digest (uint16), and the digest.
 
     Raises:
         OverflowError: an id is not a uint32.
@@ -122,7 +128,14 @@ def prompt_digest(token_ids: Sequence[int], salt: str = "", adapter: str = "") -
         ids = array("I", ids)
         ids.byteswap()
     key = hashlib.blake2b(f"{salt}\x00{adapter}".encode()).digest() if salt or adapter else b""
-    return hashlib.blake2b(ids, digest_size=DIGEST_BYTES, key=key).digest()
+    if not media:
+        return hashlib.blake2b(ids, digest_size=DIGEST_BYTES, key=key).digest()
+    hashed = hashlib.blake2b(ids, digest_size=DIGEST_BYTES, key=key, person=b"media")
+    for name, offset, tokens in media:
+        if offset < len(ids):
+            digest = name.encode()
+            hashed.update(_ITEM.pack(offset, tokens, len(digest)) + digest)
+    return hashed.digest()
 
 
 def part_id(transfer_id: bytes, part: int) -> bytes:

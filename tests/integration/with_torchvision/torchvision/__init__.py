@@ -1,3 +1,3 @@
-"""A stand-in: vLLM imports modules for images with some models of text, which use nothing of it."""
+"""A stand-in: what vLLM and transformers need of it to load models of text that see too, and to make pixels."""
 
 __version__ = "0.0"

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from prfaas.core.kv.groups import GroupKind, KvGroup
 from prfaas.core.link.checkpoints import is_checkpoint_due
+from prfaas.core.prefix import MediaItem
 from prfaas.serving.engines.vllm.connector_scheduler import ConnectorScheduler
 from prfaas.serving.engines.vllm.metadata import StepReports, TransferMetadata
 from prfaas.serving.transport.resume_points import ResumePoints
@@ -33,6 +34,8 @@ class Request:
     lora_request: Any = None
     kv_cache_report_mode: str = "incremental"
     max_tokens: int = 1
+    mm_features: list[Any] = field(default_factory=list)
+    prompt_embeds: Any = None
 
 
 @dataclass
@@ -404,6 +407,76 @@ def test_kv_of_another_tenant_or_adapter_is_refused(salt: str, adapter: str) -> 
     consumer.on_new_request(whole)  # type: ignore[arg-type]
     assert live_requests(producer) == live_requests(consumer) == matches
     assert consumer.num_external_tokens(whole, 0) == (50 if matches else 0)  # type: ignore[arg-type]
+
+
+def image(digest: str, offset: int, tokens: int = 10) -> Any:
+    return SimpleNamespace(identifier=digest, mm_position=SimpleNamespace(offset=offset, length=tokens))
+
+
+@pytest.mark.parametrize(
+    ("shown", "is_taken"),
+    [
+        ([image("cat", 5), image("dog", 20)], True),
+        ([image("cat", 5), image("dog", 20), image("owl", 50)], True),
+        ([image("dog", 5), image("cat", 20)], False),
+        ([image("cat", 5), image("cow", 20)], False),
+        ([image("cat", 5), image("dog", 21)], False),
+        ([image("cat", 5), image("dog", 20, 9)], False),
+        ([image("cat", 5)], False),
+        ([], False),
+    ],
+)
+def test_kv_of_other_media_is_refused(shown: list[Any], is_taken: bool) -> None:
+    """The last item begins behind what moves."""
+    prompt = list(range(51))
+    media = [MediaItem("cat", 5, 10), MediaItem("dog", 20, 10)]
+    ticket = Ticket.issue(
+        producer="east",
+        consumer="home",
+        num_tokens=50,
+        skip_tokens=0,
+        prompt_digest=prompt_digest(prompt[:50], media=media),
+        lifetime_s=60,
+        now_s=1000.0,
+    )
+    params = {"prfaas": ticket.seal(KEY)}
+    producer = ConnectorScheduler("east", KEY, [FULL], now_s=lambda: 1000.0)
+    consumer = ConnectorScheduler("home", KEY, [FULL], now_s=lambda: 1000.0)
+    for scheduler in (producer, consumer):
+        scheduler.on_new_request(Request("r", prompt, params, mm_features=shown))  # type: ignore[arg-type]
+        assert live_requests(scheduler) == is_taken
+    # What a state is after exactly 50 tokens is gone when 51 are computed.
+    hybrid = side("east")
+    hybrid.on_new_request(Request("r", prompt, params, mm_features=shown))  # type: ignore[arg-type]
+    assert not live_requests(hybrid)
+
+
+def test_a_prompt_with_embeddings_takes_no_ticket() -> None:
+    prompt = list(range(51))
+    for name, length in (("east", 50), ("home", 51)):
+        scheduler = side(name)
+        params = {"prfaas": ticket_for(prompt[:50])}
+        scheduler.on_new_request(Request("r", prompt[:length], params, prompt_embeds=[0.5]))  # type: ignore[arg-type]
+        assert not live_requests(scheduler)
+
+
+@pytest.mark.parametrize("cached", [0, 32, 48])
+def test_all_but_the_last_token_of_a_prompt_with_media_leaves(cached: int) -> None:
+    """Even where the engine has all that leaves in its cache, and computes the last token alone."""
+    prompt = list(range(49))
+    media = [MediaItem("cat", 5, 10)]
+    fields: dict[str, Any] = {"producer": "east", "consumer": "home", "skip_tokens": 0, "lifetime_s": 60}
+    digest = prompt_digest(prompt[:48], media=media)
+    ticket = Ticket.issue(**fields, num_tokens=48, prompt_digest=digest, now_s=1000.0)
+    producer = ConnectorScheduler("east", KEY, [FULL], now_s=lambda: 1000.0)
+    request = Request("r", prompt, {"prfaas": ticket.seal(KEY)}, mm_features=[image("cat", 5)])
+    producer.on_new_request(request)  # type: ignore[arg-type]
+    request.num_computed_tokens = cached
+    sends = [send for step in chunks(producer, request, [49 - cached]) for send in step.sends]
+    (send,) = sends
+    assert send.final and send.cached_tokens == cached
+    assert [(run.first_block, len(run.block_ids)) for run in send.streamed] == [(0, 3)]
+    assert not chunks(producer, request, [1])[0].sends
 
 
 def test_a_prefill_may_start_from_what_another_engine_sent() -> None:

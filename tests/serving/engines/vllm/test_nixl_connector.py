@@ -45,6 +45,8 @@ class Request:
     status: Any = RequestStatus.FINISHED_LENGTH_CAPPED
     cache_salt: str | None = None
     lora_request: Any = None
+    mm_features: tuple[Any, ...] = ()
+    prompt_embeds: Any = None
 
 
 class Nixl(TicketedNixlConnector):

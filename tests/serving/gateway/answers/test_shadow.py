@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prfaas.serving.gateway.answers.shadow import compared, is_comparable
-from prfaas.serving.gateway.answers.transcript import NotPlainError, whole_text
 from prfaas.serving.gateway.prompts.prompt import Endpoint
 
 from ..world import GATEWAY, World
@@ -19,53 +18,44 @@ from .test_decode_deaths import LONG, SHORT, stream
 InWorld = Callable[..., None]
 
 
-def plain(
-    tokens: list[str], others: dict[int, dict[str, float]] | None = None, base: int = 0
-) -> dict[str, Any]:
+def plain(tokens: list[int], others: dict[int, dict[int, float]] | None = None) -> dict[str, Any]:
     """The plain path's choice: each token has a logprob of -0.1, and `others` those beside it."""
-    offsets = [base + len("".join(tokens[:place])) for place in range(len(tokens))]
     return {
-        "text": "".join(tokens),
         "logprobs": {
-            "text_offset": offsets,
-            "token_logprobs": [-0.1] * len(tokens),
+            "tokens": [f"token_id:{token}" for token in tokens],
             "top_logprobs": [
-                {token: -0.1} | (others or {}).get(place, {}) for place, token in enumerate(tokens)
+                {
+                    f"token_id:{each}": value
+                    for each, value in ({token: -0.1} | (others or {}).get(place, {})).items()
+                }
+                for place, token in enumerate(tokens)
             ],
         },
     }
 
 
-TOKENS = st.lists(st.text("abc", min_size=1, max_size=3), min_size=1, max_size=8)
+TOKENS = st.lists(st.integers(0, 9), min_size=1, max_size=8)
 
 
-@given(TOKENS, st.integers(0, 100))
-def test_equal_texts_match(tokens: list[str], base: int) -> None:
-    assert compared("".join(tokens), plain(tokens, base=base), 0.25, same_length=True) == "match"
+@given(TOKENS)
+def test_equal_tokens_match(tokens: list[int]) -> None:
+    assert compared(tokens, plain(tokens), 0.25) == "match"
 
 
-@given(TOKENS, st.data(), st.integers(0, 100))
+@given(TOKENS, st.data())
 def test_where_they_part_the_likelihood_of_the_clients_token_decides(
-    tokens: list[str], data: st.DataObject, base: int
+    tokens: list[int], data: st.DataObject
 ) -> None:
     place = data.draw(st.integers(0, len(tokens) - 1))
+    told = [*tokens[:place], 10, *data.draw(st.lists(st.integers(0, 9), max_size=3))]
     for less, outcome in ((0.2, "tie"), (0.3, "mismatch")):
-        choice = plain(tokens, {place: {"xy": -0.1 - less}}, base)
-        text = "".join(tokens[:place]) + "xy and another end"
-        assert compared(text, choice, 0.25, same_length=True) == outcome
-    assert compared(text, plain(tokens, base=base), 0.25, same_length=True) == "mismatch"
+        assert compared(told, plain(tokens, {place: {10: -0.1 - less}}), 0.25) == outcome
+    assert compared(told, plain(tokens), 0.25) == "mismatch"
 
 
-def test_of_unknown_lengths_one_text_may_go_on() -> None:
-    assert compared("ab", plain(["a", "b", "c"]), 0.25, same_length=False) == "match"
-    assert compared("abcd", plain(["a", "b", "c"]), 0.25, same_length=False) == "match"
-    assert compared("abcd", plain(["a", "b", "c"]), 0.25, same_length=True) == "mismatch"
-
-
-def test_a_client_whose_answer_ended_where_the_end_was_almost_as_likely_is_a_tie() -> None:
-    choice = plain(["a", "b"], {1: {"<|endoftext|>": -0.2}})
-    assert compared("a", choice, 0.25, same_length=True) == "tie"
-    assert compared("a", plain(["a", "b"]), 0.25, same_length=True) == "mismatch"
+def test_an_answer_without_its_tokens_is_no_match() -> None:
+    with pytest.raises(IndexError):
+        compared([1, 2], plain([1]), 0.25)
 
 
 @pytest.mark.parametrize(
@@ -73,6 +63,7 @@ def test_a_client_whose_answer_ended_where_the_end_was_almost_as_likely_is_a_tie
     [
         ({"prompt": [1], "temperature": 0}, True),
         ({"prompt": [1], "temperature": 0, "stream": True, "max_tokens": 5}, True),
+        ({"prompt": [1], "temperature": 0, "stop": ["a"], "tools": [{}], "user": "me"}, True),
         ({"prompt": [1]}, False),
         ({"prompt": [1], "temperature": 0, "n": 2}, False),
         ({"prompt": [1], "temperature": 0, "logit_bias": {"1": 2}}, False),
@@ -80,15 +71,6 @@ def test_a_client_whose_answer_ended_where_the_end_was_almost_as_likely_is_a_tie
 )
 def test_only_greedy_answers_of_one_text_are_compared(body: dict[str, Any], comparable: bool) -> None:
     assert is_comparable(Endpoint.COMPLETIONS, body) is comparable
-
-
-def test_the_text_of_whole_answers() -> None:
-    assert whole_text({"choices": [{"index": 0, "text": "abc", "finish_reason": "stop"}]}) == "abc"
-    chat = {"index": 0, "message": {"role": "assistant", "content": "abc", "tool_calls": []}}
-    assert whole_text({"choices": [chat]}) == "abc"
-    for choices in ([], [chat, chat], [{"index": 0, "message": {"content": "a", "reasoning_content": "b"}}]):
-        with pytest.raises(NotPlainError):
-            whole_text({"choices": choices})
 
 
 async def outcome_of(world: World, outcome: str) -> None:
@@ -109,7 +91,9 @@ def test_a_transferred_prompt_is_computed_again_by_an_idle_engine(in_world: InWo
         if streamed:
             await stream(world, "/v1/completions", GREEDY)
         else:
-            await world.complete(LONG, temperature=0, max_tokens=5)
+            _, answer = await world.complete(LONG, temperature=0, max_tokens=5)
+            # It asked for none.
+            assert answer["choices"][0]["token_ids"] is None and answer["prompt_token_ids"] is None
         await outcome_of(world, "match")
         assert world.spare is not None
         (asked,) = world.spare.generated()

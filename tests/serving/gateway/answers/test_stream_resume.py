@@ -19,7 +19,6 @@ from prfaas.serving.gateway.answers.transcript import (
     StreamTranscript,
     events,
     last_said,
-    stream_text,
 )
 from prfaas.serving.gateway.bodies import WrittenIds
 from prfaas.serving.gateway.dialects import DATA, END_OF_EVENT, LAST_EVENT
@@ -136,7 +135,7 @@ def test_a_story_and_its_rest_read_as_one_answer(text: str, data: st.DataObject)
         assert event is not None
         told += story.rewrite(event | {"id": "b", "model": "other"}, 5, 3, None, may_stop=True)
     heard = [event for event in events(told) if event]
-    assert "".join(event["choices"][0]["text"] for event in heard) == text == stream_text(told)
+    assert "".join(event["choices"][0]["text"] for event in heard) == text == story.text
     assert {(event["id"], event["model"]) for event in heard} == {("a", "m")}
     assert heard[-1]["choices"][0]["finish_reason"] == "stop" and story.finish_reason == "stop"
     assert heard[-1]["choices"][0]["stop_reason"] == "#"
@@ -175,19 +174,16 @@ def test_log_probabilities_count_their_places_on() -> None:
     [
         b"",
         LAST_EVENT,
-        chunk("a", logprobs={"tokens": ["a"]}),
         chunk("a", index=1),
-        chunk("a", token_ids=[1]),
-        DATA + b'{"choices": [{"index": 0, "delta": {"reasoning_content": "hm"}}]}\n\n',
-        DATA + b'{"choices": [{"index": 0, "delta": {"tool_calls": [{"index": 0}]}}]}\n\n',
         DATA + b'{"choices": [{"index": 0, "text": "a"}, {"index": 1, "text": "b"}]}\n\n',
+        DATA + b'{"choices": [{"index": 0, "text": 5}]}\n\n',
         chunk("a") + DATA + b'{"error": {"code": 400}}\n\n',
         chunk("a") + DATA + b"not JSON\n\n",
     ],
 )
-def test_more_than_the_text_of_one_answer_is_not_plain(told: bytes) -> None:
+def test_more_than_one_answer_has_no_transcript(told: bytes) -> None:
     with pytest.raises(NotPlainError):
-        stream_text(told)
+        StreamTranscript.of(Endpoint.CHAT, told)
 
 
 def test_the_end_of_a_story_is_told_once() -> None:

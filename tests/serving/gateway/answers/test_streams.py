@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prfaas.serving.gateway.answers import streams
-from prfaas.serving.gateway.answers.streams import EventStream, KeepBudget, KeptStream, cached_tokens_of
+from prfaas.serving.gateway.answers.streams import EventStream, cached_tokens_of
 from prfaas.serving.gateway.dialects import DATA, END_OF_EVENT, LAST_EVENT
 from prfaas.serving.gateway.http_exchange import EngineResponse
 
@@ -47,21 +47,15 @@ def test_cached_tokens_are_read_from_the_usage_alone() -> None:
 @settings(deadline=None)
 @given(EVENTS, st.booleans(), st.data())
 def test_all_whole_events_pass_in_order(events: list[bytes], ends: bool, data: st.DataObject) -> None:
-    budget = KeepBudget(1 << 20)
-    stream, kept = event_stream(), KeptStream(budget, 1 << 20)
+    stream = event_stream()
     raw = b"".join(events) + (LAST_EVENT if ends else b"")
     passed = b""
     for chunk in cut(raw, data):
         piece = stream.take(chunk)
         assert not piece or piece.endswith(END_OF_EVENT)
-        if piece:
-            kept.add(piece)
         passed += piece
-    assert passed == raw == kept.written()
-    assert stream.ended is ends and not kept.torn and stream.failure is None
-    assert budget.left_bytes == (1 << 20) - len(raw)
-    kept.drop()
-    assert budget.left_bytes == 1 << 20 and kept.written() is None
+    assert passed == raw
+    assert stream.ended is ends and stream.failure is None
 
 
 @settings(deadline=None)
@@ -94,35 +88,13 @@ def test_a_refusal_in_a_stream_is_the_clients() -> None:
     assert stream.take(refusal) == refusal and stream.failure is None
 
 
-@settings(deadline=None)
-@given(st.lists(st.integers(1, 60), max_size=30), st.integers(0, 300), st.integers(0, 300))
-def test_no_more_is_kept_than_there_is_room_for(sizes: list[int], limit: int, budget_bytes: int) -> None:
-    budget = KeepBudget(budget_bytes)
-    streams = [KeptStream(budget, limit) for _ in range(3)]
-    written = [b"", b"", b""]
-    for number, size in enumerate(sizes):
-        event = b"x" * size + END_OF_EVENT
-        streams[number % 3].add(event)
-        written[number % 3] += event
-        assert 0 <= budget.left_bytes <= budget_bytes
-    for stream, all_of_it in zip(streams, written, strict=True):
-        assert stream.written() in (None, all_of_it)
-        assert stream.written() is None or len(all_of_it) <= limit
-        stream.drop()
-    assert budget.left_bytes == budget_bytes
-
-
-def test_an_event_without_end_passes_in_pieces_and_is_not_kept() -> None:
-    stream, kept = event_stream(), KeptStream(KeepBudget(1 << 30), 1 << 30)
+def test_an_event_without_end_passes_in_pieces() -> None:
+    stream = event_stream()
     begin = DATA + b"x" * (1 << 21)
     passed = stream.take(begin)
     assert begin.startswith(passed) and len(begin) - len(passed) < 2048
-    kept.add(passed)
-    assert kept.torn and kept.written() is None
     rest = stream.take(b"y" + END_OF_EVENT)
     assert passed + rest == begin + b"y" + END_OF_EVENT
-    kept.add(rest)
-    assert not kept.torn
 
 
 def test_a_client_that_reads_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,12 +105,11 @@ def test_a_client_that_reads_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch)
         version, transport = (1, 0), SimpleNamespace(abort=lambda: cut_off.append(True))
 
     async def main() -> None:
-        writer = streams.ResponseWriter(
-            Stuck(), SimpleNamespace(tells_details=True), None, streams.KeptStream(KeepBudget(0), 0)
-        )  # type: ignore[arg-type]
+        writer = streams.ResponseWriter(Stuck(), SimpleNamespace(tells_details=True), None)  # type: ignore[arg-type]
         writer._response = SimpleNamespace(  # type: ignore[assignment]
             write=lambda _chunk: asyncio.Event().wait(), write_eof=lambda: asyncio.Event().wait()
         )
+        writer.latest = b"data: w\n\n"
         for unread in (writer.write(b"data: x\n\n"), writer.end()):
             with pytest.raises(ConnectionResetError, match="reads nothing"):
                 await unread

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prfaas.serving.gateway.answers.streams import EventStream
-from prfaas.serving.gateway.answers.taken_ids import PromptCut, TakenIds
+from prfaas.serving.gateway.answers.taken_ids import PromptCut, TakenIds, taken_of_whole
 from prfaas.serving.gateway.dialects import DATA, END_OF_EVENT, LAST_EVENT
 from prfaas.serving.gateway.http_exchange import EngineResponse
 from prfaas.serving.gateway.prompts.prompt import Endpoint
@@ -120,3 +120,14 @@ def test_a_long_prompts_ids_are_not_kept_while_they_pass() -> None:
         passed += cutter.take(raw[at : at + 65536])
         held = max(held, len(cutter._head))
     assert len(raw) > 1 << 20 and held < 500 and b'"prompt_token_ids":null' in passed
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_the_ids_of_an_answer_in_one_piece(chat: bool) -> None:
+    def answer(prompt: list[int] | None, ids: list[int] | None) -> bytes:
+        choice = {"index": 0, "text": '"token_ids":[7]', "token_ids": ids}
+        whole = {"choices": [choice], "prompt_token_ids": prompt}
+        return orjson.dumps(whole if chat else {"choices": [{"prompt_token_ids": prompt, **choice}]})
+
+    assert taken_of_whole(answer([1, 2], [3, 4])) == (answer(None, None), array("I", [3, 4]))
+    assert taken_of_whole(answer(None, None)) == (answer(None, None), array("I"))

@@ -102,7 +102,7 @@ def test_an_echoing_chat_keeps_its_messages() -> None:
 
 def test_media_and_what_vllm_computes_by_itself_stay() -> None:
     image = {"type": "image_url", "image_url": {"url": "data:"}}
-    assert chat(USER | {"content": [image]}) == DirectPrompt("media")
+    assert chat(USER | {"content": [image]}) == RenderedPrompt(None, takes_ids=False)
     assert chat(USER, n="3") == DirectPrompt("malformed")
     assert why_whole(Endpoint.CHAT, {"prompt_logprobs": 1}) == "prompt-logprobs"
     assert why_whole(Endpoint.COMPLETIONS, {"n": 1024, "truncate_prompt_tokens": 5, "suffix": "x"}) is None
@@ -151,7 +151,7 @@ def test_conversations_of_other_apis_are_rendered_by_the_engine(
         == RenderedPrompt(None, takes_ids)
     )
     for media in ({"type": "input_image"}, {"type": "document"}, result):
-        assert said(text, media) == DirectPrompt("media")
+        assert said(text, media) == RenderedPrompt(None, takes_ids=False)
     assert prompt_of(endpoint, {field: 5}) == RenderedPrompt(None, takes_ids), "the engine says what is wrong"
 
 

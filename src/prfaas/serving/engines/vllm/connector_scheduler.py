@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from prfaas.core.kv.groups import GroupKind, KvGroup, checkpoint_step_tokens
 from prfaas.core.link.checkpoints import is_checkpoint_due
+from prfaas.core.prefix import MediaItem
 from prfaas.serving.engines.vllm.metadata import (
     BlockRun,
     LoadOrder,
@@ -126,8 +127,11 @@ class ConnectorScheduler:
         request.kv_cache_report_mode = "incremental"
         if self.pool is not None:
             self.pool.on_new_request(request)
+        # No ticket knows what embeddings a prompt has.
         params = request.kv_transfer_params
-        for parameter in (TICKET_PARAMETER, PREFIX_TICKET_PARAMETER) if isinstance(params, dict) else ():
+        if not isinstance(params, dict) or request.prompt_embeds is not None:
+            return
+        for parameter in (TICKET_PARAMETER, PREFIX_TICKET_PARAMETER):
             sealed = params.get(parameter)
             if isinstance(sealed, str):
                 self._take_role(request, sealed)
@@ -153,10 +157,14 @@ class ConnectorScheduler:
 
     def _start_producing(self, request: "Request", ticket: Ticket, sealed: str) -> None:
         prompt = request.prompt_token_ids
+        # A prompt with media comes as its client wrote it, with the last token. What layers hold after exactly so many
+        # tokens is lost by then.
+        goes_on = bool(request.mm_features) and not self._cut_groups()
         if (
             prompt is None
-            or len(prompt) != ticket.num_tokens
-            or digest_of(request, prompt) != ticket.prompt_digest
+            or len(prompt) < ticket.num_tokens
+            or (len(prompt) > ticket.num_tokens and not goes_on)
+            or digest_of(request, prompt[: ticket.num_tokens]) != ticket.prompt_digest
         ):
             logger.warning("request %s: its prompt is not the one of its ticket", request.request_id)
             return
@@ -305,7 +313,8 @@ class ConnectorScheduler:
     ) -> SendOrder | None:
         ticket, request = producing.ticket, producing.request
         start_tokens = request.num_computed_tokens
-        if producing.ended or start_tokens >= ticket.num_tokens:
+        # One whose cache holds all that moves sends it with its first chunk.
+        if producing.ended:
             return None
         end_tokens = start_tokens + scheduled_tokens
         final = end_tokens >= ticket.num_tokens
@@ -391,4 +400,12 @@ class ConnectorScheduler:
 def digest_of(request: "Request", prompt: Sequence[int]) -> bytes:
     """The digest of ids of a request's prompt, under its tenant's salt and its adapter."""
     adapter = request.lora_request.lora_name if request.lora_request is not None else ""
-    return prompt_digest(prompt, request.cache_salt or "", adapter)
+    return prompt_digest(prompt, request.cache_salt or "", adapter, media_of(request))
+
+
+def media_of(request: "Request") -> list[MediaItem]:
+    """The media in a request's prompt, in the order of their offsets."""
+    return [
+        MediaItem(each.identifier, each.mm_position.offset, each.mm_position.length)
+        for each in request.mm_features or ()
+    ]

@@ -1,6 +1,7 @@
 """Answers of ready requests, from the decode engine to the client, whichever engines fail meanwhile."""
 
 from collections.abc import Collection
+from dataclasses import replace
 
 from aiohttp import web
 
@@ -12,15 +13,12 @@ from prfaas.serving.gateway.answers.shadow import Shadow
 from prfaas.serving.gateway.answers.stream_resume import StreamResume
 from prfaas.serving.gateway.answers.streams import (
     DecodeFailedError,
-    KeepBudget,
     ResponseWriter,
-    answer_of,
-    writing,
 )
+from prfaas.serving.gateway.answers.taken_ids import taken_of_whole
 from prfaas.serving.gateway.answers.transcript import AnswerText
 from prfaas.serving.gateway.bodies import ApiError
 from prfaas.serving.gateway.context import GatewayContext
-from prfaas.serving.gateway.dialects import dialect_of
 from prfaas.serving.gateway.engine_client import OWN_RESOURCES
 from prfaas.serving.gateway.prompts.request import ServingRequest
 from prfaas.serving.gateway.prompts.tokenization import Tokenization
@@ -47,7 +45,6 @@ class Answering:
         self._shadow = shadow
         self._metrics = context.metrics
         self._options = context.options
-        self._budget = KeepBudget(context.options.kept_answers_bytes)
         self._decoder = Decoder(prefill, context)
         self._resume = StreamResume(
             AnswerText(context.running.current.model.path),
@@ -60,26 +57,32 @@ class Answering:
 
     async def answer(
         self,
-        http: web.Request,
         request: ServingRequest,
         ready: ReadyRequest,
         admitted: AdmittedRequest,
+        writer: ResponseWriter,
     ) -> web.StreamResponse:
         """Pass the answer on to the client, within the time that it gave. Raises ApiError."""
         is_compared = self._shadow.wants(request, ready)
-        keep_bytes = self._options.kept_answer_bytes if is_compared else 0
-        with writing(http, request.record, self._metrics, self._budget, keep_bytes) as writer:
-            try:
-                async with admitted.in_time():
-                    response = await self._decode(request, ready, writer)
-            except DeadlinePassedError as late:
-                if not writer.begun:
-                    raise
-                self._metrics.refused.labels("deadline-passed").inc()
-                response = await writer.fail(late, dialect_of(request.endpoint))
+        # Streams tell their ids in any case.
+        asked = _telling_ids(request) if is_compared and request.body.get("stream") is not True else request
+        try:
+            async with admitted.in_time():
+                response = await self._decode(asked, ready, writer)
+        except DeadlinePassedError as late:
+            if not writer.begun:
+                raise
+            self._metrics.refused.labels("deadline-passed").inc()
+            response = await writer.fail(late)
+        finally:
+            writer.note_tokens()
+        if is_compared:
+            ids = writer.ids.ids if writer.ids is not None else ()
+            if isinstance(response, web.Response) and isinstance(response.body, bytes) and not ids:
+                answer, ids = taken_of_whole(response.body)
+                response.body = response.body if asked is request else answer
             # Some of what was transferred is computed again elsewhere, later.
-            if is_compared:
-                self._shadow.compare(request, ready, answer_of(response, writer))
+            self._shadow.compare(request, ready, ids if response.status == 200 else ())
         return response
 
     async def _decode(
@@ -131,6 +134,12 @@ class Answering:
             return await self._prefill.prepare_again(request, ready.prompt, avoid=failed)
         except NoDecodeInstanceError:
             return None
+
+
+def _telling_ids(request: ServingRequest) -> ServingRequest:
+    if request.body.get("return_token_ids"):
+        return request
+    return replace(request, body={**request.body, "return_token_ids": True})
 
 
 def _unanswered(failure: DecodeFailedError, decode: str) -> ApiError:

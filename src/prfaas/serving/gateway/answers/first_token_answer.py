@@ -63,6 +63,7 @@ class FirstTokenAnswers:
         ids = TakenIds(request.endpoint, is_asked=False)
         ids.ids.extend(first.token_ids)
         ids.shown = len(first.token_ids)
+        writer.ids = ids
         stops, body = stop_strings(request.body), _streamed(request.body)
         includes = body.get("include_stop_str_in_output") is True
         begun = BegunAnswer(

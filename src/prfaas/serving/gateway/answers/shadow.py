@@ -12,23 +12,30 @@ from dataclasses import dataclass
 
 import orjson
 
-from prfaas.serving.gateway.answers.transcript import NotPlainError, stream_text, whole_text
 from prfaas.serving.gateway.bodies import Json
 from prfaas.serving.gateway.context import GatewayContext
-from prfaas.serving.gateway.dialects import END_OF_EVENT
 from prfaas.serving.gateway.engine_client import EngineCallError
+from prfaas.serving.gateway.prompts.continuing import can_resume
 from prfaas.serving.gateway.prompts.prompt import Endpoint
 from prfaas.serving.gateway.prompts.request import ServingRequest
-from prfaas.serving.gateway.ways.first_token_rules import is_plain, sampling_fields
 from prfaas.serving.gateway.ways.ready_requests import DecidedRequest, ReadyRequest
 
 logger = logging.getLogger(__name__)
 
-# Among so many of the likeliest tokens the client's is looked for where the two texts part.
+# Among so many of the likeliest tokens the client's is looked for where the two answers part.
 _TOP_LOGPROBS = 5
 _TIMEOUT_S = 600.0
 # A client's request at the same engine ends a shadow within this time.
 _YIELD_S = 0.05
+# These change which token is the likeliest, and the plain path is asked without.
+_CHANGING_LOGITS = (
+    "logit_bias",
+    "repetition_penalty",
+    "allowed_token_ids",
+    "min_tokens",
+    "thinking_token_budget",
+    "watermarking",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +53,7 @@ class GivenAnswer:
     request_id: str
     model: str
     prompt_ids: Sequence[int]
-    body: Json
-    """The client's request, less what the gateway owns."""
-    text: str
-    num_tokens: int
-    """Tokens of the answer, or some more where the stream did not say."""
-    is_counted: bool
-    """Whether `num_tokens` is what the engine said."""
+    token_ids: Sequence[int]
     prefill: str
     decode: str
 
@@ -79,16 +80,21 @@ class Shadow:
             return False
         return is_comparable(request.endpoint, request.body)
 
-    def compare(self, request: ServingRequest, ready: ReadyRequest, written: bytes | None) -> None:
-        """Compute the request again in the background. `written`: the whole answer; None: it was not kept."""
-        if self._running is not None and not self._running.done():
+    def compare(self, request: ServingRequest, ready: ReadyRequest, token_ids: Sequence[int]) -> None:
+        """Compute the request again in the background. `token_ids`: the whole answer; empty where it is not known."""
+        is_busy = self._running is not None and not self._running.done()
+        engine = None if is_busy else self._plane.cluster_state.idle_decode_instance()
+        if not token_ids or engine is None or not isinstance(ready, DecidedRequest):
             self._count("skipped")
             return
-        given = _given(request, ready, written)
-        engine = self._plane.cluster_state.idle_decode_instance() if given is not None else None
-        if given is None or engine is None:
-            self._count("skipped")
-            return
+        given = GivenAnswer(
+            request_id=request.record.request_id,
+            model=request.model,
+            prompt_ids=ready.prompt.token_ids,
+            token_ids=token_ids,
+            prefill=ready.decision.prefill,
+            decode=ready.decode,
+        )
         self._running = asyncio.create_task(self._compare(given, engine), name="prfaas-shadow")
 
     async def close(self) -> None:
@@ -105,9 +111,7 @@ class Shadow:
                 if not asked.done() and self._plane.cluster_state.is_used(engine):
                     self._count("yielded")
                     return
-            outcome = compared(
-                given.text, asked.result(), self._options.tie_nats, same_length=given.is_counted
-            )
+            outcome = compared(given.token_ids, asked.result(), self._options.tie_nats)
         except (EngineCallError, KeyError, IndexError, TypeError, ValueError) as error:
             logger.info("a shadow request at %s failed: %s", engine, type(error).__name__)
             outcome = "failed"
@@ -125,14 +129,15 @@ class Shadow:
             )
 
     async def _plain_answer(self, given: GivenAnswer, engine: str) -> Json:
-        sampling = sampling_fields(given.body)
-        if given.body.get("min_tokens") is not None:
-            sampling["min_tokens"] = given.body["min_tokens"]
-        body = sampling | {
+        body = {
             "model": given.model,
             "prompt": given.prompt_ids,
-            "max_tokens": given.num_tokens,
+            "max_tokens": len(given.token_ids),
+            "temperature": 0,
+            # What ended the client's answer is its last token, and what would have is in its place.
+            "ignore_eos": True,
             "logprobs": _TOP_LOGPROBS,
+            "return_tokens_as_token_ids": True,
             # Nobody else has it: no cached block is reused, and none is left to be.
             "cache_salt": secrets.token_hex(16),
         }
@@ -151,18 +156,18 @@ class Shadow:
 
 
 def is_comparable(endpoint: Endpoint, body: Json) -> bool:
-    """Whether the same request has the same answer each time: greedy, one choice, text alone."""
-    return body.get("temperature") == 0 and is_plain(endpoint, body)
+    """Whether the same prompt has the same answer each time: greedy, and one token as good as another."""
+    is_greedy = body.get("temperature") == 0 and not any(body.get(field) for field in _CHANGING_LOGITS)
+    return is_greedy and can_resume(endpoint, {**body, "stream": True})
 
 
-def compared(text: str, choice: Json, tie_nats: float, *, same_length: bool) -> str:
-    """How a client's text compares with the plain path's answer.
+def compared(token_ids: Sequence[int], choice: Json, tie_nats: float) -> str:
+    """How a client's answer compares with the plain path's.
 
     Args:
-        text: what the client was told.
-        choice: the plain path's, with its logprobs.
+        token_ids: the client's.
+        choice: the plain path's, with its logprobs, in which tokens are named by their ids.
         tie_nats: as in `ShadowOptions`.
-        same_length: both had the same number of tokens to say. Else one may go on where the other ends.
 
     Returns:
         "match"; "tie": where they part, the plain path found the client's token almost as likely as its own;
@@ -171,48 +176,10 @@ def compared(text: str, choice: Json, tie_nats: float, *, same_length: bool) -> 
     Raises:
         KeyError, IndexError, TypeError: the answer lacks its logprobs.
     """
-    plain: str = choice["text"]
-    if plain == text or (not same_length and (plain.startswith(text) or text.startswith(plain))):
-        return "match"
     logprobs = choice["logprobs"]
-    offsets: list[int] = logprobs["text_offset"]
-    shorter = min(len(plain), len(text))
-    parting = next((at for at in range(shorter) if plain[at] != text[at]), shorter)
-    # Offsets count from the answer's beginning, or from the prompt's where an engine counts so.
-    base = offsets[0]
-    place = max((i for i, offset in enumerate(offsets) if offset - base <= parting), default=0)
-    if parting == len(plain) and offsets[place] - base < parting:
-        # The plain answer ends there, and does not say how likely an end was.
-        return "mismatch"
-    rest = text[offsets[place] - base :]
-    likely: dict[str, float] = logprobs["top_logprobs"][place]
-    own = logprobs["token_logprobs"][place]
-    candidates = [value for token, value in likely.items() if token and rest.startswith(token)]
-    if not rest:
-        # The client's answer ends here: its last token is one that has no text.
-        candidates = [value for token, value in likely.items() if not token or token.startswith("<")]
-    return "tie" if any(own - value <= tie_nats for value in candidates) else "mismatch"
-
-
-def _given(request: ServingRequest, ready: ReadyRequest, written: bytes | None) -> GivenAnswer | None:
-    """The answer to a request; None where it is not known, or is more than text."""
-    num_tokens = request.record.answer_tokens
-    if written is None or not isinstance(ready, DecidedRequest):
-        return None
-    try:
-        is_stream = request.body.get("stream") is True
-        text = stream_text(written) if is_stream else whole_text(orjson.loads(written))
-    except (NotPlainError, orjson.JSONDecodeError):
-        return None
-    return GivenAnswer(
-        request_id=request.record.request_id,
-        model=request.model,
-        prompt_ids=ready.prompt.token_ids,
-        body=request.body,
-        text=text,
-        # No event has less than a token.
-        num_tokens=num_tokens or written.count(END_OF_EVENT),
-        is_counted=num_tokens is not None,
-        prefill=ready.decision.prefill,
-        decode=ready.decode,
-    )
+    for place, token in enumerate(token_ids):
+        own, name = logprobs["tokens"][place], f"token_id:{token}"
+        if own != name:
+            likely: dict[str, float] = logprobs["top_logprobs"][place]
+            return "tie" if name in likely and likely[own] - likely[name] <= tie_nats else "mismatch"
+    return "match"

@@ -131,7 +131,7 @@ class StreamResume:
     ) -> None:
         """Write the last event of a stream that no engine can continue: `event`, or an error that says `sentence`."""
         event = event or dialect_of(request.endpoint).error_event(502, sentence, writer.latest)
-        await writer.write(END_OF_EVENT + event if writer.kept.torn else event)
+        await writer.write(END_OF_EVENT + event if writer.is_torn else event)
         request.record.broken = True
 
     def rest_of(self, begun: BegunAnswer) -> AnswerRest | None:
@@ -271,7 +271,7 @@ def _broken_stream(
     """What is known of a broken stream. Raises CannotResumeError."""
     if not isinstance(ready, DecidedRequest) or writer.ids is None:
         raise CannotResumeError("parameters")
-    if writer.kept.torn:
+    if writer.is_torn:
         raise CannotResumeError("not-kept")
     try:
         transcript = StreamTranscript.of(request.endpoint, writer.ids.latest + writer.latest)

@@ -1,4 +1,4 @@
-"""An answer on its way from its decode engine to the client: read, kept, written.
+"""An answer on its way from its decode engine to the client: read and written.
 
 A stream passes as the bytes it came in, whole event by whole event, less the token ids that the gateway asked for.
 Nothing of it is parsed.
@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Self
 
+import orjson
 from aiohttp import HttpVersion11, web
 
 from prfaas.serving.gateway.answers.hidden_usage import safe_end, without_cached_tokens
@@ -25,6 +26,8 @@ from prfaas.serving.gateway.request_log import RequestRecord
 from prfaas.serving.gateway.request_trace import finish_reasons
 
 EVENT_STREAM = "text/event-stream"
+_HEAD_TYPE = "text/event-stream; charset=utf-8"
+_KEEP_ALIVE = b": keep-alive\n\n"
 # Events that are longer are passed on in pieces.
 _LONGEST_EVENT_BYTES = 1 << 20
 
@@ -245,75 +248,87 @@ def _broken(instance: str, error: OSError) -> DecodeFailedError:
     return DecodeFailedError.of_call(failed_call(instance, error, begun=True))
 
 
-@dataclass(slots=True)
-class KeepBudget:
-    """Bytes that all streams of one gateway together may still keep."""
-
-    left_bytes: int
-
-
-class KeptStream:
-    """What was written of one stream, so that another engine can continue it. It is dropped when it grows too long."""
-
-    def __init__(self, budget: KeepBudget, limit_bytes: int) -> None:
-        """`limit_bytes`: what this stream may keep of `budget`. 0: nothing."""
-        self._budget = budget
-        self._limit_bytes = limit_bytes
-        self._chunks: list[bytes] | None = [] if limit_bytes else None
-        self._kept_bytes = 0
-        self._lines = 0
-        self.torn = False
-        """Whether what was written ends within an event."""
-
-    def add(self, chunk: bytes) -> None:
-        """`chunk` is written next: whole events, or a piece of one that is too long to be kept."""
-        self.torn = not chunk.endswith(END_OF_EVENT)
-        # An event is a line and an empty one. To count one byte is the cheapest, and this is done for every chunk.
-        self._lines += chunk.count(b"\n")
-        if self._chunks is None:
-            return
-        beyond = self._kept_bytes + len(chunk) > self._limit_bytes or len(chunk) > self._budget.left_bytes
-        if beyond or self.torn:
-            self.drop()
-            return
-        self._chunks.append(chunk)
-        self._kept_bytes += len(chunk)
-        self._budget.left_bytes -= len(chunk)
-
-    @property
-    def events(self) -> int:
-        """How many were written."""
-        return self._lines // 2
-
-    def written(self) -> bytes | None:
-        """All that was written; None if it was not kept."""
-        return b"".join(self._chunks) if self._chunks is not None else None
-
-    def drop(self) -> None:
-        """Give the bytes back to the budget and keep nothing more."""
-        self._budget.left_bytes += self._kept_bytes
-        self._kept_bytes = 0
-        self._chunks = None
-
-
 class ResponseWriter:
-    """Writes an answer to the client. The headers leave with the first byte: until then another engine may answer."""
+    """Writes an answer to the client. Until its first event leaves another engine may answer.
 
-    def __init__(self, http: web.Request, record: RequestRecord, metrics: Metrics, kept: KeptStream) -> None:
+    The headers leave with it, or before, with comments for a client that waits: then errors are events too.
+    """
+
+    def __init__(
+        self, http: web.Request, record: RequestRecord, metrics: Metrics, dialect: Dialect = OPENAI
+    ) -> None:
         self._http = http
+        self._dialect = dialect
+        self._is_awaited = True
+        self._timer: asyncio.TimerHandle | None = None
+        self._tick: asyncio.Task[None] | None = None
         self._record = record
         self._metrics = metrics
         self._response: web.StreamResponse | None = None
-        self.kept = kept
+        self._lines = 0
         self.ids: TakenIds | None = None
         """Token ids of the stream that is being written; None: none were asked for."""
         self.latest = b""
         """The events that were written last."""
 
     @property
+    def is_torn(self) -> bool:
+        """Whether what was written ends within an event."""
+        return bool(self.latest) and not self.latest.endswith(END_OF_EVENT)
+
+    @property
     def begun(self) -> bool:
-        """Whether the client has seen anything."""
+        """Whether the client has seen anything of the answer."""
+        return bool(self.latest)
+
+    @property
+    def head_sent(self) -> bool:
+        """Whether the client has a status, which was 200."""
         return self._response is not None
+
+    @contextlib.contextmanager
+    def keeping_alive(self, every_s: float | None) -> Iterator[None]:
+        """Write a comment every so often while the client waits for the first event; None: never."""
+        loop = asyncio.get_running_loop()
+
+        def wait_on(_ended: object = None) -> None:
+            if self._is_awaited and every_s is not None:
+                self._timer = loop.call_later(every_s, tick)
+
+        def tick() -> None:
+            self._tick = loop.create_task(self._write_comment(), name="prfaas-keep-alive")
+            self._tick.add_done_callback(wait_on)
+
+        wait_on()
+        try:
+            yield
+        finally:
+            writing = self._stop_waiting()
+            if writing is not None:
+                writing.cancel()
+
+    def _stop_waiting(self) -> "asyncio.Task[None] | None":
+        """No further comment is begun. Returns what is being written."""
+        self._is_awaited = False
+        if self._timer is not None:
+            self._timer.cancel()
+        return self._tick
+
+    async def _write_comment(self) -> None:
+        # A client that has left is noticed where it is waited for.
+        with contextlib.suppress(ConnectionResetError):
+            response = await self._with_head(_HEAD_TYPE)
+            await self._read_in_time(response.write(_KEEP_ALIVE))
+
+    async def _with_head(self, content_type: str) -> web.StreamResponse:
+        """The response, its headers sent."""
+        if self._response is None:
+            headers = self._record.headers() | {"Content-Type": content_type, "Cache-Control": "no-cache"}
+            self._response = web.StreamResponse(headers=headers)
+            if self._http.version >= HttpVersion11:
+                self._response.enable_chunked_encoding()
+            await self._response.prepare(self._http)
+        return self._response
 
     async def write(self, chunk: bytes, content_type: str = EVENT_STREAM) -> None:
         """Pass on a piece of a stream.
@@ -321,17 +336,16 @@ class ResponseWriter:
         Raises:
             ConnectionResetError: the client has left.
         """
-        if self._response is None:
+        if not self.begun:
             self._note_first_byte()
-            headers = self._record.headers() | {"Content-Type": content_type, "Cache-Control": "no-cache"}
-            self._response = web.StreamResponse(headers=headers)
-            if self._http.version >= HttpVersion11:
-                self._response.enable_chunked_encoding()
-            await self._response.prepare(self._http)
+            writing = self._stop_waiting()
+            if writing is not None:
+                # What it writes is whole before anything else is written.
+                await asyncio.wait((writing,))
+        response = await self._with_head(content_type)
         chunk = self._told(chunk)
-        self.kept.add(chunk)
-        self.latest = chunk
-        await self._read_in_time(self._response.write(chunk))
+        self._note(chunk)
+        await self._read_in_time(response.write(chunk))
 
     async def _read_in_time(self, writing: Awaitable[None]) -> None:
         """Raises ConnectionResetError where the client reads nothing: it is cut off."""
@@ -343,14 +357,20 @@ class ResponseWriter:
                 self._http.transport.abort()
             raise ConnectionResetError("the client reads nothing of its answer") from None
 
-    async def fail(self, error: ApiError, dialect: Dialect) -> web.StreamResponse:
+    async def fail(self, error: ApiError) -> web.StreamResponse:
         """End the stream with an error; a client that takes nothing any more is cut off."""
         assert self._response is not None
-        self._record.broken = True
-        event = dialect.error_event(error.status, error.message, self.latest)
+        if error.status >= 500 or self.begun:
+            self._record.broken = True
+        else:
+            self._record.refused_status = error.status
+        event = self._dialect.error_event(error.status, error.message, self.latest)
         try:
             async with asyncio.timeout(_LAST_WORDS_S):
-                await self._response.write(END_OF_EVENT + event if self.kept.torn else event)
+                comment = self._stop_waiting()
+                if comment is not None:
+                    await asyncio.wait((comment,))
+                await self._response.write(END_OF_EVENT + event if self.is_torn else event)
                 await self._response.write_eof()
         except TimeoutError:
             if self._http.transport is not None:
@@ -373,8 +393,8 @@ class ResponseWriter:
         def write_now(events: bytes) -> bool:
             nonlocal earlier, before
             events = self._told(events)
-            earlier, before, self.latest = before, self.latest, events
-            self.kept.add(events)
+            earlier, before = before, self.latest
+            self._note(events)
             assert transport is not None
             transport.write(b"%x\r\n%b\r\n" % (len(events), events))
             # A slow client is waited for by `write`.
@@ -395,10 +415,26 @@ class ResponseWriter:
         return self._response
 
     def send(self, answer: WholeAnswer) -> web.Response:
-        """The answer in one piece."""
+        """The answer in one piece. Raises ApiError where the client waits for a stream, and this is an error."""
+        if self.head_sent:
+            raise ApiError(answer.status, _sentence_in(answer.body))
         self._note_first_byte()
         headers = self._record.headers() | {"Content-Type": answer.content_type}
         return web.Response(status=answer.status, body=self._told(answer.body), headers=headers)
+
+    def _note(self, events: bytes) -> None:
+        """These are written next."""
+        self.latest = events
+        if self.ids is None:
+            # An event is a line and an empty one. To count one byte is the cheapest, and this is done for every chunk.
+            self._lines += events.count(b"\n")
+
+    def note_tokens(self) -> None:
+        """The answer is over: tell the record how many tokens it had, unless its usage has, or how many events."""
+        if self.ids is None:
+            self._record.answer_events = self._lines // 2
+        elif self._record.answer_tokens is None:
+            self._record.answer_tokens = len(self.ids.ids)
 
     def _told(self, answer: bytes) -> bytes:
         """Of an answer or some whole events what the client may know."""
@@ -415,23 +451,10 @@ class ResponseWriter:
             self._metrics.ttft_seconds.labels(self._record.route).observe(ttft_s)
 
 
-def answer_of(response: web.StreamResponse, writer: ResponseWriter) -> bytes | None:
-    """All that the client was told; None where it was no answer, or was not kept."""
-    if response.status != 200:
-        return None
-    if isinstance(response, web.Response):
-        return bytes(response.body) if isinstance(response.body, bytes | bytearray) else None
-    return writer.kept.written()
-
-
-@contextlib.contextmanager
-def writing(
-    http: web.Request, record: RequestRecord, metrics: Metrics, budget: KeepBudget, keep_bytes: int
-) -> Iterator[ResponseWriter]:
-    """A writer for one answer, of whose stream at most `keep_bytes` are kept until the end."""
-    kept = KeptStream(budget, keep_bytes)
+def _sentence_in(body: bytes) -> str:
+    """What an engine's error answer says."""
     try:
-        yield ResponseWriter(http, record, metrics, kept)
-    finally:
-        record.answer_events = kept.events
-        kept.drop()
+        error = orjson.loads(body)["error"]
+        return str(error["message"])
+    except (ValueError, KeyError, TypeError):
+        return "The decode instance did not answer with a stream."

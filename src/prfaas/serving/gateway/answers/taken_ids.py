@@ -99,3 +99,11 @@ class TakenIds:
             return events
         told.append(before)
         return b"".join(told)
+
+
+def taken_of_whole(answer: bytes) -> tuple[bytes, "array[int]"]:
+    """An answer in one piece as if no ids had been asked for, and the ids of its only choice."""
+    taken = TakenIds(Endpoint.COMPLETIONS, is_asked=False)
+    if _PROMPT_IDS in answer:
+        answer = PromptCut().take(answer)
+    return taken.take(answer), taken.ids

@@ -80,10 +80,6 @@ class AnswerText:
         return self._tokenizer
 
 
-_CHOICE_FIELDS = {"index", "text", "delta", "finish_reason", "stop_reason"}
-_DELTA_FIELDS = {"role", "content"}
-
-
 class NotPlainError(ValueError):
     """The stream holds more than one answer, or than its text."""
 
@@ -234,32 +230,6 @@ def events(written: bytes) -> Iterator[Json | None]:
         yield None
 
 
-def stream_text(written: bytes) -> str:
-    """The text of a streamed answer. Raises NotPlainError where it is more than the text of one choice."""
-    choices = [_plain_choice(event) for event in events(written) if event is not None]
-    if not any(choices):
-        raise NotPlainError("no choice")
-    return "".join(said_in(choice) for choice in choices if choice is not None)
-
-
-def whole_text(answer: Any) -> str:
-    """The same for an answer in one piece."""
-    if not isinstance(answer, dict):
-        raise NotPlainError("no answer")
-    choice = _plain_choice({"choices": [_without_message(each) for each in answer.get("choices") or ()]})
-    if choice is None:
-        raise NotPlainError("no choice")
-    return said_in(choice)
-
-
-def _without_message(choice: Any) -> Any:
-    """A whole chat choice in the form of a stream's."""
-    if isinstance(choice, dict) and isinstance(choice.get("message"), dict):
-        choice = {**choice, "delta": choice["message"]}
-        del choice["message"]
-    return choice
-
-
 def _choice_of(event: Json) -> Json | None:
     """The only choice of an event; None where it has none. Raises NotPlainError."""
     choices = event.get("choices")
@@ -270,17 +240,6 @@ def _choice_of(event: Json) -> Json | None:
     choice = choices[0]
     if not isinstance(choice, dict) or choice.get("index", 0) != 0:
         raise NotPlainError("another choice")
-    return choice
-
-
-def _plain_choice(event: Json) -> Json | None:
-    choice = _choice_of(event)
-    if choice is not None:
-        delta = choice.get("delta", {})
-        if not isinstance(delta, dict) or not (
-            _is_plain(choice, _CHOICE_FIELDS) and _is_plain(delta, _DELTA_FIELDS)
-        ):
-            raise NotPlainError("a choice of more than text")
     return choice
 
 
@@ -306,10 +265,6 @@ def _text_place(choice: Json) -> tuple[Json, str]:
     if not isinstance(delta, dict):
         return choice, "text"
     return delta, "reasoning" if delta.get("reasoning") and not delta.get("content") else "content"
-
-
-def _is_plain(fields: Json, known: set[str]) -> bool:
-    return all(value is None or value == [] for name, value in fields.items() if name not in known)
 
 
 def usage_of(prompt_tokens: int, answer_tokens: int, details: Json | None = None) -> Json:

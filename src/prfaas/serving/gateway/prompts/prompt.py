@@ -1,7 +1,8 @@
 """What a request's prompt is, and whether its prefill can happen elsewhere than in the decode engine."""
 
+import re
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, cast
@@ -113,10 +114,10 @@ def prompt_of(endpoint: Endpoint, body: Mapping[str, Any]) -> Prompt:
         return DirectPrompt("malformed")
     if endpoint is Endpoint.RESPONSES:
         _check_stored(body)
-        return _conversation(body.get("input"), takes_ids=True)
+        return RenderedPrompt(None, takes_ids=not has_media(endpoint, body))
     if endpoint is Endpoint.MESSAGES:
         # vLLM takes no ids here.
-        return _conversation(body.get("messages"), takes_ids=False)
+        return RenderedPrompt(None, takes_ids=False)
     if _samples(body) is None:
         return DirectPrompt("malformed")
     prompt = _chat_prompt(body) if endpoint is Endpoint.CHAT else _completion_prompt(body)
@@ -135,15 +136,6 @@ def _check_stored(body: Mapping[str, Any]) -> None:
                 "Send the whole conversation in `input`, and wait for its answer."
             )
             raise ApiError(400, sentence, param=field)
-
-
-def _conversation(said: object, *, takes_ids: bool) -> Prompt:
-    """What is `said` in another API than the chats', which an engine renders."""
-    if isinstance(said, list):
-        messages = [message for message in said if isinstance(message, dict)]
-        if any(_has_media(message.get("content")) for message in messages):
-            return DirectPrompt("media")
-    return RenderedPrompt(None, takes_ids)
 
 
 # vLLM cuts and completes prompts by rules of its own.
@@ -250,8 +242,9 @@ def _chat_prompt(body: Mapping[str, Any]) -> Prompt:
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
         return DirectPrompt("malformed")
-    if any(_has_media(message.get("content")) for message in messages):
-        return DirectPrompt("media")
+    if has_media(Endpoint.CHAT, body):
+        # What stands between the ids is in no ids.
+        return RenderedPrompt(None, takes_ids=False)
     # With ids given, vLLM does not render, so it could neither echo the last message nor return the prompt's
     # text.
     takes_ids = not body.get("echo") and not body.get("return_prompt_text")
@@ -307,16 +300,61 @@ _TEXT_PARTS = frozenset(
         "tool_result",
         "thinking",
         "redacted_thinking",
+        "reasoning_text",
+        "summary_text",
+        "tool_reference",
     )
 )
 
 
-def _has_media(content: object) -> bool:
-    return isinstance(content, list) and any(
-        part.get("type", "text") not in _TEXT_PARTS or _has_media(part.get("content"))
-        for part in content
-        if isinstance(part, dict)
-    )
+# vLLM reads these of a part whatever its type says (renderers/chat_utils.py).
+_MEDIA_FIELDS = frozenset(
+    f"{kind}_{form}" for kind in ("image", "audio", "video", "prompt") for form in ("url", "embeds", "pil")
+)
+
+
+def media_parts(endpoint: Endpoint, body: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """The parts of a body's messages that are more than text."""
+    said = body.get("input" if endpoint is Endpoint.RESPONSES else "messages")
+    for message in said if isinstance(said, list) else ():
+        if isinstance(message, dict):
+            yield from _media_in(message.get("content"))
+            # Of a response's items a tool's result may have parts too.
+            yield from _media_in(message.get("output"))
+
+
+def has_media(endpoint: Endpoint, body: Mapping[str, Any]) -> bool:
+    """Whether a body's messages are more than text."""
+    return next(media_parts(endpoint, body), None) is not None
+
+
+def _media_in(content: object) -> Iterator[Mapping[str, Any]]:
+    for part in content if isinstance(content, list) else ():
+        if not isinstance(part, dict):
+            continue
+        if part.get("type", "text") not in _TEXT_PARTS or part.keys() & _MEDIA_FIELDS:
+            yield part
+        yield from _media_in(part.get("content"))
+
+
+_URL = re.compile(r"(?i)\s*[a-z][a-z0-9+.-]*:[/\\]")
+_PLAIN_URL = re.compile(r"(?i)https?://([a-z0-9.-]+)(:[0-9]+)?([/?#][^\\\s]*)?")
+
+
+def check_media_urls(endpoint: Endpoint, body: Mapping[str, Any], domains: Collection[str]) -> None:
+    """Raises ApiError 400 where an engine would fetch media from elsewhere than `domains`."""
+    waiting: list[object] = list(media_parts(endpoint, body))
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict):
+            waiting += value.values()
+        elif isinstance(value, list):
+            waiting += value
+        elif isinstance(value, str) and _URL.match(value[:64]) and value[:5].lower() != "data:":
+            plain = _PLAIN_URL.fullmatch(value)
+            if plain is None or plain[1].lower() not in map(str.lower, domains):
+                known = f"only from {', '.join(sorted(domains))}" if domains else "from no URL"
+                raise ApiError(400, f"Media are taken {known} here; send them as data: URLs.", param="url")
 
 
 _ANSWER_LIMITS = {

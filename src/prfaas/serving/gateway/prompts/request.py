@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from prfaas.core.prefix import PromptChains
+from prfaas.core.prefix import MediaItem, PromptChains
 from prfaas.core.route_header import REQUEST_ID_HEADER
 from prfaas.serving.gateway.bodies import ApiError, Json, parse_body, strip_owned
 from prfaas.serving.gateway.context import GatewayContext
@@ -15,6 +15,8 @@ from prfaas.serving.gateway.prompts.prompt import (
     Endpoint,
     Prompt,
     answers_of,
+    check_media_urls,
+    has_media,
     prompt_of,
     samples_of,
     why_whole,
@@ -47,6 +49,8 @@ class ServingRequest:
     """How many answers are wanted of each prompt (`n`)."""
     answers: int
     """How many are wanted of all prompts."""
+    has_media: bool
+    """Whether its prompt is more than text."""
     whole: str | None
     """Why its decode engine has to prefill it, in one word; None: another one may."""
     model: str
@@ -70,6 +74,8 @@ class TokenizedPrompt:
     """Hashes of the prompt's blocks."""
     takes_ids: bool
     """Whether the decode engine may be given the ids in place of what the client sent."""
+    media: tuple[MediaItem, ...] = ()
+    """In the order of their offsets. Engines render a prompt with media themselves, each from the client's body."""
 
 
 class Headers(Protocol):
@@ -193,6 +199,7 @@ class RequestParser:
             prompt=prompt,
             samples=samples_of(endpoint, body),
             answers=answers_of(endpoint, body),
+            has_media=has_media(endpoint, body),
             whole=why_whole(endpoint, body),
             model=record.model,
             adapter=adapter,
@@ -219,6 +226,7 @@ class RequestParser:
                 param="seed",
             )
         prompt = prompt_of(endpoint, body)
+        check_media_urls(endpoint, body, self._running.current.gateway.media_domains)
         stripped = strip_owned(body)
         if endpoint is Endpoint.RESPONSES:
             # No later request would find what one engine stores, and vLLM never drops it.

@@ -6,8 +6,9 @@ import time
 from array import array
 from collections.abc import Sequence
 from http import HTTPStatus
+from operator import attrgetter
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import jinja2
 import msgspec
@@ -16,6 +17,7 @@ from prfaas.core.deployment import Instance
 from prfaas.core.kv import ConfigError, read_config
 from prfaas.core.kv.config_fields import ConfigFields
 from prfaas.core.kv.hf_config import text_fields
+from prfaas.core.prefix import MediaItem
 from prfaas.serving.gateway.bodies import JSON_BYTES_PER_TOKEN, Json, dump_body
 from prfaas.serving.gateway.context import GatewayContext, ThreadOffload
 from prfaas.serving.gateway.engine_client import FROZEN, Blame, EngineCallError
@@ -109,15 +111,46 @@ _SAMPLES: dict[Endpoint, tuple[Json, ...]] = {
 }
 
 
+class _Place(msgspec.Struct):
+    offset: _TokenId
+    length: Annotated[int, msgspec.Meta(ge=1, lt=1 << 32)]
+
+
+class _Features(msgspec.Struct):
+    """Of each kind of media the items' digests and places, in their order."""
+
+    mm_hashes: dict[str, list[Annotated[str, msgspec.Meta(max_length=256)]]]
+    mm_placeholders: dict[str, list[_Place]]
+
+
 class _Rendered(msgspec.Struct):
     """What is used of an answer of `/render` (vLLM 0.32: `GenerateRequest`)."""
 
     token_ids: Annotated[list[_TokenId], msgspec.Meta(min_length=1)]
-    features: msgspec.Raw | None = None
-    """Hashes and places of media."""
+    features: _Features | None = None
+
+    def prompt(self) -> "RenderedIds":
+        """Raises ValueError where items and places don't fit."""
+        found = self.features or _Features({}, {})
+        items = [
+            MediaItem(digest, place.offset, place.length)
+            for kind, digests in found.mm_hashes.items()
+            for digest, place in zip(digests, found.mm_placeholders.get(kind, ()), strict=True)
+        ]
+        items.sort(key=attrgetter("offset"))
+        if items and max(item.offset + item.tokens for item in items) > len(self.token_ids):
+            raise ValueError("an item of media is beyond the prompt's end")
+        return RenderedIds(array("I", self.token_ids), tuple(items))
 
 
 _RenderedBatch = Annotated[list[_Rendered], msgspec.Meta(min_length=1)]
+
+
+class RenderedIds(NamedTuple):
+    """One prompt as an engine makes it."""
+
+    token_ids: "array[int]"
+    media: tuple[MediaItem, ...] = ()
 
 
 class Tokenization:
@@ -157,7 +190,9 @@ class Tokenization:
         finally:
             request.record.since("tokenize", begun_s)
 
-    async def hash_blocks(self, request: ServingRequest, token_ids: Sequence[int]) -> TokenizedPrompt:
+    async def hash_blocks(
+        self, request: ServingRequest, token_ids: Sequence[int], media: tuple[MediaItem, ...] = ()
+    ) -> TokenizedPrompt:
         """`token_ids` as the prompt of `request`, with the hashes of their blocks."""
         chains = await self._json_threads.run(
             len(token_ids) * JSON_BYTES_PER_TOKEN,
@@ -165,9 +200,10 @@ class Tokenization:
             token_ids,
             request.salt,
             request.adapter,
+            media,
         )
-        takes_ids = isinstance(request.prompt, RenderedPrompt) and request.prompt.takes_ids
-        return TokenizedPrompt(token_ids, chains, takes_ids)
+        takes_ids = isinstance(request.prompt, RenderedPrompt) and request.prompt.takes_ids and not media
+        return TokenizedPrompt(token_ids, chains, takes_ids, media)
 
     async def _tokenize(self, request: ServingRequest) -> TokenizedPrompt | DirectPrompt:
         prompt = request.prompt
@@ -182,27 +218,37 @@ class Tokenization:
             if error.is_clients_fault and error.status != HTTPStatus.FORBIDDEN:
                 return DirectPrompt("refused")
             return DirectPrompt("not-rendered", request.size_bytes // _BYTES_PER_TOKEN)
-        if prompts is None:
-            return DirectPrompt("media")
-        longest = max(map(len, prompts))
+        longest = max(len(each.token_ids) for each in prompts)
         if longest >= self._max_model_len or longest + _answer_limit(request) > self._max_model_len:
             return DirectPrompt("length")
-        whole = "batch" if len(prompts) > 1 else request.whole
-        if longest == 1:
-            # The last token of a prompt is always computed where it is decoded.
-            whole = whole or "single-token"
+        whole = self._why_whole(request, prompts)
         if whole is None:
-            return await self.hash_blocks(request, prompts[0])
-        hashed = [
-            await self.hash_blocks(request, ids)
-            for ids in sorted(prompts, key=len, reverse=True)[:_MOST_HASHED]
-        ]
-        return DirectPrompt(whole, sum(map(len, prompts)), tuple(each.chains for each in hashed))
+            return await self.hash_blocks(request, *prompts[0])
+        prompts.sort(key=lambda each: len(each.token_ids), reverse=True)
+        hashed = [await self.hash_blocks(request, *each) for each in prompts[:_MOST_HASHED]]
+        num_tokens = sum(len(each.token_ids) for each in prompts)
+        return DirectPrompt(whole, num_tokens, tuple(each.chains for each in hashed))
+
+    def _why_whole(self, request: ServingRequest, prompts: Sequence[RenderedIds]) -> str | None:
+        """Why the decode engine has to prefill all of it, in one word; None: another one may."""
+        if len(prompts) > 1:
+            return "batch"
+        if request.whole is None and len(prompts[0].token_ids) == 1:
+            # The last token of a prompt is always computed where it is decoded.
+            return "single-token"
+        kv = self._plane.cluster_state.view.kv
+        # A prefill of a client's body ends behind the last token: what some layers hold before it is lost then.
+        # Embeddings among the media are in no digest.
+        media = prompts[0].media
+        can_move = bool(media) and not kv.is_hybrid and kv.can_skip
+        if request.whole is None and (media or request.has_media) and not can_move:
+            return "media"
+        return request.whole
 
     async def _prompts(
         self, request: ServingRequest, prompt: TokenPrompt | TextPrompt | RenderedPrompt | BatchPrompt
-    ) -> "list[array[int]] | None":
-        """The ids of each prompt; None where media stand between them. Raises EngineCallError.
+    ) -> list[RenderedIds]:
+        """Each prompt in ids. Raises EngineCallError.
 
         In place of an engine that does not answer another one is asked. A dead one is taken out of routing.
         """
@@ -211,6 +257,9 @@ class Tokenization:
             return own
         # The answer's rules change no prompt, and `/render` knows nothing of beams.
         asked_for = {name: value for name, value in request.body.items() if name != "use_beam_search"}
+        if request.has_media:
+            # Their digests and places, no pixels.
+            asked_for["mm_payload"] = "none"
         body = await self._json_threads.run(request.size_bytes, dump_body, asked_for)
         router, members = self._plane.router, self._plane.members
         asked = members.instance(router.at_decode(0).decode)
@@ -226,18 +275,18 @@ class Tokenization:
 
     async def _all_own_ids(
         self, request: ServingRequest, prompt: TokenPrompt | TextPrompt | RenderedPrompt | BatchPrompt
-    ) -> "list[array[int]] | None":
+    ) -> "list[RenderedIds] | None":
         """Ids that no engine has to be asked for; None where there is one prompt that an engine renders."""
         agrees = self._agrees(request.endpoint)
         found = []
         for each in prompt.prompts if isinstance(prompt, BatchPrompt) else (prompt,):
             if isinstance(each, TokenPrompt):
-                found.append(each.token_ids)
+                found.append(RenderedIds(each.token_ids))
                 continue
             own = await self._own_ids(each, request.size_bytes) if agrees else None
             if own is None:
                 return None
-            found.append(own)
+            found.append(RenderedIds(own))
         return found
 
     def _agrees(self, endpoint: Endpoint) -> bool:
@@ -275,7 +324,8 @@ class Tokenization:
                     if not error.is_clients_fault:
                         raise
                     break
-                if rendered is None or [await self._own_ids(prompt, len(body))] != rendered:
+                own = await self._own_ids(prompt, len(body))
+                if own is None or [RenderedIds(own)] != rendered:
                     break
             else:
                 agreed.add(endpoint)
@@ -283,8 +333,8 @@ class Tokenization:
             logger.info("%s: token ids come from %s (%s)", endpoint, source, decode.name)
         self._agreed[decode.name] = frozenset(agreed)
 
-    async def _render(self, endpoint: Endpoint, body: bytes, decode: Instance) -> "list[array[int]] | None":
-        """The ids that an engine makes of each prompt; None where media stand between them. Raises EngineCallError."""
+    async def _render(self, endpoint: Endpoint, body: bytes, decode: Instance) -> list[RenderedIds]:
+        """What an engine makes of each prompt. Raises EngineCallError."""
         path = f"{endpoint.path}/render"
         headers = {"Content-Type": "application/json"}
         answer = await self._client.call(decode, path, body, headers, self._timeout_s)
@@ -293,10 +343,9 @@ class Tokenization:
                 rendered = msgspec.json.decode(answer, type=_RenderedBatch)
             else:
                 rendered = [msgspec.json.decode(answer, type=_Rendered)]
+            return [each.prompt() for each in rendered]
         except ValueError as error:
             raise EngineCallError(decode.name, "garbled", f"{path} returned no token ids: {error}") from None
-        has_media = any(each.features is not None and each.features != b"null" for each in rendered)
-        return None if has_media else [array("I", each.token_ids) for each in rendered]
 
 
 def _embedding_chars(model: Path) -> float:

@@ -11,6 +11,7 @@ import msgspec
 
 from prfaas.core.deployment import GATEWAY, Instance, LocalTransfer
 from prfaas.core.kv.rank_shares import transfers_per_rank
+from prfaas.core.prefix import MediaItem
 from prfaas.core.scheduling import Decision
 from prfaas.core.units import GB
 from prfaas.serving.gateway.bodies import Json
@@ -86,6 +87,8 @@ class TransferSpec:
     """Leading tokens whose attention blocks the consumer holds."""
     kv_bytes: int
     """What is expected to move: `Decision.kv_bytes`."""
+    media: Sequence[MediaItem] = ()
+    """In the whole prompt. With any the producer renders it from the client's body."""
     attributes: TransferAttributes = PLAIN
     """What its ticket is to say of it, less whose it is."""
     sealed_from: str | None = None

@@ -46,6 +46,9 @@ class PrefixMoves:
         if wanted is None:
             return MovedPrefix(decision)
         num_tokens = len(prompt.token_ids)
+        if prompt.media:
+            # Prefixes are named by their tokens.
+            return MovedPrefix(_without_transfer(decision, num_tokens, wanted.skip_tokens))
         if wanted.from_pool:
             result = await self._copied(request, prompt, decision, wanted)
             left = _without_transfer(decision, num_tokens, result.usable_tokens)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from prfaas.core.link.patience import late_after_s
 from prfaas.serving.control.plane import LivePlane
 from prfaas.serving.gateway.answers.streams import cached_tokens_of
-from prfaas.serving.gateway.bodies import JSON_BYTES_PER_TOKEN, prefill_body
+from prfaas.serving.gateway.bodies import JSON_BYTES_PER_TOKEN, media_prefill_body, prefill_body
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.engine_client import FROZEN, OWN_RESOURCES, Blame, EngineCallError
 from prfaas.serving.gateway.prompts.prompt import Endpoint
@@ -293,7 +293,7 @@ class PrefillHop:
             consumer=spec.consumer,
             num_tokens=len(spec.token_ids),
             skip_tokens=spec.skip_tokens,
-            prompt_digest=prompt_digest(spec.token_ids, request.salt, request.adapter),
+            prompt_digest=prompt_digest(spec.token_ids, request.salt, request.adapter, spec.media),
             lifetime_s=self._options.ticket_lifetime_s,
             now_s=time.time(),
             attributes=self._tenants.of_tenant(spec.attributes, request.salt),
@@ -307,6 +307,9 @@ class PrefillHop:
 
     @staticmethod
     def _prefill_request(spec: TransferSpec, request: ServingRequest, sealed: str | None) -> bytes:
+        if spec.media and sealed is not None:
+            limit = "max_output_tokens" if request.endpoint is Endpoint.RESPONSES else "max_tokens"
+            return media_prefill_body(request.body, sealed, limit, request.salt)
         return prefill_body(
             request.model,
             spec.token_ids,
@@ -323,7 +326,8 @@ class PrefillHop:
         producer = self._plane.members.instance(spec.producer)
         headers = request.headers if spans is None else spans.headers(request.headers)
         timeout_s = self._options.prefill_timeout_s
-        answer = await self._client.call(producer, Endpoint.COMPLETIONS.path, body, headers, timeout_s)
+        endpoint = request.endpoint if spec.media else Endpoint.COMPLETIONS
+        answer = await self._client.call(producer, endpoint.path, body, headers, timeout_s)
         if spans is not None:
             spans.prefilled(cached_tokens_of(answer))
         return answer

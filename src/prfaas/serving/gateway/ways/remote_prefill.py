@@ -201,7 +201,7 @@ class RemotePrefills:
         request, prompt, attempt = running.request, running.prompt, running.attempt
         decision, is_early = attempt.decision, running.ask is not None
         # NIXL frees the blocks after one reader, and its producer leaves the last token of some models out.
-        pulled = not is_early and request.samples == 1 and self._reads(decision)
+        pulled = not is_early and request.samples == 1 and not prompt.media and self._reads(decision)
         # The last token of what is decoded stays for the decode engine, which samples from it: of the prompt, or the
         # first of the answer. Some drafters need more. NIXL's connectors see to that by themselves.
         token_ids = prompt.token_ids if is_early or pulled else self._moved_ids(prompt, decision)
@@ -269,6 +269,7 @@ def _spec(
         token_ids=token_ids,
         skip_tokens=decision.skip_tokens,
         kv_bytes=decision.kv_bytes,
+        media=running.prompt.media,
         attributes=attributes,
         sealed_from=prefix.sealed if prefix is not None and has_prefix else None,
         ask=running.ask,
