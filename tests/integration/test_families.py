@@ -105,6 +105,9 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     yield from serving(tmp_path_factory.mktemp("prfaas-qwen3.5"), QWEN_3_5)
 
 
+@pytest.mark.extended(
+    "its layers are those of qwen3-next; a family that is read off the engine is in `make test`"
+)
 def test_qwen_3_5_is_served(qwen: Stack) -> None:
     told, read = told_by(qwen), qwen.deployment.model.kv_model()
     assert (told.token_bytes, told.fixed_bytes) == (read.token_bytes, read.fixed_bytes)

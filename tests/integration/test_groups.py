@@ -114,6 +114,9 @@ def test_both_ranks_load_and_answer(group: Group) -> None:
     assert all(group.stack.blocks_known(name) for name in RANKS)
 
 
+@pytest.mark.extended(
+    "both ranks answer in `make test`, and a group that starts anew as one is there without engines"
+)
 def test_a_killed_rank_takes_its_group_and_all_are_answered(group: Group) -> None:
     before = [
         child_of(group.up.pid, f"--port {group.stack.deployment.instance(name).http_port}") for name in RANKS

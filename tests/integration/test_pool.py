@@ -312,6 +312,7 @@ def leave_early(here: Pooled, ids: Sequence[int]) -> None:
     connection.close()
 
 
+@pytest.mark.extended("pages of several ranks are in `make test` without engines")
 def test_two_tensor_parallel_ranks_share_pages(tmp_path: Path) -> None:
     ids = prompt(9600, 3000)
     with pooled(write_pooled(tmp_path, "qwen3-next", tensor_parallel=2)) as here:

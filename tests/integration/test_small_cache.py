@@ -9,6 +9,7 @@ from .stack import Stack, prompt, running, write_deployment
 
 pytestmark = [
     pytest.mark.engine,
+    pytest.mark.extended("preemptions are in `make test` with a pool, which is told more of them"),
     pytest.mark.slow("hundreds of tokens of several answers, each computed again by a plain engine"),
     pytest.mark.timeout(1800),
 ]

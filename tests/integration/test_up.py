@@ -16,6 +16,7 @@ from .stack import PATIENCE_S, call, wait_until
 
 pytestmark = [
     pytest.mark.engine,
+    pytest.mark.extended("pools that come back are in `make test` without engines"),
     pytest.mark.slow("engines and pools are started, killed and started anew"),
     pytest.mark.timeout(900),
 ]

@@ -24,6 +24,7 @@ def test_round_trips_beside_paced_transfers_are_short() -> None:
     assert found.inflation < 1.3
 
 
+@pytest.mark.extended("paces of those who share a line are in `make test` without one")
 def test_who_has_something_to_send_gets_what_others_leave() -> None:
     budget, static = shared(5.0, budget=True), shared(3.0, budget=False)
     assert static.of_goodput < 0.75

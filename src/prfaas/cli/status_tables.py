@@ -339,8 +339,7 @@ def _copies(state: Json) -> Iterable[Text]:
     told = state["rebalancing"]
     if told["copied"]:
         yield Text(
-            f"hot prefixes: {told['copied']:,} copied between pools, {format_bytes(told['copied_bytes'])}; "
-            f"{told['hits']:,} requests found them and did not compute {told['spared_tokens']:,} tokens"
+            f"hot prefixes: {told['copied']:,} copied between pools, {format_bytes(told['copied_bytes'])}"
         )
 
 

@@ -29,8 +29,13 @@ def hits(context: StudyContext, trace: str, machines: int, options: PoolOptions)
     return 100 * run.outcome().number("hit_ratio")
 
 
+ANOTHER = pytest.mark.extended("one replay of the page is in `make test`")
+
+
 @pytest.mark.slow("replays a recorded trace")
-@pytest.mark.parametrize(("trace", "goal", "endless"), [("conversation", 34, 36), ("synthetic", 58, 62)])
+@pytest.mark.parametrize(
+    ("trace", "goal", "endless"), [("conversation", 34, 36), pytest.param("synthetic", 58, 62, marks=ANOTHER)]
+)
 def test_four_machines_hit_almost_what_endless_memory_does(
     context: StudyContext, trace: str, goal: float, endless: float
 ) -> None:
@@ -38,6 +43,7 @@ def test_four_machines_hit_almost_what_endless_memory_does(
     assert round(hits(context, trace, 1, PoolOptions(1 << 60))) == endless
 
 
+@ANOTHER
 @pytest.mark.slow("replays a recorded trace")
 def test_states_at_junctions_are_worth_it(context: StudyContext) -> None:
     ends = PoolOptions(1 << 60, checkpoint_tokens=0, junctions=False)

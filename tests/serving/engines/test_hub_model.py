@@ -20,6 +20,9 @@ from prfaas.serving.engines.tiny import tiny_model
 from prfaas.serving.engines.trained import trained_model
 
 pytestmark = pytest.mark.slow("a process that imports the hub's client for each fetch")
+OTHER_FAULT = pytest.mark.extended(
+    "one fault of each kind is in `make test`: of the network, of the hub, of leave"
+)
 
 PROGRAM = """
 import json, sys
@@ -125,6 +128,7 @@ def test_a_branch_that_moves_is_followed_only_when_asked(machine: Machine) -> No
     assert machine.fetch()["folder"] == moved["folder"]
 
 
+@OTHER_FAULT
 def test_what_was_left_in_the_middle_goes_on_with_the_pinned_commit(machine: Machine) -> None:
     """The gateway's machine has no weights; an engine on it fetches those of the gateway's commit."""
     gateways = Path(str(machine.fetch(weights=False)["folder"]))
@@ -146,6 +150,7 @@ def test_a_hub_that_can_t_be_reached_is_one_sentence(machine: Machine) -> None:
     assert not machine.link.is_symlink()
 
 
+@OTHER_FAULT
 def test_unknown_names_are_said(machine: Machine) -> None:
     assert "has no org/other, or it is private" in machine.failed("org/other")
     assert machine.failed(revision="next") == "org/tiny has no revision next; see model.revision"
@@ -165,6 +170,7 @@ def test_gated_models_want_the_environments_token_which_is_never_told(machine: M
     assert kept and not any(b"hf_secret" in file.read_bytes() for file in kept)
 
 
+@OTHER_FAULT
 def test_a_person_s_login_is_not_a_deployment_s(machine: Machine) -> None:
     machine.home.mkdir(parents=True)
     (machine.home / "token").write_text("hf_person")
@@ -180,23 +186,27 @@ def test_a_hub_that_goes_in_the_middle_is_one_sentence_and_later_whole(machine: 
     assert str(machine.fetch()["folder"]).endswith(FIRST)
 
 
+@OTHER_FAULT
 def test_sizes_that_are_not_as_told_are_said(machine: Machine) -> None:
     machine.hub.lie_bytes = 5
     assert "has not the" in machine.failed() or "can't be fetched" in machine.failed()
     assert not machine.link.exists()
 
 
+@OTHER_FAULT
 def test_a_model_without_weights_is_said(machine: Machine) -> None:
     machine.hub.commits[FIRST] = {"config.json": b"{}"}
     assert machine.failed() == f"org/tiny at {FIRST} has no config.json, or weights are missing"
 
 
+@OTHER_FAULT
 def test_more_than_the_disk_holds_is_not_begun(machine: Machine) -> None:
     machine.hub.lie_bytes = 1 << 60
     assert "HF_HOME names another place" in machine.failed()
     assert not any("/resolve/" in path for path in machine.hub.asked)
 
 
+@OTHER_FAULT
 def test_a_commit_needs_no_word_of_where_a_branch_is(machine: Machine) -> None:
     found = machine.fetch(revision=SECOND)
     assert str(found["folder"]).endswith(SECOND) and found["notices"] == []

@@ -212,6 +212,7 @@ def test_engines_come_and_go_under_load_and_nobody_is_restarted(deployment: Depl
         assert "has ended (" not in up.told(), "an engine was restarted"
 
 
+@pytest.mark.extended("engines that come and go under load are in `make test`")
 @pytest.mark.slow("starts a whole deployment, which changes under load")
 def test_a_cluster_and_links_are_added_under_load_and_nobody_is_restarted(deployment: Deployment) -> None:
     http_port, kv_port = free_ports(2)

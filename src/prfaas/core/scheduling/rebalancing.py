@@ -1,11 +1,11 @@
 """Which hot prefixes are worth copying to which cluster with unused bandwidth (section 3.2)."""
 
-import math
 from collections import OrderedDict, deque
-from collections.abc import Collection, Hashable, Iterable
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from prfaas.core.scheduling.view import LinkView
+from prfaas.core.prefix.index import PoolHit
+from prfaas.core.scheduling.view import LinkView, PoolView, View
 from prfaas.core.units import BITS_PER_BYTE
 
 _Place = tuple[Hashable, str]
@@ -24,36 +24,38 @@ class Copy:
     """How often it was missing there lately, with decay."""
 
 
-@dataclass(slots=True)
-class Appetite:
-    """How readily copies are made, in [`least`, 1]: lower after each that nobody used, higher after each that was.
+@dataclass(frozen=True, slots=True)
+class MissedPrefix:
+    """What a request lacks in its cluster, and pools of others hold."""
 
-    A copy that was not used within its time halves it, one that was used doubles it. So as long as fewer copies are
-    used than not, it falls, and every prefix must be missed more often before it is copied.
-    """
+    tokens: int
+    """Length of the prefix."""
+    held_tokens: int
+    """Of these the cluster holds so many."""
+    num_bytes: int
+    """Of the rest."""
+    target: PoolView
+    """The pool of the machine that prefills the request."""
+    sources: Mapping[str, str]
+    """Cluster → its pool that holds all of it."""
 
-    least: float = 1 / 16
-    value: float = field(default=1.0, init=False)
-    _unused: OrderedDict[_Place, float] = field(default_factory=OrderedDict, init=False)
 
-    def copied(self, place: _Place, until_s: float) -> None:
-        """A prefix is in that cluster now. It should be used until then."""
-        self._unused[place] = until_s
-        self._unused.move_to_end(place)
-
-    def used(self, place: _Place) -> None:
-        """A request found the prefix there. Only the first use of a copy counts, and only in time."""
-        if self._unused.pop(place, None) is not None:
-            self.value = min(2 * self.value, 1.0)
-
-    def look(self, now_s: float) -> None:
-        """Judge the copies whose time is over."""
-        while self._unused:
-            place, until_s = next(iter(self._unused.items()))
-            if until_s > now_s:
-                return
-            del self._unused[place]
-            self.value = max(self.value / 2, self.least)
+def missed_prefix(pools: Mapping[str, PoolHit] | None, prefill: str, view: View) -> MissedPrefix | None:
+    """What a request misses that the instance `prefill` computes. `pools`: what each pool holds of it, by name."""
+    here = next((pool for pool in view.pools.values() if prefill in pool.instances), None)
+    if here is None or not pools:
+        return None
+    longest: dict[str, tuple[int, str]] = {}
+    for name, hit in pools.items():
+        place, found = view.pools[name].cluster, (hit.every_tier.reusable_tokens, name)
+        longest[place] = max(longest.get(place, found), found)
+    held_tokens, _ = longest.pop(here.cluster, (0, ""))
+    most = max((tokens for tokens, _ in longest.values()), default=0)
+    if most <= held_tokens:
+        return None
+    sources = {place: name for place, (tokens, name) in longest.items() if tokens == most}
+    num_bytes = view.kv_of_pools(here.cluster).prefix_bytes_to_move(most, held_tokens)
+    return MissedPrefix(most, held_tokens, num_bytes, here, sources)
 
 
 @dataclass(slots=True)
@@ -71,11 +73,11 @@ class _Missing:
 class Rebalancer:
     """Counts what is missing where, and decides copies.
 
-    A copy is due when its prefix was missing in a cluster `min_misses` / appetite times within `window_s`, another
+    A copy is due when its prefix was missing in a cluster `min_misses` times (at least 2) within `window_s`, another
     cluster with a live link to it was seen to hold the prefix, and the link has bytes to spare: what is left of its
     capacity less `headroom` and less what it carries, for the time since the last decision (at most `period_s`). The
     copies that spare the most computing per byte come first: misses × tokens / bytes. Each (prefix, cluster) is decided
-    once per `cool_down_s`. A copy must be used within `window_s`, or the appetite falls.
+    once per `cool_down_s`.
 
     Memory is bounded: `capacity` pairs of prefix and cluster seen once, and as many seen more often. Where one list
     is full its longest unseen goes: prefixes seen once, however many, push out nothing that came twice.
@@ -87,7 +89,6 @@ class Rebalancer:
     headroom: float = 0.3
     cool_down_s: float = 1800.0
     capacity: int = 4096
-    appetite: Appetite = field(default_factory=Appetite)
     _once: OrderedDict[_Place, _Missing] = field(default_factory=OrderedDict, init=False)
     _often: OrderedDict[_Place, _Missing] = field(default_factory=OrderedDict, init=False)
     _decided_s: OrderedDict[_Place, float] = field(default_factory=OrderedDict, init=False)
@@ -106,7 +107,7 @@ class Rebalancer:
         place = (key, missing_in)
         before = self._often.get(place) or self._once.get(place)
         if before is None:
-            times: deque[float] = deque((now_s,), self._most_misses)
+            times: deque[float] = deque((now_s,), self.min_misses)
             self._once[place] = _Missing(times, 1.0, tokens, num_bytes, tuple(held_in))
             if len(self._once) > self.capacity:
                 self._once.popitem(last=False)
@@ -148,37 +149,16 @@ class Rebalancer:
         """Whether the cluster missed the prefix more than once, as far as is remembered."""
         return (key, cluster) in self._often
 
-    def copied(self, key: Hashable, cluster: str, now_s: float) -> None:
-        """A copy that was decided has been made."""
-        self.appetite.copied((key, cluster), now_s + self.window_s)
-
-    def used(self, key: Hashable, cluster: str) -> None:
-        """A request found a prefix that was copied there."""
-        self.appetite.used((key, cluster))
-
-    @property
-    def needed_misses(self) -> int:
-        """So often a prefix must be missing before it is copied, by the present appetite."""
-        return math.ceil(self.min_misses / self.appetite.value)
-
-    @property
-    def _most_misses(self) -> int:
-        return math.ceil(self.min_misses / self.appetite.least)
-
     def __len__(self) -> int:
         """Pairs of prefix and cluster that are remembered."""
         return len(self._once) + len(self._often) + len(self._decided_s)
 
     def _due(self, now_s: float) -> list[tuple[_Place, _Missing]]:
-        self.appetite.look(now_s)
-        needed = self.needed_misses
-        lists = (self._often, self._once) if needed == 1 else (self._often,)
         return [
             (place, missing)
-            for seen in lists
-            for place, missing in seen.items()
-            if len(missing.times_s) >= needed
-            and now_s - missing.times_s[-needed] <= self.window_s
+            for place, missing in self._often.items()
+            if len(missing.times_s) == self.min_misses
+            and now_s - missing.times_s[0] <= self.window_s
             and now_s - self._decided_s.get(place, float("-inf")) >= self.cool_down_s
         ]
 
@@ -188,7 +168,6 @@ class Rebalancer:
         while len(self._decided_s) > self.capacity:
             self._decided_s.popitem(last=False)
         self._often.pop(place, None)
-        self._once.pop(place, None)
 
     def _worth(self, missing: _Missing, now_s: float) -> float:
         misses = missing.misses * self._decay(now_s - missing.times_s[-1])

@@ -59,16 +59,14 @@ class ThresholdOptimiser:
         *,
         sample_count: int,
         reason: Reason = "periodic",
-        spread: Mapping[str, float] | None = None,
     ) -> ThresholdChange | None:
         """The thresholds to go to, None to stay.
 
         `prefill`: prefill instances by PD cluster. `current_tokens` by PD cluster; one that is missing has none yet.
-        `sample_count`: how many requests the problem's lengths were taken from. `spread`: the part of all requests
-        that each PD cluster decodes (None: as their decode capacities; with two clusters it doesn't matter).
+        `sample_count`: how many requests the problem's lengths were taken from. Each PD cluster is
+        taken to decode the part of all requests that its decode capacity is of all.
         """
-        spread = spread if spread is not None else even_spread(problem, prefill)
-        sides = prefill_sides(problem, prefill, spread, self.service)
+        sides = prefill_sides(problem, prefill, even_spread(problem, prefill), self.service)
         rates = {name: side.threshold_rates() for name, side in sides.items()}
         tokens: dict[str, float] = {}
         for name, side in sides.items():

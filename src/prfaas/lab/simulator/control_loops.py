@@ -1,5 +1,6 @@
-"""The slow timescale: thresholds searched again and roles changed, by the live system's own optimisers."""
+"""The slow timescale: thresholds searched again, roles changed, hot prefixes copied, by the live system's own rules."""
 
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,10 +19,12 @@ from prfaas.core.scheduling.allocation import (
 from prfaas.core.scheduling.forecast import Outlook, foresight_of
 from prfaas.core.scheduling.live_problem import ClusterFacts, LinkFacts, prefill_instances, problem_now
 from prfaas.core.scheduling.policy import is_shortest_first
+from prfaas.core.scheduling.rebalancing import Rebalancer, missed_prefix
 from prfaas.core.scheduling.role_choice import ExpectedLoad
 from prfaas.core.scheduling.stage_utilisation import InstanceWork, StageUtilisation
 from prfaas.core.scheduling.threshold import SETTLE_S, Reason, ThresholdOptimiser
 from prfaas.core.workload import LengthDistribution, WorkloadError
+from prfaas.lab.simulator.instance import Job
 from prfaas.lab.simulator.world import World
 
 
@@ -236,3 +239,79 @@ class SlowLoops:
         self._output_tokens = max(tokens / count, 1.0)
         squares = (seen.squares - answers.squares) / count
         self._queues = replace(self._queues, answer_variation=max(squares / self._output_tokens**2 - 1, 0.0))
+
+
+# So many prefixes that were missed are known by their blocks.
+_MOST_WANTED = 4096
+
+_Place = tuple[int, str]
+"""The last block of a prefix, and the cluster that lacks it."""
+
+
+@dataclass(slots=True)
+class _Wanted:
+    blocks: tuple[int, ...]
+    target: str
+    """The pool of the machine that missed it last."""
+
+
+class HotCopies:
+    """Copies between the clusters of a world with pools, in the background of their links.
+
+    Args:
+        world: Which must have pools.
+        block_tokens: Of the traffic's prefix blocks.
+    """
+
+    def __init__(self, world: World, block_tokens: int) -> None:
+        assert world.pools is not None
+        self._world = world
+        self._pools = world.pools
+        self._block_tokens = block_tokens
+        self._rebalancer = Rebalancer()
+        self._wanted: OrderedDict[_Place, _Wanted] = OrderedDict()
+        self._reports: list[dict[str, Any]] = []
+        world.pools.on_place = self._note
+        world.events.at(self._rebalancer.period_s, self._decide)
+
+    def changes(self) -> dict[str, Any]:
+        """The copies that were begun."""
+        return {"prefix_copies": self._reports}
+
+    def _note(self, job: Job) -> None:
+        """A request was routed: note the prefix that its cluster lacks."""
+        missed = missed_prefix(job.decision.pools, job.engine.name, self._world.view)
+        if missed is None:
+            return
+        blocks = tuple(job.blocks[: missed.tokens // self._block_tokens])
+        wanted = blocks[-1], missed.target.cluster
+        self._wanted[wanted] = _Wanted(blocks, missed.target.name)
+        self._wanted.move_to_end(wanted)
+        if len(self._wanted) > _MOST_WANTED:
+            self._wanted.popitem(last=False)
+        new_tokens, now_s = missed.tokens - missed.held_tokens, self._world.events.now_s
+        self._rebalancer.observe(blocks[-1], new_tokens, missed.num_bytes, wanted[1], missed.sources, now_s)
+
+    def _decide(self, _argument: object) -> None:
+        world = self._world
+        now_s = world.events.now_s
+        world.events.at(now_s + self._rebalancer.period_s, self._decide)
+        for copy in self._rebalancer.decide(world.view.links.values(), now_s):
+            wanted = self._wanted.pop((copy.key, copy.target), None)  # type: ignore[arg-type]
+            if wanted is None:
+                continue
+            self._reports.append(
+                {
+                    "at_s": now_s,
+                    "source": copy.source,
+                    "target": copy.target,
+                    "tokens": copy.tokens,
+                    "bytes": copy.num_bytes,
+                }
+            )
+            link = world.links[copy.source, copy.target]
+            route = copy.source, wanted.target
+            link.fluid.send(route, copy.num_bytes, self._arrived, wanted, background=True)
+
+    def _arrived(self, wanted: _Wanted) -> None:
+        self._pools.keep(wanted.target, wanted.blocks, len(wanted.blocks) * self._block_tokens)

@@ -108,11 +108,6 @@ class MachinePools:
             self._tokens["memory"][job.number] = loaded.memory_tokens
             self._tokens["ssd"][job.number] = loaded.ssd_tokens
 
-    def name_at(self, instance: str) -> str | None:
-        """The pool of an instance's machine."""
-        machine = self._of.get(instance)
-        return None if machine is None else machine.view.name
-
     def keep(self, pool: str, blocks: Sequence[int], num_tokens: int) -> None:
         """A prefix has come to a pool."""
         self._machines[pool].pool.store(blocks, num_tokens, 0, is_received=True)

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 
 from prfaas.core.workload.traffic import RequestChunk
-from prfaas.lab.simulator.control_loops import SlowLoops
+from prfaas.lab.simulator.control_loops import HotCopies, SlowLoops
 from prfaas.lab.simulator.faults import Faults
-from prfaas.lab.simulator.hot_copies import HotCopies
 from prfaas.lab.simulator.result import FloatArray, IntArray, Result
 from prfaas.lab.simulator.scenario import Scenario
 from prfaas.lab.simulator.time_series import TimeSeries

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from prfaas.core.prefix import PoolHit, PromptChains, PromptTokens
-from prfaas.core.scheduling.rebalancing import Copy, Rebalancer
+from prfaas.core.scheduling.rebalancing import Copy, MissedPrefix, Rebalancer, missed_prefix
 from prfaas.serving.control.cluster_state import Clock, ClusterState
 from prfaas.serving.control.metrics import ControlMetrics
 from prfaas.serving.control.part import Json, Part
@@ -22,7 +22,6 @@ logger = logging.getLogger(__name__)
 _HISTORY = 20
 # What clients have sent stays in memory for this: 4 bytes each.
 _MOST_TOKENS_KEPT = 1 << 23
-_MOST_MADE = 512
 _COPIES_AT_ONCE = 2
 # Copies are in the background: they may wait long for a link that is in use.
 _GRACE_S = 300.0
@@ -43,32 +42,16 @@ class _Wanted:
 
 
 @dataclass(slots=True)
-class _Made:
-    """A copy that has arrived."""
-
-    num_tokens: int
-    """Length of the prefix."""
-    spared_tokens: int
-    """Of each request that finds it."""
-    pool: str
-
-
-@dataclass(slots=True)
 class _Recent:
     """What became of a decision."""
 
     at_s: float
     copy: Copy
     outcome: str
-    hits: int = 0
 
 
 class HotPrefixes(Part):
-    """Counts what clusters lack and others hold, decides copies by what links have to spare, and has them made.
-
-    A copy that was made is followed until its pool no longer holds it: what it spared is counted, and whether it was
-    used at all decides how readily others are made (`Appetite`).
-    """
+    """Counts what clusters lack and others hold, decides copies by what links have to spare, and has them made."""
 
     def __init__(
         self,
@@ -89,49 +72,28 @@ class HotPrefixes(Part):
         self._recent: deque[_Recent] = deque(maxlen=_HISTORY)
         self._wanted: OrderedDict[_Place, _Wanted] = OrderedDict()
         self._wanted_tokens = 0
-        self._made: OrderedDict[_Place, tuple[_Made, _Recent]] = OrderedDict()
         self._due: asyncio.Queue[tuple[_Wanted, _Recent]] = asyncio.Queue()
         self.decided = 0
         self.copied = 0
         self.copied_bytes = 0
         self.copied_tokens = 0
-        self.hits = 0
-        """Requests that found a copied prefix."""
-        self.spared_tokens = 0
-        """What those need not compute."""
 
     def note(self, prefill: str, chains: PromptChains, pools: Mapping[str, PoolHit]) -> None:
-        """Count what one routed request finds of what was copied, and what it misses.
+        """Count what one routed request misses.
 
         Args:
             prefill: the instance that prefills it.
             chains: of its prompt.
             pools: what each pool holds of it, by name.
         """
-        if not pools:
+        missed = missed_prefix(pools, prefill, self._cluster_state.view)
+        key = chains.key_of(missed.tokens) if missed is not None else None
+        if missed is None or key is None:
             return
-        view = self._cluster_state.view
-        cluster = self._cluster_state.instance(prefill).cluster
-        here = next((pool.name for pool in view.pools.values() if prefill in pool.instances), None)
-        if here is None:
-            return
-        self._count_use(cluster, here, chains, pools)
-        longest: dict[str, tuple[int, str]] = {}
-        for name, hit in pools.items():
-            place, found = view.pools[name].cluster, (hit.every_tier.reusable_tokens, name)
-            longest[place] = max(longest.get(place, found), found)
-        held_tokens, _ = longest.pop(cluster, (0, ""))
-        most = max((tokens for tokens, _ in longest.values()), default=0)
-        key = chains.key_of(most) if most > held_tokens else None
-        if key is None:
-            return
-        sources = {place: name for place, (tokens, name) in longest.items() if tokens == most}
-        missed_bytes = view.kv_of_pools(cluster).prefix_bytes_to_move(most, held_tokens)
-        self._rebalancer.observe(
-            key, most - held_tokens, missed_bytes, cluster, tuple(sources), self._clock()
-        )
+        cluster, new_tokens = missed.target.cluster, missed.tokens - missed.held_tokens
+        self._rebalancer.observe(key, new_tokens, missed.num_bytes, cluster, missed.sources, self._clock())
         if chains.prompt is not None and self._rebalancer.is_often(key, cluster):
-            self._keep((key, cluster), chains.prompt, most, here, sources)
+            self._keep((key, cluster), chains.prompt, missed)
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -169,16 +131,13 @@ class HotPrefixes(Part):
         await self._copier.close()
 
     def state(self, now_s: float) -> Json:
-        """Numbers of copies decided and made, the tokens that they spared, and the last of them."""
+        """Numbers of copies decided and made, and the last of them."""
         told = {
             "decided": self.decided,
             "remembered": len(self._rebalancer),
             "copied": self.copied,
             "copied_bytes": self.copied_bytes,
             "copied_tokens": self.copied_tokens,
-            "hits": self.hits,
-            "spared_tokens": self.spared_tokens,
-            "appetite": self._rebalancer.appetite.value,
             "recent": [
                 {
                     "age_s": round(now_s - each.at_s, 3),
@@ -188,21 +147,18 @@ class HotPrefixes(Part):
                     "bytes": each.copy.num_bytes,
                     "misses": round(each.copy.misses, 2),
                     "outcome": each.outcome,
-                    "hits": each.hits,
                 }
                 for each in self._recent
             ],
         }
         return {"rebalancing": told}
 
-    def _keep(
-        self, place: _Place, prompt: PromptTokens, num_tokens: int, target: str, sources: Mapping[str, str]
-    ) -> None:
+    def _keep(self, place: _Place, prompt: PromptTokens, missed: MissedPrefix) -> None:
         """Remember a prefix itself, which a copy needs; the longest unseen ones go for it."""
         self._forget(place)
-        prefix = PromptTokens(array("I", prompt.token_ids[:num_tokens]), prompt.salt, prompt.adapter)
-        self._wanted[place] = _Wanted(prefix, target, sources)
-        self._wanted_tokens += num_tokens
+        prefix = PromptTokens(array("I", prompt.token_ids[: missed.tokens]), prompt.salt, prompt.adapter)
+        self._wanted[place] = _Wanted(prefix, missed.target.name, missed.sources)
+        self._wanted_tokens += missed.tokens
         while self._wanted_tokens > _MOST_TOKENS_KEPT:
             self._forget(next(iter(self._wanted)))
 
@@ -228,15 +184,6 @@ class HotPrefixes(Part):
                 grace_s=_GRACE_S,
             )
             self._end(recent, result.outcome, result)
-            if result.outcome == "done":
-                self._follow(wanted, recent)
-
-    def _follow(self, wanted: _Wanted, recent: _Recent) -> None:
-        copy, num_tokens = recent.copy, len(wanted.prefix.token_ids)
-        self._rebalancer.copied(copy.key, copy.target, self._clock())
-        self._made[copy.key, copy.target] = _Made(num_tokens, copy.tokens, wanted.target), recent
-        if len(self._made) > _MOST_MADE:
-            self._made.popitem(last=False)
 
     def _end(self, recent: _Recent, outcome: str, result: CopyResult) -> None:
         recent.outcome = outcome
@@ -247,22 +194,3 @@ class HotPrefixes(Part):
         self._metrics.copies_ended.labels(outcome).inc()
         self._metrics.copied_bytes.inc(result.copied_bytes)
         self._metrics.copied_tokens.inc(tokens)
-
-    def _count_use(self, cluster: str, pool: str, chains: PromptChains, pools: Mapping[str, PoolHit]) -> None:
-        """Whether a request that is prefilled on a pool's machine begins with what was copied there."""
-        for num_tokens in {made.num_tokens for made, _ in self._made.values() if made.pool == pool}:
-            place = (chains.key_of(num_tokens), cluster)
-            if place not in self._made:
-                continue
-            made, recent = self._made[place]
-            hit = pools.get(pool)
-            if hit is None or hit.every_tier.reusable_tokens < num_tokens:
-                # It has been evicted: what it spares is over.
-                del self._made[place]
-                continue
-            recent.hits += 1
-            self.hits += 1
-            self.spared_tokens += made.spared_tokens
-            self._rebalancer.used(*place)
-            self._metrics.copy_hits.inc()
-            self._metrics.spared_tokens.inc(made.spared_tokens)

@@ -63,8 +63,6 @@ class ControlMetrics:
     copies_ended = _counter("prefix_copies_ended", "What became of them.", "outcome")
     copied_bytes = _counter("prefix_copied_bytes", "KV bytes of copies, of broken ones too.")
     copied_tokens = _counter("prefix_copied_tokens", "Tokens of copies that were made.")
-    copy_hits = _counter("prefix_copy_hits", "Requests that found a copied prefix.")
-    spared_tokens = _counter("prefix_copy_spared_tokens", "What those need not compute.")
     waiting_prefills = _gauge(
         "waiting_prefills", "Prefills that no instance of the cluster has been given yet.", "cluster"
     )

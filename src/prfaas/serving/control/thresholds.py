@@ -57,7 +57,6 @@ class Thresholds(Part):
         *,
         clock: Clock,
         on_change: Callable[[str, str], None],
-        optimiser: ThresholdOptimiser | None = None,
     ) -> None:
         """`on_change` is called with (cluster, reason) for every change but the first."""
         self._running = running
@@ -65,7 +64,7 @@ class Thresholds(Part):
         self.window = window
         self._clock = clock
         self._on_change = on_change
-        self._optimiser = optimiser or ThresholdOptimiser()
+        self._optimiser = ThresholdOptimiser()
         self._asked: Reason | None = None
         self._wake = asyncio.Event()
         self._has_searched = False

@@ -28,6 +28,7 @@ def _processes_with(word: str) -> list[str]:
     return found
 
 
+@pytest.mark.extended("the burst is in `make test`, to its end")
 @pytest.mark.slow("the burst comes in real time, to two times twelve stand-ins")
 def test_it_leaves_nothing_behind(tmp_path: Path) -> None:
     # SIGTERM raises the same exception.
