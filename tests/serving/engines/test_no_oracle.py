@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,19 @@ from prfaas.core.deployment import Deployment, load_deployment
 from prfaas.serving.live import serve_live
 
 # Of one request's own answer, its time, or of the load, whoever made it.
-OWN = {"id", "created", "created_at", "completed_at", "text", "content", "delta", "output", "item_id", "item"}
+OWN = {
+    "id",
+    "created",
+    "created_at",
+    "completed_at",
+    "text",
+    "content",
+    "delta",
+    "output",
+    "item_id",
+    "item",
+    "sequence_number",
+}
 OWN |= {"Date", "X-Request-ID", "Content-Length"}
 LOAD = {"prefill", "decode", "bytes", "hidden", "transfer_s", "prefill_s", "threshold", "predicted_ttft_s"}
 
@@ -71,6 +84,8 @@ async def seen(http: aiohttp.ClientSession, text: str, name: str, *, anew: bool 
             part for part in headers.pop("x-prfaas-route", "").split("; ") if part.split("=")[0] not in LOAD
         ]
         events = [line.removeprefix("data: ") for line in raw.splitlines() if line.startswith("data: {")]
+        # How many pieces a text comes in is its time's.
+        events = [event for event in events if re.search(r'"usage": ?\{', event)]
         found.append(
             (
                 path,
