@@ -27,7 +27,7 @@ PARSES_JSON = {
         "serving/gateway/answers/shadow.py",
     ),
     *("serving/gateway/prompts/tokenizers.py", "serving/gateway/answers/transcript.py"),
-    "serving/gateway/answers/hidden_usage.py",
+    *("serving/gateway/answers/hidden_usage.py", "serving/gateway/answers/streams.py"),
 }
 
 

@@ -43,9 +43,11 @@ class Side:
     ranks: int
     block_tokens: int
     kv_cache_dtype: KvCacheDtype = "auto"
+    stages: int = 1
 
     def __str__(self) -> str:
-        return f"{self.ranks}x{self.block_tokens}" + f"-{self.kv_cache_dtype}" * (
+        stages = f"{self.stages}of" * (self.stages > 1)
+        return f"{stages}{self.ranks}x{self.block_tokens}" + f"-{self.kv_cache_dtype}" * (
             self.kv_cache_dtype != "auto"
         )
 
@@ -75,6 +77,8 @@ CASES = (
     Unlike("qwen3", Side(4, 128), Side(1, 32)),
     # Its states set the least size.
     Unlike("qwen3-next", Side(2, 256), Side(1, 512)),
+    # Each stage sends the layers that it has.
+    Unlike("qwen3-next", Side(1, 512, stages=2), Side(1, 512)),
     # Rounded by the engine that prefills, or kept so from the start.
     Unlike("qwen3", Side(2, 32, "fp8_e4m3"), Side(1, 128)),
     Unlike("qwen3-next", Side(1, 512), Side(1, 384, "fp8_e4m3")),
@@ -86,6 +90,9 @@ MORE_CASES = (
     # Two ranks read what one of them is sent.
     Unlike("qwen3", Side(1, 128), Side(4, 128)),
     Unlike("gpt-oss", Side(1, 32), Side(1, 128)),
+    Unlike("qwen3", Side(1, 128, stages=2), Side(1, 128)),
+    Unlike("qwen3", Side(1, 128, stages=2), Side(2, 32)),
+    Unlike("qwen3-next", Side(1, 512, stages=2), Side(2, 256)),
     Unlike("mimo-v2-flash", Side(2, 32), Side(1, 128)),
     Unlike("qwen3-next", Side(1, 512), Side(2, 256)),
 )
@@ -118,8 +125,11 @@ def unlike(
         for instance in cluster["instances"]:
             if side.ranks > 1:
                 instance |= {"tensor_parallel": side.ranks, "kv_port": neighbours(side.ranks)}
+            if side.stages > 1:
+                ports = neighbours(side.ranks * side.stages)
+                instance |= {"pipeline_parallel": side.stages, "kv_port": ports}
     path.write_text(json.dumps(document))
-    stack = Stack(path, with_known_pages())
+    stack = Stack(path, with_known_pages(*["with_stages"] * (case.prefill.stages > 1)))
     ensure_model(stack.deployment)
     with stack:
         # A first transfer waits two seconds for engines to meet. On a machine that starves they need longer, and the
@@ -160,7 +170,7 @@ def test_answers_and_bytes_are_those_of_equal_engines(unlike: tuple[Unlike, Stac
         answered.append((ids, answer))
         stack.wait_clean()
     is_exact = case.model != "qwen3-next" and not case.is_converted
-    if is_exact and case.prefill.ranks == case.decode.ranks == 1:
+    if is_exact and case.prefill.ranks == case.decode.ranks == 1 and case.prefill.stages == 1:
         for ids, answer in answered:
             stack.check_answer(answer, stack.reference(ids, engine=DECODE))
     else:

@@ -1,7 +1,6 @@
 """Checks that engines which exchange KVCache can divide its heads among their ranks."""
 
 from prfaas.core.deployment import Deployment
-from prfaas.core.kv.rank_shares import paired_ranks
 from prfaas.tools.finding import Finding, problem
 
 
@@ -12,7 +11,7 @@ def check_ranks(deployment: Deployment) -> list[Finding]:
             tuple(sorted((instance, peer.instance), key=lambda each: each.name))
             for instance in deployment.instances
             for peer in deployment.peers_of(instance)
-            if not paired_ranks(0, instance.kv_ranks, peer.instance.kv_ranks)
+            if not instance.rank_grid.paired(0, peer.instance.rank_grid)
         )
     )
     if not unlike:

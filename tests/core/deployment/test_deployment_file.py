@@ -197,6 +197,17 @@ BAD = {
         replaced("tensor_parallel: 4", "tensor_parallel: four"),
         '16: clusters[0].instances[0].tensor_parallel: must be a whole number, not "four"',
     ),
+    "stages where instances may decode": (
+        replaced("roles: [decode]", "roles: [decode]\n        pipeline_parallel: 2"),
+        '29: clusters[1].instances[1].pipeline_parallel: stages only send KVCache, and instances of a "pd" cluster may '
+        'decode; give it to those of a cluster of kind "prfaas"',
+    ),
+    "stages with a pool": (
+        replaced("hardware: h200", "hardware: h200\n    pool: {memory: 1 GiB, kv_port: 9000}").replace(
+            "roles: [prefill]", "roles: [prefill]\n        pipeline_parallel: 2"
+        ),
+        "10: clusters[0].pool: serves east-0, whose stages share no pages; leave its pool or its stages out",
+    ),
     "wrong kind of value": (
         replaced("roles: [prefill]", "roles: prefill"),
         '12: clusters[0].instances[0].roles: must be a list, not "prefill"',
@@ -387,7 +398,7 @@ BAD = {
     ),
     "stages of a pipeline": (
         GOOD + "engine:\n  extra_args: [-pp, '2']\n",
-        "41: engine.extra_args[0]: '-pp' can't be given here; KVCache of a pipeline's stages is not moved",
+        "41: engine.extra_args[0]: '-pp' can't be given here; give the instance's pipeline_parallel",
     ),
     "replicas behind one port": (
         GOOD + "engine:\n  extra_args: [--data-parallel-size=2]\n",

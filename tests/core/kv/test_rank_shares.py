@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from prfaas.core.kv.groups import GroupKind
 from prfaas.core.kv.page_layout import PageLayout, PagePart, UnlikePagesError
-from prfaas.core.kv.rank_shares import RankPair, paired_ranks, transfers_per_rank
+from prfaas.core.kv.rank_shares import RankGrid, RankPair, paired_ranks, transfers_per_rank
 
 WIDTH, TOKENS = 8, 16
 
@@ -65,6 +65,22 @@ def test_no_two_pairs_have_the_same_finer_rank(sizes: tuple[int, int]) -> None:
         for other in paired_ranks(rank, ours, theirs)
     ]
     assert sorted(pair.finer_rank for pair in pairs) == list(range(max(sizes)))
+
+
+@given(st.sampled_from([(1, 1), (1, 4), (4, 1), (2, 8), (8, 2)]), st.integers(1, 4))
+def test_each_stage_sends_what_it_would_alone(sizes: tuple[int, int], stages: int) -> None:
+    ours, theirs = RankGrid(sizes[0], stages), RankGrid(sizes[1])
+    for consumer in range(theirs.count):
+        senders = theirs.paired(consumer, ours)
+        assert len(senders) == transfers_per_rank(ours.tensor, theirs.tensor, stages)
+        for number, sender in enumerate(senders):
+            assert consumer in ours.paired(sender, theirs)
+            stage, producer = divmod(sender, ours.tensor)
+            pair = RankPair(producer, ours.tensor, consumer, theirs.tensor, stage, stages)
+            assert (pair.number, pair.transfers) == (number, len(senders))
+            alone = RankPair(producer, ours.tensor, consumer, theirs.tensor)
+            assert pair.share(page(4), page(4), "p", "c") == alone.share(page(4), page(4), "p", "c")
+    assert ours.paired(0, RankGrid(sizes[1], 2)) == () or stages == 1
 
 
 def test_sizes_of_which_none_divides_the_other_share_nothing() -> None:

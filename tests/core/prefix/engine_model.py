@@ -250,19 +250,23 @@ class EngineModel:
         return event
 
     def serve_image(self, prompt: Prefix) -> None:
-        """A prompt whose second block has an image and embeddings: its hashes are no business of `holdings`."""
+        """A prompt whose second block has an image: its hashes are no business of `holdings`."""
         block = self.shape.block_tokens
         count = len(prompt) // block
         if count and not self.shape.lookahead:
-            hashes = [self.random.getrandbits(64) for _ in range(count)]
-            extra = [None, [["an image", 0], "embeddings"], *([None] * count)][:count]
+            # What has the same content has the same hash.
+            hashes = [
+                self._hash(("an image", "", prompt[:end])) for end in range(block, count * block + 1, block)
+            ]
+            extra = [None, [["an image", 0]], *([None] * count)][:count]
             known: Key = ("", "", prompt[:block])
             hashes[0] = self._hash(known)
             self._hold(self.shape.attention_group, [known])
             event = self._event(self.shape.attention_group, "full_attention", hashes, None, prompt, block)
             self._send([event | {"token_ids": list(prompt[: count * block]), "extra_keys": extra}])
+            behind = [self._hash(("an image", "", prompt[: count * block] + prompt[:block]))]
             after = self._event(
-                self.shape.attention_group, "full_attention", [7], hashes[-1], prompt[:block], block
+                self.shape.attention_group, "full_attention", behind, hashes[-1], prompt[:block], block
             )
             if count > 1:
                 self._send([after])

@@ -226,6 +226,12 @@ def _check_roles(file: DeploymentFile) -> Findings:
                 (*location, "roles"),
                 'a cluster of kind "prfaas" only prefills; make its kind "pd" to decode',
             )
+        if instance.pipeline_parallel > 1 and cluster.kind != "prfaas":
+            yield (
+                (*location, "pipeline_parallel"),
+                'stages only send KVCache, and instances of a "pd" cluster may decode; give it to those of a cluster '
+                'of kind "prfaas"',
+            )
     for c, cluster in enumerate(file.clusters):
         listed = cluster.instances
         if listed is None or cluster.kind != "pd":
@@ -316,11 +322,11 @@ def _check_ports(file: DeploymentFile) -> Findings:
     for location, _, instance in _instances(file):
         owner = f'instance "{instance.name}"'
         # The ranks', and where their data-parallel group meets.
-        count = instance.tensor_parallel + (instance.data_parallel is not None)
+        count = instance.gpus + (instance.data_parallel is not None)
         if instance.kv_port + count > 65536:
             yield (
                 (*location, "kv_port"),
-                f"{instance.kv_port} leaves no room for {instance.tensor_parallel} ranks; take one up to "
+                f"{instance.kv_port} leaves no room for {instance.gpus} ranks; take one up to "
                 f"{65536 - count}",
             )
         for field, port in _ports_of(instance):
@@ -341,7 +347,7 @@ def _check_ports(file: DeploymentFile) -> Findings:
 def _ports_of(instance: InstanceSection) -> Iterator[tuple[str, int]]:
     """Every port that an instance listens on, with the field that it comes from."""
     yield "http_port", instance.http_port
-    for rank in range(instance.tensor_parallel):
+    for rank in range(instance.gpus):
         yield "kv_port", instance.kv_port + rank
     if instance.data_parallel is not None:
         yield "kv_port", instance.meeting_port
@@ -451,6 +457,9 @@ def _check_pools(file: DeploymentFile) -> Findings:
                 f"serves {' and '.join(instance.name for instance in together)}, whose tensor_parallel "
                 "differs, so that they can't share pages; make it equal on each machine",
             )
+        staged = next((instance.name for instance in together if instance.pipeline_parallel > 1), None)
+        if staged is not None:
+            yield location, f"serves {staged}, whose stages share no pages; leave its pool or its stages out"
     if file.pool.staging_bytes < file.engine.transfer_block_bytes:
         yield (
             ("pool", "staging"),
@@ -536,7 +545,7 @@ def _check_data_parallel(source: YamlSource, file: DeploymentFile) -> Findings:
         home, rank_0, _ = first[group]
         if home is not cluster:
             yield location, f'"{group}" is a group of "{home.name}"; its ranks are in one cluster'
-        for field in ("tensor_parallel", "expert_parallel", "roles"):
+        for field in ("tensor_parallel", "pipeline_parallel", "expert_parallel", "roles"):
             if getattr(instance, field) != getattr(rank_0, field):
                 yield (
                     (*place, field) if source.gives((*place, field)) else place,

@@ -147,7 +147,7 @@ OWNED_ARGS = {
     "--model": "give model.path, model.hub, model.trained or model.tiny",
     "--served-model-name": "give model.served_name",
     "--tensor-parallel-size": "give the instance's tensor_parallel",
-    "--pipeline-parallel-size": "KVCache of a pipeline's stages is not moved: give the instance's tensor_parallel",
+    "--pipeline-parallel-size": "give the instance's pipeline_parallel",
     "--decode-context-parallel-size": "KVCache that is divided by tokens is not moved",
     "--prefill-context-parallel-size": "KVCache that is divided by tokens is not moved",
     "--data-parallel-": "start each replica as an instance of its own, and give those of one group data_parallel",

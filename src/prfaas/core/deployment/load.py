@@ -179,7 +179,7 @@ def _profile(source: YamlSource, index: int, name: str) -> LatencyProfile:
 
 
 def _instance_price_per_hour(file: DeploymentFile, cluster: ClusterSection) -> float:
-    sizes = [instance.tensor_parallel for instance in cluster.instances or ()]
+    sizes = [instance.gpus for instance in cluster.instances or ()]
     return file.prices.per_gpu_hour.get(cluster.hardware, 0.0) * (cluster.gpus_per_instance or max(sizes))
 
 
@@ -246,7 +246,7 @@ def _planned_cluster(
         # Groups of several sizes are moved by what divides them all.
         groups = Counter(each.data_parallel or f"alone {each.name}" for each in cluster.instances)
         group_ranks = math.gcd(*groups.values())
-        gpus = cluster.gpus_per_instance or cluster.instances[0].tensor_parallel
+        gpus = cluster.gpus_per_instance or cluster.instances[0].gpus
     if gpus is not None and gpus != profile.gpus_per_instance:
         field = "gpus_per_instance" if cluster.gpus_per_instance is not None else "profile"
         raise source.error(

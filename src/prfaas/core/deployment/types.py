@@ -48,6 +48,7 @@ from prfaas.core.deployment.section import (
 from prfaas.core.deployment.security import CERTIFICATE_NAMES, OBSERVERS, Security
 from prfaas.core.deployment.source import DeploymentError
 from prfaas.core.kv import CacheDtypes, KvCacheDtype
+from prfaas.core.kv.rank_shares import RankGrid
 from prfaas.core.latency import LatencyProfile
 
 Role = Literal["prefill", "decode"]
@@ -82,9 +83,11 @@ class InstanceSection(Section):
     http_port: Port
     """Its OpenAI API, for the gateway only."""
     kv_port: Port
-    """Where tensor-parallel rank 0 listens for KV; rank r listens at `kv_port + r`."""
+    """Where rank 0 listens for KV; rank r listens at `kv_port + r`."""
     tensor_parallel: Positive = 1
-    """GPUs that it is spread over."""
+    """Ranks that divide the heads of its layers, each on a GPU."""
+    pipeline_parallel: Positive = 1
+    """Stages of `tensor_parallel` ranks that divide its layers; more than one only where it prefills and no more."""
     nixl_port: Annotated[Port | None, GIVEN] = None
     """Where it tells engines of its cluster how NIXL reaches its memory; left out: it does not."""
     data_parallel: Annotated[Name | None, GIVEN] = None
@@ -95,7 +98,12 @@ class InstanceSection(Section):
     @property
     def meeting_port(self) -> int:
         """Where rank 0 of a data-parallel group waits for the others."""
-        return self.kv_port + self.tensor_parallel
+        return self.kv_port + self.gpus
+
+    @property
+    def gpus(self) -> int:
+        """Of all its ranks."""
+        return self.tensor_parallel * self.pipeline_parallel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,8 +128,13 @@ class Instance(InstanceSection):
 
     @property
     def kv_ranks(self) -> int:
-        """Ranks that send and receive KV, each at a port of its own. A stand-in does it for all of its ranks at one."""
-        return 1 if self.is_stand_in else self.tensor_parallel
+        """Ranks that send and receive KV, each at a port of its own."""
+        return self.rank_grid.count
+
+    @property
+    def rank_grid(self) -> RankGrid:
+        """How they divide the model. A stand-in sends and receives for all of its ranks at one port."""
+        return RankGrid(1) if self.is_stand_in else RankGrid(self.tensor_parallel, self.pipeline_parallel)
 
     def has_role(self, role: Role) -> bool:
         """True if the instance may be given this kind of work."""

@@ -22,9 +22,35 @@ def paired_ranks(rank: int, ranks: int, others: int) -> range:
     return range(0)
 
 
-def transfers_per_rank(producer_ranks: int, consumer_ranks: int) -> int:
-    """How many transfers, each of another rank, bring one rank of a consumer its KV."""
-    return max(1, producer_ranks // consumer_ranks)
+def transfers_per_rank(producer_ranks: int, consumer_ranks: int, stages: int = 1) -> int:
+    """How many transfers, each of another rank, bring one rank of a consumer its KV; `stages`: of the producer."""
+    return stages * max(1, producer_ranks // consumer_ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class RankGrid:
+    """An engine's ranks: stages of a pipeline, each with some of the layers, whose heads its ranks divide.
+
+    Numbers go through the ranks of a stage first, as vLLM's do.
+    """
+
+    tensor: int
+    stages: int = 1
+
+    @property
+    def count(self) -> int:
+        """Of all ranks."""
+        return self.tensor * self.stages
+
+    def paired(self, rank: int, others: "RankGrid") -> tuple[int, ...]:
+        """The ranks of another engine that share heads and layers with one of these.
+
+        None where no tensor-parallel size divides the other, or both engines have stages: only a prefill engine has.
+        """
+        if self.stages > 1 and others.stages > 1:
+            return ()
+        of_heads = paired_ranks(rank % self.tensor, self.tensor, others.tensor)
+        return tuple(stage * others.tensor + each for stage in range(others.stages) for each in of_heads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +61,9 @@ class RankPair:
     producer_ranks: int
     consumer: int
     consumer_ranks: int
+    stage: int = 0
+    """Of the producer, whose ranks are numbered within it."""
+    stages: int = 1
 
     def __post_init__(self) -> None:
         """Raises ValueError: the two share no heads."""
@@ -44,24 +73,38 @@ class RankPair:
                 "have no heads in common"
             )
 
+    def told(self) -> tuple[int, ...]:
+        """For a mark that both sides compute: without stages as it was before there were any."""
+        heads = (self.producer, self.producer_ranks, self.consumer, self.consumer_ranks)
+        return heads if self.stages == 1 else (*heads, self.stage, self.stages)
+
     @property
     def is_alike(self) -> bool:
-        """Both sides are divided among as many ranks."""
+        """Both sides divide heads among as many ranks."""
         return self.producer_ranks == self.consumer_ranks
 
     @property
     def transfers(self) -> int:
         """How many bring this consumer's rank its KV."""
-        return transfers_per_rank(self.producer_ranks, self.consumer_ranks)
+        return transfers_per_rank(self.producer_ranks, self.consumer_ranks, self.stages)
 
     @property
     def number(self) -> int:
         """Of this pair's transfer among them."""
-        return self.producer % self.transfers
+        return self.stage * self._of_stage + self._turn
+
+    @property
+    def _of_stage(self) -> int:
+        return transfers_per_rank(self.producer_ranks, self.consumer_ranks)
+
+    @property
+    def _turn(self) -> int:
+        """Of the producer among those of its stage that send to this consumer."""
+        return self.producer % self._of_stage
 
     @property
     def finer_rank(self) -> int:
-        """The rank on the side that has more: no other pair of the two engines has it."""
+        """The rank on the side that has more: no other pair of the two engines has it in this stage."""
         return max(self.producer, self.consumer)
 
     def share(
@@ -98,7 +141,7 @@ class RankPair:
         copied = sent == kept or (sent.kind is GroupKind.STATE and sent.page_bytes == kept.page_bytes)
         if copied or not sent.parts or len(sent.parts) != len(kept.parts):
             # What all ranks have as a whole leaves from one of them. All else is for `wire_forms` to refuse.
-            return (sent, kept) if self.number == turn % self.transfers else None
+            return (sent, kept) if self._turn == turn % self._of_stage else None
         ours: list[PagePart] = []
         theirs: list[PagePart] = []
         for mine, other in zip(sent.parts, kept.parts, strict=True):
@@ -121,11 +164,11 @@ class RankPair:
     def _heads(self, sent: int, kept: int, turn: int = 0) -> tuple[int, int, int] | None:
         """(First head at the producer, at the consumer, how many) of what this pair moves; None: it does not fit."""
         if self.producer_ranks >= self.consumer_ranks:
-            if sent * self.transfers == kept:
-                return 0, self.number * sent, sent
-            if sent == 1 and self.transfers % kept == 0:
-                copies = self.transfers // kept
-                head, copy = divmod(self.number, copies)
+            if sent * self._of_stage == kept:
+                return 0, self._turn * sent, sent
+            if sent == 1 and self._of_stage % kept == 0:
+                copies = self._of_stage // kept
+                head, copy = divmod(self._turn, copies)
                 return 0, head, int(copy == turn % copies)
             return None
         receivers = self.consumer_ranks // self.producer_ranks

@@ -415,7 +415,7 @@ class KvShape:
             return
         try:
             told = read_told_layers(
-                stats.get("kv_layers"), self._running.current.model.served_name, instance.kv_ranks
+                stats.get("kv_layers"), self._running.current.model.served_name, instance.rank_grid.tensor
             )
         except ValueError as error:
             logger.debug("%s does not tell what it keeps: %s", name, error)

@@ -191,7 +191,7 @@ def _own_transfer_config(deployment: Deployment, instance: Instance) -> dict[str
                 peer.instance.name: {
                     "host": peer.instance.host,
                     "kv_port": peer.instance.kv_port,
-                    **asdict(peer.path.shared_by(instance.tensor_parallel)),
+                    **asdict(peer.path.shared_by(instance.gpus)),
                 }
                 for peer in deployment.peers_of(instance)
             },
@@ -244,7 +244,9 @@ def _ranks_of_others(deployment: Deployment, instance: Instance) -> dict[str, ob
         for other in others
         if other.tensor_parallel != instance.tensor_parallel
     }
-    return {"ranks_of_others": unlike} if unlike else {}
+    stages = {other.name: other.pipeline_parallel for other in others if other.pipeline_parallel > 1}
+    found = {"ranks_of_others": unlike, "stages_of_others": stages}
+    return {name: told for name, told in found.items() if told}
 
 
 def _media(deployment: Deployment) -> tuple[str, ...]:
@@ -302,9 +304,13 @@ def _kv_memory(deployment: Deployment) -> tuple[str, ...]:
 
 
 def _ranks(instance: Instance, on_cpu: bool) -> tuple[str, ...]:
-    if instance.tensor_parallel == 1:
+    if instance.gpus == 1:
         return ("--distributed-executor-backend", CPU_EXECUTOR) if on_cpu else ()
-    return ("--tensor-parallel-size", str(instance.tensor_parallel))
+    sizes = {
+        "--tensor-parallel-size": instance.tensor_parallel,
+        "--pipeline-parallel-size": instance.pipeline_parallel,
+    }
+    return tuple(word for option, size in sizes.items() if size > 1 for word in (option, str(size)))
 
 
 def _events(deployment: Deployment, instance: Instance) -> tuple[str, ...]:

@@ -120,7 +120,9 @@ class Gateway:
         self._client = EngineClient(self._http)
         silence_s, clock = deployment.transfer.silence_s, plane.loop_clock
         self._watch = partial(watchers_of, key=key, tls=tls, silence_s=silence_s, clock=clock)
-        self._transfers = KvTransfers({each.name: self._watch(each) for each in deployment.instances}, clock)
+        watchers = {each.name: self._watch(each) for each in deployment.instances}
+        stages = {each.name: each.rank_grid.stages for each in deployment.instances}
+        self._transfers = KvTransfers(watchers, clock, stages)
         self._forgetting = BackgroundTasks()
         self._metrics = Metrics(registry)
         self.watch_certificates = partial(watch_certificates, running, self._metrics.certificate_expires)
@@ -182,7 +184,7 @@ class Gateway:
         running, config = applied.running, applied.said.gateway
         self._http.be_patient(config.first_byte_s, config.idle_s)
         for instance in running.instances:
-            self._transfers.add(instance.name, self._watch(instance))
+            self._transfers.add(instance.name, self._watch(instance), instance.rank_grid.stages)
         for name in self._transfers.consumers.difference(instance.name for instance in running.instances):
             self._forgetting.start(self._transfers.forget(name))
         self.descriptors.reserved = _reserved_descriptors(running)

@@ -9,7 +9,6 @@ from typing import Annotated, Any, Self
 import msgspec
 
 from prfaas.core.deployment import Deployment, Instance, KvPeer
-from prfaas.core.kv.rank_shares import paired_ranks
 from prfaas.serving.transport.options import Peer
 from prfaas.serving.transport.wire import MAX_LINK_CHARS, WireError, body_of, read_body
 
@@ -80,7 +79,7 @@ class PeerList:
 
 
 def ranked(name: str, rank: int) -> str:
-    """The name of one tensor-parallel rank of an instance on the wire."""
+    """The name of one rank of an instance on the wire."""
     return f"{name}/{rank}"
 
 
@@ -94,17 +93,17 @@ def rank_of(name: str) -> int:
 
 
 def peer_list_of(deployment: Deployment, instance: Instance, rank: int) -> PeerList:
-    """The peers of one rank of an instance in a deployment: the ranks that share its heads."""
-    ranks = instance.kv_ranks
+    """The peers of one rank of an instance in a deployment: the ranks that share its heads and layers."""
+    grid = instance.rank_grid
     peers = [
-        _peer_of(peer, ranks, other)
+        _peer_of(peer, grid.count, other)
         for peer in deployment.peers_of(instance)
-        for other in paired_ranks(rank, ranks, peer.instance.kv_ranks)
+        for other in grid.paired(rank, peer.instance.rank_grid)
     ]
     producers = (
         ranked(producer.name, other)
         for producer in deployment.producers_for(instance)
-        for other in paired_ranks(rank, ranks, producer.kv_ranks)
+        for other in grid.paired(rank, producer.rank_grid)
     )
     plain = (
         deployment.plain_peers_of(instance) if deployment.needs_certificate(instance.name) else frozenset()

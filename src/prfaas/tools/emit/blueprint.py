@@ -160,7 +160,7 @@ class Blueprint:
             self.containers.gateway_image if is_synthetic else self.containers.engine_image,
             ("engine", CONFIG_FILE, instance.name),
             (instance.name,),
-            gpus=self.containers.gpus.get(instance.cluster, instance.tensor_parallel),
+            gpus=self.containers.gpus.get(instance.cluster, instance.gpus),
         )
 
     def pool(self, pool: PoolNode) -> Process:

@@ -18,13 +18,14 @@ from vllm.v1.kv_cache_interface import MambaSpec
 from prfaas.core.deployment import TransferLimits
 from prfaas.core.kv.groups import GroupKind
 from prfaas.core.kv.page_layout import PageLayout
-from prfaas.core.kv.rank_shares import paired_ranks, rank_copies
+from prfaas.core.kv.rank_shares import RankGrid, rank_copies
 from prfaas.serving.engines.vllm.consumer import KvConsumer
 from prfaas.serving.engines.vllm.drafter import Drafter
 from prfaas.serving.engines.vllm.layout import EngineGroup, KvLayout, Packing, opaque_layout, page_layout
 from prfaas.serving.engines.vllm.metadata import BlockRun, LoadOrder, SendOrder
 from prfaas.serving.engines.vllm.pages import HostPages, LayerPages, raw_pages
 from prfaas.serving.engines.vllm.producer import KvProducer
+from prfaas.serving.engines.vllm.stages import LayerStage, regions_of
 from prfaas.serving.engines.vllm.state_layout import state_parts
 from prfaas.serving.engines.vllm.stats import ConnectorStats
 from prfaas.serving.engines.vllm.wire_layout import WireLayout, wire_layouts
@@ -40,6 +41,10 @@ KEY = b"k" * 32
 WIDTH, WINDOW_TOKENS, NUM_BLOCKS, MOST_TOKENS = 12, 20, 40, 130
 LATENT_TOKENS, LATENT_WIDTH = 16, 9
 KEY_WIDTH, VALUE_WIDTH, CONVOLVED = 4, 6, 3
+
+
+STAGES = {2: ({"g0", "a0", "w0"}, {"a1", "m0"}), 3: ({"g0", "a0"}, {"a1", "m0"}, {"w0"})}
+"""The layers of each stage by how many there are; a stage may have none of full attention."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,7 @@ class Keeping:
     """How an engine keeps KV."""
 
     ranks: int
+    """Of each stage."""
     full_tokens: int = 16
     window_tokens: int = 16
     state_tokens: int = 16
@@ -72,6 +78,12 @@ class Keeping:
     """Its identity; "" has none. It has a layer in the group of the model's full attention."""
     shares: bool = True
     """Ranks read each other's staging."""
+    stages: int = 1
+    """They have the layers of `STAGES`."""
+
+    @property
+    def grid(self) -> RankGrid:
+        return RankGrid(self.ranks, self.stages)
 
     @property
     def groups(self) -> tuple[EngineGroup, ...]:
@@ -82,6 +94,16 @@ class Keeping:
             EngineGroup(3, GroupKind.FULL, LATENT_TOKENS, 0, ("m0",)),
         )
         return tuple(group for group in groups if group.kind is GroupKind.FULL or not self.is_dense)
+
+    def groups_of(self, stage: int) -> tuple[EngineGroup, ...]:
+        """As vLLM gives them to a stage: all groups, some without a layer."""
+        if self.stages == 1:
+            return self.groups
+        own = STAGES[self.stages][stage]
+        return tuple(
+            replace(group, layer_names=tuple(name for name in group.layer_names if name in own))
+            for group in self.groups
+        )
 
 
 def heads_of(heads: int, rank: int, ranks: int) -> range:
@@ -128,9 +150,12 @@ class Truth:
 class RankMemory:
     """KV of one rank of an engine, and the blocks that a request has."""
 
-    def __init__(self, model: Model, keeping: Keeping, rank: int, seed: int) -> None:
-        self.model, self.keeping, self.rank = model, keeping, rank
-        self.groups = keeping.groups
+    def __init__(self, model: Model, keeping: Keeping, number: int, seed: int) -> None:
+        """`number`: of the rank, in all stages."""
+        self.model, self.keeping, self.number = model, keeping, number
+        self.stage, rank = divmod(number, keeping.ranks)
+        self.rank = rank
+        self.groups = keeping.groups_of(self.stage)
         self._seed = seed
         random = np.random.default_rng(seed)
         self.seen: dict[str, torch.Tensor] = {}
@@ -246,7 +271,7 @@ class RankMemory:
 
     def assert_has(self, truth: Truth, num_tokens: int, held: int, drafter: str = "") -> None:
         """`drafter`: of the engine that has sent; the KV of another one was left as it is."""
-        before = RankMemory(self.model, self.keeping, self.rank, self._seed)
+        before = RankMemory(self.model, self.keeping, self.number, self._seed)
         for name, group, token in self.needed(num_tokens, held):
             came = name != "d0" or drafter == self.keeping.drafter
             expected = self.expected(truth, name, token) if came else before.token(name, group, token)
@@ -302,7 +327,7 @@ class RankedPair:
             attributes=TransferAttributes(checkpoint_tokens=16 if checkpoints else 0),
         )
         for memory, producing in zip(self.east, self.producing, strict=True):
-            ends = (others or {}).get(memory.rank, chunk_ends)
+            ends = (others or {}).get(memory.number, chunk_ends)
             attention = [group for group in memory.groups if group.kind is not GroupKind.STATE]
             states = [group for group in memory.groups if group.kind is GroupKind.STATE]
             sent = {group.index: group.first_block(num_tokens, skip) for group in attention}
@@ -320,13 +345,14 @@ class RankedPair:
                 order = SendOrder("p", ticket, ticket.seal(KEY), tuple(streamed), closing, final)
                 if truth is not None:
                     memory.compute(truth, end_tokens)
-                if end_tokens in (checkpoints or {}).get(memory.rank, ()):
+                if end_tokens in (checkpoints or {}).get(memory.number, ()):
                     cut = [group for group in memory.groups if group.kind is not GroupKind.FULL]
                     runs = tuple(memory.moving(group, end_tokens, 0) for group in cut)
                     order = replace(order, checkpoint_tokens=end_tokens, checkpoint=runs)
                     until(lambda each=producing: bool(each.ready_for_checkpoints()))
                 for name in ("a0", "a1", "w0", "m0", *["d0"] * bool(memory.keeping.drafter)):
-                    producing.save_layer([order], name)
+                    if name in memory.layout.layer_names:
+                        producing.save_layer([order], name)
                 producing.end_step([order])
         return ticket
 
@@ -379,6 +405,26 @@ def until(is_so: object) -> None:
         time.sleep(0.002)
 
 
+def ranks_wires(
+    name: str, memories: Sequence[RankMemory], *, page_digests: bool = True
+) -> list[PeerLayouts[WireLayout]]:
+    """Of all ranks of an engine."""
+    ranks = memories[0].keeping.ranks
+    return [
+        wire_layouts(
+            memory.layout,
+            name,
+            memory.number,
+            ranks,
+            page_digests=page_digests,
+            stage=LayerStage.among(
+                [regions_of(each.layout) for each in memories if each.rank == memory.rank], memory.stage
+            ),
+        )
+        for memory in memories
+    ]
+
+
 @contextmanager
 def ranked_pair(
     model: Model,
@@ -390,13 +436,10 @@ def ranked_pair(
     load_wait_s: float = 2.0,
 ) -> Iterator[RankedPair]:
     """`ours`: the prefill engine's, `theirs`: the decode engine's, `on_demand`: met by the first transfer."""
-    east = [RankMemory(model, ours, rank, 100 + rank) for rank in range(ours.ranks)]
-    home = [RankMemory(model, theirs, rank, 200 + rank) for rank in range(theirs.ranks)]
+    east = [RankMemory(model, ours, number, 100 + number) for number in range(ours.grid.count)]
+    home = [RankMemory(model, theirs, number, 200 + number) for number in range(theirs.grid.count)]
     wires = {
-        name: [
-            wire_layouts(memory.layout, name, rank, len(memories), page_digests=page_digests)
-            for rank, memory in enumerate(memories)
-        ]
+        name: ranks_wires(name, memories, page_digests=page_digests)
         for name, memories in (("east", east), ("home", home))
     }
     pair = RankedPair(east, home, [], [], [], [], wires)
@@ -415,7 +458,7 @@ def ranked_pair(
                 arena=arena,
                 layout=wires["home"][rank],
                 fingerprint={},
-                producers=[f"east/{each}" for each in paired_ranks(rank, theirs.ranks, ours.ranks)],
+                producers=[f"east/{each}" for each in theirs.grid.paired(rank, ours.grid)],
                 options=ReceiverOptions(
                     limits=TransferLimits(resume_s=0.3), uncounted_regions=int(page_digests)
                 ),
@@ -460,7 +503,7 @@ def ranked_pair(
                 f"home/{each}": Peer(
                     f"home/{each}", "127.0.0.1", pair.receivers[each].port, "east->home", 1, None, on_demand
                 )
-                for each in paired_ranks(rank, ours.ranks, theirs.ranks)
+                for each in ours.grid.paired(rank, theirs.grid)
             }
             sender = Sender(
                 name=f"east/{rank}",

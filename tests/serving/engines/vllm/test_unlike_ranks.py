@@ -14,11 +14,11 @@ from tests.serving.engines.vllm.ranked_world import (
     RankMemory,
     Truth,
     ranked_pair,
+    ranks_wires,
     until,
 )
 
 from prfaas.core.kv.groups import region_bytes
-from prfaas.core.kv.rank_shares import paired_ranks
 from prfaas.serving.engines.page_digests import page_sums
 from prfaas.serving.engines.vllm.wire_layout import WireRegion, wire_layouts
 from prfaas.serving.transport.sibling_staging import SiblingStaging
@@ -31,6 +31,7 @@ HEADS = [1, 2, 4, 8]
 @st.composite
 def worlds(draw: st.DrawFn) -> tuple[Model, Keeping, Keeping]:
     ours, theirs = draw(st.sampled_from(SIZES))
+    stages = draw(st.sampled_from([1, 1, 2, 3]))
     model = Model(
         full_heads=draw(st.sampled_from(HEADS)),
         window_heads=draw(st.sampled_from(HEADS)),
@@ -49,9 +50,11 @@ def worlds(draw: st.DrawFn) -> tuple[Model, Keeping, Keeping]:
             channels_outside,
             shares=shares,
             drafts=draw(st.sampled_from([0, 1, 3])),
-            drafter=draw(st.sampled_from(["", "mtp", "eagle"])),
+            # Engines with stages have none, whoever drafts at the other side.
+            drafter="" if own_stages > 1 else draw(st.sampled_from(["", "mtp", "eagle"])),
+            stages=own_stages,
         )
-        for ranks in (ours, theirs)
+        for ranks, own_stages in ((ours, stages), (theirs, 1))
     ]
     return model, keepings[0], keepings[1]
 
@@ -65,17 +68,17 @@ def test_every_rank_gets_its_heads_and_each_byte_once(
     model, ours, theirs = world
     skip = int(skip_share * num_tokens)
     truth = Truth(model, 1)
-    east = [RankMemory(model, ours, rank, 100 + rank) for rank in range(ours.ranks)]
-    home = [RankMemory(model, theirs, rank, 200 + rank) for rank in range(theirs.ranks)]
+    east = [RankMemory(model, ours, number, 100 + number) for number in range(ours.grid.count)]
+    home = [RankMemory(model, theirs, number, 200 + number) for number in range(theirs.grid.count)]
     for memory in east:
         memory.compute(truth, num_tokens)
     extent = (num_tokens, skip)
-    loadings = [wire_layouts(memory.layout, "home", memory.rank, theirs.ranks) for memory in home]
+    loadings, sendings = ranks_wires("home", home), ranks_wires("east", east)
     staged: dict[tuple[int, int], dict[int, memoryview]] = {}
     receives = [0] * theirs.ranks
     for memory, loading in zip(home, loadings, strict=True):
-        for rank in paired_ranks(memory.rank, theirs.ranks, ours.ranks):
-            sending = wire_layouts(east[rank].layout, "east", rank, ours.ranks)
+        for rank in theirs.grid.paired(memory.rank, ours.grid):
+            sending = sendings[rank]
             assert sending.note(f"home/{memory.rank}", loading.reported, sends=True) is None
             assert loading.note(f"east/{rank}", sending.reported, sends=False) is None
             sent, kept = sending.towards(f"home/{memory.rank}"), loading.coming_from(f"east/{rank}")
@@ -92,10 +95,10 @@ def test_every_rank_gets_its_heads_and_each_byte_once(
                 assert sums.tolist() == sums_of(came[here.index], here.page_bytes)
                 load(memory, there, came[here.index], extent)
     for memory, loading in zip(home, loadings, strict=True):
-        kept = loading.coming_from(f"east/{paired_ranks(memory.rank, theirs.ranks, ours.ranks)[0]}")
-        for place, wire in kept.borrowed.items():
-            for region in wire.regions:
-                load(memory, region, staged[place][region.index], extent)
+        for rank in theirs.grid.paired(memory.rank, ours.grid):
+            for place, wire in loading.coming_from(f"east/{rank}").borrowed.items():
+                for region in wire.regions:
+                    load(memory, region, staged[place][region.index], extent)
         memory.assert_has(truth, num_tokens, skip, ours.drafter)
         # No byte twice: at most what the coarser blocks of this rank take.
         assert receives[memory.rank] <= max(
@@ -104,13 +107,13 @@ def test_every_rank_gets_its_heads_and_each_byte_once(
         )
     # Readers and lenders know of each other.
     for memory, loading in zip(home, loadings, strict=True):
-        for rank in paired_ranks(memory.rank, theirs.ranks, ours.ranks):
+        for rank in theirs.grid.paired(memory.rank, ours.grid):
             wire = loading.coming_from(f"east/{rank}")
             readers = {
                 other.rank
                 for other, theirs_too in zip(home, loadings, strict=True)
-                for first in paired_ranks(other.rank, theirs.ranks, ours.ranks)[:1]
-                if (memory.rank, wire.part) in theirs_too.coming_from(f"east/{first}").borrowed
+                for each in theirs.grid.paired(other.rank, ours.grid)
+                if (memory.rank, wire.part) in theirs_too.coming_from(f"east/{each}").borrowed
             }
             assert set(wire.readers) == readers
 
@@ -154,6 +157,15 @@ WORLDS = {
     "one drafter": (Model(), Keeping(1, drafts=1, drafter="mtp"), Keeping(1, drafts=3, drafter="mtp")),
     "the decode engine drafts": (Model(), Keeping(1), Keeping(1, drafts=2, drafter="mtp")),
     "the prefill engine drafts": (Model(), Keeping(2, drafts=1, drafter="mtp"), Keeping(1)),
+    "2 stages to 1": (Model(), Keeping(1, stages=2), Keeping(1)),
+    "3 stages of 2 to 1, other blocks": (Model(), Keeping(2, 32, stages=3), Keeping(1, 16, 16, 8)),
+    "2 stages to 2, copied heads": (Model(1, 1, 4, 4), Keeping(1, stages=2), Keeping(2)),
+    "2 stages of 2 to 4, copied heads": (Model(2, 1, 4, 4), Keeping(2, stages=2), Keeping(4)),
+    "2 stages, the decode engine drafts": (
+        Model(),
+        Keeping(1, stages=2),
+        Keeping(1, drafts=2, drafter="mtp"),
+    ),
     "unlike drafters": (Model(), Keeping(1, drafter="mtp"), Keeping(2, drafter="eagle")),
 }
 
@@ -178,7 +190,7 @@ def test_the_decode_ranks_have_every_token(
             memory.assert_has(truth, num_tokens, skip, ours.drafter)
         assert pair.total("bytes_sent") == pair.total("bytes_loaded") > 0
         assert pair.total("digest_mismatches") == 0
-        assert pair.total("sends_completed") == max(ours.ranks, theirs.ranks)
+        assert pair.total("sends_completed") == ours.stages * max(ours.ranks, theirs.ranks)
 
 
 def test_latents_and_copied_heads_are_sent_by_one_rank_each() -> None:

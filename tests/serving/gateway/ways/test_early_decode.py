@@ -267,6 +267,22 @@ class Told:
         self.abandoned.append(transfer_id)
 
 
+def test_each_stage_of_the_producer_sends_to_every_rank() -> None:
+    async def main() -> None:
+        ticket = a_ticket()
+        home: Any = (Told(), Told())
+        east: Any = (Told(), Told())
+        transfers = KvTransfers({"home": home})
+        transfers.add("east", east, stages=2)
+        ids = [ticket.transfer_id, part_id(ticket.transfer_id, 1)]
+        for rank in home:
+            rank.statuses |= dict.fromkeys(ids, COMPLETE)
+        assert (await transfers.wait(ticket, 1.0)).total_bytes == 4 * COMPLETE.total_bytes
+        assert [sorted(rank.asked) for rank in home] == [sorted(ids)] * 2
+
+    asyncio.run(main())
+
+
 def test_what_several_ranks_send_to_one_is_waited_for_and_given_up_as_a_whole() -> None:
     async def main() -> None:
         ticket = a_ticket()

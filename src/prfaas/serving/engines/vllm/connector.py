@@ -78,16 +78,19 @@ def _answer_on_error(answer: T) -> Callable[[Callable[P, R]], Callable[P, R | T]
 
 
 def _check_parallelism(vllm_config: VllmConfig) -> None:
-    """See that each rank has all tokens and all layers of its heads, in one batch. Raises SettingsError."""
+    """See that each rank has all tokens of its heads and layers, in one batch. Raises SettingsError."""
     parallel = vllm_config.parallel_config
     sizes = {
-        "pipeline-parallel-size": parallel.pipeline_parallel_size,
         "decode-context-parallel-size": parallel.decode_context_parallel_size,
         "prefill-context-parallel-size": parallel.prefill_context_parallel_size,
     }
     for option, size in sizes.items():
         if size > 1:
             raise SettingsError(f"KVCache is not moved with --{option} {size}; start the engine with 1")
+    if parallel.pipeline_parallel_size > 1 and vllm_config.speculative_config is not None:
+        raise SettingsError(
+            "KVCache of stages is not moved with --speculative-config; start the engine without"
+        )
     if parallel.use_ubatching:
         # A layer's hook comes for the first half of the batch, before the other one is computed.
         raise SettingsError(

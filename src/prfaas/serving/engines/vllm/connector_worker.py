@@ -9,6 +9,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
+from prfaas.core.kv.rank_shares import RankGrid
 from prfaas.core.pool.geometry import PoolGeometry, PoolGeometryError
 from prfaas.core.prefix.hashing import seed_of
 from prfaas.serving.engines.event_relay import EventRelay
@@ -122,7 +123,10 @@ class PoolWorker:
 
 
 class ConnectorWorker:
-    """Everything that a worker process runs for transfers and the pool; rank r listens at `kv_port + r`."""
+    """Everything that a worker process runs for transfers and the pool; rank r listens at `kv_port + r`.
+
+    Ranks are numbered through all stages of a pipeline.
+    """
 
     def __init__(
         self,
@@ -164,7 +168,7 @@ class ConnectorWorker:
             vllm_config: for the fingerprint.
             kv_cache_config: the engine's KV cache groups.
             kv_caches: the KV tensor or tensors of every layer, by the layer's name.
-            rank: the tensor-parallel rank of this worker.
+            rank: the tensor-parallel rank of this worker, in its stage.
 
         Raises:
             TlsFileError: this instance's certificate can't be used.
@@ -172,8 +176,8 @@ class ConnectorWorker:
             OSError: the KV port is taken, or a file of the model can't be read.
         """
         kv = RankKv.of_engine(settings, vllm_config, kv_cache_config, kv_caches, rank)
-        digests = settings.transfer.page_digests
-        wires = wire_layouts(kv.layout, settings.name, rank, kv.ranks, page_digests=digests)
+        digests, number = settings.transfer.page_digests, kv.stage.number * kv.ranks + rank
+        wires = wire_layouts(kv.layout, settings.name, number, kv.ranks, page_digests=digests, stage=kv.stage)
         logger.info("KV layout of %s: %s; pages: %s", settings.name, kv.marks, wires.reported)
         memory_fd, arena = _staging(settings, kv)
         options = ReceiverOptions(limits=settings.transfer, uncounted_regions=int(digests))
@@ -181,13 +185,13 @@ class ConnectorWorker:
         if rank == 0 and settings.events is not None:
             events = EventRelay(settings.name, settings.events, seed_of(key))
         endpoint = KvEndpoint.of(
-            name=ranked(settings.name, rank),
+            name=ranked(settings.name, number),
             key=key,
             host=settings.kv_host,
-            port=settings.kv_port + rank,
+            port=settings.kv_port + number,
             fingerprint=kv.marks,
             tls=settings.tls,
-            peer_list=settings.peer_list(rank, kv.ranks),
+            peer_list=settings.peer_list(number, RankGrid(kv.ranks, kv.stage.count)),
             arena=arena,
             layout=wires,
             sender_options=SenderOptions(limits=settings.transfer),
@@ -305,6 +309,9 @@ class ConnectorWorker:
 def _pool_geometry(settings: ConnectorSettings, kv: RankKv) -> PoolGeometry | None:
     """The pages of this engine's pool; None where it has none, of which the log tells the reason."""
     if settings.pool_socket is None:
+        return None
+    if kv.stage.count > 1:
+        logger.warning("%s uses no pool: its stages have other layers each", settings.name)
         return None
     try:
         return pool_geometry(kv.layout, pool_fingerprint(kv.marks, kv.layout, kv.ranks), kv.ranks)

@@ -4,8 +4,8 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import lcm
 
 from prfaas.core.deployment import TransferLimits
@@ -50,7 +50,11 @@ class _OrderedLoad:
     order: LoadOrder
     ordered_at_s: float
     parts: list[LoadPart]
-    """Only the first is known of until one has begun."""
+    """Those to this rank come first; only one is known of until it has begun."""
+    lenders: set[tuple[int, bytes]] = field(default_factory=set)
+    """Of the parts that are read out of siblings' staging: the rank and the transfer's id."""
+    is_joined: bool = False
+    """All parts are known of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,12 +125,12 @@ class KvConsumer:
     def order(self, loads: Sequence[LoadOrder], drops: Sequence[tuple[bytes, str]]) -> None:
         """Accept this step's loads, and the transfers (id, reason) that a request here will not take."""
         for ticket_id, _ in drops:
-            for lender, transfer_id, _ in self._borrowed_of(ticket_id):
+            for lender, transfer_id, _ in _lent_transfers(ticket_id, self._wires.of_ticket(ticket_id)):
                 assert self._siblings is not None
                 self._siblings.refuse(lender, transfer_id)
         with self._lock:
             for ticket_id, reason in drops:
-                for transfer_id in self._transfers_of(ticket_id):
+                for transfer_id in _own_transfers(ticket_id, self._wires.of_ticket(ticket_id)):
                     held = self._held.get(transfer_id)
                     if held is None:
                         self._transfers.drop(transfer_id, reason)
@@ -251,16 +255,11 @@ class KvConsumer:
 
     def _load(self, load: _OrderedLoad) -> int | None:
         """KV of one request from staging into the engine's blocks; the bytes copied, or None: more is to come."""
-        if len(load.parts) == 1:
-            ticket_id = load.order.ticket.transfer_id
-            _, *others = self._transfers_of(ticket_id)
-            load.parts += [LoadPart(transfer_id) for transfer_id in others]
-            for lender, transfer_id, wire in self._borrowed_of(ticket_id):
-                assert self._siblings is not None
-                borrowed = BorrowedPart(self._siblings, lender, transfer_id, wire, load.order)
-                load.parts.append(LoadPart(transfer_id, borrowed=borrowed))
+        self._join_parts(load)
         # A part is taken once all are there: if another one breaks, the request goes on from what has come of both.
-        takes = len(load.parts) == 1 or all(self._is_there(part, load.order) for part in load.parts)
+        takes = load.is_joined and (
+            len(load.parts) == 1 or all(self._is_there(part, load.order) for part in load.parts)
+        )
         for number, part in enumerate(load.parts):
             if part.loaded_bytes is None:
                 try:
@@ -271,6 +270,23 @@ class KvConsumer:
                     raise GivenUpError(str(error), self._usable_of(load)) from None
         loaded = [part.loaded_bytes for part in load.parts if part.loaded_bytes is not None]
         return sum(loaded) if len(loaded) == len(load.parts) else None
+
+    def _join_parts(self, load: _OrderedLoad) -> None:
+        """Have a load's parts as far as they are known: each stage of the producer tells what its own are."""
+        if load.is_joined:
+            return
+        ticket_id = load.order.ticket.transfer_id
+        begun = self._wires.of_ticket(ticket_id)
+        own = _own_transfers(ticket_id, begun)
+        known = sum(part.borrowed is None for part in load.parts)
+        load.parts += [LoadPart(transfer_id) for transfer_id in own[known:]]
+        for lender, transfer_id, wire in _lent_transfers(ticket_id, begun):
+            if (lender, transfer_id) not in load.lenders:
+                assert self._siblings is not None
+                load.lenders.add((lender, transfer_id))
+                borrowed = BorrowedPart(self._siblings, lender, transfer_id, wire, load.order)
+                load.parts.append(LoadPart(transfer_id, borrowed=borrowed))
+        load.is_joined = len(begun) == len(own)
 
     def _is_there(self, part: LoadPart, order: LoadOrder) -> bool:
         """Whether all that an order loads of a part can be taken, or is."""
@@ -305,20 +321,6 @@ class KvConsumer:
             points &= _NOTHING if status is None else status.resume_points
         # Parts may have layers of other blocks.
         return points.in_blocks(lcm(*(wire.step_tokens for wire in wires.values())), ticket.skip_tokens)
-
-    def _transfers_of(self, ticket_id: bytes) -> list[bytes]:
-        """The ids of a ticket's transfers, as far as it is known that there are several."""
-        begun = self._wires.of_ticket(ticket_id)
-        return [
-            part_id(ticket_id, part)
-            for part in range(max((wire.parts for wire in begun.values()), default=1))
-        ]
-
-    def _borrowed_of(self, ticket_id: bytes) -> list[tuple[int, bytes, WireLayout]]:
-        """What is read of transfers to siblings, as far as it is known: (rank, id, layout)."""
-        begun = self._wires.of_ticket(ticket_id)
-        found = next(iter(begun.values())).borrowed if begun else {}
-        return [(rank, part_id(ticket_id, part), wire) for (rank, part), wire in found.items()]
 
     def _load_part(self, load: _OrderedLoad, part: LoadPart, number: int, *, takes: bool) -> int | None:
         """What one transfer brings; the bytes copied, or None: more is to come. `takes`: it is taken if complete.
@@ -414,6 +416,21 @@ class KvConsumer:
         """Free what nobody will read; under the lock."""
         if held.uses_left <= 0 and held.loading == 0 and self._held.pop(transfer_id, None) is not None:
             held.transfer.free()
+
+
+def _own_transfers(ticket_id: bytes, begun: Mapping[int, WireLayout]) -> list[bytes]:
+    """The ids of a ticket's transfers to this rank, as far as those that have begun tell that there are several."""
+    return [
+        part_id(ticket_id, part) for part in range(max((wire.parts for wire in begun.values()), default=1))
+    ]
+
+
+def _lent_transfers(ticket_id: bytes, begun: Mapping[int, WireLayout]) -> list[tuple[int, bytes, WireLayout]]:
+    """What is read of transfers to siblings, as far as it is known: (rank, id, layout)."""
+    found: dict[tuple[int, int], WireLayout] = {}
+    for wire in begun.values():
+        found |= wire.borrowed
+    return [(rank, part_id(ticket_id, part), wire) for (rank, part), wire in found.items()]
 
 
 def _obstacle(status: TransferStatus | None, usable_tokens: int) -> str:

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from vllm.config import VllmConfig
 
@@ -11,13 +11,14 @@ from prfaas.core.kv.page_layout import told_layouts
 from prfaas.serving.engines.model_identity import ModelIdentity
 from prfaas.serving.engines.page_digests import DIGEST_FORMAT
 from prfaas.serving.engines.vllm.layout import KvLayout
+from prfaas.serving.engines.vllm.stages import ModelRegion
 
 # The fingerprint is part of a handshake of 8 KiB; a difference is one line.
 _MOST_TOLD_CHARS = 64
 
 
 def fingerprint(
-    layout: KvLayout,
+    regions: Sequence[ModelRegion],
     vllm_config: VllmConfig,
     identity: ModelIdentity,
     conv_state_layout: str,
@@ -31,9 +32,9 @@ def fingerprint(
     where both have the same.
     """
     model = vllm_config.model_config
-    regions = [
+    compared = [
         (r.layer_name, r.part, r.group.kind.value, r.group.window_tokens)
-        for r in layout.regions
+        for r in regions
         if not r.is_drafters
     ]
     cache_dtype = str(vllm_config.cache_config.cache_dtype)
@@ -45,19 +46,18 @@ def fingerprint(
         "quantization": str(model.quantization),
         "tokenizer": identity.tokenizer,
         "dtype": str(model.dtype),
-        "kv_cache_dtype": "may differ" if convert_kv and _are_convertible(layout) else cache_dtype,
+        "kv_cache_dtype": "may differ" if convert_kv and _are_convertible(regions) else cache_dtype,
         "conv_state_layout": conv_state_layout,
-        "layers": len(regions),
+        "layers": len(compared),
         "model_config": _digest(_portable(model.hf_config.to_dict())),
-        "regions": _digest(regions),
+        "regions": _digest(compared),
         "page_digests": DIGEST_FORMAT if page_digests else "off",
     }
 
 
-def _are_convertible(layout: KvLayout) -> bool:
+def _are_convertible(regions: Sequence[ModelRegion]) -> bool:
     """Layouts say of all that is not a linear state what it consists of."""
-    caches = [region.layout for region in layout.regions if region.group.kind is not GroupKind.STATE]
-    return all(each.element for each in caches)
+    return all(region.element for region in regions if region.group.kind is not GroupKind.STATE)
 
 
 def pool_fingerprint(marks: Mapping[str, str | int], layout: KvLayout, ranks: int) -> str:

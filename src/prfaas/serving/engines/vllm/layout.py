@@ -147,7 +147,7 @@ class KvLayout:
         """
         self.drafter = drafter
         layers = [(group, name) for group in groups for name in group.layer_names]
-        layers.sort(key=lambda layer: (layer[1] in drafter.layer_names, *_transfer_place(*layer)))
+        layers.sort(key=lambda layer: (layer[1] in drafter.layer_names, *transfer_place(*layer)))
         tensors = [
             (group, name, part, layer) for group, name in layers for part, layer in enumerate(pages[name])
         ]
@@ -253,7 +253,7 @@ class KvLayout:
 _KINDS = list(GroupKind)
 
 
-def _transfer_place(group: EngineGroup, layer_name: str) -> tuple[object, ...]:
+def transfer_place(group: KvGroup, layer_name: str) -> tuple[object, ...]:
     """Orders layers by kind, then by name, with numbers by their size."""
     parts = tuple((part.isdigit(), int(part) if part.isdigit() else part) for part in layer_name.split("."))
     return _KINDS.index(group.kind), group.window_tokens, parts

@@ -17,6 +17,7 @@ from prfaas.serving.engines.vllm.fingerprint import fingerprint
 from prfaas.serving.engines.vllm.layout import KvLayout, read_elements, read_packings
 from prfaas.serving.engines.vllm.settings import ConnectorSettings
 from prfaas.serving.engines.vllm.sibling_ranks import gather_of_ranks, layer_copies, meet_siblings
+from prfaas.serving.engines.vllm.stages import LayerStage
 
 KvCaches = Mapping[str, torch.Tensor | Sequence[torch.Tensor]]
 """The KV tensor or tensors of every layer, by the layer's name."""
@@ -27,12 +28,14 @@ class RankKv:
     """KV of one rank, as its connector reads it off vLLM when it starts."""
 
     ranks: int
-    """Tensor-parallel ranks of the engine."""
+    """Tensor-parallel ranks of the engine, of each of its stages."""
+    stage: LayerStage
+    """The layers of this rank among those of the model."""
     layout: KvLayout
     marks: dict[str, str | int]
     """The fingerprint, by which engines know that KV means the same to both."""
     sockets: dict[int, socket.socket]
-    """To the other ranks, where they keep some of the same and share their staging."""
+    """To the other ranks of its stage, where they keep some of the same and share their staging."""
     on_device: bool
     """KV is in an accelerator's memory."""
     told: dict[str, object]
@@ -48,6 +51,13 @@ class RankKv:
         rank: int,
     ) -> "RankKv":
         """Read it. All ranks of an engine call this at the same time: they meet.
+
+        Args:
+            settings: this instance's part of the deployment.
+            vllm_config: for the fingerprint.
+            kv_cache_config: the engine's KV cache groups.
+            kv_caches: the KV tensor or tensors of every layer of this rank.
+            rank: the tensor-parallel rank.
 
         Raises:
             LayoutError: a group or tensor that can't be moved as pages.
@@ -65,6 +75,7 @@ class RankKv:
             drafter,
             copies if sockets else None,
         )
+        stage = LayerStage.of_engine(layout, vllm_config.parallel_config.pipeline_parallel_size)
         model = vllm_config.model_config
         identity = ModelIdentity.of(
             # Weights that come out of an object store: the directory has only the other files.
@@ -74,7 +85,7 @@ class RankKv:
             model.tokenizer_revision,
         )
         marks = fingerprint(
-            layout,
+            stage.model,
             vllm_config,
             identity,
             get_conv_state_layout(),
@@ -83,6 +94,7 @@ class RankKv:
         )
         return cls(
             ranks=vllm_config.parallel_config.tensor_parallel_size,
+            stage=stage,
             layout=layout,
             marks=marks,
             sockets=sockets,
@@ -91,8 +103,7 @@ class RankKv:
                 "drops_last_block": drops_last_block(vllm_config, kv_cache_config, layout),
                 "own_last_tokens": own_last_tokens(vllm_config),
                 "kv_layers": told_layers(
-                    (region.group, region.page_bytes, same)
-                    for region, same in zip(layout.regions, layout.copies, strict=True)
+                    (region.group, region.page_bytes, region.copies) for region in stage.model
                 ),
             },
         )

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from prfaas.core.deployment import EngineConfig, EventsEndpoint, PoolSettings, TransferLimits
-from prfaas.core.kv.rank_shares import paired_ranks
+from prfaas.core.kv.rank_shares import RankGrid
 from prfaas.serving.transport.options import Peer
 from prfaas.serving.transport.peer_list import PeerList, ranked
 from prfaas.serving.transport.tls_identity import TlsIdentity
@@ -48,16 +48,19 @@ class ConnectorSettings:
     """How far linear states in the pool are apart, and how long a call of its daemon may take."""
     ranks_of_others: Mapping[str, int] = field(default_factory=dict)
     """Tensor-parallel ranks of the peers and producers that have more or fewer than this engine."""
+    stages_of_others: Mapping[str, int] = field(default_factory=dict)
+    """Pipeline stages of the producers that have some."""
     nixl_beside: bool = False
     """Some engines of the deployment have NIXL too: this one lays its KV out as NIXL wants it."""
     convert_kv: bool = False
     """Some clusters of the deployment keep KV in another dtype: it is converted between them."""
 
-    def peer_list(self, rank: int, ranks: int) -> PeerList:
-        """The peers of one of the engine's tensor-parallel ranks, until the control plane sends another list."""
+    def peer_list(self, rank: int, ranks: RankGrid) -> PeerList:
+        """The peers of one of the engine's ranks, until the control plane sends another list."""
 
-        def paired(name: str) -> range:
-            return paired_ranks(rank, ranks, self.ranks_of_others.get(name, ranks))
+        def paired(name: str) -> tuple[int, ...]:
+            tensor, stages = self.ranks_of_others.get(name, ranks.tensor), self.stages_of_others.get(name, 1)
+            return ranks.paired(rank, RankGrid(tensor, stages))
 
         peers = [
             replace(peer, name=ranked(name, other), port=peer.port + other)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import astuple, dataclass, replace
 from math import lcm
+from typing import TypeVar
 
 from prfaas.core.kv.groups import GroupKind, Region, region_bytes, usable_tokens
 from prfaas.core.kv.page_layout import (
@@ -23,12 +24,14 @@ from prfaas.serving.engines.vllm.cut_pages import cut_pages
 from prfaas.serving.engines.vllm.layout import EngineRegion, KvLayout
 from prfaas.serving.engines.vllm.metadata import BlockRun
 from prfaas.serving.engines.vllm.pages import WirePages
+from prfaas.serving.engines.vllm.stages import LayerStage
 from prfaas.serving.transport.peer_list import rank_of, ranked
 from prfaas.serving.transport.region_layout import PeerLayouts
 from prfaas.serving.transport.ticket import MAX_PARTS
 from prfaas.serving.transport.wire import count_field
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +90,7 @@ class WireLayout:
         Args:
             regions: in the order of a transfer.
             mark: see `mark_of`.
-            pair: the tensor-parallel ranks of both.
+            pair: the tensor-parallel ranks of both, and the producer's stage.
             page_digests: pages travel with digests, in one more region.
             checkpointed: states and windows stand beside full attention, which may travel to another rank.
         """
@@ -178,24 +181,33 @@ class WireLayout:
 
 
 def wire_layouts(
-    layout: KvLayout, name: str, rank: int, ranks: int = 1, *, page_digests: bool = True
+    layout: KvLayout,
+    name: str,
+    rank: int,
+    ranks: int = 1,
+    *,
+    page_digests: bool = True,
+    stage: LayerStage | None = None,
 ) -> PeerLayouts[WireLayout]:
     """Layouts of transfers between a rank of this engine and ranks of others, once these have reported their KV's.
 
     Args:
         layout: of this engine's KV.
         name: this instance's.
-        rank: the tensor-parallel rank of this process.
-        ranks: how many this engine has.
+        rank: the number of this process's rank, in all stages.
+        ranks: how many tensor-parallel ones each stage has.
         page_digests: pages travel with digests.
+        stage: of this process; None: the engine has one.
     """
-    own = _OwnSide(layout, ranked(name, rank), rank, ranks, page_digests=page_digests)
+    stage = LayerStage.of_engine(layout) if stage is None else stage
+    own = _OwnSide(layout, ranked(name, rank), rank % ranks, ranks, page_digests=page_digests, stage=stage)
     shares_copies = max(layout.copies, default=1) > 1
     told = {
         "ranks": ranks,
         "pages": told_layouts([region.layout for region in layout.regions]),
         "drafter": astuple(own.drafted),
         "copies": list(layout.copies) if shares_copies else [],
+        **own.told_stage(),
     }
     return PeerLayouts(told, own.agree, own.alike(), shares_copies=shares_copies)
 
@@ -203,37 +215,60 @@ def wire_layouts(
 class _OwnSide:
     """A rank of this engine, which agrees with ranks of others on what travels between them."""
 
-    def __init__(self, layout: KvLayout, me: str, rank: int, ranks: int, *, page_digests: bool) -> None:
-        """`me`: the name of the rank; for the rest see `wire_layouts`."""
+    def __init__(
+        self, layout: KvLayout, me: str, rank: int, ranks: int, *, page_digests: bool, stage: LayerStage
+    ) -> None:
+        """`me`: the name of the rank, `rank`: its number in its stage; for the rest see `wire_layouts`."""
         self._layout = layout
+        self._stage = stage
         self._me = me
         self._rank = rank
         self._ranks = ranks
         self._page_digests = page_digests
         self._of_model = tuple(region for region in layout.regions if not region.is_drafters)
         self.drafted = _Drafted(layout.drafter.identity, len(layout.regions) - len(self._of_model))
-        self._has_full = any(region.group.kind is GroupKind.FULL for region in layout.regions)
+        self._has_full = any(region.group.kind is GroupKind.FULL for region in stage.model)
         self._known: dict[tuple[str, RankPair], WireLayout] = {}
 
     def alike(self) -> WireLayout:
         """The layout of transfers to and from an equal engine's rank."""
-        shares = [_Share(region, region.layout) for region in self._layout.regions]
+        regions = zip(self._layout.regions, self._stage.places, strict=True)
+        shares = [_Share(region, region.layout, place) for region, place in regions]
         pair = RankPair(self._rank, self._ranks, self._rank, self._ranks)
         return self._of_shares(shares, [None] * len(shares), pair, is_whole=True)
+
+    def told_stage(self) -> dict[str, object]:
+        """Which stage it is and which of the model's regions it has, as runs of (first, how many); {}: all of them."""
+        stage = self._stage
+        if stage.count == 1:
+            return {}
+        runs: list[list[int]] = []
+        for place in stage.places:
+            if runs and place == sum(runs[-1]):
+                runs[-1][1] += 1
+            else:
+                runs.append([place, 1])
+        return {"stage": [stage.number, stage.count, runs]}
 
     def agree(self, told: object, peer: str, sends: bool) -> WireLayout:
         """Agree with a peer on a layout, by what it reports. Raises `UnlikePagesError`: nothing can travel."""
         me, rank, ranks = self._me, self._rank, self._ranks
         try:
             others = _Told.read(told)
-            its_rank = rank_of(peer)
+            its_rank = others.tensor_rank(rank_of(peer))
             pair = (
-                RankPair(rank, ranks, its_rank, others.ranks)
+                RankPair(
+                    rank, ranks, its_rank, others.ranks, stage=self._stage.number, stages=self._stage.count
+                )
                 if sends
-                else RankPair(its_rank, others.ranks, rank, ranks)
+                else RankPair(its_rank, others.ranks, rank, ranks, stage=others.stage, stages=others.count)
             )
         except ValueError as error:
             raise UnlikePagesError(f"the KV layout that {peer} tells {me} can't be read: {error}") from None
+        if (others if sends else self._stage).count > 1:
+            raise UnlikePagesError(
+                f"{peer if sends else me} has stages of a pipeline, which only send KVCache"
+            )
         if others.drafted != self.drafted:
             logger.info(
                 "%s and %s have unlike drafters: what these keep does not travel, so the first tokens behind a "
@@ -246,7 +281,7 @@ class _OwnSide:
             wire.readers = _readers(wire, self._layout, rank)
             wire.borrowed = {
                 (lender.consumer, lender.number): lent
-                for lender in _lenders(self._layout, rank, ranks, others.ranks)
+                for lender in _lenders(self._layout, rank, ranks, others)
                 if (lent := self._lent_by(lender, self._between(others, lender, peer, sends=False))).regions
             }
         return wire
@@ -258,17 +293,26 @@ class _OwnSide:
             regions, layouts = self._of_model, layouts[: len(layouts) - others.drafted.regions]
         # A producer that tells nothing of copies sends to each rank.
         copies = others.copies if sends else None if others.copies is None else layout.copies
-        counts = copies[: len(regions)] if copies else (1,) * len(regions)
+        counts = copies or (1,) * len(layout.regions if not sends else others.layouts)
+        places: Sequence[int] = range(len(regions))
+        if sends and self._stage.count > 1:
+            # This rank has some of the layers that the other side keeps.
+            places = self._stage.places
+            layouts, counts = _at(places, layouts), _at(places, counts)
+        elif not sends and others.places is not None:
+            places = others.places
+            regions, counts = _at(places, regions), _at(places, counts)
         names = (self._me, peer)
-        shares, kept = _shares(regions, layouts, pair, names, counts, sends=sends)
+        own = [_Share(region, region.layout, place) for region, place in zip(regions, places, strict=True)]
+        shares, kept = _shares(own, layouts, pair, names, counts[: len(own)], sends=sends)
         forms = wire_forms([share.layout for share in shares], kept, *names, sends=sends)
-        is_whole = pair.is_alike and are_alike and len(shares) == len(regions)
+        is_whole = pair.is_alike and pair.stages == 1 and are_alike and len(shares) == len(regions)
         return self._of_shares(shares, forms, pair, is_whole=is_whole)
 
     def _of_shares(
         self, shares: Sequence["_Share"], forms: Sequence[WireForm], pair: RankPair, *, is_whole: bool
     ) -> WireLayout:
-        shared = None if is_whole else [astuple(pair), [share.region.index for share in shares]]
+        shared = None if is_whole else [pair.told(), [share.place for share in shares]]
         mark = mark_of(forms, shared)
         if (mark, pair) not in self._known:
             regions = [
@@ -298,6 +342,8 @@ class _Share:
     region: EngineRegion
     layout: PageLayout
     """The region's own, or of some of its heads."""
+    place: int
+    """Number of the region among those of the whole model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,11 +360,24 @@ class _Told:
     """What the other side tells of its engine."""
 
     ranks: int
+    """Tensor-parallel ones, of each stage."""
     layouts: tuple[PageLayout, ...]
     """Of a transfer's regions."""
     drafted: _Drafted
     copies: tuple[int, ...] | None
     """See `KvLayout.copies`; empty: 1 of each region. None: it knows of none."""
+    stage: int = 0
+    count: int = 1
+    """Of stages."""
+    places: tuple[int, ...] | None = None
+    """Of the regions among those of the model; None: they are all."""
+
+    def tensor_rank(self, number: int) -> int:
+        """The number of a rank in its stage. Raises ValueError: it is of another stage than is told."""
+        stage, rank = divmod(number, self.ranks)
+        if stage != self.stage:
+            raise ValueError(f"rank {number} is not of stage {self.stage} of {self.ranks} ranks each")
+        return rank
 
     @classmethod
     def read(cls, told: object) -> "_Told":
@@ -334,23 +393,51 @@ class _Told:
                 drafted = _Drafted(identity, regions)
             case _:
                 raise ValueError("of a drafter its identity and how many of the regions it has are expected")
+        stage = _read_stage(told, ranks, len(layouts))
         if copies is None:
-            return cls(ranks, layouts, drafted, None)
+            return cls(ranks, layouts, drafted, None, *stage)
         if not isinstance(copies, list) or len(copies) not in (0, len(layouts)):
             raise ValueError("field 'copies' has another number of regions than field 'pages'")
         if not all(isinstance(each, int) and each > 0 and ranks % each == 0 for each in copies):
             raise ValueError(f"field 'copies' must divide {ranks} ranks")
-        return cls(ranks, layouts, drafted, tuple(copies))
+        return cls(ranks, layouts, drafted, tuple(copies), *stage)
 
 
-def _lenders(layout: KvLayout, rank: int, ranks: int, producer_ranks: int) -> Iterator[RankPair]:
-    """The transfers of a producer to other ranks of this engine that keep some of what this one keeps."""
+def _read_stage(told: dict[str, object], ranks: int, regions: int) -> tuple[int, int, tuple[int, ...] | None]:
+    """(Number, how many, places of its regions), see `_OwnSide.told_stage`. Raises ValueError: it is something else."""
+    match told.get("stage"):
+        case None:
+            return 0, 1, None
+        case [int() as number, int() as count, [*runs]] if 0 <= number < count <= MAX_PARTS // ranks:
+            places: list[int] = []
+            for run in runs:
+                match run:
+                    case [int() as first, int() as length] if first >= len(
+                        places
+                    ) and 0 < length <= regions - len(places):
+                        places += range(first, first + length)
+                    case _:
+                        break
+            if len(places) == regions and places == sorted(set(places)):
+                return number, count, tuple(places)
+    raise ValueError("of a stage its number, how many there are and which regions it has are expected")
+
+
+def _at(places: Sequence[int], of_model: Sequence[T]) -> tuple[T, ...]:
+    """Those of a stage. Raises UnlikePagesError: the other side's model has fewer."""
+    if places and places[-1] >= len(of_model):
+        raise UnlikePagesError(f"a stage has region {places[-1]} of a model with {len(of_model)}")
+    return tuple(of_model[place] for place in places)
+
+
+def _lenders(layout: KvLayout, rank: int, ranks: int, others: _Told) -> Iterator[RankPair]:
+    """The transfers of a producer's stage to other ranks of this engine that keep some of what this one keeps."""
     copies = max(layout.copies, default=1)
     first = rank - rank % copies
     for lender in range(first, first + copies):
         if lender != rank:
-            for producer in paired_ranks(lender, ranks, producer_ranks):
-                yield RankPair(producer, producer_ranks, lender, ranks)
+            for producer in paired_ranks(lender, ranks, others.ranks):
+                yield RankPair(producer, others.ranks, lender, ranks, stage=others.stage, stages=others.count)
 
 
 def _readers(wire: WireLayout, layout: KvLayout, rank: int) -> frozenset[int]:
@@ -362,7 +449,7 @@ def _readers(wire: WireLayout, layout: KvLayout, rank: int) -> frozenset[int]:
 
 
 def _shares(
-    regions: Sequence[EngineRegion],
+    own: Sequence[_Share],
     told: Sequence[PageLayout],
     pair: RankPair,
     names: tuple[str, str],
@@ -376,14 +463,14 @@ def _shares(
         UnlikePagesError: the heads of a layer can't be divided so.
     """
     ours, theirs = [], []
-    if len(regions) != len(told):
-        raise unlike_pages("regions", "a transfer", (names[0], len(regions)), (names[1], len(told)))
-    for region, other, count in zip(regions, told, copies, strict=True):
-        sent, kept = (region.layout, other) if sends else (other, region.layout)
+    if len(own) != len(told):
+        raise unlike_pages("regions", "a transfer", (names[0], len(own)), (names[1], len(told)))
+    for mine, other, count in zip(own, told, copies, strict=True):
+        sent, kept = (mine.layout, other) if sends else (other, mine.layout)
         producer, consumer = names if sends else names[::-1]
-        shared = pair.share(sent, kept, producer, consumer, place=region.index, copies=count)
+        shared = pair.share(sent, kept, producer, consumer, place=mine.place, copies=count)
         if shared is not None:
-            ours.append(_Share(region, shared[0] if sends else shared[1]))
+            ours.append(replace(mine, layout=shared[0] if sends else shared[1]))
             theirs.append(shared[1] if sends else shared[0])
     return ours, theirs
 

@@ -214,20 +214,31 @@ class KvTransfers:
     """Waits for and abandons transfers at any decode engine of the deployment."""
 
     def __init__(
-        self, watchers: Mapping[str, tuple[Watcher, ...]], clock: Callable[[], float] = time.monotonic
+        self,
+        watchers: Mapping[str, tuple[Watcher, ...]],
+        clock: Callable[[], float] = time.monotonic,
+        stages: Mapping[str, int] | None = None,
     ) -> None:
-        """`watchers`: instance name → one watcher per tensor-parallel rank. `clock`: see `answers`."""
+        """
+        Args:
+            watchers: instance name → one watcher per rank.
+            clock: see `answers`.
+            stages: of the pipelines of instances that have some, by their names.
+        """
+        self._stages = dict(stages or {})
         self._watchers = dict(watchers)
         self._clock = clock
         self._consumers: set[str] = set()
 
-    def add(self, consumer: str, watchers: tuple[Watcher, ...]) -> None:
+    def add(self, consumer: str, watchers: tuple[Watcher, ...], stages: int = 1) -> None:
         """One more instance; nothing where it is there already."""
-        self._watchers.setdefault(consumer, watchers)
+        if self._watchers.setdefault(consumer, watchers) is watchers:
+            self._stages[consumer] = stages
 
     async def forget(self, consumer: str) -> None:
         """An instance has left: nothing waits for transfers there any more."""
         self._consumers.discard(consumer)
+        self._stages.pop(consumer, None)
         for watcher in self._watchers.pop(consumer, ()):
             await watcher.close()
 
@@ -273,7 +284,8 @@ class KvTransfers:
         """Every rank of the consumer with the ids under which it gets the transfer: several ranks may send to one."""
         watchers = self._watchers[ticket.consumer]
         senders = () if pulled else self._watchers.get(ticket.producer, ())
-        parts = range(transfers_per_rank(len(senders), len(watchers)))
+        stages = self._stages.get(ticket.producer, 1) if senders else 1
+        parts = range(transfers_per_rank(len(senders) // stages, len(watchers), stages))
         return [(watcher, part_id(ticket.transfer_id, part)) for watcher in watchers for part in parts]
 
     def announced(self, ticket: Ticket, *, pulled: bool = False) -> bool:
