@@ -32,6 +32,7 @@ from prfaas.serving.transport.ticket import Ticket
 from prfaas.serving.transport.wire import HEADER_BYTES, FrameType, checksum, pack_header, unpack_header
 
 KEY = bytes(range(32))
+RANKS = 2
 NUM_BLOCKS = 48
 WAIT_S = 60.0
 Bytes2D = npt.NDArray[np.uint8]
@@ -255,9 +256,9 @@ class Rank:
         self.layout = KvLayout(groups, {name: [pages] for name, pages in held.items()})
         home = {name: [HostPages(torch.from_numpy(pages))] for name, pages in self.home.items()}
         home_layout = KvLayout(groups, home)
-        wires = wire_layouts(self.layout, "east", number, page_digests=digests)
-        home_wires = wire_layouts(home_layout, "home", number, page_digests=digests)
-        digest_plan = wire_layouts(self.layout, "east", number).towards("home/0").digest_plan
+        wires = wire_layouts(self.layout, "east", number, RANKS, page_digests=digests)
+        home_wires = wire_layouts(home_layout, "home", number, RANKS, page_digests=digests)
+        digest_plan = wire_layouts(self.layout, "east", number, RANKS).towards("home/0").digest_plan
         assert digest_plan is not None
         self.digest_plan = digest_plan
         self.arena = StagingArena(staging_bytes, transfer_block_bytes)

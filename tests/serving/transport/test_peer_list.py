@@ -91,7 +91,7 @@ def test_the_command_line_and_the_control_plane_say_the_same(example: str, tmp_p
         settings = ConnectorSettings.parse(json.loads(json.dumps(config)))
         for rank in range(instance.tensor_parallel):
             assert (
-                settings.peer_list(rank, instance.tensor_parallel).digest
+                settings.peer_list(rank, instance.rank_grid).digest
                 == peer_list_of(deployment, instance, rank).digest
             )
 
@@ -120,7 +120,7 @@ def test_ranks_of_unlike_engines_have_to_do_with_those_that_share_their_heads(tm
         settings = ConnectorSettings.parse(json.loads(json.dumps(config)))
         for rank in range(instance.tensor_parallel):
             told = peer_list_of(deployment, instance, rank)
-            assert settings.peer_list(rank, instance.tensor_parallel).digest == told.digest
+            assert settings.peer_list(rank, instance.rank_grid).digest == told.digest
 
 
 def receiver(name: str, peer_list: PeerList | None = None, **more: object) -> Receiver:

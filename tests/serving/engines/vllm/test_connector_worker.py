@@ -50,6 +50,7 @@ from prfaas.serving.engines.vllm.pages import HostPages
 from prfaas.serving.engines.vllm.rank_kv import drops_last_block, own_last_tokens
 from prfaas.serving.engines.vllm.rank_pages import pool_geometry
 from prfaas.serving.engines.vllm.settings import SettingsError
+from prfaas.serving.engines.vllm.stages import regions_of
 from prfaas.serving.engines.vllm.stats import ConnectorStats
 from prfaas.serving.pool.client import PoolClient
 from prfaas.serving.pool.protocol import PoolMatch
@@ -337,9 +338,8 @@ def marks(
         ),
         cache_config=SimpleNamespace(cache_dtype=cache_dtype),
     )
-    return fingerprint(
-        layout or kept(), config, identity, "DS", page_digests=page_digests, convert_kv=convert_kv
-    )
+    regions = regions_of(layout or kept())
+    return fingerprint(regions, config, identity, "DS", page_digests=page_digests, convert_kv=convert_kv)
 
 
 def kept(groups: Sequence[EngineGroup] = GROUPS, element: str = "") -> KvLayout:
@@ -511,14 +511,26 @@ def test_several_modules_that_draft_need_more_last_tokens_of_a_prompt(
     assert own_last_tokens(of_engine) == own
 
 
-@pytest.mark.parametrize("option", ["pipeline", "decode_context", "prefill_context"])
-def test_engines_whose_ranks_have_parts_of_layers_or_tokens_are_refused(option: str) -> None:
+def parallel(**changed: object) -> SimpleNamespace:
     sizes = {f"{each}_parallel_size": 1 for each in ("pipeline", "decode_context", "prefill_context")}
-    _check_parallelism(SimpleNamespace(parallel_config=SimpleNamespace(**sizes, use_ubatching=False)))
-    parallel = SimpleNamespace(**sizes | {f"{option}_parallel_size": 2})
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(**sizes | {"use_ubatching": False} | changed), speculative_config=None
+    )
+
+
+@pytest.mark.parametrize("option", ["decode_context", "prefill_context"])
+def test_engines_whose_ranks_have_parts_of_tokens_are_refused(option: str) -> None:
+    _check_parallelism(parallel())
     given = f"--{option.replace('_', '-')}-parallel-size 2"
     with pytest.raises(SettingsError, match=f"KVCache is not moved with {given}; start the engine with 1"):
-        _check_parallelism(SimpleNamespace(parallel_config=parallel))
-    halves = SimpleNamespace(**sizes, use_ubatching=True)
+        _check_parallelism(parallel(**{f"{option}_parallel_size": 2}))
     with pytest.raises(SettingsError, match="with --enable-dbo or --ubatch-size; start the engine without"):
-        _check_parallelism(SimpleNamespace(parallel_config=halves))
+        _check_parallelism(parallel(use_ubatching=True))
+
+
+def test_stages_have_no_drafter() -> None:
+    staged = parallel(pipeline_parallel_size=2)
+    _check_parallelism(staged)
+    staged.speculative_config = object()
+    with pytest.raises(SettingsError, match="stages is not moved with --speculative-config"):
+        _check_parallelism(staged)
