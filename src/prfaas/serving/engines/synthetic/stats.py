@@ -1,5 +1,6 @@
 """Counters of a stand-in, and the vLLM series in which gateways and controllers read them."""
 
+import contextlib
 import re
 import resource
 from collections.abc import Collection, Mapping
@@ -95,8 +96,10 @@ def exposition(
         ("_sum", float(counts.generated_tokens)),
         ("_count", float(counts.finished)),
     )
-    # Prometheus's own names for facts of a process, which several stand-ins may share.
-    lines += [f"process_open_fds {sum(1 for _ in Path('/proc/self/fd').iterdir())}"]
+    # Prometheus's own names for facts of a process, which several stand-ins may share. With no descriptor left its
+    # client leaves them out too.
+    with contextlib.suppress(OSError):
+        lines += [f"process_open_fds {sum(1 for _ in Path('/proc/self/fd').iterdir())}"]
     lines += [f"process_max_fds {resource.getrlimit(resource.RLIMIT_NOFILE)[0]}"]
     for name, text in COUNTERS.items():
         counter(f"prfaas_{name}", text, transfers[name])
