@@ -12,6 +12,7 @@ import yaml
 from synthetic_world import free_ports, random_ids, running
 from tests.lab.simulator.conftest import chunk_of
 from tests.lab.simulator.invariants import Invariants
+from tests.ports import neighbours
 
 from prfaas.core.deployment import Deployment, load_deployment, load_planned
 from prfaas.core.planner import problem_of
@@ -40,8 +41,8 @@ def deployment(tmp_path: Path) -> Deployment:
         cluster["speedup"] = 200
         for instance in cluster["instances"]:
             instance["http_port"] = next(ports)
-            # One port, however many ranks.
-            instance["kv_port"] = next(ports)
+            # The file keeps a port for each rank, though a stand-in listens at the first alone.
+            instance["kv_port"] = neighbours(instance["tensor_parallel"])
     document["gateway"] |= {"port": next(ports), "admin": {"port": next(ports)}}
     document["routing"] = {"policy": "offload_all"}
     for folder in ("two-heads", "stand-in"):
