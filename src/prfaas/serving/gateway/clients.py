@@ -90,9 +90,10 @@ class Clients:
         while True:
             await asyncio.sleep(_LOOK_S)
             try:
-                if self._stamp_now() == seen:
+                stamp = self._stamp_now()
+                if stamp == seen:
                     continue
-                seen = self._stamp_now()
+                seen = stamp
                 self.read()
                 logger.info("clients file %s read again", self._path)
             except (OSError, ClientsFileError) as error:

@@ -182,7 +182,7 @@ class ConnectorWorker:
         memory_fd, arena = _staging(settings, kv)
         options = ReceiverOptions(limits=settings.transfer, uncounted_regions=int(digests))
         events = None
-        if rank == 0 and settings.events is not None:
+        if number == 0 and settings.events is not None:
             events = EventRelay(settings.name, settings.events, seed_of(key))
         endpoint = KvEndpoint.of(
             name=ranked(settings.name, number),

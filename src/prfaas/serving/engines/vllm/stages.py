@@ -71,9 +71,7 @@ def regions_of(layout: KvLayout) -> list[ModelRegion]:
             place=(region.is_drafters, *transfer_place(region.group, region.layer_name), region.part),
             layer_name=region.layer_name,
             part=region.part,
-            group=KvGroup(
-                region.group.index, region.group.kind, region.group.block_tokens, region.group.window_tokens
-            ),
+            group=region.group,
             page_bytes=region.page_bytes,
             copies=copies,
             is_drafters=region.is_drafters,
