@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, get_args
 from urllib.parse import quote
 
 from prfaas.core.deployment.section import EVERYTHING, OnChange, Section
@@ -19,11 +19,14 @@ from prfaas.core.kv import (
     read_config,
 )
 
-TINY_MODELS = ("qwen3-next", "gpt-oss", "mimo-v2-flash", "qwen3")
+TinyName = Literal["qwen3-next", "gpt-oss", "mimo-v2-flash", "qwen3"]
 """Models that prfaas makes itself: `serving/engines/tiny/configs.py` has one for each of these names."""
 
-TRAINED_MODELS = ("words", "smollm2", "gemma3")
+TrainedName = Literal["words", "smollm2", "gemma3"]
 """Models with trained weights that prfaas ships or fetches: `serving/engines/trained/` has a folder for each name."""
+
+TINY_MODELS: tuple[str, ...] = get_args(TinyName)
+TRAINED_MODELS: tuple[str, ...] = get_args(TrainedName)
 
 _MOST_NAME_CHARACTERS = 96
 

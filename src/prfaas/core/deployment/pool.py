@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal, Protocol, TypeVar
 from pydantic import Field
 
 from prfaas.core.deployment.addresses import plain_host
-from prfaas.core.deployment.field_types import GIVEN, Folder, Port, Seconds, Size, SizeOrZero
+from prfaas.core.deployment.field_types import GIVEN, Folder, Port, Seconds, Size, SizeOrZero, needs
 from prfaas.core.deployment.section import POOLS_AGAIN, Section
 from prfaas.core.units import MIB
 
@@ -58,7 +58,11 @@ class PoolSpace(Section):
     """Shared memory for pages."""
     ssd_bytes: Annotated[SizeOrZero, Field(alias="ssd")] = 0
     """Disk for pages; 0: none."""
-    path: Annotated[Folder | None, GIVEN] = None
+    path: Annotated[
+        Folder | None,
+        GIVEN,
+        needs("ssd_bytes", "is where the SSD's share lies, but pool.ssd is 0; say how much it may take"),
+    ] = None
     """The folder on the disk that may be used; left out: the deployment's own."""
     kv_port: Annotated[Port | None, GIVEN] = None
     """Where pools of other machines and the gateway reach it; needed unless it is only planned with."""

@@ -26,9 +26,10 @@ from prfaas.core.deployment.field_types import (
     Ratio,
     Text,
     Weight,
+    needs,
 )
 from prfaas.core.deployment.gateway import FleetConfig, GatewayConfig
-from prfaas.core.deployment.model import ModelSource
+from prfaas.core.deployment.model import ModelSource, TinyName, TrainedName
 from prfaas.core.deployment.planned import WorkloadSpec
 from prfaas.core.deployment.pool import PoolSettings, PoolSpace
 from prfaas.core.deployment.section import Section, docs_of, fields_of
@@ -53,13 +54,15 @@ class ModelSection(_Section):
     """Longest prompt and answer together, in tokens."""
     path: Text | None = None
     """Checkpoint directory, relative to the file."""
-    trained: Text | None = None
+    trained: TrainedName | None = None
     """In place of `path`: a small model that prfaas ships or fetches."""
     hub: Text | None = None
     """In place of `path`: `ORG/NAME` on the Hugging Face hub."""
-    revision: Annotated[Text | None, GIVEN] = None
+    revision: Annotated[
+        Text | None, GIVEN, needs("hub", "is of a model of the hub; it goes with model.hub only")
+    ] = None
     """With `hub`: a branch, tag or commit; left out: the default branch."""
-    tiny: Text | None = None
+    tiny: TinyName | None = None
     """In place of `path`: a seeded model that prfaas makes."""
     published: Text | None = None
     """In place of `path`, to plan with: a model that `prfaas models` lists."""
@@ -99,7 +102,11 @@ class ClusterSection(_Section):
     """What each of its machines keeps of computed prefixes beside its engines."""
     preemptible: Flag = False
     """Its instances may be taken away at short notice; only for `prfaas`."""
-    kills_per_hour: Annotated[Annotated[float, Field(strict=True, gt=0, le=3600)] | None, GIVEN] = None
+    kills_per_hour: Annotated[
+        Annotated[float, Field(strict=True, gt=0, le=3600)] | None,
+        GIVEN,
+        needs("preemptible", "goes with preemptible: true; add that or leave this out"),
+    ] = None
     """How often that is expected of one instance while it is up; left out: once."""
     kv_cache_dtype: Annotated[KvCacheDtype | None, GIVEN] = None
     """What its engines keep K and V in; left out: the model's."""

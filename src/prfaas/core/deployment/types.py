@@ -101,6 +101,11 @@ class InstanceSection(Section):
         return self.kv_port + self.gpus
 
     @property
+    def reserved_kv_ports(self) -> range:
+        """Those of all GPUs, and where its data-parallel group meets."""
+        return range(self.kv_port, self.meeting_port + (self.data_parallel is not None))
+
+    @property
     def gpus(self) -> int:
         """Of all its ranks."""
         return self.tensor_parallel * self.pipeline_parallel
