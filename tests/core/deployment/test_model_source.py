@@ -63,7 +63,7 @@ def test_of_the_hub_each_deployment_has_a_link(tmp_path: Path) -> None:
     [
         (
             "trained: gpt",
-            'model.trained: there is no trained model "gpt"; choose one of words, smollm2, gemma3',
+            'model.trained: must be one of "words", "smollm2", "gemma3", not "gpt"',
         ),
         ("hub: name", 'model.hub: "name" is no name of the hub; write it like'),
         ("hub: org/../name", "model.hub: "),

@@ -155,11 +155,20 @@ def deployment_of(
         model=ModelRef("stand-in", 4000, model_dir, None, {"poet": home / "poet"}),
         clusters=(
             Cluster(
-                *("far", "prfaas", "any", (instance("remote", "far", "prefill"),)),
+                name="far",
+                kind="prfaas",
+                hardware="any",
+                instances=(instance("remote", "far", "prefill"),),
                 pool=far_pool,
                 preemptible=preemptible,
             ),
-            Cluster("pd", "pd", hardware, (instance("local", "pd", "prefill"), *decoders), pool=pd_pool),
+            Cluster(
+                name="pd",
+                kind="pd",
+                hardware=hardware,
+                instances=(instance("local", "pd", "prefill"), *decoders),
+                pool=pd_pool,
+            ),
         ),
         links=(
             Link("far", "pd", 1e9, 2, egress_per_gb=egress_per_gb),

@@ -19,13 +19,14 @@ from prfaas.core.deployment.planned import (
 )
 from prfaas.core.deployment.planned_model import check_cluster_dtypes
 from prfaas.core.deployment.pool import PoolSpace, by_machine, pool_names
-from prfaas.core.deployment.schema import ClusterSection, DeploymentFile
+from prfaas.core.deployment.schema import DeploymentFile
 from prfaas.core.deployment.security import OBSERVERS
 from prfaas.core.deployment.source import Findings, Location, YamlSource
 from prfaas.core.deployment.types import (
     BUILT_IN_POLICIES,
     POLICY_ENTRY_POINTS,
     SYNTHETIC,
+    ClusterSection,
     InstanceSection,
 )
 from prfaas.core.kv import ConfigError
@@ -106,15 +107,16 @@ def _to_plan(source: YamlSource, file: DeploymentFile) -> Findings:
     if file.slo.tpot_s is None and file.slo.tokens_per_s is None:
         yield ("slo",), "needs tokens_per_s (or tpot_s): without it there is no limit to the decode batch"
     yield from _prices(file)
+    yield from _each_cluster(file, _measured)
 
 
 def _common(source: YamlSource, file: DeploymentFile) -> Findings:
     yield from _model(file)
     yield from _names(source, file)
-    yield from _links(file)
-    yield from _each_cluster(file, _cluster)
     if not any(cluster.kind == "pd" for cluster in file.clusters):
         yield ("clusters",), 'nothing decodes; add a cluster of kind "pd"'
+    yield from _links(file)
+    yield from _each_cluster(file, _cluster)
     counted = any(cluster.instance_count is not None for cluster in file.clusters)
     if not counted and not any("prefill" in instance.roles for _, _, instance in _instances(file)):
         yield ("clusters",), "no instance has the role prefill; give it to at least one"
@@ -331,6 +333,28 @@ def _has_egress_price(file: DeploymentFile) -> bool:
     )
 
 
+def _measured(file: DeploymentFile, cluster: ClusterSection) -> Findings:
+    """Whether the profile of a cluster that is to be planned is of its model and its instances."""
+    profile, model = cluster.profile, file.model.published
+    assert profile is not None
+    if model is not None and profile.model != model:
+        problem = f'"{profile.name}" is how fast {profile.model} is, but model.published is {model}'
+        yield ("profile",), problem
+    if cluster.kind == "pd" and profile.decode is None:
+        problem = f'"{profile.name}" has no decode times, which a cluster of kind "pd" needs'
+        yield ("profile",), problem
+    gpus = cluster.gpus_per_instance or (cluster.instances and cluster.instances[0].gpus)
+    if gpus and gpus != profile.gpus_per_instance:
+        yield (
+            ("gpus_per_instance" if cluster.gpus_per_instance else "profile",),
+            f'instances have {gpus} GPUs, but profile "{profile.name}" was measured on '
+            f"{profile.gpus_per_instance}; name a profile of the same size",
+        )
+    elif cluster.tensor_parallel is not None and cluster.tensor_parallel > profile.gpus_per_instance:
+        ranks = f"{cluster.tensor_parallel} ranks need as many GPUs"
+        yield ("tensor_parallel",), f"{ranks}, but an instance has {profile.gpus_per_instance}"
+
+
 def _prices(file: DeploymentFile) -> Findings:
     """Instances have all prices or none; where egress has one, all, since it is weighed against theirs."""
     used = dict.fromkeys(cluster.hardware for cluster in file.clusters)
@@ -411,7 +435,7 @@ def _engines(file: DeploymentFile, cluster: ClusterSection) -> Findings:
             ("hardware",),
             "synthetic engines need a profile to be as fast as; add one (`internal-1t-h200`, or a file)",
         )
-    if cluster.speedup is not None and not is_stand_in:
+    if cluster.speedup != 1 and not is_stand_in:
         yield ("speedup",), "is only for synthetic engines; real ones are as fast as they are"
 
 

@@ -9,6 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, Val
 from pydantic_core import PydanticCustomError
 
 from prfaas.core.deployment.addresses import checked_host
+from prfaas.core.latency import LatencyProfile, load_profile
 from prfaas.core.units import format_bits_per_s, parse_bits_per_s, parse_bytes
 
 # Less without a unit is somebody who thinks in larger units.
@@ -116,6 +117,12 @@ def _setting(value: object) -> float | str:
     if not isinstance(value, int | float | str) or value != value:
         raise ValueError("must be a number, a word, or true or false")
     return value
+
+
+def _profile(value: object, info: ValidationInfo) -> LatencyProfile:
+    if not isinstance(value, str):
+        raise PydanticCustomError("string_type", "must be text")
+    return load_profile(_line(value), relative_to=(info.context or {}).get("beside"))
 
 
 def _path(below: str) -> BeforeValidator:
@@ -232,5 +239,9 @@ HomeFile = Annotated[Path, _path("home")]
 """Relative to the deployment's folder in the state directory, which readers of files give as `context["home"]`."""
 FileBeside = Annotated[Path, _path("beside")]
 """Relative to the deployment file's folder, which readers of files give as `context["beside"]`."""
+Profile = Annotated[
+    LatencyProfile, PlainValidator(_profile), WithJsonSchema({"type": "string", "minLength": 1})
+]
+"""By the name of one that comes with prfaas, or the path of a file, as that of `FileBeside`."""
 GIVEN = _given("must not be empty")
 SECTION = _given('must be a mapping ("field: value" lines), not empty')

@@ -3,6 +3,8 @@
 It is that of a published model, a `config.json` or a checkpoint.
 """
 
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
@@ -11,10 +13,11 @@ from typing import Any
 
 from prfaas.core.deployment.model import default_state_dir
 from prfaas.core.deployment.planned import PlannedCluster, PlannedDeployment
-from prfaas.core.deployment.schema import ClusterSection, DeploymentFile, ModelSection
+from prfaas.core.deployment.pool import by_machine
+from prfaas.core.deployment.schema import DeploymentFile, ModelSection
 from prfaas.core.deployment.source import Findings, Location, YamlSource
 from prfaas.core.deployment.speculation import speculation_of
-from prfaas.core.deployment.types import SYNTHETIC, Link
+from prfaas.core.deployment.types import SYNTHETIC, ClusterSection, Link
 from prfaas.core.kv import (
     CacheDtypeError,
     CacheDtypes,
@@ -33,46 +36,21 @@ from prfaas.core.kv import (
 )
 
 
-def kept_models(source: YamlSource, file: DeploymentFile) -> dict[str, KvModel]:
-    """The KVCache of the file's model on one rank, by cluster.
+def planned_deployment(source: YamlSource, file: DeploymentFile, links: Sequence[Link]) -> PlannedDeployment:
+    """The deployment, with what its clusters hold and its `links` carry of a request's KVCache.
 
     Raises:
-        DeploymentError: the model is not known or can't be read, or its caches have no such dtype.
+        DeploymentError: the model is not known or can't be read, its caches have no such dtype, or its heads can't be
+            divided among the ranks of a cluster.
     """
-    return {
-        cluster.name: _kv_model(source, file, cluster, index) for index, cluster in enumerate(file.clusters)
-    }
-
-
-def planned_deployment(
-    source: YamlSource,
-    file: DeploymentFile,
-    once: Mapping[str, KvModel],
-    clusters: Sequence[PlannedCluster],
-    links: Sequence[Link],
-) -> PlannedDeployment:
-    """The deployment, with what its clusters hold and its links carry of a request's KVCache.
-
-    Args:
-        source: Of the file.
-        file: The file.
-        once: By cluster, as `kept_models` gives them.
-        clusters: Of the file.
-        links: Of the file.
-
-    Raises:
-        DeploymentError: the model's heads can't be divided among the ranks of a cluster.
-    """
-    ranks = {cluster.name: cluster.tensor_parallel for cluster in clusters}
-    held = {
-        cluster.name: _on_all_ranks(source, c, once[cluster.name], cluster)
-        for c, cluster in enumerate(clusters)
-    }
-    widest = max(held, key=lambda name: held[name].compared_bytes())
+    once = {each.name: _kv_model(source, file, each, index) for index, each in enumerate(file.clusters)}
+    ranks = {cluster.name: _ranks(file, cluster) for cluster in file.clusters}
+    held = {name: _on_all_ranks(source, c, once[name], ranks[name]) for c, name in enumerate(once)}
+    widest = max(file.clusters, key=lambda cluster: held[cluster.name].compared_bytes())
+    kv_model = held[widest.name]
     sent = {
         link.name: model_on_wire(once[link.source], once[link.target], ranks[link.target]) for link in links
     }
-    kv_model = held[widest]
     inside = [model_on_wire(once[name], once[name], count) for name, count in ranks.items()]
     most_sent = max((*sent.values(), *inside), key=KvModel.compared_bytes)
     assert file.workload is not None
@@ -91,14 +69,15 @@ def planned_deployment(
         step_tokens=file.engine.max_num_batched_tokens,
         seats=file.engine.max_num_seqs,
         kv_model=kv_model,
-        dtypes=next(_dtypes(file.model, each) for each in file.clusters if each.name == widest),
+        dtypes=_dtypes(file.model, widest),
         clusters=tuple(
             replace(
-                cluster,
+                _planned_cluster(cluster),
+                tensor_parallel=ranks[cluster.name],
                 kv_model=None if held[cluster.name] == kv_model else held[cluster.name],
-                dtypes=_dtypes(file.model, section),
+                dtypes=_dtypes(file.model, cluster),
             )
-            for cluster, section in zip(clusters, file.clusters, strict=True)
+            for cluster in file.clusters
         ),
         kv_copies=max(
             (
@@ -110,6 +89,44 @@ def planned_deployment(
         ),
         wire_model=None if most_sent == kv_model else most_sent,
         link_models={name: model for name, model in sent.items() if model != most_sent},
+    )
+
+
+def _ranks(file: DeploymentFile, cluster: ClusterSection) -> int:
+    """Of an instance."""
+    if cluster.instances is not None:
+        return cluster.instances[0].tensor_parallel
+    assert cluster.profile is not None
+    # The published times are those of the paper, which counts every byte once; vLLM would copy heads to all ranks.
+    usual = cluster.profile.gpus_per_instance if file.model.published is None else 1
+    return cluster.tensor_parallel or usual
+
+
+def _on_all_ranks(source: YamlSource, index: int, model: KvModel, ranks: int) -> KvModel:
+    try:
+        return model.on_all_ranks(ranks)
+    except ValueError as error:
+        problem = f"{error}; give the tensor_parallel that its engines run with"
+        raise source.error(("clusters", index, "tensor_parallel"), problem) from None
+
+
+def _planned_cluster(cluster: ClusterSection) -> PlannedCluster:
+    profile, instances = cluster.profile, cluster.instances or ()
+    assert profile is not None
+    # Groups of several sizes are moved by what divides them all.
+    groups = Counter(each.data_parallel or f"alone {each.name}" for each in instances)
+    return PlannedCluster(
+        name=cluster.name,
+        kind=cluster.kind,
+        hardware=cluster.hardware,
+        instance_count=cluster.instance_count or len(instances),
+        gpus_per_instance=profile.gpus_per_instance,
+        profile=profile if cluster.speedup == 1 else profile.sped_up(cluster.speedup),
+        prefix_hit_ratio=cluster.prefix_hit_ratio,
+        pool=cluster.pool,
+        instances_per_machine=max(map(len, by_machine(instances)), default=1),
+        kills_per_hour=cluster.expected_kills_per_hour,
+        group_ranks=math.gcd(*groups.values()) or 1,
     )
 
 
@@ -146,21 +163,10 @@ def _own_kv_model(source: YamlSource, file: DeploymentFile, cluster: ClusterSect
         if origin is not None and origin.kind == "hub":
             problem = f"{origin.name} is not on this machine yet; prfaas model fetch {source.path}"
             raise source.error(("model", "hub"), problem) from None
-        field = "published" if model.published else "config" if model.config else "path"
-        raise source.error(("model", field), str(error)) from None
+        raise source.error(("model", "config" if model.config else "path"), str(error)) from None
     raise source.error(
         ("model", "tiny"), "a made model has no published speed; plan with published, config or path"
     )
-
-
-def _on_all_ranks(source: YamlSource, index: int, model: KvModel, cluster: PlannedCluster) -> KvModel:
-    try:
-        return model.on_all_ranks(cluster.tensor_parallel)
-    except ValueError as error:
-        raise source.error(
-            ("clusters", index, "tensor_parallel"),
-            f"{error}; give the tensor_parallel that its engines run with",
-        ) from None
 
 
 def check_cluster_dtypes(source: YamlSource, file: DeploymentFile) -> Findings:

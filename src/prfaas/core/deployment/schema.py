@@ -8,14 +8,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from prfaas.core.deployment.addresses import is_loopback
 from prfaas.core.deployment.engine import EngineConfig, TransferLimits
 from prfaas.core.deployment.field_types import (
     GIVEN,
     SECTION,
-    Arg,
     Cidr,
     Flag,
     ImageName,
@@ -23,7 +22,6 @@ from prfaas.core.deployment.field_types import (
     Name,
     Positive,
     PositiveFloat,
-    Ratio,
     Text,
     Weight,
     needs,
@@ -31,15 +29,19 @@ from prfaas.core.deployment.field_types import (
 from prfaas.core.deployment.gateway import FleetConfig, GatewayConfig
 from prfaas.core.deployment.model import ModelSource, TinyName, TrainedName
 from prfaas.core.deployment.planned import WorkloadSpec
-from prfaas.core.deployment.pool import PoolSettings, PoolSpace
+from prfaas.core.deployment.pool import PoolSettings
 from prfaas.core.deployment.section import Section, docs_of, fields_of
 from prfaas.core.deployment.security import Security
-from prfaas.core.deployment.types import ClusterKind, ControlConfig, InstanceSection, Link, Routing, Slo
-from prfaas.core.kv import KvCacheDtype, ModelDtype
+from prfaas.core.deployment.types import ClusterSection, ControlConfig, InstanceSection, Link, Routing, Slo
+from prfaas.core.kv import KvCacheDtype, ModelDtype, published_model
 
 
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+def _published(name: str) -> str:
+    return published_model(name).name
 
 
 class ModelSection(_Section):
@@ -64,7 +66,7 @@ class ModelSection(_Section):
     """With `hub`: a branch, tag or commit; left out: the default branch."""
     tiny: TinyName | None = None
     """In place of `path`: a seeded model that prfaas makes."""
-    published: Text | None = None
+    published: Annotated[Text, AfterValidator(_published)] | None = None
     """In place of `path`, to plan with: a model that `prfaas models` lists."""
     config: Text | None = None
     """In place of `path`, to plan with: a `config.json`, relative to the file."""
@@ -83,45 +85,6 @@ class ModelSection(_Section):
         if self.trained is not None:
             return ModelSource("trained", self.trained)
         return None if self.hub is None else ModelSource("hub", self.hub, self.revision)
-
-
-class ClusterSection(_Section):
-    """Instances that share a network: `instances` to start, or an `instance_count` to plan with."""
-
-    name: Name
-    """Unlike any other's in the file."""
-    kind: ClusterKind
-    """`prfaas`: its instances only prefill, for others. `pd`: they decode, and may prefill."""
-    hardware: Text
-    """`cpu`, `synthetic`, or a word of yours."""
-    profile: Annotated[Text | None, GIVEN] = None
-    """How fast one instance is: a profile that comes with prfaas, or a file relative to this one."""
-    speedup: Annotated[PositiveFloat | None, GIVEN] = None
-    """How much faster than the profile, in plans too; only for `synthetic`. Left out: 1."""
-    pool: Annotated[PoolSpace | None, SECTION] = None
-    """What each of its machines keeps of computed prefixes beside its engines."""
-    preemptible: Flag = False
-    """Its instances may be taken away at short notice; only for `prfaas`."""
-    kills_per_hour: Annotated[
-        Annotated[float, Field(strict=True, gt=0, le=3600)] | None,
-        GIVEN,
-        needs("preemptible", "goes with preemptible: true; add that or leave this out"),
-    ] = None
-    """How often that is expected of one instance while it is up; left out: once."""
-    kv_cache_dtype: Annotated[KvCacheDtype | None, GIVEN] = None
-    """What its engines keep K and V in; left out: the model's."""
-    extra_args: tuple[Arg, ...] = ()
-    """Further options of its vLLM servers, after those of all."""
-    instances: Annotated[Annotated[tuple[InstanceSection, ...], Field(min_length=1)] | None, GIVEN] = None
-    """Its vLLM servers."""
-    instance_count: Annotated[Positive | None, GIVEN] = None
-    """In place of `instances`, to plan with: how many."""
-    gpus_per_instance: Annotated[Positive | None, GIVEN] = None
-    """GPUs of one instance; left out: as many as its profile's."""
-    tensor_parallel: Annotated[Positive | None, GIVEN] = None
-    """With `instance_count`: ranks of an instance that the KVCache is divided among."""
-    prefix_hit_ratio: Annotated[Ratio | None, GIVEN] = None
-    """Share of each prompt that this cluster caches, to plan with; left out: the workload's."""
 
 
 class PricesSection(_Section):

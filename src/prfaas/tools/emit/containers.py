@@ -48,8 +48,9 @@ def load_containers(path: Path | str) -> ContainerSettings:
             gpus[cluster.name] = 0
         elif cluster.gpus_per_instance is not None:
             gpus[cluster.name] = cluster.gpus_per_instance
-        if cluster.profile is not None and ("/" in cluster.profile or cluster.profile.endswith(_SUFFIXES)):
-            companions[_beside(source, c, cluster.profile)] = None
+        profile = source.values["clusters"][c].get("profile", "")
+        if "/" in profile or profile.endswith(_SUFFIXES):
+            companions[_beside(source, c, profile)] = None
     return ContainerSettings(
         **{each.name: getattr(given, each.name) for each in fields(given)},
         gpus=gpus,
