@@ -353,7 +353,9 @@ def test_files(deployment: Deployment, tmp_path: Path) -> None:
     assert check_model(own).mend == f"name another clusters[{first.name}].kv_cache_dtype in {EXAMPLE}"
     unlike = replace(deployment, clusters=(replace(first, kv_cache_dtype="fp8"), *others))
     assert check_model(unlike).text.count("GDN") == 2 == 2 * check_model(deployment).text.count("GDN")
-    elsewhere = replace(deployment, model=replace(deployment.model, source=None, path=tmp_path / "none"))
+    elsewhere = replace(
+        deployment, model=replace(deployment.model, trained=None, tiny=None, path=tmp_path / "none")
+    )
     assert "model.path" in str(check_model(elsewhere).mend)
 
 

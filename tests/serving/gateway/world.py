@@ -152,7 +152,9 @@ def deployment_of(
         name="test",
         path=home / "test.yaml",
         state_dir=home,
-        model=ModelRef("stand-in", 4000, model_dir, None, {"poet": home / "poet"}),
+        model=ModelRef(
+            served_name="stand-in", max_model_len=4000, path=model_dir, adapters={"poet": home / "poet"}
+        ),
         clusters=(
             Cluster(
                 name="far",

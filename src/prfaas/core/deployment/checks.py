@@ -122,7 +122,7 @@ def _common(source: YamlSource, file: DeploymentFile) -> Findings:
         yield ("clusters",), "no instance has the role prefill; give it to at least one"
     yield from _policy(file)
     yield from _periods(source, file)
-    yield from check_cluster_dtypes(source, file)
+    yield from check_cluster_dtypes(file)
     if source.gives(("pool",)) and not any(cluster.pool for cluster in file.clusters):
         yield ("pool",), "is about pools, but no cluster has one; give clusters a pool"
     is_told = file.security.tenant_header is not None or file.gateway.clients is not None
@@ -179,7 +179,7 @@ def _model(file: DeploymentFile) -> Findings:
         problem = f'"{model.revision}" is no revision; write a branch, a tag or a commit, for example main'
         yield ("model", "revision"), problem
     try:
-        longest = None if model.origin is None else model.origin.context_tokens
+        longest = None if model.source is None else model.source.context_tokens
     except ConfigError as error:
         yield ("model", "trained"), str(error)
     else:

@@ -85,8 +85,7 @@ def _within(
         assert field.on_change is not None, f"{place}{field.name} says nothing of its changes"
         if old == new or field.name in skipped or not field.on_change.is_compared:
             continue
-        shown = field.on_change.shown
-        where = f"{place}{field.name_in_file if shown is None else shown}".removesuffix(".")
+        where = place + (field.on_change.shown or field.name_in_file)
         if field.is_list_of_sections:
             # What comes or goes as a whole has a sentence of its own.
             earlier = {each.name: each for each in old}
@@ -108,7 +107,7 @@ def _within(
 def _change(field: FieldFacts, where: str, old: Any, new: Any) -> FieldChange:
     assert field.on_change is not None
     needs = field.on_change.needs
-    if field.name != "source" and (is_dataclass(old) or is_dataclass(new)):
+    if is_dataclass(old) or is_dataclass(new):
         # Too much to be shown in a sentence.
         return FieldChange(where, f"{where} is another one", needs)
     if old is _ABSENT:

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from prfaas.core.deployment.checks import admin_port, check_to_plan, check_to_run
-from prfaas.core.deployment.model import ModelRef, default_state_dir
+from prfaas.core.deployment.model import ModelRef, ModelSection, default_state_dir
 from prfaas.core.deployment.planned import PlannedDeployment
 from prfaas.core.deployment.planned_model import planned_deployment
 from prfaas.core.deployment.schema import DeploymentFile
@@ -86,7 +86,7 @@ def _frozen(source: YamlSource, file: DeploymentFile, state_dir: Path) -> Deploy
         | {
             "path": source.path,
             "state_dir": state_dir,
-            "model": _model(source.path, file, state_dir),
+            "model": _model(file, state_dir),
             "clusters": tuple(_cluster(file, cluster) for cluster in file.clusters),
             "links": links_of(source, file),
             "slo": file.slo.with_inverse(),
@@ -101,19 +101,12 @@ def _fields(kind: type, section: object) -> dict[str, Any]:
     return {name: getattr(section, name) for name in names if hasattr(section, name)}
 
 
-def _model(path: Path, file: DeploymentFile, state_dir: Path) -> ModelRef:
+def _model(file: DeploymentFile, state_dir: Path) -> ModelRef:
     model = file.model
-    assert model.served_name is not None and model.max_model_len is not None
-    origin = model.origin
-    if origin is not None:
-        directory = origin.directory(state_dir, file.name)
-    else:
-        assert model.path is not None
-        directory = path.parent.absolute() / Path(model.path).expanduser()
-    adapters = {
-        name: path.parent.absolute() / Path(adapter).expanduser() for name, adapter in model.adapters.items()
-    }
-    return ModelRef(**_fields(ModelRef, model) | {"path": directory, "source": origin, "adapters": adapters})
+    given = model.path if model.source is None else model.source.directory(state_dir, file.name)
+    assert given is not None
+    adapters = {name: path.absolute() for name, path in model.adapters.items()}
+    return ModelRef(**_fields(ModelSection, model) | {"path": given.absolute(), "adapters": adapters})
 
 
 def _cluster(file: DeploymentFile, cluster: ClusterSection) -> Cluster:

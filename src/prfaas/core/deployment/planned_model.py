@@ -11,10 +11,10 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from prfaas.core.deployment.model import default_state_dir
+from prfaas.core.deployment.model import ModelSection, default_state_dir
 from prfaas.core.deployment.planned import PlannedCluster, PlannedDeployment
 from prfaas.core.deployment.pool import by_machine
-from prfaas.core.deployment.schema import DeploymentFile, ModelSection
+from prfaas.core.deployment.schema import DeploymentFile
 from prfaas.core.deployment.source import Findings, Location, YamlSource
 from prfaas.core.deployment.speculation import speculation_of
 from prfaas.core.deployment.types import SYNTHETIC, ClusterSection, Link
@@ -135,7 +135,7 @@ def _dtypes(model: ModelSection, cluster: ClusterSection) -> CacheDtypes:
 
 
 def _kv_model(source: YamlSource, file: DeploymentFile, cluster: ClusterSection, index: int) -> KvModel:
-    model, config = _own_kv_model(source, file, cluster, index), _config(source, file)
+    model, config = _own_kv_model(source, file, cluster, index), _config(file)
     assert config is not None
     try:
         speculation = speculation_of((*file.engine.extra_args, *cluster.extra_args))
@@ -147,21 +147,21 @@ def _kv_model(source: YamlSource, file: DeploymentFile, cluster: ClusterSection,
 
 def _own_kv_model(source: YamlSource, file: DeploymentFile, cluster: ClusterSection, index: int) -> KvModel:
     model, dtypes = file.model, _dtypes(file.model, cluster)
-    origin = model.origin
+    made = model.source
     try:
         if model.published is not None:
             return published_model(model.published).kept_in(dtypes)
-        config = _config_file(source, file)
+        config = _config_file(file)
         if config is not None:
             return model_from_file(
-                config, name=model.served_name or (None if origin is None else origin.name), dtypes=dtypes
+                config, name=model.served_name or (None if made is None else made.name), dtypes=dtypes
             )
     except CacheDtypeError as error:
         place = ("model",) if cluster.kv_cache_dtype is None else ("clusters", index)
         raise source.error((*place, "kv_cache_dtype"), str(error)) from None
     except ConfigError as error:
-        if origin is not None and origin.kind == "hub":
-            problem = f"{origin.name} is not on this machine yet; prfaas model fetch {source.path}"
+        if made is not None and made.kind == "hub":
+            problem = f"{made.name} is not on this machine yet; prfaas model fetch {source.path}"
             raise source.error(("model", "hub"), problem) from None
         raise source.error(("model", "config" if model.config else "path"), str(error)) from None
     raise source.error(
@@ -169,7 +169,7 @@ def _own_kv_model(source: YamlSource, file: DeploymentFile, cluster: ClusterSect
     )
 
 
-def check_cluster_dtypes(source: YamlSource, file: DeploymentFile) -> Findings:
+def check_cluster_dtypes(file: DeploymentFile) -> Findings:
     """Whether unlike dtypes of clusters can be converted. A model that can't be read yet is judged by names alone."""
     named = [_dtypes(file.model, cluster).named for cluster in file.clusters]
     if len(set(named)) == 1:
@@ -180,7 +180,7 @@ def check_cluster_dtypes(source: YamlSource, file: DeploymentFile) -> Findings:
                 ("clusters", c, "hardware"),
                 "stand-in engines convert no KVCache; leave kv_cache_dtype of all clusters out",
             )
-    config = _config(source, file)
+    config = _config(file)
     kept = named if config is None else [_kept(config, file.model, cluster) for cluster in file.clusters]
     for a, b in combinations(range(len(file.clusters)), 2):
         if named[a] == named[b]:
@@ -202,26 +202,25 @@ def check_cluster_dtypes(source: YamlSource, file: DeploymentFile) -> Findings:
             )
 
 
-def _config_file(source: YamlSource, file: DeploymentFile) -> Path | None:
+def _config_file(file: DeploymentFile) -> Path | None:
     """The `config.json` of the model of a file that is to be planned; None: published, or only made when it runs."""
-    model, origin = file.model, file.model.origin
-    if origin is not None:
-        if origin.kind == "tiny":
+    model, made = file.model, file.model.source
+    if made is not None:
+        if made.kind == "tiny":
             return None
-        return origin.config_folder(origin.directory(default_state_dir(), file.name)) / "config.json"
-    given = model.config or model.path
-    if given is None:
-        return None
-    path = source.path.parent / Path(given).expanduser()
-    return path if model.config is not None and path.suffix == ".json" else path / "config.json"
+        return made.config_folder(made.directory(default_state_dir(), file.name)) / "config.json"
+    if model.config is not None and model.config.suffix == ".json":
+        return model.config
+    folder = model.config or model.path
+    return None if folder is None else folder / "config.json"
 
 
-def _config(source: YamlSource, file: DeploymentFile) -> Mapping[str, Any] | None:
+def _config(file: DeploymentFile) -> Mapping[str, Any] | None:
     """The model's configuration; None where it is made or brought later."""
     try:
         if file.model.published is not None:
             return published_model(file.model.published).config
-        path = _config_file(source, file)
+        path = _config_file(file)
         return None if path is None else read_config(path)
     except ConfigError:
         return None

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from prfaas.core.deployment.addresses import is_loopback
 from prfaas.core.deployment.engine import EngineConfig, TransferLimits
@@ -20,71 +20,20 @@ from prfaas.core.deployment.field_types import (
     ImageName,
     Label,
     Name,
-    Positive,
     PositiveFloat,
-    Text,
     Weight,
-    needs,
 )
 from prfaas.core.deployment.gateway import FleetConfig, GatewayConfig
-from prfaas.core.deployment.model import ModelSource, TinyName, TrainedName
+from prfaas.core.deployment.model import ModelSection
 from prfaas.core.deployment.planned import WorkloadSpec
 from prfaas.core.deployment.pool import PoolSettings
 from prfaas.core.deployment.section import Section, docs_of, fields_of
 from prfaas.core.deployment.security import Security
 from prfaas.core.deployment.types import ClusterSection, ControlConfig, InstanceSection, Link, Routing, Slo
-from prfaas.core.kv import KvCacheDtype, ModelDtype, published_model
 
 
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-def _published(name: str) -> str:
-    return published_model(name).name
-
-
-class ModelSection(_Section):
-    """Which model, under which name, up to which length. Exactly one of the six that name it.
-
-    `published` and `config` are enough to plan with, and then the name and the length may be left out.
-    """
-
-    served_name: Annotated[Text | None, GIVEN] = None
-    """What clients write in a request's `model`."""
-    max_model_len: Annotated[Positive | None, GIVEN] = None
-    """Longest prompt and answer together, in tokens."""
-    path: Text | None = None
-    """Checkpoint directory, relative to the file."""
-    trained: TrainedName | None = None
-    """In place of `path`: a small model that prfaas ships or fetches."""
-    hub: Text | None = None
-    """In place of `path`: `ORG/NAME` on the Hugging Face hub."""
-    revision: Annotated[
-        Text | None, GIVEN, needs("hub", "is of a model of the hub; it goes with model.hub only")
-    ] = None
-    """With `hub`: a branch, tag or commit; left out: the default branch."""
-    tiny: TinyName | None = None
-    """In place of `path`: a seeded model that prfaas makes."""
-    published: Annotated[Text, AfterValidator(_published)] | None = None
-    """In place of `path`, to plan with: a model that `prfaas models` lists."""
-    config: Text | None = None
-    """In place of `path`, to plan with: a `config.json`, relative to the file."""
-    adapters: dict[Name, Text] = {}
-    """LoRA adapters' directories by their names, relative to the file."""
-    kv_cache_dtype: KvCacheDtype = "auto"
-    """What engines keep K and V in, unless their cluster has its own: vLLM's `--kv-cache-dtype`."""
-    dtype: ModelDtype = "auto"
-    """What engines compute in: vLLM's `--dtype`."""
-
-    @property
-    def origin(self) -> ModelSource | None:
-        """Where prfaas has the model from; None: the checkpoint is the user's, or nothing is to be run."""
-        if self.tiny is not None:
-            return ModelSource("tiny", self.tiny)
-        if self.trained is not None:
-            return ModelSource("trained", self.trained)
-        return None if self.hub is None else ModelSource("hub", self.hub, self.revision)
 
 
 class PricesSection(_Section):

@@ -24,7 +24,7 @@ class OnChange:
     needs: str | None
     """What must be done in place of a reload; None: nothing, it is taken on while everything runs."""
     shown: str | None = None
-    """The field for people, where the file does not call it so; empty: as its section."""
+    """The field for people, where the file does not call it so."""
     is_compared: bool = True
     """False: what comes of it is a field of its own, which is compared."""
 

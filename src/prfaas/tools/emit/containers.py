@@ -37,9 +37,10 @@ def load_containers(path: Path | str) -> ContainerSettings:
                 ("containers", "networks", name),
                 f"there is no such cluster; the clusters are {', '.join(sorted(names))}",
             )
-    if file.model.path is not None:
-        _check_absolute(source, ("model", "path"), file.model.path)
-    for name, adapter in file.model.adapters.items():
+    model = source.values["model"]
+    if "path" in model:
+        _check_absolute(source, ("model", "path"), model["path"])
+    for name, adapter in model.get("adapters", {}).items():
         _check_absolute(source, ("model", "adapters", name), adapter)
     companions: dict[PurePosixPath, None] = {}
     gpus: dict[str, int] = {}
