@@ -181,7 +181,10 @@ def _with_model(deployment: "Deployment", name: str) -> "Deployment":
         served_name=f"{name}-tiny" if source.kind == "tiny" else name,
         max_model_len=min(deployment.model.max_model_len, source.context_tokens or sys.maxsize),
         path=source.directory(deployment.state_dir, deployment.name),
-        source=source,
+        hub=None,
+        revision=None,
+        tiny=source.name if source.kind == "tiny" else None,
+        trained=source.name if source.kind == "trained" else None,
     )
     return replace(deployment, model=model)
 

@@ -8,16 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from prfaas.core.deployment import (
-    DeploymentError,
+from prfaas.core.deployment import DeploymentError, PlannedDeployment, load_deployment, load_planned
+from prfaas.core.deployment.planned import (
     EmpiricalLengths,
     FixedLengths,
     LogNormalLengths,
-    PlannedDeployment,
     TraceLengths,
     UniformLengths,
-    load_deployment,
-    load_planned,
 )
 from prfaas.core.kv import published_model
 from prfaas.core.latency import load_profile, save_profile

@@ -20,13 +20,13 @@ from prfaas.core.deployment import (
     Instance,
     Link,
     LocalTransfer,
-    ModelRef,
     PoolSpace,
     Routing,
-    Security,
     Slo,
     TransferLimits,
 )
+from prfaas.core.deployment.model import ModelRef
+from prfaas.core.deployment.security import Security
 from prfaas.core.kv import model_from_directory
 from prfaas.serving.control.members import Members
 from prfaas.serving.control.plane import LivePlane

@@ -8,12 +8,7 @@ from typing import Annotated, ClassVar, Literal, TypeVar
 
 from pydantic import Field
 
-from prfaas.core.deployment.addresses import (
-    EventsEndpoint,
-    events_folder,
-    host_in_url,
-    local_endpoint,
-)
+from prfaas.core.deployment.addresses import EventsEndpoint, events_folder, host_in_url, local_endpoint
 from prfaas.core.deployment.engine import EngineConfig, TransferLimits
 from prfaas.core.deployment.field_types import (
     GIVEN,
