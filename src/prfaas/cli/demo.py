@@ -176,15 +176,13 @@ def _with_model(deployment: "Deployment", name: str) -> "Deployment":
     source = made_model(name)
     if source is None:
         raise CliError(f"--model: there is no model {name!r}; choose one of {', '.join(made_model_names())}")
+    made: dict[str, Any] = dict.fromkeys(("tiny", "trained", "hub", "revision")) | {source.kind: source.name}
     model = replace(
         deployment.model,
+        **made,
         served_name=f"{name}-tiny" if source.kind == "tiny" else name,
         max_model_len=min(deployment.model.max_model_len, source.context_tokens or sys.maxsize),
         path=source.directory(deployment.state_dir, deployment.name),
-        hub=None,
-        revision=None,
-        tiny=source.name if source.kind == "tiny" else None,
-        trained=source.name if source.kind == "trained" else None,
     )
     return replace(deployment, model=model)
 

@@ -505,6 +505,14 @@ def test_numbers_can_be_changed(tmp_path: Path, field: str, number: float, read)
     assert read(planned(tmp_path, GOOD)) != number
 
 
+def test_an_entry_s_name_may_have_dots(tmp_path: Path) -> None:
+    text = GOOD.replace("east", "east.eu")
+    assert (
+        planned(tmp_path, text, **{"clusters[east.eu].instance_count": 3.0}).clusters[0].instance_count == 3
+    )
+    assert planned(tmp_path, text, **{"links[east.eu->home].bandwidth": 5e9}).links[0].name == "east.eu->home"
+
+
 @pytest.mark.parametrize(
     "field, number, message",
     [
