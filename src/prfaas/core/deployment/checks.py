@@ -18,7 +18,7 @@ from prfaas.core.deployment.planned import (
     UniformLengths,
 )
 from prfaas.core.deployment.planned_model import check_cluster_dtypes
-from prfaas.core.deployment.pool import PoolSpace, by_machine, pool_names
+from prfaas.core.deployment.pool import PoolSpace, by_pool
 from prfaas.core.deployment.schema import DeploymentFile
 from prfaas.core.deployment.security import OBSERVERS
 from prfaas.core.deployment.source import Findings, Location, YamlSource
@@ -457,8 +457,7 @@ def _pools(file: DeploymentFile) -> Iterator[tuple[int, PoolSpace, str, list[Ins
     """Every pool: the number of its cluster, the cluster's section of pools, its name, its machine's instances."""
     for c, cluster in enumerate(file.clusters):
         if cluster.pool is not None:
-            machines = by_machine(cluster.instances or ())
-            for name, together in zip(pool_names(cluster.name, len(machines)), machines, strict=True):
+            for name, together in by_pool(cluster.name, cluster.instances or ()).items():
                 yield c, cluster.pool, name, together
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from prfaas.core.deployment.model import ModelSection, default_state_dir
 from prfaas.core.deployment.planned import PlannedCluster, PlannedDeployment
-from prfaas.core.deployment.pool import by_machine
+from prfaas.core.deployment.pool import by_pool
 from prfaas.core.deployment.schema import DeploymentFile
 from prfaas.core.deployment.source import Findings, Location, YamlSource
 from prfaas.core.deployment.speculation import speculation_of
@@ -124,7 +124,7 @@ def _planned_cluster(cluster: ClusterSection) -> PlannedCluster:
         profile=profile if cluster.speedup == 1 else profile.sped_up(cluster.speedup),
         prefix_hit_ratio=cluster.prefix_hit_ratio,
         pool=cluster.pool,
-        instances_per_machine=max(map(len, by_machine(instances)), default=1),
+        instances_per_machine=max(map(len, by_pool(cluster.name, instances).values()), default=1),
         kills_per_hour=cluster.expected_kills_per_hour,
         group_ranks=math.gcd(*groups.values()) or 1,
     )

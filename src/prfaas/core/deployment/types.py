@@ -1,7 +1,7 @@
 """A deployment file in typed, frozen form: what runs where, who may send KV to whom, with which limits."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, TypeVar
@@ -32,7 +32,7 @@ from prfaas.core.deployment.field_types import (
 )
 from prfaas.core.deployment.gateway import FleetConfig, GatewayConfig
 from prfaas.core.deployment.model import ModelRef
-from prfaas.core.deployment.pool import PoolNode, PoolSettings, PoolSpace, pool_nodes
+from prfaas.core.deployment.pool import PoolNode, PoolSettings, PoolSpace, by_pool
 from prfaas.core.deployment.section import (
     ANOTHER_NAME,
     ENGINES_AGAIN,
@@ -437,12 +437,26 @@ class Deployment(Section):
     @property
     def pools(self) -> tuple[PoolNode, ...]:
         """The prefix-cache pools of all machines, in the order of the file."""
-        return tuple(
-            node
-            for cluster in self.clusters
-            if cluster.pool is not None
-            for node in pool_nodes(cluster.name, cluster.pool, cluster.instances, self.name, self.home)
-        )
+        return tuple(node for cluster in self.clusters for node in self._pools_of(cluster))
+
+    def _pools_of(self, cluster: Cluster) -> Iterator[PoolNode]:
+        space = cluster.pool
+        if space is None or space.kv_port is None:
+            return
+        # A folder that was named is not this deployment's alone.
+        folder = self.home / "pools" if space.path is None else self.home / space.path / self.name
+        for name, together in by_pool(cluster.name, cluster.instances).items():
+            yield PoolNode(
+                name=name,
+                cluster=cluster.name,
+                host=together[0].host,
+                kv_port=space.kv_port,
+                memory_bytes=space.memory_bytes,
+                ssd_bytes=space.ssd_bytes,
+                path=folder / name,
+                instances=tuple(instance.name for instance in together),
+                tls=any(instance.tls for instance in together),
+            )
 
     def pool_named(self, name: str) -> PoolNode:
         """A pool by name.
