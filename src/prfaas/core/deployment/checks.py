@@ -21,7 +21,7 @@ from prfaas.core.deployment.planned_model import check_cluster_dtypes
 from prfaas.core.deployment.pool import PoolSpace, by_pool
 from prfaas.core.deployment.schema import DeploymentFile
 from prfaas.core.deployment.security import OBSERVERS
-from prfaas.core.deployment.source import Findings, Location, YamlSource
+from prfaas.core.deployment.source import Findings
 from prfaas.core.deployment.types import (
     BUILT_IN_POLICIES,
     POLICY_ENTRY_POINTS,
@@ -30,6 +30,7 @@ from prfaas.core.deployment.types import (
     InstanceSection,
 )
 from prfaas.core.kv import ConfigError
+from prfaas.core.yaml_source import Location, YamlSource
 
 LEAST_WINDOWS = 10
 """A forecast needs a period of at least so many windows: what changes within a window is not seen."""

@@ -15,7 +15,7 @@ from prfaas.core.deployment.planned import PlannedDeployment
 from prfaas.core.deployment.planned_model import planned_deployment
 from prfaas.core.deployment.schema import DeploymentFile
 from prfaas.core.deployment.section import fields_of
-from prfaas.core.deployment.source import DeploymentError, Location, YamlSource, changed, read_source
+from prfaas.core.deployment.source import changed, read_source
 from prfaas.core.deployment.types import (
     SYNTHETIC,
     Cluster,
@@ -25,6 +25,7 @@ from prfaas.core.deployment.types import (
     InstanceSection,
     Link,
 )
+from prfaas.core.yaml_source import FileError, Location, YamlSource
 
 
 def load_deployment(path: Path | str, *, state_dir: Path | None = None) -> Deployment:
@@ -171,7 +172,7 @@ _BOUNDS = {
 }
 
 
-def first_problem(source: YamlSource, error: ValidationError) -> DeploymentError:
+def first_problem(source: YamlSource, error: ValidationError) -> FileError:
     """The finding that stands first in the file, unknown fields before others: they often explain those."""
 
     # A list whose entries are wrong counts as too short besides.

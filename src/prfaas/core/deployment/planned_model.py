@@ -15,7 +15,7 @@ from prfaas.core.deployment.model import ModelSection, default_state_dir
 from prfaas.core.deployment.planned import PlannedCluster, PlannedDeployment
 from prfaas.core.deployment.pool import by_pool
 from prfaas.core.deployment.schema import DeploymentFile
-from prfaas.core.deployment.source import Findings, Location, YamlSource
+from prfaas.core.deployment.source import Findings
 from prfaas.core.deployment.speculation import speculation_of
 from prfaas.core.deployment.types import SYNTHETIC, ClusterSection, Link
 from prfaas.core.kv import (
@@ -34,6 +34,7 @@ from prfaas.core.kv import (
     read_config,
     with_drafter,
 )
+from prfaas.core.yaml_source import Location, YamlSource
 
 
 def planned_deployment(source: YamlSource, file: DeploymentFile, links: Sequence[Link]) -> PlannedDeployment:

@@ -1,160 +1,39 @@
-"""A YAML file as plain values, with the line of every field kept, and what is wrong in it in one sentence.
-
-A sweep puts other numbers in place of some of a file's: `changed`.
-"""
+"""A deployment file as it was written. A sweep puts other numbers in place of some of its: `changed`."""
 
 import copy
 import difflib
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from prfaas.core.yaml_loader import YamlLoader
-
-# No word of a file's own needs to be shown whole that is longer.
-_LONG_WORD = re.compile(r"""[^\s"']{300,}""")
-_SHOWN_CHARACTERS = 60
+from prfaas.core.yaml_source import FileError, Location, YamlSource, dotted, yaml_source
 
 
-class DeploymentError(ValueError):
-    """A deployment file can't be used. The text is `file:line: field: what is wrong; what would be right`.
+class DeploymentError(FileError):
+    """A deployment file can't be used."""
 
-    It is one line, whatever the file has: very long words of it are cut, and unprintable characters are escaped.
-    """
-
-    def __init__(self, path: Path, line: int | None, field: str, problem: str) -> None:
-        field, problem = _one_line(field), _one_line(problem)
-        where = f"{path}:{line}" if line is not None else f"{path}"
-        super().__init__(f"{where}: {field}: {problem}" if field else f"{where}: {problem}")
-        self.path = path
-        self.line = line
-        self.field = field
-        self.problem = problem
-
-
-def _one_line(text: str) -> str:
-    short = _LONG_WORD.sub(lambda word: f"{word[0][:_SHOWN_CHARACTERS]}…", text)
-    return "".join(
-        each if each.isprintable() else each.encode("unicode_escape").decode("ascii") for each in short
-    )
-
-
-Location = tuple[str | int, ...]
 
 Finding = tuple[Location, str]
 """Where something is wrong in a file, and what: `YamlSource.error` makes an error of it."""
 Findings = Iterator[Finding]
 
-# Aliases are followed, so a few lines could unfold into millions of nodes; no real file comes near this.
-_MAX_NODES = 100_000
-_TOO_DEEP = "nests or repeats too much"
-
-
-def dotted(location: Sequence[str | int]) -> str:
-    """`("clusters", 0, "name")` → "clusters[0].name"."""
-    text = ""
-    for part in location:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
-    return text
-
-
-@dataclass(frozen=True, slots=True)
-class YamlSource:
-    """The values of a file and where they stand: `lines` maps a field's location to its line, from 1 on."""
-
-    path: Path
-    values: Any
-    lines: dict[Location, int]
-
-    def line(self, location: Sequence[str | int]) -> int | None:
-        """The line of a field, or of the nearest enclosing field that is there."""
-        for length in range(len(location), -1, -1):
-            line = self.lines.get(tuple(location[:length]))
-            if line is not None:
-                return line
-        return None
-
-    def gives(self, location: Location) -> bool:
-        """Whether the file has a field, whatever its value."""
-        return location in self.lines
-
-    def error(self, location: Sequence[str | int], problem: str) -> DeploymentError:
-        """The error to raise about a field."""
-        return DeploymentError(self.path, self.line(location), dotted(location), problem)
-
 
 def read_source(path: Path) -> YamlSource:
-    """Read a YAML file.
+    """Read a deployment file.
 
     Raises:
         DeploymentError: the file can't be read, is no YAML, or names a field twice.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        return yaml_source(path, path.read_text(encoding="utf-8"), DeploymentError)
     except FileNotFoundError:
         raise DeploymentError(path, None, "", "there is no such file; name a deployment file") from None
     except OSError as error:
         raise DeploymentError(path, None, "", f"can't be read ({error.strerror})") from error
     except UnicodeDecodeError:
         raise DeploymentError(path, None, "", "is no text in UTF-8; name a deployment file") from None
-    try:
-        loader = YamlLoader(text)
-        node = loader.get_single_node()
-        reader = _Reader(path, loader)
-        values = reader.value(node, ()) if node is not None else None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        problem = getattr(error, "problem", None) or str(error)
-        line = mark.line + 1 if mark is not None else None
-        raise DeploymentError(path, line, "", f"is no valid YAML ({problem})") from error
-    except RecursionError:
-        raise DeploymentError(path, None, "", _TOO_DEEP) from None
-    return YamlSource(path, values, reader.lines)
-
-
-class _Reader:
-    def __init__(self, path: Path, loader: YamlLoader) -> None:
-        self.lines: dict[Location, int] = {}
-        self._path = path
-        self._loader = loader
-        self._nodes = 0
-
-    def value(self, node: yaml.Node, location: Location) -> Any:
-        self.lines.setdefault(location, node.start_mark.line + 1)
-        self._nodes += 1
-        if self._nodes > _MAX_NODES or len(location) > 50:
-            raise self._error(node, location, _TOO_DEEP)
-        if isinstance(node, yaml.MappingNode):
-            return self._mapping(node, location)
-        if isinstance(node, yaml.SequenceNode):
-            return [self.value(item, (*location, index)) for index, item in enumerate(node.value)]
-        try:
-            return self._loader.construct_object(node)
-        except (ValueError, TypeError, AttributeError, LookupError):
-            # YAML takes it for a date, or for a number with thousands of digits; or a tag says that it is one.
-            problem = "looks like a date or a number, and is none; put it into quotes if it is a text"
-            raise self._error(node, location, problem) from None
-
-    def _mapping(self, node: yaml.MappingNode, location: Location) -> dict[str, Any]:
-        values: dict[str, Any] = {}
-        for key_node, value_node in node.value:
-            key = key_node.value
-            if not isinstance(key, str):
-                raise self._error(key_node, location, "a field's name must be plain text")
-            here = (*location, key)
-            if key in values:
-                raise self._error(key_node, here, f"is already given in line {self.lines[here]}")
-            # The key's line, not the value's: a block value starts one line further down.
-            self.lines[here] = key_node.start_mark.line + 1
-            values[key] = self.value(value_node, here)
-        return values
-
-    def _error(self, node: yaml.Node, location: Location, problem: str) -> DeploymentError:
-        return DeploymentError(self._path, node.start_mark.line + 1, dotted(location), problem)
 
 
 _ENTRY = r"\[([^\[\]]+)\]"
@@ -181,7 +60,7 @@ def changed(source: YamlSource, changes: Mapping[str, float]) -> YamlSource:
         may_be_count = before is None or (isinstance(before, int) and not isinstance(before, bool))
         section[key] = int(number) if may_be_count and float(number).is_integer() else number
         lines.setdefault(location, source.line(location) or 1)
-    return YamlSource(source.path, values, lines)
+    return replace(source, values=values, lines=lines)
 
 
 def _place(values: Any, field: str) -> tuple[Any, Location]:

@@ -6,8 +6,8 @@ from pathlib import Path, PurePosixPath
 
 from prfaas.core.deployment.load import read_file
 from prfaas.core.deployment.schema import ContainersSection
-from prfaas.core.deployment.source import YamlSource
 from prfaas.core.deployment.types import SYNTHETIC
+from prfaas.core.yaml_source import YamlSource
 
 _SUFFIXES = (".yaml", ".yml")
 
