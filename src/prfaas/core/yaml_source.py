@@ -42,7 +42,6 @@ def _one_line(text: str) -> str:
 
 Location = tuple[str | int, ...]
 
-
 # Aliases are followed, so a few lines could unfold into millions of nodes; no real file comes near this.
 _MAX_NODES = 100_000
 _TOO_DEEP = "nests or repeats too much"
