@@ -7,8 +7,8 @@ from typing import get_args
 
 import numpy as np
 
-from prfaas.core.deployment import EvictionName
 from prfaas.core.deployment.examples import example_path
+from prfaas.core.deployment.pool import EvictionName
 from prfaas.core.kv import KvModel
 from prfaas.core.latency.profile import LatencyProfile
 from prfaas.core.latency.service_curve import ServiceCurve

@@ -236,7 +236,9 @@ def test_stand_ins_are_known(
     deployment: Deployment, receivers: list[Receiver], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each where the file wants it; elsewhere it is as wrong as any other server."""
-    home = replace(deployment.clusters[1], hardware="synthetic")
+    home = deployment.clusters[1]
+    stand_ins = tuple(replace(instance, is_stand_in=True) for instance in home.instances)
+    home = replace(home, hardware="synthetic", instances=stand_ins)
     mixed = replace(deployment, clusters=(deployment.clusters[0], home))
     stand_in = vllm_routes("prfaas-synthetic 0.1.0")
     findings = ask_engines(mixed, receivers, monkeypatch, vllm_routes(), stand_in, vllm_routes())
@@ -353,7 +355,9 @@ def test_files(deployment: Deployment, tmp_path: Path) -> None:
     assert check_model(own).mend == f"name another clusters[{first.name}].kv_cache_dtype in {EXAMPLE}"
     unlike = replace(deployment, clusters=(replace(first, kv_cache_dtype="fp8"), *others))
     assert check_model(unlike).text.count("GDN") == 2 == 2 * check_model(deployment).text.count("GDN")
-    elsewhere = replace(deployment, model=replace(deployment.model, source=None, path=tmp_path / "none"))
+    elsewhere = replace(
+        deployment, model=replace(deployment.model, trained=None, tiny=None, path=tmp_path / "none")
+    )
     assert "model.path" in str(check_model(elsewhere).mend)
 
 

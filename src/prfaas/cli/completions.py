@@ -66,16 +66,14 @@ def _given(context: typer.Context) -> Any:
 
 
 def _documents(context: typer.Context) -> Iterator[Any]:
-    import yaml
-
-    from prfaas.core.yaml_loader import YamlLoader
+    from prfaas.core.yaml_source import yaml_source
 
     given = _given(context)
     for path in [Path(given)] if given else sorted(Path().glob("*.yaml"))[:_MOST_FILES]:
         try:
             # Not as a deployment: names are wanted from files with mistakes too.
-            yield YamlLoader(path.read_text(encoding="utf-8")).document()[1]
-        except (OSError, ValueError, RecursionError, yaml.YAMLError):
+            yield yaml_source(path, path.read_text(encoding="utf-8")).values
+        except (OSError, ValueError):
             continue
 
 

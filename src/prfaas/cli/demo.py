@@ -9,7 +9,7 @@ from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -176,12 +176,13 @@ def _with_model(deployment: "Deployment", name: str) -> "Deployment":
     source = made_model(name)
     if source is None:
         raise CliError(f"--model: there is no model {name!r}; choose one of {', '.join(made_model_names())}")
+    made: dict[str, Any] = dict.fromkeys(("tiny", "trained", "hub", "revision")) | {source.kind: source.name}
     model = replace(
         deployment.model,
+        **made,
         served_name=f"{name}-tiny" if source.kind == "tiny" else name,
         max_model_len=min(deployment.model.max_model_len, source.context_tokens or sys.maxsize),
         path=source.directory(deployment.state_dir, deployment.name),
-        source=source,
     )
     return replace(deployment, model=model)
 

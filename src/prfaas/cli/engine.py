@@ -35,7 +35,7 @@ def engine(
     Example: prfaas engine examples/local.yaml home-decode-0 --print
     """
     from prfaas.cli.fetching import shown_fetch
-    from prfaas.core.deployment import SYNTHETIC, load_deployment
+    from prfaas.core.deployment import load_deployment
     from prfaas.serving.descriptors import raise_descriptor_limit
     from prfaas.serving.engines.command import synthetic_command, vllm_command
     from prfaas.serving.engines.data_parallel import end_group_before
@@ -53,8 +53,7 @@ def engine(
     instance = loaded.instance(name)
     with shown_fetch() as report:
         ensure_model(loaded, report)
-    is_synthetic = loaded.cluster_of(instance).hardware == SYNTHETIC
-    command = synthetic_command(loaded, [name]) if is_synthetic else vllm_command(loaded, instance)
+    command = synthetic_command(loaded, [name]) if instance.is_stand_in else vllm_command(loaded, instance)
     if log_format is not None or log_level is not None:
         logs = log_settings(log_format, log_level)
         command = replace(command, env={**command.env, **logs.environment()})
@@ -65,7 +64,7 @@ def engine(
         settings = [f"{key}={value}" for key, value in command.env.items()]
         typer.echo(shlex.join(["env", *settings, *command.argv]))
         return
-    if not is_synthetic:
+    if not instance.is_stand_in:
         ensure_vllm()
         ensure_dtypes(loaded, [instance])
         ensure_nixl(loaded, [instance])

@@ -82,7 +82,7 @@ async def check_engines(deployment: Deployment, session: aiohttp.ClientSession) 
     versions = {
         version
         for instance, (_, version) in zip(deployment.instances, per_engine, strict=True)
-        if version is not None and not deployment.is_synthetic(instance)
+        if version is not None and not instance.is_stand_in
     }
     key_file = deployment.security.key_file
     if any(version is not None for _, version in per_engine) and not key_file.exists():
@@ -144,8 +144,8 @@ async def _check_version(
         told = await get_json(session, f"{instance.url}/version", timeout_s=_TIMEOUT_S, https=https)
         version = str(told["version"])
         is_stand_in = version.startswith(SYNTHETIC_VERSION)
-        if is_stand_in != deployment.is_synthetic(instance):
-            wanted = "a synthetic engine" if deployment.is_synthetic(instance) else "vLLM"
+        if is_stand_in != instance.is_stand_in:
+            wanted = "a synthetic engine" if instance.is_stand_in else "vLLM"
             return version, [problem(subject, f"is {version}, and the file wants {wanted}", again)]
         if is_stand_in:
             return version, [ok(subject, f"is healthy, {version}: no model runs there")]

@@ -270,17 +270,17 @@ BAD = {
     ),
     "same port twice": (
         replaced(HOME_1, HOME_1.replace("10.1.0.2", "10.1.0.1").replace("8100", "8101")),
-        '31: clusters[1].instances[1].kv_port: 8200 is already used by instance "home-0"; give each',
+        '31: clusters[1].instances[1].kv_port: 8200 is already used by instance "home-0"; take another',
     ),
     "port inside another's ranks": (
         replaced(
             HOME_1, HOME_1.replace("10.1.0.2", "10.1.0.1").replace("8100", "8203").replace("8200", "9000")
         ),
-        '30: clusters[1].instances[1].http_port: 8203 is already used by instance "home-0"; give each',
+        '30: clusters[1].instances[1].http_port: 8203 is already used by instance "home-0"; take another',
     ),
     "gateway's port": (
         replaced("host: 10.1.0.2", "host: localhost") + "gateway: {host: 0.0.0.0, port: 8100}\n",
-        "30: clusters[1].instances[1].http_port: 8100 is already used by the gateway; give each",
+        "30: clusters[1].instances[1].http_port: 8100 is already used by the gateway; take another",
     ),
     "operators' port": (
         replaced("host: 10.1.0.2", "host: localhost") + "gateway: {admin: {port: 8100}}\n",
@@ -362,7 +362,7 @@ BAD = {
     ),
     "tiny model by path": (
         replaced("  path: models/m", "  tiny: ../m"),
-        '4: model.tiny: there is no tiny model "../m"; choose one of qwen3-next, gpt-oss, mimo-v2-flash, qwen3',
+        '4: model.tiny: must be one of "qwen3-next", "gpt-oss", "mimo-v2-flash", "qwen3", not "../m"',
     ),
     "no cache size on cpu": (
         replaced("hardware: h20\n", "hardware: cpu\n"),

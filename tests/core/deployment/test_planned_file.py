@@ -8,16 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from prfaas.core.deployment import (
-    DeploymentError,
+from prfaas.core.deployment import DeploymentError, PlannedDeployment, load_deployment, load_planned
+from prfaas.core.deployment.planned import (
     EmpiricalLengths,
     FixedLengths,
     LogNormalLengths,
-    PlannedDeployment,
     TraceLengths,
     UniformLengths,
-    load_deployment,
-    load_planned,
 )
 from prfaas.core.kv import published_model
 from prfaas.core.latency import load_profile, save_profile
@@ -506,6 +503,14 @@ def test_numbers_can_be_changed(tmp_path: Path, field: str, number: float, read)
     deployment = planned(tmp_path, GOOD, **{field: number})
     assert read(deployment) == number
     assert read(planned(tmp_path, GOOD)) != number
+
+
+def test_an_entry_s_name_may_have_dots(tmp_path: Path) -> None:
+    text = GOOD.replace("east", "east.eu")
+    assert (
+        planned(tmp_path, text, **{"clusters[east.eu].instance_count": 3.0}).clusters[0].instance_count == 3
+    )
+    assert planned(tmp_path, text, **{"links[east.eu->home].bandwidth": 5e9}).links[0].name == "east.eu->home"
 
 
 @pytest.mark.parametrize(

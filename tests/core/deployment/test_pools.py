@@ -103,9 +103,17 @@ BAD = {
         "[1].pool.path: is where the SSD's share",
     ),
     "no port": (", kv_port: 8400", "", "15: clusters[1].pool.kv_port: is missing; give the port where other"),
-    "an engine's port": ("8400", "8602", 'pool.kv_port: 8602 is already used by instance "home-1"; give'),
+    "an engine's port": (
+        "8400",
+        "8602",
+        'pool.kv_port: 8602 is already used by instance "home-1"; take another',
+    ),
     "an engine's rank": ("8300", "8203", '[0].pool.kv_port: 8203 is already used by instance "east-1"'),
-    "the gateway's port": ("8400", "8000", "[1].pool.kv_port: 8000 is already used by the gateway; give"),
+    "the gateway's port": (
+        "8400",
+        "8000",
+        "[1].pool.kv_port: 8000 is already used by the gateway; take another",
+    ),
     "stand-ins": (
         "hardware: h20\n    pool",
         "hardware: synthetic\n    pool",

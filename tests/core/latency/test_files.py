@@ -64,7 +64,7 @@ def test_reads_a_file() -> None:
         ("decode:\n", "  polynomial: [1]\ndecode:\n", "p.yaml:6: prefill: give either points or polynomial"),
         ("[8, 0.02]", "[1, 0.02]", "p.yaml:9: decode: points must ascend"),
         ("source: a test", "source: [", "is no valid YAML"),
-        (GOOD, "just text", "p.yaml: must be a mapping"),
+        (GOOD, "just text", "p.yaml:1: must be a mapping"),
         (GOOD, "", "p.yaml: must be a mapping"),
     ],
 )

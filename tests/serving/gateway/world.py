@@ -20,13 +20,13 @@ from prfaas.core.deployment import (
     Instance,
     Link,
     LocalTransfer,
-    ModelRef,
     PoolSpace,
     Routing,
-    Security,
     Slo,
     TransferLimits,
 )
+from prfaas.core.deployment.model import ModelRef
+from prfaas.core.deployment.security import Security
 from prfaas.core.kv import model_from_directory
 from prfaas.serving.control.members import Members
 from prfaas.serving.control.plane import LivePlane
@@ -152,14 +152,25 @@ def deployment_of(
         name="test",
         path=home / "test.yaml",
         state_dir=home,
-        model=ModelRef("stand-in", 4000, model_dir, None, {"poet": home / "poet"}),
+        model=ModelRef(
+            served_name="stand-in", max_model_len=4000, path=model_dir, adapters={"poet": home / "poet"}
+        ),
         clusters=(
             Cluster(
-                *("far", "prfaas", "any", (instance("remote", "far", "prefill"),)),
+                name="far",
+                kind="prfaas",
+                hardware="any",
+                instances=(instance("remote", "far", "prefill"),),
                 pool=far_pool,
                 preemptible=preemptible,
             ),
-            Cluster("pd", "pd", hardware, (instance("local", "pd", "prefill"), *decoders), pool=pd_pool),
+            Cluster(
+                name="pd",
+                kind="pd",
+                hardware=hardware,
+                instances=(instance("local", "pd", "prefill"), *decoders),
+                pool=pd_pool,
+            ),
         ),
         links=(
             Link("far", "pd", 1e9, 2, egress_per_gb=egress_per_gb),

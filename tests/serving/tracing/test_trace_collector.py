@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from prfaas.core.deployment import DeploymentError, TracingConfig, load_deployment, traces_url
+from prfaas.core.deployment import DeploymentError, TracingConfig, load_deployment
+from prfaas.core.deployment.addresses import traces_url
 from prfaas.serving.secret_files import TraceHeadersError, load_headers
 from prfaas.serving.tracing.collector import collector_of
 

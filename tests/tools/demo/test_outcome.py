@@ -175,7 +175,8 @@ def test_words_are_shown_where_there_are_any(deployment: Deployment) -> None:
     written = _outcome(deployment)
     sources = {ModelSource("tiny", "qwen3"): False, ModelSource("trained", "words"): True, None: True}
     for source, writes in sources.items():
-        model = replace(deployment.model, source=source)
+        given = {} if source is None else {source.kind: source.name}
+        model = replace(deployment.model, **{"tiny": None, "trained": None} | given)
         assert replace(written, deployment=replace(deployment, model=model)).writes_words is writes
     console = Console(width=99, file=io.StringIO(), record=True)
     console.print(answers_table(written))

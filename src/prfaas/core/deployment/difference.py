@@ -3,10 +3,10 @@
 What a change of a field needs stands at the field. A test changes each of them, so that none is forgotten.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from prfaas.core.deployment.section import (
     ANOTHER_NAME,
@@ -18,12 +18,14 @@ from prfaas.core.deployment.section import (
     Section,
     fields_of,
 )
-from prfaas.core.deployment.types import Deployment, Instance, Link
+from prfaas.core.deployment.types import Cluster, Deployment, Instance, Link
 from prfaas.core.units import format_bits_per_s, format_bytes
 
 # What says where an element of a list is, is its name.
 _NAMES = frozenset({"name", "cluster", "source", "target"})
 _ABSENT = object()
+
+_Named = TypeVar("_Named", Cluster, Link, Instance)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,20 +64,15 @@ class DeploymentDifference:
 
 def difference(before: Deployment, after: Deployment) -> DeploymentDifference:
     """What `after` says other than `before`. Empty exactly when both say the same."""
-    was = {instance.name: instance for instance in before.instances}
-    becomes = {instance.name: instance for instance in after.instances}
-    changes = [
+    changes = (
         *_whole(before, after),
         *_within(before, after, ""),
         *_orders(before, after),
         *_ranks(before, after),
         *_machines(before, after),
-    ]
-    return DeploymentDifference(
-        tuple(changes),
-        tuple(each for name, each in becomes.items() if name not in was),
-        tuple(each for name, each in was.items() if name not in becomes),
     )
+    added = _only_in(after.instances, before.instances)
+    return DeploymentDifference(changes, added, _only_in(before.instances, after.instances))
 
 
 def _within(
@@ -88,8 +85,7 @@ def _within(
         assert field.on_change is not None, f"{place}{field.name} says nothing of its changes"
         if old == new or field.name in skipped or not field.on_change.is_compared:
             continue
-        shown = field.on_change.shown
-        where = f"{place}{field.name_in_file if shown is None else shown}".removesuffix(".")
+        where = place + (field.on_change.shown or field.name_in_file)
         if field.is_list_of_sections:
             # What comes or goes as a whole has a sentence of its own.
             earlier = {each.name: each for each in old}
@@ -111,7 +107,7 @@ def _within(
 def _change(field: FieldFacts, where: str, old: Any, new: Any) -> FieldChange:
     assert field.on_change is not None
     needs = field.on_change.needs
-    if field.name != "source" and (is_dataclass(old) or is_dataclass(new)):
+    if is_dataclass(old) or is_dataclass(new):
         # Too much to be shown in a sentence.
         return FieldChange(where, f"{where} is another one", needs)
     if old is _ABSENT:
@@ -137,57 +133,45 @@ def _shown(field: FieldFacts, value: Any) -> str:
     return str(value) if isinstance(value, int | Path) else f'"{value}"'
 
 
-def _has_link(deployment: Deployment, name: str) -> bool:
-    return any(link.name == name for link in deployment.links)
-
-
-def _has_cluster(deployment: Deployment, name: str) -> bool:
-    return any(cluster.name == name for cluster in deployment.clusters)
+def _only_in(these: Sequence[_Named], others: Sequence[_Named]) -> tuple[_Named, ...]:
+    names = {each.name for each in others}
+    return tuple(each for each in these if each.name not in names)
 
 
 def _whole(before: Deployment, after: Deployment) -> Iterator[FieldChange]:
     """Clusters, links and instances that come, go or move."""
-    for cluster in after.clusters:
-        if not _has_cluster(before, cluster.name):
-            who = ", ".join(instance.name for instance in cluster.instances)
-            # Pools learn of each other from the file that they were started with, engines whether they convert.
-            needs = None if cluster.pool is None else POOLS_AGAIN.needs
-            if after.converts_kv and not before.converts_kv:
-                needs = EVERYTHING.needs
-            yield FieldChange(
-                f"clusters[{cluster.name}]", f"cluster {cluster.name} is added, with {who}", needs
-            )
-    for link in after.links:
-        if not _has_link(before, link.name):
-            bandwidth = format_bits_per_s(link.bandwidth_bits_per_s)
-            needs = _needs_of_new(link, before)
-            yield FieldChange(f"links[{link.name}]", f"link {link.name} is added, {bandwidth}", needs)
-    for cluster in before.clusters:
-        if not _has_cluster(after, cluster.name):
-            yield FieldChange(
-                f"clusters[{cluster.name}]", f"cluster {cluster.name} is removed", EVERYTHING.needs
-            )
-    for link in before.links:
-        if not _has_link(after, link.name):
-            yield FieldChange(f"links[{link.name}]", f"link {link.name} is removed", ENGINES_AGAIN.needs)
-    was = {instance.name: instance for instance in before.instances}
-    becomes = {instance.name: instance for instance in after.instances}
-    for name, instance in becomes.items():
-        where = f"clusters[{instance.cluster}].instances[{name}]"
-        if name not in was and _has_cluster(before, instance.cluster):
-            at = f"{instance.host}:{instance.http_port}"
-            yield FieldChange(
-                where, f"instance {name} joins {instance.cluster} ({', '.join(instance.roles)}, {at})", None
-            )
-        elif name in was and was[name].cluster != instance.cluster:
-            moved = f"instance {name} is in {instance.cluster} now; it was in {was[name].cluster}"
-            yield FieldChange(where, moved, ANOTHER_NAME.needs)
-    for name, instance in was.items():
-        if name not in becomes and _has_cluster(after, instance.cluster):
-            where = f"clusters[{instance.cluster}].instances[{name}]"
-            yield FieldChange(
-                where, f"instance {name} leaves {instance.cluster} when its work has ended", None
-            )
+    for cluster in _only_in(after.clusters, before.clusters):
+        who = ", ".join(instance.name for instance in cluster.instances)
+        # Pools learn of each other from the file that they were started with, engines whether they convert.
+        needs = None if cluster.pool is None else POOLS_AGAIN.needs
+        if after.converts_kv and not before.converts_kv:
+            needs = EVERYTHING.needs
+        yield FieldChange(f"clusters[{cluster.name}]", f"cluster {cluster.name} is added, with {who}", needs)
+    for link in _only_in(after.links, before.links):
+        sentence = f"link {link.name} is added, {format_bits_per_s(link.bandwidth_bits_per_s)}"
+        yield FieldChange(f"links[{link.name}]", sentence, _needs_of_new(link, before))
+    for gone in _only_in(before.clusters, after.clusters):
+        yield FieldChange(f"clusters[{gone.name}]", f"cluster {gone.name} is removed", EVERYTHING.needs)
+    for link in _only_in(before.links, after.links):
+        yield FieldChange(f"links[{link.name}]", f"link {link.name} is removed", ENGINES_AGAIN.needs)
+    was = {instance.name: instance.cluster for instance in before.instances}
+    for each in after.instances:
+        cluster_before = was.get(each.name)
+        if cluster_before is None and any(cluster.name == each.cluster for cluster in before.clusters):
+            roles = ", ".join(each.roles)
+            sentence = f"instance {each.name} joins {each.cluster} ({roles}, {each.host}:{each.http_port})"
+            yield FieldChange(_place(each), sentence, None)
+        elif cluster_before not in (None, each.cluster):
+            sentence = f"instance {each.name} is in {each.cluster} now; it was in {cluster_before}"
+            yield FieldChange(_place(each), sentence, ANOTHER_NAME.needs)
+    for each in _only_in(before.instances, after.instances):
+        if any(cluster.name == each.cluster for cluster in after.clusters):
+            sentence = f"instance {each.name} leaves {each.cluster} when its work has ended"
+            yield FieldChange(_place(each), sentence, None)
+
+
+def _place(instance: Instance) -> str:
+    return f"clusters[{instance.cluster}].instances[{instance.name}]"
 
 
 def _needs_of_new(link: Link, before: Deployment) -> str | None:
@@ -201,11 +185,8 @@ def _needs_of_new(link: Link, before: Deployment) -> str | None:
 
 def _orders(before: Deployment, after: Deployment) -> Iterator[FieldChange]:
     """Other orders of what stays: they decide nothing but ties, and pools' names."""
-    for what, old, new in (
-        ("clusters", [each.name for each in before.clusters], [each.name for each in after.clusters]),
-        ("links", [each.name for each in before.links], [each.name for each in after.links]),
-        ("instances", [each.name for each in before.instances], [each.name for each in after.instances]),
-    ):
+    for what in ("clusters", "links", "instances"):
+        old, new = ([each.name for each in getattr(file, what)] for file in (before, after))
         if [name for name in old if name in new] != [name for name in new if name in old]:
             yield FieldChange(what, f"the {what} are in another order", None)
 
@@ -222,24 +203,16 @@ def _ranks(before: Deployment, after: Deployment) -> Iterator[FieldChange]:
 
 def _machines(before: Deployment, after: Deployment) -> Iterator[FieldChange]:
     """Pools that come, go or have another name because their clusters' machines have changed."""
-    old = {(pool.name, pool.host, pool.tls) for pool in before.pools}
-    new = {(pool.name, pool.host, pool.tls) for pool in after.pools}
-    same = {
-        cluster.name
-        for cluster in after.clusters
-        if any(each.name == cluster.name and each.pool == cluster.pool for each in before.clusters)
-    }
-    machines = {pool.cluster for pool in (*before.pools, *after.pools) if pool.cluster in same}
-    for name in sorted(machines):
-        here = {
-            (pool.name, pool.host, pool.tls) for pool in (*before.pools, *after.pools) if pool.cluster == name
-        }
-        if here & old != here & new:
-            yield FieldChange(
-                f"clusters[{name}].pool",
-                f"cluster {name} gets other pools, since its machines change",
-                POOLS_AGAIN.needs,
-            )
+
+    def nodes(deployment: Deployment, cluster: str) -> set[tuple[str, str, bool]]:
+        return {(node.name, node.host, node.tls) for node in deployment.pools if node.cluster == cluster}
+
+    spaces = {cluster.name: cluster.pool for cluster in before.clusters}
+    for cluster in after.clusters:
+        name = cluster.name
+        if spaces.get(name) == cluster.pool and nodes(before, name) != nodes(after, name):
+            sentence = f"cluster {name} gets other pools, since its machines change"
+            yield FieldChange(f"clusters[{name}].pool", sentence, POOLS_AGAIN.needs)
 
 
 _WAIT = "wait until it has left, and reload again"
@@ -259,19 +232,15 @@ class AppliedDeployment:
     @property
     def running(self) -> Deployment:
         """The deployment with the instances that leave, each behind the others of its cluster."""
-        if not self.leaving:
-            return self.said
-        clusters = tuple(
+        clusters = (
             replace(
                 cluster,
-                instances=(
-                    *cluster.instances,
-                    *(each for each in self.leaving if each.cluster == cluster.name),
-                ),
+                instances=cluster.instances
+                + tuple(each for each in self.leaving if each.cluster == cluster.name),
             )
             for cluster in self.said.clusters
         )
-        return replace(self.said, clusters=clusters)
+        return replace(self.said, clusters=tuple(clusters)) if self.leaving else self.said
 
     def difference(self, wanted: Deployment) -> DeploymentDifference:
         """What would change with another file.
@@ -282,25 +251,17 @@ class AppliedDeployment:
         leaving = {instance.name: instance for instance in self.leaving}
         other = tuple(
             FieldChange(
-                f"clusters[{each.cluster}].instances[{each.name}]",
-                f"instance {each.name} still leaves, and comes back as another one",
-                _WAIT,
+                _place(each), f"instance {each.name} still leaves, and comes back as another one", _WAIT
             )
             for each in found.added
-            if each.name in leaving and each != _with_roles_of(leaving[each.name], each)
+            if each.name in leaving and replace(leaving[each.name], roles=each.roles) != each
         )
         return replace(found, changes=(*found.changes, *other))
 
     def taking_on(self, wanted: Deployment, digest: str) -> "AppliedDeployment":
         """The same after a file was taken on: what it lacks begins to leave, what it has again stays."""
-        names = {instance.name for instance in wanted.instances}
-        leaving = tuple(each for each in self.running.instances if each.name not in names)
-        return AppliedDeployment(wanted, digest, leaving)
+        return AppliedDeployment(wanted, digest, _only_in(self.running.instances, wanted.instances))
 
     def without(self, name: str) -> "AppliedDeployment":
         """The same after an instance has left."""
         return replace(self, leaving=tuple(each for each in self.leaving if each.name != name))
-
-
-def _with_roles_of(instance: Instance, other: Instance) -> Instance:
-    return replace(instance, roles=other.roles)

@@ -3,12 +3,13 @@
 import ipaddress
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, ValidationInfo, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from prfaas.core.deployment.addresses import checked_host
+from prfaas.core.latency import LatencyProfile, load_profile
 from prfaas.core.units import format_bits_per_s, parse_bits_per_s, parse_bytes
 
 # Less without a unit is somebody who thinks in larger units.
@@ -41,17 +42,26 @@ def _without_nul(text: str) -> str:
     return text
 
 
-def _mapping(value: object) -> object:
-    # None is only the default, so that a section whose fields were forgotten doesn't pass for one left out.
-    if value is None:
-        raise ValueError('must be a mapping ("field: value" lines), not empty')
-    return value
+def _given(problem: str) -> BeforeValidator:
+    # None is only the default, so that what was forgotten doesn't pass for what is left out.
+    def check(value: object) -> object:
+        if value is None:
+            raise ValueError(problem)
+        return value
+
+    return BeforeValidator(check)
 
 
-def _not_empty(value: object) -> object:
-    if value is None:
-        raise ValueError("must not be empty")
-    return value
+def needs(other: str, problem: str) -> AfterValidator:
+    """A field that goes only with another one, which stands before it in the section; else the problem is said."""
+
+    def check(value: Any, info: ValidationInfo) -> Any:
+        # A wrong one is missing here.
+        if value and not info.data.get(other, True):
+            raise ValueError(problem)
+        return value
+
+    return AfterValidator(check)
 
 
 def _env_value(value: object) -> object:
@@ -109,25 +119,22 @@ def _setting(value: object) -> float | str:
     return value
 
 
-def _text(value: object) -> str:
+def _profile(value: object, info: ValidationInfo) -> LatencyProfile:
     if not isinstance(value, str):
         raise PydanticCustomError("string_type", "must be text")
-    return _line(_without_nul(value))
+    return load_profile(_line(value), relative_to=(info.context or {}).get("beside"))
 
 
-def _folder(value: object) -> Path:
-    return value if isinstance(value, Path) else Path(_text(value)).expanduser()
+def _path(below: str) -> BeforeValidator:
+    def path(value: object, info: ValidationInfo) -> Path:
+        if isinstance(value, str):
+            value = Path(_line(value)).expanduser()
+        if not isinstance(value, Path):
+            raise PydanticCustomError("string_type", "must be text")
+        # Files to plan with have no folder of their own.
+        return Path((info.context or {}).get(below, "")) / value
 
-
-def _in_home(value: object, info: ValidationInfo) -> Path:
-    # Files to plan with have no folder of their own.
-    home: Path = (info.context or {}).get("home", Path())
-    return home / _folder(value)
-
-
-def _beside(value: object, info: ValidationInfo) -> Path:
-    beside: Path = (info.context or {}).get("beside", Path())
-    return beside / _folder(value)
+    return BeforeValidator(path)
 
 
 _SHORT = {
@@ -227,10 +234,14 @@ PolicyName = Annotated[str, Field(strict=True), AfterValidator(_policy_name)]
 PolicySetting = Annotated[
     float | str, PlainValidator(_setting), WithJsonSchema({"type": ["number", "string", "boolean"]})
 ]
-Folder = Annotated[Path, BeforeValidator(_folder)]
-HomeFile = Annotated[Path, BeforeValidator(_in_home)]
+Folder = Annotated[Path, _path("")]
+HomeFile = Annotated[Path, _path("home")]
 """Relative to the deployment's folder in the state directory, which readers of files give as `context["home"]`."""
-FileBeside = Annotated[Path, BeforeValidator(_beside)]
+FileBeside = Annotated[Path, _path("beside")]
 """Relative to the deployment file's folder, which readers of files give as `context["beside"]`."""
-GIVEN = BeforeValidator(_not_empty)
-SECTION = BeforeValidator(_mapping)
+Profile = Annotated[
+    LatencyProfile, PlainValidator(_profile), WithJsonSchema({"type": "string", "minLength": 1})
+]
+"""By the name of one that comes with prfaas, or the path of a file, as that of `FileBeside`."""
+GIVEN = _given("must not be empty")
+SECTION = _given('must be a mapping ("field: value" lines), not empty')

@@ -1,10 +1,8 @@
 """From a deployment file to a `Deployment` (to run) or a `PlannedDeployment` (to plan and simulate)."""
 
 import difflib
-import math
-from collections import Counter
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,35 +10,22 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from prfaas.core.deployment.checks import admin_port, check_to_plan, check_to_run
-from prfaas.core.deployment.model import ModelRef, default_state_dir
-from prfaas.core.deployment.planned import (
-    PlannedCluster,
-    PlannedDeployment,
-)
-from prfaas.core.deployment.planned_model import kept_models, planned_deployment
-from prfaas.core.deployment.pool import by_machine
-from prfaas.core.deployment.schema import ClusterSection, DeploymentFile
+from prfaas.core.deployment.model import ModelRef, ModelSection, default_state_dir
+from prfaas.core.deployment.planned import PlannedDeployment
+from prfaas.core.deployment.planned_model import planned_deployment
+from prfaas.core.deployment.schema import DeploymentFile
 from prfaas.core.deployment.section import fields_of
-from prfaas.core.deployment.source import DeploymentError, Location, YamlSource, changed, read_source
+from prfaas.core.deployment.source import changed, read_source
 from prfaas.core.deployment.types import (
     SYNTHETIC,
     Cluster,
+    ClusterSection,
     Deployment,
     Instance,
+    InstanceSection,
     Link,
 )
-from prfaas.core.latency import LatencyProfile, ProfileError, load_profile
-
-USUAL_KILLS_PER_HOUR = 1.0
-"""Of a preemptible instance of which the file says nothing: far more than clouds tell of most kinds of machines. It
-costs little: a prefill of 30 s counts as 0.13 s longer."""
-
-
-def kills_per_hour(cluster: ClusterSection) -> float:
-    """How often an instance is expected to be taken away while it is up; 0 where that is not to happen."""
-    if not cluster.preemptible:
-        return 0.0
-    return USUAL_KILLS_PER_HOUR if cluster.kills_per_hour is None else cluster.kills_per_hour
+from prfaas.core.yaml_source import FileError, Location, YamlSource
 
 
 def load_deployment(path: Path | str, *, state_dir: Path | None = None) -> Deployment:
@@ -98,84 +83,47 @@ def _frozen(source: YamlSource, file: DeploymentFile, state_dir: Path) -> Deploy
         cluster=file.gateway_cluster,
     )
     return Deployment(
-        name=file.name,
-        path=source.path,
-        state_dir=state_dir,
-        model=_model(source.path, file, state_dir),
-        clusters=tuple(_cluster(source, c, file) for c in range(len(file.clusters))),
-        links=links_of(source, file),
-        routing=file.routing,
-        slo=file.slo.with_inverse(),
-        gateway=gateway,
-        security=file.security,
-        engine=file.engine,
-        transfer=file.transfer,
-        control=file.control,
-        pool=file.pool,
-        fleet=file.fleet,
+        **_fields(Deployment, file)
+        | {
+            "path": source.path,
+            "state_dir": state_dir,
+            "model": _model(file, state_dir),
+            "clusters": tuple(_cluster(file, cluster) for cluster in file.clusters),
+            "links": links_of(source, file),
+            "slo": file.slo.with_inverse(),
+            "gateway": gateway,
+        }
     )
 
 
-def _model(path: Path, file: DeploymentFile, state_dir: Path) -> ModelRef:
+def _fields(kind: type, section: object) -> dict[str, Any]:
+    """The fields of a section that an object of another kind has by the same names."""
+    names = (field.name for field in fields_of(kind).values())
+    return {name: getattr(section, name) for name in names if hasattr(section, name)}
+
+
+def _model(file: DeploymentFile, state_dir: Path) -> ModelRef:
     model = file.model
-    assert model.served_name is not None and model.max_model_len is not None
-    origin = model.origin
-    if origin is not None:
-        directory = origin.directory(state_dir, file.name)
-    else:
-        assert model.path is not None
-        directory = path.parent.absolute() / Path(model.path).expanduser()
-    adapters = {
-        name: path.parent.absolute() / Path(adapter).expanduser() for name, adapter in model.adapters.items()
-    }
-    return ModelRef(
-        served_name=model.served_name,
-        max_model_len=model.max_model_len,
-        path=directory,
-        source=origin,
-        adapters=adapters,
-        kv_cache_dtype=model.kv_cache_dtype,
-        dtype=model.dtype,
-    )
+    given = model.path if model.source is None else model.source.directory(state_dir, file.name)
+    assert given is not None
+    adapters = {name: path.absolute() for name, path in model.adapters.items()}
+    return ModelRef(**_fields(ModelSection, model) | {"path": given.absolute(), "adapters": adapters})
 
 
-def _cluster(source: YamlSource, index: int, file: DeploymentFile) -> Cluster:
-    cluster = file.clusters[index]
-    profile = None if cluster.profile is None else _profile(source, index, cluster.profile)
-    instances = tuple(
+def _cluster(file: DeploymentFile, cluster: ClusterSection) -> Cluster:
+    instances = (
         Instance(
-            **{each.name: getattr(instance, each.name) for each in fields(instance)},
+            **_fields(InstanceSection, instance),
             cluster=cluster.name,
             tls=file.speaks_tls(cluster, instance),
             is_stand_in=cluster.hardware == SYNTHETIC,
         )
         for instance in cluster.instances or ()
     )
-    if cluster.tensor_parallel is not None:
-        raise source.error(
-            ("clusters", index, "tensor_parallel"), "is only to plan with; give it to each instance here"
-        )
+    price = _instance_price_per_hour(file, cluster)
     return Cluster(
-        name=cluster.name,
-        kind=cluster.kind,
-        hardware=cluster.hardware,
-        instances=instances,
-        profile=profile,
-        speedup=cluster.speedup or 1.0,
-        pool=cluster.pool,
-        instance_price_per_hour=_instance_price_per_hour(file, cluster),
-        preemptible=cluster.preemptible,
-        kills_per_hour=kills_per_hour(cluster),
-        extra_args=cluster.extra_args,
-        kv_cache_dtype=cluster.kv_cache_dtype,
+        **_fields(ClusterSection, cluster) | {"instances": tuple(instances)}, instance_price_per_hour=price
     )
-
-
-def _profile(source: YamlSource, index: int, name: str) -> LatencyProfile:
-    try:
-        return load_profile(name, relative_to=source.path.parent)
-    except ProfileError as error:
-        raise source.error(("clusters", index, "profile"), str(error)) from None
 
 
 def _instance_price_per_hour(file: DeploymentFile, cluster: ClusterSection) -> float:
@@ -194,80 +142,7 @@ def load_planned(path: Path | str, *, changes: Mapping[str, float] | None = None
     path = Path(path)
     source, file = read_file(path, changes)
     check_to_plan(source, file)
-    models = kept_models(source, file)
-    clusters = tuple(
-        _planned_cluster(source, c, cluster, file.model.published) for c, cluster in enumerate(file.clusters)
-    )
-    return planned_deployment(source, file, models, clusters, links_of(source, file))
-
-
-def _tensor_parallel(source: YamlSource, index: int, cluster: ClusterSection, gpus: int, default: int) -> int:
-    if cluster.instances is not None:
-        if cluster.tensor_parallel is not None:
-            raise source.error(
-                ("clusters", index, "tensor_parallel"),
-                "goes with instance_count; give it to each instance here",
-            )
-        return cluster.instances[0].tensor_parallel
-    found = cluster.tensor_parallel or default
-    if found > gpus:
-        raise source.error(
-            ("clusters", index, "tensor_parallel"),
-            f"{found} ranks need as many GPUs, but an instance has {gpus}",
-        )
-    return found
-
-
-def _planned_cluster(
-    source: YamlSource, index: int, cluster: ClusterSection, model: str | None
-) -> PlannedCluster:
-    assert cluster.profile is not None
-    profile = _profile(source, index, cluster.profile)
-    if model is not None and profile.model != model:
-        raise source.error(
-            ("clusters", index, "profile"),
-            f'"{profile.name}" is how fast {profile.model} is, but model.published is {model}',
-        )
-    if cluster.kind == "pd" and profile.decode is None:
-        raise source.error(
-            ("clusters", index, "profile"),
-            f'"{profile.name}" has no decode times, which a cluster of kind "pd" needs',
-        )
-    profile = profile if cluster.speedup is None else profile.sped_up(cluster.speedup)
-    # The published times are those of the paper, which counts every byte once; vLLM would copy heads to all ranks.
-    ranks = profile.gpus_per_instance if model is None else 1
-    together = group_ranks = 1
-    if cluster.instances is None:
-        assert cluster.instance_count is not None
-        count, gpus = cluster.instance_count, cluster.gpus_per_instance
-    else:
-        count = len(cluster.instances)
-        together = max(map(len, by_machine(cluster.instances)))
-        # Groups of several sizes are moved by what divides them all.
-        groups = Counter(each.data_parallel or f"alone {each.name}" for each in cluster.instances)
-        group_ranks = math.gcd(*groups.values())
-        gpus = cluster.gpus_per_instance or cluster.instances[0].gpus
-    if gpus is not None and gpus != profile.gpus_per_instance:
-        field = "gpus_per_instance" if cluster.gpus_per_instance is not None else "profile"
-        raise source.error(
-            ("clusters", index, field),
-            f'instances have {gpus} GPUs, but profile "{profile.name}" was measured on '
-            f"{profile.gpus_per_instance}; name a profile of the same size",
-        )
-    return PlannedCluster(
-        name=cluster.name,
-        kind=cluster.kind,
-        hardware=cluster.hardware,
-        instance_count=count,
-        gpus_per_instance=profile.gpus_per_instance,
-        profile=profile,
-        prefix_hit_ratio=cluster.prefix_hit_ratio,
-        pool=cluster.pool,
-        instances_per_machine=together,
-        tensor_parallel=_tensor_parallel(source, index, cluster, profile.gpus_per_instance, ranks),
-        kills_per_hour=kills_per_hour(cluster),
-        group_ranks=group_ranks,
-    )
+    return planned_deployment(source, file, links_of(source, file))
 
 
 _KINDS = {
@@ -297,7 +172,7 @@ _BOUNDS = {
 }
 
 
-def first_problem(source: YamlSource, error: ValidationError) -> DeploymentError:
+def first_problem(source: YamlSource, error: ValidationError) -> FileError:
     """The finding that stands first in the file, unknown fields before others: they often explain those."""
 
     # A list whose entries are wrong counts as too short besides.

@@ -5,10 +5,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, get_args
 from urllib.parse import quote
 
-from prfaas.core.deployment.section import EVERYTHING, OnChange, Section
+from pydantic import AfterValidator
+
+from prfaas.core.deployment.field_types import GIVEN, FileBeside, Name, Positive, Text, needs
+from prfaas.core.deployment.section import EVERYTHING, Section
 from prfaas.core.kv import (
     CacheDtypes,
     KvCacheDtype,
@@ -16,14 +19,18 @@ from prfaas.core.kv import (
     ModelDtype,
     UnknownModelError,
     model_from_directory,
+    published_model,
     read_config,
 )
 
-TINY_MODELS = ("qwen3-next", "gpt-oss", "mimo-v2-flash", "qwen3")
+TinyName = Literal["qwen3-next", "gpt-oss", "mimo-v2-flash", "qwen3"]
 """Models that prfaas makes itself: `serving/engines/tiny/configs.py` has one for each of these names."""
 
-TRAINED_MODELS = ("words", "smollm2", "gemma3")
+TrainedName = Literal["words", "smollm2", "gemma3"]
 """Models with trained weights that prfaas ships or fetches: `serving/engines/trained/` has a folder for each name."""
+
+TINY_MODELS: tuple[str, ...] = get_args(TinyName)
+TRAINED_MODELS: tuple[str, ...] = get_args(TrainedName)
 
 _MOST_NAME_CHARACTERS = 96
 
@@ -106,26 +113,64 @@ class ModelSource:
         return trained_folder(self.name) if self.kind == "trained" and not directory.exists() else directory
 
 
-@dataclass(frozen=True, slots=True)
-class ModelRef(Section):
-    """The model that every engine serves."""
+def _published(name: str) -> str:
+    return published_model(name).name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSection(Section):
+    """Which model, under which name, up to which length. Exactly one of the six that name it.
+
+    `published` and `config` are enough to plan with, and then the name and the length may be left out.
+    """
 
     on_change: ClassVar = EVERYTHING
 
-    served_name: str
-    """What clients write as the model."""
-    max_model_len: int
-    """Tokens of a prompt and its answer together, at most."""
-    path: Path
-    """The checkpoint's directory. Of the hub: a link to it, which is there once it is fetched."""
-    source: Annotated[ModelSource | None, OnChange(EVERYTHING.needs, "")]
-    """What prfaas makes or fetches it from; None: the checkpoint is the user's."""
-    adapters: Mapping[str, Path] = field(default_factory=dict)
-    """LoRA adapters' directories, by the name that clients write as the model."""
+    served_name: Annotated[Text | None, GIVEN] = None
+    """What clients write in a request's `model`."""
+    max_model_len: Annotated[Positive | None, GIVEN] = None
+    """Longest prompt and answer together, in tokens."""
+    path: FileBeside | None = None
+    """Checkpoint directory, relative to the file."""
+    trained: TrainedName | None = None
+    """In place of `path`: a small model that prfaas ships or fetches."""
+    hub: Text | None = None
+    """In place of `path`: `ORG/NAME` on the Hugging Face hub."""
+    revision: Annotated[
+        Text | None, GIVEN, needs("hub", "is of a model of the hub; it goes with model.hub only")
+    ] = None
+    """With `hub`: a branch, tag or commit; left out: the default branch."""
+    tiny: TinyName | None = None
+    """In place of `path`: a seeded model that prfaas makes."""
+    published: Annotated[Text, AfterValidator(_published)] | None = None
+    """In place of `path`, to plan with: a model that `prfaas models` lists."""
+    config: FileBeside | None = None
+    """In place of `path`, to plan with: a `config.json`, relative to the file."""
+    adapters: Mapping[Name, FileBeside] = field(default_factory=dict)
+    """LoRA adapters' directories by their names, relative to the file."""
     kv_cache_dtype: KvCacheDtype = "auto"
     """What engines keep K and V in, unless their cluster has its own: vLLM's `--kv-cache-dtype`."""
     dtype: ModelDtype = "auto"
     """What engines compute in: vLLM's `--dtype`."""
+
+    @property
+    def source(self) -> ModelSource | None:
+        """What prfaas makes or fetches it from; None: the checkpoint is the user's, or nothing is to be run."""
+        if self.tiny is not None:
+            return ModelSource("tiny", self.tiny)
+        if self.trained is not None:
+            return ModelSource("trained", self.trained)
+        return None if self.hub is None else ModelSource("hub", self.hub, self.revision)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelRef(ModelSection):
+    """The model that every engine serves."""
+
+    served_name: str
+    max_model_len: int
+    path: Path
+    """The checkpoint's directory. Of the hub: a link to it, which is there once it is fetched."""
 
     def kv_model(self, kv_cache_dtype: KvCacheDtype | None = None) -> KvModel:
         """The KVCache of the checkpoint as the engines keep it. Reads its `config.json`.

@@ -12,11 +12,11 @@ from prfaas.core.deployment.field_types import GIVEN, FileBeside, Finite, Positi
 from prfaas.core.deployment.gateway import FirstTokenSource
 from prfaas.core.deployment.pool import PoolSettings, PoolSpace
 from prfaas.core.deployment.section import Section
-from prfaas.core.deployment.source import DeploymentError, YamlSource
 from prfaas.core.deployment.types import ClusterKind, ControlConfig, Link, Routing, Slo
 from prfaas.core.kv import DEFAULT_DTYPES, CacheDtypes, KvModel
 from prfaas.core.latency import LatencyProfile
 from prfaas.core.workload.requests import TraceFormat
+from prfaas.core.yaml_source import FileError, YamlSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +205,6 @@ class PlannedDeployment:
         """A cluster by name. Links only name clusters that are there; KeyError otherwise."""
         return {cluster.name: cluster for cluster in self.clusters}[name]
 
-    def error(self, location: Sequence[str | int], problem: str) -> DeploymentError:
+    def error(self, location: Sequence[str | int], problem: str) -> FileError:
         """The error to raise about a field, e.g. `("clusters", 0, "profile")`, with its file and line."""
         return self.source.error(location, problem)

@@ -3,18 +3,21 @@
 It is that of a published model, a `config.json` or a checkpoint.
 """
 
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from prfaas.core.deployment.model import default_state_dir
+from prfaas.core.deployment.model import ModelSection, default_state_dir
 from prfaas.core.deployment.planned import PlannedCluster, PlannedDeployment
-from prfaas.core.deployment.schema import ClusterSection, DeploymentFile, ModelSection
-from prfaas.core.deployment.source import Findings, Location, YamlSource
+from prfaas.core.deployment.pool import by_pool
+from prfaas.core.deployment.schema import DeploymentFile
+from prfaas.core.deployment.source import Findings
 from prfaas.core.deployment.speculation import speculation_of
-from prfaas.core.deployment.types import SYNTHETIC, Link
+from prfaas.core.deployment.types import SYNTHETIC, ClusterSection, Link
 from prfaas.core.kv import (
     CacheDtypeError,
     CacheDtypes,
@@ -31,48 +34,24 @@ from prfaas.core.kv import (
     read_config,
     with_drafter,
 )
+from prfaas.core.yaml_source import Location, YamlSource
 
 
-def kept_models(source: YamlSource, file: DeploymentFile) -> dict[str, KvModel]:
-    """The KVCache of the file's model on one rank, by cluster.
-
-    Raises:
-        DeploymentError: the model is not known or can't be read, or its caches have no such dtype.
-    """
-    return {
-        cluster.name: _kv_model(source, file, cluster, index) for index, cluster in enumerate(file.clusters)
-    }
-
-
-def planned_deployment(
-    source: YamlSource,
-    file: DeploymentFile,
-    once: Mapping[str, KvModel],
-    clusters: Sequence[PlannedCluster],
-    links: Sequence[Link],
-) -> PlannedDeployment:
-    """The deployment, with what its clusters hold and its links carry of a request's KVCache.
-
-    Args:
-        source: Of the file.
-        file: The file.
-        once: By cluster, as `kept_models` gives them.
-        clusters: Of the file.
-        links: Of the file.
+def planned_deployment(source: YamlSource, file: DeploymentFile, links: Sequence[Link]) -> PlannedDeployment:
+    """The deployment, with what its clusters hold and its `links` carry of a request's KVCache.
 
     Raises:
-        DeploymentError: the model's heads can't be divided among the ranks of a cluster.
+        DeploymentError: the model is not known or can't be read, its caches have no such dtype, or its heads can't be
+            divided among the ranks of a cluster.
     """
-    ranks = {cluster.name: cluster.tensor_parallel for cluster in clusters}
-    held = {
-        cluster.name: _on_all_ranks(source, c, once[cluster.name], cluster)
-        for c, cluster in enumerate(clusters)
-    }
-    widest = max(held, key=lambda name: held[name].compared_bytes())
+    once = {each.name: _kv_model(source, file, each, index) for index, each in enumerate(file.clusters)}
+    ranks = {cluster.name: _ranks(file, cluster) for cluster in file.clusters}
+    held = {name: _on_all_ranks(source, c, once[name], ranks[name]) for c, name in enumerate(once)}
+    widest = max(file.clusters, key=lambda cluster: held[cluster.name].compared_bytes())
+    kv_model = held[widest.name]
     sent = {
         link.name: model_on_wire(once[link.source], once[link.target], ranks[link.target]) for link in links
     }
-    kv_model = held[widest]
     inside = [model_on_wire(once[name], once[name], count) for name, count in ranks.items()]
     most_sent = max((*sent.values(), *inside), key=KvModel.compared_bytes)
     assert file.workload is not None
@@ -91,14 +70,15 @@ def planned_deployment(
         step_tokens=file.engine.max_num_batched_tokens,
         seats=file.engine.max_num_seqs,
         kv_model=kv_model,
-        dtypes=next(_dtypes(file.model, each) for each in file.clusters if each.name == widest),
+        dtypes=_dtypes(file.model, widest),
         clusters=tuple(
             replace(
-                cluster,
+                _planned_cluster(cluster),
+                tensor_parallel=ranks[cluster.name],
                 kv_model=None if held[cluster.name] == kv_model else held[cluster.name],
-                dtypes=_dtypes(file.model, section),
+                dtypes=_dtypes(file.model, cluster),
             )
-            for cluster, section in zip(clusters, file.clusters, strict=True)
+            for cluster in file.clusters
         ),
         kv_copies=max(
             (
@@ -113,12 +93,50 @@ def planned_deployment(
     )
 
 
+def _ranks(file: DeploymentFile, cluster: ClusterSection) -> int:
+    """Of an instance."""
+    if cluster.instances is not None:
+        return cluster.instances[0].tensor_parallel
+    assert cluster.profile is not None
+    # The published times are those of the paper, which counts every byte once; vLLM would copy heads to all ranks.
+    usual = cluster.profile.gpus_per_instance if file.model.published is None else 1
+    return cluster.tensor_parallel or usual
+
+
+def _on_all_ranks(source: YamlSource, index: int, model: KvModel, ranks: int) -> KvModel:
+    try:
+        return model.on_all_ranks(ranks)
+    except ValueError as error:
+        problem = f"{error}; give the tensor_parallel that its engines run with"
+        raise source.error(("clusters", index, "tensor_parallel"), problem) from None
+
+
+def _planned_cluster(cluster: ClusterSection) -> PlannedCluster:
+    profile, instances = cluster.profile, cluster.instances or ()
+    assert profile is not None
+    # Groups of several sizes are moved by what divides them all.
+    groups = Counter(each.data_parallel or f"alone {each.name}" for each in instances)
+    return PlannedCluster(
+        name=cluster.name,
+        kind=cluster.kind,
+        hardware=cluster.hardware,
+        instance_count=cluster.instance_count or len(instances),
+        gpus_per_instance=profile.gpus_per_instance,
+        profile=profile if cluster.speedup == 1 else profile.sped_up(cluster.speedup),
+        prefix_hit_ratio=cluster.prefix_hit_ratio,
+        pool=cluster.pool,
+        instances_per_machine=max(map(len, by_pool(cluster.name, instances).values()), default=1),
+        kills_per_hour=cluster.expected_kills_per_hour,
+        group_ranks=math.gcd(*groups.values()) or 1,
+    )
+
+
 def _dtypes(model: ModelSection, cluster: ClusterSection) -> CacheDtypes:
     return CacheDtypes(cluster.kv_cache_dtype or model.kv_cache_dtype, model.dtype)
 
 
 def _kv_model(source: YamlSource, file: DeploymentFile, cluster: ClusterSection, index: int) -> KvModel:
-    model, config = _own_kv_model(source, file, cluster, index), _config(source, file)
+    model, config = _own_kv_model(source, file, cluster, index), _config(file)
     assert config is not None
     try:
         speculation = speculation_of((*file.engine.extra_args, *cluster.extra_args))
@@ -130,40 +148,29 @@ def _kv_model(source: YamlSource, file: DeploymentFile, cluster: ClusterSection,
 
 def _own_kv_model(source: YamlSource, file: DeploymentFile, cluster: ClusterSection, index: int) -> KvModel:
     model, dtypes = file.model, _dtypes(file.model, cluster)
-    origin = model.origin
+    made = model.source
     try:
         if model.published is not None:
             return published_model(model.published).kept_in(dtypes)
-        config = _config_file(source, file)
+        config = _config_file(file)
         if config is not None:
             return model_from_file(
-                config, name=model.served_name or (None if origin is None else origin.name), dtypes=dtypes
+                config, name=model.served_name or (None if made is None else made.name), dtypes=dtypes
             )
     except CacheDtypeError as error:
         place = ("model",) if cluster.kv_cache_dtype is None else ("clusters", index)
         raise source.error((*place, "kv_cache_dtype"), str(error)) from None
     except ConfigError as error:
-        if origin is not None and origin.kind == "hub":
-            problem = f"{origin.name} is not on this machine yet; prfaas model fetch {source.path}"
+        if made is not None and made.kind == "hub":
+            problem = f"{made.name} is not on this machine yet; prfaas model fetch {source.path}"
             raise source.error(("model", "hub"), problem) from None
-        field = "published" if model.published else "config" if model.config else "path"
-        raise source.error(("model", field), str(error)) from None
+        raise source.error(("model", "config" if model.config else "path"), str(error)) from None
     raise source.error(
         ("model", "tiny"), "a made model has no published speed; plan with published, config or path"
     )
 
 
-def _on_all_ranks(source: YamlSource, index: int, model: KvModel, cluster: PlannedCluster) -> KvModel:
-    try:
-        return model.on_all_ranks(cluster.tensor_parallel)
-    except ValueError as error:
-        raise source.error(
-            ("clusters", index, "tensor_parallel"),
-            f"{error}; give the tensor_parallel that its engines run with",
-        ) from None
-
-
-def check_cluster_dtypes(source: YamlSource, file: DeploymentFile) -> Findings:
+def check_cluster_dtypes(file: DeploymentFile) -> Findings:
     """Whether unlike dtypes of clusters can be converted. A model that can't be read yet is judged by names alone."""
     named = [_dtypes(file.model, cluster).named for cluster in file.clusters]
     if len(set(named)) == 1:
@@ -174,7 +181,7 @@ def check_cluster_dtypes(source: YamlSource, file: DeploymentFile) -> Findings:
                 ("clusters", c, "hardware"),
                 "stand-in engines convert no KVCache; leave kv_cache_dtype of all clusters out",
             )
-    config = _config(source, file)
+    config = _config(file)
     kept = named if config is None else [_kept(config, file.model, cluster) for cluster in file.clusters]
     for a, b in combinations(range(len(file.clusters)), 2):
         if named[a] == named[b]:
@@ -196,26 +203,25 @@ def check_cluster_dtypes(source: YamlSource, file: DeploymentFile) -> Findings:
             )
 
 
-def _config_file(source: YamlSource, file: DeploymentFile) -> Path | None:
+def _config_file(file: DeploymentFile) -> Path | None:
     """The `config.json` of the model of a file that is to be planned; None: published, or only made when it runs."""
-    model, origin = file.model, file.model.origin
-    if origin is not None:
-        if origin.kind == "tiny":
+    model, made = file.model, file.model.source
+    if made is not None:
+        if made.kind == "tiny":
             return None
-        return origin.config_folder(origin.directory(default_state_dir(), file.name)) / "config.json"
-    given = model.config or model.path
-    if given is None:
-        return None
-    path = source.path.parent / Path(given).expanduser()
-    return path if model.config is not None and path.suffix == ".json" else path / "config.json"
+        return made.config_folder(made.directory(default_state_dir(), file.name)) / "config.json"
+    if model.config is not None and model.config.suffix == ".json":
+        return model.config
+    folder = model.config or model.path
+    return None if folder is None else folder / "config.json"
 
 
-def _config(source: YamlSource, file: DeploymentFile) -> Mapping[str, Any] | None:
+def _config(file: DeploymentFile) -> Mapping[str, Any] | None:
     """The model's configuration; None where it is made or brought later."""
     try:
         if file.model.published is not None:
             return published_model(file.model.published).config
-        path = _config_file(source, file)
+        path = _config_file(file)
         return None if path is None else read_config(path)
     except ConfigError:
         return None

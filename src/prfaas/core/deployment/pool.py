@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal, Protocol, TypeVar
 from pydantic import Field
 
 from prfaas.core.deployment.addresses import plain_host
-from prfaas.core.deployment.field_types import GIVEN, Folder, Port, Seconds, Size, SizeOrZero
+from prfaas.core.deployment.field_types import GIVEN, Folder, Port, Seconds, Size, SizeOrZero, needs
 from prfaas.core.deployment.section import POOLS_AGAIN, Section
 from prfaas.core.units import MIB
 
@@ -19,14 +19,6 @@ EvictionName = Literal["lru", "cost"]
 class _Placed(Protocol):
     @property
     def host(self) -> str: ...
-
-
-class _Named(_Placed, Protocol):
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def tls(self) -> bool: ...
 
 
 _P = TypeVar("_P", bound=_Placed)
@@ -58,7 +50,11 @@ class PoolSpace(Section):
     """Shared memory for pages."""
     ssd_bytes: Annotated[SizeOrZero, Field(alias="ssd")] = 0
     """Disk for pages; 0: none."""
-    path: Annotated[Folder | None, GIVEN] = None
+    path: Annotated[
+        Folder | None,
+        GIVEN,
+        needs("ssd_bytes", "is where the SSD's share lies, but pool.ssd is 0; say how much it may take"),
+    ] = None
     """The folder on the disk that may be used; left out: the deployment's own."""
     kv_port: Annotated[Port | None, GIVEN] = None
     """Where pools of other machines and the gateway reach it; needed unless it is only planned with."""
@@ -89,43 +85,9 @@ def pool_names(cluster: str, machines: int) -> tuple[str, ...]:
     return tuple(f"{cluster}-pool-{number}" for number in range(machines))
 
 
-def by_machine(instances: Sequence[_P]) -> list[list[_P]]:
-    """A cluster's instances, those of one host together."""
+def by_pool(cluster: str, instances: Sequence[_P]) -> dict[str, list[_P]]:
+    """A cluster's instances by the pool of their machine: those of one host together, in the order of its machines."""
     machines: dict[str, list[_P]] = {}
     for instance in instances:
         machines.setdefault(plain_host(instance.host), []).append(instance)
-    return list(machines.values())
-
-
-def pool_nodes(
-    cluster: str, space: PoolSpace, instances: Sequence[_Named], deployment: str, home: Path
-) -> tuple[PoolNode, ...]:
-    """One pool for each machine of a cluster, by the hosts of its instances.
-
-    Args:
-        cluster: its name.
-        space: what each machine gives.
-        instances: all of the cluster.
-        deployment: its name, which keeps deployments apart that use one disk.
-        home: the deployment's own folder.
-    """
-    if space.kv_port is None:
-        return ()
-    machines = by_machine(instances)
-    # A folder that was named is not this deployment's alone.
-    folder = home / "pools" if space.path is None else home / space.path / deployment
-    names = pool_names(cluster, len(machines))
-    return tuple(
-        PoolNode(
-            name=name,
-            cluster=cluster,
-            host=together[0].host,
-            kv_port=space.kv_port,
-            memory_bytes=space.memory_bytes,
-            ssd_bytes=space.ssd_bytes,
-            path=folder / name,
-            instances=tuple(instance.name for instance in together),
-            tls=any(instance.tls for instance in together),
-        )
-        for name, together in zip(names, machines, strict=True)
-    )
+    return dict(zip(pool_names(cluster, len(machines)), machines.values(), strict=True))

@@ -15,106 +15,25 @@ from prfaas.core.deployment.engine import EngineConfig, TransferLimits
 from prfaas.core.deployment.field_types import (
     GIVEN,
     SECTION,
-    Arg,
     Cidr,
     Flag,
     ImageName,
     Label,
     Name,
-    Positive,
     PositiveFloat,
-    Ratio,
-    Text,
     Weight,
 )
 from prfaas.core.deployment.gateway import FleetConfig, GatewayConfig
-from prfaas.core.deployment.model import ModelSource
+from prfaas.core.deployment.model import ModelSection
 from prfaas.core.deployment.planned import WorkloadSpec
-from prfaas.core.deployment.pool import PoolSettings, PoolSpace
+from prfaas.core.deployment.pool import PoolSettings
 from prfaas.core.deployment.section import Section, docs_of, fields_of
 from prfaas.core.deployment.security import Security
-from prfaas.core.deployment.types import ClusterKind, ControlConfig, InstanceSection, Link, Routing, Slo
-from prfaas.core.kv import KvCacheDtype, ModelDtype
+from prfaas.core.deployment.types import ClusterSection, ControlConfig, InstanceSection, Link, Routing, Slo
 
 
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class ModelSection(_Section):
-    """Which model, under which name, up to which length. Exactly one of the six that name it.
-
-    `published` and `config` are enough to plan with, and then the name and the length may be left out.
-    """
-
-    served_name: Annotated[Text | None, GIVEN] = None
-    """What clients write in a request's `model`."""
-    max_model_len: Annotated[Positive | None, GIVEN] = None
-    """Longest prompt and answer together, in tokens."""
-    path: Text | None = None
-    """Checkpoint directory, relative to the file."""
-    trained: Text | None = None
-    """In place of `path`: a small model that prfaas ships or fetches."""
-    hub: Text | None = None
-    """In place of `path`: `ORG/NAME` on the Hugging Face hub."""
-    revision: Annotated[Text | None, GIVEN] = None
-    """With `hub`: a branch, tag or commit; left out: the default branch."""
-    tiny: Text | None = None
-    """In place of `path`: a seeded model that prfaas makes."""
-    published: Text | None = None
-    """In place of `path`, to plan with: a model that `prfaas models` lists."""
-    config: Text | None = None
-    """In place of `path`, to plan with: a `config.json`, relative to the file."""
-    adapters: dict[Name, Text] = {}
-    """LoRA adapters' directories by their names, relative to the file."""
-    kv_cache_dtype: KvCacheDtype = "auto"
-    """What engines keep K and V in, unless their cluster has its own: vLLM's `--kv-cache-dtype`."""
-    dtype: ModelDtype = "auto"
-    """What engines compute in: vLLM's `--dtype`."""
-
-    @property
-    def origin(self) -> ModelSource | None:
-        """Where prfaas has the model from; None: the checkpoint is the user's, or nothing is to be run."""
-        if self.tiny is not None:
-            return ModelSource("tiny", self.tiny)
-        if self.trained is not None:
-            return ModelSource("trained", self.trained)
-        return None if self.hub is None else ModelSource("hub", self.hub, self.revision)
-
-
-class ClusterSection(_Section):
-    """Instances that share a network: `instances` to start, or an `instance_count` to plan with."""
-
-    name: Name
-    """Unlike any other's in the file."""
-    kind: ClusterKind
-    """`prfaas`: its instances only prefill, for others. `pd`: they decode, and may prefill."""
-    hardware: Text
-    """`cpu`, `synthetic`, or a word of yours."""
-    profile: Annotated[Text | None, GIVEN] = None
-    """How fast one instance is: a profile that comes with prfaas, or a file relative to this one."""
-    speedup: Annotated[PositiveFloat | None, GIVEN] = None
-    """How much faster than the profile, in plans too; only for `synthetic`. Left out: 1."""
-    pool: Annotated[PoolSpace | None, SECTION] = None
-    """What each of its machines keeps of computed prefixes beside its engines."""
-    preemptible: Flag = False
-    """Its instances may be taken away at short notice; only for `prfaas`."""
-    kills_per_hour: Annotated[Annotated[float, Field(strict=True, gt=0, le=3600)] | None, GIVEN] = None
-    """How often that is expected of one instance while it is up; left out: once."""
-    kv_cache_dtype: Annotated[KvCacheDtype | None, GIVEN] = None
-    """What its engines keep K and V in; left out: the model's."""
-    extra_args: tuple[Arg, ...] = ()
-    """Further options of its vLLM servers, after those of all."""
-    instances: Annotated[Annotated[tuple[InstanceSection, ...], Field(min_length=1)] | None, GIVEN] = None
-    """Its vLLM servers."""
-    instance_count: Annotated[Positive | None, GIVEN] = None
-    """In place of `instances`, to plan with: how many."""
-    gpus_per_instance: Annotated[Positive | None, GIVEN] = None
-    """GPUs of one instance; left out: as many as its profile's."""
-    tensor_parallel: Annotated[Positive | None, GIVEN] = None
-    """With `instance_count`: ranks of an instance that the KVCache is divided among."""
-    prefix_hit_ratio: Annotated[Ratio | None, GIVEN] = None
-    """Share of each prompt that this cluster caches, to plan with; left out: the workload's."""
 
 
 class PricesSection(_Section):

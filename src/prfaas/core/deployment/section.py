@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
 from types import UnionType
-from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel, ConfigDict
 from pydantic.fields import FieldInfo
@@ -24,7 +24,7 @@ class OnChange:
     needs: str | None
     """What must be done in place of a reload; None: nothing, it is taken on while everything runs."""
     shown: str | None = None
-    """The field for people, where the file does not call it so; empty: as its section."""
+    """The field for people, where the file does not call it so."""
     is_compared: bool = True
     """False: what comes of it is a field of its own, which is compared."""
 
@@ -109,36 +109,23 @@ def _types_in(kind: Any) -> Iterator[Any]:
 @cache
 def fields_of(section: type) -> Mapping[str, FieldFacts]:
     """The fields of a section by their names in the file, in their order."""
-    hints = get_type_hints(section, include_extras=True)
-    found = {}
-    for name, default in _defaults(section):
-        kind, marks = _unwrapped(hints[name])
-        alias = next((each.alias for each in marks if isinstance(each, FieldInfo) and each.alias), name)
-        on_change = next(
-            (each for each in marks if isinstance(each, OnChange)), getattr(section, "on_change", None)
-        )
-        found[alias] = FieldFacts(name, alias, kind, on_change, default)
-    return found
-
-
-def _defaults(section: type) -> Iterator[tuple[str, Any]]:
     if issubclass(section, BaseModel):
-        for name, info in section.model_fields.items():
-            yield name, MISSING if info.is_required() else info.get_default(call_default_factory=True)
-        return
-    assert is_dataclass(section)
-    for field in fields(section):
-        made = field.default_factory
-        yield field.name, field.default if made is MISSING else made()
-
-
-def _unwrapped(hint: Any) -> tuple[Any, tuple[Any, ...]]:
-    """A type without what is annotated, and that."""
-    marks: tuple[Any, ...] = ()
-    while get_origin(hint) is Annotated:
-        hint, *more = get_args(hint)
-        marks += tuple(more)
-    return hint, marks
+        given: Mapping[str, FieldInfo] = section.model_fields
+    else:
+        assert is_dataclass(section)
+        hints = get_type_hints(section, include_extras=True)
+        given = {
+            each.name: FieldInfo.from_annotated_attribute(hints[each.name], each) for each in fields(section)
+        }
+    found = {}
+    for name, info in given.items():
+        alias, default = info.alias or name, info.get_default(call_default_factory=True)
+        needs = (each for each in info.metadata if isinstance(each, OnChange))
+        on_change = next(needs, getattr(section, "on_change", None))
+        found[alias] = FieldFacts(
+            name, alias, info.annotation, on_change, MISSING if info.is_required() else default
+        )
+    return found
 
 
 @cache

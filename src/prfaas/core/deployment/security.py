@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from prfaas.core.deployment.field_types import Flag, HomeFile, TenantHeader, Text
+from prfaas.core.deployment.field_types import Flag, HomeFile, TenantHeader, Text, needs
 from prfaas.core.deployment.section import ENGINES_AGAIN, EVERYTHING, LIVE, TOLD_ELSEWHERE, Section
 
 EngineTls = Literal["elsewhere", "always", "never"]
@@ -39,9 +39,11 @@ class Security(Section):
     """File of the key that authenticates engines and seals tickets; the key itself is never kept here."""
     tenant_header: Annotated[TenantHeader | None, LIVE] = None
     """Requests with different values of this header share no cached prefix; left out: all requests share."""
-    tenant_weights: Annotated[Mapping[Text, Annotated[int, Field(strict=True, ge=1, le=1000)]], LIVE] = field(
-        default_factory=dict
-    )
+    tenant_weights: Annotated[
+        Mapping[Text, Annotated[int, Field(strict=True, ge=1, le=1000)]],
+        needs("tenant_header", "needs security.tenant_header, which says whose a request is"),
+        LIVE,
+    ] = field(default_factory=dict)
     """Parts of a link by the value of `tenant_header`, while tenants compete for it; 1 for all others."""
     certificates: Annotated[HomeFile, Field(validate_default=True)] = Path("certificates")
     """Folder of the CA's certificate and of every member's own, as `prfaas certs` writes them."""

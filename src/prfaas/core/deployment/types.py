@@ -1,23 +1,19 @@
 """A deployment file in typed, frozen form: what runs where, who may send KV to whom, with which limits."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, TypeVar
 
 from pydantic import Field
 
-from prfaas.core.deployment.addresses import (
-    EventsEndpoint,
-    events_folder,
-    host_in_url,
-    local_endpoint,
-)
+from prfaas.core.deployment.addresses import EventsEndpoint, events_folder, host_in_url, local_endpoint
 from prfaas.core.deployment.engine import EngineConfig, TransferLimits
 from prfaas.core.deployment.field_types import (
     GIVEN,
     SECTION,
+    Arg,
     Bandwidth,
     Flag,
     Host,
@@ -27,13 +23,16 @@ from prfaas.core.deployment.field_types import (
     Port,
     Positive,
     PositiveFloat,
+    Profile,
+    Ratio,
     Seconds,
     Text,
     Weight,
+    needs,
 )
 from prfaas.core.deployment.gateway import FleetConfig, GatewayConfig
 from prfaas.core.deployment.model import ModelRef
-from prfaas.core.deployment.pool import PoolNode, PoolSettings, PoolSpace, pool_nodes
+from prfaas.core.deployment.pool import PoolNode, PoolSettings, PoolSpace, by_pool
 from prfaas.core.deployment.section import (
     ANOTHER_NAME,
     ENGINES_AGAIN,
@@ -49,7 +48,6 @@ from prfaas.core.deployment.security import CERTIFICATE_NAMES, OBSERVERS, Securi
 from prfaas.core.deployment.source import DeploymentError
 from prfaas.core.kv import CacheDtypes, KvCacheDtype
 from prfaas.core.kv.rank_shares import RankGrid
-from prfaas.core.latency import LatencyProfile
 
 Role = Literal["prefill", "decode"]
 ClusterKind = Literal["prfaas", "pd"]
@@ -101,6 +99,11 @@ class InstanceSection(Section):
         return self.kv_port + self.gpus
 
     @property
+    def reserved_kv_ports(self) -> range:
+        """Those of all GPUs, and where its data-parallel group meets."""
+        return range(self.kv_port, self.meeting_port + (self.data_parallel is not None))
+
+    @property
     def gpus(self) -> int:
         """Of all its ranks."""
         return self.tensor_parallel * self.pipeline_parallel
@@ -141,33 +144,62 @@ class Instance(InstanceSection):
         return role in self.roles
 
 
-@dataclass(frozen=True, slots=True)
-class Cluster(Section):
-    """Instances that share a network."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSection(Section):
+    """Instances that share a network: `instances` to start, or an `instance_count` to plan with."""
 
     on_change: ClassVar = EVERYTHING
 
-    name: str
+    name: Name
+    """Unlike any other's in the file."""
     kind: ClusterKind
-    """`prfaas`: its instances only prefill. `pd`: they decode, and may prefill."""
-    hardware: str
+    """`prfaas`: its instances only prefill, for others. `pd`: they decode, and may prefill."""
+    hardware: Text
+    """`cpu`, `synthetic`, or a word of yours."""
+    profile: Annotated[Profile | None, GIVEN, GATEWAY_AGAIN] = None
+    """How fast one instance is: a profile that comes with prfaas, or a file relative to this one."""
+    speedup: PositiveFloat = 1.0
+    """How much faster than the profile, in plans too; only for `synthetic`."""
+    pool: Annotated[PoolSpace | None, SECTION, POOLS_AGAIN] = None
+    """What each of its machines keeps of computed prefixes beside its engines."""
+    preemptible: Annotated[Flag, LIVE] = False
+    """Its instances may be taken away at short notice; only for `prfaas`."""
+    # Far more than clouds tell of most kinds of machines. It costs little: a prefill of 30 s counts as 0.13 s longer.
+    kills_per_hour: Annotated[
+        float,
+        Field(strict=True, gt=0, le=3600),
+        needs("preemptible", "goes with preemptible: true; add that or leave this out"),
+        LIVE,
+    ] = 1.0
+    """How often that is expected of one instance while it is up."""
+    kv_cache_dtype: Annotated[KvCacheDtype | None, GIVEN] = None
+    """What its engines keep K and V in; left out: the model's."""
+    extra_args: Annotated[tuple[Arg, ...], ENGINES_AGAIN] = ()
+    """Further options of its vLLM servers, after those of all."""
+    instances: Annotated[Annotated[tuple[InstanceSection, ...], Field(min_length=1)] | None, GIVEN] = None
+    """Its vLLM servers."""
+    instance_count: Annotated[Positive | None, GIVEN, TOLD_ELSEWHERE] = None
+    """In place of `instances`, to plan with: how many."""
+    gpus_per_instance: Annotated[Positive | None, GIVEN, TOLD_ELSEWHERE] = None
+    """GPUs of one instance; left out: as many as its profile's."""
+    tensor_parallel: Annotated[Positive | None, GIVEN, TOLD_ELSEWHERE] = None
+    """With `instance_count`: ranks of an instance that the KVCache is divided among."""
+    prefix_hit_ratio: Annotated[Ratio | None, GIVEN, TOLD_ELSEWHERE] = None
+    """Share of each prompt that this cluster caches, to plan with; left out: the workload's."""
+
+    @property
+    def expected_kills_per_hour(self) -> float:
+        """Of one instance while it is up; 0 where none is taken away."""
+        return self.kills_per_hour if self.preemptible else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster(ClusterSection):
+    """A cluster whose instances run, or are to be started."""
+
     instances: tuple[Instance, ...]
-    profile: Annotated[LatencyProfile | None, GATEWAY_AGAIN] = None
-    """How fast one instance is, if known."""
-    speedup: float = 1.0
-    """Stand-ins are so many times as fast as the profile."""
-    pool: Annotated[PoolSpace | None, POOLS_AGAIN] = None
-    """What each machine keeps of computed prefixes beside its engines; None: nothing."""
     instance_price_per_hour: Annotated[float, OnChange(None, "price of an instance-hour")] = 0.0
     """In the currency of the file's prices; 0 where it has none."""
-    preemptible: Annotated[bool, LIVE] = False
-    """Its instances may be taken away at short notice."""
-    kills_per_hour: Annotated[float, LIVE] = 0.0
-    """How often that is expected of one instance while it is up; 0 where it is not `preemptible`."""
-    extra_args: Annotated[tuple[str, ...], ENGINES_AGAIN] = ()
-    """Further options of its vLLM servers, after those of all."""
-    kv_cache_dtype: KvCacheDtype | None = None
-    """What its engines keep K and V in; None: as the model's `kv_cache_dtype` says."""
 
     def with_role(self, role: Role) -> tuple[Instance, ...]:
         """The cluster's instances that have a role."""
@@ -405,12 +437,26 @@ class Deployment(Section):
     @property
     def pools(self) -> tuple[PoolNode, ...]:
         """The prefix-cache pools of all machines, in the order of the file."""
-        return tuple(
-            node
-            for cluster in self.clusters
-            if cluster.pool is not None
-            for node in pool_nodes(cluster.name, cluster.pool, cluster.instances, self.name, self.home)
-        )
+        return tuple(node for cluster in self.clusters for node in self._pools_of(cluster))
+
+    def _pools_of(self, cluster: Cluster) -> Iterator[PoolNode]:
+        space = cluster.pool
+        if space is None or space.kv_port is None:
+            return
+        # A folder that was named is not this deployment's alone.
+        folder = self.home / "pools" if space.path is None else self.home / space.path / self.name
+        for name, together in by_pool(cluster.name, cluster.instances).items():
+            yield PoolNode(
+                name=name,
+                cluster=cluster.name,
+                host=together[0].host,
+                kv_port=space.kv_port,
+                memory_bytes=space.memory_bytes,
+                ssd_bytes=space.ssd_bytes,
+                path=folder / name,
+                instances=tuple(instance.name for instance in together),
+                tls=any(instance.tls for instance in together),
+            )
 
     def pool_named(self, name: str) -> PoolNode:
         """A pool by name.
@@ -454,10 +500,6 @@ class Deployment(Section):
             and self.link(cluster.name, pd_cluster) is not None
         )
 
-    def is_synthetic(self, instance: Instance) -> bool:
-        """True if the instance is a stand-in, which runs no model."""
-        return self.cluster_of(instance).hardware == SYNTHETIC
-
     def uses_nixl(self, instance: Instance) -> bool:
         """True if an engine has NIXL beside our own transport."""
         return self.engine.local_transfer == "nixl" and self.cluster_of(instance).kind == "pd"
@@ -477,7 +519,7 @@ class Deployment(Section):
         sends.
         """
         peers = []
-        inside = SYNTHETIC_CONNECTIONS if self.is_synthetic(instance) else INTRA_CLUSTER_CONNECTIONS
+        inside = SYNTHETIC_CONNECTIONS if instance.is_stand_in else INTRA_CLUSTER_CONNECTIONS
         for target in self.instances:
             is_inside = target.cluster == instance.cluster
             if target.name == instance.name or (is_inside and not self.can_decode(target)):

@@ -18,7 +18,7 @@ from prfaas.core.latency.profile import (
     Origin,
     ProfileError,
 )
-from prfaas.core.yaml_loader import YamlLoader
+from prfaas.core.yaml_source import FileError, YamlSource, yaml_source
 
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -114,27 +114,28 @@ def _packaged(name: str) -> LatencyProfile:
 def parse_profile(content: str, where: str) -> LatencyProfile:
     """The profile in the YAML text `content`; `where` names the file in errors."""
     try:
-        node, values = YamlLoader(content).document()
-    except (yaml.YAMLError, RecursionError) as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f":{mark.line + 1}" if mark is not None else ""
-        problem = getattr(error, "problem", None) or "it can't be parsed"
-        raise ProfileError(f"{where}{line}: is no valid YAML ({problem})") from error
-    if not isinstance(values, dict):
-        raise ProfileError(f'{where}: must be a mapping with "name:", "model:", "prefill:" and so on')
+        source = yaml_source(Path(where), content)
+        if not isinstance(source.values, dict):
+            raise source.error((), 'must be a mapping with "name:", "model:", "prefill:" and so on')
+        return _profile(source)
+    except FileError as error:
+        raise ProfileError(str(error)) from None
+
+
+def _profile(source: YamlSource) -> LatencyProfile:
     try:
-        file = ProfileFile.model_validate(values)
+        file = ProfileFile.model_validate(source.values)
     except ValidationError as error:
         details = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
-        raise _error(where, node, details["loc"], _sentence(details["type"], details["msg"])) from None
-    section: tuple[str, ...] = ("prefill",)
+        raise source.error(details["loc"], _sentence(details["type"], details["msg"])) from None
+    section = "prefill"
     try:
         prefill = _prefill_curve(file.prefill)
         evidence = _evidence(file.prefill)
-        section = ("decode",)
+        section = "decode"
         decode = _decode_curve(file.decode) if file.decode is not None else None
     except ProfileError as error:
-        raise _error(where, node, section, str(error)) from None
+        raise source.error((section,), str(error)) from None
     return LatencyProfile(
         name=file.name,
         hardware=file.hardware,
@@ -249,22 +250,3 @@ def _sentence(kind: str, message: str) -> str:
     if kind == "extra_forbidden":
         return "is no known field"
     return message[:1].lower() + message[1:]
-
-
-def _error(where: str, node: yaml.Node | None, location: tuple[str | int, ...], problem: str) -> ProfileError:
-    """The sentence about a field, with the line of it or of the nearest enclosing field that is there."""
-    line, field = 1, ""
-    for part in location:
-        field += f"[{part}]" if isinstance(part, int) else f".{part}" if field else part
-        if isinstance(node, yaml.MappingNode):
-            found = next(((key, value) for key, value in node.value if key.value == part), None)
-            if found is None:
-                node = None
-            else:
-                line, node = found[0].start_mark.line + 1, found[1]
-        elif isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
-            node = node.value[part]
-            line = node.start_mark.line + 1
-        else:
-            node = None
-    return ProfileError(f"{where}:{line}: {field}: {problem}")

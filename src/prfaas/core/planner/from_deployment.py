@@ -5,15 +5,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from prfaas.core.arrays import OfLength
-from prfaas.core.deployment import (
-    DeploymentError,
+from prfaas.core.deployment import DeploymentError, Link, PlannedCluster, PlannedDeployment, Slo
+from prfaas.core.deployment.planned import (
     EmpiricalLengths,
     FixedLengths,
-    Link,
     LogNormalLengths,
-    PlannedCluster,
-    PlannedDeployment,
-    Slo,
     TraceLengths,
     UniformLengths,
 )

@@ -7,7 +7,7 @@ from copy import deepcopy
 from dataclasses import replace
 from typing import Any, Protocol, cast
 
-from prfaas.core.deployment import BUILT_IN_POLICIES, POLICY_ENTRY_POINTS
+from prfaas.core.deployment.types import BUILT_IN_POLICIES, POLICY_ENTRY_POINTS
 from prfaas.core.scheduling.baselines import LeastTtft, LocalOnly, OffloadAll, RoundRobin, StaticThreshold
 from prfaas.core.scheduling.decision import Decision, RoutingRequest
 from prfaas.core.scheduling.paper import Paper

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from prfaas.core.deployment import EvictionName
+from prfaas.core.deployment.pool import EvictionName
 from prfaas.core.kv import KvModel
 from prfaas.core.kv.groups import GroupKind, KvGroup
 from prfaas.core.pool.eviction import EvictionPolicy, eviction_policy

@@ -58,7 +58,7 @@ class DeployedView(Part):
         for cluster in deployment.clusters:
             found = view.clusters[cluster.name]
             found.instance_price_per_s = cluster.instance_price_per_hour / SECONDS_PER_HOUR
-            found.kills_per_s = cluster.kills_per_hour / SECONDS_PER_HOUR
+            found.kills_per_s = cluster.expected_kills_per_hour / SECONDS_PER_HOUR
         for pool in deployment.pools:
             view.pools[pool.name].instances = pool.instances
 

@@ -162,7 +162,7 @@ def cluster_view(deployment: Deployment, cluster: Cluster, curves: PrefillCurves
         curves.alone.seconds,
         slot_s=_usual_slot_s(deployment, cluster) if cluster.kind == "pd" else 0.0,
         instance_price_per_s=cluster.instance_price_per_hour / SECONDS_PER_HOUR,
-        kills_per_s=cluster.kills_per_hour / SECONDS_PER_HOUR,
+        kills_per_s=cluster.expected_kills_per_hour / SECONDS_PER_HOUR,
         kv=_facts(sent_model(deployment, cluster.name, cluster.name)),
         pool_kv=_facts(held_model(deployment, cluster.name)),
     )

@@ -6,7 +6,8 @@ from collections.abc import Collection, Sequence
 
 import prometheus_client
 
-from prfaas.core.deployment import BUILT_IN_POLICIES, DEFAULT_POLICY, AppliedDeployment
+from prfaas.core.deployment import AppliedDeployment
+from prfaas.core.deployment.types import BUILT_IN_POLICIES, DEFAULT_POLICY
 from prfaas.core.prefix import PromptChains
 from prfaas.core.scheduling import CheckedPolicy, Decision, Policy, Route, RoutingRequest, View, make_policy
 from prfaas.core.scheduling.policy import is_shortest_first

@@ -75,13 +75,13 @@ class RunningEngines(ChildProcesses):
 
     def _launch(self, names: Sequence[str]) -> None:
         instances = [self.deployment.instance(each) for each in names]
-        if self._command is None and not all(map(self.deployment.is_synthetic, instances)):
+        if self._command is None and not all(each.is_stand_in for each in instances):
             ensure_vllm()
         for instance in instances:
             self._check_free(instance)
         if self._command is None:
             ensure_nixl(self.deployment, instances)
-            weights = not all(map(self.deployment.is_synthetic, instances))
+            weights = not all(each.is_stand_in for each in instances)
             ensure_model(self.deployment, weights=weights)
             ensure_dtypes(self.deployment, instances)
         ensure_key(self.deployment)
@@ -214,7 +214,7 @@ class RunningEngines(ChildProcesses):
         """Each process to start, with the names of the instances in it."""
         stand_ins = []
         for instance in instances:
-            if self._command is None and self.deployment.is_synthetic(instance):
+            if self._command is None and instance.is_stand_in:
                 stand_ins.append(instance.name)
             else:
                 build = self._command or vllm_command

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from prfaas.core.deployment import TracingConfig, traces_url
+from prfaas.core.deployment import TracingConfig
+from prfaas.core.deployment.addresses import traces_url
 
 _TRACES_ENDPOINT = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
 _ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"

@@ -8,7 +8,8 @@ from typing import Annotated, Any, Self
 
 import msgspec
 
-from prfaas.core.deployment import Deployment, Instance, KvPeer
+from prfaas.core.deployment import Deployment, Instance
+from prfaas.core.deployment.types import KvPeer
 from prfaas.serving.transport.options import Peer
 from prfaas.serving.transport.wire import MAX_LINK_CHARS, WireError, body_of, read_body
 

@@ -51,7 +51,8 @@ def reference_deployment(deployment: Deployment) -> Deployment:
     """
     decode = deployment.with_role("decode")[0]
     instance = replace(decode, name=REFERENCE_NAME, roles=("prefill", "decode"), tls=False)
-    cluster = Cluster(decode.cluster, "pd", deployment.cluster_of(decode).hardware, (instance,))
+    hardware = deployment.cluster_of(decode).hardware
+    cluster = Cluster(name=decode.cluster, kind="pd", hardware=hardware, instances=(instance,))
     return replace(deployment, name=f"{deployment.name}-{REFERENCE_NAME}", clusters=(cluster,), links=())
 
 

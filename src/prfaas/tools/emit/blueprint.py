@@ -10,7 +10,6 @@ import yaml
 from prfaas.core.deployment import (
     CERTIFICATE_NAMES,
     GATEWAY,
-    SYNTHETIC,
     Deployment,
     DeploymentError,
     Instance,
@@ -153,11 +152,10 @@ class Blueprint:
 
     def engine(self, instance: Instance) -> Process:
         """The process of an instance; its GPUs are the cluster's `gpus_per_instance`, else its ranks."""
-        is_synthetic = self.deployment.cluster_of(instance).hardware == SYNTHETIC
         return Process(
             "engine",
             instance.name,
-            self.containers.gateway_image if is_synthetic else self.containers.engine_image,
+            self.containers.gateway_image if instance.is_stand_in else self.containers.engine_image,
             ("engine", CONFIG_FILE, instance.name),
             (instance.name,),
             gpus=self.containers.gpus.get(instance.cluster, instance.gpus),

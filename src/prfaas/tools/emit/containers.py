@@ -6,8 +6,8 @@ from pathlib import Path, PurePosixPath
 
 from prfaas.core.deployment.load import read_file
 from prfaas.core.deployment.schema import ContainersSection
-from prfaas.core.deployment.source import YamlSource
 from prfaas.core.deployment.types import SYNTHETIC
+from prfaas.core.yaml_source import YamlSource
 
 _SUFFIXES = (".yaml", ".yml")
 
@@ -37,9 +37,10 @@ def load_containers(path: Path | str) -> ContainerSettings:
                 ("containers", "networks", name),
                 f"there is no such cluster; the clusters are {', '.join(sorted(names))}",
             )
-    if file.model.path is not None:
-        _check_absolute(source, ("model", "path"), file.model.path)
-    for name, adapter in file.model.adapters.items():
+    model = source.values["model"]
+    if "path" in model:
+        _check_absolute(source, ("model", "path"), model["path"])
+    for name, adapter in model.get("adapters", {}).items():
         _check_absolute(source, ("model", "adapters", name), adapter)
     companions: dict[PurePosixPath, None] = {}
     gpus: dict[str, int] = {}
@@ -48,8 +49,9 @@ def load_containers(path: Path | str) -> ContainerSettings:
             gpus[cluster.name] = 0
         elif cluster.gpus_per_instance is not None:
             gpus[cluster.name] = cluster.gpus_per_instance
-        if cluster.profile is not None and ("/" in cluster.profile or cluster.profile.endswith(_SUFFIXES)):
-            companions[_beside(source, c, cluster.profile)] = None
+        profile = source.values["clusters"][c].get("profile", "")
+        if "/" in profile or profile.endswith(_SUFFIXES):
+            companions[_beside(source, c, profile)] = None
     return ContainerSettings(
         **{each.name: getattr(given, each.name) for each in fields(given)},
         gpus=gpus,

@@ -7,8 +7,9 @@ import secrets
 import signal
 from collections.abc import Sequence
 
-from prfaas.core.deployment import SYNTHETIC, Deployment, Instance
+from prfaas.core.deployment import Deployment, Instance
 from prfaas.core.deployment.speculation import counted_model
+from prfaas.core.deployment.types import SYNTHETIC
 from prfaas.core.kv import KvModel, model_on_wire
 from prfaas.core.units import GIB
 from prfaas.serving.certificates import identity_of
