@@ -137,14 +137,6 @@ def test_one_pd_instance_can_only_decode() -> None:
     assert best_point(paper_problem(prfaas=0, pd=1)).lambda_max == 0
 
 
-def test_fixed_lengths_go_one_way() -> None:
-    point = best_point(paper_problem(lengths=fixed(20_000)))
-    assert point.offloaded_fraction in (0, 1)
-    far = min(4 / h200_s(20_000), 100e9 / (8 * kv_bytes_1t(20_000)), 8 * 20 / 25.6)
-    near = max(min(n / h20_s(20_000), (8 - n) * 20 / 25.6) for n in range(9))
-    assert point.lambda_max == pytest.approx(max(far, near))
-
-
 def test_given_split_and_threshold() -> None:
     point = evaluate(paper_problem(), 19_400, 3)
     assert point.theta_prfaas == pytest.approx(1.62, abs=0.005)  # paper/equations.md

@@ -82,12 +82,11 @@ class PrefillSide:
         return any(link.target == target for link in self.problem.links)
 
     def best_threshold(self) -> float:
-        """The threshold of the balance of Eq. 7, by what prefill and links can carry; infinite where nothing can go."""
+        """The threshold of the balance of Eq. 7, by what prefill and links can carry; infinite where nothing is to go."""
         split = own_split(self.problem, self.service)
-        if split.remote is None:
-            return math.inf
-        length = best_of(split, [self.n_prefill])[1]
-        return settled(self.problem, length) * split.own_share
+        length = settled(self.problem, best_of(split, [self.n_prefill])[1])
+        is_all = length >= self.problem.workload.lengths.highest_threshold
+        return math.inf if is_all else length * split.own_share
 
     def rate(self, threshold: float) -> float:
         """Requests per second of this cluster that prefill and links can carry with a threshold."""

@@ -124,9 +124,9 @@ class _ByAtom:
 
     def total(self, f: OfLength, share: float) -> FloatArray:
         """E[f(share × L); part]."""
-        values = f(share * self.law.lengths)
-        beyond = self.law.expect_beyond(values, self.thresholds)
-        return beyond if self.above else float((values * self.law.probabilities).sum()) - beyond
+        # All of it is what is beyond 0, summed alike: where nothing is left, rounding leaves nothing.
+        beyond = self.law.expect_beyond(f(share * self.law.lengths), np.append(self.thresholds, 0.0))
+        return beyond[:-1] if self.above else beyond[-1] - beyond[:-1]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -22,8 +22,8 @@ from prfaas.core.planner.ttft import service_ttft
 _GRID = 1024
 # A smaller part of all requests is the rounding of sums.
 _NO_REQUESTS = 1e-12
-# Lengths that were observed are a sample: a smaller part of the requests than this is not worth another look.
-_FEW = 3e-4
+# Lengths that were observed are a sample: where a look at the neighbours gives less than this part, it is the last.
+_FEW = 1e-4
 _ZOOMS = 5
 _ZOOM_POINTS = 33
 
@@ -292,33 +292,25 @@ def best_of_each(
     for row, (n_prefill, index) in enumerate(zip(splits, highest(rates, limits), strict=True)):
         found = ((float(rates[row, index]), float(limits[row, index])), float(candidates[index]), n_prefill)
         if found[0][0] > 0.98 * most:
-            found = _zoom(split, candidates, loads.offloaded, index, found)
+            found = _zoom(split, candidates, index, found)
         most = max(most, found[0][0])
         yield found
 
 
-def _zoom(
-    split: Split,
-    candidates: FloatArray,
-    offloaded: FloatArray,
-    index: int,
-    found: Found,
-) -> Found:
-    """What is better than the candidate at `index` between its neighbours, if these differ by more than rounding."""
-    n_prefill, few = found[2], _FEW if split.problem.workload.lengths.atoms() is not None else _NO_REQUESTS
+def _zoom(split: Split, candidates: FloatArray, index: int, found: Found) -> Found:
+    """What is better than the candidate at `index` between its neighbours."""
+    is_sample = split.problem.workload.lengths.atoms() is not None
     for _ in range(_ZOOMS):
-        first, last = max(index - 1, 0), min(index + 1, len(candidates) - 1)
-        if offloaded[first] - offloaded[last] < few:
+        ends = candidates[max(index - 1, 0)], candidates[min(index + 1, len(candidates) - 1)]
+        if ends[0] == ends[1]:
             break
-        ends = candidates[first], candidates[last]
         candidates = np.unique(np.append(np.linspace(*ends, _ZOOM_POINTS), candidates[index]))
-        loads = split.loads(candidates)
-        offloaded = loads.offloaded
-        rates, limits = merits(split, loads, [n_prefill])
+        rates, limits = merits(split, split.loads(candidates), [found[2]])
         (index,) = highest(rates, limits)
-        here = ((float(rates[0, index]), float(limits[0, index])), float(candidates[index]), n_prefill)
-        if here[0] > found[0]:
-            found = here
+        here = ((float(rates[0, index]), float(limits[0, index])), float(candidates[index]), found[2])
+        gain, found = here[0][0] - found[0][0], max(found, here)
+        if is_sample and gain < _FEW * here[0][0]:
+            break
     return found
 
 
