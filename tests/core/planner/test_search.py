@@ -17,7 +17,7 @@ from prfaas.core.planner.two_clusters import (
     evaluate,
     rate_at,
 )
-from prfaas.core.workload import Empirical, Uniform, Workload, fixed
+from prfaas.core.workload import Empirical, Uniform, Workload
 
 from .oracle import TwoClusters
 from .problems import continuous, h20_s, h200_s, kv_bytes_1t, paper_problem, requests_of, two_clusters
