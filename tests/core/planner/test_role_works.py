@@ -40,7 +40,7 @@ def names(work: StageWork) -> list[object]:
 def sums(work: StageWork) -> list[float]:
     """What roles are compared by."""
     pools = [[pool.work_s, pool.part, float(pool.times.squares.sum())] for pool in work.pools]
-    return [*work.link_rates.values(), *sum(pools, [])]
+    return [*work.link_rates.values(), *(each for pool in pools for each in pool)]
 
 
 def same(one: StageWork, other: StageWork) -> bool:
