@@ -9,7 +9,11 @@ from prfaas.core.workload.arrivals import Poisson
 from prfaas.core.workload.traffic import IndependentTraffic
 from prfaas.lab.simulator import Result, scenario_of, simulate
 
-NARROW = {"one": fixed(27_000), "almost one": Uniform(26_800, 27_200), "no less than one": Uniform(27_000, 27_001)}
+NARROW = {
+    "one": fixed(27_000),
+    "almost one": Uniform(26_800, 27_200),
+    "no less than one": Uniform(27_000, 27_001),
+}
 
 
 def run(case_study: CaseStudy, policy: str, lengths: LengthDistribution, **options: object) -> Result:

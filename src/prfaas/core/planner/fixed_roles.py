@@ -82,7 +82,7 @@ class PrefillSide:
         return any(link.target == target for link in self.problem.links)
 
     def best_threshold(self) -> float:
-        """The threshold of the balance of Eq. 7, by what prefill and links can carry; infinite where nothing is to go."""
+        """The threshold of the balance of Eq. 7, by what prefill and links carry; infinite where nothing is to go."""
         split = own_split(self.problem, self.service)
         length = settled(self.problem, best_of(split, [self.n_prefill])[1])
         is_all = length >= self.problem.workload.lengths.highest_threshold
