@@ -26,7 +26,7 @@ _PARTS = 50
 # Each fifth of a run that says anything is an answer's time or longer, or it would show how the deployment fills.
 _LEAST_ANSWERS = 5
 # Of the standard deviation of that walk: what moves less is no queue that is full.
-_STILL = 0.4
+_STILL = 1 / 3
 # Of so many parts of the run means are taken for how far the backlog goes up and down.
 _LOOKS = 40
 
@@ -69,7 +69,7 @@ def stability(
 
     It is too short with fewer than five times `answer_s`, what one answer takes. To be called stable, the backlog must
     keep clearly stiller than that of a queue which is exactly full: its growth and two standard deviations of its means
-    over fortieths, from the second fifth on, are less than 0.4 standard deviations of that one's walk. So the verdict
+    over fortieths, from the second fifth on, are less than a third of a standard deviation of that one's walk. So the verdict
     comes early at low loads and late near the limit: at 0.9 some 4,000 Poisson arrivals tell it in 19 of 20 runs. Of
     runs with 1.8 % more than can be done, one in 20 or less is called stable, with any number of requests.
     """
