@@ -87,7 +87,7 @@ def test_what_keeps_up_is_called_stable_when_it_can_be_known() -> None:
 
 
 def test_few_requests_show_only_what_is_far_from_the_limit() -> None:
-    assert set(verdicts_of(1.5, 120, seeds=5)) == {False}
+    assert {False} <= set(verdicts_of(1.5, 120, seeds=5)) <= {False, None}
     assert False not in verdicts_of(0.5, 120, seeds=5)
     assert verdicts_of(1.1, 120, seeds=40).count(True) <= 2
 

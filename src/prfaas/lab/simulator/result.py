@@ -69,9 +69,9 @@ def stability(
 
     It is too short with fewer than five times `answer_s`, what one answer takes. To be called stable, the backlog must
     keep clearly stiller than that of a queue which is exactly full: its growth and two standard deviations of its means
-    over fortieths, from the second fifth on, are less than a third of a standard deviation of that one's walk. So the verdict
-    comes early at low loads and late near the limit: at 0.9 some 4,000 Poisson arrivals tell it in 19 of 20 runs. Of
-    runs with 1.8 % more than can be done, one in 20 or less is called stable, with any number of requests.
+    over fortieths, from the second fifth on, are less than a third of one standard deviation of that queue's walk. So
+    the verdict comes early at low loads and late near the limit: at 0.9 some 4,000 Poisson arrivals tell it in 19 of 20
+    runs. Of runs with 1.8 % more than can be done one in 20 or less is called stable, with any number of requests.
     """
     if end_s - start_s < _LEAST_ANSWERS * answer_s:
         return None
