@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from prfaas.core.workload.arrivals import Poisson
 from prfaas.core.workload.traffic import IndependentTraffic
-from prfaas.lab.studies.study import Key, Run, StudyOutcome, Verdict
+from prfaas.lab.studies.study import Key, Run, StudyOutcome
 
 LARGEST_RPS = "largest_stable_rps"
 """The number that comes out."""
@@ -45,45 +45,40 @@ class RateSearch:
     def outcome(self) -> StudyOutcome:
         """`LARGEST_RPS`, None where `largest_factor` is."""
         started_s = time.perf_counter()
-        factor = largest_factor(self._verdict)
+        factor = largest_factor(self._grows)
         found = None if factor is None else factor * self.guess_rps
         return StudyOutcome({LARGEST_RPS: found}, {}, time.perf_counter() - started_s)
 
-    def _verdict(self, factor: float) -> Verdict:
+    def _grows(self, factor: float) -> bool:
+        """Near the limit a run is too short to call it stable; what counts here is that its queues don't grow."""
         traffic = self.run.traffic
         if not isinstance(traffic, IndependentTraffic):
             raise TypeError(
                 f"a rate is searched with independent requests, not with {type(traffic).__name__}"
             )
         at_rate = replace(traffic, arrivals=Poisson(factor * self.guess_rps))
-        return replace(self.run, traffic=at_rate).outcome().verdict
+        return replace(self.run, traffic=at_rate).outcome().verdict == "grows"
 
 
-def largest_factor(verdict_at: Callable[[float], Verdict]) -> float | None:
+def largest_factor(grows_at: Callable[[float], bool]) -> float | None:
     """The factor at which queues begin to grow, between two that are `STEP` apart.
 
     Returns:
-        The middle of the two. None where a run was too short to say, or if the factor is not between 0.2 and 2.
+        The middle of the two; None if it is not between 0.2 and 2.
     """
     step = _FIRST_STEPS * STEP
-    verdict = verdict_at(1.0)
-    if verdict == "too short to say":
-        return None
-    stable, grows = (1.0, math.inf) if verdict == "stable" else (-math.inf, 1.0)
-    while grows - stable > 1.5 * STEP:
+    calm, grows = (-math.inf, 1.0) if grows_at(1.0) else (1.0, math.inf)
+    while grows - calm > 1.5 * STEP:
         if math.isinf(grows):
-            factor, step = min(stable + step, _HIGHEST), 2 * step
-        elif math.isinf(stable):
+            factor, step = min(calm + step, _HIGHEST), 2 * step
+        elif math.isinf(calm):
             factor, step = max(grows - step, _LOWEST), 2 * step
         else:
-            factor = (stable + grows) / 2
-        if factor in (stable, grows):
+            factor = (calm + grows) / 2
+        if factor in (calm, grows):
             return None
-        verdict = verdict_at(factor)
-        if verdict == "too short to say":
-            return None
-        stable, grows = (factor, grows) if verdict == "stable" else (stable, factor)
-    return (stable + grows) / 2
+        calm, grows = (calm, factor) if grows_at(factor) else (factor, grows)
+    return (calm + grows) / 2
 
 
 def hidden_overload(requests: int, warmup_share: float = 0.1) -> float:

@@ -27,11 +27,16 @@ class TwoClusters:
     decode_per_instance: float
     kv_bytes: Curve
     bits_per_s: float
+    edge: float = 0.0
+    """A threshold is up to half of this part higher or lower for a request."""
 
     def rate(self, threshold: float, n_prefill: int, *, by_length: bool = False) -> float:
         """Λ_max."""
-        long = [(length, weight) for length, weight in self.requests if length > threshold]
-        short = [(length, weight) for length, weight in self.requests if length <= threshold]
+        long, short = [], []
+        for length, weight in self.requests:
+            part = self._part_long(length, threshold)
+            long += [(length, weight * part)] if part > 0 else []
+            short += [(length, weight * (1 - part))] if part < 1 else []
         limits = [(self.pd_instances - n_prefill) * self.decode_per_instance]
         if long:
             work = total(long, self.prfaas_s, by_length)
@@ -44,12 +49,20 @@ class TwoClusters:
     def best(self, *, by_length: bool = False) -> Best:
         """Every threshold that makes a difference, every split."""
         found = Best(-1, 0, 0)
-        for threshold in [0.0, *(length for length, _ in self.requests)]:
+        steps = [k / 20 - 1 for k in range(41)] if self.edge else [0.0]
+        lengths = [length / (1 + step * self.edge / 2) for length, _ in self.requests for step in steps]
+        for threshold in [0.0, *lengths]:
             for n_prefill in range(self.pd_instances + 1):
                 rate = self.rate(threshold, n_prefill, by_length=by_length)
                 if rate > found.rate:
                     found = Best(rate, n_prefill, threshold)
         return found
+
+    def _part_long(self, length: float, threshold: float) -> float:
+        """How much of U, uniform on [0, 1), makes length > threshold · (1 + edge · (U − ½))."""
+        if not self.edge or threshold == 0:
+            return float(length > threshold)
+        return min(max((length / threshold - 1 + self.edge / 2) / self.edge, 0.0), 1.0)
 
 
 def total(part: Sequence[tuple[float, float]], f: Curve, by_length: bool) -> float:

@@ -120,7 +120,8 @@ def two_clusters(
 
     def oracle(requests: list[tuple[float, float]]) -> TwoClusters:
         decode = batch / (step_s * output)
-        return TwoClusters(requests, prfaas, fast, pd, slow, decode, size, bandwidth)
+        edge = 0.05 if lengths is None else 0.0
+        return TwoClusters(requests, prfaas, fast, pd, slow, decode, size, bandwidth, edge)
 
     return problem, oracle
 

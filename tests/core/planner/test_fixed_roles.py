@@ -51,11 +51,6 @@ def test_two_clusters_get_the_threshold_of_the_exact_search(
     assert found == pytest.approx(exact.threshold_tokens, rel=5e-3)
 
 
-def test_a_threshold_lies_half_way_between_lengths_that_are_known() -> None:
-    lengths = Empirical([1000, 64_000])
-    assert home(paper_problem(lengths=lengths), 3).best_threshold() == pytest.approx(8000)
-
-
 @pytest.mark.parametrize(
     ("problem", "is_reached"),
     [
@@ -241,4 +236,5 @@ def test_thresholds_are_uncached_lengths(split: bool) -> None:
 @settings(deadline=None, max_examples=20)
 @given(st.integers(100, 100_000), st.integers(1, 8))
 def test_one_length(tokens: int, n_prefill: int) -> None:
-    assert home(paper_problem(lengths=fixed(tokens)), n_prefill).best_threshold() in (0.0, math.inf)
+    side = home(paper_problem(lengths=fixed(tokens)), n_prefill)
+    assert side.rate(side.best_threshold()) >= max(side.rate(0.0), side.rate(math.inf))

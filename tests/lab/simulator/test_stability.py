@@ -66,13 +66,30 @@ def test_a_run_of_a_few_answers_says_nothing() -> None:
     assert stability(arrived_s, 3 * arrived_s, 100.0, 1000.0, 200.0) is None
 
 
-@pytest.mark.parametrize("load", [0.5, 1.5])
-def test_few_requests_can_show_an_overload_but_not_that_there_is_none(load: float) -> None:
-    verdicts = set()
-    for seed in range(5):
-        arrived_s = arrivals_of(Poisson(1.0), 120, seed)
-        verdicts.add(stability(arrived_s, left_of(arrived_s, load), 0.1 * arrived_s[-1], arrived_s[-1], load))
-    assert True not in verdicts and (False in verdicts) is (load > 1)
+def verdicts_of(load: float, count: int, seeds: int) -> list[bool | None]:
+    found = []
+    for seed in range(seeds):
+        arrived_s = arrivals_of(Poisson(1.0), count, seed)
+        end_s = float(arrived_s[-1])
+        found.append(stability(arrived_s, left_of(arrived_s, load), 0.1 * end_s, end_s, load))
+    return found
+
+
+@pytest.mark.parametrize("count", [2_000, 4_000, 20_000])
+def test_a_small_overload_is_not_called_stable(count: int) -> None:
+    assert verdicts_of(1.018, count, seeds=20).count(True) <= 1
+
+
+def test_what_keeps_up_is_called_stable_when_it_can_be_known() -> None:
+    assert verdicts_of(0.8, 2_000, seeds=20).count(True) >= 18
+    assert verdicts_of(0.9, 4_000, seeds=20).count(True) >= 18
+    assert False not in verdicts_of(0.97, 4_000, seeds=20)
+
+
+def test_few_requests_show_only_what_is_far_from_the_limit() -> None:
+    assert {False} <= set(verdicts_of(1.5, 120, seeds=5)) <= {False, None}
+    assert False not in verdicts_of(0.5, 120, seeds=5)
+    assert verdicts_of(1.1, 120, seeds=40).count(True) <= 2
 
 
 def test_a_short_run_at_half_the_capacity_is_too_short_to_say(case_study: CaseStudy) -> None:
@@ -81,7 +98,7 @@ def test_a_short_run_at_half_the_capacity_is_too_short_to_say(case_study: CaseSt
     rate_per_s = 0.5 * case_study.optimum.lambda_max
     short = simulate(scenario, case_study.poisson(rate_per_s, seed=1), requests=200)
     assert short.summary()["stable"] is None
-    long = simulate(scenario, case_study.poisson(rate_per_s, seed=1), requests=2_000)
+    long = simulate(scenario, case_study.poisson(rate_per_s, seed=1), requests=4_000)
     assert long.summary()["stable"] is True
 
 

@@ -10,8 +10,14 @@ from prfaas.core.planner.operating_point import ServiceModel
 from prfaas.core.planner.plan import best_operation
 from prfaas.core.planner.problem import PdCluster, PlanError, PlanLink, PlanProblem, PrfaasCluster, all_paths
 from prfaas.core.planner.routing import RoutingPlan, best_routing
-from prfaas.core.planner.threshold_rates import ThresholdRates
-from prfaas.core.planner.two_clusters import best_prefill, best_rate
+from prfaas.core.planner.two_clusters import (
+    best_of,
+    best_prefill,
+    best_rate,
+    own_split,
+    rate_at,
+    settled,
+)
 from prfaas.core.units import BITS_PER_BYTE
 
 # Requests per second that an instance decodes where decode is left out.
@@ -75,20 +81,16 @@ class PrefillSide:
         target = self.problem.pd[0].name
         return any(link.target == target for link in self.problem.links)
 
-    def threshold_rates(self) -> ThresholdRates:
-        """Requests per second of this cluster that prefill and links can carry, over thresholds.
-
-        The best one is that of the balance of Eq. 7.
-        """
-        return ThresholdRates.of(self.problem, self.n_prefill, self.service)
-
     def best_threshold(self) -> float:
-        """The best threshold alone."""
-        return self.threshold_rates().best_threshold()
+        """The threshold of the balance of Eq. 7, by what prefill and links carry; infinite where nothing is to go."""
+        split = own_split(self.problem, self.service)
+        length = settled(self.problem, best_of(split, [self.n_prefill])[1])
+        is_all = length >= self.problem.workload.lengths.highest_threshold
+        return math.inf if is_all else length * split.own_share
 
     def rate(self, threshold: float) -> float:
-        """The rate with one threshold alone."""
-        return self.threshold_rates().rate(threshold)
+        """Requests per second of this cluster that prefill and links can carry with a threshold."""
+        return rate_at(self.problem, threshold, self.n_prefill, self.service)
 
 
 def prefill_sides(

@@ -1,12 +1,13 @@
 """The work of each resource of a two-cluster deployment per request, as a function of the threshold."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from prfaas.core.arrays import FloatArray, NDArray, OfLength, np
 from prfaas.core.planner.problem import Path, PdCluster, PlanProblem, PrfaasCluster
 from prfaas.core.planner.ttft import PrefillPoolLoad, ServiceTimes, StageWork, link_time
 from prfaas.core.units import BITS_PER_BYTE
-from prfaas.core.workload import Bins
+from prfaas.core.workload import EDGE, Bins, Empirical
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,19 +62,33 @@ class Split:
             links[transfer.link] = links[transfer.link] + bits
         return Loads(above.mass, prfaas_s, below.total(self.pd.prefill_s, self.local.share), links)
 
-    def _parts(self, lengths: FloatArray) -> "tuple[_MeanLength, _MeanLength] | tuple[_ByLength, _ByLength]":
+    def _parts(self, lengths: FloatArray) -> "tuple[_Part, _Part]":
         """The prompts above each length, and the others."""
-        distribution = self.problem.workload.lengths
-        mass, tokens = distribution.above(lengths)
-        others, their_tokens = 1.0 - mass, distribution.mean() - tokens
+        law = self.problem.workload.lengths
+        mass, tokens = law.beyond(lengths)
+        others, their_tokens = 1.0 - mass, law.mean() - tokens
+        if self.fine is not None and isinstance(law, Empirical):
+            return _ByAtom(mass, law, lengths, above=True), _ByAtom(others, law, lengths, above=False)
         if self.fine is not None:
             return (
                 _ByLength(mass, tokens, lengths, self.fine, above=True),
                 _ByLength(others, their_tokens, lengths, self.fine, above=False),
             )
-        low, high = distribution.low, distribution.high
-        inside = np.minimum(np.maximum(lengths, low), high)
-        return _mean_length(mass, tokens, inside, high), _mean_length(others, their_tokens, low, inside)
+        # Rounding must not put the mean of a tiny part outside of it: curves end where lengths do.
+        low, high = law.low, law.high
+        least, most = (np.clip(lengths * (1 + side * EDGE / 2), low, high) for side in (-1, 1))
+        return _mean_length(mass, tokens, least, high), _mean_length(others, their_tokens, low, most)
+
+
+class _Part(Protocol):
+    """A part of the requests for each of some thresholds."""
+
+    @property
+    def mass(self) -> FloatArray:
+        """Its probability."""
+
+    def total(self, f: OfLength, share: float) -> FloatArray:
+        """The expectation of f(share × L) in it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,9 +111,22 @@ def _mean_length(
 ) -> _MeanLength:
     """The part whose lengths are between `low` and `high`."""
     some = mass > 1e-15
-    # Rounding must not put the mean of a tiny part outside of it: curves end where lengths do.
     means = np.minimum(np.maximum(tokens / np.where(some, mass, 1.0), low), high)
     return _MeanLength(mass, means, some)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _ByAtom:
+    mass: FloatArray
+    law: Empirical
+    thresholds: FloatArray
+    above: bool
+
+    def total(self, f: OfLength, share: float) -> FloatArray:
+        """E[f(share × L); part]."""
+        # All of it is what is beyond 0, summed alike: where nothing is left, rounding leaves nothing.
+        beyond = self.law.expect_beyond(f(share * self.law.lengths), np.append(self.thresholds, 0.0))
+        return beyond[:-1] if self.above else beyond[-1] - beyond[:-1]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -144,7 +172,7 @@ def work_of(split: Split, length: float, n_prefill: int) -> StageWork:
 def pools_of(split: Split, length: float, n_prefill: int) -> tuple[PrefillPoolLoad, ...]:
     """The prefill pools and their service times, by the exact distribution of lengths."""
     lengths = split.problem.workload.lengths
-    return pools_of_parts(split, lengths.fine_bins(up_to=length), lengths.fine_bins(above=length), n_prefill)
+    return pools_of_parts(split, *lengths.fine_parts(length), n_prefill)
 
 
 def pools_of_parts(split: Split, short: Bins, long: Bins, n_prefill: int) -> tuple[PrefillPoolLoad, ...]:

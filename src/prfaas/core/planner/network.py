@@ -9,8 +9,10 @@ from prfaas.core.planner.operating_point import LinkUse, OperatingPoint, Roles, 
 from prfaas.core.planner.problem import Path, PlanError, PlanProblem, all_paths
 from prfaas.core.planner.routing import RoutingPlan, best_routing, cleaned
 from prfaas.core.planner.ttft import PrefillPoolLoad, ServiceTimes, StageWork, joined, link_time, service_ttft
+from prfaas.core.workload import LengthDistribution
 
 # Roles are found on few bins, the routes for them on more (`routing.py`).
+_BISECTIONS = 60
 _ROLE_BINS = 24
 # Flows below this part of all requests are the solver's rounding.
 _NOTHING = 1e-7
@@ -274,10 +276,20 @@ def _threshold(routing: RoutingPlan, local: "NDArray[np.bool_]", p: float) -> fl
     scale, distribution = scales.pop(), routing.lengths.distribution
     here, away = routing.shares[:, local].sum(axis=1), routing.shares[:, ~local].sum(axis=1)
     if p <= _NOTHING:
-        return distribution.high * scale
+        return distribution.highest_threshold * scale
     if p >= 1 - _NOTHING:
         return 0.0
     short, long = np.flatnonzero(here > _SEEN), np.flatnonzero(away > _SEEN)
     if len(short) and len(long) and short.max() > long.min():
         return None
-    return distribution.quantile(1 - p) * scale
+    return _threshold_of(distribution, p) * scale
+
+
+def _threshold_of(distribution: LengthDistribution, p: float) -> float:
+    """The threshold that a part p of the requests is above."""
+    low, high = 0.0, distribution.highest_threshold
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        ((mass,), _) = distribution.beyond(np.array([middle]))
+        low, high = (middle, high) if mass > p else (low, middle)
+    return high

@@ -35,25 +35,22 @@ def works_with_prefill(problem: PlanProblem, counts: Sequence[int]) -> dict[int,
 
 
 def _works_at_atoms(split: Split, counts: Sequence[int]) -> dict[int, StageWork]:
-    """A threshold is one of the lengths then, so that all it divides is known before: loads, and service times."""
+    """What service times each atom has is known before, whatever the threshold."""
     assert split.remote is not None and split.prfaas is not None  # else nothing is divided
     problem = split.problem
     candidates, bins = candidate_lengths(split), problem.workload.lengths.fine_bins()
     loads = split.loads(candidates)
     stays = ServiceTimes.of(split.pd.prefill_s(split.local.share * bins.lengths), bins.weights)
     goes = ServiceTimes.of(split.prfaas.prefill_s(split.remote.share * bins.lengths), bins.weights)
-    lengths = [
-        settled(problem, float(candidates[place]), float(loads.offloaded[place]))
-        for place in highest(*merits(split, loads, counts))
-    ]
-    places, cuts = candidates.searchsorted(lengths), bins.upper.searchsorted(lengths, side="right")
-    works, count_of_bins, far = {}, len(bins.weights), split.prfaas
-    for count, place, cut in zip(counts, places.tolist(), cuts.tolist(), strict=True):
+    works, far = {}, split.prfaas
+    for count, place in zip(counts, highest(*merits(split, loads, counts)), strict=True):
+        threshold = settled(problem, float(candidates[place]), float(loads.offloaded[place]))
+        beyond = problem.workload.lengths.parts_beyond(bins, threshold)
         pools = []
-        if cut:
-            pools.append(PrefillPoolLoad(split.pd.name, count, stays.part(0, cut), False))
-        if cut < count_of_bins:
-            pools.append(PrefillPoolLoad(far.name, far.instances, goes.part(cut, count_of_bins), False))
+        if beyond[0] < 1:
+            pools.append(PrefillPoolLoad(split.pd.name, count, stays.parts(1 - beyond), False))
+        if beyond[-1] > 0:
+            pools.append(PrefillPoolLoad(far.name, far.instances, goes.parts(beyond), False))
         link_rates = {
             link.name: link.bandwidth_bits_per_s / bits
             for link in problem.links

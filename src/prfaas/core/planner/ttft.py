@@ -83,10 +83,9 @@ class ServiceTimes:
     def of(cls, seconds: FloatArray, weights: FloatArray) -> "ServiceTimes":
         return cls(seconds, weights, seconds * weights, seconds**2 * weights)
 
-    def part(self, start: int, end: int) -> "ServiceTimes":
-        """Those from one place on, up to another."""
-        cut = slice(start, end)
-        return ServiceTimes(self.seconds[cut], self.weights[cut], self.work[cut], self.squares[cut])
+    def parts(self, parts: FloatArray) -> "ServiceTimes":
+        """With a part, 0 to 1, of each weight."""
+        return ServiceTimes(self.seconds, self.weights * parts, self.work * parts, self.squares * parts)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -175,7 +175,7 @@ class _TargetSearch:
         """None if nothing keeps the target."""
         lengths = self._lengths()
         best = self._best_of(lengths)
-        for _ in range(_ZOOMS if self._split.problem.workload.lengths.atoms() is None else 0):
+        for _ in range(_ZOOMS):
             if best[0] <= 0 or len(lengths) == 1:
                 break
             index = int(np.searchsorted(lengths, best[1]))
@@ -223,7 +223,8 @@ class _TargetSearch:
         parts = {self._split.pd.name: 1.0}
         works = []
         for length in lengths:
-            short, long = bins.split_at(settled(self._split.problem, float(length)))
+            threshold = settled(self._split.problem, float(length))
+            short, long = bins.divided(distribution.parts_beyond(bins, threshold))
             works.append(StageWork(pools_of_parts(self._split, short, long, 1), {}, parts))
         return works
 
@@ -231,10 +232,9 @@ class _TargetSearch:
         """Ascending: quantiles, and the threshold of each split's highest Λ."""
         distribution = self._split.problem.workload.lengths
         if self._split.remote is None:
-            return np.array([distribution.high])
+            return np.array([distribution.highest_threshold])
         peaks = [best_of(self._split, range(n, n + 1))[1] for n in self._splits]
-        quantiles = [distribution.quantile(k / _GRID) for k in range(1, _GRID)]
-        return np.unique(np.array([0.0, distribution.high, *quantiles, *peaks]))
+        return np.unique(np.concatenate([distribution.thresholds(_GRID), peaks]))
 
     def _rate(self, work: StageWork, n_prefill: int, full: float, *, above: float = 0.0) -> float:
         """The highest rate up to `full` whose load keeps the target; 0 if it is not more than `above`."""

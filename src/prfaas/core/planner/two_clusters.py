@@ -1,7 +1,7 @@
 """The two-cluster optimum (Eq. 7 and 8): every split of the PD cluster, and the threshold to machine precision."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from prfaas.core.arrays import FloatArray, np
 from prfaas.core.planner import equations
@@ -22,6 +22,8 @@ from prfaas.core.planner.ttft import service_ttft
 _GRID = 1024
 # A smaller part of all requests is the rounding of sums.
 _NO_REQUESTS = 1e-12
+# Lengths that were observed are a sample: where a look at the neighbours gives less than this part, it is the last.
+_FEW = 1e-4
 _ZOOMS = 5
 _ZOOM_POINTS = 33
 
@@ -157,8 +159,7 @@ def point_of(split: Split, length: float, n_prefill: int) -> OperatingPoint:
         if value is not None and (kind == "prfaas prefill" or name in own_links)
     ]
     local_capacity = capacities["pd prefill", pd.name]
-    long_tokens = problem.workload.lengths.mean_above(length)
-    short_tokens = problem.workload.lengths.mean_at_most(length)
+    long_tokens, short_tokens = _mean_lengths(problem, length)
     mean_ttft, p90_ttft = service_ttft(pools_of(split, length, n_prefill), split.problem.first_token)
     stages = [
         Stage(
@@ -186,7 +187,7 @@ def point_of(split: Split, length: float, n_prefill: int) -> OperatingPoint:
         cache_policy=split.local.policy,
         roles=(Roles(pd.name, n_prefill, n_decode),),
         stages=tuple(stages),
-        routes=tuple(_routes(split, length, p)),
+        routes=tuple(_routes(split, length, p, long_tokens, short_tokens)),
         links=tuple(
             LinkUse(
                 link.name,
@@ -222,13 +223,13 @@ def _least(decode: float, capacities: "Mapping[tuple[StageKind, str], float | No
 
 
 def settled(problem: PlanProblem, length: float, longer: float | None = None) -> float:
-    """0 if (almost) every prompt is longer, the longest prompt if (almost) none is.
+    """0 if (almost) every prompt is longer, the lowest threshold that no prompt is above if (almost) none is.
 
     `longer`: the part of the prompts that are longer than `length`; None: it is looked up.
     """
     lengths = problem.workload.lengths
-    p = lengths.tail(length) if longer is None else longer
-    return lengths.high if p < _NO_REQUESTS else 0.0 if p > 1 - _NO_REQUESTS else length
+    p = float(lengths.beyond(np.array([length]))[0][0]) if longer is None else longer
+    return lengths.highest_threshold if p < _NO_REQUESTS else 0.0 if p > 1 - _NO_REQUESTS else length
 
 
 def policies(problem: PlanProblem) -> tuple[CachePolicy, ...]:
@@ -257,57 +258,59 @@ def own_split(problem: PlanProblem, service: ServiceModel) -> Split:
 
 
 def candidate_lengths(split: Split) -> FloatArray:
-    """Candidate thresholds: every atom, or a fine grid."""
+    """Candidate thresholds in tokens of the whole prompt, ascending."""
     lengths = split.problem.workload.lengths
     if split.remote is None:
-        return np.array([lengths.high])
-    steps = lengths.steps()
-    if steps is not None:
-        return steps
-    quantiles = [lengths.quantile(k / _GRID) for k in range(1, _GRID)]
-    grid = np.geomspace(lengths.low, lengths.high, _GRID)
-    return np.unique(np.concatenate([[0.0], quantiles, grid]))
+        return np.array([lengths.highest_threshold])
+    found = lengths.thresholds(_GRID)
+    if lengths.atoms() is None:
+        found = np.unique(np.append(found, np.geomspace(lengths.low, lengths.high, _GRID)))
+    return found
+
+
+Found = tuple[tuple[float, float], float, int]
+"""(Λ, prefill's own limit), the length and the number of prefill instances that give it."""
 
 
 def best_of(
     split: Split, splits: Sequence[int], candidates: "FloatArray | None" = None, loads: Loads | None = None
-) -> tuple[tuple[float, float], float, int]:
-    """The best (Λ, prefill's own limit), and the length and number of prefill instances that give it.
+) -> Found:
+    """The best of all `splits`.
 
     `candidates`: what `candidate_lengths` gives, with their `loads`; None: they are worked out here.
     """
     candidates = candidate_lengths(split) if candidates is None else candidates
-    rates, limits = merits(split, loads or split.loads(candidates), splits)
-    zooms = _ZOOMS if split.problem.workload.lengths.atoms() is None and len(candidates) > 2 else 0
-    best: tuple[tuple[float, float], float, int] | None = None
+    return max(best_of_each(split, splits, candidates, loads or split.loads(candidates)))
+
+
+def best_of_each(
+    split: Split, splits: Sequence[int], candidates: FloatArray, loads: Loads
+) -> Iterator[Found]:
+    """The best of each split; of one that is much worse than one before it may be a little more."""
+    rates, limits = merits(split, loads, splits)
+    most = 0.0
     for row, (n_prefill, index) in enumerate(zip(splits, highest(rates, limits), strict=True)):
-        merit = (float(rates[row, index]), float(limits[row, index]))
-        found = (merit, float(candidates[index]), n_prefill)
-        if zooms and (best is None or found[0][0] > 0.98 * best[0][0]):
-            found = _zoom(split, candidates, index, found, zooms)
-        if best is None or found[0] > best[0]:
-            best = found
-    assert best is not None
-    return best
+        found = ((float(rates[row, index]), float(limits[row, index])), float(candidates[index]), n_prefill)
+        if found[0][0] > 0.98 * most:
+            found = _zoom(split, candidates, index, found)
+        most = max(most, found[0][0])
+        yield found
 
 
-def _zoom(
-    split: Split,
-    candidates: FloatArray,
-    index: int,
-    found: tuple[tuple[float, float], float, int],
-    rounds: int,
-) -> tuple[tuple[float, float], float, int]:
-    n_prefill = found[2]
-    for _ in range(rounds):
-        low = candidates[max(index - 1, 0)]
-        high = candidates[min(index + 1, len(candidates) - 1)]
-        candidates = np.unique(np.append(np.linspace(low, high, _ZOOM_POINTS), candidates[index]))
-        rates, limits = merits(split, split.loads(candidates), [n_prefill])
+def _zoom(split: Split, candidates: FloatArray, index: int, found: Found) -> Found:
+    """What is better than the candidate at `index` between its neighbours."""
+    is_sample = split.problem.workload.lengths.atoms() is not None
+    for _ in range(_ZOOMS):
+        ends = candidates[max(index - 1, 0)], candidates[min(index + 1, len(candidates) - 1)]
+        if ends[0] == ends[1]:
+            break
+        candidates = np.unique(np.append(np.linspace(*ends, _ZOOM_POINTS), candidates[index]))
+        rates, limits = merits(split, split.loads(candidates), [found[2]])
         (index,) = highest(rates, limits)
-        here = ((float(rates[0, index]), float(limits[0, index])), float(candidates[index]), n_prefill)
-        if here[0] > found[0]:
-            found = here
+        here = ((float(rates[0, index]), float(limits[0, index])), float(candidates[index]), found[2])
+        gain, found = here[0][0] - found[0][0], max(found, here)
+        if is_sample and gain < _FEW * here[0][0]:
+            break
     return found
 
 
@@ -356,10 +359,21 @@ def _capacities(split: Split, loads: Loads, n_prefill: int) -> dict[tuple[StageK
     return found
 
 
-def _routes(split: Split, length: float, p: float) -> list[RouteUse]:
+def _mean_lengths(problem: PlanProblem, threshold: float) -> tuple[float | None, float | None]:
+    """E[L] of the prompts that are longer, and of the others; None where there are none."""
+    lengths = problem.workload.lengths
+    (mass,), (tokens,) = lengths.beyond(np.array([threshold]))
+    low, high = lengths.low, lengths.high
+    long = min(max(float(tokens / mass), low), high) if mass > 0 else None
+    short = min(max(float((lengths.mean() - tokens) / (1 - mass)), low), high) if mass < 1 else None
+    return long, short
+
+
+def _routes(
+    split: Split, length: float, p: float, long_tokens: float | None, short_tokens: float | None
+) -> list[RouteUse]:
     lengths, share = split.problem.workload.lengths, split.own_share
     routes = []
-    long_tokens, short_tokens = lengths.mean_above(length), lengths.mean_at_most(length)
     if short_tokens is not None:
         end = min(length, lengths.high)
         routes.append(

@@ -19,6 +19,7 @@ from prfaas.core.scheduling.decision import RoutingRequest
 from prfaas.core.scheduling.egress import is_worth_offloading
 from prfaas.core.scheduling.link_choice import usable_link
 from prfaas.core.scheduling.view import ClusterView, InstanceView, LinkView, View
+from prfaas.core.workload import edge_factor
 
 _by_tokens = attrgetter("held_tokens")
 
@@ -105,7 +106,7 @@ def pd_candidate_of(
         held_tokens=held_tokens,
         least_wait_s=local.start_s if own is None else own.least_wait_s,
         has_prfaas=has_prfaas,
-        threshold_tokens=_threshold(view, local),
+        threshold_tokens=_threshold(request, view, local),
         is_kept_apart=not has_prfaas and is_kept_apart(view, decode, "prfaas"),
     )
 
@@ -154,12 +155,12 @@ def _local(
     return here, "" if decode.prefills else "held-by-decode", longest
 
 
-def _threshold(view: View, local: PrefillCandidate) -> float:
-    """The threshold where it is to stay in the cluster of `local`.
+def _threshold(request: RoutingRequest, view: View, local: PrefillCandidate) -> float:
+    """The threshold of this request where it is to stay in the cluster of `local`.
 
     A prefill that all ranks of a group wait for takes from the cluster what one so many times as long takes alone.
     """
-    threshold = view.threshold_tokens.get(local.cluster.name, math.inf)
+    threshold = view.threshold_tokens.get(local.cluster.name, math.inf) * edge_factor(request.ordinal)
     return threshold / (1 + local.instance.held_up) if local.instance.group else threshold
 
 
@@ -197,7 +198,7 @@ def lone_pd_candidate(request: RoutingRequest, view: View) -> PdCandidate | None
         least_wait_s=own.least_wait_s,
         remotes=remotes,
         has_prfaas=bool(far),
-        threshold_tokens=_threshold(view, own),
+        threshold_tokens=_threshold(request, view, own),
         is_too_dear=is_too_dear,
     )
 

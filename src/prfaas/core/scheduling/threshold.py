@@ -8,7 +8,6 @@ from typing import Literal
 from prfaas.core.arrays import FloatArray
 from prfaas.core.planner import PlanProblem, ServiceModel
 from prfaas.core.planner.fixed_roles import PrefillSide, even_spread, prefill_sides
-from prfaas.core.planner.threshold_rates import ThresholdRates
 
 SETTLE_S = 0.3
 """Events come in bunches: a link's fall is followed by its capacity's. So long a search waits for the rest."""
@@ -67,28 +66,26 @@ class ThresholdOptimiser:
         taken to decode the part of all requests that its decode capacity is of all.
         """
         sides = prefill_sides(problem, prefill, even_spread(problem, prefill), self.service)
-        rates = {name: side.threshold_rates() for name, side in sides.items()}
         tokens: dict[str, float] = {}
         for name, side in sides.items():
             now = current_tokens.get(name)
-            best = rates[name].best_threshold()
-            if now is not None and not self._is_better(side, rates[name], now, best, sample_count, reason):
+            best = side.best_threshold()
+            if now is not None and not self._is_better(side, now, best, sample_count, reason):
                 best = now
             tokens[name] = best
         if all(tokens[name] == current_tokens.get(name) for name in tokens):
             return None
         known = [
-            rates[name].rate(current_tokens[name]) / side.part
+            side.rate(current_tokens[name]) / side.part
             for name, side in sides.items()
             if name in current_tokens
         ]
-        after = min(rates[name].rate(tokens[name]) / side.part for name, side in sides.items())
+        after = min(side.rate(tokens[name]) / side.part for name, side in sides.items())
         return ThresholdChange(tokens, reason, min(known) if len(known) == len(sides) else None, after)
 
     def _is_better(
         self,
         side: PrefillSide,
-        rates: ThresholdRates,
         now: float,
         best: float,
         sample_count: int,
@@ -96,7 +93,7 @@ class ThresholdOptimiser:
     ) -> bool:
         if not side.is_reached:
             return True  # infinite
-        if rates.rate(best) <= rates.rate(now) * (1 + self.margin):
+        if side.rate(best) <= side.rate(now) * (1 + self.margin):
             return False
         return reason != "periodic" or is_more_than_noise(
             side.problem, now, best, sample_count, self.noise_sds
@@ -111,15 +108,16 @@ def is_more_than_noise(
     The balance is log(work offloaded / work kept), which at the best threshold is what the instances' numbers allow.
     The work of the PrfaaS cluster and of the link must both have moved so far.
     """
-    bins = problem.workload.lengths.fine_bins()
+    lengths = problem.workload.lengths
+    bins = lengths.fine_bins()
     stays = problem.pd[0].prefill_s(bins.lengths)
-    are_long = [bins.lengths > threshold for threshold in (before, after)]
-    kept = [moments(stays * ~is_long, bins.weights) for is_long in are_long]
+    long = [lengths.parts_beyond(bins, threshold) for threshold in (before, after)]
+    kept = [moments(stays, bins.weights * (1 - part)) for part in long]
     for work in (problem.prfaas[0].prefill_s, problem.kv_bytes):
         goes = work(bins.lengths)
         if not goes.any():
             continue
-        offloaded = [moments(goes * is_long, bins.weights) for is_long in are_long]
+        offloaded = [moments(goes, bins.weights * part) for part in long]
         then, now = (balance(one, other) for one, other in zip(offloaded, kept, strict=True))
         # Mostly the first kind of work has not moved, and the second need not be looked at.
         if _moved(then, now, sample_count) <= sds:

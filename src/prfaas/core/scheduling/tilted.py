@@ -15,6 +15,8 @@ from prfaas.core.scheduling.routing import Choice, ChoosingPolicy, cheapest_remo
 from prfaas.core.scheduling.view import View
 
 _LEAST_S = 1e-3
+# Times a prompt's own length: the threshold that stands for an infinite one.
+_NEVER = 2
 # Of the tokens to compute: what a cached prefix must spare for a prefill to wait for the instance that holds it.
 _MUCH = 0.1
 
@@ -36,6 +38,7 @@ class Tilted(ChoosingPolicy):
         t' = t · max(0, 1 − β · Δ / T_pd(t))   where Δ > 0
         t' = t / (1 + β · Δ / T_pd(t))         where Δ < 0; infinite where the divisor is not above 0
 
+    An infinite threshold counts as twice the prompt's length: it gives way where waiting costs more than the prefill.
     β = 0 is the paper's policy without its adjustments. For β > 0 the sum times T_pd is a drift and a penalty: the
     change of the squared backlogs of prefill pools and links by a request (backlog × work added), and at most
     T_pd(t) per second of work for leaving the threshold. Growing backlogs outweigh that, so queues stay bounded
@@ -70,18 +73,20 @@ class Tilted(ChoosingPolicy):
         uncached = uncached_tokens(request, view, pd, self.abundance)
         local, local_stays = with_cache(request, view, pd, pd.local, self.abundance)
         far: PrefillCandidate | None = None
-        if pd.remotes and threshold < math.inf:
+        if pd.remotes:
             far = cheapest_remote(request, view, pd.decode, pd.remotes, _added_work)
             far, far_stays = with_cache(request, view, pd, far, self.abundance)
             done_s = far.delay_s if request.first_from_prefill else far.ttft_s
             tilt_s = self.beta * self._ahead_s(local, far, done_s, view)
-            tilt = tilt_s / max(pd.cluster.prefill_s(threshold), _LEAST_S)
-            adjusted = _tilted(threshold, tilt)
+            tilted = threshold if threshold < math.inf else _NEVER * uncached
+            adjusted = _tilted(tilted, tilt_s / max(pd.cluster.prefill_s(tilted), _LEAST_S))
             if far.link is not None and far.link.congestion:
                 adjusted *= 1.0 + far.link.congestion
             if uncached > adjusted:
                 reason = "long" if uncached > threshold else "busy-pd"
                 return Choice(far, uncached, adjusted, reason, cache_stays=far_stays)
+            if threshold == math.inf:
+                adjusted = threshold
             short_by_cache = own_uncached_tokens(request, pd) > adjusted
             if short_by_cache and (local.cache_transfer is None or far.delay_s <= local.delay_s):
                 # The cache that makes it short does not come here, or is done sooner where it is.

@@ -1,7 +1,7 @@
 """The traffic: how long prompts and answers are, as formulas or from traces."""
 
 from prfaas.core.workload.csv_traces import CsvColumns
-from prfaas.core.workload.empirical import Empirical, fixed
+from prfaas.core.workload.empirical import EDGE, Empirical, edge_factor, fixed
 from prfaas.core.workload.lengths import (
     Bins,
     LengthDistribution,
@@ -20,6 +20,7 @@ from prfaas.core.workload.requests import (
 from prfaas.core.workload.trace_readers import read_trace
 
 __all__ = [
+    "EDGE",
     "Bins",
     "CsvColumns",
     "Empirical",
@@ -31,6 +32,7 @@ __all__ = [
     "Uniform",
     "Workload",
     "WorkloadError",
+    "edge_factor",
     "fixed",
     "read_requests",
     "read_trace",

@@ -1,5 +1,6 @@
-"""Lengths that were observed, each with a weight."""
+"""Lengths that were observed, each with a weight, and how a threshold divides those that many prompts have."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -13,17 +14,32 @@ from prfaas.core.workload.lengths import (
     check_quantile,
 )
 
+EDGE = 0.05
+"""How wide a threshold's edge is, in proportion to it: to a request it stands `edge_factor` times as high.
+
+Where many prompts have one length, as of a template, some go and some stay so; other traffic is divided as without it.
+"""
+# Of a threshold of 0, which is divided by.
+_LEAST = 1e-9
+# The part of 1 that no sequence of requests, every other or every seventh, keeps in step with.
+_GOLDEN = (math.sqrt(5) - 1) / 2
+
+
+def edge_factor(ordinal: int) -> float:
+    """What a threshold is multiplied with for a request: evenly spread over 1 ± `EDGE` / 2; 1 for request 0."""
+    return 1 + EDGE * ((0.5 + ordinal * _GOLDEN) % 1.0 - 0.5)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Atoms(LengthDistribution):
-    edges: FloatArray
-    """0 and the lengths."""
     lengths: FloatArray
     probabilities: FloatArray
     tail_mass: FloatArray
-    """P(L > t) for each t of `edges`."""
+    """P(L > t) for 0 and each length."""
     tail_tokens: FloatArray
     """E[L; L > t] likewise."""
+    tail_squares: FloatArray
+    """E[L²; L > t] likewise."""
 
 
 class Empirical(_Atoms):
@@ -61,13 +77,10 @@ class Empirical(_Atoms):
         return found
 
     def _set(self, atoms: FloatArray, probability: FloatArray) -> None:
-        edges, mass, tokens = np.zeros((3, len(atoms) + 1))
-        edges[1:] = atoms
-        # Entry k is what lies above the first k atoms: summed from the top, so that the last one is exactly 0.
-        probability[::-1].cumsum(out=mass[-2::-1])
-        (probability * atoms)[::-1].cumsum(out=tokens[-2::-1])
+        moments = probability * atoms
+        mass, tokens, squares = _tails(probability), _tails(moments), _tails(moments * atoms)
         total = mass[0]
-        _Atoms.__init__(self, edges, edges[1:], probability, mass / total, tokens / total)
+        _Atoms.__init__(self, atoms, probability, mass / total, tokens / total, squares / total)
 
     @property
     def low(self) -> float:
@@ -81,21 +94,51 @@ class Empirical(_Atoms):
         """The distinct lengths, ascending."""
         return self.lengths
 
-    def steps(self) -> FloatArray:
-        """0 and the atoms."""
-        return self.edges
-
     def mean(self) -> float:
         """E[L] in tokens."""
         return float(self.tail_tokens[0])
 
     def above(self, thresholds: FloatArray) -> "tuple[FloatArray, FloatArray]":
         """P(L > t) and E[L; L > t] in tokens, for every t of an array."""
-        if thresholds is self.edges:
-            # Every search asks for these: nothing has to be looked up.
-            return self.tail_mass, self.tail_tokens
         index = self.lengths.searchsorted(thresholds, side="right")
         return self.tail_mass[index], self.tail_tokens[index]
+
+    @property
+    def highest_threshold(self) -> float:
+        """The lowest threshold in tokens that no length is above."""
+        return self.high / (1 - EDGE / 2)
+
+    def thresholds(self, n: int) -> FloatArray:
+        """0 and about `n` with an atom at their edge, those among them that begin or cease to divide it."""
+        chosen = np.linspace(0, len(self.lengths) - 1, min(n, len(self.lengths))).astype(int)
+        factors = np.linspace(1 / (1 + EDGE / 2), 1 / (1 - EDGE / 2), max(n // len(chosen), 2))
+        return np.unique(np.append(self.lengths[chosen, None] * factors, 0.0))
+
+    def beyond(self, thresholds: FloatArray) -> "tuple[FloatArray, FloatArray]":
+        """P and E[L] of what is longer than t · (1 + EDGE · (U − ½)), U uniform on [0, 1), for every t of an array."""
+        return (
+            self._beyond(thresholds, self.tail_mass, self.tail_tokens),
+            self._beyond(thresholds, self.tail_tokens, self.tail_squares),
+        )
+
+    def expect_beyond(self, values: FloatArray, thresholds: FloatArray) -> FloatArray:
+        """E[values; longer than t] likewise; `values` has one for each of the lengths."""
+        weighted = self.probabilities * values
+        return self._beyond(thresholds, _tails(weighted), _tails(weighted * self.lengths))
+
+    def _beyond(self, t: FloatArray, tails: FloatArray, moments: FloatArray) -> FloatArray:
+        """Of an atom L within the edge the part (L / t − 1) / EDGE + ½ is above; all of those behind the edge."""
+        first = self.lengths.searchsorted(t * (1 - EDGE / 2), side="right")
+        last = self.lengths.searchsorted(t * (1 + EDGE / 2), side="left")
+        within, moment = tails[first] - tails[last], moments[first] - moments[last]
+        above: FloatArray = tails[last] + within / 2 + (moment / np.where(t > 0, t, 1.0) - within) / EDGE
+        return np.clip(above, 0.0, tails[0])
+
+    def parts_beyond(self, bins: Bins, threshold: float) -> FloatArray:
+        """The part of each bin that policies take for longer than a threshold, by the bins' means."""
+        if threshold <= 0:
+            return np.ones(len(bins.lengths))
+        return np.clip((bins.lengths / threshold - 1) / EDGE + 0.5, 0.0, 1.0)
 
     def fine_bins(self, above: float = 0.0, up_to: float = float("inf")) -> Bins:
         """The atoms of (above, up_to] as bins."""
@@ -113,6 +156,11 @@ class Empirical(_Atoms):
             lower = lower[kept]
         lengths = np.clip(moments / weights, np.maximum(lower, self.low), upper)
         return Bins(lower, upper, lengths, weights)
+
+    def fine_parts(self, threshold: float) -> "tuple[Bins, Bins]":
+        """The atoms of what policies take for no longer than a threshold, and of what they take for longer."""
+        bins = self.fine_bins()
+        return bins.divided(self.parts_beyond(bins, threshold))
 
     def quantile(self, q: float) -> float:
         """The smallest atom l with P(L <= l) >= q."""
@@ -139,6 +187,13 @@ class Empirical(_Atoms):
 
     def __repr__(self) -> str:
         return f"Empirical({len(self.lengths)} lengths from {self.low:g} to {self.high:g} tokens)"
+
+
+def _tails(weighted: FloatArray) -> FloatArray:
+    """Entry k is what lies above the first k: summed from the top, so that the last one is exactly 0."""
+    tails = np.zeros(len(weighted) + 1)
+    weighted[::-1].cumsum(out=tails[-2::-1])
+    return tails
 
 
 def fixed(tokens: float) -> Empirical:

@@ -37,12 +37,12 @@ class Bins:
     weights: FloatArray
     """Probabilities; they sum to that of the range that was cut."""
 
-    def split_at(self, length: float) -> "tuple[Bins, Bins]":
-        """The bins up to a length, and those above it. It must be an edge."""
-        count = int(np.searchsorted(self.upper, length, side="right"))
+    def divided(self, above: FloatArray) -> "tuple[Bins, Bins]":
+        """The bins without the part of each that is `above` a threshold, and those parts; empty ones are left out."""
         low, high = (
-            Bins(self.lower[part], self.upper[part], self.lengths[part], self.weights[part])
-            for part in (slice(count), slice(count, None))
+            Bins(self.lower[some], self.upper[some], self.lengths[some], (self.weights * part)[some])
+            for part in (1.0 - above, above)
+            for some in (part > 0,)
         )
         return low, high
 
@@ -81,10 +81,22 @@ class LengthDistribution(ABC):
         """The only lengths that occur, ascending; None for a continuous distribution."""
         return None
 
-    def steps(self) -> "FloatArray | None":
-        """0 and the atoms: any threshold divides the lengths as one of these does; None without atoms."""
-        atoms = self.atoms()
-        return None if atoms is None else np.concatenate([[0.0], atoms])
+    @property
+    def highest_threshold(self) -> float:
+        """The lowest threshold in tokens that no length is above."""
+        return self.high
+
+    def thresholds(self, n: int) -> FloatArray:
+        """0, the highest threshold and about `n` between them, ascending, of which each divides the requests anew."""
+        return np.unique(np.array([0.0, *(self.quantile(k / n) for k in range(1, n)), self.high]))
+
+    def beyond(self, thresholds: FloatArray) -> "tuple[FloatArray, FloatArray]":
+        """As `above`, of what policies take for longer than each threshold: they divide an atom (`EDGE`)."""
+        return self.above(thresholds)
+
+    def parts_beyond(self, bins: Bins, threshold: float) -> FloatArray:
+        """The part of each bin that policies take for longer; the threshold must be 0 or an edge of the bins."""
+        return (bins.lower >= threshold).astype(np.float64)
 
     def tail(self, t: float) -> float:
         """P(L > t)."""
@@ -153,6 +165,10 @@ class LengthDistribution(ABC):
         else:
             edges = atoms[(atoms > start) & (atoms <= end)]
         return self.bins_between(np.concatenate([[start], edges[edges >= start], [end]]))
+
+    def fine_parts(self, threshold: float) -> "tuple[Bins, Bins]":
+        """The fine bins of what policies take for no longer than a threshold, and of what they take for longer."""
+        return self.fine_bins(up_to=threshold), self.fine_bins(above=threshold)
 
     def _above(self, t: float) -> tuple[float, float]:
         mass, tokens = self.above(np.array([t], dtype=np.float64))

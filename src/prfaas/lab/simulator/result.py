@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,8 +25,10 @@ _WALK_SDS = 2.0
 _PARTS = 50
 # Each fifth of a run that says anything is an answer's time or longer, or it would show how the deployment fills.
 _LEAST_ANSWERS = 5
-# Queues are said to keep up only where an overload of this share would have shown.
-_SEEN_OVERLOAD = 0.2
+# Of the standard deviation of that walk: what moves less is no queue that is full.
+_STILL = 1 / 3
+# Of so many parts of the run means are taken for how far the backlog goes up and down.
+_LOOKS = 40
 
 
 def backlog_growth(
@@ -64,16 +67,21 @@ def stability(
 ) -> bool | None:
     """`is_stable`, or None where the run is too short to say.
 
-    It is too short with fewer than five times `answer_s`, what one answer takes. It is too short to be called stable
-    where chance could hide an overload of a fifth: with fewer than some 170 Poisson arrivals.
+    It is too short with fewer than five times `answer_s`, what one answer takes. To be called stable, the backlog must
+    keep clearly stiller than that of a queue which is exactly full: its growth and two standard deviations of its means
+    over fortieths, from the second fifth on, are less than a third of one standard deviation of that queue's walk. So
+    the verdict comes early at low loads and late near the limit: at 0.9 some 4,000 Poisson arrivals tell it in 19 of 20
+    runs. Of runs with 1.8 % more than can be done one in 20 or less is called stable, with any number of requests.
     """
     if end_s - start_s < _LEAST_ANSWERS * answer_s:
         return None
     if not is_stable(arrived_s, left_s, start_s, end_s):
         return False
-    _, between = backlog_growth(arrived_s, left_s, start_s, end_s)
+    growth, between = backlog_growth(arrived_s, left_s, start_s, end_s)
+    edges = np.linspace(start_s + (end_s - start_s) / 5, end_s, _LOOKS + 1)
+    backlog = [_mean_open(arrived_s, left_s, *ends) for ends in pairwise(edges.tolist())]
     walk = math.sqrt(between * dispersion(arrived_s, start_s, end_s))
-    return True if _WALK_SDS * walk <= _SEEN_OVERLOAD * between and between else None
+    return True if max(growth, 0.0) + 2 * float(np.std(backlog)) <= _STILL * walk else None
 
 
 def dispersion(arrived_s: FloatArray, start_s: float, end_s: float) -> float:
