@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prfaas.cli.draft import Draft, DraftError, DraftLink, DraftSite
+from prfaas.cli.common import CliError
+from prfaas.cli.draft import Draft, DraftLink, DraftSite
 from prfaas.core.deployment import Deployment, load_deployment
 
 EAST = DraftSite("east", "prfaas", "h200", 8, ("192.0.2.10", "192.0.2.11"))
@@ -134,14 +135,14 @@ def test_sites_and_links_are_read() -> None:
     ],
 )
 def test_what_is_no_site_is_said(text: str, said: str) -> None:
-    with pytest.raises(DraftError) as raised:
+    with pytest.raises(CliError) as raised:
         DraftSite.parse(text)
     assert said in str(raised.value)
 
 
 @pytest.mark.parametrize("text", ["east:home", "east:home:fast", "east:home:40 GB/s"])
 def test_what_is_no_link_is_said(text: str) -> None:
-    with pytest.raises(DraftError):
+    with pytest.raises(CliError):
         DraftLink.parse(text)
 
 
@@ -168,6 +169,6 @@ def test_what_is_no_link_is_said(text: str) -> None:
     ],
 )
 def test_what_makes_no_deployment_is_said(changes: dict[str, object], said: str) -> None:
-    with pytest.raises(DraftError) as raised:
+    with pytest.raises(CliError) as raised:
         draft(**changes).check()
     assert said in str(raised.value)

@@ -18,7 +18,7 @@ from prfaas.cli.common import (
     print_json,
 )
 from prfaas.cli.option_groups import with_groups
-from prfaas.cli.plan_pools import PlannedPoolsAsked, pool_plan
+from prfaas.cli.pool_options import POOLS, PoolsAsked, pools_asked
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -48,7 +48,15 @@ def plan(
         ),
     ] = None,
     *,
-    asked: PlannedPoolsAsked,
+    asked: PoolsAsked,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Requests to replay through the pools and to plan for, to see what they are worth.",
+            rich_help_panel=POOLS,
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Say what a deployment can do: best threshold and roles, throughput, TTFT, cost, and what limits it.
@@ -58,22 +66,24 @@ def plan(
     Example: prfaas plan examples/paper.yaml --plot plots
     """
     if sweep is None:
-        _plan(deployment, plot, asked, as_json)
-    elif asked.is_given:
-        raise CliError(
-            "--sweep has no word about pools: give no --pool, --pool-ssd, --pool-rate, --pool-hits, --trace"
-        )
+        _plan(deployment, plot, asked, trace, as_json)
+    elif asked.is_given or trace is not None:
+        raise CliError("--sweep has no word about pools: give no --pool, --pool-ssd, --pool-rate, --trace")
     else:
         _sweep(deployment, sweep, plot, as_json)
 
 
-def _plan(path: Path, plot: Path | None, asked: PlannedPoolsAsked, as_json: bool) -> None:
+def _plan(path: Path, plot: Path | None, asked: PoolsAsked, trace: Path | None, as_json: bool) -> None:
     from prfaas.core.deployment import load_planned
     from prfaas.core.planner import make_plan, problem_of
+    from prfaas.lab.report.plan_pools import PoolPlan, print_pools
 
     deployment = load_planned(path)
     problem = problem_of(deployment)
-    pools = pool_plan(deployment, problem, asked)
+    given = pools_asked(deployment, asked)
+    if trace is not None and not given:
+        raise CliError("--trace needs pools: give --pool, or pools in the file")
+    pools = PoolPlan.of(deployment, problem, given, trace) if given else None
     result = make_plan(problem)
     written: list[Path] = []
     if plot is not None:
@@ -90,8 +100,6 @@ def _plan(path: Path, plot: Path | None, asked: PlannedPoolsAsked, as_json: bool
 
     print_plan(console(), deployment, result)
     if pools is not None:
-        from prfaas.lab.report.plan_pools import print_pools
-
         print_pools(console(), pools)
     _print_written(written)
 

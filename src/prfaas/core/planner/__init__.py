@@ -1,6 +1,5 @@
 """Steady state: what a deployment can do, the best split of its roles and requests, and what limits it."""
 
-from prfaas.core.planner.cached_prefixes import with_prefixes
 from prfaas.core.planner.comparisons import Baseline, ShadowPrice
 from prfaas.core.planner.cost import CheapestOperation, Cost
 from prfaas.core.planner.equations import KvSize, egress
@@ -43,5 +42,4 @@ __all__ = [
     "problem_of",
     "problem_of_trace",
     "range_tokens",
-    "with_prefixes",
 ]

@@ -1,7 +1,7 @@
 """From a deployment file, or from a recorded trace for it, to a planning problem."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from prfaas.core.arrays import OfLength
@@ -128,7 +128,10 @@ def range_tokens(deployment: PlannedDeployment) -> tuple[float, float]:
 
 
 def problem_of_trace(
-    problem: PlanProblem, trace: RequestTrace, range_tokens: tuple[float, float], *, are_cached: bool = False
+    problem: PlanProblem,
+    trace: RequestTrace,
+    range_tokens: tuple[float, float],
+    uncached_tokens: Sequence[int] | None = None,
 ) -> PlanProblem:
     """The problem of the same clusters for a trace's lengths.
 
@@ -136,20 +139,20 @@ def problem_of_trace(
         problem: The deployment's own. Hit ratios that it gives to clusters are left out.
         trace: Its prompts and the mean of its answers.
         range_tokens: Lengths outside count as the nearest end.
-        are_cached: Whether lengths are what a prefix cache that forgets nothing leaves of the prompts. Prefills take
-            what they take behind their prefixes.
+        uncached_tokens: Of every prompt, what a cache leaves to compute. Prefills take what they take behind their
+            prefixes. None: nothing is cached.
     """
-    tokens = whole = [each.input_tokens for each in trace.requests]
-    if are_cached:
-        tokens = trace.uncached_tokens()
-        reused = [length - left for length, left in zip(whole, tokens, strict=True)]
-        problem = with_prefixes(problem, tokens, reused, range_tokens)
+    whole = [each.input_tokens for each in trace.requests]
+    if uncached_tokens is not None:
+        reused = [length - left for length, left in zip(whole, uncached_tokens, strict=True)]
+        problem = with_prefixes(problem, uncached_tokens, reused, range_tokens)
     answers = sum(each.output_tokens for each in trace.requests) / len(trace.requests)
+    lengths = Empirical(whole if uncached_tokens is None else uncached_tokens)
     return replace(
         problem,
         prfaas=tuple(replace(cluster, prefix_hit_ratio=None) for cluster in problem.prfaas),
         pd=tuple(replace(cluster, prefix_hit_ratio=None) for cluster in problem.pd),
-        workload=Workload(Empirical(tokens).clipped(*range_tokens), max(answers, 1.0)),
+        workload=Workload(lengths.clipped(*range_tokens), max(answers, 1.0)),
     )
 
 
