@@ -18,7 +18,7 @@ from prfaas.cli.common import (
     print_json,
 )
 from prfaas.cli.option_groups import with_groups
-from prfaas.cli.pool_options import POOLS, PoolsAsked, pools_asked
+from prfaas.cli.pool_options import PoolsAsked, pool_option, pools_asked
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -51,10 +51,9 @@ def plan(
     asked: PoolsAsked,
     trace: Annotated[
         Path | None,
-        typer.Option(
+        pool_option(
             metavar="FILE",
             help="Requests to replay through the pools and to plan for, to see what they are worth.",
-            rich_help_panel=POOLS,
         ),
     ] = None,
     as_json: AsJson = False,

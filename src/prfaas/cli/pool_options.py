@@ -3,9 +3,8 @@
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from prfaas.cli.common import CliError
+from prfaas.cli.option_groups import options_of_panel
 
 if TYPE_CHECKING:
     from prfaas.core.deployment import PlannedDeployment
@@ -13,7 +12,7 @@ if TYPE_CHECKING:
 
 _TIERS = ("memory", "ssd", "network")
 
-POOLS = "Prefix-cache pools"
+pool_option = options_of_panel("Prefix-cache pools")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,29 +21,26 @@ class PoolsAsked:
 
     pool: Annotated[
         str | None,
-        typer.Option(
+        pool_option(
             metavar="SIZE",
             help="Memory of every machine's pool, in place of what the file gives; 0: no pools.",
             show_default=False,
-            rich_help_panel=POOLS,
         ),
     ] = None
     pool_ssd: Annotated[
         str | None,
-        typer.Option(
+        pool_option(
             metavar="SIZE",
             help="SSD of every machine's pool, in place of what the file gives.",
             show_default=False,
-            rich_help_panel=POOLS,
         ),
     ] = None
     pool_rate: Annotated[
         list[str] | None,
-        typer.Option(
+        pool_option(
             metavar="TIER=RATE",
             help=f"How fast a machine loads from a tier ({', '.join(_TIERS)}), e.g. ssd=48Gbit/s; may be repeated.",
             show_default=False,
-            rich_help_panel=POOLS,
         ),
     ] = None
 
