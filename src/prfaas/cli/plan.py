@@ -16,6 +16,7 @@ from prfaas.cli.common import (
     is_rate_field,
     made_folder,
     print_json,
+    progress_bar,
 )
 from prfaas.cli.option_groups import with_groups
 from prfaas.cli.pool_options import PoolsAsked, pool_option, pools_asked
@@ -197,11 +198,7 @@ def _plans(path: Path, sweep: Sweep) -> "Iterator[Plan]":
 
 def _with_progress(each: "Iterable[T]", what: str, total: int | None = None) -> "Iterator[T]":
     """Hand things on as they come, with a bar on stderr if that is a terminal."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+    with progress_bar(transient=True) as progress:
         task = progress.add_task(what, total=total)
         for thing in each:
             progress.advance(task)

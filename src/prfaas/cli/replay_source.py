@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated
 
-from prfaas.cli.common import CliError
+from prfaas.cli.common import CliError, counted_progress
 from prfaas.cli.option_groups import options_of_panel
 from prfaas.cli.trace_columns import columns_option, csv_columns
 
@@ -32,23 +32,15 @@ def shown_replay(total: int | None, records: Path | None) -> "Iterator[ShownRepl
     Raises:
         CliError: the file can't be written.
     """
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True, highlight=False)
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with (
-        _opened(records) as file,
-        Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress,
-    ):
+    with _opened(records) as file, counted_progress(transient=True) as progress:
         task = progress.add_task("sent", total=total)
 
         def show(line: str, ended: int) -> None:
             progress.update(task, completed=ended, description=line)
 
         def say(line: str) -> None:
-            if not console.is_terminal:
-                console.print(line)
+            if not progress.console.is_terminal:
+                progress.console.print(line)
 
         yield ShownReplay(file, show, say)
 

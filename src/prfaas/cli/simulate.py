@@ -16,6 +16,7 @@ from prfaas.cli.common import (
     json_text,
     made_folder,
     print_json,
+    progress_bar,
     write_text,
 )
 from prfaas.cli.completions import policy_names
@@ -224,17 +225,14 @@ def _simulated(
 ) -> "dict[str, Result]":
     """Every scenario under the same requests, with a bar on stderr; how quick it was is said there too."""
     import numpy as np
-    from rich.console import Console
-    from rich.progress import Progress
 
     from prfaas.core.scheduling import NoDecodeInstanceError
     from prfaas.core.scheduling.checked_policy import UnsoundDecisionError
     from prfaas.lab.simulator import simulate as run
 
     expected = requests if requests is not None else round((duration_s or 0.0) * traffic.traffic.mean_per_s)
-    console = Console(stderr=True)
     results = {}
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+    with progress_bar(transient=True) as progress:
         for scenario in scenarios:
             task = progress.add_task(scenario.policy, total=expected)
 
