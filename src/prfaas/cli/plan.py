@@ -1,7 +1,7 @@
 """`prfaas plan`: what a deployment can do, and how to divide its work best; with `--sweep`, over one of its numbers."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from prfaas.core.planner import Plan
+    from prfaas.lab.report.plan_sweep import Sweep
 
 T = TypeVar("T")
 
@@ -118,14 +119,7 @@ def _sweep(path: Path, text: str, plot: Path | None, as_json: bool) -> None:
         # What can't stand in the file is said before minutes of planning.
         load_planned(path, changes={sweep.field: value})
     plans = list(_with_progress(_plans(path, sweep), f"{len(sweep.values)} plans", len(sweep.values)))
-    swept = PlanSweep(
-        field=sweep.field,
-        words=field_words(planned, sweep.field),
-        values=sweep.values,
-        plans=plans,
-        is_rate=sweep.is_rate,
-        is_geometric=sweep.is_geometric,
-    )
+    swept = PlanSweep(**asdict(sweep), words=field_words(planned, sweep.field), plans=plans)
     written = []
     if plot is not None:
         name = re.sub(r"[^A-Za-z0-9]+", "-", sweep.field).strip("-")
@@ -138,20 +132,7 @@ def _sweep(path: Path, text: str, plot: Path | None, as_json: bool) -> None:
     _print_written(written)
 
 
-@dataclass(frozen=True, slots=True)
-class Sweep:
-    """One number of a deployment, and the values to put there."""
-
-    field: str
-    """The field of the deployment file."""
-    values: tuple[float, ...]
-    is_rate: bool
-    """Whether the values are bits per second."""
-    is_geometric: bool
-    """Whether their ratios are equal, not their differences."""
-
-
-def parse_sweep(text: str) -> Sweep:
+def parse_sweep(text: str) -> "Sweep":
     """From "links[0].bandwidth=1 Gbit/s:1 Tbit/s:50". Ends of bandwidths may have a unit.
 
     Values are spaced evenly, those of a range over more than a factor 30 by equal ratios. Of instance counts
@@ -160,6 +141,8 @@ def parse_sweep(text: str) -> Sweep:
     Raises:
         CliError: the text has another form, or a range makes no sense.
     """
+    from prfaas.lab.report.plan_sweep import Sweep
+
     field, sign, span = text.partition("=")
     parts = span.split(":")
     if not sign or not field or len(parts) != 3:
@@ -179,7 +162,7 @@ def parse_sweep(text: str) -> Sweep:
     values = _spaced(first, last, int(count), is_geometric)
     if field.endswith(("instance_count", "tensor_parallel")):
         values = tuple(float(value) for value in dict.fromkeys(round(value) for value in values))
-    return Sweep(field, values, is_rate_field(field), is_geometric)
+    return Sweep(field=field, values=values, is_rate=is_rate_field(field), is_geometric=is_geometric)
 
 
 def _spaced(first: float, last: float, count: int, is_geometric: bool) -> tuple[float, ...]:
@@ -188,7 +171,7 @@ def _spaced(first: float, last: float, count: int, is_geometric: bool) -> tuple[
     return (first, *inner, last)
 
 
-def _plans(path: Path, sweep: Sweep) -> "Iterator[Plan]":
+def _plans(path: Path, sweep: "Sweep") -> "Iterator[Plan]":
     from prfaas.core.deployment import load_planned
     from prfaas.core.planner import make_plan, problem_of
 
