@@ -47,7 +47,7 @@ class RateSearch:
         started_s = time.perf_counter()
         factor = largest_factor(self._verdict)
         found = None if factor is None else factor * self.guess_rps
-        return StudyOutcome({LARGEST_RPS: found}, {}, time.perf_counter() - started_s)
+        return StudyOutcome({LARGEST_RPS: found}, time.perf_counter() - started_s)
 
     def _verdict(self, factor: float) -> Verdict:
         traffic = self.run.traffic

@@ -167,10 +167,7 @@ def _print_json(context: "StudyContext", outcomes: "dict[str, Outcomes]") -> Non
         "seed": context.seed,
         "quick": context.is_quick,
         "studies": {
-            name: [
-                {"run": list(key), **outcome.numbers} | ({"course": outcome.course} if outcome.course else {})
-                for key, outcome in found.items()
-            ]
+            name: [{"run": list(key), **outcome.numbers} for key, outcome in found.items()]
             for name, found in outcomes.items()
         },
     }
