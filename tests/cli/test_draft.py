@@ -160,11 +160,6 @@ def test_what_is_no_link_is_said(text: str) -> None:
         ({"model": "/"}, "is the root of the file system; write the checkpoint's directory"),
         ({"model": "//x/.."}, "is the root of the file system"),
         ({"gateway_host": "198.51.100.999"}, '--gateway "198.51.100.999" is no IPv4 address'),
-        (
-            {"links": (DraftLink("west", "home", "1 Gbit/s"),)},
-            'link to or from "west": the sites are east, home',
-        ),
-        ({"sites": (DraftSite("east", "prfaas", "a", 4, ("a",)), HOME)}, "engines have 4 and 8 GPUs"),
         ({"name": "-"}, "is no name of a deployment"),
     ],
 )

@@ -93,7 +93,10 @@ def test_engines_of_a_trial_fit_on_one_machine(tmp_path: Path, monkeypatch: pyte
     [
         (SITES, "--model is missing"),
         ((*MODEL, "--site", "east:prfaas:h200x8"), "is no site; write NAME:KIND:HARDWARE:HOST,HOST"),
-        ((*MODEL, *SITES, "--link", "east:west:1 Gbit/s"), 'link to or from "west"'),
+        (
+            (*MODEL, *SITES, "--link", "east:west:1 Gbit/s"),
+            "these options make no deployment: links[1].target",
+        ),
         ((*MODEL, *SITES[:4]), "these options make no deployment: clusters[0]: no link leads from"),
         ((*MODEL, *SITES, "--gateway", "not a host"), '--gateway "not a host" is no host'),
         (("--model", "tiny:nothing", *SITES), '--model "tiny:nothing" is no model that prfaas has; choose'),

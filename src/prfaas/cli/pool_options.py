@@ -1,7 +1,7 @@
 """The pools that `prfaas plan` and `prfaas simulate` are asked for: the file's, or others by options."""
 
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from prfaas.cli.common import CliError
 from prfaas.cli.option_groups import options_of_panel
@@ -81,14 +81,9 @@ def pools_asked(planned: "PlannedDeployment", asked: PoolsAsked) -> "dict[str, P
     if asked.pool_ssd is not None:
         size = _size("--pool-ssd", asked.pool_ssd)
         pools = {name: replace(options, ssd_bytes=size) for name, options in pools.items()}
-    given = dict(_rate(text) for text in asked.pool_rate or ())
+    given: dict[str, Any] = dict(_rate(text) for text in asked.pool_rate or ())
     return {
-        name: replace(
-            options,
-            memory_bits_per_s=given.get("memory", options.memory_bits_per_s),
-            ssd_bits_per_s=given.get("ssd", options.ssd_bits_per_s),
-            network_bits_per_s=given.get("network", options.network_bits_per_s),
-        )
+        name: replace(options, **{f"{tier}_bits_per_s": rate for tier, rate in given.items()})
         for name, options in pools.items()
     }
 

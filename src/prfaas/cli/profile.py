@@ -9,7 +9,7 @@ import typer
 
 from prfaas.cli.common import AsJson, CliError, counted_progress, print_json
 from prfaas.cli.option_groups import with_groups
-from prfaas.cli.profile_estimate import EstimateOptions, EstimateOutputs, print_estimate
+from prfaas.cli.profile_estimate import EstimateOptions, print_estimate
 
 if TYPE_CHECKING:
     from prfaas.tools.profiling.endpoint import ProfiledEndpoint
@@ -90,7 +90,7 @@ def profile(
                 f"--estimate asks no server; leave {url} out, or leave --estimate out to measure it"
             )
         plan = estimated.plan(model, wanted, given, context, name)
-        print_estimate(plan, EstimateOutputs(out, estimated.beside, as_json))
+        print_estimate(plan, out, estimated.beside, as_json=as_json)
         return
     estimated.check_unused()
     if url is None:
