@@ -105,7 +105,8 @@ def _drive(document: dict[str, Any], options: argparse.Namespace, kind: Kind, di
     planned = planned_of(document, kind, directory)
     problem = problem_of(planned)
     if kind == "conversations":
-        problem = problem_of_trace(problem, sample_of(kind), range_tokens(planned), are_cached=True)
+        sample = sample_of(kind)
+        problem = problem_of_trace(problem, sample, range_tokens(planned), sample.uncached_tokens())
     best = best_operation(problem)
     assert best.threshold_tokens is not None  # there are two clusters
     capacity_per_s, threshold = best.lambda_max, round(best.threshold_tokens)

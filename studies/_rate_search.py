@@ -47,7 +47,7 @@ class RateSearch:
         started_s = time.perf_counter()
         factor = largest_factor(self._grows)
         found = None if factor is None else factor * self.guess_rps
-        return StudyOutcome({LARGEST_RPS: found}, {}, time.perf_counter() - started_s)
+        return StudyOutcome({LARGEST_RPS: found}, time.perf_counter() - started_s)
 
     def _grows(self, factor: float) -> bool:
         """Near the limit a run is too short to call it stable; what counts here is that its queues don't grow."""

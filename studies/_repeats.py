@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from prfaas.lab.studies.context import LengthClasses
 from prfaas.lab.studies.study import Key, Outcomes, StudyOutcome, StudyTable, Verdict
 from studies._figures import NONE, Difference, SeedMean, difference, seconds, seed_mean
+from studies._runs import LengthClasses, of_class
 
 TTFT = "ttft_mean_s"
 _TAILS = {"mean": TTFT, "P90": "ttft_p90_s", "P99": "ttft_p99_s", "P99.9": "ttft_p999_s"}
@@ -40,8 +40,8 @@ class Repeats:
         return difference(self.values(field), base.values(field))
 
     def of_class(self, index: int, name: str = "mean_s") -> SeedMean:
-        """As `StudyOutcome.of_class`, over the seeds."""
-        return seed_mean([outcome.of_class(index, name) for outcome in self.outcomes])
+        """As `_runs.of_class`, over the seeds."""
+        return seed_mean([of_class(outcome, index, name) for outcome in self.outcomes])
 
     @property
     def verdict(self) -> Verdict:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from prfaas.core.units import GIB, format_bits_per_s
 from prfaas.lab.simulator.capacity import Fluctuating
 from prfaas.lab.studies.context import StudyContext
-from prfaas.lab.studies.study import Outcomes, Run, Study, StudyFigure, StudySection, StudyTable
+from prfaas.lab.studies.study import Outcomes, Study, StudyFigure, StudySection, StudyTable
 from studies._figures import (
     NONE,
     Difference,
@@ -15,6 +15,7 @@ from studies._figures import (
     seconds,
 )
 from studies._repeats import TAIL_TITLE, Repeats, tail_table
+from studies._runs import Run, length_classes, trace_lambda_max
 from studies._traffic import DAY_S, bursts, day_plan
 from studies._variants import cache_of, with_bandwidth
 
@@ -129,7 +130,7 @@ def _steady(context: StudyContext) -> Run:
         context.poisson(LOAD),
         context.requests(_REQUESTS),
         context.seed,
-        classes=context.length_classes,
+        classes=length_classes(context),
     )
 
 
@@ -165,7 +166,7 @@ def _day(context: StudyContext) -> Run:
 
 
 def _recorded(context: StudyContext) -> Run:
-    rate = _TRACE_LOAD * context.trace_lambda_max
+    rate = _TRACE_LOAD * trace_lambda_max(context)
     return replace(
         _steady(context),
         traffic=context.replayed(rate),
@@ -261,7 +262,7 @@ def _describe(context: StudyContext, outcomes: Outcomes) -> StudySection:
                     for variant in _VARIANTS
                     if results.has(case.name, variant) and results.runs(case.name, variant).verdict != "grows"
                 },
-                context.length_classes,
+                length_classes(context),
             ),
         },
         figures=[_figure(results)],

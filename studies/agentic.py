@@ -16,9 +16,10 @@ from prfaas.core.workload.sessions import SessionTraffic
 from prfaas.core.workload.traffic import RequestChunk, Traffic, take
 from prfaas.lab.simulator import PoolOptions
 from prfaas.lab.studies.context import StudyContext
-from prfaas.lab.studies.study import Outcomes, Run, Study, StudySection, StudyTable
+from prfaas.lab.studies.study import Outcomes, Study, StudySection, StudyTable
 from studies._figures import bars, listed, percent
 from studies._repeats import Repeats, tail_table
+from studies._runs import Run, length_classes
 from studies._variants import cache_of
 
 _MEAN_TURNS = 12.0
@@ -139,10 +140,8 @@ def _plans(context: StudyContext) -> _Plans:
     # As often as sessions begin once a second, when as many are in progress as ever.
     turns = sum(each.arrival_s >= half_s for each in sample) / half_s
     whole_rps, uncached_rps = (
-        best_operation(
-            problem_of_trace(context.problem, trace, context.range_tokens, are_cached=are_cached)
-        ).lambda_max
-        for are_cached in (False, True)
+        best_operation(problem_of_trace(context.problem, trace, context.range_tokens, uncached)).lambda_max
+        for uncached in (None, trace.uncached_tokens())
     )
     return _Plans(turns, whole_rps, uncached_rps, 1 - sum(trace.uncached_tokens()) / whole)
 
@@ -174,7 +173,7 @@ def _runs(context: StudyContext) -> Sequence[Run]:
                         pools=dict.fromkeys((each.name for each in planned.clusters), pool)
                         if store.has_pools and model.token_bytes
                         else {},
-                        classes=context.length_classes,
+                        classes=length_classes(context),
                     )
                     for seed in context.seeds(_SEEDS)
                 ]
@@ -201,7 +200,7 @@ def _describe(context: StudyContext, outcomes: Outcomes) -> StudySection:
         for policy in _POLICIES:
             rows = {store.label: found[load, policy, store] for store in _STORES_AT[load]}
             tables[f"TTFT in seconds with `{policy}` at {shown}"] = tail_table(
-                "kept", rows, context.length_classes
+                "kept", rows, length_classes(context)
             )
     return StudySection(
         question="What are caches, pools and moves worth to agents?",

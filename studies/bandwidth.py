@@ -8,9 +8,10 @@ from prfaas.core.units import format_bits_per_s
 from prfaas.core.workload.arrivals import Poisson
 from prfaas.lab.simulator.capacity import Fluctuating
 from prfaas.lab.studies.context import StudyContext
-from prfaas.lab.studies.study import Outcomes, Run, Study, StudyFigure, StudySection, StudyTable
+from prfaas.lab.studies.study import Outcomes, Study, StudyFigure, StudySection, StudyTable
 from studies._figures import Panel, PlotCurve, lines
 from studies._repeats import TAIL_TITLE, Repeats, tail_table
+from studies._runs import Run, length_classes
 from studies._variants import with_bandwidth
 
 _LOAD = 0.9
@@ -62,7 +63,7 @@ def _runs(context: StudyContext) -> Sequence[Run]:
             seed,
             policy=policy,
             links={link: Fluctuating(level.bits_per_s, deviation, _CORRELATION_S)} if deviation else {},
-            classes=context.length_classes,
+            classes=length_classes(context),
         )
         for level in _levels(context)
         for rate in ((FULL, OWN) if level.has_own_rate else (FULL,))
@@ -186,7 +187,7 @@ def _describe(context: StudyContext, outcomes: Outcomes) -> StudySection:
                     for policy in _POLICIES
                     for deviation in (_DEVIATIONS[0], _DEVIATIONS[-1])
                 },
-                context.length_classes,
+                length_classes(context),
             ),
         },
         figures=[_figure(context, found)],

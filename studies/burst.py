@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 
 from prfaas.lab.studies.context import StudyContext
-from prfaas.lab.studies.study import Outcomes, Run, Study, StudyFigure, StudySection, StudyTable
+from prfaas.lab.studies.study import Outcomes, Study, StudyFigure, StudySection, StudyTable
 from studies._figures import Panel, PlotCurve, lines, listed
 from studies._repeats import TAIL_TITLE, TTFT, Repeats, tail_table
+from studies._runs import Run, length_classes
 from studies._traffic import BURST_S, CALM_S, bursts
 
 _LOAD = 0.8
@@ -28,7 +29,7 @@ def _runs(context: StudyContext) -> Sequence[Run]:
             # What it stands for: nothing ever changes.
             adapts=policy != "static_threshold",
             allocation=policy != "static_threshold",
-            classes=context.length_classes,
+            classes=length_classes(context),
         )
         for peak in _PEAKS
         for policy in _POLICIES
@@ -58,7 +59,7 @@ def _describe(context: StudyContext, outcomes: Outcomes) -> StudySection:
             TAIL_TITLE: tail_table(
                 "peak, policy",
                 {f"{peak:g}, {policy}": found[policy, peak] for peak in _TOLD_PEAKS for policy in _POLICIES},
-                context.length_classes,
+                length_classes(context),
             ),
         },
         figures=[_figure(found)],

@@ -9,9 +9,10 @@ from prfaas.core.planner import best_operation, problem_of
 from prfaas.core.scheduling import Decision, Policy, RoutingRequest, View, make_policy
 from prfaas.core.scheduling.decoders import decode_choices, load_of
 from prfaas.lab.studies.context import StudyContext
-from prfaas.lab.studies.study import Outcomes, Run, Study, StudySection, StudyTable
+from prfaas.lab.studies.study import Outcomes, Study, StudySection, StudyTable
 from studies._figures import listed
 from studies._repeats import TAIL_TITLE, Repeats, tail_table
+from studies._runs import Run, length_classes
 
 _EXAMPLE = "multi.yaml"
 _LOADS = (0.7, 0.85, 0.95)
@@ -69,7 +70,7 @@ def _runs(context: StudyContext) -> Sequence[Run]:
             policy=policy,
             adapts=False,
             allocation=False,
-            classes=multi.length_classes,
+            classes=length_classes(multi),
         )
         for load in _LOADS
         for variant, policy in _VARIANTS.items()
@@ -102,7 +103,7 @@ def _describe(context: StudyContext, outcomes: Outcomes) -> StudySection:
             TAIL_TITLE: tail_table(
                 "load, policy",
                 {f"{load:g}, {variant}": each for (variant, load), each in found.items()},
-                _multi(context).length_classes,
+                length_classes(_multi(context)),
             ),
         },
     )

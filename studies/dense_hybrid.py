@@ -11,10 +11,11 @@ from prfaas.core.planner.ttft_target import best_within_target
 from prfaas.core.units import KIB, format_bits_per_s
 from prfaas.core.workload.arrivals import Poisson
 from prfaas.lab.studies.context import StudyContext
-from prfaas.lab.studies.study import Key, Outcomes, Run, Study, StudyFigure, StudySection, StudyTable
+from prfaas.lab.studies.study import Key, Outcomes, Study, StudyFigure, StudySection, StudyTable
 from studies._figures import NONE, Panel, PlotCurve, SeedMean, lines, seed_mean
 from studies._other_models import ModelFleet, other_models
 from studies._repeats import Repeats, tail_table
+from studies._runs import Run, length_classes
 from studies._variants import with_bandwidth
 
 _LOAD = 0.85
@@ -107,7 +108,7 @@ def _runs(context: StudyContext) -> Sequence[Run]:
             context.requests(_REQUESTS),
             seed,
             policy=policy,
-            classes=context.length_classes,
+            classes=length_classes(context),
         )
         for name, planned in _planned(context).items()
         for factor in (ALONE, *_FACTORS)
@@ -184,7 +185,7 @@ def _describe(context: StudyContext, outcomes: Outcomes) -> StudySection:
         tables={
             "Bandwidth at which PrfaaS and PD alone are equal": _table(plans, crossings),
             "TTFT in seconds, around the bandwidth of the plan": tail_table(
-                "model, bandwidth", tails, context.length_classes
+                "model, bandwidth", tails, length_classes(context)
             ),
         },
         figures=[_figure(plans, runs)],

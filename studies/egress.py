@@ -14,7 +14,7 @@ from prfaas.core.planner.comparisons import homogeneous
 from prfaas.core.planner.cost import break_even_per_gb, gb_per_hour, instances_per_hour
 from prfaas.core.units import GB, SECONDS_PER_HOUR, format_bits_per_s
 from prfaas.lab.studies.context import StudyContext
-from prfaas.lab.studies.study import Outcomes, Run, Study, StudyFigure, StudySection, StudyTable
+from prfaas.lab.studies.study import Outcomes, Study, StudyFigure, StudySection, StudyTable
 from studies._figures import (
     NONE,
     Panel,
@@ -25,6 +25,7 @@ from studies._figures import (
     seed_mean,
 )
 from studies._repeats import TAIL_TITLE, Repeats, tail_table
+from studies._runs import Run, length_classes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -129,7 +130,7 @@ def _runs(context: StudyContext) -> Sequence[Run]:
             policy=_POLICY,
             # So that seconds of prefill at home are comparable.
             allocation=False,
-            classes=context.length_classes,
+            classes=length_classes(context),
         )
         for load in _LOADS
         for price in (FREE, *_PRICES)
@@ -160,7 +161,7 @@ def _describe(context: StudyContext, outcomes: Outcomes) -> StudySection:
                 for load in _LOADS
                 for price in (FREE, _PRICES[2], _PRICES[-1])
             },
-            context.length_classes,
+            length_classes(context),
         )
         findings += _rule(context, outcomes, worth)
     return StudySection(

@@ -6,10 +6,11 @@ from dataclasses import dataclass, replace
 from prfaas.core.deployment import PlannedDeployment
 from prfaas.core.planner import Baseline, best_operation, make_plan, problem_of
 from prfaas.lab.studies.context import StudyContext
-from prfaas.lab.studies.study import Outcomes, Run, Study, StudyFigure, StudyRun, StudySection, StudyTable
+from prfaas.lab.studies.study import Outcomes, Study, StudyFigure, StudyRun, StudySection, StudyTable
 from studies._figures import Panel, PlotCurve, lines, listed, more_or_less
 from studies._rate_search import LARGEST_RPS, STEP, RateSearch, hidden_overload
 from studies._repeats import TAIL_TITLE, Repeats, tail_table
+from studies._runs import Run, length_classes
 from studies._variants import pd_only
 
 _LOADS = (0.3, 0.45, 0.55, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95)
@@ -88,7 +89,7 @@ def _runs(context: StudyContext) -> Sequence[StudyRun]:
                         key=(TTFT_AT, system.name, policy, load, seed),
                         traffic=context.poisson(load),
                         requests=context.requests(_REQUESTS),
-                        classes=context.length_classes,
+                        classes=length_classes(context),
                     )
                     for load in _LOADS
                 ]
@@ -188,7 +189,7 @@ def _describe(context: StudyContext, outcomes: Outcomes) -> StudySection:
                     for system, policy in kinds
                     if found.at(system, policy, load).verdict != "grows"
                 },
-                context.length_classes,
+                length_classes(context),
             ),
         },
         figures=[_figure(context, systems, found)],

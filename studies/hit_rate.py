@@ -5,9 +5,10 @@ from dataclasses import replace
 
 from prfaas.core.units import GIB, format_bytes
 from prfaas.lab.studies.context import StudyContext
-from prfaas.lab.studies.study import Outcomes, Run, Study, StudySection, StudyTable
+from prfaas.lab.studies.study import Outcomes, Study, StudySection, StudyTable
 from studies._figures import Panel, PlotCurve, lines
 from studies._repeats import TAIL_TITLE, Repeats, tail_table
+from studies._runs import Run, length_classes, trace_lambda_max
 from studies._traffic import SharedPrefixes
 from studies._variants import cache_of
 
@@ -24,7 +25,7 @@ SHARED, TRACE = "shared", "trace"
 def _runs(context: StudyContext) -> Sequence[Run]:
     model, runs = context.planned.kv_model, []
     requests = context.requests(_REQUESTS)
-    rate = _LOAD * context.trace_lambda_max
+    rate = _LOAD * trace_lambda_max(context)
     for policy in _POLICIES:
         for seed in context.seeds():
             shared = Run(
@@ -35,7 +36,7 @@ def _runs(context: StudyContext) -> Sequence[Run]:
                 seed,
                 policy=policy,
                 caches=cache_of(model, _CACHE_BYTES),
-                classes=context.length_classes,
+                classes=length_classes(context),
             )
             runs += [
                 replace(
@@ -99,7 +100,7 @@ def _describe(context: StudyContext, outcomes: Outcomes) -> StudySection:
                     for name, (found, value) in told.items()
                     for policy in _POLICIES
                 },
-                context.length_classes,
+                length_classes(context),
             ),
         },
         figures=[

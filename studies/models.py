@@ -5,10 +5,11 @@ from collections.abc import Mapping, Sequence
 from prfaas.core.units import KIB, format_bits_per_s
 from prfaas.core.workload.arrivals import Poisson
 from prfaas.lab.studies.context import StudyContext
-from prfaas.lab.studies.study import Outcomes, Run, Study, StudySection, StudyTable
+from prfaas.lab.studies.study import Outcomes, Study, StudySection, StudyTable
 from studies._figures import NONE, bars, listed, percent
 from studies._other_models import ModelFleet, other_models
 from studies._repeats import Repeats, tail_table
+from studies._runs import Run, length_classes
 
 _LOAD = 0.8
 _REQUESTS = 6_000
@@ -32,7 +33,7 @@ def _runs(context: StudyContext) -> Sequence[Run]:
             context.requests(_REQUESTS),
             seed,
             policy=policy,
-            classes=context.length_classes,
+            classes=length_classes(context),
         )
         for name, fleet in other_models(context).items()
         for system in (WITH, ALONE)
@@ -67,7 +68,7 @@ def _describe(context: StudyContext, outcomes: Outcomes) -> StudySection:
         findings=[_planned(fleets), *_simulated(fleets, found)],
         tables={
             "Planned": _plan_table(fleets),
-            "TTFT in seconds": tail_table("model, system", rows, context.length_classes),
+            "TTFT in seconds": tail_table("model, system", rows, length_classes(context)),
         },
         figures=[
             bars(

@@ -23,7 +23,6 @@ from prfaas.lab.studies.context import StudyContext
 from prfaas.lab.studies.study import (
     Key,
     Outcomes,
-    Run,
     Study,
     StudyFigure,
     StudyOutcome,
@@ -33,6 +32,7 @@ from prfaas.lab.studies.study import (
 )
 from studies._figures import Panel, PlotCurve, SeedMean, lines, listed, seed_mean
 from studies._repeats import TAIL_TITLE, Repeats, tail_table
+from studies._runs import Run, length_classes, trace_lambda_max
 from studies._traffic import ChatsAndDocuments
 from studies._variants import cache_of
 
@@ -109,7 +109,7 @@ class PoolReplay:
             "memory_bytes": sum(pool.memory_bytes for pool in pools),
             "ssd_bytes": sum(pool.ssd_bytes for pool in pools),
         }
-        return StudyOutcome(numbers, {}, time.perf_counter() - started_s)
+        return StudyOutcome(numbers, time.perf_counter() - started_s)
 
 
 def _options(memory_bytes: int, ssd_bytes: int = 0, eviction: EvictionName = "lru") -> PoolOptions:
@@ -178,7 +178,7 @@ def _runs(context: StudyContext) -> Sequence[StudyRun]:
 def _deployed(context: StudyContext, trace: Traffic) -> Sequence[Run]:
     assert isinstance(trace, ReplayedTraffic)
     traffic = ReplayedTraffic.at_rate(
-        trace.trace.cut_to(int(context.range_tokens[1])), _LOAD * context.trace_lambda_max
+        trace.trace.cut_to(int(context.range_tokens[1])), _LOAD * trace_lambda_max(context)
     )
     return [
         Run(
@@ -187,7 +187,7 @@ def _deployed(context: StudyContext, trace: Traffic) -> Sequence[Run]:
             traffic,
             context.requests(_DEPLOYED_REQUESTS),
             seed,
-            classes=context.length_classes,
+            classes=length_classes(context),
             caches=cache_of(context.planned.kv_model, _ENGINE_BYTES),
             pools={cluster.name: _options(memory * GIB, ssd * GIB) for cluster in context.planned.clusters}
             if memory
@@ -254,7 +254,7 @@ def _describe(context: StudyContext, outcomes: Outcomes) -> StudySection:
             ),
             "The deployment with pools: tokens hit, by whence they came": _deployment_table(deployed),
             TAIL_TITLE + ", the deployment": tail_table(
-                "pool of a machine", deployed, context.length_classes
+                "pool of a machine", deployed, length_classes(context)
             ),
         },
         figures=[_figure(hits)],

@@ -9,9 +9,10 @@ import numpy as np
 from prfaas.core.deployment import PlannedDeployment
 from prfaas.core.units import BITS_PER_BYTE, MIB, format_bits_per_s
 from prfaas.lab.studies.context import StudyContext
-from prfaas.lab.studies.study import Key, Outcomes, Run, Study, StudyFigure, StudySection, StudyTable
+from prfaas.lab.studies.study import Key, Outcomes, Study, StudyFigure, StudySection, StudyTable
 from studies._figures import Panel, PlotCurve, lines, listed
 from studies._repeats import TTFT, Repeats, tail_table
+from studies._runs import Run, length_classes
 
 _ROUND_TRIPS_S = (0.001, 0.005, 0.02, 0.05, 0.1, 0.2)
 _LOAD = 0.8
@@ -45,7 +46,7 @@ def _runs(context: StudyContext) -> Sequence[Run]:
             context.requests(_REQUESTS),
             seed,
             policy=policy,
-            classes=context.length_classes,
+            classes=length_classes(context),
         )
         for policy in _POLICIES
         for kind in (_NO_WINDOW, _WINDOW)
@@ -101,7 +102,7 @@ def _describe(context: StudyContext, outcomes: Outcomes) -> StudySection:
             for kind in (_NO_WINDOW, _WINDOW)
             for rtt_s in _ROUND_TRIPS_S
         }
-        tables[f"TTFT in seconds with `{policy}`"] = tail_table("round trip", rows, context.length_classes)
+        tables[f"TTFT in seconds with `{policy}`"] = tail_table("round trip", rows, length_classes(context))
     return StudySection(
         question="What does the distance between the clusters cost?",
         setup=(

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from prfaas.core.planner import best_operation, problem_of
 from prfaas.core.workload.arrivals import Poisson
 from prfaas.lab.studies.context import StudyContext
-from prfaas.lab.studies.study import Outcomes, Run, Study, StudySection, StudyTable
+from prfaas.lab.studies.study import Outcomes, Study, StudySection, StudyTable
 from studies._figures import Panel, PlotCurve, lines, more_or_less, seconds
 from studies._repeats import TAIL_TITLE, Repeats, tail_table
+from studies._runs import Run, length_classes
 from studies._variants import times
 
 _LOAD = 0.9
@@ -40,7 +41,7 @@ def _runs(context: StudyContext) -> Sequence[Run]:
             seed,
             policy=policy,
             warmup_share=0.25,
-            classes=context.length_classes,
+            classes=length_classes(context),
         )
         for factor, rate in _rates(context).items()
         for policy in _POLICIES
@@ -93,7 +94,7 @@ def _describe(context: StudyContext, outcomes: Outcomes) -> StudySection:
             TAIL_TITLE: tail_table(
                 "size, policy",
                 {f"{factor} ×, {policy}": each for (policy, factor), each in found.items()},
-                context.length_classes,
+                length_classes(context),
             ),
         },
         figures=[

@@ -10,7 +10,7 @@ from prfaas.core.planner.two_clusters import evaluate
 from prfaas.core.workload import Empirical, Workload
 from prfaas.core.workload.arrivals import Poisson
 from prfaas.lab.studies.context import StudyContext
-from prfaas.lab.studies.study import Outcomes, Run, Study, StudyFigure, StudySection, StudyTable, Verdict
+from prfaas.lab.studies.study import Outcomes, Study, StudyFigure, StudySection, StudyTable, Verdict
 from studies._figures import (
     Panel,
     PlotCurve,
@@ -20,6 +20,7 @@ from studies._figures import (
     seed_mean,
 )
 from studies._repeats import TAIL_TITLE, Repeats, tail_table
+from studies._runs import Run, length_classes
 from studies._traffic import (
     DAY_S,
     NIGHT_ANSWERS,
@@ -100,7 +101,7 @@ def _runs(context: StudyContext) -> Sequence[Run]:
                 # A quarter of a day to settle, and one that counts.
                 duration_s=(0.125 if context.is_quick else 1.25) * DAY_S,
                 warmup_share=0.2,
-                classes=context.length_classes,
+                classes=length_classes(context),
                 course_parts=_PARTS,
             )
             runs.append(base)
@@ -227,7 +228,7 @@ def _describe(context: StudyContext, outcomes: Outcomes) -> StudySection:
                     for each in _VARIANTS
                     if runs(what, each).verdict != "grows"
                 },
-                context.length_classes,
+                length_classes(context),
             ),
         },
         figures=[_figure(context, outcomes)],
@@ -242,7 +243,10 @@ def _describe(context: StudyContext, outcomes: Outcomes) -> StudySection:
 
 def _courses(outcomes: Outcomes, variant: Variant, seeds: Sequence[int], name: str) -> list[list[float]]:
     return [
-        [0.0 if value is None else value for value in outcomes["day", variant.label, seed].course[name]]
+        [
+            0.0 if value is None else value
+            for value in outcomes["day", variant.label, seed].numbers["course"][name]
+        ]
         for seed in seeds
     ]
 
@@ -343,7 +347,7 @@ def _figure(context: StudyContext, outcomes: Outcomes) -> StudyFigure:
     def curves(name: str) -> list[PlotCurve]:
         found = []
         for number, variant in enumerate(shown):
-            course = outcomes["day", variant.label, seed].course
+            course = outcomes["day", variant.label, seed].numbers["course"]
             # The counted day begins a quarter of a day after midnight.
             hours = [((at or 0.0) / DAY_S) * 24 + 6 for at in course["at_s"]]
             found.append(PlotCurve(variant.label, hours, course[name], number))

@@ -12,9 +12,10 @@ from prfaas.core.planner import best_operation
 from prfaas.core.units import SECONDS_PER_HOUR
 from prfaas.lab.simulator import Failure
 from prfaas.lab.studies.context import StudyContext
-from prfaas.lab.studies.study import Outcomes, Run, Study, StudyFigure, StudySection, StudyTable
+from prfaas.lab.studies.study import Outcomes, Study, StudyFigure, StudySection, StudyTable
 from studies._figures import NONE, Panel, PlotCurve, lines, listed, percent
 from studies._repeats import TTFT, Repeats, tail_table
+from studies._runs import Run, length_classes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -118,7 +119,7 @@ def _runs(context: StudyContext) -> Sequence[Run]:
                 until_s,
                 seed,
             ),
-            classes=context.length_classes,
+            classes=length_classes(context),
             keeps_transfers=way == "kept",
         )
         for policy in _POLICIES
@@ -189,7 +190,7 @@ def _describe(context: StudyContext, outcomes: Outcomes) -> StudySection:
         tables[f"TTFT in seconds with `{policy}`: all lost, and kept"] = _ways_table(found, policy)
         rows = {spot.label: found[policy, spot, "kept"] for spot in _ALL}
         tables[f"TTFT in seconds with `{policy}`, kept"] = tail_table(
-            "kills of an instance", rows, context.length_classes
+            "kills of an instance", rows, length_classes(context)
         )
     return StudySection(
         question="What if prefill capacity can vanish?",

@@ -14,7 +14,7 @@ PARSES_JSON = {
     *("serving/engines/synthetic/text.py", "serving/engines/vllm/template.py"),
     "tools/doctor.py",
     # Answers to a tool that a person runs.
-    *("cli/common.py", "tools/demo/client.py"),
+    "cli/common.py",
     *("tools/http_client.py", "tools/replay/client.py"),
     # Bodies of clients.
     "serving/engines/synthetic/api_bodies.py",

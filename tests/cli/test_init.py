@@ -93,13 +93,16 @@ def test_engines_of_a_trial_fit_on_one_machine(tmp_path: Path, monkeypatch: pyte
     [
         (SITES, "--model is missing"),
         ((*MODEL, "--site", "east:prfaas:h200x8"), "is no site; write NAME:KIND:HARDWARE:HOST,HOST"),
-        ((*MODEL, *SITES, "--link", "east:west:1 Gbit/s"), 'link to or from "west"'),
+        (
+            (*MODEL, *SITES, "--link", "east:west:1 Gbit/s"),
+            "these options make no deployment: links[1].target",
+        ),
         ((*MODEL, *SITES[:4]), "these options make no deployment: clusters[0]: no link leads from"),
         ((*MODEL, *SITES, "--gateway", "not a host"), '--gateway "not a host" is no host'),
         (("--model", "tiny:nothing", *SITES), '--model "tiny:nothing" is no model that prfaas has; choose'),
         (("--model", "/", *SITES), '--model "/" is the root of the file system'),
         ((*MODEL, "--site", "home:pd:h20:198.51.100.999"), '"198.51.100.999" is no IPv4 address; write four'),
-        (MODEL, "--model is for a file of your own; give its sites, too: --site, or --ask"),
+        (MODEL, "--model is for a file of your own; give its sites, too: --site"),
         (("--served-name", "m"), "--served-name is for a file of your own"),
         (("--max-model-len", "4096"), "--max-model-len is for a file of your own"),
     ],
@@ -115,36 +118,6 @@ def test_what_makes_no_file_is_one_sentence(
     error = capsys.readouterr().err
     assert error.startswith("prfaas: ") and said in error and error.count("\n") == 1
     assert not list(tmp_path.rglob("*.yaml*"))
-
-
-def test_it_asks_for_what_is_not_given(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    answers = iter(
-        [
-            *("llm", "models/qwen3-next", "/models/qwen3-next", "", "0", "65536"),
-            *("east", "", "h200x8", "192.0.2.10"),
-            *("home", "nothing", "h20x8", "198.51.100.10"),
-            *("east", "home", "", "", "198.51.100.10", ""),
-            *("a lot", "40 Gbit/s"),
-        ]
-    )
-
-    def prompt(question: str, default: str | None = None, err: bool = False) -> str:
-        assert err, "questions are no results"
-        return next(answers) or default or ""
-
-    monkeypatch.setattr("typer.prompt", prompt)
-    assert run(monkeypatch, "init", "-o", tmp_path, "--ask", "--no-secrets") == 0
-    assert next(answers, None) is None
-    deployment = load_deployment(tmp_path / "llm.yaml")
-    assert deployment.model.max_model_len == 65536
-    assert [(link.name, link.bandwidth_bits_per_s) for link in deployment.links] == [("east->home", 40e9)]
-    assert [cluster.kind for cluster in deployment.clusters] == ["prfaas", "pd"]
-    error = capsys.readouterr().err
-    assert '"nothing" is no kind of site' in error and 'link "east:home:a lot"' in error
-    assert '"models/qwen3-next" is no absolute path' in error and 'there is a site "east" already' in error
-    assert {instance.tensor_parallel for instance in deployment.instances} == {8}
 
 
 def test_examples_are_copied_as_before(

@@ -100,11 +100,13 @@ def test_mistakes_are_one_sentence(
 ) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**DENSE, "model_type": "brand_new"}))
+    known = tmp_path / "known.json"
+    known.write_text(json.dumps(DENSE))
     for args, message in (
         (("kimi-q2",), 'no published model "kimi-q2"; did you mean "kimi-k2"?'),
         ((path,), f'{path}: the KVCache of model_type "brand_new" is not known, and it has no layer_types'),
         ((tmp_path / "gone.json",), "gone.json: there is no such file; name the directory of"),
-        ((path, "--sources"), "only published models have sources"),
+        ((known, "--sources"), "only published models have sources"),
         (("kimi-k2", "--kv-dtype", "fp8_ds_mla"), 'not of model_type "kimi_k2"'),
         (("kimi-k2", "--state-dtype", "fp8"), '--state-dtype: must be one of fp32, bf16, fp16, not "fp8"'),
         (("minimax-m2.5", "--tensor-parallel", 3), "8 KV heads can't be divided among 3 ranks"),

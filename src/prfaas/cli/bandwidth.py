@@ -5,12 +5,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from prfaas.cli.cache_dtypes import KV_DTYPE_HELP, cache_dtypes
+from prfaas.cli.cache_dtypes import KV_DTYPE_HELP, cache_dtypes, named_model
 from prfaas.cli.common import AsJson, CliError, print_json
 from prfaas.cli.completions import model_names
 
 if TYPE_CHECKING:
-    from prfaas.core.kv import CacheDtypes, KvModel
     from prfaas.core.workload import LengthDistribution
 
 
@@ -52,7 +51,7 @@ def bandwidth(
     from prfaas.core.planner import egress
     from prfaas.core.units import format_bits_per_s
 
-    kv_model = _kv_model(model, cache_dtypes(kv_dtype))
+    kv_model, _ = named_model(model, cache_dtypes(kv_dtype))
     if profile is None and f"{model}-h200" not in profile_names():
         raise CliError(
             f'--profile: none comes with prfaas for "{model}"; `prfaas profile URL` measures one, and there are '
@@ -86,17 +85,6 @@ def bandwidth(
         typer.echo(f"If all had the mean length it would be {at_mean} (the paper's approximation).")
     if speed.model != kv_model.name:
         typer.echo(f"Mind that {speed.name} was measured with {speed.model}.", err=True)
-
-
-def _kv_model(name: str, dtypes: "CacheDtypes") -> "KvModel":
-    from prfaas.core.kv import model_from_directory, model_from_file, published_model
-
-    path = Path(name)
-    if path.is_dir():
-        return model_from_directory(path, dtypes=dtypes)
-    if "/" in name or name.endswith(".json"):
-        return model_from_file(path, dtypes=dtypes)
-    return published_model(name).kept_in(dtypes)
 
 
 def _lengths(length: float | None, lognormal: str | None, trace: Path | None) -> "LengthDistribution":

@@ -1,11 +1,12 @@
-"""`--kv-dtype` and `--state-dtype`: in which dtypes a model's caches are counted."""
+"""Models on the command line, and `--kv-dtype` and `--state-dtype`: in which dtypes their caches are counted."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prfaas.cli.common import CliError
 
 if TYPE_CHECKING:
-    from prfaas.core.kv import CacheDtypes, StateDtype
+    from prfaas.core.kv import CacheDtypes, KvModel, PublishedModel, StateDtype
 
 KV_DTYPE_HELP = "Of K and V: bf16, fp16, fp32, fp8, fp8_e4m3, fp8_e5m2 or fp8_ds_mla; default: vLLM's auto."
 
@@ -39,3 +40,20 @@ def cache_dtypes(kv_dtype: str | None, state_dtype: str | None = None) -> "Cache
         if given is not None and given not in known:
             raise CliError(f'{option}: must be one of {", ".join(known)}, not "{given}"')
     return replace(kept[kv_dtype or "auto"], state=states[state_dtype or "fp32"])
+
+
+def named_model(name: str, dtypes: "CacheDtypes") -> "tuple[KvModel, PublishedModel | None]":
+    """A published model by its name, or None for that and the one of a config.json or a checkpoint's directory.
+
+    Raises:
+        ConfigError: there is no such model, or it can't be read.
+    """
+    from prfaas.core.kv import model_from_directory, model_from_file, published_model
+
+    path = Path(name)
+    if path.is_dir():
+        return model_from_directory(path, dtypes=dtypes), None
+    if "/" in name or name.endswith(".json"):
+        return model_from_file(path, dtypes=dtypes), None
+    found = published_model(name)
+    return found.kept_in(dtypes), found

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from urllib.error import HTTPError
 
     from rich.console import Console
+    from rich.progress import Progress, ProgressColumn
 
     from prfaas.serving.logs import LogSettings
 
@@ -99,6 +100,23 @@ def console(pipe_columns: int = 120) -> "Console":
 
     plain = Console(highlight=False)
     return plain if plain.is_terminal else Console(highlight=False, width=pipe_columns)
+
+
+def progress_bar(*columns: "ProgressColumn", transient: bool = False) -> "Progress":
+    """On stderr: a bar that moves on a terminal, and nothing elsewhere."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    shown = Console(stderr=True, highlight=False)
+    return Progress(*columns, console=shown, transient=transient, disable=not shown.is_terminal)
+
+
+def counted_progress(transient: bool = False) -> "Progress":
+    """A bar of things of which it is known how many there will be."""
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return progress_bar(*columns, transient=transient)
 
 
 def made_folder(directory: Path, option: str) -> Path:
@@ -203,6 +221,13 @@ def example_path(name: str) -> Path:
 
 DeploymentPath = Annotated[
     Path, typer.Argument(metavar="DEPLOYMENT", help="The deployment file, for example examples/local.yaml.")
+]
+GatewayWhere = Annotated[
+    str,
+    typer.Argument(
+        metavar="DEPLOYMENT|URL",
+        help="The deployment file, or the URL of the gateway's operators (gateway.admin).",
+    ),
 ]
 InstanceName = Annotated[
     str,

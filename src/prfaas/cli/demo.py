@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from prfaas.cli.common import CliError, ReadyTimeout, example_path
+from prfaas.cli.common import CliError, ReadyTimeout, counted_progress, example_path
 from prfaas.cli.completions import made_model_names
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def demo(
     out = Console(stderr=to_stdout, highlight=False)
     out.width = min(out.width, DEMO_COLUMNS) if out.is_terminal else DEMO_COLUMNS
     signal.signal(signal.SIGTERM, _interrupt)
-    shown = _Shown(Console(stderr=True))
+    shown = _Shown()
     outcome, burst = None, None
     try:
         if act is not Act.PAYS:
@@ -194,9 +194,6 @@ def _interrupt(_number: int, _frame: FrameType | None) -> None:
 class _Shown:
     """Progress on stderr: moving lines on a terminal, one line per step elsewhere."""
 
-    def __init__(self, console: "Console") -> None:
-        self._console = console
-
     @contextlib.contextmanager
     def starting(self, engines: "RunningEngines") -> "Iterator[Callable[[StartProgress], None]]":
         from prfaas.cli.up import shown_progress
@@ -220,10 +217,7 @@ class _Shown:
     @contextlib.contextmanager
     def _counting(self, task_text: str, told: str, total: int, each: int = 1) -> Iterator[Callable[[], None]]:
         """A bar on a terminal, elsewhere the sentence `told` with the number of answers, after `each` of them."""
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=self._console, disable=not self._console.is_terminal) as progress:
+        with counted_progress() as progress:
             task = progress.add_task(task_text, total=total)
             answered = 0
 
@@ -231,7 +225,7 @@ class _Shown:
                 nonlocal answered
                 answered += 1
                 progress.advance(task)
-                if not self._console.is_terminal and answered % each == 0:
-                    self._console.print(told.format(answered))
+                if not progress.console.is_terminal and answered % each == 0:
+                    progress.console.print(told.format(answered))
 
             yield step

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from prfaas.cli.common import CliError
 from prfaas.core.deployment.addresses import checked_host, is_loopback, plain_host
 from prfaas.core.deployment.field_types import NAME_PATTERN
 from prfaas.core.deployment.model import ModelSource, is_hub_name, made_model, made_model_names
@@ -17,10 +18,6 @@ _HTTP, _KV = 8100, 8200
 # Ranks of one engine, and so ports between the KV ports of two on one host.
 _MOST_RANKS = 16
 _EVERY_ADDRESS = ("0.0.0.0", "::")
-
-
-class DraftError(ValueError):
-    """The options make no deployment; one sentence that says what would be right."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,46 +31,41 @@ class DraftSite:
     """Of one engine."""
     hosts: tuple[str, ...]
 
-    @property
-    def engine(self) -> str:
-        """The hardware of one engine, as `parse` reads it: "h200x8"."""
-        return f"{self.hardware}x{self.gpus}" if self.gpus > 1 else self.hardware
-
     @classmethod
     def parse(cls, text: str) -> "DraftSite":
         """Read "NAME:KIND:HARDWARE:HOST,HOST", where HARDWARE may end in "x8" for eight GPUs.
 
         Raises:
-            DraftError: it is something else.
+            CliError: it is something else.
         """
         parts = text.split(":", 3)
         if len(parts) < 4:
-            raise DraftError(
+            raise CliError(
                 f'"{text}" is no site; write NAME:KIND:HARDWARE:HOST,HOST, for example east:prfaas:h200x8:192.0.2.10'
             )
         name, kind, hardware, hosts = parts
         _check_name(name, "site")
         if kind not in ("prfaas", "pd"):
-            raise DraftError(
+            raise CliError(
                 f'"{kind}" is no kind of site; write prfaas (only prefills) or pd (serves clients)'
             )
         count = re.fullmatch(r"([A-Za-z][A-Za-z0-9._-]*?)(?:x([1-9][0-9]*))?", hardware)
         if count is None:
-            raise DraftError(f'"{hardware}" is no hardware; write for example h200x8, cpu or synthetic')
+            raise CliError(f'"{hardware}" is no hardware; write for example h200x8, cpu or synthetic')
         gpus = int(count[2] or 1)
         if gpus > _MOST_RANKS:
-            raise DraftError(
+            raise CliError(
                 f'"{hardware}" has more than {_MOST_RANKS} GPUs for one engine; write the file by hand'
             )
         listed = tuple(host.strip() for host in hosts.split(",") if host.strip())
         if not listed:
-            raise DraftError(
+            raise CliError(
                 f"site {name} has no hosts; write addresses or names with commas between, for example 192.0.2.10"
             )
         for host in listed:
             _check_host(host, f"site {name}:")
             if host in _EVERY_ADDRESS:
-                raise DraftError(
+                raise CliError(
                     f'site {name}: "{host}" is no address that others can connect to; write the machine\'s own'
                 )
         return cls(name, "prfaas" if kind == "prfaas" else "pd", count[1], gpus, listed)
@@ -92,17 +84,17 @@ class DraftLink:
         """Read "SOURCE:TARGET:BANDWIDTH", for example "east:home:40 Gbit/s".
 
         Raises:
-            DraftError: it is something else.
+            CliError: it is something else.
         """
         parts = text.split(":", 2)
         if len(parts) < 3:
-            raise DraftError(
+            raise CliError(
                 f'"{text}" is no link; write SOURCE:TARGET:BANDWIDTH, for example east:home:40 Gbit/s'
             )
         try:
             parse_bits_per_s(parts[2])
         except ValueError as error:
-            raise DraftError(f'link "{text}": {error}') from None
+            raise CliError(f'link "{text}": {error}') from None
         return cls(*parts)
 
 
@@ -123,28 +115,17 @@ class Draft:
         """Check that a file of it can be good. Loading the file checks the rest.
 
         Raises:
-            DraftError: in one sentence, what would be right.
+            CliError: in one sentence, what would be right.
         """
         _check_name(self.name, "deployment")
         if not self.sites:
-            raise DraftError(
+            raise CliError(
                 "a deployment needs a site; give --site, for example east:prfaas:h200x8:192.0.2.10"
             )
         if not any(site.kind == "pd" for site in self.sites):
-            raise DraftError("no site serves clients; give one of kind pd")
-        check_model(self.model)
+            raise CliError("no site serves clients; give one of kind pd")
+        _check_model(self.model)
         _check_host(self.gateway_host, "--gateway")
-        names = {site.name for site in self.sites}
-        for link in self.links:
-            for end in (link.source, link.target):
-                if end not in names:
-                    raise DraftError(f'link to or from "{end}": the sites are {", ".join(sorted(names))}')
-        sizes = {site.gpus for site in self.sites}
-        if len(sizes) > 1:
-            raise DraftError(
-                f"engines have {' and '.join(map(str, sorted(sizes)))} GPUs, but both ends of a link must have as "
-                "many; give all sites the same"
-            )
 
     @property
     def is_on_one_machine(self) -> bool:
@@ -202,26 +183,26 @@ def drafted_source(model: str) -> ModelSource | None:
     return ModelSource("hub", name) if kind == "hub" else None
 
 
-def check_model(model: str) -> None:
+def _check_model(model: str) -> None:
     """Check that every machine can find the model there.
 
     Raises:
-        DraftError: it is neither the absolute path of a directory below the root nor a model that prfaas makes.
+        CliError: it is neither the absolute path of a directory below the root nor a model that prfaas makes.
     """
     source = drafted_source(model)
     if source is not None:
         if source.kind == "hub" and not is_hub_name(source.name):
-            raise DraftError(f'--model "{model}" is no name of the hub; write hub:ORG/NAME')
+            raise CliError(f'--model "{model}" is no name of the hub; write hub:ORG/NAME')
         if source.kind != "hub" and made_model(source.name) != source:
             known = ", ".join(str(made_model(name)).replace(" ", "") for name in made_model_names())
-            raise DraftError(f'--model "{model}" is no model that prfaas has; choose one of {known}')
+            raise CliError(f'--model "{model}" is no model that prfaas has; choose one of {known}')
     elif not model.startswith("/"):
-        raise DraftError(
+        raise CliError(
             f'--model "{model}" is no absolute path, which all machines need; or write trained:words, hub:ORG/NAME or '
             "tiny:qwen3-next"
         )
     elif not posixpath.normpath(model).strip("/"):
-        raise DraftError(
+        raise CliError(
             f'--model "{model}" is the root of the file system; write the checkpoint\'s directory, for example '
             "/models/qwen3-next"
         )
@@ -231,12 +212,12 @@ def _check_host(host: str, where: str) -> None:
     try:
         checked_host(host)
     except ValueError as error:
-        raise DraftError(f"{where} {error}") from None
+        raise CliError(f"{where} {error}") from None
 
 
 def _check_name(name: str, what: str) -> None:
     if not re.fullmatch(NAME_PATTERN, name):
-        raise DraftError(
+        raise CliError(
             f'"{name}" is no name of a {what}; take letters, digits, ".", "_" and "-", at most 63, a letter or '
             "digit first"
         )

@@ -16,7 +16,7 @@ class DraftOptions:
         str,
         typer.Argument(
             metavar="[NAME]",
-            help="An example's name; with --site or --ask the deployment's.",
+            help="An example's name; with --site the deployment's.",
             show_default=True,
         ),
     ] = "local"
@@ -57,4 +57,4 @@ class DraftOptions:
         for field in ("model", "served_name", "max_model_len", "link", "gateway"):
             if getattr(self, field) not in (None, []):
                 option = f"--{field.replace('_', '-')}"
-                raise CliError(f"{option} is for a file of your own; give its sites, too: --site, or --ask")
+                raise CliError(f"{option} is for a file of your own; give its sites, too: --site")

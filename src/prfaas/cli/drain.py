@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from prfaas.cli.common import CliError, TokenFile, admin_address, fetch
+from prfaas.cli.common import CliError, GatewayWhere, TokenFile, admin_address, fetch
 from prfaas.cli.completions import instance_names
 
 _LOOK_EVERY_S = 1.0
@@ -16,17 +16,11 @@ _Instance = Annotated[
         metavar="INSTANCE", help="Its name in the deployment file.", autocompletion=instance_names
     ),
 ]
-_Where = Annotated[
-    str,
-    typer.Argument(
-        metavar="DEPLOYMENT|URL", help="The deployment file, or the URL of the gateway's operators' port."
-    ),
-]
 
 
 def drain(
     instance: _Instance,
-    where: _Where,
+    where: GatewayWhere,
     wait_s: Annotated[
         float | None,
         typer.Option("--wait", metavar="SECONDS", min=0.0, help="Return when its work has ended."),
@@ -68,7 +62,7 @@ def drain(
         raise typer.Exit(1)
 
 
-def undrain(instance: _Instance, where: _Where, token_file: TokenFile = None) -> None:
+def undrain(instance: _Instance, where: GatewayWhere, token_file: TokenFile = None) -> None:
     """Give a drained instance work again.
 
     Example: prfaas undrain home-decode-0 examples/local.yaml

@@ -44,7 +44,7 @@ def systemd(
 
     if not program.is_absolute() or any(each.isspace() or each in "%\"'\\" for each in str(program)):
         raise CliError(f"--program {program}: give an absolute path without blanks and quotes")
-    _write(out, systemd_files(read_blueprint(deployment), str(program)), as_json)
+    write_emitted(out, systemd_files(read_blueprint(deployment), str(program)), as_json)
 
 
 @emit.command()
@@ -59,7 +59,7 @@ def compose(deployment: DeploymentPath, out: Out, as_json: AsJson = False) -> No
     from prfaas.tools.emit.blueprint import read_blueprint
     from prfaas.tools.emit.compose import compose_files
 
-    _write(out, compose_files(read_blueprint(deployment)), as_json)
+    write_emitted(out, compose_files(read_blueprint(deployment)), as_json)
 
 
 @emit.command()
@@ -74,10 +74,11 @@ def kubernetes(deployment: DeploymentPath, out: Out, as_json: AsJson = False) ->
     from prfaas.tools.emit.blueprint import read_blueprint
     from prfaas.tools.emit.kubernetes import kubernetes_files
 
-    _write(out, kubernetes_files(read_blueprint(deployment)), as_json)
+    write_emitted(out, kubernetes_files(read_blueprint(deployment)), as_json)
 
 
-def _write(out: Path, files: "Sequence[EmittedFile]", as_json: bool) -> None:
+def write_emitted(out: Path, files: "Sequence[EmittedFile]", as_json: bool) -> None:
+    """Write files below a folder and print where they are. Raises CliError where one can't be written."""
     from prfaas.tools.emit.writing import write_files
 
     try:

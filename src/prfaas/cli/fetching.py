@@ -4,6 +4,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from prfaas.cli.common import progress_bar
+
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
@@ -13,18 +15,13 @@ if TYPE_CHECKING:
 @contextlib.contextmanager
 def shown_fetch() -> "Iterator[FetchReport]":
     """A report that writes to stderr."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
 
     from prfaas.serving.engines.fetching import LoggedFetch
 
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield LoggedFetch()
-        return
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=console) as progress:
-        yield _Shown(progress)
+    with progress_bar(*columns) as progress:
+        yield _Shown(progress) if progress.console.is_terminal else LoggedFetch()
 
 
 class _Shown:

@@ -19,7 +19,6 @@ def init(
     ] = Path(),
     *,
     given: DraftOptions,
-    ask: Annotated[bool, typer.Option("--ask", help="Ask for what the options don't say.")] = False,
     secrets: Annotated[
         bool, typer.Option("--secrets/--no-secrets", help="Make key, certificates and operators' token, too.")
     ] = True,
@@ -33,17 +32,17 @@ def init(
     HARDWARE is a word of yours with the GPUs of one engine, or cpu, or synthetic. Key and certificates go to the
     deployment's folder in $PRFAAS_HOME; what is there already stays.
 
-    Examples: prfaas init; prfaas init paper -o deployments; prfaas init --list; prfaas init --ask; prfaas init llm
+    Examples: prfaas init; prfaas init paper -o deployments; prfaas init --list; prfaas init llm
     --model /models/qwen3-next --site east:prfaas:h200x8:192.0.2.10 --site home:pd:h20x8:198.51.100.10,198.51.100.11
     --link "east:home:40 Gbit/s"
     """
 
     from prfaas.core.deployment.examples import example_files
 
-    if ask or given.site:
+    if given.site:
         from prfaas.cli.init_draft import write_draft
 
-        write_draft(given, out, ask=ask, secrets=secrets, force=force, as_json=as_json)
+        write_draft(given, out, secrets=secrets, force=force, as_json=as_json)
         return
     given.check_unused()
     name = given.name

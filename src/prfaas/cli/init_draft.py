@@ -1,6 +1,5 @@
 """`prfaas init` for sites of one's own: the file, its key, its certificates and the operators' token."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -8,7 +7,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from prfaas.cli.common import CliError, made_folder, print_json
-from prfaas.cli.draft import Draft, DraftError, DraftLink, DraftSite, check_model, drafted_source
+from prfaas.cli.draft import Draft, DraftLink, DraftSite, drafted_source
 from prfaas.cli.draft_options import DraftOptions
 from prfaas.core.deployment import DeploymentError, load_deployment
 from prfaas.core.extras import how_to_install
@@ -19,19 +18,14 @@ if TYPE_CHECKING:
 _MAX_MODEL_LEN = 32768
 
 
-def write_draft(
-    given: DraftOptions, out: Path, *, ask: bool, secrets: bool, force: bool, as_json: bool
-) -> None:
+def write_draft(given: DraftOptions, out: Path, *, secrets: bool, force: bool, as_json: bool) -> None:
     """Write the file, make what else machines need, and say what to do with it.
 
     Raises:
         CliError: the options make no deployment, or a file is there already or can't be written.
     """
-    try:
-        draft = _asked(given) if ask else _told(given)
-        draft.check()
-    except DraftError as error:
-        raise CliError(str(error)) from None
+    draft = _draft(given)
+    draft.check()
     target = made_folder(out, "--out") / f"{draft.name}.yaml"
     if target.exists() and not force:
         raise CliError(f"{target} is there already; --force overwrites it")
@@ -46,39 +40,18 @@ def write_draft(
         typer.echo(f"made {path}")
 
 
-def _told(given: DraftOptions) -> Draft:
+def _draft(given: DraftOptions) -> Draft:
     if given.model is None:
         raise CliError(
             "--model is missing; name the checkpoint's directory, or trained:words, hub:ORG/NAME or tiny:qwen3-next"
         )
-    sites = tuple(map(DraftSite.parse, given.site or ()))
-    return _draft(given, given.model, sites, tuple(map(DraftLink.parse, given.link or ())))
-
-
-def _asked(given: DraftOptions) -> Draft:
-    name = _ask_for("Name of the deployment", given.name)
-    model = given.model or _ask_model()
-    served_name = given.served_name or _ask_for("What clients write as the model", _name_of(model))
-    length = given.max_model_len
-    while length is None:
-        text = _ask_for("Longest prompt + answer, in tokens", str(_MAX_MODEL_LEN))
-        length = int(text) if text.isdecimal() and int(text) > 0 else None
-    sites = tuple(map(DraftSite.parse, given.site or ())) or _ask_sites()
-    links = tuple(map(DraftLink.parse, given.link or ())) or _ask_links(sites)
-    changed = replace(given, name=name, served_name=served_name, max_model_len=length)
-    return _draft(changed, model, sites, links)
-
-
-def _draft(
-    given: DraftOptions, model: str, sites: tuple[DraftSite, ...], links: tuple[DraftLink, ...]
-) -> Draft:
     draft = Draft(
         name=given.name,
-        model=model,
-        served_name=given.served_name or _name_of(model),
+        model=given.model,
+        served_name=given.served_name or _name_of(given.model),
         max_model_len=given.max_model_len or _MAX_MODEL_LEN,
-        sites=sites,
-        links=links,
+        sites=tuple(map(DraftSite.parse, given.site or ())),
+        links=tuple(map(DraftLink.parse, given.link or ())),
         gateway_host="0.0.0.0",
     )
     own = "127.0.0.1" if draft.is_on_one_machine else "0.0.0.0"
@@ -131,63 +104,3 @@ def _secrets(deployment: "Deployment") -> tuple[Path, ...]:
         if folder.make():
             made.append(folder.path)
     return tuple(made)
-
-
-def _ask_for(question: str, default: str | None = None) -> str:
-    """One line from the person at the terminal; questions go to stderr."""
-    answer = typer.prompt(question, default=default, err=True)
-    return str(answer).strip()
-
-
-def _ask_model() -> str:
-    """Where the model is, asked again until every machine can find it there."""
-    while True:
-        model = _ask_for(
-            "The checkpoint's directory on all machines (or trained:words, hub:ORG/NAME, tiny:qwen3-next)"
-        )
-        try:
-            check_model(model)
-        except DraftError as error:
-            typer.echo(f"  {error}", err=True)
-        else:
-            return model
-
-
-def _ask_sites() -> tuple[DraftSite, ...]:
-    """Sites, until there is no further one. One that can't be is asked for again."""
-    sites: list[DraftSite] = []
-    while True:
-        more = " (empty: no more)" if sites else ""
-        name = _ask_for(f"Name of a site{more}", "" if sites else None)
-        if not name:
-            return tuple(sites)
-        if name in {site.name for site in sites}:
-            typer.echo(f'  there is a site "{name}" already; give this one another name', err=True)
-            continue
-        kind = _ask_for(
-            "  prfaas (only prefills long prompts) or pd (serves clients)", "pd" if sites else "prfaas"
-        )
-        hardware = _ask_for("  GPUs of one engine, for example h200x8", sites[-1].engine if sites else None)
-        hosts = _ask_for("  its hosts, one engine on each, with commas between")
-        try:
-            sites.append(DraftSite.parse(f"{name}:{kind}:{hardware}:{hosts}"))
-        except DraftError as error:
-            typer.echo(f"  {error}", err=True)
-
-
-def _ask_links(sites: Sequence[DraftSite]) -> tuple[DraftLink, ...]:
-    """One from each site that only prefills to each that serves clients."""
-    links: list[DraftLink] = []
-    for source in sites:
-        for target in sites:
-            if source.kind != "prfaas" or target.kind != "pd":
-                continue
-            while True:
-                bandwidth = _ask_for(f"Bandwidth from {source.name} to {target.name}, for example 40 Gbit/s")
-                try:
-                    links.append(DraftLink.parse(f"{source.name}:{target.name}:{bandwidth}"))
-                except DraftError as error:
-                    typer.echo(f"  {error}", err=True)
-                else:
-                    break
-    return tuple(links)

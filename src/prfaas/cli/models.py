@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from prfaas.cli.cache_dtypes import KV_DTYPE_HELP, cache_dtypes
+from prfaas.cli.cache_dtypes import KV_DTYPE_HELP, cache_dtypes, named_model
 from prfaas.cli.common import AsJson, CliError, DeploymentPath, print_json
 from prfaas.cli.completions import made_model_names, model_names
 
@@ -147,21 +147,14 @@ def models(
     prfaas models ./my-model/config.json --tensor-parallel 8
     """
 
-    from prfaas.core.kv import model_from_directory, model_from_file, published_model
-
     dtypes = cache_dtypes(kv_dtype, state_dtype)
     listed: list[tuple[KvModel, PublishedModel | None]]
     if model is None:
         listed = list(_kept_in(dtypes))
-    elif _is_path(model):
-        if sources:
-            raise CliError("--sources: only published models have sources; this one's is its config.json")
-        path = Path(model)
-        read = model_from_directory if path.is_dir() else model_from_file
-        listed = [(read(path, dtypes=dtypes), None)]
     else:
-        found = published_model(model)
-        listed = [(found.kept_in(dtypes), found)]
+        listed = [named_model(model, dtypes)]
+        if sources and listed[0][1] is None:
+            raise CliError("--sources: only published models have sources; this one's is its config.json")
     try:
         rows = [(each.per_rank(tensor_parallel), published) for each, published in listed]
     except ValueError as error:
@@ -186,10 +179,6 @@ def _kept_in(dtypes: "CacheDtypes") -> "Iterator[tuple[KvModel, PublishedModel]]
             yield each.kept_in(dtypes), each
         except CacheDtypeError as error:
             typer.echo(f"{each.name} is left out: {error}", err=True)
-
-
-def _is_path(text: str) -> bool:
-    return "/" in text or text.endswith(".json") or Path(text).is_dir()
 
 
 def _document(

@@ -1,11 +1,12 @@
 """`prfaas monitoring`: dashboards for Grafana; alert rules and scrape configuration for Prometheus."""
 
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Annotated
 
 import typer
 
-from prfaas.cli.common import AsJson, CliError, DeploymentPath, made_folder, print_json
+from prfaas.cli.common import AsJson, DeploymentPath, print_json
+from prfaas.cli.emit import write_emitted
 
 monitoring = typer.Typer(
     help="Dashboards for Grafana, alert rules and scrape configuration for Prometheus.", no_args_is_help=True
@@ -34,7 +35,7 @@ def grafana(
     from prfaas.tools.monitoring import dashboards
 
     files = {path.name: path.read_text(encoding="utf-8") for path in dashboards()}
-    _write(folder, files, as_json=as_json)
+    _write(folder, files, as_json)
 
 
 @monitoring.command()
@@ -55,7 +56,7 @@ def alerts(
     from prfaas.tools.monitoring.alerts import rules, rules_yaml
 
     if folder is not None:
-        _write(folder, {"prfaas.rules.yaml": rules_yaml(runbooks)}, as_json=as_json)
+        _write(folder, {"prfaas.rules.yaml": rules_yaml(runbooks)}, as_json)
     elif as_json:
         print_json(rules(runbooks))
     else:
@@ -73,22 +74,14 @@ def scrape(deployment: DeploymentPath, folder: Folder = None, as_json: AsJson = 
 
     loaded = load_deployment(deployment)
     if folder is not None:
-        _write(folder, {"prfaas.scrape.yaml": scrape_yaml(loaded)}, as_json=as_json)
+        _write(folder, {"prfaas.scrape.yaml": scrape_yaml(loaded)}, as_json)
     elif as_json:
         print_json(scrape_configs(loaded))
     else:
         typer.echo(scrape_yaml(loaded), nl=False)
 
 
-def _write(folder: Path, files: dict[str, str], *, as_json: bool) -> None:
-    made_folder(folder, "--output")
-    for name, text in files.items():
-        try:
-            (folder / name).write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise CliError(f"{folder / name} can't be written ({error.strerror})") from error
-    written = [str(folder / name) for name in files]
-    if as_json:
-        print_json({"files": written})
-    else:
-        typer.echo("\n".join(written))
+def _write(folder: Path, files: dict[str, str], as_json: bool) -> None:
+    from prfaas.tools.emit.blueprint import EmittedFile
+
+    write_emitted(folder, [EmittedFile(PurePosixPath(name), text) for name, text in files.items()], as_json)

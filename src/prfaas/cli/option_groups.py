@@ -1,4 +1,4 @@
-"""Options of a command as the fields of a data class, which the command gets in one piece."""
+"""Options of a command: those of one panel of its help, and data classes whose fields are options."""
 
 import dataclasses
 import functools
@@ -6,8 +6,15 @@ import inspect
 from collections.abc import Callable
 from typing import Any, get_type_hints
 
+import typer
+
 # Whatever has a default, in any order.
 _KIND = inspect.Parameter.KEYWORD_ONLY
+
+
+def options_of_panel(title: str) -> Callable[..., Any]:
+    """`typer.Option` for the options that stand under one title in a command's help."""
+    return functools.partial(typer.Option, rich_help_panel=title)
 
 
 def with_groups(command: Callable[..., None]) -> Callable[..., None]:

@@ -1,7 +1,7 @@
 """`prfaas plan`: what a deployment can do, and how to divide its work best; with `--sweep`, over one of its numbers."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
@@ -16,14 +16,16 @@ from prfaas.cli.common import (
     is_rate_field,
     made_folder,
     print_json,
+    progress_bar,
 )
 from prfaas.cli.option_groups import with_groups
-from prfaas.cli.plan_pools import PlannedPoolsAsked, pool_plan
+from prfaas.cli.pool_options import PoolsAsked, pool_option, pools_asked
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from prfaas.core.planner import Plan
+    from prfaas.lab.report.plan_sweep import Sweep
 
 T = TypeVar("T")
 
@@ -48,7 +50,14 @@ def plan(
         ),
     ] = None,
     *,
-    asked: PlannedPoolsAsked,
+    asked: PoolsAsked,
+    trace: Annotated[
+        Path | None,
+        pool_option(
+            metavar="FILE",
+            help="Requests to replay through the pools and to plan for, to see what they are worth.",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Say what a deployment can do: best threshold and roles, throughput, TTFT, cost, and what limits it.
@@ -58,22 +67,24 @@ def plan(
     Example: prfaas plan examples/paper.yaml --plot plots
     """
     if sweep is None:
-        _plan(deployment, plot, asked, as_json)
-    elif asked.is_given:
-        raise CliError(
-            "--sweep has no word about pools: give no --pool, --pool-ssd, --pool-rate, --pool-hits, --trace"
-        )
+        _plan(deployment, plot, asked, trace, as_json)
+    elif asked.is_given or trace is not None:
+        raise CliError("--sweep has no word about pools: give no --pool, --pool-ssd, --pool-rate, --trace")
     else:
         _sweep(deployment, sweep, plot, as_json)
 
 
-def _plan(path: Path, plot: Path | None, asked: PlannedPoolsAsked, as_json: bool) -> None:
+def _plan(path: Path, plot: Path | None, asked: PoolsAsked, trace: Path | None, as_json: bool) -> None:
     from prfaas.core.deployment import load_planned
     from prfaas.core.planner import make_plan, problem_of
+    from prfaas.lab.report.plan_pools import PoolPlan, print_pools
 
     deployment = load_planned(path)
     problem = problem_of(deployment)
-    pools = pool_plan(deployment, problem, asked)
+    given = pools_asked(deployment, asked)
+    if trace is not None and not given:
+        raise CliError("--trace needs pools: give --pool, or pools in the file")
+    pools = PoolPlan.of(deployment, problem, given, trace) if given else None
     result = make_plan(problem)
     written: list[Path] = []
     if plot is not None:
@@ -90,8 +101,6 @@ def _plan(path: Path, plot: Path | None, asked: PlannedPoolsAsked, as_json: bool
 
     print_plan(console(), deployment, result)
     if pools is not None:
-        from prfaas.lab.report.plan_pools import print_pools
-
         print_pools(console(), pools)
     _print_written(written)
 
@@ -110,14 +119,7 @@ def _sweep(path: Path, text: str, plot: Path | None, as_json: bool) -> None:
         # What can't stand in the file is said before minutes of planning.
         load_planned(path, changes={sweep.field: value})
     plans = list(_with_progress(_plans(path, sweep), f"{len(sweep.values)} plans", len(sweep.values)))
-    swept = PlanSweep(
-        field=sweep.field,
-        words=field_words(planned, sweep.field),
-        values=sweep.values,
-        plans=plans,
-        is_rate=sweep.is_rate,
-        is_geometric=sweep.is_geometric,
-    )
+    swept = PlanSweep(**asdict(sweep), words=field_words(planned, sweep.field), plans=plans)
     written = []
     if plot is not None:
         name = re.sub(r"[^A-Za-z0-9]+", "-", sweep.field).strip("-")
@@ -130,20 +132,7 @@ def _sweep(path: Path, text: str, plot: Path | None, as_json: bool) -> None:
     _print_written(written)
 
 
-@dataclass(frozen=True, slots=True)
-class Sweep:
-    """One number of a deployment, and the values to put there."""
-
-    field: str
-    """The field of the deployment file."""
-    values: tuple[float, ...]
-    is_rate: bool
-    """Whether the values are bits per second."""
-    is_geometric: bool
-    """Whether their ratios are equal, not their differences."""
-
-
-def parse_sweep(text: str) -> Sweep:
+def parse_sweep(text: str) -> "Sweep":
     """From "links[0].bandwidth=1 Gbit/s:1 Tbit/s:50". Ends of bandwidths may have a unit.
 
     Values are spaced evenly, those of a range over more than a factor 30 by equal ratios. Of instance counts
@@ -152,6 +141,8 @@ def parse_sweep(text: str) -> Sweep:
     Raises:
         CliError: the text has another form, or a range makes no sense.
     """
+    from prfaas.lab.report.plan_sweep import Sweep
+
     field, sign, span = text.partition("=")
     parts = span.split(":")
     if not sign or not field or len(parts) != 3:
@@ -171,7 +162,7 @@ def parse_sweep(text: str) -> Sweep:
     values = _spaced(first, last, int(count), is_geometric)
     if field.endswith(("instance_count", "tensor_parallel")):
         values = tuple(float(value) for value in dict.fromkeys(round(value) for value in values))
-    return Sweep(field, values, is_rate_field(field), is_geometric)
+    return Sweep(field=field, values=values, is_rate=is_rate_field(field), is_geometric=is_geometric)
 
 
 def _spaced(first: float, last: float, count: int, is_geometric: bool) -> tuple[float, ...]:
@@ -180,7 +171,7 @@ def _spaced(first: float, last: float, count: int, is_geometric: bool) -> tuple[
     return (first, *inner, last)
 
 
-def _plans(path: Path, sweep: Sweep) -> "Iterator[Plan]":
+def _plans(path: Path, sweep: "Sweep") -> "Iterator[Plan]":
     from prfaas.core.deployment import load_planned
     from prfaas.core.planner import make_plan, problem_of
 
@@ -190,11 +181,7 @@ def _plans(path: Path, sweep: Sweep) -> "Iterator[Plan]":
 
 def _with_progress(each: "Iterable[T]", what: str, total: int | None = None) -> "Iterator[T]":
     """Hand things on as they come, with a bar on stderr if that is a terminal."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+    with progress_bar(transient=True) as progress:
         task = progress.add_task(what, total=total)
         for thing in each:
             progress.advance(task)

@@ -1,11 +1,10 @@
 """The pools that `prfaas plan` and `prfaas simulate` are asked for: the file's, or others by options."""
 
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING, Annotated, Any
 
 from prfaas.cli.common import CliError
+from prfaas.cli.option_groups import options_of_panel
 
 if TYPE_CHECKING:
     from prfaas.core.deployment import PlannedDeployment
@@ -13,7 +12,7 @@ if TYPE_CHECKING:
 
 _TIERS = ("memory", "ssd", "network")
 
-POOLS = "Prefix-cache pools"
+pool_option = options_of_panel("Prefix-cache pools")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,29 +21,26 @@ class PoolsAsked:
 
     pool: Annotated[
         str | None,
-        typer.Option(
+        pool_option(
             metavar="SIZE",
             help="Memory of every machine's pool, in place of what the file gives; 0: no pools.",
             show_default=False,
-            rich_help_panel=POOLS,
         ),
     ] = None
     pool_ssd: Annotated[
         str | None,
-        typer.Option(
+        pool_option(
             metavar="SIZE",
             help="SSD of every machine's pool, in place of what the file gives.",
             show_default=False,
-            rich_help_panel=POOLS,
         ),
     ] = None
     pool_rate: Annotated[
         list[str] | None,
-        typer.Option(
+        pool_option(
             metavar="TIER=RATE",
             help=f"How fast a machine loads from a tier ({', '.join(_TIERS)}), e.g. ssd=48Gbit/s; may be repeated.",
             show_default=False,
-            rich_help_panel=POOLS,
         ),
     ] = None
 
@@ -85,14 +81,9 @@ def pools_asked(planned: "PlannedDeployment", asked: PoolsAsked) -> "dict[str, P
     if asked.pool_ssd is not None:
         size = _size("--pool-ssd", asked.pool_ssd)
         pools = {name: replace(options, ssd_bytes=size) for name, options in pools.items()}
-    given = dict(_rate(text) for text in asked.pool_rate or ())
+    given: dict[str, Any] = dict(_rate(text) for text in asked.pool_rate or ())
     return {
-        name: replace(
-            options,
-            memory_bits_per_s=given.get("memory", options.memory_bits_per_s),
-            ssd_bits_per_s=given.get("ssd", options.ssd_bits_per_s),
-            network_bits_per_s=given.get("network", options.network_bits_per_s),
-        )
+        name: replace(options, **{f"{tier}_bits_per_s": rate for tier, rate in given.items()})
         for name, options in pools.items()
     }
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from prfaas.cli.common import AsJson, CliError, print_json
+from prfaas.cli.common import AsJson, CliError, counted_progress, print_json
 from prfaas.cli.option_groups import with_groups
-from prfaas.cli.profile_estimate import EstimateOptions, EstimateOutputs, print_estimate
+from prfaas.cli.profile_estimate import EstimateOptions, print_estimate
 
 if TYPE_CHECKING:
     from prfaas.tools.profiling.endpoint import ProfiledEndpoint
@@ -90,7 +90,7 @@ def profile(
                 f"--estimate asks no server; leave {url} out, or leave --estimate out to measure it"
             )
         plan = estimated.plan(model, wanted, given, context, name)
-        print_estimate(plan, EstimateOutputs(out, estimated.beside, as_json))
+        print_estimate(plan, out, estimated.beside, as_json=as_json)
         return
     estimated.check_unused()
     if url is None:
@@ -167,12 +167,7 @@ def _default_lengths(max_model_len: int | None) -> tuple[int, ...]:
 @contextlib.contextmanager
 def _progress(total: int) -> Iterator[Callable[[str], None]]:
     """Progress on stderr: a moving bar on a terminal, one line per thing measured elsewhere."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True, highlight=False)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+    with counted_progress() as bar:
         task = bar.add_task("", total=total)
         begun, last = 0, ""
 
@@ -180,8 +175,8 @@ def _progress(total: int) -> Iterator[Callable[[str], None]]:
             nonlocal begun, last
             bar.update(task, completed=begun, description=what)
             begun += 1
-            if not console.is_terminal and what != last:
-                console.print(f"{what} ({begun} of {total})")
+            if not bar.console.is_terminal and what != last:
+                bar.console.print(f"{what} ({begun} of {total})")
                 last = what
 
         yield step

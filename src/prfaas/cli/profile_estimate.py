@@ -72,48 +72,39 @@ class EstimateOptions:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class EstimateOutputs:
-    """Where the estimate goes."""
-
-    out: Path | None
-    beside: str | None
-    """A measured profile to compare with: a name or a file."""
-    as_json: bool
-
-
-def print_estimate(plan: "EstimatePlan", outputs: EstimateOutputs) -> None:
-    """Estimate, then write and print what was asked for."""
+def print_estimate(plan: "EstimatePlan", out: Path | None, beside: str | None, *, as_json: bool) -> None:
+    """Estimate, then write and print what was asked for; `beside`: a measured profile, by its name or file."""
     from prfaas.core.latency import load_profile, profile_text, save_profile
     from prfaas.tools.profiling.estimate import differences, estimate
 
-    measured = load_profile(outputs.beside) if outputs.beside is not None else None
+    measured = load_profile(beside) if beside is not None else None
     estimated = estimate(plan)
     for note in estimated.notes:
         typer.echo(f"prfaas: {note}", err=True)
     profile = estimated.profile
     both = differences(profile, measured) if measured is not None else ((), ())
-    if outputs.out is not None:
-        save_profile(profile, outputs.out)
-    if outputs.as_json:
-        print_json(_document(profile, outputs, both))
-    elif outputs.out is None and measured is None:
+    if out is not None:
+        save_profile(profile, out)
+    if as_json:
+        print_json(_document(profile, out, beside, both))
+    elif out is None and measured is None:
         typer.echo(profile_text(profile), nl=False)
     else:
         _print_tables(profile, measured, both)
-        if outputs.out is not None:
-            typer.echo(f"profile: {outputs.out}")
+        if out is not None:
+            typer.echo(f"profile: {out}")
 
 
 def _document(
     profile: "LatencyProfile",
-    outputs: EstimateOutputs,
+    out: Path | None,
+    beside: str | None,
     both: "tuple[tuple[BesideMeasured, ...], tuple[BesideMeasured, ...]]",
 ) -> dict[str, object]:
     decode = profile.decode
     return {
         "profile": profile.name,
-        "file": None if outputs.out is None else str(outputs.out),
+        "file": None if out is None else str(out),
         "source": profile.source,
         "prefill": {
             "band": profile.evidence.band,
@@ -127,9 +118,9 @@ def _document(
             "points": [{"batch": batch, "step_s": seconds} for batch, seconds in decode.curve.points],
         },
         "beside": None
-        if outputs.beside is None
+        if beside is None
         else {
-            "profile": outputs.beside,
+            "profile": beside,
             **{
                 name: [asdict(each) | {"inside": each.inside} for each in rows]
                 for name, rows in zip(("prefill", "decode"), both, strict=True)
@@ -148,8 +139,8 @@ def _print_tables(
 
     from prfaas.core.units import format_s
 
-    out = console()
-    out.print(profile.source, soft_wrap=True)
+    shown = console()
+    shown.print(profile.source, soft_wrap=True)
     decode = profile.decode
     context = f"after {decode.context_tokens:g} tokens" if decode is not None else ""
     parts = [("prefill", "tokens", profile.prefill.points, profile.evidence.band, both[0])]
@@ -176,4 +167,4 @@ def _print_tables(
                 inside = "" if row.inside else "outside"
                 cells += [format_s(row.measured_s), f"{row.measured_s / row.estimated_s:.2f}", inside]
             table.add_row(*cells)
-        out.print(table)
+        shown.print(table)

@@ -4,17 +4,11 @@ from typing import Annotated
 
 import typer
 
-from prfaas.cli.common import AsJson, CliError, TokenFile, admin_address, fetch, print_json
+from prfaas.cli.common import AsJson, CliError, GatewayWhere, TokenFile, admin_address, fetch, print_json
 
 
 def reload(
-    where: Annotated[
-        str,
-        typer.Argument(
-            metavar="DEPLOYMENT|URL",
-            help="The deployment file as it is to be, or the URL of the gateway's operators' port.",
-        ),
-    ],
+    where: GatewayWhere,
     check: Annotated[
         bool, typer.Option("--check", help="Only say what would change; exit code 2 if that needs a restart.")
     ] = False,

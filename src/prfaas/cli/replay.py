@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from prfaas.cli.common import AsJson, CliError, console, print_json
-from prfaas.cli.option_groups import with_groups
+from prfaas.cli.option_groups import options_of_panel, with_groups
 from prfaas.cli.replay_source import FittingRequests, Source, SourceOptions, shown_replay, source_of
 
 if TYPE_CHECKING:
     from prfaas.tools.replay import ReplayOptions, ReplayResult
 
-_SENDING = "Sending"
+_sending_option = options_of_panel("Sending")
 # Files and sockets of the process besides the connections.
 _OTHER_FILES = 64
 
@@ -40,36 +40,21 @@ def replay(
     ],
     asked: SourceOptions,
     extent: ReplayExtent,
-    model: Annotated[
-        str | None,
-        typer.Option(help="Default: the first that the server names.", rich_help_panel=_SENDING),
-    ] = None,
-    stream: Annotated[
-        bool, typer.Option(help="Take answers token by token, or whole.", rich_help_panel=_SENDING)
-    ] = True,
-    ignore_eos: Annotated[
-        bool,
-        typer.Option(help="Ask for answers of exact length, as vLLM can.", rich_help_panel=_SENDING),
-    ] = True,
+    model: Annotated[str | None, _sending_option(help="Default: the first that the server names.")] = None,
+    stream: Annotated[bool, _sending_option(help="Take answers token by token, or whole.")] = True,
+    ignore_eos: Annotated[bool, _sending_option(help="Ask for answers of exact length, as vLLM can.")] = True,
     vocabulary_size: Annotated[
-        int, typer.Option(min=2, help="Token ids in prompts are below this.", rich_help_panel=_SENDING)
+        int, _sending_option(min=2, help="Token ids in prompts are below this.")
     ] = 256,
     max_connections: Annotated[
-        int, typer.Option(min=1, help="More open requests than these wait.", rich_help_panel=_SENDING)
+        int, _sending_option(min=1, help="More open requests than these wait.")
     ] = 4096,
     header: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME:VALUE",
-            help="Send it with every request; may be repeated.",
-            rich_help_panel=_SENDING,
-        ),
+        _sending_option(metavar="NAME:VALUE", help="Send it with every request; may be repeated."),
     ] = None,
     timeout_s: Annotated[
-        float,
-        typer.Option(
-            min=0.001, help="A request without an answer by then is lost.", rich_help_panel=_SENDING
-        ),
+        float, _sending_option(min=0.001, help="A request without an answer by then is lost.")
     ] = 600.0,
     as_json: AsJson = False,
 ) -> None:

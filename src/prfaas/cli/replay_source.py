@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated
 
-import typer
-
-from prfaas.cli.common import CliError
+from prfaas.cli.common import CliError, counted_progress
+from prfaas.cli.option_groups import options_of_panel
 from prfaas.cli.trace_columns import columns_option, csv_columns
 
 if TYPE_CHECKING:
@@ -33,23 +32,15 @@ def shown_replay(total: int | None, records: Path | None) -> "Iterator[ShownRepl
     Raises:
         CliError: the file can't be written.
     """
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True, highlight=False)
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with (
-        _opened(records) as file,
-        Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress,
-    ):
+    with _opened(records) as file, counted_progress(transient=True) as progress:
         task = progress.add_task("sent", total=total)
 
         def show(line: str, ended: int) -> None:
             progress.update(task, completed=ended, description=line)
 
         def say(line: str) -> None:
-            if not console.is_terminal:
-                console.print(line)
+            if not progress.console.is_terminal:
+                progress.console.print(line)
 
         yield ShownReplay(file, show, say)
 
@@ -92,7 +83,8 @@ def _opened(path: Path | None) -> Iterator[IO[str] | None]:
         yield file
 
 
-_RECORDED, _MADE_UP = "Recorded traffic", "Made-up traffic"
+_recorded_option = options_of_panel("Recorded traffic")
+_made_up_option = options_of_panel("Made-up traffic")
 _TRACE_ONLY = ("format", "columns", "speed", "jitter_s", "rounds", "scale_lengths", "scale_answers")
 
 
@@ -102,83 +94,54 @@ class SourceOptions:
 
     trace: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Mooncake's, Azure's, BurstGPT's or our own format, or any CSV.",
-            rich_help_panel=_RECORDED,
+        _recorded_option(
+            metavar="FILE", help="Mooncake's, Azure's, BurstGPT's or our own format, or any CSV."
         ),
     ] = None
     format: Annotated[
         str | None,
-        typer.Option(
-            "--format",
-            help="mooncake, azure, burstgpt or jsonl, if the name and the first line don't tell.",
-            rich_help_panel=_RECORDED,
+        _recorded_option(
+            "--format", help="mooncake, azure, burstgpt or jsonl, if the name and the first line don't tell."
         ),
     ] = None
-    columns: Annotated[str | None, columns_option(_RECORDED)] = None
-    speed: Annotated[
-        float | None, typer.Option(help="So many times as fast as recorded.", rich_help_panel=_RECORDED)
-    ] = None
+    columns: Annotated[str | None, columns_option(_recorded_option)] = None
+    speed: Annotated[float | None, _recorded_option(help="So many times as fast as recorded.")] = None
     jitter_s: Annotated[
         float | None,
-        typer.Option(
-            help="Spread arrivals over so many seconds, for traces with a coarse clock.",
-            rich_help_panel=_RECORDED,
-        ),
+        _recorded_option(help="Spread arrivals over so many seconds, for traces with a coarse clock."),
     ] = None
     rounds: Annotated[
-        int | None,
-        typer.Option(
-            help="Replay it so many times, each time with other prefixes.", rich_help_panel=_RECORDED
-        ),
+        int | None, _recorded_option(help="Replay it so many times, each time with other prefixes.")
     ] = None
     scale_lengths: Annotated[
-        float | None,
-        typer.Option(help="Multiply the lengths of prompts, shared prefixes too.", rich_help_panel=_RECORDED),
+        float | None, _recorded_option(help="Multiply the lengths of prompts, shared prefixes too.")
     ] = None
-    scale_answers: Annotated[
-        float | None, typer.Option(help="Multiply the lengths of answers.", rich_help_panel=_RECORDED)
-    ] = None
-    poisson: Annotated[
-        float | None, typer.Option(metavar="RATE", help="Requests per second.", rich_help_panel=_MADE_UP)
-    ] = None
+    scale_answers: Annotated[float | None, _recorded_option(help="Multiply the lengths of answers.")] = None
+    poisson: Annotated[float | None, _made_up_option(metavar="RATE", help="Requests per second.")] = None
     bursts: Annotated[
         str | None,
-        typer.Option(
-            metavar="RATE/S,RATE/S",
-            help="Phases by turns, each with a rate and its mean seconds: 2/60,20/5.",
-            rich_help_panel=_MADE_UP,
+        _made_up_option(
+            metavar="RATE/S,RATE/S", help="Phases by turns, each with a rate and its mean seconds: 2/60,20/5."
         ),
     ] = None
     diurnal: Annotated[
         str | None,
-        typer.Option(
-            metavar="RATE/SWING/S",
-            help="A sine: mean rate, swing from 0 to 1, period in seconds.",
-            rich_help_panel=_MADE_UP,
+        _made_up_option(
+            metavar="RATE/SWING/S", help="A sine: mean rate, swing from 0 to 1, period in seconds."
         ),
     ] = None
     sessions: Annotated[
         str | None,
-        typer.Option(
+        _made_up_option(
             metavar="RATE/TURNS/S",
             help="Conversations per second, their mean turns, and seconds between turns.",
-            rich_help_panel=_MADE_UP,
         ),
     ] = None
     input_tokens: Annotated[
-        str,
-        typer.Option(
-            metavar="N|LOW:HIGH", help="Lengths of prompts, or of a turn's.", rich_help_panel=_MADE_UP
-        ),
+        str, _made_up_option(metavar="N|LOW:HIGH", help="Lengths of prompts, or of a turn's.")
     ] = "1000"
-    output_tokens: Annotated[
-        str, typer.Option(metavar="N|LOW:HIGH", help="Lengths of answers.", rich_help_panel=_MADE_UP)
-    ] = "100"
-    shared_tokens: Annotated[
-        int, typer.Option(help="Beginning that all conversations share.", rich_help_panel=_MADE_UP)
-    ] = 0
+    output_tokens: Annotated[str, _made_up_option(metavar="N|LOW:HIGH", help="Lengths of answers.")] = "100"
+    shared_tokens: Annotated[int, _made_up_option(help="Beginning that all conversations share.")] = 0
 
 
 @dataclass(frozen=True, slots=True)

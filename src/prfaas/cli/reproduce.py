@@ -5,13 +5,7 @@ from typing import Annotated
 
 import typer
 
-from prfaas.cli.common import AsJson, CliError, example_path, print_json, write_text
-
-_INTRO = """
-Written by `prfaas reproduce --out docs/explanation/reproduction.md`, from the data files and `examples/paper.yaml`
-that come with prfaas; don't edit. The paper is arXiv 2604.15039. A deviation is (ours − paper) / paper, taken before
-rounding; the paper's three digits alone make up to 0.5 %. K is 1024.
-"""
+from prfaas.cli.common import AsJson, CliError, print_json, write_text
 
 
 def reproduce(
@@ -27,25 +21,20 @@ def reproduce(
     Example: prfaas reproduce --out docs/explanation/reproduction.md
     """
     from prfaas.cli.study_folder import StudyFolderError, own_module
-    from prfaas.core.deployment import load_planned
-    from prfaas.core.planner import make_plan, problem_of
 
     try:
-        reproduction = own_module("_reproduction")
+        tables = own_module("_reproduction")
     except StudyFolderError as error:
         raise CliError(str(error)) from None
-    result = reproduction.sections(make_plan(problem_of(load_planned(example_path("paper.yaml")))))
-    page = reproduction.reproduction_page(_INTRO, result)
+    result = tables.reproduced()
+    page = tables.reproduction_page(result)
     if out is not None:
         write_text(out, page, "--out")
     if as_json:
-        from dataclasses import asdict
-
-        rows = [{**asdict(row), "deviation": row.deviation} for section in result for row in section.rows]
-        print_json({"numbers": rows})
+        print_json({"numbers": [row.to_json() for section in result for row in section.rows]})
     elif out is None:
         typer.echo(page, nl=False)
-    missing = reproduction.unexplained(result)
+    missing = tables.unexplained(result)
     for row in missing:
         typer.echo(f"no reason is known for {row.label}: {row.ours:.4g}, paper {row.paper:.4g}", err=True)
     if missing:

@@ -16,10 +16,11 @@ from prfaas.cli.common import (
     json_text,
     made_folder,
     print_json,
+    progress_bar,
     write_text,
 )
 from prfaas.cli.completions import policy_names
-from prfaas.cli.option_groups import with_groups
+from prfaas.cli.option_groups import options_of_panel, with_groups
 from prfaas.cli.pool_options import PoolsAsked, pools_asked
 from prfaas.cli.trace_columns import columns_option, csv_columns
 
@@ -32,7 +33,9 @@ if TYPE_CHECKING:
     from prfaas.lab.simulator import Result, Scenario
 
 _LOAD, _REQUESTS = 0.7, 20_000
-_ARRIVALS, _WORLD, _LENGTH = "What arrives", "What it meets", "How long"
+_arrival_option = options_of_panel("What arrives")
+_world_option = options_of_panel("What it meets")
+_length_option = options_of_panel("How long")
 
 
 @with_groups
@@ -40,101 +43,77 @@ def simulate(
     deployment: DeploymentPath,
     load: Annotated[
         float | None,
-        typer.Option(
+        _arrival_option(
             help="Share of the highest throughput that `prfaas plan` finds, for a trace that of its lengths. "
-            f"Default: {_LOAD}.",
-            rich_help_panel=_ARRIVALS,
+            f"Default: {_LOAD}."
         ),
     ] = None,
-    rate: Annotated[
-        float | None, typer.Option(help="Requests per second, in place of a load.", rich_help_panel=_ARRIVALS)
-    ] = None,
+    rate: Annotated[float | None, _arrival_option(help="Requests per second, in place of a load.")] = None,
     trace: Annotated[
         Path | None,
-        typer.Option(
+        _arrival_option(
             metavar="FILE",
             help="Lengths, prefixes and arrivals of a trace (Mooncake's, Azure's, BurstGPT's, our own format, or any "
             "CSV), its times scaled to the load; turns caches on.",
-            rich_help_panel=_ARRIVALS,
         ),
     ] = None,
-    columns: Annotated[str | None, columns_option(_ARRIVALS)] = None,
+    columns: Annotated[str | None, columns_option(_arrival_option)] = None,
     bursts: Annotated[
         bool,
-        typer.Option(
-            "--bursts",
-            help="The same mean rate in phases: 0.7 × it for 60 s on average, 2.2 × for 15 s.",
-            rich_help_panel=_ARRIVALS,
+        _arrival_option(
+            "--bursts", help="The same mean rate in phases: 0.7 × it for 60 s on average, 2.2 × for 15 s."
         ),
     ] = False,
-    seed: Annotated[
-        int, typer.Option(min=0, help="Another seed, other traffic.", rich_help_panel=_ARRIVALS)
-    ] = 0,
+    seed: Annotated[int, _arrival_option(min=0, help="Another seed, other traffic.")] = 0,
     policy: Annotated[
         str | None,
-        typer.Option(
+        _world_option(
             metavar="NAME",
             help="Or package.module:Class. Default: the file's, as `prfaas up` would run it.",
             autocompletion=policy_names,
-            rich_help_panel=_WORLD,
         ),
     ] = None,
     compare: Annotated[
-        str | None,
-        typer.Option(
-            metavar="A,B,C", help="Several policies under the very same requests.", rich_help_panel=_WORLD
-        ),
+        str | None, _world_option(metavar="A,B,C", help="Several policies under the very same requests.")
     ] = None,
     param: Annotated[
         list[str] | None,
-        typer.Option(
+        _world_option(
             metavar="NAME=VALUE",
             help="A parameter of policies, e.g. fairness=1; may be repeated. `prfaas policies` lists all.",
-            rich_help_panel=_WORLD,
         ),
     ] = None,
     caches: Annotated[
         bool | None,
-        typer.Option(
+        _world_option(
             "--caches/--no-caches",
             help="Prefix caches on every instance. Default: only with --trace.",
             show_default=False,
-            rich_help_panel=_WORLD,
         ),
     ] = None,
     cache_memory: Annotated[
         str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="Of one instance, for its prefix cache. Default: 64 GiB.",
-            rich_help_panel=_WORLD,
-        ),
+        _world_option(metavar="SIZE", help="Of one instance, for its prefix cache. Default: 64 GiB."),
     ] = None,
     *,
     pools_given: PoolsAsked,
     link_fluctuation: Annotated[
         str | None,
-        typer.Option(
+        _world_option(
             metavar="SD:CORRELATION_S",
             help="Let bandwidths vary: standard deviation as a share, and correlation time, e.g. 0.3:30.",
-            rich_help_panel=_WORLD,
         ),
     ] = None,
     set_fields: Annotated[
         list[str] | None,
-        typer.Option(
+        _world_option(
             "--set",
             metavar="FIELD=VALUE",
             help="Another number in the file, e.g. links[0].bandwidth=10e9; may be repeated.",
-            rich_help_panel=_WORLD,
         ),
     ] = None,
-    requests: Annotated[
-        int | None, typer.Option(min=1, help=f"Default: {_REQUESTS}.", rich_help_panel=_LENGTH)
-    ] = None,
-    duration: Annotated[
-        float | None, typer.Option(help="Simulated seconds of arrivals instead.", rich_help_panel=_LENGTH)
-    ] = None,
+    requests: Annotated[int | None, _length_option(min=1, help=f"Default: {_REQUESTS}.")] = None,
+    duration: Annotated[float | None, _length_option(help="Simulated seconds of arrivals instead.")] = None,
     report: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Write DIR/index.html, one self-contained page with plots."),
@@ -246,17 +225,14 @@ def _simulated(
 ) -> "dict[str, Result]":
     """Every scenario under the same requests, with a bar on stderr; how quick it was is said there too."""
     import numpy as np
-    from rich.console import Console
-    from rich.progress import Progress
 
     from prfaas.core.scheduling import NoDecodeInstanceError
     from prfaas.core.scheduling.checked_policy import UnsoundDecisionError
     from prfaas.lab.simulator import simulate as run
 
     expected = requests if requests is not None else round((duration_s or 0.0) * traffic.traffic.mean_per_s)
-    console = Console(stderr=True)
     results = {}
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+    with progress_bar(transient=True) as progress:
         for scenario in scenarios:
             task = progress.add_task(scenario.policy, total=expected)
 

@@ -8,6 +8,7 @@ from prfaas.cli.common import (
     AdminAddress,
     AsJson,
     CliError,
+    GatewayWhere,
     TokenFile,
     admin_address,
     console,
@@ -22,13 +23,7 @@ _COLUMNS = 170
 
 
 def status(
-    where: Annotated[
-        str,
-        typer.Argument(
-            metavar="DEPLOYMENT|URL",
-            help="The deployment file, or the URL of the gateway's operators (gateway.admin).",
-        ),
-    ],
+    where: GatewayWhere,
     watch: Annotated[bool, typer.Option("--watch", help="Show it again every second, until Ctrl-C.")] = False,
     token_file: TokenFile = None,
     as_json: AsJson = False,

@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from prfaas.cli.common import AsJson, CliError, example_path, made_folder, print_json, write_text
+from prfaas.cli.common import (
+    AsJson,
+    CliError,
+    example_path,
+    made_folder,
+    print_json,
+    progress_bar,
+    write_text,
+)
 from prfaas.cli.completions import study_names
 
 if TYPE_CHECKING:
@@ -97,20 +105,16 @@ def _known(folder: Path | None) -> "Mapping[str, Study]":
 
 def _simulate(chosen: "Sequence[Study]", context: "StudyContext", jobs: int) -> "dict[str, Outcomes]":
     """Simulate all runs, with a bar and the speed on stderr."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 
     from prfaas.lab.studies import run_studies
     from prfaas.lab.studies.study import LostProcessError
 
-    console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f} %"))
     started_s = time.perf_counter()
     requests = 0.0
     count = 0
-    with Progress(
-        *columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal
-    ) as progress:
+    with progress_bar(*columns, TimeRemainingColumn(), transient=True) as progress:
         task = progress.add_task("simulating", total=None)
 
         def begin(runs: "Sequence[StudyRun]") -> None:
@@ -163,10 +167,7 @@ def _print_json(context: "StudyContext", outcomes: "dict[str, Outcomes]") -> Non
         "seed": context.seed,
         "quick": context.is_quick,
         "studies": {
-            name: [
-                {"run": list(key), **outcome.numbers} | ({"course": outcome.course} if outcome.course else {})
-                for key, outcome in found.items()
-            ]
+            name: [{"run": list(key), **outcome.numbers} for key, outcome in found.items()]
             for name, found in outcomes.items()
         },
     }

@@ -1,9 +1,8 @@
 """`--columns`: what the columns of a CSV trace are called, for the commands that read one."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import typer
 
 from prfaas.cli.common import CliError
 
@@ -11,13 +10,12 @@ if TYPE_CHECKING:
     from prfaas.core.workload import CsvColumns
 
 
-def columns_option(panel: str) -> Any:
-    """The option; `panel`: its place in a command's help."""
-    return typer.Option(
+def columns_option(option: Callable[..., Any]) -> Any:
+    """The option, made by the function that makes others of its panel."""
+    return option(
         "--columns",
         metavar="arrival=A,input=B,output=C",
         help="What the columns of a CSV trace are called; arrival in seconds or as date and time, or arrival_ms.",
-        rich_help_panel=panel,
     )
 
 

@@ -17,11 +17,11 @@ from prfaas.cli.common import (
     LogLevelOption,
     ReadyTimeout,
     log_settings,
+    progress_bar,
     write_logs,
 )
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.progress import Progress, TaskID
 
     from prfaas.core.deployment import Deployment
@@ -181,8 +181,7 @@ def _interrupt(_number: int, _frame: FrameType | None) -> None:
 class _Lines:
     """One line per engine: a spinner that becomes a mark on terminals, plain text once it is ready elsewhere."""
 
-    def __init__(self, console: "Console", progress: "Progress", names: tuple[str, ...]) -> None:
-        self._console = console
+    def __init__(self, progress: "Progress", names: tuple[str, ...]) -> None:
         self._progress = progress
         self._tasks: dict[str, TaskID] = {
             name: progress.add_task(name, total=1, state="starting") for name in names
@@ -192,22 +191,20 @@ class _Lines:
         if step.state != "ready":
             return
         self._progress.update(self._tasks[step.name], completed=1, state="ready")
-        if not self._console.is_terminal:
-            self._console.print(f"{step.name}: ready after {step.elapsed_s:.0f} s")
+        if not self._progress.console.is_terminal:
+            self._progress.console.print(f"{step.name}: ready after {step.elapsed_s:.0f} s")
 
 
 @contextmanager
 def shown_progress(engines: "RunningEngines") -> Iterator[_Lines]:
     """Progress on stderr; pass `.show` to `wait_ready`."""
-    from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    console = Console(stderr=True)
     columns = (
         SpinnerColumn(finished_text="✓"),
         TextColumn("{task.description}"),
         TextColumn("{task.fields[state]}"),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        yield _Lines(console, progress, tuple(engines.names))
+    with progress_bar(*columns) as progress:
+        yield _Lines(progress, tuple(engines.names))

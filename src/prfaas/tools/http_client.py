@@ -1,11 +1,13 @@
 """An OpenAI-compatible server as the tools ask it: JSON in, JSON out, and the models that it serves."""
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import aiohttp
 import orjson
 
+from prfaas.core.sse import SseParser
 from prfaas.serving.bounded_answer import read_bounded
 
 _JSON = {"Content-Type": "application/json"}
@@ -51,6 +53,33 @@ async def post_json(session: aiohttp.ClientSession, url: str, body: dict[str, An
     """The JSON object that answers `body`. Raises as `get_json`."""
     async with session.post(url, data=orjson.dumps(body), headers=_JSON) as response:
         return await _json_of(response)
+
+
+@contextlib.asynccontextmanager
+async def streamed(
+    session: aiohttp.ClientSession, url: str, body: dict[str, Any]
+) -> "AsyncIterator[tuple[Mapping[str, str], AsyncIterator[dict[str, Any]]]]":
+    """The headers of the answer to `body`, and the events of its stream as they come.
+
+    Raises:
+        AnswerError: a status other than 200.
+        ValueError: an event says what went wrong, or is no JSON object.
+        aiohttp.ClientError, TimeoutError: no whole answer.
+    """
+    async with session.post(url, data=orjson.dumps(body), headers=_JSON) as response:
+        if response.status != 200:
+            raise AnswerError(response.status, await read_bounded(response, _LARGEST_BYTES))
+        yield response.headers, _events(response)
+
+
+async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
+    parser = SseParser()
+    async for piece in response.content.iter_any():
+        for data in parser.feed(piece):
+            event = json_object(data)
+            if "error" in event:
+                raise ValueError(f"the stream ended in an error: {error_message(data)}")
+            yield event
 
 
 async def served_models(

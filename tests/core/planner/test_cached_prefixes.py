@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from prfaas.core.planner.cached_prefixes import UsualPrefill
+from prfaas.core.planner.from_deployment import UsualPrefill
 
 RANGE = (100.0, 100_000.0)
 TOKEN_S, PAIR_S = 1e-4, 2e-8

@@ -1,4 +1,4 @@
-"""What pools are worth to a plan: checked against the equations by hand."""
+"""Which tiers of a pool pay: checked against the equations by hand."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from prfaas.core.deployment import load_planned
-from prfaas.core.planner import PlanProblem, best_operation, problem_of, range_tokens
-from prfaas.core.planner.pool_worth import pool_worth, tier_worths
+from prfaas.core.planner import PlanProblem, problem_of, range_tokens
+from prfaas.core.planner.pool_worth import tier_worths
 from prfaas.core.workload import Workload, fixed
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -18,34 +18,6 @@ def problem(name: str = "paper.yaml", tokens: int = 32_768) -> PlanProblem:
     """All prompts of one length."""
     given = problem_of(load_planned(EXAMPLES / name))
     return replace(given, workload=Workload(fixed(tokens), given.workload.output_tokens))
-
-
-def test_hits_raise_the_rate_and_spare_instances() -> None:
-    plain = problem()
-    cached = problem(tokens=16_384)
-    worth = pool_worth(plain, cached, 0.5)
-
-    assert worth.without == best_operation(plain)
-    assert worth.with_hits.lambda_max > worth.without.lambda_max
-    for cluster, count in (("east", 4), ("home", 8)):
-        idle_without, idle_with = (
-            max(
-                fewer
-                for fewer in range(count)
-                if best_operation(_fewer(given, cluster, fewer)).lambda_max >= worth.without.lambda_max
-            )
-            for given in (plain, cached)
-        )
-        assert worth.spared_instances[cluster] == idle_with - idle_without
-    assert worth.spared_instances["east"] > 0
-    assert worth.to_json()["spared_instances"] == dict(worth.spared_instances)
-
-
-def test_no_hits_spare_nothing() -> None:
-    worth = pool_worth(problem(), problem(), 0.0)
-
-    assert worth.with_hits == worth.without
-    assert set(worth.spared_instances.values()) == {0}
 
 
 def test_a_tier_pays_above_the_kv_throughput() -> None:
@@ -78,16 +50,6 @@ def test_a_dense_model_needs_more_than_a_network() -> None:
 
     assert (network.pays, network.pays_from_tokens) == (False, None)
     assert memory.pays
-
-
-def _fewer(given: PlanProblem, name: str, count: int) -> PlanProblem:
-    def left(clusters):  # type: ignore[no-untyped-def]
-        return tuple(
-            replace(each, instances=each.instances - count) if each.name == name else each
-            for each in clusters
-        )
-
-    return replace(given, prfaas=left(given.prfaas), pd=left(given.pd))
 
 
 def _array(tokens: float):  # type: ignore[no-untyped-def]

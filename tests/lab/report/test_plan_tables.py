@@ -10,7 +10,6 @@ from rich.console import Console
 from prfaas.core.deployment import PlannedDeployment, load_planned
 from prfaas.core.planner import (
     Baseline,
-    CheapestOperation,
     Cost,
     LinkUse,
     OperatingPoint,
@@ -68,7 +67,6 @@ PLAN = Plan(
     ratio_to_naive=None,
     equal_cost_ratio=None,
     egress_break_even_per_gb=None,
-    cheapest=None,
     lambda_max_by_length=3.1,
     lambda_max_unlimited_links=3.2589,
     bound_gap=0.02,
@@ -124,25 +122,12 @@ def test_a_plan(deployment: PlannedDeployment) -> None:
     assert lines[-1] == "The search stopped early: the true optimum may be up to 2.0% higher."
 
 
-def test_what_egress_costs_has_rows_and_a_note(deployment: PlannedDeployment) -> None:
-    cheapest = CheapestOperation(
-        replace(OPTIMUM, threshold_tokens=24_979.0, n_prefill=4, n_decode=4, lambda_max=3.125),
-        Cost(174.0, 0.52, 1.3, 15_470.4, 46.0),
-    )
+def test_what_egress_costs_has_rows(deployment: PlannedDeployment) -> None:
     cost = Cost(184.0, 0.55, 1.4, 15_676.0, 55.91)
-    priced = replace(PLAN, cost=cost, egress_break_even_per_gb=0.0036258, cheapest=cheapest)
+    priced = replace(PLAN, cost=cost, egress_break_even_per_gb=0.0036258)
     lines = printed(deployment, priced)
     assert row(lines, "egress per hour") == ["55.91", "–"]
     assert row(lines, "egress break-even per GB") == ["0.00363", "–"]
-    text = " ".join(lines)
-    assert (
-        "a request costs the least with a threshold of 24,979 tokens and 4 + 4 + 4 instances: 15,470 per million "
-        "requests at 3.12 req/s, where the optimum's cost 15,676."
-    ) in " ".join(text.split())
-    nowhere = replace(cheapest, point=replace(cheapest.point, offloaded_fraction=0.0))
-    assert "costs the least without offloading" in " ".join(
-        printed(deployment, replace(priced, cheapest=nowhere))
-    )
 
 
 def test_rows_about_nothing_are_left_out(deployment: PlannedDeployment) -> None:

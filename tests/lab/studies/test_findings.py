@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from studies import STUDIES
 from studies._rate_search import LARGEST_RPS
+from studies._runs import Run, length_classes
 
 from prfaas.lab.studies import StudyContext, page_of
-from prfaas.lab.studies.study import Run, StudyOutcome, StudyRun
+from prfaas.lab.studies.study import StudyOutcome, StudyRun
 
 # The fixture that all share plans every study first.
 pytestmark = pytest.mark.slow("plans the cases of every study")
@@ -27,7 +28,7 @@ def outcome(
         "ttft_p90_s": None if ttft_s is None else 2 * ttft_s,
         "ttft_p99_s": None if ttft_s is None else 4 * ttft_s,
         "ttft_p999_s": None if ttft_s is None else 5 * ttft_s,
-        "ttft_by_length": [{"mean_s": ttft_s}] * len(context.length_classes.labels),
+        "ttft_by_length": [{"mean_s": ttft_s}] * len(length_classes(context).labels),
         "retries": 6,
         "lost": 0,
         LARGEST_RPS: ttft_s,
@@ -40,7 +41,7 @@ def outcome(
         "conversions": [],
     }
     names = ("at_s", "ttft_s", f"threshold_tokens_{context.pd}", f"prefill_instances_{context.pd}")
-    return StudyOutcome(numbers, dict.fromkeys(names, [ttft_s] * PARTS), 1.0)
+    return StudyOutcome(numbers | {"course": dict.fromkeys(names, [ttft_s] * PARTS)}, 1.0)
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +128,7 @@ def test_the_largest_rates_are_compared_seed_by_seed(
             return outcome(context, 2.0 if system == "PrfaaS" else 4.0, stable=True)
         # Seeds differ by 10 %, but the ratio of two systems is the same for each, but for a hundredth.
         largest = (1.0 + 0.1 * float(seed)) * (1.2 + 0.01 * float(seed) if system == "PrfaaS" else 1.0)
-        return StudyOutcome({LARGEST_RPS: largest}, {}, 1.0)
+        return StudyOutcome({LARGEST_RPS: largest}, 1.0)
 
     text, page = told(context, runs, "equal-cost", found)
     assert "PrfaaS carries 16 % more by the planner and, simulated, 24 ± 6 % more with `paper`" in text

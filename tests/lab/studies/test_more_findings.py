@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 from studies import STUDIES
+from studies._runs import Run
 from studies.agentic import SteadySessions
 from tests.lab.studies.test_findings import outcome
 
 from prfaas.core.workload.traffic import take
 from prfaas.lab.studies import StudyContext, page_of
-from prfaas.lab.studies.study import Run, StudyOutcome
+from prfaas.lab.studies.study import StudyOutcome
 
 
 def told(context: StudyContext, name: str, found: Callable[[Any], StudyOutcome]) -> tuple[str, str]:

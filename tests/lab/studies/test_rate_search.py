@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from studies._rate_search import LARGEST_RPS, STEP, RateSearch, hidden_overload, largest_factor
+from studies._runs import Run
 from studies._traffic import SharedPrefixes
 
 from prfaas.lab.studies import StudyContext
-from prfaas.lab.studies.study import Run
 
 
 @given(st.floats(0.25, 1.9))

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from studies._repeats import Repeats, tail_table
+from studies._runs import LengthClasses, Run, length_classes, of_class
 
 from prfaas.lab.studies import StudyContext
-from prfaas.lab.studies.context import LengthClasses
-from prfaas.lab.studies.study import Run, StudyOutcome
+from prfaas.lab.studies.study import StudyOutcome
 
 CLASSES = LengthClasses((1000.0, 32_768.0))
 
@@ -26,7 +26,7 @@ def outcome(ttft_s: float, stable: bool | None = True) -> StudyOutcome:
             {"requests": 1, "mean_s": ttft_s * number, "p90_s": None, "p99_s": None} for number in (1, 2, 3)
         ],
     }
-    return StudyOutcome(numbers, {}, 0.0)
+    return StudyOutcome(numbers, 0.0)
 
 
 def test_cells_of_runs_that_are_stable() -> None:
@@ -61,7 +61,7 @@ def test_a_row_has_tails_and_classes() -> None:
 
 
 def test_a_run_tells_its_tails_and_classes(context: StudyContext) -> None:
-    classes = context.length_classes
+    classes = length_classes(context)
     run = Run((1,), context.planned, context.poisson(0.5), 400, 5, classes=classes)
     found = run.outcome()
     by_length = found.numbers["ttft_by_length"]
@@ -71,7 +71,7 @@ def test_a_run_tells_its_tails_and_classes(context: StudyContext) -> None:
     whole = math.fsum(each["requests"] * each["mean_s"] for each in by_length if each["requests"])
     assert whole / total == pytest.approx(found.number("ttft_mean_s"))
     # Of prompts that are all offloaded the longer take longer.
-    assert found.of_class(1, "mean_s") < found.of_class(2, "mean_s") < found.of_class(3, "mean_s")
+    assert of_class(found, 1, "mean_s") < of_class(found, 2, "mean_s") < of_class(found, 3, "mean_s")
     assert found.number("ttft_p99_s") <= found.number("ttft_p999_s")
     assert "ttft_by_length" not in Run((1,), context.planned, context.poisson(0.5), 60, 5).outcome().numbers
 
@@ -79,8 +79,8 @@ def test_a_run_tells_its_tails_and_classes(context: StudyContext) -> None:
 def test_classes_are_the_plan_s_threshold_and_round_lengths(context: StudyContext) -> None:
     threshold = context.optimum.threshold_tokens
     assert threshold is not None
-    assert context.length_classes.edges_tokens == (threshold, 32_768.0, 100_000.0)
-    assert context.length_classes.labels == ("≤ 19.4K", "19.4K–32.8K", "32.8K–100K", "> 100K")
+    assert length_classes(context).edges_tokens == (threshold, 32_768.0, 100_000.0)
+    assert length_classes(context).labels == ("≤ 19.4K", "19.4K–32.8K", "32.8K–100K", "> 100K")
     assert LengthClasses(()).labels == ("all",)
 
 

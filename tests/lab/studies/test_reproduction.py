@@ -5,7 +5,7 @@ from studies._reproduction import ReproducedNumber, ReproducedTable, reproductio
 
 
 def page(*rows: ReproducedNumber) -> str:
-    return reproduction_page("Intro.", [ReproducedTable("Table 1", "Text.", rows)])
+    return reproduction_page([ReproducedTable("Table 1", "Text.", rows)])
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 from studies import STUDIES
+from studies._runs import Run
 
 from prfaas.lab.studies import StudyContext, page_of, run_studies
-from prfaas.lab.studies.study import LostProcessError, Run, StudyOutcome, StudyRun, run_all
+from prfaas.lab.studies.study import LostProcessError, StudyOutcome, StudyRun, run_all
 
 
 def _runs(context: StudyContext) -> list[Run]:
@@ -26,9 +27,7 @@ def test_the_number_of_processes_changes_nothing(context: StudyContext) -> None:
     told: list[tuple[StudyRun, StudyOutcome]] = []
     alone = run_all(runs, jobs=1)
     together = run_all(runs, jobs=2, on_done=lambda *each: told.append(each))
-    assert [(each.numbers, each.course) for each in alone] == [
-        (each.numbers, each.course) for each in together
-    ]
+    assert [each.numbers for each in alone] == [each.numbers for each in together]
     assert sorted(run.key for run, _ in told) == sorted(run.key for run in runs)
     assert all(outcome is together[runs.index(run)] for run, outcome in told)
 
@@ -42,7 +41,7 @@ def test_runs_that_differ_in_their_keys_alone_are_simulated_once(
 
     def outcome(run: Run) -> StudyOutcome:
         simulated.append(run)
-        return StudyOutcome({"number": len(simulated)}, {}, 1.0)
+        return StudyOutcome({"number": len(simulated)}, 1.0)
 
     monkeypatch.setattr(Run, "outcome", outcome)
     told: list[StudyRun] = []
@@ -62,10 +61,10 @@ def test_variants_of_a_seed_meet_the_same_requests(context: StudyContext) -> Non
 def test_a_course_covers_the_counted_time(context: StudyContext) -> None:
     run = _runs(context)[2]
     (outcome,) = run_all([run], jobs=1)
-    at_s = [each for each in outcome.course["at_s"] if each is not None]
-    assert len(at_s) == len(outcome.course["ttft_s"]) == 4
+    at_s = [each for each in outcome.numbers["course"]["at_s"] if each is not None]
+    assert len(at_s) == len(outcome.numbers["course"]["ttft_s"]) == 4
     assert at_s == sorted(at_s) and 0 < at_s[0] < at_s[-1] < 90
-    assert outcome.course[f"prefill_instances_{context.pd}"] == [context.optimum.n_prefill] * 4
+    assert outcome.numbers["course"][f"prefill_instances_{context.pd}"] == [context.optimum.n_prefill] * 4
     assert run.expected_requests == pytest.approx(100 * run.traffic.mean_per_s)
 
 
@@ -91,7 +90,7 @@ class FatalRun:
         if not self.once.exists():
             self.once.touch()
             os._exit(9)
-        return StudyOutcome({}, {}, 0.5)
+        return StudyOutcome({}, 0.5)
 
 
 @pytest.mark.slow("starts processes that simulate")

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from studies._runs import trace_lambda_max
 from studies._traffic import (
     DAY_S,
     NIGHT_ANSWERS,
@@ -104,7 +105,7 @@ def test_the_trace_comes_at_the_rate_that_was_asked_for(context: StudyContext) -
     assert traffic.mean_per_s == pytest.approx(5.0)
     chunk = next(traffic.chunks(np.random.default_rng(3)))
     assert chunk.input_tokens.max() <= context.range_tokens[1]
-    assert context.trace_lambda_max > context.lambda_max
+    assert trace_lambda_max(context) > context.lambda_max
 
 
 def test_caches_hold_what_the_model_makes_of_their_bytes(context: StudyContext) -> None:

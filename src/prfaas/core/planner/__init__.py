@@ -1,8 +1,7 @@
 """Steady state: what a deployment can do, the best split of its roles and requests, and what limits it."""
 
-from prfaas.core.planner.cached_prefixes import with_prefixes
 from prfaas.core.planner.comparisons import Baseline, ShadowPrice
-from prfaas.core.planner.cost import CheapestOperation, Cost
+from prfaas.core.planner.cost import Cost
 from prfaas.core.planner.equations import KvSize, egress
 from prfaas.core.planner.from_deployment import problem_of, problem_of_trace, range_tokens
 from prfaas.core.planner.operating_point import LinkUse, OperatingPoint, Roles, RouteUse, ServiceModel, Stage
@@ -19,7 +18,6 @@ from prfaas.core.planner.ttft import TtftEstimate
 
 __all__ = [
     "Baseline",
-    "CheapestOperation",
     "Cost",
     "KvSize",
     "LinkUse",
@@ -43,5 +41,4 @@ __all__ = [
     "problem_of",
     "problem_of_trace",
     "range_tokens",
-    "with_prefixes",
 ]

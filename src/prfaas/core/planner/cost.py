@@ -1,11 +1,9 @@
-"""Costs of an operating point, egress included, and the operation that costs the least per request."""
+"""Costs of an operating point, egress included."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from prfaas.core.planner.operating_point import OperatingPoint, ServiceModel
+from prfaas.core.planner.operating_point import OperatingPoint
 from prfaas.core.planner.problem import PlanProblem
-from prfaas.core.planner.two_clusters import cheapest_point
 from prfaas.core.units import BITS_PER_BYTE, GB, SECONDS_PER_HOUR
 
 _MILLION = 1e6
@@ -90,30 +88,3 @@ def break_even_per_gb(
     if instances is None or gb <= 0:
         return None
     return max(same_throughput_per_hour - instances, 0.0) / gb
-
-
-@dataclass(frozen=True, slots=True)
-class CheapestOperation:
-    """The operating point of the least cost per request."""
-
-    point: OperatingPoint
-    cost: Cost
-
-
-def cheapest_operation(problem: PlanProblem, service: ServiceModel) -> CheapestOperation | None:
-    """Of one PrfaaS and one PD cluster, every operating point at its own Λ.
-
-    None where bytes or instances have no price, for more clusters, and where nothing gets through.
-    """
-    prices = _per_bit(problem)
-    instances = instances_per_hour(problem)
-    if instances is None or not problem.is_two_cluster or not any(prices.values()):
-        return None
-    point = cheapest_point(problem, service, instances / SECONDS_PER_HOUR, prices)
-    cost = cost_at(problem, point)
-    return None if cost is None else CheapestOperation(point, cost)
-
-
-def _per_bit(problem: PlanProblem) -> Mapping[str, float]:
-    """The price of a bit over each link, by name."""
-    return {link.name: link.egress_per_gb / GB / BITS_PER_BYTE for link in problem.links}

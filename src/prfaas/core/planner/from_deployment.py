@@ -1,10 +1,10 @@
 """From a deployment file, or from a recorded trace for it, to a planning problem."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from prfaas.core.arrays import OfLength
+from prfaas.core.arrays import FloatArray, OfLength, np
 from prfaas.core.deployment import DeploymentError, Link, PlannedCluster, PlannedDeployment, Slo
 from prfaas.core.deployment.planned import (
     EmpiricalLengths,
@@ -15,7 +15,6 @@ from prfaas.core.deployment.planned import (
 )
 from prfaas.core.kv import KvModel
 from prfaas.core.latency import ProfileError
-from prfaas.core.planner.cached_prefixes import with_prefixes
 from prfaas.core.planner.equations import KvSize
 from prfaas.core.planner.problem import (
     PdCluster,
@@ -123,8 +122,69 @@ def range_tokens(deployment: PlannedDeployment) -> tuple[float, float]:
     return max(low for low, _ in ranges), min(high for _, high in ranges)
 
 
+_BINS_PER_OCTAVE = 2
+
+
+@dataclass(frozen=True, slots=True)
+class UsualPrefill:
+    """T(u) times what prefixes add: for arrays of uncached tokens, of the same shape.
+
+    A plan knows how long prompts are without their prefixes, and no more. So of every half octave of uncached lengths
+    it gets what those of a sample take with their prefixes, over what they would take without. Equal ones are equal
+    values.
+    """
+
+    prefill_s: OfLength
+    """T: seconds without a cached prefix."""
+    log_tokens: tuple[float, ...]
+    """Natural logarithms of lengths, ascending."""
+    ratios: tuple[float, ...]
+    """What prefixes add there, as a factor of 1 or more; between two of them it is interpolated."""
+    _arrays: "tuple[FloatArray, FloatArray]" = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_arrays", (np.array(self.log_tokens), np.array(self.ratios)))
+
+    @classmethod
+    def of_prompts(
+        cls,
+        prefill_s: OfLength,
+        uncached_tokens: FloatArray,
+        reused_tokens: FloatArray,
+        range_tokens: tuple[float, float],
+    ) -> "UsualPrefill":
+        """From a sample of prompts.
+
+        Args:
+            prefill_s: T, known on `range_tokens`.
+            uncached_tokens: Of every prompt, what is computed.
+            reused_tokens: Of every prompt, what its cache has.
+            range_tokens: Lengths outside count as the nearest end.
+        """
+        low, high = range_tokens
+        uncached = np.clip(uncached_tokens, low, high)
+        whole = np.clip(uncached + reused_tokens, uncached, high)
+        alone_s = prefill_s(uncached)
+        # As `after_prefix_s`; a prefix below the range counts as long as its end, which takes from what it adds.
+        longer_s = prefill_s(whole) - prefill_s(np.clip(whole - uncached, low, high))
+        taken_s = np.where(reused_tokens > 0, np.maximum(longer_s, alone_s), alone_s)
+        bins = (np.log2(uncached / low) * _BINS_PER_OCTAVE).astype(np.int64)
+        weight_s = np.bincount(bins, alone_s)
+        some = weight_s > 0
+        logs = np.bincount(bins, alone_s * np.log(uncached))[some] / weight_s[some]
+        ratios = np.bincount(bins, taken_s)[some] / weight_s[some]
+        return cls(prefill_s, tuple(logs.tolist()), tuple(ratios.tolist()))
+
+    def __call__(self, tokens: FloatArray) -> FloatArray:
+        seconds: FloatArray = self.prefill_s(tokens) * np.interp(np.log(tokens), *self._arrays)
+        return seconds
+
+
 def problem_of_trace(
-    problem: PlanProblem, trace: RequestTrace, range_tokens: tuple[float, float], *, are_cached: bool = False
+    problem: PlanProblem,
+    trace: RequestTrace,
+    range_tokens: tuple[float, float],
+    uncached_tokens: Sequence[int] | None = None,
 ) -> PlanProblem:
     """The problem of the same clusters for a trace's lengths.
 
@@ -132,20 +192,39 @@ def problem_of_trace(
         problem: The deployment's own. Hit ratios that it gives to clusters are left out.
         trace: Its prompts and the mean of its answers.
         range_tokens: Lengths outside count as the nearest end.
-        are_cached: Whether lengths are what a prefix cache that forgets nothing leaves of the prompts. Prefills take
-            what they take behind their prefixes.
+        uncached_tokens: Of every prompt, what a cache leaves to compute. Prefills take what they take behind their
+            prefixes. None: nothing is cached.
     """
-    tokens = whole = [each.input_tokens for each in trace.requests]
-    if are_cached:
-        tokens = trace.uncached_tokens()
-        reused = [length - left for length, left in zip(whole, tokens, strict=True)]
-        problem = with_prefixes(problem, tokens, reused, range_tokens)
+    whole = [each.input_tokens for each in trace.requests]
+    if uncached_tokens is not None:
+        reused = [length - left for length, left in zip(whole, uncached_tokens, strict=True)]
+        problem = _with_prefixes(problem, uncached_tokens, reused, range_tokens)
     answers = sum(each.output_tokens for each in trace.requests) / len(trace.requests)
+    lengths = Empirical(whole if uncached_tokens is None else uncached_tokens)
     return replace(
         problem,
         prfaas=tuple(replace(cluster, prefix_hit_ratio=None) for cluster in problem.prfaas),
         pd=tuple(replace(cluster, prefix_hit_ratio=None) for cluster in problem.pd),
-        workload=Workload(Empirical(tokens).clipped(*range_tokens), max(answers, 1.0)),
+        workload=Workload(lengths.clipped(*range_tokens), max(answers, 1.0)),
+    )
+
+
+def _with_prefixes(
+    problem: PlanProblem,
+    uncached_tokens: Sequence[float],
+    reused_tokens: Sequence[float],
+    range_tokens: tuple[float, float],
+) -> PlanProblem:
+    """The same clusters, with prefills that take what those of these prompts take behind their prefixes."""
+    uncached, reused = (np.array(each, dtype=np.float64) for each in (uncached_tokens, reused_tokens))
+
+    def usual(prefill_s: OfLength) -> UsualPrefill:
+        return UsualPrefill.of_prompts(prefill_s, uncached, reused, range_tokens)
+
+    return replace(
+        problem,
+        prfaas=tuple(replace(cluster, prefill_s=usual(cluster.prefill_s)) for cluster in problem.prfaas),
+        pd=tuple(replace(cluster, prefill_s=usual(cluster.prefill_s)) for cluster in problem.pd),
     )
 
 

@@ -18,10 +18,8 @@ from prfaas.core.planner.comparisons import (
     naive,
 )
 from prfaas.core.planner.cost import (
-    CheapestOperation,
     Cost,
     break_even_per_gb,
-    cheapest_operation,
     cost_at,
     cost_per_hour,
     egress_per_hour,
@@ -29,7 +27,7 @@ from prfaas.core.planner.cost import (
 from prfaas.core.planner.operating_point import OperatingPoint, ServiceModel
 from prfaas.core.planner.problem import PlanProblem, TtftTarget
 from prfaas.core.planner.ttft import TtftEstimate
-from prfaas.core.planner.ttft_target import best_within_target, operation_at
+from prfaas.core.planner.ttft_target import best_within_target
 from prfaas.core.planner.verdict import Gain, Limits, verdict_of
 
 Method = Literal["exact search", "linear programme"]
@@ -54,9 +52,6 @@ class Plan:
     egress_break_even_per_gb: float | None
     """The price of egress, the same on all links, at which `equal_cost_ratio` would be 1; 0 where it is below 1 even
     if egress is free; None without prices or egress."""
-    cheapest: CheapestOperation | None
-    """Where a request costs the least; None if egress has no price, for more than two clusters, and where that misses
-    the target of the TTFT."""
     lambda_max_by_length: float
     """The best throughput if a stage's time is E[T(L)], not the paper's T(E[L]): the more cautious number."""
     lambda_max_unlimited_links: float
@@ -117,7 +112,6 @@ class Plan:
             "ratio_to_naive": self.ratio_to_naive,
             "equal_cost_ratio": self.equal_cost_ratio,
             "egress_break_even_per_gb": self.egress_break_even_per_gb,
-            "cheapest": _cheapest(self.cheapest),
             "lambda_max_by_length": self.lambda_max_by_length,
             "lambda_max_unlimited_links": self.lambda_max_unlimited_links,
             "network_bound": self.is_network_bound,
@@ -150,10 +144,6 @@ def _baseline(baseline: Baseline | None) -> dict[str, Any] | None:
         "keeps_target": None if baseline.rate_within_target is None else baseline.keeps_target,
     }
     return {**described, **baseline.point.to_json()}
-
-
-def _cheapest(cheapest: CheapestOperation | None) -> dict[str, Any] | None:
-    return None if cheapest is None else {**cheapest.point.to_json(), "cost": asdict(cheapest.cost)}
 
 
 def make_plan(problem: PlanProblem, service: ServiceModel = "mean length") -> Plan:
@@ -202,7 +192,6 @@ def make_plan(problem: PlanProblem, service: ServiceModel = "mean length") -> Pl
         ratio_to_naive=rate / naive_rate if naive_rate > 0 else None,
         equal_cost_ratio=gain.equal_cost_ratio,
         egress_break_even_per_gb=gain.break_even_per_gb,
-        cheapest=_cheapest_within(problem, service),
         lambda_max_by_length=by_length,
         lambda_max_unlimited_links=max(unlimited.lambda_max, rate),
         bound_gap=network.bound_gap if network else 0.0,
@@ -251,10 +240,3 @@ def _unlimited(problem: PlanProblem, service: ServiceModel) -> OperatingPoint:
     """The optimum if no link were a limit."""
     links = tuple(replace(link, bandwidth_bits_per_s=math.inf) for link in problem.links)
     return best_operation(replace(problem, links=links), service)
-
-
-def _cheapest_within(problem: PlanProblem, service: ServiceModel) -> CheapestOperation | None:
-    found = cheapest_operation(problem, service)
-    if found is None or problem.ttft_target is None:
-        return found
-    return found if operation_at(problem, found.point).keeps_target else None

@@ -1,14 +1,11 @@
-"""The worth of a prefix-cache pool: the work that its hits spare, and tiers that are fast enough."""
+"""The worth of the tiers of a prefix-cache pool: which of them are fast enough."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 from prfaas.core.arrays import OfLength, np
 from prfaas.core.planner.equations import kv_throughput_bits_per_s
-from prfaas.core.planner.operating_point import OperatingPoint
-from prfaas.core.planner.plan import best_operation
-from prfaas.core.planner.problem import PdCluster, PlanProblem, PrfaasCluster
+from prfaas.core.planner.problem import PlanProblem
 from prfaas.core.units import BITS_PER_BYTE
 
 _LENGTHS = 128
@@ -36,51 +33,6 @@ class TierWorth:
         return self.bandwidth_bits_per_s > self.kv_bits_per_s
 
 
-@dataclass(frozen=True, slots=True)
-class PoolWorth:
-    """A deployment with and without the hits of its pools."""
-
-    hit_ratio: float
-    """Part of all prompt tokens that the pools spare."""
-    without: OperatingPoint
-    with_hits: OperatingPoint
-    spared_instances: Mapping[str, int]
-    """By cluster, how many instances the hits spare at the rate without them; each cluster on its own. Those that can
-    be spared without any hit don't count."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain numbers, strings and dicts."""
-        return {
-            "hit_ratio": self.hit_ratio,
-            "lambda_max_without": self.without.lambda_max,
-            "lambda_max_with": self.with_hits.lambda_max,
-            "ttft_mean_without_s": self.without.ttft_mean_s,
-            "ttft_mean_with_s": self.with_hits.ttft_mean_s,
-            "spared_instances": dict(self.spared_instances),
-        }
-
-
-def pool_worth(plain: PlanProblem, cached: PlanProblem, hit_ratio: float) -> PoolWorth:
-    """Compare the best operation of two problems that differ in what is cached.
-
-    Args:
-        plain: Without the pools' hits.
-        cached: With them: its prompts are as long as what is left to compute, or it has a prefix hit ratio.
-        hit_ratio: Part of all prompt tokens that the pools spare, for the record.
-
-    Raises:
-        PlanError: as `best_operation`.
-    """
-    without, with_hits = best_operation(plain), best_operation(cached)
-    rate = without.lambda_max
-    return PoolWorth(
-        hit_ratio,
-        without,
-        with_hits,
-        {each.name: max(_idle(cached, each, rate) - _idle(plain, each, rate), 0) for each in plain.clusters},
-    )
-
-
 def tier_worths(
     problem: PlanProblem,
     bandwidths_bits_per_s: Mapping[str, Mapping[str, float]],
@@ -105,32 +57,6 @@ def tier_worths(
                 TierWorth(cluster.name, tier, bits_per_s, tokens, kv_bits_per_s, pays_from_tokens=pays_from)
             )
     return tuple(found)
-
-
-def _idle(problem: PlanProblem, cluster: PrfaasCluster | PdCluster, rate: float) -> int:
-    """The most instances of a cluster that can go, the last one not, while the rest carries the rate."""
-    low, high = 0, cluster.instances
-    while high - low > 1:
-        middle = (low + high) // 2
-        if best_operation(_without(problem, cluster.name, middle)).lambda_max >= rate:
-            low = middle
-        else:
-            high = middle
-    return low
-
-
-def _without(problem: PlanProblem, name: str, count: int) -> PlanProblem:
-    return replace(
-        problem,
-        prfaas=tuple(
-            replace(each, instances=each.instances - count) if each.name == name else each
-            for each in problem.prfaas
-        ),
-        pd=tuple(
-            replace(each, instances=each.instances - count) if each.name == name else each
-            for each in problem.pd
-        ),
-    )
 
 
 def _pays_from(

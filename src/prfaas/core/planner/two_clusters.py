@@ -55,36 +55,6 @@ def _best(problem: PlanProblem, service: ServiceModel) -> tuple[Split, float, in
     return best[1:]
 
 
-def cheapest_point(
-    problem: PlanProblem, service: ServiceModel, instances_per_s: float, per_bit: Mapping[str, float]
-) -> OperatingPoint:
-    """The operating point whose requests cost the least at its Λ: C / Λ(t) + Σ over links of bits(t) · price.
-
-    A dearer link has a higher threshold: it offloads what takes the most computing per byte. Of all splits and
-    candidate lengths, those of `best_point` among them: without a price it is never worse than that.
-
-    `problem` has one PrfaaS and one PD cluster at most. `instances_per_s`: C, what all instances cost per second.
-    `per_bit`: what a bit costs, by link.
-    """
-    best, length, n_prefill = _best(problem, service)
-    least, found = math.inf, (best, length, n_prefill)
-    for policy in policies(problem):
-        split = split_of(problem, policy, service)
-        if split is None:
-            continue
-        lengths = np.unique(np.append(candidate_lengths(split), length))
-        egress, loads = np.zeros(len(lengths)), split.loads(lengths)
-        for name, bits in loads.link_bits.items():
-            egress += per_bit[name] * bits
-        splits = split.pd.splits
-        for count, rates in zip(splits, merits(split, loads, splits)[0], strict=True):
-            costs = egress + _ratio(instances_per_s, rates)
-            index = int(np.argmin(costs))
-            if costs[index] < least:
-                least, found = float(costs[index]), (split, float(lengths[index]), count)
-    return point_of(*found)
-
-
 def best_threshold(
     problem: PlanProblem, n_prefill: int, service: ServiceModel = "mean length"
 ) -> OperatingPoint:

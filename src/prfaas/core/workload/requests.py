@@ -91,16 +91,7 @@ class RequestTrace:
                 f"{name}: has blocks of {min(sizes)} and of {max(sizes)} tokens; one size is needed"
             )
         first_s = prompts[0].arrival_s
-        moved = tuple(
-            TracedRequest(
-                each.arrival_s - first_s,
-                each.input_tokens,
-                each.output_tokens,
-                each.block_ids,
-                each.block_tokens,
-            )
-            for each in prompts
-        )
+        moved = tuple(replace(each, arrival_s=each.arrival_s - first_s) for each in prompts)
         return cls(name, moved, sizes.pop(), units, len(requests) - len(prompts))
 
     def cut_to(self, most_tokens: int) -> "RequestTrace":

@@ -240,19 +240,6 @@ def _notes(deployment: PlannedDeployment, plan: Plan) -> list[str]:
         notes.append(
             f"Clusters have different tensor_parallel ({listed}): their engines map each other's KVCache."
         )
-    cheapest = plan.cheapest
-    if cheapest is not None and plan.cost is not None:
-        point = cheapest.point
-        threshold = (
-            f"with a threshold of {_tokens(point.threshold_tokens)} tokens"
-            if point.offloaded_fraction > 0
-            else "without offloading"
-        )
-        notes.append(
-            f"With this price of egress a request costs the least {threshold} and {_instances(point)} instances: "
-            f"{cheapest.cost.per_million_requests:,.0f} per million requests at {point.lambda_max:.3g} req/s, "
-            f"where the optimum's cost {plan.cost.per_million_requests:,.0f}."
-        )
     if plan.bound_gap > _LEAST_GAP:
         notes.append(f"The search stopped early: the true optimum may be up to {plan.bound_gap:.1%} higher.")
     return notes

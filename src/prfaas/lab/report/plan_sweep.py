@@ -78,20 +78,26 @@ def field_words(deployment: PlannedDeployment, field: str) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanSweep:
-    """Plans over the values of one number of a deployment."""
+class Sweep:
+    """One number of a deployment, and the values to put there."""
 
     field: str
     """Of the deployment file."""
-    words: str = ""
-    """The field's name for people."""
     values: Sequence[float]
-    plans: Sequence[Plan]
-    """At each value."""
     is_rate: bool = False
     """The values are bits per second."""
     is_geometric: bool = False
     """Their ratios are equal, not their differences."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanSweep(Sweep):
+    """Plans over the values of one number of a deployment."""
+
+    words: str = ""
+    """The field's name for people."""
+    plans: Sequence[Plan]
+    """At each value."""
 
     def break_even(self) -> float | None:
         """Where `equal_cost_ratio` first passes 1, by a straight line between values around it; None if nowhere."""

@@ -54,8 +54,8 @@ class Recording:
         cut = sum(each.input_tokens > most for each in trace.requests)
         trace = trace.cut_to(most)
         plain, cached = (
-            best_operation(problem_of_trace(problem, trace, lengths, are_cached=are_cached)).lambda_max
-            for are_cached in (False, True)
+            best_operation(problem_of_trace(problem, trace, lengths, uncached)).lambda_max
+            for uncached in (None, trace.uncached_tokens())
         )
         return cls(trace, most, cut, plain, cached)
 

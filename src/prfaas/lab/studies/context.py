@@ -1,11 +1,7 @@
 """The context that all studies of one call share: the deployment, its plan, and how much to simulate."""
 
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from prfaas.core.deployment import PlannedDeployment
 from prfaas.core.planner import (
@@ -13,45 +9,17 @@ from prfaas.core.planner import (
     PlanProblem,
     best_operation,
     problem_of,
-    problem_of_trace,
     range_tokens,
 )
 from prfaas.core.workload import LengthDistribution, RequestTrace, fixed
 from prfaas.core.workload.arrivals import Arrivals, Poisson
 from prfaas.core.workload.traffic import IndependentTraffic, ReplayedTraffic
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
 # Of `--quick`: enough to see that everything works, too few to believe.
 _QUICK_SHARE = 0.05
 _QUICK_SEEDS = 2
 SEEDS = 5
 """Of whatever is stated with an interval."""
-
-
-_LONG_TOKENS, _LONGEST_TOKENS = 32_768.0, 100_000.0
-
-
-@dataclass(frozen=True, slots=True)
-class LengthClasses:
-    """Classes of prompts by their length, the same for all that is compared."""
-
-    edges_tokens: tuple[float, ...]
-    """Each is the longest prompt of its class, growing; one class more has all that are longer."""
-
-    @property
-    def labels(self) -> tuple[str, ...]:
-        """A name per class: "≤ 19.4K", "19.4K–32.8K", "> 32.8K"."""
-        edges = [f"{edge / 1000:.3g}K" for edge in self.edges_tokens]
-        if not edges:
-            return ("all",)
-        between = (f"{low}–{high}" for low, high in pairwise(edges))
-        return (f"≤ {edges[0]}", *between, f"> {edges[-1]}")
-
-    def of(self, tokens: "NDArray[Any]") -> "NDArray[np.int64]":
-        """The number of each length's class, from 0."""
-        return np.searchsorted(np.array(self.edges_tokens), tokens, side="left").astype(np.int64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,15 +60,6 @@ class StudyContext:
         """The lengths that every profile covers."""
         return range_tokens(self.planned)
 
-    @property
-    def length_classes(self) -> LengthClasses:
-        """Up to the plan's threshold, from there to 32,768 tokens, to 100,000, and longer."""
-        low, high = self.range_tokens
-        edges = {_LONG_TOKENS, _LONGEST_TOKENS}
-        if self.optimum.threshold_tokens is not None:
-            edges.add(self.optimum.threshold_tokens)
-        return LengthClasses(tuple(sorted(edge for edge in edges if low < edge < high)))
-
     def requests(self, count: int) -> int:
         """How many to simulate where a whole study has `count`."""
         return max(int(count * _QUICK_SHARE), 50) if self.is_quick else count
@@ -123,11 +82,6 @@ class StudyContext:
     def replayed(self, rate_rps: float) -> ReplayedTraffic:
         """The trace without end, at a mean rate; its prompts are cut to what profiles cover."""
         return ReplayedTraffic.at_rate(self.trace.cut_to(int(self.range_tokens[1])), rate_rps)
-
-    @property
-    def trace_lambda_max(self) -> float:
-        """Λ_max that the planner finds for the trace's lengths, if nothing is cached; requests per second."""
-        return best_operation(problem_of_trace(self.problem, self.trace, self.range_tokens)).lambda_max
 
 
 def context_of(

@@ -16,8 +16,7 @@ import numpy as np
 from prfaas.core.deployment import PlannedDeployment
 from prfaas.core.workload.traffic import Traffic
 from prfaas.lab.simulator import Result, ScenarioOptions, simulate
-from prfaas.lab.simulator.result import FloatArray
-from prfaas.lab.studies.context import LengthClasses, StudyContext
+from prfaas.lab.studies.context import StudyContext
 
 Key = tuple[str | float, ...]
 
@@ -55,10 +54,6 @@ class Run(ScenarioOptions):
     duration_s: float | None = None
     """Simulated seconds of arrivals, in place of `requests`."""
     warmup_share: float = 0.1
-    classes: LengthClasses | None = None
-    """Classes of prompts with a TTFT of their own; None: none."""
-    course_parts: int = 0
-    """Into how many equal parts of the counted time `StudyOutcome.course` is cut."""
 
     @property
     def expected_requests(self) -> float:
@@ -77,11 +72,11 @@ class Run(ScenarioOptions):
             duration_s=self.duration_s,
             warmup_share=self.warmup_share,
         )
-        course = _course(result, self.course_parts) if self.course_parts else {}
-        numbers = result.summary() | {"ttft_p999_s": _quantile(result.ttft_s[result.counted], 0.999)}
-        if self.classes is not None:
-            numbers["ttft_by_length"] = _by_length(result, self.classes)
-        return StudyOutcome(numbers, course, time.perf_counter() - started_s)
+        return StudyOutcome(self.numbers(result), time.perf_counter() - started_s)
+
+    def numbers(self, result: Result) -> dict[str, Any]:
+        """What the study knows of the run: the simulator's summary. Studies that ask for more add it here."""
+        return result.summary()
 
 
 Verdict = Literal["stable", "grows", "too short to say"]
@@ -93,21 +88,13 @@ class StudyOutcome:
     """The outcome of one run."""
 
     numbers: Mapping[str, Any]
-    """The simulator's summary with `ttft_p999_s`; and `ttft_by_length`, an entry per class, where a run has them."""
-    course: Mapping[str, list[float | None]]
-    """By name a value per part of the counted time: `at_s` (its middle), `ttft_s` (mean of what arrived then), and
-    thresholds and roles."""
+    """What its `numbers` say: plain numbers, texts, lists and dicts."""
     wall_s: float
     """How long the simulation itself took."""
 
     def number(self, name: str) -> float:
         """A field of the summary; NaN where there is none."""
         value = self.numbers[name]
-        return float("nan") if value is None else float(value)
-
-    def of_class(self, index: int, name: str) -> float:
-        """A number of one class of lengths (`mean_s`, `p90_s`, `p99_s`, `requests`); NaN where there is none."""
-        value = self.numbers["ttft_by_length"][index][name]
         return float("nan") if value is None else float(value)
 
     @property
@@ -170,47 +157,6 @@ class Study:
     """What to simulate."""
     describe: Callable[[StudyContext, Outcomes], StudySection]
     """What it means, from the outcomes by key alone."""
-
-
-def _quantile(values: FloatArray, share: float) -> float | None:
-    known = values[~np.isnan(values)]
-    return float(np.quantile(known, share)) if len(known) else None
-
-
-def _by_length(result: Result, classes: LengthClasses) -> list[dict[str, float | None]]:
-    found = classes.of(result.input_tokens)
-    groups = [
-        result.ttft_s[result.counted & (found == number) & ~np.isnan(result.ttft_s)]
-        for number in range(len(classes.labels))
-    ]
-    return [
-        {
-            "requests": len(group),
-            "mean_s": float(group.mean()) if len(group) else None,
-            "p90_s": _quantile(group, 0.9),
-            "p99_s": _quantile(group, 0.99),
-        }
-        for group in groups
-    ]
-
-
-def _course(result: Result, parts: int) -> dict[str, list[float | None]]:
-    edges = np.linspace(result.start_s, result.end_s, parts + 1)
-    groups = np.split(result.ttft_s, np.searchsorted(result.arrival_s, edges))[1:-1]
-    course = {
-        "at_s": _plain((edges[:-1] + edges[1:]) / 2 - result.start_s),
-        "ttft_s": _plain(np.array([group.mean() if len(group) else np.nan for group in groups])),
-    }
-    time_s = result.series["time_s"]
-    latest = np.clip(np.searchsorted(time_s, (edges[:-1] + edges[1:]) / 2, side="right") - 1, 0, None)
-    for name, values in result.series.items():
-        if name.startswith(("threshold_tokens_", "prefill_instances_")):
-            course[name] = _plain(values[latest])
-    return course
-
-
-def _plain(values: FloatArray) -> list[float | None]:
-    return [float(value) if np.isfinite(value) else None for value in values]
 
 
 def run_all(

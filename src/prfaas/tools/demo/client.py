@@ -3,13 +3,11 @@
 import asyncio
 import time
 from dataclasses import dataclass
-from typing import Any
 
 import aiohttp
-import orjson
 
 from prfaas.core.route_header import ROUTE_HEADER, RouteHeader
-from prfaas.core.sse import SseParser
+from prfaas.tools.http_client import AnswerError, streamed
 
 REQUEST_TIMEOUT_S = 900.0
 
@@ -57,31 +55,27 @@ async def stream_completion(
     first_s = last_s = None
     sent_s = time.monotonic()
     try:
-        async with asyncio.timeout(REQUEST_TIMEOUT_S):
-            async with session.post(
-                f"{url}/v1/completions", data=orjson.dumps(body), headers=_JSON
-            ) as response:
-                if response.status != 200:
-                    raise RequestFailedError(
-                        f"the gateway answered {response.status}: {await response.text()}"
-                    )
-                route = RouteHeader.parse(response.headers.get(ROUTE_HEADER, ""))
-                parser = SseParser()
-                async for piece in response.content.iter_any():
-                    for event in map(_checked, parser.feed(piece)):
-                        for choice in event.get("choices", ()):
-                            new_ids = choice.get("token_ids") or ()
-                            if new_ids:
-                                last_s = time.monotonic()
-                                first_s = first_s or last_s
-                            token_ids.extend(new_ids)
-                            text.append(choice.get("text") or "")
-                        prompt_tokens = (event.get("usage") or {}).get("prompt_tokens", prompt_tokens)
+        async with (
+            asyncio.timeout(REQUEST_TIMEOUT_S),
+            streamed(session, f"{url}/v1/completions", body) as (headers, events),
+        ):
+            route = RouteHeader.parse(headers.get(ROUTE_HEADER, ""))
+            async for event in events:
+                for choice in event.get("choices", ()):
+                    new_ids = choice.get("token_ids") or ()
+                    if new_ids:
+                        last_s = time.monotonic()
+                        first_s = first_s or last_s
+                    token_ids.extend(new_ids)
+                    text.append(choice.get("text") or "")
+                prompt_tokens = (event.get("usage") or {}).get("prompt_tokens", prompt_tokens)
     except TimeoutError:
         raise RequestFailedError(
             f"the gateway at {url} gave no whole answer to a prompt of {len(prompt)} characters "
             f"within {REQUEST_TIMEOUT_S:.0f} s"
         ) from None
+    except AnswerError as error:
+        raise RequestFailedError(f"the gateway answered {error.status}: {error}") from error
     except (aiohttp.ClientError, ValueError) as error:
         raise RequestFailedError(f"the answer can't be read: {error}") from error
     if len(token_ids) != max_tokens or first_s is None or last_s is None or prompt_tokens == 0:
@@ -97,15 +91,3 @@ async def stream_completion(
         ttft_s=first_s - sent_s,
         tokens_per_s=(max_tokens - 1) / decode_s if decode_s > 0 else None,
     )
-
-
-_JSON = {"Content-Type": "application/json"}
-
-
-def _checked(data: bytes) -> dict[str, Any]:
-    event = orjson.loads(data)
-    if not isinstance(event, dict):
-        raise ValueError(f"an event must be an object, not {data[:80]!r}")
-    if "error" in event:
-        raise RequestFailedError(f"the stream ended in an error: {event['error']}")
-    return event

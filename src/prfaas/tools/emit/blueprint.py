@@ -124,14 +124,25 @@ class Blueprint:
         own = (model.path,) if model.source is None else ()
         return (*own, *model.adapters.values())
 
-    @property
-    def etcd_files(self) -> tuple[tuple[str, Path], ...]:
-        """Files for TLS with etcd, by name: the CA that a gateway trusts, and its own certificate."""
-        fleet = self.deployment.fleet
-        if fleet is None:
-            return ()
-        files = (("etcd-ca", fleet.ca_file), ("etcd-client", fleet.certificate_file))
-        return tuple((name, path) for name, path in files if path is not None)
+    def secrets(self, members: Sequence[str]) -> Iterator[tuple[str, str, Path]]:
+        """The secret files of these members: the field that says where each lies, its name among them, and its path."""
+        deployment, security = self.deployment, self.deployment.security
+        yield "security.key_file", "key", security.key_file
+        needing = [name for name in members if deployment.needs_certificate(name)]
+        if needing:
+            yield "security.certificates", "ca.crt", security.ca_file
+        for name in needing:
+            file = security.identity_file(name)
+            yield "security.certificates", file.name, file
+        if GATEWAY not in members:
+            return
+        if deployment.gateway.admin.token_file is not None:
+            yield "gateway.admin.token_file", "admin-token", deployment.gateway.admin.token_file
+        fleet = deployment.fleet
+        if fleet is not None:
+            for name, path in (("etcd-ca", fleet.ca_file), ("etcd-client", fleet.certificate_file)):
+                if path is not None:
+                    yield "fleet", name, path
 
     def placed(self, name: str) -> Instance | PoolNode:
         """An instance or a pool by name.

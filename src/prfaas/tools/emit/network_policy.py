@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from ipaddress import ip_address
 
-from prfaas.core.deployment import GATEWAY, is_loopback
+from prfaas.core.deployment import GATEWAY
 from prfaas.tools.emit.blueprint import Blueprint
 from prfaas.tools.emit.openings import CLIENTS, OPERATORS, Opening, openings_of
 from prfaas.tools.emit.pod import MEMBER_LABEL
@@ -31,7 +31,7 @@ class PolicyMaker:
         rules = [
             self._rule(opening)
             for opening in openings_of(self.blueprint.deployment)
-            if opening.owner in plan.members and self._is_reachable(opening)
+            if opening.owner in plan.members
         ]
         return {
             "apiVersion": "networking.k8s.io/v1",
@@ -43,9 +43,6 @@ class PolicyMaker:
                 "ingress": rules,
             },
         }
-
-    def _is_reachable(self, opening: Opening) -> bool:
-        return opening.purpose != "admin" or not is_loopback(self.blueprint.deployment.gateway.admin.host)
 
     def _rule(self, opening: Opening) -> Fields:
         ports = [{"port": port, "protocol": "TCP"} for port in opening.ports]

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from prfaas.core.deployment.addresses import is_loopback
 from prfaas.core.deployment.pool_peers import pool_peers, pool_sources
 from prfaas.core.deployment.security import GATEWAY
 from prfaas.core.deployment.types import Deployment, Instance
@@ -31,7 +32,7 @@ class Opening:
 
 
 def openings_of(deployment: Deployment) -> tuple[Opening, ...]:
-    """Every port that something of the deployment listens on, once, with all that may connect there."""
+    """Every port on which others than its own machine reach the deployment, once, with all that may connect there."""
     return tuple(_openings(deployment))
 
 
@@ -56,7 +57,8 @@ def _openings(deployment: Deployment) -> Iterator[Opening]:
         others = dict.fromkeys(way.pool.name for way in ways)
         yield Opening(pool.name, "kv", (pool.kv_port,), (GATEWAY, *others))
     yield Opening(GATEWAY, "http", (deployment.gateway.port,), (CLIENTS,))
-    yield Opening(GATEWAY, "admin", (deployment.gateway.admin.port,), (OPERATORS,))
+    if not is_loopback(deployment.gateway.admin.host):
+        yield Opening(GATEWAY, "admin", (deployment.gateway.admin.port,), (OPERATORS,))
 
 
 def _producers(deployment: Deployment, instance: Instance) -> tuple[str, ...]:

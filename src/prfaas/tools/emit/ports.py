@@ -1,8 +1,8 @@
 """The list of ports that a machine's firewall must let through."""
 
-from prfaas.core.deployment import GATEWAY, Deployment, is_loopback
+from prfaas.core.deployment import GATEWAY
 from prfaas.tools.emit.blueprint import Blueprint, Place
-from prfaas.tools.emit.openings import CLIENTS, OPERATORS, Opening, openings_of
+from prfaas.tools.emit.openings import CLIENTS, OPERATORS, openings_of
 
 
 def ports_table(blueprint: Blueprint, place: Place) -> str:
@@ -10,10 +10,9 @@ def ports_table(blueprint: Blueprint, place: Place) -> str:
 
     Ports that only this machine reaches are left out.
     """
-    deployment = blueprint.deployment
     rows = [("port", "of", "open to")]
-    for opening in openings_of(deployment):
-        if opening.owner not in place.members or not _is_reachable(deployment, opening):
+    for opening in openings_of(blueprint.deployment):
+        if opening.owner not in place.members:
             continue
         sources = ", ".join(_address(blueprint, each) for each in opening.sources)
         first, last = (opening.ports[0], opening.ports[-1]) if opening.ports else (1, 65535)
@@ -21,10 +20,6 @@ def ports_table(blueprint: Blueprint, place: Place) -> str:
         rows.append((ports, f"{opening.owner} {opening.purpose}", sources))
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     return "".join(f"{row[0]:{widths[0]}}  {row[1]:{widths[1]}}  {row[2]}\n" for row in rows)
-
-
-def _is_reachable(deployment: Deployment, opening: Opening) -> bool:
-    return opening.purpose != "admin" or not is_loopback(deployment.gateway.admin.host)
 
 
 def _address(blueprint: Blueprint, name: str) -> str:

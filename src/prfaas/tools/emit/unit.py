@@ -85,13 +85,4 @@ def _secrets(blueprint: Blueprint, members: Sequence[str]) -> tuple[Path, ...]:
     """The files that must be copied to the machine before the unit can start."""
     if blueprint.is_on_one_machine:
         return ()
-    deployment, security = blueprint.deployment, blueprint.deployment.security
-    own = [security.identity_file(name) for name in members if deployment.needs_certificate(name)]
-    token = deployment.gateway.admin.token_file if GATEWAY in members else None
-    return (
-        security.key_file,
-        *((security.ca_file,) if own else ()),
-        *own,
-        *((token,) if token is not None else ()),
-        *((path for _, path in blueprint.etcd_files) if GATEWAY in members else ()),
-    )
+    return tuple(path for _, _, path in blueprint.secrets(members))

@@ -4,7 +4,6 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
-from prfaas.core.deployment import GATEWAY
 from prfaas.tools.emit.blueprint import STATE_DIR, Blueprint
 from prfaas.tools.emit.pod_plan import PodPlan, bad_field, kubernetes_name
 
@@ -49,20 +48,7 @@ def secret_files(blueprint: Blueprint, plan: PodPlan) -> Iterator[tuple[str, Pat
     Raises:
         DeploymentError: it would not lie in the state directory, which is all that a pod can write.
     """
-    deployment, security = blueprint.deployment, blueprint.deployment.security
-    found = [("security.key_file", "key", security.key_file)]
-    needing = [name for name in plan.identities if deployment.needs_certificate(name)]
-    if needing:
-        found.append(("security.certificates", "ca.crt", security.ca_file))
-    for name in needing:
-        file = security.identity_file(name)
-        found.append(("security.certificates", file.name, file))
-    token_file = deployment.gateway.admin.token_file
-    if plan.component == GATEWAY and token_file is not None:
-        found.append(("gateway.admin.token_file", "admin-token", token_file))
-    if plan.component == GATEWAY:
-        found += [("fleet", name, path) for name, path in blueprint.etcd_files]
-    for field, name, target in found:
+    for field, name, target in blueprint.secrets(plan.identities):
         if not target.is_relative_to(STATE_DIR):
             raise bad_field(
                 blueprint, field, f"{target} is outside the state directory; give a path relative to it"

@@ -8,17 +8,14 @@ from types import TracebackType
 from typing import Any
 
 import aiohttp
-import orjson
 
 from prfaas.core.latency.profile import ProfileError
-from prfaas.core.sse import SseParser
 from prfaas.tools.http_client import (
     AnswerError,
     base_url,
-    error_message,
-    json_object,
     post_json,
     served_models,
+    streamed,
 )
 
 # The longest silence of the endpoint, which is a whole prefill.
@@ -123,25 +120,14 @@ class ProfiledEndpoint:
         body = self._body(self._prompt(context_tokens), tokens) | {"stream": True}
         arrivals: list[tuple[float, int]] = []
         try:
-            async with self._session.post(
-                f"{self.url}/v1/completions", data=orjson.dumps(body), headers=_JSON
-            ) as response:
-                if response.status != 200:
-                    raise MeasureError(
-                        f"{self.url} answered {response.status}: {error_message(await response.read())}"
-                    )
-                parser = SseParser()
-                async for piece in response.content.iter_any():
-                    for data in parser.feed(piece):
-                        event = json_object(data)
-                        if "error" in event:
-                            raise MeasureError(
-                                f"{self.url} ended a stream with an error: {error_message(data)}"
-                            )
-                        choices = event.get("choices") or ()
-                        count = sum(len(choice.get("token_ids") or ()) for choice in choices)
-                        if count:
-                            arrivals.append((time.monotonic(), count))
+            async with streamed(self._session, f"{self.url}/v1/completions", body) as (_, events):
+                async for event in events:
+                    choices = event.get("choices") or ()
+                    count = sum(len(choice.get("token_ids") or ()) for choice in choices)
+                    if count:
+                        arrivals.append((time.monotonic(), count))
+        except AnswerError as error:
+            raise MeasureError(f"{self.url} answered {error.status}: {error}") from error
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             raise MeasureError(f"{self.url} can't be measured: {_why(error)}") from error
         times = TokenTimes(tuple(arrivals))
@@ -208,9 +194,6 @@ class ProfiledEndpoint:
             raise MeasureError(f"{self.url} answered {error.status}: {error}") from error
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             raise MeasureError(f"{self.url} can't be measured: {_why(error)}") from error
-
-
-_JSON = {"Content-Type": "application/json"}
 
 
 def _why(error: BaseException) -> str:
