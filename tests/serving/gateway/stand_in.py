@@ -411,7 +411,8 @@ class StandInEngine:
             return web.json_response({"error": {"message": "not enabled", "code": 403}}, status=403)
         path = request.path.removesuffix("/render")
         chat = stand_in_apis.as_chat(path, body)
-        refusal = refusal_of(chat)
+        # It looks at no grammar.
+        refusal = refusal_of(chat | {"structured_outputs": None})
         if chat.get("use_beam_search"):
             refusal = "Beam search is not supported by the render endpoint"
         if refusal is not None:

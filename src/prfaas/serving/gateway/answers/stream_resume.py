@@ -2,7 +2,6 @@
 
 from array import array
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from aiohttp import web
 
@@ -48,23 +47,15 @@ class CannotResumeError(Exception):
         self.outcome = outcome
 
 
-class EventSink(Protocol):
-    """Takes the events of an answer, one by one."""
-
-    async def write(self, event: bytes, /) -> None: ...
-
-
 @dataclass(slots=True)
 class BegunAnswer:
     """An answer of which the client has the beginning, and which an engine is to continue."""
 
     request: ServingRequest
-    body: Json
-    """The client's request, in the form of a stream."""
     prompt: TokenizedPrompt
     transcript: StreamTranscript
     ids: TakenIds
-    sink: EventSink
+    writer: ResponseWriter
     failed: list[str]
     """All decode engines that have failed this request."""
     stops: StopAccount | None = None
@@ -138,7 +129,7 @@ class StreamResume:
         """A request for what follows the tokens so far; None: nothing may follow."""
         request, sent = begun.request, begun.ids.ids
         max_tokens = tokens_left(
-            request.endpoint, begun.body, len(begun.prompt.token_ids), len(sent), self._max_model_len
+            request.endpoint, begun.request.body, len(begun.prompt.token_ids), len(sent), self._max_model_len
         )
         if begun.transcript.finish_reason is not None or begun.transcript.ended or max_tokens < 1:
             return None
@@ -147,7 +138,7 @@ class StreamResume:
         is_chat = request.endpoint is Endpoint.CHAT
         rest = replace(
             request,
-            body=rest_body(request.endpoint, begun.body, written, len(sent), max_tokens),
+            body=rest_body(request.endpoint, begun.request.body, written, len(sent), max_tokens),
             size_bytes=request.size_bytes * is_chat + len(ids) * JSON_BYTES_PER_TOKEN,
             prompt=RenderedPrompt(plain=None, takes_ids=True) if is_chat else TokenPrompt(ids),
         )
@@ -157,9 +148,9 @@ class StreamResume:
         """Write what follows the last token of a complete answer. `details`: the usage's, where they are known."""
         sent_tokens = len(begun.ids.ids)
         for event in begun.transcript.closing_events(
-            len(begun.prompt.token_ids), sent_tokens, usage=wants_usage(begun.body), details=details
+            len(begun.prompt.token_ids), sent_tokens, usage=wants_usage(begun.request.body), details=details
         ):
-            await begun.sink.write(event)
+            await begun.writer.write(event)
         begun.request.record.answer_tokens = sent_tokens
 
     async def hashed(self, rest: AnswerRest) -> TokenizedPrompt:
@@ -208,8 +199,8 @@ class StreamResume:
 
         They are sampled again: those of half a character, and those of which a parser has not made anything yet.
         """
-        taken, stops = begun.ids, stop_strings(begun.body)
-        includes = begun.body.get("include_stop_str_in_output") is True
+        taken, stops = begun.ids, stop_strings(begun.request.body)
+        includes = begun.request.body.get("include_stop_str_in_output") is True
         held_chars = 0
         if stops and not includes and begun.stops is None:
             held_chars = max(map(len, stops)) - 1
@@ -243,7 +234,7 @@ class StreamResume:
     async def _relay_rest(self, begun: BegunAnswer, rest: AnswerRest, ready: ReadyRequest) -> None:
         """Pass the decode engine's stream on in the first one's form. Raises DecodeFailedError and NotPlainError."""
         transcript, stops, taken = begun.transcript, begun.stops, begun.ids
-        least_tokens = begun.body.get("min_tokens") or 0
+        least_tokens = begun.request.body.get("min_tokens") or 0
         async with self._decoder.stream(rest.request, ready) as stream:
             while chunk := await stream.read():
                 # One by one: tokens behind a stop string are none of the answer's.
@@ -251,7 +242,7 @@ class StreamResume:
                     for event in events(taken.take(raw + END_OF_EVENT)):
                         if event is None:
                             transcript.ended = True
-                            await begun.sink.write(LAST_EVENT)
+                            await begun.writer.write(LAST_EVENT)
                             continue
                         may_stop = len(taken.ids) > least_tokens
                         piece = transcript.rewrite(
@@ -259,7 +250,7 @@ class StreamResume:
                         )
                         if piece:
                             note_answer_tokens(begun.request.record, piece)
-                            await begun.sink.write(piece)
+                            await begun.writer.write(piece)
                         if stops is not None and stops.stop is not None:
                             await self.close(begun)
                             return
@@ -279,10 +270,9 @@ def _broken_stream(
         raise CannotResumeError("not-plain") from None
     return BegunAnswer(
         request=request,
-        body=request.body,
         prompt=ready.prompt,
         transcript=transcript,
         ids=writer.ids,
-        sink=writer,
+        writer=writer,
         failed=failed,
     )

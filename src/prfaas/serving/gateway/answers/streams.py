@@ -414,10 +414,10 @@ class ResponseWriter:
         await self._read_in_time(self._response.write_eof())
         return self._response
 
-    def send(self, answer: WholeAnswer) -> web.Response:
-        """The answer in one piece. Raises ApiError where the client waits for a stream, and this is an error."""
+    async def send(self, answer: WholeAnswer) -> web.StreamResponse:
+        """The answer in one piece; an event where the client waits for a stream, since this is an error then."""
         if self.head_sent:
-            raise ApiError(answer.status, _sentence_in(answer.body))
+            return await self.fail(ApiError(answer.status, _sentence_in(answer.body)))
         self._note_first_byte()
         headers = self._record.headers() | {"Content-Type": answer.content_type}
         return web.Response(status=answer.status, body=self._told(answer.body), headers=headers)

@@ -64,7 +64,7 @@ class RenderedPrompt:
     """A conversation of any API, or a text that an engine's own rules cut or complete."""
 
     plain: tuple[tuple[str, str | tuple[str, ...]], ...] | None
-    """(role, content) pairs if only the model's own template decides the text; else None: an engine renders it."""
+    """(role, content) pairs if the model's own template makes the text of usual fields; else None: an engine does."""
     takes_ids: bool
     """Whether the answer stays the same when vLLM is given the ids instead of rendering."""
 
@@ -102,8 +102,10 @@ UNSEEN_REASONS = frozenset({"tokenizer", "malformed", "refused", "length", "not-
 """Why nobody knows the tokens of a direct prompt: no prompt, none that an engine takes, or none made of tokens."""
 
 
-def prompt_of(endpoint: Endpoint, body: Mapping[str, Any]) -> Prompt:
+def prompt_of(endpoint: Endpoint, body: Mapping[str, Any], *, has_media: bool = False) -> Prompt:
     """The prompt in `body`. What is malformed is a DirectPrompt: the decode engine refuses it in its own words.
+
+    `has_media`: whether there are `media_parts`. What they show is in no ids.
 
     Raises:
         ApiError: 400, when only one engine could know the prompt.
@@ -114,13 +116,13 @@ def prompt_of(endpoint: Endpoint, body: Mapping[str, Any]) -> Prompt:
         return DirectPrompt("malformed")
     if endpoint is Endpoint.RESPONSES:
         _check_stored(body)
-        return RenderedPrompt(None, takes_ids=not has_media(endpoint, body))
+        return RenderedPrompt(None, takes_ids=not has_media)
     if endpoint is Endpoint.MESSAGES:
         # vLLM takes no ids here.
         return RenderedPrompt(None, takes_ids=False)
     if _samples(body) is None:
         return DirectPrompt("malformed")
-    prompt = _chat_prompt(body) if endpoint is Endpoint.CHAT else _completion_prompt(body)
+    prompt = _chat_prompt(body, has_media) if endpoint is Endpoint.CHAT else _completion_prompt(body)
     if isinstance(prompt, DirectPrompt | EmbedsPrompt):
         return prompt
     has_rules = any(body.get(field) is not None for field in _RULES)
@@ -224,37 +226,16 @@ def as_token_ids(ids: Sequence[object]) -> "array[int] | None":
         return None
 
 
-_UNUSUAL_FIELDS = (
-    "tools",
-    "tool_choice",
-    "documents",
-    "chat_template",
-    "chat_template_kwargs",
-    "reasoning_effort",
-    "mm_processor_kwargs",
-    "media_io_kwargs",
-    "continue_final_message",
-    "add_special_tokens",
-)
-
-
-def _chat_prompt(body: Mapping[str, Any]) -> Prompt:
+def _chat_prompt(body: Mapping[str, Any], has_media: bool) -> Prompt:
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
         return DirectPrompt("malformed")
-    if has_media(Endpoint.CHAT, body):
-        # What stands between the ids is in no ids.
+    if has_media:
         return RenderedPrompt(None, takes_ids=False)
     # With ids given, vLLM does not render, so it could neither echo the last message nor return the prompt's
     # text.
     takes_ids = not body.get("echo") and not body.get("return_prompt_text")
-    plain = None
-    if (
-        not any(body.get(field) for field in _UNUSUAL_FIELDS)
-        and body.get("add_generation_prompt", True) is True
-    ):
-        plain = _plain_messages(messages)
-    return RenderedPrompt(plain, takes_ids)
+    return RenderedPrompt(None if body.get("add_special_tokens") else _plain_messages(messages), takes_ids)
 
 
 def _plain_messages(
@@ -323,11 +304,6 @@ def media_parts(endpoint: Endpoint, body: Mapping[str, Any]) -> Iterator[Mapping
             yield from _media_in(message.get("output"))
 
 
-def has_media(endpoint: Endpoint, body: Mapping[str, Any]) -> bool:
-    """Whether a body's messages are more than text."""
-    return next(media_parts(endpoint, body), None) is not None
-
-
 def _media_in(content: object) -> Iterator[Mapping[str, Any]]:
     for part in content if isinstance(content, list) else ():
         if not isinstance(part, dict):
@@ -341,9 +317,9 @@ _URL = re.compile(r"(?i)\s*[a-z][a-z0-9+.-]*:[/\\]")
 _PLAIN_URL = re.compile(r"(?i)https?://([a-z0-9.-]+)(:[0-9]+)?([/?#][^\\\s]*)?")
 
 
-def check_media_urls(endpoint: Endpoint, body: Mapping[str, Any], domains: Collection[str]) -> None:
-    """Raises ApiError 400 where an engine would fetch media from elsewhere than `domains`."""
-    waiting: list[object] = list(media_parts(endpoint, body))
+def check_media_urls(media: Sequence[object], domains: Collection[str]) -> None:
+    """Raises ApiError 400 where an engine would fetch `media_parts` from elsewhere than `domains`."""
+    waiting = list(media)
     while waiting:
         value = waiting.pop()
         if isinstance(value, dict):

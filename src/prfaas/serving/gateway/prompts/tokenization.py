@@ -219,7 +219,10 @@ class Tokenization:
                 return DirectPrompt("refused")
             return DirectPrompt("not-rendered", request.size_bytes // _BYTES_PER_TOKEN)
         longest = max(len(each.token_ids) for each in prompts)
-        if longest >= self._max_model_len or longest + _answer_limit(request) > self._max_model_len:
+        limit = answer_limit(request.endpoint, request.body) or 0
+        # With a completion's ids vLLM cuts the answer short instead.
+        needed = limit if request.endpoint is Endpoint.COMPLETIONS else longest + limit
+        if max(longest + 1, needed) > self._max_model_len:
             return DirectPrompt("length")
         whole = self._why_whole(request, prompts)
         if whole is None:
@@ -276,7 +279,9 @@ class Tokenization:
     async def _all_own_ids(
         self, request: ServingRequest, prompt: TokenPrompt | TextPrompt | RenderedPrompt | BatchPrompt
     ) -> "list[RenderedIds] | None":
-        """Ids that no engine has to be asked for; None where there is one prompt that an engine renders."""
+        """Ids that no engine has to be asked for; None where an engine is to render, or to judge the request."""
+        if request.unusual:
+            return None
         agrees = self._agrees(request.endpoint)
         found = []
         for each in prompt.prompts if isinstance(prompt, BatchPrompt) else (prompt,):
@@ -355,10 +360,3 @@ def _embedding_chars(model: Path) -> float:
         return 2 * fields.whole("hidden_size") * 4 / 3
     except ConfigError:
         return math.inf
-
-
-def _answer_limit(request: ServingRequest) -> int:
-    """Tokens of answer for which vLLM wants room; where it is given ids, it would cut the answer short instead."""
-    if request.endpoint is Endpoint.COMPLETIONS:
-        return 0
-    return answer_limit(request.endpoint, request.body) or 0
