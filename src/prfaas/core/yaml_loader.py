@@ -7,6 +7,13 @@ from yaml.constructor import SafeConstructor
 from yaml.resolver import Resolver
 
 
+def fault_in(error: Exception) -> tuple[int | None, str]:
+    """The line of what a loader has raised, and what is wrong there, in some words; None: no line is told."""
+    mark = getattr(error, "problem_mark", None)
+    problem = getattr(error, "problem", None) or "it can't be parsed"
+    return None if mark is None else mark.line + 1, f"is no valid YAML ({problem})"
+
+
 class YamlLoader(Composer, CParser, SafeConstructor, Resolver):
     """As `yaml.SafeLoader`, with libyaml as its parser: six times as fast.
 

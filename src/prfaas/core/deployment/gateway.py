@@ -10,6 +10,7 @@ from pydantic import AfterValidator, Field
 from prfaas.core.deployment.addresses import host_in_url, is_loopback, traces_url
 from prfaas.core.deployment.field_types import (
     GIVEN,
+    FileBeside,
     HomeFile,
     Host,
     HostName,
@@ -90,7 +91,7 @@ class GatewayConfig(Section):
     """Its port for clients."""
     admin: AdminConfig = AdminConfig()
     """Where operators connect."""
-    clients: Annotated[HomeFile | None, GIVEN, GATEWAY_AGAIN] = None
+    clients: Annotated[FileBeside | None, GIVEN, GATEWAY_AGAIN] = None
     """File of the clients that may send, with hashes of their API keys; left out: whoever reaches the port."""
     hosts: tuple[HostName, ...] = ()
     """Further names by which operators may call the gateway: a load balancer's, or a Kubernetes Service's."""

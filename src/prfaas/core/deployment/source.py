@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from prfaas.core.yaml_loader import YamlLoader
+from prfaas.core.yaml_loader import YamlLoader, fault_in
 
 # No word of a file's own needs to be shown whole that is longer.
 _LONG_WORD = re.compile(r"""[^\s"']{300,}""")
@@ -108,10 +108,8 @@ def read_source(path: Path) -> YamlSource:
         reader = _Reader(path, loader)
         values = reader.value(node, ()) if node is not None else None
     except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        problem = getattr(error, "problem", None) or str(error)
-        line = mark.line + 1 if mark is not None else None
-        raise DeploymentError(path, line, "", f"is no valid YAML ({problem})") from error
+        line, problem = fault_in(error)
+        raise DeploymentError(path, line, "", problem) from error
     except RecursionError:
         raise DeploymentError(path, None, "", _TOO_DEEP) from None
     return YamlSource(path, values, reader.lines)

@@ -18,7 +18,7 @@ from prfaas.core.latency.profile import (
     Origin,
     ProfileError,
 )
-from prfaas.core.yaml_loader import YamlLoader
+from prfaas.core.yaml_loader import YamlLoader, fault_in
 
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -116,10 +116,8 @@ def parse_profile(content: str, where: str) -> LatencyProfile:
     try:
         node, values = YamlLoader(content).document()
     except (yaml.YAMLError, RecursionError) as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f":{mark.line + 1}" if mark is not None else ""
-        problem = getattr(error, "problem", None) or "it can't be parsed"
-        raise ProfileError(f"{where}{line}: is no valid YAML ({problem})") from error
+        line, problem = fault_in(error)
+        raise ProfileError(f"{where}{f':{line}' if line else ''}: {problem}") from error
     if not isinstance(values, dict):
         raise ProfileError(f'{where}: must be a mapping with "name:", "model:", "prefill:" and so on')
     try:

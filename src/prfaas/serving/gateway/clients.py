@@ -12,6 +12,7 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
+from prfaas.core.yaml_loader import YamlLoader, fault_in
 from prfaas.serving.gateway.bodies import ApiError
 from prfaas.serving.gateway.prompts.request import Headers
 from prfaas.serving.secret_files import ClientsFileError
@@ -69,10 +70,14 @@ class Clients:
         if len(raw) > _MOST_BYTES:
             raise ClientsFileError(f"clients file {self._path} is larger than {_MOST_BYTES} bytes")
         try:
-            said = msgspec.yaml.decode(raw, type=dict[_Name, Client])
+            said = msgspec.convert(YamlLoader(raw.decode()).document()[1], dict[_Name, Client])
+        except msgspec.ValidationError as error:
+            raise ClientsFileError(f"clients file {self._path}: {error}") from None
         except Exception as error:
             # PyYAML raises anything where a tag and its value don't fit.
-            raise ClientsFileError(f"clients file {self._path}: {error}") from None
+            line, problem = fault_in(error)
+            where = f"{self._path}:{line}" if line else f"{self._path}"
+            raise ClientsFileError(f"clients file {where} {problem}") from None
         by_key: dict[bytes, Client] = {}
         for name, client in said.items():
             for key in map(bytes.fromhex, client.key_sha256):

@@ -1,6 +1,7 @@
 """The way of one generating request through the gateway, from its body to its record."""
 
 import logging
+import math
 import time
 
 from aiohttp import web
@@ -110,12 +111,15 @@ class Generation:
     def _decide(self, request: ServingRequest, prompt: TokenizedPrompt | DirectPrompt) -> Decision:
         """Where the request goes. Raises NoDecodeInstanceError.
 
-        The length of a prompt that may move enters the statistics from which thresholds and roles are worked out.
+        The length of each prompt enters the statistics from which thresholds and roles are worked out.
         """
         plane, record = self._context.plane, request.record
         if isinstance(prompt, DirectPrompt):
             record.prompt_tokens = prompt.num_tokens or None
-            return self._prefill.whole(prompt)
+            decision = self._prefill.whole(prompt)
+            for length in prompt.lengths:
+                plane.observe(length, math.ceil(length * decision.uncached_tokens / prompt.num_tokens))
+            return decision
         begun_s = time.perf_counter()
         num_tokens = len(prompt.token_ids)
         record.prompt_tokens = num_tokens

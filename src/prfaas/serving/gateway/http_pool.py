@@ -10,6 +10,7 @@ import ssl
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import cast
 
 import httptools
@@ -33,37 +34,37 @@ _SHORTEST_SWEEP_S, _LONGEST_SWEEP_S = 0.02, 5.0
 _MAX_HEAD_BYTES = 64 << 10
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpTimes:
+    """How long a pool waits for its servers, and keeps connections."""
+
+    connect_s: float
+    """For one of two attempts to connect."""
+    keepalive_s: float
+    """How long a connection is kept without use."""
+    tls_keepalive_s: float | None = None
+    """The same for connections with TLS, which are dear to make; None: as long as others."""
+    first_byte_s: float = math.inf
+    """From a request to the first byte of its answer, at most."""
+    idle_s: float = math.inf
+    """Between two pieces of an answer, at most, which are no comments. While we do not read it, no time passes."""
+
+
 class HttpPool:
-    """Connections to any number of servers, kept for `keepalive_s` after use. Use it from one event loop only."""
+    """Connections to any number of servers, kept for a while after use. Use it from one event loop only."""
 
     def __init__(
-        self,
-        *,
-        connect_timeout_s: float,
-        keepalive_s: float,
-        first_byte_s: float = math.inf,
-        idle_s: float = math.inf,
-        clock: Callable[[], float] = time.monotonic,
-        tls: TlsIdentity | None = None,
-        tls_keepalive_s: float | None = None,
+        self, times: HttpTimes, *, clock: Callable[[], float] = time.monotonic, tls: TlsIdentity | None = None
     ) -> None:
         """Make a pool without connections.
 
         Args:
-            connect_timeout_s: for one of two attempts to connect.
-            keepalive_s: how long a connection is kept without use.
-            first_byte_s: from a request to the first byte of its answer, at most.
-            idle_s: between two pieces of an answer, at most, which are no comments of an event stream. While we do not
-                read it, no time passes.
-            clock: what the limits are measured by.
+            times: may be replaced later.
+            clock: what they are measured by.
             tls: who this side is, for servers that want TLS.
-            tls_keepalive_s: in place of `keepalive_s` for connections with TLS, which are dear to make; None: the same.
         """
+        self.times = times
         self._tls = tls
-        self._connect_timeout_s = connect_timeout_s
-        self._keepalive_s = {False: keepalive_s, True: tls_keepalive_s or keepalive_s}
-        self._first_byte_s = first_byte_s
-        self._idle_s = idle_s
         self.clock = clock
         self._idle: dict[tuple[str, int], deque[_Connection]] = {}
         self._open: set[_Connection] = set()
@@ -116,10 +117,6 @@ class HttpPool:
         fresh = await self._connect(host, port, server_name)
         return await fresh.exchange(head, body)
 
-    def be_patient(self, first_byte_s: float, idle_s: float) -> None:
-        """Wait so long from now on, as the constructor's arguments of these names say."""
-        self._first_byte_s, self._idle_s = first_byte_s, idle_s
-
     def bar(self, host: str, port: int, reason: str | None) -> None:
         """The server is frozen: cut what is open there, and refuse what comes. None: it answers again."""
         peer = (host, port)
@@ -155,7 +152,9 @@ class HttpPool:
             return None
         # The one used last, so that those which are no longer needed reach the keepalive limit and are closed.
         latest = idle.pop()
-        stale_s = latest.loop.time() - self._keepalive_s[latest.encrypted]
+        times = self.times
+        kept_s = (latest.encrypted and times.tls_keepalive_s) or times.keepalive_s
+        stale_s = latest.loop.time() - kept_s
         while idle and idle[0].used_s < stale_s:
             idle.popleft().abort(AnswerCutError("idle for too long"))
         if latest.used_s < stale_s:
@@ -170,7 +169,7 @@ class HttpPool:
         self._idle.setdefault(peer, deque())
         for attempt in range(_CONNECT_ATTEMPTS):
             try:
-                async with on_time_timeout(self._connect_timeout_s, self.clock):
+                async with on_time_timeout(self.times.connect_s, self.clock):
                     _, connection = await loop.create_connection(
                         lambda: _Connection(loop, self, peer, encrypted=context is not None),
                         host,
@@ -199,9 +198,9 @@ class HttpPool:
         """End the exchanges in which nothing has come for too long; again and again while anything is open."""
         now_s = self.clock()
         for connection in tuple(self._open):
-            connection.check(now_s, self._first_byte_s, self._idle_s)
+            connection.check(now_s, self.times)
         self._sweeping = None
-        shortest_s = min(self._first_byte_s, self._idle_s)
+        shortest_s = min(self.times.first_byte_s, self.times.idle_s)
         if self._open and shortest_s < math.inf:
             period_s = min(max(shortest_s / 4, _SHORTEST_SWEEP_S), _LONGEST_SWEEP_S)
             self._sweeping = asyncio.get_running_loop().call_later(period_s, self._sweep)
@@ -256,11 +255,13 @@ class _Connection(asyncio.Protocol):
             self._transport.abort()
         self._cut(error)
 
-    def check(self, now_s: float, first_byte_s: float, idle_s: float) -> None:
+    def check(self, now_s: float, times: HttpTimes) -> None:
         """End the exchange if nothing has come for too long."""
         if self._answer is None or self._paused:
             return
-        reason, limit_s = ("idle", idle_s) if self._answer.status else ("first-byte", first_byte_s)
+        reason, limit_s = (
+            ("idle", times.idle_s) if self._answer.status else ("first-byte", times.first_byte_s)
+        )
         if now_s - self._heard_s > limit_s:
             self.abort(AnswerLateError(reason, limit_s))
 

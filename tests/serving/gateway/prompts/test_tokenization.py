@@ -119,6 +119,11 @@ def test_what_cannot_be_split_is_routed_by_its_tokens_and_prefix(
             told = await page.json()
         assert (told["direct_reason"], told["prompt_tokens"]) == (reason, num_tokens)
         assert reason not in UNSEEN_REASONS
+        # Each prompt's length is one of those from which thresholds are worked out.
+        prompts = 2 if reason == "batch" else 1
+        lengths = [length for length, _ in world.plane.observed[:prompts]]
+        assert len(world.plane.observed) == 2 * prompts and sum(lengths) == num_tokens
+        assert all(0 < uncached <= length for length, uncached in world.plane.observed)
 
     in_world(body, spare=True)
 

@@ -72,6 +72,19 @@ _USUAL: dict[str, Callable[[Any], bool]] = {
     "user": _text,
 }
 
+FORM_FIELDS = frozenset(
+    (
+        "max_tokens",
+        "max_completion_tokens",
+        "max_output_tokens",
+        "min_tokens",
+        "n",
+        "stream",
+        "stream_options",
+    )
+)
+"""How long an answer is, how many there are, and how they come: `/render` says all that an engine has against these."""
+
 
 def unusual_fields(body: Mapping[str, Any]) -> Json:
     """The fields of `body` whose values an engine might refuse, or which change what it makes of a conversation."""

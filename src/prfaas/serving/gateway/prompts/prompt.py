@@ -90,10 +90,15 @@ class DirectPrompt:
 
     reason: str
     """Why, in one word."""
-    num_tokens: int = 0
-    """Of all of them together; 0: there are none, or the engine will refuse them."""
+    lengths: tuple[int, ...] = ()
+    """Tokens of each; none: there are none, or the engine will refuse them."""
     chains: tuple[PromptChains, ...] = ()
     """Of each that is known in tokens, the longest ones."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all of them together."""
+        return sum(self.lengths)
 
 
 Prompt = TokenPrompt | TextPrompt | RenderedPrompt | BatchPrompt | EmbedsPrompt | DirectPrompt

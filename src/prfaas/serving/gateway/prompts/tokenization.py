@@ -210,14 +210,14 @@ class Tokenization:
         if isinstance(prompt, DirectPrompt):
             return prompt
         if isinstance(prompt, EmbedsPrompt):
-            return DirectPrompt("embeds", max(int(prompt.encoded_chars / self._embedding_chars), 1))
+            return DirectPrompt("embeds", (max(int(prompt.encoded_chars / self._embedding_chars), 1),))
         try:
             prompts = await self._prompts(request, prompt)
         except EngineCallError as error:
             # 403: the engine renders nothing, for nobody.
             if error.is_clients_fault and error.status != HTTPStatus.FORBIDDEN:
                 return DirectPrompt("refused")
-            return DirectPrompt("not-rendered", request.size_bytes // _BYTES_PER_TOKEN)
+            return DirectPrompt("not-rendered", (request.size_bytes // _BYTES_PER_TOKEN,))
         longest = max(len(each.token_ids) for each in prompts)
         limit = answer_limit(request.endpoint, request.body) or 0
         # With a completion's ids vLLM cuts the answer short instead.
@@ -229,8 +229,8 @@ class Tokenization:
             return await self.hash_blocks(request, *prompts[0])
         prompts.sort(key=lambda each: len(each.token_ids), reverse=True)
         hashed = [await self.hash_blocks(request, *each) for each in prompts[:_MOST_HASHED]]
-        num_tokens = sum(len(each.token_ids) for each in prompts)
-        return DirectPrompt(whole, num_tokens, tuple(each.chains for each in hashed))
+        lengths = tuple(len(each.token_ids) for each in prompts)
+        return DirectPrompt(whole, lengths, tuple(each.chains for each in hashed))
 
     def _why_whole(self, request: ServingRequest, prompts: Sequence[RenderedIds]) -> str | None:
         """Why the decode engine has to prefill all of it, in one word; None: another one may."""

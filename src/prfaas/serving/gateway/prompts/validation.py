@@ -15,6 +15,7 @@ from prfaas.core.scheduling import Decision
 from prfaas.serving.gateway.bodies import ApiError, decode_body, dump_body
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.engine_client import EngineCallError
+from prfaas.serving.gateway.prompts.fields import FORM_FIELDS
 from prfaas.serving.gateway.prompts.prompt import DirectPrompt, Endpoint
 from prfaas.serving.gateway.prompts.request import ServingRequest, TokenizedPrompt
 
@@ -23,20 +24,6 @@ from prfaas.serving.gateway.prompts.request import ServingRequest, TokenizedProm
 _PATIENCE_S = 1.0
 _KEPT_WORDS = 4096
 _PROMPT_TOKENS = 2
-
-# How long the answer is, how many there are, and how they come: `/render` has looked at these, and of these the
-# question has its own.
-_FORM = frozenset(
-    (
-        "max_tokens",
-        "max_completion_tokens",
-        "max_output_tokens",
-        "min_tokens",
-        "n",
-        "stream",
-        "stream_options",
-    )
-)
 
 
 class Validation:
@@ -52,7 +39,11 @@ class Validation:
         self, request: ServingRequest, prompt: TokenizedPrompt | DirectPrompt, decision: Decision
     ) -> TokenizedPrompt | DirectPrompt:
         """`prompt`, or why it is to go to its decode engine as it is: that would refuse the request."""
-        if isinstance(prompt, DirectPrompt) or not decision.transfers or request.unusual.keys() <= _FORM:
+        if (
+            isinstance(prompt, DirectPrompt)
+            or not decision.transfers
+            or request.unusual.keys() <= FORM_FIELDS
+        ):
             return prompt
         key = _fingerprint(request)
         taken = self._words.get(key)
@@ -83,7 +74,7 @@ class Validation:
 
 def question(request: ServingRequest, prompt: TokenizedPrompt) -> bytes:
     """The body that asks for next to nothing, with all else as the client has it. Raises ApiError."""
-    body = {name: value for name, value in request.body.items() if name not in _FORM}
+    body = {name: value for name, value in request.body.items() if name not in FORM_FIELDS}
     ids = prompt.token_ids[:_PROMPT_TOKENS]
     if request.endpoint is Endpoint.RESPONSES:
         body |= {"input": ".", "instructions": None, "max_output_tokens": 1}
@@ -102,6 +93,6 @@ def question(request: ServingRequest, prompt: TokenizedPrompt) -> bytes:
 
 def _fingerprint(request: ServingRequest) -> bytes:
     """What an engine's word depends on. Raises ApiError."""
-    fields = {name: value for name, value in request.unusual.items() if name not in _FORM}
+    fields = {name: value for name, value in request.unusual.items() if name not in FORM_FIELDS}
     said = {"to": request.endpoint, "model": request.model, "fields": fields}
     return hashlib.blake2b(dump_body(said), digest_size=16).digest()

@@ -217,15 +217,9 @@ class KvTransfers:
         self,
         watchers: Mapping[str, tuple[Watcher, ...]],
         clock: Callable[[], float] = time.monotonic,
-        stages: Mapping[str, int] | None = None,
     ) -> None:
-        """
-        Args:
-            watchers: instance name → one watcher per rank.
-            clock: see `answers`.
-            stages: of the pipelines of instances that have some, by their names.
-        """
-        self._stages = dict(stages or {})
+        """`watchers`: instance name → one watcher per rank. `clock`: see `answers`."""
+        self._stages: dict[str, int] = {}
         self._watchers = dict(watchers)
         self._clock = clock
         self._consumers: set[str] = set()
