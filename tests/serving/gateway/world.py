@@ -44,7 +44,8 @@ OPTIONS = GatewayOptions(
     prefill_timeout_s=10.0,
 )
 THRESHOLD_TOKENS = 100
-GATEWAY = GatewayConfig("127.0.0.1", 0, route_header="full")
+# Most tests are about the way of every request; what first tokens from the prefill change has tests of its own.
+GATEWAY = GatewayConfig("127.0.0.1", 0, route_header="full", first_token="decode")
 
 
 @dataclass

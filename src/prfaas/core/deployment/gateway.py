@@ -101,8 +101,9 @@ class GatewayConfig(Section):
     """Whether `x-prfaas-route` tells every client the numbers that decided (`full`), or only a named tenant."""
     shadow: Share = 0.0
     """Share of the requests with a transfer that are computed again on a plain path and compared."""
-    first_token: FirstTokenSource = "decode"
-    """Who samples an answer's first token where the prompt is prefilled elsewhere than at the decode instance."""
+    first_token: Annotated[FirstTokenSource | None, GIVEN] = None
+    """Who samples a stream's first token where its prompt is prefilled elsewhere; left out: `prefill`, but plans and
+    simulations count on it for none."""
     first_byte_s: Seconds = 1800.0
     """How long an engine may take until its answer begins."""
     idle_s: Seconds = 600.0

@@ -18,7 +18,8 @@ from ..world import GATEWAY, World, route_of, running_world
 from .test_decode_deaths import stream, text_of
 
 InWorld = Callable[..., None]
-WANTED = replace(GATEWAY, first_token="prefill")
+# By default.
+WANTED = replace(GATEWAY, first_token=None)
 LONG = list(range(50, 250)) * 5
 ASKED: dict[str, Any] = {"model": "stand-in", "prompt": LONG, "max_tokens": 9, "temperature": 0}
 USAGE = {"prompt_tokens": 1000, "completion_tokens": 9, "total_tokens": 1009}
@@ -97,7 +98,7 @@ def test_routing_knows_which_clients_see_the_first_token_early(
     in_world(body, gateway_config=WANTED)
 
 
-def test_by_default_no_first_token_is_early(in_world: InWorld) -> None:
+def test_the_file_can_have_decode_engines_sample_all(in_world: InWorld) -> None:
     async def body(world: World) -> None:
         async with world.client.post("/v1/completions", json=ASKED | {"stream": True}) as response:
             await response.read()
@@ -183,7 +184,7 @@ def test_what_the_client_must_not_have_alone_is_asked_for_again(in_world: InWorl
         ({"n": 2, "temperature": 0.5}, "parameters"),
         ({"return_token_ids": True}, "parameters"),
         ({"max_tokens": 1}, "one-token"),
-        ({"stream": False, "stream_options": None}, "whole"),
+        ({"stream": False, "stream_options": None}, "not-streamed"),
         ({"structured_outputs": {"regex": "[0-9]+"}}, "parameters"),
     ],
     ids=str,

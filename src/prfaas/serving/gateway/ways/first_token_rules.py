@@ -58,7 +58,7 @@ class FirstTokenRules:
     def follow(self) -> None:
         """Look at the file, and at what the model's own defaults are, once."""
         deployment = self._running.current
-        self._wanted = deployment.gateway.first_token == "prefill"
+        self._wanted = deployment.gateway.first_token != "decode"
         defaults = _checkpoint_defaults(deployment) if self._wanted else {}
         setting = _shaping_setting(deployment, defaults) if self._wanted else None
         self._limits_by_default = defaults.get(_DEFAULT_LIMIT) is not None
@@ -98,7 +98,7 @@ class FirstTokenRules:
             return "endpoint"
         if body.get("stream") is not True:
             # An answer in one piece shows nothing before its last token.
-            return "whole"
+            return "not-streamed"
         is_unlimited = request.endpoint is Endpoint.CHAT and answer_limit(request.endpoint, body) is None
         if not self._settings_allow or (is_unlimited and self._limits_by_default):
             return "settings"
