@@ -153,7 +153,7 @@ def test_what_an_engine_cuts_or_completes_is_prefilled_elsewhere(
         ("/v1/completions", {"prompt": "a" * 5000}, "length", 0),
         # 256 numbers of 16 bits for each token.
         ("/v1/completions", {"prompt_embeds": "a" * (100 * 2 * 256 * 4 // 3)}, "embeds", 99),
-        ("/tokenize", {"prompt": "a"}, "tokenizer", 0),
+        ("/tokenize", {"prompt": "a"}, "forwarded", 0),
     ],
 )
 def test_what_has_no_tokens_for_anybody(

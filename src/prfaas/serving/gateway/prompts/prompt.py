@@ -20,8 +20,20 @@ class Endpoint(StrEnum):
     RESPONSES = "responses"
     MESSAGES = "messages"
     COUNT_TOKENS = "count_tokens"
+    GENERATE = "generate"
     TOKENIZE = "tokenize"
     DETOKENIZE = "detokenize"
+    RENDER_COMPLETION = "render_completion"
+    RENDER_CHAT = "render_chat"
+    RENDER_RESPONSE = "render_response"
+    RENDER_MESSAGE = "render_message"
+    DERENDER_COMPLETION = "derender_completion"
+    DERENDER_CHAT = "derender_chat"
+    EMBEDDINGS = "embeddings"
+    POOLING = "pooling"
+    CLASSIFY = "classify"
+    SCORE = "score"
+    RERANK = "rerank"
 
     @property
     def path(self) -> str:
@@ -29,18 +41,33 @@ class Endpoint(StrEnum):
 
     @property
     def generates(self) -> bool:
-        """Whether an engine prefills and decodes for it. What is left asks the tokenizer alone."""
-        return self not in (Endpoint.COUNT_TOKENS, Endpoint.TOKENIZE, Endpoint.DETOKENIZE)
+        """Whether an engine prefills and decodes for it. All else is one engine's, and is forwarded by load."""
+        return self in _GENERATING
 
 
+_GENERATING = frozenset(
+    (Endpoint.COMPLETIONS, Endpoint.CHAT, Endpoint.RESPONSES, Endpoint.MESSAGES, Endpoint.GENERATE)
+)
 _PATHS = {
     Endpoint.COMPLETIONS: "/v1/completions",
     Endpoint.CHAT: "/v1/chat/completions",
     Endpoint.RESPONSES: "/v1/responses",
     Endpoint.MESSAGES: "/v1/messages",
     Endpoint.COUNT_TOKENS: "/v1/messages/count_tokens",
+    Endpoint.GENERATE: "/inference/v1/generate",
     Endpoint.TOKENIZE: "/tokenize",
     Endpoint.DETOKENIZE: "/detokenize",
+    Endpoint.RENDER_COMPLETION: "/v1/completions/render",
+    Endpoint.RENDER_CHAT: "/v1/chat/completions/render",
+    Endpoint.RENDER_RESPONSE: "/v1/responses/render",
+    Endpoint.RENDER_MESSAGE: "/v1/messages/render",
+    Endpoint.DERENDER_COMPLETION: "/v1/completions/derender",
+    Endpoint.DERENDER_CHAT: "/v1/chat/completions/derender",
+    Endpoint.EMBEDDINGS: "/v1/embeddings",
+    Endpoint.POOLING: "/pooling",
+    Endpoint.CLASSIFY: "/classify",
+    Endpoint.SCORE: "/score",
+    Endpoint.RERANK: "/rerank",
 }
 
 
@@ -103,7 +130,7 @@ class DirectPrompt:
 
 Prompt = TokenPrompt | TextPrompt | RenderedPrompt | BatchPrompt | EmbedsPrompt | DirectPrompt
 
-UNSEEN_REASONS = frozenset({"tokenizer", "malformed", "refused", "length", "not-rendered", "embeds"})
+UNSEEN_REASONS = frozenset({"forwarded", "malformed", "refused", "length", "not-rendered", "embeds"})
 """Why nobody knows the tokens of a direct prompt: no prompt, none that an engine takes, or none made of tokens."""
 
 
@@ -116,9 +143,15 @@ def prompt_of(endpoint: Endpoint, body: Mapping[str, Any], *, has_media: bool = 
         ApiError: 400, when only one engine could know the prompt.
     """
     if not endpoint.generates:
-        return DirectPrompt("tokenizer")
+        return DirectPrompt("forwarded")
     if not isinstance(body.get("model", ""), str | None):
         return DirectPrompt("malformed")
+    if endpoint is Endpoint.GENERATE:
+        if body.get("features"):
+            raise ApiError(400, "Media are taken in messages here; leave `features` out.", param="features")
+        given = body.get("token_ids")
+        ids = as_token_ids(given) if isinstance(given, list) else None
+        return DirectPrompt("malformed") if ids is None else TokenPrompt(ids)
     if endpoint is Endpoint.RESPONSES:
         _check_stored(body)
         return RenderedPrompt(None, takes_ids=not has_media)
@@ -151,6 +184,9 @@ _RULES = ("truncate_prompt_tokens", "suffix")
 
 def why_whole(endpoint: Endpoint, body: Mapping[str, Any]) -> str | None:
     """Why the decode engine has to prefill a prompt itself, in one word; None: another one may."""
+    if endpoint is Endpoint.GENERATE:
+        # Its parameters are vLLM's own, by names that may change.
+        return "generate"
     if endpoint not in (Endpoint.COMPLETIONS, Endpoint.CHAT):
         return None
     # vLLM reads neither cached nor external KV for prompt logprobs. A beam's requests carry no ticket.
@@ -169,6 +205,9 @@ def samples_of(endpoint: Endpoint, body: Mapping[str, Any]) -> int:
 
     vLLM makes every sample a request, and each of them loads the transfer.
     """
+    if endpoint is Endpoint.GENERATE:
+        said = body.get("sampling_params")
+        return (_samples(said) or 1) if isinstance(said, dict) else 1
     return (_samples(body) or 1) if endpoint in (Endpoint.COMPLETIONS, Endpoint.CHAT) else 1
 
 
@@ -301,12 +340,17 @@ _MEDIA_FIELDS = frozenset(
 
 def media_parts(endpoint: Endpoint, body: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """The parts of a body's messages that are more than text."""
-    said = body.get("input" if endpoint is Endpoint.RESPONSES else "messages")
-    for message in said if isinstance(said, list) else ():
-        if isinstance(message, dict):
-            yield from _media_in(message.get("content"))
-            # Of a response's items a tool's result may have parts too.
-            yield from _media_in(message.get("output"))
+    if endpoint.generates:
+        found = [body.get("input" if endpoint is Endpoint.RESPONSES else "messages")]
+    else:
+        # What is scored, embedded or told again may stand anywhere.
+        found = list(body.values())
+    for said in found:
+        for message in said if isinstance(said, list) else (said,):
+            if isinstance(message, dict):
+                yield from _media_in(message.get("content"))
+                # Of a response's items a tool's result may have parts too.
+                yield from _media_in(message.get("output"))
 
 
 def _media_in(content: object) -> Iterator[Mapping[str, Any]]:

@@ -223,7 +223,8 @@ class RequestParser:
             raise ApiError(404, f"The model `{model[:200]}` does not exist; there is {known}.", param="model")
         # vLLM's CPU backend (0.32) ends when a prompt with a seed is prefilled in more than one chunk.
         on_cpus = any(cluster.hardware == "cpu" for cluster in self._running.current.pd_clusters)
-        if on_cpus and _is_seeded(body):
+        sampling = body.get("sampling_params")
+        if on_cpus and (_is_seeded(body) or (isinstance(sampling, dict) and _is_seeded(sampling))):
             raise ApiError(
                 400,
                 "`seed` is not taken here: vLLM's CPU backend ends when it prefills a seeded prompt in more than one "

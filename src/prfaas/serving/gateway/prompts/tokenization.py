@@ -280,6 +280,8 @@ class Tokenization:
         self, request: ServingRequest, prompt: TokenPrompt | TextPrompt | RenderedPrompt | BatchPrompt
     ) -> "list[RenderedIds] | None":
         """Ids that no engine has to be asked for; None where an engine is to render, or to judge the request."""
+        if request.endpoint is Endpoint.GENERATE and isinstance(prompt, TokenPrompt):
+            return [RenderedIds(prompt.token_ids)]
         if request.unusual:
             return None
         agrees = self._agrees(request.endpoint)
