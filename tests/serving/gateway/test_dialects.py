@@ -20,7 +20,7 @@ from prfaas.serving.gateway.dialects import (
     dialect_of,
     dialect_of_path,
 )
-from prfaas.serving.gateway.http_exchange import EngineResponse
+from prfaas.serving.gateway.http_pool import EngineResponse
 from prfaas.serving.gateway.prompts.prompt import Endpoint
 
 TEXTS = st.one_of(

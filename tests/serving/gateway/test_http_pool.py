@@ -13,13 +13,15 @@ import uvloop
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prfaas.serving.gateway.http_exchange import (
+from prfaas.serving.gateway.http_pool import (
     AnswerCutError,
     AnswerLateError,
     EngineResponse,
+    HttpPool,
+    HttpTimes,
     ServerSilentError,
+    _Connection,
 )
-from prfaas.serving.gateway.http_pool import HttpPool, HttpTimes, _Connection
 from prfaas.serving.own_process import LoopClock, on_time_timeout
 
 Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]

@@ -11,8 +11,7 @@ import pytest
 import uvloop
 from tests.serving.transport.authority import Authority
 
-from prfaas.serving.gateway.http_exchange import AnswerCutError, EngineResponse
-from prfaas.serving.gateway.http_pool import HttpPool, HttpTimes
+from prfaas.serving.gateway.http_pool import AnswerCutError, EngineResponse, HttpPool, HttpTimes
 from prfaas.serving.transport.tls_identity import TlsIdentity
 
 Run = Callable[[Coroutine[Any, Any, None]], None]

@@ -8,7 +8,6 @@ from aiohttp import web
 from prfaas.core.scheduling import NoDecodeInstanceError
 from prfaas.serving.gateway.admission import AdmittedRequest
 from prfaas.serving.gateway.answers.decode import MAX_ANSWERING_ATTEMPTS, Decoder
-from prfaas.serving.gateway.answers.first_token_answer import FirstTokenAnswers
 from prfaas.serving.gateway.answers.shadow import Shadow
 from prfaas.serving.gateway.answers.stream_resume import StreamResume
 from prfaas.serving.gateway.answers.streams import (
@@ -48,7 +47,6 @@ class Answering:
             decoder=self._decoder,
             context=context,
         )
-        self._first_answers = FirstTokenAnswers(prefill=prefill, resume=self._resume, context=context)
 
     async def answer(
         self,
@@ -88,7 +86,7 @@ class Answering:
         """
         if isinstance(ready, EarlyRequest):
             request.record.sent(ready.header())
-            return await self._first_answers.answer(request, ready, writer)
+            return await self._resume.after_first(request, ready, writer)
         failed: list[str] = []
         while True:
             if request.endpoint.generates:

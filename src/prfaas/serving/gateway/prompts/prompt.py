@@ -130,9 +130,6 @@ class DirectPrompt:
 
 Prompt = TokenPrompt | TextPrompt | RenderedPrompt | BatchPrompt | EmbedsPrompt | DirectPrompt
 
-UNSEEN_REASONS = frozenset({"forwarded", "malformed", "refused", "length", "not-rendered", "embeds"})
-"""Why nobody knows the tokens of a direct prompt: no prompt, none that an engine takes, or none made of tokens."""
-
 
 def prompt_of(endpoint: Endpoint, body: Mapping[str, Any], *, has_media: bool = False) -> Prompt:
     """The prompt in `body`. What is malformed is a DirectPrompt: the decode engine refuses it in its own words.

@@ -52,7 +52,8 @@ class SampledTokens:
         try:
             told = orjson.loads(answer)
             (choice,) = told["choices"]
-            (token_id,) = token_ids_of(choice)
+            (name,) = choice["logprobs"]["tokens"]
+            token_id = int(name.removeprefix(_TOKEN_ID))
             text, reason = choice["text"], choice["finish_reason"]
             details = told["usage"].get("prompt_tokens_details")
         except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError, ValueError) as error:
@@ -68,7 +69,7 @@ class SampledTokens:
         """Why the client must not have it before the next token, in one word; None: it may."""
         if self.finish_reason is not None:
             return None
-        if not has_text(self.text):
+        if not self.text or _INCOMPLETE in self.text:
             return NO_TEXT
         return STOP_SPANS if begins_stop(self.text, ask.stops) else None
 
@@ -80,16 +81,6 @@ class FirstTokenHeldError(Exception):
         """`reason`: one word."""
         super().__init__(reason)
         self.reason = reason
-
-
-def token_ids_of(choice: Json) -> tuple[int, ...]:
-    """The tokens of a choice. Raises KeyError, TypeError or ValueError where it names none."""
-    return tuple(int(name.removeprefix(_TOKEN_ID)) for name in choice["logprobs"]["tokens"])
-
-
-def has_text(text: str) -> bool:
-    """Whether `text` is something, and whole characters only."""
-    return bool(text) and _INCOMPLETE not in text
 
 
 def begins_stop(text: str, stops: Sequence[str]) -> bool:
