@@ -53,6 +53,7 @@ def test_the_client_has_it_while_the_kv_is_on_its_way(in_world: InWorld) -> None
                 "remote",
                 "prefill",
             )
+            assert "bytes" not in route, "nobody knows yet"
             await until(lambda: world.decode.early == 1)
             assert world.decode.loaded == []
             world.remote.goes_on.set()
