@@ -118,8 +118,10 @@ def test_batches_and_what_engines_cut_have_prompts_too() -> None:
     )
     assert completion(["x", 5]) == completion([[1], [True]]) == DirectPrompt("malformed")
     for rule in ({"truncate_prompt_tokens": 5}, {"suffix": "z"}):
-        for prompt in ("x", [1, 2], ["x", "y"]):
-            assert completion(prompt, **rule) == RenderedPrompt(None, takes_ids=False)
+        # An engine renders it by rules of its own, and is given no ids in its place.
+        assert unusual_fields(rule) == rule
+    cut = chat(USER, truncate_prompt_tokens=5)
+    assert isinstance(cut, RenderedPrompt) and not cut.takes_ids
     assert completion(None, prompt_embeds=["abcd", "ef"]) == EmbedsPrompt(6)
 
 

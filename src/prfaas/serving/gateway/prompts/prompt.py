@@ -13,31 +13,34 @@ from prfaas.serving.transport.ticket import MAX_USES
 
 
 class Endpoint(StrEnum):
-    """What clients may ask an engine for, named as in metrics."""
+    """What clients may ask an engine for: its name as in metrics, and its path."""
 
-    COMPLETIONS = "completions"
-    CHAT = "chat"
-    RESPONSES = "responses"
-    MESSAGES = "messages"
-    COUNT_TOKENS = "count_tokens"
-    GENERATE = "generate"
-    TOKENIZE = "tokenize"
-    DETOKENIZE = "detokenize"
-    RENDER_COMPLETION = "render_completion"
-    RENDER_CHAT = "render_chat"
-    RENDER_RESPONSE = "render_response"
-    RENDER_MESSAGE = "render_message"
-    DERENDER_COMPLETION = "derender_completion"
-    DERENDER_CHAT = "derender_chat"
-    EMBEDDINGS = "embeddings"
-    POOLING = "pooling"
-    CLASSIFY = "classify"
-    SCORE = "score"
-    RERANK = "rerank"
+    path: str
 
-    @property
-    def path(self) -> str:
-        return _PATHS[self]
+    def __new__(cls, name: str, path: str) -> "Endpoint":
+        endpoint = str.__new__(cls, name)
+        endpoint._value_, endpoint.path = name, path
+        return endpoint
+
+    COMPLETIONS = "completions", "/v1/completions"
+    CHAT = "chat", "/v1/chat/completions"
+    RESPONSES = "responses", "/v1/responses"
+    MESSAGES = "messages", "/v1/messages"
+    COUNT_TOKENS = "count_tokens", "/v1/messages/count_tokens"
+    GENERATE = "generate", "/inference/v1/generate"
+    TOKENIZE = "tokenize", "/tokenize"
+    DETOKENIZE = "detokenize", "/detokenize"
+    RENDER_COMPLETION = "render_completion", "/v1/completions/render"
+    RENDER_CHAT = "render_chat", "/v1/chat/completions/render"
+    RENDER_RESPONSE = "render_response", "/v1/responses/render"
+    RENDER_MESSAGE = "render_message", "/v1/messages/render"
+    DERENDER_COMPLETION = "derender_completion", "/v1/completions/derender"
+    DERENDER_CHAT = "derender_chat", "/v1/chat/completions/derender"
+    EMBEDDINGS = "embeddings", "/v1/embeddings"
+    POOLING = "pooling", "/pooling"
+    CLASSIFY = "classify", "/classify"
+    SCORE = "score", "/score"
+    RERANK = "rerank", "/rerank"
 
     @property
     def generates(self) -> bool:
@@ -48,27 +51,6 @@ class Endpoint(StrEnum):
 _GENERATING = frozenset(
     (Endpoint.COMPLETIONS, Endpoint.CHAT, Endpoint.RESPONSES, Endpoint.MESSAGES, Endpoint.GENERATE)
 )
-_PATHS = {
-    Endpoint.COMPLETIONS: "/v1/completions",
-    Endpoint.CHAT: "/v1/chat/completions",
-    Endpoint.RESPONSES: "/v1/responses",
-    Endpoint.MESSAGES: "/v1/messages",
-    Endpoint.COUNT_TOKENS: "/v1/messages/count_tokens",
-    Endpoint.GENERATE: "/inference/v1/generate",
-    Endpoint.TOKENIZE: "/tokenize",
-    Endpoint.DETOKENIZE: "/detokenize",
-    Endpoint.RENDER_COMPLETION: "/v1/completions/render",
-    Endpoint.RENDER_CHAT: "/v1/chat/completions/render",
-    Endpoint.RENDER_RESPONSE: "/v1/responses/render",
-    Endpoint.RENDER_MESSAGE: "/v1/messages/render",
-    Endpoint.DERENDER_COMPLETION: "/v1/completions/derender",
-    Endpoint.DERENDER_CHAT: "/v1/chat/completions/derender",
-    Endpoint.EMBEDDINGS: "/v1/embeddings",
-    Endpoint.POOLING: "/pooling",
-    Endpoint.CLASSIFY: "/classify",
-    Endpoint.SCORE: "/score",
-    Endpoint.RERANK: "/rerank",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,11 +139,7 @@ def prompt_of(endpoint: Endpoint, body: Mapping[str, Any], *, has_media: bool = 
         return RenderedPrompt(None, takes_ids=False)
     if _samples(body) is None:
         return DirectPrompt("malformed")
-    prompt = _chat_prompt(body, has_media) if endpoint is Endpoint.CHAT else _completion_prompt(body)
-    if isinstance(prompt, DirectPrompt | EmbedsPrompt):
-        return prompt
-    has_rules = any(body.get(field) is not None for field in _RULES)
-    return RenderedPrompt(None, takes_ids=False) if has_rules else prompt
+    return _chat_prompt(body, has_media) if endpoint is Endpoint.CHAT else _completion_prompt(body)
 
 
 def _check_stored(body: Mapping[str, Any]) -> None:
@@ -173,10 +151,6 @@ def _check_stored(body: Mapping[str, Any]) -> None:
                 "Send the whole conversation in `input`, and wait for its answer."
             )
             raise ApiError(400, sentence, param=field)
-
-
-# vLLM cuts and completes prompts by rules of its own.
-_RULES = ("truncate_prompt_tokens", "suffix")
 
 
 def why_whole(endpoint: Endpoint, body: Mapping[str, Any]) -> str | None:
@@ -273,9 +247,9 @@ def _chat_prompt(body: Mapping[str, Any], has_media: bool) -> Prompt:
         return DirectPrompt("malformed")
     if has_media:
         return RenderedPrompt(None, takes_ids=False)
-    # With ids given, vLLM does not render, so it could neither echo the last message nor return the prompt's
-    # text.
-    takes_ids = not body.get("echo") and not body.get("return_prompt_text")
+    # With ids given, vLLM does not render: it could neither echo the last message nor return the prompt's text, and it
+    # would cut the ids once more.
+    takes_ids = not any(body.get(field) for field in ("echo", "return_prompt_text", "truncate_prompt_tokens"))
     return RenderedPrompt(None if body.get("add_special_tokens") else _plain_messages(messages), takes_ids)
 
 
