@@ -92,7 +92,8 @@ def test_a_fault_of_the_gateway_after_the_head_is_an_error_event(
         await waits(world)
         monkeypatch.setattr(EventStream, "take", breaks)
         world.decode.goes_on.set()
-        status, told = await asked
+        async with asyncio.timeout(20):
+            status, told = await asked
         assert status == 200 and told.startswith(COMMENT) and b"HTTP/1.1" not in told
         (event,) = (part for part in told.split(b"\n\n") if part and not part.startswith(b":"))
         error = orjson.loads(event[event.index(b"{") :])
