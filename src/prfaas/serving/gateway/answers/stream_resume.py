@@ -97,7 +97,6 @@ class StreamResume:
         self._tokenization = tokenization
         self._prefill = prefill
         self._decoder = decoder
-        self._plane = context.plane
         self._metrics = context.metrics
         self._max_model_len = context.max_model_len
         self._decode_attempts = context.options.decode_attempts
