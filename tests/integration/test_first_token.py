@@ -24,8 +24,11 @@ EQUAL_SHARE = 0.75
 
 @pytest.fixture(scope="module")
 def first_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """As `stack`, with a link on which the KV takes a while."""
+    """As `stack`, with first tokens as by default, and a link on which the KV takes a while."""
     path = write_deployment(tmp_path_factory.mktemp("prfaas-first-token"), bandwidth="20 Mbit/s")
+    deployment = json.loads(path.read_text())
+    del deployment["gateway"]["first_token"]
+    path.write_text(json.dumps(deployment))
     yield from running(path)
 
 
