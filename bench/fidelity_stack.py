@@ -144,7 +144,13 @@ def write_deployment(
         "links": [{"source": EAST, "target": HOME, "bandwidth": bandwidth, "connections": 4}],
         "routing": {"policy": policy},
         "control": {"threshold_period_s": threshold_period_s, "allocation": False},
-        "gateway": {"host": "127.0.0.1", "port": next(ports), "route_header": "full"},
+        # As it is simulated.
+        "gateway": {
+            "host": "127.0.0.1",
+            "port": next(ports),
+            "route_header": "full",
+            "first_token": "decode",
+        },
         "engine": engine_section(chunk_tokens),
     }
     if threshold_tokens is not None:

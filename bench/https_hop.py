@@ -24,7 +24,7 @@ import uvloop
 
 from prfaas.core.deployment import GATEWAY, Deployment, load_deployment
 from prfaas.serving.certificates import CertificateFolder, identity_of
-from prfaas.serving.gateway.http_pool import HttpPool
+from prfaas.serving.gateway.http_pool import HttpPool, HttpTimes
 from prfaas.serving.transport.tls_identity import TlsIdentity
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "local.yaml"
@@ -89,7 +89,7 @@ CASES = (
 async def ask(case: Case, port: int, tls: TlsIdentity | None) -> list[float]:
     """The seconds that each request took."""
     took_s = []
-    pool = HttpPool(connect_timeout_s=10.0, keepalive_s=60.0, tls=tls)
+    pool = HttpPool(HttpTimes(connect_s=10.0, keepalive_s=60.0), tls=tls)
     for _ in range(case.requests):
         begun_s = time.perf_counter()
         answer = await pool.request(

@@ -482,6 +482,8 @@ def deployment() -> Json:
             "port": next(ports),
             "admin": {"port": next(ports)},
             "route_header": "full",
+            # What is measured is the way of the KVCache.
+            "first_token": "decode",
         },
         "engine": {
             "max_num_batched_tokens": 2048,

@@ -238,6 +238,8 @@ def written(folder: Path, way: str, model: str) -> Deployment:
             "port": next(ports),
             "admin": {"port": next(ports)},
             "route_header": "full",
+            # What is measured is the way of the KVCache.
+            "first_token": "decode",
         },
         "engine": {
             "max_num_batched_tokens": 1024,

@@ -88,7 +88,12 @@ def write_deployment(home: Path, engines: int) -> Deployment:
         "model": {"served_name": MODEL, "path": str(directory), "max_model_len": 140_000},
         "clusters": clusters,
         "links": [{"source": "far", "target": "home", "bandwidth": "400 Gbit/s", "connections": 2}],
-        "gateway": {"host": "127.0.0.1", "port": next(ports), "route_header": "full"},
+        "gateway": {
+            "host": "127.0.0.1",
+            "port": next(ports),
+            "route_header": "full",
+            "first_token": "decode",
+        },
         "engine": {"max_num_seqs": 256, "staging": "160 MiB", "kv_cache_gib": 1},
     }
     path = home / "bench.yaml"

@@ -18,13 +18,10 @@ LEAST_LINES_OF_ONE_USER = 100
 LONG_FUNCTIONS = {
     # All metrics of a process, one after the other.
     "serving.gateway.metrics:Metrics.__init__",
-    # Rooms that are still to be taken apart: gateway, transport, pool, lab.
-    "serving.gateway.server:Gateway.__init__",
 }
 MANY_COLLABORATORS = {
     *("lab.simulator.instance:Engine.__init__", "lab.simulator.link:FluidLink.__init__"),
     *("lab.simulator.send_queue:FluidTransfer.__init__", "lab.simulator.token_clock:ContextClock.__init__"),
-    *("serving.gateway.http_pool:HttpPool.__init__", "serving.gateway.server:Gateway.__init__"),
     "serving.transport.observer:Observer.__init__",
     "serving.transport.receiver:Receiver.__init__",
     "serving.transport.sender:Sender.__init__",

@@ -116,6 +116,8 @@ def write_deployment(
             "port": GATEWAY_PORT,
             "admin": {"port": ADMIN_PORT},
             "route_header": "full",
+            # What is measured is the way of the KVCache.
+            "first_token": "decode",
         },
         # The benches ask engines themselves, too, and have no certificate.
         "security": {"engine_tls": "never"},

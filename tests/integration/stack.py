@@ -119,6 +119,8 @@ def write_deployment(
             "port": ports[6],
             "admin": {"port": ports[7]},
             "route_header": "full",
+            # Streams and answers in one piece are split at the same token then, and rounded alike.
+            "first_token": "decode",
             # Where a prefill takes half a minute, six of them are no overload.
             "limits": {"queue_s": 600},
         },

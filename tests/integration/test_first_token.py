@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from .stack import MODEL, Stack, call, prompt, running, write_deployment
+from .stack import MODEL, Stack, prompt, running, write_deployment
 
 pytestmark = [
     pytest.mark.engine,
@@ -24,10 +24,10 @@ EQUAL_SHARE = 0.75
 
 @pytest.fixture(scope="module")
 def first_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """As `stack`, with first tokens from the prefill and a link on which the KV takes a while."""
+    """As `stack`, with first tokens as by default, and a link on which the KV takes a while."""
     path = write_deployment(tmp_path_factory.mktemp("prfaas-first-token"), bandwidth="20 Mbit/s")
     deployment = json.loads(path.read_text())
-    deployment["gateway"]["first_token"] = "prefill"
+    del deployment["gateway"]["first_token"]
     path.write_text(json.dumps(deployment))
     yield from running(path)
 
@@ -78,28 +78,13 @@ def test_answers_are_those_of_a_plain_engine(first_stack: Stack) -> None:
     assert failed == 0
 
 
-def test_one_token_moves_nothing_and_is_the_plain_one(first_stack: Stack) -> None:
-    ids = prompt(720, TOKENS)
-    plain = first_stack.plain(ids, 1).body
-    answer = call(first_stack.url("gateway", "/v1/completions"), asked(ids, max_tokens=1))
-    assert answer.route["first_token"] == "prefill" and answer.route["bytes"] == "0"
-    assert answer.body["choices"][0]["text"] == plain["choices"][0]["text"]
-    assert answer.body["usage"]["completion_tokens"] == 1
-    # The form is vLLM's.
-    assert (
-        {"id", "object", "created", "model", "choices", "usage"}
-        <= answer.body.keys()
-        <= plain.keys() | {"id"}
-    )
-
-
 def test_a_stop_token_that_comes_first_ends_the_answer(first_stack: Stack) -> None:
     ids = prompt(721, TOKENS)
     (token,) = first_stack.plain(ids, 1).token_ids
-    answer = call(first_stack.url("gateway", "/v1/completions"), asked(ids, stop_token_ids=[token]))
-    choice = answer.body["choices"][0]
+    _, events, _ = streamed(first_stack, asked(ids, stop_token_ids=[token]))
+    choice = events[-2]["choices"][0]
     assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("", "stop", token)
-    assert answer.body["usage"]["completion_tokens"] == 1
+    assert events[-1]["usage"]["completion_tokens"] == 1
     first_stack.wait_clean()
 
 

@@ -70,7 +70,9 @@ class RouteHeader:
         if self.uncached_tokens is not None:
             parts.append(f"uncached={self.uncached_tokens}")
         parts.append(f"cached={self.cached_tokens}")
-        parts.append(f"bytes={self.kv_bytes}")
+        # With an early first token it leaves before anybody knows.
+        if self.first_token is None or self.kv_bytes:
+            parts.append(f"bytes={self.kv_bytes}")
         if self.hidden_fraction is not None:
             parts.append(f"hidden={self.hidden_fraction:.4f}")
         if self.transfer_s is not None:

@@ -11,7 +11,7 @@ from prfaas.serving.control.members import Members
 from prfaas.serving.control.plane import LivePlane
 from prfaas.serving.control.planning_inputs import kv_model_of, policy_of
 from prfaas.serving.fleet.control import join_fleet
-from prfaas.serving.gateway import Draining, serve_gateway
+from prfaas.serving.gateway import Draining, GatewayProcess, serve_gateway
 from prfaas.serving.reloading import Reloader, ReloadRefusedError
 from prfaas.serving.transport.ticket import load_key
 from prfaas.serving.transport.tls_identity import TlsIdentity
@@ -51,16 +51,10 @@ async def serve_live(
     reloader.wait_for(plane.drains.is_idle)
     reloader.check(lambda said, _: _check_policy(said))
     reloader.check(lambda said, _: _check_identity(said, tls))
-    await serve_gateway(
-        deployment,
-        plane,
-        kv_model=kv_model,
-        ready=ready,
-        registry=registry,
-        draining=draining,
-        tls=tls,
-        reloader=reloader,
+    process = GatewayProcess(
+        registry=registry, draining=draining or Draining(), tls=tls, kv_model=kv_model, reloader=reloader
     )
+    await serve_gateway(deployment, plane, process, ready=ready)
 
 
 def _check_policy(said: Deployment) -> None:

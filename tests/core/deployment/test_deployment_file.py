@@ -590,6 +590,9 @@ def test_where_operators_connect(tmp_path: Path) -> None:
     gateway = load(tmp_path, GOOD + named).gateway
     assert gateway.admin.url == "http://127.0.0.1:9000" and gateway.hosts == ("prfaas.llm.svc",)
     assert gateway.admin.token_file == tmp_path / "state" / "two-sites" / "token"
+    # No secret: it is written by hand, as the file is.
+    beside = load(tmp_path, GOOD + "gateway: {clients: clients.yaml}\n")
+    assert beside.gateway.clients == beside.path.parent / "clients.yaml"
 
 
 def test_which_etcd_gateways_share(tmp_path: Path) -> None:

@@ -216,6 +216,9 @@ def test_what_the_engine_refuses_is_refused_before_kv_moves_in_the_engines_words
     ours = call(stack.url("gateway", "/v1/completions"), body)
     plain = call(stack.url("home-decode-0", "/v1/completions"), body)
     assert ours.status == plain.status == 400
+    # What it does not look at is asked about.
+    rendered = call(stack.url("home-decode-0", "/v1/completions/render"), body)
+    assert rendered.status == (200 if "structured_outputs" in fields else 400)
     assert _undated(ours.body["error"]) == _undated(plain.body["error"])
     assert ours.route["bytes"] == "0"
     assert stack.metric("gateway", "prfaas_gateway_transferred_bytes_total") == staged

@@ -97,3 +97,13 @@ def test_a_dropped_instance_holds_nothing(holdings: PrefixKnowledge) -> None:
     holdings.drop("far-0", "died")
     assert holdings.match(chains).held == {}
     assert (holdings.blocks("far-0"), holdings.pending_blocks) == (0, 4)
+
+
+def test_what_is_forgotten_is_told_once(holdings: PrefixKnowledge, caplog: pytest.LogCaptureFixture) -> None:
+    """Not by every request that is refused while an engine is gone."""
+    caplog.set_level("INFO")
+    for _ in range(2):
+        tell(holdings, "far-0", 32)
+        for _ in range(3):
+            holdings.drop("far-0", "died")
+    assert [record.getMessage() for record in caplog.records] == ["what far-0 holds is forgotten: died"] * 2

@@ -312,6 +312,8 @@ class StandInEngine:
             *((f"{path}/render", self._render) for path in stand_in_apis.GENERATING),
             ("/tokenize", self._tokenize),
             ("/detokenize", self._detokenize),
+            ("/inference/v1/generate", self._tokens),
+            *((path, self._echoed) for path in stand_in_apis.FORWARDED),
         ):
             app.router.add_post(path, stand_in_apis.refusing(handler))
         app.router.add_get("/health", self._health)
@@ -411,7 +413,8 @@ class StandInEngine:
             return web.json_response({"error": {"message": "not enabled", "code": 403}}, status=403)
         path = request.path.removesuffix("/render")
         chat = stand_in_apis.as_chat(path, body)
-        refusal = refusal_of(chat)
+        # It looks at no grammar.
+        refusal = refusal_of(chat | {"structured_outputs": None})
         if chat.get("use_beam_search"):
             refusal = "Beam search is not supported by the render endpoint"
         if refusal is not None:
@@ -436,6 +439,18 @@ class StandInEngine:
         self.seen.append(Seen(request.path, dict(request.headers), body))
         ids = self._ids(body)
         return web.json_response({"count": len(ids), "max_model_len": 0, "tokens": ids})
+
+    async def _tokens(self, request: web.Request) -> web.Response:
+        """Token ids in, token ids out."""
+        body = await request.json()
+        self.seen.append(Seen(request.path, dict(request.headers), body))
+        choices = [{"index": 0, "token_ids": body["token_ids"][-2:], "finish_reason": "length"}]
+        return web.json_response({"choices": choices, "kv_transfer_params": {"host": self.name}})
+
+    async def _echoed(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.seen.append(Seen(request.path, dict(request.headers), body))
+        return web.json_response({"by": self.name, "of": body})
 
     async def _count_tokens(self, request: web.Request) -> web.Response:
         body = await request.json()

@@ -18,6 +18,17 @@ def speaks(path: str) -> bool:
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
+FORWARDED = (
+    "/v1/embeddings",
+    "/pooling",
+    "/classify",
+    "/score",
+    "/rerank",
+    "/v1/completions/derender",
+    "/v1/chat/completions/derender",
+)
+
+
 def refusing(handler: Handler) -> Handler:
     """What a handler can't read is refused."""
 

@@ -98,8 +98,9 @@ def test_the_rate_is_that_of_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("said", "why"),
     [
-        ("[1", "clients.yaml"),
-        ("!!timestamp x", "clients.yaml"),
+        ("[1", r"clients.yaml:2: is no valid YAML \([^\n]*\)$"),
+        ("a: {b: 1\nc: ]", r"clients.yaml:2: is no valid YAML \([^\n]*\)$"),
+        ("!!timestamp x", r"clients.yaml:1: looks like a date or a number, and is none; [^\n]*$"),
         ({"a": {}}, "key_sha256"),
         ({"a": {"key_sha256": ["ABC"]}}, "key_sha256"),
         ({"a": {"key_sha256": hashed("x"), "colour": 1}}, "colour"),

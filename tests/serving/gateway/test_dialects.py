@@ -20,7 +20,7 @@ from prfaas.serving.gateway.dialects import (
     dialect_of,
     dialect_of_path,
 )
-from prfaas.serving.gateway.http_exchange import EngineResponse
+from prfaas.serving.gateway.http_pool import EngineResponse
 from prfaas.serving.gateway.prompts.prompt import Endpoint
 
 TEXTS = st.one_of(
@@ -171,7 +171,7 @@ def test_refusals_have_the_form_of_their_path() -> None:
     body = error_body(429, "Too much.")
     for endpoint in Endpoint:
         told = orjson.loads(dialect_of(endpoint).refusal(body))
-        if endpoint in (Endpoint.MESSAGES, Endpoint.COUNT_TOKENS):
+        if endpoint in (Endpoint.MESSAGES, Endpoint.COUNT_TOKENS, Endpoint.RENDER_MESSAGE):
             assert told == {"type": "error", "error": {"type": "rate_limit_error", "message": "Too much."}}
         else:
             assert told["error"]["code"] == 429

@@ -5,7 +5,7 @@ import errno
 import pytest
 
 from prfaas.serving.gateway.engine_client import Blame, failed_call
-from prfaas.serving.gateway.http_exchange import AnswerCutError, AnswerLateError, ServerSilentError
+from prfaas.serving.gateway.http_pool import AnswerCutError, AnswerLateError, ServerSilentError
 
 
 @pytest.mark.parametrize(

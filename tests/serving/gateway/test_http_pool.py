@@ -13,13 +13,15 @@ import uvloop
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prfaas.serving.gateway.http_exchange import (
+from prfaas.serving.gateway.http_pool import (
     AnswerCutError,
     AnswerLateError,
     EngineResponse,
+    HttpPool,
+    HttpTimes,
     ServerSilentError,
+    _Connection,
 )
-from prfaas.serving.gateway.http_pool import HttpPool, _Connection
 from prfaas.serving.own_process import LoopClock, on_time_timeout
 
 Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -71,7 +73,7 @@ def says(*pieces: bytes, close: bool = False, abort: bool = False) -> Script:
 async def serving(script: Script, **options: float) -> AsyncIterator[tuple[Server, HttpPool, int]]:
     server = Server(script)
     listening = await asyncio.start_server(server.serve, "127.0.0.1", 0)
-    pool = HttpPool(**{"connect_timeout_s": 2.0, "keepalive_s": 2.0} | options)
+    pool = HttpPool(HttpTimes(**{"connect_s": 2.0, "keepalive_s": 2.0} | options))
     try:
         async with asyncio.timeout(120):
             yield server, pool, listening.sockets[0].getsockname()[1]
@@ -361,7 +363,7 @@ def test_an_answer_before_the_request_was_heard_out_ends_the_connection() -> Non
 
     async def body() -> None:
         listening = await asyncio.start_server(serve, "127.0.0.1", 0)
-        pool = HttpPool(connect_timeout_s=1.0, keepalive_s=2.0)
+        pool = HttpPool(HttpTimes(connect_s=1.0, keepalive_s=2.0))
         answer = await post(pool, listening.sockets[0].getsockname()[1], bytes(32 << 20))
         assert await answer.read() == b"hello"
         async with asyncio.timeout(60):
@@ -377,7 +379,7 @@ def test_an_answer_before_the_request_was_heard_out_ends_the_connection() -> Non
 @pytest.mark.parametrize("value", ["a\r\nb: c", "a\nb", "a\rb"])
 def test_a_header_cannot_become_two(value: str) -> None:
     async def body() -> None:
-        pool = HttpPool(connect_timeout_s=1.0, keepalive_s=1.0)
+        pool = HttpPool(HttpTimes(connect_s=1.0, keepalive_s=1.0))
         with pytest.raises(ValueError, match="line break"):
             await pool.request("POST", "127.0.0.1", 1, "/x", {"X": value})
 
@@ -386,7 +388,7 @@ def test_a_header_cannot_become_two(value: str) -> None:
 
 def test_nobody_there_is_an_os_error() -> None:
     async def body() -> None:
-        pool = HttpPool(connect_timeout_s=1.0, keepalive_s=1.0)
+        pool = HttpPool(HttpTimes(connect_s=1.0, keepalive_s=1.0))
         with pytest.raises(OSError):
             await pool.request("GET", "127.0.0.1", 1, "/x", {})
 
@@ -494,7 +496,7 @@ def test_a_kept_connection_has_no_limit() -> None:
 
 def test_connecting_is_tried_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(lost: int) -> None:
-        async with serving(says(SMALL), connect_timeout_s=0.1) as (server, pool, port):
+        async with serving(says(SMALL), connect_s=0.1) as (server, pool, port):
             loop = asyncio.get_running_loop()
             attempts = []
 

@@ -11,8 +11,7 @@ import pytest
 import uvloop
 from tests.serving.transport.authority import Authority
 
-from prfaas.serving.gateway.http_exchange import AnswerCutError, EngineResponse
-from prfaas.serving.gateway.http_pool import HttpPool
+from prfaas.serving.gateway.http_pool import AnswerCutError, EngineResponse, HttpPool, HttpTimes
 from prfaas.serving.transport.tls_identity import TlsIdentity
 
 Run = Callable[[Coroutine[Any, Any, None]], None]
@@ -72,7 +71,7 @@ async def serving(
     server = Server(answer, close=close)
     context = None if identity is None else identity.listening_context()
     listening = await asyncio.start_server(server.serve, "127.0.0.1", 0, ssl=context)
-    pool = HttpPool(connect_timeout_s=connect_timeout_s, keepalive_s=60.0, tls=pool_identity)
+    pool = HttpPool(HttpTimes(connect_s=connect_timeout_s, keepalive_s=60.0), tls=pool_identity)
     try:
         async with asyncio.timeout(60):
             yield server, pool, listening.sockets[0].getsockname()[1]
@@ -113,12 +112,12 @@ def test_connections_with_tls_are_kept_for_longer(authority: Authority) -> None:
     async def body() -> None:
         gateway = authority.identity("gateway")
         async with serving(authority.identity("far-0"), None) as (server, _, port):
-            pool = HttpPool(connect_timeout_s=5.0, keepalive_s=0.0, tls=gateway, tls_keepalive_s=60.0)
+            pool = HttpPool(HttpTimes(connect_s=5.0, keepalive_s=0.0, tls_keepalive_s=60.0), tls=gateway)
             for _ in range(2):
                 assert await text(pool, port) == b"hello"
             assert len(server.clients) == 1
             pool.close()
-            brief = HttpPool(connect_timeout_s=5.0, keepalive_s=0.0, tls=gateway)
+            brief = HttpPool(HttpTimes(connect_s=5.0, keepalive_s=0.0), tls=gateway)
             for _ in range(2):
                 assert await text(brief, port) == b"hello"
                 await asyncio.sleep(0.01)
@@ -221,7 +220,7 @@ def test_new_certificates_serve_new_connections(loop_run: Run, authority: Author
             assert len(server.clients) == 1
             # A second request while the first is open needs a second connection.
             open_answer = await ask(pool, port, "far-0")
-            other = HttpPool(connect_timeout_s=5.0, keepalive_s=60.0, tls=gateway)
+            other = HttpPool(HttpTimes(connect_s=5.0, keepalive_s=60.0), tls=gateway)
             try:
                 assert await text(other, port, "far-0.new") == b"hello"
             finally:
@@ -244,15 +243,14 @@ def test_a_ca_that_is_retired_is_not_trusted_by_a_server_that_runs(
         new_gateway.ca.write_bytes(both)
         async with serving(far, old_gateway) as (_, pool, port):
             assert await text(pool, port) == b"hello"
-            fresh = HttpPool(connect_timeout_s=5.0, keepalive_s=60.0, tls=new_gateway)
+            fresh = HttpPool(HttpTimes(connect_s=5.0, keepalive_s=60.0), tls=new_gateway)
             with pytest.raises(OSError):
                 await ask(fresh, port)
             authority.file.write_bytes(both)
             assert await text(fresh, port) == b"hello"
             authority.file.write_bytes(newest)
             late = HttpPool(
-                connect_timeout_s=5.0,
-                keepalive_s=60.0,
+                HttpTimes(connect_s=5.0, keepalive_s=60.0),
                 tls=TlsIdentity(old_gateway.certificate, old_gateway.key, new_gateway.ca),
             )
             with pytest.raises(OSError):

@@ -31,7 +31,7 @@ from prfaas.core.kv import model_from_directory
 from prfaas.serving.control.members import Members
 from prfaas.serving.control.plane import LivePlane
 from prfaas.serving.control.planning_inputs import kv_model_of
-from prfaas.serving.gateway import Draining, GatewayOptions, serve_gateway
+from prfaas.serving.gateway import Draining, GatewayOptions, GatewayProcess, serve_gateway
 from prfaas.serving.running_deployment import RunningDeployment
 from prfaas.serving.transport.ticket import create_key
 
@@ -44,7 +44,8 @@ OPTIONS = GatewayOptions(
     prefill_timeout_s=10.0,
 )
 THRESHOLD_TOKENS = 100
-GATEWAY = GatewayConfig("127.0.0.1", 0, route_header="full")
+# Most tests are about the way of every request; what first tokens from the prefill change has tests of its own.
+GATEWAY = GatewayConfig("127.0.0.1", 0, route_header="full", first_token="decode")
 
 
 @dataclass
@@ -248,12 +249,12 @@ async def running_world(
     served = serve_gateway(
         deployment,
         live_plane or cast(Any, plane),
-        kv_model=model_from_directory(model_dir),
+        GatewayProcess(
+            registry=registry, draining=draining or Draining(), kv_model=model_from_directory(model_dir)
+        ),
         ready=port.set_result,
         admin_ready=admin_port.set_result,
         options=options,
-        registry=registry,
-        draining=draining,
     )
     gateway = asyncio.create_task(served)
     either: set[asyncio.Future[Any]] = {gateway, port}

@@ -10,6 +10,7 @@ from pydantic import AfterValidator, Field
 from prfaas.core.deployment.addresses import host_in_url, is_loopback, traces_url
 from prfaas.core.deployment.field_types import (
     GIVEN,
+    FileBeside,
     HomeFile,
     Host,
     HostName,
@@ -90,7 +91,7 @@ class GatewayConfig(Section):
     """Its port for clients."""
     admin: AdminConfig = AdminConfig()
     """Where operators connect."""
-    clients: Annotated[HomeFile | None, GIVEN, GATEWAY_AGAIN] = None
+    clients: Annotated[FileBeside | None, GIVEN, GATEWAY_AGAIN] = None
     """File of the clients that may send, with hashes of their API keys; left out: whoever reaches the port."""
     hosts: tuple[HostName, ...] = ()
     """Further names by which operators may call the gateway: a load balancer's, or a Kubernetes Service's."""
@@ -100,8 +101,9 @@ class GatewayConfig(Section):
     """Whether `x-prfaas-route` tells every client the numbers that decided (`full`), or only a named tenant."""
     shadow: Share = 0.0
     """Share of the requests with a transfer that are computed again on a plain path and compared."""
-    first_token: FirstTokenSource = "decode"
-    """Who samples an answer's first token where the prompt is prefilled elsewhere than at the decode instance."""
+    first_token: Annotated[FirstTokenSource | None, GIVEN] = None
+    """Who samples a stream's first token where its prompt is prefilled elsewhere; left out: `prefill`, but plans and
+    simulations count on it for none."""
     first_byte_s: Seconds = 1800.0
     """How long an engine may take until its answer begins."""
     idle_s: Seconds = 600.0

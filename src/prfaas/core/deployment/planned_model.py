@@ -66,7 +66,7 @@ def planned_deployment(source: YamlSource, file: DeploymentFile, links: Sequence
         prices=file.prices.per_gpu_hour,
         source=source,
         pool=file.pool,
-        first_token=file.gateway.first_token,
+        first_token=file.gateway.first_token or "decode",
         step_tokens=file.engine.max_num_batched_tokens,
         seats=file.engine.max_num_seqs,
         kv_model=kv_model,

@@ -260,7 +260,8 @@ class PrefixKnowledge(Part):
 
     def drop(self, name: str, reason: str) -> None:
         """Forget what is held there: it is lost, or no longer known."""
-        logger.info("what %s holds is forgotten: %s", name, reason)
+        if self.index.blocks(name):
+            logger.info("what %s holds is forgotten: %s", name, reason)
         self.index.drop(name)
         if name in self._memory_of:
             self.index.drop(self._memory_of[name])

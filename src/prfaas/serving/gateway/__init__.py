@@ -2,6 +2,6 @@
 answer."""
 
 from prfaas.serving.gateway.context import Draining, GatewayOptions
-from prfaas.serving.gateway.server import serve_gateway
+from prfaas.serving.gateway.server import GatewayProcess, serve_gateway
 
-__all__ = ["Draining", "GatewayOptions", "serve_gateway"]
+__all__ = ["Draining", "GatewayOptions", "GatewayProcess", "serve_gateway"]

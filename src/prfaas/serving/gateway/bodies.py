@@ -21,6 +21,20 @@ import orjson
 
 from prfaas.serving.transport.ticket import PREFIX_TICKET_PARAMETER, TICKET_PARAMETER
 
+_REASONS = {
+    404: "unknown-model",
+    405: "method",
+    413: "too-large",
+    429: "overload",
+    503: "unavailable",
+    504: "deadline",
+}
+
+
+def reason_of(status: int) -> str:
+    """Why a request is refused with an HTTP status, as one word for metrics."""
+    return _REASONS.get(status, "invalid")
+
 
 class ApiError(Exception):
     """An error answer for the client: HTTP status, one sentence, and the parameter that it is about."""
@@ -43,7 +57,7 @@ class ApiError(Exception):
         self.message = message
         self.param = param
         self.retry_after_s = retry_after_s
-        self.reason = reason
+        self.reason = reason or reason_of(status)
 
     def headers(self) -> dict[str, str]:
         """What belongs into the answer's head."""
@@ -55,6 +69,9 @@ class ApiError(Exception):
     def body(self) -> bytes:
         """`{"error": {"message", "type", "param", "code"}}`, the types as vLLM names them."""
         return error_body(self.status, self.message, self.param)
+
+
+FAILED = "The gateway failed on this request; its log says how."
 
 
 def error_body(status: int, message: str, param: str | None = None) -> bytes:
@@ -181,7 +198,7 @@ def strip_owned(body: Json) -> Json:
 def prefill_body(
     model: str,
     prompt: Sequence[int],
-    sealed_ticket: str | None,
+    sealed_ticket: str,
     *,
     salt: str = "",
     sealed_from: str | None = None,
@@ -189,14 +206,13 @@ def prefill_body(
 ) -> bytes:
     """The producer's request: what it is to prefill, one token out, and the ticket of what it sends.
 
-    `sealed_ticket`: None: it sends nothing. `salt`: the tenant's, empty without tenants. `sealed_from`: the ticket of
-    a prefix that it loads first. `sampling`: how the token is sampled; None: in the cheapest way.
+    `salt`: the tenant's, empty without tenants. `sealed_from`: the ticket of a prefix that it loads first.
+    `sampling`: how the token is sampled; None: in the cheapest way.
     """
-    named = {TICKET_PARAMETER: sealed_ticket, PREFIX_TICKET_PARAMETER: sealed_from}
-    tickets = {name: sealed for name, sealed in named.items() if sealed is not None}
-    ours: Json = {"kv_transfer_params": tickets} if tickets else {}
-    if salt:
-        ours["cache_salt"] = salt
+    tickets = {TICKET_PARAMETER: sealed_ticket}
+    if sealed_from is not None:
+        tickets[PREFIX_TICKET_PARAMETER] = sealed_from
+    ours: Json = {"cache_salt": salt} if salt else {}
     return dump_body(
         {
             "model": model,
@@ -204,6 +220,7 @@ def prefill_body(
             "max_tokens": 1,
             "stream": False,
             **({"temperature": 0} if sampling is None else sampling),
+            "kv_transfer_params": tickets,
             **ours,
         }
     )

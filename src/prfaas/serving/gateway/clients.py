@@ -12,6 +12,7 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
+from prfaas.core.yaml_source import FileError, yaml_source
 from prfaas.serving.gateway.bodies import ApiError
 from prfaas.serving.gateway.prompts.request import Headers
 from prfaas.serving.secret_files import ClientsFileError
@@ -69,10 +70,12 @@ class Clients:
         if len(raw) > _MOST_BYTES:
             raise ClientsFileError(f"clients file {self._path} is larger than {_MOST_BYTES} bytes")
         try:
-            said = msgspec.yaml.decode(raw, type=dict[_Name, Client])
-        except Exception as error:
-            # PyYAML raises anything where a tag and its value don't fit.
+            source = yaml_source(self._path, raw.decode())
+            said = msgspec.convert(source.values, dict[_Name, Client])
+        except (UnicodeDecodeError, msgspec.ValidationError) as error:
             raise ClientsFileError(f"clients file {self._path}: {error}") from None
+        except FileError as error:
+            raise ClientsFileError(f"clients file {error}") from None
         by_key: dict[bytes, Client] = {}
         for name, client in said.items():
             for key in map(bytes.fromhex, client.key_sha256):

@@ -5,13 +5,13 @@ from collections.abc import Mapping
 from enum import Enum
 
 from prfaas.core.deployment import Instance
-from prfaas.serving.gateway.http_exchange import (
+from prfaas.serving.gateway.http_pool import (
     AnswerCutError,
     AnswerLateError,
     EngineResponse,
+    HttpPool,
     ServerSilentError,
 )
-from prfaas.serving.gateway.http_pool import HttpPool
 from prfaas.serving.own_process import lacks_descriptors
 
 FROZEN = "frozen"

@@ -1,5 +1,7 @@
 """The way of one generating request through the gateway, from its body to its record."""
 
+import logging
+import math
 import time
 
 from aiohttp import web
@@ -8,7 +10,7 @@ from prfaas.core.scheduling import Decision, NoDecodeInstanceError
 from prfaas.serving.gateway.admission import AdmittedRequest
 from prfaas.serving.gateway.answers.answering import Answering
 from prfaas.serving.gateway.answers.streams import ResponseWriter
-from prfaas.serving.gateway.bodies import ApiError
+from prfaas.serving.gateway.bodies import FAILED, ApiError
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.dialects import dialect_of
 from prfaas.serving.gateway.intake import Intake
@@ -19,6 +21,8 @@ from prfaas.serving.gateway.prompts.validation import Validation
 from prfaas.serving.gateway.request_trace import decision_attributes
 from prfaas.serving.gateway.ways.preparing import PrefillOrchestrator
 from prfaas.serving.gateway.ways.ready_requests import DecidedRequest
+
+logger = logging.getLogger(__name__)
 
 
 class Generation:
@@ -56,17 +60,32 @@ class Generation:
             waits = request.record.streamed and endpoint.generates
             keep_alive_s = self._context.running.current.gateway.keep_alive_s if waits else None
             with writer.keeping_alive(keep_alive_s):
-                try:
-                    response = await self._served(request, admitted, writer)
-                except (ApiError, NoDecodeInstanceError) as error:
-                    if not writer.head_sent:
-                        raise
-                    if isinstance(error, NoDecodeInstanceError):
-                        error = ApiError(503, "No decode instance is available.")
-                    response = await writer.fail(error)
+                response = await self._told(request, admitted, writer)
             # 7. Record. `taking` adds the times, and the outcome where an exception ended the request.
             request.record.answered(response.status)
             return response
+
+    async def _told(
+        self, request: ServingRequest, admitted: AdmittedRequest, writer: ResponseWriter
+    ) -> web.StreamResponse:
+        """The response. Once the client has a status, whatever fails is an event of its stream. Raises ApiError."""
+        try:
+            return await self._served(request, admitted, writer)
+        except NoDecodeInstanceError:
+            error = ApiError(503, "No decode instance is available.", retry_after_s=1)
+        except ApiError as refused:
+            error = refused
+        except ConnectionResetError:
+            raise
+        except Exception:
+            if not writer.head_sent:
+                raise
+            logger.exception("a request for %s failed", request.endpoint.path)
+            return await writer.fail(ApiError(500, FAILED))
+        if not writer.head_sent:
+            raise error
+        self._context.metrics.refused.labels(error.reason).inc()
+        return await writer.fail(error)
 
     async def _served(
         self, request: ServingRequest, admitted: AdmittedRequest, writer: ResponseWriter
@@ -92,12 +111,15 @@ class Generation:
     def _decide(self, request: ServingRequest, prompt: TokenizedPrompt | DirectPrompt) -> Decision:
         """Where the request goes. Raises NoDecodeInstanceError.
 
-        The length of a prompt that may move enters the statistics from which thresholds and roles are worked out.
+        The length of each prompt enters the statistics from which thresholds and roles are worked out.
         """
         plane, record = self._context.plane, request.record
         if isinstance(prompt, DirectPrompt):
             record.prompt_tokens = prompt.num_tokens or None
-            return self._prefill.whole(prompt)
+            decision = self._prefill.whole(prompt)
+            for length in prompt.lengths:
+                plane.observe(length, math.ceil(length * decision.uncached_tokens / prompt.num_tokens))
+            return decision
         begun_s = time.perf_counter()
         num_tokens = len(prompt.token_ids)
         record.prompt_tokens = num_tokens

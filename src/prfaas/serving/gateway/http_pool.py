@@ -10,21 +10,17 @@ import ssl
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import cast
 
 import httptools
 
-from prfaas.serving.gateway.http_exchange import (
-    AnswerCutError,
-    AnswerLateError,
-    EngineResponse,
-    ServerSilentError,
-    request_head,
-)
 from prfaas.serving.own_process import on_time_timeout
 from prfaas.serving.transport.sockets import keep_alive
 from prfaas.serving.transport.tls_identity import TlsIdentity
 
+# With so much of an answer waiting to be taken, no more is read from the network.
+_MAX_WAITING_BYTES = 256 << 10
 # What an engine's kernel has not acknowledged for so long is lost. Frozen processes acknowledge, dead machines don't.
 _USER_TIMEOUT_S = 30.0
 # A connection may lose its first packet, or meet a full queue of connections to accept.
@@ -33,37 +29,172 @@ _SHORTEST_SWEEP_S, _LONGEST_SWEEP_S = 0.02, 5.0
 _MAX_HEAD_BYTES = 64 << 10
 
 
+class AnswerCutError(ConnectionError):
+    """The connection ended, or what came was not HTTP, before the answer was complete."""
+
+    def __init__(self, text: str, *, by_server: bool = False) -> None:
+        """`by_server`: the server closed or reset the connection, which only a process that lives or has died does."""
+        super().__init__(text)
+        self.by_server = by_server
+
+
+class ServerSilentError(AnswerCutError):
+    """The server was judged frozen (`HttpPool.bar`)."""
+
+
+class AnswerLateError(AnswerCutError):
+    """Nothing came for too long."""
+
+    def __init__(self, reason: str, limit_s: float) -> None:
+        """`reason`: "first-byte" or "idle"."""
+        super().__init__(f"nothing came for {limit_s:g} s")
+        self.reason = reason
+
+
+class EngineResponse:
+    """One response whose head has come. Take its body with `readany` or `read`, from one task."""
+
+    __slots__ = (
+        "_chunks",
+        "_connection",
+        "_error",
+        "_sink",
+        "_waiter",
+        "_waiting_bytes",
+        "complete",
+        "raw_headers",
+        "status",
+    )
+
+    def __init__(self, connection: "_Connection") -> None:
+        self.status = 0
+        self.raw_headers: list[tuple[bytes, bytes]] = []
+        self.complete = False
+        """Whether the whole body has come. It may not have been taken yet."""
+        self._connection = connection
+        self._chunks: deque[bytes] = deque()
+        self._waiting_bytes = 0
+        self._waiter: asyncio.Future[None] | None = None
+        self._error: AnswerCutError | None = None
+        self._sink: Callable[[bytes], bool] | None = None
+
+    @property
+    def content_type(self) -> str:
+        """JSON when the engine doesn't say."""
+        return self.header(b"content-type") or "application/json"
+
+    def header(self, name: bytes) -> str | None:
+        """The value of a header, by its lower-case name; None if there is none."""
+        for given, value in self.raw_headers:
+            if len(given) == len(name) and given.lower() == name:
+                return value.decode("latin-1")
+        return None
+
+    async def readany(self) -> bytes:
+        """What of the body has come since the last call, at least a byte; b"" at its end. Raises AnswerCutError."""
+        if not self._chunks and not self.complete and self._error is None:
+            self._waiter = self._connection.loop.create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        if self._chunks:
+            taken = self._chunks[0] if len(self._chunks) == 1 else b"".join(self._chunks)
+            self._chunks.clear()
+            self._waiting_bytes = 0
+            self._connection.resume()
+            return taken
+        if self._error is not None:
+            raise self._error
+        return b""
+
+    async def pump(self, sink: Callable[[bytes], bool]) -> None:
+        """Give each piece of the body to `sink` in the callback in which it comes, which spares a turn of the loop.
+
+        Ends when `sink` says False, and at the body's end or cut, which the next `readany` tells. `sink` must not
+        raise.
+        """
+        while self._chunks:
+            chunk = self._chunks.popleft()
+            self._waiting_bytes -= len(chunk)
+            if not sink(chunk):
+                return
+        if self.complete or self._error is not None:
+            return
+        self._connection.resume()
+        self._waiter = self._connection.loop.create_future()
+        self._sink = sink
+        try:
+            await self._waiter
+        finally:
+            self._waiter = self._sink = None
+
+    async def read(self) -> bytes:
+        """The rest of the body. Raises AnswerCutError."""
+        parts = []
+        while part := await self.readany():
+            parts.append(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def close(self) -> None:
+        """Close the connection if the answer is not complete, which makes vLLM abort the request."""
+        if not self.complete and self._error is None:
+            self._connection.abort(AnswerCutError("the answer was closed"))
+
+    def feed(self, chunk: bytes) -> None:
+        """A piece of the body has come."""
+        if self._sink is not None:
+            if not self._sink(chunk):
+                self._sink = None
+                self._wake()
+            return
+        self._chunks.append(chunk)
+        self._waiting_bytes += len(chunk)
+        if self._waiting_bytes > _MAX_WAITING_BYTES:
+            self._connection.pause()
+        self._wake()
+
+    def end(self, error: AnswerCutError | None = None) -> None:
+        """No more will come: the answer is complete, or cut by `error`."""
+        self.complete, self._error = error is None, error
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpTimes:
+    """How long a pool waits for its servers, and keeps connections."""
+
+    connect_s: float
+    """For one of two attempts to connect."""
+    keepalive_s: float
+    """How long a connection is kept without use."""
+    tls_keepalive_s: float | None = None
+    """The same for connections with TLS, which are dear to make; None: as long as others."""
+    first_byte_s: float = math.inf
+    """From a request to the first byte of its answer, at most."""
+    idle_s: float = math.inf
+    """Between two pieces of an answer, at most, which are no comments. While we do not read it, no time passes."""
+
+
 class HttpPool:
-    """Connections to any number of servers, kept for `keepalive_s` after use. Use it from one event loop only."""
+    """Connections to any number of servers, kept for a while after use. Use it from one event loop only."""
 
     def __init__(
-        self,
-        *,
-        connect_timeout_s: float,
-        keepalive_s: float,
-        first_byte_s: float = math.inf,
-        idle_s: float = math.inf,
-        clock: Callable[[], float] = time.monotonic,
-        tls: TlsIdentity | None = None,
-        tls_keepalive_s: float | None = None,
+        self, times: HttpTimes, *, clock: Callable[[], float] = time.monotonic, tls: TlsIdentity | None = None
     ) -> None:
         """Make a pool without connections.
 
         Args:
-            connect_timeout_s: for one of two attempts to connect.
-            keepalive_s: how long a connection is kept without use.
-            first_byte_s: from a request to the first byte of its answer, at most.
-            idle_s: between two pieces of an answer, at most, which are no comments of an event stream. While we do not
-                read it, no time passes.
-            clock: what the limits are measured by.
+            times: may be replaced later.
+            clock: what they are measured by.
             tls: who this side is, for servers that want TLS.
-            tls_keepalive_s: in place of `keepalive_s` for connections with TLS, which are dear to make; None: the same.
         """
+        self.times = times
         self._tls = tls
-        self._connect_timeout_s = connect_timeout_s
-        self._keepalive_s = {False: keepalive_s, True: tls_keepalive_s or keepalive_s}
-        self._first_byte_s = first_byte_s
-        self._idle_s = idle_s
         self.clock = clock
         self._idle: dict[tuple[str, int], deque[_Connection]] = {}
         self._open: set[_Connection] = set()
@@ -100,7 +231,7 @@ class HttpPool:
             TimeoutError: no connection within the limit, twice.
             ValueError: a header contains a line break.
         """
-        head = request_head(method, host, port, path, headers, len(body))
+        head = _request_head(method, host, port, path, headers, len(body))
         barred = self._barred.get((host, port))
         if barred is not None:
             raise ServerSilentError(barred)
@@ -115,10 +246,6 @@ class HttpPool:
                     raise
         fresh = await self._connect(host, port, server_name)
         return await fresh.exchange(head, body)
-
-    def be_patient(self, first_byte_s: float, idle_s: float) -> None:
-        """Wait so long from now on, as the constructor's arguments of these names say."""
-        self._first_byte_s, self._idle_s = first_byte_s, idle_s
 
     def bar(self, host: str, port: int, reason: str | None) -> None:
         """The server is frozen: cut what is open there, and refuse what comes. None: it answers again."""
@@ -155,7 +282,9 @@ class HttpPool:
             return None
         # The one used last, so that those which are no longer needed reach the keepalive limit and are closed.
         latest = idle.pop()
-        stale_s = latest.loop.time() - self._keepalive_s[latest.encrypted]
+        times = self.times
+        kept_s = (latest.encrypted and times.tls_keepalive_s) or times.keepalive_s
+        stale_s = latest.loop.time() - kept_s
         while idle and idle[0].used_s < stale_s:
             idle.popleft().abort(AnswerCutError("idle for too long"))
         if latest.used_s < stale_s:
@@ -170,7 +299,7 @@ class HttpPool:
         self._idle.setdefault(peer, deque())
         for attempt in range(_CONNECT_ATTEMPTS):
             try:
-                async with on_time_timeout(self._connect_timeout_s, self.clock):
+                async with on_time_timeout(self.times.connect_s, self.clock):
                     _, connection = await loop.create_connection(
                         lambda: _Connection(loop, self, peer, encrypted=context is not None),
                         host,
@@ -199,9 +328,9 @@ class HttpPool:
         """End the exchanges in which nothing has come for too long; again and again while anything is open."""
         now_s = self.clock()
         for connection in tuple(self._open):
-            connection.check(now_s, self._first_byte_s, self._idle_s)
+            connection.check(now_s, self.times)
         self._sweeping = None
-        shortest_s = min(self._first_byte_s, self._idle_s)
+        shortest_s = min(self.times.first_byte_s, self.times.idle_s)
         if self._open and shortest_s < math.inf:
             period_s = min(max(shortest_s / 4, _SHORTEST_SWEEP_S), _LONGEST_SWEEP_S)
             self._sweeping = asyncio.get_running_loop().call_later(period_s, self._sweep)
@@ -256,11 +385,13 @@ class _Connection(asyncio.Protocol):
             self._transport.abort()
         self._cut(error)
 
-    def check(self, now_s: float, first_byte_s: float, idle_s: float) -> None:
+    def check(self, now_s: float, times: HttpTimes) -> None:
         """End the exchange if nothing has come for too long."""
         if self._answer is None or self._paused:
             return
-        reason, limit_s = ("idle", idle_s) if self._answer.status else ("first-byte", first_byte_s)
+        reason, limit_s = (
+            ("idle", times.idle_s) if self._answer.status else ("first-byte", times.first_byte_s)
+        )
         if now_s - self._heard_s > limit_s:
             self.abort(AnswerLateError(reason, limit_s))
 
@@ -370,3 +501,17 @@ def _lasts_to_the_end(answer: EngineResponse) -> bool:
     """Whether only the connection's end tells where the body ends."""
     framed = answer.header(b"content-length") is not None or answer.header(b"transfer-encoding") is not None
     return bool(answer.status) and not framed
+
+
+def _request_head(
+    method: str, host: str, port: int, path: str, headers: Mapping[str, str], body_bytes: int
+) -> bytes:
+    """The lines before the body. Raises ValueError when a header contains a line break."""
+    lines = [f"{name}: {value}\r\n" for name, value in headers.items()]
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    length = f"Content-Length: {body_bytes}\r\n" if body_bytes or method == "POST" else ""
+    text = f"{method} {path} HTTP/1.1\r\nHost: {address}\r\n{length}{''.join(lines)}\r\n"
+    # More line feeds than lines: a value contains one.
+    if text.count("\n") != len(lines) + (4 if length else 3) or text.count("\r") != text.count("\n"):
+        raise ValueError("a request header contains a line break")
+    return text.encode("latin-1")

@@ -14,21 +14,12 @@ from aiohttp import web
 
 from prfaas.core.deployment import LocalTransfer
 from prfaas.core.route_header import REQUEST_ID_HEADER, ROUTE_HEADER, RouteHeader
-from prfaas.core.scheduling import Decision, NoDecodeInstanceError
-from prfaas.serving.gateway.bodies import ApiError
+from prfaas.core.scheduling import Decision
+from prfaas.serving.gateway.bodies import ApiError, reason_of
 from prfaas.serving.gateway.metrics import Metrics
 from prfaas.serving.gateway.request_trace import STEP_NAMES, AttributeValue, RequestSpans, Tracing
 from prfaas.serving.gateway.ways.kv_transfer import TransferredBytes
 from prfaas.serving.logs import REQUEST_ID
-
-_REFUSALS = {
-    404: "unknown-model",
-    405: "method",
-    413: "too-large",
-    429: "overload",
-    503: "unavailable",
-    504: "deadline",
-}
 
 
 class WaitsFor(StrEnum):
@@ -199,8 +190,6 @@ class RequestLog:
 
         `headers`: the client's, whose trace is continued.
 
-        Raises:
-            ApiError: 503 in place of NoDecodeInstanceError. Every other exception passes through.
         """
         record = RequestRecord(uuid.uuid4().hex, endpoint, time.time(), time.perf_counter())
         self.add(record)
@@ -216,13 +205,9 @@ class RequestLog:
         except (ApiError, web.HTTPException) as error:
             # aiohttp's own: the body is too large, or came in a way that it refuses.
             record.status, record.outcome = error.status, _outcome(error.status)
-            reason = error.reason if isinstance(error, ApiError) else None
-            self._metrics.refused.labels(reason or _REFUSALS.get(error.status, "invalid")).inc()
+            reason = error.reason if isinstance(error, ApiError) else reason_of(error.status)
+            self._metrics.refused.labels(reason).inc()
             raise
-        except NoDecodeInstanceError:
-            record.status, record.outcome = 503, "engine_error"
-            self._metrics.refused.labels("unavailable").inc()
-            raise ApiError(503, "No decode instance is available.", retry_after_s=1) from None
         except (asyncio.CancelledError, ConnectionResetError):
             record.outcome = "cancelled"
             raise

@@ -11,7 +11,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from prfaas import __version__
 from prfaas.core.deployment import Deployment
-from prfaas.serving.gateway.bodies import ApiError, Json, error_body
+from prfaas.serving.gateway.bodies import FAILED, ApiError, Json, error_body
 from prfaas.serving.gateway.clients import Clients, asking
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.dialects import dialect_of_path
@@ -108,8 +108,7 @@ async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     except Exception:
         resource = request.match_info.route.resource
         logger.exception("a request for %s failed", resource.canonical if resource is not None else "nothing")
-        sentence = "The gateway failed on this request; its log says how."
-        return _refusal(request, 500, error_body(500, sentence))
+        return _refusal(request, 500, error_body(500, FAILED))
 
 
 def _refusal(

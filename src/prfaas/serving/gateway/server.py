@@ -8,13 +8,14 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry, Gauge, ProcessCollector
 
-from prfaas.core.deployment import GATEWAY, AppliedDeployment, Deployment
+from prfaas.core.deployment import GATEWAY, AppliedDeployment, Deployment, GatewayConfig
 from prfaas.core.deployment.addresses import is_loopback
 from prfaas.core.kv import KvModel
 from prfaas.serving.certificates import CertificateFolder
@@ -29,7 +30,7 @@ from prfaas.serving.gateway.clients import Clients
 from prfaas.serving.gateway.context import Draining, GatewayContext, GatewayOptions, ThreadOffload
 from prfaas.serving.gateway.engine_client import EngineCallError, EngineClient
 from prfaas.serving.gateway.generation import Generation
-from prfaas.serving.gateway.http_pool import HttpPool
+from prfaas.serving.gateway.http_pool import HttpPool, HttpTimes
 from prfaas.serving.gateway.intake import Intake
 from prfaas.serving.gateway.metrics import Metrics
 from prfaas.serving.gateway.prompts.request import Tenants
@@ -84,47 +85,46 @@ async def watch_certificates(running: RunningDeployment, expires: Gauge) -> None
         await asyncio.sleep(CERTIFICATES_S)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayProcess:
+    """What a gateway shares with its process."""
+
+    registry: CollectorRegistry = field(default_factory=CollectorRegistry)
+    """What `GET /metrics` shows besides the gateway's own series."""
+    draining: Draining = field(default_factory=Draining)
+    """Lets the process end the gateway without cutting what is open."""
+    tls: TlsIdentity | None = None
+    """Who the gateway is, for instances that it speaks TLS with."""
+    kv_model: KvModel | None = None
+    """The model's KV; None where its size is unknown."""
+    reloader: Reloader | None = None
+    """Has the gateway follow the file; None: it stays as it is."""
+
+
 class Gateway:
     """Everything behind the HTTP routes of one deployment. Made inside a running event loop."""
 
     def __init__(
-        self,
-        deployment: Deployment,
-        plane: LivePlane,
-        kv_model: KvModel | None,
-        options: GatewayOptions,
-        registry: CollectorRegistry,
-        draining: Draining,
-        tls: TlsIdentity | None,
-        reloader: Reloader | None,
+        self, deployment: Deployment, plane: LivePlane, options: GatewayOptions, process: GatewayProcess
     ) -> None:
         """Raises KeyFileError, ClientsFileError, AdminTokenError, TraceHeadersError: a file can't be used."""
         self._plane = plane
+        reloader, tls, config = process.reloader, process.tls, deployment.gateway
         running = RunningDeployment(deployment) if reloader is None else reloader.running
         key = load_key(deployment.security.key_file)
-        token_file = deployment.gateway.admin.token_file
-        model = deployment.model
-        self._json_threads = ThreadOffload(1, options.inline_json_bytes)
-        self._tokenizer_threads = ThreadOffload(options.tokenizer_threads, options.inline_text_chars)
+        json_threads = ThreadOffload(1, options.inline_json_bytes)
+        tokenizer_threads = ThreadOffload(options.tokenizer_threads, options.inline_text_chars)
+        self._threads = (json_threads, tokenizer_threads)
         # Standard series: CPU time, memory, file descriptors.
-        ProcessCollector(registry=registry)
-        self._http = HttpPool(
-            connect_timeout_s=options.connect_timeout_s,
-            keepalive_s=options.engine_keepalive_s,
-            first_byte_s=deployment.gateway.first_byte_s,
-            idle_s=deployment.gateway.idle_s,
-            clock=plane.loop_clock,
-            tls=tls,
-            tls_keepalive_s=options.tls_engine_keepalive_s,
-        )
+        ProcessCollector(registry=process.registry)
+        self._http = HttpPool(_http_times(options, config), clock=plane.loop_clock, tls=tls)
         self._client = EngineClient(self._http)
         silence_s, clock = deployment.transfer.silence_s, plane.loop_clock
-        self._watch = partial(watchers_of, key=key, tls=tls, silence_s=silence_s, clock=clock)
-        watchers = {each.name: self._watch(each) for each in deployment.instances}
-        stages = {each.name: each.rank_grid.stages for each in deployment.instances}
-        self._transfers = KvTransfers(watchers, clock, stages)
+        self._watchers_of = partial(watchers_of, key=key, tls=tls, silence_s=silence_s, clock=clock)
+        self._transfers = KvTransfers({}, clock)
+        self._watch(deployment)
         self._forgetting = BackgroundTasks()
-        self._metrics = Metrics(registry)
+        self._metrics = Metrics(process.registry)
         self.watch_certificates = partial(watch_certificates, running, self._metrics.certificate_expires)
         self.descriptors = DescriptorBudget(raise_descriptor_limit(), _reserved_descriptors(deployment))
         logger.info("file descriptors: %d at most", self.descriptors.limit)
@@ -134,19 +134,44 @@ class Gateway:
             client=self._client,
             metrics=self._metrics,
             options=options,
-            json_threads=self._json_threads,
-            max_model_len=model.max_model_len,
-            draining=draining,
+            json_threads=json_threads,
+            max_model_len=deployment.model.max_model_len,
+            draining=process.draining,
             descriptors=self.descriptors,
         )
-        local = LocalTokenizer.of_model(model.path, self._tokenizer_threads)
-        self._tokenization = Tokenization(local, model.served_name, context)
-        security, clients_file = deployment.security, deployment.gateway.clients
-        self.clients = None if clients_file is None else Clients(clients_file)
-        self._tenants = tenants = Tenants(key, security.tenant_header, security.tenant_weights)
-        push = PrefillHop(key, self._transfers, tenants, context)
-        pull = PulledHop(key, self._transfers, tenants, context)
+        local = LocalTokenizer.of_model(deployment.model.path, tokenizer_threads)
+        self._tokenization = Tokenization(local, deployment.model.served_name, context)
+        self.clients = None if config.clients is None else Clients(config.clients)
+        self._tenants = Tenants(key, deployment.security.tenant_header, deployment.security.tenant_weights)
+        self._copier = PoolCopier(running, key, pool_observers(deployment, GATEWAY, key, tls))
+        self._first_tokens = FirstTokenRules(context)
+        prefill = self._prefills(key, context)
+        self._shadow = Shadow(ShadowOptions(), context)
+        self._tracing = _tracing(deployment, self._metrics)
+        log = RequestLog(options.kept_records, self._metrics, self._tracing)
+        self._admission = Admission(running, plane.waits)
+        generation = Generation(
+            context,
+            intake=Intake(context, tenants=self._tenants, admission=self._admission, log=log),
+            tokenization=self._tokenization,
+            validation=Validation(context),
+            prefill=prefill,
+            answers=Answering(context, tokenization=self._tokenization, prefill=prefill, shadow=self._shadow),
+        )
+        self.routes = Routes(deployment, generation, context, self.clients)
+        self.history = StateHistory(plane.state)
+        token_file = config.admin.token_file
+        token = None if token_file is None else load_token(token_file)
+        self.admin_routes = AdminRoutes(process.kv_model, log, context, self.history, token, reloader)
+        if reloader is not None:
+            reloader.follow(self)
+
+    def _prefills(self, key: bytes, context: GatewayContext) -> PrefillOrchestrator:
+        """The ways of KV, each of which hears at once what becomes of instances."""
+        push = PrefillHop(key, self._transfers, self._tenants, context)
+        pull = PulledHop(key, self._transfers, self._tenants, context)
         self._hops = (push, pull)
+        plane = self._plane
         plane.listeners.frozen.append(
             lambda name, reason: self._client.bar(plane.members.instance(name), reason)
         )
@@ -154,37 +179,20 @@ class Gateway:
             plane.listeners.frozen.append(hop.frozen)
             plane.listeners.silent.append(hop.silent)
             plane.listeners.noticed.append(hop.noticed)
-        self._copier = PoolCopier(running, key, pool_observers(deployment, GATEWAY, key, tls))
-        prefixes = PrefixMoves(push, self._copier, tenants, context)
-        self._first_tokens = FirstTokenRules(context)
+        prefixes = PrefixMoves(push, self._copier, self._tenants, context)
         remote = RemotePrefills(push, pull, prefixes, context)
-        prefill = PrefillOrchestrator(remote, prefixes, self._first_tokens, context)
-        self._shadow = Shadow(ShadowOptions(), context)
-        self._tracing = _tracing(deployment, self._metrics)
-        log = RequestLog(options.kept_records, context.metrics, self._tracing)
-        self._admission = Admission(running, plane.waits)
-        tokenization = self._tokenization
-        generation = Generation(
-            context,
-            intake=Intake(context, tenants=tenants, admission=self._admission, log=log),
-            tokenization=tokenization,
-            validation=Validation(context),
-            prefill=prefill,
-            answers=Answering(context, tokenization=tokenization, prefill=prefill, shadow=self._shadow),
-        )
-        self.routes = Routes(deployment, generation, context, self.clients)
-        token = None if token_file is None else load_token(token_file)
-        self.history = StateHistory(plane.state)
-        self.admin_routes = AdminRoutes(kv_model, log, context, self.history, token, reloader)
-        if reloader is not None:
-            reloader.follow(self)
+        return PrefillOrchestrator(remote, prefixes, self._first_tokens, context)
+
+    def _watch(self, deployment: Deployment) -> None:
+        """Have transfers to every instance waited for."""
+        for instance in deployment.instances:
+            self._transfers.add(instance.name, self._watchers_of(instance), instance.rank_grid.stages)
 
     def follow(self, _before: AppliedDeployment, applied: AppliedDeployment) -> None:
         """Serve another deployment from now on. What is open goes on."""
         running, config = applied.running, applied.said.gateway
-        self._http.be_patient(config.first_byte_s, config.idle_s)
-        for instance in running.instances:
-            self._transfers.add(instance.name, self._watch(instance), instance.rank_grid.stages)
+        self._http.times = replace(self._http.times, first_byte_s=config.first_byte_s, idle_s=config.idle_s)
+        self._watch(running)
         for name in self._transfers.consumers.difference(instance.name for instance in running.instances):
             self._forgetting.start(self._transfers.forget(name))
         self.descriptors.reserved = _reserved_descriptors(running)
@@ -238,8 +246,8 @@ class Gateway:
         await self._client.close()
         if self._tracing is not None:
             await self._tracing.close()
-        self._json_threads.close()
-        self._tokenizer_threads.close()
+        for threads in self._threads:
+            threads.close()
 
 
 def _tracing(deployment: Deployment, metrics: Metrics) -> Tracing | None:
@@ -263,6 +271,16 @@ def _tracing(deployment: Deployment, metrics: Metrics) -> Tracing | None:
     )
 
 
+def _http_times(options: GatewayOptions, config: GatewayConfig) -> HttpTimes:
+    return HttpTimes(
+        connect_s=options.connect_timeout_s,
+        keepalive_s=options.engine_keepalive_s,
+        tls_keepalive_s=options.tls_engine_keepalive_s,
+        first_byte_s=config.first_byte_s,
+        idle_s=config.idle_s,
+    )
+
+
 def _reserved_descriptors(deployment: Deployment) -> int:
     """What is open however few requests there are: files, and per rank observers, probes and event sockets."""
     ranks = sum(instance.kv_ranks for instance in deployment.instances)
@@ -272,45 +290,29 @@ def _reserved_descriptors(deployment: Deployment) -> int:
 async def serve_gateway(
     deployment: Deployment,
     plane: LivePlane,
+    process: GatewayProcess | None = None,
     *,
-    kv_model: KvModel | None,
     ready: Callable[[int], None] | None = None,
     admin_ready: Callable[[int], None] | None = None,
     options: GatewayOptions | None = None,
-    registry: CollectorRegistry | None = None,
-    draining: Draining | None = None,
-    tls: TlsIdentity | None = None,
-    reloader: Reloader | None = None,
 ) -> None:
     """Serve `deployment`'s gateway until cancelled. Engines may be started before or after.
 
     Args:
         plane: its loops run meanwhile; it is closed at the end.
-        kv_model: the model's KV; None where its size is unknown.
+        process: what the gateway shares with it; None: nothing.
         ready: called with the bound port once clients can connect.
         admin_ready: called with the operators' bound port before.
-        registry: what `GET /metrics` shows besides the gateway's own series.
-        draining: lets the caller end the gateway without cutting what is open; None: it can only be cancelled.
-        tls: who the gateway is, for instances that it speaks TLS with.
-        reloader: has the gateway follow the file; None: it stays as it is.
 
     Raises:
         KeyFileError: the deployment's key can't be read.
         AdminTokenError: the operators' token can't be read.
         OSError: an address can't be bound.
     """
+    process = process or GatewayProcess()
     try:
-        gateway = Gateway(
-            deployment,
-            plane,
-            kv_model,
-            options or GatewayOptions(),
-            registry or CollectorRegistry(),
-            draining or Draining(),
-            tls,
-            reloader,
-        )
-        await _serve(deployment, plane, gateway, ready, admin_ready, reloader)
+        gateway = Gateway(deployment, plane, options or GatewayOptions(), process)
+        await _serve(deployment, plane, gateway, ready, admin_ready, process.reloader)
     finally:
         await plane.close()
 

@@ -42,9 +42,15 @@ async def demo_gateway(deployment: Deployment) -> AsyncIterator[DemoGateway]:
     """
     # Whoever has the deployment's port need not keep the demo from running.
     port = 0 if port_problem(_HOST, deployment.gateway.port) else deployment.gateway.port
-    # The demo shows what clients are usually not told; its operators' page is not asked for.
+    # The demo shows what clients are usually not told, bytes among it, which nobody knows yet at an early first token.
+    # Its operators' page is not asked for.
     config = replace(
-        deployment.gateway, host=_HOST, port=port, admin=AdminConfig(_HOST, 0), route_header="full"
+        deployment.gateway,
+        host=_HOST,
+        port=port,
+        admin=AdminConfig(_HOST, 0),
+        route_header="full",
+        first_token="decode",
     )
     bound: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     task = asyncio.create_task(serve_live(replace(deployment, gateway=config), ready=bound.set_result))

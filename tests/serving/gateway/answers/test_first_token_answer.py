@@ -18,7 +18,8 @@ from ..world import GATEWAY, World, route_of, running_world
 from .test_decode_deaths import stream, text_of
 
 InWorld = Callable[..., None]
-WANTED = replace(GATEWAY, first_token="prefill")
+# By default.
+WANTED = replace(GATEWAY, first_token=None)
 LONG = list(range(50, 250)) * 5
 ASKED: dict[str, Any] = {"model": "stand-in", "prompt": LONG, "max_tokens": 9, "temperature": 0}
 USAGE = {"prompt_tokens": 1000, "completion_tokens": 9, "total_tokens": 1009}
@@ -30,10 +31,13 @@ def whole(**fields: Any) -> Generated:
     return generated(LONG, body, body["max_tokens"])
 
 
-async def asked(world: World, **fields: Any) -> tuple[dict[str, str], Any]:
-    response, answer = await world.post("/v1/completions", ASKED | fields)
-    assert response.status == 200, answer
-    return route_of(response), answer
+async def asked(world: World, **fields: Any) -> tuple[dict[str, str], list[Any]]:
+    body = ASKED | {"stream": True, "stream_options": {"include_usage": True}} | fields
+    async with world.client.post("/v1/completions", json=body) as response:
+        assert response.status == 200
+        *parts, last = (await response.read()).split(b"\n\n")[:-1]
+    assert last == b"data: [DONE]"
+    return route_of(response), [orjson.loads(part[6:]) for part in parts]
 
 
 def test_the_client_has_it_while_the_kv_is_on_its_way(in_world: InWorld) -> None:
@@ -49,6 +53,7 @@ def test_the_client_has_it_while_the_kv_is_on_its_way(in_world: InWorld) -> None
                 "remote",
                 "prefill",
             )
+            assert "bytes" not in route, "nobody knows yet"
             await until(lambda: world.decode.early == 1)
             assert world.decode.loaded == []
             world.remote.goes_on.set()
@@ -94,7 +99,7 @@ def test_routing_knows_which_clients_see_the_first_token_early(
     in_world(body, gateway_config=WANTED)
 
 
-def test_by_default_no_first_token_is_early(in_world: InWorld) -> None:
+def test_the_file_can_have_decode_engines_sample_all(in_world: InWorld) -> None:
     async def body(world: World) -> None:
         async with world.client.post("/v1/completions", json=ASKED | {"stream": True}) as response:
             await response.read()
@@ -112,18 +117,16 @@ def test_every_form_of_the_answer_is_as_without_it(in_world: InWorld, chat: bool
         if chat:
             del fields["prompt"]
             fields["messages"] = [{"role": "user", "content": "tell me " * 40}]
-        _, answer = await world.post(path, fields)
         _, events = await stream(world, path, fields | {"stream_options": {"include_usage": True}})
         del world.plane.observed[:]
         direct = await plain(world, path, fields)
-        choice = answer["choices"][0]
-        said = choice["message"]["content"] if chat else choice["text"]
-        assert said == text_of(events) == direct["choices"][0]["message"]["content"]
+        choice = direct["choices"][0]
+        assert text_of(events) == (choice["message"]["content"] if chat else choice["text"])
         assert choice["finish_reason"] == events[-3]["choices"][0]["finish_reason"] == "length"
-        assert answer["usage"] == events[-2]["usage"] == direct["usage"] and events.count(None) == 1
-        assert answer["object"] == ("chat.completion" if chat else "text_completion")
+        assert events[-2]["usage"] == direct["usage"] and events.count(None) == 1
+        assert events[0]["object"] == ("chat.completion.chunk" if chat else "text_completion")
         assert ["role" in e["choices"][0].get("delta", {}) for e in events[:2]] == [chat, False]
-        assert await world.metric(FIRST % "prefill") == 2
+        assert await world.metric(FIRST % "prefill") == 1
 
     in_world(body, gateway_config=WANTED, decode_lead_s=lead_s)
 
@@ -132,35 +135,6 @@ async def plain(world: World, path: str, fields: dict[str, Any]) -> Any:
     """The decode engine's own answer."""
     async with world.client.post(f"http://127.0.0.1:{world.decode.http_port}{path}", json=fields) as response:
         return await response.json()
-
-
-@pytest.mark.parametrize("streams", [False, True])
-def test_an_answer_of_one_token_moves_no_kv(in_world: InWorld, streams: bool) -> None:
-    async def body(world: World) -> None:
-        fields = ASKED | {"max_tokens": 1}
-        if streams:
-            _, events = await stream(
-                world, "/v1/completions", fields | {"stream_options": {"include_usage": True}}
-            )
-            text, usage, reason = (
-                text_of(events),
-                events[-2]["usage"],
-                events[0]["choices"][0]["finish_reason"],
-            )
-        else:
-            _, answer = await asked(world, max_tokens=1)
-            text, usage, reason = (
-                answer["choices"][0]["text"],
-                answer["usage"],
-                answer["choices"][0]["finish_reason"],
-            )
-        assert (text, reason) == (whole().pieces[0], "length")
-        assert usage == {"prompt_tokens": 1000, "completion_tokens": 1, "total_tokens": 1001}
-        assert world.decode.generated() == [] and world.decode.loaded == []
-        assert "kv_transfer_params" not in world.remote.generated()[0].body
-        assert await world.metric(FIRST % "whole") == 1
-
-    in_world(body, gateway_config=WANTED)
 
 
 @pytest.mark.parametrize("how", ["own", "stop", "token"])
@@ -172,11 +146,11 @@ def test_an_answer_that_ends_with_it_is_not_decoded(in_world: InWorld, how: str)
             fields["stop_token_ids"] = [whole().token_ids[0]]
         world.remote.end = first if how == "own" else None
         world.remote.lingers, world.remote.trails = "ends", True
-        _, answer = await asked(world, **fields)
-        choice = answer["choices"][0]
+        _, events = await asked(world, **fields)
+        choice = events[0]["choices"][0]
         reason = {"own": None, "stop": first, "token": whole().token_ids[0]}[how]
         assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("", "stop", reason)
-        assert answer["usage"]["completion_tokens"] == 1
+        assert events[-1]["usage"]["completion_tokens"] == 1
         # Only whether it would take the fields was it asked, if at all.
         assert [seen for seen in world.decode.generated() if seen.body["prompt"] != LONG[:2]] == []
         world.remote.goes_on.set()
@@ -191,9 +165,9 @@ def test_what_the_client_must_not_have_alone_is_asked_for_again(in_world: InWorl
         fields = {"stop": [first + "#"]} if how == "stop-spans" else {}
         for engine in world.engines:
             engine.blank = first if how == "no-text" else ""
-        route, answer = await asked(world, **fields)
+        route, events = await asked(world, **fields)
         expected = generated(LONG, ASKED | fields, 9, blank=first if how == "no-text" else "")
-        assert answer["choices"][0]["text"] == expected.text
+        assert text_of(events) == expected.text
         assert (route["route"], route["prefill"]) == ("offload", "remote") and "first_token" not in route
         assert [len(seen.body["prompt"]) for seen in world.remote.generated()] == [1000, 999]
         assert await world.metric(FIRST % how) == 1
@@ -209,13 +183,19 @@ def test_what_the_client_must_not_have_alone_is_asked_for_again(in_world: InWorl
         ({"presence_penalty": 0.5}, "parameters"),
         ({"logit_bias": {"1": 1}}, "parameters"),
         ({"n": 2, "temperature": 0.5}, "parameters"),
+        ({"return_token_ids": True}, "parameters"),
+        ({"max_tokens": 1}, "one-token"),
+        ({"stream": False, "stream_options": None}, "not-streamed"),
         ({"structured_outputs": {"regex": "[0-9]+"}}, "parameters"),
     ],
     ids=str,
 )
 def test_other_requests_go_the_other_way(in_world: InWorld, fields: dict[str, Any], reason: str) -> None:
     async def body(world: World) -> None:
-        route, _ = await asked(world, **fields)
+        body = ASKED | {"stream": True} | fields
+        async with world.client.post("/v1/completions", json=body) as response:
+            route = route_of(response)
+            assert response.status == 200 and await response.read()
         assert route["route"] == "offload" and "first_token" not in route
         (prefill,) = world.remote.generated()
         assert prefill.body["prompt"] == LONG[:-1] and "logprobs" not in prefill.body
@@ -233,17 +213,12 @@ def test_without_the_setting_nothing_changes(in_world: InWorld) -> None:
     in_world(body)
 
 
-@pytest.mark.parametrize("streams", [False, True])
-def test_kv_that_does_not_come_costs_a_prefill_and_no_token(in_world: InWorld, streams: bool) -> None:
+def test_kv_that_does_not_come_costs_a_prefill_and_no_token(in_world: InWorld) -> None:
     async def body(world: World) -> None:
         world.remote.lingers, world.remote.trails = "aborts", True
         world.remote.goes_on.set()
-        if streams:
-            _, events = await stream(world, "/v1/completions", ASKED)
-            text = text_of(events)
-        else:
-            text = (await asked(world))[1]["choices"][0]["text"]
-        assert text == whole().text
+        _, events = await asked(world)
+        assert text_of(events) == whole().text
         assert await world.metric("prfaas_gateway_fallbacks_total") == 1
 
     in_world(body, gateway_config=WANTED)
@@ -262,16 +237,11 @@ def test_a_client_that_leaves_after_it_leaves_nothing_behind(in_world: InWorld) 
     in_world(body, gateway_config=WANTED)
 
 
-@pytest.mark.parametrize("streams", [False, True])
-def test_no_engine_that_can_go_on_is_told_as_an_error(in_world: InWorld, streams: bool) -> None:
+def test_no_engine_that_can_go_on_is_told_as_an_error(in_world: InWorld) -> None:
     async def body(world: World) -> None:
         world.decode.dies = "http-500"
-        if streams:
-            _, events = await stream(world, "/v1/completions", ASKED)
-            assert events[0]["choices"][0]["text"] == whole().pieces[0] and events[-1]["error"]["code"] == 502
-        else:
-            response, answer = await world.post("/v1/completions", ASKED)
-            assert response.status == 503 and "does not answer" in answer["error"]["message"]
+        _, events = await stream(world, "/v1/completions", ASKED)
+        assert events[0]["choices"][0]["text"] == whole().pieces[0] and events[-1]["error"]["code"] == 502
 
     in_world(body, gateway_config=WANTED)
 

@@ -8,6 +8,8 @@ from typing import Any
 import orjson
 import pytest
 
+from prfaas.serving.gateway.answers.streams import EventStream
+
 from ..stand_in import answer_text
 from ..stand_in_apis import MESSAGES, RESPONSES
 from ..world import GATEWAY, OPTIONS, World
@@ -69,6 +71,35 @@ def test_what_fails_after_a_comment_is_an_error_event(in_world: InWorld, path: s
         error = orjson.loads(event[event.index(b"{") :])
         assert "decode" in (error.get("error") or error)["message"]
         assert await world.metric("prfaas_gateway_requests_total{") == 1
+        # As it would have been without a comment.
+        assert await world.metric('prfaas_gateway_refused_total{reason="unavailable"}') == 1
+
+    in_world(body, gateway_config=OFTEN)
+
+
+@pytest.mark.parametrize("path", ASKED)
+def test_a_fault_of_the_gateway_after_the_head_is_an_error_event(
+    in_world: InWorld, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not a second answer in the middle of the first one."""
+
+    def breaks(stream: EventStream, chunk: bytes) -> bytes:
+        raise RuntimeError("a fault")
+
+    async def body(world: World) -> None:
+        world.decode.mulls = True
+        asked = asyncio.create_task(raw(world, path))
+        await waits(world)
+        monkeypatch.setattr(EventStream, "take", breaks)
+        world.decode.goes_on.set()
+        async with asyncio.timeout(20):
+            status, told = await asked
+        assert status == 200 and told.startswith(COMMENT) and b"HTTP/1.1" not in told
+        (event,) = (part for part in told.split(b"\n\n") if part and not part.startswith(b":"))
+        error = orjson.loads(event[event.index(b"{") :])
+        assert "gateway failed" in (error.get("error") or error)["message"]
+        assert await world.metric("prfaas_gateway_requests_total{endpoint") == 1
+        assert await world.metric("prfaas_gateway_refused_total") == 0
 
     in_world(body, gateway_config=OFTEN)
 
@@ -99,6 +130,7 @@ def test_an_engines_refusal_after_a_comment_is_an_error_event(in_world: InWorld)
         await waits(world)
         world.decode.goes_on.set()
         assert b"no such user" in await asked
+        assert await world.metric("prfaas_gateway_refused_total") == 1
 
     in_world(body, gateway_config=OFTEN)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from prfaas.serving.gateway.answers import streams
 from prfaas.serving.gateway.answers.streams import EventStream, cached_tokens_of
 from prfaas.serving.gateway.dialects import DATA, END_OF_EVENT, LAST_EVENT
-from prfaas.serving.gateway.http_exchange import EngineResponse
+from prfaas.serving.gateway.http_pool import EngineResponse
 
 EVENTS = st.lists(
     st.one_of(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from prfaas.serving.gateway.answers.streams import EventStream
 from prfaas.serving.gateway.answers.taken_ids import PromptCut, TakenIds, taken_of_whole
 from prfaas.serving.gateway.dialects import DATA, END_OF_EVENT, LAST_EVENT
-from prfaas.serving.gateway.http_exchange import EngineResponse
+from prfaas.serving.gateway.http_pool import EngineResponse
 from prfaas.serving.gateway.prompts.prompt import Endpoint
 
 from .test_streams import cut

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from prfaas.serving.gateway.bodies import ApiError
-from prfaas.serving.gateway.prompts.prompt import Endpoint, check_media_urls, has_media
+from prfaas.serving.gateway.prompts.prompt import Endpoint, check_media_urls, media_parts
 
 from ..fixed_plane import BLOCK_TOKENS
 from ..stand_in import answer_text
@@ -90,19 +90,18 @@ def test_nothing_is_fetched_from_elsewhere(endpoint: Endpoint, field: str, part:
     body = {field: [{"role": "user", "content": [{"type": "text", "text": "http://x"}, part]}]}
     for domains in ((), ("allowed.example",)):
         with pytest.raises(ApiError, match="data: URLs") as refused:
-            check_media_urls(endpoint, body, domains)
+            check_media_urls(list(media_parts(endpoint, body)), domains)
         assert refused.value.status == 400
-    assert has_media(endpoint, body)
+    assert list(media_parts(endpoint, body))
 
 
 def test_media_from_allowed_domains_and_of_the_client_itself() -> None:
     for url in (CAT, "https://Allowed.example/x.png?y=http://z", "http://allowed.example:8080/x"):
-        check_media_urls(Endpoint.CHAT, chat(url), ("allowed.example",))
+        check_media_urls(list(media_parts(Endpoint.CHAT, chat(url))), ("allowed.example",))
     text = {"messages": [{"role": "user", "content": [{"type": "text", "text": "see http://internal"}]}]}
     tool = {"type": "tool_use", "input": {"url": "http://internal"}}
     for body in (text, {"messages": [{"role": "assistant", "content": [tool]}]}, {"messages": 5}):
-        check_media_urls(Endpoint.CHAT, body, ())
-        assert not has_media(Endpoint.CHAT, body)
+        assert not list(media_parts(Endpoint.CHAT, body))
 
 
 def test_a_url_is_refused_in_the_form_of_the_api(in_world: InWorld) -> None:

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prfaas.serving.gateway.bodies import ApiError
+from prfaas.serving.gateway.prompts.fields import unusual_fields
 from prfaas.serving.gateway.prompts.prompt import (
     BatchPrompt,
     DirectPrompt,
@@ -18,6 +19,7 @@ from prfaas.serving.gateway.prompts.prompt import (
     TokenPrompt,
     answers_of,
     as_token_ids,
+    media_parts,
     prompt_of,
     why_whole,
 )
@@ -71,11 +73,11 @@ def test_a_plain_chat_is_rendered_here() -> None:
         {"reasoning_effort": "low"},
         {"add_generation_prompt": False},
         {"continue_final_message": True},
-        {"add_special_tokens": True},
     ],
 )
 def test_an_unusual_chat_is_rendered_by_the_engine(fields: dict[str, Any]) -> None:
-    prompt = chat(USER, **fields)
+    assert unusual_fields(fields).keys() == fields.keys()
+    prompt = chat(USER, add_special_tokens=True)
     assert isinstance(prompt, RenderedPrompt) and prompt.plain is None
 
 
@@ -102,7 +104,8 @@ def test_an_echoing_chat_keeps_its_messages() -> None:
 
 def test_media_and_what_vllm_computes_by_itself_stay() -> None:
     image = {"type": "image_url", "image_url": {"url": "data:"}}
-    assert chat(USER | {"content": [image]}) == RenderedPrompt(None, takes_ids=False)
+    shown = {"messages": [USER | {"content": [image]}]}
+    assert prompt_of(Endpoint.CHAT, shown, has_media=True) == RenderedPrompt(None, takes_ids=False)
     assert chat(USER, n="3") == DirectPrompt("malformed")
     assert why_whole(Endpoint.CHAT, {"prompt_logprobs": 1}) == "prompt-logprobs"
     assert why_whole(Endpoint.COMPLETIONS, {"n": 1024, "truncate_prompt_tokens": 5, "suffix": "x"}) is None
@@ -115,8 +118,10 @@ def test_batches_and_what_engines_cut_have_prompts_too() -> None:
     )
     assert completion(["x", 5]) == completion([[1], [True]]) == DirectPrompt("malformed")
     for rule in ({"truncate_prompt_tokens": 5}, {"suffix": "z"}):
-        for prompt in ("x", [1, 2], ["x", "y"]):
-            assert completion(prompt, **rule) == RenderedPrompt(None, takes_ids=False)
+        # An engine renders it by rules of its own, and is given no ids in its place.
+        assert unusual_fields(rule) == rule
+    cut = chat(USER, truncate_prompt_tokens=5)
+    assert isinstance(cut, RenderedPrompt) and not cut.takes_ids
     assert completion(None, prompt_embeds=["abcd", "ef"]) == EmbedsPrompt(6)
 
 
@@ -142,7 +147,8 @@ def test_conversations_of_other_apis_are_rendered_by_the_engine(
     endpoint: Endpoint, field: str, takes_ids: bool
 ) -> None:
     def said(*content: Any) -> Any:
-        return prompt_of(endpoint, {field: [USER | {"content": list(content)}]})
+        asked = {field: [USER | {"content": list(content)}]}
+        return prompt_of(endpoint, asked, has_media=any(media_parts(endpoint, asked)))
 
     text, result = {"type": "text", "text": "x"}, {"type": "tool_result", "content": [{"type": "image"}]}
     assert (
@@ -178,4 +184,4 @@ JSON = st.recursive(
 @given(st.dictionaries(st.sampled_from(["input", "messages", "prompt", "tools", "n"]), JSON))
 def test_no_body_is_too_odd(body: dict[str, Any]) -> None:
     for endpoint in Endpoint:
-        prompt_of(endpoint, body)
+        prompt_of(endpoint, body, has_media=any(media_parts(endpoint, body)))

@@ -16,13 +16,12 @@ def answer(**fields: Any) -> bytes:
     return orjson.dumps({"choices": [choice], "usage": {"prompt_tokens": 9, "completion_tokens": 1}})
 
 
-def test_a_token_that_the_limit_ended_goes_on_unless_it_is_all() -> None:
-    assert SampledTokens.of(answer(), FirstTokenAsk({})) == SampledTokens((17,), "a")
-    assert SampledTokens.of(answer(), FirstTokenAsk({}, left_tokens=1)).finish_reason == "length"
+def test_a_token_that_the_limit_ended_goes_on() -> None:
+    assert SampledTokens.of(answer()) == SampledTokens((17,), "a")
 
 
 def test_a_token_that_ends_the_answer_says_why() -> None:
-    ended = SampledTokens.of(answer(text="", finish_reason="stop", stop_reason="x"), FirstTokenAsk({}))
+    ended = SampledTokens.of(answer(text="", finish_reason="stop", stop_reason="x"))
     assert (ended.finish_reason, ended.stop_reason) == ("stop", "x") and ended.held(FirstTokenAsk({})) is None
 
 
@@ -42,7 +41,7 @@ def test_a_token_that_ends_the_answer_says_why() -> None:
 )
 def test_anything_else_is_no_first_token(raw: bytes) -> None:
     with pytest.raises(ValueError, match="prefill's answer"):
-        SampledTokens.of(raw, FirstTokenAsk({}))
+        SampledTokens.of(raw)
 
 
 @pytest.mark.parametrize(

@@ -62,20 +62,22 @@ def test_what_has_come_is_not_computed_again(
     in_world(body, decode_lead_s=lead_s, keeps=True)
 
 
-@pytest.mark.parametrize(("first_token", "told"), [("decode", 512), ("prefill", 0)])
-def test_the_ticket_tells_how_far_checkpoints_are_apart(
-    in_world: InWorld, first_token: str, told: int
-) -> None:
-    """Where the prefill samples the first token, nothing is kept of a transfer that breaks."""
+@pytest.mark.parametrize("every_tokens", [0, 512])
+def test_the_ticket_tells_how_far_checkpoints_are_apart(in_world: InWorld, every_tokens: int) -> None:
+    """Where something is kept of a transfer that breaks, the prefill samples no first token."""
 
     async def body(world: World) -> None:
-        world.plane.waits.every_tokens = 512
-        await world.complete(LONG)
+        world.plane.waits.every_tokens = every_tokens
+        asked = {"model": "stand-in", "prompt": LONG, "max_tokens": 9, "temperature": 0, "stream": True}
+        async with world.client.post("/v1/completions", json=asked) as response:
+            await response.read()
         (body,) = world.remote.generated()
+        assert ("logprobs" in body.body) is (every_tokens == 0)
         sealed = body.body["kv_transfer_params"]["prfaas"]
-        assert Ticket.unseal(sealed, world.decode.key, time.time()).attributes.checkpoint_tokens == told
+        told = Ticket.unseal(sealed, world.decode.key, time.time()).attributes.checkpoint_tokens
+        assert told == every_tokens
 
-    in_world(body, gateway_config=replace(GATEWAY, first_token=first_token))
+    in_world(body, gateway_config=replace(GATEWAY, first_token="prefill"))
 
 
 def test_what_an_engine_took_before_the_gateway_asked_is_counted(

@@ -21,7 +21,6 @@ from prfaas.serving.gateway.ways.kv_transfer import (
     TransferredBytes,
 )
 from prfaas.serving.gateway.ways.ready_requests import (
-    AnsweredRequest,
     DirectRequest,
     EarlyRequest,
     KeptRequest,
@@ -138,9 +137,7 @@ def test_the_route_header_tells_what_has_moved() -> None:
 
 
 def test_who_sampled_the_first_token_is_told() -> None:
-    facts: dict[str, Any] = {"decision": FAR, "prompt": PROMPT, "prefix": MovedPrefix(FAR)}
-    answered = AnsweredRequest(first=FIRST, **facts)
-    assert answered.header().first_token == "prefill" and answered.given_up() is None
+    assert replace(MOVED, first_token="prefill").header().first_token == "prefill"
     assert MOVED.header().first_token is None
 
 

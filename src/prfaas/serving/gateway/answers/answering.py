@@ -6,9 +6,8 @@ from dataclasses import replace
 from aiohttp import web
 
 from prfaas.core.scheduling import NoDecodeInstanceError
-from prfaas.serving.gateway.admission import AdmittedRequest, DeadlinePassedError
+from prfaas.serving.gateway.admission import AdmittedRequest
 from prfaas.serving.gateway.answers.decode import MAX_ANSWERING_ATTEMPTS, Decoder
-from prfaas.serving.gateway.answers.first_token_answer import FirstTokenAnswers
 from prfaas.serving.gateway.answers.shadow import Shadow
 from prfaas.serving.gateway.answers.stream_resume import StreamResume
 from prfaas.serving.gateway.answers.streams import (
@@ -23,11 +22,7 @@ from prfaas.serving.gateway.engine_client import OWN_RESOURCES
 from prfaas.serving.gateway.prompts.request import ServingRequest
 from prfaas.serving.gateway.prompts.tokenization import Tokenization
 from prfaas.serving.gateway.ways.preparing import PrefillOrchestrator
-from prfaas.serving.gateway.ways.ready_requests import (
-    AnsweredRequest,
-    EarlyRequest,
-    ReadyRequest,
-)
+from prfaas.serving.gateway.ways.ready_requests import EarlyRequest, ReadyRequest
 
 
 class Answering:
@@ -43,7 +38,6 @@ class Answering:
     ) -> None:
         self._prefill = prefill
         self._shadow = shadow
-        self._metrics = context.metrics
         self._options = context.options
         self._decoder = Decoder(prefill, context)
         self._resume = StreamResume(
@@ -53,7 +47,6 @@ class Answering:
             decoder=self._decoder,
             context=context,
         )
-        self._first_answers = FirstTokenAnswers(prefill=prefill, resume=self._resume, context=context)
 
     async def answer(
         self,
@@ -69,11 +62,6 @@ class Answering:
         try:
             async with admitted.in_time():
                 response = await self._decode(asked, ready, writer)
-        except DeadlinePassedError as late:
-            if not writer.begun:
-                raise
-            self._metrics.refused.labels("deadline-passed").inc()
-            response = await writer.fail(late)
         finally:
             writer.note_tokens()
         if is_compared:
@@ -96,9 +84,9 @@ class Answering:
         While the client has seen nothing, another engine may answer in place of one that failed. After the first
         byte, another engine continues the text if the request allows it. Raises ApiError.
         """
-        if isinstance(ready, EarlyRequest | AnsweredRequest):
+        if isinstance(ready, EarlyRequest):
             request.record.sent(ready.header())
-            return await self._first_answers.answer(request, ready, writer)
+            return await self._resume.after_first(request, ready, writer)
         failed: list[str] = []
         while True:
             if request.endpoint.generates:
@@ -112,7 +100,7 @@ class Answering:
                     return await self._resume.finish(request, ready, writer, failure, failed)
                 another = await self._reroute(request, ready, failure, failed)
                 if another is None and failure.answer is not None:
-                    return writer.send(failure.answer)
+                    return await writer.send(failure.answer)
                 if another is None:
                     raise _unanswered(failure, failed[-1]) from None
                 ready = another

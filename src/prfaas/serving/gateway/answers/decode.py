@@ -20,7 +20,7 @@ from prfaas.serving.gateway.bodies import JSON_BYTES_PER_TOKEN, decode_body
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.dialects import dialect_of
 from prfaas.serving.gateway.engine_client import Blame, EngineCallError
-from prfaas.serving.gateway.http_exchange import EngineResponse
+from prfaas.serving.gateway.http_pool import EngineResponse
 from prfaas.serving.gateway.prompts.continuing import can_resume
 from prfaas.serving.gateway.prompts.prompt import DirectPrompt
 from prfaas.serving.gateway.prompts.request import ServingRequest
@@ -79,7 +79,7 @@ class Decoder:
                 raise DecodeFailedError(reason, detail, lost=False, answer=whole)
             if whole.status >= 400:
                 self._note_refusal(request, ready, whole.status)
-            return writer.send(whole)
+            return await writer.send(whole)
 
     @asynccontextmanager
     async def stream(self, request: ServingRequest, ready: ReadyRequest) -> AsyncIterator[EventStream]:
@@ -204,7 +204,9 @@ class Decoder:
 
 def _tells_ids(request: ServingRequest) -> bool:
     """Whether the engine is asked for token ids, by which another one could go on."""
-    return can_resume(request.endpoint, request.body) and not isinstance(request.prompt, DirectPrompt)
+    if request.has_media or isinstance(request.prompt, DirectPrompt):
+        return False
+    return can_resume(request.endpoint, request.body)
 
 
 def _wants_ids(request: ServingRequest) -> bool:

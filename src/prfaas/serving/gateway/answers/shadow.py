@@ -76,7 +76,7 @@ class Shadow:
     def wants(self, request: ServingRequest, ready: ReadyRequest) -> bool:
         """Whether the answer to this request is to be kept for `compare`. Asked once per request."""
         share = self._context.running.current.gateway.shadow
-        if not share or not ready.moves_kv or self._draw.random() >= share:
+        if not share or not ready.moves_kv or request.has_media or self._draw.random() >= share:
             return False
         return is_comparable(request.endpoint, request.body)
 

@@ -1,9 +1,14 @@
-"""The rest of a streamed answer whose decode engine failed: another engine continues it, or it ends with an error."""
+"""The rest of a stream that another engine began: a prefill with its first token, or a decode engine that failed.
 
+An engine continues it, or it ends with an error.
+"""
+
+import time
 from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Protocol
 
+import orjson
 from aiohttp import web
 
 from prfaas.core.scheduling import NoDecodeInstanceError
@@ -25,7 +30,7 @@ from prfaas.serving.gateway.answers.transcript import (
 )
 from prfaas.serving.gateway.bodies import JSON_BYTES_PER_TOKEN, Json, WrittenIds, ids_json
 from prfaas.serving.gateway.context import GatewayContext
-from prfaas.serving.gateway.dialects import END_OF_EVENT, LAST_EVENT, dialect_of
+from prfaas.serving.gateway.dialects import DATA, END_OF_EVENT, LAST_EVENT, dialect_of
 from prfaas.serving.gateway.prompts.continuing import (
     rest_body,
     stop_strings,
@@ -35,8 +40,10 @@ from prfaas.serving.gateway.prompts.continuing import (
 from prfaas.serving.gateway.prompts.prompt import Endpoint, RenderedPrompt, TokenPrompt
 from prfaas.serving.gateway.prompts.request import ServingRequest, TokenizedPrompt
 from prfaas.serving.gateway.prompts.tokenization import Tokenization
+from prfaas.serving.gateway.ways.first_token import SampledTokens
+from prfaas.serving.gateway.ways.kv_transfer import HopFailedError
 from prfaas.serving.gateway.ways.preparing import PrefillOrchestrator
-from prfaas.serving.gateway.ways.ready_requests import DecidedRequest, ReadyRequest
+from prfaas.serving.gateway.ways.ready_requests import DecidedRequest, EarlyRequest, ReadyRequest
 
 
 class CannotResumeError(Exception):
@@ -48,23 +55,15 @@ class CannotResumeError(Exception):
         self.outcome = outcome
 
 
-class EventSink(Protocol):
-    """Takes the events of an answer, one by one."""
-
-    async def write(self, event: bytes, /) -> None: ...
-
-
 @dataclass(slots=True)
 class BegunAnswer:
     """An answer of which the client has the beginning, and which an engine is to continue."""
 
     request: ServingRequest
-    body: Json
-    """The client's request, in the form of a stream."""
     prompt: TokenizedPrompt
     transcript: StreamTranscript
     ids: TakenIds
-    sink: EventSink
+    writer: ResponseWriter
     failed: list[str]
     """All decode engines that have failed this request."""
     stops: StopAccount | None = None
@@ -83,7 +82,7 @@ class AnswerRest:
 
 
 class StreamResume:
-    """Continues streams after the failure of their decode engine."""
+    """Continues streams after a first token of the prefill, and after the failure of their decode engine."""
 
     def __init__(
         self,
@@ -98,7 +97,6 @@ class StreamResume:
         self._tokenization = tokenization
         self._prefill = prefill
         self._decoder = decoder
-        self._plane = context.plane
         self._metrics = context.metrics
         self._max_model_len = context.max_model_len
         self._decode_attempts = context.options.decode_attempts
@@ -121,57 +119,66 @@ class StreamResume:
         except CannotResumeError as error:
             outcome = error.outcome
             sentence = f"The decode instance {failed[-1]} died while answering."
-            await self.break_off(request, writer, sentence, failure.event)
+            await self._break_off(request, writer, sentence, failure.event)
         self._count(request, outcome)
         return await writer.end()
 
-    @staticmethod
-    async def break_off(
-        request: ServingRequest, writer: ResponseWriter, sentence: str, event: bytes | None = None
-    ) -> None:
-        """Write the last event of a stream that no engine can continue: `event`, or an error that says `sentence`."""
-        event = event or dialect_of(request.endpoint).error_event(502, sentence, writer.latest)
-        await writer.write(END_OF_EVENT + event if writer.is_torn else event)
-        request.record.broken = True
-
-    def rest_of(self, begun: BegunAnswer) -> AnswerRest | None:
-        """A request for what follows the tokens so far; None: nothing may follow."""
-        request, sent = begun.request, begun.ids.ids
-        max_tokens = tokens_left(
-            request.endpoint, begun.body, len(begun.prompt.token_ids), len(sent), self._max_model_len
+    async def after_first(
+        self, request: ServingRequest, early: EarlyRequest, writer: ResponseWriter
+    ) -> web.StreamResponse:
+        """Give the client its first token, and the decode engine's rest of the answer once its KV is there."""
+        first, stops = early.first, stop_strings(request.body)
+        told = list(_opening_events(request, first))
+        writer.ids = ids = TakenIds(request.endpoint, is_asked=False)
+        ids.ids.extend(first.token_ids)
+        ids.shown = len(first.token_ids)
+        includes = request.body.get("include_stop_str_in_output") is True
+        begun = BegunAnswer(
+            request=request,
+            prompt=early.prompt,
+            transcript=StreamTranscript.of(request.endpoint, b"".join(told)),
+            ids=ids,
+            writer=writer,
+            failed=[],
+            stops=StopAccount(stops, includes=includes, text=first.text, held_chars=0) if stops else None,
         )
-        if begun.transcript.finish_reason is not None or begun.transcript.ended or max_tokens < 1:
-            return None
-        ids = array("I", begun.prompt.token_ids) + sent
-        written = WrittenIds(ids, ids_json(ids))
-        is_chat = request.endpoint is Endpoint.CHAT
-        rest = replace(
-            request,
-            body=rest_body(request.endpoint, begun.body, written, len(sent), max_tokens),
-            size_bytes=request.size_bytes * is_chat + len(ids) * JSON_BYTES_PER_TOKEN,
-            prompt=RenderedPrompt(plain=None, takes_ids=True) if is_chat else TokenPrompt(ids),
-        )
-        return AnswerRest(rest, ids, len(sent))
+        self._metrics.first_tokens.labels("prefill" if first.finish_reason is None else "whole").inc()
+        try:
+            for event in told:
+                await writer.write(event)
+            if first.finish_reason is None:
+                await self._go_on(begun, early)
+            else:
+                self._prefill.abandon(early, "the answer ended before the KV had come")
+                await self._close(begun, first.prompt_details)
+                request.record.attempts[-1].outcome = "done"
+        except CannotResumeError as error:
+            request.record.note(f"continuation: {error.outcome}")
+            sentence = "No decode instance can continue."
+            if begun.failed:
+                sentence = f"The decode instance {begun.failed[-1]} does not answer."
+            await self._break_off(request, writer, sentence)
+        except BaseException:
+            self._prefill.abandon(early, "the request ended before its decode")
+            raise
+        return await writer.end()
 
-    async def close(self, begun: BegunAnswer, details: Json | None = None) -> None:
-        """Write what follows the last token of a complete answer. `details`: the usage's, where they are known."""
-        sent_tokens = len(begun.ids.ids)
-        for event in begun.transcript.closing_events(
-            len(begun.prompt.token_ids), sent_tokens, usage=wants_usage(begun.body), details=details
-        ):
-            await begun.sink.write(event)
-        begun.request.record.answer_tokens = sent_tokens
-
-    async def hashed(self, rest: AnswerRest) -> TokenizedPrompt:
-        """The prompt of `rest` with the hashes of its blocks."""
-        return await self._tokenization.hash_blocks(rest.request, rest.token_ids)
-
-    async def go_on(self, begun: BegunAnswer, rest: AnswerRest, ready: ReadyRequest) -> None:
-        """Write the rest of an answer by the decode engine of `ready`; if it fails, by others.
-
-        Raises:
-            CannotResumeError: perhaps after a part of it.
-        """
+    async def _go_on(self, begun: BegunAnswer, early: EarlyRequest) -> None:
+        """Write what follows the first token. Raises CannotResumeError, perhaps after a part of it."""
+        rest = self._rest_of(begun)
+        assert rest is not None, "an answer of one token has none of the prefill"
+        # Its hashes are those of the prompt: no other request has sent what follows.
+        is_chat = begun.request.endpoint is Endpoint.CHAT
+        prompt = TokenizedPrompt(rest.token_ids, early.prompt.chains, is_chat)
+        try:
+            ready = await self._prefill.loadable(early, rest.request, prompt)
+        except HopFailedError as failure:
+            avoid = () if failure.hopeless else (early.decision.prefill,)
+            prompt = await self._tokenization.hash_blocks(rest.request, rest.token_ids)
+            try:
+                ready = await self._prefill.prepare_near(rest.request, prompt, avoid, failure.reason)
+            except NoDecodeInstanceError:
+                raise CannotResumeError("no-instance") from None
         begun.request.record.sent(ready.header())
         if not await self._relayed(begun, rest, ready):
             try:
@@ -180,6 +187,43 @@ class StreamResume:
                 self._count(begun.request, error.outcome)
                 raise
             self._count(begun.request, outcome)
+
+    @staticmethod
+    async def _break_off(
+        request: ServingRequest, writer: ResponseWriter, sentence: str, event: bytes | None = None
+    ) -> None:
+        """Write the last event of a stream that no engine can continue: `event`, or an error that says `sentence`."""
+        event = event or dialect_of(request.endpoint).error_event(502, sentence, writer.latest)
+        await writer.write(END_OF_EVENT + event if writer.is_torn else event)
+        request.record.broken = True
+
+    def _rest_of(self, begun: BegunAnswer) -> AnswerRest | None:
+        """A request for what follows the tokens so far; None: nothing may follow."""
+        request, sent = begun.request, begun.ids.ids
+        max_tokens = tokens_left(
+            request.endpoint, begun.request.body, len(begun.prompt.token_ids), len(sent), self._max_model_len
+        )
+        if begun.transcript.finish_reason is not None or begun.transcript.ended or max_tokens < 1:
+            return None
+        ids = array("I", begun.prompt.token_ids) + sent
+        written = WrittenIds(ids, ids_json(ids))
+        is_chat = request.endpoint is Endpoint.CHAT
+        rest = replace(
+            request,
+            body=rest_body(request.endpoint, begun.request.body, written, len(sent), max_tokens),
+            size_bytes=request.size_bytes * is_chat + len(ids) * JSON_BYTES_PER_TOKEN,
+            prompt=RenderedPrompt(plain=None, takes_ids=True) if is_chat else TokenPrompt(ids),
+        )
+        return AnswerRest(rest, ids, len(sent))
+
+    async def _close(self, begun: BegunAnswer, details: Json | None = None) -> None:
+        """Write what follows the last token of a complete answer. `details`: the usage's, where they are known."""
+        sent_tokens = len(begun.ids.ids)
+        for event in begun.transcript.closing_events(
+            len(begun.prompt.token_ids), sent_tokens, usage=wants_usage(begun.request.body), details=details
+        ):
+            await begun.writer.write(event)
+        begun.request.record.answer_tokens = sent_tokens
 
     def _count(self, request: ServingRequest, outcome: str) -> None:
         self._metrics.continuations.labels(outcome).inc()
@@ -190,14 +234,15 @@ class StreamResume:
         while True:
             if begun.transcript.finish_reason is None:
                 await self._cut(begun)
-            rest = self.rest_of(begun)
+            rest = self._rest_of(begun)
             if rest is None:
-                await self.close(begun)
+                await self._close(begun)
                 return "finished"
             if len(begun.failed) >= self._decode_attempts:
                 raise CannotResumeError("attempts")
             try:
-                ready = await self._prefill.prepare_again(rest.request, await self.hashed(rest), begun.failed)
+                prompt = await self._tokenization.hash_blocks(rest.request, rest.token_ids)
+                ready = await self._prefill.prepare_again(rest.request, prompt, begun.failed)
             except NoDecodeInstanceError:
                 raise CannotResumeError("no-instance") from None
             if await self._relayed(begun, rest, ready):
@@ -208,8 +253,8 @@ class StreamResume:
 
         They are sampled again: those of half a character, and those of which a parser has not made anything yet.
         """
-        taken, stops = begun.ids, stop_strings(begun.body)
-        includes = begun.body.get("include_stop_str_in_output") is True
+        taken, stops = begun.ids, stop_strings(begun.request.body)
+        includes = begun.request.body.get("include_stop_str_in_output") is True
         held_chars = 0
         if stops and not includes and begun.stops is None:
             held_chars = max(map(len, stops)) - 1
@@ -243,7 +288,7 @@ class StreamResume:
     async def _relay_rest(self, begun: BegunAnswer, rest: AnswerRest, ready: ReadyRequest) -> None:
         """Pass the decode engine's stream on in the first one's form. Raises DecodeFailedError and NotPlainError."""
         transcript, stops, taken = begun.transcript, begun.stops, begun.ids
-        least_tokens = begun.body.get("min_tokens") or 0
+        least_tokens = begun.request.body.get("min_tokens") or 0
         async with self._decoder.stream(rest.request, ready) as stream:
             while chunk := await stream.read():
                 # One by one: tokens behind a stop string are none of the answer's.
@@ -251,7 +296,7 @@ class StreamResume:
                     for event in events(taken.take(raw + END_OF_EVENT)):
                         if event is None:
                             transcript.ended = True
-                            await begun.sink.write(LAST_EVENT)
+                            await begun.writer.write(LAST_EVENT)
                             continue
                         may_stop = len(taken.ids) > least_tokens
                         piece = transcript.rewrite(
@@ -259,9 +304,9 @@ class StreamResume:
                         )
                         if piece:
                             note_answer_tokens(begun.request.record, piece)
-                            await begun.sink.write(piece)
+                            await begun.writer.write(piece)
                         if stops is not None and stops.stop is not None:
-                            await self.close(begun)
+                            await self._close(begun)
                             return
 
 
@@ -279,10 +324,39 @@ def _broken_stream(
         raise CannotResumeError("not-plain") from None
     return BegunAnswer(
         request=request,
-        body=request.body,
         prompt=ready.prompt,
         transcript=transcript,
         ids=writer.ids,
-        sink=writer,
+        writer=writer,
         failed=failed,
     )
+
+
+def _opening_events(request: ServingRequest, first: SampledTokens) -> Iterator[bytes]:
+    """The events of a stream as vLLM begins it, with the first token."""
+    chat = request.endpoint is Endpoint.CHAT
+    head: Json = {
+        "id": f"{'chatcmpl' if chat else 'cmpl'}-{request.record.request_id}",
+        "object": "chat.completion.chunk" if chat else "text_completion",
+        "created": int(time.time()),
+        "model": request.model,
+    }
+    if chat:
+        role = {
+            "index": 0,
+            "delta": {"role": "assistant", "content": ""},
+            "logprobs": None,
+            "finish_reason": None,
+        }
+        yield _event(head, role)
+        said: Json = {"delta": {"content": first.text}}
+    else:
+        said = {"text": first.text}
+    choice: Json = {"index": 0, **said, "logprobs": None, "finish_reason": first.finish_reason}
+    if not chat or first.finish_reason is not None:
+        choice["stop_reason"] = first.stop_reason
+    yield _event(head, {**choice, "token_ids": None})
+
+
+def _event(head: Json, choice: Json) -> bytes:
+    return DATA + orjson.dumps({**head, "choices": [choice]}) + END_OF_EVENT

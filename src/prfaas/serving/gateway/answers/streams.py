@@ -20,7 +20,7 @@ from prfaas.serving.gateway.answers.taken_ids import PromptCut, TakenIds
 from prfaas.serving.gateway.bodies import ApiError, without_transfer_params
 from prfaas.serving.gateway.dialects import END_OF_EVENT, OPENAI, Dialect
 from prfaas.serving.gateway.engine_client import Blame, EngineCallError, failed_call
-from prfaas.serving.gateway.http_exchange import EngineResponse
+from prfaas.serving.gateway.http_pool import EngineResponse
 from prfaas.serving.gateway.metrics import Metrics
 from prfaas.serving.gateway.request_log import RequestRecord
 from prfaas.serving.gateway.request_trace import finish_reasons
@@ -414,10 +414,10 @@ class ResponseWriter:
         await self._read_in_time(self._response.write_eof())
         return self._response
 
-    def send(self, answer: WholeAnswer) -> web.Response:
-        """The answer in one piece. Raises ApiError where the client waits for a stream, and this is an error."""
+    async def send(self, answer: WholeAnswer) -> web.StreamResponse:
+        """The answer in one piece; an event where the client waits for a stream, since this is an error then."""
         if self.head_sent:
-            raise ApiError(answer.status, _sentence_in(answer.body))
+            return await self.fail(ApiError(answer.status, _sentence_in(answer.body)))
         self._note_first_byte()
         headers = self._record.headers() | {"Content-Type": answer.content_type}
         return web.Response(status=answer.status, body=self._told(answer.body), headers=headers)

@@ -3,7 +3,7 @@
 from typing import Any
 
 from prfaas.serving.gateway.bodies import Json, WrittenIds
-from prfaas.serving.gateway.prompts.prompt import DEFAULT_COMPLETION_TOKENS, Endpoint, has_media
+from prfaas.serving.gateway.prompts.prompt import DEFAULT_COMPLETION_TOKENS, Endpoint
 
 # With these vLLM 0.32 goes by what it has generated itself, and to a second engine that is the prompt.
 _COUNTING_OUTPUT = (
@@ -32,9 +32,6 @@ def can_resume(endpoint: Endpoint, body: Json) -> bool:
     Not those of other APIs: vLLM tells no token ids there.
     """
     if body.get("stream") is not True or endpoint not in (Endpoint.COMPLETIONS, Endpoint.CHAT):
-        return False
-    # What it shows is in no ids.
-    if has_media(endpoint, body):
         return False
     if any(body.get(field) for field in _COUNTING_OUTPUT + _OTHER_FORMS) or _has_grammar(body):
         return False

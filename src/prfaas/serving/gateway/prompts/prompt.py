@@ -13,35 +13,44 @@ from prfaas.serving.transport.ticket import MAX_USES
 
 
 class Endpoint(StrEnum):
-    """What clients may ask an engine for, named as in metrics."""
+    """What clients may ask an engine for: its name as in metrics, and its path."""
 
-    COMPLETIONS = "completions"
-    CHAT = "chat"
-    RESPONSES = "responses"
-    MESSAGES = "messages"
-    COUNT_TOKENS = "count_tokens"
-    TOKENIZE = "tokenize"
-    DETOKENIZE = "detokenize"
+    path: str
 
-    @property
-    def path(self) -> str:
-        return _PATHS[self]
+    def __new__(cls, name: str, path: str) -> "Endpoint":
+        endpoint = str.__new__(cls, name)
+        endpoint._value_, endpoint.path = name, path
+        return endpoint
+
+    COMPLETIONS = "completions", "/v1/completions"
+    CHAT = "chat", "/v1/chat/completions"
+    RESPONSES = "responses", "/v1/responses"
+    MESSAGES = "messages", "/v1/messages"
+    COUNT_TOKENS = "count_tokens", "/v1/messages/count_tokens"
+    GENERATE = "generate", "/inference/v1/generate"
+    TOKENIZE = "tokenize", "/tokenize"
+    DETOKENIZE = "detokenize", "/detokenize"
+    RENDER_COMPLETION = "render_completion", "/v1/completions/render"
+    RENDER_CHAT = "render_chat", "/v1/chat/completions/render"
+    RENDER_RESPONSE = "render_response", "/v1/responses/render"
+    RENDER_MESSAGE = "render_message", "/v1/messages/render"
+    DERENDER_COMPLETION = "derender_completion", "/v1/completions/derender"
+    DERENDER_CHAT = "derender_chat", "/v1/chat/completions/derender"
+    EMBEDDINGS = "embeddings", "/v1/embeddings"
+    POOLING = "pooling", "/pooling"
+    CLASSIFY = "classify", "/classify"
+    SCORE = "score", "/score"
+    RERANK = "rerank", "/rerank"
 
     @property
     def generates(self) -> bool:
-        """Whether an engine prefills and decodes for it. What is left asks the tokenizer alone."""
-        return self not in (Endpoint.COUNT_TOKENS, Endpoint.TOKENIZE, Endpoint.DETOKENIZE)
+        """Whether an engine prefills and decodes for it. All else is one engine's, and is forwarded by load."""
+        return self in _GENERATING
 
 
-_PATHS = {
-    Endpoint.COMPLETIONS: "/v1/completions",
-    Endpoint.CHAT: "/v1/chat/completions",
-    Endpoint.RESPONSES: "/v1/responses",
-    Endpoint.MESSAGES: "/v1/messages",
-    Endpoint.COUNT_TOKENS: "/v1/messages/count_tokens",
-    Endpoint.TOKENIZE: "/tokenize",
-    Endpoint.DETOKENIZE: "/detokenize",
-}
+_GENERATING = frozenset(
+    (Endpoint.COMPLETIONS, Endpoint.CHAT, Endpoint.RESPONSES, Endpoint.MESSAGES, Endpoint.GENERATE)
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +73,7 @@ class RenderedPrompt:
     """A conversation of any API, or a text that an engine's own rules cut or complete."""
 
     plain: tuple[tuple[str, str | tuple[str, ...]], ...] | None
-    """(role, content) pairs if only the model's own template decides the text; else None: an engine renders it."""
+    """(role, content) pairs if the model's own template makes the text of usual fields; else None: an engine does."""
     takes_ids: bool
     """Whether the answer stays the same when vLLM is given the ids instead of rendering."""
 
@@ -90,41 +99,47 @@ class DirectPrompt:
 
     reason: str
     """Why, in one word."""
-    num_tokens: int = 0
-    """Of all of them together; 0: there are none, or the engine will refuse them."""
+    lengths: tuple[int, ...] = ()
+    """Tokens of each; none: there are none, or the engine will refuse them."""
     chains: tuple[PromptChains, ...] = ()
     """Of each that is known in tokens, the longest ones."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all of them together."""
+        return sum(self.lengths)
 
 
 Prompt = TokenPrompt | TextPrompt | RenderedPrompt | BatchPrompt | EmbedsPrompt | DirectPrompt
 
-UNSEEN_REASONS = frozenset({"tokenizer", "malformed", "refused", "length", "not-rendered", "embeds"})
-"""Why nobody knows the tokens of a direct prompt: no prompt, none that an engine takes, or none made of tokens."""
 
-
-def prompt_of(endpoint: Endpoint, body: Mapping[str, Any]) -> Prompt:
+def prompt_of(endpoint: Endpoint, body: Mapping[str, Any], *, has_media: bool = False) -> Prompt:
     """The prompt in `body`. What is malformed is a DirectPrompt: the decode engine refuses it in its own words.
+
+    `has_media`: whether there are `media_parts`. What they show is in no ids.
 
     Raises:
         ApiError: 400, when only one engine could know the prompt.
     """
     if not endpoint.generates:
-        return DirectPrompt("tokenizer")
+        return DirectPrompt("forwarded")
     if not isinstance(body.get("model", ""), str | None):
         return DirectPrompt("malformed")
+    if endpoint is Endpoint.GENERATE:
+        if body.get("features"):
+            raise ApiError(400, "Media are taken in messages here; leave `features` out.", param="features")
+        given = body.get("token_ids")
+        ids = as_token_ids(given) if isinstance(given, list) else None
+        return DirectPrompt("malformed") if ids is None else TokenPrompt(ids)
     if endpoint is Endpoint.RESPONSES:
         _check_stored(body)
-        return RenderedPrompt(None, takes_ids=not has_media(endpoint, body))
+        return RenderedPrompt(None, takes_ids=not has_media)
     if endpoint is Endpoint.MESSAGES:
         # vLLM takes no ids here.
         return RenderedPrompt(None, takes_ids=False)
     if _samples(body) is None:
         return DirectPrompt("malformed")
-    prompt = _chat_prompt(body) if endpoint is Endpoint.CHAT else _completion_prompt(body)
-    if isinstance(prompt, DirectPrompt | EmbedsPrompt):
-        return prompt
-    has_rules = any(body.get(field) is not None for field in _RULES)
-    return RenderedPrompt(None, takes_ids=False) if has_rules else prompt
+    return _chat_prompt(body, has_media) if endpoint is Endpoint.CHAT else _completion_prompt(body)
 
 
 def _check_stored(body: Mapping[str, Any]) -> None:
@@ -138,12 +153,11 @@ def _check_stored(body: Mapping[str, Any]) -> None:
             raise ApiError(400, sentence, param=field)
 
 
-# vLLM cuts and completes prompts by rules of its own.
-_RULES = ("truncate_prompt_tokens", "suffix")
-
-
 def why_whole(endpoint: Endpoint, body: Mapping[str, Any]) -> str | None:
     """Why the decode engine has to prefill a prompt itself, in one word; None: another one may."""
+    if endpoint is Endpoint.GENERATE:
+        # Its parameters are vLLM's own, by names that may change.
+        return "generate"
     if endpoint not in (Endpoint.COMPLETIONS, Endpoint.CHAT):
         return None
     # vLLM reads neither cached nor external KV for prompt logprobs. A beam's requests carry no ticket.
@@ -162,6 +176,9 @@ def samples_of(endpoint: Endpoint, body: Mapping[str, Any]) -> int:
 
     vLLM makes every sample a request, and each of them loads the transfer.
     """
+    if endpoint is Endpoint.GENERATE:
+        said = body.get("sampling_params")
+        return (_samples(said) or 1) if isinstance(said, dict) else 1
     return (_samples(body) or 1) if endpoint in (Endpoint.COMPLETIONS, Endpoint.CHAT) else 1
 
 
@@ -224,37 +241,16 @@ def as_token_ids(ids: Sequence[object]) -> "array[int] | None":
         return None
 
 
-_UNUSUAL_FIELDS = (
-    "tools",
-    "tool_choice",
-    "documents",
-    "chat_template",
-    "chat_template_kwargs",
-    "reasoning_effort",
-    "mm_processor_kwargs",
-    "media_io_kwargs",
-    "continue_final_message",
-    "add_special_tokens",
-)
-
-
-def _chat_prompt(body: Mapping[str, Any]) -> Prompt:
+def _chat_prompt(body: Mapping[str, Any], has_media: bool) -> Prompt:
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
         return DirectPrompt("malformed")
-    if has_media(Endpoint.CHAT, body):
-        # What stands between the ids is in no ids.
+    if has_media:
         return RenderedPrompt(None, takes_ids=False)
-    # With ids given, vLLM does not render, so it could neither echo the last message nor return the prompt's
-    # text.
-    takes_ids = not body.get("echo") and not body.get("return_prompt_text")
-    plain = None
-    if (
-        not any(body.get(field) for field in _UNUSUAL_FIELDS)
-        and body.get("add_generation_prompt", True) is True
-    ):
-        plain = _plain_messages(messages)
-    return RenderedPrompt(plain, takes_ids)
+    # With ids given, vLLM does not render: it could neither echo the last message nor return the prompt's text, and it
+    # would cut the ids once more.
+    takes_ids = not any(body.get(field) for field in ("echo", "return_prompt_text", "truncate_prompt_tokens"))
+    return RenderedPrompt(None if body.get("add_special_tokens") else _plain_messages(messages), takes_ids)
 
 
 def _plain_messages(
@@ -315,17 +311,17 @@ _MEDIA_FIELDS = frozenset(
 
 def media_parts(endpoint: Endpoint, body: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """The parts of a body's messages that are more than text."""
-    said = body.get("input" if endpoint is Endpoint.RESPONSES else "messages")
-    for message in said if isinstance(said, list) else ():
-        if isinstance(message, dict):
-            yield from _media_in(message.get("content"))
-            # Of a response's items a tool's result may have parts too.
-            yield from _media_in(message.get("output"))
-
-
-def has_media(endpoint: Endpoint, body: Mapping[str, Any]) -> bool:
-    """Whether a body's messages are more than text."""
-    return next(media_parts(endpoint, body), None) is not None
+    if endpoint.generates:
+        found = [body.get("input" if endpoint is Endpoint.RESPONSES else "messages")]
+    else:
+        # What is scored, embedded or told again may stand anywhere.
+        found = list(body.values())
+    for said in found:
+        for message in said if isinstance(said, list) else (said,):
+            if isinstance(message, dict):
+                yield from _media_in(message.get("content"))
+                # Of a response's items a tool's result may have parts too.
+                yield from _media_in(message.get("output"))
 
 
 def _media_in(content: object) -> Iterator[Mapping[str, Any]]:
@@ -341,9 +337,9 @@ _URL = re.compile(r"(?i)\s*[a-z][a-z0-9+.-]*:[/\\]")
 _PLAIN_URL = re.compile(r"(?i)https?://([a-z0-9.-]+)(:[0-9]+)?([/?#][^\\\s]*)?")
 
 
-def check_media_urls(endpoint: Endpoint, body: Mapping[str, Any], domains: Collection[str]) -> None:
-    """Raises ApiError 400 where an engine would fetch media from elsewhere than `domains`."""
-    waiting: list[object] = list(media_parts(endpoint, body))
+def check_media_urls(media: Sequence[object], domains: Collection[str]) -> None:
+    """Raises ApiError 400 where an engine would fetch `media_parts` from elsewhere than `domains`."""
+    waiting = list(media)
     while waiting:
         value = waiting.pop()
         if isinstance(value, dict):

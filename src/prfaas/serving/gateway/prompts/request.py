@@ -11,12 +11,13 @@ from prfaas.core.prefix import MediaItem, PromptChains
 from prfaas.core.route_header import REQUEST_ID_HEADER
 from prfaas.serving.gateway.bodies import ApiError, Json, parse_body, strip_owned
 from prfaas.serving.gateway.context import GatewayContext
+from prfaas.serving.gateway.prompts.fields import unusual_fields
 from prfaas.serving.gateway.prompts.prompt import (
     Endpoint,
     Prompt,
     answers_of,
     check_media_urls,
-    has_media,
+    media_parts,
     prompt_of,
     samples_of,
     why_whole,
@@ -51,6 +52,8 @@ class ServingRequest:
     """How many are wanted of all prompts."""
     has_media: bool
     """Whether its prompt is more than text."""
+    unusual: Json
+    """The fields that not every engine takes, or that change what it makes of a conversation."""
     whole: str | None
     """Why its decode engine has to prefill it, in one word; None: another one may."""
     model: str
@@ -185,7 +188,7 @@ class RequestParser:
         Raises:
             ApiError: 4xx with one sentence for what the client got wrong.
         """
-        body, prompt = await self._json_threads.run(len(raw), self._parse_body, raw, endpoint)
+        body, prompt, has_media = await self._json_threads.run(len(raw), self._parse_body, raw, endpoint)
         model = body.get("model")
         adapter = model if isinstance(model, str) and model != self._model.served_name else ""
         record.model = adapter or self._model.served_name
@@ -199,7 +202,8 @@ class RequestParser:
             prompt=prompt,
             samples=samples_of(endpoint, body),
             answers=answers_of(endpoint, body),
-            has_media=has_media(endpoint, body),
+            has_media=has_media,
+            unusual=unusual_fields(body),
             whole=why_whole(endpoint, body),
             model=record.model,
             adapter=adapter,
@@ -208,7 +212,8 @@ class RequestParser:
             record=record,
         )
 
-    def _parse_body(self, raw: bytes, endpoint: Endpoint) -> tuple[Json, Prompt]:
+    def _parse_body(self, raw: bytes, endpoint: Endpoint) -> tuple[Json, Prompt, bool]:
+        """What is left of a body, its prompt, and whether that is more than text. Raises ApiError."""
         body = parse_body(raw, self._running.current.gateway.limits.body_values)
         model = body.get("model")
         names = (self._model.served_name, *self._model.adapters)
@@ -218,20 +223,22 @@ class RequestParser:
             raise ApiError(404, f"The model `{model[:200]}` does not exist; there is {known}.", param="model")
         # vLLM's CPU backend (0.32) ends when a prompt with a seed is prefilled in more than one chunk.
         on_cpus = any(cluster.hardware == "cpu" for cluster in self._running.current.pd_clusters)
-        if on_cpus and _is_seeded(body):
+        sampling = body.get("sampling_params")
+        if on_cpus and (_is_seeded(body) or (isinstance(sampling, dict) and _is_seeded(sampling))):
             raise ApiError(
                 400,
                 "`seed` is not taken here: vLLM's CPU backend ends when it prefills a seeded prompt in more than one "
                 "step. Leave `seed` out, or set `temperature` to 0, where a seed changes nothing.",
                 param="seed",
             )
-        prompt = prompt_of(endpoint, body)
-        check_media_urls(endpoint, body, self._running.current.gateway.media_domains)
+        media = tuple(media_parts(endpoint, body))
+        check_media_urls(media, self._running.current.gateway.media_domains)
+        prompt = prompt_of(endpoint, body, has_media=bool(media))
         stripped = strip_owned(body)
         if endpoint is Endpoint.RESPONSES:
             # No later request would find what one engine stores, and vLLM never drops it.
             stripped["store"] = False
-        return stripped, prompt
+        return stripped, prompt, bool(media)
 
 
 def _is_seeded(body: Json) -> bool:

@@ -210,24 +210,27 @@ class Tokenization:
         if isinstance(prompt, DirectPrompt):
             return prompt
         if isinstance(prompt, EmbedsPrompt):
-            return DirectPrompt("embeds", max(int(prompt.encoded_chars / self._embedding_chars), 1))
+            return DirectPrompt("embeds", (max(int(prompt.encoded_chars / self._embedding_chars), 1),))
         try:
             prompts = await self._prompts(request, prompt)
         except EngineCallError as error:
             # 403: the engine renders nothing, for nobody.
             if error.is_clients_fault and error.status != HTTPStatus.FORBIDDEN:
                 return DirectPrompt("refused")
-            return DirectPrompt("not-rendered", request.size_bytes // _BYTES_PER_TOKEN)
+            return DirectPrompt("not-rendered", (request.size_bytes // _BYTES_PER_TOKEN,))
         longest = max(len(each.token_ids) for each in prompts)
-        if longest >= self._max_model_len or longest + _answer_limit(request) > self._max_model_len:
+        limit = answer_limit(request.endpoint, request.body) or 0
+        # With a completion's ids vLLM cuts the answer short instead.
+        needed = limit if request.endpoint is Endpoint.COMPLETIONS else longest + limit
+        if max(longest + 1, needed) > self._max_model_len:
             return DirectPrompt("length")
         whole = self._why_whole(request, prompts)
         if whole is None:
             return await self.hash_blocks(request, *prompts[0])
         prompts.sort(key=lambda each: len(each.token_ids), reverse=True)
         hashed = [await self.hash_blocks(request, *each) for each in prompts[:_MOST_HASHED]]
-        num_tokens = sum(len(each.token_ids) for each in prompts)
-        return DirectPrompt(whole, num_tokens, tuple(each.chains for each in hashed))
+        lengths = tuple(len(each.token_ids) for each in prompts)
+        return DirectPrompt(whole, lengths, tuple(each.chains for each in hashed))
 
     def _why_whole(self, request: ServingRequest, prompts: Sequence[RenderedIds]) -> str | None:
         """Why the decode engine has to prefill all of it, in one word; None: another one may."""
@@ -276,7 +279,11 @@ class Tokenization:
     async def _all_own_ids(
         self, request: ServingRequest, prompt: TokenPrompt | TextPrompt | RenderedPrompt | BatchPrompt
     ) -> "list[RenderedIds] | None":
-        """Ids that no engine has to be asked for; None where there is one prompt that an engine renders."""
+        """Ids that no engine has to be asked for; None where an engine is to render, or to judge the request."""
+        if request.endpoint is Endpoint.GENERATE and isinstance(prompt, TokenPrompt):
+            return [RenderedIds(prompt.token_ids)]
+        if request.unusual:
+            return None
         agrees = self._agrees(request.endpoint)
         found = []
         for each in prompt.prompts if isinstance(prompt, BatchPrompt) else (prompt,):
@@ -355,10 +362,3 @@ def _embedding_chars(model: Path) -> float:
         return 2 * fields.whole("hidden_size") * 4 / 3
     except ConfigError:
         return math.inf
-
-
-def _answer_limit(request: ServingRequest) -> int:
-    """Tokens of answer for which vLLM wants room; where it is given ids, it would cut the answer short instead."""
-    if request.endpoint is Endpoint.COMPLETIONS:
-        return 0
-    return answer_limit(request.endpoint, request.body) or 0

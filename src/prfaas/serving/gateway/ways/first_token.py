@@ -1,4 +1,4 @@
-"""The first token of an answer, sampled by the engine that prefills: how it is asked for, and what is told of it."""
+"""The first token of a stream, sampled by the engine that prefills: how it is asked for, and what is told of it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,26 +25,11 @@ class FirstTokenAsk:
     """Fields of a text completion."""
     stops: Sequence[str] = ()
     """Stop strings."""
-    left_tokens: int = 2
-    """How long the answer may be. Of one token no KV needs to move."""
-
-    @property
-    def is_all(self) -> bool:
-        """Whether the answer may have no second token."""
-        return self.left_tokens <= 1
 
     def body_fields(self) -> Json:
         """Fields of the prefill's request. Tokens' ids come back as names: asked for otherwise, vLLM would send all of
         the prompt's ids with them."""
-        fields = {**self.sampling, "logprobs": 0, "return_tokens_as_token_ids": True}
-        if fields.get("min_tokens") is not None:
-            # vLLM takes no larger minimum than what is asked for.
-            fields["min_tokens"] = min(fields["min_tokens"], 1)
-        return fields
-
-    def goes_on(self, reason: str | None) -> bool:
-        """Whether an answer that ended for `reason` goes on, since no more tokens were asked for."""
-        return reason is None or (reason == "length" and not self.is_all)
+        return {**self.sampling, "logprobs": 0, "return_tokens_as_token_ids": True}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,26 +47,29 @@ class SampledTokens:
     """The usage's `prompt_tokens_details`, where the engine tells them."""
 
     @classmethod
-    def of(cls, answer: bytes, ask: FirstTokenAsk) -> "SampledTokens":
+    def of(cls, answer: bytes) -> "SampledTokens":
         """The token in a completion of one. Raises ValueError for an answer that is something else."""
         try:
             told = orjson.loads(answer)
             (choice,) = told["choices"]
-            (token_id,) = token_ids_of(choice)
+            (name,) = choice["logprobs"]["tokens"]
+            token_id = int(name.removeprefix(_TOKEN_ID))
             text, reason = choice["text"], choice["finish_reason"]
             details = told["usage"].get("prompt_tokens_details")
         except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"no first token in the prefill's answer: {type(error).__name__}") from None
         if not isinstance(text, str) or reason not in ("stop", "length"):
             raise ValueError("the prefill's answer is no whole completion of one token")
-        ended = None if ask.goes_on(reason) else reason
-        return cls((token_id,), text, ended, choice.get("stop_reason"), details)
+        # "length": no more tokens were asked for.
+        return cls(
+            (token_id,), text, None if reason == "length" else reason, choice.get("stop_reason"), details
+        )
 
     def held(self, ask: FirstTokenAsk) -> str | None:
         """Why the client must not have it before the next token, in one word; None: it may."""
         if self.finish_reason is not None:
             return None
-        if not has_text(self.text):
+        if not self.text or _INCOMPLETE in self.text:
             return NO_TEXT
         return STOP_SPANS if begins_stop(self.text, ask.stops) else None
 
@@ -93,16 +81,6 @@ class FirstTokenHeldError(Exception):
         """`reason`: one word."""
         super().__init__(reason)
         self.reason = reason
-
-
-def token_ids_of(choice: Json) -> tuple[int, ...]:
-    """The tokens of a choice. Raises KeyError, TypeError or ValueError where it names none."""
-    return tuple(int(name.removeprefix(_TOKEN_ID)) for name in choice["logprobs"]["tokens"])
-
-
-def has_text(text: str) -> bool:
-    """Whether `text` is something, and whole characters only."""
-    return bool(text) and _INCOMPLETE not in text
 
 
 def begins_stop(text: str, stops: Sequence[str]) -> bool:

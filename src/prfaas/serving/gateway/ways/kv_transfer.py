@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Protocol
+from typing import Annotated
 
 import msgspec
 
@@ -170,22 +170,6 @@ class StagingUse:
     total_bytes: int
 
 
-class Watcher(Protocol):
-    """What the gateway needs of `transport.observer.Observer`."""
-
-    async def wait(
-        self, transfer_id: bytes, timeout_s: float, lead_s: float = 0.0, on_soon: OnSoon | None = None
-    ) -> TransferStatus: ...
-
-    def announced(self, transfer_id: bytes) -> bool: ...
-
-    async def abandon(self, transfer_id: bytes, reason: str, *, keep: bool = False) -> None: ...
-
-    async def stats(self) -> dict[str, Any]: ...
-
-    async def close(self) -> None: ...
-
-
 def watchers_of(
     instance: Instance,
     *,
@@ -215,22 +199,16 @@ class KvTransfers:
 
     def __init__(
         self,
-        watchers: Mapping[str, tuple[Watcher, ...]],
+        watchers: Mapping[str, tuple[Observer, ...]],
         clock: Callable[[], float] = time.monotonic,
-        stages: Mapping[str, int] | None = None,
     ) -> None:
-        """
-        Args:
-            watchers: instance name → one watcher per rank.
-            clock: see `answers`.
-            stages: of the pipelines of instances that have some, by their names.
-        """
-        self._stages = dict(stages or {})
+        """`watchers`: instance name → one watcher per rank. `clock`: see `answers`."""
+        self._stages: dict[str, int] = {}
         self._watchers = dict(watchers)
         self._clock = clock
         self._consumers: set[str] = set()
 
-    def add(self, consumer: str, watchers: tuple[Watcher, ...], stages: int = 1) -> None:
+    def add(self, consumer: str, watchers: tuple[Observer, ...], stages: int = 1) -> None:
         """One more instance; nothing where it is there already."""
         if self._watchers.setdefault(consumer, watchers) is watchers:
             self._stages[consumer] = stages
@@ -280,7 +258,7 @@ class KvTransfers:
         statuses = await run_together(*(self._wait(*each, timeout_s, lead_s, soon) for each in watched))
         return _moved(*statuses)
 
-    def _watched(self, ticket: Ticket, *, pulled: bool = False) -> list[tuple[Watcher, bytes]]:
+    def _watched(self, ticket: Ticket, *, pulled: bool = False) -> list[tuple[Observer, bytes]]:
         """Every rank of the consumer with the ids under which it gets the transfer: several ranks may send to one."""
         watchers = self._watchers[ticket.consumer]
         senders = () if pulled else self._watchers.get(ticket.producer, ())
@@ -364,7 +342,7 @@ class KvTransfers:
 
     @staticmethod
     async def _wait(
-        watcher: Watcher, transfer_id: bytes, timeout_s: float, lead_s: float, on_soon: OnSoon
+        watcher: Observer, transfer_id: bytes, timeout_s: float, lead_s: float, on_soon: OnSoon
     ) -> TransferStatus:
         try:
             status = await watcher.wait(transfer_id, timeout_s, lead_s, on_soon)

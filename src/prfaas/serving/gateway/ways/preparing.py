@@ -22,7 +22,6 @@ from prfaas.serving.gateway.ways.kv_transfer import (
 )
 from prfaas.serving.gateway.ways.prefix_moves import PrefixMoves
 from prfaas.serving.gateway.ways.ready_requests import (
-    AnsweredRequest,
     DecidedRequest,
     DirectRequest,
     EarlyRequest,
@@ -82,7 +81,9 @@ class PrefillOrchestrator:
         """
         if isinstance(prompt, DirectPrompt):
             return self._direct(request, prompt, decision)
-        ask = self._first_tokens.ask(request, prompt) if decision.transfers else None
+        ask = None
+        if decision.transfers and self._remote.may_sample(decision):
+            ask = self._first_tokens.ask(request, prompt)
         return await self._prepare(request, prompt, decision, ask=ask)
 
     async def _prepare(
@@ -127,7 +128,7 @@ class PrefillOrchestrator:
                     break
                 decision = another
             else:
-                if isinstance(ready, MovedRequest | AnsweredRequest):
+                if isinstance(ready, MovedRequest):
                     attempt.outcome = "done"
                 return replace(ready, fallback=fallback)
         reason = "fallback" if decision.transfers else decision.reason

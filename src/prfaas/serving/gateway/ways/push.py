@@ -17,7 +17,7 @@ from prfaas.serving.gateway.engine_client import FROZEN, OWN_RESOURCES, Blame, E
 from prfaas.serving.gateway.prompts.prompt import Endpoint
 from prfaas.serving.gateway.prompts.request import ServingRequest, Tenants
 from prfaas.serving.gateway.request_trace import CANCELLED, AttributeValue, RequestSpans
-from prfaas.serving.gateway.ways.first_token import FirstTokenAsk, SampledTokens
+from prfaas.serving.gateway.ways.first_token import SampledTokens
 from prfaas.serving.gateway.ways.kv_transfer import (
     BLAMES_NOBODY,
     CONSUMER_FROZEN,
@@ -190,31 +190,6 @@ class PrefillHop:
         self._given_up[arrival] = TransferFailedError(reason, sentence)
         arrival.cancel()
 
-    async def sample(
-        self, spec: TransferSpec, ask: FirstTokenAsk, request: ServingRequest
-    ) -> tuple[SampledTokens, float]:
-        """Prefill and sample the one token of an answer; nothing moves.
-
-        Returns:
-            The token, and the seconds that it took.
-
-        Raises:
-            HopFailedError: the prefill failed.
-        """
-        begun_s = time.perf_counter()
-        size_bytes = len(spec.token_ids) * JSON_BYTES_PER_TOKEN
-        body = await self._json_threads.run(size_bytes, self._prefill_request, spec, request, None)
-        trace = request.record.trace
-        spans = None if trace is None else HopTrace(trace, spec, self._plane)
-        try:
-            self._check_frozen(spec)
-            first = _only_token(spec.producer, ask, await self._prefill(spec, body, request, spans))
-        except (EngineCallError, TransferFailedError) as failure:
-            if spans is not None:
-                spans.failed(failure.reason, in_transfer=False)
-            raise self._report(spec, failure) from None
-        return first, time.perf_counter() - begun_s
-
     async def run(
         self,
         spec: TransferSpec,
@@ -306,8 +281,8 @@ class PrefillHop:
         return sealed_ticket
 
     @staticmethod
-    def _prefill_request(spec: TransferSpec, request: ServingRequest, sealed: str | None) -> bytes:
-        if spec.media and sealed is not None:
+    def _prefill_request(spec: TransferSpec, request: ServingRequest, sealed: str) -> bytes:
+        if spec.media:
             limit = "max_output_tokens" if request.endpoint is Endpoint.RESPONSES else "max_tokens"
             return media_prefill_body(request.body, sealed, limit, request.salt)
         return prefill_body(
@@ -352,7 +327,7 @@ class PrefillHop:
             answer = await prefilling
             prefill_s = clock() - start_s
             if spec.ask is not None:
-                tell(hop.first, _only_token(spec.producer, spec.ask, answer))
+                tell(hop.first, _only_token(spec.producer, answer))
             started = self._started(hop, answer)
             await self._wait_for_rest(hop, arrival, late_s)
             moved = self._arrived(spec, arrival)
@@ -487,9 +462,9 @@ def _check_compatible(rejection: str | None) -> None:
         raise TransferFailedError(INCOMPATIBLE, rejection)
 
 
-def _only_token(instance: str, ask: FirstTokenAsk, answer: bytes) -> SampledTokens:
+def _only_token(instance: str, answer: bytes) -> SampledTokens:
     """The token in a prefill engine's answer of one. Raises EngineCallError."""
     try:
-        return SampledTokens.of(answer, ask)
+        return SampledTokens.of(answer)
     except ValueError as error:
         raise EngineCallError(instance, "garbled", str(error), blame=Blame.NONE) from None

@@ -205,14 +205,6 @@ class EarlyRequest(DecidedRequest):
         return _ended(self.arriving)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AnsweredRequest(DecidedRequest):
-    """The prefill instance has sampled the only token of the answer. Nothing moves."""
-
-    first_token: FirstToken | None = "prefill"
-    first: SampledTokens
-
-
 def _ended(arriving: Arriving) -> StartedTransfer | None:
     """What has come already; None where it is cut off now, or has failed: then it frees what it left itself."""
     if arriving.cancel() or arriving.cancelled() or arriving.exception() is not None:

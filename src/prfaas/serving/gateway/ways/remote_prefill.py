@@ -23,7 +23,6 @@ from prfaas.serving.gateway.ways.prefix_moves import PrefixMoves
 from prfaas.serving.gateway.ways.pull import PulledHop
 from prfaas.serving.gateway.ways.push import PrefillHop
 from prfaas.serving.gateway.ways.ready_requests import (
-    AnsweredRequest,
     DecidedRequest,
     EarlyRequest,
     MovedRequest,
@@ -78,6 +77,13 @@ class RemotePrefills:
         transfer = ready.given_up()
         if transfer is not None:
             self.free(transfer.ticket, reason)
+
+    def may_sample(self, decision: Decision) -> bool:
+        """Whether the prefill may sample the first token.
+
+        A NIXL producer of some models drops the prompt's last one. Of a transfer with a token more nothing is kept.
+        """
+        return not self._reads(decision) and not self._plane.waits.checkpoint_tokens(decision)
 
     async def begin(
         self, request: ServingRequest, prompt: TokenizedPrompt, attempt: Attempt, ask: FirstTokenAsk | None
@@ -177,24 +183,10 @@ class RemotePrefills:
 
     async def _prefill(
         self, running: _RemotePrefill, work: OpenPrefill, held: AsyncExitStack
-    ) -> DecidedRequest:
+    ) -> MovedRequest:
         """Have the instance prefill, and move the KV; `held` is given back then. Raises HopFailedError."""
         async with held:
-            if running.ask is not None and running.ask.is_all:
-                return await self._sampled(running, running.ask, work)
             return await self._moved(running, work)
-
-    async def _sampled(
-        self, running: _RemotePrefill, ask: FirstTokenAsk, work: OpenPrefill
-    ) -> AnsweredRequest:
-        """Sample the only token of the answer there. Raises HopFailedError."""
-        request, decision = running.request, running.attempt.decision
-        spec = _spec(running, running.prompt.token_ids, work)
-        first, prefill_s = await self._push.sample(spec, ask, request)
-        work.measured()
-        self._metrics.prefill_seconds.labels(str(decision.route)).observe(prefill_s)
-        request.record.took("prefill", prefill_s)
-        return AnsweredRequest(decision=decision, prompt=running.prompt, prefix=running.prefix, first=first)
 
     async def _moved(self, running: _RemotePrefill, work: OpenPrefill) -> MovedRequest:
         """Prefill there, and move the KV to the decode instance. Raises HopFailedError."""
