@@ -1,6 +1,8 @@
-"""Bytes for fuzzers: what is well formed, changed in a few places."""
+"""For fuzzers: well formed bytes that are changed in a few places, and a look at what was logged."""
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from hypothesis import strategies as st
@@ -8,6 +10,7 @@ from hypothesis import strategies as st
 _INTERESTING = (
     *(b"", b"\x00", b"\xff", b"\xff\xff\xff\xff", b"\xc1", b"NaN", b"-1", b"1e999", b"9" * 400, b"null"),
     *(b"[" * 200, b"{", b'"', b"\\ud800", b"\n", b": ", b"!!binary ", b"&a ", b"*a", b"<<: ", b"\t"),
+    *(b"2001-99-99", b"!!timestamp ", b"!!int ", b"? ", b"---\n"),
 )
 
 
@@ -47,3 +50,22 @@ def _edited(drawn: tuple[bytes, Sequence[Edit]]) -> bytes:
     for edit in edits:
         data = edit.of(data)
     return data
+
+
+@contextmanager
+def no_exception_logged() -> Iterator[None]:
+    """Whoever catches an exception that it did not expect logs it: none may have been."""
+    caught: list[str] = []
+
+    class Catcher(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.exc_info:
+                caught.append(f"{record.getMessage()}: {record.exc_info[1]!r}")
+
+    logger, catcher = logging.getLogger("prfaas"), Catcher()
+    logger.addHandler(catcher)
+    try:
+        yield
+    finally:
+        logger.removeHandler(catcher)
+    assert caught == []

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.mutations import mutated
+from tests.mutations import mutated, no_exception_logged
 
 from prfaas.serving.pool.client import PoolClient
 from prfaas.serving.pool.daemon import DaemonOptions
@@ -53,6 +53,12 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[DaemonOpt
     with running_daemon(options), connected(options) as client:
         store_prompt(client, PROMPT)
         yield options, client
+
+
+@pytest.fixture(autouse=True)
+def no_exception() -> Iterator[None]:
+    with no_exception_logged():
+        yield
 
 
 @FUZZ
