@@ -32,7 +32,7 @@ WING ?=
 WORKERS ?= 3
 
 .PHONY: help setup system fast studies machine demo check test test-all test-gemma test-fast test-docs test-explore \
-	test-extras audit bench docs clean
+	fuzz test-extras audit bench docs clean
 
 help:
 	@echo "make demo   one long and several short prompts through two clusters on this machine, compared with plain vLLM"
@@ -40,6 +40,7 @@ help:
 	@echo "make test-all   what 'make test' leaves out: more cases of the same (a quarter of an hour)"
 	@echo "make test-gemma   tests that fetch Gemma, whose terms a person accepts first"
 	@echo "make test-explore  property tests with new random examples, ten times as many (SEED=… repeats a run)"
+	@echo "make fuzz         frames, KV events, pool messages and files of any content (SECONDS=600 for each)"
 	@echo "make test-fast    the tests that start no engine and are not slow (three minutes on two cores)"
 	@echo "make test-fast WING=core   those of one wing: $(WINGS) (a minute)"
 	@echo "make test-docs    the guides' commands and programs as written; as root also a whole guide on machines of its own (minutes)"
@@ -121,6 +122,9 @@ test-explore: setup
 	echo "make test-explore SEED=$$seed"; \
 	$(PYTEST) -m "hypothesis and not engine" --hypothesis-profile=explore --hypothesis-seed=$$seed \
 		--timeout=3600 $(TEST_ARGS) || { status=$$?; echo "repeat with: make test-explore SEED=$$seed"; exit $$status; }
+
+fuzz: setup
+	$(BIN)/python bench/fuzz.py --seconds $(or $(SECONDS),600)
 
 # Importing vLLM alone takes each process ten seconds. Property tests take a fifth of their examples.
 test-fast: setup

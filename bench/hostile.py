@@ -15,9 +15,10 @@ garbage   bytes that are no frame, at a KV port
 flood     connections to a KV port that say half of a greeting
 role      authenticated as tools: PACE, ROSTER, PROBE, ABANDON and COPY, which only others may send
 replay    an observer's greeting, sent again
+pool      at the socket of a pool that stands beside: requests whose answers are not read, or messages of any bytes
 
 Ends with 1 if under 99.9 % of the honest requests had their right answer, the 99th percentile of their first tokens was
-over twice the one before, the gateway's memory over 1.5 times, or something is left over.
+over twice the one before, the memory of gateway, engines or pool over 1.5 times, or something is left over.
 """
 
 import argparse
@@ -31,20 +32,24 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import numpy as np
 import uvloop
 
 from faults_load import Answers
 from faults_stack import MODEL, FaultStack
 from faults_watch import Baseline, left_processes, leftovers, tracebacks
+from pool_world import pooled_deployment, running_pool
 from prfaas.core.deployment import TOOLS, Instance
 from prfaas.serving.engines.running import RunningEngines
+from prfaas.serving.pool.protocol import LENGTH_BYTES, PROTOCOL_VERSION, OpenSession, Stats
 from prfaas.serving.transport import Observer, load_key
 from prfaas.serving.transport.handshake import ROLE_OBSERVER, ClientHello
 from prfaas.serving.transport.wire import FrameType, pack_control
@@ -81,8 +86,10 @@ class Honest:
 class Acts:
     """The hostile acts, each a coroutine; the seed decides all of them."""
 
-    def __init__(self, stack: FaultStack, seed: int) -> None:
+    def __init__(self, stack: FaultStack, pool: Path, seed: int) -> None:
+        """`pool`: the socket of its daemon."""
         self._stack = stack
+        self._pool = pool
         self._rng = random.Random(seed)
         gateway = stack.deployment.gateway
         self._clients = (gateway.host, gateway.port)
@@ -98,6 +105,7 @@ class Acts:
             self._flood,
             self._role,
             self._replay,
+            self._asks_pool,
         )
         self.done: Counter[str] = Counter()
 
@@ -226,6 +234,18 @@ class Acts:
         stats = pack_control(FrameType.STATS, body={})
         await self._said(address, self._hello(instance).frame() + proof + stats * 50, held_s=0.3)
 
+    async def _asks_pool(self) -> None:
+        opened = OpenSession(PROTOCOL_VERSION, "tool", 0, self._rng.randbytes(8), None)
+        said = [msgspec.msgpack.encode(each) for each in (opened, *[Stats()] * 20_000)]
+        if self._rng.random() < 0.5:
+            said[1:] = [self._rng.randbytes(self._rng.randrange(1, 1000))]
+        _, writer = await asyncio.open_unix_connection(self._pool)
+        try:
+            writer.write(b"".join(len(each).to_bytes(LENGTH_BYTES, "little") + each for each in said))
+            await asyncio.sleep(self._held_s())
+        finally:
+            writer.transport.abort()
+
     def _hello(self, instance: Instance) -> ClientHello:
         return ClientHello.new(
             key=self._key,
@@ -278,12 +298,13 @@ async def _honest(stack: FaultStack, answers: Answers, requests: int, per_s: flo
     return found
 
 
-async def _most_bytes(pid: int, over: asyncio.Event) -> int:
-    """The largest resident memory of a process until then."""
-    most = 0
+async def _most_bytes(pids: Mapping[str, int], over: asyncio.Event) -> dict[str, int]:
+    """The largest resident memory of each process until then."""
+    most = dict.fromkeys(pids, 0)
     while not over.is_set():
-        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-        most = max(most, pages * os.sysconf("SC_PAGE_SIZE"))
+        for name, pid in pids.items():
+            pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+            most[name] = max(most[name], pages * os.sysconf("SC_PAGE_SIZE"))
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(over.wait(), 0.2)
     return most
@@ -294,13 +315,22 @@ async def measured(home: Path, options: argparse.Namespace) -> dict[str, Any]:
     stack = FaultStack(home)
     stack.engines = RunningEngines(stack.deployment, stand_ins_per_process=len(stack.deployment.instances))
     answers = Answers(stack.deployment)
-    async with stack.running():
+    pooled = pooled_deployment(home, "beside", memory="64 MiB")
+    async with stack.running(), AsyncExitStack() as beside_it:
+        pools = beside_it.enter_context(running_pool(pooled))
+        (node,) = pooled.pools
         baseline = Baseline.of(stack)
-        found: list[tuple[Honest, int]] = []
-        acts = Acts(stack, options.seed)
+        found: list[tuple[Honest, dict[str, int]]] = []
+        acts = Acts(stack, pooled.pool_socket(node), options.seed)
+        pids = {
+            "gateway": stack.gateway_pid,
+            # Stand-ins share a process.
+            "engines": stack.pid(stack.deployment.instances[0].name),
+            "pool": pools.pid(node.name),
+        }
         for phase in range(2):
             over = asyncio.Event()
-            watching = asyncio.create_task(_most_bytes(stack.gateway_pid, over))
+            watching = asyncio.create_task(_most_bytes(pids, over))
             beside = asyncio.create_task(
                 acts.run(options.acts if phase else 0, options.per_s * options.acts / options.requests)
             )
@@ -319,8 +349,8 @@ async def measured(home: Path, options: argparse.Namespace) -> dict[str, Any]:
         "wrong": dict(beside_acts.wrong) | {f"alone: {what}": count for what, count in alone.wrong.items()},
         "p99_alone_s": alone.p99_s,
         "p99_s": beside_acts.p99_s,
-        "gateway_alone_bytes": alone_bytes,
-        "gateway_bytes": acts_bytes,
+        "alone_bytes": alone_bytes,
+        "bytes": acts_bytes,
         "left_over": left + left_processes(home),
         "tracebacks": broken,
     }
@@ -337,9 +367,12 @@ def verdicts(found: dict[str, Any]) -> list[tuple[bool, str]]:
             found["p99_s"] <= 2 * found["p99_alone_s"],
             f"first tokens, 99th percentile: {found['p99_s']:.2f} s, alone {found['p99_alone_s']:.2f} s",
         ),
-        (
-            found["gateway_bytes"] <= 1.5 * found["gateway_alone_bytes"],
-            f"gateway's memory {found['gateway_bytes'] >> 20} MiB, alone {found['gateway_alone_bytes'] >> 20} MiB",
+        *(
+            (
+                most <= 1.5 * found["alone_bytes"][name],
+                f"memory of {name}: {most >> 20} MiB, alone {found['alone_bytes'][name] >> 20} MiB",
+            )
+            for name, most in found["bytes"].items()
         ),
         (not found["left_over"], f"{len(found['left_over'])} things left over"),
         (not found["tracebacks"], f"{found['tracebacks']} tracebacks in the logs"),

@@ -6,12 +6,14 @@ Latents, as MLA keeps them, go from the ranks of a prefill engine to those of a 
 received, loaded by every rank out of shared staging, and checked, in one process. The bytes on the wire are those of
 one copy. Each round does the same transfer between engines of one rank each, and between several, in turn.
 
-Ratios are medians over rounds of paired measurements.
+Ratios are medians over rounds of paired measurements. Every rank has memory of its own to fill, whatever is shared: the
+second ratio counts the loads of all ranks as one, so that it says what sharing itself costs.
 """
 
 import argparse
 import socket
 import statistics
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -145,10 +147,17 @@ class Way:
             until(partial(_is_connected, sender))
             self.producers.append(KvProducer(memory.layout, own, sender, WAIT_S, ConnectorStats()))
 
-    def transfer(self) -> float:
-        """Prefill, move and load the prompt at all ranks; processor seconds of all threads."""
+    def transfer(self) -> tuple[float, float]:
+        """Prefill, move and load the prompt at all ranks; processor seconds of all, and without further loads."""
         east = list(zip(self.east, self.producers, strict=True))
-        return move(east, list(zip(self.home, self.consumers, strict=True)), self.num_tokens)
+        before_s = self._loading_s()
+        took_s = move(east, list(zip(self.home, self.consumers, strict=True)), self.num_tokens)
+        loading_s = self._loading_s() - before_s
+        return took_s, took_s - loading_s * (1 - 1 / len(self.consumers))
+
+    def _loading_s(self) -> float:
+        clocks = [time.pthread_getcpuclockid(each._thread.ident or 0) for each in self.consumers]
+        return sum(map(time.clock_gettime, clocks))
 
     def check(self) -> None:
         """Raises RuntimeError: a rank does not have what was computed."""
@@ -169,7 +178,7 @@ def _is_connected(sender: Sender) -> bool:
 
 def measure(num_tokens: int, rounds: int) -> Iterator[Figure]:
     """Medians for each pair of engines."""
-    took: list[list[float]] = []
+    took: list[list[tuple[float, float]]] = []
     with ExitStack() as stack:
         ways = [Way(*ranks, num_tokens, stack) for ranks in RANKS]
         # The first round touches memory for the first time.
@@ -184,13 +193,17 @@ def measure(num_tokens: int, rounds: int) -> Iterator[Figure]:
     for way, (senders, readers) in enumerate(RANKS):
         yield {
             "ranks": f"{senders} to {readers}",
-            "s_per_gb": round(statistics.median(seconds[way] for seconds in took) / gigabytes, 3),
-            "ratio": round(statistics.median(seconds[way] / seconds[0] for seconds in took), 3),
+            "s_per_gb": round(statistics.median(seconds[way][0] for seconds in took) / gigabytes, 3),
+            "ratio": round(statistics.median(seconds[way][0] / seconds[0][0] for seconds in took), 3),
+            "one_load_ratio": round(
+                statistics.median(seconds[way][1] / seconds[0][1] for seconds in took), 3
+            ),
         }
 
 
 def sentence(figure: Mapping[str, Any]) -> str:
-    return f"{figure['ranks']} ranks: {figure['s_per_gb']} s/GB, {figure['ratio']} of 1 to 1"
+    ratios = f"{figure['ratio']} of 1 to 1, {figure['one_load_ratio']} with one load"
+    return f"{figure['ranks']} ranks: {figure['s_per_gb']} s/GB, {ratios}"
 
 
 def goals_of(figure: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

@@ -215,15 +215,22 @@ class WanStack:
         return self.ask(GATEWAY_HOST, ADMIN_PORT, "/prfaas/state")[1]
 
     def ask(
-        self, host: str, port: int, path: str, body: Any = None, *, address: str = "127.0.0.1"
+        self,
+        host: str,
+        port: int,
+        path: str,
+        body: Any = None,
+        *,
+        address: str = "127.0.0.1",
+        headers: Mapping[str, str] | None = None,
     ) -> tuple[int, Any]:
         """GET, or POST of a JSON body, from a namespace; the status and the parsed answer."""
         with self.laboratory.inside(host):
             connection = http.client.HTTPConnection(address, port, timeout=900)
             try:
-                headers = {"Content-Type": "application/json"}
                 data = None if body is None else json.dumps(body)
-                connection.request("GET" if body is None else "POST", path, data, headers)
+                sent = {"Content-Type": "application/json", **(headers or {})}
+                connection.request("GET" if body is None else "POST", path, data, sent)
                 answer = connection.getresponse()
                 return answer.status, json.loads(answer.read())
             finally:

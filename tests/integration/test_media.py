@@ -120,3 +120,7 @@ def test_no_url_is_fetched(stack: Stack) -> None:
     part = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:9/x.png"}}
     answer = call(stack.url("gateway", PATH), asked([{"role": "user", "content": [part]}]))
     assert answer.status == 400 and "data: URLs" in answer.body["error"]["message"]
+    # Nor by an engine that is asked past the gateway.
+    for name in (PREFILL, DECODE):
+        direct = call(stack.url(name, PATH), asked([{"role": "user", "content": [part]}]))
+        assert direct.status >= 400 and "allowed domains" in direct.body["error"]["message"], direct.body

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import logging
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.mutations import no_exception_logged
 
 from prfaas.core.deployment import CONTROL, GATEWAY, TOOLS
 from prfaas.serving.transport import (
@@ -227,19 +227,8 @@ def nothing_left(consumer: object) -> None:
 
 @pytest.fixture(autouse=True)
 def no_exception() -> Iterator[None]:
-    """Whoever catches an exception that it did not expect logs it."""
-    caught: list[str] = []
-
-    class Catcher(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if record.exc_info:
-                caught.append(f"{record.getMessage()}: {record.exc_info[1]!r}")
-
-    logger, catcher = logging.getLogger("prfaas"), Catcher()
-    logger.addHandler(catcher)
-    yield
-    logger.removeHandler(catcher)
-    assert caught == []
+    with no_exception_logged():
+        yield
 
 
 FUZZ = settings(

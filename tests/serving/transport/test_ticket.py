@@ -1,11 +1,13 @@
 """Tickets: what was sealed comes back, everything else is refused."""
 
+import ast
 import base64
 import hashlib
 import hmac
 import struct
 from array import array
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -13,8 +15,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import prfaas
 from prfaas.serving.transport import Ticket, TicketError, TransferAttributes, TransferClass, prompt_digest
 
+SOURCE = Path(prfaas.__file__).parent
 KEY = bytes(range(32))
 names = st.text(min_size=1, max_size=60).filter(
     lambda text: len(text.encode(errors="replace")) <= 255 and _clean(text)
@@ -120,6 +124,36 @@ def test_absurd_tickets(change: dict[str, object]) -> None:
 def test_absurd_attributes(change: dict[str, int]) -> None:
     with pytest.raises(TicketError, match=next(iter(change))):
         TransferAttributes(**change)
+
+
+def files_that_know(attribute: str) -> set[str]:
+    """The product's files that read an attribute of tickets, or set it."""
+    found = set()
+    for path in SOURCE.rglob("*.py"):
+        text = path.read_text()
+        for node in ast.walk(ast.parse(text if "ttributes" in text and attribute in text else "")):
+            match node:
+                case ast.Attribute(
+                    value=ast.Attribute(attr="attributes") | ast.Name(id="attributes"), attr=name
+                ):
+                    names = {name}
+                case ast.Call(func=ast.Name(id="TransferAttributes"), keywords=keywords):
+                    names = {each.arg for each in keywords}
+                case ast.ClassDef(name="TransferAttributes", body=body):
+                    names = {each.target.id for each in body if isinstance(each, ast.AnnAssign)}  # type: ignore[union-attr]
+                case _:
+                    continue
+            if attribute in names:
+                found.add(path.name)
+    return found
+
+
+def test_what_some_engines_do_with_a_transfer_is_known_to_five_files_at_most() -> None:
+    """Its declaration, who sets it, and the engines that act on it: nothing on the way between them."""
+    for attribute in ("uses", "checkpoint_tokens"):
+        known = files_that_know(attribute)
+        assert {"ticket.py", "remote_prefill.py"} <= known
+        assert len(known) <= 5, known
 
 
 def sealed(said: dict[str, object]) -> str:

@@ -1,15 +1,27 @@
 """The life of a transfer, without faults on the wire."""
 
+import asyncio
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, fields, replace
+from typing import Any
 
 import pytest
 
-from prfaas.serving.transport import BytesSource, SendPhase, SourceGone, TransferPhase
+from prfaas.core.deployment import GATEWAY
+from prfaas.serving.transport import (
+    BytesSource,
+    Observer,
+    SendPhase,
+    SourceGone,
+    TransferPhase,
+    outgoing,
+    transfer_table,
+)
+from prfaas.serving.transport.wire import body_of
 
-from .harness import FAST_RECEIVER, FAST_SENDER, World, await_over, await_true, with_options
+from .harness import FAST_RECEIVER, FAST_SENDER, KEY, World, await_over, await_true, with_options
 
 MakeWorld = Callable[..., World]
 
@@ -26,6 +38,46 @@ def test_bytes_arrive_exactly(world: World, unit_bytes: int) -> None:
     assert world.take(ticket) == content
     assert world.status(ticket).taken
     assert world.receiver.transfers.take(ticket.transfer_id) is None
+    world.await_clean()
+
+
+def body_of_older(value: Any) -> dict[str, Any]:
+    """What a release says that knows only the attributes without a default."""
+    needed = {field.name for field in fields(value) if field.default is MISSING}
+    return {name: said for name, said in body_of(value).items() if name in needed}
+
+
+def body_of_newer(value: Any) -> dict[str, Any]:
+    return {**body_of(value), "of_a_newer_release": {"snapshots": [1, 2]}}
+
+
+@pytest.mark.parametrize(
+    ("of_producer", "of_consumer"),
+    [(body_of_older, body_of_newer), (body_of_newer, body_of_older)],
+    ids=["older to newer", "newer to older"],
+)
+def test_releases_with_unlike_sets_of_attributes_transfer_what_both_know(
+    world: World,
+    monkeypatch: pytest.MonkeyPatch,
+    of_producer: Callable[[Any], Mapping[str, Any]],
+    of_consumer: Callable[[Any], Mapping[str, Any]],
+) -> None:
+    monkeypatch.setattr(outgoing, "body_of", of_producer)
+    monkeypatch.setattr(transfer_table, "body_of", of_consumer)
+    ticket, transfer, content = world.send(5000)
+    await_over(transfer)
+    assert transfer.phase is SendPhase.COMPLETE, transfer.reason
+
+    async def told() -> Any:
+        observer = Observer(GATEWAY, KEY, "127.0.0.1", world.receiver.port, "c/0")
+        try:
+            return await observer.wait(ticket.transfer_id, 30.0)
+        finally:
+            await observer.close()
+
+    status = asyncio.run(told())
+    assert (status.phase, status.received_bytes) == (TransferPhase.COMPLETE, 30_000)
+    assert world.take(ticket) == content
     world.await_clean()
 
 

@@ -34,6 +34,9 @@ CPU_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 
 NIXL_MODULE = "prfaas.serving.engines.vllm.nixl_connector"
 
+NO_HOST = "none.invalid"
+"""Resolves to nothing, ever (RFC 2606)."""
+
 TLS_KEEPALIVE_S = 40
 """An engine keeps an idle connection with TLS for longer than the gateway does, so that no request meets its end."""
 
@@ -250,9 +253,8 @@ def _ranks_of_others(deployment: Deployment, instance: Instance) -> dict[str, ob
 
 
 def _media(deployment: Deployment) -> tuple[str, ...]:
-    """To vLLM an empty list means every domain: then the gateway alone keeps clients' URLs out."""
-    domains = deployment.gateway.media_domains
-    return ("--allowed-media-domains", *domains) if domains else ()
+    """Also of requests that did not pass the gateway. To vLLM an empty list means every host."""
+    return ("--allowed-media-domains", *(deployment.gateway.media_domains or (NO_HOST,)))
 
 
 def _tls(deployment: Deployment, instance: Instance) -> tuple[str, ...]:

@@ -6,7 +6,13 @@ from prfaas.serving.transport.sentences import legible
 
 Fingerprint = Mapping[str, str | int]
 
-MEANT_WITHOUT: dict[str, str | int] = {}
+MAY_DIFFER = "may differ"
+"""Of a mark that is told and need not be equal."""
+
+WINDOW_DRAFTS = "num_speculative_tokens"
+"""Of engines whose windows are longer for it."""
+
+MEANT_WITHOUT: dict[str, str | int] = {WINDOW_DRAFTS: MAY_DIFFER}
 """Values that older releases mean by leaving a mark out."""
 
 

@@ -330,6 +330,7 @@ def marks(
     cache_dtype: str = "auto",
     layout: KvLayout | None = None,
     convert_kv: bool = False,
+    looked_ahead: int = 0,
 ) -> dict[str, str | int]:
     hf_config = SimpleNamespace(to_dict=lambda: settings, architectures=[architecture])
     config = SimpleNamespace(
@@ -337,6 +338,7 @@ def marks(
             hf_config=hf_config, hf_text_config=hf_config, dtype="bf16", quantization=quantization
         ),
         cache_config=SimpleNamespace(cache_dtype=cache_dtype),
+        num_prefill_lookahead_tokens=looked_ahead,
     )
     regions = regions_of(layout or kept())
     return fingerprint(regions, config, identity, "DS", page_digests=page_digests, convert_kv=convert_kv)
@@ -509,6 +511,24 @@ def test_several_modules_that_draft_need_more_last_tokens_of_a_prompt(
     )
     of_engine.num_prefill_lookahead_tokens = VllmConfig.num_prefill_lookahead_tokens.fget(of_engine)
     assert own_last_tokens(of_engine) == own
+
+
+def test_windows_that_are_longer_for_drafts_are_refused_with_both_numbers_of_drafts() -> None:
+    theirs = marks(looked_ahead=3)
+    for ours, told in ((marks(looked_ahead=2), "2"), (marks(), "may differ")):
+        assert fingerprint_difference(ours, theirs, "home", "east") == (
+            f"KV layout differs in 'num_speculative_tokens': home has '{told}', east has '3'"
+        )
+    # One module looks a token ahead, and full attention keeps all tokens in any case.
+    assert fingerprint_difference(marks(), marks(looked_ahead=1), "home", "east") is None
+    full = kept([FULL])
+    assert (
+        fingerprint_difference(marks(layout=full), marks(layout=full, looked_ahead=3), "home", "east") is None
+    )
+    # An older release tells nothing of it: its windows are in `regions`.
+    older = {name: mark for name, mark in marks().items() if name != "num_speculative_tokens"}
+    assert fingerprint_difference(marks(), older, "home", "east") is None
+    assert fingerprint_difference(older, marks(), "east", "home") is None
 
 
 def parallel(**changed: object) -> SimpleNamespace:

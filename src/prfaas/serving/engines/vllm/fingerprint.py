@@ -12,6 +12,7 @@ from prfaas.serving.engines.model_identity import ModelIdentity
 from prfaas.serving.engines.page_digests import DIGEST_FORMAT
 from prfaas.serving.engines.vllm.layout import KvLayout
 from prfaas.serving.engines.vllm.stages import ModelRegion
+from prfaas.serving.transport.fingerprint import MAY_DIFFER, WINDOW_DRAFTS
 
 # The fingerprint is part of a handshake of 8 KiB; a difference is one line.
 _MOST_TOLD_CHARS = 64
@@ -46,13 +47,26 @@ def fingerprint(
         "quantization": str(model.quantization),
         "tokenizer": identity.tokenizer,
         "dtype": str(model.dtype),
-        "kv_cache_dtype": "may differ" if convert_kv and _are_convertible(regions) else cache_dtype,
+        "kv_cache_dtype": MAY_DIFFER if convert_kv and _are_convertible(regions) else cache_dtype,
         "conv_state_layout": conv_state_layout,
         "layers": len(compared),
+        WINDOW_DRAFTS: _window_drafts(regions, vllm_config),
         "model_config": _digest(_portable(model.hf_config.to_dict())),
         "regions": _digest(compared),
         "page_digests": DIGEST_FORMAT if page_digests else "off",
     }
+
+
+def _window_drafts(regions: Sequence[ModelRegion], vllm_config: VllmConfig) -> str:
+    """How many drafts windows keep further tokens for, which vLLM goes back over.
+
+    With several modules for multi-token prediction vLLM keeps a window longer by the drafts less one (read in 0.32:
+    `extra_retained_tokens`). A producer with fewer drafts may have freed these tokens before its prefill ends, and a
+    block without them would be a prefix hit later.
+    """
+    drafts: int = vllm_config.num_prefill_lookahead_tokens
+    has_windows = any(region.group.kind is GroupKind.WINDOW for region in regions)
+    return str(drafts) if has_windows and drafts > 1 else MAY_DIFFER
 
 
 def _are_convertible(regions: Sequence[ModelRegion]) -> bool:
