@@ -17,6 +17,8 @@ from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 
 from prfaas.core.kv import model_from_directory
 
+KV_CACHE_BYTES = 64 << 20
+
 
 def layers_of(checkpoint: Path, drafts: str) -> list[dict[str, Any]]:
     has_state = model_from_directory(checkpoint).has_linear_state
@@ -26,6 +28,8 @@ def layers_of(checkpoint: Path, drafts: str) -> list[dict[str, Any]]:
         max_model_len=2048,
         max_num_batched_tokens=2048,
         max_num_seqs=2,
+        # More would take longer to be zeroed than all the rest.
+        kv_cache_memory_bytes=KV_CACHE_BYTES,
         disable_log_stats=True,
         **({"mamba_ssm_cache_dtype": "float32"} if has_state else {}),
         # A tiny checkpoint has no layer that drafts.
