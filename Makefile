@@ -102,14 +102,16 @@ PLAIN   := $(PYTEST) -n $(WORKERS) --dist worksteal
 ENGINES := $(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder $(if $(TEST_ARGS),,tests/integration tests/core/kv/test_allocation.py)
 # All others are elsewhere, and to collect these takes each worker two seconds.
 BESIDE  := $(if $(TEST_ARGS),,--ignore tests/integration)
+# A fifth of the examples of property tests: `make test-all` takes all of them.
+FEW     := --hypothesis-profile=few
 
 test: setup system
-	$(PLAIN) $(BESIDE) -m "not engine and not newcomer and not extended and not gemma" $(TEST_ARGS) || [ $$? = 5 ]
+	$(PLAIN) $(BESIDE) $(FEW) -m "not engine and not newcomer and not extended and not gemma" $(TEST_ARGS) || [ $$? = 5 ]
 	$(ENGINES) -m "engine and not extended and not gemma" $(TEST_ARGS) || [ $$? = 5 ]
 
 # The last -n counts: engines that are killed at a moment, and those that are timed, have the machine to themselves here.
 test-all: setup system
-	$(PLAIN) $(BESIDE) -m "extended and not engine and not newcomer and not gemma" $(TEST_ARGS) || [ $$? = 5 ]
+	$(PLAIN) $(BESIDE) -m "(extended or hypothesis) and not engine and not newcomer and not gemma" $(TEST_ARGS) || [ $$? = 5 ]
 	$(ENGINES) -n 1 -m "extended and engine and not gemma" $(TEST_ARGS) || [ $$? = 5 ]
 
 test-gemma: setup
@@ -122,11 +124,11 @@ test-explore: setup
 	$(PYTEST) -m "hypothesis and not engine" --hypothesis-profile=explore --hypothesis-seed=$$seed \
 		--timeout=3600 $(TEST_ARGS) || { status=$$?; echo "repeat with: make test-explore SEED=$$seed"; exit $$status; }
 
-# Importing vLLM alone takes each process ten seconds. Property tests take a fifth of their examples.
+# Importing vLLM alone takes each process ten seconds.
 test-fast: setup
 	$(if $(filter-out $(WINGS),$(WING)),$(error WING is one of: $(WINGS)))
 	$(PLAIN) $(if $(WING),tests/$(WING)) --ignore tests/integration --ignore tests/serving/engines/vllm \
-		--hypothesis-profile=fast \
+		--ignore tests/bench/test_gpu_workers.py $(FEW) \
 		-m "not slow and not extended and not engine and not newcomer and not gemma" $(TEST_ARGS)
 
 # One after the other: each starts processes enough for all cores.

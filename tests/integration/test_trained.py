@@ -37,7 +37,8 @@ EACH = pytest.mark.parametrize(
     "trained",
     [
         pytest.param(
-            SMOLLM2, marks=pytest.mark.extended("by each way `make test` has the logits of tiny models compared")
+            SMOLLM2,
+            marks=pytest.mark.extended("by each way `make test` has the logits of tiny models compared"),
         ),
         pytest.param(GEMMA3, marks=pytest.mark.gemma),
     ],

@@ -16,6 +16,7 @@ from vllm import LLM
 from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 
 from prfaas.core.kv import model_from_directory
+from prfaas.serving.engines.vllm.template import import_model
 
 KV_CACHE_BYTES = 64 << 20
 
@@ -57,9 +58,12 @@ def layer_of(spec: Any) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    orders = [argument.split(":", 2) for argument in sys.argv[1:]]
+    for folder, _, _ in orders:
+        # Of a class that is not there vLLM would ask a process that imports all of it.
+        import_model(Path(folder))
     gc.freeze()
-    for argument in sys.argv[1:]:
-        folder, place, drafts = argument.split(":", 2)
+    for folder, place, drafts in orders:
         if os.fork() == 0:
             Path(place).write_text(json.dumps(layers_of(Path(folder), drafts)))
             sys.stdout.flush()
