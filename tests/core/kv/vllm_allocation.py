@@ -13,12 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from vllm import LLM
+from vllm.model_executor.models import ModelRegistry
 from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 
 from prfaas.core.kv import model_from_directory
 from prfaas.serving.engines.vllm.template import import_model
 
 KV_CACHE_BYTES = 64 << 20
+# What vLLM makes of the architectures of models that draft for themselves.
+DRAFTERS = ("Qwen3NextMTP", "MiMoV2MTP")
 
 
 def layers_of(checkpoint: Path, drafts: str) -> list[dict[str, Any]]:
@@ -59,9 +62,11 @@ def layer_of(spec: Any) -> dict[str, Any]:
 
 if __name__ == "__main__":
     orders = [argument.split(":", 2) for argument in sys.argv[1:]]
+    # Of a class that is not there vLLM would ask a process that imports all of it.
     for folder, _, _ in orders:
-        # Of a class that is not there vLLM would ask a process that imports all of it.
         import_model(Path(folder))
+    for name in DRAFTERS:
+        ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
     gc.freeze()
     for folder, place, drafts in orders:
         if os.fork() == 0:
