@@ -286,8 +286,9 @@ def test_preemptions_aborts_and_a_dead_daemon_cost_no_answer(tmp_path: Path) -> 
     with pooled(path) as here, concurrent.futures.ThreadPoolExecutor(8) as clients:
         here.start("one")
         for _ in range(2):
-            answers = list(clients.map(lambda ids: here.ask("one", ids, 300), prompts))
-            assert all(len(answer.token_ids) == 300 for answer in answers)
+            answers = list(clients.map(lambda ids: here.ask("one", ids, 120), prompts))
+            assert all(len(answer.token_ids) == 120 for answer in answers)
+        assert here.metric("one", "vllm:num_preemptions_total") > 0
         # Clients leave while their prefix is being loaded.
         for ids in prompts * 3:
             leave_early(here, ids)
