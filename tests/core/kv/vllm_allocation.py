@@ -21,7 +21,7 @@ from prfaas.serving.engines.vllm.template import import_model
 
 KV_CACHE_BYTES = 64 << 20
 # What vLLM makes of the architectures of models that draft for themselves.
-DRAFTERS = ("Qwen3NextMTP", "MiMoV2MTP")
+DRAFTERS = ("Qwen3NextMTP", "MiMoV2MTPModel")
 
 
 def layers_of(checkpoint: Path, drafts: str) -> list[dict[str, Any]]:
