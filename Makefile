@@ -28,8 +28,8 @@ DEBIAN := requirements/debian.txt
 WINGS := core serving lab tools cli
 WING ?=
 
-# Workers of the tests that start no engine: those wait a third of their time, so one more than there are cores.
-WORKERS ?= 3
+# Workers of the tests that start no engine: those wait more than a third of their time, so twice as many as two cores.
+WORKERS ?= 4
 
 .PHONY: help setup system fast studies machine demo check test test-all test-gemma test-fast test-docs test-explore \
 	fuzz test-extras audit bench docs clean
@@ -37,7 +37,7 @@ WORKERS ?= 3
 help:
 	@echo "make demo   one long and several short prompts through two clusters on this machine, compared with plain vLLM"
 	@echo "make test   all that a change needs (starts real vLLM engines; 20 minutes on two cores)"
-	@echo "make test-all   what 'make test' leaves out: more cases of the same (a quarter of an hour)"
+	@echo "make test-all   what 'make test' leaves out: more cases and examples of the same (half an hour)"
 	@echo "make test-gemma   tests that fetch Gemma, whose terms a person accepts first"
 	@echo "make test-explore  property tests with new random examples, ten times as many (SEED=… repeats a run)"
 	@echo "make fuzz         frames, KV events, pool messages and files of any content (SECONDS=600 for each)"
@@ -103,14 +103,16 @@ PLAIN   := $(PYTEST) -n $(WORKERS) --dist worksteal
 ENGINES := $(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder $(if $(TEST_ARGS),,tests/integration tests/core/kv/test_allocation.py)
 # All others are elsewhere, and to collect these takes each worker two seconds.
 BESIDE  := $(if $(TEST_ARGS),,--ignore tests/integration)
+# A fifth of the examples of property tests: `make test-all` takes all of them.
+FEW     := --hypothesis-profile=few
 
 test: setup system
-	$(PLAIN) $(BESIDE) -m "not engine and not newcomer and not extended and not gemma" $(TEST_ARGS) || [ $$? = 5 ]
+	$(PLAIN) $(BESIDE) $(FEW) -m "not engine and not newcomer and not extended and not gemma" $(TEST_ARGS) || [ $$? = 5 ]
 	$(ENGINES) -m "engine and not extended and not gemma" $(TEST_ARGS) || [ $$? = 5 ]
 
 # The last -n counts: engines that are killed at a moment, and those that are timed, have the machine to themselves here.
 test-all: setup system
-	$(PLAIN) $(BESIDE) -m "extended and not engine and not newcomer and not gemma" $(TEST_ARGS) || [ $$? = 5 ]
+	$(PLAIN) $(BESIDE) -m "(extended or hypothesis) and not engine and not newcomer and not gemma" $(TEST_ARGS) || [ $$? = 5 ]
 	$(ENGINES) -n 1 -m "extended and engine and not gemma" $(TEST_ARGS) || [ $$? = 5 ]
 
 test-gemma: setup
@@ -126,11 +128,11 @@ test-explore: setup
 fuzz: setup
 	$(BIN)/python bench/fuzz.py --seconds $(or $(SECONDS),600)
 
-# Importing vLLM alone takes each process ten seconds. Property tests take a fifth of their examples.
+# Importing vLLM alone takes each process ten seconds.
 test-fast: setup
 	$(if $(filter-out $(WINGS),$(WING)),$(error WING is one of: $(WINGS)))
 	$(PLAIN) $(if $(WING),tests/$(WING)) --ignore tests/integration --ignore tests/serving/engines/vllm \
-		--hypothesis-profile=fast \
+		--ignore tests/bench/test_gpu_workers.py $(FEW) \
 		-m "not slow and not extended and not engine and not newcomer and not gemma" $(TEST_ARGS)
 
 # One after the other: each starts processes enough for all cores.

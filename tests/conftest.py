@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-# What a property test asks for itself, times this, by the profile: of `make test-explore` and of `make test-fast`.
-EXAMPLES = {"explore": 10.0, "fast": 0.2}
+# What a property test asks for itself, times this, by the profile: of `make test-explore`, and of `make test` and
+# `make test-fast`. `make test-all` takes as many as it asks for.
+EXAMPLES = {"explore": 10.0, "few": 0.2}
 
 settings.register_profile("prfaas", deadline=None, derandomize=True)
 settings.register_profile(
@@ -27,7 +28,7 @@ settings.register_profile(
     print_blob=True,
 )
 # As many as no test asks for itself: those with their own number are told by it.
-settings.register_profile("fast", deadline=None, derandomize=True, max_examples=19)
+settings.register_profile("few", deadline=None, derandomize=True, max_examples=19)
 # `--hypothesis-profile` is applied after this file was read, and so wins.
 settings.load_profile("prfaas")
 

@@ -127,7 +127,7 @@ def write_deployment(
         "engine": {
             "max_num_batched_tokens": 1024,
             "max_num_seqs": 16,
-            "kv_cache_gib": 1,
+            "kv_cache_gib": 0.25,
             "staging": staging,
             # Logits in place of logprobs: only they tell how coarse bf16 was where two answers differ.
             "extra_args": [

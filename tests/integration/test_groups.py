@@ -49,7 +49,6 @@ def written(directory: Path) -> Path:
         }
         for rank, name in enumerate(RANKS)
     ]
-    document["engine"]["kv_cache_gib"] = 0.5
     path.write_text(json.dumps(document))
     return path
 

@@ -133,7 +133,7 @@ def among(shares: Collection[float], share: float, *more: object) -> Any:
     return pytest.param(*more, share, marks=() if share in shares else EXTENDED)
 
 
-@pytest.mark.parametrize("share", [among((0.25, 0.75), share) for share in SHARES])
+@pytest.mark.parametrize("share", [among((0.25,), share) for share in SHARES])
 def test_what_had_come_is_loaded_and_the_rest_computed(dense: Stack, share: float) -> None:
     risen = kill_at(dense, share, checkpoints=0)
     # Lost is what had not come, and at most what had of the chunk that was on its way.
@@ -143,7 +143,7 @@ def test_what_had_come_is_loaded_and_the_rest_computed(dense: Stack, share: floa
     assert (risen["loads_resumed"], risen["digest_mismatches"]) == (1, 0)
 
 
-CUTS = {("qwen3-next", 1): (0.25, 0.95), ("gpt-oss", 1): (0.5,), ("qwen3-next", 2): (0.75,)}
+CUTS = {("qwen3-next", 1): (0.95,), ("gpt-oss", 1): (0.5,), ("qwen3-next", 2): (0.75,)}
 
 
 @pytest.mark.parametrize(

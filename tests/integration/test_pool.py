@@ -85,7 +85,7 @@ def write_pooled(
         "engine": {
             "max_num_batched_tokens": 1024,
             "max_num_seqs": 16,
-            "kv_cache_gib": 1,
+            "kv_cache_gib": 0.25,
             "staging": "64 MiB",
             "extra_args": [
                 *("--logits-processors", LOGITS_PROCESSOR),
@@ -245,30 +245,37 @@ def test_an_engine_that_drafts_finds_its_drafters_blocks_too(tmp_path: Path) -> 
         assert accepted >= 0.75 * drafted, (accepted, drafted)
 
 
-def test_siblings_find_the_state_where_their_prompts_part(tmp_path: Path) -> None:
-    """Three prompts share 4,000 tokens: each comes to a new engine, so nothing but the pool knows where they part."""
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pooled]:
+    """Both engines, for tests whose prompts nobody else has."""
+    with pooled(write_pooled(tmp_path_factory.mktemp("pair"), "qwen3-next")) as here:
+        here.start("one", "two")
+        yield here
+
+
+def test_siblings_find_the_state_where_their_prompts_part(pair: Pooled) -> None:
+    """Three prompts share 4,000 tokens: each comes to an engine that knows none of them, so nothing but the pool knows
+    where they part."""
     shared = prompt(9200, 4000)
     found = []
-    with pooled(write_pooled(tmp_path, "qwen3-next")) as here:
-        for number in range(3):
-            here.start("one")
-            found.append(cached_tokens(here.ask("one", shared + prompt(9201 + number, 700))))
-            here.wait_stored()
-            here.engines.kill("one")
+    for number, engine in enumerate(("one", "two", "one")):
+        if number == 2:
+            pair.engines.kill("one")
+            pair.start("one")
+        before = pair.pages()
+        found.append(cached_tokens(pair.ask(engine, shared + prompt(9201 + number, 700))))
+        pair.wait_stored(before + 1)
     assert found[0] == 0
     assert found[2] == 4000 // 256 * 256
 
 
-def test_tenants_hit_nothing_of_each_other(tmp_path: Path) -> None:
-    ids = prompt(9300, 3000)
-    with pooled(write_pooled(tmp_path, "qwen3-next")) as here:
-        here.start("one")
-        here.ask("one", ids, cache_salt="a")
-        here.wait_stored()
-        here.start("two")
-        assert cached_tokens(here.ask("two", ids, cache_salt="b")) == 0
-        assert cached_tokens(here.ask("two", ids)) == 0
-        assert cached_tokens(here.ask("two", ids, cache_salt="a")) == 2048
+def test_tenants_hit_nothing_of_each_other(pair: Pooled) -> None:
+    ids, before = prompt(9300, 3000), pair.pages()
+    pair.ask("one", ids, cache_salt="a")
+    pair.wait_stored(before + 1)
+    assert cached_tokens(pair.ask("two", ids, cache_salt="b")) == 0
+    assert cached_tokens(pair.ask("two", ids)) == 0
+    assert cached_tokens(pair.ask("two", ids, cache_salt="a")) == 2048
 
 
 def test_preemptions_aborts_and_a_dead_daemon_cost_no_answer(tmp_path: Path) -> None:
@@ -279,8 +286,9 @@ def test_preemptions_aborts_and_a_dead_daemon_cost_no_answer(tmp_path: Path) -> 
     with pooled(path) as here, concurrent.futures.ThreadPoolExecutor(8) as clients:
         here.start("one")
         for _ in range(2):
-            answers = list(clients.map(lambda ids: here.ask("one", ids, 300), prompts))
-            assert all(len(answer.token_ids) == 300 for answer in answers)
+            answers = list(clients.map(lambda ids: here.ask("one", ids, 120), prompts))
+            assert all(len(answer.token_ids) == 120 for answer in answers)
+        assert here.metric("one", "vllm:num_preemptions_total") > 0
         # Clients leave while their prefix is being loaded.
         for ids in prompts * 3:
             leave_early(here, ids)

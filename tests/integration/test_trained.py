@@ -33,13 +33,14 @@ pytestmark = [
     pytest.mark.timeout(1800),
 ]
 
-_GEMMA3 = pytest.param(GEMMA3, marks=pytest.mark.gemma)
-EACH = pytest.mark.parametrize("trained", [SMOLLM2, _GEMMA3], indirect=True)
-MORE = pytest.mark.parametrize(
+EACH = pytest.mark.parametrize(
     "trained",
     [
-        pytest.param(SMOLLM2, marks=pytest.mark.extended("each way needs engines killed and prompts anew")),
-        _GEMMA3,
+        pytest.param(
+            SMOLLM2,
+            marks=pytest.mark.extended("by each way `make test` has the logits of tiny models compared"),
+        ),
+        pytest.param(GEMMA3, marks=pytest.mark.gemma),
     ],
     indirect=True,
 )
@@ -104,7 +105,7 @@ def streamed_and_killed(trained: TrainedStack, ids: list[int]) -> tuple[str, str
     return route["decode"], "".join(texts)
 
 
-@MORE
+@EACH
 def test_a_stream_goes_on_elsewhere_as_a_plain_engine_would(trained: TrainedStack) -> None:
     trained.revive(FAR, *HOMES)
     author = AUTHORS[0]
@@ -122,7 +123,7 @@ def test_a_stream_goes_on_elsewhere_as_a_plain_engine_would(trained: TrainedStac
     trained.check_forced(ids, token_ids, engine=alive)
 
 
-@MORE
+@EACH
 def test_first_lines_are_answered_alike_from_the_pool(trained: TrainedStack) -> None:
     trained.revive(FAR, *HOMES)
     for author in AUTHORS[:2]:
@@ -138,7 +139,7 @@ def test_first_lines_are_answered_alike_from_the_pool(trained: TrainedStack) -> 
         check_told(trained, author, answer)
 
 
-@MORE
+@EACH
 def test_first_lines_are_answered_alike_after_a_prefill_engine_dies(trained: TrainedStack) -> None:
     trained.revive(FAR, *HOMES)
     author = AUTHORS[2]

@@ -40,7 +40,7 @@ def written(directory: Path) -> Path:
         ],
         "gateway": {"host": "127.0.0.1", "port": ports[3], "admin": {"port": ports[4]}},
         "control": {"silence_s": 60},
-        "engine": {"kv_cache_gib": 1, "staging": "16 MiB"},
+        "engine": {"kv_cache_gib": 0.25, "staging": "16 MiB"},
         "pool": {"staging": "16 MiB"},
     }
     path = directory / "up.yaml"

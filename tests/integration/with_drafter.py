@@ -78,7 +78,8 @@ def write_drafting(
 
     `told`: a folder for what they draft, see `ToldDrafts`.
     """
-    path = write_deployment(directory, bandwidth="1 Gbit/s")
+    # A model that drafts for itself keeps all of its KV twice.
+    path = write_deployment(directory, bandwidth="1 Gbit/s", max_model_len=16384)
     document: dict[str, Any] = json.loads(path.read_text())
     document["clusters"][1]["instances"].pop(0)
     plain_args, document["engine"]["extra_args"] = document["engine"]["extra_args"], []

@@ -10,7 +10,7 @@ import pytest
 BENCH = Path(__file__).parents[2] / "bench" / "hostile.py"
 
 
-@pytest.mark.slow("starts engines and a gateway as processes, twice as many requests as acts")
+@pytest.mark.extended("each of these acts has tests of its own; here they come beside honest requests")
 @pytest.mark.timeout(240)
 def test_hostile_acts_cost_nobody_else_an_answer(tmp_path: Path) -> None:
     report = tmp_path / "hostile.json"

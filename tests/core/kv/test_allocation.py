@@ -52,7 +52,6 @@ def allocated(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool]
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
     }
     done = subprocess.run(
         [sys.executable, str(SCRIPT), *(":".join(map(str, each)) for each in places.values())],

@@ -13,9 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from vllm import LLM
+from vllm.model_executor.models import ModelRegistry
 from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 
 from prfaas.core.kv import model_from_directory
+from prfaas.serving.engines.vllm.template import import_model
+
+KV_CACHE_BYTES = 64 << 20
+# What vLLM makes of the architectures of models that draft for themselves.
+DRAFTERS = ("Qwen3NextMTP", "MiMoV2MTPModel")
 
 
 def layers_of(checkpoint: Path, drafts: str) -> list[dict[str, Any]]:
@@ -26,6 +32,8 @@ def layers_of(checkpoint: Path, drafts: str) -> list[dict[str, Any]]:
         max_model_len=2048,
         max_num_batched_tokens=2048,
         max_num_seqs=2,
+        # More would take longer to be zeroed than all the rest.
+        kv_cache_memory_bytes=KV_CACHE_BYTES,
         disable_log_stats=True,
         **({"mamba_ssm_cache_dtype": "float32"} if has_state else {}),
         # A tiny checkpoint has no layer that drafts.
@@ -53,9 +61,14 @@ def layer_of(spec: Any) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    orders = [argument.split(":", 2) for argument in sys.argv[1:]]
+    # Of a class that is not there vLLM would ask a process that imports all of it.
+    for folder, _, _ in orders:
+        import_model(Path(folder))
+    for name in DRAFTERS:
+        ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
     gc.freeze()
-    for argument in sys.argv[1:]:
-        folder, place, drafts = argument.split(":", 2)
+    for folder, place, drafts in orders:
         if os.fork() == 0:
             Path(place).write_text(json.dumps(layers_of(Path(folder), drafts)))
             sys.stdout.flush()

@@ -16,4 +16,6 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         "--structured-outputs-config",
         json.dumps({"backend": "xgrammar", "disable_any_whitespace": True}),
     ]
-    yield from running(write_deployment(directory, bandwidth="100 Mbit/s", extra_args=tools))
+    yield from running(
+        write_deployment(directory, bandwidth="100 Mbit/s", extra_args=tools, staging="32 MiB")
+    )

@@ -174,7 +174,7 @@ def test_a_ticket_that_nobody_honours_ends_in_a_local_prefill(stack: Stack) -> N
 
 def test_prefix_caches_and_gateway_survive_a_full_staging(stack: Stack) -> None:
     """More transfers at once than staging holds: they wait for room, and all end right."""
-    jobs = [prompt(4000 + i, 12000) for i in range(6)]  # 6 × 12.7 MiB into 64 MiB
+    jobs = [prompt(4000 + i, 6000) for i in range(6)]  # 6 × 6.5 MiB into 32 MiB
     with concurrent.futures.ThreadPoolExecutor(6) as pool:
         answers = list(pool.map(lambda ids: stack.complete(ids, max_tokens=2), jobs))
     assert [answer.status for answer in answers] == [200] * 6

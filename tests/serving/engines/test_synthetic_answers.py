@@ -407,8 +407,10 @@ def test_streams_say_what_whole_answers_say(deployment: Deployment, path: str) -
             assert parsed.pop()["usage"]["completion_tokens"] == 100
             ids = [token for event in parsed for token in event["choices"][0]["token_ids"]]
             assert ids == whole["choices"][0]["token_ids"]
-            assert [event["choices"][0]["finish_reason"] for event in parsed][-2:] == [None, "length"]
-            assert 2 < len(parsed) < 100
+            # As vLLM, it joins what is ready: how many events that makes is the machine's too.
+            *reasons, reason = (event["choices"][0]["finish_reason"] for event in parsed)
+            assert set(reasons) <= {None} and reason == "length"
+            assert len(parsed) < 100
 
     asyncio.run(check())
 

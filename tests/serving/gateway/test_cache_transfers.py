@@ -23,7 +23,7 @@ from prfaas.serving.transport import (
 from prfaas.serving.transport.requests import CopyOrder, CopyResult
 
 from .stand_in import answer_text
-from .world import World
+from .world import HASTY, World
 
 InWorld = Callable[..., None]
 LONG = list(range(50, 250)) * 5
@@ -105,7 +105,7 @@ def test_without_the_prefix_everything_is_computed(in_world: InWorld, fault: str
         outcome = {"refuses": "unreachable"}.get(fault, fault)
         assert await world.metric(f'prfaas_gateway_cache_transfers_total{{outcome="{outcome}"}}') == 1
 
-    in_world(body)
+    in_world(body, options=HASTY)
 
 
 def test_a_prefix_that_nobody_takes_is_freed(in_world: InWorld) -> None:

@@ -8,7 +8,7 @@ import aiohttp
 import pytest
 
 from .stand_in import answer_text
-from .world import OPTIONS, World, route_of
+from .world import HASTY, OPTIONS, World, route_of
 
 InWorld = Callable[..., None]
 LONG = list(range(50, 250)) * 5
@@ -43,7 +43,7 @@ def test_a_failed_remote_prefill_becomes_a_local_one(in_world: InWorld, fault: s
         assert "fallback" not in route and route["prefill"] == "local"
         assert not world.plane.is_up("remote")
 
-    in_world(body)
+    in_world(body, options=HASTY)
 
 
 def test_a_transfer_that_is_late_over_a_link_blames_nobody(in_world: InWorld) -> None:

@@ -38,11 +38,14 @@ from prfaas.serving.transport.ticket import create_key
 from .fixed_plane import FixedPlane
 from .stand_in import DENSE_CONFIG, HYBRID_CONFIG, StandInEngine, write_tokenizer
 
+# A stand-in on a busy machine may need many times as long as usual to open a transfer.
 OPTIONS = GatewayOptions(
     transfer_grace_s=1.0,
-    announce_grace_s=0.5,
+    announce_grace_s=30.0,
     prefill_timeout_s=10.0,
 )
+HASTY = replace(OPTIONS, announce_grace_s=0.5)
+"""For tests in which a transfer is never opened."""
 THRESHOLD_TOKENS = 100
 # Most tests are about the way of every request; what first tokens from the prefill change has tests of its own.
 GATEWAY = GatewayConfig("127.0.0.1", 0, route_header="full", first_token="decode")

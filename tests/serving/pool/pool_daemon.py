@@ -3,12 +3,15 @@
 import asyncio
 import contextlib
 import hashlib
+import multiprocessing
 import os
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import numpy as np
@@ -232,41 +235,31 @@ def store_prompt(client: PoolClient, token_ids: list[int], salt: str = "", tenan
     return len(written)
 
 
-_SERVE = """
-import asyncio, signal, sys
-from pathlib import Path
-import uvloop
-from prfaas.serving.pool.daemon import PoolDaemon, DaemonOptions
+# Python and its imports take a daemon longer than the rest of a test, so daemons are forked of a process that has them.
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload(["uvloop", "prfaas.serving.pool.client", "prfaas.serving.pool.daemon"])
 
-async def serve():
-    loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGTERM, asyncio.current_task().cancel)
-    options = DaemonOptions(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), bool(int(sys.argv[4])))
-    await PoolDaemon(options).serve(lambda: print("ready", flush=True))
 
-try:
-    uvloop.run(serve())
-except asyncio.CancelledError:
-    pass
-"""
+def _serve(options: DaemonOptions, ready: Connection) -> None:
+    os.setsid()
+    uvloop.run(PoolDaemon(options).serve(lambda: ready.send_bytes(b"ready")))
 
 
 @contextlib.contextmanager
-def daemon_process(options: DaemonOptions) -> Iterator["subprocess.Popen[bytes]"]:
+def daemon_process(options: DaemonOptions) -> Iterator[BaseProcess]:
     """A daemon that can be killed."""
-    arguments = (options.socket, options.arena, options.memory_bytes, int(options.keep_arena))
-    process = subprocess.Popen(
-        [sys.executable, "-c", _SERVE, *map(str, arguments)], stdout=subprocess.PIPE, start_new_session=True
-    )
+    told, ready = _FORKS.Pipe(duplex=False)
+    process = _FORKS.Process(target=_serve, args=(options, ready))
+    process.start()
+    ready.close()
     try:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"ready\n"
+        with told:
+            assert told.recv_bytes() == b"ready"
         yield process
     finally:
         process.kill()
-        process.wait(WAIT_S)
-        if process.stdout is not None:
-            process.stdout.close()
+        process.join(WAIT_S)
+        process.close()
 
 
 _WORK = """

@@ -4,9 +4,9 @@ import os
 import random
 import signal
 import struct
-import subprocess
 import time
 from collections.abc import Iterator
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -55,7 +55,7 @@ def killed_after_storing(options: DaemonOptions) -> int:
         store_prompt(client, PROMPT)
         epoch = client.epoch
         process.kill()
-        process.wait(WAIT_S)
+        process.join(WAIT_S)
         return epoch
 
 
@@ -95,7 +95,7 @@ def test_a_client_finds_the_new_daemon_and_distrusts_what_it_copied(options: Dae
         refs = [ref for each in match.pages for ref in each.refs]
         assert client.intact(match.epoch, refs)
         process.kill()
-        process.wait(WAIT_S)
+        process.join(WAIT_S)
         # Nobody reuses the slots while no daemon is there; the next one may.
         with daemon_process(options):
             chain = packed_chain(chain_of(HYBRID, PROMPT))
@@ -110,7 +110,7 @@ def test_slots_of_a_writer_that_lives_wait_for_its_end(options: DaemonOptions) -
         # It cannot connect again, as if it hung.
         os.kill(engine.pid, signal.SIGSTOP)
         daemon.kill()
-        daemon.wait(WAIT_S)
+        daemon.join(WAIT_S)
         with running_daemon(options), connected(options) as client:
             assert (client.stats() or {})["writing_pages"] == len(refs)
             pages = pages_of(HYBRID, PROMPT)[:4]
@@ -126,7 +126,7 @@ def test_slots_of_a_writer_that_lives_wait_for_its_end(options: DaemonOptions) -
 def test_slots_of_a_writer_are_free_once_it_has_connected_again(options: DaemonOptions) -> None:
     with daemon_process(options) as daemon, writing_engine(options) as (_, refs):
         daemon.kill()
-        daemon.wait(WAIT_S)
+        daemon.join(WAIT_S)
         with running_daemon(options), connected(options, "tool", None) as tool:
             wait_until(lambda: (tool.stats() or {})["engine_sessions"] == 2)
             assert (tool.stats() or {})["writing_pages"] == 0
@@ -256,15 +256,13 @@ def test_pages_on_ssd_are_known_before_they_are_read(options: DaemonOptions) -> 
 
 
 @pytest.fixture
-def stopped_daemon(options: DaemonOptions) -> Iterator["subprocess.Popen[bytes]"]:
+def stopped_daemon(options: DaemonOptions) -> Iterator[BaseProcess]:
     with daemon_process(options) as process:
         yield process
         os.kill(process.pid, signal.SIGCONT)
 
 
-def test_a_daemon_that_hangs_costs_one_timeout(
-    options: DaemonOptions, stopped_daemon: "subprocess.Popen[bytes]"
-) -> None:
+def test_a_daemon_that_hangs_costs_one_timeout(options: DaemonOptions, stopped_daemon: BaseProcess) -> None:
     client = PoolClient(options.socket, "worker", HYBRID, timeout_s=1.0)
     wait_until(client.connect)
     wait_until(lambda: is_provided(client))
@@ -308,7 +306,7 @@ def test_no_session_is_opened_while_a_copy_runs(options: DaemonOptions) -> None:
         with client.writing(client.epoch) as allowed:
             assert allowed
             process.kill()
-            process.wait(WAIT_S)
+            process.join(WAIT_S)
             with daemon_process(options):
                 assert client.stats() is None
                 assert not client.connect()

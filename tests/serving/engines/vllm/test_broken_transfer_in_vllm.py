@@ -9,6 +9,7 @@ import pytest
 
 from prfaas.serving.engines.tiny.checkpoint import tiny_model
 from prfaas.serving.engines.vllm.metadata import StepReports, TransferMetadata
+from prfaas.serving.engines.vllm.template import import_model
 from prfaas.serving.transport.resume_points import ResumePoints
 from prfaas.serving.transport.ticket import TICKET_PARAMETER, Ticket, prompt_digest
 
@@ -96,8 +97,11 @@ def steps(tmp_path: Path) -> Iterator[Steps]:
         "producers": [],
         "staging_bytes": 1 << 20,
     }
+    model = tiny_model("qwen3", tmp_path)
+    # Of a class that is not there vLLM would ask a process that imports all of it.
+    import_model(model)
     vllm_config = EngineArgs(
-        model=str(tiny_model("qwen3", tmp_path)),
+        model=str(model),
         max_model_len=8192,
         max_num_batched_tokens=CHUNK,
         max_num_seqs=4,

@@ -16,6 +16,7 @@ from prfaas.serving.engines.tiny.checkpoint import tiny_model
 from prfaas.serving.engines.vllm.layout import read_groups
 from prfaas.serving.engines.vllm.metadata import TransferMetadata
 from prfaas.serving.engines.vllm.pool_scheduler import PoolScheduler
+from prfaas.serving.engines.vllm.template import import_model
 from prfaas.serving.pool.protocol import PageRef
 
 BLOCK = 128
@@ -155,9 +156,13 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., 
         )
         return [KVCacheGroupSpec(["full"], full), KVCacheGroupSpec(["state"], state)]
 
+    model = tiny_model("qwen3-next", directory)
+    # Of a class that is not there vLLM would ask a process that imports all of it.
+    import_model(model)
+
     def engine(blocks: int = 200, pool: DictPool | None = None) -> Engine:
         vllm_config = EngineArgs(
-            model=str(tiny_model("qwen3-next", directory)),
+            model=str(model),
             max_model_len=8192,
             max_num_batched_tokens=CHUNK,
             max_num_seqs=4,

@@ -21,7 +21,7 @@ def test_no_engine_asks_a_process_what_its_model_can_do(
     monkeypatch.setitem(ModelRegistry.models, architecture, lazy)
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
     monkeypatch.setattr(registry, "_run_in_subprocess", lambda _: pytest.fail("a process was asked"))
-    template._import_model(["--model", str(tiny_model("qwen3", tmp_path))])
+    template.import_model(tiny_model("qwen3", tmp_path))
     known = ModelRegistry.models[architecture]
     assert known.inspect_model_cls().is_text_generation_model
     assert known.load_model_cls() is lazy.load_model_cls()

@@ -14,7 +14,7 @@ from prfaas.core.deployment import ControlConfig
 from prfaas.serving.gateway.http_pool import HttpPool
 
 from ..stand_in import answer_text
-from ..world import GATEWAY, OPTIONS, World
+from ..world import GATEWAY, HASTY, OPTIONS, World
 
 InWorld = Callable[..., None]
 LONG = list(range(50, 250)) * 5
@@ -131,7 +131,7 @@ def test_a_consumer_whose_kv_port_is_silent_is_blamed_and_no_producer(in_world: 
         assert world.plane.suspected == [("decode", False)]
         assert await world.metric('prfaas_gateway_fallbacks_total{reason="consumer-silent"}') == 1
 
-    in_world(body, mute=True, options=replace(OPTIONS, abandon_timeout_s=0.5))
+    in_world(body, mute=True, options=replace(HASTY, abandon_timeout_s=0.5))
 
 
 def test_a_producer_that_opens_no_transfer_is_still_blamed(in_world: InWorld) -> None:
@@ -141,7 +141,7 @@ def test_a_producer_that_opens_no_transfer_is_still_blamed(in_world: InWorld) ->
         assert route["fallback"] == "not-announced"
         assert world.plane.suspected == [("remote", False)]
 
-    in_world(body)
+    in_world(body, options=HASTY)
 
 
 @pytest.mark.parametrize("streams", [False, True])

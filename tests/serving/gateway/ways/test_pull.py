@@ -10,7 +10,7 @@ import pytest
 from prfaas.core.deployment import GatewayConfig
 
 from ..stand_in import answer_text
-from ..world import World, route_of
+from ..world import HASTY, World, route_of
 
 InWorld = Callable[..., None]
 SHORT = list(range(50, 140))
@@ -173,7 +173,7 @@ def test_a_producer_that_hands_nothing_over_is_not_waited_for(in_world: InWorld)
         assert answer["choices"][0]["text"] == answer_text(SHORT)
         await world.settled()
 
-    in_world(body, **NIXL)
+    in_world(body, options=HASTY, **NIXL)
 
 
 def test_a_prefill_that_fails_is_a_prefill_at_the_decode_engine(in_world: InWorld) -> None:

@@ -146,7 +146,7 @@ def main() -> None:
             for each in json.loads(line)["engines"]
         ]
         for engine in engines:
-            _import_model(engine.argv)
+            import_model(Path(_option(engine.argv, "--model") or ""))
         # Of several threads only one would be in a fork, and what the others hold would be held for ever.
         can_fork = len([*Path("/proc/self/task").iterdir()]) == 1
         own = _fork_all(engines, orders, report, parent)
@@ -164,16 +164,16 @@ def _import_modules(names: Sequence[str]) -> None:
             importlib.import_module(name)
 
 
-def _import_model(argv: Sequence[str]) -> None:
-    """The code of the model that `--model` names, if it is a folder.
+def import_model(folder: Path) -> None:
+    """The code of the model in a folder, if it is one.
 
     It is registered as a class that is there. Of one that is still to be imported every engine would ask a process of
     its own what it can do, so as not to touch CUDA, unless vLLM has written that down on this machine before.
     """
     # Whatever is wrong with it, the engine says so.
     with contextlib.suppress(Exception):
-        config = Path(argv[argv.index("--model") + 1]) / "config.json"
-        architectures = json.loads(config.read_text(encoding="utf-8"))["architectures"]
+        config = (folder / "config.json").read_text(encoding="utf-8")
+        architectures = json.loads(config)["architectures"]
         from vllm.model_executor.models import ModelRegistry
 
         for architecture in architectures:
