@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.core.workload.laws import mean_above, tail
 
 from prfaas.core.planner import PlanLink, PlanProblem, best_operation
 from prfaas.core.planner.fixed_roles import PrefillSide, even_spread, prefill_sides, rate_with_roles
@@ -47,7 +48,7 @@ def test_two_clusters_get_the_threshold_of_the_exact_search(
     exact = best_threshold(problem, n_prefill)
     assert exact.threshold_tokens is not None
     found = home(problem, n_prefill).best_threshold()
-    assert lengths.tail(found) == lengths.tail(exact.threshold_tokens)
+    assert tail(lengths, found) == tail(lengths, exact.threshold_tokens)
     assert found == pytest.approx(exact.threshold_tokens, rel=5e-3)
 
 
@@ -150,7 +151,7 @@ def test_where_one_cluster_is_the_limit_the_other_is_balanced_all_the_same() -> 
     assert 0.75 * even < found["home2"] < even
     assert reached["home"] < reached["home2"]
     (remote,) = (cluster.prefill_s for cluster in sides["home2"].problem.prfaas)
-    mean = PAPER_LENGTHS.mean_above(found["home2"])
+    mean = mean_above(PAPER_LENGTHS, found["home2"])
     assert mean is not None
     granted = two_homes().prfaas[0].prefill_s(np.array([mean])) / remote(np.array([mean]))
     assert 4 <= granted[0] <= 8

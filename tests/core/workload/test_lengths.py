@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from tests.core.workload.laws import mean_above, mean_at_most, tail
 
 from prfaas.core.workload import (
     Empirical,
@@ -46,9 +47,9 @@ def test_moments_of_the_papers_workload() -> None:
     lengths = TruncatedLogNormal(9.90, 1.00, 128, 131072)
     assert lengths.mean() == pytest.approx(27_486, abs=0.5)
     assert lengths.quantile(0.9) == pytest.approx(62_410, abs=0.5)
-    assert lengths.tail(19_400) == pytest.approx(0.4957, abs=5e-5)
-    assert lengths.mean_above(19_400) == pytest.approx(45_046, abs=0.5)
-    assert lengths.mean_at_most(19_400) == pytest.approx(10_224, abs=0.5)
+    assert tail(lengths, 19_400) == pytest.approx(0.4957, abs=5e-5)
+    assert mean_above(lengths, 19_400) == pytest.approx(45_046, abs=0.5)
+    assert mean_at_most(lengths, 19_400) == pytest.approx(10_224, abs=0.5)
 
 
 def test_log_normal_agrees_with_integration_of_its_density() -> None:
@@ -63,9 +64,9 @@ def test_log_normal_agrees_with_integration_of_its_density() -> None:
         return integrate.quad(lambda x: x**power * density(x), start, high, epsabs=0, epsrel=1e-10)[0]
 
     lengths = TruncatedLogNormal(mu, sigma, low, high)
-    assert lengths.tail(t) == pytest.approx(integral(0, t) / integral(0, low), rel=1e-8)
+    assert tail(lengths, t) == pytest.approx(integral(0, t) / integral(0, low), rel=1e-8)
     assert lengths.mean() == pytest.approx(integral(1, low) / integral(0, low), rel=1e-8)
-    assert lengths.mean_above(t) == pytest.approx(integral(1, t) / integral(0, t), rel=1e-8)
+    assert mean_above(lengths, t) == pytest.approx(integral(1, t) / integral(0, t), rel=1e-8)
     second = integral(2, low) / integral(0, low)
     assert lengths.expect(lambda x: x**2) == pytest.approx(second, rel=1e-6)
 
@@ -75,9 +76,9 @@ def test_log_normal_agrees_with_integration_of_its_density() -> None:
 def test_moments_agree_with_samples(lengths: LengthDistribution, q: float) -> None:
     samples, t = sampled(lengths, 4000), lengths.quantile(q)
     assert lengths.mean() == pytest.approx(samples.mean(), rel=2e-3)
-    assert lengths.tail(t) == pytest.approx((samples > t).mean(), abs=1e-3)
-    assert lengths.mean_above(t) == pytest.approx(samples[samples > t].mean(), rel=2e-2)
-    assert lengths.mean_at_most(t) == pytest.approx(samples[samples <= t].mean(), rel=2e-2)
+    assert tail(lengths, t) == pytest.approx((samples > t).mean(), abs=1e-3)
+    assert mean_above(lengths, t) == pytest.approx(samples[samples > t].mean(), rel=2e-2)
+    assert mean_at_most(lengths, t) == pytest.approx(samples[samples <= t].mean(), rel=2e-2)
 
 
 @given(st.lists(st.tuples(lengths_st, st.integers(1, 9)), min_size=1, max_size=20), st.floats(0, 2100))
@@ -87,8 +88,8 @@ def test_empirical_is_the_plain_sum(pairs: list[tuple[int, int]], t: float) -> N
     above = [(length, weight) for length, weight in pairs if length > t]
     below = [(length, weight) for length, weight in pairs if length <= t]
     assert lengths.mean() == pytest.approx(sum(a * w for a, w in pairs) / total)
-    assert lengths.tail(t) == pytest.approx(sum(w for _, w in above) / total, abs=1e-12)
-    for part, mean in ((above, lengths.mean_above(t)), (below, lengths.mean_at_most(t))):
+    assert tail(lengths, t) == pytest.approx(sum(w for _, w in above) / total, abs=1e-12)
+    for part, mean in ((above, mean_above(lengths, t)), (below, mean_at_most(lengths, t))):
         expected = sum(a * w for a, w in part) / sum(w for _, w in part) if part else None
         assert mean is None if expected is None else mean == pytest.approx(expected)
     assert lengths.expect(lambda x: x * x) == pytest.approx(sum(a * a * w for a, w in pairs) / total)
@@ -99,15 +100,15 @@ def test_empirical_is_the_plain_sum(pairs: list[tuple[int, int]], t: float) -> N
 def test_quantile_is_the_inverse_of_the_distribution(lengths: LengthDistribution, q: float) -> None:
     length = lengths.quantile(q)
     assert lengths.low <= length <= lengths.high
-    assert 1 - lengths.tail(length) >= q - 1e-6
+    assert 1 - tail(lengths, length) >= q - 1e-6
     if length > lengths.low * (1 + 1e-6):
-        assert 1 - lengths.tail(length * (1 - 1e-6)) <= q + 1e-3
+        assert 1 - tail(lengths, length * (1 - 1e-6)) <= q + 1e-3
 
 
 @settings(deadline=None)
 @given(distributions, st.floats(0, 1e6))
 def test_parts_add_up_and_empty_parts_have_no_mean(lengths: LengthDistribution, t: float) -> None:
-    above, below, p = lengths.mean_above(t), lengths.mean_at_most(t), lengths.tail(t)
+    above, below, p = mean_above(lengths, t), mean_at_most(lengths, t), tail(lengths, t)
     assert (above is None) == (p == 0) and (below is None) == (p == 1)
     assert above is None or max(t, lengths.low) <= above <= lengths.high
     assert below is None or lengths.low <= below <= min(t, lengths.high)
@@ -147,10 +148,10 @@ def test_expectations_of_parts_add_up(lengths: LengthDistribution, q: float) -> 
 
 def test_ends_of_the_range() -> None:
     lengths = TruncatedLogNormal(9.9, 1, 128, 131072)
-    assert lengths.tail(0) == lengths.tail(127.9) == 1
-    assert lengths.tail(131072) == lengths.tail(1e9) == 0
-    assert lengths.mean_above(131072) is None and lengths.mean_at_most(127) is None
-    assert lengths.mean_above(1) == lengths.mean_at_most(1e9) == lengths.mean()
+    assert tail(lengths, 0) == tail(lengths, 127.9) == 1
+    assert tail(lengths, 131072) == tail(lengths, 1e9) == 0
+    assert mean_above(lengths, 131072) is None and mean_at_most(lengths, 127) is None
+    assert mean_above(lengths, 1) == mean_at_most(lengths, 1e9) == lengths.mean()
     assert lengths.quantile(0) == 128 and lengths.quantile(1) == 131072
 
 
@@ -158,13 +159,13 @@ def test_far_tail_keeps_its_digits() -> None:
     """Ten deviations out the plain difference of two values of Φ is 0; the mean lies just above the cut."""
     lengths = TruncatedLogNormal(0.0, 1.0, math.exp(10), math.exp(12))
     assert math.exp(10) < lengths.mean() < 1.15 * math.exp(10)
-    assert lengths.tail(lengths.quantile(0.5)) == pytest.approx(0.5, abs=1e-6)
+    assert tail(lengths, lengths.quantile(0.5)) == pytest.approx(0.5, abs=1e-6)
 
 
 def test_fixed_is_one_atom() -> None:
     lengths = fixed(500)
     assert lengths.mean() == lengths.low == lengths.high == lengths.quantile(0.3) == 500
-    assert lengths.tail(499) == 1 and lengths.tail(500) == 0
+    assert tail(lengths, 499) == 1 and tail(lengths, 500) == 0
     assert len(lengths.bins(10).weights) == 1
 
 

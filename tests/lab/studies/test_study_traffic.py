@@ -19,6 +19,7 @@ from studies._traffic import (
     stretched,
 )
 from studies._variants import cache_of
+from tests.core.workload.laws import tail
 
 from prfaas.core.workload import TruncatedLogNormal
 from prfaas.lab.studies import StudyContext
@@ -42,7 +43,7 @@ def test_stretched_lengths_stay_within_limits(factor: float) -> None:
     found = stretched(LENGTHS, factor, 128, 131072)
     assert found.low >= 128 and found.high <= 131072
     assert found.mean() <= factor * LENGTHS.mean() * 1.001 or factor < 1
-    assert found.tail(30_000) == pytest.approx(LENGTHS.tail(30_000 / factor), abs=2e-3)
+    assert tail(found, 30_000) == pytest.approx(tail(LENGTHS, 30_000 / factor), abs=2e-3)
 
 
 @pytest.mark.slow("simulates the cases of a study")

@@ -1,13 +1,13 @@
 """The work of each resource of a two-cluster deployment per request, as a function of the threshold."""
 
 from dataclasses import dataclass
-from typing import Protocol
 
 from prfaas.core.arrays import FloatArray, NDArray, OfLength, np
+from prfaas.core.planner.operating_point import ServiceModel
 from prfaas.core.planner.problem import Path, PdCluster, PlanProblem, PrfaasCluster
 from prfaas.core.planner.ttft import PrefillPoolLoad, ServiceTimes, StageWork, link_time
 from prfaas.core.units import BITS_PER_BYTE
-from prfaas.core.workload import EDGE, Bins, Empirical
+from prfaas.core.workload import EDGE, Bins, LengthDistribution
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,8 +35,7 @@ class Split:
     """Of requests longer than the threshold; None where nothing can be offloaded."""
     local: Path
     """Of the other requests."""
-    fine: Bins | None
-    """Bins of lengths to sum T(L) over; None takes T(E[L]) as the paper does."""
+    service: ServiceModel
 
     @property
     def own_share(self) -> float:
@@ -62,33 +61,17 @@ class Split:
             links[transfer.link] = links[transfer.link] + bits
         return Loads(above.mass, prfaas_s, below.total(self.pd.prefill_s, self.local.share), links)
 
-    def _parts(self, lengths: FloatArray) -> "tuple[_Part, _Part]":
+    def _parts(self, lengths: FloatArray) -> "tuple[_MeanLength, _MeanLength] | tuple[_ByLength, _ByLength]":
         """The prompts above each length, and the others."""
         law = self.problem.workload.lengths
         mass, tokens = law.beyond(lengths)
-        others, their_tokens = 1.0 - mass, law.mean() - tokens
-        if self.fine is not None and isinstance(law, Empirical):
-            return _ByAtom(mass, law, lengths, above=True), _ByAtom(others, law, lengths, above=False)
-        if self.fine is not None:
-            return (
-                _ByLength(mass, tokens, lengths, self.fine, above=True),
-                _ByLength(others, their_tokens, lengths, self.fine, above=False),
-            )
+        others = 1.0 - mass
+        if self.service == "by length":
+            return _ByLength(mass, law, lengths, above=True), _ByLength(others, law, lengths, above=False)
         # Rounding must not put the mean of a tiny part outside of it: curves end where lengths do.
         low, high = law.low, law.high
         least, most = (np.clip(lengths * (1 + side * EDGE / 2), low, high) for side in (-1, 1))
-        return _mean_length(mass, tokens, least, high), _mean_length(others, their_tokens, low, most)
-
-
-class _Part(Protocol):
-    """A part of the requests for each of some thresholds."""
-
-    @property
-    def mass(self) -> FloatArray:
-        """Its probability."""
-
-    def total(self, f: OfLength, share: float) -> FloatArray:
-        """The expectation of f(share × L) in it."""
+        return _mean_length(mass, tokens, least, high), _mean_length(others, law.mean() - tokens, low, most)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -116,46 +99,17 @@ def _mean_length(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _ByAtom:
+class _ByLength:
     mass: FloatArray
-    law: Empirical
+    law: LengthDistribution
     thresholds: FloatArray
     above: bool
 
     def total(self, f: OfLength, share: float) -> FloatArray:
-        """E[f(share × L); part]."""
-        # All of it is what is beyond 0, summed alike: where nothing is left, rounding leaves nothing.
-        beyond = self.law.expect_beyond(f(share * self.law.lengths), np.append(self.thresholds, 0.0))
-        return beyond[:-1] if self.above else beyond[-1] - beyond[:-1]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _ByLength:
-    mass: FloatArray
-    tokens: FloatArray
-    lengths: FloatArray
-    fine: Bins
-    above: bool
-
-    def total(self, f: OfLength, share: float) -> FloatArray:
-        """E[f(share × L); part]: whole bins by their sum, and the part of the bin that each length cuts."""
-        fine = self.fine
-        sums = np.concatenate([[0.0], np.cumsum(fine.weights * f(share * fine.lengths))])
-        masses = np.concatenate([[0.0], np.cumsum(fine.weights)])
-        moments = np.concatenate([[0.0], np.cumsum(fine.weights * fine.lengths)])
-        # Bins that lie in the part as a whole; what remains of its probability is in the bin that is cut.
-        if self.above:
-            first = np.searchsorted(fine.lower, self.lengths, side="left")
-            whole, mass, tokens = (each[-1] - each[first] for each in (sums, masses, moments))
-        else:
-            last = np.searchsorted(fine.upper, self.lengths, side="right")
-            whole, mass, tokens = (each[last] for each in (sums, masses, moments))
-        rest = self.mass - mass
-        cut = rest > 1e-12
-        result = np.array(whole)
-        means = np.clip((self.tokens - tokens)[cut] / rest[cut], fine.lengths[0], fine.lengths[-1])
-        result[cut] += rest[cut] * f(share * means)
-        return result
+        """E[f(share × L); part], 0 for parts of (almost) no request."""
+        beyond = self.law.expect_beyond(lambda tokens: f(share * tokens), np.append(self.thresholds, 0.0))
+        part = beyond[:-1] if self.above else beyond[-1] - beyond[:-1]
+        return np.where(self.mass > 1e-12, part, 0.0)
 
 
 def work_of(split: Split, length: float, n_prefill: int) -> StageWork:

@@ -108,8 +108,7 @@ def split_of(problem: PlanProblem, policy: CachePolicy, service: ServiceModel) -
         return None
     prfaas = problem.prfaas[0] if problem.prfaas else None
     remote = path(problem, prfaas, pd, policy) if prfaas is not None else None
-    fine = problem.workload.lengths.fine_bins() if service == "by length" else None
-    return Split(problem, prfaas, pd, remote, local, fine=fine)
+    return Split(problem=problem, prfaas=prfaas, pd=pd, remote=remote, local=local, service=service)
 
 
 def point_of(split: Split, length: float, n_prefill: int) -> OperatingPoint:

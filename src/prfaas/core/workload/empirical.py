@@ -1,7 +1,7 @@
 """Lengths that were observed, each with a weight, and how a threshold divides those that many prompts have."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from prfaas.core.arrays import FloatArray, np
@@ -121,9 +121,9 @@ class Empirical(_Atoms):
             self._beyond(thresholds, self.tail_tokens, self.tail_squares),
         )
 
-    def expect_beyond(self, values: FloatArray, thresholds: FloatArray) -> FloatArray:
-        """E[values; longer than t] likewise; `values` has one for each of the lengths."""
-        weighted = self.probabilities * values
+    def expect_beyond(self, f: "Callable[[FloatArray], FloatArray]", thresholds: FloatArray) -> FloatArray:
+        """E[f(L); longer than t] likewise."""
+        weighted = self.probabilities * f(self.lengths)
         return self._beyond(thresholds, _tails(weighted), _tails(weighted * self.lengths))
 
     def _beyond(self, t: FloatArray, tails: FloatArray, moments: FloatArray) -> FloatArray:
@@ -169,10 +169,6 @@ class Empirical(_Atoms):
         # A hair below q: 0.1 + 0.2 must still find the atom that 0.3 stands for.
         index = int(np.searchsorted(cumulative, q - 1e-12, side="left"))
         return float(self.lengths[min(index, len(self.lengths) - 1)])
-
-    def _above(self, t: float) -> tuple[float, float]:
-        index = self.lengths.searchsorted(t, side="right")
-        return float(self.tail_mass[index]), float(self.tail_tokens[index])
 
     def scaled(self, factor: float) -> "Empirical":
         """The distribution of factor × L."""

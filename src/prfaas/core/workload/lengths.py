@@ -48,10 +48,7 @@ class Bins:
 
 
 class LengthDistribution(ABC):
-    """A random length L > 0 in tokens.
-
-    Conditions of probability zero have no mean: `mean_above` and `mean_at_most` are None there, never NaN.
-    """
+    """A random length L > 0 in tokens."""
 
     __slots__ = ()
 
@@ -94,28 +91,31 @@ class LengthDistribution(ABC):
         """As `above`, of what policies take for longer than each threshold: they divide an atom (`EDGE`)."""
         return self.above(thresholds)
 
+    def expect_beyond(self, f: "Callable[[FloatArray], FloatArray]", thresholds: FloatArray) -> FloatArray:
+        """E[f(L)] of it: whole fine bins by their sum, and the part of the bin that each threshold cuts."""
+        fine = self.fine_bins()
+        weights, lengths = fine.weights, fine.lengths
+        sums, masses, moments = (
+            np.concatenate([[0.0], np.cumsum(each)])
+            for each in (weights * f(lengths), weights, weights * lengths)
+        )
+        first = np.searchsorted(fine.lower, thresholds, side="left")
+        whole, known, moment = (each[-1] - each[first] for each in (sums, masses, moments))
+        mass, tokens = self.beyond(thresholds)
+        rest = mass - known
+        cut = rest > 1e-12
+        means = np.clip((tokens - moment)[cut] / rest[cut], lengths[0], lengths[-1])
+        whole[cut] += rest[cut] * f(means)
+        return np.asarray(whole, np.float64)
+
     def parts_beyond(self, bins: Bins, threshold: float) -> FloatArray:
         """The part of each bin that policies take for longer; the threshold must be 0 or an edge of the bins."""
         return (bins.lower >= threshold).astype(np.float64)
 
-    def tail(self, t: float) -> float:
-        """P(L > t)."""
-        return self._above(t)[0]
-
     def mean(self) -> float:
         """E[L] in tokens."""
-        return self._above(0.0)[1]
-
-    def mean_above(self, t: float) -> float | None:
-        """E[L | L > t] in tokens, None if no length is above t."""
-        mass, tokens = self._above(t)
-        return min(max(tokens / mass, t, self.low), self.high) if mass > 0 else None
-
-    def mean_at_most(self, t: float) -> float | None:
-        """E[L | L <= t] in tokens, None if every length is above t."""
-        mass, tokens = self._above(t)
-        mean = (self.mean() - tokens) / (1.0 - mass) if mass < 1 else None
-        return None if mean is None else min(max(mean, self.low), t, self.high)
+        (_, (tokens,)) = self.above(np.zeros(1))
+        return float(tokens)
 
     def bins(self, n: int, cuts: "tuple[float, ...]" = ()) -> Bins:
         """About `n` bins over the whole range, fine both in probability and in length; `cuts` become edges too."""
@@ -169,10 +169,6 @@ class LengthDistribution(ABC):
     def fine_parts(self, threshold: float) -> "tuple[Bins, Bins]":
         """The fine bins of what policies take for no longer than a threshold, and of what they take for longer."""
         return self.fine_bins(up_to=threshold), self.fine_bins(above=threshold)
-
-    def _above(self, t: float) -> tuple[float, float]:
-        mass, tokens = self.above(np.array([t], dtype=np.float64))
-        return float(mass[0]), float(tokens[0])
 
 
 def check_factor(factor: float) -> None:
