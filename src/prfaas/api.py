@@ -296,13 +296,15 @@ def simulate(
     from prfaas.lab.simulator import CacheOptions, scenario_of
     from prfaas.lab.simulator import simulate as run
     from prfaas.lab.simulator.recording import CACHE_BYTES, traffic_for
+    from prfaas.lab.simulator.simulation import check_length
 
     planned = _planned(deployment)
     traffic = traffic_for(planned, load, requests_per_s, trace, columns)
+    check_length(traffic.mean_per_s, requests, None)
     if cache_bytes is None:
         cache_bytes = 0 if trace is None else CACHE_BYTES
     threshold = planned.routing.threshold_tokens
-    name = policy or planned.routing.policy
+    name = planned.routing.policy if policy is None else policy
     scenario = scenario_of(
         planned,
         policy=name,

@@ -1,5 +1,6 @@
 """Parts that commands share: arguments, errors that end a command with one sentence, JSON and tables on stdout."""
 
+import errno
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 class CliError(Exception):
     """A command can't do what it was asked to; the text says why and what to do."""
 
+
+# A write that ended so is the disk's affair, wherever it was.
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
 
 # Heavy libraries that are only there with an engine installed.
 _ENGINE_MODULES = {"vllm", "torch", "transformers", "safetensors"}
@@ -68,6 +72,8 @@ def sentence(error: Exception, command: str = "") -> str | None:
     known = (CliError, DeploymentError, EngineError, ConfigError, PlanError, ProfileError, WorkloadError)
     if isinstance(error, (*known, *files)):
         return str(error)
+    if isinstance(error, OSError) and error.errno in _FULL:
+        return f"{error.filename or 'what it writes'} can't be written ({error.strerror or error})"
     if isinstance(error, ModuleNotFoundError) and error.name is not None:
         return _missing(error.name.split(".")[0], command)
     return None

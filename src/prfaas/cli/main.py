@@ -4,7 +4,9 @@ Modules of commands import only typer at the top and the rest inside the command
 and works without vLLM.
 """
 
+import os
 import sys
+from contextlib import suppress
 from typing import Annotated, Any
 
 import typer
@@ -116,11 +118,28 @@ def _root(
     """
 
 
+def _drop_output() -> None:
+    """What could not be written must not be tried again when Python ends: that would print a traceback."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def main() -> None:
     """Entry point of the `prfaas` script."""
+    if sys.stdout is None:  # closed by who started it
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     try:
-        app()
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # Its reader has what it wants, as `head` does.
+        _drop_output()
+        sys.exit(1)
     except Exception as error:
+        if isinstance(error, OSError):
+            _drop_output()
         text = sentence(error, next((word for word in sys.argv[1:] if not word.startswith("-")), ""))
         if text is None:
             raise

@@ -148,6 +148,7 @@ def simulate(
     from prfaas.core.planner import best_operation, problem_of
     from prfaas.lab.report.simulation import SimulationReport
     from prfaas.lab.simulator.recording import Recording
+    from prfaas.lab.simulator.simulation import check_length
 
     length = _length(requests, duration)
     changes = parse_changes(set_fields or ())
@@ -164,6 +165,10 @@ def simulate(
             f"{deployment}: can serve nothing by `prfaas plan`; it needs instances that prefill and that decode"
         )
     rate_rps = _rate(load, rate, lambda_max)
+    try:
+        check_length(rate_rps, *length)
+    except ValueError as error:
+        raise CliError(f"{error}") from None
     links = fluctuation(planned, link_fluctuation)
     options = caches_asked(planned, trace is not None if caches is None else caches, cache_memory)
     pools = pools_asked(planned, pools_given)

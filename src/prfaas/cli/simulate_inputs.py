@@ -198,7 +198,8 @@ def policies_of(
     if policy is not None and compare is not None:
         raise CliError("give --policy or --compare, not both")
     option, routing = "--policy" if compare is None else "--compare", deployment.routing
-    names = [policy or routing.policy] if compare is None else [name.strip() for name in compare.split(",")]
+    one = routing.policy if policy is None else policy
+    names = [one] if compare is None else [name.strip() for name in compare.split(",")]
     if len(set(names)) < len(names):
         raise CliError(f"{option}: names a policy twice")
     asked: dict[str, dict[str, Setting]] = {name: routing.params_of(name) for name in names}

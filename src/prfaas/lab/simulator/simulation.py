@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from prfaas.core.units import SECONDS_PER_HOUR
 from prfaas.core.workload.traffic import RequestChunk
 from prfaas.lab.simulator.control_loops import HotCopies, SlowLoops
 from prfaas.lab.simulator.faults import Faults
@@ -22,8 +23,35 @@ _WARMUP_ANSWERS = 3
 # But that is never more than this share of the run.
 _MOST_WARMUP = 0.5
 
+MOST_REQUESTS = 10_000_000
+"""Of one simulation: a GB or two of memory, and minutes to hours."""
+MOST_DAYS = 366
+"""Of one simulation: its slow loops go on, however little arrives."""
+
 _Arrived = tuple[FloatArray, IntArray, IntArray]
 """Arrivals, input and output tokens of a chunk."""
+
+
+def check_length(rate_rps: float, requests: int | None, duration_s: float | None) -> None:
+    """Refuse what could not be simulated in any time that a user waits, or held in memory.
+
+    Args:
+        rate_rps: Requests per second that arrive on average.
+        requests: How many arrive; None: those of `duration_s`.
+        duration_s: Seconds of arrivals; None: as `requests` take.
+
+    Raises:
+        ValueError: more requests or days than are simulated at once.
+    """
+    count = rate_rps * (duration_s or 0.0) if requests is None else requests
+    days = (count / rate_rps if duration_s is None else duration_s) / (24 * SECONDS_PER_HOUR)
+    if count > MOST_REQUESTS:
+        raise ValueError(f"at most {MOST_REQUESTS:,} requests are simulated at once, not {float(count):.4g}")
+    if days > MOST_DAYS:
+        raise ValueError(
+            f"at most {MOST_DAYS} days are simulated at once, not the {days:.4g} of {float(count):.4g} requests at "
+            f"{rate_rps:.3g} per second"
+        )
 
 
 def simulate(
