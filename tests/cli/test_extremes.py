@@ -1,4 +1,4 @@
-"""Absurd numbers, full disks and closed pipes: one sentence or silence, never a traceback, and never minutes of work."""
+"""Absurd numbers, full disks and closed pipes: one sentence or silence, never a traceback, never minutes of work."""
 
 import os
 import subprocess
@@ -85,12 +85,14 @@ def child(code: str, *args: object, stdout: int) -> tuple[int, str]:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
-@pytest.mark.parametrize("args", [("plan", PAPER), ("plan", PAPER, "--json"), ("plan", "--help"), ("--version",)])
+@pytest.mark.parametrize(
+    "args", [("plan", PAPER), ("plan", PAPER, "--json"), ("plan", "--help"), ("--version",)]
+)
 def test_a_full_output_is_one_sentence(args: tuple[object, ...]) -> None:
-    with open("/dev/full", "w") as full:
+    with Path("/dev/full").open("w") as full:
         code, said = child(PRELUDE + "main()", *args, stdout=full.fileno())
     assert code == 2
-    assert said == "prfaas: what it writes can't be written (No space left on device)\n"
+    assert said == "prfaas: output: No space left on device\n"
 
 
 @pytest.mark.parametrize("args", [("models",), ("models", "--json")])

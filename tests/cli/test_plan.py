@@ -104,7 +104,7 @@ def test_for_people(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
 def test_plots(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     document = planned(monkeypatch, capsys, PAPER, "--plot", tmp_path / "plots")
     names = [Path(path).name for path in document["plots"]]
-    assert names == [f"paper-{plot}.png" for plot in ("kv-throughput", "split", "threshold", "bandwidth")]
+    assert names == [f"paper-{plot}.png" for plot in ("kv-throughput", "split", "threshold")]
     assert sorted(path.name for path in (tmp_path / "plots").iterdir()) == sorted(names)
 
 

@@ -6,7 +6,9 @@ and works without vLLM.
 
 import os
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -118,33 +120,34 @@ def _root(
     """
 
 
-def _drop_output() -> None:
-    """What could not be written must not be tried again when Python ends: that would print a traceback."""
-    with suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
 def main() -> None:
     """Entry point of the `prfaas` script."""
-    if sys.stdout is None:  # closed by who started it
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    # None where who started it has closed it.
+    sys.stdout = sys.stdout or Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
     try:
-        try:
+        with _flushed():
             app()
-        finally:
-            sys.stdout.flush()
-    except BrokenPipeError:
-        # Its reader has what it wants, as `head` does.
-        _drop_output()
-        sys.exit(1)
     except Exception as error:
-        if isinstance(error, OSError):
-            _drop_output()
         text = sentence(error, next((word for word in sys.argv[1:] if not word.startswith("-")), ""))
         if text is None:
             raise
         print(f"prfaas: {text}", file=sys.stderr)
         sys.exit(2)
+
+
+@contextmanager
+def _flushed() -> Iterator[None]:
+    """Write all output while an error still ends in a sentence; a reader that has enough, as `head`, is none."""
+    try:
+        yield
+        sys.stdout.flush()
+    except OSError as error:
+        # Python would try again at its end, and print a traceback.
+        with suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            sys.exit(1)
+        raise
 
 
 if __name__ == "__main__":

@@ -104,6 +104,19 @@ def simulate(
             help="Let bandwidths vary: standard deviation as a share, and correlation time, e.g. 0.3:30.",
         ),
     ] = None,
+    outage: Annotated[
+        list[str] | None,
+        _world_option(
+            metavar="LINK@T+S",
+            help='A link carries nothing from second T on for S seconds, e.g. "east->home@600+60"; may be repeated.',
+        ),
+    ] = None,
+    fail: Annotated[
+        list[str] | None,
+        _world_option(
+            metavar="INSTANCE@T+S", help="An instance is gone for a time, with all it had; may be repeated."
+        ),
+    ] = None,
     set_fields: Annotated[
         list[str] | None,
         _world_option(
@@ -136,6 +149,7 @@ def simulate(
     """
     from prfaas.cli.simulate_inputs import (
         caches_asked,
+        failures_of,
         fluctuation,
         made_up,
         parse_changes,
@@ -177,9 +191,13 @@ def simulate(
     else:
         traffic = recorded(recording, trace.name, rate_rps)
     _check_any(traffic, seed, length[1])
-    folder = None if report is None else made_folder(report, "--report")
+    folder = None if report is None else made_folder(report)
     rows = records_file(records)
-    scenarios = [scenario_for(planned, name, params, options, links, pools) for name, params in asked.items()]
+    failures = failures_of(outage, fail)
+    scenarios = [
+        scenario_for(planned, name, params, options, links, pools, failures=failures)
+        for name, params in asked.items()
+    ]
     results = _simulated(scenarios, traffic, seed, *length)
     shown = SimulationReport(
         deployment=planned,
@@ -196,6 +214,7 @@ def simulate(
         caches=options,
         pools=pools,
         link_fluctuation=link_fluctuation,
+        failures=failures,
         changes=changes,
         changes_text=set_fields or (),
         params={name: params for name, params in asked.items() if params},
@@ -212,7 +231,7 @@ def _show(
     if folder is not None:
         from prfaas.lab.report.simulation_figures import simulation_page
 
-        write_text(folder / "index.html", simulation_page(shown), "--report")
+        write_text(folder / "index.html", simulation_page(shown))
     if rows is not None:
         _write_records(rows, shown)
     if as_json:

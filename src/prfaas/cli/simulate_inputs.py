@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from prfaas.lab.simulator import CacheOptions, PoolOptions, Scenario
     from prfaas.lab.simulator.capacity import CapacityProcess
     from prfaas.lab.simulator.recording import Recording
+    from prfaas.lab.simulator.scenario import Failure
 
 
 CALM, CALM_S = 0.7, 60.0
@@ -41,6 +42,32 @@ class SimulatedTraffic:
     """The same for people, in one line."""
     notes: tuple[str, ...] = ()
     """What was done to a trace, and what else one should know."""
+
+
+def failures_of(outages: Sequence[str] | None, fails: Sequence[str] | None) -> "list[Failure]":
+    """From `--outage LINK@T+S` and `--fail INSTANCE@T+S`.
+
+    Raises:
+        CliError: another form, or times out of range.
+    """
+    from prfaas.lab.simulator.scenario import Failure
+
+    found = []
+    asked = (("--outage", "east->home", outages or ()), ("--fail", "home-0", fails or ()))
+    for option, example, text in (
+        (option, example, each) for option, example, all_ in asked for each in all_
+    ):
+        what, _, times = text.rpartition("@")
+        at, _, lasts = times.rpartition("+")
+        try:
+            found.append(Failure(what, float(at), float(lasts)))
+            if ("->" in what) != ("->" in example) or not math.isfinite(float(at) + float(lasts)):
+                raise ValueError
+        except ValueError:
+            raise CliError(
+                f'{option} "{text}": write it as {example}@600+60, from second 600 on for 60 s'
+            ) from None
+    return found
 
 
 def made_up(problem: "PlanProblem", rate_rps: float, *, bursts: bool) -> SimulatedTraffic:
@@ -234,6 +261,8 @@ def scenario_for(
     caches: "CacheOptions | None",
     links: "Mapping[str, CapacityProcess]",
     pools: "Mapping[str, PoolOptions] | None" = None,
+    *,
+    failures: "Sequence[Failure]" = (),
 ) -> "Scenario":
     """The scenario of a deployment as it would run: its `routing` and `control` sections count.
 
@@ -256,6 +285,7 @@ def scenario_for(
             caches=caches,
             pools=pools,
             links=links,
+            failures=failures,
         )
         make_policy(policy, scenario.params)
     except PolicyError as error:

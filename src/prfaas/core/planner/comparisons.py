@@ -144,8 +144,8 @@ def homogeneous_at_equal_cost(
     bought = rival.per_hour / price
     if not bought <= MOST_INSTANCES:
         raise PlanError(
-            f"prices: the {rival.per_hour:.3g} per hour that the deployment costs, egress included, would buy {bought:.3g} "
-            f"instances at {price:.3g}; at most {MOST_INSTANCES:,} are planned, so check prices and egress_per_gb"
+            f"prices: the {rival.per_hour:.3g} per hour that the deployment costs, egress included, would buy "
+            f"{bought:.3g} instances at {price:.3g}; at most {MOST_INSTANCES:,} are planned"
         )
     instances = max(math.floor(bought + 1e-9), 1)
     return pd_only(problem, _kind_of(problem, same_gpus), instances, "same cost, PD only", rival, service)

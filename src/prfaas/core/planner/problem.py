@@ -14,7 +14,6 @@ from prfaas.core.planner.operating_point import CachePolicy
 from prfaas.core.units import format_s
 from prfaas.core.workload import Workload
 
-
 MOST_INSTANCES = 10_000
 """Of a cluster that can be planned. Far more than anyone has, and few enough for a plan to stay in memory."""
 

@@ -33,24 +33,14 @@ _Arrived = tuple[FloatArray, IntArray, IntArray]
 
 
 def check_length(rate_rps: float, requests: int | None, duration_s: float | None) -> None:
-    """Refuse what could not be simulated in any time that a user waits, or held in memory.
-
-    Args:
-        rate_rps: Requests per second that arrive on average.
-        requests: How many arrive; None: those of `duration_s`.
-        duration_s: Seconds of arrivals; None: as `requests` take.
-
-    Raises:
-        ValueError: more requests or days than are simulated at once.
-    """
-    count = rate_rps * (duration_s or 0.0) if requests is None else requests
-    days = (count / rate_rps if duration_s is None else duration_s) / (24 * SECONDS_PER_HOUR)
+    """Raise ValueError for more than memory or patience hold: so many requests at a rate, or those of a duration."""
+    count = float(rate_rps * (duration_s or 0.0) if requests is None else requests)
     if count > MOST_REQUESTS:
-        raise ValueError(f"at most {MOST_REQUESTS:,} requests are simulated at once, not {float(count):.4g}")
+        raise ValueError(f"at most {MOST_REQUESTS:,} requests are simulated at once, not {count:.4g}")
+    days = (duration_s or count / rate_rps) / (24 * SECONDS_PER_HOUR)
     if days > MOST_DAYS:
         raise ValueError(
-            f"at most {MOST_DAYS} days are simulated at once, not the {days:.4g} of {float(count):.4g} requests at "
-            f"{rate_rps:.3g} per second"
+            f"at most {MOST_DAYS} days are simulated at once, not the {days:.4g} of {count:.4g} requests"
         )
 
 
