@@ -290,7 +290,7 @@ def simulate(
         WorkloadError: a trace that can't be read.
 
     Example:
-        >>> result = simulate(example_path("paper"), load=0.5, requests=1000, seed=1)
+        >>> result = simulate(example_path("paper"), load=0.5, requests=3000, seed=1)
         >>> summary = result.summary()
         >>> summary["lost"], summary["stable"], 0 < summary["offloaded_fraction"] < 1
         (0, True, True)

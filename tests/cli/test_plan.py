@@ -113,7 +113,7 @@ def test_plots_where_no_folder_can_be(
 ) -> None:
     (tmp_path / "file").write_text("")
     assert run(monkeypatch, "plan", PAPER, "--plot", tmp_path / "file" / "plots") == 2
-    assert "can't be made a folder" in capsys.readouterr().err
+    assert "Not a directory" in capsys.readouterr().err
 
 
 @pytest.mark.slow("plans at many points")

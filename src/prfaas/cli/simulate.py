@@ -233,7 +233,8 @@ def _show(
 
         write_text(folder / "index.html", simulation_page(shown))
     if rows is not None:
-        _write_records(rows, shown)
+        count = rows.write(shown.results, json_text(shown.to_json()))
+        typer.echo(f"wrote {rows.path}: {count:,} rows", err=True)
     if as_json:
         print_json(shown.to_json())
     else:
@@ -297,15 +298,16 @@ def _length(requests: int | None, duration_s: float | None) -> tuple[int | None,
 
 
 def _rate(load: float | None, rate: float | None, lambda_max: float) -> float:
-    from prfaas.cli.simulate_inputs import check_rate
+    import math
 
     if load is not None and rate is not None:
         raise CliError("give --load or --rate, not both")
-    if rate is not None:
-        check_rate(rate, "--rate")
-        return rate
-    check_rate(_LOAD if load is None else load, "--load")
-    return (_LOAD if load is None else load) * lambda_max
+    option, given, unit = (
+        ("--rate", rate, 1.0) if rate is not None else ("--load", _LOAD if load is None else load, lambda_max)
+    )
+    if not (math.isfinite(given) and given > 0):
+        raise CliError(f"{option}: must be a number above 0, not {given:g}")
+    return given * unit
 
 
 def _check_any(traffic: "SimulatedTraffic", seed: int, duration_s: float | None) -> None:
@@ -316,11 +318,3 @@ def _check_any(traffic: "SimulatedTraffic", seed: int, duration_s: float | None)
         raise CliError(
             f"--duration: nothing arrives within {duration_s:g} s; the first request comes after {first_s:.3g} s"
         )
-
-
-def _write_records(file: "RecordsFile", shown: "SimulationReport") -> None:
-    try:
-        count = file.write(shown.results, json_text(shown.to_json()))
-    except OSError as error:
-        raise CliError(f"--records: {file.path} can't be written ({error.strerror or error})") from error
-    typer.echo(f"wrote {file.path}: {count:,} rows", err=True)

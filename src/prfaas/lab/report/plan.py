@@ -193,11 +193,9 @@ def _links(deployment: PlannedDeployment, point: OperatingPoint) -> "Table":
     table = new_table(
         "link", "egress", "of a request", "bandwidth", "used", "if no link were a limit", "round trip"
     )
-    shares = {f"{route.prefill}->{route.decode}": 0.0 for route in point.routes}
-    for route in point.routes:
-        shares[f"{route.prefill}->{route.decode}"] += route.fraction
     for link in point.links:
-        per_s = point.lambda_max * shares.get(link.name, 0.0)
+        sent = [route.fraction for route in point.routes if f"{route.prefill}->{route.decode}" == link.name]
+        per_s = point.lambda_max * sum(sent)
         needed = link.needed_bits_per_s
         table.add_row(
             link.name,
