@@ -107,5 +107,6 @@ def test_given_roles_and_thresholds_divide_too() -> None:
 def test_prompts_of_one_length_have_a_plan_and_times() -> None:
     """Where all of them stay, none is lost: what is planned without others' help has a TTFT."""
     plan = make_plan(paper_problem(lengths=fixed(2048)))
-    for baseline in plan.baselines:
-        assert baseline.ttft_estimate.mean_s is not None and 0 < baseline.ttft_estimate.mean_s < 60
+    for baseline in (plan.homogeneous, plan.homogeneous_equal_cost):
+        assert baseline is not None and baseline.ttft_estimate.mean_s is not None
+        assert 0 < baseline.ttft_estimate.mean_s < 60
