@@ -146,17 +146,3 @@ def test_examples_by_name() -> None:
     assert api.example_path("local") == api.example_path("local.yaml")
     with pytest.raises(FileNotFoundError, match=r"there are dense, .*paper"):
         api.example_path("nothing")
-
-
-def test_failures_of_links_and_instances() -> None:
-    """As `prfaas simulate --outage --fail`; and what is far too long is refused at once."""
-    paper = api.load_planned(api.example_path("paper"))
-    well = api.simulate(paper, policy="paper", requests=2000)
-    gone = api.simulate(
-        paper, policy="paper", requests=2000, failures=[("home-0", 300, 120), ("east->home", 300, 120)]
-    )
-    assert gone.summary()["ttft_p99_s"] > 2 * well.summary()["ttft_p99_s"]
-    with pytest.raises(ValueError, match='"home-9" cannot fail'):
-        api.simulate(paper, failures=[("home-9", 1, 1)])
-    with pytest.raises(ValueError, match="at most 10,000,000 requests"):
-        api.simulate(paper, requests=10**12)

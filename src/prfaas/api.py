@@ -12,7 +12,7 @@ Example:
 """
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -255,7 +255,6 @@ def simulate(
     trace: Path | str | None = None,
     columns: Mapping[str, str] | None = None,
     cache_bytes: int | None = None,
-    failures: "Sequence[tuple[str, float, float]]" = (),
 ) -> "Result":
     """A deployment under Poisson traffic of its own lengths, or a trace, run by the scheduler's own code.
 
@@ -275,8 +274,6 @@ def simulate(
         columns: of a CSV trace that is neither Azure's nor BurstGPT's: what its columns for `arrival` (seconds, or
             date and time; `arrival_ms`: milliseconds), `input` and `output` (tokens) are called.
         cache_bytes: memory of every instance for its prefix cache; None: 64 GiB with a trace, none without.
-        failures: links ("east->home") and instances ("home-0") that are gone for a time: the name, from which second
-            on, and for how many.
 
     Returns:
         One entry per request, as numpy arrays in the order of arrival; `Result.summary()` has the numbers, and
@@ -284,8 +281,7 @@ def simulate(
 
     Raises:
         DeploymentError: the first thing that is wrong with the file, with its line and field.
-        ValueError: both a load and a rate, a rate of 0 or less, more requests or days than can be simulated, or a
-            failure of what there is not.
+        ValueError: both a load and a rate, or a rate of 0 or less.
         PolicyError: a policy that there is not, or a parameter that it does not take.
         WorkloadError: a trace that can't be read.
 
@@ -300,12 +296,9 @@ def simulate(
     from prfaas.lab.simulator import CacheOptions, scenario_of
     from prfaas.lab.simulator import simulate as run
     from prfaas.lab.simulator.recording import CACHE_BYTES, traffic_for
-    from prfaas.lab.simulator.scenario import Failure
-    from prfaas.lab.simulator.simulation import check_length
 
     planned = _planned(deployment)
     traffic = traffic_for(planned, load, requests_per_s, trace, columns)
-    check_length(traffic.mean_per_s, requests, None)
     if cache_bytes is None:
         cache_bytes = 0 if trace is None else CACHE_BYTES
     threshold = planned.routing.threshold_tokens
@@ -318,7 +311,6 @@ def simulate(
         control=planned.control,
         allocation=planned.control.allocation,
         caches=CacheOptions.of_memory(planned.kv_model, cache_bytes) if cache_bytes else None,
-        failures=[Failure(*each) for each in failures],
     )
     return run(scenario, traffic.chunks(np.random.default_rng(seed)), seed=seed, requests=requests)
 

@@ -162,7 +162,6 @@ def simulate(
     from prfaas.core.planner import best_operation, problem_of
     from prfaas.lab.report.simulation import SimulationReport
     from prfaas.lab.simulator.recording import Recording
-    from prfaas.lab.simulator.simulation import check_length
 
     length = _length(requests, duration)
     changes = parse_changes(set_fields or ())
@@ -178,11 +177,7 @@ def simulate(
         raise CliError(
             f"{deployment}: can serve nothing by `prfaas plan`; it needs instances that prefill and that decode"
         )
-    rate_rps = _rate(load, rate, lambda_max)
-    try:
-        check_length(rate_rps, *length)
-    except ValueError as error:
-        raise CliError(f"{error}") from None
+    rate_rps, failures = _rate(load, rate, lambda_max, length), failures_of(outage, fail)
     links = fluctuation(planned, link_fluctuation)
     options = caches_asked(planned, trace is not None if caches is None else caches, cache_memory)
     pools = pools_asked(planned, pools_given)
@@ -193,7 +188,6 @@ def simulate(
     _check_any(traffic, seed, length[1])
     folder = None if report is None else made_folder(report)
     rows = records_file(records)
-    failures = failures_of(outage, fail)
     scenarios = [
         scenario_for(planned, name, params, options, links, pools, failures=failures)
         for name, params in asked.items()
@@ -297,8 +291,12 @@ def _length(requests: int | None, duration_s: float | None) -> tuple[int | None,
     return (None, duration_s) if duration_s is not None else (requests or _REQUESTS, None)
 
 
-def _rate(load: float | None, rate: float | None, lambda_max: float) -> float:
+def _rate(
+    load: float | None, rate: float | None, lambda_max: float, length: tuple[int | None, float | None]
+) -> float:
     import math
+
+    from prfaas.lab.simulator.simulation import check_length
 
     if load is not None and rate is not None:
         raise CliError("give --load or --rate, not both")
@@ -307,6 +305,10 @@ def _rate(load: float | None, rate: float | None, lambda_max: float) -> float:
     )
     if not (math.isfinite(given) and given > 0):
         raise CliError(f"{option}: must be a number above 0, not {given:g}")
+    try:
+        check_length(given * unit, *length)
+    except ValueError as error:
+        raise CliError(str(error)) from None
     return given * unit
 
 

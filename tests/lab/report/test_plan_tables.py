@@ -20,6 +20,8 @@ from prfaas.core.planner import (
     Stage,
     TtftEstimate,
     TtftTarget,
+    make_plan,
+    problem_of,
 )
 from prfaas.lab.report.plan import print_plan
 from prfaas.lab.report.plan_sweep import PlanSweep
@@ -276,7 +278,7 @@ def test_first_tokens_from_the_prefill_have_a_row_and_a_note(deployment: Planned
 
 def test_the_bytes_of_a_request_on_the_line(capsys: pytest.CaptureFixture[str]) -> None:
     """What is carried over what is offloaded: the KVCache of a prompt of the mean offloaded length."""
-    deployment = load_planned(Path(__file__).parents[3] / "examples" / "paper.yaml")
+    deployment = load_planned(PAPER)
     plan = make_plan(problem_of(deployment))
     print_plan(Console(width=200), deployment, plan)
     lines = capsys.readouterr().out.splitlines()
