@@ -172,7 +172,7 @@ def test_silence_freezes_and_an_answer_thaws(watched: Watched, way: str) -> None
     for _ in range(20):
         watched.probe()
         watched.watch.suspect("home-d0", "a request failed as well")
-    assert (watched.lost, len(watched.frozen), watched.watch.is_frozen("home-d0")) == ([], 1, True)
+    assert (watched.lost, len(watched.frozen), watched.watch.reason("home-d0")) == ([], 1, reason)
     silent(False)
     watched.probe()
     assert watched.healthy("home-d0")
@@ -184,10 +184,10 @@ def test_a_frozen_engine_that_dies_lost_its_cache(watched: Watched) -> None:
     watched.http.healthy["far-0"] = None
     for _ in range(5):
         watched.probe()
-    assert watched.watch.is_frozen("far-0") and watched.lost == []
+    assert str(watched.watch.reason("far-0")).startswith("frozen") and watched.lost == []
     watched.http.healthy["far-0"] = False
     watched.probe()
-    assert watched.lost == ["far-0"] and not watched.watch.is_frozen("far-0")
+    assert (watched.lost, watched.watch.reason("far-0")) == (["far-0"], "its /health failed")
     # Calls to it are let through again: they are refused at once.
     assert watched.frozen[-1] == ("far-0", None)
     watched.http.healthy["far-0"] = True
@@ -227,7 +227,7 @@ def test_a_lost_connection_is_no_answer(watched: Watched) -> None:
     watched.ports["far-0"].error = ConnectionError("connection lost")
     for _ in range(4):
         watched.probe()
-    assert watched.watch.is_frozen("far-0")
+    assert str(watched.watch.reason("far-0")).startswith("frozen")
 
 
 def test_without_descriptors_nobody_is_silent_or_dead(
@@ -252,7 +252,7 @@ def test_running_requests_without_progress_are_a_stall(watched: Watched) -> None
     assert watched.frozen == [("home-d1", reason)]
     for _ in range(10):
         watched.probe()
-    assert watched.watch.is_frozen("home-d1") and watched.lost == []
+    assert (watched.watch.reason("home-d1"), watched.lost) == (reason, [])
     watched.stuck_s["home-d1"] = 0.0
     watched.probe()
     assert watched.healthy("home-d1")

@@ -160,10 +160,6 @@ class PoolMonitor(Part):
             "daemon": None if newest is None else _daemon(newest, node),
         }
 
-    def newest(self, name: str) -> PoolReading | None:
-        """The last figures of a pool; None as long as it has not answered."""
-        return self._newest.get(name)
-
     def _learn_ssd(self, name: str, reading: PoolReading) -> None:
         """Take how fast pages came from SSD since enough of them had come for the bandwidth of that tier."""
         told = (reading.number("store", "ssd_promoted_bytes"), reading.number("store", "ssd_promoting_s"))
