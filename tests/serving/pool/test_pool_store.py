@@ -14,6 +14,7 @@ from prfaas.core.kv.groups import GroupKind
 from prfaas.core.pool.eviction import LruEviction
 from prfaas.core.pool.geometry import PageGroup, PoolGeometry
 from prfaas.core.pool.keys import page_id
+from prfaas.core.pool.quota import TenantEviction
 from prfaas.serving.pool.arena import ArenaLayout, create_arena, open_arena
 from prfaas.serving.pool.memory_tier import NO_SLOT
 from prfaas.serving.pool.page_table import Owner, PageState
@@ -86,7 +87,11 @@ class StoreMachine(RuleBasedStateMachine):
     def open_store(self) -> None:
         self.events.opened(GEOMETRY, self.arena.epoch)
         self.store = PageStore(
-            self.arena, LruEviction(), events=self.events, ssd=self.ssd, time_s=lambda: self.time_s
+            self.arena,
+            TenantEviction(self.arena.layout.pages_bytes, LruEviction),
+            events=self.events,
+            ssd=self.ssd,
+            time_s=lambda: self.time_s,
         )
         lives = {copy.owner for copy in self.copies}
         recover(self.store, lambda owner: owner in lives)
@@ -404,7 +409,7 @@ class StoreMachine(RuleBasedStateMachine):
         for pages in store.held.values():
             for page in pages.values():
                 assert page.slot != NO_SLOT or (page.on_ssd and page.state is PageState.ON_SSD)
-                assert not page.on_ssd or (self.ssd is not None and self.ssd.holds(page.page_id))
+                assert not page.on_ssd or (self.ssd is not None and self.ssd.entry(page.page_id) is not None)
 
     @invariant()
     def pins_are_conserved(self) -> None:

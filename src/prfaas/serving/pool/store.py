@@ -16,9 +16,8 @@ import numpy as np
 from prfaas.core.kv.groups import GroupKind
 from prfaas.core.pool.announced import Medium
 from prfaas.core.pool.depth import needed_blocks, usable_end
-from prfaas.core.pool.eviction import EvictionPolicy
 from prfaas.core.pool.geometry import PageGroup, PageIdentity
-from prfaas.core.pool.keys import KEY_BYTES
+from prfaas.core.pool.keys import KEY_BYTES, TENANT_BYTES
 from prfaas.core.pool.quota import TenantEviction
 from prfaas.serving.pool.arena import Arena
 from prfaas.serving.pool.events import PoolEventPublisher
@@ -28,7 +27,6 @@ from prfaas.serving.pool.protocol import PageRef, SessionKind
 from prfaas.serving.pool.reservations import Reservations
 from prfaas.serving.pool.ssd_tier import FileTier, SsdEntry
 
-TENANT_BYTES = 8
 _DAEMON = Owner(0, 0, bytes(8))
 _TOUCHES_AT_ONCE = 256
 
@@ -131,7 +129,7 @@ class Spilling:
                 continue
             identity = self._memory.identity(page)
             self._memory.set_state(page, PageState.SPILLING)
-            entry = SsdEntry(page_id, page.group, identity, tuple(page.checksums), page.tenant)
+            entry = SsdEntry(page_id, identity, tuple(page.checksums), page.tenant)
             self._ssd.write(entry, page.offset, partial(self._was_given, page, identity))
         self._is_giving = False
 
@@ -160,7 +158,7 @@ class PageStore:
     def __init__(
         self,
         arena: Arena,
-        policy: EvictionPolicy[bytes] | TenantEviction,
+        eviction: TenantEviction,
         *,
         events: PoolEventPublisher | None = None,
         ssd: FileTier | None = None,
@@ -170,7 +168,7 @@ class PageStore:
         self.geometry = arena.layout.geometry
         self.epoch = arena.epoch
         self.counters = PoolCounters()
-        self.memory = MemoryTier(arena, policy, self._evicted)
+        self.memory = MemoryTier(arena, eviction, self._evicted)
         self.reservations = Reservations(self.memory, self.geometry.ranks, self._ready, self._aborted)
         self.sessions: set[StoreSession] = set()
         self.held: dict[int, dict[bytes, PoolPage]] = {group.index: {} for group in self.geometry.groups}
