@@ -149,7 +149,7 @@ def test_figures_of_pools_are_taken_as_they_are(
 ) -> None:
     ports = {"far-pool": PoolPort(), "home-pool": PoolPort()}
     meters = {name: EngineMeter(60.0) for name in cluster_state.names}
-    monitor = PoolMonitor(RunningDeployment(deployment), ports, cluster_state.view.pools, meters, clock=clock)
+    monitor = PoolMonitor(RunningDeployment(deployment), ports, cluster_state, meters)
 
     def asked(name: str) -> Any:
         asyncio.run(monitor.ask(name))
@@ -173,7 +173,7 @@ def test_the_bandwidth_that_engines_measure_is_believed(
     deployment: Deployment, cluster_state: ClusterState, clock: FakeClock
 ) -> None:
     view = cluster_state.view.pools["home-pool"]
-    monitor = PoolMonitor(RunningDeployment(deployment), {}, cluster_state.view.pools, {}, clock=clock)
+    monitor = PoolMonitor(RunningDeployment(deployment), {}, cluster_state, {})
     meter, instance = EngineMeter(60.0), deployment.instance("home-p0")
 
     def loaded(nbytes: float, seconds: float, at_s: float) -> float:
@@ -195,9 +195,7 @@ def test_the_bandwidth_that_a_daemon_measures_of_its_ssd_is_believed(
 ) -> None:
     view = cluster_state.view.pools["home-pool"]
     port = PoolPort()
-    monitor = PoolMonitor(
-        RunningDeployment(deployment), {"home-pool": port}, cluster_state.view.pools, {}, clock=clock
-    )
+    monitor = PoolMonitor(RunningDeployment(deployment), {"home-pool": port}, cluster_state, {})
 
     def told(nbytes: float, seconds: float) -> float:
         port.told = {"store": {"ssd_promoted_bytes": nbytes, "ssd_promoting_s": seconds}}

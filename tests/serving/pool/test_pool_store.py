@@ -180,7 +180,7 @@ class StoreMachine(RuleBasedStateMachine):
             if (session.owner, rank) not in self.workers:
                 self.open_worker(session.owner, rank)
         wished = pages_of(GEOMETRY, PROMPTS[prompt], salt)[first : first + 8]
-        refs = self.store.reserve_for(session, forged, wished)
+        refs = self.store.reserve(forged, wished, session)
         for (page, _), ref in zip(wished, refs, strict=True):
             if ref is not None:
                 self.copies += [
@@ -193,7 +193,7 @@ class StoreMachine(RuleBasedStateMachine):
         pages = pages_of(GEOMETRY, PROMPTS[prompt][: end * 32], salt)
         states = [page for page in pages if page[0][-1] == 1]
         wished = [page for page in pages if page not in states[:-1]]
-        refs = self.store.reserve_for(self.scheduler(number), TENANT, wished)
+        refs = self.store.reserve(TENANT, wished, self.scheduler(number))
         for rank in range(RANKS):
             for (page, _), ref in zip(wished, refs, strict=True):
                 if ref is not None:
@@ -230,9 +230,8 @@ class StoreMachine(RuleBasedStateMachine):
 
     def reserve_in_vain(self, number: int, prompt: int, salt: str) -> None:
         """A scheduler gives no order after all."""
-        refs = self.store.reserve_for(
-            self.scheduler(number), TENANT, pages_of(GEOMETRY, PROMPTS[prompt], salt)[:3]
-        )
+        wished = pages_of(GEOMETRY, PROMPTS[prompt], salt)[:3]
+        refs = self.store.reserve(TENANT, wished, self.scheduler(number))
         for ref in refs:
             if ref is not None:
                 self.store.reservations.abort_all(ref.slot)

@@ -118,7 +118,7 @@ class LivePlane:
             on_answer=self.health.liveness.heard_kv,
             pool_ports=members.pool_ports,
         )
-        pools = PoolMonitor(running, members.pool_ports, view.pools, engines.meters, clock=clock)
+        pools = PoolMonitor(running, members.pool_ports, state, engines.meters)
         # In the order in which they join; they leave in the other one.
         self.parts: list[Part] = [DeployedView(running, state, curves), members, engines, pools, self.links]
         self.parts += [_budget(members, state, self.links), self.compatibility, self.router, self.thresholds]

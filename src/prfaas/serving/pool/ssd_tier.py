@@ -142,7 +142,7 @@ class FileTier:
         self._make_policy = make_policy
         # Pages on their way can't make room for others.
         self._most_queued_bytes = min(options.most_queued_bytes, len(arena) // 4)
-        self._dropped: Callable[[bytes], None] = _nobody
+        self._dropped: Callable[[bytes], None] = lambda _page_id: None
         record_share = max(
             most_record_bytes(geometry.ranks, geometry.identity_bytes(group)) / stored_bytes(size)
             for group, size in self._page_bytes.items()
@@ -462,7 +462,3 @@ def _parts(geometry: PoolGeometry, group: int) -> list[int]:
     ranks = [geometry.group(group).rank_bytes] * geometry.ranks
     rest = geometry.identity_bytes(group)
     return [*ranks, rest] if rest else ranks
-
-
-def _nobody(_page_id: bytes) -> None:
-    """Default for dropped pages, before `attach`."""
