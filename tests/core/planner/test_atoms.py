@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prfaas.core.planner import PlanProblem
+from prfaas.core.planner import PlanProblem, make_plan
 from prfaas.core.planner.fixed_roles import prefill_sides
 from prfaas.core.planner.plan import best_operation
 from prfaas.core.planner.two_clusters import best_point, best_threshold, evaluate
@@ -102,3 +102,11 @@ def test_given_roles_and_thresholds_divide_too() -> None:
     )
     operation = best_operation(problem, "by length")
     assert {roles.prefill for roles in operation.roles} == {best_point(problem, "by length").n_prefill}
+
+
+def test_prompts_of_one_length_have_a_plan_and_times() -> None:
+    """Where all of them stay, none is lost: what is planned without others' help has a TTFT."""
+    plan = make_plan(paper_problem(lengths=fixed(2048)))
+    for baseline in (plan.homogeneous, plan.homogeneous_equal_cost):
+        assert baseline is not None and baseline.ttft_estimate.mean_s is not None
+        assert 0 < baseline.ttft_estimate.mean_s < 60

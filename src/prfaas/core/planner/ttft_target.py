@@ -93,7 +93,7 @@ def operation_at(problem: PlanProblem, point: OperatingPoint) -> Operation:
     """
     split = split_of(problem, point.cache_policy, "mean length")
     assert split is not None
-    length = problem.workload.lengths.high
+    length = problem.workload.lengths.highest_threshold
     if point.threshold_tokens is not None:
         length = point.threshold_tokens / split.own_share
     return Operation(problem, point, work_of(split, length, point.n_prefill))

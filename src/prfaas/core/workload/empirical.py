@@ -138,7 +138,9 @@ class Empirical(_Atoms):
         """The part of each bin that policies take for longer than a threshold, by the bins' means."""
         if threshold <= 0:
             return np.ones(len(bins.lengths))
-        return np.clip((bins.lengths / threshold - 1) / EDGE + 0.5, 0.0, 1.0)
+        parts = np.clip((bins.lengths / threshold - 1) / EDGE + 0.5, 0.0, 1.0)
+        # Of the highest threshold rounding may leave something.
+        return np.where(parts < 1e-12, 0.0, parts)
 
     def fine_bins(self, above: float = 0.0, up_to: float = float("inf")) -> Bins:
         """The atoms of (above, up_to] as bins."""

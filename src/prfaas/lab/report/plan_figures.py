@@ -140,7 +140,7 @@ def plot_kv_throughput(curves: Sequence[KvThroughputCurve], path: Path) -> None:
 def evaluate_splits(problem: PlanProblem, plan: Plan) -> list[OperatingPoint]:
     """Every split of the PD cluster into prefill and decode instances, at the plan's threshold."""
     total, threshold = problem.pd[0].instances, plan.optimum.threshold_tokens
-    at = problem.workload.uncached.high if threshold is None else threshold
+    at = problem.workload.uncached.highest_threshold if threshold is None else threshold
     counts = range(1, total) or [plan.optimum.n_prefill]
     return [evaluate(problem, at, n_prefill) for n_prefill in counts]
 
