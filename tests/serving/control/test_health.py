@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prfaas.core.deployment import Deployment, Instance
+from prfaas.serving.control import engine_liveness
 from prfaas.serving.control.cluster_state import ClusterState
+from prfaas.serving.control.engine_liveness import EngineLiveness
 from prfaas.serving.control.health import HealthWatch
 from prfaas.serving.control.listeners import Listeners
 from prfaas.serving.own_process import LoopClock
@@ -267,3 +270,36 @@ def test_the_loops_clock_counts_no_late_time(ticks: list[float]) -> None:
         loop_clock.tick()
     assert loop_clock() == pytest.approx(sum(min(passed_s, 0.25) for passed_s in ticks))
     assert loop_clock.lag_s == pytest.approx(max([*ticks, 0.05]) - 0.05)
+
+
+def test_a_way_that_never_answers_is_asked_again(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A question ends by its timeout, over HTTP and at a KV port alike."""
+    monkeypatch.setattr(engine_liveness, "_ANSWER_S", 0.01)
+    instance, now_s = deployment.instance("far-0"), 0.0
+
+    class Hanging:
+        async def stats(self) -> None:
+            await asyncio.Event().wait()
+
+        async def is_healthy(self, _instance: Instance, _timeout_s: float) -> None:
+            await asyncio.Event().wait()
+
+    async def body() -> None:
+        nonlocal now_s
+        liveness = EngineLiveness(
+            Hanging(),  # type: ignore[arg-type]
+            ask_s=lambda: 1.0,
+            clock=lambda: now_s + time.monotonic(),
+            on_health=lambda _name, _good: None,
+        )
+        liveness.join(instance, [Hanging()])  # type: ignore[list-item]
+        for _ in range(3):
+            now_s += 10.0
+            questions = liveness.due(["far-0"], lambda _name: True)
+            assert len(questions) == 2
+            await asyncio.wait_for(asyncio.gather(*questions), 10)
+        assert liveness.silence("far-0", 5.0) == "HTTP server"
+
+    asyncio.run(body())
