@@ -82,7 +82,7 @@ def test_an_index_claims_exactly_what_the_tiers_hold(seed: int) -> None:
                 for events in pages.snapshot(chance.choice((1, 5, 100))):
                     late.apply(events)
                 followers.append(late)
-    assert len(pages) == len(tiers["memory"] | tiers["ssd"])
+    assert len(pages._pages) == len(tiers["memory"] | tiers["ssd"])
 
 
 def test_what_was_stored_in_any_order_is_told_as_one_chain() -> None:
@@ -115,7 +115,7 @@ def test_a_page_goes_from_tier_to_tier_and_is_held_once() -> None:
     pages.removed(page, "ssd")
     (events,) = pages.take_events(100)
     assert events == [RemovedBlocks([block_hash(page[:16])], group=0, medium="ssd")]
-    assert len(pages) == 0
+    assert len(pages._pages) == 0
 
 
 def test_waiting_pages_leave_nothing_behind() -> None:
@@ -128,11 +128,11 @@ def test_waiting_pages_leave_nothing_behind() -> None:
         for page, _ in prompt.pages[3:]:
             pages.removed(page, "ssd")
     assert not list(pages.take_events(100))
-    assert (len(pages), pages._waiting) == (0, {})
+    assert (len(pages._pages), pages._waiting) == (0, {})
 
 
 def test_pages_that_end_where_no_lead_page_ends_are_passed_over() -> None:
     pages = AnnouncedPages(geometry())
     pages.stored(b"k" * 16 + b"\x00", None, "memory")
     pages.stored(b"k" * 16 + b"\x07", PageIdentity(b"", b"", "", ""), "memory")
-    assert len(pages) == 0
+    assert len(pages._pages) == 0

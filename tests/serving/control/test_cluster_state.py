@@ -151,7 +151,7 @@ def test_somebody_elses_requests_count_when_seen_twice(cluster_state: ClusterSta
 
 
 def test_roles(cluster_state: ClusterState) -> None:
-    cluster_state.set_role("home-d0", "prefill")
+    cluster_state.set_roles("home-d0", ["prefill"])
     view = cluster_state.instance("home-d0")
     assert (view.prefills, view.decodes) == (True, False)
 

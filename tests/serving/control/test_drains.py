@@ -27,9 +27,7 @@ def drains_of(
 ) -> InstanceDrains:
     listeners = Listeners()
     listeners.changed.append(told.append)
-    admission = PrefillAdmission(
-        cluster_state, batch_tokens=2048, reusable_at=lambda *_: 0, clock=cluster_state.clock
-    )
+    admission = PrefillAdmission(cluster_state, batch_tokens=2048, reusable_at=lambda *_: 0)
     return InstanceDrains(cluster_state, admission, meters or {}, listeners)
 
 

@@ -33,7 +33,7 @@ def test_a_dead_rank_takes_the_others_with_it_until_all_answer(watched: Watched)
     for _ in range(8):
         watched.probe()
         assert [watched.healthy(name) for name in (*RANKS, "home-p0")] == [False, False, True]
-    assert watched.watch.is_frozen("home-d0") and watched.lost == ["home-d1"]
+    assert watched.lost == ["home-d1"]
     assert watched.watch.reason("home-d0") == "frozen: home-d1, a rank of its group, has ended"
     watched.http.healthy["home-d1"] = True
     watched.probe()
@@ -86,7 +86,7 @@ def test_a_failed_request_is_its_rank_s_own(watched: Watched) -> None:
 def test_roles_change_together(cluster_state: ClusterState, clock: FakeClock) -> None:
     ended: list[RoleChange] = []
     begun: list[str] = []
-    roles = RoleChanges(cluster_state, clock=clock, on_end=ended.append, on_begin=begun.append)
+    roles = RoleChanges(cluster_state, on_end=ended.append, on_begin=begun.append)
     views = [cluster_state.instance(name) for name in RANKS]
     with cluster_state.decoding("home-d1", 0):
         assert roles.begin("home-d0", "prefill", "")

@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prfaas.core.deployment import Deployment, Instance
+from prfaas.serving.control import engine_liveness
 from prfaas.serving.control.cluster_state import ClusterState
+from prfaas.serving.control.engine_liveness import EngineLiveness
 from prfaas.serving.control.health import HealthWatch
 from prfaas.serving.control.listeners import Listeners
 from prfaas.serving.own_process import LoopClock
@@ -172,7 +175,7 @@ def test_silence_freezes_and_an_answer_thaws(watched: Watched, way: str) -> None
     for _ in range(20):
         watched.probe()
         watched.watch.suspect("home-d0", "a request failed as well")
-    assert (watched.lost, len(watched.frozen), watched.watch.is_frozen("home-d0")) == ([], 1, True)
+    assert (watched.lost, len(watched.frozen), watched.watch.reason("home-d0")) == ([], 1, reason)
     silent(False)
     watched.probe()
     assert watched.healthy("home-d0")
@@ -184,10 +187,10 @@ def test_a_frozen_engine_that_dies_lost_its_cache(watched: Watched) -> None:
     watched.http.healthy["far-0"] = None
     for _ in range(5):
         watched.probe()
-    assert watched.watch.is_frozen("far-0") and watched.lost == []
+    assert str(watched.watch.reason("far-0")).startswith("frozen") and watched.lost == []
     watched.http.healthy["far-0"] = False
     watched.probe()
-    assert watched.lost == ["far-0"] and not watched.watch.is_frozen("far-0")
+    assert (watched.lost, watched.watch.reason("far-0")) == (["far-0"], "its /health failed")
     # Calls to it are let through again: they are refused at once.
     assert watched.frozen[-1] == ("far-0", None)
     watched.http.healthy["far-0"] = True
@@ -227,7 +230,7 @@ def test_a_lost_connection_is_no_answer(watched: Watched) -> None:
     watched.ports["far-0"].error = ConnectionError("connection lost")
     for _ in range(4):
         watched.probe()
-    assert watched.watch.is_frozen("far-0")
+    assert str(watched.watch.reason("far-0")).startswith("frozen")
 
 
 def test_without_descriptors_nobody_is_silent_or_dead(
@@ -252,7 +255,7 @@ def test_running_requests_without_progress_are_a_stall(watched: Watched) -> None
     assert watched.frozen == [("home-d1", reason)]
     for _ in range(10):
         watched.probe()
-    assert watched.watch.is_frozen("home-d1") and watched.lost == []
+    assert (watched.watch.reason("home-d1"), watched.lost) == (reason, [])
     watched.stuck_s["home-d1"] = 0.0
     watched.probe()
     assert watched.healthy("home-d1")
@@ -267,3 +270,36 @@ def test_the_loops_clock_counts_no_late_time(ticks: list[float]) -> None:
         loop_clock.tick()
     assert loop_clock() == pytest.approx(sum(min(passed_s, 0.25) for passed_s in ticks))
     assert loop_clock.lag_s == pytest.approx(max([*ticks, 0.05]) - 0.05)
+
+
+def test_a_way_that_never_answers_is_asked_again(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A question ends by its timeout, over HTTP and at a KV port alike."""
+    monkeypatch.setattr(engine_liveness, "_ANSWER_S", 0.01)
+    instance, now_s = deployment.instance("far-0"), 0.0
+
+    class Hanging:
+        async def stats(self) -> None:
+            await asyncio.Event().wait()
+
+        async def is_healthy(self, _instance: Instance, _timeout_s: float) -> None:
+            await asyncio.Event().wait()
+
+    async def body() -> None:
+        nonlocal now_s
+        liveness = EngineLiveness(
+            Hanging(),  # type: ignore[arg-type]
+            ask_s=lambda: 1.0,
+            clock=lambda: now_s + time.monotonic(),
+            on_health=lambda _name, _good: None,
+        )
+        liveness.join(instance, [Hanging()])  # type: ignore[list-item]
+        for _ in range(3):
+            now_s += 10.0
+            questions = liveness.due(["far-0"], lambda _name: True)
+            assert len(questions) == 2
+            await asyncio.wait_for(asyncio.gather(*questions), 10)
+        assert liveness.silence("far-0", 5.0) == "HTTP server"
+
+    asyncio.run(body())

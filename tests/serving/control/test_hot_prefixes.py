@@ -72,7 +72,6 @@ class Hot:
         self.hot = HotPrefixes(
             self.state,
             PoolCopier(RunningDeployment(self.deployment), KEY, self.pools),
-            clock=self.clock,
             metrics=ControlMetrics(self.registry),
             rebalancer=self.rebalancer,
         )

@@ -281,13 +281,7 @@ def test_metrics_reach_the_board(
 ) -> None:
     http, restarted, listeners = FakeHttp(), list[str](), Listeners()
     listeners.restarted.append(restarted.append)
-    telemetry = EngineMonitor(
-        RunningDeployment(deployment),
-        http,
-        cluster_state,
-        listeners,
-        clock=clock,
-    )
+    telemetry = EngineMonitor(RunningDeployment(deployment), http, cluster_state, listeners)
     instance = deployment.instance("far-0")
 
     def answer(running: int, started: int) -> bytes:

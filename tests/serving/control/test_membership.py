@@ -369,7 +369,7 @@ def test_a_limit_of_the_file_counts_at_the_next_look(in_change: InChange) -> Non
         assert not plane.health.is_suspect("home-d1")
         changing.take_on(FILE.replace("window_s: 600", "window_s: 600, stall_s: 5"))
         plane.health.judge()
-        assert plane.health.is_frozen("home-d1")
+        assert not plane.cluster_state.instance("home-d1").healthy
         assert "for 5 s" in state_of(changing, "home-d1")["suspicion"]
 
     in_change(body)
@@ -390,7 +390,7 @@ def test_roles_of_the_file_count_at_once(in_change: InChange) -> None:
         assert not plane.part(RoleAllocation).changes.is_busy
         plane.part(RoleAllocation).changes.tick()
         # The same file again changes nothing that the plane has decided itself.
-        plane.cluster_state.set_role("home-p0", "decode")
+        plane.cluster_state.set_roles("home-p0", ["decode"])
         changing.take_on(
             FILE.replace("home-p1, roles: [prefill]", "home-p1, roles: [decode]").replace(
                 "home-d1, roles: [decode]", "home-d1, roles: [prefill, decode]"

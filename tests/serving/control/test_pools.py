@@ -22,7 +22,7 @@ from prfaas.serving.control.engine_monitor import EngineMeter
 from prfaas.serving.control.engine_reading import read_exposition
 from prfaas.serving.control.plane import GaugeWriter
 from prfaas.serving.control.planning_inputs import kv_model_of
-from prfaas.serving.control.pool_monitor import PoolMonitor, PoolReading
+from prfaas.serving.control.pool_monitor import PoolMonitor
 from prfaas.serving.control.prefix_knowledge import PrefixKnowledge
 from prfaas.serving.running_deployment import RunningDeployment
 
@@ -58,9 +58,9 @@ def cluster_state(deployment: Deployment, clock: FakeClock) -> ClusterState:
 
 
 @pytest.fixture
-def holdings(cluster_state: ClusterState, clock: FakeClock) -> PrefixKnowledge:
+def holdings(cluster_state: ClusterState) -> PrefixKnowledge:
     index = GlobalIndex(seed=7, needs_states=True)
-    return PrefixKnowledge(index, cluster_state, is_hybrid=True, clock=clock)
+    return PrefixKnowledge(index, cluster_state)
 
 
 class Told:
@@ -148,21 +148,22 @@ def test_figures_of_pools_are_taken_as_they_are(
     deployment: Deployment, cluster_state: ClusterState, clock: FakeClock
 ) -> None:
     ports = {"far-pool": PoolPort(), "home-pool": PoolPort()}
-    monitor = PoolMonitor(RunningDeployment(deployment), ports, cluster_state.view.pools, {}, clock=clock)
+    meters = {name: EngineMeter(60.0) for name in cluster_state.names}
+    monitor = PoolMonitor(RunningDeployment(deployment), ports, cluster_state, meters)
 
-    def asked(name: str) -> PoolReading | None:
+    def asked(name: str) -> Any:
         asyncio.run(monitor.ask(name))
-        return monitor.newest(name)
+        return monitor.state(clock.now_s)["pools"][name]["daemon"]
 
     found = asked("home-pool")
-    assert found is not None and found.number("store", "epoch") == 5 and found.pages("memory") == {"0": 3}
-    assert found.number("store", "absent") == found.number("none", "absent") == 0
+    assert (found["epoch"], found["pages"]["memory"]) == (5, {"0": 3})
+    assert found["refused_pages"] == found["evicted_pages"] == 0
     clock.now_s += 60.0
     for garbage in (None, [], {"store": 7}, {"store": {"epoch": "x", "used_bytes": float("nan")}}, 3):
         ports["home-pool"].told = garbage
         found = asked("home-pool")
-        assert found is not None and found.number("store", "used_bytes") in (0.0, 4096.0)
-        assert found.pages("memory") in ({}, {"0": 3})
+        assert found["bytes"]["memory"] in (0, 4096)
+        assert found["pages"]["memory"] in ({}, {"0": 3})
     ports["far-pool"].links = None
     assert asked("far-pool") is None
     assert monitor.failures >= 1
@@ -172,7 +173,7 @@ def test_the_bandwidth_that_engines_measure_is_believed(
     deployment: Deployment, cluster_state: ClusterState, clock: FakeClock
 ) -> None:
     view = cluster_state.view.pools["home-pool"]
-    monitor = PoolMonitor(RunningDeployment(deployment), {}, cluster_state.view.pools, {}, clock=clock)
+    monitor = PoolMonitor(RunningDeployment(deployment), {}, cluster_state, {})
     meter, instance = EngineMeter(60.0), deployment.instance("home-p0")
 
     def loaded(nbytes: float, seconds: float, at_s: float) -> float:
@@ -194,9 +195,7 @@ def test_the_bandwidth_that_a_daemon_measures_of_its_ssd_is_believed(
 ) -> None:
     view = cluster_state.view.pools["home-pool"]
     port = PoolPort()
-    monitor = PoolMonitor(
-        RunningDeployment(deployment), {"home-pool": port}, cluster_state.view.pools, {}, clock=clock
-    )
+    monitor = PoolMonitor(RunningDeployment(deployment), {"home-pool": port}, cluster_state, {})
 
     def told(nbytes: float, seconds: float) -> float:
         port.told = {"store": {"ssd_promoted_bytes": nbytes, "ssd_promoting_s": seconds}}

@@ -24,7 +24,6 @@ class Yard:
             self.cluster_state,
             batch_tokens=2048,
             reusable_at=lambda _chains, name: self.held.get(name, 0),
-            clock=clock,
         )
         self.log: list[str] = []
 

@@ -15,8 +15,8 @@ SEED = 7
 
 
 @pytest.fixture
-def holdings(cluster_state: ClusterState, clock: FakeClock) -> PrefixKnowledge:
-    return PrefixKnowledge(GlobalIndex(seed=SEED), cluster_state, is_hybrid=True, clock=clock)
+def holdings(cluster_state: ClusterState) -> PrefixKnowledge:
+    return PrefixKnowledge(GlobalIndex(seed=SEED), cluster_state)
 
 
 def tell(holdings: PrefixKnowledge, name: str, tokens: int, block: int = 16) -> None:
@@ -96,7 +96,7 @@ def test_a_dropped_instance_holds_nothing(holdings: PrefixKnowledge) -> None:
     holdings.expect("far-0", chains)
     holdings.drop("far-0", "died")
     assert holdings.match(chains).held == {}
-    assert (holdings.blocks("far-0"), holdings.pending_blocks) == (0, 4)
+    assert (holdings.blocks("far-0"), holdings.state(0.0)["index"]["expected_blocks"]) == (0, 4)
 
 
 def test_what_is_forgotten_is_told_once(holdings: PrefixKnowledge, caplog: pytest.LogCaptureFixture) -> None:

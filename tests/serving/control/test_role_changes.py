@@ -16,8 +16,8 @@ def ended() -> list[RoleChange]:
 
 
 @pytest.fixture
-def roles(cluster_state: ClusterState, clock: FakeClock, ended: list[RoleChange]) -> RoleChanges:
-    return RoleChanges(cluster_state, clock=clock, on_end=ended.append)
+def roles(cluster_state: ClusterState, ended: list[RoleChange]) -> RoleChanges:
+    return RoleChanges(cluster_state, on_end=ended.append)
 
 
 def test_drains_then_relabels(
@@ -79,7 +79,7 @@ def test_a_failing_instance_keeps_its_role(
 
 def test_loads_since_the_last_look(cluster_state: ClusterState, clock: FakeClock) -> None:
     engines = {name: EngineMeter(60.0) for name in cluster_state.names}
-    usage = stage_utilisation(cluster_state, engines, lambda _cluster: 0, clock)
+    usage = stage_utilisation(cluster_state, engines, lambda _cluster: 0)
     with cluster_state.decoding("home-d0", 0), cluster_state.decoding("home-d0", 0):
         with (
             cluster_state.prefilling(decision("far-0", "home-d1")),

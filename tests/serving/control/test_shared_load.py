@@ -157,8 +157,7 @@ class Yard:
         self.clock = clock
         self.states = [cluster_state_of(deployment, clock) for _ in range(gateways)]
         self.admissions = [
-            PrefillAdmission(state, batch_tokens=2048, reusable_at=lambda *_: 0, clock=clock)
-            for state in self.states
+            PrefillAdmission(state, batch_tokens=2048, reusable_at=lambda *_: 0) for state in self.states
         ]
         self.at_work: dict[str, list[tuple[float, int, asyncio.Event]]] = {}
         self.done = [0] * gateways

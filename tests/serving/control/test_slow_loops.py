@@ -54,8 +54,8 @@ class Slow:
             clock=clock,
             on_change=lambda cluster, reason: self.changes.append((cluster, reason)),
         )
-        self.roles = RoleChanges(self.cluster_state, clock=clock, on_end=lambda _: None)
-        self.usage = stage_utilisation(self.cluster_state, self.engines, lambda _cluster: 0, clock)
+        self.roles = RoleChanges(self.cluster_state, on_end=lambda _: None)
+        self.usage = stage_utilisation(self.cluster_state, self.engines, lambda _cluster: 0)
         self.allocating = RoleAllocation(
             running,
             self.facts,
@@ -168,7 +168,7 @@ def test_more_prefill_instances_raise_it(deployment: Deployment, clock: FakeCloc
     slow.observe(mean_log=9.0)
     slow.search()
     before = slow.threshold
-    slow.cluster_state.set_role("home-d1", "prefill")
+    slow.cluster_state.set_roles("home-d1", ["prefill"])
     slow.thresholds.ask("roles")
     slow.search()
     assert slow.threshold > before

@@ -54,7 +54,7 @@ class World:
             now_s=self.now_s,
         )
         self.state = ClusterState(view, clock=lambda: self.now_s, on_service=lambda *_: None)
-        self.waits = PredictedWaits(self.state, {}, seats=SEATS, clock=lambda: self.now_s)
+        self.waits = PredictedWaits(self.state, {}, seats=SEATS)
 
 
 def test_the_longest_of_queue_and_link_counts() -> None:

@@ -233,7 +233,7 @@ def test_a_new_leader_goes_on_from_what_is_written_and_waits(
     async def scene(stage: Stage) -> None:
         a, b, c = await stage.join("a", "b", "c")
         a.plane.cluster_state.view.threshold_tokens["home"] = 7000.0
-        a.plane.cluster_state.set_role("home-d1", "prefill")
+        a.plane.cluster_state.set_roles("home-d1", ["prefill"])
         await until(lambda: b.threshold == c.threshold == 7000.0)
         await until(lambda: a.roles() == b.roles() == c.roles())
         roles, written = a.roles(), stage.etcd.entries[PREFIX + "decisions"].value
@@ -426,7 +426,7 @@ def test_what_an_earlier_fleet_wrote_counts_only_for_the_same_file(
     async def scene(stage: Stage) -> None:
         (a,) = await stage.join("a")
         a.plane.cluster_state.view.threshold_tokens["home"] = 7000.0
-        a.plane.cluster_state.set_role("home-d1", "prefill")
+        a.plane.cluster_state.set_roles("home-d1", ["prefill"])
         await until(lambda: stage.decisions().thresholds == {"home": 7000.0})
         await stage.kill(a)
         (again,) = await stage.join("again")

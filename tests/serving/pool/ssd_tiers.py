@@ -95,7 +95,7 @@ class SsdPool:
             xxh3_64_intdigest(content[rank * rank_bytes : (rank + 1) * rank_bytes])
             for rank in range(self.geometry.ranks)
         )
-        return SsdEntry(page_id(key, group), group, identity, checksums, tenant)
+        return SsdEntry(page_id(key, group), identity, checksums, tenant)
 
     def content(self, number: int, group: int = LEAD) -> bytes:
         return random.Random(number * 2 + group).randbytes(self.geometry.page_bytes(group))
@@ -135,7 +135,7 @@ class SsdPool:
         ]
 
     def holds(self, number: int, group: int = LEAD) -> bool:
-        return self.tier.holds(self.entry(number, group).page_id)
+        return self.tier.entry(self.entry(number, group).page_id) is not None
 
     def verify(self) -> tuple[int, int]:
         """Numbers of right and wrong pages."""

@@ -31,9 +31,6 @@ class SteppedSsd:
         found = self.pages.get(page_id)
         return None if found is None else found[0]
 
-    def holds(self, page_id: bytes) -> bool:
-        return page_id in self.pages
-
     def write(self, entry: SsdEntry, offset: int, done: Callable[[bool], None]) -> None:
         if not self.takes_writes:
             done(False)
@@ -72,10 +69,8 @@ class SteppedSsd:
     def forget(self, page_id: bytes) -> None:
         del self.pages[page_id]
 
-    def clear(self) -> int:
-        count = len(self.pages)
+    def clear(self) -> None:
         self.pages.clear()
-        return count
 
     def verify(self, done: Callable[[int, int], None]) -> None:
         done(len(self.pages), 0)

@@ -91,7 +91,7 @@ def test_it_never_takes_more_than_it_may(tmp_path: Path) -> None:
     journal, _ = opened(path, most_bytes)
     for number in range(500):
         journal.append([page(number), JournalDrop(page(max(0, number - 10)).page_id)])
-        assert path.stat().st_size == journal.size_bytes <= most_bytes
+        assert path.stat().st_size <= most_bytes
     journal.close()
 
     assert reopened(path) == [page(number) for number in range(490, 500)]

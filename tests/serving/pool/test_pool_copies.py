@@ -22,10 +22,11 @@ from tests.ports import free_ports
 from prfaas.core.deployment import GATEWAY, Deployment, load_deployment
 from prfaas.core.deployment.pool_peers import plain_pool_peers, pool_peers, pool_sources
 from prfaas.core.kv.groups import GroupKind
-from prfaas.core.pool.eviction import eviction_policy
+from prfaas.core.pool.eviction import LruEviction
 from prfaas.core.pool.geometry import PageGroup, PoolGeometry
 from prfaas.core.pool.keys import tenant_id
 from prfaas.core.pool.prefix_pages import PrefixPages, batches
+from prfaas.core.pool.quota import TenantEviction
 from prfaas.serving.certificates import identity_of
 from prfaas.serving.engines.preparation import ensure_certificates
 from prfaas.serving.pool.arena import ArenaLayout, create_arena
@@ -104,7 +105,7 @@ def make_store(
     layout = ArenaLayout.of(geometry, memory_bytes)
     arena = create_arena(folder / f"arena-{random.getrandbits(48)}", layout, epoch=1)
     ssd = SteppedSsd(geometry, arena.view) if has_ssd else None
-    store = PageStore(arena, eviction_policy("lru", geometry.groups), ssd=ssd)
+    store = PageStore(arena, TenantEviction(layout.pages_bytes, LruEviction), ssd=ssd)
     if ssd is not None:
         ssd.attach(store.dropped_by_ssd)
     for slab in range(layout.slabs):

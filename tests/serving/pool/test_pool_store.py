@@ -14,6 +14,7 @@ from prfaas.core.kv.groups import GroupKind
 from prfaas.core.pool.eviction import LruEviction
 from prfaas.core.pool.geometry import PageGroup, PoolGeometry
 from prfaas.core.pool.keys import page_id
+from prfaas.core.pool.quota import TenantEviction
 from prfaas.serving.pool.arena import ArenaLayout, create_arena, open_arena
 from prfaas.serving.pool.memory_tier import NO_SLOT
 from prfaas.serving.pool.page_table import Owner, PageState
@@ -86,7 +87,11 @@ class StoreMachine(RuleBasedStateMachine):
     def open_store(self) -> None:
         self.events.opened(GEOMETRY, self.arena.epoch)
         self.store = PageStore(
-            self.arena, LruEviction(), events=self.events, ssd=self.ssd, time_s=lambda: self.time_s
+            self.arena,
+            TenantEviction(self.arena.layout.pages_bytes, LruEviction),
+            events=self.events,
+            ssd=self.ssd,
+            time_s=lambda: self.time_s,
         )
         lives = {copy.owner for copy in self.copies}
         recover(self.store, lambda owner: owner in lives)
@@ -175,7 +180,7 @@ class StoreMachine(RuleBasedStateMachine):
             if (session.owner, rank) not in self.workers:
                 self.open_worker(session.owner, rank)
         wished = pages_of(GEOMETRY, PROMPTS[prompt], salt)[first : first + 8]
-        refs = self.store.reserve_for(session, forged, wished)
+        refs = self.store.reserve(forged, wished, session)
         for (page, _), ref in zip(wished, refs, strict=True):
             if ref is not None:
                 self.copies += [
@@ -188,7 +193,7 @@ class StoreMachine(RuleBasedStateMachine):
         pages = pages_of(GEOMETRY, PROMPTS[prompt][: end * 32], salt)
         states = [page for page in pages if page[0][-1] == 1]
         wished = [page for page in pages if page not in states[:-1]]
-        refs = self.store.reserve_for(self.scheduler(number), TENANT, wished)
+        refs = self.store.reserve(TENANT, wished, self.scheduler(number))
         for rank in range(RANKS):
             for (page, _), ref in zip(wished, refs, strict=True):
                 if ref is not None:
@@ -225,9 +230,8 @@ class StoreMachine(RuleBasedStateMachine):
 
     def reserve_in_vain(self, number: int, prompt: int, salt: str) -> None:
         """A scheduler gives no order after all."""
-        refs = self.store.reserve_for(
-            self.scheduler(number), TENANT, pages_of(GEOMETRY, PROMPTS[prompt], salt)[:3]
-        )
+        wished = pages_of(GEOMETRY, PROMPTS[prompt], salt)[:3]
+        refs = self.store.reserve(TENANT, wished, self.scheduler(number))
         for ref in refs:
             if ref is not None:
                 self.store.reservations.abort_all(ref.slot)
@@ -404,7 +408,7 @@ class StoreMachine(RuleBasedStateMachine):
         for pages in store.held.values():
             for page in pages.values():
                 assert page.slot != NO_SLOT or (page.on_ssd and page.state is PageState.ON_SSD)
-                assert not page.on_ssd or (self.ssd is not None and self.ssd.holds(page.page_id))
+                assert not page.on_ssd or (self.ssd is not None and self.ssd.entry(page.page_id) is not None)
 
     @invariant()
     def pins_are_conserved(self) -> None:

@@ -67,10 +67,6 @@ class AnnouncedPages:
         self._waiting: dict[bytes, dict[bytes, None]] = {}
         self._changes: list[_Change] = []
 
-    def __len__(self) -> int:
-        """Pages that are held and can be announced."""
-        return len(self._pages)
-
     def stored(self, page_id: bytes, identity: PageIdentity | None, medium: Medium) -> None:
         """A tier holds the page now."""
         page = self._pages.get(page_id)

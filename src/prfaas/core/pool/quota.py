@@ -42,9 +42,7 @@ class TenantEviction:
         return self._all.used_bytes
 
     def tenant_bytes(self, tenant: bytes) -> int:
-        """Bytes of a tenant's pages."""
-        if not self._has_shares:
-            return sum(size for owner, size in self._pages.values() if owner == tenant)
+        """Bytes of a tenant's pages, where tenants have shares."""
         policy = self._of_tenant.get(tenant)
         return 0 if policy is None else policy.used_bytes
 

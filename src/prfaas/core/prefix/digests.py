@@ -82,6 +82,34 @@ def decode_events(payload: bytes) -> list[HeldEvent]:
         raise MalformedEventsError(str(error)) from error
 
 
+class ExtraCopies:
+    """Copies of blocks beyond the first, by the engine's hash."""
+
+    __slots__ = ("_of", "count")
+
+    def __init__(self) -> None:
+        self._of: dict[int, int] = {}
+        self.count = 0
+        """Of all blocks together."""
+
+    def add(self, engine_hash: int) -> None:
+        """One more copy of a block that is held."""
+        self._of[engine_hash] = self._of.get(engine_hash, 0) + 1
+        self.count += 1
+
+    def take(self, engine_hash: int) -> bool:
+        """One copy less. False: there is none beyond the first."""
+        copies = self._of.pop(engine_hash, 0)
+        if copies > 1:
+            self._of[engine_hash] = copies - 1
+        self.count -= copies > 0
+        return copies > 0
+
+    def clear(self) -> None:
+        """Every block is held once."""
+        self._of, self.count = {}, 0
+
+
 class EventDigests:
     """Digests the events of one engine or pool, in their order.
 
@@ -96,12 +124,12 @@ class EventDigests:
         self._group: int | None = None
         self._lookahead_tokens = 0
         self._digests: dict[int, int] = {}
-        # Copies beyond the first.
-        self._copies: dict[int, int] = {}
+        self._copies = ExtraCopies()
 
     def clear(self) -> None:
         """Nothing is held any more."""
-        self._digests, self._copies = {}, {}
+        self._digests = {}
+        self._copies.clear()
 
     def of(self, events: Sequence[Event]) -> list[HeldEvent]:
         """One batch. What other machines hold is left out."""
@@ -169,7 +197,7 @@ class EventDigests:
         held = self._digests
         for place, engine_hash in enumerate(hashes if digests is None else hashes[: len(digests)]):
             if engine_hash in held:
-                self._copies[engine_hash] = self._copies.get(engine_hash, 0) + 1
+                self._copies.add(engine_hash)
             if digests is not None:
                 held[engine_hash] = digests[place]
         if len(held) > _MOST_HELD:
@@ -179,10 +207,7 @@ class EventDigests:
         hashes = words_of(event.hashes).tolist()
         if self._leads and event.group == self._group:
             for engine_hash in hashes:
-                copies = self._copies.pop(engine_hash, 0)
-                if copies > 1:
-                    self._copies[engine_hash] = copies - 1
-                elif not copies:
+                if not self._copies.take(engine_hash):
                     self._digests.pop(engine_hash, None)
         last = told[-1] if told else None
         # Engines send one event per block.

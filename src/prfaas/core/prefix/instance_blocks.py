@@ -6,7 +6,7 @@ from functools import partial
 
 from prfaas.core.pool.depth import common_end, window_end
 from prfaas.core.prefix.block_tree import NO_PARENT, BlockTree, StateEnds, held_bit
-from prfaas.core.prefix.digests import RemovedHashes, StoredDigests
+from prfaas.core.prefix.digests import ExtraCopies, RemovedHashes, StoredDigests
 from prfaas.core.prefix.events import ATTENTION_KINDS
 from prfaas.core.prefix.hashing import WORDS, PackedHashMap
 
@@ -20,14 +20,12 @@ class GroupBlocks:
     block before its end.
     """
 
-    __slots__ = ("_by_engine_hash", "_copies", "_held", "block_tokens", "extra")
+    __slots__ = ("_by_engine_hash", "_held", "block_tokens", "copies")
 
     def __init__(self, block_tokens: int) -> None:
         self.block_tokens = block_tokens
-        self.extra = 0
-        """Copies beyond the first of each block."""
+        self.copies = ExtraCopies()
         self._by_engine_hash: dict[int, int] = {}
-        self._copies: dict[int, int] = {}
         self._held: set[int] = set()
 
     def __len__(self) -> int:
@@ -43,21 +41,14 @@ class GroupBlocks:
     def store(self, engine_hash: int, block: int) -> None:
         """One more copy of that block is held."""
         if engine_hash in self._by_engine_hash:
-            self._copies[engine_hash] = self._copies.get(engine_hash, 0) + 1
-            self.extra += 1
+            self.copies.add(engine_hash)
         else:
             self._by_engine_hash[engine_hash] = block
             self._held.add(block)
 
     def remove(self, engine_hash: int) -> int | None:
         """Forget one copy. Returns the index's hash of the block if that was the last, else None."""
-        copies = self._copies.get(engine_hash)
-        if copies is not None:
-            self.extra -= 1
-            if copies == 1:
-                del self._copies[engine_hash]
-            else:
-                self._copies[engine_hash] = copies - 1
+        if self.copies.take(engine_hash):
             return None
         block = self._by_engine_hash.pop(engine_hash, None)
         if block is not None:
@@ -68,15 +59,10 @@ class GroupBlocks:
         """The index's hashes of all that is held."""
         return list(self._held)
 
-    def forget_copies(self) -> None:
-        """Every block is held once."""
-        self._copies = {}
-        self.extra = 0
-
     def clear(self) -> None:
         """Nothing is held any more."""
         self._by_engine_hash = {}
-        self.forget_copies()
+        self.copies.clear()
         self._held = set()
 
 
@@ -138,8 +124,7 @@ class InstanceBlocks:
         self.most_engine_blocks: int | None = None
         """Blocks that the engine has, of all groups together; None where that is not known."""
         self._has_tiers = self._doubts_copies = False
-        self._copies: dict[int, int] = {}
-        self._extra = 0
+        self._copies = ExtraCopies()
         self._leaving = array(WORDS)
         # (group, engine hash) → copies of states and windows that came before their attention blocks.
         self._early: dict[tuple[int | None, int], int] = {}
@@ -230,7 +215,7 @@ class InstanceBlocks:
             # Another tier has them too.
             for engine_hash in engine_hashes:
                 if self._hash_map.get(engine_hash) is not None:
-                    self._add_copy(engine_hash)
+                    self._copies.add(engine_hash)
             return
         if event.block_tokens > (self.block_tokens or 0) and event.medium in _ENGINE_TIER:
             # The first one was the part of a block at a prompt's end.
@@ -261,12 +246,12 @@ class InstanceBlocks:
         if self.most_engine_blocks is None or self._has_tiers:
             return
         groups = (*self.linear.values(), *self.windows.values())
-        extra = self._extra + sum(group.extra for group in groups)
+        every = (self._copies, *(group.copies for group in groups))
+        extra = sum(copies.count for copies in every)
         if extra and self._doubts_copies | (self.count + extra > self.most_engine_blocks):
             self._doubts_copies = True
-            self._copies, self._extra = {}, 0
-            for group in groups:
-                group.forget_copies()
+            for copies in every:
+                copies.clear()
 
     def _room(self, plain: int, blocks: int, most: int) -> int:
         """How many of `blocks`, of which the first `plain` can be indexed, are."""
@@ -290,31 +275,16 @@ class InstanceBlocks:
             self.clear()
         else:
             for place in already:
-                self._add_copy(engine_hashes[place])
-
-    def _add_copy(self, engine_hash: int) -> None:
-        self._copies[engine_hash] = self._copies.get(engine_hash, 0) + 1
-        self._extra += 1
+                self._copies.add(engine_hashes[place])
 
     def _leave(self) -> None:
         leaving: Iterable[int] = self._leaving
-        if self._copies:
-            leaving = [each for each in leaving if not self._remove_copy(each)]
+        if self._copies.count:
+            leaving = [each for each in leaving if not self._copies.take(each)]
         links = self._hash_map.pop_each(leaving)
         self._tree.remove(self.slot, links)
         self.count -= len(links)
         self._leaving = array(WORDS)
-
-    def _remove_copy(self, engine_hash: int) -> bool:
-        copies = self._copies.get(engine_hash)
-        if copies is None:
-            return False
-        self._extra -= 1
-        if copies == 1:
-            del self._copies[engine_hash]
-        else:
-            self._copies[engine_hash] = copies - 1
-        return True
 
     def _store_in(self, group: GroupBlocks, number: int | None, engine_hash: int, most: int) -> None:
         block = group.known(engine_hash)
@@ -357,7 +327,7 @@ class InstanceBlocks:
         for each in (*self.linear.values(), *self.windows.values()):
             each.clear()
         self._hash_map = PackedHashMap()
-        self._copies, self._extra = {}, 0
+        self._copies.clear()
         self._leaving = array(WORDS)
         self._early = {}
         self.count = 0

@@ -99,10 +99,6 @@ class Conversion:
     """After this conversion."""
     rate_best: float
     """With the best roles of all."""
-    ttft_before_s: float | None = None
-    """Predicted with the roles as they are, on average of late; None: throughput decided."""
-    ttft_best_s: float | None = None
-    """Predicted with the best roles."""
 
 
 @dataclass(slots=True)
@@ -287,8 +283,6 @@ class Allocator:
             rates[0],
             rate_after=rates[1],
             rate_best=rates[2],
-            ttft_before_s=now.ttft_s,
-            ttft_best_s=best.ttft_s,
         )
 
     def _is_full(self, load: PdLoad, role: Role) -> bool:

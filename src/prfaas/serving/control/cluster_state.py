@@ -29,12 +29,13 @@ class LinkLoad:
     the link too, what it delivers comes off the promises of all, in proportion.
     """
 
-    __slots__ = ("_measured_bytes", "_open", "_open_bytes", "_unsent_bytes", "others_bytes")
+    __slots__ = ("_measured_bytes", "_open", "_open_bytes", "others_bytes", "promised_bytes")
 
     def __init__(self) -> None:
         self._open: dict[int, int] = {}
         self._open_bytes = 0
-        self._unsent_bytes = 0
+        self.promised_bytes = 0
+        """Bytes of the promised transfers that have not left yet."""
         self._measured_bytes = 0
         self.others_bytes = 0
         """What other gateways have promised to the link and is still to leave."""
@@ -47,30 +48,25 @@ class LinkLoad:
         transfer = next(_ids)
         self._open[transfer] = nbytes
         self._open_bytes += nbytes
-        self._unsent_bytes += nbytes
+        self.promised_bytes += nbytes
         return transfer
 
     def finish(self, transfer: int) -> None:
         """The transfer is complete, or given up."""
         self._open_bytes -= self._open.pop(transfer)
-        self._unsent_bytes = min(self._unsent_bytes, self._open_bytes)
+        self.promised_bytes = min(self.promised_bytes, self._open_bytes)
 
     def delivered(self, nbytes: int, measured_bytes: int) -> None:
         """Note that the link delivered `nbytes` more, and that by its producers `measured_bytes` are still to leave."""
-        if self._unsent_bytes:
-            own_bytes = nbytes * self._unsent_bytes // (self._unsent_bytes + self.others_bytes)
-            self._unsent_bytes = max(self._unsent_bytes - own_bytes, 0)
+        if self.promised_bytes:
+            own_bytes = nbytes * self.promised_bytes // (self.promised_bytes + self.others_bytes)
+            self.promised_bytes = max(self.promised_bytes - own_bytes, 0)
         self._measured_bytes = measured_bytes
-
-    @property
-    def promised_bytes(self) -> int:
-        """Bytes of the promised transfers that have not left yet."""
-        return self._unsent_bytes
 
     @property
     def residual_bytes(self) -> int:
         """Still to leave: what was promised by all gateways, or what its producers report, if that is more."""
-        return max(self._unsent_bytes + self.others_bytes, self._measured_bytes)
+        return max(self.promised_bytes + self.others_bytes, self._measured_bytes)
 
 
 @dataclass(slots=True)
@@ -345,10 +341,6 @@ class ClusterState:
         self._count(load, self.clock())
         load.view.prefills, load.view.decodes = "prefill" in roles, "decode" in roles
         self._update_decoding(load)
-
-    def set_role(self, name: str, role: Role) -> None:
-        """The instance has this one role from now on."""
-        self.set_roles(name, (role,))
 
     def own_share(self) -> GatewayShare:
         """This gateway's open work, for the other gateways of a fleet."""

@@ -22,7 +22,7 @@ _HEALTH_S = 5.0
 @dataclass(slots=True)
 class _Way:
     label: str
-    ask: Callable[[], Awaitable[None]]
+    ask: Callable[[], Awaitable[object]]
     longest_s: float
     """It is asked after so long even if it is heard meanwhile."""
     heard_s: float
@@ -56,7 +56,7 @@ class EngineLiveness:
         self._ways[instance.name] = (
             self._way("HTTP server", self._asker(instance), _HEALTH_S),
             *(
-                self._way(_port_label(rank, len(ports)), self._kv_asker(port), math.inf)
+                self._way(_port_label(rank, len(ports)), port.stats, math.inf)
                 for rank, port in enumerate(ports)
             ),
         )
@@ -97,25 +97,17 @@ class EngineLiveness:
             if not way.asking and now_s >= _next_s(way, ask_s, urgent=urgent(name))
         ]
 
-    def _way(self, label: str, ask: Callable[[], Awaitable[None]], longest_s: float) -> _Way:
+    def _way(self, label: str, ask: Callable[[], Awaitable[object]], longest_s: float) -> _Way:
         now_s = self._clock()
         return _Way(label, ask, longest_s, now_s, now_s)
 
     def _asker(self, instance: Instance) -> Callable[[], Awaitable[None]]:
         async def ask() -> None:
-            async with on_time_timeout(_ANSWER_S, self._clock):
-                healthy = await self._http.is_healthy(instance, _LONGEST_ANSWER_S)
+            healthy = await self._http.is_healthy(instance, _LONGEST_ANSWER_S)
             if healthy is None:
                 raise TimeoutError
             if instance.name in self._ways:
                 self._on_health(instance.name, healthy)
-
-        return ask
-
-    def _kv_asker(self, port: Observer) -> Callable[[], Awaitable[None]]:
-        async def ask() -> None:
-            async with on_time_timeout(_ANSWER_S, self._clock):
-                await port.stats()
 
         return ask
 
@@ -125,7 +117,8 @@ class EngineLiveness:
 
     async def _asked(self, way: _Way) -> None:
         try:
-            await way.ask()
+            async with on_time_timeout(_ANSWER_S, self._clock):
+                await way.ask()
             way.heard_s = self._clock()
         except OSError as error:
             # Who refuses is not frozen; and what we can't ask for lack of descriptors can't answer.

@@ -5,7 +5,7 @@ from collections import deque
 from itertools import pairwise
 
 from prfaas.core.deployment import Instance
-from prfaas.serving.control.cluster_state import Clock, ClusterState
+from prfaas.serving.control.cluster_state import ClusterState
 from prfaas.serving.control.engine_http import EngineHttp
 from prfaas.serving.control.engine_reading import EngineReading, read_exposition
 from prfaas.serving.control.listeners import Listeners
@@ -132,14 +132,12 @@ class EngineMonitor(Part):
         http: EngineHttp,
         cluster_state: ClusterState,
         listeners: Listeners,
-        *,
-        clock: Clock,
     ) -> None:
         """`listeners`: are told what was read, and who was started again."""
         self._running = running
         self._http = http
         self._cluster_state = cluster_state
-        self._clock = clock
+        self._clock = cluster_state.clock
         self._listeners = listeners
         self.meters = {instance.name: EngineMeter(_WINDOW_S) for instance in running.current.instances}
         self.failures = self._counted = 0

@@ -129,11 +129,6 @@ class HealthWatch(Part):
         suspicion = self._suspects.get(name)
         return suspicion is not None and suspicion.kind is _Kind.FAILED
 
-    def is_frozen(self, name: str) -> bool:
-        """Out of routing since it is silent, or does not get on."""
-        suspicion = self._suspects.get(name)
-        return suspicion is not None and suspicion.kind is _Kind.FROZEN
-
     def reason(self, name: str) -> str | None:
         """Why an instance is out of routing; None if it isn't."""
         suspicion = self._suspects.get(name)

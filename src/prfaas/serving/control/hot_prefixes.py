@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 from prfaas.core.prefix import PoolHit, PromptChains, PromptTokens
 from prfaas.core.scheduling.rebalancing import Copy, MissedPrefix, Rebalancer, missed_prefix
-from prfaas.serving.control.cluster_state import Clock, ClusterState
+from prfaas.serving.control.cluster_state import ClusterState
 from prfaas.serving.control.metrics import ControlMetrics
 from prfaas.serving.control.part import Json, Part
 from prfaas.serving.pool.copier import PoolCopier
@@ -58,13 +58,12 @@ class HotPrefixes(Part):
         cluster_state: ClusterState,
         copier: PoolCopier,
         *,
-        clock: Clock,
         metrics: ControlMetrics,
         rebalancer: Rebalancer | None = None,
     ) -> None:
         """`copier`: has the copies made."""
         self._cluster_state = cluster_state
-        self._clock = clock
+        self._clock = cluster_state.clock
         self._metrics = metrics
         self._copier = copier
         # An empty one is false.

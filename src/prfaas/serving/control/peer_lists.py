@@ -60,8 +60,8 @@ class PeerListUpdates(Part):
         self._running = running
         self._kv_ports = kv_ports
         self._on_stats = on_stats
-        self._wanted: dict[Rank, PeerList] = {}
-        self._digests: dict[Rank, str] = {}
+        # With its digest, which takes some work.
+        self._wanted: dict[Rank, tuple[PeerList, str]] = {}
         # Which wanted peer list a rank has had, or was sent.
         self._settled: dict[Rank, str] = {}
         self._has: dict[Rank, str] = {}
@@ -108,18 +108,18 @@ class PeerListUpdates(Part):
         return [
             f"{name}/{number}"
             for (name, number), has in self._has.items()
-            if has != self._digests[name, number]
+            if has != self._wanted[name, number][1]
         ]
 
     def _want(self) -> None:
         """Each takes some work: not made anew at every look."""
         deployment = self._running.current
         self._wanted = {
-            (instance.name, rank): peer_list_of(deployment, instance, rank)
+            (instance.name, rank): (peer_list, peer_list.digest)
             for instance in deployment.instances
             for rank in range(instance.kv_ranks)
+            for peer_list in (peer_list_of(deployment, instance, rank),)
         }
-        self._digests = {rank: peer_list.digest for rank, peer_list in self._wanted.items()}
         self._has = {rank: digest for rank, digest in self._has.items() if rank in self._wanted}
 
     async def _look(self, rank: Rank) -> None:
@@ -132,9 +132,9 @@ class PeerListUpdates(Part):
             # Also an engine of a version that knows only its command line.
             logger.debug("%s/%d does not report which peer list it has: %s", name, number, error)
             return
-        wanted = self._digests.get(rank)
-        if wanted is None:
+        if rank not in self._wanted:
             return
+        wanted = self._wanted[rank][1]
         self._on_stats(name, answer)
         has = reported.digest
         if self._has.get(rank) != has and has != wanted and reported.trouble:
@@ -149,9 +149,9 @@ class PeerListUpdates(Part):
 
     async def _tell(self, rank: Rank) -> None:
         name, number = rank
-        peer_list, digest = self._wanted.get(rank), self._digests.get(rank)
-        if peer_list is None or digest is None or name not in self._kv_ports:
+        if rank not in self._wanted or name not in self._kv_ports:
             return
+        peer_list, digest = self._wanted[rank]
         try:
             async with asyncio.timeout(_ANSWER_S):
                 await self._kv_ports[name][number].send_peer_list(peer_list)

@@ -84,18 +84,17 @@ class LivePlane:
         self.cluster_state, self.members = state, members
         self.listeners = listeners = Listeners()
         self.loop_clock, self.loop_failures = LoopClock(), LoopFailures()
-        engines = EngineMonitor(running, members.http, state, listeners, clock=clock)
+        engines = EngineMonitor(running, members.http, state, listeners)
         self.prefixes, feed = _prefixes(members, state, kv_model, metrics)
         copier = PoolCopier(running, members.key, members.pool_ports)
-        hot_prefixes = HotPrefixes(state, copier, clock=clock, metrics=metrics)
+        hot_prefixes = HotPrefixes(state, copier, metrics=metrics)
         self.router = Router(running, state, self.prefixes, hot_prefixes, metrics)
         self.admission = PrefillAdmission(
             state,
             batch_tokens=current.engine.max_num_batched_tokens,
             reusable_at=self.prefixes.reusable_at,
-            clock=clock,
         )
-        self.waits = PredictedWaits(state, engines.meters, seats=current.engine.max_num_seqs, clock=clock)
+        self.waits = PredictedWaits(state, engines.meters, seats=current.engine.max_num_seqs)
         self.drains = InstanceDrains(state, self.admission, engines.meters, listeners)
         self.health = HealthWatch(
             members, state, listeners, loop_clock=self.loop_clock, stuck_s=engines.stuck_s
@@ -119,7 +118,7 @@ class LivePlane:
             on_answer=self.health.liveness.heard_kv,
             pool_ports=members.pool_ports,
         )
-        pools = PoolMonitor(running, members.pool_ports, view.pools, engines.meters, clock=clock)
+        pools = PoolMonitor(running, members.pool_ports, state, engines.meters)
         # In the order in which they join; they leave in the other one.
         self.parts: list[Part] = [DeployedView(running, state, curves), members, engines, pools, self.links]
         self.parts += [_budget(members, state, self.links), self.compatibility, self.router, self.thresholds]
@@ -140,9 +139,9 @@ class LivePlane:
         return RoleAllocation(
             self.members.running,
             facts,
-            stage_utilisation(state, engines.meters, self.admission.waiting, state.clock),
+            stage_utilisation(state, engines.meters, self.admission.waiting),
             self.thresholds.window,
-            RoleChanges(state, clock=state.clock, on_begin=self.admission.changed, on_end=on_end),
+            RoleChanges(state, on_begin=self.admission.changed, on_end=on_end),
             shortest_first=self.router.prefills_shortest_first,
         )
 
@@ -308,12 +307,7 @@ def _prefixes(
 ) -> tuple[PrefixKnowledge, EventFeed]:
     """Who holds what, and the events that tell it."""
     current, seed = members.running.current, seed_of(members.key)
-    prefixes = PrefixKnowledge(
-        empty_index(seed, kv_model),
-        state,
-        is_hybrid=state.view.kv.is_hybrid,
-        clock=state.clock,
-    )
+    prefixes = PrefixKnowledge(empty_index(seed, kv_model), state)
 
     def apply(name: str, events: Sequence[HeldEvent]) -> None:
         with metrics.index_apply_seconds.time():

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from prfaas.core.deployment import Instance, PoolNode
-from prfaas.core.scheduling import PoolView
 from prfaas.core.units import BITS_PER_BYTE
-from prfaas.serving.control.cluster_state import Clock
+from prfaas.serving.control.cluster_state import ClusterState
 from prfaas.serving.control.engine_monitor import EngineMeter, period_s
 from prfaas.serving.control.metrics import POOL_BYTES, POOL_LOSSES, TIERS, ControlMetrics
 from prfaas.serving.control.part import Json, Part
@@ -72,26 +71,23 @@ class PoolMonitor(Part):
         self,
         running: RunningDeployment,
         ports: Mapping[str, Observer],
-        pools: Mapping[str, PoolView],
+        cluster_state: ClusterState,
         meters: Mapping[str, EngineMeter],
-        *,
-        clock: Clock,
     ) -> None:
         """Nobody is asked before `run`.
 
         Args:
             running: whose pools. They stay the same, and may get other engines.
             ports: how each pool's KV port is asked, by name; whoever made them closes them.
-            pools: what policies see of them; they get the bandwidths that engines and daemons measure.
+            cluster_state: its pools get the bandwidths that engines and daemons measure.
             meters: of the engines, by instance.
-            clock: seconds that never go back.
         """
         self._meters = meters
         self._running = running
         self._ports = ports
-        self._views = pools
+        self._views = cluster_state.view.pools
         self._promoted: dict[str, tuple[float, float]] = {}
-        self._clock = clock
+        self._clock = cluster_state.clock
         self._newest: dict[str, PoolReading] = {}
         self.failures = self._counted = 0
 
@@ -159,10 +155,6 @@ class PoolMonitor(Part):
             },
             "daemon": None if newest is None else _daemon(newest, node),
         }
-
-    def newest(self, name: str) -> PoolReading | None:
-        """The last figures of a pool; None as long as it has not answered."""
-        return self._newest.get(name)
 
     def _learn_ssd(self, name: str, reading: PoolReading) -> None:
         """Take how fast pages came from SSD since enough of them had come for the bandwidth of that tier."""

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from msgspec.structs import replace
@@ -20,7 +20,7 @@ from prfaas.core.scheduling.gateway_share import (
 )
 from prfaas.core.scheduling.prefill_pool import PrefillPool
 from prfaas.core.scheduling.prefill_turns import PATIENCE_S, ServedWork, goes_first
-from prfaas.serving.control.cluster_state import Clock, ClusterState
+from prfaas.serving.control.cluster_state import ClusterState
 from prfaas.serving.control.metrics import ControlMetrics
 from prfaas.serving.control.part import Json, Part
 
@@ -45,10 +45,9 @@ class PrefillAdmission(Part):
         *,
         batch_tokens: int,
         reusable_at: Callable[[PromptChains, str], int],
-        clock: Clock,
     ) -> None:
         """`reusable_at(chains, instance)`: tokens of a prompt that a prefill there need not compute."""
-        self._clock = clock
+        self._clock = cluster_state.clock
         self._cluster_state = cluster_state
         self._batch_tokens = batch_tokens
         self._reusable_at = reusable_at
@@ -227,7 +226,8 @@ class PrefillAdmission(Part):
         self._show_waiting(instance.cluster)
 
     def _give_up(self, cluster: str) -> None:
-        for admission in _drained(self._pools[cluster], self._clock()):
+        pool, now_s = self._pools[cluster], self._clock()
+        while (admission := pool.take("", now_s=now_s)) is not None:
             if not admission.cancelled():
                 admission.set_result(None)
 
@@ -255,8 +255,3 @@ class PrefillAdmission(Part):
         self._cluster_state.view.clusters[cluster].waiting_s = (
             self._pools[cluster].waiting_s + others.waiting_s
         )
-
-
-def _drained(pool: PrefillPool[Admission], now_s: float) -> Iterable[Admission]:
-    while (admission := pool.take("", now_s=now_s)) is not None:
-        yield admission

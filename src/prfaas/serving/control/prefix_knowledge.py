@@ -20,7 +20,7 @@ from prfaas.core.prefix import (
 )
 from prfaas.core.prefix.digests import HeldEvent, RemovedHashes, StoredDigests
 from prfaas.core.scheduling import Decision, KvFacts, RoutingRequest, with_pools
-from prfaas.serving.control.cluster_state import Clock, ClusterState
+from prfaas.serving.control.cluster_state import ClusterState
 from prfaas.serving.control.engine_reading import EngineReading
 from prfaas.serving.control.metrics import ControlMetrics
 from prfaas.serving.control.part import Json, Part
@@ -171,18 +171,10 @@ class PrefixKnowledge(Part):
     Pools have events alone. Each is in the index under two names: all that it holds, and what it holds in memory.
     """
 
-    def __init__(
-        self,
-        index: GlobalIndex,
-        cluster_state: ClusterState,
-        *,
-        is_hybrid: bool,
-        clock: Clock,
-    ) -> None:
+    def __init__(self, index: GlobalIndex, cluster_state: ClusterState) -> None:
         self.index = index
         self._cluster_state = cluster_state
-        self._is_hybrid = is_hybrid
-        self._clock = clock
+        self._clock = cluster_state.clock
         self._memory_of = {name: f"{name}/memory" for name in cluster_state.view.pools}
         self._pool_of = self._pools_of_instances()
         self._pending = PendingPrefixes()
@@ -276,7 +268,6 @@ class PrefixKnowledge(Part):
     def learn_model(self, kv_model: KvModel) -> None:
         """Take what an engine tells that its layers keep, where the model's file doesn't say it."""
         self.index.learn_needs(states=kv_model.has_linear_state, windows=kv_model.has_window)
-        self._is_hybrid = kv_model.is_hybrid
 
     def own_last_tokens(self, name: str) -> int:
         """The last tokens of a prompt that an engine computes itself, whatever is moved to it."""
@@ -289,12 +280,12 @@ class PrefixKnowledge(Part):
 
     def state(self, _now_s: float) -> Json:
         """The size of the index."""
-        return {"index": asdict(self.index.stats()) | {"expected_blocks": self.pending_blocks}}
+        return {"index": asdict(self.index.stats()) | {"expected_blocks": len(self._pending)}}
 
     def state_of(self, name: str, _now_s: float) -> Json:
         """The blocks that are known of an instance or a pool."""
         blocks = {"blocks": self.blocks(name)}
-        return blocks | {"memory_blocks": self.memory_blocks(name)} if self.is_pool(name) else blocks
+        return blocks | {"memory_blocks": self.memory_blocks(name)} if name in self._memory_of else blocks
 
     def write_gauges(self, metrics: ControlMetrics, _now_s: float) -> None:
         """Write the gauges of blocks."""
@@ -304,15 +295,6 @@ class PrefixKnowledge(Part):
         for pool in self._memory_of:
             metrics.pool_blocks.labels(pool, "memory").set(self.memory_blocks(pool))
             metrics.pool_blocks.labels(pool, "all").set(self.blocks(pool))
-
-    @property
-    def pending_blocks(self) -> int:
-        """Blocks that were just sent somewhere, and are not known to be there yet."""
-        return len(self._pending)
-
-    def is_pool(self, name: str) -> bool:
-        """True if the holder of that name is a pool."""
-        return name in self._memory_of
 
     def memory_blocks(self, pool: str) -> int:
         """Blocks known of a pool that lie in memory."""
@@ -337,7 +319,8 @@ class PrefixKnowledge(Part):
         return {instance: pool.name for pool in pools for instance in pool.instances}
 
     def _sent(self, name: str, held: PrefixHit) -> PrefixHit:
-        has_states = not (self._is_hybrid and self._cluster_state.instance(name).decodes)
+        state = self._cluster_state
+        has_states = not (state.view.kv.is_hybrid and state.instance(name).decodes)
         return held if has_states else PrefixHit(0, held.attention_tokens)
 
 

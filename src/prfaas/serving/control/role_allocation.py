@@ -24,7 +24,7 @@ from prfaas.core.scheduling.length_window import LengthWindow
 from prfaas.core.scheduling.role_choice import ExpectedLoad, RoleOutlook
 from prfaas.core.scheduling.stage_utilisation import InstanceWork, StageUtilisation
 from prfaas.core.workload import WorkloadError
-from prfaas.serving.control.cluster_state import Clock, ClusterState
+from prfaas.serving.control.cluster_state import ClusterState
 from prfaas.serving.control.engine_monitor import EngineMeter
 from prfaas.serving.control.metrics import ControlMetrics
 from prfaas.serving.control.part import Json, Part
@@ -62,7 +62,6 @@ class RoleChanges:
         self,
         cluster_state: ClusterState,
         *,
-        clock: Clock,
         on_end: Callable[[RoleChange], None],
         on_begin: Callable[[str], None] = lambda _instance: None,
     ) -> None:
@@ -70,7 +69,7 @@ class RoleChanges:
         self.knows_all: Callable[[], bool] = lambda: True
         """Whether every gateway of a fleet knows of the conversion under way: then nothing more can come."""
         self.cluster_state = cluster_state
-        self.clock = clock
+        self.clock = cluster_state.clock
         self._on_begin = on_begin
         self._on_end = on_end
         self._current: tuple[RoleChange, RoleDrain] | None = None
@@ -140,7 +139,7 @@ class RoleChanges:
         )
         if result != "abandoned":
             for view in drain.instances:
-                self.cluster_state.set_role(view.name, change.to_role)
+                self.cluster_state.set_roles(view.name, [change.to_role])
         self._on_end(change)
 
     def hand_over(self) -> None:
@@ -170,7 +169,6 @@ def stage_utilisation(
     cluster_state: ClusterState,
     engines: Mapping[str, EngineMeter],
     pooled: Callable[[str], int],
-    clock: Clock,
 ) -> StageUtilisation:
     """The live stages: utilisation by what is open here, waiting by what engines report.
 
@@ -190,7 +188,7 @@ def stage_utilisation(
             waiting_decodes=waiting_decodes,
         )
 
-    return StageUtilisation(cluster_state.view, work_of, pooled, clock())
+    return StageUtilisation(cluster_state.view, work_of, pooled, cluster_state.clock())
 
 
 class RoleAllocation(Part):

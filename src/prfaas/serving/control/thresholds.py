@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from prfaas.core.deployment import AppliedDeployment
 from prfaas.core.planner import PlanError
@@ -27,6 +27,10 @@ _HISTORY = 50
 _MU, _SIGMA, _LOW_TOKENS = 9.90, 1.00, 128.0
 
 
+Rates: TypeAlias = tuple[float | None, float | None]
+"""Requests per second that prefill and links could carry before, and with the new threshold; None: unknown."""
+
+
 @dataclass(frozen=True, slots=True)
 class ThresholdEntry:
     """One change of one PD cluster's threshold."""
@@ -35,10 +39,7 @@ class ThresholdEntry:
     cluster: str
     tokens: float
     reason: str
-    rate_before: float | None = None
-    """Requests per second that prefill and links could carry before; None: unknown."""
-    rate_after: float | None = None
-    """The same with the new threshold."""
+    rates: Rates
 
 
 class Thresholds(Part):
@@ -84,12 +85,10 @@ class Thresholds(Part):
         was, routing = before.said.routing, now.said.routing
         if routing.threshold_tokens not in (None, was.threshold_tokens):
             for cluster in now.said.pd_clusters:
-                tokens = float(routing.threshold_tokens or 0)
-                self._set(ThresholdEntry(self._clock(), cluster.name, tokens, "configured"))
-                self._on_change(cluster.name, "configured")
+                self._move(cluster.name, float(routing.threshold_tokens or 0), "configured")
         first, why = self._unplanned()
         for name in first.keys() - self._facts.view.threshold_tokens.keys():
-            self._set(ThresholdEntry(self._clock(), name, first[name], why))
+            self._set(name, first[name], why)
             self._has_searched = self._has_searched and why != "default"
         self._has_searched = self._has_searched and routing.policy == was.policy
         self.ask("roles")
@@ -124,10 +123,8 @@ class Thresholds(Part):
             self.ask("policy")
             return
         self.held.add(cluster)
-        entry = ThresholdEntry(self._clock(), cluster, float(tokens), "operator")
-        self._set(entry)
-        self._on_change(cluster, entry.reason)
-        logger.info("threshold of %s: %.0f tokens, by an operator", cluster, entry.tokens)
+        self._move(cluster, float(tokens), "operator")
+        logger.info("threshold of %s: %.0f tokens, by an operator", cluster, tokens)
 
     def pause(self, paused: bool) -> None:
         """Leave the decisions to another gateway, or take them back: then the first search comes a period later."""
@@ -142,7 +139,7 @@ class Thresholds(Part):
             return
         (self.held.add if is_held else self.held.discard)(cluster)
         if before[cluster] != tokens:
-            self._set(ThresholdEntry(self._clock(), cluster, tokens, f"decided by {leader}"))
+            self._set(cluster, tokens, f"decided by {leader}")
             logger.info("threshold of %s: %.0f tokens, decided by %s", cluster, tokens, leader)
         self._has_searched = True
 
@@ -201,8 +198,8 @@ class Thresholds(Part):
                 "cluster": entry.cluster,
                 "tokens": json_tokens(entry.tokens),
                 "reason": entry.reason,
-                "rate_before": entry.rate_before,
-                "rate_after": entry.rate_after,
+                "rate_before": entry.rates[0],
+                "rate_after": entry.rates[1],
             }
             for entry in self.history
         ]
@@ -239,7 +236,7 @@ class Thresholds(Part):
         # A default is replaced by the first search, whatever its gain; what was planned or configured is not.
         self._has_searched = why != "default"
         for cluster, tokens in first.items():
-            self._set(ThresholdEntry(self._clock(), cluster, tokens, why))
+            self._set(cluster, tokens, why)
 
     def _planned(self, default: Mapping[str, float]) -> Mapping[str, float]:
         longest = float(self._running.current.model.max_model_len)
@@ -264,21 +261,17 @@ class Thresholds(Part):
         for cluster, tokens in change.tokens.items():
             before = self._facts.view.threshold_tokens.get(cluster)
             if tokens != before and cluster not in self.held:
-                entry = ThresholdEntry(
-                    at_s=self._clock(),
-                    cluster=cluster,
-                    tokens=tokens,
-                    reason=change.reason,
-                    rate_before=change.rate_before,
-                    rate_after=change.rate_after,
-                )
-                self._set(entry)
-                self._on_change(cluster, change.reason)
+                self._move(cluster, tokens, change.reason, (change.rate_before, change.rate_after))
                 logger.info("threshold of %s: %s -> %.0f tokens (%s)", cluster, before, tokens, change.reason)
 
-    def _set(self, entry: ThresholdEntry) -> None:
-        self._facts.view.threshold_tokens[entry.cluster] = entry.tokens
-        self.history.append(entry)
+    def _move(self, cluster: str, tokens: float, reason: str, rates: Rates = (None, None)) -> None:
+        """Set a threshold, and count that it has moved."""
+        self._set(cluster, tokens, reason, rates)
+        self._on_change(cluster, reason)
+
+    def _set(self, cluster: str, tokens: float, reason: str, rates: Rates = (None, None)) -> None:
+        self._facts.view.threshold_tokens[cluster] = tokens
+        self.history.append(ThresholdEntry(self._clock(), cluster, tokens, reason, rates))
 
 
 def json_tokens(tokens: float) -> float | None:

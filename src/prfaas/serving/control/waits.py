@@ -12,7 +12,7 @@ from prfaas.core.link.checkpoints import checkpoint_every_tokens
 from prfaas.core.scheduling import ClusterView, Decision, InstanceView, LinkView
 from prfaas.core.scheduling.decoders import learnt_slot_s
 from prfaas.core.scheduling.waits import least_prefill_wait_s, work_wait_s
-from prfaas.serving.control.cluster_state import Clock, ClusterState
+from prfaas.serving.control.cluster_state import ClusterState
 from prfaas.serving.control.engine_monitor import EngineMeter
 
 # Weight of the newest gap between two answers' ends.
@@ -27,14 +27,12 @@ class PredictedWaits:
     without a queue says how seldom requests come.
     """
 
-    def __init__(
-        self, cluster_state: ClusterState, meters: Mapping[str, EngineMeter], *, seats: int, clock: Clock
-    ) -> None:
+    def __init__(self, cluster_state: ClusterState, meters: Mapping[str, EngineMeter], *, seats: int) -> None:
         """`meters`: of the engines, by instance. `seats`: requests that an engine works on at a time."""
         self._meters = meters
         self._cluster_state = cluster_state
         self._seats = seats
-        self._clock = clock
+        self._clock = cluster_state.clock
         # Instance → when an answer ended last while others waited; and the mean gap between such ends.
         self._ended_s: dict[str, float] = {}
         self._gap_s: dict[str, float] = {}

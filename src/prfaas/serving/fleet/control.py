@@ -109,10 +109,6 @@ class FleetControl(Part):
             self._followed = None
             self._follow()
 
-    def is_known_drained(self, instance: str) -> bool:
-        """Whether every gateway has carried out the newest drain mark of an instance."""
-        return self._marks.is_written(instance) and self._all_applied(self._marks.revision(instance))
-
     def announcement(self) -> bytes:
         """What this gateway tells the others now."""
         return msgspec.json.encode(Announcement(self.reloads.digest, self._shares.own(), self._applied))
@@ -172,8 +168,9 @@ class FleetControl(Part):
 
     def state_of(self, name: str, _now_s: float) -> Json:
         """An instance is drained when no gateway sends it anything."""
-        is_closed = self._marks.is_closed(name)
-        return {"drain": "draining"} if is_closed and not self.is_known_drained(name) else {}
+        marks = self._marks
+        is_known = marks.is_written(name) and self._all_applied(marks.revision(name))
+        return {"drain": "draining"} if marks.is_closed(name) and not is_known else {}
 
     async def _loop(self) -> None:
         while True:

@@ -4,7 +4,6 @@ import asyncio
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from prfaas.core.deployment import FleetConfig
@@ -20,16 +19,6 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{1,255}")
 _RETRY_S = 0.5
 # What has not changed is told again so often: a put that etcd has lost is then made good.
 _REPEAT_S = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class MemberEntry:
-    """One gateway of the fleet, as the store has it."""
-
-    value: bytes
-    """What it tells of itself."""
-    created: int
-    """The revision at which it joined. The oldest member leads."""
 
 
 class MemberOwner(Protocol):
@@ -74,8 +63,8 @@ class FleetMember:
             owner: whose member this is.
         """
         self.name = name
-        self.members: dict[str, MemberEntry] = {}
-        """All gateways by name, as last seen, this one among them."""
+        self.members: dict[str, Entry] = {}
+        """All gateways by name, as last seen, this one among them: what each tells of itself, and when it joined."""
         self.is_connected = False
         """Whether the store answers and this gateway is a member."""
         self.has_joined = False
@@ -103,7 +92,7 @@ class FleetMember:
         return self.has_joined and self.leader == self.name
 
     @property
-    def others(self) -> Mapping[str, MemberEntry]:
+    def others(self) -> Mapping[str, Entry]:
         """The other gateways, as last seen."""
         return {name: entry for name, entry in self.members.items() if name != self.name}
 
@@ -184,7 +173,7 @@ class FleetMember:
         leader = self.leader
         gateways = self._prefix + GATEWAYS
         self.members = {
-            entry.key.removeprefix(gateways): MemberEntry(entry.value, entry.created)
+            entry.key.removeprefix(gateways): entry
             for entry in entries
             if entry.key.startswith(gateways) and _NAME.fullmatch(entry.key.removeprefix(gateways))
         }
@@ -245,7 +234,7 @@ class FleetMember:
         else:
             if name not in self.members:
                 logger.info("gateway %s has joined the fleet", name)
-            self.members[name] = MemberEntry(change.entry.value, change.entry.created)
+            self.members[name] = change.entry
         if name == self.name and change.entry is None:
             raise StoreError("the lease has ended; etcd had not heard of this gateway for too long")
         if self.leader != leader:

@@ -161,10 +161,6 @@ class Arena:
         # mmap.madvise would hold the interpreter's lock for all of it. Kernels before 5.14 refuse; copies do it then.
         _LIBC.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), _POPULATE_WRITE)
 
-    def provide_table(self) -> None:
-        """Allocate the memory of header and page table."""
-        os.posix_fallocate(self._file.fileno(), 0, self.layout.slabs_at)
-
     def close(self) -> None:
         """Close the file. The memory stays mapped as long as a view of it exists."""
         self._file.close()
@@ -182,7 +178,7 @@ def create_arena(path: Path, layout: ArenaLayout, epoch: int) -> Arena:
     try:
         os.ftruncate(file.fileno(), layout.arena_bytes)
         arena = Arena(file, layout)
-        arena.provide_table()
+        os.posix_fallocate(file.fileno(), 0, layout.slabs_at)
         encoded = layout.geometry.encode()
         arena.view[_GEOMETRY_AT : _GEOMETRY_AT + len(encoded)] = encoded
         _HEADER.pack_into(

@@ -206,7 +206,7 @@ class PoolConnection:
                     ],
                 )
             case Reserve():
-                refs = store.reserve_for(session, request.tenant, _pages(request))
+                refs = store.reserve(request.tenant, _pages(request), session)
                 return Reserved(
                     packed([-1 if ref is None else ref.slot for ref in refs]),
                     packed([0 if ref is None else ref.offset for ref in refs]),

@@ -93,11 +93,6 @@ class Journal:
         # The file is replaced while another thread may read an identity.
         self._lock = threading.Lock()
 
-    @property
-    def size_bytes(self) -> int:
-        """Size of the file."""
-        return self._end
-
     def is_in_place(self) -> bool:
         """True if the path still leads to this file."""
         return leads_to(self._path, self._fd)
@@ -115,7 +110,7 @@ class Journal:
         data = self._path.read_bytes()
         pages: dict[bytes, JournalPage] = {}
         if data[:_HEADER_BYTES] != self._header:
-            self._write_anew()
+            self.rewrite()
             return []
         self._end = _HEADER_BYTES
         for place, record in self._records(data):
@@ -173,7 +168,33 @@ class Journal:
         Raises:
             OSError: the old file is as it was.
         """
-        self._write_anew()
+        beside = self._path.with_suffix(".new")
+        fd = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        moved: dict[bytes, _Place] = {}
+        try:
+            data, written = bytearray(self._header), 0
+            for page_id, place in self._live.items():
+                record = os.pread(self._fd, place.size_bytes, place.offset)
+                if _decoded(record, 0) is None:
+                    continue
+                moved[page_id] = _Place(written + len(data), place.size_bytes)
+                data += record
+                if len(data) >= _WRITE_BYTES:
+                    _write_all(fd, data, written)
+                    written += len(data)
+                    data.clear()
+            _write_all(fd, data, written)
+            written += len(data)
+            os.fsync(fd)
+            beside.replace(self._path)
+            _sync_folder(self._path.parent)
+        except BaseException:
+            os.close(fd)
+            raise
+        with self._lock:
+            self._close()
+            self._fd, self._end, self._live = fd, written, moved
+        self._live_bytes = written - len(self._header)
 
     def clear(self) -> None:
         """Drop every page, durably.
@@ -182,7 +203,7 @@ class Journal:
             OSError: the old file is as it was.
         """
         self.forget_all()
-        self._write_anew()
+        self.rewrite()
 
     def identity(self, page_id: bytes) -> bytes:
         """`JournalPage.identity` of a page; empty if it is not there or can't be read."""
@@ -227,35 +248,6 @@ class Journal:
         place = self._live.pop(page_id, None)
         if place is not None:
             self._live_bytes -= place.size_bytes
-
-    def _write_anew(self) -> None:
-        beside = self._path.with_suffix(".new")
-        fd = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        moved: dict[bytes, _Place] = {}
-        try:
-            data, written = bytearray(self._header), 0
-            for page_id, place in self._live.items():
-                record = os.pread(self._fd, place.size_bytes, place.offset)
-                if _decoded(record, 0) is None:
-                    continue
-                moved[page_id] = _Place(written + len(data), place.size_bytes)
-                data += record
-                if len(data) >= _WRITE_BYTES:
-                    _write_all(fd, data, written)
-                    written += len(data)
-                    data.clear()
-            _write_all(fd, data, written)
-            written += len(data)
-            os.fsync(fd)
-            beside.replace(self._path)
-            _sync_folder(self._path.parent)
-        except BaseException:
-            os.close(fd)
-            raise
-        with self._lock:
-            self._close()
-            self._fd, self._end, self._live = fd, written, moved
-        self._live_bytes = written - len(self._header)
 
 
 def _decoded(data: bytes, position: int) -> tuple[int, _Record] | None:

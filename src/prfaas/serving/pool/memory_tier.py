@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from prfaas.core.pool.eviction import EvictionPolicy
 from prfaas.core.pool.geometry import PageIdentity
 from prfaas.core.pool.keys import KEY_BYTES, page_id
 from prfaas.core.pool.quota import TenantEviction
@@ -81,18 +80,14 @@ class MemoryTier:
     def __init__(
         self,
         arena: Arena,
-        policy: EvictionPolicy[bytes] | TenantEviction,
+        eviction: TenantEviction,
         evicted: Callable[[PoolPage], None],
     ) -> None:
         layout = arena.layout
         self.arena = arena
         self.table = arena.table
         geometry = layout.geometry
-        self._eviction = (
-            policy
-            if isinstance(policy, TenantEviction)
-            else TenantEviction(layout.pages_bytes, lambda: policy)
-        )
+        self._eviction = eviction
         self._evicted = evicted
         self._slot_bytes = layout.slot_bytes
         self._slabs = SlabAllocator(layout.slab_bytes, set(layout.slot_bytes.values()))

@@ -78,19 +78,13 @@ class PageRow(NamedTuple):
     row: int
     state: PageState
     group: int
-    process_group: int
-    started: int
-    engine: bytes
+    owner: Owner
+    """The engine that reserved the page."""
     tenant: bytes
     page_id: bytes
     last_use_s: float
     ranks_left: int
     checksums: tuple[int, ...]
-
-    @property
-    def owner(self) -> Owner:
-        """The engine that reserved the page."""
-        return Owner(self.process_group, self.started, self.engine)
 
 
 def row_bytes(ranks: int) -> int:
@@ -205,9 +199,7 @@ class PageTable:
             row,
             known,
             group,
-            process_group,
-            started,
-            engine=engine,
+            Owner(process_group, started, engine),
             tenant=tenant,
             page_id=page_id,
             last_use_s=last_use_s,

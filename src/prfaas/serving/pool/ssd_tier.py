@@ -49,11 +49,15 @@ class SsdEntry:
     """A page in the SSD tier."""
 
     page_id: bytes
-    group: int
     identity: PageIdentity | None
     checksums: tuple[int, ...]
     """xxh3_64 of each rank's share."""
     tenant: bytes
+
+    @property
+    def group(self) -> int:
+        """The number of its KV group."""
+        return self.page_id[-1]
 
 
 class _FilePage:
@@ -138,7 +142,7 @@ class FileTier:
         self._make_policy = make_policy
         # Pages on their way can't make room for others.
         self._most_queued_bytes = min(options.most_queued_bytes, len(arena) // 4)
-        self._dropped: Callable[[bytes], None] = _nobody
+        self._dropped: Callable[[bytes], None] = lambda _page_id: None
         record_share = max(
             most_record_bytes(geometry.ranks, geometry.identity_bytes(group)) / stored_bytes(size)
             for group, size in self._page_bytes.items()
@@ -189,10 +193,6 @@ class FileTier:
         if page_id not in self._pages or files is None:
             return None
         return self._entry(page_id, files.journal.identity(page_id))
-
-    def holds(self, page_id: bytes) -> bool:
-        """True if a page can be read."""
-        return page_id in self._pages
 
     @property
     def takes_more(self) -> bool:
@@ -257,14 +257,12 @@ class FileTier:
             self._give_up(page_id)
             self._writer.drop(page_id)
 
-    def clear(self) -> int:
-        """Drop every page for good. No `dropped` follows. Returns their number."""
-        count = len(self._pages)
+    def clear(self) -> None:
+        """Drop every page for good. No `dropped` follows."""
         self._writing.clear()
         for page_id in list(self._pages):
             self._give_up(page_id)
         self._writer.clear()
-        return count
 
     def verify(self, done: Callable[[int, int], None]) -> None:
         """Read every page and compare it with its checksums; wrong ones are dropped.
@@ -440,14 +438,9 @@ class FileTier:
         return self._slots.claim(group, record.offset)
 
     def _entry(self, page_id: bytes, identity: bytes) -> SsdEntry:
-        page, group = self._pages[page_id], page_id[-1]
-        return SsdEntry(
-            page_id,
-            group,
-            PageIdentity.decode(identity) if identity else None,
-            page.checksums[: self._geometry.ranks],
-            page.tenant,
-        )
+        page = self._pages[page_id]
+        known = PageIdentity.decode(identity) if identity else None
+        return SsdEntry(page_id, known, page.checksums[: self._geometry.ranks], page.tenant)
 
     def _no_eviction(self) -> TenantEviction:
         return TenantEviction(self._slots.file_bytes, self._make_policy, self._tenant_share)
@@ -469,7 +462,3 @@ def _parts(geometry: PoolGeometry, group: int) -> list[int]:
     ranks = [geometry.group(group).rank_bytes] * geometry.ranks
     rest = geometry.identity_bytes(group)
     return [*ranks, rest] if rest else ranks
-
-
-def _nobody(_page_id: bytes) -> None:
-    """Default for dropped pages, before `attach`."""

@@ -16,9 +16,8 @@ import numpy as np
 from prfaas.core.kv.groups import GroupKind
 from prfaas.core.pool.announced import Medium
 from prfaas.core.pool.depth import needed_blocks, usable_end
-from prfaas.core.pool.eviction import EvictionPolicy
 from prfaas.core.pool.geometry import PageGroup, PageIdentity
-from prfaas.core.pool.keys import KEY_BYTES
+from prfaas.core.pool.keys import KEY_BYTES, TENANT_BYTES
 from prfaas.core.pool.quota import TenantEviction
 from prfaas.serving.pool.arena import Arena
 from prfaas.serving.pool.events import PoolEventPublisher
@@ -28,7 +27,6 @@ from prfaas.serving.pool.protocol import PageRef, SessionKind
 from prfaas.serving.pool.reservations import Reservations
 from prfaas.serving.pool.ssd_tier import FileTier, SsdEntry
 
-TENANT_BYTES = 8
 _DAEMON = Owner(0, 0, bytes(8))
 _TOUCHES_AT_ONCE = 256
 
@@ -131,7 +129,7 @@ class Spilling:
                 continue
             identity = self._memory.identity(page)
             self._memory.set_state(page, PageState.SPILLING)
-            entry = SsdEntry(page_id, page.group, identity, tuple(page.checksums), page.tenant)
+            entry = SsdEntry(page_id, identity, tuple(page.checksums), page.tenant)
             self._ssd.write(entry, page.offset, partial(self._was_given, page, identity))
         self._is_giving = False
 
@@ -150,8 +148,8 @@ class Spilling:
 class PageStore:
     """All pages of one geometry.
 
-    1. Engines' requests come with their session: `match` and `unpin_match`, `reserve_for`, then `commit` or `abort` of
-       `reservations`, `discard`. The daemon's own copies use `pin`, `unpin`, `reserve`, `commit_all` and `abort`.
+    1. Engines' requests come with their session: `match` and `unpin_match`, `reserve`, then `commit` or `abort` of
+       `reservations`, `discard`. The daemon's own copies use `pin`, `unpin`, `commit_all` and `abort`.
     2. A page is WRITING until all ranks have committed, then READY and `held`; `_spilling` writes it to SSD.
     3. A match of pages that are on SSD only gives them slots and reads them (PROMOTING).
     4. `MemoryTier` evicts pages for others; a page that is nowhere any more is forgotten.
@@ -160,7 +158,7 @@ class PageStore:
     def __init__(
         self,
         arena: Arena,
-        policy: EvictionPolicy[bytes] | TenantEviction,
+        eviction: TenantEviction,
         *,
         events: PoolEventPublisher | None = None,
         ssd: FileTier | None = None,
@@ -170,7 +168,7 @@ class PageStore:
         self.geometry = arena.layout.geometry
         self.epoch = arena.epoch
         self.counters = PoolCounters()
-        self.memory = MemoryTier(arena, policy, self._evicted)
+        self.memory = MemoryTier(arena, eviction, self._evicted)
         self.reservations = Reservations(self.memory, self.geometry.ranks, self._ready, self._aborted)
         self.sessions: set[StoreSession] = set()
         self.held: dict[int, dict[bytes, PoolPage]] = {group.index: {} for group in self.geometry.groups}
@@ -256,25 +254,20 @@ class PageStore:
         for page in session.pins.pop(number, ()):
             self._unpin(page)
 
-    def reserve_for(
-        self, session: StoreSession, tenant: bytes, pages: Sequence[tuple[bytes, PageIdentity | None]]
-    ) -> list[PageRef | None]:
-        """Reserve room for an engine's pages, as `PoolClient.reserve`.
-
-        Raises:
-            ValueError: an argument makes no sense.
-        """
-        return [self._reserve(session.owner, session.reserved, tenant, *each) for each in pages]
-
     def reserve(
-        self, tenant: bytes, pages: Sequence[tuple[bytes, PageIdentity | None]]
+        self,
+        tenant: bytes,
+        pages: Sequence[tuple[bytes, PageIdentity | None]],
+        session: StoreSession | None = None,
     ) -> list[PageRef | None]:
-        """Reserve room for the daemon's own pages, each to be ended by `commit_all` or `abort`.
+        """Reserve room for pages, as `PoolClient.reserve`.
+
+        `session`: the engine's. None: they are the daemon's own, each to be ended by `commit_all` or `abort`.
 
         Raises:
             ValueError: an argument makes no sense.
         """
-        return [self._reserve(_DAEMON, None, tenant, *each) for each in pages]
+        return [self._reserve(session, tenant, *each) for each in pages]
 
     def commit_all(self, page: PageRef, checksums: Sequence[int]) -> None:
         """Commit all ranks' shares of a page, with these checksums."""
@@ -445,12 +438,7 @@ class PageStore:
         return max(absent[0] * block_tokens, start_tokens) if absent else end_tokens
 
     def _reserve(
-        self,
-        owner: Owner,
-        reserved: set[PoolPage] | None,
-        tenant: bytes,
-        page_id: bytes,
-        identity: PageIdentity | None,
+        self, session: StoreSession | None, tenant: bytes, page_id: bytes, identity: PageIdentity | None
     ) -> PageRef | None:
         if len(page_id) != KEY_BYTES + 1 or page_id[KEY_BYTES] not in self.held or len(tenant) > TENANT_BYTES:
             raise ValueError(f"there is no page {page_id.hex()} of tenant {tenant.hex()} in this pool")
@@ -463,12 +451,12 @@ class PageStore:
             return None
         self._settle_all()
         page = PoolPage(page_id, tenant.ljust(TENANT_BYTES, b"\0"))
-        if not self.reservations.begin(page, owner, identity):
+        if not self.reservations.begin(page, _DAEMON if session is None else session.owner, identity):
             self.counters.refused_pages += 1
             return None
-        page.reserved_in = reserved
-        if reserved is not None:
-            reserved.add(page)
+        if session is not None:
+            page.reserved_in = session.reserved
+            page.reserved_in.add(page)
         return PageRef(page.slot, page.offset)
 
     def _settle_all(self) -> None:
