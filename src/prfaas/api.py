@@ -286,7 +286,7 @@ def simulate(
         WorkloadError: a trace that can't be read.
 
     Example:
-        >>> result = simulate(example_path("paper"), load=0.5, requests=1000, seed=1)
+        >>> result = simulate(example_path("paper"), load=0.5, requests=3000, seed=1)
         >>> summary = result.summary()
         >>> summary["lost"], summary["stable"], 0 < summary["offloaded_fraction"] < 1
         (0, True, True)
@@ -302,7 +302,7 @@ def simulate(
     if cache_bytes is None:
         cache_bytes = 0 if trace is None else CACHE_BYTES
     threshold = planned.routing.threshold_tokens
-    name = policy or planned.routing.policy
+    name = planned.routing.policy if policy is None else policy
     scenario = scenario_of(
         planned,
         policy=name,

@@ -134,7 +134,7 @@ def test_a_folder_that_can_not_be_is_one_sentence(
     (tmp_path / "file").write_text("")
     assert run(monkeypatch, "emit", "compose", EXAMPLE, "-o", tmp_path / "file") == 2
     error = capsys.readouterr().err
-    assert "can't be written" in error and error.count("\n") == 1
+    assert "Not a directory" in error and error.count("\n") == 1
 
 
 def test_what_kubernetes_can_not_do_is_one_sentence(

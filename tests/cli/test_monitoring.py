@@ -71,7 +71,7 @@ def test_a_folder_that_is_a_file(
 ) -> None:
     (tmp_path / "taken").write_text("")
     assert run(monkeypatch, "grafana", "-o", str(tmp_path / "taken")) == 2
-    assert "can't be written (File exists)" in capsys.readouterr().err
+    assert "taken: File exists" in capsys.readouterr().err
 
 
 def test_a_file_that_cannot_be_written(
@@ -79,4 +79,4 @@ def test_a_file_that_cannot_be_written(
 ) -> None:
     (tmp_path / "prfaas.rules.yaml").mkdir()
     assert run(monkeypatch, "alerts", "-o", str(tmp_path)) == 2
-    assert "prfaas.rules.yaml: can't be written (Is a directory)" in capsys.readouterr().err
+    assert "prfaas.rules.yaml: Is a directory" in capsys.readouterr().err

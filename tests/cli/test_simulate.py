@@ -202,7 +202,7 @@ def test_rows_that_can_not_be_written(
     rows.symlink_to(tmp_path / "none" / "rows.csv")
     assert run(monkeypatch, PAPER, "--requests", 10, "--records", rows) == 2
     said = capsys.readouterr()
-    assert said.out == "" and f"--records: {rows} can't be written (No such file or directory)" in said.err
+    assert said.out == "" and f"{rows}: No such file or directory" in said.err
 
 
 def test_tables_for_people(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -370,7 +370,7 @@ def test_a_report_where_no_folder_can_be(
     file = tmp_path / "file"
     file.write_text("")
     assert run(monkeypatch, PAPER, "--requests", 10, "--report", file / "x") == 2
-    assert "can't be made a folder" in capsys.readouterr().err
+    assert "Not a directory" in capsys.readouterr().err
 
 
 def test_a_deployment_that_can_serve_nothing(
@@ -443,3 +443,46 @@ def test_an_own_policy_that_fails_ends_the_run_with_a_sentence(
     assert run(monkeypatch, PAPER, "--policy", f"own_policies:{policy}", "--requests", 300) == 2
     (said,) = capsys.readouterr().err.splitlines()
     assert said.startswith(f"prfaas: policy own_policies:{policy}: ") and complaint in said
+
+
+def test_a_line_that_is_cut_and_an_instance_that_is_gone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def lived(*options: str) -> Any:
+        found = simulated(monkeypatch, capsys, PAPER, "--policy", "paper", *options, requests=2000)
+        return found["policies"]["paper"], found["failures"]
+
+    well, nothing = lived()
+    cut, outages = lived("--outage", "east->home@300+120")
+    gone, failures = lived("--fail", "home-0@300+120", "--fail", "east-0@300+120")
+    assert nothing == []
+    assert [(each["what"], each["at_s"], each["lasts_s"]) for each in outages] == [("east->home", 300, 120)]
+    assert [each["what"] for each in failures] == ["home-0", "east-0"]
+    assert cut["ttft_p99_s"] > 2 * well["ttft_p99_s"]
+    assert gone["retries"] > 0 == well["retries"]
+    assert cut["lost"] == gone["lost"] == 0
+
+
+@pytest.mark.parametrize(
+    ("option", "text", "message"),
+    [
+        ("--outage", "east->home", "write it as east->home@600+60"),
+        ("--outage", "east->home@-1+5", "write it as east->home@600+60"),
+        ("--outage", "home-0@1+5", "write it as east->home@600+60"),
+        ("--outage", "home->east@1+5", '"home->east" cannot fail: it is no instance or link; there are'),
+        ("--fail", "home-0@1+inf", "write it as home-0@600+60"),
+        ("--fail", "home-0@1+0", "write it as home-0@600+60"),
+        ("--fail", "east->home@1+5", "write it as home-0@600+60"),
+        ("--fail", "home-9@1+5", '"home-9" cannot fail'),
+    ],
+)
+def test_failures_that_can_not_be(
+    option: str,
+    text: str,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run(monkeypatch, PAPER, option, text) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.count("\n") == 1 and message in said.err

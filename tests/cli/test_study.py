@@ -96,7 +96,7 @@ def test_a_folder_of_ones_own(
     [
         (("nothing",), 'there is no study "nothing"; there are equal-cost'),
         (("scale", "--deployment", EXAMPLES / "multi.yaml"), "one prfaas and one pd cluster"),
-        (("scale", "--quick", "--out", "/proc/none"), "can't be made a folder"),
+        (("scale", "--quick", "--out", "/proc/none"), "/proc/none: No such file or directory"),
     ],
 )
 def test_what_cannot_be_done_is_said_in_a_sentence(

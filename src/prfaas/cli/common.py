@@ -1,5 +1,6 @@
 """Parts that commands share: arguments, errors that end a command with one sentence, JSON and tables on stdout."""
 
+import errno
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 class CliError(Exception):
     """A command can't do what it was asked to; the text says why and what to do."""
 
+
+# What ended so is the disk's affair even where no file is named: stdout, pictures.
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
 
 # Heavy libraries that are only there with an engine installed.
 _ENGINE_MODULES = {"vllm", "torch", "transformers", "safetensors"}
@@ -68,6 +72,8 @@ def sentence(error: Exception, command: str = "") -> str | None:
     known = (CliError, DeploymentError, EngineError, ConfigError, PlanError, ProfileError, WorkloadError)
     if isinstance(error, (*known, *files)):
         return str(error)
+    if isinstance(error, OSError) and (error.filename or error.errno in _FULL):
+        return f"{error.filename2 or error.filename or 'output'}: {error.strerror or error}"
     if isinstance(error, ModuleNotFoundError) and error.name is not None:
         return _missing(error.name.split(".")[0], command)
     return None
@@ -119,31 +125,15 @@ def counted_progress(transient: bool = False) -> "Progress":
     return progress_bar(*columns, transient=transient)
 
 
-def made_folder(directory: Path, option: str) -> Path:
-    """The folder that an option names, made if it isn't there.
-
-    Raises:
-        CliError: it can't be.
-    """
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CliError(
-            f"{option} {directory}: can't be made a folder ({error.strerror}); name another"
-        ) from error
+def made_folder(directory: Path) -> Path:
+    """A folder, made if it isn't there."""
+    directory.mkdir(parents=True, exist_ok=True)
     return directory
 
 
-def write_text(path: Path, text: str, option: str) -> None:
-    """Write a file that an option asks for, and say so on stderr.
-
-    Raises:
-        CliError: it can't be written.
-    """
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise CliError(f"{option}: {path} can't be written ({error.strerror})") from error
+def write_text(path: Path, text: str) -> None:
+    """Write a file that an option asks for, and say so on stderr."""
+    path.write_text(text, encoding="utf-8")
     typer.echo(f"wrote {path}", err=True)
 
 

@@ -78,15 +78,10 @@ def kubernetes(deployment: DeploymentPath, out: Out, as_json: AsJson = False) ->
 
 
 def write_emitted(out: Path, files: "Sequence[EmittedFile]", as_json: bool) -> None:
-    """Write files below a folder and print where they are. Raises CliError where one can't be written."""
+    """Write files below a folder and print where they are."""
     from prfaas.tools.emit.writing import write_files
 
-    try:
-        written = write_files(out, files)
-    except OSError as error:
-        raise CliError(
-            f"{error.filename or out}: can't be written ({error.strerror}); name another folder"
-        ) from error
+    written = write_files(out, files)
     if as_json:
         print_json({"files": [str(path) for path in written]})
         return

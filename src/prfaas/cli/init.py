@@ -59,17 +59,14 @@ def init(
     if source is None:
         known = ", ".join(files) or "none with this installation"
         raise CliError(f'there is no example "{name}"; there are {known}')
-    target = made_folder(out, "--out") / source.name
+    target = made_folder(out) / source.name
     if target.exists() and not force:
         raise CliError(f"{target} is there already; --force overwrites it")
-    try:
-        for folder in folders_of(source):
-            # Two examples may share one, and what is there may have been changed.
-            if force or not (target.parent / folder.name).exists():
-                shutil.copytree(folder, target.parent / folder.name, dirs_exist_ok=True)
-        target.write_bytes(source.read_bytes())
-    except OSError as error:
-        raise CliError(f"{target}: can't be written ({error.strerror or error})") from error
+    for folder in folders_of(source):
+        # Two examples may share one, and what is there may have been changed.
+        if force or not (target.parent / folder.name).exists():
+            shutil.copytree(folder, target.parent / folder.name, dirs_exist_ok=True)
+    target.write_bytes(source.read_bytes())
     following = f"prfaas {_use(source)} {target}"
     if as_json:
         print_json({"file": str(target), "next": following})

@@ -26,7 +26,7 @@ def write_draft(given: DraftOptions, out: Path, *, secrets: bool, force: bool, a
     """
     draft = _draft(given)
     draft.check()
-    target = made_folder(out, "--out") / f"{draft.name}.yaml"
+    target = made_folder(out) / f"{draft.name}.yaml"
     if target.exists() and not force:
         raise CliError(f"{target} is there already; --force overwrites it")
     loaded = _written(draft, target)
@@ -73,8 +73,6 @@ def _written(draft: Draft, target: Path) -> "Deployment":
         except DeploymentError as error:
             raise CliError(f"these options make no deployment: {error.field}: {error.problem}") from None
         trial.replace(target)
-    except OSError as error:
-        raise CliError(f"{target}: can't be written ({error.strerror})") from error
     finally:
         trial.unlink(missing_ok=True)
     return load_deployment(target)

@@ -4,7 +4,11 @@ Modules of commands import only typer at the top and the rest inside the command
 and works without vLLM.
 """
 
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -118,14 +122,32 @@ def _root(
 
 def main() -> None:
     """Entry point of the `prfaas` script."""
+    # None where who started it has closed it.
+    sys.stdout = sys.stdout or Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
     try:
-        app()
+        with _flushed():
+            app()
     except Exception as error:
         text = sentence(error, next((word for word in sys.argv[1:] if not word.startswith("-")), ""))
         if text is None:
             raise
         print(f"prfaas: {text}", file=sys.stderr)
         sys.exit(2)
+
+
+@contextmanager
+def _flushed() -> Iterator[None]:
+    """Write all output while an error still ends in a sentence; a reader that has enough, as `head`, is none."""
+    try:
+        yield
+        sys.stdout.flush()
+    except OSError as error:
+        # Python would try again at its end, and print a traceback.
+        with suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            sys.exit(1)
+        raise
 
 
 if __name__ == "__main__":

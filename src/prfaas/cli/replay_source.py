@@ -32,7 +32,10 @@ def shown_replay(total: int | None, records: Path | None) -> "Iterator[ShownRepl
     Raises:
         CliError: the file can't be written.
     """
-    with _opened(records) as file, counted_progress(transient=True) as progress:
+    with (
+        records.open("w") if records else contextlib.nullcontext() as file,
+        counted_progress(transient=True) as progress,
+    ):
         task = progress.add_task("sent", total=total)
 
         def show(line: str, ended: int) -> None:
@@ -68,19 +71,6 @@ class ShownReplay:
             self._say(line)
         if self._file is not None:
             self._file.write(json.dumps(record.to_json(), separators=(",", ":")) + "\n")
-
-
-@contextlib.contextmanager
-def _opened(path: Path | None) -> Iterator[IO[str] | None]:
-    if path is None:
-        yield None
-        return
-    try:
-        file = path.open("w")
-    except OSError as error:
-        raise CliError(f"--records {path}: can't be written ({error.strerror})") from error
-    with file:
-        yield file
 
 
 _recorded_option = options_of_panel("Recorded traffic")

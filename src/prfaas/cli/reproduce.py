@@ -29,7 +29,7 @@ def reproduce(
     result = tables.reproduced()
     page = tables.reproduction_page(result)
     if out is not None:
-        write_text(out, page, "--out")
+        write_text(out, page)
     if as_json:
         print_json({"numbers": [row.to_json() for section in result for row in section.rows]})
     elif out is None:

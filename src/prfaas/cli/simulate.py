@@ -104,6 +104,19 @@ def simulate(
             help="Let bandwidths vary: standard deviation as a share, and correlation time, e.g. 0.3:30.",
         ),
     ] = None,
+    outage: Annotated[
+        list[str] | None,
+        _world_option(
+            metavar="LINK@T+S",
+            help='A link carries nothing from second T on for S seconds, e.g. "east->home@600+60"; may be repeated.',
+        ),
+    ] = None,
+    fail: Annotated[
+        list[str] | None,
+        _world_option(
+            metavar="INSTANCE@T+S", help="An instance is gone for a time, with all it had; may be repeated."
+        ),
+    ] = None,
     set_fields: Annotated[
         list[str] | None,
         _world_option(
@@ -136,6 +149,7 @@ def simulate(
     """
     from prfaas.cli.simulate_inputs import (
         caches_asked,
+        failures_of,
         fluctuation,
         made_up,
         parse_changes,
@@ -163,7 +177,7 @@ def simulate(
         raise CliError(
             f"{deployment}: can serve nothing by `prfaas plan`; it needs instances that prefill and that decode"
         )
-    rate_rps = _rate(load, rate, lambda_max)
+    rate_rps, failures = _rate(load, rate, lambda_max, length), failures_of(outage, fail)
     links = fluctuation(planned, link_fluctuation)
     options = caches_asked(planned, trace is not None if caches is None else caches, cache_memory)
     pools = pools_asked(planned, pools_given)
@@ -172,9 +186,12 @@ def simulate(
     else:
         traffic = recorded(recording, trace.name, rate_rps)
     _check_any(traffic, seed, length[1])
-    folder = None if report is None else made_folder(report, "--report")
+    folder = None if report is None else made_folder(report)
     rows = records_file(records)
-    scenarios = [scenario_for(planned, name, params, options, links, pools) for name, params in asked.items()]
+    scenarios = [
+        scenario_for(planned, name, params, options, links, pools, failures=failures)
+        for name, params in asked.items()
+    ]
     results = _simulated(scenarios, traffic, seed, *length)
     shown = SimulationReport(
         deployment=planned,
@@ -191,6 +208,7 @@ def simulate(
         caches=options,
         pools=pools,
         link_fluctuation=link_fluctuation,
+        failures=failures,
         changes=changes,
         changes_text=set_fields or (),
         params={name: params for name, params in asked.items() if params},
@@ -207,9 +225,10 @@ def _show(
     if folder is not None:
         from prfaas.lab.report.simulation_figures import simulation_page
 
-        write_text(folder / "index.html", simulation_page(shown), "--report")
+        write_text(folder / "index.html", simulation_page(shown))
     if rows is not None:
-        _write_records(rows, shown)
+        count = rows.write(shown.results, json_text(shown.to_json()))
+        typer.echo(f"wrote {rows.path}: {count:,} rows", err=True)
     if as_json:
         print_json(shown.to_json())
     else:
@@ -272,16 +291,25 @@ def _length(requests: int | None, duration_s: float | None) -> tuple[int | None,
     return (None, duration_s) if duration_s is not None else (requests or _REQUESTS, None)
 
 
-def _rate(load: float | None, rate: float | None, lambda_max: float) -> float:
-    from prfaas.cli.simulate_inputs import check_rate
+def _rate(
+    load: float | None, rate: float | None, lambda_max: float, length: tuple[int | None, float | None]
+) -> float:
+    import math
+
+    from prfaas.lab.simulator.simulation import check_length
 
     if load is not None and rate is not None:
         raise CliError("give --load or --rate, not both")
-    if rate is not None:
-        check_rate(rate, "--rate")
-        return rate
-    check_rate(_LOAD if load is None else load, "--load")
-    return (_LOAD if load is None else load) * lambda_max
+    option, given, unit = (
+        ("--rate", rate, 1.0) if rate is not None else ("--load", _LOAD if load is None else load, lambda_max)
+    )
+    if not (math.isfinite(given) and given > 0):
+        raise CliError(f"{option}: must be a number above 0, not {given:g}")
+    try:
+        check_length(given * unit, *length)
+    except ValueError as error:
+        raise CliError(str(error)) from None
+    return given * unit
 
 
 def _check_any(traffic: "SimulatedTraffic", seed: int, duration_s: float | None) -> None:
@@ -292,11 +320,3 @@ def _check_any(traffic: "SimulatedTraffic", seed: int, duration_s: float | None)
         raise CliError(
             f"--duration: nothing arrives within {duration_s:g} s; the first request comes after {first_s:.3g} s"
         )
-
-
-def _write_records(file: "RecordsFile", shown: "SimulationReport") -> None:
-    try:
-        count = file.write(shown.results, json_text(shown.to_json()))
-    except OSError as error:
-        raise CliError(f"--records: {file.path} can't be written ({error.strerror or error})") from error
-    typer.echo(f"wrote {file.path}: {count:,} rows", err=True)

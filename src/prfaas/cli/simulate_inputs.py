@@ -7,13 +7,13 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from prfaas.cli.common import CliError, field_number
 
 if TYPE_CHECKING:
     from prfaas.core.deployment import PlannedDeployment
-    from prfaas.core.kv import KvModel
     from prfaas.core.planner import PlanProblem
     from prfaas.core.scheduling import Setting
     from prfaas.core.workload import RequestTrace
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from prfaas.lab.simulator import CacheOptions, PoolOptions, Scenario
     from prfaas.lab.simulator.capacity import CapacityProcess
     from prfaas.lab.simulator.recording import Recording
+    from prfaas.lab.simulator.scenario import Failure
 
 
 CALM, CALM_S = 0.7, 60.0
@@ -41,6 +42,32 @@ class SimulatedTraffic:
     """The same for people, in one line."""
     notes: tuple[str, ...] = ()
     """What was done to a trace, and what else one should know."""
+
+
+def failures_of(outages: Sequence[str] | None, fails: Sequence[str] | None) -> "list[Failure]":
+    """From `--outage LINK@T+S` and `--fail INSTANCE@T+S`.
+
+    Raises:
+        CliError: another form, or times out of range.
+    """
+    from prfaas.lab.simulator.scenario import Failure
+
+    found = []
+    asked = (("--outage", "east->home", outages or ()), ("--fail", "home-0", fails or ()))
+    for option, example, text in (
+        (option, example, each) for option, example, all_ in asked for each in all_
+    ):
+        what, _, times = text.rpartition("@")
+        at, _, lasts = times.rpartition("+")
+        try:
+            found.append(Failure(what, float(at), float(lasts)))
+            if ("->" in what) != ("->" in example) or not math.isfinite(float(at) + float(lasts)):
+                raise ValueError
+        except ValueError:
+            raise CliError(
+                f'{option} "{text}": write it as {example}@600+60, from second 600 on for 60 s'
+            ) from None
+    return found
 
 
 def made_up(problem: "PlanProblem", rate_rps: float, *, bursts: bool) -> SimulatedTraffic:
@@ -82,12 +109,6 @@ def made_up(problem: "PlanProblem", rate_rps: float, *, bursts: bool) -> Simulat
     return SimulatedTraffic(traffic, described, text, tuple(notes))
 
 
-def check_rate(rate_rps: float, option: str) -> None:
-    """Raise CliError unless something arrives."""
-    if not (math.isfinite(rate_rps) and rate_rps > 0):
-        raise CliError(f"{option}: must be a number above 0, not {rate_rps:g}")
-
-
 def recorded(recording: "Recording", name: str, rate_rps: float) -> SimulatedTraffic:
     """A recorded trace at one rate, with its description.
 
@@ -107,8 +128,8 @@ def recorded(recording: "Recording", name: str, rate_rps: float) -> SimulatedTra
         "cut_to_tokens": recording.most_tokens,
         "cut_requests": recording.cut,
         "empty_requests": trace.empty,
-        "mean_input_tokens": _mean([each.input_tokens for each in trace.requests]),
-        "mean_output_tokens": _mean([each.output_tokens for each in trace.requests]),
+        "mean_input_tokens": fmean(each.input_tokens for each in trace.requests),
+        "mean_output_tokens": fmean(each.output_tokens for each in trace.requests),
         "lambda_max_of_trace_rps": recording.lambda_max_rps,
         "lambda_max_of_trace_cached_rps": recording.lambda_max_cached_rps,
     }
@@ -143,10 +164,6 @@ def _notes(trace: "RequestTrace", traffic: "ReplayedTraffic", described: dict[st
         f"the trace's lengths with nothing cached; behind a prefix cache that forgets nothing it finds "
         f"{described['lambda_max_of_trace_cached_rps']:.4g}."
     )
-
-
-def _mean(values: list[int]) -> float:
-    return sum(values) / len(values)
 
 
 def records_file(path: Path | None) -> "RecordsFile | None":
@@ -198,7 +215,8 @@ def policies_of(
     if policy is not None and compare is not None:
         raise CliError("give --policy or --compare, not both")
     option, routing = "--policy" if compare is None else "--compare", deployment.routing
-    names = [policy or routing.policy] if compare is None else [name.strip() for name in compare.split(",")]
+    one = routing.policy if policy is None else policy
+    names = [one] if compare is None else [name.strip() for name in compare.split(",")]
     if len(set(names)) < len(names):
         raise CliError(f"{option}: names a policy twice")
     asked: dict[str, dict[str, Setting]] = {name: routing.params_of(name) for name in names}
@@ -233,6 +251,8 @@ def scenario_for(
     caches: "CacheOptions | None",
     links: "Mapping[str, CapacityProcess]",
     pools: "Mapping[str, PoolOptions] | None" = None,
+    *,
+    failures: "Sequence[Failure]" = (),
 ) -> "Scenario":
     """The scenario of a deployment as it would run: its `routing` and `control` sections count.
 
@@ -255,6 +275,7 @@ def scenario_for(
             caches=caches,
             pools=pools,
             links=links,
+            failures=failures,
         )
         make_policy(policy, scenario.params)
     except PolicyError as error:
@@ -268,35 +289,30 @@ def scenario_for(
     return scenario
 
 
-def cache_options(model: "KvModel", text: str | None) -> "CacheOptions":
-    """Prefix caches of so much memory on every instance, 64 GiB if not said, in the model's own tokens.
+def caches_asked(
+    deployment: "PlannedDeployment", has_caches: bool, memory: str | None
+) -> "CacheOptions | None":
+    """Prefix caches of so much memory on every instance, 64 GiB if not said, in the model's own tokens; None: none.
 
     Raises:
-        CliError: no size, or the model keeps nothing per token that could be cached.
+        CliError: no size, memory that no cache has, or the model keeps nothing per token that could be cached.
     """
     from prfaas.core.units import parse_bytes
     from prfaas.lab.simulator import CacheOptions
     from prfaas.lab.simulator.recording import CACHE_BYTES
 
+    if not has_caches:
+        if memory is not None:
+            raise CliError("--cache-memory is for prefix caches, and there are none: give --caches, too")
+        return None
     try:
-        num_bytes = CACHE_BYTES if text is None else parse_bytes(text)
+        num_bytes = CACHE_BYTES if memory is None else parse_bytes(memory)
     except ValueError as error:
         raise CliError(f"--cache-memory: {error}") from None
     try:
-        return CacheOptions.of_memory(model, num_bytes)
+        return CacheOptions.of_memory(deployment.kv_model, num_bytes)
     except ValueError as error:
         raise CliError(f"--caches: {error}") from None
-
-
-def caches_asked(
-    deployment: "PlannedDeployment", has_caches: bool, memory: str | None
-) -> "CacheOptions | None":
-    """`cache_options`, or None without caches. Raises CliError as that does, and for memory that no cache has."""
-    if has_caches:
-        return cache_options(deployment.kv_model, memory)
-    if memory is not None:
-        raise CliError("--cache-memory is for prefix caches, and there are none: give --caches, too")
-    return None
 
 
 def fluctuation(deployment: "PlannedDeployment", text: str | None) -> "dict[str, CapacityProcess]":

@@ -82,7 +82,7 @@ def study(
     except ValueError as error:
         raise CliError(f"{path}: {error}") from error
     if out is not None:
-        made_folder(out / "img", "--out")
+        made_folder(out / "img")
     outcomes = _simulate(chosen, context, jobs)
     sections = {each.name: (each, each.describe(context, outcomes[each.name])) for each in chosen}
     page = page_of(context, sections, _command(name, deployment, folder, quick=quick, seed=seed))
@@ -157,7 +157,7 @@ def _write(out: Path, name: str, page: str, sections: "dict[str, tuple[Study, St
     for _, section in sections.values():
         files |= {out / "img" / f"{figure.name}.svg": figure.svg for figure in section.figures}
     for path, text in files.items():
-        write_text(path, text, "--out")
+        write_text(path, text)
 
 
 def _print_json(context: "StudyContext", outcomes: "dict[str, Outcomes]") -> None:

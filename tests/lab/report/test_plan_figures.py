@@ -166,7 +166,7 @@ def test_sweep(
     points: list[OperatingPoint], panels: int, count: int, tmp_path: Path, figures: list[Figure]
 ) -> None:
     path = tmp_path / "s.png"
-    plot_sweep(VALUES, points, [2.0, 2.0], path, title="t", label="bandwidth", scale="bits_per_s", has=1e10)
+    plot_sweep(VALUES, points, [2.0, 2.0], path, title="t", label="bandwidth", scale="bits_per_s")
     assert len(figures[0].axes) == panels
     assert len(labels(figures[0])) == count
     assert figures[0].axes[-1].get_xlabel() == "bandwidth"

@@ -20,6 +20,8 @@ from prfaas.core.planner import (
     Stage,
     TtftEstimate,
     TtftTarget,
+    make_plan,
+    problem_of,
 )
 from prfaas.lab.report.plan import print_plan
 from prfaas.lab.report.plan_sweep import PlanSweep
@@ -114,7 +116,7 @@ def test_a_plan(deployment: PlannedDeployment) -> None:
     assert row(lines, "east prefill") == ["4", "3.259", "binds"]
     assert row(lines, "home decode") == ["5", "3.906", "+19.9%"]
     assert row(lines, "spare link") == ["unused", "–"]
-    assert row(lines, "a->b ") == ["12.4", "Gbit/s", "100", "Gbit/s", "12.4%", "13", "Gbit/s", "0", "ms"]
+    assert row(lines, "a->b ") == ["12.4", "Gbit/s", "–", "100", "Gbit/s", "12.4%", "13", "Gbit/s", "0", "ms"]
     assert row(lines, "instance in east") == ["+0.641", "+19.67%"]
     assert row(lines, "Gbit/s on a->b") == ["nothing"]
     assert row(lines, "east, home") == ["49.6%", "19,371", "to", "131,072", "45,014"]
@@ -272,3 +274,16 @@ def test_first_tokens_from_the_prefill_have_a_row_and_a_note(deployment: Planned
     assert row(lines, "  rest can begin, queued")[:6] == ["3.3", "s", "/", "6.1", "s", "–"]
     assert "First tokens come from the prefill" in "".join(lines)
     assert "rest can begin" not in "".join(printed(deployment, PLAN))
+
+
+def test_the_bytes_of_a_request_on_the_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """What is carried over what is offloaded: the KVCache of a prompt of the mean offloaded length."""
+    deployment = load_planned(PAPER)
+    plan = make_plan(problem_of(deployment))
+    print_plan(Console(width=200), deployment, plan)
+    lines = capsys.readouterr().out.splitlines()
+    line = next(each for each in lines if each.startswith("east->home  ") and "Gbit/s" in each)
+    [route] = [each for each in plan.optimum.routes if each.prefill == "east"]
+    sent = deployment.sent_over("east->home").kv_bytes(round(route.mean_tokens))
+    shown = float(line.split("Gbit/s")[1].split("MiB")[0]) * 2**20
+    assert shown == pytest.approx(sent, rel=0.01)

@@ -121,7 +121,7 @@ def test_lost_requests_end_with_1(
             ("--poisson", 1, "--limit", 1, "--columns", "x"),
             "--columns changes a recorded trace; --poisson has none",
         ),
-        (("--trace", EXAMPLE, "--records", "no/such/folder"), "--records no/such/folder: can't be written"),
+        (("--trace", EXAMPLE, "--records", "no/such/folder"), "no/such/folder: No such file or directory"),
         (("--poisson", 1, "--limit", 1, "--model", "third"), "doesn't serve third"),
         (("--poisson", 1, "--limit", 1, "--header", "tenant"), "must be NAME:VALUE"),
     ],

@@ -149,15 +149,8 @@ def _profile(source: YamlSource) -> LatencyProfile:
 
 
 def save_profile(profile: LatencyProfile, path: Path) -> None:
-    """Write `profile` to `path`, from where `load_profile` reads the same again.
-
-    Raises:
-        ProfileError: the file can't be written.
-    """
-    try:
-        path.write_text(profile_text(profile), encoding="utf-8")
-    except OSError as error:
-        raise ProfileError(f"{path}: can't be written ({error})") from error
+    """Write `profile` to `path`, from where `load_profile` reads the same again."""
+    path.write_text(profile_text(profile), encoding="utf-8")
 
 
 def profile_text(profile: LatencyProfile) -> str:

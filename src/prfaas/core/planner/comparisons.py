@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from prfaas.core.planner.cost import Cost, cost_at, cost_per_hour, instances_per_hour
 from prfaas.core.planner.network import NetworkPlan, naive_network
 from prfaas.core.planner.operating_point import OperatingPoint, ServiceModel
-from prfaas.core.planner.problem import PdCluster, PlanError, PlanProblem
+from prfaas.core.planner.problem import MOST_INSTANCES, PdCluster, PlanError, PlanProblem
 from prfaas.core.planner.ttft import TtftEstimate
 from prfaas.core.planner.ttft_target import Operation, best_within_target, operation_at
 from prfaas.core.planner.two_clusters import evaluate
@@ -141,7 +141,13 @@ def homogeneous_at_equal_cost(
     price = _instance_price(problem, same_gpus)
     if rival.per_hour is None or price is None:
         return None
-    instances = max(math.floor(rival.per_hour / price + 1e-9), 1)
+    bought = rival.per_hour / price
+    if not bought <= MOST_INSTANCES:
+        raise PlanError(
+            f"prices: the {rival.per_hour:.3g} per hour that the deployment costs, egress included, would buy "
+            f"{bought:.3g} instances at {price:.3g}; at most {MOST_INSTANCES:,} are planned"
+        )
+    instances = max(math.floor(bought + 1e-9), 1)
     return pd_only(problem, _kind_of(problem, same_gpus), instances, "same cost, PD only", rival, service)
 
 

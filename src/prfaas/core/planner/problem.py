@@ -14,6 +14,9 @@ from prfaas.core.planner.operating_point import CachePolicy
 from prfaas.core.units import format_s
 from prfaas.core.workload import Workload
 
+MOST_INSTANCES = 10_000
+"""Of a cluster that can be planned. Far more than anyone has, and few enough for a plan to stay in memory."""
+
 
 class PlanError(ValueError):
     """The planner was given something that has no plan: no decode cluster, nothing that can prefill, …
@@ -181,6 +184,10 @@ def _check(problem: PlanProblem) -> None:
     for cluster in problem.clusters:
         if cluster.instances < 1 or cluster.gpus_per_instance < 1:
             raise PlanError(f'cluster "{cluster.name}" needs at least one instance of at least one GPU')
+        if cluster.instances > MOST_INSTANCES:
+            raise PlanError(
+                f'cluster "{cluster.name}" has {cluster.instances:,} instances; at most {MOST_INSTANCES:,} are planned'
+            )
         ratio = problem.hit_ratio(cluster)
         if not 0 <= ratio < 1:
             raise PlanError(

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from prfaas.core.deployment import PlannedDeployment
 from prfaas.core.planner import Baseline, OperatingPoint, Plan, TtftEstimate
-from prfaas.core.units import format_bits_per_s, format_s
+from prfaas.core.units import BITS_PER_BYTE, format_bits_per_s, format_bytes, format_s
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -190,12 +190,17 @@ def _routes(point: OperatingPoint) -> "Table":
 
 def _links(deployment: PlannedDeployment, point: OperatingPoint) -> "Table":
     round_trips_s = {link.name: link.rtt_s for link in deployment.links}
-    table = new_table("link", "egress", "bandwidth", "used", "if no link were a limit", "round trip")
+    table = new_table(
+        "link", "egress", "of a request", "bandwidth", "used", "if no link were a limit", "round trip"
+    )
     for link in point.links:
+        sent = [route.fraction for route in point.routes if f"{route.prefill}->{route.decode}" == link.name]
+        per_s = point.lambda_max * sum(sent)
         needed = link.needed_bits_per_s
         table.add_row(
             link.name,
             format_bits_per_s(link.egress_bits_per_s),
+            format_bytes(link.egress_bits_per_s / BITS_PER_BYTE / per_s) if per_s > 0 else NONE,
             format_bits_per_s(link.bandwidth_bits_per_s),
             f"{link.utilisation:.1%}",
             NONE if needed is None else format_bits_per_s(needed),

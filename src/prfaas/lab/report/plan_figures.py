@@ -1,7 +1,7 @@
 """The plots of `prfaas plan`: Figures 2 and 5 of the paper for a deployment, and what one number of it changes."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf, isnan, nan
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -12,7 +12,6 @@ from prfaas.core.kv import KvModel, published_models
 from prfaas.core.latency import LatencyProfile, load_profile, profile_names
 from prfaas.core.planner import KvSize, OperatingPoint, Plan, PlanProblem
 from prfaas.core.planner.equations import kv_throughput_bits_per_s
-from prfaas.core.planner.ttft_target import best_within_target
 from prfaas.core.planner.two_clusters import best_threshold, evaluate
 from prfaas.lab.report.style import (
     COLOURS,
@@ -30,9 +29,6 @@ from prfaas.lab.report.style import (
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_BANDWIDTH_POINTS = 61
-# Several clusters take about half a second per plan.
-_NETWORK_BANDWIDTH_POINTS = 21
 _THRESHOLD_POINTS = 200
 _CURVE_POINTS = 120
 
@@ -61,9 +57,6 @@ def write_plots(
             best = plan.optimum if problem.ttft_target is not None else best_threshold(problem, n_prefill)
             plot_threshold(*evaluate_thresholds(problem, best), path("threshold"), best=best)
             yield path("threshold")
-    if deployment.links:
-        _plot_bandwidth(deployment.name, problem, plan, path("bandwidth"))
-        yield path("bandwidth")
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,35 +290,6 @@ def _filled(limits: Sequence[float | None], unused: float) -> list[float]:
     return [unused if limit is None else limit for limit in limits]
 
 
-def _plot_bandwidth(name: str, problem: PlanProblem, plan: Plan, path: Path) -> None:
-    has = max(link.bandwidth_bits_per_s for link in problem.links)
-    wanted = max([link.needed_bits_per_s or 0.0 for link in plan.optimum.links] + [has])
-    low, high = has / 100, 3 * wanted
-    count = _BANDWIDTH_POINTS if problem.is_two_cluster else _NETWORK_BANDWIDTH_POINTS
-    # The deployment's own value too, so that the curve is right where it is marked.
-    values = sorted({*(low * (high / low) ** (index / (count - 1)) for index in range(count)), has})
-    operations = []
-    for value in values:
-        links = tuple(
-            replace(link, bandwidth_bits_per_s=link.bandwidth_bits_per_s * value / has)
-            for link in problem.links
-        )
-        operations.append(best_within_target(replace(problem, links=links)))
-    plot_sweep(
-        values,
-        [operation.point for operation in operations],
-        [plan.homogeneous.point.lambda_max if plan.homogeneous.keeps_target else nan] * len(values),
-        path,
-        title=f"{name}: over the bandwidth",
-        label=f"bandwidth of link {problem.links[0].name}"
-        if len(problem.links) == 1
-        else "bandwidth of the widest link, the others in proportion",
-        scale="bits_per_s",
-        has=has,
-        missed=[not operation.keeps_target for operation in operations],
-    )
-
-
 def plot_sweep(
     values: Sequence[float],
     points: Sequence[OperatingPoint],
@@ -335,7 +299,6 @@ def plot_sweep(
     title: str,
     label: str,
     scale: Scale = "plain",
-    has: float | None = None,
     missed: Sequence[bool] = (),
 ) -> None:
     """How the best plan moves with one number of the deployment: throughput above, threshold below.
@@ -350,7 +313,6 @@ def plot_sweep(
         title: Of the whole picture.
         label: Of the values' axis.
         scale: How the values' axis is divided.
-        has: The deployment's own value, which is marked.
         missed: Whether the best plan misses the target of the TTFT, at each value; such points are marked.
     """
     from matplotlib.ticker import StrMethodFormatter
@@ -367,17 +329,6 @@ def plot_sweep(
             lower.set_ylim(0, 1.15 * max(tokens) or 1)
             lower.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
             lower.set_ylabel("tokens")
-        if has is not None:
-            for axes in panels:
-                axes.axvline(has, color=MUTED, linestyle=":", linewidth=1.2)
-            upper.annotate(
-                "as in the file",
-                (has, 0),
-                xytext=(4, 5),
-                textcoords="offset points",
-                color=MUTED,
-                fontsize=9,
-            )
         if scale == "bits_per_s":
             rate_axis(lower, "x", label, (min(values), max(values)))
         else:

@@ -10,6 +10,7 @@ from prfaas.core.scheduling.parameters import Setting, shown
 from prfaas.core.units import format_bits_per_s, format_bytes, format_s
 from prfaas.lab.simulator import CacheOptions, PoolOptions, Result
 from prfaas.lab.simulator.pools import TIERS
+from prfaas.lab.simulator.scenario import Failure
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -46,6 +47,8 @@ class SimulationReport:
     """Of each machine, by cluster."""
     link_fluctuation: str | None = None
     """SD:CORRELATION_S, as it was asked for."""
+    failures: Sequence[Failure] = ()
+    """Links and instances that are gone for a time."""
     changes: Mapping[str, float] | None = None
     """Fields of the deployment file that were given another number."""
     changes_text: Sequence[str] = ()
@@ -94,6 +97,9 @@ class SimulationReport:
             facts.append(("pools", "; ".join(_pools(self.pools))))
         if self.deployment.first_token == "prefill":
             facts.append(("first tokens", "from the prefill, for every request"))
+        if self.failures:
+            gone = [f"{each.what} from {each.at_s:g} s on for {each.lasts_s:g} s" for each in self.failures]
+            facts.append(("gone", "; ".join(gone)))
         if self.changes_text:
             facts.append(("changed in the file", "; ".join(self.changes_text)))
         if self.params:
@@ -114,6 +120,7 @@ class SimulationReport:
             "caches": None if self.caches is None else asdict(self.caches),
             "pools": {name: asdict(options) for name, options in self.pools.items()},
             "link_fluctuation": self.link_fluctuation,
+            "failures": [asdict(each) for each in self.failures],
             "changes": self.changes or {},
             "params": {policy: dict(params) for policy, params in self.params.items()},
             "policies": self.summaries,

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from prfaas.core.units import SECONDS_PER_HOUR
 from prfaas.core.workload.traffic import RequestChunk
 from prfaas.lab.simulator.control_loops import HotCopies, SlowLoops
 from prfaas.lab.simulator.faults import Faults
@@ -22,8 +23,25 @@ _WARMUP_ANSWERS = 3
 # But that is never more than this share of the run.
 _MOST_WARMUP = 0.5
 
+MOST_REQUESTS = 10_000_000
+"""Of one simulation: a GB or two of memory, and minutes to hours."""
+MOST_DAYS = 366
+"""Of one simulation: its slow loops go on, however little arrives."""
+
 _Arrived = tuple[FloatArray, IntArray, IntArray]
 """Arrivals, input and output tokens of a chunk."""
+
+
+def check_length(rate_rps: float, requests: int | None, duration_s: float | None) -> None:
+    """Raise ValueError for more than memory or patience hold: so many requests at a rate, or those of a duration."""
+    count = float(rate_rps * (duration_s or 0.0) if requests is None else requests)
+    if count > MOST_REQUESTS:
+        raise ValueError(f"at most {MOST_REQUESTS:,} requests are simulated at once, not {count:.4g}")
+    days = (duration_s or count / rate_rps) / (24 * SECONDS_PER_HOUR)
+    if days > MOST_DAYS:
+        raise ValueError(
+            f"at most {MOST_DAYS} days are simulated at once, not the {days:.4g} of {count:.4g} requests"
+        )
 
 
 def simulate(
