@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from prfaas.cli.simulate_inputs import cache_options
+from prfaas.cli.simulate_inputs import caches_asked
 from prfaas.core.deployment import load_planned
 from prfaas.core.planner import best_operation, problem_of
 from prfaas.core.workload import fixed, read_requests
@@ -108,7 +108,7 @@ def cases(load: float, trace: Path | None, policy: str) -> Iterator[Case]:
         yield Case(f"paper.yaml, {label}", scenario, traffic, goal_per_s if policy == "paper" else None)
     if trace is None:
         return
-    caches = cache_options(planned.kv_model, "64 GiB")
+    caches = caches_asked(planned, True, "64 GiB")
     goal_per_s = 50_000 if policy == "paper" else None
     for slow in (True, False):
         label = "slow loops" if slow else "bare"
