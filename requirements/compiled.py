@@ -28,7 +28,6 @@ COMPILED = (
     "core/planner/problem.py",
     "core/planner/role_latency.py",
     "core/planner/role_works.py",
-    "core/planner/threshold_rates.py",
     "core/planner/ttft.py",
     "core/planner/two_clusters.py",
     "core/scheduling/allocation.py",

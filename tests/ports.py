@@ -28,12 +28,14 @@ def free_ports(count: int) -> list[int]:
 
     They lie below the range that outgoing connections take theirs from, so nothing takes one before its server is
     started, or while it is started anew and others keep trying to reach it. None is one of the examples' ports: a test
-    may change some of an example's ports and leave the others. No port is given twice in a test run, by whichever of
-    its workers: its server may not have been started yet.
+    may change some of an example's ports and leave the others. No port is given twice, by whichever worker of a test
+    run, before all others of the worker were: its server may not have been started yet.
     """
     found: list[int] = []
     with contextlib.ExitStack() as stack:
         while len(found) < count:
+            if not _OWN:
+                _OWN.extend(own())
             port = _OWN.pop()
             sock = stack.enter_context(socket.socket())
             with contextlib.suppress(OSError):

@@ -330,7 +330,7 @@ class ResponseWriter:
             await self._response.prepare(self._http)
         return self._response
 
-    async def write(self, chunk: bytes, content_type: str = EVENT_STREAM) -> None:
+    async def write(self, chunk: bytes, content_type: str = _HEAD_TYPE) -> None:
         """Pass on a piece of a stream.
 
         Raises:
