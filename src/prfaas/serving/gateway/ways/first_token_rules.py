@@ -64,7 +64,8 @@ class FirstTokenRules:
         self._limits_by_default = defaults.get(_DEFAULT_LIMIT) is not None
         self._settings_allow = setting is None
         if setting is not None:
-            logger.warning("first tokens come from decode engines all the same: the engines have %s", setting)
+            level = logging.WARNING if deployment.gateway.first_token == "prefill" else logging.INFO
+            logger.log(level, "first tokens come from decode engines all the same: the engines have %s", setting)
 
     def ask(self, request: ServingRequest, prompt: TokenizedPrompt) -> FirstTokenAsk | None:
         """What to ask the prefill engine for; None: the decode engine samples the first token."""
