@@ -35,6 +35,10 @@ def serving(directory: Path, *, hook: bool = True, ranks: tuple[int, int] = (1, 
     path = write_deployment(directory, bandwidth="1 Gbit/s", max_model_len=1024)
     document: dict[str, Any] = json.loads(path.read_text())
     document["routing"] = {"policy": "offload_all"}
+    if " amx_tile" not in Path("/proc/cpuinfo").read_text():
+        # vLLM caches no prefixes with MLA then, and refuses the block size that it had chosen for them.
+        document["engine"]["extra_args"] += ["--no-enable-prefix-caching"]
+        document["engine"]["prefix_cache_retention_tokens"] = 1024
     # Of the experts of several ranks, vLLM's class for ROCm takes packed weights alone.
     experts = max(ranks) == 1
     document["model"] |= {"path": str(write_checkpoint(directory / "model", experts=experts))}

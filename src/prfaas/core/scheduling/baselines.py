@@ -26,7 +26,6 @@ from prfaas.core.scheduling.routing import (
     prefill_at_decode,
 )
 from prfaas.core.scheduling.view import ClusterView, InstanceView, LinkView, View
-from prfaas.core.workload import edge_factor
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,13 +94,12 @@ class StaticThreshold(ChoosingPolicy):
 
     def _choose(self, request: RoutingRequest, view: View, pd: PdCandidate) -> Choice:
         uncached = request.num_tokens - pd.held_tokens
-        threshold = self.threshold_tokens * edge_factor(request.ordinal)
-        long = uncached > threshold
+        long = uncached > self.threshold_tokens
         if long and pd.remotes:
             best = cheapest_remote(request, view, pd.decode, pd.remotes)
-            return Choice(best, uncached, threshold, "long")
+            return Choice(best, uncached, self.threshold_tokens, "long")
         reason = pd.reason_to_stay(long=long)
-        return Choice(pd.local, uncached, threshold, reason)
+        return Choice(pd.local, uncached, self.threshold_tokens, reason)
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,7 +65,9 @@ class FirstTokenRules:
         self._settings_allow = setting is None
         if setting is not None:
             level = logging.WARNING if deployment.gateway.first_token == "prefill" else logging.INFO
-            logger.log(level, "first tokens come from decode engines all the same: the engines have %s", setting)
+            logger.log(
+                level, "first tokens come from decode engines all the same: the engines have %s", setting
+            )
 
     def ask(self, request: ServingRequest, prompt: TokenizedPrompt) -> FirstTokenAsk | None:
         """What to ask the prefill engine for; None: the decode engine samples the first token."""
