@@ -36,7 +36,7 @@ WORKERS ?= 4
 
 help:
 	@echo "make demo   one long and several short prompts through two clusters on this machine, compared with plain vLLM"
-	@echo "make test   all that a change needs (starts real vLLM engines; 20 minutes on two cores)"
+	@echo "make test   all that a change needs (starts real vLLM engines; a quarter of an hour on two cores)"
 	@echo "make test-all   what 'make test' leaves out: more cases and examples of the same (half an hour)"
 	@echo "make test-gemma   tests that fetch Gemma, whose terms a person accepts first"
 	@echo "make test-explore  property tests with new random examples, ten times as many (SEED=… repeats a run)"
