@@ -35,6 +35,7 @@ def v4(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     del document["model"]["tiny"]
     # With prefix caching vLLM's kernels for CPUs were not tried; the last word counts.
     document["engine"]["extra_args"] += ["--load-format", "seeded", "--no-enable-prefix-caching"]
+    document["engine"]["kv_cache_gib"] = 0.5
     document["clusters"][1]["instances"].pop(0)
     path.write_text(json.dumps(document))
     yield from running(path, with_shims("with_deepseek_v4"))
