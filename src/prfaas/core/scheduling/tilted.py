@@ -15,8 +15,8 @@ from prfaas.core.scheduling.routing import Choice, ChoosingPolicy, cheapest_remo
 from prfaas.core.scheduling.view import View
 
 _LEAST_S = 1e-3
-# Times a prompt's own length: the threshold that stands for an infinite one.
-_NEVER = 2
+# Tokens of the threshold that an infinite one counts as where backlogs are against the PD cluster.
+_NEVER = 32_768.0
 # Of the tokens to compute: what a cached prefix must spare for a prefill to wait for the instance that holds it.
 _MUCH = 0.1
 
@@ -38,7 +38,7 @@ class Tilted(ChoosingPolicy):
         t' = t · max(0, 1 − β · Δ / T_pd(t))   where Δ > 0
         t' = t / (1 + β · Δ / T_pd(t))         where Δ < 0; infinite where the divisor is not above 0
 
-    An infinite threshold counts as twice the prompt's length: it gives way where waiting costs more than the prefill.
+    An infinite threshold counts as one of 32,768 tokens where Δ > 0, so that a backlog of the PD cluster moves it, too.
     β = 0 is the paper's policy without its adjustments. For β > 0 the sum times T_pd is a drift and a penalty: the
     change of the squared backlogs of prefill pools and links by a request (backlog × work added), and at most
     T_pd(t) per second of work for leaving the threshold. Growing backlogs outweigh that, so queues stay bounded
@@ -78,8 +78,9 @@ class Tilted(ChoosingPolicy):
             far, far_stays = with_cache(request, view, pd, far, self.abundance)
             done_s = far.delay_s if request.first_from_prefill else far.ttft_s
             tilt_s = self.beta * self._ahead_s(local, far, done_s, view)
-            tilted = threshold if threshold < math.inf else _NEVER * uncached
-            adjusted = _tilted(tilted, tilt_s / max(pd.cluster.prefill_s(tilted), _LEAST_S))
+            if tilt_s > 0.0 or threshold < math.inf:
+                at = threshold if threshold < math.inf else _NEVER
+                adjusted = _tilted(at, tilt_s / max(pd.cluster.prefill_s(at), _LEAST_S))
             if far.link is not None and far.link.congestion:
                 adjusted *= 1.0 + far.link.congestion
             if uncached > adjusted:
