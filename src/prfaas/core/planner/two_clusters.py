@@ -1,7 +1,7 @@
 """The two-cluster optimum (Eq. 7 and 8): every split of the PD cluster, and the threshold to machine precision."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from prfaas.core.arrays import FloatArray, np
 from prfaas.core.planner import equations
@@ -249,21 +249,15 @@ def best_of(
     `candidates`: what `candidate_lengths` gives, with their `loads`; None: they are worked out here.
     """
     candidates = candidate_lengths(split) if candidates is None else candidates
-    return max(best_of_each(split, splits, candidates, loads or split.loads(candidates)))
-
-
-def best_of_each(
-    split: Split, splits: Sequence[int], candidates: FloatArray, loads: Loads
-) -> Iterator[Found]:
-    """The best of each split; of one that is much worse than one before it may be a little more."""
-    rates, limits = merits(split, loads, splits)
-    most = 0.0
+    rates, limits = merits(split, loads or split.loads(candidates), splits)
+    best: Found = ((-1.0, -1.0), 0.0, 0)
     for row, (n_prefill, index) in enumerate(zip(splits, highest(rates, limits), strict=True)):
         found = ((float(rates[row, index]), float(limits[row, index])), float(candidates[index]), n_prefill)
-        if found[0][0] > 0.98 * most:
+        # One that is much worse than one before it is not looked at more closely.
+        if found[0][0] > 0.98 * max(best[0][0], 0.0):
             found = _zoom(split, candidates, index, found)
-        most = max(most, found[0][0])
-        yield found
+        best = max(best, found)
+    return best
 
 
 def _zoom(split: Split, candidates: FloatArray, index: int, found: Found) -> Found:
