@@ -241,8 +241,12 @@ class Stack:
         body = completion_body(prompt, max_tokens, **fields)
         return call(self.url("gateway", "/v1/completions"), body, headers=headers)
 
-    def explain(self, answer: DemoAnswer) -> Any:
-        """What the gateway knows of a request, and why it went where it went."""
+    def explain(self, answer: DemoAnswer) -> str:
+        """What the gateway knows of a request, and why it went where it went, as text: pytest shortens all else."""
+        return f"{answer.route}\n{json.dumps(self.record(answer), indent=1)}"
+
+    def record(self, answer: DemoAnswer) -> Any:
+        """The gateway's record of a request."""
         return call(self.url("gateway", f"/prfaas/requests/{answer.headers['X-Request-Id']}")).body
 
     def state(self) -> Any:

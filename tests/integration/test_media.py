@@ -82,7 +82,7 @@ def test_a_conversation_about_two_images(stack: Stack) -> None:
         answer = call(stack.url("gateway", PATH), asked(messages))
         assert answer.status == 200, answer.body
         tokens = len(answer.body["prompt_token_ids"])
-        explained = stack.explain(answer)
+        explained = stack.record(answer)
         assert answer.route["route"] == "offload" and answer.route["prefill"] == PREFILL, explained
         assert "fallback" not in answer.route, explained
         held = stack.metric(DECODE, "vllm:prefix_cache_hits_total") - hits

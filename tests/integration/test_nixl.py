@@ -44,7 +44,7 @@ def test_tokens_are_those_of_the_same_split(nixl_stack: Stack) -> None:
         assert answer.route["transfer"] == "nixl" and int(answer.route["bytes"]) > 0
         nixl_stack.check_answer(answer, nixl_stack.reference(ids))
         assert answer.body["usage"]["prompt_tokens"] == tokens
-    told = nixl_stack.explain(answer)
+    told = nixl_stack.record(answer)
     assert told["transfer"]["by"] == "nixl" and told["attempts"][-1]["outcome"] == "done"
     nixl_stack.wait_clean()
     assert nixl_stack.metric("home-decode-0", "vllm:nixl_bytes_transferred_sum") > 0

@@ -46,7 +46,7 @@ def test_a_prompt_sent_twice_goes_where_its_prefix_is_and_only_the_increment_cro
         len(longer) - 1, skipped, block_tokens=BLOCK_TOKENS
     )
     reused = paper.metric("east-prefill-0", HITS) - hits
-    assert reused == len(longer) - paper.explain(two)["attempts"][0]["prefill_tokens"] > 0
+    assert reused == len(longer) - paper.record(two)["attempts"][0]["prefill_tokens"] > 0
     paper.reference(
         first, 1, salt="twice", engine="home-decode-0"
     )  # so that the next one starts from a prefix too
@@ -66,7 +66,7 @@ def test_a_shared_prefix_is_found_at_the_length_that_vllm_reuses(paper: Stack, c
         hits = paper.metric("east-prefill-0", HITS)
         answer = paper.complete(ids, 2)
         assert (answer.route["route"], answer.route["prefill"]) == ("offload", "east-prefill-0"), answer.route
-        promised.append(len(ids) - paper.explain(answer)["attempts"][0]["prefill_tokens"])
+        promised.append(len(ids) - paper.record(answer)["attempts"][0]["prefill_tokens"])
         reused.append(paper.metric("east-prefill-0", HITS) - hits)
     assert promised == reused
     assert promised[0] == 0
@@ -101,7 +101,7 @@ def test_a_prefix_moves_to_the_cluster_that_computes(paper: Stack) -> None:
     paper.settle()
     answer = paper.complete(ids)
     assert (answer.route["route"], answer.route["prefill"]) == ("offload", "east-prefill-0")
-    explained = paper.explain(answer)
+    explained = paper.record(answer)
     assert explained["cache_transfer"] is not None, explained
     assert explained["cache_transfer"]["outcome"] == "done", explained
     assert explained["cache_transfer"]["bytes"] > 0
@@ -160,8 +160,8 @@ def test_a_short_prompt_does_not_wait_behind_long_ones(paper: Stack) -> None:
         while _waiting(paper) < 3 and time.monotonic() < deadline_s:
             time.sleep(0.01)
         short = pool.submit(paper.complete, prompt(200, 300), 2)
-        turns_s = [paper.explain(each.result(timeout=PATIENCE_S))["steps_s"]["turn"] for each in answers]
-        short_s = paper.explain(short.result(timeout=PATIENCE_S))["steps_s"]["turn"]
+        turns_s = [paper.record(each.result(timeout=PATIENCE_S))["steps_s"]["turn"] for each in answers]
+        short_s = paper.record(short.result(timeout=PATIENCE_S))["steps_s"]["turn"]
     assert short_s < max(turns_s)
     assert _waiting(paper) == 0
 

@@ -234,7 +234,7 @@ def test_an_unnamed_model_is_the_base_model(stack: Stack) -> None:
 def test_a_refused_stream_counts_as_refused(stack: Stack) -> None:
     body = completion_body(prompt(16, 2500), 24, stream=True, structured_outputs={"regex": "(yes|no"})
     answer = call(stack.url("gateway", "/v1/completions"), body)
-    assert stack.explain(answer)["outcome"] == "client_error"
+    assert stack.record(answer)["outcome"] == "client_error"
     assert answer.route["bytes"] == "0"
 
 
