@@ -172,7 +172,7 @@ def test_who_joins_gets_work_once_it_has_answered(in_change: InChange) -> None:
         assert changing.senders["home-d2"].asked > 0
         changing.plane.part(RoleAllocation).last = {}
         await changing.plane.part(RoleAllocation).evaluate()
-        await changing.plane.compatibility.ask("home-d2")
+        await changing.plane.rank_stats.ask("home-d2")
 
     in_change(body)
 

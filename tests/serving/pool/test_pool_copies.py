@@ -29,9 +29,10 @@ from prfaas.core.pool.prefix_pages import PrefixPages, batches
 from prfaas.core.pool.quota import TenantEviction
 from prfaas.serving.certificates import identity_of
 from prfaas.serving.engines.preparation import ensure_certificates
+from prfaas.serving.kv_ports import KvPorts
 from prfaas.serving.pool.arena import ArenaLayout, create_arena
 from prfaas.serving.pool.client import PoolClient
-from prfaas.serving.pool.copier import PoolCopier, pool_observers
+from prfaas.serving.pool.copier import PoolCopier
 from prfaas.serving.pool.lending import PinnedPages
 from prfaas.serving.pool.neighbours import PoolNeighbours
 from prfaas.serving.pool.page_table import PageState, row_of
@@ -487,7 +488,7 @@ def store_whole(scheduler: PoolClient, ranks: Sequence[PoolClient], pages: Prefi
 async def copied(deployment: Deployment) -> CopyResult:
     """A copy as the gateway orders it."""
     key, tls = load_key(deployment.security.key_file), identity_of(deployment, GATEWAY)
-    copier = PoolCopier(RunningDeployment(deployment), key, pool_observers(deployment, GATEWAY, key, tls))
+    copier = PoolCopier(RunningDeployment(deployment), key, KvPorts(GATEWAY, key, tls).of_pools(deployment))
     try:
         return await copier.copy(
             "far-pool", "home-pool-0", PROMPT, "salt", "adapter", TransferClass(), kv_bytes=1 << 20
