@@ -389,7 +389,7 @@ class Producer:
 
     def __init__(self, world: World, tls: TlsIdentity) -> None:
         self.sock = socket.create_connection(("127.0.0.1", world.receiver.port), timeout=20)
-        hello = ClientHello.new(
+        hello = ClientHello(
             key=KEY,
             name="p/0",
             server_name="c/0",

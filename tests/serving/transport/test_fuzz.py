@@ -311,7 +311,7 @@ def test_an_observer_may_send_anything(
         sock = socket.create_connection(("127.0.0.1", receiver.port), timeout=60)
         greet(
             sock,
-            ClientHello.new(
+            ClientHello(
                 key=KEY, name=name, server_name="c/0", role=ROLE_OBSERVER, session="fuzz", fingerprint={}
             ),
         )

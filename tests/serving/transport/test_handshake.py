@@ -49,7 +49,7 @@ def hello(**changes: Any) -> ClientHello:
         "session": "s1",
         "fingerprint": LAYOUT,
     }
-    return ClientHello.new(**said | changes)
+    return ClientHello(**said | changes)
 
 
 def meet(client: Callable[[socket.socket], object], **server: Any) -> tuple[object, object]:

@@ -17,7 +17,8 @@ import socket
 import ssl
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NoReturn
 
 from prfaas.serving.transport.fingerprint import Fingerprint, fingerprint_difference
@@ -82,7 +83,7 @@ class PeerIdentity:
     """New with each start of the client."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClientHello:
     """A client's side of the handshake: its HELLO, and the proofs that follow from it."""
 
@@ -93,36 +94,12 @@ class ClientHello:
     role: str
     session: str
     """New with each start of the client."""
-    nonce: str
+    nonce: str = field(default_factory=partial(secrets.token_hex, NONCE_BYTES))
     """16 random bytes as hex."""
     fingerprint: Fingerprint
     """Compared with the server's."""
     layouts: PeerLayouts[Any] | None = None
     """Exchange of both sides' KV layouts; None: this side keeps to the fingerprint."""
-
-    @classmethod
-    def new(
-        cls,
-        *,
-        key: bytes,
-        name: str,
-        server_name: str,
-        role: str,
-        session: str,
-        fingerprint: Fingerprint,
-        layouts: PeerLayouts[Any] | None = None,
-    ) -> "ClientHello":
-        """A hello with a fresh nonce."""
-        return cls(
-            key=key,
-            name=name,
-            server_name=server_name,
-            role=role,
-            session=session,
-            nonce=secrets.token_hex(NONCE_BYTES),
-            fingerprint=dict(fingerprint),
-            layouts=layouts,
-        )
 
     def body(self) -> dict[str, Any]:
         """The fields of the HELLO frame."""

@@ -310,7 +310,7 @@ class Observer:
         return reader
 
     def _hello(self) -> ClientHello:
-        return ClientHello.new(
+        return ClientHello(
             key=self._key,
             name=self.name,
             server_name=self.peer_name,
