@@ -210,7 +210,7 @@ def test_a_link_for_which_a_round_fails_is_down_and_the_others_go_on(
 
         await round_()
         assert cluster_state.view.links[LINK].up
-        before, meter = dict(monitor.loop_failures.counts), monitor.meters[LINK]
+        before, meter = dict(monitor.loop_failures.counts), monitor.by_pair[LINK].meter
         with monkeypatch.context() as patched:
             patched.setattr(meter, "observe", lambda *_: 1 / 0)
             await round_()
