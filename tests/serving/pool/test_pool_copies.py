@@ -203,7 +203,7 @@ class Pools:
         self, source: str, target: str, tokens: Sequence[int], ticket: Ticket | None = None
     ) -> CopyResult:
         ticket = ticket or self.ticket(source, target, tokens)
-        order = CopyOrder(ticket.seal(KEY), array("I", tokens), "salt", "adapter")
+        order = CopyOrder.of(ticket.seal(KEY), array("I", tokens), "salt", "adapter")
         return read_body(CopyResult, await self.gateway[target].request(ticket.transfer_id, order, 60.0))
 
     async def assert_clean(self) -> None:
@@ -517,7 +517,7 @@ def test_refusals_have_a_reason(tmp_path: Path) -> None:
         assert "another prefix" in (await copy("far-pool", "home-pool-0", PROMPT[1:], ticket)).reason
         await copy("far-pool", "home-pool-0", PROMPT, ticket)
         assert "used already" in (await copy("far-pool", "home-pool-0", PROMPT, ticket)).reason
-        order = CopyOrder(ticket.seal(bytes(32)), [1], "", "")
+        order = CopyOrder.of(ticket.seal(bytes(32)), [1], "", "")
         answer = await pools.gateway["home-pool-0"].request(ticket.transfer_id, order, 10.0)
         assert "this deployment's key" in read_body(CopyResult, answer).reason
 
@@ -529,11 +529,11 @@ def test_nobody_but_the_target_may_pull(tmp_path: Path) -> None:
     async def body(pools: Pools) -> None:
         fill(store_of(pools, "far-pool"), prefix(HYBRID))
         ticket = pools.ticket("far-pool", "home-pool-0", PROMPT)
-        order = PullOrder(ticket.seal(KEY), HYBRID.digest(), (prefix(HYBRID).pages[0].page_id,))
+        order = PullOrder.of(ticket.seal(KEY), HYBRID.digest(), (prefix(HYBRID).pages[0].page_id,))
         at = pools.deployment.pool_named("far-pool")
         other = Observer("home-pool-1", KEY, at.host, at.kv_port, at.name)
         try:
-            answer = PullAnswer.from_body(await other.request(ticket.transfer_id, order, 10.0))
+            answer = read_body(PullAnswer, await other.request(ticket.transfer_id, order, 10.0))
         finally:
             await other.close()
         assert "home-pool-1 asks far-pool" in answer.reason

@@ -37,6 +37,7 @@ from prfaas.serving.transport.wire import (
     pack_header,
     parse_control,
     ping,
+    read_body,
     unpack_header,
 )
 
@@ -473,8 +474,8 @@ def test_a_consumer_may_tell_an_observer_anything(answers: list[Step]) -> None:
                         await observer.stats()
                 with suppress(ConnectionError, TimeoutError, WireError):
                     transfer_id = make_ticket(UNIT_BYTES).transfer_id
-                    order = PullOrder("ticket", bytes(16), (bytes(17),))
-                    PullAnswer.from_body(await observer.request(transfer_id, order, 0.05))
+                    order = PullOrder.of("ticket", bytes(16), (bytes(17),))
+                    read_body(PullAnswer, await observer.request(transfer_id, order, 0.05))
                 reading = observer._connection_task
                 if reading is not None and reading.done():
                     assert reading.exception() is None

@@ -75,7 +75,7 @@ class PoolCopier:
             now_s=time.time(),
             attributes=TransferAttributes(service=service),
         )
-        order = CopyOrder(ticket.seal(self._key), token_ids, salt, adapter)
+        order = CopyOrder.of(ticket.seal(self._key), token_ids, salt, adapter)
         is_over = False
         try:
             answer = await self._ports[target].request(ticket.transfer_id, order, timeout_s)

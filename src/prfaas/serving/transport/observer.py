@@ -14,7 +14,7 @@ from prfaas.serving.transport.handshake import ROLE_OBSERVER, ClientHello, greet
 from prfaas.serving.transport.liveness import Liveness, LookClock, heartbeat_period_s, path_timeout_s
 from prfaas.serving.transport.pacing import PaceOrder, ProbeOrder
 from prfaas.serving.transport.peer_list import PeerList
-from prfaas.serving.transport.requests import CopyOrder, FollowOrder, PullOrder
+from prfaas.serving.transport.requests import PoolOrder
 from prfaas.serving.transport.sealing import Sealing, read_frame
 from prfaas.serving.transport.sockets import HandshakeError, expedite, keep_alive, read_tcp_info
 from prfaas.serving.transport.tls_identity import TlsIdentity
@@ -215,9 +215,7 @@ class Observer:
         """
         await self._order(FrameType.PROBE, body_of(ProbeOrder(link, min(nbytes, MAX_PROBE_BYTES))))
 
-    async def request(
-        self, transfer_id: bytes, order: CopyOrder | PullOrder | FollowOrder, timeout_s: float
-    ) -> dict[str, Any]:
+    async def request(self, transfer_id: bytes, order: PoolOrder, timeout_s: float) -> dict[str, Any]:
         """Ask a pool for a copy or for pages, or any holder for its events; the body of the answer.
 
         Raises:
@@ -234,7 +232,7 @@ class Observer:
             future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
             self._requests[transfer_id] = future
             try:
-                self._send(pack_control(order.kind, transfer_id, order.to_body()))
+                self._send(pack_control(order.kind, transfer_id, body_of(order)))
                 return await future
             finally:
                 self._requests.pop(transfer_id, None)

@@ -24,7 +24,7 @@ from prfaas.serving.transport.options import ReceiverOptions
 from prfaas.serving.transport.pacing import PaceOrder, ProbeOrder
 from prfaas.serving.transport.peer_list import PeerList
 from prfaas.serving.transport.permissions import permitted_frames
-from prfaas.serving.transport.requests import REQUESTS, PeerRequest
+from prfaas.serving.transport.requests import ORDERS, PeerRequest
 from prfaas.serving.transport.sealing import SEALED_HEADER_BYTES, TAG_BYTES, ForgedFrameError, Sealing
 from prfaas.serving.transport.sockets import (
     Arrived,
@@ -320,8 +320,9 @@ class ReceiverConnection:
             return PeerList.from_body(body)
         if header.kind is FrameType.PROBE:
             return read_body(ProbeOrder, body)
-        if header.kind in REQUESTS:
-            return PeerRequest.from_body(header.kind, sent_by, header.transfer_id, body, self.post)
+        if header.kind in ORDERS:
+            order = read_body(ORDERS[header.kind], body)
+            return PeerRequest(sent_by, header.transfer_id, order, self.post)
         return None
 
     def _take_heartbeat(self, header: Header) -> None:
