@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -15,7 +15,7 @@ from prfaas.core.deployment import AppliedDeployment, Instance, Link
 from prfaas.core.link.announced import AnnouncedLink
 from prfaas.core.link.cost import LinkCost
 from prfaas.core.link.meter import LinkMeter
-from prfaas.core.link.samples import ArrivalSample, SenderSample
+from prfaas.core.link.samples import NOTHING_ARRIVED, ArrivalSample, SenderSample
 from prfaas.core.scheduling.view import show
 from prfaas.serving.control.cluster_state import ClusterState
 from prfaas.serving.control.engine_monitor import period_s
@@ -349,23 +349,13 @@ class LinkMonitor(Part):
                 link.samples[name] = SenderSample.of_report(report, asked_s)
                 link.is_told = True
         now_s, target = self._clock(), rank.cluster
-        arrived: dict[tuple[str, str], list[ArrivalSample]] = {
-            pair: [] for pair in self.by_pair if pair[1] == target
-        }
+        arrived = {pair: NOTHING_ARRIVED for pair in self.by_pair if pair[1] == target}
         for producer, report in told.arrivals.items():
             pair = (self._clusters.get(producer.partition("/")[0], ""), target)
             if pair in arrived:
-                arrived[pair].append(ArrivalSample.of_report(report, now_s))
-        for pair, samples in arrived.items():
-            self.by_pair[pair].arrivals[name] = ArrivalSample(
-                at_s=now_s,
-                bytes_total=sum(sample.bytes_total for sample in samples),
-                segments_total=sum(sample.segments_total for sample in samples),
-                mss_bytes=max((sample.mss_bytes for sample in samples), default=0),
-                unread_bytes=sum(sample.unread_bytes for sample in samples),
-                rtt_s=max((sample.rtt_s for sample in samples), default=0.0),
-                connections=sum(sample.connections for sample in samples),
-            )
+                arrived[pair] += ArrivalSample.of_report(report, now_s)
+        for pair, arrival in arrived.items():
+            self.by_pair[pair].arrivals[name] = ArrivalSample(at_s=now_s, **asdict(arrival))
 
     def _probe(self, pair: tuple[str, str], samples: Mapping[str, SenderSample], nbytes: int) -> None:
         able = [

@@ -8,9 +8,11 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from prfaas import __version__
+from prfaas.core.link.samples import NOTHING_ARRIVED, ArrivalReport
 from prfaas.serving.logs import PEER
 from prfaas.serving.transport.fingerprint import Fingerprint
 from prfaas.serving.transport.handshake import ROLE_PRODUCER, PeerIdentity, welcome
@@ -39,49 +41,27 @@ _NO_RESOURCES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _RESOURCES_WAIT_S = 0.1
 
 
-_NOTHING_ARRIVED: dict[str, Any] = {
-    "bytes_total": 0,
-    "segments_total": 0,
-    "mss_bytes": 0,
-    "unread_bytes": 0,
-    "rtt_s": 0.0,
-    "connections": 0,
-}
-
-
 class ArrivalSums:
     """Sums of arrived bytes by producer, including connections that have ended. Not thread-safe."""
 
     def __init__(self) -> None:
-        # Bytes and segments.
-        self._of_ended: dict[str, tuple[int, int]] = {}
+        self._of_ended: dict[str, ArrivalReport] = {}
 
     def end(self, connection: ReceiverConnection) -> None:
         """Keep what has arrived over a connection that has ended; once for each."""
-        name = _producer(connection)
-        if name is not None:
-            arrived = connection.arrived()
-            nbytes, segments = self._of_ended.get(name, (0, 0))
-            self._of_ended[name] = (nbytes + arrived.bytes_received, segments + arrived.segments)
+        _add(self._of_ended, _producer(connection), connection.arrived().ended)
 
     def with_open(self, connections: Iterable[ReceiverConnection]) -> dict[str, dict[str, Any]]:
-        """The fields of `ArrivalSample` but the time, by producer, with what has come over open connections."""
-        found = {
-            name: _NOTHING_ARRIVED | {"bytes_total": nbytes, "segments_total": segments}
-            for name, (nbytes, segments) in self._of_ended.items()
-        }
+        """The fields of `ArrivalReport`, by producer, with what has come over open connections."""
+        found = dict(self._of_ended)
         for connection in connections:
-            name = _producer(connection)
-            if name is not None:
-                arrived = connection.arrived()
-                sums = found.setdefault(name, dict(_NOTHING_ARRIVED))
-                sums["bytes_total"] += arrived.bytes_received
-                sums["segments_total"] += arrived.segments
-                sums["mss_bytes"] = max(sums["mss_bytes"], arrived.mss_bytes)
-                sums["unread_bytes"] += arrived.unread_bytes
-                sums["rtt_s"] = max(sums["rtt_s"], arrived.rtt_s)
-                sums["connections"] += 1
-        return found
+            _add(found, _producer(connection), connection.arrived())
+        return {name: asdict(report) for name, report in found.items()}
+
+
+def _add(sums: dict[str, ArrivalReport], name: str | None, report: ArrivalReport) -> None:
+    if name is not None:
+        sums[name] = sums.get(name, NOTHING_ARRIVED) + report
 
 
 def _producer(connection: ReceiverConnection) -> str | None:
@@ -238,7 +218,7 @@ class Receiver:
     def telemetry(self) -> dict[str, Any]:
         """State of the links, small enough for one packet: arrivals, and the sender's telemetry.
 
-        `{"arrivals": {producer: fields of ArrivalSample but the time}, "sender": Sender.telemetry()}`
+        `{"arrivals": {producer: fields of ArrivalReport}, "sender": Sender.telemetry()}`
         """
         with self._lock:
             arrivals = self._arrival_sums.with_open(self._connections)

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Protocol, TypeAlias
 
 import msgspec
 
+from prfaas.core.link.samples import NOTHING_ARRIVED, ArrivalReport
 from prfaas.serving.transport.compression import PREFIX_BYTES, decompress, decompressed_bytes
 from prfaas.serving.transport.handshake import ROLE_PRODUCER, PeerIdentity
 from prfaas.serving.transport.incoming import ProducerSession
@@ -27,7 +28,6 @@ from prfaas.serving.transport.permissions import permitted_frames
 from prfaas.serving.transport.requests import ORDERS, PeerRequest
 from prfaas.serving.transport.sealing import SEALED_HEADER_BYTES, TAG_BYTES, ForgedFrameError, Sealing
 from prfaas.serving.transport.sockets import (
-    Arrived,
     BulkReader,
     ConnectionEnded,
     HandshakeError,
@@ -110,7 +110,7 @@ class ReceiverConnection:
         options: ReceiverOptions,
     ) -> None:
         self._sock = sock
-        self._arrived = Arrived()
+        self._arrived = NOTHING_ARRIVED
         self._table = table
         self._host = host
         self._options = options
@@ -179,7 +179,7 @@ class ReceiverConnection:
         """Make the connection's thread end."""
         shut(self._sock)
 
-    def arrived(self) -> Arrived:
+    def arrived(self) -> ArrivalReport:
         """The kernel's counters of received bytes; after the end of the connection, the last ones."""
         with contextlib.suppress(OSError):
             self._arrived = read_arrived(self._sock)

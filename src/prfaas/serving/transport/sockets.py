@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from prfaas.core.link.samples import ArrivalReport
 from prfaas.serving.transport.wire import HEADER_BYTES, Header, WireError, parse_control, unpack_header
 
 _TCP_INFO_BYTES = 232
@@ -61,23 +62,7 @@ class TcpInfo:
     resent_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Arrived:
-    """The kernel's counters of received data on one connection."""
-
-    bytes_received: int = 0
-    """In order, since the connection was made."""
-    segments: int = 0
-    """Data segments that came, also out of order or twice."""
-    mss_bytes: int = 0
-    """Payload of a full one."""
-    unread_bytes: int = 0
-    """Of these, what this process has not read yet."""
-    rtt_s: float = 0.0
-    """Of what arrives; 0: unknown."""
-
-
-def read_arrived(sock: socket.socket) -> Arrived:
+def read_arrived(sock: socket.socket) -> ArrivalReport:
     """The kernel's present numbers.
 
     Raises:
@@ -85,12 +70,12 @@ def read_arrived(sock: socket.socket) -> Arrived:
     """
     info = read_tcp_info(sock)
     unread = fcntl.ioctl(sock.fileno(), termios.FIONREAD, bytes(4))
-    return Arrived(
-        info.bytes_received,
-        info.data_segments_in,
-        info.receive_mss,
-        int.from_bytes(unread, sys.byteorder),
-        info.receive_rtt_s,
+    return ArrivalReport(
+        bytes_total=info.bytes_received,
+        segments_total=info.data_segments_in,
+        mss_bytes=info.receive_mss,
+        unread_bytes=int.from_bytes(unread, sys.byteorder),
+        rtt_s=info.receive_rtt_s,
     )
 
 
