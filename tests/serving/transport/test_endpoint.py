@@ -48,8 +48,8 @@ def test_an_observer_steers_the_sender_over_the_receivers_port(endpoint: KvEndpo
     async def main() -> None:
         observer = Observer(CONTROL, KEY, "127.0.0.1", endpoint.receiver.port, "p/0")
         assert (await observer.telemetry())["sender"]["links"] == {}
-        await observer.send_peer_list(peers)
-        await observer.pace(PaceOrder({"wan": 32_000_000}, 30_000))
+        await observer.order(peers)
+        await observer.order(PaceOrder({"wan": 32_000_000}, 30_000))
         stats = await observer.stats()
         assert stats["roster"] == {"digest": peers.digest, "told": True, "trouble": ""}
         assert stats["sender"]["links"]["wan"]["pace_bits_per_s"] == 32e6

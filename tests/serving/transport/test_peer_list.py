@@ -233,7 +233,7 @@ def told(name: str, to: Receiver, peer_list: PeerList) -> dict[str, object]:
     async def tell() -> dict[str, object]:
         observer = Observer(name, KEY, "127.0.0.1", to.port, to.name)
         try:
-            await observer.send_peer_list(peer_list)
+            await observer.order(peer_list)
             found: dict[str, object] = (await observer.stats())["roster"]
             return found
         finally:

@@ -24,7 +24,8 @@ from prfaas.serving.control.part import Json, Part
 from prfaas.serving.running_deployment import RunningDeployment
 from prfaas.serving.tasks import BackgroundTasks
 from prfaas.serving.transport.observer import Observer
-from prfaas.serving.transport.wire import read_body
+from prfaas.serving.transport.pacing import ProbeOrder
+from prfaas.serving.transport.wire import MAX_PROBE_BYTES, read_body
 
 _FAILURES_TO_CLOSE = 3
 _FIRST_PAUSE_S = 10.0
@@ -369,7 +370,7 @@ class LinkMonitor(Part):
     async def _ask_probe(self, rank: _Rank, link: str, nbytes: int) -> None:
         with contextlib.suppress(OSError, TimeoutError):
             async with asyncio.timeout(_ANSWER_S):
-                await rank.observer.probe(link, nbytes)
+                await rank.observer.order(ProbeOrder(link, min(nbytes, MAX_PROBE_BYTES)))
 
     def _update_link(
         self, pair: tuple[str, str], known: MonitoredLink, carried_bytes: int, now_s: float

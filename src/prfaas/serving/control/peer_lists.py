@@ -135,7 +135,7 @@ class PeerListUpdates(Part):
         peer_list, digest = self._wanted[rank]
         try:
             async with asyncio.timeout(_TELL_S):
-                await self._kv_ports[name][number].send_peer_list(peer_list)
+                await self._kv_ports[name][number].order(peer_list)
         except (OSError, TimeoutError) as error:
             logger.debug("%s/%d can't be sent its peer list: %s", name, number, error)
             return

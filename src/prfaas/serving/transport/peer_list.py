@@ -4,14 +4,14 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Self
 
 import msgspec
 
 from prfaas.core.deployment import Deployment, Instance
 from prfaas.core.deployment.types import KvPeer
 from prfaas.serving.transport.options import Peer, PeerName
-from prfaas.serving.transport.wire import WireError, body_of, read_body
+from prfaas.serving.transport.wire import FrameType, WireError, body_of, read_body
 
 MAX_LISTED_PEERS = 4096
 _DIGEST_BYTES = 8
@@ -28,7 +28,9 @@ class ListedPeers(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class PeerList:
-    """Peers of one rank, by their names on the wire."""
+    """Peers of one rank, by their names on the wire. What a ROSTER frame orders."""
+
+    kind: ClassVar[FrameType] = FrameType.ROSTER
 
     peers: Mapping[str, Peer] = field(default_factory=dict)
     """The only peers that it may send to."""
