@@ -23,7 +23,7 @@ from prfaas.serving.transport import (
     Ticket,
     TransferPhase,
 )
-from prfaas.serving.transport.handshake import ROLE_OBSERVER, ClientHello, greet, welcome
+from prfaas.serving.transport.handshake import ROLE_OBSERVER, ClientHello, ServerHandshake, greet
 from prfaas.serving.transport.requests import PullAnswer, PullOrder
 from prfaas.serving.transport.sockets import ConnectionEnded, receive_exactly
 from prfaas.serving.transport.staging import StagingLease
@@ -373,7 +373,8 @@ class RawConsumer:
 
     def _serve(self, sock: socket.socket) -> None:
         with suppress(OSError, WireError):
-            welcome(sock, key=KEY, name=self._name, session="s", fingerprint=FINGERPRINT, producers=None)
+            server = ServerHandshake(key=KEY, name=self._name, fingerprint=FINGERPRINT)
+            server.welcome(sock, producers=None)
             sock.settimeout(None)
             while True:
                 header = bytearray(HEADER_BYTES)

@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import logging
-import secrets
 import socket
 import threading
 import time
@@ -15,7 +14,7 @@ from prfaas import __version__
 from prfaas.core.link.samples import NOTHING_ARRIVED, ArrivalReport
 from prfaas.serving.logs import PEER
 from prfaas.serving.transport.fingerprint import Fingerprint
-from prfaas.serving.transport.handshake import ROLE_PRODUCER, PeerIdentity, welcome
+from prfaas.serving.transport.handshake import ROLE_PRODUCER, PeerIdentity, ServerHandshake
 from prfaas.serving.transport.liveness import LONGEST_LOOK_S, LookClock
 from prfaas.serving.transport.options import ReceiverOptions
 from prfaas.serving.transport.pacing import PaceOrder, ProbeOrder
@@ -120,20 +119,22 @@ class Receiver:
             more_stats: further fields of `stats`; called in the connection's thread.
         """
         self.name = name
-        self._key = key
         self._address = (host, port)
-        # New with each start, so that observers can distinguish a lost connection from a restarted receiver.
-        self._session = secrets.token_hex(8)
-        self._fingerprint = dict(fingerprint)
-        self._layouts = layout if isinstance(layout, PeerLayouts) else None
         self._options = options or ReceiverOptions()
+        self._handshake = ServerHandshake(
+            key=key,
+            name=name,
+            fingerprint=dict(fingerprint),
+            layouts=layout if isinstance(layout, PeerLayouts) else None,
+            handshake_s=self._options.handshake_s,
+            tls=tls,
+        )
         allowed = peer_list.producers if producers is None and peer_list is not None else producers
         self._producers = None if allowed is None else frozenset(allowed)
         self._plain_peers = frozenset(plain_peers) if peer_list is None else peer_list.plain
         digest = "" if peer_list is None else peer_list.digest
         self._peer_list_state: dict[str, Any] = {"digest": digest, "told": False, "trouble": ""}
         self._sender = sender
-        self._tls = tls
         self._on_request = on_request
         self._more_stats = more_stats
         self.transfers = TransferTable(name=name, key=key, arena=arena, layout=layout, options=self._options)
@@ -292,18 +293,8 @@ class Receiver:
             with contextlib.suppress(OSError):
                 self._unauthenticated.know(str(sock.getpeername()[0]))
 
-        identity, sealing = welcome(
-            sock,
-            key=self._key,
-            name=self.name,
-            session=self._session,
-            fingerprint=self._fingerprint,
-            producers=self._producers,
-            layouts=self._layouts,
-            handshake_s=options.handshake_s,
-            tls=self._tls,
-            plain_peers=self._plain_peers,
-            admit=admit,
+        identity, sealing = self._handshake.welcome(
+            sock, producers=self._producers, plain_peers=self._plain_peers, admit=admit
         )
         sock.settimeout(None)
         return identity, sealing

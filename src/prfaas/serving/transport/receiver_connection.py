@@ -80,7 +80,7 @@ class ConnectionHost(Protocol):
     def shake_hands(
         self, connection: "ReceiverConnection", sock: socket.socket
     ) -> tuple[PeerIdentity, Sealing | None]:
-        """Authenticate the peer; raises as `handshake.welcome`."""
+        """Authenticate the peer; raises as `ServerHandshake.welcome`."""
 
     def handshake_failed(self, sentence: str, peer: str) -> None:
         """Note why a handshake failed; `peer`: its name, if it had proved that."""
