@@ -38,6 +38,8 @@ OF_ONE_USER = {
     "serving.engines.trained",
     # Sums of pages as they lie, and the state's half of a layout: each as long as a page of the file that has it.
     *("serving.engines.vllm.dense_sums", "serving.engines.vllm.state_layout"),
+    # Asks ranks for what several parts of the plane hear; it is none of them.
+    "serving.control.rank_stats",
     # Who may say what, as plain values: read by itself, and by the pages that tell of it.
     "serving.transport.permissions",
     # The sums of a sender's links, another noun than the sender.

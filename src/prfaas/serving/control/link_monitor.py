@@ -102,7 +102,7 @@ class _Rank:
 
 
 @dataclass(slots=True)
-class MonitoredLink:
+class KnownLink:
     """All that is known of one link."""
 
     meter: LinkMeter
@@ -142,7 +142,7 @@ class LinkMonitor(Part):
         self._clock = cluster_state.clock
         self._on_change = on_change
         self._on_answer = on_answer
-        self.by_pair: dict[tuple[str, str], MonitoredLink] = {}
+        self.by_pair: dict[tuple[str, str], KnownLink] = {}
         """By the names of both clusters, the source first."""
         self._observer_of = observer_of
         self._pool_ports = pool_ports
@@ -193,7 +193,7 @@ class LinkMonitor(Part):
                 link.arrivals.clear()
                 self.loop_failures.note("LinkMonitor", error, "->".join(pair))
 
-    def _conclude(self, pair: tuple[str, str], link: MonitoredLink, now_s: float) -> None:
+    def _conclude(self, pair: tuple[str, str], link: KnownLink, now_s: float) -> None:
         for of_ends in (link.samples, link.arrivals):
             for name in [name for name, each in of_ends.items() if each.at_s < now_s - _FORGOTTEN_S]:
                 del of_ends[name]
@@ -317,9 +317,7 @@ class LinkMonitor(Part):
         before, self.by_pair = self.by_pair, {}
         for link in links:
             pair, meter = (link.source, link.target), LinkMeter(link.bandwidth_bits_per_s, self._clock())
-            fresh = MonitoredLink(
-                meter, LinkCost(link.egress_per_gb), AnnouncedLink(meter.capacity_bits_per_s)
-            )
+            fresh = KnownLink(meter, LinkCost(link.egress_per_gb), AnnouncedLink(meter.capacity_bits_per_s))
             self.by_pair[pair] = before.get(pair, fresh)
 
     async def _ask(self, name: str, rank: _Rank) -> None:
@@ -372,9 +370,7 @@ class LinkMonitor(Part):
             async with asyncio.timeout(_ANSWER_S):
                 await rank.observer.order(ProbeOrder(link, min(nbytes, MAX_PROBE_BYTES)))
 
-    def _update_link(
-        self, pair: tuple[str, str], known: MonitoredLink, carried_bytes: int, now_s: float
-    ) -> None:
+    def _update_link(self, pair: tuple[str, str], known: KnownLink, carried_bytes: int, now_s: float) -> None:
         link, meter = self._cluster_state.view.links[pair], known.meter
         capacity = meter.capacity_bits_per_s
         self._cluster_state.set_link(

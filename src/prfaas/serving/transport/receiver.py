@@ -6,7 +6,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -90,11 +90,9 @@ class Receiver:
         layout: TransferLayout,
         fingerprint: Fingerprint,
         options: ReceiverOptions | None = None,
-        producers: Collection[str] | None = None,
         peer_list: PeerList | None = None,
         sender: Sender | None = None,
         tls: TlsIdentity | None = None,
-        plain_peers: Collection[str] = (),
         on_request: Callable[[PeerRequest], None] = refuse_request,
         more_stats: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
@@ -110,11 +108,9 @@ class Receiver:
                 that it has asked for.
             fingerprint: the KV layout, compared field by field with each producer's.
             options: deadlines and limits.
-            producers: the only names that may send; None: those of `peer_list`, or all that have the key.
-            peer_list: this rank's peers until the control plane sends another list.
+            peer_list: this rank's peers until the control plane sends another list; None: all that have the key.
             sender: read and steered by observers; None: there is none.
             tls: takes encrypted connections too; None: all connections are plain.
-            plain_peers: with `tls`, the only instances (of producers and observers) whose connections may be plain.
             on_request: called with an observer's request to a pool; in the connection's thread.
             more_stats: further fields of `stats`; called in the connection's thread.
         """
@@ -129,9 +125,8 @@ class Receiver:
             handshake_s=self._options.handshake_s,
             tls=tls,
         )
-        allowed = peer_list.producers if producers is None and peer_list is not None else producers
-        self._producers = None if allowed is None else frozenset(allowed)
-        self._plain_peers = frozenset(plain_peers) if peer_list is None else peer_list.plain
+        self._producers = None if peer_list is None else peer_list.producers
+        self._plain_peers: frozenset[str] = frozenset() if peer_list is None else peer_list.plain
         digest = "" if peer_list is None else peer_list.digest
         self._peer_list_state: dict[str, Any] = {"digest": digest, "told": False, "trouble": ""}
         self._sender = sender
