@@ -71,10 +71,9 @@ MOST_ASKED_PER_S = 250.0
 # Answers that are due at once from one rank: a late one must not keep the next question back.
 _MOST_DUE = 24
 _ANSWER_S = 2.0
-# A rank that doesn't answer is asked more rarely; its last report is believed for so long.
+# A rank that doesn't answer is asked more rarely.
 _RETRY_S = 2.0
 _LATE_RETRY_S = 0.5
-_FORGOTTEN_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,8 +193,10 @@ class LinkMonitor(Part):
                 self.loop_failures.note("LinkMonitor", error, "->".join(pair))
 
     def _conclude(self, pair: tuple[str, str], link: KnownLink, now_s: float) -> None:
+        # A report is believed for as long as a link counts as heard.
+        believed_since_s = now_s - link.meter.silence_s
         for of_ends in (link.samples, link.arrivals):
-            for name in [name for name, each in of_ends.items() if each.at_s < now_s - _FORGOTTEN_S]:
+            for name in [name for name, each in of_ends.items() if each.at_s < believed_since_s]:
                 del of_ends[name]
         carried_bytes = link.meter.observe(link.samples, link.arrivals, now_s)
         self._update_link(pair, link, carried_bytes, now_s)
@@ -287,7 +288,7 @@ class LinkMonitor(Part):
 
     def _follow(self) -> None:
         deployment = self._running.current
-        self._have(deployment.links)
+        self._have(deployment.links, deployment.control.silence_s)
         self._clusters = {instance.name: instance.cluster for instance in deployment.instances}
         self._clusters |= {pool.name: pool.cluster for pool in deployment.pools}
         ends = {cluster for pair in self.by_pair for cluster in pair}
@@ -309,14 +310,17 @@ class LinkMonitor(Part):
         }
         for link in deployment.links:
             found = self.by_pair[link.source, link.target]
-            found.meter.reconfigure(link.bandwidth_bits_per_s)
+            found.meter.reconfigure(link.bandwidth_bits_per_s, deployment.control.silence_s)
             found.cost.reprice(link.egress_per_gb, found.meter.carried_bytes)
 
-    def _have(self, links: Sequence[Link]) -> None:
+    def _have(self, links: Sequence[Link], silence_s: float) -> None:
         """Begin with links that are new, and forget those that are gone."""
         before, self.by_pair = self.by_pair, {}
         for link in links:
-            pair, meter = (link.source, link.target), LinkMeter(link.bandwidth_bits_per_s, self._clock())
+            pair, meter = (
+                (link.source, link.target),
+                LinkMeter(link.bandwidth_bits_per_s, self._clock(), silence_s),
+            )
             fresh = KnownLink(meter, LinkCost(link.egress_per_gb), AnnouncedLink(meter.capacity_bits_per_s))
             self.by_pair[pair] = before.get(pair, fresh)
 
