@@ -141,14 +141,13 @@ class TraceSlice:
             ValueError: the trace has no request then.
         """
         rng = np.random.default_rng(seed)
-        arrival_s = np.array([each.arrival_s for each in trace.requests])
-        arrival_s = arrival_s + rng.random(len(arrival_s)) * trace.quantum_s - start_s
+        arrival_s = trace.arrival_s + rng.random(len(trace)) * trace.quantum_s - start_s
         kept = np.flatnonzero((arrival_s >= 0) & (arrival_s < lasts_s))
         if not len(kept):
             raise ValueError(f"{trace.name} has no request from {start_s:g} s to {start_s + lasts_s:g} s")
         kept = kept[np.argsort(arrival_s[kept], kind="stable")]
-        uncached = np.array(trace.uncached_tokens(), dtype=np.float64)[kept]
-        answers = np.array([each.output_tokens for each in trace.requests], dtype=np.float64)[kept]
+        uncached = trace.uncached_tokens().astype(np.float64)[kept]
+        answers = trace.output_tokens.astype(np.float64)[kept]
         prompts = np.rint(uncached * (mean_tokens / uncached.mean()))
         middle = (FEWEST_ANSWER + MOST_ANSWER) / 2
         answers = np.rint(answers * (middle / max(answers.mean(), 1.0)))

@@ -1,81 +1,79 @@
-"""Traces as a planner reads them: how long prompts and answers are.
-
-ServeGen's published workloads have no single requests: they are archives of rates and length distributions per client
-and window of time. Of all other formats see `requests`.
-"""
+"""ServeGen's published workloads: archives of rates and length distributions per client and window of time."""
 
 import json
 import math
 import re
 import tarfile
 from bisect import bisect_right
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from prfaas.core.workload.csv_traces import CsvColumns
-from prfaas.core.workload.empirical import Empirical
+from prfaas.core.arrays import FloatArray, Int32Array, np
 from prfaas.core.workload.lengths import WorkloadError
-from prfaas.core.workload.requests import TraceFormat, guess_format, read_requests
 from prfaas.core.workload.trace import bad_line
-
-
-@dataclass(frozen=True, slots=True)
-class Trace:
-    """Lengths of recorded traffic."""
-
-    lengths: Empirical
-    """Whole prompts; empty ones don't count."""
-    uncached: Empirical
-    """What an endless prefix cache leaves of them; all of it where the trace doesn't say which begin alike."""
-    output_tokens: float
-    """The mean length of answers."""
-
 
 _MEMBER = re.compile(r"chunk-(\d+)-(trace\.csv|dataset\.json)")
 _KEY = re.compile(r"(\d{1,9})\s*:")
 _MOST_BYTES = 1 << 30
 
+MOST_DRAWN = 1_000_000
+_LEAST_CV = 0.01
+
 Histogram = dict[int, float]
 """Probability by tokens."""
 
 
-def read_servegen(path: Path) -> Trace:
+def read_servegen(path: Path) -> tuple[FloatArray, Int32Array, Int32Array, str]:
     """A .tar.gz of chunk-N-trace.csv (window start in s, requests/s, CV, family, two parameters) and
     chunk-N-dataset.json (window start → {"input_tokens": "{tokens: probability}", "output_tokens": …}).
 
-    Lengths of all clients and windows are mixed in proportion to their requests. Clients without a dataset, and windows
-    with requests but without lengths, are passed over.
+    Requests are drawn: in each client's window as many as its rate says, with gaps of a gamma distribution with its CV,
+    and lengths of its distributions. Clients without a dataset, and windows with requests but without lengths, are
+    passed over. Of more than a million requests every so many-th is drawn. The same file gives the same requests.
+
+    Returns:
+        Arrivals in seconds, tokens of prompts and of answers, in no order; and what was drawn, for people.
 
     Raises:
         WorkloadError: an archive, file or line that isn't that, with its number.
     """
     members = _members(path)
-    inputs: Histogram = defaultdict(float)
-    outputs: Histogram = defaultdict(float)
-    requests = 0.0
+    used: list[tuple[_Window, Histogram, Histogram]] = []
     for number in sorted({number for number, _ in members}):
         trace, dataset = members.get((number, "trace.csv")), members.get((number, "dataset.json"))
         if trace is None or dataset is None:
             continue
-        windows = _windows(f"{path}!chunk-{number}-trace.csv", trace)
         starts, lengths = _lengths(f"{path}!chunk-{number}-dataset.json", dataset)
-        for index, count in _requests_by_window(windows, starts).items():
+        for window in _windows(f"{path}!chunk-{number}-trace.csv", trace):
+            index = bisect_right(starts, window.start_s) - 1
             prompt, answer = lengths[index] if index >= 0 else ({}, {})
-            if not prompt or not answer:
-                continue
-            requests += count
-            for tokens, share in prompt.items():
-                inputs[tokens] += count * share
-            for tokens, share in answer.items():
-                outputs[tokens] += count * share
-    prompts = {tokens: weight for tokens, weight in inputs.items() if tokens > 0 and weight > 0}
-    if not prompts or requests <= 0:
+            if window.requests > 0 and prompt and answer:
+                used.append((window, prompt, answer))
+    requests = sum(window.requests for window, _, _ in used)
+    if requests <= 0:
         raise WorkloadError(f"{path}: has no client with requests and lengths")
-    found = Empirical(prompts.keys(), prompts.values())
-    mean = sum(tokens * weight for tokens, weight in outputs.items()) / sum(outputs.values())
-    return Trace(lengths=found, uncached=found, output_tokens=mean)
+    every = max(requests / MOST_DRAWN, 1.0)
+    rng = np.random.default_rng(0)
+    parts = [
+        (window.drawn_s(rng, count), _drawn(rng, prompt, count), _drawn(rng, answer, count))
+        for window, prompt, answer in used
+        if (count := int(window.requests / every + rng.random()))
+    ]
+    if not parts:
+        raise WorkloadError(f"{path}: has no client with requests and lengths")
+    arrival_s, prompts, answers = (np.concatenate(each) for each in zip(*parts, strict=True))
+    drawn = f"one in {every:,.3g} of {requests:,.0f} requests is drawn" if every > 1 else "requests are drawn"
+    return arrival_s, prompts, answers, f"ServeGen's: times in s; {drawn}; no two prompts begin alike"
+
+
+def _drawn(rng: "np.random.Generator", histogram: Histogram, count: int) -> Int32Array:
+    """So many lengths: each as often as its probability says, but for chance of one."""
+    tokens = np.array(list(histogram), dtype=np.int32)
+    cumulative = np.cumsum(np.array(list(histogram.values())))
+    even = (rng.permutation(count) + rng.random()) / count
+    picked: Int32Array = tokens[np.searchsorted(cumulative[:-1], even, side="right")]
+    return picked
 
 
 def _members(path: Path) -> dict[tuple[int, str], str]:
@@ -100,39 +98,50 @@ def _members(path: Path) -> dict[tuple[int, str], str]:
     return found
 
 
-def _windows(where: str, text: str) -> list[tuple[float, float, float]]:
-    """(start, end, requests per second); the last window is as long as the one before it."""
-    starts: list[float] = []
-    rates: list[float] = []
+@dataclass(frozen=True, slots=True)
+class _Window:
+    start_s: float
+    lasts_s: float
+    requests: float
+    cv: float
+    """Of the gaps: their standard deviation over their mean."""
+
+    def drawn_s(self, rng: "np.random.Generator", count: int) -> FloatArray:
+        """So many arrivals in the window."""
+        shape = 1 / max(self.cv, _LEAST_CV) ** 2
+        gaps = np.cumsum(rng.standard_gamma(shape, count + 1))
+        times: FloatArray = self.start_s + self.lasts_s * gaps[:-1] / max(gaps[-1], 1e-300)
+        return times
+
+
+def _windows(where: str, text: str) -> list[_Window]:
+    """The last window is as long as the one before it."""
+    rows: list[tuple[float, float, float]] = []
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
             continue
         cells = line.split(",")
         try:
             start, rate = float(cells[0]), float(cells[1])
+            cv = float(cells[2]) if rate > 0 and len(cells) > 2 else 1.0
         except (ValueError, IndexError):
             raise bad_line(
-                where, number, "must begin with a window's start in s and its requests/s"
+                where, number, "must begin with a window's start in s, its requests/s and their CV"
             ) from None
-        if not (math.isfinite(start) and math.isfinite(rate) and rate >= 0):
-            raise bad_line(where, number, "the window's start and rate must be finite, the rate 0 or more")
-        if starts and start <= starts[-1]:
-            raise bad_line(where, number, f"window {start:g} must start after the one before, {starts[-1]:g}")
-        starts.append(start)
-        rates.append(rate)
-    if not starts:
-        return []
+        if not (math.isfinite(start) and math.isfinite(rate) and rate >= 0 and 0 <= cv < math.inf):
+            raise bad_line(where, number, "the window's start, rate and CV must be finite, both 0 or more")
+        if rows and start <= rows[-1][0]:
+            raise bad_line(
+                where, number, f"window {start:g} must start after the one before, {rows[-1][0]:g}"
+            )
+        rows.append((start, rate, cv))
+    starts = [start for start, _, _ in rows]
     last = starts[-1] - starts[-2] if len(starts) > 1 else 1.0
-    return list(zip(starts, [*starts[1:], starts[-1] + last], rates, strict=True))
-
-
-def _requests_by_window(windows: list[tuple[float, float, float]], starts: list[float]) -> dict[int, float]:
-    """Requests by index of the dataset's window that their time is in, -1 before the first."""
-    counts: dict[int, float] = defaultdict(float)
-    for start_s, end_s, rate in windows:
-        if rate > 0:
-            counts[bisect_right(starts, start_s) - 1] += rate * (end_s - start_s)
-    return counts
+    ends = [*starts[1:], starts[-1] + last] if starts else []
+    return [
+        _Window(start, end - start, rate * (end - start), cv)
+        for (start, rate, cv), end in zip(rows, ends, strict=True)
+    ]
 
 
 def _lengths(where: str, text: str) -> tuple[list[float], list[tuple[Histogram, Histogram]]]:
@@ -172,15 +181,3 @@ def _histogram(where: str, start: str, window: Mapping[str, object], field: str)
         found[int(key)] = found.get(int(key), 0.0) + share
     total = sum(found.values())
     return {tokens: share / total for tokens, share in found.items()} if total > 0 else {}
-
-
-def read_trace(path: Path, form: TraceFormat | None = None, columns: CsvColumns | None = None) -> Trace:
-    """The lengths of the trace in a file. Arguments and errors as those of `read_requests`."""
-    if columns is None and (form or guess_format(path)) == "servegen":
-        return read_servegen(path)
-    trace = read_requests(path, form, columns)
-    return Trace(
-        lengths=Empirical(each.input_tokens for each in trace.requests),
-        uncached=Empirical(trace.uncached_tokens()),
-        output_tokens=sum(each.output_tokens for each in trace.requests) / len(trace.requests),
-    )
