@@ -19,7 +19,7 @@ def dense_s(tokens: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def usual(uncached: list[float], reused: list[float]) -> UsualPrefill:
-    return UsualPrefill.of_prompts(dense_s, np.array(uncached), np.array(reused), RANGE)
+    return UsualPrefill.of_prompts(dense_s, np.array(uncached), np.array(reused), RANGE[0])
 
 
 def test_turns_of_long_conversations_take_what_they_attend_to() -> None:
