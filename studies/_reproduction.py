@@ -263,9 +263,10 @@ def _compare(
     says: Relation = "equal",
 ) -> ReproducedNumber:
     assert ours is not None, key
-    kinds = {kind: text for kind in get_args(Kind)[1:] if (text := _told(paper[kind], key)) is not None}
+    given: tuple[Kind, ...] = get_args(Kind)[1:]
+    kinds = {each: text for each in given if (text := _told(paper[each], key)) is not None}
     # A number may be one thing within a table that is another: the longest key counts.
-    kind = max(kinds, key=lambda each: _depth(paper[each], key), default="check")
+    kind: Kind = max(kinds, key=lambda each: _depth(paper[each], key), default="check")
     return ReproducedNumber(
         key,
         label,
@@ -405,7 +406,7 @@ def _claims(paper: Mapping[str, Any], plan: "Plan") -> ReproducedTable:
     assert point.ttft_mean_s is not None and point.ttft_p90_s is not None
     threshold = float(paper["table6"]["optimum"]["threshold_tokens"])
     lengths = problem_of(load_planned(example_path("paper.yaml"))).workload.lengths
-    (share,), (tokens,) = lengths.above(np.array([threshold]))
+    share, tokens = (float(each[0]) for each in lengths.above(np.array([threshold])))
     long_s = float(load_profile(f"{_HYBRID_1T}-h200").prefill_s(tokens / share))
     single = {
         "mean_tokens": ("mean length (tokens)", lengths.mean()),

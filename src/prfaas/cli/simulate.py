@@ -58,6 +58,9 @@ def simulate(
         ),
     ] = False,
     seed: Annotated[int, _arrival_option(min=0, help="Another seed, other traffic.")] = 0,
+    seeds: Annotated[
+        int, _arrival_option(min=1, help="So many seeds from this one on, with 95 % intervals.")
+    ] = 1,
     policy: Annotated[
         str | None,
         _world_option(
@@ -185,6 +188,7 @@ def simulate(
         for name, params in asked.items()
     ]
     results = _simulated(scenarios, traffic, seed, *length)
+    others = [_simulated(scenarios, traffic, seed + more, *length) for more in range(1, seeds)]
     shown = SimulationReport(
         deployment=planned,
         results=results,
@@ -204,6 +208,7 @@ def simulate(
         changes=changes,
         changes_text=set_fields or (),
         params={name: params for name, params in asked.items() if params},
+        repeats={name: [each[name].summary() for each in others] for name in results} if others else {},
         command=shlex.join(["prfaas", *sys.argv[1:]]),
     )
     _show(shown, folder, rows, as_json=as_json)

@@ -81,6 +81,6 @@ def beyond(lengths: "LengthDistribution", range_tokens: tuple[float, float]) -> 
         return []
     return [
         f"{shorter:.2%} of the prompts are shorter and {longer:.2%} longer than the {low:,.0f} to {high:,.0f} tokens "
-        "that profiles cover: the shorter ones take as long as the shortest of these, and above them times grow on as they "
-        "did over the last octave."
+        "that profiles cover: the shorter ones take as long as the shortest of these, and above them times grow on as "
+        "they did over the last octave."
     ]

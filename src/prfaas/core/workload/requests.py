@@ -72,7 +72,7 @@ class OwnColumn:
     words: Sequence[str]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class RequestTrace:
     """Recorded requests, in the order of arrival. Arrays have one entry per request: 16 bytes in all, without blocks.
 
@@ -114,6 +114,9 @@ class RequestTrace:
             block_tokens=sizes.pop(),
             units=units,
         )
+
+    def __repr__(self) -> str:
+        return f"RequestTrace({self.name}: {len(self):,} requests in {self.span_s:,.0f} s; {self.units})"
 
     def __len__(self) -> int:
         return len(self.arrival_s)
@@ -256,7 +259,11 @@ def _read(path: Path, columns: TraceColumns) -> RequestTrace:
             words = ("" if cell is None else str(cell) for cell in answered.cells[name])
             codes.extend([known.setdefault(word, len(known)) for word in words])
     _check_sizes(str(path), sizes)
-    alike = f"{columns.blocks} of {max(sizes, default=0)}-token blocks" if has_blocks else "no two prompts begin alike"
+    alike = (
+        f"{columns.blocks} of {max(sizes, default=0)}-token blocks"
+        if has_blocks
+        else "no two prompts begin alike"
+    )
     notes = [columns.units, alike]
     notes += [f"{failed:,} requests that failed are left out"] if failed else []
     return _in_order(

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from prfaas.core.arrays import np
 from prfaas.core.deployment import PlannedDeployment
 from prfaas.core.scheduling.parameters import Setting, shown
 from prfaas.core.units import format_bits_per_s, format_bytes, format_s
@@ -55,6 +56,8 @@ class SimulationReport:
     """The same as they were asked for: FIELD=VALUE."""
     params: Mapping[str, Mapping[str, Setting]] = field(default_factory=dict)
     """Parameters that are not the defaults', by policy."""
+    repeats: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
+    """`Result.summary` of further seeds, by policy: each policy meets the same requests under a seed."""
     command: str = ""
     """The command line that gives this report again."""
 
@@ -124,7 +127,20 @@ class SimulationReport:
             "changes": self.changes or {},
             "params": {policy: dict(params) for policy, params in self.params.items()},
             "policies": self.summaries,
+            "seeds": self.over_seeds(),
         }
+
+    def over_seeds(self) -> dict[str, dict[str, tuple[float, float]]]:
+        """By policy and number of the summary: its mean over the seeds, and half of the 95 % interval (Student's t).
+
+        Numbers that a seed lacks are left out. Empty with one seed.
+        """
+        found = {}
+        for policy, others in self.repeats.items():
+            summaries = [self.summaries[policy], *others]
+            values = {key: [_number(each.get(key)) for each in summaries] for _, key, _, _ in _ROWS}
+            found[policy] = {key: _seed_mean(row) for key, row in values.items() if None not in row}
+        return found
 
 
 def _clusters(deployment: PlannedDeployment) -> Iterator[str]:
@@ -186,6 +202,30 @@ def headline(report: SimulationReport) -> list[list[str]]:
         if is_known or key in _UNKNOWN:
             rows.append(cells)
     return rows
+
+
+def _seed_mean(values: Sequence[float | None]) -> tuple[float, float]:
+    from scipy.special import stdtrit
+
+    known = np.array(values, dtype=np.float64)
+    half = float(stdtrit(len(known) - 1, 0.975)) * known.std(ddof=1) / math.sqrt(len(known))
+    return float(known.mean()), float(half)
+
+
+def seed_rows(report: SimulationReport) -> list[list[str]]:
+    """The main table's numbers over all seeds; with a difference by pairs, seed by seed, behind the first policy's."""
+    found, rows = report.over_seeds(), []
+    for label, key, format_value, _ in _ROWS:
+        pairs = [each.get(key) for each in found.values()]
+        if any(pairs) and (key not in _ONLY_IF_ANY or any(pair and pair[0] for pair in pairs)):
+            cells = [f"{format_value(pair[0])} ± {format_value(pair[1])}" if pair else NONE for pair in pairs]
+            rows.append([label, *cells] if key != "stable" else [label, *_stable_seeds(report)])
+    return rows
+
+
+def _stable_seeds(report: SimulationReport) -> list[str]:
+    verdicts = [[report.summaries[name], *others] for name, others in report.repeats.items()]
+    return [f"{sum(bool(each['stable']) for each in seeds)} of {len(seeds)} seeds" for seeds in verdicts]
 
 
 def _number(value: Any) -> float | None:
@@ -261,6 +301,10 @@ def print_simulation(console: "Console", report: SimulationReport) -> None:
     console.print()
     names = list(report.results)
     console.print(_table("", names, headline(report), bold=("TTFT mean", "TTFT P90")))
+    if report.repeats:
+        seeds = 1 + len(next(iter(report.repeats.values())))
+        console.print()
+        console.print(_table(f"{seeds} seeds, mean ± half of 95 %", names, seed_rows(report)))
     console.print()
     console.print(_table("decisions by reason", names, decision_rows(report)))
     console.print()
