@@ -13,7 +13,6 @@ from prfaas.core.planner import PlanProblem, best_operation
 from prfaas.core.planner.two_clusters import rate_at
 from prfaas.core.units import BITS_PER_BYTE
 from prfaas.core.workload import RequestTrace, TracedRequest
-from prfaas.core.workload.requests import blocks_begun
 from prfaas.lab.simulator.capacity import Fluctuating, Piece
 
 LEAST_SHARE = 0.5
@@ -175,7 +174,7 @@ class TraceSlice:
         next_id = first_block
         for place in chosen.tolist():
             tokens = int(self.input_tokens[place])
-            blocks = tuple(range(next_id, next_id + blocks_begun(tokens, block_tokens)))
+            blocks = tuple(range(next_id, next_id + -(-tokens // block_tokens)))
             next_id += len(blocks)
             found.append(
                 TracedRequest(

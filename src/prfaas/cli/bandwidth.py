@@ -11,6 +11,7 @@ from prfaas.cli.option_groups import with_groups
 from prfaas.cli.trace_options import TraceAsked, beyond
 
 if TYPE_CHECKING:
+    from prfaas.core.latency import LatencyProfile
     from prfaas.core.workload import LengthDistribution
 
 
@@ -54,11 +55,9 @@ def bandwidth(
 
     kv_model, _ = named_model(model, cache_dtypes(kv_dtype))
     if profile is None and f"{model}-h200" not in profile_names():
-        raise CliError(
-            f'--profile: none comes with prfaas for "{model}"; `prfaas profile URL` measures one, and there are '
-            f"{', '.join(profile_names())}"
-        )
-    speed = load_profile(profile or f"{model}-h200")
+        speed = _estimated(model)
+    else:
+        speed = load_profile(profile or f"{model}-h200")
     lengths = _lengths(length, lognormal, asked_trace)
     if asked_trace.trace is None:
         speed.require_range(lengths.low, lengths.high)
@@ -89,6 +88,28 @@ def bandwidth(
         typer.echo(f"If all had the mean length it would be {at_mean} (the paper's approximation).")
     if speed.model != kv_model.name:
         typer.echo(f"Mind that {speed.name} was measured with {speed.model}.", err=True)
+
+
+def _estimated(model: str) -> "LatencyProfile":
+    """8 H200 by the roofline, where no profile comes with prfaas."""
+    from pathlib import Path
+
+    from prfaas.core.latency import ProfileError, profile_names
+    from prfaas.tools.profiling.estimate import EstimatePlan, estimate
+
+    try:
+        speed = estimate(EstimatePlan(Path(model), "h200", 8, batches=(), estimator="roofline")).profile
+    except ProfileError as error:
+        raise CliError(
+            f'--profile: none comes with prfaas for "{model}" but {", ".join(profile_names())}; `prfaas profile URL` '
+            f"measures one, and it can't be estimated: {error}"
+        ) from None
+    low, high = speed.evidence.band or (1.0, 1.0)
+    typer.echo(
+        f"No profile comes with prfaas: estimated; measured times are {low:g} to {high:g} times these.",
+        err=True,
+    )
+    return speed
 
 
 def _lengths(length: float | None, lognormal: str | None, asked: TraceAsked) -> "LengthDistribution":

@@ -72,6 +72,7 @@ def plan(
 def _plan(path: Path, plot: Path | None, asked: PoolsAsked, asked_trace: TraceAsked, as_json: bool) -> None:
     from prfaas.core.deployment import load_planned
     from prfaas.core.planner import make_plan, problem_of, problem_of_trace, range_tokens
+    from prfaas.lab.report.plan_bands import doubts
     from prfaas.lab.report.plan_pools import PoolPlan, print_pools
 
     deployment = load_planned(path)
@@ -84,6 +85,9 @@ def _plan(path: Path, plot: Path | None, asked: PoolsAsked, asked_trace: TraceAs
         typer.echo(f"Planned for the {len(trace):,} requests of the trace. Units: {trace.units}.", err=True)
     for note in beyond(problem.workload.lengths, covered):
         typer.echo(note, err=True)
+    if trace is None:
+        for note in doubts(deployment):
+            typer.echo(note, err=True)
     result = make_plan(problem)
     written: list[Path] = []
     if plot is not None:

@@ -8,7 +8,7 @@ from prfaas.cli.common import CliError
 from prfaas.cli.option_groups import options_of_panel
 
 if TYPE_CHECKING:
-    from prfaas.core.workload import LengthDistribution, RequestTrace, TraceColumns, TraceFormat
+    from prfaas.core.workload import LengthDistribution, RequestTrace
 
 _option = options_of_panel("Recorded traffic")
 
@@ -41,33 +41,22 @@ class TraceAsked:
         ),
     ] = None
 
-    def form(self) -> "tuple[TraceFormat | None, TraceColumns | None]":
-        """The format and the columns that are named; None where they are not.
+    def read(self) -> "RequestTrace | None":
+        """The trace, if one is given.
 
         Raises:
-            CliError: there is no trace, no such format, or columns in another form.
+            CliError: a format or columns, but no trace.
+            WorkloadError: it can't be read, there is no such format, or columns have another form.
         """
-        from prfaas.core.workload import WorkloadError
+        from prfaas.core.workload.requests import read_requests
         from prfaas.core.workload.trace_columns import TraceColumns, format_named
 
-        if self.trace is None and (self.format or self.columns):
-            option = "--format" if self.format else "--columns"
-            raise CliError(f"{option} is of a --trace; there is none")
-        try:
-            form = format_named(self.format)
-        except WorkloadError as error:
-            raise CliError(f"--format: {error}") from None
-        try:
-            return form, None if self.columns is None else TraceColumns.parse(self.columns)
-        except WorkloadError as error:
-            raise CliError(f"--columns: {error}") from None
-
-    def read(self) -> "RequestTrace | None":
-        """The trace, if one is given. Raises CliError, WorkloadError."""
-        from prfaas.core.workload import read_requests
-
-        form, columns = self.form()
-        return None if self.trace is None else read_requests(self.trace, form, columns)
+        if self.trace is None:
+            if self.format or self.columns:
+                raise CliError("--format and --columns are of a --trace; there is none")
+            return None
+        columns = None if self.columns is None else TraceColumns.parse(self.columns)
+        return read_requests(self.trace, format_named(self.format), columns)
 
 
 def beyond(lengths: "LengthDistribution", range_tokens: tuple[float, float]) -> list[str]:

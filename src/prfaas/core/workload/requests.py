@@ -4,10 +4,10 @@ import gzip
 import json
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from prfaas.core.arrays import FloatArray, Int32Array, IntArray, np
 from prfaas.core.workload.empirical import Empirical
@@ -40,16 +40,6 @@ class TracedRequest:
     their ids agree from the first one on."""
     block_tokens: int
     """Tokens of a whole block."""
-
-    def to_json(self) -> dict[str, Any]:
-        """One line of our own format."""
-        return {
-            "arrival_s": self.arrival_s,
-            "input_tokens": self.input_tokens,
-            "output_tokens": self.output_tokens,
-            "block_tokens": self.block_tokens,
-            "block_ids": list(self.block_ids),
-        }
 
 
 def starts_of(counts: "IntArray | Int32Array") -> IntArray:
@@ -188,11 +178,6 @@ class RequestTrace:
 def _empirical(tokens: "Int32Array | IntArray") -> Empirical:
     lengths, counts = np.unique(tokens, return_counts=True)
     return Empirical.counted(lengths.astype(np.float64), counts.astype(np.float64))
-
-
-def blocks_begun(input_tokens: int, block_tokens: int) -> int:
-    """Blocks of a prompt, the last one perhaps cut short."""
-    return -(-input_tokens // block_tokens)
 
 
 def read_requests(
@@ -365,12 +350,11 @@ def write_requests(path: Path, requests: Iterable[TracedRequest]) -> int:
     """Our own format, packed if the name ends in .gz; returns how many there were."""
     written = 0
     # The same requests give the same bytes: no name and no time in the packed file.
-    with path.open("wb") as raw, _packed(path, raw) as file:
+    with (
+        path.open("wb") as raw,
+        gzip.GzipFile("", "wb", 9, raw, mtime=0) if path.suffix == ".gz" else raw as file,
+    ):
         for request in requests:
-            file.write(json.dumps(request.to_json(), separators=(",", ":")).encode() + b"\n")
+            file.write(json.dumps(asdict(request), separators=(",", ":")).encode() + b"\n")
             written += 1
     return written
-
-
-def _packed(path: Path, raw: IO[bytes]) -> IO[bytes] | gzip.GzipFile:
-    return gzip.GzipFile("", "wb", 9, raw, mtime=0) if path.suffix == ".gz" else raw

@@ -1,13 +1,13 @@
 """ServeGen's published workloads: archives of rates and length distributions per client and window of time."""
 
-import json
 import math
 import re
 import tarfile
 from bisect import bisect_right
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from prfaas.core.arrays import FloatArray, Int32Array, np
 from prfaas.core.workload.lengths import WorkloadError
@@ -144,40 +144,36 @@ def _windows(where: str, text: str) -> list[_Window]:
     ]
 
 
+class _Lengths(msgspec.Struct):
+    """What a dataset says of a window."""
+
+    input_tokens: str
+    output_tokens: str
+
+
 def _lengths(where: str, text: str) -> tuple[list[float], list[tuple[Histogram, Histogram]]]:
     """Window starts, ascending, and the distributions of prompts and answers from there on."""
     try:
-        windows = json.loads(text)
-    except (ValueError, RecursionError):
-        raise WorkloadError(f"{where}: is not JSON") from None
-    if not isinstance(windows, dict):
-        raise WorkloadError(f"{where}: must be a JSON object by window start")
-    rows = []
-    for start, window in windows.items():
-        if not re.fullmatch(r"\d{1,12}", start) or not isinstance(window, dict):
-            raise WorkloadError(f'{where}: "{start[:40]}" must be a window\'s start in s with an object')
-        prompts, answers = (
-            _histogram(where, start, window, f"{side}_tokens") for side in ("input", "output")
-        )
-        rows.append((float(start), (prompts, answers)))
-    rows.sort(key=lambda row: row[0])
-    return [start for start, _ in rows], [pair for _, pair in rows]
+        windows = msgspec.json.decode(text, type=dict[int, _Lengths])
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise WorkloadError(f"{where}: is not what ServeGen writes ({error})") from None
+    starts = sorted(windows)
+    pairs = [
+        (_histogram(where, start, each.input_tokens), _histogram(where, start, each.output_tokens))
+        for start, each in sorted(windows.items())
+    ]
+    return [float(start) for start in starts], pairs
 
 
-def _histogram(where: str, start: str, window: Mapping[str, object], field: str) -> Histogram:
-    text = window.get(field)
-    problem = f'{where}: window {start}: {field} must be a text like "{{12: 0.5, 40: 0.5}}"'
-    if not isinstance(text, str) or not (text.startswith("{") and text.endswith("}")):
-        raise WorkloadError(problem)
+def _histogram(where: str, start: int, text: str) -> Histogram:
     try:
-        # JSON but for the keys, which are bare numbers; twice the same one would be lost, so pairs are kept.
-        pairs = json.loads(_KEY.sub(r'"\1":', text), object_pairs_hook=list)
-    except (ValueError, RecursionError):
-        raise WorkloadError(problem) from None
-    found: Histogram = {}
-    for key, share in pairs:
-        if not (key.isdecimal() and isinstance(share, int | float) and math.isfinite(share) and share >= 0):
-            raise WorkloadError(f'{problem}; not "{key[:20]}: {share!r:.20}"')
-        found[int(key)] = found.get(int(key), 0.0) + share
+        # JSON but for the keys, which are bare numbers.
+        found = msgspec.json.decode(_KEY.sub(r'"\1":', text), type=dict[int, float])
+    except (msgspec.MsgspecError, RecursionError):
+        found = {0: -1.0}
+    if min(found.values(), default=0.0) < 0 or min(found, default=0) < 0:
+        raise WorkloadError(
+            f'{where}: window {start}: must have texts like "{{12: 0.5, 40: 0.5}}", not {text:.40}'
+        )
     total = sum(found.values())
     return {tokens: share / total for tokens, share in found.items()} if total > 0 else {}

@@ -3,8 +3,11 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
+
+import msgspec
 
 from prfaas.core.workload.lengths import WorkloadError
 from prfaas.core.workload.trace import Batch, bad_line, csv_batches, json_batches
@@ -37,6 +40,8 @@ class TraceColumns:
     """Of a block, or the column that has them."""
     title: str = "as named"
     """Whose format it is."""
+    source: str = ""
+    """Where the format is published."""
     only_answered: bool = False
     """Requests without an answer failed, and are left out."""
 
@@ -108,52 +113,16 @@ class TraceColumns:
         yield from rows
 
 
-FORMATS: Mapping[TraceFormat, TraceColumns] = {
-    # github.com/kvcache-ai/Mooncake, FAST25-release.
-    "mooncake": TraceColumns(
-        "timestamp", "input_length", "output_length", 1e-3, "hash_ids", title="Mooncake's"
-    ),
-    # github.com/alibaba-edu/qwen-bailian-usagetraces-anon: the README has the fields and the 16 tokens.
-    "qwen": TraceColumns(
-        "timestamp", "input_length", "output_length", 1.0, "hash_ids", 16, title="Qwen-Bailian's"
-    ),
-    # github.com/Azure/AzurePublicDataset: LLM inference traces of 2023 and 2024.
-    "azure": TraceColumns("TIMESTAMP", "ContextTokens", "GeneratedTokens", title="Azure's"),
-    # github.com/HPMLL/BurstGPT, releases 1 and 2 (Wang et al., arXiv 2401.17644): seconds from the first midnight.
-    "burstgpt": TraceColumns(
-        "Timestamp", "Request tokens", "Response tokens", title="BurstGPT's", only_answered=True
-    ),
-    # `vllm bench serve --save-result --save-detailed`: one object, a list per column.
-    "vllm": TraceColumns(
-        "start_times", "input_lens", "output_lens", title="vLLM's benchmark", only_answered=True
-    ),
-    # AIPerf's profile_export.jsonl: a record per request, docs/tutorials/working-with-profile-exports.md there.
-    "aiperf": TraceColumns(
-        "metadata.request_start_ns",
-        "metrics.input_sequence_length.value",
-        "metrics.output_sequence_length.value",
-        1e-9,
-        title="AIPerf's",
-        only_answered=True,
-    ),
-    "jsonl": TraceColumns(
-        "arrival_s",
-        "input_tokens",
-        "output_tokens",
-        blocks="block_ids",
-        block_tokens="block_tokens",
-        title="our own",
-    ),
-}
+FORMATS: Mapping[str, TraceColumns] = msgspec.json.decode(
+    (resources.files(__package__) / "data" / "formats.json").read_bytes(), type=dict[str, TraceColumns]
+)
+"""Published formats by their names in `TraceFormat`, but for ServeGen's; the file names their sources."""
 
 
 def format_named(name: str | None) -> TraceFormat | None:
     """The format of this name. Raises WorkloadError if there is none."""
-    for each in get_args(TraceFormat):
-        if each == name:
-            return each  # type: ignore[no-any-return]
-    if name is None:
-        return None
+    if name is None or name in get_args(TraceFormat):
+        return cast("TraceFormat | None", name)
     raise WorkloadError(f'a trace has one of the formats {", ".join(get_args(TraceFormat))}, not "{name}"')
 
 
@@ -183,7 +152,7 @@ def guess_format(path: Path) -> TraceFormat:
         return "qwen" if {"chat_id", "turn"} & has else "mooncake"
     for form, columns in FORMATS.items():
         if set(columns.needed) <= has:
-            return form
+            return cast("TraceFormat", form)
     known = "; ".join(f"{columns.title} ({', '.join(columns.needed)})" for columns in FORMATS.values())
     raise bad_line(
         str(path),

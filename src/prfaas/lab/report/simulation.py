@@ -3,9 +3,11 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
-from prfaas.core.arrays import np
+from scipy.special import stdtrit
+
 from prfaas.core.deployment import PlannedDeployment
 from prfaas.core.scheduling.parameters import Setting, shown
 from prfaas.core.units import format_bits_per_s, format_bytes, format_s
@@ -135,11 +137,14 @@ class SimulationReport:
 
         Numbers that a seed lacks are left out. Empty with one seed.
         """
-        found = {}
+        found: dict[str, dict[str, tuple[float, float]]] = {}
         for policy, others in self.repeats.items():
-            summaries = [self.summaries[policy], *others]
-            values = {key: [_number(each.get(key)) for each in summaries] for _, key, _, _ in _ROWS}
-            found[policy] = {key: _seed_mean(row) for key, row in values.items() if None not in row}
+            for _, key, _, _ in _ROWS:
+                values = [_number(each.get(key)) for each in (self.summaries[policy], *others)]
+                known = [value for value in values if value is not None]
+                if len(known) == len(values):
+                    half = float(stdtrit(len(known) - 1, 0.975)) * stdev(known) / math.sqrt(len(known))
+                    found.setdefault(policy, {})[key] = fmean(known), half
         return found
 
 
@@ -204,28 +209,14 @@ def headline(report: SimulationReport) -> list[list[str]]:
     return rows
 
 
-def _seed_mean(values: Sequence[float | None]) -> tuple[float, float]:
-    from scipy.special import stdtrit
-
-    known = np.array(values, dtype=np.float64)
-    half = float(stdtrit(len(known) - 1, 0.975)) * known.std(ddof=1) / math.sqrt(len(known))
-    return float(known.mean()), float(half)
-
-
 def seed_rows(report: SimulationReport) -> list[list[str]]:
-    """The main table's numbers over all seeds; with a difference by pairs, seed by seed, behind the first policy's."""
-    found, rows = report.over_seeds(), []
-    for label, key, format_value, _ in _ROWS:
-        pairs = [each.get(key) for each in found.values()]
-        if any(pairs) and (key not in _ONLY_IF_ANY or any(pair and pair[0] for pair in pairs)):
-            cells = [f"{format_value(pair[0])} ± {format_value(pair[1])}" if pair else NONE for pair in pairs]
-            rows.append([label, *cells] if key != "stable" else [label, *_stable_seeds(report)])
-    return rows
-
-
-def _stable_seeds(report: SimulationReport) -> list[str]:
-    verdicts = [[report.summaries[name], *others] for name, others in report.repeats.items()]
-    return [f"{sum(bool(each['stable']) for each in seeds)} of {len(seeds)} seeds" for seeds in verdicts]
+    """The numbers of the main table that say how a policy fares, over all seeds."""
+    found = report.over_seeds().values()
+    return [
+        [label, *(f"{shown_as(each[key][0])} ± {shown_as(each[key][1])}" for each in found)]
+        for label, key, shown_as, is_compared in _ROWS
+        if (is_compared or key.endswith("_rps")) and all(key in each for each in found)
+    ]
 
 
 def _number(value: Any) -> float | None:
