@@ -14,8 +14,8 @@ _STEPS = (0.0, 0.5, 1.0)
 def doubts(deployment: PlannedDeployment) -> list[str]:
     """Sentences on the clusters' times; none where nothing is estimated.
 
-    Every estimated hardware takes the fastest, the middle and the slowest time of its error bar, each with each of the
-    others'.
+    Prefills of every estimated hardware take the fastest, the middle and the slowest time of its error bar, each with
+    each of the others'.
     """
     bands = {each.hardware: band for each in deployment.clusters if (band := each.profile.evidence.band)}
     if not bands:
@@ -31,7 +31,7 @@ def doubts(deployment: PlannedDeployment) -> list[str]:
         steps: make_plan(problem_of(_slowed(deployment, bands, steps))).is_worth_it
         for steps in product(_STEPS, repeat=len(bands))
     }
-    text = f"Over the error bars it is worth it in {sum(worth.values())} of {len(worth)} cases"
+    text = f"Over the error bars of prefills it is worth it in {sum(worth.values())} of {len(worth)} cases"
     if 0 < sum(worth.values()) < len(worth):
         swings = [
             abs(
@@ -60,7 +60,12 @@ def _slowed(
         for (hardware, (low, high)), step in zip(bands.items(), steps, strict=True)
     }
     slower = (
-        replace(each, profile=each.profile.sped_up(1 / factors.get(each.hardware, 1.0)))
+        replace(
+            each,
+            profile=replace(each.profile, prefill=each.profile.prefill.divided(1 / factors[each.hardware])),
+        )
+        if each.hardware in factors
+        else each
         for each in deployment.clusters
     )
     return replace(deployment, clusters=tuple(slower))
