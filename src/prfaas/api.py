@@ -278,9 +278,8 @@ def simulate(
             `arrival_ms`: milliseconds), `input` and `output` (tokens) are called.
         trace_format: of the trace, as `prfaas simulate --format`; None: as the file tells.
         cache_bytes: memory of every instance for its prefix cache; None: 64 GiB with a trace, none without.
-        outages: links that carry nothing for a time: the link ("east->home"), the second when that begins, and for
-            how many seconds.
-        failures: instances that are gone for a time, likewise: ("home-0", 600, 60).
+        outages: links that carry nothing: ("east->home", 600, 60) from second 600 on for 60 s.
+        failures: instances that are gone, likewise: ("home-0", 600, 60).
 
     Returns:
         One entry per request, as numpy arrays in the order of arrival; `Result.summary()` has the numbers, and
@@ -300,26 +299,18 @@ def simulate(
     """
     import numpy as np
 
-    from prfaas.lab.simulator import CacheOptions, scenario_of
     from prfaas.lab.simulator import simulate as run
-    from prfaas.lab.simulator.recording import CACHE_BYTES, traffic_for
-    from prfaas.lab.simulator.scenario import Failure
+    from prfaas.lab.simulator.recording import caches_for, traffic_for
+    from prfaas.lab.simulator.scenario import Failure, as_deployed
 
     planned = _planned(deployment)
     traffic = traffic_for(planned, load, requests_per_s, trace, columns, trace_format)
-    if cache_bytes is None:
-        cache_bytes = 0 if trace is None else CACHE_BYTES
-    threshold = planned.routing.threshold_tokens
-    name = planned.routing.policy if policy is None else policy
-    scenario = scenario_of(
+    scenario = as_deployed(
         planned,
-        policy=name,
-        params=planned.routing.params_of(name) if params is None else params,
-        threshold_tokens=None if threshold is None else float(threshold),
-        control=planned.control,
-        allocation=planned.control.allocation,
-        caches=CacheOptions.of_memory(planned.kv_model, cache_bytes) if cache_bytes else None,
-        failures=[Failure(*each) for each in (*outages, *failures)],
+        policy,
+        params,
+        caches=caches_for(planned, cache_bytes, has_trace=trace is not None),
+        failures=[Failure(what, at_s, lasts_s) for what, at_s, lasts_s in (*outages, *failures)],
     )
     return run(scenario, traffic.chunks(np.random.default_rng(seed)), seed=seed, requests=requests)
 

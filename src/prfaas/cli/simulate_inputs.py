@@ -255,21 +255,11 @@ def scenario_for(
         DeploymentError: the same, where the file has the parameter.
     """
     from prfaas.core.scheduling import PolicyError, make_policy
-    from prfaas.lab.simulator import scenario_of
+    from prfaas.lab.simulator.scenario import as_deployed
 
-    threshold = deployment.routing.threshold_tokens
     try:
-        scenario = scenario_of(
-            deployment,
-            policy=policy,
-            params=params,
-            threshold_tokens=None if threshold is None else float(threshold),
-            control=deployment.control,
-            allocation=deployment.control.allocation,
-            caches=caches,
-            pools=pools,
-            links=links,
-            failures=failures,
+        scenario = as_deployed(
+            deployment, policy, params, caches=caches, pools=pools, links=links, failures=failures
         )
         make_policy(policy, scenario.params)
     except PolicyError as error:

@@ -200,7 +200,7 @@ def problem_of_trace(
     if uncached_tokens is not None:
         uncached = np.asarray(uncached_tokens)
         problem = _with_prefixes(problem, uncached, trace.input_tokens - uncached, low_tokens)
-        lengths = Empirical(*(each.astype(np.float64) for each in np.unique(uncached, return_counts=True)))
+        lengths = Empirical(uncached)
     return replace(
         problem,
         prfaas=tuple(replace(cluster, prefix_hit_ratio=None) for cluster in problem.prfaas),

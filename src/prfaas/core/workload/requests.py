@@ -343,7 +343,17 @@ def _in_order(
         own = {key: replace(column, codes=column.codes[order]) for key, column in own.items()}
     if arrival_s[0]:
         arrival_s = arrival_s - arrival_s[0]
-    return RequestTrace(name, arrival_s, inputs, outputs, blocks, block_tokens, units, empty, own)
+    return RequestTrace(
+        name=name,
+        arrival_s=arrival_s,
+        input_tokens=inputs,
+        output_tokens=outputs,
+        block_ids=blocks,
+        block_tokens=block_tokens,
+        units=units,
+        empty=empty,
+        own=own,
+    )
 
 
 def write_requests(path: Path, requests: Iterable[TracedRequest]) -> int:

@@ -11,6 +11,7 @@ from prfaas.core.workload import RequestTrace, TraceColumns, fixed, read_request
 from prfaas.core.workload.arrivals import Poisson
 from prfaas.core.workload.trace_columns import format_named
 from prfaas.core.workload.traffic import IndependentTraffic, ReplayedTraffic, Traffic
+from prfaas.lab.simulator.prefix_caches import CacheOptions
 
 CACHE_BYTES = 64 << 30
 """Of every instance for its prefix cache, where a trace is simulated and nothing else is asked for."""
@@ -46,6 +47,14 @@ class Recording:
             WorkloadError: the trace has no duration and so no rate.
         """
         return ReplayedTraffic.at_rate(self.trace, rate_rps)
+
+
+def caches_for(
+    deployment: PlannedDeployment, num_bytes: int | None, *, has_trace: bool
+) -> CacheOptions | None:
+    """Prefix caches of so much memory on every instance; None: `CACHE_BYTES` with a trace, no caches without."""
+    kept = (CACHE_BYTES if has_trace else 0) if num_bytes is None else num_bytes
+    return CacheOptions.of_memory(deployment.kv_model, kept) if kept else None
 
 
 def traffic_for(
