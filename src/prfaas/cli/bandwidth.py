@@ -91,19 +91,12 @@ def bandwidth(
 
 
 def _estimated(model: str) -> "LatencyProfile":
-    """8 H200 by the roofline, where no profile comes with prfaas."""
+    """8 H200 by the roofline, where no profile comes with prfaas. Raises ProfileError."""
     from pathlib import Path
 
-    from prfaas.core.latency import ProfileError, profile_names
     from prfaas.tools.profiling.estimate import EstimatePlan, estimate
 
-    try:
-        speed = estimate(EstimatePlan(Path(model), "h200", 8, batches=(), estimator="roofline")).profile
-    except ProfileError as error:
-        raise CliError(
-            f'--profile: none comes with prfaas for "{model}" but {", ".join(profile_names())}; `prfaas profile URL` '
-            f"measures one, and it can't be estimated: {error}"
-        ) from None
+    speed = estimate(EstimatePlan(Path(model), "h200", 8, batches=(), estimator="roofline")).profile
     low, high = speed.evidence.band or (1.0, 1.0)
     typer.echo(
         f"No profile comes with prfaas: estimated; measured times are {low:g} to {high:g} times these.",

@@ -48,15 +48,14 @@ class TraceAsked:
             CliError: a format or columns, but no trace.
             WorkloadError: it can't be read, there is no such format, or columns have another form.
         """
-        from prfaas.core.workload.requests import read_requests
-        from prfaas.core.workload.trace_columns import TraceColumns, format_named
+        from prfaas.core.workload import TraceColumns, read_requests
 
         if self.trace is None:
             if self.format or self.columns:
                 raise CliError("--format and --columns are of a --trace; there is none")
             return None
         columns = None if self.columns is None else TraceColumns.parse(self.columns)
-        return read_requests(self.trace, format_named(self.format), columns)
+        return read_requests(self.trace, self.format, columns)
 
 
 def beyond(lengths: "LengthDistribution", range_tokens: tuple[float, float]) -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from prfaas.core.arrays import FloatArray, Int32Array, IntArray, np
 from prfaas.core.workload.empirical import Empirical
@@ -181,7 +181,7 @@ def _empirical(tokens: "Int32Array | IntArray") -> Empirical:
 
 
 def read_requests(
-    path: Path, form: TraceFormat | None = None, columns: TraceColumns | None = None
+    path: Path, form: TraceFormat | str | None = None, columns: TraceColumns | None = None
 ) -> RequestTrace:
     """The requests of a file, from the first arrival on. Where it doesn't say which prompts begin alike, none do.
 
@@ -194,11 +194,14 @@ def read_requests(
         columns: Whatever the file's header; a format can't be given with them.
 
     Raises:
-        WorkloadError: no such file, a malformed line, which is named, or a guessed format that gives more requests per
-            second than there can be.
+        WorkloadError: no such file or format, a malformed line, which is named, or a guessed format that gives more
+            requests per second than there can be.
     """
     if columns is not None and form is not None:
         raise WorkloadError(f"{path}: its columns are named; leave out the format {form}")
+    if form is not None and form not in get_args(TraceFormat):
+        formats = ", ".join(get_args(TraceFormat))
+        raise WorkloadError(f'a trace has one of the formats {formats}, not "{form}"')
     if columns is None:
         used = form or guess_format(path)
         if used == "servegen":

@@ -79,14 +79,9 @@ class TraceColumns:
 
     @property
     def names(self) -> list[str]:
-        """All columns that mean something here."""
+        """All columns that mean something here; a file must have the first three."""
         given = (self.arrival, self.input, self.output, self.blocks, self.block_tokens)
         return [each for each in given if isinstance(each, str)]
-
-    @property
-    def needed(self) -> list[str]:
-        """Those that a file must have."""
-        return [self.arrival, self.input, self.output]
 
     @property
     def units(self) -> str:
@@ -105,7 +100,7 @@ class TraceColumns:
             return
         rows = csv_batches(path)
         header = next(rows)
-        if missing := [column for column in self.needed if column not in header.cells]:
+        if missing := [column for column in self.names[:3] if column not in header.cells]:
             text = f"the header has no {', '.join(missing)}; it has {', '.join(header.cells)}"
             raise header.bad(
                 0, text if len(header.cells) > 1 else f"{text}; cells must be separated by commas"
@@ -117,13 +112,6 @@ FORMATS: Mapping[str, TraceColumns] = msgspec.json.decode(
     (resources.files(__package__) / "data" / "formats.json").read_bytes(), type=dict[str, TraceColumns]
 )
 """Published formats by their names in `TraceFormat`, but for ServeGen's; the file names their sources."""
-
-
-def format_named(name: str | None) -> TraceFormat | None:
-    """The format of this name. Raises WorkloadError if there is none."""
-    if name is None or name in get_args(TraceFormat):
-        return cast("TraceFormat | None", name)
-    raise WorkloadError(f'a trace has one of the formats {", ".join(get_args(TraceFormat))}, not "{name}"')
 
 
 def _is_csv(path: Path) -> bool:
@@ -151,9 +139,9 @@ def guess_format(path: Path) -> TraceFormat:
         # Both have the same fields but for these.
         return "qwen" if {"chat_id", "turn"} & has else "mooncake"
     for form, columns in FORMATS.items():
-        if set(columns.needed) <= has:
+        if set(columns.names[:3]) <= has:
             return cast("TraceFormat", form)
-    known = "; ".join(f"{columns.title} ({', '.join(columns.needed)})" for columns in FORMATS.values())
+    known = "; ".join(f"{columns.title} ({', '.join(columns.names[:3])})" for columns in FORMATS.values())
     raise bad_line(
         str(path),
         found.lines[0],

@@ -9,7 +9,6 @@ from prfaas.core.deployment import PlannedDeployment
 from prfaas.core.planner import PlanProblem, best_operation, problem_of, problem_of_trace, range_tokens
 from prfaas.core.workload import RequestTrace, TraceColumns, fixed, read_requests
 from prfaas.core.workload.arrivals import Poisson
-from prfaas.core.workload.trace_columns import format_named
 from prfaas.core.workload.traffic import IndependentTraffic, ReplayedTraffic, Traffic
 from prfaas.lab.simulator.prefix_caches import CacheOptions
 
@@ -75,11 +74,8 @@ def traffic_for(
         raise ValueError("give a load or requests_per_s, not both")
     problem = problem_of(deployment)
     named = None if columns is None else TraceColumns.of(columns)
-    recording = (
-        None
-        if trace is None
-        else Recording.of(deployment, problem, read_requests(Path(trace), format_named(form), named))
-    )
+    recorded = None if trace is None else read_requests(Path(trace), form, named)
+    recording = None if recorded is None else Recording.of(deployment, problem, recorded)
     rate = requests_per_s
     if rate is None:
         most_rps = best_operation(problem).lambda_max if recording is None else recording.lambda_max_rps

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from prfaas.core.extras import how_to_install
 from prfaas.core.kv import DEFAULT_DTYPES, CacheDtypes, ConfigError, published_models
@@ -24,14 +24,8 @@ CONTEXT_TOKENS = 8192
 """Tokens of a request that decodes, if not said otherwise."""
 
 
-class EngineTimes(Protocol):
-    """Anything that says how long an instance takes."""
-
-    def prefill_s(self, tokens: float) -> float:
-        """Seconds of a prefill of `tokens` tokens."""
-
-    def decode_step_s(self, batch: float, context_tokens: float) -> float:
-        """Seconds of a decode step of `batch` requests with `context_tokens` tokens each."""
+EngineTimes = Roofline | AiconfiguratorTimes
+"""Anything that says how long an instance takes."""
 
 
 @dataclass(frozen=True, slots=True)
