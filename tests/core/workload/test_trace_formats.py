@@ -163,3 +163,12 @@ def test_a_trace_of_single_requests_gives_them_back(tmp_path: Path) -> None:
     assert list(trace) == [requests[1], requests[0]]
     write_requests(tmp_path / "t.jsonl", trace)
     assert list(read_requests(tmp_path / "t.jsonl")) == list(trace)
+
+
+def test_a_request_without_blocks_is_16_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "long.csv"
+    path.write_text("arrival_s,input_tokens,output_tokens\n" + "".join(f"{n},9,9\n" for n in range(20_000)))
+    trace = read_requests(path)
+    columns = (trace.arrival_s, trace.input_tokens, trace.output_tokens)
+    assert sum(each.nbytes for each in columns) == 16 * len(trace) and trace.block_ids is None
+    assert trace.own == {}
