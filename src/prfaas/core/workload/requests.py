@@ -12,7 +12,6 @@ from typing import Any, get_args
 from prfaas.core.arrays import FloatArray, Int32Array, IntArray, np
 from prfaas.core.workload.empirical import Empirical
 from prfaas.core.workload.lengths import WorkloadError
-from prfaas.core.workload.servegen import read_servegen
 from prfaas.core.workload.trace import Batch
 from prfaas.core.workload.trace_columns import (
     BLOCK_TOKENS,
@@ -205,6 +204,9 @@ def read_requests(
     if columns is None:
         used = form or guess_format(path)
         if used == "servegen":
+            # Needs what the base installation lacks.
+            from prfaas.core.workload.servegen import read_servegen
+
             arrival_s, prompts, answers, units = read_servegen(path)
             return _in_order(str(path), arrival_s, prompts, answers, None, units=units)
         trace = _read(path, FORMATS[used])

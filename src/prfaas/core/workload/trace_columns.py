@@ -1,13 +1,12 @@
 """Formats of traces: which columns of a file have arrivals, tokens and blocks, and how a format is recognised."""
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Literal, cast, get_args
-
-import msgspec
 
 from prfaas.core.workload.lengths import WorkloadError
 from prfaas.core.workload.trace import Batch, bad_line, csv_batches, json_batches
@@ -108,9 +107,12 @@ class TraceColumns:
         yield from rows
 
 
-FORMATS: Mapping[str, TraceColumns] = msgspec.json.decode(
-    (resources.files(__package__) / "data" / "formats.json").read_bytes(), type=dict[str, TraceColumns]
-)
+FORMATS: Mapping[str, TraceColumns] = {
+    name: TraceColumns(**columns)
+    for name, columns in json.loads(
+        (resources.files(__package__) / "data" / "formats.json").read_bytes()
+    ).items()
+}
 """Published formats by their names in `TraceFormat`, but for ServeGen's; the file names their sources."""
 
 
