@@ -42,7 +42,7 @@ from burst_report import (
 from prfaas.core.deployment import Deployment, load_deployment
 from prfaas.core.planner import best_operation
 from prfaas.core.units import format_s
-from prfaas.core.workload import RequestTrace, TracedRequest, read_requests, read_trace
+from prfaas.core.workload import RequestTrace, TracedRequest, read_requests
 from prfaas.core.workload.traffic import ReplayedTraffic
 from prfaas.tools.replay import ReplayedRequest, ReplayOptions, find_target, replay
 
@@ -210,10 +210,10 @@ def scenario(
         )
         with running(path, directory):
             deployment = load_deployment(path, state_dir=directory / "home")
-            recorded = read_trace(TRACE)
+            recorded = read_requests(TRACE)
             lengths = recorded.uncached.scaled(INPUT_FACTOR)
             carried_per_s = best_operation(
-                problem_of(deployment, lengths, recorded.output_tokens, {})
+                problem_of(deployment, lengths, recorded.mean_output_tokens, {})
             ).lambda_max
             per_s = options.load * carried_per_s
             print(

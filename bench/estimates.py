@@ -81,7 +81,7 @@ def by_roofline(row: PublicTime) -> EngineTimes:
 
 def by_aiconfigurator(row: PublicTime) -> EngineTimes:
     """AIConfigurator's times of the row's instance."""
-    return AiconfiguratorTimes(models()[row.model], row.gpu, row.ranks, WEIGHT_FORMATS[row.weights])
+    return AiconfiguratorTimes(models()[row.model], gpu(row.gpu), row.ranks, WEIGHT_FORMATS[row.weights])
 
 
 def ratios(make: Callable[[PublicTime], EngineTimes]) -> Iterator[tuple[str, PublicTime, float]]:

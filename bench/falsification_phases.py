@@ -13,7 +13,6 @@ from prfaas.core.planner import PlanProblem, best_operation
 from prfaas.core.planner.two_clusters import rate_at
 from prfaas.core.units import BITS_PER_BYTE
 from prfaas.core.workload import RequestTrace, TracedRequest
-from prfaas.core.workload.requests import blocks_begun
 from prfaas.lab.simulator.capacity import Fluctuating, Piece
 
 LEAST_SHARE = 0.5
@@ -141,14 +140,13 @@ class TraceSlice:
             ValueError: the trace has no request then.
         """
         rng = np.random.default_rng(seed)
-        arrival_s = np.array([each.arrival_s for each in trace.requests])
-        arrival_s = arrival_s + rng.random(len(arrival_s)) * trace.quantum_s - start_s
+        arrival_s = trace.arrival_s + rng.random(len(trace)) * trace.quantum_s - start_s
         kept = np.flatnonzero((arrival_s >= 0) & (arrival_s < lasts_s))
         if not len(kept):
             raise ValueError(f"{trace.name} has no request from {start_s:g} s to {start_s + lasts_s:g} s")
         kept = kept[np.argsort(arrival_s[kept], kind="stable")]
-        uncached = np.array(trace.uncached_tokens(), dtype=np.float64)[kept]
-        answers = np.array([each.output_tokens for each in trace.requests], dtype=np.float64)[kept]
+        uncached = trace.uncached_tokens().astype(np.float64)[kept]
+        answers = trace.output_tokens.astype(np.float64)[kept]
         prompts = np.rint(uncached * (mean_tokens / uncached.mean()))
         middle = (FEWEST_ANSWER + MOST_ANSWER) / 2
         answers = np.rint(answers * (middle / max(answers.mean(), 1.0)))
@@ -176,7 +174,7 @@ class TraceSlice:
         next_id = first_block
         for place in chosen.tolist():
             tokens = int(self.input_tokens[place])
-            blocks = tuple(range(next_id, next_id + blocks_begun(tokens, block_tokens)))
+            blocks = tuple(range(next_id, next_id + -(-tokens // block_tokens)))
             next_id += len(blocks)
             found.append(
                 TracedRequest(

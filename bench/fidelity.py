@@ -106,7 +106,7 @@ def _drive(document: dict[str, Any], options: argparse.Namespace, kind: Kind, di
     problem = problem_of(planned)
     if kind == "conversations":
         sample = sample_of(kind)
-        problem = problem_of_trace(problem, sample, range_tokens(planned), sample.uncached_tokens())
+        problem = problem_of_trace(problem, sample, range_tokens(planned)[0], sample.uncached_tokens())
     best = best_operation(problem)
     assert best.threshold_tokens is not None  # there are two clusters
     capacity_per_s, threshold = best.lambda_max, round(best.threshold_tokens)

@@ -9,8 +9,9 @@ import numpy as np
 
 from prfaas.core.workload import RequestTrace, TracedRequest, TruncatedLogNormal, Uniform
 from prfaas.core.workload.arrivals import Poisson
+from prfaas.core.workload.requests import starts_of
 from prfaas.core.workload.sessions import SessionTraffic
-from prfaas.core.workload.traffic import IndependentTraffic, RequestChunk, Traffic, starts_of, take
+from prfaas.core.workload.traffic import IndependentTraffic, RequestChunk, Traffic, take
 
 Kind = Literal["independent", "conversations"]
 KINDS: tuple[Kind, ...] = ("independent", "conversations")

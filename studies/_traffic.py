@@ -11,9 +11,10 @@ from prfaas.core.scheduling.forecast import SeenTraffic, TrafficMeans
 from prfaas.core.workload import Empirical, LengthDistribution, TruncatedLogNormal, Workload, fixed
 from prfaas.core.workload.arrivals import DAY_S as REAL_DAY_S
 from prfaas.core.workload.arrivals import Arrivals, Diurnal, FloatArray, Mmpp, Phase, Poisson
-from prfaas.core.workload.requests import BLOCK_TOKENS
+from prfaas.core.workload.requests import places_in, starts_of
 from prfaas.core.workload.sessions import SessionTraffic
-from prfaas.core.workload.traffic import IndependentTraffic, RequestChunk, Traffic, places_in, starts_of
+from prfaas.core.workload.trace_columns import BLOCK_TOKENS
+from prfaas.core.workload.traffic import IndependentTraffic, RequestChunk, Traffic
 from prfaas.lab.studies.context import StudyContext
 
 _BINS = 2048

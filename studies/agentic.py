@@ -11,8 +11,8 @@ from prfaas.core.planner import best_operation, problem_of_trace
 from prfaas.core.units import GIB, format_bits_per_s, format_bytes
 from prfaas.core.workload import RequestTrace, TruncatedLogNormal
 from prfaas.core.workload.arrivals import Poisson
-from prfaas.core.workload.requests import BLOCK_TOKENS
 from prfaas.core.workload.sessions import SessionTraffic
+from prfaas.core.workload.trace_columns import BLOCK_TOKENS
 from prfaas.core.workload.traffic import RequestChunk, Traffic, take
 from prfaas.lab.simulator import PoolOptions
 from prfaas.lab.studies.context import StudyContext
@@ -140,7 +140,7 @@ def _plans(context: StudyContext) -> _Plans:
     # As often as sessions begin once a second, when as many are in progress as ever.
     turns = sum(each.arrival_s >= half_s for each in sample) / half_s
     whole_rps, uncached_rps = (
-        best_operation(problem_of_trace(context.problem, trace, context.range_tokens, uncached)).lambda_max
+        best_operation(problem_of_trace(context.problem, trace, context.range_tokens[0], uncached)).lambda_max
         for uncached in (None, trace.uncached_tokens())
     )
     return _Plans(turns, whole_rps, uncached_rps, 1 - sum(trace.uncached_tokens()) / whole)

@@ -14,7 +14,7 @@ from prfaas.core.latency.profile import LatencyProfile
 from prfaas.core.latency.service_curve import ServiceCurve
 from prfaas.core.units import GIB, format_bytes
 from prfaas.core.workload import read_requests
-from prfaas.core.workload.requests import BLOCK_TOKENS
+from prfaas.core.workload.trace_columns import BLOCK_TOKENS
 from prfaas.core.workload.traffic import ReplayedTraffic, Traffic, take
 from prfaas.lab.simulator import PoolOptions
 from prfaas.lab.simulator.machine_pool import MachinePool, replayed
@@ -177,9 +177,7 @@ def _runs(context: StudyContext) -> Sequence[StudyRun]:
 
 def _deployed(context: StudyContext, trace: Traffic) -> Sequence[Run]:
     assert isinstance(trace, ReplayedTraffic)
-    traffic = ReplayedTraffic.at_rate(
-        trace.trace.cut_to(int(context.range_tokens[1])), _LOAD * trace_lambda_max(context)
-    )
+    traffic = ReplayedTraffic.at_rate(trace.trace, _LOAD * trace_lambda_max(context))
     return [
         Run(
             (_RUN, name, seed),

@@ -9,7 +9,7 @@ SOURCE = Path(__file__).parents[1] / "src/prfaas"
 PARSES_JSON = {
     # Files of this machine, which an operator has put there.
     *("core/deployment/speculation.py", "core/kv/hf_config.py"),
-    *("core/workload/requests.py", "core/workload/trace.py", "core/workload/trace_readers.py"),
+    *("core/workload/trace.py", "core/workload/trace_columns.py"),
     *("serving/engines/hub_model.py", "serving/engines/made_folder.py", "serving/engines/model_identity.py"),
     *("serving/engines/synthetic/text.py", "serving/engines/vllm/template.py"),
     "tools/doctor.py",

@@ -190,19 +190,14 @@ def test_the_price_of_copies_is_what_the_planner_would_print() -> None:
     assert figures(r"would carry ([\d.]+) Gbit/s in place of ([\d.]+)\.", RESULTS) == gbit_per_s
 
 
-def test_what_is_given_by_construction_is_what_reproduce_says() -> None:
+def test_checks_are_counted_as_reproduce_counts_them() -> None:
     numbers = json.loads(printed("prfaas reproduce --json"))["numbers"]
-    checks = [each for each in numbers if each["by_construction"] is None]
-    agreeing = sum(abs(each["deviation"]) <= 0.01 for each in checks)
-    given = figures(
-        r"computes (\d+)\. Of these (\d+) are given .* other (\d+) numbers (\d+) agree within 1 %"
-    )
-    counted = (len(numbers), len(numbers) - len(checks), len(checks), agreeing)
+    checks = [each for each in numbers if each["kind"] == "check"]
+    counted = (len(numbers), len(checks), sum(not each["is_off"] for each in checks))
+    given = figures(r"computes (\d+)\. (\d+) of them are independent checks, of which (\d+) agree within 1 %")
     assert tuple(map(int, given)) == counted
-    assert figures(r"not counting what went in \| (\d+) of (\d+) within", RESULTS) == (
-        str(agreeing),
-        str(len(checks)),
-    )
+    given = figures(r"its independent checks \| (\d+) of (\d+) within", RESULTS)
+    assert tuple(map(int, given)) == (counted[2], counted[1])
 
 
 def page(name: str) -> str:

@@ -12,7 +12,7 @@ Example:
 """
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -254,7 +254,10 @@ def simulate(
     seed: int = 0,
     trace: Path | str | None = None,
     columns: Mapping[str, str] | None = None,
+    trace_format: str | None = None,
     cache_bytes: int | None = None,
+    outages: "Iterable[tuple[str, float, float]]" = (),
+    failures: "Iterable[tuple[str, float, float]]" = (),
 ) -> "Result":
     """A deployment under Poisson traffic of its own lengths, or a trace, run by the scheduler's own code.
 
@@ -271,9 +274,12 @@ def simulate(
         seed: the same seed gives the same numbers.
         trace: the file of a recorded trace in place of made-up traffic; its times are scaled to the rate, and it is
             repeated as often as needed.
-        columns: of a CSV trace that is neither Azure's nor BurstGPT's: what its columns for `arrival` (seconds, or
-            date and time; `arrival_ms`: milliseconds), `input` and `output` (tokens) are called.
+        columns: of a trace in no known format: what its columns for `arrival` (seconds, or date and time;
+            `arrival_ms`: milliseconds), `input` and `output` (tokens) are called.
+        trace_format: of the trace, as `prfaas simulate --format`; None: as the file tells.
         cache_bytes: memory of every instance for its prefix cache; None: 64 GiB with a trace, none without.
+        outages: links that carry nothing: ("east->home", 600, 60) from second 600 on for 60 s.
+        failures: instances that are gone, likewise: ("home-0", 600, 60).
 
     Returns:
         One entry per request, as numpy arrays in the order of arrival; `Result.summary()` has the numbers, and
@@ -281,7 +287,7 @@ def simulate(
 
     Raises:
         DeploymentError: the first thing that is wrong with the file, with its line and field.
-        ValueError: both a load and a rate, or a rate of 0 or less.
+        ValueError: both a load and a rate, a rate of 0 or less, or a link or instance that there is not.
         PolicyError: a policy that there is not, or a parameter that it does not take.
         WorkloadError: a trace that can't be read.
 
@@ -293,24 +299,18 @@ def simulate(
     """
     import numpy as np
 
-    from prfaas.lab.simulator import CacheOptions, scenario_of
     from prfaas.lab.simulator import simulate as run
-    from prfaas.lab.simulator.recording import CACHE_BYTES, traffic_for
+    from prfaas.lab.simulator.recording import caches_for, traffic_for
+    from prfaas.lab.simulator.scenario import Failure, as_deployed
 
     planned = _planned(deployment)
-    traffic = traffic_for(planned, load, requests_per_s, trace, columns)
-    if cache_bytes is None:
-        cache_bytes = 0 if trace is None else CACHE_BYTES
-    threshold = planned.routing.threshold_tokens
-    name = planned.routing.policy if policy is None else policy
-    scenario = scenario_of(
+    traffic = traffic_for(planned, load, requests_per_s, trace, columns, trace_format)
+    scenario = as_deployed(
         planned,
-        policy=name,
-        params=planned.routing.params_of(name) if params is None else params,
-        threshold_tokens=None if threshold is None else float(threshold),
-        control=planned.control,
-        allocation=planned.control.allocation,
-        caches=CacheOptions.of_memory(planned.kv_model, cache_bytes) if cache_bytes else None,
+        policy,
+        params,
+        caches=caches_for(planned, cache_bytes, has_trace=trace is not None),
+        failures=[Failure(what, at_s, lasts_s) for what, at_s, lasts_s in (*outages, *failures)],
     )
     return run(scenario, traffic.chunks(np.random.default_rng(seed)), seed=seed, requests=requests)
 

@@ -4,12 +4,16 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from prfaas.cli import main as cli
+from prfaas.core.latency import load_profile, save_profile
+from prfaas.core.latency.profile import Evidence
+from prfaas.core.workload import read_requests
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PAPER = EXAMPLES / "paper.yaml"
@@ -320,6 +324,70 @@ def test_malformed_lines_of_a_trace_are_named(
     path = changed(tmp_path, (lengths, "{distribution: trace, path: t.jsonl, format: mooncake}"))
     assert run(monkeypatch, "plan", path) == 2
     assert "t.jsonl:2: " in capsys.readouterr().err
+
+
+TRACES = Path(__file__).parents[1] / "data" / "traces"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "azure_2023_code.csv",
+        "azure_2023_conv.csv",
+        "mooncake_conversation.jsonl",
+        "servegen_reason_52.tar.gz",
+    ],
+)
+def test_every_command_plans_for_a_trace_of_any_format(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = TRACES / name
+    trace = read_requests(path)
+    assert run(monkeypatch, "plan", PAPER, "--trace", path, "--json") == 0
+    captured = capsys.readouterr()
+    assert f"Planned for the {len(trace):,} requests of the trace" in captured.err
+    assert json.loads(captured.out)["optimum"]["lambda_max"] > 3.24
+    assert run(monkeypatch, "bandwidth", "internal-1t", "--gpus", 32, "--trace", path, "--json") == 0
+    mean = json.loads(capsys.readouterr().out)["mean_tokens"]
+    assert mean == pytest.approx(trace.uncached.mean())
+    args = ("simulate", PAPER, "--trace", path, "--requests", 60, "--json")
+    assert run(monkeypatch, *args) == 0
+    arrivals = json.loads(capsys.readouterr().out)["arrivals"]
+    assert arrivals["mean_input_tokens"] == pytest.approx(trace.lengths.mean())
+
+
+def test_prompts_beyond_a_profile_are_planned_for_and_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Their times go on; so a plan has less to give, the more of them there are."""
+    rates = []
+    for longest in (131_072, 400_000):
+        rows = [f"{n},{tokens},100" for n, tokens in enumerate((64, 1000, 30_000, longest))]
+        (tmp_path / "t.csv").write_text("\n".join(["arrival_s,input_tokens,output_tokens", *rows]))
+        lengths = "{distribution: lognormal, mu: 9.90, sigma: 1.00, low: 128, high: 131072}"
+        path = changed(tmp_path, (lengths, "{distribution: trace, path: t.csv}"))
+        assert run(monkeypatch, "plan", path, "--json") == 0
+        captured = capsys.readouterr()
+        rates.append(json.loads(captured.out)["optimum"]["lambda_max"])
+    assert "25.00% of the prompts are shorter and 25.00% longer than the 128 to 131,072" in captured.err
+    assert rates[1] < rates[0] / 2
+
+
+def test_a_verdict_on_estimates_says_what_their_error_bars_leave(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An H20 that is estimated beside an H200 that is not; of other hardware nothing is said."""
+    assert run(monkeypatch, "plan", PAPER) == 0
+    assert capsys.readouterr().err == ""
+    profile = load_profile("internal-1t-h20")
+    for band, cases in (((0.9, 1.1), "3 of 3"), ((0.3, 1.1), "1 of 3")):
+        save_profile(replace(profile, evidence=Evidence("estimated", band=band)), tmp_path / "h20.yaml")
+        path = changed(tmp_path, ("profile: internal-1t-h20\n", "profile: h20.yaml\n"))
+        assert run(monkeypatch, "plan", path) == 0
+        told = " ".join(capsys.readouterr().err.split())
+        assert "h200 measured, h20 by the roofline" in told
+        assert f"worth it in {cases} cases" in told
+        assert ("what decides most is how fast h20 is" in told) is (cases != "3 of 3")
 
 
 @pytest.mark.parametrize("command", ["up", "serve", "key", "engine"])

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
@@ -113,6 +114,24 @@ def test_without_a_policy_the_one_of_the_file(
     found = simulated(monkeypatch, capsys, path, requests=50)
     assert list(found["policies"]) == ["local_only"]
     assert found["policies"]["local_only"]["egress_bits_per_s"] == 0
+
+
+def test_several_seeds_have_intervals(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The mean of what each seed says alone, and half of Student's 95 % interval of three: 4.303 sd / √3."""
+    alone = []
+    for seed in (4, 5, 6):
+        assert run(monkeypatch, PAPER, "--requests", 300, "--seed", seed, "--json") == 0
+        alone.append(json.loads(capsys.readouterr().out)["policies"]["tilted"]["ttft_mean_s"])
+    assert run(monkeypatch, PAPER, "--requests", 300, "--seed", 4, "--seeds", 3, "--json") == 0
+    document = json.loads(capsys.readouterr().out)
+    mean, half = document["seeds"]["tilted"]["ttft_mean_s"]
+    assert document["policies"]["tilted"]["ttft_mean_s"] == alone[0]
+    assert mean == pytest.approx(np.mean(alone))
+    assert half == pytest.approx(4.3027 * np.std(alone, ddof=1) / 3**0.5, rel=1e-4)
+    assert run(monkeypatch, PAPER, "--requests", 300, "--seeds", 2) == 0
+    assert "2 seeds, mean ± half of 95 %" in capsys.readouterr().out
 
 
 def test_bursts_keep_the_mean_rate(
@@ -290,11 +309,11 @@ BAD = {
     "no trace": (["--trace", "none.jsonl"], "none.jsonl"),
     "columns of no trace": (
         ["--columns", "arrival=a,input=b,output=c"],
-        "--columns names those of a CSV --trace",
+        "--format and --columns are of a --trace; there is none",
     ),
     "too few columns": (
         ["--trace", "a.csv", "--columns", "arrival=a"],
-        "--columns: columns of a CSV trace are named as",
+        "columns of a trace are named as",
     ),
     "rows of no format": (
         ["--records", "rows.xls"],

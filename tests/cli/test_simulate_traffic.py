@@ -8,7 +8,7 @@ import pytest
 from prfaas.cli.simulate_inputs import SimulatedTraffic, made_up, recorded
 from prfaas.core.deployment import PlannedDeployment, load_planned
 from prfaas.core.planner import problem_of
-from prfaas.core.workload import TracedRequest, WorkloadError, write_requests
+from prfaas.core.workload import TracedRequest, WorkloadError, read_requests, write_requests
 from prfaas.core.workload.traffic import RequestChunk
 from prfaas.lab.simulator.recording import Recording
 
@@ -65,7 +65,9 @@ def test_a_hit_ratio_of_the_file_shortens_prompts_and_is_said() -> None:
 
 
 def replayed(deployment: PlannedDeployment, path: Path, rate_rps: float) -> SimulatedTraffic:
-    return recorded(Recording.read(deployment, problem_of(deployment), path), path.name, rate_rps)
+    return recorded(
+        Recording.of(deployment, problem_of(deployment), read_requests(path)), path.name, rate_rps
+    )
 
 
 def test_a_trace_comes_at_the_rate_that_was_asked_for(tmp_path: Path, deployment: PlannedDeployment) -> None:
@@ -80,16 +82,16 @@ def test_a_trace_comes_at_the_rate_that_was_asked_for(tmp_path: Path, deployment
     assert not set(first.block_ids.tolist()) & set(second.block_ids.tolist())
 
 
-def test_prompts_beyond_the_profile_are_cut_and_counted(
+def test_prompts_beyond_the_profile_are_simulated_and_counted(
     tmp_path: Path, deployment: PlannedDeployment
 ) -> None:
-    path = trace_of(tmp_path, [1000, 131_072, 131_073, 400_000])
+    path = trace_of(tmp_path, [1000, 131_072, 131_073, 400_000, 100])
     traffic = replayed(deployment, path, 1.0)
-    (chunk,) = chunks_of(traffic, 4)
-    assert chunk.input_tokens.tolist() == [1000, 131_072, 131_072, 131_072]
-    assert np.diff(chunk.block_starts).tolist() == [2, 256, 256, 256]
-    assert (traffic.described["cut_requests"], traffic.described["cut_to_tokens"]) == (2, 131_072)
-    assert any("2 prompts (50.00%) longer than 131,072 tokens" in note for note in traffic.notes)
+    (chunk,) = chunks_of(traffic, 5)
+    assert chunk.input_tokens.tolist() == [1000, 131_072, 131_073, 400_000, 100]
+    assert np.diff(chunk.block_starts).tolist() == [2, 256, 257, 782, 1]
+    assert traffic.described["profiles_tokens"] == [128, 131_072]
+    assert any("20.00% of the prompts are shorter and 40.00% longer" in note for note in traffic.notes)
 
 
 def test_a_coarse_clock_is_jittered_and_said(tmp_path: Path, deployment: PlannedDeployment) -> None:

@@ -1,6 +1,5 @@
 """`prfaas bandwidth`: the egress that a prefill cluster needs."""
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -8,11 +7,15 @@ import typer
 from prfaas.cli.cache_dtypes import KV_DTYPE_HELP, cache_dtypes, named_model
 from prfaas.cli.common import AsJson, CliError, print_json
 from prfaas.cli.completions import model_names
+from prfaas.cli.option_groups import with_groups
+from prfaas.cli.trace_options import TraceAsked, beyond
 
 if TYPE_CHECKING:
+    from prfaas.core.latency import LatencyProfile
     from prfaas.core.workload import LengthDistribution
 
 
+@with_groups
 def bandwidth(
     model: Annotated[
         str,
@@ -36,9 +39,8 @@ def bandwidth(
         str | None,
         typer.Option(metavar="MU,SIGMA,LOW,HIGH", help="Log-normal lengths within limits instead."),
     ] = None,
-    trace: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The lengths of a trace instead; docs/guides/plan.md.")
-    ] = None,
+    *,
+    asked_trace: TraceAsked,
     kv_dtype: Annotated[str | None, typer.Option(help=KV_DTYPE_HELP)] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -53,14 +55,15 @@ def bandwidth(
 
     kv_model, _ = named_model(model, cache_dtypes(kv_dtype))
     if profile is None and f"{model}-h200" not in profile_names():
-        raise CliError(
-            f'--profile: none comes with prfaas for "{model}"; `prfaas profile URL` measures one, and there are '
-            f"{', '.join(profile_names())}"
-        )
-    speed = load_profile(profile or f"{model}-h200")
-    lengths = _lengths(length, lognormal, trace)
-    speed.require_range(lengths.low, lengths.high)
-    result = egress(gpus, speed.gpus_per_instance, kv_model.kv_bytes, speed.prefill_s, lengths)
+        speed = _estimated(model)
+    else:
+        speed = load_profile(profile or f"{model}-h200")
+    lengths = _lengths(length, lognormal, asked_trace)
+    if asked_trace.trace is None:
+        speed.require_range(lengths.low, lengths.high)
+    for note in beyond(lengths, speed.range_tokens):
+        typer.echo(note, err=True)
+    result = egress(gpus, speed.gpus_per_instance, kv_model.kv_bytes, speed.extended_prefill_s, lengths)
     if as_json:
         document = {
             "model": kv_model.name,
@@ -87,14 +90,29 @@ def bandwidth(
         typer.echo(f"Mind that {speed.name} was measured with {speed.model}.", err=True)
 
 
-def _lengths(length: float | None, lognormal: str | None, trace: Path | None) -> "LengthDistribution":
-    from prfaas.core.workload import TruncatedLogNormal, fixed, read_trace
+def _estimated(model: str) -> "LatencyProfile":
+    """8 H200 by the roofline, where no profile comes with prfaas. Raises ProfileError."""
+    from pathlib import Path
 
-    given = [option is not None for option in (length, lognormal, trace)]
+    from prfaas.tools.profiling.estimate import EstimatePlan, estimate
+
+    speed = estimate(EstimatePlan(Path(model), "h200", 8, batches=(), estimator="roofline")).profile
+    low, high = speed.evidence.band or (1.0, 1.0)
+    typer.echo(
+        f"No profile comes with prfaas: estimated; measured times are {low:g} to {high:g} times these.",
+        err=True,
+    )
+    return speed
+
+
+def _lengths(length: float | None, lognormal: str | None, asked: TraceAsked) -> "LengthDistribution":
+    from prfaas.core.workload import TruncatedLogNormal, fixed
+
+    given = [option is not None for option in (length, lognormal, asked.trace)]
     if sum(given) > 1:
         raise CliError("give only one of --length, --lognormal and --trace")
-    if trace is not None:
-        return read_trace(trace).uncached
+    if (trace := asked.read()) is not None:
+        return trace.uncached
     if lognormal is not None:
         try:
             mu, sigma, low, high = (float(part) for part in lognormal.split(","))

@@ -19,7 +19,8 @@ from prfaas.cli.common import (
     progress_bar,
 )
 from prfaas.cli.option_groups import with_groups
-from prfaas.cli.pool_options import PoolsAsked, pool_option, pools_asked
+from prfaas.cli.pool_options import PoolsAsked, pools_asked
+from prfaas.cli.trace_options import TraceAsked, beyond
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -51,13 +52,7 @@ def plan(
     ] = None,
     *,
     asked: PoolsAsked,
-    trace: Annotated[
-        Path | None,
-        pool_option(
-            metavar="FILE",
-            help="Requests to replay through the pools and to plan for, to see what they are worth.",
-        ),
-    ] = None,
+    asked_trace: TraceAsked,
     as_json: AsJson = False,
 ) -> None:
     """Say what a deployment can do: best threshold and roles, throughput, TTFT, cost, and what limits it.
@@ -67,24 +62,32 @@ def plan(
     Example: prfaas plan examples/paper.yaml --plot plots
     """
     if sweep is None:
-        _plan(deployment, plot, asked, trace, as_json)
-    elif asked.is_given or trace is not None:
+        _plan(deployment, plot, asked, asked_trace, as_json)
+    elif asked.is_given or asked_trace.trace is not None:
         raise CliError("--sweep has no word about pools: give no --pool, --pool-ssd, --pool-rate, --trace")
     else:
         _sweep(deployment, sweep, plot, as_json)
 
 
-def _plan(path: Path, plot: Path | None, asked: PoolsAsked, trace: Path | None, as_json: bool) -> None:
+def _plan(path: Path, plot: Path | None, asked: PoolsAsked, asked_trace: TraceAsked, as_json: bool) -> None:
     from prfaas.core.deployment import load_planned
-    from prfaas.core.planner import make_plan, problem_of
+    from prfaas.core.planner import make_plan, problem_of, problem_of_trace, range_tokens
+    from prfaas.lab.report.plan_bands import doubts
     from prfaas.lab.report.plan_pools import PoolPlan, print_pools
 
     deployment = load_planned(path)
     problem = problem_of(deployment)
     given = pools_asked(deployment, asked)
-    if trace is not None and not given:
-        raise CliError("--trace needs pools: give --pool, or pools in the file")
+    trace, covered = asked_trace.read(), range_tokens(deployment)
     pools = PoolPlan.of(deployment, problem, given, trace) if given else None
+    if trace is not None:
+        problem = problem_of_trace(problem, trace, covered[0])
+        typer.echo(f"Planned for the {len(trace):,} requests of the trace. Units: {trace.units}.", err=True)
+    for note in beyond(problem.workload.lengths, covered):
+        typer.echo(note, err=True)
+    if trace is None:
+        for note in doubts(deployment):
+            typer.echo(note, err=True)
     result = make_plan(problem)
     written: list[Path] = []
     if plot is not None:

@@ -9,7 +9,7 @@ import typer
 
 from prfaas.cli.common import AsJson, CliError, counted_progress, print_json
 from prfaas.cli.option_groups import with_groups
-from prfaas.cli.profile_estimate import EstimateOptions, print_estimate
+from prfaas.cli.profile_estimate import EstimateOptions, print_estimate, print_times
 
 if TYPE_CHECKING:
     from prfaas.tools.profiling.endpoint import ProfiledEndpoint
@@ -50,7 +50,7 @@ def profile(
     model: Annotated[
         str | None,
         typer.Option(
-            help="The served model; default: the first in the server's list. Estimated: its config.json."
+            help="The served model; default: the first in the server's list. Estimated: its name, or config.json."
         ),
     ] = None,
     name: Annotated[str | None, typer.Option(help="The profile's name; default: model-hardware.")] = None,
@@ -202,23 +202,14 @@ def _document(name: str, measured: "Measurement", out: Path | None) -> dict[str,
 
 
 def _print_table(measured: "Measurement") -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
     from prfaas.core.units import format_s
 
-    console = Console(highlight=False)
     for title, unit, samples in (
         (f"{measured.model}: prefill", "tokens", measured.prefill),
         (f"decode step after {measured.plan.context_tokens} tokens", "batch", measured.decode),
     ):
-        if not samples:
-            continue
-        table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
-        for column in (unit, "median", "fastest", "slowest"):
-            table.add_column(column, justify="right")
-        for sample in samples:
-            times = (sample.median_s, min(sample.seconds), max(sample.seconds))
-            table.add_row(str(sample.at), *(format_s(time) for time in times))
-        console.print(table)
+        rows = [
+            (str(each.at), *map(format_s, (each.median_s, min(each.seconds), max(each.seconds))))
+            for each in samples
+        ]
+        print_times(title, (unit, "median", "fastest", "slowest"), rows)

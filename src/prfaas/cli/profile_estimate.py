@@ -1,6 +1,6 @@
 """`prfaas profile --estimate`: a profile without a GPU, and how far it is from a measured one."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,8 +10,7 @@ from prfaas.cli.cache_dtypes import KV_DTYPE_HELP, cache_dtypes
 from prfaas.cli.common import CliError, console, print_json
 
 if TYPE_CHECKING:
-    from prfaas.core.latency import LatencyProfile
-    from prfaas.tools.profiling.estimate import BesideMeasured, EstimatePlan
+    from prfaas.tools.profiling.estimate import EstimatePlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +52,7 @@ class EstimateOptions:
 
         if model is None or self.gpu is None:
             raise CliError(
-                "--estimate needs --model CONFIG (its config.json) and --gpu NAME (for example h200)"
+                "--estimate needs --model NAME (or its config.json) and --gpu NAME (for example h200)"
             )
         known = get_args(Estimator)
         if self.estimator not in known:
@@ -72,99 +71,65 @@ class EstimateOptions:
         )
 
 
-def print_estimate(plan: "EstimatePlan", out: Path | None, beside: str | None, *, as_json: bool) -> None:
-    """Estimate, then write and print what was asked for; `beside`: a measured profile, by its name or file."""
+def print_estimate(
+    plan: "EstimatePlan", out: Path | None, measured_name: str | None, *, as_json: bool
+) -> None:
+    """Estimate, then write and print what was asked for, beside a measured profile, by its name or file."""
     from prfaas.core.latency import load_profile, profile_text, save_profile
-    from prfaas.tools.profiling.estimate import differences, estimate
+    from prfaas.tools.profiling.estimate import beside, estimate
 
-    measured = load_profile(beside) if beside is not None else None
+    measured = load_profile(measured_name) if measured_name is not None else None
     estimated = estimate(plan)
     for note in estimated.notes:
         typer.echo(f"prfaas: {note}", err=True)
     profile = estimated.profile
-    both = differences(profile, measured) if measured is not None else ((), ())
+    rows = beside(profile, measured)
     if out is not None:
         save_profile(profile, out)
     if as_json:
-        print_json(_document(profile, out, beside, both))
+        facts = {"profile": profile.name, "file": out and str(out), "source": profile.source}
+        print_json(facts | {"context_tokens": plan.context_tokens, "beside": measured_name} | rows)
     elif out is None and measured is None:
         typer.echo(profile_text(profile), nl=False)
     else:
-        _print_tables(profile, measured, both)
+        console().print(profile.source, soft_wrap=True)
+        for part, unit in (
+            ("prefill", "tokens"),
+            (f"decode step after {plan.context_tokens} tokens", "batch"),
+        ):
+            columns = (
+                unit,
+                "estimated",
+                "error bar",
+                *((measured.name, "over estimated") if measured else ()),
+            )
+            times = [_cells(row) for row in rows.get(part.split()[0], [])]
+            print_times(f"{profile.model}: {part}", columns, times)
         if out is not None:
             typer.echo(f"profile: {out}")
 
 
-def _document(
-    profile: "LatencyProfile",
-    out: Path | None,
-    beside: str | None,
-    both: "tuple[tuple[BesideMeasured, ...], tuple[BesideMeasured, ...]]",
-) -> dict[str, object]:
-    decode = profile.decode
-    return {
-        "profile": profile.name,
-        "file": None if out is None else str(out),
-        "source": profile.source,
-        "prefill": {
-            "band": profile.evidence.band,
-            "points": [{"tokens": tokens, "seconds": seconds} for tokens, seconds in profile.prefill.points],
-        },
-        "decode": None
-        if decode is None
-        else {
-            "band": decode.evidence.band,
-            "context_tokens": decode.context_tokens,
-            "points": [{"batch": batch, "step_s": seconds} for batch, seconds in decode.curve.points],
-        },
-        "beside": None
-        if beside is None
-        else {
-            "profile": beside,
-            **{
-                name: [asdict(each) | {"inside": each.inside} for each in rows]
-                for name, rows in zip(("prefill", "decode"), both, strict=True)
-            },
-        },
-    }
+def _cells(row: dict[str, float]) -> tuple[str, ...]:
+    from prfaas.core.units import format_s
+
+    bar = f"{format_s(row['low_s'])} – {format_s(row['high_s'])}"
+    other_s = row.get("measured_s")
+    if other_s is None:
+        return f"{row['at']:.0f}", format_s(row["estimated_s"]), bar
+    outside = "" if row["low_s"] <= other_s <= row["high_s"] else " outside"
+    over = f"{other_s / row['estimated_s']:.2f}{outside}"
+    return f"{row['at']:.0f}", format_s(row["estimated_s"]), bar, format_s(other_s), over
 
 
-def _print_tables(
-    profile: "LatencyProfile",
-    measured: "LatencyProfile | None",
-    both: "tuple[tuple[BesideMeasured, ...], tuple[BesideMeasured, ...]]",
-) -> None:
+def print_times(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+    """A table of times, if there are any."""
     from rich import box
     from rich.table import Table
 
-    from prfaas.core.units import format_s
-
-    shown = console()
-    shown.print(profile.source, soft_wrap=True)
-    decode = profile.decode
-    context = f"after {decode.context_tokens:g} tokens" if decode is not None else ""
-    parts = [("prefill", "tokens", profile.prefill.points, profile.evidence.band, both[0])]
-    if decode is not None:
-        parts.append((f"decode step {context}", "batch", decode.curve.points, decode.evidence.band, both[1]))
-    for title, unit, points, band, rows in parts:
-        table = Table(box=box.SIMPLE_HEAD, title=f"{profile.model}: {title}", title_justify="left")
-        columns = [unit, "estimated", "error bar"]
-        if measured is not None:
-            columns += [measured.name, "over estimated", ""]
-        for column in columns:
-            table.add_column(column, justify="right")
-        low, high = band or (1.0, 1.0)
-        beside = {row.at: row for row in rows}
-        estimates = dict(points) | {row.at: row.estimated_s for row in rows}
-        for at, seconds in sorted(estimates.items()):
-            cells = [
-                f"{at:.0f}",
-                format_s(seconds),
-                f"{format_s(low * seconds)} – {format_s(high * seconds)}",
-            ]
-            row = beside.get(at)
-            if measured is not None and row is not None:
-                inside = "" if row.inside else "outside"
-                cells += [format_s(row.measured_s), f"{row.measured_s / row.estimated_s:.2f}", inside]
-            table.add_row(*cells)
-        shown.print(table)
+    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(*row)
+    if rows:
+        console().print(table)

@@ -10,6 +10,7 @@ import typer
 from prfaas.cli.common import AsJson, CliError, console, print_json
 from prfaas.cli.option_groups import options_of_panel, with_groups
 from prfaas.cli.replay_source import FittingRequests, Source, SourceOptions, shown_replay, source_of
+from prfaas.cli.trace_options import TraceAsked
 
 if TYPE_CHECKING:
     from prfaas.tools.replay import ReplayOptions, ReplayResult
@@ -39,6 +40,7 @@ def replay(
         typer.Argument(metavar="URL", help="An OpenAI-compatible server, for example http://127.0.0.1:8000."),
     ],
     asked: SourceOptions,
+    asked_trace: TraceAsked,
     extent: ReplayExtent,
     model: Annotated[str | None, _sending_option(help="Default: the first that the server names.")] = None,
     stream: Annotated[bool, _sending_option(help="Take answers token by token, or whole.")] = True,
@@ -69,7 +71,7 @@ def replay(
 
     from prfaas.tools.replay import ReplayError, ReplayOptions
 
-    source = source_of(asked)
+    source = source_of(asked, asked_trace)
     if source.total is None and extent.limit is None and extent.duration_s is None:
         raise CliError("made-up traffic has no end; give --limit or --duration-s")
     options = ReplayOptions(

@@ -11,10 +11,10 @@ from typing import IO, TYPE_CHECKING, Annotated
 
 from prfaas.cli.common import CliError, counted_progress
 from prfaas.cli.option_groups import options_of_panel
-from prfaas.cli.trace_columns import columns_option, csv_columns
+from prfaas.cli.trace_options import TraceAsked
 
 if TYPE_CHECKING:
-    from prfaas.core.workload import LengthDistribution, TracedRequest
+    from prfaas.core.workload import LengthDistribution, RequestTrace, TracedRequest
     from prfaas.core.workload.arrivals import Arrivals
     from prfaas.core.workload.traffic import Traffic
     from prfaas.tools.replay import ReplayedRequest
@@ -75,26 +75,13 @@ class ShownReplay:
 
 _recorded_option = options_of_panel("Recorded traffic")
 _made_up_option = options_of_panel("Made-up traffic")
-_TRACE_ONLY = ("format", "columns", "speed", "jitter_s", "rounds", "scale_lengths", "scale_answers")
+_TRACE_ONLY = ("speed", "jitter_s", "rounds", "scale_lengths", "scale_answers")
 
 
 @dataclass(frozen=True, slots=True)
 class SourceOptions:
     """The options as they were given, None for those that were not."""
 
-    trace: Annotated[
-        Path | None,
-        _recorded_option(
-            metavar="FILE", help="Mooncake's, Azure's, BurstGPT's or our own format, or any CSV."
-        ),
-    ] = None
-    format: Annotated[
-        str | None,
-        _recorded_option(
-            "--format", help="mooncake, azure, burstgpt or jsonl, if the name and the first line don't tell."
-        ),
-    ] = None
-    columns: Annotated[str | None, columns_option(_recorded_option)] = None
     speed: Annotated[float | None, _recorded_option(help="So many times as fast as recorded.")] = None
     jitter_s: Annotated[
         float | None,
@@ -165,31 +152,27 @@ class FittingRequests:
                 yield request
 
 
-def source_of(options: SourceOptions) -> Source:
+def source_of(options: SourceOptions, asked: TraceAsked) -> Source:
     """Raises CliError or WorkloadError for options that make no traffic."""
     names = ("trace", "poisson", "bursts", "diurnal", "sessions")
-    given = [f"--{name}" for name in names if getattr(options, name) is not None]
+    given = [
+        f"--{name}" for name in names if getattr(asked if name == "trace" else options, name) is not None
+    ]
     if len(given) != 1:
         which = f", not {' and '.join(given)}" if given else ""
         raise CliError(f"give one of {', '.join(f'--{name}' for name in names)}{which}")
-    if options.trace is not None:
-        return _recorded(options, options.trace)
+    trace = asked.read()
+    if trace is not None:
+        return _recorded(options, trace)
     for name in _TRACE_ONLY:
         if getattr(options, name) is not None:
             raise CliError(f"--{name.replace('_', '-')} changes a recorded trace; {given[0]} has none")
     return Source(_made_up(options))
 
 
-def _recorded(options: SourceOptions, path: Path) -> Source:
-    from typing import get_args
-
-    from prfaas.core.workload import TraceFormat, read_requests
+def _recorded(options: SourceOptions, trace: "RequestTrace") -> Source:
     from prfaas.core.workload.traffic import ReplayedTraffic
 
-    if options.format is not None and options.format not in get_args(TraceFormat):
-        raise CliError(f"--format is one of {', '.join(get_args(TraceFormat))}, not {options.format}")
-    columns = csv_columns(options.columns, path)
-    trace = read_requests(path, options.format, columns)  # type: ignore[arg-type]
     traffic = ReplayedTraffic(
         trace,
         speed=1.0 if options.speed is None else options.speed,
@@ -198,7 +181,7 @@ def _recorded(options: SourceOptions, path: Path) -> Source:
         input_factor=1.0 if options.scale_lengths is None else options.scale_lengths,
         output_factor=1.0 if options.scale_answers is None else options.scale_answers,
     )
-    notes = [f"{path.name}: {len(trace.requests)} requests in {trace.span_s:.0f} s; units: {trace.units}"]
+    notes = [f"{Path(trace.name).name}: {len(trace)} requests in {trace.span_s:.0f} s; units: {trace.units}"]
     if trace.empty:
         notes.append(f"{trace.empty} requests without a prompt are left out")
     if trace.quantum_s and options.jitter_s is None:
@@ -209,7 +192,7 @@ def _recorded(options: SourceOptions, path: Path) -> Source:
     if traffic.block_tokens != trace.block_tokens:
         factor = traffic.block_tokens / trace.block_tokens
         notes.append(f"prompts are scaled by {factor:.4g}: {traffic.block_tokens} tokens per block")
-    return Source(traffic, len(trace.requests) * (traffic.rounds or 1), tuple(notes))
+    return Source(traffic, len(trace) * (traffic.rounds or 1), tuple(notes))
 
 
 def _made_up(options: SourceOptions) -> "Traffic":

@@ -22,7 +22,7 @@ from prfaas.cli.common import (
 from prfaas.cli.completions import policy_names
 from prfaas.cli.option_groups import options_of_panel, with_groups
 from prfaas.cli.pool_options import PoolsAsked, pools_asked
-from prfaas.cli.trace_columns import columns_option, csv_columns
+from prfaas.cli.trace_options import TraceAsked
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -49,15 +49,8 @@ def simulate(
         ),
     ] = None,
     rate: Annotated[float | None, _arrival_option(help="Requests per second, in place of a load.")] = None,
-    trace: Annotated[
-        Path | None,
-        _arrival_option(
-            metavar="FILE",
-            help="Lengths, prefixes and arrivals of a trace (Mooncake's, Azure's, BurstGPT's, our own format, or any "
-            "CSV), its times scaled to the load; turns caches on.",
-        ),
-    ] = None,
-    columns: Annotated[str | None, columns_option(_arrival_option)] = None,
+    *,
+    asked_trace: TraceAsked,
     bursts: Annotated[
         bool,
         _arrival_option(
@@ -65,6 +58,9 @@ def simulate(
         ),
     ] = False,
     seed: Annotated[int, _arrival_option(min=0, help="Another seed, other traffic.")] = 0,
+    seeds: Annotated[
+        int, _arrival_option(min=1, help="So many seeds from this one on, with 95 % intervals.")
+    ] = 1,
     policy: Annotated[
         str | None,
         _world_option(
@@ -95,7 +91,6 @@ def simulate(
         str | None,
         _world_option(metavar="SIZE", help="Of one instance, for its prefix cache. Default: 64 GiB."),
     ] = None,
-    *,
     pools_given: PoolsAsked,
     link_fluctuation: Annotated[
         str | None,
@@ -168,10 +163,10 @@ def simulate(
     planned = load_planned(deployment, changes=changes)
     problem = problem_of(planned)
     asked = policies_of(planned, policy, compare, param or ())
+    trace = asked_trace.read()
     if trace is not None and bursts:
         raise CliError("--bursts makes up arrivals; a --trace has its own")
-    named = csv_columns(columns, trace)
-    recording = None if trace is None else Recording.read(planned, problem, trace, named)
+    recording = None if trace is None else Recording.of(planned, problem, trace)
     lambda_max = best_operation(problem).lambda_max if recording is None else recording.lambda_max_rps
     if lambda_max == 0:
         raise CliError(
@@ -181,10 +176,10 @@ def simulate(
     links = fluctuation(planned, link_fluctuation)
     options = caches_asked(planned, trace is not None if caches is None else caches, cache_memory)
     pools = pools_asked(planned, pools_given)
-    if trace is None or recording is None:
+    if recording is None:
         traffic = made_up(problem, rate_rps, bursts=bursts)
     else:
-        traffic = recorded(recording, trace.name, rate_rps)
+        traffic = recorded(recording, Path(recording.trace.name).name, rate_rps)
     _check_any(traffic, seed, length[1])
     folder = None if report is None else made_folder(report)
     rows = records_file(records)
@@ -193,6 +188,7 @@ def simulate(
         for name, params in asked.items()
     ]
     results = _simulated(scenarios, traffic, seed, *length)
+    others = [_simulated(scenarios, traffic, seed + more, *length) for more in range(1, seeds)]
     shown = SimulationReport(
         deployment=planned,
         results=results,
@@ -212,6 +208,7 @@ def simulate(
         changes=changes,
         changes_text=set_fields or (),
         params={name: params for name, params in asked.items() if params},
+        repeats={name: [each[name].summary() for each in others] for name in results} if others else {},
         command=shlex.join(["prfaas", *sys.argv[1:]]),
     )
     _show(shown, folder, rows, as_json=as_json)

@@ -7,16 +7,15 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from prfaas.cli.common import CliError, field_number
+from prfaas.cli.trace_options import beyond
 
 if TYPE_CHECKING:
     from prfaas.core.deployment import PlannedDeployment
     from prfaas.core.planner import PlanProblem
     from prfaas.core.scheduling import Setting
-    from prfaas.core.workload import RequestTrace
     from prfaas.core.workload.arrivals import Arrivals
     from prfaas.core.workload.traffic import ReplayedTraffic, Traffic
     from prfaas.lab.report.records import RecordsFile
@@ -120,28 +119,28 @@ def recorded(recording: "Recording", name: str, rate_rps: float) -> SimulatedTra
     described = {
         "process": "trace",
         "trace": name,
-        "trace_requests": len(trace.requests),
+        "trace_requests": len(trace),
         "trace_span_s": trace.span_s,
         "speed_factor": traffic.speed,
         "jitter_s": traffic.jitter_s,
         "round_s": traffic.round_s,
-        "cut_to_tokens": recording.most_tokens,
-        "cut_requests": recording.cut,
+        "profiles_tokens": [*recording.range_tokens],
         "empty_requests": trace.empty,
-        "mean_input_tokens": fmean(each.input_tokens for each in trace.requests),
-        "mean_output_tokens": fmean(each.output_tokens for each in trace.requests),
+        "mean_input_tokens": float(trace.input_tokens.mean()),
+        "mean_output_tokens": trace.mean_output_tokens,
         "lambda_max_of_trace_rps": recording.lambda_max_rps,
         "lambda_max_of_trace_cached_rps": recording.lambda_max_cached_rps,
     }
     text = (
-        f"the trace {name} ({len(trace.requests):,} requests in {trace.span_s:,.0f} s), {traffic.speed:.4g} times as "
+        f"the trace {name} ({len(trace):,} requests in {trace.span_s:,.0f} s), {traffic.speed:.4g} times as "
         f"fast as recorded; prompts of {described['mean_input_tokens']:,.0f} tokens on average, answers of "
         f"{described['mean_output_tokens']:,.0f}"
     )
-    return SimulatedTraffic(traffic, described, text, tuple(_notes(trace, traffic, described)))
+    return SimulatedTraffic(traffic, described, text, tuple(_notes(recording, traffic, described)))
 
 
-def _notes(trace: "RequestTrace", traffic: "ReplayedTraffic", described: dict[str, Any]) -> Iterator[str]:
+def _notes(recording: "Recording", traffic: "ReplayedTraffic", described: dict[str, Any]) -> Iterator[str]:
+    trace = recording.trace
     yield (
         f"Units of {described['trace']}: {trace.units}. It is repeated every {traffic.round_s:,.0f} simulated "
         "seconds as often as needed, each time with other prefixes."
@@ -151,12 +150,7 @@ def _notes(trace: "RequestTrace", traffic: "ReplayedTraffic", described: dict[st
             f"Its clock has steps of {trace.quantum_s:g} s: every arrival is moved by an even 0 to "
             f"{trace.quantum_s:g} s of the trace's time."
         )
-    if described["cut_requests"]:
-        share = described["cut_requests"] / len(trace.requests)
-        yield (
-            f"{described['cut_requests']:,} prompts ({share:.2%}) longer than {described['cut_to_tokens']:,} tokens, "
-            "the end of a profile's range, are cut to that."
-        )
+    yield from beyond(trace.lengths, recording.range_tokens)
     if trace.empty:
         yield f"{trace.empty:,} requests without a prompt are left out."
     yield (
@@ -261,21 +255,11 @@ def scenario_for(
         DeploymentError: the same, where the file has the parameter.
     """
     from prfaas.core.scheduling import PolicyError, make_policy
-    from prfaas.lab.simulator import scenario_of
+    from prfaas.lab.simulator.scenario import as_deployed
 
-    threshold = deployment.routing.threshold_tokens
     try:
-        scenario = scenario_of(
-            deployment,
-            policy=policy,
-            params=params,
-            threshold_tokens=None if threshold is None else float(threshold),
-            control=deployment.control,
-            allocation=deployment.control.allocation,
-            caches=caches,
-            pools=pools,
-            links=links,
-            failures=failures,
+        scenario = as_deployed(
+            deployment, policy, params, caches=caches, pools=pools, links=links, failures=failures
         )
         make_policy(policy, scenario.params)
     except PolicyError as error:

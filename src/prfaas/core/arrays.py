@@ -3,13 +3,15 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["FloatArray", "NDArray", "OfLength", "np"]
+__all__ = ["FloatArray", "Int32Array", "IntArray", "NDArray", "OfLength", "np"]
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
     FloatArray = NDArray[np.float64]
+    IntArray = NDArray[np.int64]
+    Int32Array = NDArray[np.int32]
 else:
 
     class _Numpy:
@@ -22,7 +24,7 @@ else:
             return value
 
     np = _Numpy()
-    NDArray = FloatArray = Any
+    NDArray = FloatArray = IntArray = Int32Array = Any
 
 OfLength = Callable[[FloatArray], FloatArray]
 """Seconds or bytes for arrays of tokens, of the same shape."""

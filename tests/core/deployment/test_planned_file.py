@@ -155,9 +155,7 @@ def test_the_columns_of_a_trace_are_named(tmp_path: Path) -> None:
     problem = problem_of(planned(tmp_path, replaced(old, lengths)))
     assert (problem.workload.lengths.mean(), problem.workload.output_tokens) == (6000, 20)
     wrong = planned(tmp_path, replaced(old, lengths.replace("arrival: at", "when: at")))
-    with pytest.raises(
-        DeploymentError, match=r"workload\.lengths\.path: columns of a CSV trace are named as"
-    ):
+    with pytest.raises(DeploymentError, match=r"workload\.lengths\.path: columns of a trace are named as"):
         problem_of(wrong)
 
 

@@ -78,7 +78,9 @@ def test_more_work_never_takes_less_time(model: str, name: str, tokens: int, bat
 
 def test_faster_gpus_and_more_of_them_are_faster() -> None:
     assert roof("qwen3-235b", "b200", 8).prefill_s(65536) < roof("qwen3-235b", "h200", 8).prefill_s(65536)
-    assert roof("qwen3-235b", "h200", 8).prefill_s(65536) < roof("qwen3-235b", "h20", 8).prefill_s(65536) / 3
+    assert (
+        roof("qwen3-235b", "h200", 8).prefill_s(65536) < roof("qwen3-235b", "h20", 8).prefill_s(65536) / 2.5
+    )
     assert roof("llama-3.1-70b", "h200", 8).decode_step_s(64, 8192) < (
         roof("llama-3.1-70b", "h200", 4).decode_step_s(64, 8192)
     )

@@ -13,13 +13,13 @@ TOKEN_S, PAIR_S = 1e-4, 2e-8
 
 
 def dense_s(tokens: NDArray[np.float64]) -> NDArray[np.float64]:
-    assert (tokens >= RANGE[0]).all() and (tokens <= RANGE[1]).all()
+    assert (tokens >= RANGE[0]).all()
     result: NDArray[np.float64] = TOKEN_S * tokens + PAIR_S * tokens**2 / 2
     return result
 
 
 def usual(uncached: list[float], reused: list[float]) -> UsualPrefill:
-    return UsualPrefill.of_prompts(dense_s, np.array(uncached), np.array(reused), RANGE)
+    return UsualPrefill.of_prompts(dense_s, np.array(uncached), np.array(reused), RANGE[0])
 
 
 def test_turns_of_long_conversations_take_what_they_attend_to() -> None:
@@ -39,7 +39,7 @@ def test_short_and_long_ones_get_what_those_like_them_have() -> None:
     st.lists(st.tuples(st.floats(1.0, 300_000.0), st.floats(0.0, 300_000.0)), min_size=1, max_size=40),
 )
 def test_prefixes_never_make_a_prefill_shorter(prompts: list[tuple[float, float]]) -> None:
-    """Lengths outside the range count as its ends."""
+    """Lengths below the range count as its end."""
     curve = usual([each[0] for each in prompts], [each[1] for each in prompts])
     assert all(ratio >= 1 for ratio in curve.ratios)
     tokens = np.geomspace(*RANGE, 50)

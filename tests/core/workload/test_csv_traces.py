@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas.core.workload import CsvColumns, WorkloadError, read_requests, read_trace
-from prfaas.core.workload.csv_traces import read_csv
+from prfaas.core.workload import TraceColumns, WorkloadError, read_requests
 
 # Made up in the form of release 1.1 of github.com/HPMLL/BurstGPT: the second and the last request failed.
 BURSTGPT_1 = """\
@@ -25,7 +24,7 @@ Timestamp,Session ID,Elapsed time,Model,Request tokens,Response tokens,Total tok
 12.75,b-2,8,GPT-4,1200,300,1500,Conversation log
 12.75,,0,ChatGPT,80,0,80,API log
 """
-OWN = CsvColumns("when", "prompt", "answer")
+OWN = TraceColumns("when", "prompt", "answer")
 
 
 def written(path: Path, text: str) -> Path:
@@ -38,14 +37,14 @@ def written(path: Path, text: str) -> Path:
 @pytest.mark.parametrize("name", ["b.csv", "b.csv.gz"])
 def test_burstgpt_of_both_releases(tmp_path: Path, text: str, later_s: float, name: str) -> None:
     path = written(tmp_path / name, text)
-    assert read_trace(path).lengths.lengths.tolist() == [310, 1200]
+    assert read_requests(path).lengths.lengths.tolist() == [310, 1200]
     requests = read_requests(path, "burstgpt")
     assert [(each.arrival_s, each.input_tokens, each.output_tokens) for each in requests.requests] == [
         (0.0, 310, 25),
         (later_s, 1200, 300),
     ]
     assert [each.block_ids for each in requests.requests] == [(0,), (1, 2, 3)]
-    assert requests.units.startswith("BurstGPT's: times in s; ")
+    assert requests.units.startswith("BurstGPT's: Timestamp as date and time, or in s; ")
     assert requests.units.endswith("; 2 requests that failed are left out")
 
 
@@ -56,11 +55,11 @@ def test_an_own_file_with_columns_in_any_order(tmp_path: Path) -> None:
         (0.0, 512, 20),
         (1.25, 600, 10),
     ]
-    assert "when as date and time, or s; no two prompts begin alike" in requests.units
+    assert "when as date and time, or in s; no two prompts begin alike" in requests.units
     # A file's own name and header don't count where the columns are named.
     azure = "TIMESTAMP,ContextTokens,GeneratedTokens,when,prompt,answer\n1,2,3,4,5,6\n7,8,9,10,11,12\n"
     path = written(tmp_path / "o.txt", azure)
-    assert read_trace(path, columns=OWN).lengths.mean() == 8
+    assert read_requests(path, columns=OWN).lengths.mean() == 8
     assert [each.arrival_s for each in read_requests(path, columns=OWN).requests] == [0, 6]
 
 
@@ -69,17 +68,17 @@ def test_an_own_file_with_columns_in_any_order(tmp_path: Path) -> None:
     [
         (OWN, ("1700000000.5", "1700000001.75"), 1.25),
         (OWN, ("1e3", "-250"), -1250.0),
-        (CsvColumns.parse("arrival_ms=when,input=prompt,output=answer"), ("1500", "2750"), 1.25),
+        (TraceColumns.parse("arrival_ms=when,input=prompt,output=answer"), ("1500", "2750"), 1.25),
         (OWN, ("2026-03-29 00:59:59.5", "2026-03-29 01:00:00.75"), 1.25),
         # Summer time begins: the clock goes forward by an hour.
         (OWN, ("2026-03-29T01:59:59.500000000+01:00", "2026-03-29T03:00:00.75+0200"), 1.25),
         (OWN, ("2026-03-29 00:59:59.5Z", "2026-03-29 03:00:00.75+02:00"), 1.25),
     ],
 )
-def test_times(tmp_path: Path, columns: CsvColumns, times: tuple[str, str], later_s: float) -> None:
+def test_times(tmp_path: Path, columns: TraceColumns, times: tuple[str, str], later_s: float) -> None:
     text = "when,prompt,answer\n" + "".join(f"{time},1,1\n" for time in times)
-    requests = read_csv(written(tmp_path / "t.csv", text), columns)
-    assert [each.arrival_s for each in requests] == [0, pytest.approx(later_s, abs=1e-6)]
+    requests = read_requests(written(tmp_path / "t.csv", text), columns=columns)
+    assert requests.arrival_s.tolist() == [0, pytest.approx(abs(later_s), abs=1e-6)]
 
 
 words = st.text(st.characters(exclude_categories=["C", "Z"]), min_size=1, max_size=12)
@@ -100,10 +99,11 @@ def test_any_names_in_any_order(
         table = csv.writer(file)
         for row in ([*names], *([*map(str, each), "other"] for each in requests)):
             table.writerow([row[at] for at in order])
-    read = read_csv(path, CsvColumns(names[0], names[1], names[2]))
-    first_s = requests[0][0]
-    assert list(read) == [
-        (pytest.approx(arrival_s - first_s), prompt, answer) for arrival_s, prompt, answer in requests
+    read = read_requests(path, columns=TraceColumns(names[0], names[1], names[2]))
+    first_s = min(requests)[0]
+    assert [(each.arrival_s, each.input_tokens, each.output_tokens) for each in read] == [
+        (pytest.approx(arrival_s - first_s), prompt, answer)
+        for arrival_s, prompt, answer in sorted(requests, key=lambda row: row[0])
     ]
 
 
@@ -119,7 +119,7 @@ def test_any_names_in_any_order(
     ],
 )
 def test_columns_by_option(text: str, columns: str) -> None:
-    assert CsvColumns.parse(text) == CsvColumns(*columns.split("|"))
+    assert TraceColumns.parse(text) == TraceColumns(*columns.split("|"))
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_columns_by_option(text: str, columns: str) -> None:
 )
 def test_columns_that_say_too_little_or_too_much(text: str) -> None:
     with pytest.raises(WorkloadError, match="are named as arrival=COLUMN,input=COLUMN,output=COLUMN"):
-        CsvColumns.parse(text)
+        TraceColumns.parse(text)
 
 
 HEADER = "when,prompt,answer\n"
@@ -145,7 +145,7 @@ HEADER = "when,prompt,answer\n"
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "is empty; the first line must name the columns when, prompt, answer"),
+        ("", "is empty; the first line must name the columns"),
         (HEADER, "has no request with a prompt"),
         ("when,answer\n", ":1: the header has no prompt; it has when, answer"),
         (
@@ -156,25 +156,24 @@ HEADER = "when,prompt,answer\n"
         (HEADER + "1,2,3\n1,2\n", ":3: has 2 values for 3 columns"),
         (
             HEADER + "1,2,3\n\n2026-03-02 09:00:00,2,3\n",
-            ':4: when "2026-03-02 09:00:00" is no time; all must be',
+            ":4: when must be a time, not '2026-03-02 09:00:00'; all must be",
         ),
-        (HEADER + "2026-03-02 09:00:00,2,3\n5,2,3\n", ':3: when "5" is no time'),
-        (HEADER + "2026-13-02 09:00:00,2,3\n", ':2: when "2026-13-02 09:00:00" is no time'),
-        (HEADER + "nan,2,3\n", ':2: when "nan" is no time'),
-        (HEADER + "1,-2,3\n", ':2: prompt "-2" must be a whole number of tokens'),
-        (HEADER + "1,2,\n", ':2: answer "" must be a whole number of tokens'),
+        (HEADER + "2026-03-02 09:00:00,2,3\n5,2,3\n", ":3: when must be a time, not '5'"),
+        (HEADER + "2026-13-02 09:00:00,2,3\n", ":2: when must be a time, not '2026-13-02 09:00:00'"),
+        (HEADER + "nan,2,3\n", ":2: when must be a time, not 'nan'"),
+        (HEADER + "1,-2,3\n", ":2: prompt must be a whole number of tokens, not '-2'"),
+        (HEADER + "1,2,\n", ":2: answer must be a whole number of tokens, not ''"),
         (HEADER + f'1,2,3\n1,"{"x" * 200_000}",3\n', ":3: is no line of a CSV file (field larger than"),
     ],
 )
 def test_malformed_lines_are_named(tmp_path: Path, text: str, words: str) -> None:
     path = written(tmp_path / "t.csv", text)
     with pytest.raises(WorkloadError) as error:
-        read_trace(path, columns=OWN)
+        read_requests(path, columns=OWN)
     assert str(error.value).startswith(str(path)) and words in str(error.value)
 
 
 def test_a_format_and_columns_exclude_each_other(tmp_path: Path) -> None:
     path = written(tmp_path / "t.csv", HEADER + "1,2,3\n")
-    for read in (read_trace, read_requests):
-        with pytest.raises(WorkloadError, match="leave out the format azure"):
-            read(path, "azure", OWN)
+    with pytest.raises(WorkloadError, match="leave out the format azure"):
+        read_requests(path, "azure", OWN)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas.core.workload import TracedRequest, WorkloadError, read_requests, read_trace, write_requests
+from prfaas.core.workload import TracedRequest, WorkloadError, read_requests, write_requests
 
 MOONCAKE = [
     {"timestamp": 27000, "input_length": 1000, "output_length": 10, "hash_ids": [1, 2]},
@@ -67,7 +67,7 @@ def test_our_own_format_gives_back_what_was_written(
     assert write_requests(path, requests) == len(requests)
     assert sorted(read_requests(path).requests, key=repr) == sorted(requests, key=repr)
     # The reader of lengths takes the same file.
-    assert read_trace(path).lengths.high == max(each.input_tokens for each in requests)
+    assert read_requests(path).lengths.high == max(each.input_tokens for each in requests)
 
 
 def test_the_same_requests_make_the_same_file(tmp_path: Path) -> None:
@@ -108,9 +108,7 @@ def test_mooncake_ids_must_fit_the_prompt(tmp_path: Path) -> None:
         read_requests(rows(tmp_path / "m.jsonl", [MOONCAKE[0], bad]))
 
 
-def test_files_without_single_requests(tmp_path: Path) -> None:
-    with pytest.raises(WorkloadError, match="no single requests"):
-        read_requests(tmp_path / "s.tar.gz")
+def test_files_without_requests_of_one_kind(tmp_path: Path) -> None:
     with pytest.raises(WorkloadError, match="has no request with a prompt"):
         read_requests(rows(tmp_path / "e.jsonl", [{**GOOD, "input_tokens": 0, "block_ids": []}]))
     with pytest.raises(WorkloadError, match="blocks of 256 and of 512 tokens"):

@@ -6,6 +6,7 @@ import io
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,9 @@ COLUMNS = [
         "hit_tokens",
     ),
     *("offloaded", "reason", "retries", "link_bytes", "ttft_s", "tpot_s", "e2e_s"),
+    *("prefill_instance", "decode_instance", "prefill_from_s", "prefill_to_s", "kv_there_s"),
 ]
+WORDS = ("policy", "reason", "prefill_instance", "decode_instance")
 TEXT = ["r.csv", "r.csv.gz", "r.jsonl", "r.jsonl.gz"]
 
 
@@ -57,8 +60,7 @@ def rows_of(path: Path) -> Iterator[dict[str, Any]]:
         for row in csv.DictReader(io.StringIO(text)):
             # Words stay; numbers, booleans and nothing are as JSON has them.
             yield {
-                name: (value if name in ("policy", "reason") else json.loads(value or "null"))
-                for name, value in row.items()
+                name: (value if name in WORDS else json.loads(value or "null")) for name, value in row.items()
             }
     else:
         yield from map(json.loads, text.splitlines())
@@ -147,3 +149,40 @@ def test_what_can_not_be_written_is_said_before(tmp_path: Path, name: str, says:
     (tmp_path / "folder.csv").mkdir()
     with pytest.raises(ValueError, match=says):
         RecordsFile.at(tmp_path / name)
+
+
+def test_parts_make_up_the_ttft_of_each_request(results: dict[str, Result]) -> None:
+    """Waiting, prefilling, the KVCache on its way, and the wait for a decode slot; and where all that was."""
+    for result in results.values():
+        rows = result.table()
+        parts = [rows[name][:-1] for name in ("prefill_from_s", "prefill_to_s", "kv_there_s", "ttft_s")]
+        assert (parts[0] >= 0).all()
+        assert all((later >= earlier).all() for earlier, later in pairwise(parts))
+        assert {each.split("-")[0] for each in rows["decode_instance"]} == {"home"}
+        where = [each.split("-")[0] for each in rows["prefill_instance"]]
+        assert [each == "east" for each in where] == result.offloaded.tolist()
+        # One that prefills here has all KVCache when it ends.
+        here = ~result.offloaded[:-1]
+        assert (parts[1][here] == parts[2][here]).all()
+
+
+def test_a_trace_s_other_columns_come_with_the_requests(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    rows = [f"{n},{1000 + n},5,{'blue' if n % 2 else 'red'}" for n in range(30)]
+    path.write_text("\n".join(["at,in,out,team", *rows]))
+    columns = {"arrival": "at", "input": "in", "output": "out"}
+    result = api.simulate(api.example_path("paper"), trace=path, columns=columns, requests=40)
+    teams = result.table()["trace_team"]
+    assert [team == "blue" for team in teams] == (result.input_tokens % 2 == 1).tolist()
+    assert len(repr(result)) < 200
+
+
+def test_links_and_instances_that_are_gone_for_a_time() -> None:
+    whole, gone = (
+        api.simulate(api.example_path("paper"), load=0.5, requests=300, **more)
+        for more in ({}, {"outages": [("east->home", 30, 60)], "failures": [("home-0", 20, 30)]})
+    )
+    assert gone.retries.sum() > 0 == whole.retries.sum()
+    assert gone.ttft_s.max() > 2 * whole.ttft_s.max()
+    with pytest.raises(ValueError, match='"nobody" cannot fail'):
+        api.simulate(api.example_path("paper"), requests=50, failures=[("nobody", 1, 1)])

@@ -15,7 +15,7 @@ from prfaas.core.deployment.section import Section
 from prfaas.core.deployment.types import ClusterKind, ControlConfig, Link, Routing, Slo
 from prfaas.core.kv import DEFAULT_DTYPES, CacheDtypes, KvModel
 from prfaas.core.latency import LatencyProfile
-from prfaas.core.workload.requests import TraceFormat
+from prfaas.core.workload.trace_columns import TraceFormat
 from prfaas.core.yaml_source import FileError, YamlSource
 
 
@@ -78,7 +78,7 @@ class TraceLengths(Section):
     format: TraceFormat | None = None
     """Left out: as the file's name or first line tells."""
     columns: Mapping[Text, Text] | None = None
-    """Of a CSV file: what the columns `arrival`, `input` and `output` are called in it."""
+    """What the columns `arrival`, `input` and `output` are called in the file."""
     distribution: Literal["trace"] = "trace"
     """Which form the others have."""
 

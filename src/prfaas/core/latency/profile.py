@@ -292,6 +292,23 @@ class LatencyProfile:
         """The prompt lengths that prefill times are known for, both ends included."""
         return (self.prefill.low, self.prefill.high)
 
+    @property
+    def last_growth(self) -> float:
+        """The power of the length that prefills grew with over the last octave: at least 1, at most 2."""
+        low, high = self.range_tokens
+        middle = max(high / 2, low)
+        if high <= middle:
+            return 1.0
+        grown = math.log(self.prefill_s(high) / self.prefill_s(middle))
+        return min(max(grown / math.log(high / middle), 1.0), 2.0)
+
+    def extended_prefill_s(self, tokens: "NDArray[np.float64]") -> "NDArray[np.float64]":
+        """`prefill_s` for arrays of any lengths: below `range_tokens` the first time holds, above it times go on as
+        `last_growth` says."""
+        low, high = self.range_tokens
+        longer: NDArray[np.float64] = np.maximum(np.asarray(tokens) / high, 1.0) ** self.last_growth
+        return self.prefill_s(np.clip(tokens, low, high)) * longer
+
     def require_range(self, low_tokens: float, high_tokens: float) -> None:
         """Make sure that prefill times are known for all of [low_tokens, high_tokens].
 

@@ -52,6 +52,11 @@ class Gpu:
     fp4_flops_per_s: float | None = None
     per_machine: int = 8
     """GPUs that are linked so fast with each other."""
+    matrix_share: float = _MATRIX_SHARE
+    attention_share: float = _ATTENTION_SHARE
+    """Of the printed peak in prefills: all GPUs' shares, where its own are not known."""
+    aiconfigurator: str | None = None
+    """What AIConfigurator calls a machine of them; None: it has no measurements."""
 
     def flops_per_s(self, compute: str) -> float:
         """Peak for operands of "bf16", "fp8" or "fp4"; where it has no such units, that of the next wider ones."""
@@ -111,8 +116,8 @@ class Roofline:
         """Seconds until the first token of a prompt of `tokens` tokens on an idle instance."""
         matrices, attention = self.work.prefill_flops(tokens)
         peak = self.gpu.flops_per_s(self.work.weights.compute)
-        computing_s = matrices / (self.ranks * peak * _MATRIX_SHARE) + attention / (
-            self.ranks * self.gpu.bf16_flops_per_s * _ATTENTION_SHARE
+        computing_s = matrices / (self.ranks * peak * self.gpu.matrix_share) + attention / (
+            self.ranks * self.gpu.bf16_flops_per_s * self.gpu.attention_share
         )
         reading_s = self._reading_s(self.work.read_bytes(tokens) / self.ranks)
         return REQUEST_S + self._layers_s + max(computing_s, reading_s) + self._exchange_s(tokens)

@@ -106,11 +106,8 @@ class ServiceCurve:
         its last octave grew with, at least linearly and at most quadratically.
         """
         low, high = profile.range_tokens
-        middle = max(high / 2, low)
         points = [(tokens, profile.prefill_s(tokens)) for tokens in _between(low, high)]
-        grown = math.log(profile.prefill_s(high) / profile.prefill_s(middle)) if high > middle else 0.0
-        power = grown / math.log(high / middle) if high > middle else 1.0
-        curve = extended(points, power)
+        curve = extended(points, profile.last_growth)
         return cls(lambda tokens: curve(tokens) / speedup)
 
     def __getstate__(self) -> dict[str, object]:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from prfaas.core.arrays import FloatArray, OfLength, np
+from prfaas.core.arrays import FloatArray, Int32Array, IntArray, OfLength, np
 from prfaas.core.deployment import DeploymentError, Link, PlannedCluster, PlannedDeployment, Slo
 from prfaas.core.deployment.planned import (
     EmpiricalLengths,
@@ -26,17 +26,17 @@ from prfaas.core.planner.problem import (
     all_paths,
 )
 from prfaas.core.workload import (
-    CsvColumns,
     Empirical,
     LengthDistribution,
     RequestTrace,
+    TraceColumns,
     TruncatedLogNormal,
     Uniform,
     Workload,
     WorkloadError,
     fixed,
+    read_requests,
 )
-from prfaas.core.workload.trace_readers import read_trace
 
 
 def problem_of(deployment: PlannedDeployment) -> PlanProblem:
@@ -50,7 +50,8 @@ def problem_of(deployment: PlannedDeployment) -> PlanProblem:
     curves = [cluster.profile for cluster in deployment.clusters]
     # Clusters with equal profiles share one curve: the planner knows equal clusters by it.
     prefill_s = {
-        cluster.name: curves[curves.index(cluster.profile)].prefill_s for cluster in deployment.clusters
+        cluster.name: curves[curves.index(cluster.profile)].extended_prefill_s
+        for cluster in deployment.clusters
     }
     narrower = link_sizes(deployment.link_models)
     try:
@@ -151,22 +152,22 @@ class UsualPrefill:
         prefill_s: OfLength,
         uncached_tokens: FloatArray,
         reused_tokens: FloatArray,
-        range_tokens: tuple[float, float],
+        low_tokens: float,
     ) -> "UsualPrefill":
         """From a sample of prompts.
 
         Args:
-            prefill_s: T, known on `range_tokens`.
+            prefill_s: T, known from `low_tokens` on.
             uncached_tokens: Of every prompt, what is computed.
             reused_tokens: Of every prompt, what its cache has.
-            range_tokens: Lengths outside count as the nearest end.
+            low_tokens: Shorter ones count as long.
         """
-        low, high = range_tokens
-        uncached = np.clip(uncached_tokens, low, high)
-        whole = np.clip(uncached + reused_tokens, uncached, high)
+        low = low_tokens
+        uncached = np.maximum(uncached_tokens, low)
+        whole = uncached + reused_tokens
         alone_s = prefill_s(uncached)
         # As `after_prefix_s`; a prefix below the range counts as long as its end, which takes from what it adds.
-        longer_s = prefill_s(whole) - prefill_s(np.clip(whole - uncached, low, high))
+        longer_s = prefill_s(whole) - prefill_s(np.maximum(reused_tokens, low))
         taken_s = np.where(reused_tokens > 0, np.maximum(longer_s, alone_s), alone_s)
         bins = (np.log2(uncached / low) * _BINS_PER_OCTAVE).astype(np.int64)
         weight_s = np.bincount(bins, alone_s)
@@ -183,43 +184,42 @@ class UsualPrefill:
 def problem_of_trace(
     problem: PlanProblem,
     trace: RequestTrace,
-    range_tokens: tuple[float, float],
-    uncached_tokens: Sequence[int] | None = None,
+    low_tokens: float,
+    uncached_tokens: "Sequence[int] | IntArray | Int32Array | None" = None,
 ) -> PlanProblem:
     """The problem of the same clusters for a trace's lengths.
 
     Args:
         problem: The deployment's own. Hit ratios that it gives to clusters are left out.
         trace: Its prompts and the mean of its answers.
-        range_tokens: Lengths outside count as the nearest end.
+        low_tokens: Shorter prompts take as long as this one.
         uncached_tokens: Of every prompt, what a cache leaves to compute. Prefills take what they take behind their
             prefixes. None: nothing is cached.
     """
-    whole = [each.input_tokens for each in trace.requests]
+    lengths = trace.lengths
     if uncached_tokens is not None:
-        reused = [length - left for length, left in zip(whole, uncached_tokens, strict=True)]
-        problem = _with_prefixes(problem, uncached_tokens, reused, range_tokens)
-    answers = sum(each.output_tokens for each in trace.requests) / len(trace.requests)
-    lengths = Empirical(whole if uncached_tokens is None else uncached_tokens)
+        uncached = np.asarray(uncached_tokens)
+        problem = _with_prefixes(problem, uncached, trace.input_tokens - uncached, low_tokens)
+        lengths = Empirical(uncached)
     return replace(
         problem,
         prfaas=tuple(replace(cluster, prefix_hit_ratio=None) for cluster in problem.prfaas),
         pd=tuple(replace(cluster, prefix_hit_ratio=None) for cluster in problem.pd),
-        workload=Workload(lengths.clipped(*range_tokens), max(answers, 1.0)),
+        workload=Workload(lengths, max(trace.mean_output_tokens, 1.0)),
     )
 
 
 def _with_prefixes(
     problem: PlanProblem,
-    uncached_tokens: Sequence[float],
-    reused_tokens: Sequence[float],
-    range_tokens: tuple[float, float],
+    uncached_tokens: "IntArray",
+    reused_tokens: "IntArray",
+    low_tokens: float,
 ) -> PlanProblem:
     """The same clusters, with prefills that take what those of these prompts take behind their prefixes."""
-    uncached, reused = (np.array(each, dtype=np.float64) for each in (uncached_tokens, reused_tokens))
+    uncached, reused = (each.astype(np.float64) for each in (uncached_tokens, reused_tokens))
 
     def usual(prefill_s: OfLength) -> UsualPrefill:
-        return UsualPrefill.of_prompts(prefill_s, uncached, reused, range_tokens)
+        return UsualPrefill.of_prompts(prefill_s, uncached, reused, low_tokens)
 
     return replace(
         problem,
@@ -256,7 +256,12 @@ def _pd(deployment: PlannedDeployment, index: int, cluster: PlannedCluster, pref
 
 
 def _check_range(deployment: PlannedDeployment, problem: PlanProblem) -> None:
-    """Every length that a cluster may be given must be in its profile's range, however much is cached."""
+    """Every length that a cluster may be given must be in its profile's range, however much is cached.
+
+    Of a trace, which is as it is, lengths may lie beyond.
+    """
+    if isinstance(deployment.workload.lengths, TraceLengths):
+        return
     lengths = problem.workload.lengths
     used = all_paths(problem)
     for index, cluster in enumerate(deployment.clusters):
@@ -301,5 +306,5 @@ def _lengths(deployment: PlannedDeployment) -> tuple[LengthDistribution, float |
         case EmpiricalLengths(lengths, weights):
             return Empirical(lengths, weights), None
         case TraceLengths(path, form, columns):
-            trace = read_trace(path, form, None if columns is None else CsvColumns.of(columns))
-            return trace.lengths, trace.output_tokens
+            trace = read_requests(path, form, None if columns is None else TraceColumns.of(columns))
+            return trace.lengths, trace.mean_output_tokens

@@ -28,7 +28,7 @@ from prfaas.core.planner.operating_point import OperatingPoint, ServiceModel
 from prfaas.core.planner.problem import PlanProblem, TtftTarget
 from prfaas.core.planner.ttft import TtftEstimate
 from prfaas.core.planner.ttft_target import best_within_target
-from prfaas.core.planner.verdict import Gain, Limits, verdict_of
+from prfaas.core.planner.verdict import Gain, Limits, pays, verdict_of
 
 Method = Literal["exact search", "linear programme"]
 
@@ -72,6 +72,11 @@ class Plan:
     """The most requests per second at which the optimum keeps the target; None without one."""
     rest_estimate: TtftEstimate | None = None
     """Until decode instances can write the second token; None where first tokens come from them too."""
+
+    @property
+    def is_worth_it(self) -> bool:
+        """Whether it does more than the same money, or without prices as many GPUs, without PrfaaS."""
+        return pays(self.equal_cost_ratio, self.ratio_to_homogeneous)
 
     @property
     def binding(self) -> tuple[str, ...]:

@@ -96,6 +96,12 @@ def _shortness(link: LinkUse) -> float:
     return (link.needed_bits_per_s or 0.0) / link.bandwidth_bits_per_s
 
 
+def pays(equal_cost_ratio: float | None, ratio: float | None) -> bool:
+    """Whether a gain is worth a second cluster: at equal cost, or without prices against as many GPUs."""
+    judged = equal_cost_ratio if equal_cost_ratio is not None else ratio
+    return judged is not None and judged > _WORTH_IT
+
+
 @dataclass(frozen=True, slots=True)
 class Gain:
     """The gain of a deployment over others."""
@@ -123,8 +129,8 @@ class Gain:
         if at_cost and self.egress_per_hour > 0:
             at_cost += f" with egress at {self.egress_per_hour:.3g} per hour"
         factor = f"{self.ratio:.2f} times the throughput of a homogeneous cluster with as many GPUs{at_cost}"
-        judged = self.equal_cost_ratio if self.equal_cost_ratio is not None else self.ratio
-        text = f"{'Worth it' if judged > _WORTH_IT else 'Not worth it'}: {factor}."
+        worth = "Worth it" if pays(self.equal_cost_ratio, self.ratio) else "Not worth it"
+        text = f"{worth}: {factor}."
         if self.egress_per_hour > 0 and self.break_even_per_gb is not None:
             text += (
                 f" The advantage is gone where egress costs {self.break_even_per_gb:.3g} per GB."

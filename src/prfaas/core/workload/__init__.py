@@ -1,6 +1,5 @@
 """The traffic: how long prompts and answers are, as formulas or from traces."""
 
-from prfaas.core.workload.csv_traces import CsvColumns
 from prfaas.core.workload.empirical import EDGE, Empirical, edge_factor, fixed
 from prfaas.core.workload.lengths import (
     Bins,
@@ -10,22 +9,16 @@ from prfaas.core.workload.lengths import (
     Workload,
     WorkloadError,
 )
-from prfaas.core.workload.requests import (
-    RequestTrace,
-    TracedRequest,
-    TraceFormat,
-    read_requests,
-    write_requests,
-)
-from prfaas.core.workload.trace_readers import read_trace
+from prfaas.core.workload.requests import RequestTrace, TracedRequest, read_requests, write_requests
+from prfaas.core.workload.trace_columns import TraceColumns, TraceFormat
 
 __all__ = [
     "EDGE",
     "Bins",
-    "CsvColumns",
     "Empirical",
     "LengthDistribution",
     "RequestTrace",
+    "TraceColumns",
     "TraceFormat",
     "TracedRequest",
     "TruncatedLogNormal",
@@ -35,6 +28,5 @@ __all__ = [
     "edge_factor",
     "fixed",
     "read_requests",
-    "read_trace",
     "write_requests",
 ]

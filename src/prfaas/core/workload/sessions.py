@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 
 from prfaas.core.workload.arrivals import Arrivals, FloatArray, IntArray, check_positive
 from prfaas.core.workload.lengths import LengthDistribution, WorkloadError
-from prfaas.core.workload.requests import BLOCK_TOKENS
-from prfaas.core.workload.traffic import LengthSampler, RequestChunk, Traffic, places_in, starts_of
+from prfaas.core.workload.requests import places_in, starts_of
+from prfaas.core.workload.trace_columns import BLOCK_TOKENS
+from prfaas.core.workload.traffic import LengthSampler, RequestChunk, Traffic
 
 _Number = TypeVar("_Number", np.float64, np.int64)
 

@@ -5,16 +5,18 @@ of them, the same wherever the same block stands.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import count
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from prfaas.core.workload.arrivals import Arrivals, FloatArray, IntArray, check_positive
 from prfaas.core.workload.lengths import LengthDistribution, WorkloadError
-from prfaas.core.workload.requests import BLOCK_TOKENS, RequestTrace, TracedRequest
+from prfaas.core.workload.requests import RequestTrace, TracedRequest, places_in, starts_of
+from prfaas.core.workload.trace_columns import BLOCK_TOKENS
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,6 +34,8 @@ class RequestChunk:
     block_starts: IntArray
     """(n + 1,): the blocks of request i are `block_ids[block_starts[i] : block_starts[i + 1]]`."""
     block_tokens: int
+    own: "Mapping[str, NDArray[Any]]" = field(default_factory=dict)
+    """(n,) words of the trace's other columns, by name."""
 
     def __len__(self) -> int:
         return len(self.arrival_s)
@@ -68,17 +72,7 @@ def take(
                 return
 
 
-def starts_of(counts: IntArray) -> IntArray:
-    """Where each of consecutive runs of these lengths begins, and where the last one ends."""
-    return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(counts)])
-
-
-def places_in(counts: IntArray) -> IntArray:
-    """0, 1, … for each of consecutive runs of these lengths."""
-    starts = starts_of(counts)
-    return np.arange(starts[-1]) - np.repeat(starts[:-1], counts)
-
-
+_AT_ONCE = 1 << 16
 # A continuous distribution is drawn from so many bins, evenly within each.
 _BINS = 4096
 
@@ -203,7 +197,7 @@ class ReplayedTraffic(Traffic):
     @property
     def round_s(self) -> float:
         """Time of the replay from one round to the next: one mean gap (or the jitter) after the last arrival."""
-        gaps = max(len(self.trace.requests) - 1, 1)
+        gaps = max(len(self.trace) - 1, 1)
         return (self.trace.span_s + max(self.trace.span_s / gaps, self.jitter_s)) / self.speed
 
     @property
@@ -214,34 +208,35 @@ class ReplayedTraffic(Traffic):
     @property
     def mean_per_s(self) -> float:
         """Requests per second in the long run; infinite for a trace without duration."""
-        return len(self.trace.requests) / self.round_s if self.round_s > 0 else float("inf")
+        return len(self.trace) / self.round_s if self.round_s > 0 else float("inf")
 
     def chunks(self, rng: np.random.Generator) -> Iterator[RequestChunk]:
-        """The requests in the order of arrival, one chunk per round."""
-        requests = self.trace.requests
-        recorded_s = np.array([each.arrival_s for each in requests])
-        prompts = self._inputs(np.array([each.input_tokens for each in requests]))
-        answers = np.array([each.output_tokens for each in requests])
-        answers = np.maximum(np.rint(answers * self.output_factor), np.minimum(answers, 1)).astype(np.int64)
-        counts = np.array([len(each.block_ids) for each in requests])
-        # Ids from 0 on without gaps, so that those of the next round can follow.
-        known, ids = np.unique(
-            np.array([block for each in requests for block in each.block_ids]), return_inverse=True
-        )
+        """The requests in the order of arrival, some thousand at once; no chunk has those of two rounds."""
+        trace = self.trace
+        starts, counts = starts_of(trace.block_counts), trace.block_counts
+        ids, known = None, int(starts[-1])
+        if trace.block_ids is not None:
+            # Ids from 0 on without gaps, so that those of the next round can follow.
+            values, ids = np.unique(trace.block_ids, return_inverse=True)
+            known = len(values)
+        words = {f"trace_{name}": np.array(each.words, dtype=object) for name, each in trace.own.items()}
         for number in count() if self.rounds is None else range(self.rounds):
-            jitter_s = rng.random(len(recorded_s)) * self.jitter_s if self.jitter_s else 0.0
-            arrival_s = (recorded_s + jitter_s) / self.speed + number * self.round_s
-            order = np.argsort(arrival_s, kind="stable")
-            starts = starts_of(counts)
-            picked = np.repeat(starts[order], counts[order]) + places_in(counts[order])
-            yield RequestChunk(
-                arrival_s[order],
-                prompts[order],
-                answers[order],
-                ids[picked] + number * len(known),
-                starts_of(counts[order]),
-                block_tokens=self.block_tokens,
-            )
+            jitter_s = rng.random(len(trace)) * self.jitter_s if self.jitter_s else 0.0
+            arrival_s = (trace.arrival_s + jitter_s) / self.speed + number * self.round_s
+            order = np.argsort(arrival_s, kind="stable") if self.jitter_s else np.arange(len(trace))
+            for first in range(0, len(trace), _AT_ONCE):
+                rows = order[first : first + _AT_ONCE]
+                picked = np.repeat(starts[rows], counts[rows]) + places_in(counts[rows])
+                answers = np.rint(trace.output_tokens[rows] * self.output_factor)
+                yield RequestChunk(
+                    arrival_s[rows],
+                    self._inputs(trace.input_tokens[rows].astype(np.int64)),
+                    np.maximum(answers, np.minimum(trace.output_tokens[rows], 1)).astype(np.int64),
+                    (picked if ids is None else ids[picked]) + number * known,
+                    starts_of(counts[rows]),
+                    block_tokens=self.block_tokens,
+                    own={name: each[trace.own[name[6:]].codes[rows]] for name, each in words.items()},
+                )
 
     def _inputs(self, prompts: IntArray) -> IntArray:
         recorded, scaled = self.trace.block_tokens, self.block_tokens

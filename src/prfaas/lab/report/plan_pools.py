@@ -10,7 +10,7 @@ from prfaas.core.latency.service_curve import ServiceCurve
 from prfaas.core.planner import OperatingPoint, PlanProblem, best_operation, problem_of_trace, range_tokens
 from prfaas.core.planner.pool_worth import TierWorth, tier_worths
 from prfaas.core.units import format_bits_per_s, format_bytes, format_s
-from prfaas.core.workload import read_requests
+from prfaas.core.workload import RequestTrace
 from prfaas.lab.report.plan import new_table
 from prfaas.lab.simulator import PoolOptions
 from prfaas.lab.simulator.machine_pool import MachinePool, replayed
@@ -58,21 +58,16 @@ class PoolPlan:
         planned: PlannedDeployment,
         problem: PlanProblem,
         pools: Mapping[str, PoolOptions],
-        path: Path | None,
+        trace: RequestTrace | None,
     ) -> "PoolPlan":
-        """Plan with pools; a trace at `path` is replayed through those of all machines, and planned for.
-
-        Raises:
-            WorkloadError: the trace can't be read.
-        """
+        """Plan with pools; a trace is replayed through those of all machines, and planned for."""
         lengths, hits = range_tokens(planned), None
-        if path is not None:
-            trace = read_requests(path).cut_to(int(lengths[1]))
-            reuses = list(replayed(trace.requests, list(_machines(planned, pools, trace.block_tokens))))
+        if trace is not None:
+            reuses = list(replayed(trace, list(_machines(planned, pools, trace.block_tokens))))
             left = [each.input_tokens - each.reused_tokens for each in reuses]
             ratio = 1 - sum(left) / sum(each.input_tokens for each in reuses)
-            cached, problem = (problem_of_trace(problem, trace, lengths, each) for each in (left, None))
-            hits = PoolHits(path.name, ratio, best_operation(problem), best_operation(cached))
+            cached, problem = (problem_of_trace(problem, trace, lengths[0], each) for each in (left, None))
+            hits = PoolHits(Path(trace.name).name, ratio, best_operation(problem), best_operation(cached))
         bandwidths = {
             cluster.name: _bandwidths(pools[cluster.name], cluster.instance_count)
             for cluster in planned.clusters

@@ -3,7 +3,10 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
+
+from scipy.special import stdtrit
 
 from prfaas.core.deployment import PlannedDeployment
 from prfaas.core.scheduling.parameters import Setting, shown
@@ -55,6 +58,8 @@ class SimulationReport:
     """The same as they were asked for: FIELD=VALUE."""
     params: Mapping[str, Mapping[str, Setting]] = field(default_factory=dict)
     """Parameters that are not the defaults', by policy."""
+    repeats: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
+    """`Result.summary` of further seeds, by policy: each policy meets the same requests under a seed."""
     command: str = ""
     """The command line that gives this report again."""
 
@@ -124,7 +129,23 @@ class SimulationReport:
             "changes": self.changes or {},
             "params": {policy: dict(params) for policy, params in self.params.items()},
             "policies": self.summaries,
+            "seeds": self.over_seeds(),
         }
+
+    def over_seeds(self) -> dict[str, dict[str, tuple[float, float]]]:
+        """By policy and number of the summary: its mean over the seeds, and half of the 95 % interval (Student's t).
+
+        Numbers that a seed lacks are left out. Empty with one seed.
+        """
+        found: dict[str, dict[str, tuple[float, float]]] = {}
+        for policy, others in self.repeats.items():
+            for _, key, _, _ in _ROWS:
+                values = [_number(each.get(key)) for each in (self.summaries[policy], *others)]
+                known = [value for value in values if value is not None]
+                if len(known) == len(values):
+                    half = float(stdtrit(len(known) - 1, 0.975)) * stdev(known) / math.sqrt(len(known))
+                    found.setdefault(policy, {})[key] = fmean(known), half
+        return found
 
 
 def _clusters(deployment: PlannedDeployment) -> Iterator[str]:
@@ -186,6 +207,16 @@ def headline(report: SimulationReport) -> list[list[str]]:
         if is_known or key in _UNKNOWN:
             rows.append(cells)
     return rows
+
+
+def seed_rows(report: SimulationReport) -> list[list[str]]:
+    """The numbers of the main table that say how a policy fares, over all seeds."""
+    found = report.over_seeds().values()
+    return [
+        [label, *(f"{shown_as(each[key][0])} ± {shown_as(each[key][1])}" for each in found)]
+        for label, key, shown_as, is_compared in _ROWS
+        if (is_compared or key.endswith("_rps")) and all(key in each for each in found)
+    ]
 
 
 def _number(value: Any) -> float | None:
@@ -261,6 +292,10 @@ def print_simulation(console: "Console", report: SimulationReport) -> None:
     console.print()
     names = list(report.results)
     console.print(_table("", names, headline(report), bold=("TTFT mean", "TTFT P90")))
+    if report.repeats:
+        seeds = 1 + len(next(iter(report.repeats.values())))
+        console.print()
+        console.print(_table(f"{seeds} seeds, mean ± half of 95 %", names, seed_rows(report)))
     console.print()
     console.print(_table("decisions by reason", names, decision_rows(report)))
     console.print()

@@ -9,20 +9,25 @@ REFUSED = "refused"
 
 
 class Columns:
-    """What became of every request, column by column: one entry each in the order of arrival, 46 bytes in all; 75
+    """What became of every request, column by column: one entry each in the order of arrival, 74 bytes in all; 103
     where first tokens come from prefills.
 
     Times are seconds from its arrival, NaN where it never came to that.
     """
 
     __slots__ = (
+        "decoded_on",
         "e2e_s",
         "hit_tokens",
+        "kv_there_s",
         "last_token_s",
         "link_bytes",
         "longest_gap_s",
         "offloaded",
+        "prefill_from_s",
+        "prefill_to_s",
         "prefilled_first",
+        "prefilled_on",
         "reason",
         "reason_codes",
         "retries",
@@ -35,6 +40,9 @@ class Columns:
     def __init__(self, first_from_prefill: bool = False) -> None:
         self.ttft_s = array("d")
         self.e2e_s = array("d")
+        # Of the last attempt: when its prefill began and ended, when all KV was at the decode instance.
+        self.prefill_from_s, self.prefill_to_s, self.kv_there_s = array("d"), array("d"), array("d")
+        self.prefilled_on, self.decoded_on = array("h"), array("h")  # index of the instance; -1: none
         self.uncached_tokens = array("i")
         self.hit_tokens = array("i")
         self.link_bytes = array("d")
@@ -52,13 +60,15 @@ class Columns:
 
     def grow(self, count: int) -> None:
         """Room for `count` more requests."""
-        for times in (self.ttft_s, self.e2e_s):
+        for times in (self.ttft_s, self.e2e_s, self.prefill_from_s, self.prefill_to_s, self.kv_there_s):
             times.extend([_NOT_A_NUMBER] * count)
         for column in (self.uncached_tokens, self.hit_tokens, self.link_bytes, self.offloaded, self.reason):
             column.frombytes(bytes(column.itemsize * count))
         for tokens in self.tier_tokens.values():
             tokens.frombytes(bytes(tokens.itemsize * count))
         self.retries.frombytes(bytes(count))
+        for instances in (self.prefilled_on, self.decoded_on):
+            instances.extend([-1] * count)
         if self.second_token_s is not None:
             for times in (self.second_token_s, self.last_token_s, self.longest_gap_s):
                 times.extend([_NOT_A_NUMBER] * count)

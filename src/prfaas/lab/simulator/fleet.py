@@ -67,7 +67,8 @@ def engines_of(
         for cluster in scenario.clusters
         for instance in view.clusters[cluster.name].instances
     }
-    for engine in engines.values():
+    for number, engine in enumerate(engines.values()):
+        engine.number = number
         if engine.view.group:
             engine.ranks = [engines[name] for name in engine.view.group]
     return engines

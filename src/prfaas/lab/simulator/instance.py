@@ -180,6 +180,7 @@ class Engine:
         "leaves_s",
         "mixed_tokens",
         "name",
+        "number",
         "pool",
         "prefill_s",
         "prefilled_s",
@@ -222,6 +223,8 @@ class Engine:
     """Seconds of a decode step over the batch."""
     prefilled_s: float
     """Seconds of prefill begun so far."""
+    number: int
+    """Counts the deployment's instances, from 0."""
     ranks: "list[Engine]"
     """Those of its data-parallel group, which take their steps together; itself alone where it is in none."""
 
@@ -255,6 +258,7 @@ class Engine:
         self.waiting = 0
         self.waiting_s = 0.0
         self.prefilled_s = 0.0
+        self.number = 0
         self.ranks = [self]
 
     def accept(self, service_s: float, now_s: float) -> None:

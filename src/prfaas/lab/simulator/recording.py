@@ -1,4 +1,4 @@
-"""A recorded trace, made to fit a deployment: cut to what its profiles cover, and planned for."""
+"""A recorded trace, planned for on a deployment."""
 
 import math
 from collections.abc import Mapping
@@ -7,9 +7,10 @@ from pathlib import Path
 
 from prfaas.core.deployment import PlannedDeployment
 from prfaas.core.planner import PlanProblem, best_operation, problem_of, problem_of_trace, range_tokens
-from prfaas.core.workload import CsvColumns, RequestTrace, fixed, read_requests
+from prfaas.core.workload import RequestTrace, TraceColumns, fixed, read_requests
 from prfaas.core.workload.arrivals import Poisson
 from prfaas.core.workload.traffic import IndependentTraffic, ReplayedTraffic, Traffic
+from prfaas.lab.simulator.prefix_caches import CacheOptions
 
 CACHE_BYTES = 64 << 30
 """Of every instance for its prefix cache, where a trace is simulated and nothing else is asked for."""
@@ -17,47 +18,26 @@ CACHE_BYTES = 64 << 30
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """A trace that fits a deployment, and what the planner finds for it."""
+    """A trace, and what the planner finds for it on a deployment."""
 
     trace: RequestTrace
-    most_tokens: int
-    """No prompt has more."""
-    cut: int
-    """How many prompts were cut to that."""
+    range_tokens: tuple[float, float]
+    """Lengths that all profiles cover."""
     lambda_max_rps: float
     """Of the trace's lengths with nothing cached."""
     lambda_max_cached_rps: float
     """Behind a prefix cache that forgets nothing."""
 
     @classmethod
-    def read(
-        cls,
-        deployment: PlannedDeployment,
-        problem: PlanProblem,
-        path: Path,
-        columns: CsvColumns | None = None,
-    ) -> "Recording":
-        """Read a trace and plan for it.
-
-        Args:
-            deployment: Whose profiles must cover the prompts.
-            problem: The deployment's own.
-            path: Of a file in a format that is known, or of a CSV file with these columns.
-            columns: What a CSV file's columns are called; None: as its header tells.
-
-        Raises:
-            WorkloadError: the trace can't be read.
-        """
-        lengths = range_tokens(deployment)
-        most = int(lengths[1])
-        trace = read_requests(path, columns=columns)
-        cut = sum(each.input_tokens > most for each in trace.requests)
-        trace = trace.cut_to(most)
-        plain, cached = (
-            best_operation(problem_of_trace(problem, trace, lengths, uncached)).lambda_max
-            for uncached in (None, trace.uncached_tokens())
-        )
-        return cls(trace, most, cut, plain, cached)
+    def of(cls, deployment: PlannedDeployment, problem: PlanProblem, trace: RequestTrace) -> "Recording":
+        """Plan for a trace; `problem` is the deployment's own."""
+        covered = range_tokens(deployment)
+        plain = best_operation(problem_of_trace(problem, trace, covered[0])).lambda_max
+        cached = plain
+        if trace.block_ids is not None:
+            behind = problem_of_trace(problem, trace, covered[0], trace.uncached_tokens())
+            cached = best_operation(behind).lambda_max
+        return cls(trace, covered, plain, cached)
 
     def at_rate(self, rate_rps: float) -> ReplayedTraffic:
         """The trace again and again, its times scaled to a mean rate, arrivals spread over the step of a coarse clock.
@@ -68,12 +48,21 @@ class Recording:
         return ReplayedTraffic.at_rate(self.trace, rate_rps)
 
 
+def caches_for(
+    deployment: PlannedDeployment, num_bytes: int | None, *, has_trace: bool
+) -> CacheOptions | None:
+    """Prefix caches of so much memory on every instance; None: `CACHE_BYTES` with a trace, no caches without."""
+    kept = (CACHE_BYTES if has_trace else 0) if num_bytes is None else num_bytes
+    return CacheOptions.of_memory(deployment.kv_model, kept) if kept else None
+
+
 def traffic_for(
     deployment: PlannedDeployment,
     load: float | None,
     requests_per_s: float | None,
     trace: Path | str | None,
     columns: Mapping[str, str] | None,
+    form: str | None = None,
 ) -> Traffic:
     """A trace or made-up prompts, at a rate, or at a load (0.7) of what the planner finds for them.
 
@@ -84,8 +73,9 @@ def traffic_for(
     if load is not None and requests_per_s is not None:
         raise ValueError("give a load or requests_per_s, not both")
     problem = problem_of(deployment)
-    named = None if columns is None else CsvColumns.of(columns)
-    recording = None if trace is None else Recording.read(deployment, problem, Path(trace), named)
+    named = None if columns is None else TraceColumns.of(columns)
+    recorded = None if trace is None else read_requests(Path(trace), form, named)
+    recording = None if recorded is None else Recording.of(deployment, problem, recorded)
     rate = requests_per_s
     if rate is None:
         most_rps = best_operation(problem).lambda_max if recording is None else recording.lambda_max_rps

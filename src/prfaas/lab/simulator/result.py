@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -104,7 +104,7 @@ IntArray = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Result:
     """The result of a simulation. Arrays have one entry per request, in the order of arrival."""
 
@@ -154,6 +154,11 @@ class Result:
     longest_gap_s: FloatArray | None = None
     """The longest time between two tokens up to the first one of the decode instance, whose others come a step apart;
     NaN where there is none; None as `second_token_s`."""
+    more: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    """Further columns of the `table`, by name."""
+
+    def __repr__(self) -> str:
+        return f"Result({len(self.arrival_s):,} requests in {self.end_s:,.0f} s; summary() and table() have the rest)"
 
     def mean_of(self, series: str) -> float | None:
         """The mean of a series after the warm-up; None where there is none, or nothing finite in it."""
@@ -170,6 +175,10 @@ class Result:
         for every policy under the same requests, and `reason` is a word. With pools, `hit_tokens_memory`, `_ssd`,
         `_machine` and `_cluster` say what of `hit_tokens` came from which tier. Where first tokens come from prefills
         there are `second_token_s` and `longest_gap_s`.
+
+        `prefill_instance` and `decode_instance` are names. What TTFT is made of, in seconds from the arrival: its
+        prefill went from `prefill_from_s` to `prefill_to_s`, and all KV was at the decode instance at `kv_there_s`; of
+        the last attempt, where there were several. A trace's other columns are words, named `trace_` and as there.
         """
         reasons = np.array(self.reasons, dtype=object)
         after_first = {
@@ -197,6 +206,7 @@ class Result:
             **after_first,
             "tpot_s": self.tpot_s,
             "e2e_s": self.e2e_s,
+            **self.more,
         }
 
     def to_dataframe(self) -> "DataFrame":

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Concatenate, ParamSpec
+from typing import Any, Concatenate, ParamSpec
 
 from prfaas.core.deployment import (
     ControlConfig,
@@ -284,6 +284,33 @@ def _with_options(
 
 scenario_of = _with_options(ScenarioOptions)
 """`ScenarioOptions.scenario` with the options as keywords: scenario_of(planned, policy="tilted", caches=…)."""
+
+
+def as_deployed(
+    planned: PlannedDeployment, policy: str | None, params: Mapping[str, object] | None, **more: Any
+) -> Scenario:
+    """The scenario of a deployment as it would run: its `routing` and `control` sections count.
+
+    Args:
+        planned: The deployment.
+        policy: None: the file's.
+        params: Of the policy; None: the file's, where the policy is the file's.
+        more: Further fields of `ScenarioOptions`.
+
+    Raises:
+        ValueError: a policy or parameter that there is not, or what fails is no link or instance.
+    """
+    routing = planned.routing
+    name = routing.policy if policy is None else policy
+    return scenario_of(
+        planned,
+        policy=name,
+        params=routing.params_of(name) if params is None else params,
+        threshold_tokens=None if routing.threshold_tokens is None else float(routing.threshold_tokens),
+        control=planned.control,
+        allocation=planned.control.allocation,
+        **more,
+    )
 
 
 def pools_of(planned: PlannedDeployment) -> dict[str, PoolOptions]:

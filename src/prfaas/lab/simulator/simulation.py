@@ -2,11 +2,12 @@
 
 import gc
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from heapq import heappop
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from prfaas.core.units import SECONDS_PER_HOUR
 from prfaas.core.workload.traffic import RequestChunk
@@ -28,8 +29,8 @@ MOST_REQUESTS = 10_000_000
 MOST_DAYS = 366
 """Of one simulation: its slow loops go on, however little arrives."""
 
-_Arrived = tuple[FloatArray, IntArray, IntArray]
-"""Arrivals, input and output tokens of a chunk."""
+_Arrived = tuple[FloatArray, IntArray, IntArray, Mapping[str, NDArray[Any]]]
+"""Arrivals, input and output tokens of a chunk, and the trace's other columns."""
 
 
 def check_length(rate_rps: float, requests: int | None, duration_s: float | None) -> None:
@@ -92,7 +93,7 @@ def simulate(
             _feed(world, chunk, count, on_event)
             count += len(chunk)
             # Not its blocks, which are most of a chunk.
-            arrived.append((chunk.arrival_s, chunk.input_tokens, chunk.output_tokens))
+            arrived.append((chunk.arrival_s, chunk.input_tokens, chunk.output_tokens, chunk.own))
             if progress is not None:
                 progress(count)
         loops.is_over = True
@@ -161,6 +162,7 @@ def _head(chunk: RequestChunk, count: int) -> RequestChunk:
         chunk.block_ids[: chunk.block_starts[count]],
         chunk.block_starts[: count + 1],
         block_tokens=chunk.block_tokens,
+        own={name: words[:count] for name, words in chunk.own.items()},
     )
 
 
@@ -173,8 +175,8 @@ def _result(
     world: World, arrived: list[_Arrived], series: TimeSeries, changes: dict[str, Any], warmup_share: float
 ) -> Result:
     columns, scenario = world.columns, world.scenario
-    arrival_s: FloatArray = np.concatenate([arrival_s for arrival_s, _, _ in arrived])
-    outputs = np.concatenate([output_tokens for _, _, output_tokens in arrived])
+    arrival_s: FloatArray = np.concatenate([arrival_s for arrival_s, *_ in arrived])
+    outputs = np.concatenate([output_tokens for _, _, output_tokens, _ in arrived])
     ttft_s, e2e_s = np.array(columns.ttft_s), np.array(columns.e2e_s)
     after_first = np.maximum(outputs - 1, 1) if scenario.overheads.first_step else outputs
     second_token_s = longest_gap_s = None
@@ -182,7 +184,7 @@ def _result(
         second_token_s, longest_gap_s = np.array(columns.second_token_s), np.array(columns.longest_gap_s)
         # The decode instance had one token less to write.
         after_first = np.where(columns.prefilled_first, np.maximum(outputs - 1, 1), after_first)
-    inputs = np.concatenate([input_tokens for _, input_tokens, _ in arrived])
+    inputs = np.concatenate([input_tokens for _, input_tokens, *_ in arrived])
     end_s = float(arrival_s[-1])
     answer_s = _answer_s(scenario, float(inputs.mean()), float(outputs.mean()))
     start_s = warmup_share * end_s
@@ -213,7 +215,22 @@ def _result(
         answer_s=answer_s,
         second_token_s=second_token_s,
         longest_gap_s=longest_gap_s,
+        more=_more(world, arrived),
     )
+
+
+def _more(world: World, arrived: list[_Arrived]) -> dict[str, NDArray[Any]]:
+    """Instances, parts of TTFT, and the trace's own columns."""
+    columns = world.columns
+    names = np.array([*world.engines, ""], dtype=object)
+    return {
+        "prefill_instance": names[np.array(columns.prefilled_on)],
+        "decode_instance": names[np.array(columns.decoded_on)],
+        "prefill_from_s": np.array(columns.prefill_from_s),
+        "prefill_to_s": np.array(columns.prefill_to_s),
+        "kv_there_s": np.array(columns.kv_there_s),
+        **{name: np.concatenate([own[name] for *_, own in arrived]) for name in arrived[0][3]},
+    }
 
 
 def _answer_s(scenario: Scenario, input_tokens: float, output_tokens: float) -> float:

@@ -279,6 +279,11 @@ class World:
             self.usual[engine.cluster.name].add(job.computed_tokens, service_s, events.now_s)
         end_s = events.now_s + service_s
         job.stage = _PREFILLING
+        number, columns = job.number, self.columns
+        columns.prefill_from_s[number], columns.prefilled_on[number] = (
+            events.now_s - job.arrival_s,
+            engine.number,
+        )
         engine.at_work += 1
         engine.free_at_s = end_s
         engine.prefilled_s += service_s
@@ -336,6 +341,7 @@ class World:
         if job.is_void:
             return
         engine = job.engine
+        self.columns.prefill_to_s[job.number] = self.events.now_s - job.arrival_s
         if engine is not job.target:
             engine.view.in_flight -= 1
         if self.caches is not None:
@@ -381,6 +387,11 @@ class World:
         if self.pools is not None:
             self.pools.arrived(job)
         job.stage = _DECODING
+        number, columns = job.number, self.columns
+        columns.kv_there_s[number], columns.decoded_on[number] = (
+            self.events.now_s - job.arrival_s,
+            target.number,
+        )
         assert target.clock is not None  # only PD instances decode
         target.clock.join(job.left_tokens, job)
 

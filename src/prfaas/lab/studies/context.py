@@ -80,8 +80,8 @@ class StudyContext:
         )
 
     def replayed(self, rate_rps: float) -> ReplayedTraffic:
-        """The trace without end, at a mean rate; its prompts are cut to what profiles cover."""
-        return ReplayedTraffic.at_rate(self.trace.cut_to(int(self.range_tokens[1])), rate_rps)
+        """The trace without end, at a mean rate."""
+        return ReplayedTraffic.at_rate(self.trace, rate_rps)
 
 
 def context_of(

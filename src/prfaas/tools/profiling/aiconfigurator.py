@@ -1,7 +1,8 @@
 """Times of NVIDIA's AIConfigurator: kernels that were measured on real GPUs, added up over a model's layers.
 
-The package `aiconfigurator-core` (Apache-2.0) brings the measurements with it, for the machines in `SYSTEMS`. It reads
-the model from the same `config.json`. What it does not know is no mistake of the user: `EstimatorGap` says it.
+The package `aiconfigurator-core` (Apache-2.0) brings the measurements with it, for machines of GPUs that it has a name
+of (`Gpu.aiconfigurator`). It reads the model from the same `config.json`. What it does not know is no mistake of the
+user: `EstimatorGap` says it.
 """
 
 import json
@@ -9,25 +10,15 @@ import logging
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
 from prfaas.core.extras import how_to_install
 from prfaas.core.latency.profile import ProfileError
-from prfaas.core.latency.roofline import REQUEST_S
+from prfaas.core.latency.roofline import REQUEST_S, Gpu
 from prfaas.core.latency.work import WeightFormat, weight_format
-
-SYSTEMS = {
-    "a100": "a100_sxm",
-    "h100": "h100_sxm",
-    "h200": "h200_sxm",
-    "b200": "b200_sxm",
-    "b300": "b300_sxm",
-    "gb200": "gb200",
-    "l40s": "l40s",
-}
-"""Our names of GPUs → AIConfigurator's systems."""
 
 # Names of its quantizations: (matrices, experts).
 _QUANTIZATIONS = {
@@ -51,20 +42,20 @@ class EstimatorGap(ProfileError):
 class AiconfiguratorTimes:
     """Times of one vLLM instance of `ranks` GPUs with tensor parallelism, of the experts too where they can be cut."""
 
-    def __init__(self, config: Mapping[str, Any], gpu: str, ranks: int, weights: WeightFormat | None) -> None:
+    def __init__(self, config: Mapping[str, Any], gpu: Gpu, ranks: int, weights: WeightFormat | None) -> None:
         """Compile the model for the machine.
 
         Args:
             config: what its `config.json` holds.
-            gpu: a name in `SYSTEMS`.
+            gpu: one that it has measurements of.
             ranks: GPUs of the instance.
             weights: how they are stored; None: as the `config.json` says.
 
         Raises:
             EstimatorGap: the package is missing, or knows the model, the GPU or the format not.
         """
-        if gpu not in SYSTEMS:
-            raise EstimatorGap(f'aiconfigurator has no measurements of "{gpu}", only of {", ".join(SYSTEMS)}')
+        if gpu.aiconfigurator is None:
+            raise EstimatorGap(f'aiconfigurator has no measurements of "{gpu.name}"')
         try:
             from aiconfigurator_core.sdk import EngineHandle
         except ImportError:
@@ -82,12 +73,12 @@ class AiconfiguratorTimes:
             options = {"tp_size": ranks, "gemm_quant_mode": matrices, "moe_quant_mode": experts}
             try:
                 self._engine = EngineHandle.compile(
-                    directory, SYSTEMS[gpu], "vllm", **options, moe_tp_size=ranks, moe_ep_size=1
+                    directory, gpu.aiconfigurator, "vllm", **options, moe_tp_size=ranks, moe_ep_size=1
                 )
             except ValueError:
                 # Experts that can't be cut into so many pieces are spread over the ranks as a whole.
                 self._engine = EngineHandle.compile(
-                    directory, SYSTEMS[gpu], "vllm", **options, moe_tp_size=1, moe_ep_size=ranks
+                    directory, gpu.aiconfigurator, "vllm", **options, moe_tp_size=1, moe_ep_size=ranks
                 )
 
     def prefill_s(self, tokens: float) -> float:
@@ -107,6 +98,21 @@ class AiconfiguratorTimes:
         """
         with _explained():
             return float(self._engine.predict_decode_latency(int(batch), int(context_tokens))) / 1000
+
+
+def brought_config(name: str) -> Path | None:
+    """The `config.json` that the package brings of a model, by its name on the hub or the part behind the "/".
+
+    Returns:
+        None where it has none, or is not installed.
+    """
+    found = find_spec("aiconfigurator_core")
+    for folder in (found.submodule_search_locations if found is not None else None) or ():
+        for file in sorted(Path(folder, "model_configs").glob("*_config.json")):
+            hub = file.name.removesuffix("_config.json").replace("--", "/", 1).lower()
+            if name.replace("--", "/", 1).lower() in (hub, hub.partition("/")[2]):
+                return file
+    return None
 
 
 def version() -> str:

@@ -1,11 +1,13 @@
 """Profiles without a GPU: made of AIConfigurator's measurements, or of a roofline where it has none."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
-from prfaas.core.kv import DEFAULT_DTYPES, CacheDtypes, ConfigError
+from prfaas.core.extras import how_to_install
+from prfaas.core.kv import DEFAULT_DTYPES, CacheDtypes, ConfigError, published_models
 from prfaas.core.kv.hf_config import read_config, text_fields
 from prfaas.core.latency import roofline
 from prfaas.core.latency.profile import Curve, DecodeCurve, Evidence, LatencyProfile, ProfileError
@@ -22,14 +24,8 @@ CONTEXT_TOKENS = 8192
 """Tokens of a request that decodes, if not said otherwise."""
 
 
-class EngineTimes(Protocol):
-    """Anything that says how long an instance takes."""
-
-    def prefill_s(self, tokens: float) -> float:
-        """Seconds of a prefill of `tokens` tokens."""
-
-    def decode_step_s(self, batch: float, context_tokens: float) -> float:
-        """Seconds of a decode step of `batch` requests with `context_tokens` tokens each."""
+EngineTimes = Roofline | AiconfiguratorTimes
+"""Anything that says how long an instance takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +33,7 @@ class EstimatePlan:
     """What to estimate."""
 
     config: Path
-    """A `config.json`, or a directory with one."""
+    """A `config.json`, a directory with one, a published model's name, or one on the hub."""
     gpu: str
     ranks: int
     """GPUs that share every layer: tensor parallelism."""
@@ -62,24 +58,6 @@ class Estimate:
 
     profile: LatencyProfile
     notes: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class BesideMeasured:
-    """One time of an estimate beside the measured one."""
-
-    at: float
-    """Tokens of the prompt, or requests of the batch."""
-    estimated_s: float
-    low_s: float
-    high_s: float
-    """The ends of the error bar."""
-    measured_s: float
-
-    @property
-    def inside(self) -> bool:
-        """Whether the measured time is on the error bar."""
-        return self.low_s <= self.measured_s <= self.high_s
 
 
 def estimate(plan: EstimatePlan) -> Estimate:
@@ -112,7 +90,7 @@ def estimate(plan: EstimatePlan) -> Estimate:
         try:
             if plan.dtypes != DEFAULT_DTYPES:
                 raise EstimatorGap("aiconfigurator is only asked about caches of the engine's own dtype")
-            times = AiconfiguratorTimes(config, bound.gpu.name, plan.ranks, weights)
+            times = AiconfiguratorTimes(config, bound.gpu, plan.ranks, weights)
             points = _points(times, lengths, batches, plan.context_tokens)
             source = f"aiconfigurator-core {aiconfigurator.version()}, vLLM on {bound.gpu.name}"
             bands = (aiconfigurator.PREFILL_BAND, aiconfigurator.DECODE_BAND)
@@ -150,30 +128,27 @@ def estimate(plan: EstimatePlan) -> Estimate:
     )
 
 
-def differences(
-    estimated: LatencyProfile, measured: LatencyProfile
-) -> tuple[tuple[BesideMeasured, ...], tuple[BesideMeasured, ...]]:
-    """(prefill, decode) of an estimate beside a measured profile, at the estimate's points that both cover."""
-    prefill = _differences(estimated.prefill, measured.prefill, estimated.evidence)
-    if estimated.decode is None or measured.decode is None:
-        return prefill, ()
-    return prefill, _differences(
-        estimated.decode.curve, measured.decode.curve, estimated.decode.evidence, also_measured=True
-    )
+def curves_of(profile: LatencyProfile) -> dict[str, tuple[Curve, tuple[float, float]]]:
+    """Its curves, each with its error bar."""
+    found = {"prefill": (profile.prefill, profile.evidence.band or (1.0, 1.0))}
+    if profile.decode is not None:
+        found["decode"] = profile.decode.curve, profile.decode.evidence.band or (1.0, 1.0)
+    return found
 
 
-def _differences(
-    estimated: Curve, measured: Curve, evidence: Evidence, also_measured: bool = False
-) -> tuple[BesideMeasured, ...]:
-    low, high = evidence.band or (1.0, 1.0)
-    places = {x for x, _ in estimated.points}
-    if also_measured:
-        places |= {x for x, _ in measured.points}
-    return tuple(
-        BesideMeasured(x, estimated.at(x), low * estimated.at(x), high * estimated.at(x), measured.at(x))
-        for x in sorted(places)
-        if estimated.covers(x) and measured.covers(x)
-    )
+def beside(estimated: LatencyProfile, measured: LatencyProfile | None) -> dict[str, list[dict[str, float]]]:
+    """By curve, the estimate's times with their error bars, and beside them the measured ones where both are known."""
+    others = {} if measured is None else curves_of(measured)
+    found: dict[str, list[dict[str, float]]] = {}
+    for part, (curve, (low, high)) in curves_of(estimated).items():
+        other = others[part][0] if part in others else None
+        more = other.points if other is not None and part == "decode" else ()
+        for at in sorted({x for x, _ in (*curve.points, *more) if curve.covers(x)}):
+            seconds = curve.at(at)
+            row = {"at": at, "estimated_s": seconds, "low_s": low * seconds, "high_s": high * seconds}
+            row |= {"measured_s": other.at(at)} if other is not None and other.covers(at) else {}
+            found.setdefault(part, []).append(row)
+    return found
 
 
 _Curve = tuple[tuple[float, float], ...]
@@ -203,13 +178,33 @@ def _points(
 
 def _config(path: Path) -> tuple[Mapping[str, Any], str]:
     """What the file holds, and the model's name: that of its directory."""
-    file = path / "config.json" if path.is_dir() else path
+    file, own = path / "config.json" if path.is_dir() else path, ""
+    if not file.exists() and re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", str(path)) and path.suffix != ".json":
+        file, own = _brought(str(path))
     try:
         config = read_config(file)
     except ConfigError as error:
         raise ProfileError(f"--model {error}") from error
-    own = file.stem if file.stem != "config" else file.absolute().parent.name
-    return config, own
+    return config, own or (file.stem if file.stem != "config" else file.absolute().parent.name)
+
+
+def _brought(name: str) -> tuple[Path, str]:
+    """The file of a model that is named, and its name here."""
+    published = {each.name: each for each in published_models()}.get(name.lower())
+    hubs = [name]
+    if published is not None:
+        hubs = _HUB.findall(" ".join(source.origin for source in published.sources))
+    found = next((file for hub in hubs if (file := aiconfigurator.brought_config(hub)) is not None), None)
+    if found is None:
+        raise ProfileError(
+            f"--model {name}: its config.json is needed and does not come with aiconfigurator-core "
+            f"({how_to_install('estimate')}); fetch it from the hub, and give the file"
+        )
+    return found, published.name if published is not None else name.rpartition("/")[2].lower()
+
+
+# Of the sources of a published model: "aiconfigurator, ORG--NAME_config.json" or "config.json of ORG/NAME".
+_HUB = re.compile(r"(?:aiconfigurator, |config\.json of )([\w.-]+(?:/|--)[\w.-]+?)(?:_config\.json|[\s,;]|$)")
 
 
 def _weights(name: str | None) -> WeightFormat | None:

@@ -1,0 +1,74 @@
+"""`--trace`, `--format` and `--columns`: a recorded trace, for the commands that read one."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from prfaas.cli.common import CliError
+from prfaas.cli.option_groups import options_of_panel
+
+if TYPE_CHECKING:
+    from prfaas.core.workload import LengthDistribution, RequestTrace
+
+_option = options_of_panel("Recorded traffic")
+
+
+@dataclass(frozen=True, slots=True)
+class TraceAsked:
+    """The options for a trace."""
+
+    trace: Annotated[
+        Path | None,
+        _option(
+            metavar="FILE",
+            help="Recorded requests: Mooncake's, Qwen-Bailian's, Azure's, BurstGPT's, ServeGen's, of vLLM's benchmark "
+            "or AIPerf, our own, or any CSV or JSON lines.",
+        ),
+    ] = None
+    format: Annotated[
+        str | None,
+        _option(
+            "--format",
+            help="mooncake, qwen, azure, burstgpt, servegen, vllm, aiperf or jsonl, if the file doesn't tell.",
+        ),
+    ] = None
+    columns: Annotated[
+        str | None,
+        _option(
+            "--columns",
+            metavar="arrival=A,input=B,output=C",
+            help="What the columns of another trace are called; arrival in seconds or as date and time, or arrival_ms.",
+        ),
+    ] = None
+
+    def read(self) -> "RequestTrace | None":
+        """The trace, if one is given.
+
+        Raises:
+            CliError: a format or columns, but no trace.
+            WorkloadError: it can't be read, there is no such format, or columns have another form.
+        """
+        from prfaas.core.workload import TraceColumns, read_requests
+
+        if self.trace is None:
+            if self.format or self.columns:
+                raise CliError("--format and --columns are of a --trace; there is none")
+            return None
+        columns = None if self.columns is None else TraceColumns.parse(self.columns)
+        return read_requests(self.trace, self.format, columns)
+
+
+def beyond(lengths: "LengthDistribution", range_tokens: tuple[float, float]) -> list[str]:
+    """A sentence about the prompts that profiles do not cover, where there are some."""
+    import numpy as np
+
+    low, high = range_tokens
+    (covered, longer), _ = lengths.above(np.array([low * (1 - 1e-9), high]))
+    shorter = 1 - float(covered)
+    if shorter < 1e-9 and longer < 1e-9:
+        return []
+    return [
+        f"{shorter:.2%} of the prompts are shorter and {longer:.2%} longer than the {low:,.0f} to {high:,.0f} tokens "
+        "that profiles cover: the shorter ones take as long as the shortest of these, and above them times grow on as "
+        "they did over the last octave."
+    ]
