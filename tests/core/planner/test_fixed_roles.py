@@ -15,7 +15,7 @@ from prfaas.core.planner.two_clusters import best_point, best_threshold, evaluat
 from prfaas.core.workload import Empirical, LengthDistribution, TruncatedLogNormal, fixed
 
 from .oracle import ManyClusters
-from .problems import PAPER_LENGTHS, continuous, paper_problem, two_clusters
+from .problems import PAPER_LENGTHS, continuous, paper_problem, rate_of, two_clusters
 from .test_network import Case, halves, many_clusters
 
 HALF = {"home": 0.5, "home2": 0.5}
@@ -31,7 +31,7 @@ def thresholds(sides: dict[str, PrefillSide]) -> dict[str, float]:
 
 def rates(sides: dict[str, PrefillSide]) -> dict[str, float]:
     """By the requests of the whole deployment."""
-    return {name: side.rate(side.best_threshold()) / side.part for name, side in sides.items()}
+    return {name: rate_of(side, side.best_threshold()) / side.part for name, side in sides.items()}
 
 
 def sampled(count: int = 5000) -> Empirical:
@@ -73,8 +73,8 @@ def test_never_offloads_what_cannot_go(problem: PlanProblem, is_reached: bool) -
 def test_without_local_prefill_everything_goes(problem: PlanProblem) -> None:
     side = home(problem, 0)
     assert side.best_threshold() == 0.0
-    assert side.rate(0.0) == pytest.approx(evaluate(paper_problem(), 0.0, 0).lambda_max, rel=1e-6)
-    assert side.rate(1000.0) == 0
+    assert rate_of(side, 0.0) == pytest.approx(evaluate(paper_problem(), 0.0, 0).lambda_max, rel=1e-6)
+    assert rate_of(side, 1000.0) == 0
 
 
 @pytest.mark.parametrize("n_prefill", [1, 3, 6])
@@ -86,7 +86,7 @@ def test_the_programme_agrees_with_the_exact_search(n_prefill: int, bits_per_s: 
     assert split.best_threshold() == pytest.approx(whole.best_threshold(), rel=1e-5)
     for factor in (0.7, 1.0, 1.4):
         moved = whole.best_threshold() * factor
-        assert split.rate(moved) == pytest.approx(whole.rate(moved), rel=1e-6)
+        assert rate_of(split, moved) == pytest.approx(rate_of(whole, moved), rel=1e-6)
 
 
 @settings(deadline=None, max_examples=30)
@@ -96,7 +96,7 @@ def test_no_other_threshold_is_better(case: Case, data: st.DataObject) -> None:
     n_prefill = data.draw(st.integers(1, problem.pd[0].instances))
     side = prefill_sides(problem, {"near": n_prefill}, {"near": 1.0})["near"]
     other = data.draw(st.floats(0, problem.workload.lengths.high * 1.1))
-    assert side.rate(other) <= side.rate(side.best_threshold()) * (1 + 1e-6)
+    assert rate_of(side, other) <= rate_of(side, side.best_threshold()) * (1 + 1e-6)
 
 
 @pytest.mark.parametrize(
@@ -107,10 +107,10 @@ def test_decode_is_left_out(problem: PlanProblem) -> None:
     point = best_threshold(paper_problem(output_tokens=3000), 3)
     side = home(problem, 3)
     assert side.best_threshold() == pytest.approx(point.threshold_tokens, rel=1e-5)
-    rate = side.rate(side.best_threshold())
+    rate = rate_of(side, side.best_threshold())
     assert rate == pytest.approx(best_threshold(paper_problem(), 3).lambda_max, rel=1e-5)
     assert rate > point.lambda_max * 1.5
-    assert side.rate(side.best_threshold() * 1.2) < rate * 0.9
+    assert rate_of(side, side.best_threshold() * 1.2) < rate * 0.9
 
 
 def test_rates_with_roles() -> None:
@@ -138,7 +138,7 @@ def test_two_equal_pd_clusters_share_what_helps_them() -> None:
     expected = pytest.approx(alone.best_threshold(), rel=1e-5)
     assert thresholds(sides) == {"home": expected, "home2": expected}
     # Twice as much as one with half of everything.
-    twice = pytest.approx(2 * alone.rate(alone.best_threshold()), rel=1e-5)
+    twice = pytest.approx(2 * rate_of(alone, alone.best_threshold()), rel=1e-5)
     assert rates(sides) == {"home": twice, "home2": twice}
 
 
@@ -167,7 +167,7 @@ def test_what_the_limit_leaves_free_is_used_even_if_nobody_needs_it() -> None:
     assert sides["home2"].best_threshold() < 100_000
     reached = rates(sides)
     assert reached["home2"] > 5 * reached["home"]
-    assert reached["home2"] * 0.5 > 1.2 * sides["home2"].rate(math.inf)
+    assert reached["home2"] * 0.5 > 1.2 * rate_of(sides["home2"], math.inf)
 
 
 def test_a_cluster_that_gets_more_requests_keeps_fewer_of_them() -> None:
@@ -203,7 +203,7 @@ def test_a_pd_cluster_that_prefills_for_another() -> None:
     reached = rates(sides)
     assert reached["home"] == pytest.approx(reached["helper"], rel=0.05)
     alone = home(replace(one, pd=(first,)), 1)
-    assert reached["home"] * 0.8 > 4 * alone.rate(math.inf)
+    assert reached["home"] * 0.8 > 4 * rate_of(alone, math.inf)
 
 
 @settings(deadline=None, max_examples=25)
@@ -238,4 +238,21 @@ def test_thresholds_are_uncached_lengths(split: bool) -> None:
 @given(st.integers(100, 100_000), st.integers(1, 8))
 def test_one_length(tokens: int, n_prefill: int) -> None:
     side = home(paper_problem(lengths=fixed(tokens)), n_prefill)
-    assert side.rate(side.best_threshold()) >= max(side.rate(0.0), side.rate(math.inf))
+    assert rate_of(side, side.best_threshold()) >= max(rate_of(side, 0.0), rate_of(side, math.inf))
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(1, 7), st.floats(1e9, 1e11), st.floats(24_000, 30_000), st.floats(0, 0.1))
+def test_a_search_that_ends_early_overlooks_nothing(
+    n_prefill: int, bits_per_s: float, now: float, margin: float
+) -> None:
+    """Where the present threshold is given back, none of a fine grid carries more by the margin."""
+    # Most prompts have one length: what is best lies within the threshold's edge there, between candidates.
+    drawn = sampled(300)
+    lengths = Empirical([*drawn.lengths, 27_000.0], [*drawn.probabilities, 2.0])
+    side = home(paper_problem(lengths=lengths, bits_per_s=bits_per_s), n_prefill)
+    best, after, before = side.best_beside(now, margin)
+    assert before == pytest.approx(rate_of(side, now), rel=1e-9)
+    assert after == pytest.approx(rate_of(side, best), rel=1e-9)
+    highest = max(rate_of(side, tokens) for tokens in np.linspace(26_000, 28_000, 40))
+    assert highest <= (before * (1 + margin) if best == now else after) * (1 + 2e-3)

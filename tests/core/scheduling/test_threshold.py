@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.core.planner.problems import rate_of
 
 from prfaas.core.latency.service_curve import ServiceCurve
 from prfaas.core.planner import PlanProblem
@@ -38,7 +39,7 @@ def test_in_steady_state_it_is_the_planners_threshold(n_prefill: int, bits_per_s
     assert change.reason == "start" and change.rate_before is None
     assert change.tokens["home"] == pytest.approx(exact.threshold_tokens, rel=0.025)
     side = prefill_sides(true, {"home": n_prefill}, {"home": 1.0})["home"]
-    rates = [side.rate(tokens) for tokens in (change.tokens["home"], exact.threshold_tokens or 0.0)]
+    rates = [rate_of(side, tokens) for tokens in (change.tokens["home"], exact.threshold_tokens or 0.0)]
     assert rates[0] == pytest.approx(rates[1], rel=0.02)
 
 

@@ -14,9 +14,10 @@ from prfaas.core.planner.two_clusters import (
     best_of,
     best_prefill,
     best_rate,
+    candidate_lengths,
     own_split,
-    rate_at,
     settled,
+    sides_of,
 )
 from prfaas.core.units import BITS_PER_BYTE
 
@@ -83,14 +84,34 @@ class PrefillSide:
 
     def best_threshold(self) -> float:
         """The threshold of the balance of Eq. 7, by what prefill and links carry; infinite where nothing is to go."""
-        split = own_split(self.problem, self.service)
-        length = settled(self.problem, best_of(split, [self.n_prefill])[1])
-        is_all = length >= self.problem.workload.lengths.highest_threshold
-        return math.inf if is_all else length * split.own_share
+        return self.best_beside(None, 0.0)[0]
 
-    def rate(self, threshold: float) -> float:
-        """Requests per second of this cluster that prefill and links can carry with a threshold."""
-        return rate_at(self.problem, threshold, self.n_prefill, self.service)
+    def best_beside(self, now: float | None, margin: float) -> "tuple[float, float, float | None]":
+        """`best_threshold` and its rate, and that of the threshold `now`; None: there is none yet.
+
+        Where no threshold can carry more by `margin`, which is sooner known than the best one, `now` is given back.
+        """
+        split, highest = (
+            own_split(self.problem, self.service),
+            self.problem.workload.lengths.highest_threshold,
+        )
+        candidates, before = candidate_lengths(split), None
+        if now is not None:
+            # Where nothing can go, all stays whatever the threshold is.
+            here = highest if split.remote is None else min(now / split.own_share, highest)
+            place = int(candidates.searchsorted(here))
+            candidates = np.concatenate([candidates[:place], [here], candidates[place:]])
+        loads = split.loads(candidates)
+        if now is not None:
+            away, home = sides_of(split, loads, self.n_prefill)
+            before = float(min(away[place], home[place]))
+            # The more stay the less is carried at home, and the more away: so much between two candidates at most.
+            most = np.minimum(away[1:], home[:-1]).max(initial=0.0)
+            if split.remote is not None and most <= before * (1 + margin):
+                return now, before, before
+        (after, _), length, _ = best_of(split, [self.n_prefill], candidates, loads)
+        length = settled(self.problem, length)
+        return math.inf if length >= highest else length * split.own_share, after, before
 
 
 def prefill_sides(
