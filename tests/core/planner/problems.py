@@ -136,4 +136,9 @@ def requests_of(lengths: LengthDistribution, count: int) -> list[tuple[float, fl
 
 def rate_of(side: PrefillSide, threshold: float) -> float:
     """Requests per second that the prefill side of a PD cluster can carry with a threshold."""
-    return evaluate(side.problem, threshold, side.n_prefill, side.service).lambda_max
+    return evaluate(side.problem, threshold, side.n_prefill).lambda_max
+
+
+def best_of_side(side: PrefillSide) -> float:
+    """Its best threshold in tokens."""
+    return side.best_beside(None, 0.0)[0]

@@ -21,6 +21,8 @@ from prfaas.core.planner.two_clusters import (
 )
 from prfaas.core.units import BITS_PER_BYTE
 
+# What the paper compares stages by.
+_SERVICE: ServiceModel = "mean length"
 # Requests per second that an instance decodes where decode is left out.
 _NO_LIMIT = 1e6
 # A PD cluster without requests would have no threshold: each is given at least this part of them.
@@ -29,23 +31,21 @@ _LEAST_PART = 1e-3
 _NO_TIME = 1e-6
 
 
-def rate_with_roles(
-    problem: PlanProblem, prefill: Mapping[str, int], service: ServiceModel = "mean length"
-) -> float:
+def rate_with_roles(problem: PlanProblem, prefill: Mapping[str, int]) -> float:
     """Λ_max with the best routes, if `prefill[cluster]` instances of each PD cluster prefill; 0 if nothing flows."""
     if problem.is_two_cluster:
-        return best_rate(problem, prefill[problem.pd[0].name], service)
+        return best_rate(problem, prefill[problem.pd[0].name], _SERVICE)
     try:
-        return network_with_roles(problem, prefill, service).lambda_max
+        return network_with_roles(problem, prefill, _SERVICE).lambda_max
     except PlanError:
         return 0.0
 
 
-def best_roles(problem: PlanProblem, service: ServiceModel = "mean length") -> dict[str, int]:
+def best_roles(problem: PlanProblem) -> dict[str, int]:
     """Prefill instances by PD cluster at the planner's best operating point."""
     if problem.is_two_cluster:
-        return {problem.pd[0].name: best_prefill(problem, service)}
-    return {roles.cluster: roles.prefill for roles in best_operation(problem, service).roles}
+        return {problem.pd[0].name: best_prefill(problem, _SERVICE)}
+    return {roles.cluster: roles.prefill for roles in best_operation(problem, _SERVICE).roles}
 
 
 def even_spread(problem: PlanProblem, prefill: Mapping[str, int]) -> dict[str, float]:
@@ -74,7 +74,6 @@ class PrefillSide:
     """Instances of the PD cluster that prefill."""
     part: float
     """Of all requests of the deployment, the part that this cluster decodes."""
-    service: ServiceModel
 
     @property
     def is_reached(self) -> bool:
@@ -82,17 +81,15 @@ class PrefillSide:
         target = self.problem.pd[0].name
         return any(link.target == target for link in self.problem.links)
 
-    def best_threshold(self) -> float:
-        """The threshold of the balance of Eq. 7, by what prefill and links carry; infinite where nothing is to go."""
-        return self.best_beside(None, 0.0)[0]
-
     def best_beside(self, now: float | None, margin: float) -> "tuple[float, float, float | None]":
-        """`best_threshold` and its rate, and that of the threshold `now`; None: there is none yet.
+        """The threshold of the balance of Eq. 7, its rate, and that of the threshold `now`; None: there is none yet.
+
+        By what prefill and links carry; infinite where nothing is to go.
 
         Where no threshold can carry more by `margin`, which is sooner known than the best one, `now` is given back.
         """
         split, highest = (
-            own_split(self.problem, self.service),
+            own_split(self.problem, _SERVICE),
             self.problem.workload.lengths.highest_threshold,
         )
         candidates, before = candidate_lengths(split), None
@@ -118,7 +115,6 @@ def prefill_sides(
     problem: PlanProblem,
     prefill: Mapping[str, int],
     spread: Mapping[str, float],
-    service: ServiceModel = "mean length",
 ) -> dict[str, PrefillSide]:
     """The prefill side of every PD cluster, by its name.
 
@@ -131,11 +127,11 @@ def prefill_sides(
     without = _without_decode(problem, prefill)
     if problem.is_two_cluster:
         name = problem.pd[0].name
-        return {name: PrefillSide(without, prefill[name], 1.0, service)}
+        return {name: PrefillSide(without, prefill[name], 1.0)}
     parts = {pd.name: max(spread[pd.name], _LEAST_PART) for pd in problem.pd}
     parts = {name: part / sum(parts.values(), 0.0) for name, part in parts.items()}
-    granted = _granted(without, prefill, parts, service)
-    return {pd.name: _side(without, pd, granted, parts[pd.name], service) for pd in without.pd}
+    granted = _granted(without, prefill, parts)
+    return {pd.name: _side(without, pd, granted, parts[pd.name]) for pd in without.pd}
 
 
 def _without_decode(problem: PlanProblem, prefill: Mapping[str, int]) -> PlanProblem:
@@ -150,11 +146,11 @@ def _without_decode(problem: PlanProblem, prefill: Mapping[str, int]) -> PlanPro
 
 
 def _granted(
-    problem: PlanProblem, prefill: Mapping[str, int], parts: Mapping[str, float], service: ServiceModel
+    problem: PlanProblem, prefill: Mapping[str, int], parts: Mapping[str, float]
 ) -> dict[tuple[str, str], float]:
     """Instances (not whole ones) of each prefill cluster that work for each PD cluster."""
     instances = {cluster.name: prefill.get(cluster.name, cluster.instances) for cluster in problem.clusters}
-    found = best_routing(problem, all_paths(problem), prefill, service, parts)
+    found = best_routing(problem, all_paths(problem), prefill, _SERVICE, parts)
     granted: dict[tuple[str, str], float] = {}
     for cluster in problem.clusters:
         reached = [
@@ -192,7 +188,6 @@ def _side(
     pd: PdCluster,
     granted: Mapping[tuple[str, str], float],
     part: float,
-    service: ServiceModel,
 ) -> PrefillSide:
     own = granted[pd.name, pd.name]
     home = (
@@ -221,7 +216,7 @@ def _side(
         pd=(home,),
         links=(PlanLink(name, pd.name, math.inf),) if remote else (),
     )
-    return PrefillSide(alone, home.instances - 1, part, service)
+    return PrefillSide(alone, home.instances - 1, part)
 
 
 @dataclass(frozen=True, slots=True)

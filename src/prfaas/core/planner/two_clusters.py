@@ -84,7 +84,9 @@ def evaluate(
     Raises:
         PlanError: the problem has more than two clusters, or the split isn't one of 0 to all instances.
     """
-    split = _given(problem, n_prefill, service)
+    split = own_split(problem, service)
+    if not 0 <= n_prefill <= split.pd.instances:
+        raise PlanError(f"{n_prefill} prefill instances of {split.pd.instances} can't be")
     return point_of(split, threshold_tokens / split.own_share, n_prefill)
 
 
@@ -204,13 +206,6 @@ def policies(problem: PlanProblem) -> tuple[CachePolicy, ...]:
 def _balance(problem: PlanProblem, n_prefill: int, service: ServiceModel) -> tuple[Split, float]:
     split = own_split(problem, service)
     return split, best_of(split, range(n_prefill, n_prefill + 1))[1]
-
-
-def _given(problem: PlanProblem, n_prefill: int, service: ServiceModel) -> Split:
-    split = own_split(problem, service)
-    if not 0 <= n_prefill <= split.pd.instances:
-        raise PlanError(f"{n_prefill} prefill instances of {split.pd.instances} can't be")
-    return split
 
 
 def own_split(problem: PlanProblem, service: ServiceModel) -> Split:

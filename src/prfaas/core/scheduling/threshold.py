@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from prfaas.core.arrays import FloatArray
-from prfaas.core.planner import PlanProblem, ServiceModel
+from prfaas.core.planner import PlanProblem
 from prfaas.core.planner.fixed_roles import PrefillSide, even_spread, prefill_sides
 
 SETTLE_S = 0.3
@@ -48,7 +48,6 @@ class ThresholdOptimiser:
 
     margin: float = 0.02
     noise_sds: float = 3.5
-    service: ServiceModel = "mean length"
 
     def propose(
         self,
@@ -65,7 +64,7 @@ class ThresholdOptimiser:
         `sample_count`: how many requests the problem's lengths were taken from. Each PD cluster is
         taken to decode the part of all requests that its decode capacity is of all.
         """
-        sides = prefill_sides(problem, prefill, even_spread(problem, prefill), self.service)
+        sides = prefill_sides(problem, prefill, even_spread(problem, prefill))
         found = {
             name: self._chosen(side, current_tokens.get(name), sample_count, reason)
             for name, side in sides.items()

@@ -124,8 +124,7 @@ class Empirical(_Atoms):
     def expect_beyond(self, f: "Callable[[FloatArray], FloatArray]", thresholds: FloatArray) -> FloatArray:
         """E[f(L); longer than t] likewise."""
         weighted = self.probabilities * f(self.lengths)
-        (found,) = self._beyond(thresholds, (_tails(weighted), _tails(weighted * self.lengths)))
-        return found
+        return self._beyond(thresholds, (_tails(weighted), _tails(weighted * self.lengths)))[0]
 
     def _beyond(self, t: FloatArray, *sums: "tuple[FloatArray, FloatArray]") -> list[FloatArray]:
         """What is above of each sum, given its tails and those of its moments.
