@@ -95,6 +95,11 @@ def test_events_move_it_at_once_even_on_few_lengths(count: int) -> None:
     assert back is not None and back.tokens == tokens
     more = OPTIMISER.propose(problem_of(lengths), {"home": 5}, tokens, sample_count=count, reason="roles")
     assert more is not None and more.tokens["home"] > tokens["home"]
+    # A link that fluctuates comes back: a gain that is enough where it lasts is none at once.
+    dipped = problem_of(lengths, bits_per_s=11e9)
+    assert OPTIMISER.propose(dipped, ROLES, tokens, sample_count=count, reason="link") is None
+    lasting = OPTIMISER.propose(dipped, ROLES, tokens, sample_count=count, reason="policy")
+    assert lasting is not None and lasting.tokens["home"] > tokens["home"]
     # An event that changes nothing that matters moves nothing.
     same = problem_of(lengths, bits_per_s=90e9)
     assert OPTIMISER.propose(same, ROLES, tokens, sample_count=count, reason="link") is None

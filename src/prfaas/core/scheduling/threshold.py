@@ -39,14 +39,15 @@ class ThresholdOptimiser:
 
     A PD cluster's new threshold is adopted if its prefill side (own instances, and what it is granted of others) can
     carry more of its requests with it, by the observed lengths, than with the present one: by more than `margin` in
-    proportion. When searched periodically it must also move the balance of Eq. 7 (work offloaded to work kept) further
-    than two samples of the same traffic differ by chance: `noise_sds` standard deviations, which follow from the
-    number of lengths and the spread of their work. Where no link leads to a PD cluster its threshold is infinite at
-    once.
+    proportion; after a link has changed by more than `link_margin`, since one that fluctuates soon comes back. When
+    searched periodically it must also move the balance of Eq. 7 (work offloaded to work kept) further than two samples
+    of the same traffic differ by chance: `noise_sds` standard deviations, which follow from the number of lengths and
+    the spread of their work. Where no link leads to a PD cluster its threshold is infinite at once.
     Costs 1 ms for two clusters, some tenths of a second for more: run it beside an event loop, not in it.
     """
 
     margin: float = 0.02
+    link_margin: float = 0.2
     noise_sds: float = 3.5
 
     def propose(
@@ -80,11 +81,12 @@ class ThresholdOptimiser:
         self, side: PrefillSide, now: float | None, sample_count: int, reason: Reason
     ) -> tuple[float, float | None, float]:
         """The threshold of one cluster, and its rates with the present one and with it."""
-        best, after, before = side.best_beside(now, self.margin)
+        margin = self.link_margin if reason == "link" else self.margin
+        best, after, before = side.best_beside(now, margin)
         # Where it is not reached, the best one is infinite.
         if now is None or before is None or not side.is_reached:
             return best, before, after
-        is_more = after > before * (1 + self.margin)
+        is_more = after > before * (1 + margin)
         if is_more and reason == "periodic":
             is_more = is_more_than_noise(side.problem, now, best, sample_count, self.noise_sds)
         return (best, before, after) if is_more else (now, before, before)
