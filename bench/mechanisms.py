@@ -13,6 +13,7 @@ cut; one of the paper's stays.
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -24,13 +25,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
-from studies._figures import difference, seed_mean
-from studies._runs import trace_lambda_max
-from studies._traffic import DAY_S, bursts, day_plan, stretched
-from studies._variants import times, with_bandwidth
 
-# The traffic and intervals of the project's studies.
-from policies import EXAMPLE
 from prfaas.core.deployment import ControlConfig, PlannedDeployment, load_planned
 from prfaas.core.deployment.planned import EmpiricalLengths
 from prfaas.core.planner import best_operation, problem_of
@@ -45,7 +40,14 @@ from prfaas.lab.simulator.capacity import Fluctuating
 from prfaas.lab.studies import StudyContext, context_of
 from prfaas.lab.studies.study import Run, StudyOutcome, run_all
 
-EXAMPLES = EXAMPLE.parent
+# The traffic and intervals of the project's studies.
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+from studies._figures import difference, seed_mean
+from studies._runs import trace_lambda_max
+from studies._traffic import DAY_S, bursts, day_plan, stretched
+from studies._variants import times, with_bandwidth
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 TRACES = EXAMPLES / "traces"
 NEVER = 1e12
 """Above every queue and utilisation there is."""
@@ -230,7 +232,7 @@ def _recorded(context: StudyContext, *, has_pools: bool) -> Callable[[int, int],
 
 def situations() -> dict[str, Situation]:
     """By name."""
-    paper, multi = load_planned(EXAMPLE), load_planned(EXAMPLES / "multi.yaml")
+    paper, multi = load_planned(EXAMPLES / "paper.yaml"), load_planned(EXAMPLES / "multi.yaml")
     context = context_of(paper, read_requests(TRACES / "mooncake_burst.jsonl.gz"))
     short_answers = replace(paper, workload=replace(paper.workload, output_tokens=256))
     templates = _with_lengths(
