@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prfaas.core.planner import PlanProblem, best_operation
-from prfaas.core.planner.two_clusters import rate_at
+from prfaas.core.planner.two_clusters import evaluate
 from prfaas.core.units import BITS_PER_BYTE
 from prfaas.core.workload import RequestTrace, TracedRequest
 from prfaas.lab.simulator.capacity import Fluctuating, Piece
@@ -191,7 +191,7 @@ def capacity_per_s(problem: PlanProblem, bits_per_s: float, threshold_tokens: fl
     )
     if threshold_tokens is None:
         return best_operation(limited).lambda_max
-    return rate_at(limited, threshold_tokens, 1)
+    return evaluate(limited, threshold_tokens, 1).lambda_max
 
 
 def phase_of(arrival_s: NDArray[np.float64], phases: int, phase_s: float) -> NDArray[np.int64]:

@@ -185,7 +185,7 @@ def _dataclass_of(node: ast.ClassDef) -> ast.Call | None:
 def _constructor(node: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> list[str]:
     fields = {each.name: each for each in _fields(node, classes)}.values()
     plain = [each.parameter for each in fields if each.is_given and not each.is_keyword]
-    named = [each.parameter for each in fields if each.is_given and each.is_keyword]
+    named = [each.parameter for each in sorted(fields, key=_is_optional) if each.is_given and each.is_keyword]
     parameters = ["self", *plain, *(["*", *named] if named else [])]
     is_set = [each for each in fields if each.is_given or each.default or each.factory]
     body = [f"        {each.assignment}" for each in is_set]
@@ -193,6 +193,11 @@ def _constructor(node: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> list[s
         body.append("        self.__post_init__()")
     body = body or ["        pass"]
     return ["", f"    def __init__({', '.join(parameters)}) -> None:", *body]
+
+
+def _is_optional(field: _Field) -> bool:
+    """What comes behind the others: mypyc takes parameters by name for positional ones where a float has a default."""
+    return field.default is not None or field.factory is not None
 
 
 def _reduction(node: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> list[str]:

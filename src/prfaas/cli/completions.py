@@ -1,4 +1,4 @@
-"""Shell completions: names of policies, studies and models, and those in a deployment file.
+"""Shell completions: names of policies and models, and those in a deployment file.
 
 Nothing here may fail or be slow: it runs at every press of the Tab key, and a file may be half written.
 """
@@ -17,13 +17,6 @@ def policy_names() -> list[str]:
     from prfaas.core.scheduling import known_policies
 
     return list(known_policies())
-
-
-def study_names() -> list[str]:
-    """Of the project's own studies, and "all"."""
-    from prfaas.cli import study_folder
-
-    return [*study_folder.study_names(), "all"]
 
 
 def model_names() -> list[str]:

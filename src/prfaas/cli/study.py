@@ -16,7 +16,7 @@ from prfaas.cli.common import (
     progress_bar,
     write_text,
 )
-from prfaas.cli.completions import study_names
+from prfaas.cli.study_folder import study_names
 
 if TYPE_CHECKING:
     from prfaas.lab.studies import Study, StudyContext, StudySection
@@ -31,7 +31,7 @@ def study(
         typer.Argument(
             metavar="NAME",
             help="For example bandwidth; a wrong one says which there are. all: every one.",
-            autocompletion=study_names,
+            autocompletion=lambda: [*study_names(), "all"],
         ),
     ],
     deployment: Annotated[

@@ -7,6 +7,8 @@ import numpy as np
 from hypothesis import strategies as st
 
 from prfaas.core.planner import PdCluster, PlanLink, PlanProblem, PrfaasCluster
+from prfaas.core.planner.fixed_roles import PrefillSide
+from prfaas.core.planner.two_clusters import evaluate
 from prfaas.core.workload import Empirical, LengthDistribution, TruncatedLogNormal, Uniform, Workload
 
 from .oracle import TwoClusters
@@ -130,3 +132,13 @@ def requests_of(lengths: LengthDistribution, count: int) -> list[tuple[float, fl
     """All atoms, or means of about `count` bins: (length, probability)."""
     bins = lengths.bins(count)
     return list(zip(bins.lengths.tolist(), bins.weights.tolist(), strict=True))
+
+
+def rate_of(side: PrefillSide, threshold: float) -> float:
+    """Requests per second that the prefill side of a PD cluster can carry with a threshold."""
+    return evaluate(side.problem, threshold, side.n_prefill).lambda_max
+
+
+def best_of_side(side: PrefillSide) -> float:
+    """Its best threshold in tokens."""
+    return side.best_beside(None, 0.0)[0]

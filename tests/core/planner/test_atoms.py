@@ -15,7 +15,7 @@ from prfaas.core.planner.two_clusters import best_point, best_threshold, evaluat
 from prfaas.core.scheduling.length_window import LengthWindow
 from prfaas.core.workload import Empirical, Uniform, edge_factor, fixed
 
-from .problems import paper_problem
+from .problems import best_of_side, paper_problem, rate_of
 
 # What all instances can do together, by the linear programme, which divides a length as it likes.
 FROM_HALVES = {27_000: 3.284, 131_072: 0.806}
@@ -82,11 +82,11 @@ def test_what_a_window_of_lengths_finds_is_within_a_hundredth_of_the_best(
     known, exact = window.lengths(1.0), Empirical(lengths)
     assert known is not None
     seen, true = (problem_of(each, bits_per_s) for each in (known, exact))
-    threshold = prefill_sides(seen, {"home": n_prefill}, {"home": 1.0})["home"].best_threshold()
+    threshold = best_of_side(prefill_sides(seen, {"home": n_prefill}, {"home": 1.0})["home"])
     side = prefill_sides(true, {"home": n_prefill}, {"home": 1.0})["home"]
-    best = side.rate(side.best_threshold())
+    best = rate_of(side, best_of_side(side))
     if math.isfinite(threshold):
-        assert side.rate(threshold) >= 0.99 * best
+        assert rate_of(side, threshold) >= 0.99 * best
 
 
 def problem_of(lengths: Empirical, bits_per_s: float) -> PlanProblem:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 import numpy as np
+from tests.core.planner.problems import best_of_side, rate_of
 
 from prfaas.core.planner import PlanProblem
 from prfaas.core.planner.fixed_roles import even_spread, prefill_sides
@@ -74,7 +75,7 @@ class Fluid:
         key = (id(self.problem), *self.prefill.values())
         if key not in self.known:
             sides = prefill_sides(self.problem, self.prefill, spread)
-            self.known[key] = min(side.rate(side.best_threshold()) / side.part for side in sides.values())
+            self.known[key] = min(rate_of(side, best_of_side(side)) / side.part for side in sides.values())
         return self.known[key]
 
     def _stage(

@@ -222,7 +222,7 @@ def test_a_step_that_costs_something_is_not_taken(monkeypatch: pytest.MonkeyPatc
     rates = {1: 1.0, 2: 0.9, 3: 2.0}
     monkeypatch.setattr(
         "prfaas.core.scheduling.allocation.rate_with_roles",
-        lambda problem, roles, service: rates[roles["home"]],
+        lambda problem, roles: rates[roles["home"]],
     )
     assert decided(Allocator(), load(1), problem_of(), 10) is None
     rates[2] = 1.0

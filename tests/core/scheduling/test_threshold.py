@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.core.planner.problems import rate_of
 
 from prfaas.core.latency.service_curve import ServiceCurve
 from prfaas.core.planner import PlanProblem
@@ -38,7 +39,7 @@ def test_in_steady_state_it_is_the_planners_threshold(n_prefill: int, bits_per_s
     assert change.reason == "start" and change.rate_before is None
     assert change.tokens["home"] == pytest.approx(exact.threshold_tokens, rel=0.025)
     side = prefill_sides(true, {"home": n_prefill}, {"home": 1.0})["home"]
-    rates = [side.rate(tokens) for tokens in (change.tokens["home"], exact.threshold_tokens or 0.0)]
+    rates = [rate_of(side, tokens) for tokens in (change.tokens["home"], exact.threshold_tokens or 0.0)]
     assert rates[0] == pytest.approx(rates[1], rel=0.02)
 
 
@@ -94,6 +95,11 @@ def test_events_move_it_at_once_even_on_few_lengths(count: int) -> None:
     assert back is not None and back.tokens == tokens
     more = OPTIMISER.propose(problem_of(lengths), {"home": 5}, tokens, sample_count=count, reason="roles")
     assert more is not None and more.tokens["home"] > tokens["home"]
+    # A link that fluctuates comes back: a gain that is enough where it lasts is none at once.
+    dipped = problem_of(lengths, bits_per_s=11e9)
+    assert OPTIMISER.propose(dipped, ROLES, tokens, sample_count=count, reason="link") is None
+    lasting = OPTIMISER.propose(dipped, ROLES, tokens, sample_count=count, reason="policy")
+    assert lasting is not None and lasting.tokens["home"] > tokens["home"]
     # An event that changes nothing that matters moves nothing.
     same = problem_of(lengths, bits_per_s=90e9)
     assert OPTIMISER.propose(same, ROLES, tokens, sample_count=count, reason="link") is None

@@ -14,12 +14,15 @@ from prfaas.core.planner.two_clusters import (
     best_of,
     best_prefill,
     best_rate,
+    candidate_lengths,
     own_split,
-    rate_at,
     settled,
+    sides_of,
 )
 from prfaas.core.units import BITS_PER_BYTE
 
+# What the paper compares stages by.
+_SERVICE: ServiceModel = "mean length"
 # Requests per second that an instance decodes where decode is left out.
 _NO_LIMIT = 1e6
 # A PD cluster without requests would have no threshold: each is given at least this part of them.
@@ -28,23 +31,21 @@ _LEAST_PART = 1e-3
 _NO_TIME = 1e-6
 
 
-def rate_with_roles(
-    problem: PlanProblem, prefill: Mapping[str, int], service: ServiceModel = "mean length"
-) -> float:
+def rate_with_roles(problem: PlanProblem, prefill: Mapping[str, int]) -> float:
     """Λ_max with the best routes, if `prefill[cluster]` instances of each PD cluster prefill; 0 if nothing flows."""
     if problem.is_two_cluster:
-        return best_rate(problem, prefill[problem.pd[0].name], service)
+        return best_rate(problem, prefill[problem.pd[0].name], _SERVICE)
     try:
-        return network_with_roles(problem, prefill, service).lambda_max
+        return network_with_roles(problem, prefill, _SERVICE).lambda_max
     except PlanError:
         return 0.0
 
 
-def best_roles(problem: PlanProblem, service: ServiceModel = "mean length") -> dict[str, int]:
+def best_roles(problem: PlanProblem) -> dict[str, int]:
     """Prefill instances by PD cluster at the planner's best operating point."""
     if problem.is_two_cluster:
-        return {problem.pd[0].name: best_prefill(problem, service)}
-    return {roles.cluster: roles.prefill for roles in best_operation(problem, service).roles}
+        return {problem.pd[0].name: best_prefill(problem, _SERVICE)}
+    return {roles.cluster: roles.prefill for roles in best_operation(problem, _SERVICE).roles}
 
 
 def even_spread(problem: PlanProblem, prefill: Mapping[str, int]) -> dict[str, float]:
@@ -73,7 +74,6 @@ class PrefillSide:
     """Instances of the PD cluster that prefill."""
     part: float
     """Of all requests of the deployment, the part that this cluster decodes."""
-    service: ServiceModel
 
     @property
     def is_reached(self) -> bool:
@@ -81,23 +81,40 @@ class PrefillSide:
         target = self.problem.pd[0].name
         return any(link.target == target for link in self.problem.links)
 
-    def best_threshold(self) -> float:
-        """The threshold of the balance of Eq. 7, by what prefill and links carry; infinite where nothing is to go."""
-        split = own_split(self.problem, self.service)
-        length = settled(self.problem, best_of(split, [self.n_prefill])[1])
-        is_all = length >= self.problem.workload.lengths.highest_threshold
-        return math.inf if is_all else length * split.own_share
+    def best_beside(self, now: float | None, margin: float) -> "tuple[float, float, float | None]":
+        """The threshold of the balance of Eq. 7, its rate, and that of the threshold `now`; None: there is none yet.
 
-    def rate(self, threshold: float) -> float:
-        """Requests per second of this cluster that prefill and links can carry with a threshold."""
-        return rate_at(self.problem, threshold, self.n_prefill, self.service)
+        By what prefill and links carry; infinite where nothing is to go.
+
+        Where no threshold can carry more by `margin`, which is sooner known than the best one, `now` is given back.
+        """
+        split, highest = (
+            own_split(self.problem, _SERVICE),
+            self.problem.workload.lengths.highest_threshold,
+        )
+        candidates, before = candidate_lengths(split), None
+        if now is not None:
+            # Where nothing can go, all stays whatever the threshold is.
+            here = highest if split.remote is None else min(now / split.own_share, highest)
+            place = int(candidates.searchsorted(here))
+            candidates = np.concatenate([candidates[:place], [here], candidates[place:]])
+        loads = split.loads(candidates)
+        if now is not None:
+            away, home = sides_of(split, loads, self.n_prefill)
+            before = float(min(away[place], home[place]))
+            # The more stay the less is carried at home, and the more away: so much between two candidates at most.
+            most = np.minimum(away[1:], home[:-1]).max(initial=0.0)
+            if split.remote is not None and most <= before * (1 + margin):
+                return now, before, before
+        (after, _), length, _ = best_of(split, [self.n_prefill], candidates, loads)
+        length = settled(self.problem, length)
+        return math.inf if length >= highest else length * split.own_share, after, before
 
 
 def prefill_sides(
     problem: PlanProblem,
     prefill: Mapping[str, int],
     spread: Mapping[str, float],
-    service: ServiceModel = "mean length",
 ) -> dict[str, PrefillSide]:
     """The prefill side of every PD cluster, by its name.
 
@@ -110,11 +127,11 @@ def prefill_sides(
     without = _without_decode(problem, prefill)
     if problem.is_two_cluster:
         name = problem.pd[0].name
-        return {name: PrefillSide(without, prefill[name], 1.0, service)}
+        return {name: PrefillSide(without, prefill[name], 1.0)}
     parts = {pd.name: max(spread[pd.name], _LEAST_PART) for pd in problem.pd}
     parts = {name: part / sum(parts.values(), 0.0) for name, part in parts.items()}
-    granted = _granted(without, prefill, parts, service)
-    return {pd.name: _side(without, pd, granted, parts[pd.name], service) for pd in without.pd}
+    granted = _granted(without, prefill, parts)
+    return {pd.name: _side(without, pd, granted, parts[pd.name]) for pd in without.pd}
 
 
 def _without_decode(problem: PlanProblem, prefill: Mapping[str, int]) -> PlanProblem:
@@ -129,11 +146,11 @@ def _without_decode(problem: PlanProblem, prefill: Mapping[str, int]) -> PlanPro
 
 
 def _granted(
-    problem: PlanProblem, prefill: Mapping[str, int], parts: Mapping[str, float], service: ServiceModel
+    problem: PlanProblem, prefill: Mapping[str, int], parts: Mapping[str, float]
 ) -> dict[tuple[str, str], float]:
     """Instances (not whole ones) of each prefill cluster that work for each PD cluster."""
     instances = {cluster.name: prefill.get(cluster.name, cluster.instances) for cluster in problem.clusters}
-    found = best_routing(problem, all_paths(problem), prefill, service, parts)
+    found = best_routing(problem, all_paths(problem), prefill, _SERVICE, parts)
     granted: dict[tuple[str, str], float] = {}
     for cluster in problem.clusters:
         reached = [
@@ -171,7 +188,6 @@ def _side(
     pd: PdCluster,
     granted: Mapping[tuple[str, str], float],
     part: float,
-    service: ServiceModel,
 ) -> PrefillSide:
     own = granted[pd.name, pd.name]
     home = (
@@ -200,7 +216,7 @@ def _side(
         pd=(home,),
         links=(PlanLink(name, pd.name, math.inf),) if remote else (),
     )
-    return PrefillSide(alone, home.instances - 1, part, service)
+    return PrefillSide(alone, home.instances - 1, part)
 
 
 @dataclass(frozen=True, slots=True)

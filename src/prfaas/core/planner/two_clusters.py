@@ -20,10 +20,12 @@ from prfaas.core.planner.problem import PlanError, PlanProblem, path
 from prfaas.core.planner.ttft import service_ttft
 
 _GRID = 1024
+# Of lengths that were observed, whose thresholds have an edge of 5 %: what lies between is found by looking closer.
+_SAMPLE_GRID = 256
 # A smaller part of all requests is the rounding of sums.
 _NO_REQUESTS = 1e-12
-# Lengths that were observed are a sample: where a look at the neighbours gives less than this part, it is the last.
-_FEW = 1e-4
+# Lengths that were observed are a sample: less than this part is not looked for.
+_FEW = 1e-3
 _ZOOMS = 5
 _ZOOM_POINTS = 33
 
@@ -82,16 +84,10 @@ def evaluate(
     Raises:
         PlanError: the problem has more than two clusters, or the split isn't one of 0 to all instances.
     """
-    split = _given(problem, n_prefill, service)
+    split = own_split(problem, service)
+    if not 0 <= n_prefill <= split.pd.instances:
+        raise PlanError(f"{n_prefill} prefill instances of {split.pd.instances} can't be")
     return point_of(split, threshold_tokens / split.own_share, n_prefill)
-
-
-def rate_at(
-    problem: PlanProblem, threshold_tokens: float, n_prefill: int, service: ServiceModel = "mean length"
-) -> float:
-    """Λ_max of `evaluate` alone. Raises as it does."""
-    split = _given(problem, n_prefill, service)
-    return _rate_of(split, threshold_tokens / split.own_share, n_prefill)
 
 
 def split_of(problem: PlanProblem, policy: CachePolicy, service: ServiceModel) -> Split | None:
@@ -212,13 +208,6 @@ def _balance(problem: PlanProblem, n_prefill: int, service: ServiceModel) -> tup
     return split, best_of(split, range(n_prefill, n_prefill + 1))[1]
 
 
-def _given(problem: PlanProblem, n_prefill: int, service: ServiceModel) -> Split:
-    split = own_split(problem, service)
-    if not 0 <= n_prefill <= split.pd.instances:
-        raise PlanError(f"{n_prefill} prefill instances of {split.pd.instances} can't be")
-    return split
-
-
 def own_split(problem: PlanProblem, service: ServiceModel) -> Split:
     """The two routes where every cluster uses its own cache."""
     split = split_of(problem, "own", service)
@@ -231,8 +220,10 @@ def candidate_lengths(split: Split) -> FloatArray:
     lengths = split.problem.workload.lengths
     if split.remote is None:
         return np.array([lengths.highest_threshold])
-    found = lengths.thresholds(_GRID)
-    if lengths.atoms() is None:
+    if lengths.atoms() is not None:
+        found = lengths.thresholds(_SAMPLE_GRID)
+    else:
+        found = lengths.thresholds(_GRID)
         found = np.unique(np.append(found, np.geomspace(lengths.low, lengths.high, _GRID)))
     return found
 
@@ -268,11 +259,14 @@ def _zoom(split: Split, candidates: FloatArray, index: int, found: Found) -> Fou
         if ends[0] == ends[1]:
             break
         candidates = np.unique(np.append(np.linspace(*ends, _ZOOM_POINTS), candidates[index]))
-        rates, limits = merits(split, split.loads(candidates), [found[2]])
+        loads = split.loads(candidates)
+        rates, limits = merits(split, loads, [found[2]])
         (index,) = highest(rates, limits)
-        here = ((float(rates[0, index]), float(limits[0, index])), float(candidates[index]), found[2])
-        gain, found = here[0][0] - found[0][0], max(found, here)
-        if is_sample and gain < _FEW * here[0][0]:
+        found = max(
+            found, ((float(rates[0, index]), float(limits[0, index])), float(candidates[index]), found[2])
+        )
+        away, home = sides_of(split, loads, found[2])
+        if is_sample and np.minimum(away[1:], home[:-1]).max() < (1 + _FEW) * found[0][1]:
             break
     return found
 
@@ -288,15 +282,19 @@ def highest(rates: FloatArray, limits: FloatArray) -> list[int]:
 
 def merits(split: Split, loads: Loads, splits: Sequence[int]) -> "tuple[FloatArray, FloatArray]":
     """Λ, and Λ without the limit of decode: a row for every split, over the lengths of the loads."""
-    # What every split has.
-    shared = _ratio(0 if split.prfaas is None else split.prfaas.instances, loads.prfaas_s)
-    for link in split.problem.links:
-        shared = np.minimum(shared, _ratio(link.bandwidth_bits_per_s, loads.link_bits[link.name]))
-    per_decoder = split.pd.decode_rate(split.problem.workload.output_tokens)
     # All splits at once: a row each.
     prefill = np.array(splits, dtype=np.float64)[:, None]
-    limits = np.minimum(shared, _ratio(prefill, loads.pd_s))
+    limits = np.minimum(*sides_of(split, loads, prefill))
+    per_decoder = split.pd.decode_rate(split.problem.workload.output_tokens)
     return np.minimum(limits, (split.pd.instances - prefill) * per_decoder), limits
+
+
+def sides_of(split: Split, loads: Loads, prefill: "float | FloatArray") -> "tuple[FloatArray, FloatArray]":
+    """The limits of the PrfaaS cluster with all links, and of `prefill` instances of the PD cluster."""
+    away = _ratio(0 if split.prfaas is None else split.prfaas.instances, loads.prfaas_s)
+    for link in split.problem.links:
+        away = np.minimum(away, _ratio(link.bandwidth_bits_per_s, loads.link_bits[link.name]))
+    return away, _ratio(prefill, loads.pd_s)
 
 
 def _ratio(capacity: "float | FloatArray", load: FloatArray) -> FloatArray:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from prfaas.core.deployment import Role
-from prfaas.core.planner import PlanProblem, ServiceModel
+from prfaas.core.planner import PlanProblem
 from prfaas.core.planner.fixed_roles import best_roles, rate_with_roles
 from prfaas.core.planner.role_latency import RoleLatency
 from prfaas.core.scheduling.role_choice import (
@@ -141,7 +141,6 @@ class Allocator:
     gain_now: float = 0.2
     reserve: float = 0.1
     memory: int = 20
-    service: ServiceModel = "mean length"
     outlook: RoleOutlook | None = field(default=None, init=False)
     """Of the last evaluation; None while there was nothing to choose."""
     _agreed: dict[tuple[str, Role], int] = field(default_factory=dict, init=False)
@@ -274,7 +273,7 @@ class Allocator:
             f"mean TTFT {best.ttft_s:.3g} s in place of {now.ttft_s:.3g} s at {expected.requests_per_s:.3g} req/s "
             f"({why}): {roles[load.cluster]} prefill, best {wanted[load.cluster]}"
         )
-        rates = [rate_with_roles(problem, each, self.service) for each in (roles, step, wanted)]
+        rates = [rate_with_roles(problem, each) for each in (roles, step, wanted)]
         return Conversion(
             load.cluster,
             instance,
@@ -297,12 +296,12 @@ class Allocator:
         if not any(busier.values()):
             return {}
         now = {load.cluster: len(load.able("prefill")) for load in loads}
-        best = best_roles(problem, self.service)
+        best = best_roles(problem)
         best = {load.cluster: _inside(best[load.cluster], load) for load in loads}
         if best == now:
             return {}
-        before = rate_with_roles(problem, now, self.service)
-        rate_best = rate_with_roles(problem, best, self.service)
+        before = rate_with_roles(problem, now)
+        rate_best = rate_with_roles(problem, best)
         wanted: dict[tuple[str, Role], Conversion] = {}
         for load in loads:
             missing = best[load.cluster] - now[load.cluster]
@@ -314,7 +313,7 @@ class Allocator:
             if spare is None:
                 continue
             step = now[load.cluster] + (len(spare) if missing > 0 else -len(spare))
-            after = rate_with_roles(problem, {**now, load.cluster: step}, self.service)
+            after = rate_with_roles(problem, {**now, load.cluster: step})
             if after < before * (1 - _EQUAL):
                 continue
             reason = f"{role} is the limit: {now[load.cluster]} prefill, best {best[load.cluster]}"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from prfaas.core.arrays import FloatArray
-from prfaas.core.planner import PlanProblem, ServiceModel
+from prfaas.core.planner import PlanProblem
 from prfaas.core.planner.fixed_roles import PrefillSide, even_spread, prefill_sides
 
 SETTLE_S = 0.3
@@ -39,16 +39,16 @@ class ThresholdOptimiser:
 
     A PD cluster's new threshold is adopted if its prefill side (own instances, and what it is granted of others) can
     carry more of its requests with it, by the observed lengths, than with the present one: by more than `margin` in
-    proportion. When searched periodically it must also move the balance of Eq. 7 (work offloaded to work kept) further
-    than two samples of the same traffic differ by chance: `noise_sds` standard deviations, which follow from the
-    number of lengths and the spread of their work. Where no link leads to a PD cluster its threshold is infinite at
-    once.
+    proportion; after a link has changed by more than `link_margin`, since one that fluctuates soon comes back. When
+    searched periodically it must also move the balance of Eq. 7 (work offloaded to work kept) further than two samples
+    of the same traffic differ by chance: `noise_sds` standard deviations, which follow from the number of lengths and
+    the spread of their work. Where no link leads to a PD cluster its threshold is infinite at once.
     Costs 1 ms for two clusters, some tenths of a second for more: run it beside an event loop, not in it.
     """
 
     margin: float = 0.02
+    link_margin: float = 0.2
     noise_sds: float = 3.5
-    service: ServiceModel = "mean length"
 
     def propose(
         self,
@@ -65,39 +65,31 @@ class ThresholdOptimiser:
         `sample_count`: how many requests the problem's lengths were taken from. Each PD cluster is
         taken to decode the part of all requests that its decode capacity is of all.
         """
-        sides = prefill_sides(problem, prefill, even_spread(problem, prefill), self.service)
-        tokens: dict[str, float] = {}
-        for name, side in sides.items():
-            now = current_tokens.get(name)
-            best = side.best_threshold()
-            if now is not None and not self._is_better(side, now, best, sample_count, reason):
-                best = now
-            tokens[name] = best
-        if all(tokens[name] == current_tokens.get(name) for name in tokens):
-            return None
-        known = [
-            side.rate(current_tokens[name]) / side.part
+        sides = prefill_sides(problem, prefill, even_spread(problem, prefill))
+        found = {
+            name: self._chosen(side, current_tokens.get(name), sample_count, reason)
             for name, side in sides.items()
-            if name in current_tokens
-        ]
-        after = min(side.rate(tokens[name]) / side.part for name, side in sides.items())
-        return ThresholdChange(tokens, reason, min(known) if len(known) == len(sides) else None, after)
+        }
+        tokens = {name: chosen for name, (chosen, _, _) in found.items()}
+        if all(chosen == current_tokens.get(name) for name, chosen in tokens.items()):
+            return None
+        before = [rate / sides[name].part for name, (_, rate, _) in found.items() if rate is not None]
+        after = min(rate / sides[name].part for name, (_, _, rate) in found.items())
+        return ThresholdChange(tokens, reason, min(before) if len(before) == len(found) else None, after)
 
-    def _is_better(
-        self,
-        side: PrefillSide,
-        now: float,
-        best: float,
-        sample_count: int,
-        reason: Reason,
-    ) -> bool:
-        if not side.is_reached:
-            return True  # infinite
-        if side.rate(best) <= side.rate(now) * (1 + self.margin):
-            return False
-        return reason != "periodic" or is_more_than_noise(
-            side.problem, now, best, sample_count, self.noise_sds
-        )
+    def _chosen(
+        self, side: PrefillSide, now: float | None, sample_count: int, reason: Reason
+    ) -> tuple[float, float | None, float]:
+        """The threshold of one cluster, and its rates with the present one and with it."""
+        margin = self.link_margin if reason == "link" else self.margin
+        best, after, before = side.best_beside(now, margin)
+        # Where it is not reached, the best one is infinite.
+        if now is None or before is None or not side.is_reached:
+            return best, before, after
+        is_more = after > before * (1 + margin)
+        if is_more and reason == "periodic":
+            is_more = is_more_than_noise(side.problem, now, best, sample_count, self.noise_sds)
+        return (best, before, after) if is_more else (now, before, before)
 
 
 def is_more_than_noise(

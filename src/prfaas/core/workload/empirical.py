@@ -116,23 +116,31 @@ class Empirical(_Atoms):
 
     def beyond(self, thresholds: FloatArray) -> "tuple[FloatArray, FloatArray]":
         """P and E[L] of what is longer than t · (1 + EDGE · (U − ½)), U uniform on [0, 1), for every t of an array."""
-        return (
-            self._beyond(thresholds, self.tail_mass, self.tail_tokens),
-            self._beyond(thresholds, self.tail_tokens, self.tail_squares),
+        mass, tokens = self._beyond(
+            thresholds, (self.tail_mass, self.tail_tokens), (self.tail_tokens, self.tail_squares)
         )
+        return mass, tokens
 
     def expect_beyond(self, f: "Callable[[FloatArray], FloatArray]", thresholds: FloatArray) -> FloatArray:
         """E[f(L); longer than t] likewise."""
         weighted = self.probabilities * f(self.lengths)
-        return self._beyond(thresholds, _tails(weighted), _tails(weighted * self.lengths))
+        return self._beyond(thresholds, (_tails(weighted), _tails(weighted * self.lengths)))[0]
 
-    def _beyond(self, t: FloatArray, tails: FloatArray, moments: FloatArray) -> FloatArray:
-        """Of an atom L within the edge the part (L / t − 1) / EDGE + ½ is above; all of those behind the edge."""
+    def _beyond(self, t: FloatArray, *sums: "tuple[FloatArray, FloatArray]") -> list[FloatArray]:
+        """What is above of each sum, given its tails and those of its moments.
+
+        Of an atom L within the edge the part (L / t − 1) / EDGE + ½ is above; all of those behind the edge.
+        """
         first = self.lengths.searchsorted(t * (1 - EDGE / 2), side="right")
         last = self.lengths.searchsorted(t * (1 + EDGE / 2), side="left")
-        within, moment = tails[first] - tails[last], moments[first] - moments[last]
-        above: FloatArray = tails[last] + within / 2 + (moment / np.where(t > 0, t, 1.0) - within) / EDGE
-        return np.clip(above, 0.0, tails[0])
+        divisor = np.where(t > 0, t, 1.0)
+        found = []
+        for tails, moments in sums:
+            behind = tails[last]
+            within, moment = tails[first] - behind, moments[first] - moments[last]
+            above = behind + within / 2 + (moment / divisor - within) / EDGE
+            found.append(np.minimum(np.maximum(above, 0.0), tails[0]))
+        return found
 
     def parts_beyond(self, bins: Bins, threshold: float) -> FloatArray:
         """The part of each bin that policies take for longer than a threshold, by the bins' means."""

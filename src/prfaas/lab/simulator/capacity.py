@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Protocol
 
 import numpy as np
@@ -46,9 +46,9 @@ class Steps:
     """(time_s, bits_per_s), the first at 0 s; 0 bit/s is an outage."""
 
     def __post_init__(self) -> None:
-        _check_pieces(self.pieces)
-        if self.pieces[0][0] != 0.0:
-            raise ValueError(f"The steps of a capacity begin at 0 s, not at {self.pieces[0][0]:g} s.")
+        check_pieces("a capacity", self.pieces)
+        if not all(bits_per_s >= 0 for _, bits_per_s in self.pieces):
+            raise ValueError("a capacity is 0 bit/s or more")
 
     def changes(self, rng: np.random.Generator) -> Iterator[Piece]:  # noqa: ARG002
         return iter(self.pieces)
@@ -96,19 +96,16 @@ class Fluctuating:
                 step += 1
 
 
-def _check_pieces(pieces: Sequence[Piece]) -> None:
-    if not pieces:
-        raise ValueError("A capacity over time needs at least one (time_s, bits_per_s).")
-    for time_s, bits_per_s in pieces:
-        if not (math.isfinite(bits_per_s) and bits_per_s >= 0):
-            raise ValueError(
-                f"A capacity is 0 bit/s or more, not {bits_per_s:g} bit/s (from {time_s:g} s on)."
-            )
-        if not math.isfinite(time_s):
-            raise ValueError(f"The times of a capacity are finite, not {time_s:g} s.")
+def check_pieces(what: str, pieces: Sequence[Piece]) -> None:
+    """Raise ValueError unless something over time has finite pieces, from 0 s on in ascending order."""
+    if not pieces or pieces[0][0] != 0.0:
+        raise ValueError(f"{what} is told from 0 s on")
+    for time_s, value in pieces:
+        if not (math.isfinite(time_s) and math.isfinite(value)):
+            raise ValueError(f"{what} is a number at a time, not {value:g} from {time_s:g} s on")
     for (before_s, _), (time_s, _) in pairwise(pieces):
         if time_s <= before_s:
-            raise ValueError(f"The times of a capacity rise, but {time_s:g} s comes after {before_s:g} s.")
+            raise ValueError(f"the times of {what} rise, but {time_s:g} s comes after {before_s:g} s")
 
 
 def _check_positive(what: str, unit: str, value: float) -> None:
@@ -129,15 +126,12 @@ class Interrupted:
         ends = sorted(
             (at_s, change) for start_s, end_s in self.outages for at_s, change in ((start_s, 1), (end_s, -1))
         )
-        cuts = 0
-        now_bits_per_s = 0.0
-        for at_s, bits_per_s in self.process.changes(rng):
+        cuts, now_bits_per_s = 0, 0.0
+        for at_s, bits_per_s in chain(self.process.changes(rng), [(math.inf, 0.0)]):
             while ends and ends[0][0] < at_s:
                 cut_s, change = ends.pop(0)
                 cuts += change
                 yield cut_s, 0.0 if cuts else now_bits_per_s
             now_bits_per_s = bits_per_s
-            yield at_s, 0.0 if cuts else now_bits_per_s
-        for cut_s, change in ends:
-            cuts += change
-            yield cut_s, 0.0 if cuts else now_bits_per_s
+            if at_s < math.inf:
+                yield at_s, 0.0 if cuts else now_bits_per_s

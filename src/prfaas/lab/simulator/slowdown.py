@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from prfaas.lab.simulator.capacity import check_pieces
+
 
 @dataclass(frozen=True, slots=True)
 class Slowdown:
@@ -15,14 +17,9 @@ class Slowdown:
     """(time_s, factor): from then on prefills take so many times as long. The first is at 0 s."""
 
     def __post_init__(self) -> None:
-        if not self.pieces or self.pieces[0][0] != 0.0:
-            raise ValueError("a slowdown has a factor from 0 s on")
-        for time_s, factor in self.pieces:
-            if not (math.isfinite(time_s) and math.isfinite(factor) and factor > 0):
-                raise ValueError(f"a slowdown is a factor above 0, not {factor:g} from {time_s:g} s on")
-        for (before_s, _), (time_s, _) in pairwise(self.pieces):
-            if time_s <= before_s:
-                raise ValueError(f"the times of a slowdown rise, but {time_s:g} s comes after {before_s:g} s")
+        check_pieces("a slowdown", self.pieces)
+        if not all(factor > 0 for _, factor in self.pieces):
+            raise ValueError("a slowdown is a factor above 0")
 
     def stretched_s(self, start_s: float, work_s: float) -> float:
         """How long it takes from `start_s` on what takes `work_s` by the profile."""
