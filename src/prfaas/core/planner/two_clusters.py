@@ -233,7 +233,7 @@ def candidate_lengths(split: Split) -> FloatArray:
         return np.array([lengths.highest_threshold])
     found = lengths.thresholds(_GRID)
     if lengths.atoms() is None:
-        found = np.unique(np.append(found, np.geomspace(lengths.low, lengths.high, _GRID)))
+        found = np.unique(np.append(found, np.geomspace(lengths.low, lengths.highest_threshold, _GRID)))
     return found
 
 
@@ -241,15 +241,10 @@ Found = tuple[tuple[float, float], float, int]
 """(Λ, prefill's own limit), the length and the number of prefill instances that give it."""
 
 
-def best_of(
-    split: Split, splits: Sequence[int], candidates: "FloatArray | None" = None, loads: Loads | None = None
-) -> Found:
-    """The best of all `splits`.
-
-    `candidates`: what `candidate_lengths` gives, with their `loads`; None: they are worked out here.
-    """
-    candidates = candidate_lengths(split) if candidates is None else candidates
-    rates, limits = merits(split, loads or split.loads(candidates), splits)
+def best_of(split: Split, splits: Sequence[int]) -> Found:
+    """The best of all `splits`."""
+    candidates = candidate_lengths(split)
+    rates, limits = merits(split, split.loads(candidates), splits)
     best: Found = ((-1.0, -1.0), 0.0, 0)
     for row, (n_prefill, index) in enumerate(zip(splits, highest(rates, limits), strict=True)):
         found = ((float(rates[row, index]), float(limits[row, index])), float(candidates[index]), n_prefill)

@@ -1,10 +1,11 @@
 """The verdict on a plan in a few sentences: its bottleneck, its gain, and the break-even price of egress."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from prfaas.core.planner.comparisons import Baseline
 from prfaas.core.planner.operating_point import LinkUse, OperatingPoint, StageKind
 from prfaas.core.planner.problem import TtftTarget
+from prfaas.core.planner.ttft import TtftEstimate
 from prfaas.core.units import format_bits_per_s
 
 BOUND = 1.001
@@ -30,11 +31,12 @@ class Limits:
     """Its links have their `needed_bits_per_s`."""
     unlimited_rate: float
     """Λ_max if no link were a limit."""
-    load: float
-    target: TtftTarget | None = None
-    keeps_target: bool = True
-    rate_without_target: float = 0.0
+    target: TtftTarget | None
+    keeps_target: bool
+    rate_without_target: float
     """Λ_max without the target, where there is one."""
+    estimate: TtftEstimate
+    """The optimum's, at the load that the target is for."""
 
     @property
     def is_network_bound(self) -> bool:
@@ -61,17 +63,19 @@ class Limits:
 
     def sentence(self) -> str:
         """The sentence on the bottleneck, and by how much it binds."""
-        rate = self.optimum.lambda_max
+        rate, load = self.optimum.lambda_max, self.estimate.load
         by = f"limited by {_names(self.binding)}"
         if self.target is not None and not self.keeps_target:
-            missed = f"{self.target} at {self.load:.0%} load is missed, whatever threshold and roles"
-            return f"Target missed: {missed}; {rate:.3g} requests/s without it, {by}."
+            reached_s = self.estimate.mean_s if self.target.statistic == "mean" else self.estimate.p90_s
+            missed = f"{self.target} at {load:.0%} load is missed, whatever threshold and roles"
+            could = "" if reached_s is None else f" with {replace(self.target, seconds=reached_s)},"
+            return f"Target missed: {missed}; {rate:.3g} requests/s are possible{could} {by}."
         if self.is_latency_bound:
             return (
-                f"Latency-bound: {rate:.3g} requests/s with {self.target} at {self.load:.0%} load, "
+                f"Latency-bound: {rate:.3g} requests/s with {self.target} at {load:.0%} load, "
                 f"{self.rate_without_target:.3g} without that target; {by}."
             )
-        kept = "" if self.target is None else f" The target, {self.target} at {self.load:.0%} load, is kept."
+        kept = "" if self.target is None else f" The target, {self.target} at {load:.0%} load, is kept."
         short = max(filter(_is_short, self.optimum.links), key=_shortness, default=None)
         if self.is_network_bound and short is not None:
             return (
