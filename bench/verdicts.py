@@ -237,7 +237,6 @@ def survivals(
     """
     (far,), (near,), (link,) = problem.prfaas, problem.pd, problem.links
     alone = replace(problem, prfaas=(), links=())
-    fewer_far = replace(problem, prfaas=(replace(far, instances=far.instances - 1),))
     fewer_near = replace(problem, pd=(replace(near, instances=near.instances - 1),))
     n_prefill = point.n_prefill
     first, last = (f"{near.name}-{number}" for number in (0, near.instances - 1))
@@ -247,6 +246,7 @@ def survivals(
         f"cluster {far.name}": (alone, n_prefill, all_far),
     }
     if far.instances > 1:
+        fewer_far = replace(problem, prfaas=(replace(far, instances=far.instances - 1),))
         without[f"an instance of {far.name}"] = (fewer_far, n_prefill, all_far[:1])
     roles = [(n_prefill, last), *([(n_prefill - 1, first)] if n_prefill else [])]
     left = min(roles, key=lambda each: best_threshold(fewer_near, each[0], "by length").lambda_max)
