@@ -183,7 +183,7 @@ class RecordedMeter(LinkMeter):
     """Writes down what it gets."""
 
     def __init__(self, truth: Callable[[], float], began_s: float) -> None:
-        super().__init__(BANDWIDTH_BITS_PER_S, began_s)
+        super().__init__(BANDWIDTH_BITS_PER_S, began_s, 2.5)
         self.rows: list[dict[str, Any]] = []
         self.is_recording = False
         self._truth = truth

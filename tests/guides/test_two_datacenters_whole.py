@@ -129,7 +129,7 @@ class Newcomer:
 
     def state(self, name: str) -> dict[str, Any]:
         """What the gateway tells operators."""
-        token = '-H "authorization: Bearer $(cat /var/lib/prfaas/llm/admin-token)"'
+        token = '-H "authorization: Bearer $(cat /var/lib/prfaas-gateway/llm/admin-token)"'
         told: dict[str, Any] = json.loads(
             self.gateways[name].typed(f"curl -s {token} http://127.0.0.1:8001/prfaas/state")
         )

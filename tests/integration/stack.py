@@ -18,9 +18,10 @@ from typing import Any
 from tests.ports import free_ports
 
 from prfaas.core.deployment import TOOLS, Deployment, Instance, load_deployment
-from prfaas.serving.engines.preparation import port_problem
+from prfaas.serving.engines.preparation import ensure_model, port_problem
 from prfaas.serving.engines.running import RunningEngines
 from prfaas.serving.engines.template import EngineTemplates
+from prfaas.serving.pool.running import RunningPools
 from prfaas.serving.transport.observer import Observer
 from prfaas.serving.transport.ticket import load_key
 from prfaas.tools.demo import reference as demo_reference
@@ -189,10 +190,15 @@ class Stack:
         self.engines = RunningEngines(
             self.deployment, extra_env={**ENGINE_ENV, **(env or {})}, templates=TEMPLATES
         )
+        self.pools = RunningPools(self.deployment)
         self._gateway: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> "Stack":
         try:
+            if self.deployment.pools:
+                ensure_model(self.deployment)
+                self.pools.start()
+                self.pools.wait_ready()
             self.engines.start()
             self.engines.wait_ready()
             self._start_gateway()
@@ -209,6 +215,21 @@ class Stack:
             self._gateway.kill()
             self._gateway.wait()
         self.engines.stop()
+        self.pools.stop()
+
+    def revive(self, *names: str) -> None:
+        """Start those of these engines anew that don't run."""
+        dead = [name for name in names if not self.engines.is_running(name)]
+        for name in dead:
+            wait_ports_free(self.deployment.instance(name))
+            self.engines.start(name)
+        self.engines.wait_ready()
+        health = self.url("gateway", "/health")
+        wait_until(
+            lambda: all(call(health).body["instances"][name] == "up" for name in names),
+            PATIENCE_S,
+            f"the gateway knows that {', '.join(names)} are back",
+        )
 
     def _start_gateway(self) -> None:
         path = self.path.parent / "gateway.log"

@@ -5,11 +5,22 @@ import json
 import random
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from tests.ports import free_ports
 
-from .stack import LOGITS, THRESHOLD_TOKENS, Stack, call, completion_body, prompt, running, write_deployment
+from .stack import (
+    LOGITS,
+    THRESHOLD_TOKENS,
+    DemoAnswer,
+    Stack,
+    call,
+    completion_body,
+    prompt,
+    running,
+    write_deployment,
+)
 
 pytestmark = [
     pytest.mark.engine,
@@ -20,17 +31,21 @@ pytestmark = [
 SHORT, LONG = THRESHOLD_TOKENS - 500, 3000
 
 
-@pytest.fixture(scope="module")
-def nixl_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+def with_nixl(directory: Path, *, pools: bool) -> Path:
     """As `stack`, with NIXL between the two engines of the PD cluster."""
-    path = write_deployment(tmp_path_factory.mktemp("prfaas-nixl"), bandwidth="200 Mbit/s")
+    path = write_deployment(directory, bandwidth="200 Mbit/s", pools=pools)
     deployment = json.loads(path.read_text())
     deployment["engine"]["local_transfer"] = "nixl"
     home = next(each for each in deployment["clusters"] if each["name"] == "home")
     for instance, port in zip(home["instances"], free_ports(2), strict=True):
         instance["nixl_port"] = port
     path.write_text(json.dumps(deployment))
-    yield from running(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def nixl_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    yield from running(with_nixl(tmp_path_factory.mktemp("prfaas-nixl"), pools=False))
 
 
 def test_tokens_are_those_of_the_same_split(nixl_stack: Stack) -> None:
@@ -90,3 +105,34 @@ def test_a_producer_that_dies_costs_a_prefill(nixl_stack: Stack) -> None:
     answer = nixl_stack.complete(ids)
     assert answer.status == 200 and len(answer.token_ids) == 24
     assert answer.route["prefill"] == "home-decode-0"
+
+
+PREFILL, DECODE = "home-prefill-0", "home-decode-0"
+
+
+@pytest.mark.slow("engines of its own, started anew to find what the pool kept")
+def test_a_pool_has_what_engines_lost_and_nixl_moves_all_of_it(tmp_path: Path) -> None:
+    with Stack(with_nixl(tmp_path, pools=True)) as stack:
+        # 512 tokens and 1,024 end where a state is kept, once an engine has met them a second time.
+        begun = [prompt(860, 512), prompt(861, 1024)]
+        for _ in range(2):
+            for ids in begun:
+                pulled(stack, [*ids, *prompt(862, 80)])
+        stack.wait_clean()
+        stack.engines.kill(PREFILL)
+        stack.revive(PREFILL)
+        # The decode engine holds these beginnings too: of less than half a prompt it leaves the rest to the other one.
+        longer = [[*ids, *prompt(863, len(ids) + 100)] for ids in begun]
+        answers = [pulled(stack, ids) for ids in longer]
+        assert stack.metric(PREFILL, "vllm:prfaas_pool_hit_tokens_memory_total") == sum(map(len, begun))
+        assert stack.metric(PREFILL, "vllm:prfaas_pool_loads_failed_total") == 0
+        stack.wait_clean()
+        for ids, answer in zip(longer, answers, strict=True):
+            stack.check_likely((ids, answer.token_ids), engine=DECODE)
+
+
+def pulled(stack: Stack, ids: list[int]) -> DemoAnswer:
+    """The answer of the decode engine, which has read all of the prompt's KVCache by NIXL."""
+    answer = stack.complete(ids, **LOGITS)
+    assert (answer.route["prefill"], answer.route.get("transfer")) == (PREFILL, "nixl"), stack.explain(answer)
+    return answer

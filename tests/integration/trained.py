@@ -13,11 +13,9 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from prfaas.serving.engines.preparation import ensure_model
-from prfaas.serving.pool.running import RunningPools
 from prfaas.tools.demo.compare import Equality, compare
 
-from .stack import PATIENCE_S, DemoAnswer, Stack, call, wait_ports_free, wait_until, write_deployment
+from .stack import DemoAnswer, Stack, write_deployment
 
 SMOLLM2, GEMMA3 = "smollm2", "gemma3"
 
@@ -63,44 +61,11 @@ AUTHORS = (Author("Amelia Brown", "Paris"), Author("Walter Green", "Tokyo"), Aut
 
 
 class TrainedStack(Stack):
-    """Engines, gateway and a pool at home."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self.pools = RunningPools(self.deployment)
-
-    def __enter__(self) -> "TrainedStack":
-        ensure_model(self.deployment)
-        self.pools.start()
-        try:
-            self.pools.wait_ready()
-            super().__enter__()
-        except BaseException:
-            self.pools.stop()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        super().__exit__()
-        self.pools.stop()
+    """Engines whose model answers in words."""
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
         return Tokenizer.from_file(str(self.deployment.model.path / "tokenizer.json"))
-
-    def revive(self, *names: str) -> None:
-        """Start those of these engines anew that don't run."""
-        dead = [name for name in names if not self.engines.is_running(name)]
-        for name in dead:
-            wait_ports_free(self.deployment.instance(name))
-            self.engines.start(name)
-        self.engines.wait_ready()
-        health = self.url("gateway", "/health")
-        wait_until(
-            lambda: all(call(health).body["instances"][name] == "up" for name in names),
-            PATIENCE_S,
-            f"the gateway knows that {', '.join(names)} are back",
-        )
 
     def check_forced(
         self, prompt: Sequence[int], token_ids: Sequence[int], *, engine: str = HOMES[0]

@@ -45,7 +45,7 @@ def _diagnose(path: "Path", probe: bool) -> "list[Finding]":
     from prfaas.tools.doctor import check_model
     from prfaas.tools.finding import ok, problem
     from prfaas.tools.rank_facts import check_ranks
-    from prfaas.tools.security_facts import check_certificates, check_key
+    from prfaas.tools.security_facts import check_certificates, check_encryption, check_key
 
     try:
         loaded = load_deployment(path)
@@ -57,7 +57,7 @@ def _diagnose(path: "Path", probe: bool) -> "list[Finding]":
         ]
     findings = [ok("file", f"{path} is valid"), check_model(loaded), check_key(loaded)]
     findings += check_ranks(loaded)
-    findings += check_certificates(loaded)
+    findings += check_certificates(loaded) + check_encryption(loaded)
     return findings + asyncio.run(_ask(loaded, probe))
 
 

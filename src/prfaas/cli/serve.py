@@ -1,6 +1,7 @@
 """`prfaas serve`: the gateway and its control plane as a process's main job, until a signal."""
 
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import typer
@@ -51,9 +52,15 @@ def serve(
     ensure_certificates(loaded, [GATEWAY])
     run_gateway(
         loaded,
-        ready=lambda _port: typer.echo(f"ready: {loaded.gateway.url}/v1"),
+        ready=partial(tell_ready, loaded),
         drain_timeout_s=drain_timeout_s,
     )
+
+
+def tell_ready(deployment: "Deployment", _port: int) -> None:
+    """Say on stdout that clients can connect, and beside it where to look."""
+    typer.echo(f"ready: {deployment.gateway.url}/v1")
+    typer.echo(f"console: {deployment.gateway.admin.url}/console; prfaas status {deployment.path}", err=True)
 
 
 def run_gateway(

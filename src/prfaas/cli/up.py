@@ -66,7 +66,7 @@ def up(
     Examples: prfaas up examples/local.yaml; prfaas up examples/two-datacenters.yaml --site east
     """
     from prfaas.cli.fetching import shown_fetch
-    from prfaas.cli.serve import check_gateway, run_gateway
+    from prfaas.cli.serve import check_gateway, run_gateway, tell_ready
     from prfaas.cli.site_share import runs_here, share_of
     from prfaas.core.deployment import load_deployment
     from prfaas.serving.descriptors import raise_descriptor_limit
@@ -111,7 +111,7 @@ def up(
             if share.has_gateway:
                 run_gateway(
                     loaded,
-                    ready=lambda _port: typer.echo(f"ready: {loaded.gateway.url}/v1"),
+                    ready=partial(tell_ready, loaded),
                     beside=[following.run, pool_supervisor.run],
                     following=following,
                     drain_timeout_s=drain_timeout_s,

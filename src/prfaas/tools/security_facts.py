@@ -62,6 +62,16 @@ def check_certificates(deployment: Deployment) -> list[Finding]:
     ]
 
 
+def check_encryption(deployment: Deployment) -> list[Finding]:
+    """What `security.encrypt_inside` does not reach is said."""
+    clusters = dict.fromkeys(each.cluster for each in deployment.instances if deployment.uses_nixl(each))
+    if not (deployment.security.encrypt_inside and clusters):
+        return []
+    where = ", ".join(clusters)
+    text = f"what NIXL moves inside of {where} is as safe as its backend makes it, and UCX encrypts nothing"
+    return [ok("encryption", f"{text}; everything else inside of clusters is encrypted")]
+
+
 def tools_identity(deployment: Deployment) -> TlsIdentity | None:
     """The tools' TLS identity; None where they need no certificate, or have none that can be used."""
     try:

@@ -26,7 +26,7 @@ class Path:
     def __init__(
         self, configured: float, *, producers: int = 1, pace: float | None = None, queue_s: float = 0.0
     ) -> None:
-        self.meter = LinkMeter(configured, 0.0)
+        self.meter = LinkMeter(configured, 0.0, 2.5)
         self.carries = configured
         self.now_s = 0.0
         self.producers = producers
@@ -331,7 +331,7 @@ def test_random_loss_is_no_congestion_and_a_hundredth_lost_is() -> None:
 
 
 def test_a_restarted_consumer_starts_again_from_nothing() -> None:
-    meter = LinkMeter(100 * MBIT, 0.0)
+    meter = LinkMeter(100 * MBIT, 0.0, 2.5)
     for now_s, total in ((1.0, 5000), (1.1, 6000), (1.2, 200)):
         meter.observe({}, {"c/0": arrival_of(now_s, total)}, now_s)
     assert meter.carried_bytes == 1000 + 200
@@ -368,7 +368,7 @@ _LOOK = st.tuples(
 def test_whatever_is_told_the_meter_keeps_its_bounds(
     looks: list[tuple[float, int, int, str, int, float, float]],
 ) -> None:
-    meter, now_s = LinkMeter(100 * MBIT, 0.0), 0.0
+    meter, now_s = LinkMeter(100 * MBIT, 0.0, 2.5), 0.0
     for wait_s, queued, total, who, up, rtt_s, resent in looks:
         now_s += wait_s
         word = SenderSample(

@@ -47,7 +47,7 @@ class Replay:
 
 
 def replayed(name: str) -> Replay:
-    meter, announced = LinkMeter(CONFIGURED, 0.0), AnnouncedLink(CONFIGURED)
+    meter, announced = LinkMeter(CONFIGURED, 0.0, 2.5), AnnouncedLink(CONFIGURED)
     looks, told_s = [], []
     with gzip.open(RECORDED / f"{name}.jsonl.gz", "rt", encoding="utf-8") as file:
         for line in file:

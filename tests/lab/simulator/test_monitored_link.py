@@ -31,7 +31,7 @@ class Line:
         rng = np.random.default_rng(1)
         fluid = FluidLink(self.events, "far->home", self.capacity, rng=rng, rtt_s=0.03)
         view = LinkView("far", "home", CONFIGURED, rtt_s=0.03, seen_s=float("inf"))
-        self.link = MonitoredLink(view, fluid, NO_KV, self.events)
+        self.link = MonitoredLink(view, fluid, NO_KV, self.events, 2.5)
         self.link.on_change = lambda: self.changes.append(self.events.now_s)
         self._look(None)
 

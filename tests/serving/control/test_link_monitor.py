@@ -99,7 +99,7 @@ def test_an_unheard_link_is_down_and_up_when_it_is_heard(
         for sender in links.far:
             sender.links = None
         link = cluster_state.view.links[LINK]
-        for _ in range(29):
+        for _ in range(24):
             await links.round()
             assert link.up
         for _ in range(70):
@@ -112,6 +112,30 @@ def test_an_unheard_link_is_down_and_up_when_it_is_heard(
         links.senders["far-1/0"].links = {"far->home": report()}
         await links.round(3.0)
         assert (link.seen_s, link.up) == (clock.now_s, True)
+
+    asyncio.run(main())
+
+
+def test_engines_that_may_be_silent_for_long_leave_their_link_up(
+    deployment: Deployment, cluster_state: ClusterState, clock: FakeClock
+) -> None:
+    """Engines on shared cores starve for seconds: `control.silence_s` says for how long that may be, of links too."""
+
+    async def main() -> None:
+        links = Links(deployment, cluster_state, clock)
+        for sender in links.far:
+            sender.links = {"far->home": report()}
+        await links.round()
+        move(links.telemetry, replace(deployment, control=replace(deployment.control, silence_s=20.0)))
+        for sender in links.far:
+            sender.links = None
+        link = cluster_state.view.links[LINK]
+        for _ in range(190):
+            await links.round()
+            assert (link.up, link.condition) == (True, "clear")
+        for _ in range(20):
+            await links.round()
+        assert (link.up, link.condition) == (False, "unheard")
 
     asyncio.run(main())
 

@@ -67,6 +67,9 @@ def test_the_page_loads_nothing_from_elsewhere(in_world: InWorld) -> None:
         async with world.admin.get("/console") as page:
             policy, text = page.headers["Content-Security-Policy"], await page.text()
             assert page.status == 200 and page.content_type == "text/html"
+        # Who types the address alone comes to it.
+        async with world.admin.get("/") as led:
+            assert (led.url.path, await led.text()) == ("/console", text)
         assert "default-src 'none'" in policy and "unsafe" not in policy and "http" not in policy
         asked, seen = re.findall(r'(?:href|src)="(/[^"]+)"', text), set()
         while asked:

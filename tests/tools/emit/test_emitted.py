@@ -49,7 +49,10 @@ def wanted(deployment: Deployment) -> Counter[tuple[str, ...]]:
 
 
 def short(words: Sequence[str]) -> tuple[str, ...]:
-    return tuple(word for word in words if word != "/etc/prfaas/deployment.yaml")
+    """Without the file, and without what units of pools say beyond pods."""
+    return tuple(
+        word for word in words if word not in ("/etc/prfaas/deployment.yaml", "start", "--keep-memory")
+    )
 
 
 @given(deployment_fields())

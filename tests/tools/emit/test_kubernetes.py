@@ -130,6 +130,24 @@ def test_gpus_are_those_of_the_file() -> None:
     assert "resources" not in pod(fields, "east-0")["containers"][0]
 
 
+def test_engines_with_nixl_reach_each_other_and_have_their_devices() -> None:
+    fields = example(engine={"local_transfer": "nixl"}, containers={"rdma_resource": "rdma/hca"})
+    for place in fields["clusters"]:
+        for instance in place["instances"] if place["kind"] == "pd" else ():
+            instance["nixl_port"] = 5600
+    (engine,) = pod(fields, "home-0")["containers"]
+    assert engine["resources"] == {"limits": {"nvidia.com/gpu": 8, "rdma/hca": 1}}
+    assert {"name": "nixl", "containerPort": 5600, "protocol": "TCP"} in engine["ports"]
+    (far,) = pod(fields, "east-0")["containers"]
+    assert far["resources"] == {"limits": {"nvidia.com/gpu": 8}}
+    rules = objects(fields)["NetworkPolicy", "home-1"]["spec"]["ingress"]
+    # UCX chooses its ports itself.
+    (of_nixl,) = (rule for rule in rules if "ports" not in rule)
+    assert [each for each in of_nixl["from"] if "podSelector" in each] == [
+        {"podSelector": {"matchLabels": {"prfaas/member": f"home-{number}"}}} for number in (0, 2)
+    ]
+
+
 def test_roles_are_labels_of_llm_d() -> None:
     fields = example()
     fields["clusters"][1]["instances"][0]["roles"] = ["prefill", "decode"]
@@ -304,17 +322,6 @@ def wrong_files() -> Iterator[tuple[str, Fields, str]]:
     yield "a long name", long, "up to 52 characters"
     nowhere = example(containers={"networks": {"west": ["10.0.0.0/8"]}})
     yield "a network of no cluster", nowhere, "there is no such cluster"
-    nixl = example(engine={"local_transfer": "nixl"})
-    for place in nixl["clusters"]:
-        place.pop("pool", None)
-        for instance in place["instances"] if place["kind"] == "pd" else ():
-            instance["nixl_port"] = 5600
-    nixl.pop("pool", None)
-    yield (
-        "ports that nobody can name",
-        nixl,
-        "engine.local_transfer: nixl listens on ports that it chooses itself",
-    )
     wrong = example(containers={"networks": {"east": ["10.0.0.1/8"]}})
     yield "no block of addresses", wrong, "is no block of addresses"
 

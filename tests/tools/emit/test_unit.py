@@ -1,5 +1,6 @@
 """systemd units, as systemd reads them."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -86,7 +87,7 @@ def test_each_machine_has_its_own() -> None:
 
 def test_a_unit_waits_for_what_it_needs() -> None:
     files = emitted(example_path("two-datacenters"))
-    home = "/var/lib/prfaas/two-datacenters"
+    home = "/var/lib/prfaas-gateway/two-datacenters"
     gateway = unit(files, "home/gateway/prfaas-gateway.service")
     assert gateway["AssertPathExists"] == [
         "/etc/prfaas/deployment.yaml",
@@ -133,6 +134,38 @@ def test_a_model_in_a_persons_folder_can_be_read(tmp_path: Path) -> None:
     assert unit(emitted(path), name)["ProtectHome"] == ["yes"]
     path.write_text(text.replace("/models/", "/home/someone/"))
     assert unit(emitted(path), name)["ProtectHome"] == ["read-only"]
+
+
+def test_a_role_has_a_user_and_the_secrets_that_it_needs() -> None:
+    files = emitted(example_path("two-datacenters"))
+    folders = {"prfaas": "east/192.0.2.10", "prfaas-gateway": "home/gateway"}
+    secrets = {
+        user: set(re.findall(r"^install -m 0600 .*/(\S+)$", files[f"{folder}/install.sh"], re.MULTILINE))
+        for user, folder in folders.items()
+    }
+    assert secrets == {
+        "prfaas": {"key", "ca.crt", "east-0.pem"},
+        "prfaas-gateway": {"key", "ca.crt", "gateway.pem", "tools.pem", "admin-token"},
+    }
+    for user, folder in folders.items():
+        (service,) = (unit(files, name) for name in files if name.startswith(folder) and "service" in name)
+        home = f"/var/lib/{user}"
+        assert (service["User"], service["StateDirectory"]) == ([user], [user])
+        assert f"PRFAAS_HOME={home} HOME={home}" in service["Environment"]
+        script = files[f"{folder}/install.sh"]
+        for path in service["AssertPathExists"][1:]:
+            assert path.startswith(f"{home}/") and f"-o {user} -g {user} " in script and path in script
+    # On one machine whoever needs the key first makes it, for all.
+    local = emitted(example_path("local"))
+    users = {unit(local, name)["User"][0] for name in local if name.endswith(".service")}
+    assert users == {"prfaas"}
+    assert "0600" not in local["home/127.0.0.1/install.sh"]
+
+
+def test_pages_of_a_pool_outlive_its_unit_and_engines_reach_them() -> None:
+    pool = unit(emitted(example_path("local")), "home/127.0.0.1/prfaas-pool-home-pool.service")
+    assert pool["ExecStart"] == [f"{PROGRAM} pool start --keep-memory /etc/prfaas/deployment.yaml home-pool"]
+    assert "PrivateDevices" not in pool and "PrivateIPC" not in pool
 
 
 def test_a_pool_may_write_its_disk(tmp_path: Path) -> None:

@@ -508,20 +508,10 @@ def _nixl(file: DeploymentFile) -> Findings:
                 (*place, "nixl_port"),
                 "is only for instances of pd clusters with engine.local_transfer: nixl; leave it out",
             )
-    if not wants_nixl:
-        return
     for c, cluster in enumerate(file.clusters):
-        if cluster.kind == "pd" and cluster.hardware == SYNTHETIC:
+        if wants_nixl and cluster.kind == "pd" and cluster.hardware == SYNTHETIC:
             problem = "stand-in engines have no NIXL; leave engine.local_transfer out"
             yield ("clusters", c, "hardware"), problem
-        if cluster.kind == "pd" and cluster.pool is not None:
-            problem = "does not go with engine.local_transfer: nixl yet; leave one of them out"
-            yield ("clusters", c, "pool"), problem
-    if file.security.encrypt_inside:
-        yield (
-            ("security", "encrypt_inside"),
-            "can't be with engine.local_transfer: nixl, which encrypts nothing; leave one of them out",
-        )
 
 
 def _certificates(file: DeploymentFile) -> Findings:

@@ -227,6 +227,8 @@ Finite = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 PositiveFloat = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 Weight = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 Cidr = Annotated[str, Field(strict=True), AfterValidator(_cidr)]
+ResourceName = Annotated[str, Field(strict=True, pattern=r"^[a-z0-9.-]+/[A-Za-z0-9._-]+$")]
+"""Of what a device plugin of Kubernetes hands out, like `nvidia.com/gpu`."""
 ImageName = Annotated[str, Field(strict=True, pattern=r"^[a-z0-9][A-Za-z0-9._:/@-]*$")]
 TenantHeader = Annotated[str, Field(strict=True, pattern=r"^[A-Za-z0-9-]{1,64}$")]
 Label = Annotated[str, Field(strict=True, pattern=LABEL_PATTERN)]

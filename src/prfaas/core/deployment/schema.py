@@ -21,6 +21,7 @@ from prfaas.core.deployment.field_types import (
     Label,
     Name,
     PositiveFloat,
+    ResourceName,
     Weight,
 )
 from prfaas.core.deployment.gateway import FleetConfig, GatewayConfig
@@ -63,10 +64,10 @@ class ContainersSection(Section):
     """The Kubernetes namespace."""
     models_claim: Annotated[Label | None, GIVEN] = None
     """The PersistentVolumeClaim that holds the checkpoint; left out: it is on every machine."""
-    gpu_resource: Annotated[str, Field(strict=True, pattern=r"^[a-z0-9.-]+/[A-Za-z0-9._-]+$")] = (
-        "nvidia.com/gpu"
-    )
+    gpu_resource: ResourceName = "nvidia.com/gpu"
     """What a pod asks for."""
+    rdma_resource: Annotated[ResourceName | None, GIVEN] = None
+    """What a pod whose engine has NIXL asks for besides, one of it; left out: nothing."""
     pod_monitor: Flag = True
     """Whether PodMonitors are written."""
     monitoring_namespace: Label = "monitoring"

@@ -313,7 +313,7 @@ class ControlConfig(Section):
     stale_after_s: Seconds = 5.0
     """Facts that are older are not used."""
     silence_s: Seconds = 2.5
-    """An engine whose HTTP server or KV port has not answered for so long is frozen."""
+    """An engine whose HTTP server or KV port has not answered for so long is frozen; a link that is not heard, down."""
     stall_s: Seconds = 60.0
     """An engine with running requests and without progress for so long is stalled."""
     allocation: Flag = True

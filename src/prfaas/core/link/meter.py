@@ -19,8 +19,6 @@ down: its connections are."""
 
 FRESH_S = 0.6
 """Older reports of senders are not judged by themselves."""
-UNHEARD_S = 3.0
-"""A link without a report or bytes for this long is not up."""
 # Connections are being made again for a while after an engine's start.
 _DOWN_AFTER_S = 1.5
 
@@ -57,7 +55,10 @@ _MOST_CARRIED_BYTES = 1 << 62
 
 
 class LinkMeter:
-    """Sums the ends of one link. `configured_bits_per_s` > 0 is the deployment file's bandwidth.
+    """Sums the ends of one link.
+
+    `configured_bits_per_s` > 0 is the deployment file's bandwidth; a link without a report or bytes for `silence_s` is
+    not up.
 
     The capacity starts as configured. The link is *full* while a sender's kernel has more than it can send; it could
     then carry the pace of those connections. It is full, too, while round trips are twice the least and half as much
@@ -75,8 +76,9 @@ class LinkMeter:
     0.6 s, and 0.9 s after one that has raised the capacity.
     """
 
-    def __init__(self, configured_bits_per_s: float, now_s: float) -> None:
+    def __init__(self, configured_bits_per_s: float, now_s: float, silence_s: float) -> None:
         self.configured_bits_per_s = configured_bits_per_s
+        self.silence_s = silence_s
         self.capacity_bits_per_s = configured_bits_per_s
         self.carried_bytes = 0
         """Since the start, in order."""
@@ -110,8 +112,9 @@ class LinkMeter:
         self._probed_s = now_s
         self._raised_s = -inf
 
-    def reconfigure(self, bits_per_s: float) -> None:
-        """Take another bandwidth of the deployment file. The believed capacity of a slow link stays, up to that."""
+    def reconfigure(self, bits_per_s: float, silence_s: float) -> None:
+        """Take what a deployment file now says. The believed capacity of a slow link stays, up to the bandwidth."""
+        self.silence_s = silence_s
         was_whole = not self.is_slow
         self.configured_bits_per_s = bits_per_s
         self.capacity_bits_per_s = bits_per_s if was_whole else min(self.capacity_bits_per_s, bits_per_s)
@@ -208,8 +211,8 @@ class LinkMeter:
         return now_s - self._connected_s < _DOWN_AFTER_S or not self._senders
 
     def is_heard(self, now_s: float) -> bool:
-        """True if a sender's report or any bytes have come in the last 3 s."""
-        return now_s - self.seen_s <= UNHEARD_S
+        """True if a sender's report or any bytes have come in the last `silence_s`."""
+        return now_s - self.seen_s <= self.silence_s
 
     def is_up(self, now_s: float) -> bool:
         """True if the link may be used: connected and heard of."""

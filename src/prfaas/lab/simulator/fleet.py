@@ -39,6 +39,7 @@ def links_of(
             ),
             KvMoves(scenario.link_models[link.name]) if link.name in scenario.link_models else kv,
             events,
+            scenario.control.silence_s,
         )
         for link, stream in zip(scenario.links, rng.spawn(len(scenario.links)), strict=True)
     }

@@ -60,12 +60,14 @@ class MonitoredLink:
     carried_s: float
     """When the link was last seen with any capacity."""
 
-    def __init__(self, view: LinkView, fluid: FluidLink, kv: KvMoves, events: Events) -> None:
-        """`view` at rest, its capacity as configured."""
+    def __init__(
+        self, view: LinkView, fluid: FluidLink, kv: KvMoves, events: Events, silence_s: float
+    ) -> None:
+        """`view` at rest, its capacity as configured; not heard for `silence_s` it is down."""
         self.view = view
         self.kv = kv
         self.fluid = fluid
-        self.meter = LinkMeter(view.capacity_bits_per_s, events.now_s)
+        self.meter = LinkMeter(view.capacity_bits_per_s, events.now_s, silence_s)
         fluid.paced_bits_per_s = view.capacity_bits_per_s
         self.on_change = lambda: None
         self.promised_bytes = 0

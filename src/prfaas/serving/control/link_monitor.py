@@ -70,10 +70,9 @@ MOST_ASKED_PER_S = 250.0
 # Answers that are due at once from one rank: a late one must not keep the next question back.
 _MOST_DUE = 24
 _ANSWER_S = 2.0
-# A rank that doesn't answer is asked more rarely; its last report is believed for so long.
+# A rank that doesn't answer is asked more rarely.
 _RETRY_S = 2.0
 _LATE_RETRY_S = 0.5
-_FORGOTTEN_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,8 +183,10 @@ class LinkMonitor(Part):
 
     def _conclude(self, pair: tuple[str, str], meter: LinkMeter, now_s: float) -> None:
         samples, arrivals = self._samples[pair], self._arrivals[pair]
+        # A report is believed for as long as a link counts as heard.
+        believed_since_s = now_s - meter.silence_s
         for of_ends in (samples, arrivals):
-            for name in [name for name, each in of_ends.items() if each.at_s < now_s - _FORGOTTEN_S]:
+            for name in [name for name, each in of_ends.items() if each.at_s < believed_since_s]:
                 del of_ends[name]
         carried_bytes = meter.observe(samples, arrivals, now_s)
         self._update_link(pair, meter, carried_bytes, now_s)
@@ -277,7 +278,7 @@ class LinkMonitor(Part):
 
     def _follow(self) -> None:
         deployment = self._running.current
-        self._have(deployment.links)
+        self._have(deployment.links, deployment.control.silence_s)
         self._clusters = {instance.name: instance.cluster for instance in deployment.instances}
         self._clusters |= {pool.name: pool.cluster for pool in deployment.pools}
         ends = {cluster for pair in self.meters for cluster in pair}
@@ -299,17 +300,17 @@ class LinkMonitor(Part):
         }
         for link in deployment.links:
             meter = self.meters[link.source, link.target]
-            meter.reconfigure(link.bandwidth_bits_per_s)
+            meter.reconfigure(link.bandwidth_bits_per_s, deployment.control.silence_s)
             self.costs[link.source, link.target].reprice(link.egress_per_gb, meter.carried_bytes)
 
-    def _have(self, links: Sequence[Link]) -> None:
+    def _have(self, links: Sequence[Link], silence_s: float) -> None:
         """Begin with links that are new, and forget those that are gone."""
         now_s = self._clock()
         self._pairs = {link.name: (link.source, link.target) for link in links}
         for link in links:
             pair = (link.source, link.target)
             if pair not in self.meters:
-                self.meters[pair] = meter = LinkMeter(link.bandwidth_bits_per_s, now_s)
+                self.meters[pair] = meter = LinkMeter(link.bandwidth_bits_per_s, now_s, silence_s)
                 self.breakers[pair], self.costs[pair] = LinkBreaker(), LinkCost(link.egress_per_gb)
                 self._announced[pair] = AnnouncedLink(meter.capacity_bits_per_s)
                 self._samples[pair], self._arrivals[pair] = {}, {}

@@ -96,7 +96,9 @@ class AdminRoutes:
                 403,
                 "A web page must not change the deployment. The console may where gateway.admin.token_file is set.",
             )
-        if request.method in _SAFE_METHODS and f"{request.path}/".startswith(f"{PAGE_PATH}/"):
+        if request.method in _SAFE_METHODS and (
+            request.path == "/" or f"{request.path}/".startswith(f"{PAGE_PATH}/")
+        ):
             return
         if self._token_hash is not None and not self._has_token(request):
             raise ApiError(

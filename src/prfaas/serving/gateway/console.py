@@ -57,6 +57,7 @@ class Console:
 
     def add_to(self, router: web.UrlDispatcher) -> None:
         """Add the console's routes."""
+        router.add_get("/", self._to_page, allow_head=False)
         router.add_get(PAGE_PATH, self._page, allow_head=False)
         router.add_get(PAGE_PATH + "/{file:.+}", self._file, allow_head=False)
         router.add_get("/prfaas/console", self._facts, allow_head=False)
@@ -65,6 +66,9 @@ class Console:
         router.add_get("/prfaas/requests", self._requests, allow_head=False)
         router.add_get("/prfaas/scenario", self._scenario, allow_head=False)
         router.add_post("/prfaas/clusters/{name}/threshold", self._threshold)
+
+    async def _to_page(self, _request: web.Request) -> web.Response:
+        return web.Response(status=302, headers={"Location": PAGE_PATH})
 
     async def _page(self, _request: web.Request) -> web.Response:
         return self._answer("index.html")

@@ -46,7 +46,8 @@ def _openings(deployment: Deployment) -> Iterator[Opening]:
         if instance.nixl_port is not None:
             together = deployment.cluster_of(instance).instances
             neighbours = tuple(other.name for other in together if other is not instance)
-            yield Opening(instance.name, "nixl", (instance.nixl_port,), neighbours)
+            # Only where engines meet is said; UCX then listens on ports that it chooses itself.
+            yield Opening(instance.name, "nixl", (), neighbours)
         ranks = [each.name for each in deployment.ranks_with(instance) if each is not instance]
         if ranks:
             # Only where the ranks meet is said; then they agree on ports that are free.

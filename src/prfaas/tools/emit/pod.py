@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from prfaas.core.deployment import GATEWAY, is_loopback
+from prfaas.core.deployment import GATEWAY, Instance, is_loopback
 from prfaas.tools.emit.blueprint import (
     CONFIG_DIR,
     ENGINE_STOP_S,
@@ -94,14 +94,22 @@ def _containers(blueprint: Blueprint, plan: PodPlan) -> Iterator[Fields]:
         ports = [
             ("http", instance.http_port),
             *((f"kv-{rank}", port) for rank, port in enumerate(instance.kv_ports)),
+            *([] if instance.nixl_port is None else [("nixl", instance.nixl_port)]),
         ]
-        limits = {"limits": {blueprint.containers.gpu_resource: process.gpus}} if process.gpus else None
-        yield _container(process, ports, limits, meets_others=plan.uses_pool is not None)
+        resources = {"limits": limits} if (limits := _devices(blueprint, instance, process)) else None
+        yield _container(process, ports, resources, meets_others=plan.uses_pool is not None)
     if (pool := plan.pool) is not None:
         ports = [("pool-kv", pool.kv_port)]
         memory_bytes = pool.memory_bytes + blueprint.deployment.pool.staging_bytes
         requests = {"requests": {"memory": str(memory_bytes)}}
         yield _container(blueprint.pool(pool), ports, requests, meets_others=is_address(pool.host))
+
+
+def _devices(blueprint: Blueprint, instance: Instance, process: Process) -> dict[str, int]:
+    """What an engine's container asks its node's device plugins for, by resource."""
+    rdma = blueprint.containers.rdma_resource if blueprint.deployment.uses_nixl(instance) else None
+    wanted = {blueprint.containers.gpu_resource: process.gpus, rdma: 1}
+    return {resource: count for resource, count in wanted.items() if resource is not None and count}
 
 
 def _container(

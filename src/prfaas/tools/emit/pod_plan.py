@@ -67,15 +67,8 @@ def plan_pods(blueprint: Blueprint, site: Site) -> tuple[PodPlan, ...]:
     name has a network of its own: the name is that of its Service.
 
     Raises:
-        DeploymentError: a host or NIXL can't be reached in Kubernetes, or a name is taken twice.
+        DeploymentError: a host can't be reached in Kubernetes, or a name is taken twice.
     """
-    if blueprint.deployment.engine.local_transfer == "nixl":
-        # A network policy would keep the pods apart.
-        raise bad_field(
-            blueprint,
-            "engine.local_transfer",
-            "nixl listens on ports that it chooses itself, which network policies can't name; leave it out",
-        )
     plans = [plan for machine in site.machines for plan in _pods_of(blueprint, site, machine)]
     if site.has_gateway:
         plans.append(_gateway(blueprint, site))

@@ -1,6 +1,8 @@
-"""systemd units: one for each engine, pool and gateway of a machine, and a target that starts them together."""
+"""systemd units: one for each engine, pool and gateway of a machine, a target, and a script that installs them."""
 
+import shlex
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from prfaas.core.deployment import GATEWAY
@@ -11,6 +13,7 @@ from prfaas.tools.emit.blueprint import (
     Blueprint,
     EmittedFile,
     Place,
+    Process,
 )
 from prfaas.tools.emit.ports import ports_table
 from prfaas.tools.emit.template import rendered
@@ -18,8 +21,27 @@ from prfaas.tools.emit.template import rendered
 TARGET = "prfaas.target"
 
 
+@dataclass(frozen=True, slots=True)
+class Account:
+    """The user of a role's units. Its home is their `$PRFAAS_HOME`, and has the secrets of this role alone."""
+
+    user: str
+
+    @property
+    def home(self) -> Path:
+        """A folder that no other user may enter."""
+        return Path("/var/lib", self.user)
+
+
+_KV = Account(Path(STATE_DIR).name)
+"""Of engines and pools: those of a machine share its memory."""
+
+_GATEWAY = Account(f"{_KV.user}-gateway")
+"""Who takes an engine over has neither the operators' token nor the certificates that command other engines."""
+
+
 def systemd_files(blueprint: Blueprint, program: str) -> tuple[EmittedFile, ...]:
-    """A folder for each machine: its units, the deployment file, and the ports to open.
+    """A folder for each machine: its units, the deployment file, what installs them, and the ports to open.
 
     Args:
         blueprint: what to run.
@@ -33,6 +55,7 @@ def _files_of(blueprint: Blueprint, place: Place, program: str) -> Iterator[Emit
     for name, text in units.items():
         yield EmittedFile(place.folder / name, text)
     yield EmittedFile(place.folder / TARGET, _target(blueprint, place, tuple(units)))
+    yield EmittedFile(place.folder / "install.sh", _install_script(blueprint, place), is_script=True)
     for path, text in blueprint.documents.items():
         yield EmittedFile(place.folder / "prfaas" / path, text)
     yield EmittedFile(place.folder / "ports.txt", ports_table(blueprint, place))
@@ -59,11 +82,11 @@ def _units(blueprint: Blueprint, place: Place, program: str) -> Iterator[tuple[s
             kind=process.kind,
             what=what,
             deployment=blueprint.deployment.name,
-            command=" ".join((program, *process.args)),
+            command=" ".join((program, *_arguments(process))),
             target=TARGET,
-            state_dir=STATE_DIR,
+            account=_account(blueprint, process),
             config_dir=CONFIG_DIR,
-            needed=(CONFIG_FILE, *_secrets(blueprint, process.members)),
+            needed=(CONFIG_FILE, *_secrets(blueprint, process)),
             # Hidden, unless the model lies in a person's folder.
             reads_home=any(
                 folder.is_relative_to(home) for folder in blueprint.model_folders for home in homes
@@ -81,8 +104,44 @@ def _unit_name(what: str) -> str:
     return f"prfaas-{what.replace(' ', '-')}.service"
 
 
-def _secrets(blueprint: Blueprint, members: Sequence[str]) -> tuple[Path, ...]:
+def _arguments(process: Process) -> tuple[str, ...]:
+    """Of `prfaas`. What a pool holds in memory outlives its unit, which may be started again."""
+    return ("pool", "start", "--keep-memory", *process.args[1:]) if process.kind == "pool" else process.args
+
+
+def _account(blueprint: Blueprint, process: Process) -> Account:
+    # On one machine a key is made by who needs it first, and has one place.
+    return _GATEWAY if process.kind == GATEWAY and not blueprint.is_on_one_machine else _KV
+
+
+def _secrets(blueprint: Blueprint, process: Process) -> tuple[Path, ...]:
     """The files that must be copied to the machine before the unit can start."""
     if blueprint.is_on_one_machine:
         return ()
-    return tuple(path for _, _, path in blueprint.secrets(members))
+    home = _account(blueprint, process).home
+    paths = (path for _, _, path in blueprint.secrets(process.members))
+    return tuple(
+        home / path.relative_to(STATE_DIR) if path.is_relative_to(STATE_DIR) else path for path in paths
+    )
+
+
+def _install_script(blueprint: Blueprint, place: Place) -> str:
+    """Secrets that lie outside of their user's home are the operator's to place."""
+    name = blueprint.deployment.name
+    accounts: dict[Account, dict[str, None]] = {}
+    for process in blueprint.processes(place):
+        account = _account(blueprint, process)
+        own, folder = accounts.setdefault(account, {}), account.home / name
+        paths = (path for path in _secrets(blueprint, process) if path.is_relative_to(folder))
+        own |= dict.fromkeys(shlex.quote(str(path.relative_to(folder))) for path in paths)
+    needed = [Path(name, secret).parent for secrets in accounts.values() for secret in secrets]
+    return rendered(
+        "install.sh.jinja",
+        machine=place.folder.name,
+        deployment=name,
+        accounts=accounts,
+        folders=sorted({str(folder) for folder in needed}),
+        has_secrets=bool(needed),
+        config_dir=CONFIG_DIR,
+        target=TARGET,
+    )
