@@ -74,7 +74,7 @@ def plan(
     Example: prfaas plan examples/paper.yaml --plot plots
     """
     if sweep is None:
-        _plan(deployment, plot, asked, trace, survive, as_json=as_json)
+        _plan(deployment, plot, asked, trace, survive, as_json)
     elif asked.is_given or trace is not None or survive is not None:
         raise CliError("--sweep goes without --pool, --pool-ssd, --pool-rate, --trace and --survive")
     else:
@@ -87,7 +87,6 @@ def _plan(
     asked: PoolsAsked,
     trace: Path | None,
     survive: LossKind | None,
-    *,
     as_json: bool,
 ) -> None:
     from prfaas.core.deployment import load_planned
@@ -119,8 +118,7 @@ def _plan(
         document |= {} if pools is None else {"pools": pools.to_json()}
         print_json(document | {"plots": [str(each) for each in written]} if plot is not None else document)
         return
-    from prfaas.lab.report.plan import print_plan
-    from prfaas.lab.report.plan_survival import print_survival
+    from prfaas.lab.report.plan import print_plan, print_survival
 
     print_plan(console(), deployment, result)
     print_survival(console(), result.optimum.lambda_max, lost, reserve)

@@ -58,7 +58,7 @@ def test_without_prices_nothing_is_said_about_cost() -> None:
         is plan.homogeneous.cost_ratio
         is None
     )
-    assert "cost" not in plan.verdict and "Worth it: 1.54 times" in plan.verdict
+    assert "cost" not in plan.verdict and "Worth it: 1.58 times" in plan.verdict
 
 
 def test_homogeneous_takes_the_better_kind() -> None:

@@ -78,23 +78,12 @@ class Plan:
     @property
     def binding(self) -> tuple[str, ...]:
         """What limits Λ_max: full stages, links that the best plan would want wider, the target of the TTFT."""
-        return self._limits.binding
+        return Limits(self).binding
 
     @property
     def is_network_bound(self) -> bool:
         """True if faster links alone would raise lambda_max by more than 0.1 %."""
-        return self._limits.is_network_bound
-
-    @property
-    def _limits(self) -> Limits:
-        return Limits(
-            self.optimum,
-            self.lambda_max_unlimited_links,
-            self.ttft_target,
-            self.keeps_target,
-            rate_without_target=self.lambda_max_without_target or 0.0,
-            estimate=self.ttft_estimate,
-        )
+        return Limits(self).is_network_bound
 
     def to_json(self) -> dict[str, Any]:
         """Plain numbers, strings, lists and dicts; the optimum's and the baselines' fields lie flat in theirs."""
@@ -205,7 +194,7 @@ def make_plan(problem: PlanProblem, service: ServiceModel = "by length") -> Plan
         rate_within_target=None if target is None else operation.rate_within(target),
         rest_estimate=operation.rest_estimate(problem.load),
     )
-    return replace(plan, verdict=verdict_of(plan._limits, gain, has_prfaas=bool(problem.prfaas)))
+    return replace(plan, verdict=verdict_of(Limits(plan), gain, has_prfaas=bool(problem.prfaas)))
 
 
 def _gain(

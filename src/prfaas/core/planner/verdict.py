@@ -1,12 +1,14 @@
 """The verdict on a plan in a few sentences: its bottleneck, its gain, and the break-even price of egress."""
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from prfaas.core.planner.comparisons import Baseline
-from prfaas.core.planner.operating_point import LinkUse, OperatingPoint, StageKind
-from prfaas.core.planner.problem import TtftTarget
-from prfaas.core.planner.ttft import TtftEstimate
+from prfaas.core.planner.operating_point import LinkUse, StageKind
 from prfaas.core.units import format_bits_per_s
+
+if TYPE_CHECKING:
+    from prfaas.core.planner.plan import Plan
 
 BOUND = 1.001
 """Without a limit there must be more than this factor to say that it binds."""
@@ -25,69 +27,61 @@ _KINDS: dict[StageKind, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits of an optimum."""
+    """What limits a plan's optimum, whose links have their `needed_bits_per_s`."""
 
-    optimum: OperatingPoint
-    """Its links have their `needed_bits_per_s`."""
-    unlimited_rate: float
-    """Λ_max if no link were a limit."""
-    target: TtftTarget | None
-    keeps_target: bool
-    rate_without_target: float
-    """Λ_max without the target, where there is one."""
-    estimate: TtftEstimate
-    """The optimum's, at the load that the target is for."""
+    plan: "Plan"
 
     @property
     def is_network_bound(self) -> bool:
         """True if faster links alone would raise Λ_max."""
-        return self.unlimited_rate > self.optimum.lambda_max * BOUND
+        return self.plan.lambda_max_unlimited_links > self.plan.optimum.lambda_max * BOUND
 
     @property
     def is_latency_bound(self) -> bool:
         """True if the TTFT target costs throughput."""
         return (
-            self.target is not None
-            and self.keeps_target
-            and self.rate_without_target > self.optimum.lambda_max * BOUND
+            self.plan.ttft_target is not None
+            and self.plan.keeps_target
+            and (self.plan.lambda_max_without_target or 0.0) > self.plan.optimum.lambda_max * BOUND
         )
 
     @property
     def binding(self) -> tuple[str, ...]:
         """Stages that are full, links that are too narrow for the best plan, and the target if it costs throughput."""
-        full = set(self.optimum.binding)
+        full = set(self.plan.optimum.binding)
         if self.is_network_bound:
-            full |= {f"{link.name} link" for link in self.optimum.links if _is_short(link)}
-        stages = tuple(stage.name for stage in self.optimum.stages if stage.name in full)
+            full |= {f"{link.name} link" for link in self.plan.optimum.links if _is_short(link)}
+        stages = tuple(stage.name for stage in self.plan.optimum.stages if stage.name in full)
         return (*stages, TARGET) if self.is_latency_bound else stages
 
     def sentence(self) -> str:
         """The sentence on the bottleneck, and by how much it binds."""
-        rate, load = self.optimum.lambda_max, self.estimate.load
+        plan, target, estimate = self.plan, self.plan.ttft_target, self.plan.ttft_estimate
+        rate, load = plan.optimum.lambda_max, estimate.load
         by = f"limited by {_names(self.binding)}"
-        if self.target is not None and not self.keeps_target:
-            reached_s = self.estimate.mean_s if self.target.statistic == "mean" else self.estimate.p90_s
-            missed = f"{self.target} at {load:.0%} load is missed, whatever threshold and roles"
-            could = "" if reached_s is None else f" with {replace(self.target, seconds=reached_s)},"
+        if target is not None and not plan.keeps_target:
+            reached_s = estimate.mean_s if target.statistic == "mean" else estimate.p90_s
+            missed = f"{target} at {load:.0%} load is missed, whatever threshold and roles"
+            could = "" if reached_s is None else f" with {replace(target, seconds=reached_s)},"
             return f"Target missed: {missed}; {rate:.3g} requests/s are possible{could} {by}."
         if self.is_latency_bound:
             return (
-                f"Latency-bound: {rate:.3g} requests/s with {self.target} at {load:.0%} load, "
-                f"{self.rate_without_target:.3g} without that target; {by}."
+                f"Latency-bound: {rate:.3g} requests/s with {target} at {load:.0%} load, "
+                f"{plan.lambda_max_without_target:.3g} without that target; {by}."
             )
-        kept = "" if self.target is None else f" The target, {self.target} at {load:.0%} load, is kept."
-        short = max(filter(_is_short, self.optimum.links), key=_shortness, default=None)
+        kept = "" if target is None else f" The target, {target} at {load:.0%} load, is kept."
+        short = max(filter(_is_short, plan.optimum.links), key=_shortness, default=None)
         if self.is_network_bound and short is not None:
             return (
                 f"Network-bound: link {short.name} has {format_bits_per_s(short.bandwidth_bits_per_s)}, and this "
                 f"model on this hardware needs {format_bits_per_s(short.needed_bits_per_s or 0.0)}; {rate:.3g} "
-                f"requests/s of a possible {self.unlimited_rate:.3g} get through, {by}.{kept}"
+                f"requests/s of a possible {plan.lambda_max_unlimited_links:.3g} get through, {by}.{kept}"
             )
-        kinds = {stage.kind for stage in self.optimum.stages if stage.name in self.binding}
+        kinds = {stage.kind for stage in plan.optimum.stages if stage.name in self.binding}
         bound = "Balanced" if len(kinds) > 1 else _KINDS[kinds.pop()]
         used = ""
-        if self.optimum.links:
-            fullest = max(self.optimum.links, key=lambda link: link.utilisation)
+        if plan.optimum.links:
+            fullest = max(plan.optimum.links, key=lambda link: link.utilisation)
             used = f"; link {fullest.name} is {fullest.utilisation:.0%} full"
         return f"{bound}: {rate:.3g} requests/s, {by}{used}.{kept}"
 
@@ -140,7 +134,7 @@ class Gain:
 
 def verdict_of(limits: Limits, gain: Gain, *, has_prfaas: bool) -> str:
     """The limit, the gain, what the links would have to be, and what egress may cost."""
-    if limits.optimum.lambda_max <= 0:
+    if limits.plan.optimum.lambda_max <= 0:
         return (
             "Impossible: no request gets through; there must be an instance for prefill and one for decode."
         )

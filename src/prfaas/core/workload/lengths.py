@@ -286,10 +286,9 @@ class TruncatedLogNormal(LengthDistribution):
         all_mass = self._mass(self._z(self.low), end)
         # The factor is kept in the exponent together with 1 / all_mass: either alone may be out of range.
         moment_factor = math.exp(self.mu + self.sigma**2 / 2 - math.log(all_mass))
-        within = np.clip(thresholds, self.low, self.high).tolist()
-        z = [(math.log(t) - self.mu) / self.sigma for t in within]
-        mass = np.array(_masses(z, end)) / all_mass
-        tokens = np.array(_masses([each - self.sigma for each in z], end - self.sigma)) * moment_factor
+        z = (np.log(np.clip(thresholds, self.low, self.high)) - self.mu) / self.sigma
+        mass = _masses(z, end) / all_mass
+        tokens = _masses(z - self.sigma, end - self.sigma) * moment_factor
         return mass, tokens
 
     def quantile(self, q: float) -> float:
@@ -339,12 +338,12 @@ def _fine_bins(lengths: TruncatedLogNormal, above: float, up_to: float) -> Bins:
     return bins
 
 
-def _masses(starts: list[float], end: float) -> list[float]:
+def _masses(starts: FloatArray, end: float) -> FloatArray:
     """`_mass` of each start, to the last digit; planning asks for thousands at a time."""
-    erfc, above_end, up_to_end = math.erfc, math.erfc(end / _SQRT2), _cdf(end)
-    return [
-        0.5 * (erfc(z / _SQRT2) - above_end) if z > 0 else up_to_end - 0.5 * erfc(-z / _SQRT2) for z in starts
-    ]
+    from scipy.special import erfc
+
+    tails: FloatArray = 0.5 * erfc(np.abs(starts) / _SQRT2)
+    return np.where(starts > 0, tails - 0.5 * math.erfc(end / _SQRT2), _cdf(end) - tails)
 
 
 def _cdf(z: float) -> float:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from prfaas.core.deployment import PlannedDeployment
 from prfaas.core.planner import Baseline, OperatingPoint, Plan, TtftEstimate
+from prfaas.core.planner.survival import Loss, Reserve
 from prfaas.core.units import BITS_PER_BYTE, format_bits_per_s, format_bytes, format_s
 
 if TYPE_CHECKING:
@@ -45,6 +46,21 @@ def print_plan(console: "Console", deployment: PlannedDeployment, plan: Plan) ->
     for note in _notes(deployment, plan):
         console.print()
         console.print(Text(note, style="dim"))
+
+
+def print_survival(
+    console: "Console", full_rate: float, losses: Sequence[Loss], reserve: Reserve | None
+) -> None:
+    """A row per loss, and the sentence on the reserve; `full_rate` (requests/s) is that without a loss."""
+    table = new_table("gone", "left at once (req/s)", "with other roles", "of all")
+    for each in losses:
+        part = each.rate_after_roles / full_rate if full_rate > 0 else 0.0
+        table.add_row(str(each), f"{each.rate_at_once:.4g}", f"{each.rate_after_roles:.4g}", f"{part:.0%}")
+    if losses:
+        console.print()
+        console.print(table)
+    if reserve is not None:
+        console.print(f"\n{reserve}", soft_wrap=False)
 
 
 def new_table(*columns: str) -> "Table":
