@@ -24,13 +24,26 @@ from prfaas.core.planner.cost import (
     cost_per_hour,
     egress_per_hour,
 )
-from prfaas.core.planner.operating_point import OperatingPoint, ServiceModel
+from prfaas.core.planner.gain import Gain
+from prfaas.core.planner.operating_point import LinkUse, OperatingPoint, ServiceModel, StageKind
 from prfaas.core.planner.problem import PlanProblem, TtftTarget
 from prfaas.core.planner.ttft import TtftEstimate
 from prfaas.core.planner.ttft_target import best_within_target
-from prfaas.core.planner.verdict import Gain, Limits, verdict_of
+from prfaas.core.units import format_bits_per_s
 
 Method = Literal["exact search", "linear programme"]
+
+BOUND = 1.001
+"""Without a limit there must be more than this factor to say that it binds."""
+TARGET = "TTFT target"
+
+_MOST_NAMES = 3
+_KINDS: dict[StageKind, str] = {
+    "prfaas prefill": "Prefill-bound",
+    "pd prefill": "Prefill-bound",
+    "pd decode": "Decode-bound",
+    "link": "Network-bound",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +89,58 @@ class Plan:
     """Until decode instances can write the second token; None where first tokens come from them too."""
 
     @property
-    def binding(self) -> tuple[str, ...]:
-        """What limits Λ_max: full stages, links that the best plan would want wider, the target of the TTFT."""
-        return Limits(self).binding
+    def is_network_bound(self) -> bool:
+        """True if faster links alone would raise Λ_max."""
+        return self.lambda_max_unlimited_links > self.optimum.lambda_max * BOUND
 
     @property
-    def is_network_bound(self) -> bool:
-        """True if faster links alone would raise lambda_max by more than 0.1 %."""
-        return Limits(self).is_network_bound
+    def is_latency_bound(self) -> bool:
+        """True if the TTFT target costs throughput."""
+        return (
+            self.ttft_target is not None
+            and self.keeps_target
+            and (self.lambda_max_without_target or 0.0) > self.optimum.lambda_max * BOUND
+        )
+
+    @property
+    def binding(self) -> tuple[str, ...]:
+        """Stages that are full, links that are too narrow for the best plan, and the target if it costs throughput."""
+        full = set(self.optimum.binding)
+        if self.is_network_bound:
+            full |= {f"{link.name} link" for link in self.optimum.links if _is_short(link)}
+        stages = tuple(stage.name for stage in self.optimum.stages if stage.name in full)
+        return (*stages, TARGET) if self.is_latency_bound else stages
+
+    def bottleneck(self) -> str:
+        """The sentence on the bottleneck, and by how much it binds."""
+        target, estimate = self.ttft_target, self.ttft_estimate
+        rate, load = self.optimum.lambda_max, estimate.load
+        by = f"limited by {_names(self.binding)}"
+        if target is not None and not self.keeps_target:
+            reached_s = estimate.mean_s if target.statistic == "mean" else estimate.p90_s
+            missed = f"{target} at {load:.0%} load is missed, whatever threshold and roles"
+            could = "" if reached_s is None else f" with {replace(target, seconds=reached_s)},"
+            return f"Target missed: {missed}; {rate:.3g} requests/s are possible{could} {by}."
+        if self.is_latency_bound:
+            return (
+                f"Latency-bound: {rate:.3g} requests/s with {target} at {load:.0%} load, "
+                f"{self.lambda_max_without_target:.3g} without that target; {by}."
+            )
+        kept = "" if target is None else f" The target, {target} at {load:.0%} load, is kept."
+        short = max(filter(_is_short, self.optimum.links), key=_shortness, default=None)
+        if self.is_network_bound and short is not None:
+            return (
+                f"Network-bound: link {short.name} has {format_bits_per_s(short.bandwidth_bits_per_s)}, and this "
+                f"model on this hardware needs {format_bits_per_s(short.needed_bits_per_s or 0.0)}; {rate:.3g} "
+                f"requests/s of a possible {self.lambda_max_unlimited_links:.3g} get through, {by}.{kept}"
+            )
+        kinds = {stage.kind for stage in self.optimum.stages if stage.name in self.binding}
+        bound = "Balanced" if len(kinds) > 1 else _KINDS[kinds.pop()]
+        used = ""
+        if self.optimum.links:
+            fullest = max(self.optimum.links, key=lambda link: link.utilisation)
+            used = f"; link {fullest.name} is {fullest.utilisation:.0%} full"
+        return f"{bound}: {rate:.3g} requests/s, {by}{used}.{kept}"
 
     def to_json(self) -> dict[str, Any]:
         """Plain numbers, strings, lists and dicts; the optimum's and the baselines' fields lie flat in theirs."""
@@ -194,7 +251,7 @@ def make_plan(problem: PlanProblem, service: ServiceModel = "by length") -> Plan
         rate_within_target=None if target is None else operation.rate_within(target),
         rest_estimate=operation.rest_estimate(problem.load),
     )
-    return replace(plan, verdict=verdict_of(Limits(plan), gain, has_prfaas=bool(problem.prfaas)))
+    return replace(plan, verdict=_verdict(plan, gain, has_prfaas=bool(problem.prfaas)))
 
 
 def _gain(
@@ -229,3 +286,26 @@ def _unlimited(problem: PlanProblem, service: ServiceModel) -> OperatingPoint:
     """The optimum if no link were a limit."""
     links = tuple(replace(link, bandwidth_bits_per_s=math.inf) for link in problem.links)
     return best_operation(replace(problem, links=links), service)
+
+
+def _verdict(plan: Plan, gain: Gain, *, has_prfaas: bool) -> str:
+    """The limit, the gain, what the links would have to be, and what egress may cost."""
+    if plan.optimum.lambda_max <= 0:
+        return (
+            "Impossible: no request gets through; there must be an instance for prefill and one for decode."
+        )
+    return f"{plan.bottleneck()} {gain.sentence(has_prfaas=has_prfaas)}".strip()
+
+
+def _is_short(link: LinkUse) -> bool:
+    return (link.needed_bits_per_s or 0.0) > link.bandwidth_bits_per_s
+
+
+def _shortness(link: LinkUse) -> float:
+    return (link.needed_bits_per_s or 0.0) / link.bandwidth_bits_per_s
+
+
+def _names(names: tuple[str, ...]) -> str:
+    if len(names) > _MOST_NAMES:
+        return f"{', '.join(names[:_MOST_NAMES])} and {len(names) - _MOST_NAMES} more"
+    return " and ".join(names)

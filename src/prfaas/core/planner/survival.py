@@ -37,7 +37,7 @@ class Loss:
 
 
 @dataclass(frozen=True, slots=True)
-class Reserve:
+class SpareInstances:
     """Instances that a deployment needs in addition to keep a rate when any one thing of a kind is gone."""
 
     worst: Loss
@@ -86,7 +86,7 @@ def losses(problem: PlanProblem, point: OperatingPoint) -> tuple[Loss, ...]:
     return tuple(found)
 
 
-def reserve_for(problem: PlanProblem, wanted_rate: float, found: tuple[Loss, ...]) -> Reserve:
+def reserve_for(problem: PlanProblem, wanted_rate: float, found: tuple[Loss, ...]) -> SpareInstances:
     """The cheapest instances, all in one cluster, with which a rate is kept whichever of these losses there is.
 
     Args:
@@ -100,7 +100,7 @@ def reserve_for(problem: PlanProblem, wanted_rate: float, found: tuple[Loss, ...
     # What is worst now mostly says at once that a reserve is too small.
     ordered = sorted(found, key=lambda loss: loss.rate_after_roles)
     gpus, cost = sum(each.gpus for each in problem.clusters), instances_per_hour(problem)
-    best = Reserve(ordered[0], wanted_rate)
+    best = SpareInstances(ordered[0], wanted_rate)
     for cluster in problem.clusters:
         step, name = cluster.group_ranks if isinstance(cluster, PdCluster) else 1, cluster.name
 
@@ -115,7 +115,7 @@ def reserve_for(problem: PlanProblem, wanted_rate: float, found: tuple[Loss, ...
         then = instances_per_hour(_with_more(problem, name, count))
         ratio = then / cost if cost and then is not None else None
         if best.cluster is None or (ratio or count) < (best.cost_ratio or best.instances):
-            best = Reserve(ordered[0], wanted_rate, name, count, ratio)
+            best = SpareInstances(ordered[0], wanted_rate, name, count, ratio)
     return best
 
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from prfaas.core.deployment import PlannedDeployment
 from prfaas.core.planner import Baseline, OperatingPoint, Plan, TtftEstimate
-from prfaas.core.planner.survival import Loss, Reserve
+from prfaas.core.planner.survival import Loss, SpareInstances
 from prfaas.core.units import BITS_PER_BYTE, format_bits_per_s, format_bytes, format_s
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def print_plan(console: "Console", deployment: PlannedDeployment, plan: Plan) ->
 
 
 def print_survival(
-    console: "Console", full_rate: float, losses: Sequence[Loss], reserve: Reserve | None
+    console: "Console", full_rate: float, losses: Sequence[Loss], reserve: SpareInstances | None
 ) -> None:
     """A row per loss, and the sentence on the reserve; `full_rate` (requests/s) is that without a loss."""
     table = new_table("gone", "left at once (req/s)", "with other roles", "of all")
