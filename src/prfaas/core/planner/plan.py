@@ -24,7 +24,6 @@ from prfaas.core.planner.cost import (
     cost_per_hour,
     egress_per_hour,
 )
-from prfaas.core.planner.gain import Gain
 from prfaas.core.planner.operating_point import LinkUse, OperatingPoint, ServiceModel, StageKind
 from prfaas.core.planner.problem import PlanProblem, TtftTarget
 from prfaas.core.planner.ttft import TtftEstimate
@@ -37,6 +36,8 @@ BOUND = 1.001
 """Without a limit there must be more than this factor to say that it binds."""
 TARGET = "TTFT target"
 
+# A smaller gain is not worth a second cluster.
+_WORTH_IT = 1.01
 _MOST_NAMES = 3
 _KINDS: dict[StageKind, str] = {
     "prfaas prefill": "Prefill-bound",
@@ -193,6 +194,44 @@ def _baseline(baseline: Baseline | None) -> dict[str, Any] | None:
         "keeps_target": None if baseline.rate_within_target is None else baseline.keeps_target,
     }
     return {**described, **baseline.point.to_json()}
+
+
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """The gain of a deployment over others."""
+
+    homogeneous: Baseline
+    """As many GPUs."""
+    at_equal_cost: Baseline | None
+    ratio: float | None
+    """Of the throughputs; None without PrfaaS clusters, or where one of them is 0."""
+    equal_cost_ratio: float | None
+    egress_per_hour: float
+    break_even_per_gb: float | None
+
+    def sentence(self, *, has_prfaas: bool) -> str:
+        """The sentence on whether it pays."""
+        if not has_prfaas:
+            return ""
+        if self.ratio is None:
+            if self.homogeneous.comparable_rate > 0 or self.homogeneous.keeps_target:
+                return ""
+            return "A homogeneous cluster with as many GPUs never keeps the target."
+        at_cost = (
+            "" if self.equal_cost_ratio is None else f", {self.equal_cost_ratio:.2f} times at equal cost"
+        )
+        if at_cost and self.egress_per_hour > 0:
+            at_cost += f" with egress at {self.egress_per_hour:.3g} per hour"
+        factor = f"{self.ratio:.2f} times the throughput of a homogeneous cluster with as many GPUs{at_cost}"
+        judged = self.equal_cost_ratio if self.equal_cost_ratio is not None else self.ratio
+        text = f"{'Worth it' if judged > _WORTH_IT else 'Not worth it'}: {factor}."
+        if self.egress_per_hour > 0 and self.break_even_per_gb is not None:
+            text += (
+                f" The advantage is gone where egress costs {self.break_even_per_gb:.3g} per GB."
+                if self.break_even_per_gb > 0
+                else " It would not be with free egress, either."
+            )
+        return text
 
 
 def make_plan(problem: PlanProblem, service: ServiceModel = "by length") -> Plan:
