@@ -24,6 +24,7 @@ from prfaas.serving.engines.vllm.producer import KvProducer
 from prfaas.serving.engines.vllm.stats import ConnectorStats
 from prfaas.serving.engines.vllm.wire_layout import wire_layouts
 from prfaas.serving.transport.options import Peer, ReceiverOptions, SenderOptions
+from prfaas.serving.transport.peer_list import PeerList
 from prfaas.serving.transport.receiver import Receiver
 from prfaas.serving.transport.sender import Sender
 from prfaas.serving.transport.sockets import receive_exactly
@@ -270,7 +271,7 @@ class Rank:
             arena=self.arena,
             layout=home_wires,
             fingerprint={},
-            producers=[f"east/{number}"],
+            peer_list=PeerList(producers=frozenset([f"east/{number}"])),
             options=ReceiverOptions(uncounted_regions=int(digests)),
         )
         self.receiver.start()

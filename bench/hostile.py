@@ -247,7 +247,7 @@ class Acts:
             writer.transport.abort()
 
     def _hello(self, instance: Instance) -> ClientHello:
-        return ClientHello.new(
+        return ClientHello(
             key=self._key,
             name="gateway",
             server_name=f"{instance.name}/0",

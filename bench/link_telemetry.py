@@ -250,7 +250,7 @@ async def watched(
         line = laboratory.line("far", "home")
         return 0.0 if line.blackhole else line.goodput_bits_per_s
 
-    meter = monitor.meters[PAIR] = RecordedMeter(truth, time.monotonic())
+    meter = monitor.by_pair[PAIR].meter = RecordedMeter(truth, time.monotonic())
     loops = [asyncio.create_task(monitor.run())]
     if paced:
         budget = LinkBudget(running, ports, view.links, monitor.samples, clock=time.monotonic)

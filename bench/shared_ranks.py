@@ -36,6 +36,7 @@ from prfaas.serving.engines.vllm.producer import KvProducer
 from prfaas.serving.engines.vllm.stats import ConnectorStats
 from prfaas.serving.engines.vllm.wire_layout import WireLayout, wire_layouts
 from prfaas.serving.transport.options import Peer, ReceiverOptions, SenderOptions
+from prfaas.serving.transport.peer_list import PeerList
 from prfaas.serving.transport.receiver import Receiver
 from prfaas.serving.transport.sender import Sender
 from prfaas.serving.transport.sibling_staging import SiblingStaging
@@ -98,7 +99,9 @@ class Way:
                 arena=arenas[rank],
                 layout=wires[rank],
                 fingerprint={},
-                producers=[f"east/{each}" for each in paired_ranks(rank, readers, senders)],
+                peer_list=PeerList(
+                    producers=frozenset([f"east/{each}" for each in paired_ranks(rank, readers, senders)])
+                ),
                 options=ReceiverOptions(uncounted_regions=1),
             )
             for rank in range(readers)

@@ -117,7 +117,7 @@ async def one_request(log: RequestLog, plane: Any) -> None:
             arrival.set_result(TransferredBytes(1 << 30, 1 << 29))
             hop.arrived(arrival)
         attempt.outcome = "done"
-        with engine_call(record.trace, "decode", HEADERS, {"prfaas.instance": "decode"}) as call:
+        with engine_call(record.trace, HEADERS, {"prfaas.instance": "decode"}) as call:
             call.tell({"http.response.status_code": 200})
         record.steps_s["first_byte"] = 1.0
         if record.trace is not None:
@@ -162,7 +162,7 @@ def hooks_us(requests: int) -> float:
     for _ in range(ROUNDS):
         begun_s = time.thread_time()
         for _ in range(requests):
-            with engine_call(None, "decode", HEADERS, {"prfaas.instance": "decode"}) as call:
+            with engine_call(None, HEADERS, {"prfaas.instance": "decode"}) as call:
                 call.tell({"http.response.status_code": 200})
         rounds.append((time.thread_time() - begun_s) / requests * 1e6)
     return min(rounds)

@@ -15,10 +15,7 @@ MOST_POSITIONAL = 5
 LEAST_LINES_OF_ONE_USER = 100
 
 # What is over a limit still. The lists are exact: what has come under it leaves its list.
-LONG_FUNCTIONS = {
-    # All metrics of a process, one after the other.
-    "serving.gateway.metrics:Metrics.__init__",
-}
+LONG_FUNCTIONS: set[str] = set()
 MANY_COLLABORATORS = {
     *("lab.simulator.instance:Engine.__init__", "lab.simulator.link:FluidLink.__init__"),
     *("lab.simulator.send_queue:FluidTransfer.__init__", "lab.simulator.token_clock:ContextClock.__init__"),
@@ -41,6 +38,8 @@ OF_ONE_USER = {
     "serving.engines.trained",
     # Sums of pages as they lie, and the state's half of a layout: each as long as a page of the file that has it.
     *("serving.engines.vllm.dense_sums", "serving.engines.vllm.state_layout"),
+    # Asks ranks for what several parts of the plane hear; it is none of them.
+    "serving.control.rank_stats",
     # Who may say what, as plain values: read by itself, and by the pages that tell of it.
     "serving.transport.permissions",
     # The sums of a sender's links, another noun than the sender.

@@ -18,6 +18,7 @@ from prfaas.serving.transport import (
     Ticket,
     prompt_digest,
 )
+from prfaas.serving.transport.peer_list import PeerList
 from wan.laboratory import Laboratory, LineSettings
 from wan.mid_run import RATE_BITS_PER_S, RTT_S
 from wan.stack import FAR, FIRST_KV_PORT, HOME
@@ -75,7 +76,7 @@ def _resumed(laboratory: Laboratory, interruption: str) -> ResumedTransfer:
             arena=StagingArena(2 * TRANSFER_BYTES),
             layout=_EqualRegions(),
             fingerprint={},
-            producers=["p/0"],
+            peer_list=PeerList(producers=frozenset(["p/0"])),
         )
         receiver.start()
     with laboratory.inside("far-0"):

@@ -21,12 +21,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from prfaas.core.deployment import Deployment, load_deployment
+from prfaas.core.deployment import CONTROL, Deployment, load_deployment
 from prfaas.serving.control.cluster_state import ClusterState
 from prfaas.serving.control.link_budget import LinkBudget
 from prfaas.serving.control.link_monitor import LinkMonitor
-from prfaas.serving.control.members import observer_of
 from prfaas.serving.control.planning_inputs import prefill_curves, view_of
+from prfaas.serving.kv_ports import KvPorts
 from prfaas.serving.running_deployment import RunningDeployment
 from prfaas.serving.transport import (
     BytesSource,
@@ -223,8 +223,7 @@ async def _control(deployment: Deployment, ended: threading.Event) -> None:
         clock=clock,
         on_service=lambda *_: None,
     )
-    make = observer_of(KEY)
-    ports = {instance.name: (make(instance, 0),) for instance in deployment.instances}
+    ports = {instance.name: KvPorts(CONTROL, KEY).of_ranks(instance) for instance in deployment.instances}
     running = RunningDeployment(deployment)
     monitor = LinkMonitor(
         running,

@@ -27,6 +27,7 @@ from prfaas.serving.transport import (
     TransferPhase,
     prompt_digest,
 )
+from prfaas.serving.transport.peer_list import PeerList
 from wan.laboratory import Laboratory, LineSettings
 
 pytestmark = [pytest.mark.wan, pytest.mark.timeout(180)]
@@ -106,7 +107,7 @@ def make_ends(make_laboratory: MakeLaboratory) -> Iterator[Callable[..., Ends]]:
                 arena=StagingArena(STAGING_BYTES),
                 layout=EqualRegions(),
                 fingerprint={},
-                producers=["p/0"],
+                peer_list=PeerList(producers=frozenset(["p/0"])),
             )
             receiver.start()
         with laboratory.inside("far-0"):

@@ -18,6 +18,7 @@ from prfaas.core.route_header import REQUEST_ID_HEADER, ROUTE_HEADER, RouteHeade
 from prfaas.core.units import format_bytes
 from prfaas.serving.certificates import https_options
 from prfaas.serving.engines.synthetic import VERSION as SYNTHETIC_VERSION
+from prfaas.serving.kv_ports import KvPorts
 from prfaas.serving.secret_files import AdminTokenError, KeyFileError, TlsFileError, load_token
 from prfaas.serving.transport.observer import Observer
 from prfaas.serving.transport.ticket import load_key
@@ -213,8 +214,7 @@ async def _check_kv_port(
     name = f"{instance.name}/{rank}"
     subject = f"KV port {name}"
     expected = _expected_connections(deployment, instance)
-    encrypted_by = tls if instance.tls else None
-    observer = Observer(TOOLS, key, instance.host, instance.kv_port + rank, name, encrypted_by)
+    observer = KvPorts(TOOLS, key, tls).of_rank(instance, rank)
     try:
         async with asyncio.timeout(_KV_TIMEOUT_S + _SETTLE_S):
             stats = await _settled_stats(observer, sum(expected.values()))

@@ -10,9 +10,9 @@ from typing import Any
 from prfaas.core.deployment import TOOLS, Deployment, PoolNode
 from prfaas.core.units import format_bytes
 from prfaas.serving.engines.preparation import port_problem
+from prfaas.serving.kv_ports import KvPorts
 from prfaas.serving.pool.daemon import arena_path
 from prfaas.serving.secret_files import KeyFileError
-from prfaas.serving.transport.observer import Observer
 from prfaas.serving.transport.ticket import load_key
 from prfaas.serving.transport.tls_identity import TlsIdentity
 from prfaas.tools.finding import Finding, ok, problem
@@ -47,7 +47,7 @@ async def _figures(node: PoolNode, key: bytes | None, tls: TlsIdentity | None) -
     """The figures that a pool reports at its KV port, or why it does not."""
     if key is None:
         return "can't be asked without the key"
-    observer = Observer(TOOLS, key, node.host, node.kv_port, node.name, tls if node.tls else None)
+    observer = KvPorts(TOOLS, key, tls).of_pool(node)
     try:
         async with asyncio.timeout(_TIMEOUT_S):
             stats = await observer.stats()

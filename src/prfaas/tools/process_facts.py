@@ -16,8 +16,8 @@ from prfaas import __version__
 from prfaas.core.deployment import TOOLS, Deployment, Instance
 from prfaas.serving.certificates import https_options
 from prfaas.serving.gateway import GatewayOptions
+from prfaas.serving.kv_ports import KvPorts
 from prfaas.serving.secret_files import AdminTokenError, KeyFileError, TlsFileError, load_token
-from prfaas.serving.transport.observer import Observer
 from prfaas.serving.transport.ticket import load_key
 from prfaas.serving.transport.tls_identity import TlsIdentity
 from prfaas.tools.finding import Finding, ok, problem
@@ -95,9 +95,7 @@ async def _plugin_version(deployment: Deployment, instance: Instance, tls: TlsId
         key = load_key(deployment.security.key_file)
     except KeyFileError:
         return None
-    observer = Observer(
-        TOOLS, key, instance.host, instance.kv_port, f"{instance.name}/0", tls if instance.tls else None
-    )
+    observer = KvPorts(TOOLS, key, tls).of_rank(instance, 0)
     try:
         async with asyncio.timeout(_TIMEOUT_S):
             version = (await observer.stats()).get("version")

@@ -14,7 +14,9 @@ RTT_S = 0.03
 
 
 def arrival_of(at_s: float, nbytes: int, rtt_s: float = 0.0) -> ArrivalSample:
-    return ArrivalSample(at_s, nbytes, nbytes // 100, mss_bytes=100, rtt_s=rtt_s, connections=4)
+    return ArrivalSample(
+        at_s=at_s, bytes_total=nbytes, segments_total=nbytes // 100, mss_bytes=100, rtt_s=rtt_s, connections=4
+    )
 
 
 class Path:

@@ -29,7 +29,7 @@ class RelayPort:
             loop.call_soon_threadsafe(lambda: future.done() or future.set_result(body))
 
         self._asking.add(future)
-        self.take(PeerRequest.from_body(order.kind, "control", transfer_id, order.to_body(), post))
+        self.take(PeerRequest("control", transfer_id, order, post))
         try:
             async with asyncio.timeout(timeout_s):
                 return await future

@@ -15,12 +15,10 @@ from prfaas.core.deployment import Deployment
 from prfaas.core.link.samples import ArrivalSample, SenderSample
 from prfaas.serving.console.history import StateHistory
 from prfaas.serving.control.cluster_state import ClusterState
-from prfaas.serving.control.compatibility import Compatibility
 from prfaas.serving.control.engine_monitor import EngineMonitor
 from prfaas.serving.control.engine_reading import SERIES, read_exposition
 from prfaas.serving.control.link_monitor import LinkMonitor
 from prfaas.serving.control.part import Part
-from prfaas.serving.control.peer_lists import PeerListUpdates
 from prfaas.serving.control.plane import GaugeWriter, LivePlane
 from prfaas.serving.control.pool_monitor import PoolMonitor
 from prfaas.serving.running_deployment import RunningDeployment
@@ -89,8 +87,7 @@ class Whole:
             await plane.part(PoolMonitor).ask(node.name)
         for instance in plane.members.running.current.instances:
             await plane.part(EngineMonitor).ask(instance)
-            await plane.part(Compatibility).ask(instance.name)
-        await plane.part(PeerListUpdates).look()
+            await plane.rank_stats.ask(instance.name)
         for _ in range(5):
             await asyncio.sleep(0)
         links.conclude()
@@ -213,7 +210,7 @@ def test_a_link_for_which_a_round_fails_is_down_and_the_others_go_on(
 
         await round_()
         assert cluster_state.view.links[LINK].up
-        before, meter = dict(monitor.loop_failures.counts), monitor.meters[LINK]
+        before, meter = dict(monitor.loop_failures.counts), monitor.by_pair[LINK].meter
         with monkeypatch.context() as patched:
             patched.setattr(meter, "observe", lambda *_: 1 / 0)
             await round_()

@@ -1,4 +1,4 @@
-"""From the senders' rejections to the pairs that routing leaves out, and back."""
+"""From the senders' rejections to the pairs that routing leaves out, and back; and how senders are asked."""
 
 import asyncio
 from collections.abc import Callable
@@ -9,6 +9,8 @@ import pytest
 from prfaas.core.deployment import Deployment
 from prfaas.serving.control.cluster_state import ClusterState
 from prfaas.serving.control.compatibility import Compatibility
+from prfaas.serving.control.listeners import Listeners
+from prfaas.serving.control.rank_stats import RankStats
 from prfaas.serving.running_deployment import RunningDeployment
 
 from .world import FakeSender
@@ -28,11 +30,14 @@ class Asked:
         self.ports = {instance.name: FakeSender() for instance in deployment.instances}
         self.blocked = lambda: cluster_state.view.blocked
         ports = {name: (port,) for name, port in self.ports.items()}
-        self.compatibility = Compatibility(RunningDeployment(deployment), ports, cluster_state, on_silent)
+        self.compatibility = Compatibility(cluster_state, on_silent)
+        listeners = Listeners()
+        listeners.told.append(self.compatibility.hear)
+        self.stats = RankStats(RunningDeployment(deployment), ports, listeners)  # type: ignore[arg-type]
 
     async def ask(self) -> None:
         for name in self.ports:
-            await self.compatibility.ask(name)
+            await self.stats.ask(name)
 
 
 @pytest.fixture
@@ -46,7 +51,7 @@ def test_a_rejected_pair_is_blocked_until_its_sender_says_otherwise(asked: Asked
         assert asked.blocked() == frozenset()
         asked.ports["far-0"].rejected = {"home-d0/0": SENTENCE}
         assert asked.compatibility.reason("far-0", "home-d0") is None
-        await asked.compatibility.ask("far-0")
+        await asked.stats.ask("far-0")
         assert asked.compatibility.reason("far-0", "home-d0") == SENTENCE
         assert asked.compatibility.reason("home-d0", "far-0") is None
         assert asked.blocked() == {("far-0", "home-d0")}
@@ -103,7 +108,7 @@ def test_silent_paths_are_told_while_they_last(deployment: Deployment, cluster_s
 
 def test_all_senders_are_asked_and_nothing_is_left_running(asked: Asked) -> None:
     async def main() -> None:
-        running = asyncio.create_task(asked.compatibility.run())
+        running = asyncio.create_task(asked.stats.run())
         async with asyncio.timeout(60):
             while not all(port.asked >= 2 for port in asked.ports.values()):
                 await asyncio.sleep(0.01)
@@ -126,7 +131,7 @@ def test_who_has_not_been_asked_for_a_second_holds_nobody_up(asked: Asked) -> No
 
         asked.ports["far-0"].stats = stats  # type: ignore[method-assign]
         async with asyncio.timeout(30):
-            await asked.compatibility.ask("far-0")
+            await asked.stats.ask("far-0")
         assert asked.compatibility.reason("far-0", "home-d0") is None
 
     asyncio.run(main())

@@ -18,8 +18,6 @@ from prfaas.serving.control.listeners import Listeners
 from prfaas.serving.own_process import LoopClock
 from prfaas.serving.running_deployment import RunningDeployment
 from prfaas.serving.transport.handshake import HandshakeError
-from prfaas.serving.transport.pacing import PaceOrder
-from prfaas.serving.transport.peer_list import PeerList
 
 from .world import FakeClock, FakeHttp
 
@@ -40,10 +38,6 @@ class Port:
         if isinstance(self.error, OSError):
             raise self.error
         return {}
-
-    async def pace(self, order: PaceOrder) -> None: ...
-
-    async def send_peer_list(self, peer_list: PeerList) -> None: ...
 
     async def close(self) -> None: ...
 

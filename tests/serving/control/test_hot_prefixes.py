@@ -19,6 +19,7 @@ from prfaas.serving.pool.copier import PoolCopier
 from prfaas.serving.running_deployment import RunningDeployment
 from prfaas.serving.transport import Ticket
 from prfaas.serving.transport.requests import CopyOrder, CopyResult
+from prfaas.serving.transport.wire import body_of
 
 from .world import KEY, LINK, FakeClock, FakeSender, cluster_state_of, deployment_of, report, with_pools
 
@@ -38,7 +39,7 @@ class FakePool:
         answer = self.answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
-        return answer.to_body()
+        return body_of(answer)
 
     async def abandon(self, transfer_id: bytes, reason: str, *, keep: bool = False) -> None:
         self.abandoned.append(transfer_id)

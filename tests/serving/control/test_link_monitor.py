@@ -178,7 +178,7 @@ def test_a_late_answer_keeps_no_question_back(
         await links.round(0.5)
         # It may have been taken at any time since it was asked for.
         assert cluster_state.view.links[LINK].seen_s == asked_s
-        assert links.telemetry.meters[LINK].queued_bytes == 5
+        assert links.telemetry.by_pair[LINK].meter.queued_bytes == 5
         await links.telemetry.close()
 
     asyncio.run(main())
@@ -340,7 +340,7 @@ def test_a_new_price_is_not_for_what_was_carried_before(
         return replace(deployment, links=links)
 
     monitor = Links(priced(0.5), cluster_state, clock).telemetry
-    meter, cost = monitor.meters[LINK], monitor.costs[LINK]
+    meter, cost = monitor.by_pair[LINK].meter, monitor.by_pair[LINK].cost
     meter.carried_bytes = 4 * 10**9
     assert cost.total(meter.carried_bytes) == 2.0
     move(monitor, priced(0.0))

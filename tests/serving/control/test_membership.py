@@ -172,7 +172,7 @@ def test_who_joins_gets_work_once_it_has_answered(in_change: InChange) -> None:
         assert changing.senders["home-d2"].asked > 0
         changing.plane.part(RoleAllocation).last = {}
         await changing.plane.part(RoleAllocation).evaluate()
-        await changing.plane.compatibility.ask("home-d2")
+        await changing.plane.rank_stats.ask("home-d2")
 
     in_change(body)
 
@@ -494,7 +494,7 @@ def test_a_cluster_and_its_link_are_used_once_the_engines_know_them(in_change: I
                 changing.clock.now_s += 5
                 prefilling.measured()
         plane.part(LinkBudget).divide()
-        assert plane.links.breakers["west", "home"].is_up(changing.clock.now_s)
+        assert plane.links.by_pair["west", "home"].breaker.is_up(changing.clock.now_s)
         await plane.part(RoleAllocation).evaluate()
         plane.part(GaugeWriter).write()
         assert 'prfaas_control_link_up{link="west->home"} 1.0' in generate_latest(changing.registry).decode()
@@ -548,7 +548,7 @@ def test_nothing_is_left_of_clusters_and_links_that_not_all_could_follow(in_chan
         take_on(changing.plane, before)
         assert set(plane.state()["clusters"]) == names == set(plane.part(DeployedView)._curves)
         view = plane.cluster_state.view
-        assert set(view.clusters) == names and set(view.links) == {LINK} == set(plane.links.meters)
+        assert set(view.clusters) == names and set(view.links) == {LINK} == set(plane.links.by_pair)
         assert set(view.threshold_tokens) == {"home"}
         await look_at_links(changing)
         plane.part(LinkBudget).divide()

@@ -240,7 +240,7 @@ def test_a_clients_fault_and_a_dead_engine_are_not_the_links(planes: Planes) -> 
             with pytest.raises(RuntimeError), plane.prefilling(decision):
                 plane.health.suspect(decision.prefill, "unreachable", lost_cache=True)
                 raise RuntimeError
-        assert plane.links.breakers[LINK].is_up(planes.clock.now_s)
+        assert plane.links.by_pair[LINK].breaker.is_up(planes.clock.now_s)
 
     planes.run(use)
 

@@ -33,17 +33,17 @@ def test_before_anyone_tells_no_transfer_is_free(tmp_path: Path) -> None:
 
 def test_from_then_on_bytes_and_blocks_are_the_engines(tmp_path: Path) -> None:
     of = plane(tmp_path)
-    of.listeners.told.tell("far-0", TOLD)
+    of.listeners.told.tell("far-0", 0, TOLD)
     facts = of.cluster_state.view.kv
     windows = 2 * 64 * 512 // 64
     assert facts.bytes_to_move(TOKENS + 1, 0) == 4 * 12_800 * TOKENS // 128 + windows
     assert facts.bytes_to_move(TOKENS, 0) == facts.bytes_to_move(TOKENS + 1, 0)
     assert facts.is_hybrid and not facts.can_skip
     # The most that any of them keeps.
-    of.listeners.told.tell("home-d0", STATES)
+    of.listeners.told.tell("home-d0", 0, STATES)
     more = of.cluster_state.view.kv.bytes_to_move(TOKENS + 1, 0)
     assert more == facts.bytes_to_move(TOKENS + 1, 0) + 2 * 1_000_000
-    of.listeners.told.tell("far-0", TOLD)
+    of.listeners.told.tell("far-0", 0, TOLD)
     assert of.cluster_state.view.kv.bytes_to_move(TOKENS + 1, 0) == more
 
 
@@ -51,15 +51,15 @@ def test_from_then_on_bytes_and_blocks_are_the_engines(tmp_path: Path) -> None:
 def test_what_cannot_be_read_changes_nothing(tmp_path: Path, stats: dict[str, object]) -> None:
     of = plane(tmp_path)
     before = of.cluster_state.view.kv
-    of.listeners.told.tell("far-0", stats)
-    of.listeners.told.tell("nobody", TOLD)
+    of.listeners.told.tell("far-0", 0, stats)
+    of.listeners.told.tell("nobody", 0, TOLD)
     assert of.cluster_state.view.kv is before
 
 
 def test_the_model_s_own_file_has_the_last_word(tmp_path: Path) -> None:
     of = plane(tmp_path, published_model("qwen3-235b").kv_model)
     before = of.cluster_state.view.kv
-    of.listeners.told.tell("far-0", STATES)
+    of.listeners.told.tell("far-0", 0, STATES)
     assert of.cluster_state.view.kv is before
 
 
@@ -68,6 +68,6 @@ def test_no_link_counts_as_unlimited(tmp_path: Path) -> None:
     assert LINK in of.cluster_state.view.links
     facts, lengths = of.thresholds._facts, np.array([float(TOKENS)])
     unknown = facts.problem(Uniform(1, TOKENS)).kv_bytes(lengths)
-    of.listeners.told.tell("far-0", TOLD)
+    of.listeners.told.tell("far-0", 0, TOLD)
     told = facts.problem(Uniform(1, TOKENS)).kv_bytes(lengths)
     assert 0 < told[0] < unknown[0]

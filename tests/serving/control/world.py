@@ -17,7 +17,7 @@ from prfaas.serving.control.plane import LivePlane
 from prfaas.serving.control.planning_inputs import prefill_curves, view_of
 from prfaas.serving.engines.tiny.configs import tiny_config
 from prfaas.serving.running_deployment import RunningDeployment
-from prfaas.serving.transport.pacing import PaceOrder
+from prfaas.serving.transport.pacing import PaceOrder, ProbeOrder
 from prfaas.serving.transport.peer_list import PeerList
 from prfaas.serving.transport.requests import FollowOrder
 
@@ -227,20 +227,18 @@ class FakeSender:
     async def telemetry(self) -> dict[str, Any]:
         return await self.stats()
 
-    async def probe(self, link: str, nbytes: int) -> None:
-        self.probes.append((link, nbytes))
-
-    async def pace(self, order: PaceOrder) -> None:
+    async def order(self, order: PaceOrder | ProbeOrder | PeerList) -> None:
+        if isinstance(order, ProbeOrder):
+            self.probes.append((order.link, order.nbytes))
+            return
         if self.links is None:
             raise ConnectionError("nobody there")
-        self.orders.append(order)
-
-    async def send_peer_list(self, roster: PeerList) -> None:
-        if self.links is None:
-            raise ConnectionError("nobody there")
-        self.rosters.append(roster)
+        if isinstance(order, PaceOrder):
+            self.orders.append(order)
+            return
+        self.rosters.append(order)
         if self.takes_rosters:
-            self.roster = {"digest": roster.digest, "told": True, "trouble": ""}
+            self.roster = {"digest": order.digest, "told": True, "trouble": ""}
 
     async def request(self, transfer_id: bytes, order: FollowOrder, timeout_s: float) -> dict[str, Any]:
         if self.relay is None:

@@ -269,6 +269,13 @@ def test_a_cluster_s_own_options_come_after_those_of_all(tmp_path: Path) -> None
         assert command(deployment, name).argv[-2:] == ("--seed", "7")
 
 
+def test_a_cluster_whose_engines_keep_no_prefixes_is_told_no_distance_of_them(tmp_path: Path) -> None:
+    off = ("    kind: prfaas\n", "    kind: prfaas\n    extra_args: [--no-enable-prefix-caching]\n")
+    deployment = make(tmp_path, STATES, a=off)
+    assert "--prefix-cache-retention-interval" not in command(deployment, "east-prefill-0").argv
+    assert "--prefix-cache-retention-interval" in command(deployment, "home-decode-0").argv
+
+
 def test_a_model_that_nobody_knows_starts_without_what_depends_on_it(tmp_path: Path) -> None:
     deployment = make(tmp_path, STATES)
     known = command(deployment)

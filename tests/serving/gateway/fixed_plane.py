@@ -86,7 +86,7 @@ class FixedPlane:
         self.every_tokens = 0
         # All the parts that the gateway asks.
         self.router = self.members = self.cluster_state = self.admission = self.prefixes = self.waits = self
-        self.health = self.compatibility = self.drains = self.thresholds = self
+        self.health = self.compatibility = self.rank_stats = self.drains = self.thresholds = self
         self.listeners = Listeners()
         self.notices: list[tuple[str, float]] = []
         self.left_s = 0.0

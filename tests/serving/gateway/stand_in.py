@@ -28,6 +28,7 @@ from prfaas.serving.gateway.prompts.tokenizers import ChatTemplate
 from prfaas.serving.transport.chunk_source import BytesSource
 from prfaas.serving.transport.handover import NIXL_MARK, Handover, is_by_nixl, ticket_of
 from prfaas.serving.transport.options import Peer
+from prfaas.serving.transport.peer_list import PeerList
 from prfaas.serving.transport.receiver import Receiver
 from prfaas.serving.transport.sender import Sender
 from prfaas.serving.transport.staging import StagingArena
@@ -294,7 +295,7 @@ class StandInEngine:
             arena=self.arena,
             layout=PartLayout() if self.keeps else IdLayout(),
             fingerprint={"layout": self.layout},
-            producers=[f"{producer}/0" for producer in self.producers],
+            peer_list=PeerList(producers=frozenset([f"{producer}/0" for producer in self.producers])),
         )
         self.sender: Sender | None = None
         self.receiver.start()

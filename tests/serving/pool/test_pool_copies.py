@@ -29,9 +29,10 @@ from prfaas.core.pool.prefix_pages import PrefixPages, batches
 from prfaas.core.pool.quota import TenantEviction
 from prfaas.serving.certificates import identity_of
 from prfaas.serving.engines.preparation import ensure_certificates
+from prfaas.serving.kv_ports import KvPorts
 from prfaas.serving.pool.arena import ArenaLayout, create_arena
 from prfaas.serving.pool.client import PoolClient
-from prfaas.serving.pool.copier import PoolCopier, pool_observers
+from prfaas.serving.pool.copier import PoolCopier
 from prfaas.serving.pool.lending import PinnedPages
 from prfaas.serving.pool.neighbours import PoolNeighbours
 from prfaas.serving.pool.page_table import PageState, row_of
@@ -202,7 +203,7 @@ class Pools:
         self, source: str, target: str, tokens: Sequence[int], ticket: Ticket | None = None
     ) -> CopyResult:
         ticket = ticket or self.ticket(source, target, tokens)
-        order = CopyOrder(ticket.seal(KEY), array("I", tokens), "salt", "adapter")
+        order = CopyOrder.of(ticket.seal(KEY), array("I", tokens), "salt", "adapter")
         return read_body(CopyResult, await self.gateway[target].request(ticket.transfer_id, order, 60.0))
 
     async def assert_clean(self) -> None:
@@ -487,7 +488,7 @@ def store_whole(scheduler: PoolClient, ranks: Sequence[PoolClient], pages: Prefi
 async def copied(deployment: Deployment) -> CopyResult:
     """A copy as the gateway orders it."""
     key, tls = load_key(deployment.security.key_file), identity_of(deployment, GATEWAY)
-    copier = PoolCopier(RunningDeployment(deployment), key, pool_observers(deployment, GATEWAY, key, tls))
+    copier = PoolCopier(RunningDeployment(deployment), key, KvPorts(GATEWAY, key, tls).of_pools(deployment))
     try:
         return await copier.copy(
             "far-pool", "home-pool-0", PROMPT, "salt", "adapter", TransferClass(), kv_bytes=1 << 20
@@ -516,7 +517,7 @@ def test_refusals_have_a_reason(tmp_path: Path) -> None:
         assert "another prefix" in (await copy("far-pool", "home-pool-0", PROMPT[1:], ticket)).reason
         await copy("far-pool", "home-pool-0", PROMPT, ticket)
         assert "used already" in (await copy("far-pool", "home-pool-0", PROMPT, ticket)).reason
-        order = CopyOrder(ticket.seal(bytes(32)), [1], "", "")
+        order = CopyOrder.of(ticket.seal(bytes(32)), [1], "", "")
         answer = await pools.gateway["home-pool-0"].request(ticket.transfer_id, order, 10.0)
         assert "this deployment's key" in read_body(CopyResult, answer).reason
 
@@ -528,11 +529,11 @@ def test_nobody_but_the_target_may_pull(tmp_path: Path) -> None:
     async def body(pools: Pools) -> None:
         fill(store_of(pools, "far-pool"), prefix(HYBRID))
         ticket = pools.ticket("far-pool", "home-pool-0", PROMPT)
-        order = PullOrder(ticket.seal(KEY), HYBRID.digest(), (prefix(HYBRID).pages[0].page_id,))
+        order = PullOrder.of(ticket.seal(KEY), HYBRID.digest(), (prefix(HYBRID).pages[0].page_id,))
         at = pools.deployment.pool_named("far-pool")
         other = Observer("home-pool-1", KEY, at.host, at.kv_port, at.name)
         try:
-            answer = PullAnswer.from_body(await other.request(ticket.transfer_id, order, 10.0))
+            answer = read_body(PullAnswer, await other.request(ticket.transfer_id, order, 10.0))
         finally:
             await other.close()
         assert "home-pool-1 asks far-pool" in answer.reason

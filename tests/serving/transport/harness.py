@@ -27,6 +27,7 @@ from prfaas.serving.transport import (
     TransferStatus,
     prompt_digest,
 )
+from prfaas.serving.transport.peer_list import PeerList
 
 KEY = bytes(range(32))
 FINGERPRINT = {"model": "tiny", "layers": 4, "dtype": "bf16"}
@@ -213,9 +214,8 @@ def make_receiver(
         layout=layout or SizesByTokens(),
         fingerprint=FINGERPRINT,
         options=options,
-        producers=["p/0"],
+        peer_list=PeerList(producers=frozenset(["p/0"]), plain=frozenset(plain_peers)),
         tls=tls,
-        plain_peers=plain_peers,
         sender=sender,
     )
     receiver.start()

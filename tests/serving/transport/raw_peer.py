@@ -18,7 +18,7 @@ class RawProducer:
 
     def __init__(self, world: World, *, session: str = "raw", key: bytes = KEY, name: str = "p/0") -> None:
         self.sock = socket.create_connection(("127.0.0.1", world.receiver.port), timeout=60)
-        hello = ClientHello.new(
+        hello = ClientHello(
             key=key,
             name=name,
             server_name="c/0",

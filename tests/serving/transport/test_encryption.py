@@ -25,7 +25,7 @@ from prfaas.serving.transport import (
     TlsIdentity,
     TransferPhase,
 )
-from prfaas.serving.transport.handshake import ROLE_PRODUCER, ClientHello, greet, welcome
+from prfaas.serving.transport.handshake import ROLE_PRODUCER, ClientHello, ServerHandshake, greet
 from prfaas.serving.transport.sealing import SEALED_HEADER_BYTES, Sealing
 from prfaas.serving.transport.sockets import receive_exactly
 from prfaas.serving.transport.tls_stream import TlsStream
@@ -389,7 +389,7 @@ class Producer:
 
     def __init__(self, world: World, tls: TlsIdentity) -> None:
         self.sock = socket.create_connection(("127.0.0.1", world.receiver.port), timeout=20)
-        hello = ClientHello.new(
+        hello = ClientHello(
             key=KEY,
             name="p/0",
             server_name="c/0",
@@ -502,15 +502,8 @@ def test_forged_answers_are_not_believed(authority: Authority, caplog: pytest.Lo
         ticket = make_ticket(100)
         transfer = sender.open(ticket, ticket.seal(KEY), [100, 200, 300])
         consumers.append(listener.accept()[0])
-        _, sealing = welcome(
-            consumers[0],
-            key=KEY,
-            name="c/0",
-            session="s",
-            fingerprint=FINGERPRINT,
-            producers=["p/0"],
-            tls=authority.identity("c"),
-        )
+        server = ServerHandshake(key=KEY, name="c/0", fingerprint=FINGERPRINT, tls=authority.identity("c"))
+        _, sealing = server.welcome(consumers[0], producers=["p/0"])
         assert sealing is not None
         consumers[0].settimeout(20)
         raw = bytearray(SEALED_HEADER_BYTES)
@@ -626,15 +619,9 @@ def test_junk_instead_of_tls_is_refused(authority: Authority, junk: bytes) -> No
         ours.sendall(b"\x16" + junk)
         ours.shutdown(socket.SHUT_WR)
         with pytest.raises((OSError, ValueError)):
-            welcome(
-                theirs,
-                key=KEY,
-                name="c/0",
-                session="s",
-                fingerprint=FINGERPRINT,
-                producers=None,
-                tls=authority.identity("c"),
-            )
+            tls = authority.identity("c")
+            server = ServerHandshake(key=KEY, name="c/0", fingerprint=FINGERPRINT, tls=tls)
+            server.welcome(theirs, producers=None)
 
 
 # Observers

@@ -48,8 +48,8 @@ def test_an_observer_steers_the_sender_over_the_receivers_port(endpoint: KvEndpo
     async def main() -> None:
         observer = Observer(CONTROL, KEY, "127.0.0.1", endpoint.receiver.port, "p/0")
         assert (await observer.telemetry())["sender"]["links"] == {}
-        await observer.send_peer_list(peers)
-        await observer.pace(PaceOrder({"wan": 32_000_000}, 30_000))
+        await observer.order(peers)
+        await observer.order(PaceOrder({"wan": 32_000_000}, 30_000))
         stats = await observer.stats()
         assert stats["roster"] == {"digest": peers.digest, "told": True, "trouble": ""}
         assert stats["sender"]["links"]["wan"]["pace_bits_per_s"] == 32e6
@@ -62,5 +62,5 @@ def test_an_observer_steers_the_sender_over_the_receivers_port(endpoint: KvEndpo
 def test_sides_that_agree_on_layouts_do_so_for_both_directions() -> None:
     layouts: PeerLayouts[SizesByTokens] = PeerLayouts([1], lambda *_: SizesByTokens(), SizesByTokens())
     both = made(layouts)
-    assert both.sender._layouts is both.receiver._layouts is layouts
+    assert both.sender._layouts is both.receiver._handshake.layouts is layouts
     assert made(SizesByTokens()).sender._layouts is None

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from prfaas.serving.transport import BytesSource, SendPhase, StagingArena, TransferPhase
-from prfaas.serving.transport.handshake import welcome
+from prfaas.serving.transport.handshake import ServerHandshake
 from prfaas.serving.transport.sockets import receive_control
 from prfaas.serving.transport.wire import FrameType
 
@@ -249,14 +249,8 @@ def test_an_answer_that_was_lost_with_another_connection_is_asked_for_again() ->
     try:
         for _ in range(2):
             consumers.append(listener.accept()[0])
-            welcome(
-                consumers[-1],
-                key=KEY,
-                name="c/0",
-                session="s",
-                fingerprint=FINGERPRINT,
-                producers=["p/0"],
-            )
+            server = ServerHandshake(key=KEY, name="c/0", fingerprint=FINGERPRINT)
+            server.welcome(consumers[-1], producers=["p/0"])
         await_true(lambda: sender.stats()["peers"]["c/0"]["connections"] == 2, 5.0, lambda: "up")
         ticket = make_ticket(100)
         sender.open(ticket, ticket.seal(KEY), [100, 200, 300])

@@ -23,7 +23,7 @@ from prfaas.serving.transport import (
     Ticket,
     TransferPhase,
 )
-from prfaas.serving.transport.handshake import ROLE_OBSERVER, ClientHello, greet, welcome
+from prfaas.serving.transport.handshake import ROLE_OBSERVER, ClientHello, ServerHandshake, greet
 from prfaas.serving.transport.requests import PullAnswer, PullOrder
 from prfaas.serving.transport.sockets import ConnectionEnded, receive_exactly
 from prfaas.serving.transport.staging import StagingLease
@@ -37,6 +37,7 @@ from prfaas.serving.transport.wire import (
     pack_header,
     parse_control,
     ping,
+    read_body,
     unpack_header,
 )
 
@@ -311,7 +312,7 @@ def test_an_observer_may_send_anything(
         sock = socket.create_connection(("127.0.0.1", receiver.port), timeout=60)
         greet(
             sock,
-            ClientHello.new(
+            ClientHello(
                 key=KEY, name=name, server_name="c/0", role=ROLE_OBSERVER, session="fuzz", fingerprint={}
             ),
         )
@@ -372,7 +373,8 @@ class RawConsumer:
 
     def _serve(self, sock: socket.socket) -> None:
         with suppress(OSError, WireError):
-            welcome(sock, key=KEY, name=self._name, session="s", fingerprint=FINGERPRINT, producers=None)
+            server = ServerHandshake(key=KEY, name=self._name, fingerprint=FINGERPRINT)
+            server.welcome(sock, producers=None)
             sock.settimeout(None)
             while True:
                 header = bytearray(HEADER_BYTES)
@@ -473,8 +475,8 @@ def test_a_consumer_may_tell_an_observer_anything(answers: list[Step]) -> None:
                         await observer.stats()
                 with suppress(ConnectionError, TimeoutError, WireError):
                     transfer_id = make_ticket(UNIT_BYTES).transfer_id
-                    order = PullOrder("ticket", bytes(16), (bytes(17),))
-                    PullAnswer.from_body(await observer.request(transfer_id, order, 0.05))
+                    order = PullOrder.of("ticket", bytes(16), (bytes(17),))
+                    read_body(PullAnswer, await observer.request(transfer_id, order, 0.05))
                 reading = observer._connection_task
                 if reading is not None and reading.done():
                     assert reading.exception() is None

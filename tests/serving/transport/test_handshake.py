@@ -22,9 +22,9 @@ from prfaas.serving.transport.handshake import (
     ClientHello,
     HandshakeError,
     PeerIdentity,
+    ServerHandshake,
     greet,
     is_peer_name,
-    welcome,
 )
 from prfaas.serving.transport.options import Peer, SenderOptions
 from prfaas.serving.transport.receiver import Receiver
@@ -49,7 +49,10 @@ def hello(**changes: Any) -> ClientHello:
         "session": "s1",
         "fingerprint": LAYOUT,
     }
-    return ClientHello.new(**said | changes)
+    return ClientHello(**said | changes)
+
+
+_OF_CLIENTS = {"producers", "plain_peers", "admit"}
 
 
 def meet(client: Callable[[socket.socket], object], **server: Any) -> tuple[object, object]:
@@ -63,10 +66,10 @@ def meet(client: Callable[[socket.socket], object], **server: Any) -> tuple[obje
             "name": "c/0",
             "session": "r1",
             "fingerprint": LAYOUT,
-            "producers": {"p/0"},
         }
+        asked = {"producers": {"p/0"}} | {each: server.pop(each) for each in _OF_CLIENTS & server.keys()}
         try:
-            results[0] = welcome(theirs, **said | server)
+            results[0] = ServerHandshake(**said | server).welcome(theirs, **asked)
         except Exception as error:
             results[0] = error
         theirs.close()

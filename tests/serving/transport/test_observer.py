@@ -207,7 +207,7 @@ def test_an_older_receiver_is_not_sent_what_it_does_not_know(
         with pytest.raises(ConnectionError, match="c/0 is of an older release: it takes no FOLLOW"):
             await observer.request(bytes(16), FollowOrder("", 0), 5)
         # The connection goes on.
-        refused = await observer.request(bytes(16), CopyOrder("ticket", (1,), "", ""), 5)
+        refused = await observer.request(bytes(16), CopyOrder.of("ticket", (1,), "", ""), 5)
         assert "no pool here" in refused["reason"]
         await observer.close()
 

@@ -164,7 +164,7 @@ def test_an_observer_paces_the_sender_beside_a_receiver() -> None:
 
     async def main() -> None:
         observer = Observer("control", KEY, "127.0.0.1", receiver.port, "c/0")
-        await observer.pace(PaceOrder({"wan": 32_000_000, "unknown": 5}, 30_000))
+        await observer.order(PaceOrder({"wan": 32_000_000, "unknown": 5}, 30_000))
         await observer.stats()  # answered behind it
         assert sender._pacers["wan"].pace_bits_per_s == 32e6
         await observer.close()

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from prfaas.core.deployment import CONTROL, TOOLS, load_deployment
 from prfaas.core.deployment.examples import example_path
@@ -158,7 +159,7 @@ class BesideSender:
 
 def peer_of(to: Receiver, **changes: object) -> Peer:
     peer = Peer(to.name, "127.0.0.1", to.port, "a->b", 1, 1e9)
-    return replace(peer, **changes)  # type: ignore[arg-type]
+    return structs.replace(peer, **changes)
 
 
 def await_true(what: Callable[[], object]) -> None:
@@ -203,9 +204,12 @@ def test_a_sender_refuses_what_it_cannot_be() -> None:
     there = Peer("c/0", "127.0.0.1", 9, "a->b", 1, 1e9, on_demand=True)
     sender.apply_peers({"c/0": there})
     for wrong, why in (
-        ({"c/0": replace(there, encrypted=True)}, "no TLS identity"),
-        ({"c/0": there, "d/0": replace(there, name="d/0", bandwidth_bits_per_s=2e9)}, "different bandwidths"),
-        ({"c/0": replace(there, bandwidth_bits_per_s=None)}, "is paced in one peer list"),
+        ({"c/0": structs.replace(there, encrypted=True)}, "no TLS identity"),
+        (
+            {"c/0": there, "d/0": structs.replace(there, name="d/0", bandwidth_bits_per_s=2e9)},
+            "different bandwidths",
+        ),
+        ({"c/0": structs.replace(there, bandwidth_bits_per_s=None)}, "is paced in one peer list"),
     ):
         with pytest.raises(ValueError, match=why):
             sender.apply_peers(wrong)
@@ -218,7 +222,7 @@ def test_a_link_takes_another_bandwidth_and_share() -> None:
     there = Peer("c/0", "127.0.0.1", 9, "a->b", 1, 1e9, on_demand=True, share_bits_per_s=5e8)
     sender.apply_peers({"c/0": there})
     assert sender.telemetry()["links"]["a->b"]["pace_bits_per_s"] == 5e8
-    sender.apply_peers({"c/0": replace(there, bandwidth_bits_per_s=4e9, share_bits_per_s=2e9)})
+    sender.apply_peers({"c/0": structs.replace(there, bandwidth_bits_per_s=4e9, share_bits_per_s=2e9)})
     assert sender.telemetry()["links"]["a->b"]["pace_bits_per_s"] == 2e9
     sender.close()
 
@@ -229,7 +233,7 @@ def told(name: str, to: Receiver, peer_list: PeerList) -> dict[str, object]:
     async def tell() -> dict[str, object]:
         observer = Observer(name, KEY, "127.0.0.1", to.port, to.name)
         try:
-            await observer.send_peer_list(peer_list)
+            await observer.order(peer_list)
             found: dict[str, object] = (await observer.stats())["roster"]
             return found
         finally:

@@ -26,7 +26,7 @@ PEERS = [
 
 def connected(port: int, name: str, role: str) -> socket.socket:
     sock = socket.create_connection(("127.0.0.1", port), timeout=60)
-    hello = ClientHello.new(
+    hello = ClientHello(
         key=KEY, name=name, server_name="c/0", role=role, session="s", fingerprint=FINGERPRINT
     )
     greet(sock, hello)

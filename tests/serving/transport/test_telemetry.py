@@ -8,9 +8,11 @@ import pytest
 
 from prfaas.serving.transport import BytesSource, Observer
 from prfaas.serving.transport.options import Peer
+from prfaas.serving.transport.pacing import ProbeOrder
 from prfaas.serving.transport.receiver import Receiver
 from prfaas.serving.transport.sender import Sender
 from prfaas.serving.transport.staging import StagingArena
+from prfaas.serving.transport.wire import MAX_PROBE_BYTES
 
 from .harness import (
     FAST_SENDER,
@@ -183,7 +185,7 @@ def test_an_observer_asks_for_links_alone_and_for_filler(
 
     async def main() -> None:
         observer = Observer("control", KEY, "127.0.0.1", receiver.port, "p/0")
-        await observer.probe("wan", 1 << 40)
+        await observer.order(ProbeOrder("wan", MAX_PROBE_BYTES))
         answers = await asyncio.gather(*(observer.telemetry() for _ in range(20)), observer.stats())
         assert all(set(answer) == {"arrivals", "sender"} for answer in answers[:-1])
         assert "staging_used_blocks" in answers[-1]

@@ -42,7 +42,7 @@ def connected(world: World) -> socket.socket:
 
 
 def hello(*, name: str = "p/0", key: bytes = KEY) -> ClientHello:
-    return ClientHello.new(
+    return ClientHello(
         key=key, name=name, server_name="c/0", role=ROLE_PRODUCER, session="s", fingerprint=FINGERPRINT
     )
 

@@ -49,11 +49,6 @@ class DeploymentDifference:
     removed: tuple[Instance, ...]
 
     @property
-    def live(self) -> tuple[FieldChange, ...]:
-        """What a running deployment can take on."""
-        return tuple(change for change in self.changes if change.needs is None)
-
-    @property
     def refused(self) -> tuple[FieldChange, ...]:
         """What it can't."""
         return tuple(change for change in self.changes if change.needs is not None)

@@ -1,7 +1,7 @@
 """Reports of the two ends of a link, each at one moment. Totals only grow, but start again with the process."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -77,13 +77,12 @@ class SenderSample(LinkReport):
         return min(self.filled_connections / self.connections_up, 1.0) if self.connections_up else 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class ArrivalSample:
-    """One consumer's (rank's) count of what arrives over a link. It is near the observer, so it is never late."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArrivalReport:
+    """What has arrived over one or more connections, by the kernel of the consumer."""
 
-    at_s: float
     bytes_total: _Count
-    """By the kernel, in order, since the start."""
+    """In order, since the start."""
     segments_total: _Count
     """Segments that came, also out of order or twice: a lost one does not hold this count back."""
     mss_bytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 24)] = 1448
@@ -94,6 +93,32 @@ class ArrivalSample:
     """Round-trip time as the consumer's kernel sees it; 0: unknown."""
     connections: _Count = 1
     """Connections over which bytes come."""
+
+    def __add__(self, other: "ArrivalReport") -> "ArrivalReport":
+        """Of all connections of both."""
+        return ArrivalReport(
+            bytes_total=self.bytes_total + other.bytes_total,
+            segments_total=self.segments_total + other.segments_total,
+            mss_bytes=max(self.mss_bytes, other.mss_bytes),
+            unread_bytes=self.unread_bytes + other.unread_bytes,
+            rtt_s=max(self.rtt_s, other.rtt_s),
+            connections=self.connections + other.connections,
+        )
+
+    @property
+    def ended(self) -> "ArrivalReport":
+        """What is left of it when its connections have ended: its totals."""
+        return replace(NOTHING_ARRIVED, bytes_total=self.bytes_total, segments_total=self.segments_total)
+
+
+NOTHING_ARRIVED = ArrivalReport(bytes_total=0, segments_total=0, mss_bytes=0, connections=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArrivalSample(ArrivalReport):
+    """One consumer's (rank's) report of what arrives over a link. It is near the observer, so it is never late."""
+
+    at_s: float
 
     @classmethod
     def of_report(cls, report: Mapping[str, Any], at_s: float) -> "ArrivalSample":

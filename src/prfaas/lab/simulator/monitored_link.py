@@ -130,7 +130,10 @@ class MonitoredLink:
             self.carried_s = now_s
             self._renew_report(capacity, is_full, now_s)
         arrived = int(fluid.sent_bits / BITS_PER_BYTE)
-        arrival = ArrivalSample(now_s, arrived, arrived // _SEGMENT_BYTES, mss_bytes=_SEGMENT_BYTES)
+        segments = arrived // _SEGMENT_BYTES
+        arrival = ArrivalSample(
+            at_s=now_s, bytes_total=arrived, segments_total=segments, mss_bytes=_SEGMENT_BYTES
+        )
         meter.observe({"": self._sender}, {"": arrival}, now_s)
         self._show(now_s)
         fluid.paced_bits_per_s = min(meter.pace_bits_per_s, meter.configured_bits_per_s)

@@ -1,27 +1,19 @@
 """Incompatible pairs of instances: which take no KV from which, as the rejected senders report."""
 
-import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import msgspec
 
-from prfaas.core.deployment import AppliedDeployment
 from prfaas.serving.control.cluster_state import ClusterState
-from prfaas.serving.control.engine_monitor import period_s
 from prfaas.serving.control.metrics import ControlMetrics
 from prfaas.serving.control.part import Json, Part
-from prfaas.serving.running_deployment import RunningDeployment
 from prfaas.serving.transport.handshake import is_peer_name
-from prfaas.serving.transport.observer import Observer
 from prfaas.serving.transport.sentences import legible
 from prfaas.serving.transport.wire import read_body
 
 logger = logging.getLogger(__name__)
-
-WANTED_S = 0.5
-MOST_ASKED_PER_S = 100.0
-_ANSWER_S = 1.0
 
 Pair = tuple[str, str]
 
@@ -38,7 +30,7 @@ class _Stats(msgspec.Struct):
 
 
 class Compatibility(Part):
-    """Asks every sender whom it cannot reach for a rejection, and keeps the pairs of the `View` right.
+    """Hears from every sender whom it cannot reach for a rejection, and keeps the pairs of the `View` right.
 
     A pair (producer, consumer) is blocked while the producer's newest report says so. Senders connect ahead of
     requests, and again after a rejection, every 30 s at least. So a pair is free again when one of the two has
@@ -47,33 +39,20 @@ class Compatibility(Part):
 
     def __init__(
         self,
-        running: RunningDeployment,
-        kv_ports: Mapping[str, Sequence[Observer]],
         cluster_state: ClusterState,
         on_silent: Callable[[str, str, str], None] = lambda _producer, _consumer, _sentence: None,
     ) -> None:
-        """Nobody is asked before `run` or `ask`.
-
+        """
         Args:
-            running: whose instances.
-            kv_ports: instance → one observer per rank; whoever made them keeps them up to date.
             cluster_state: whose `View` gets the pairs.
             on_silent: told a producer, a consumer and a sentence, again and again, while the producer has given the
                 path between them up.
         """
-        self._running = running
-        self._kv_ports = kv_ports
         self._on_silent = on_silent
         self._cluster_state = cluster_state
         # Producer and rank → consumer → sentence.
         self._rejected: dict[tuple[str, int], dict[str, str]] = {}
         self._reasons: dict[Pair, str] = {}
-        self._asking: dict[str, asyncio.Task[None]] = {}
-        self._producers = self._find_producers()
-
-    def follow(self, _before: AppliedDeployment, _now: AppliedDeployment) -> None:
-        """Others may send now: looked for once, since it takes some work."""
-        self._producers = self._find_producers()
 
     def leave(self, name: str) -> None:
         """Forget what is known of an instance."""
@@ -85,26 +64,6 @@ class Compatibility(Part):
         if known != self._rejected:
             self._rejected = known
             self._conclude()
-
-    async def run(self) -> None:
-        """Until cancelled."""
-        try:
-            while True:
-                for name in self._producers:
-                    self._ask_soon(name)
-                await asyncio.sleep(period_s(WANTED_S, len(self._producers), MOST_ASKED_PER_S))
-        finally:
-            for task in self._asking.values():
-                task.cancel()
-
-    async def ask(self, producer: str) -> None:
-        """Have the word of `producer` as of now, unless it does not answer within two seconds."""
-        if producer in self._cluster_state.names:
-            before = self._asking.get(producer)
-            if before is not None:
-                # What is being asked already may be answered by what was so before.
-                await asyncio.wait((before,))
-            await asyncio.wait((self._ask_soon(producer),))
 
     def reason(self, producer: str, consumer: str) -> str | None:
         """Why `consumer` takes no KV from `producer`; None where no rejection is known."""
@@ -122,30 +81,12 @@ class Compatibility(Part):
         """Write the number of incompatible pairs."""
         metrics.incompatible.set(len(self._reasons))
 
-    def _find_producers(self) -> list[str]:
-        current = self._running.current
-        return [instance.name for instance in current.instances if current.peers_of(instance)]
-
-    def _ask_soon(self, producer: str) -> "asyncio.Task[None]":
-        asking = self._asking.get(producer)
-        if asking is None or asking.done():
-            asking = asyncio.get_running_loop().create_task(self._ask(producer))
-            self._asking[producer] = asking
-        return asking
-
-    async def _ask(self, producer: str) -> None:
-        ports = self._kv_ports.get(producer, ())
-        await asyncio.gather(*(self._ask_rank(producer, rank, port) for rank, port in enumerate(ports)))
-
-    async def _ask_rank(self, producer: str, rank: int, port: Observer) -> None:
+    def hear(self, producer: str, rank: int, stats: Mapping[str, Any]) -> None:
+        """Take what a rank has answered: whom it does not reach."""
         try:
-            async with asyncio.timeout(_ANSWER_S):
-                answer = await port.stats()
-            told = read_body(_Stats, answer).sender
-        except (OSError, ValueError) as error:
+            told = read_body(_Stats, stats).sender
+        except ValueError as error:
             logger.debug("%s/%d does not say whom it may send to: %s", producer, rank, error)
-            return
-        if producer not in self._cluster_state.names:
             return
         for consumer, sentence in self._of_instances(told.silent).items():
             self._on_silent(producer, consumer, sentence)

@@ -175,7 +175,7 @@ class LinkBudget(Part):
             async with asyncio.timeout(_ANSWER_S):
                 port = self._port(sender)
                 if port is not None:
-                    await port.pace(order)
+                    await port.order(order)
         except (OSError, TimeoutError) as error:
             logger.debug("%s can't be told its pace: %s", sender, error)
 

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -15,7 +15,7 @@ from prfaas.core.deployment import AppliedDeployment, Instance, Link
 from prfaas.core.link.announced import AnnouncedLink
 from prfaas.core.link.cost import LinkCost
 from prfaas.core.link.meter import LinkMeter
-from prfaas.core.link.samples import ArrivalSample, SenderSample
+from prfaas.core.link.samples import NOTHING_ARRIVED, ArrivalSample, SenderSample
 from prfaas.core.scheduling.view import show
 from prfaas.serving.control.cluster_state import ClusterState
 from prfaas.serving.control.engine_monitor import period_s
@@ -24,7 +24,8 @@ from prfaas.serving.control.part import Json, Part
 from prfaas.serving.running_deployment import RunningDeployment
 from prfaas.serving.tasks import BackgroundTasks
 from prfaas.serving.transport.observer import Observer
-from prfaas.serving.transport.wire import read_body
+from prfaas.serving.transport.pacing import ProbeOrder
+from prfaas.serving.transport.wire import MAX_PROBE_BYTES, read_body
 
 _FAILURES_TO_CLOSE = 3
 _FIRST_PAUSE_S = 10.0
@@ -99,6 +100,22 @@ class _Rank:
     due: int = 0
 
 
+@dataclass(slots=True)
+class KnownLink:
+    """All that is known of one link."""
+
+    meter: LinkMeter
+    cost: LinkCost
+    announced: AnnouncedLink
+    breaker: LinkBreaker = field(default_factory=LinkBreaker)
+    samples: dict[str, SenderSample] = field(default_factory=dict)
+    """The newest word of each sender, by "instance/rank"."""
+    arrivals: dict[str, ArrivalSample] = field(default_factory=dict)
+    """What has come at each receiver, by "instance/rank"."""
+    is_told: bool = False
+    """A sender has spoken of it. One that is added while everything runs may be unknown to its engines before."""
+
+
 class LinkMonitor(Part):
     """Asks every tensor-parallel rank at both ends of the links, and keeps the links of the state right.
 
@@ -124,22 +141,16 @@ class LinkMonitor(Part):
         self._clock = cluster_state.clock
         self._on_change = on_change
         self._on_answer = on_answer
-        self.meters: dict[tuple[str, str], LinkMeter] = {}
-        self.breakers: dict[tuple[str, str], LinkBreaker] = {}
-        self.costs: dict[tuple[str, str], LinkCost] = {}
-        self._pairs: dict[str, tuple[str, str]] = {}
-        self._announced: dict[tuple[str, str], AnnouncedLink] = {}
-        self._samples: dict[tuple[str, str], dict[str, SenderSample]] = {}
-        self._arrivals: dict[tuple[str, str], dict[str, ArrivalSample]] = {}
-        self._untold: set[tuple[str, str]] = set()
-        """Links that were added while everything runs, and of which no sender has spoken yet."""
+        self.by_pair: dict[tuple[str, str], KnownLink] = {}
+        """By the names of both clusters, the source first."""
         self._observer_of = observer_of
         self._pool_ports = pool_ports
         self._clusters: dict[str, str] = {}
         self._ranks: dict[str, _Rank] = {}
         self._follow()
-        # Engines that are there at the start know these from their own file.
-        self._untold.clear()
+        for link in self.by_pair.values():
+            # Engines that are there at the start know these from their own file.
+            link.is_told = True
         self._asked = BackgroundTasks()
         self.failures = self._counted = 0
 
@@ -171,32 +182,31 @@ class LinkMonitor(Part):
     def conclude(self) -> None:
         """Update the links with the answers so far, and probe those that are believed slow and have no work."""
         now_s = self._clock()
-        for pair, meter in self.meters.items():
+        for pair, link in self.by_pair.items():
             try:
-                self._conclude(pair, meter, now_s)
+                self._conclude(pair, link, now_s)
             except Exception as error:
                 # Down until a round succeeds, with what is reported from then on.
                 self._cluster_state.view.links[pair].up = False
-                self._samples[pair].clear()
-                self._arrivals[pair].clear()
+                link.samples.clear()
+                link.arrivals.clear()
                 self.loop_failures.note("LinkMonitor", error, "->".join(pair))
 
-    def _conclude(self, pair: tuple[str, str], meter: LinkMeter, now_s: float) -> None:
-        samples, arrivals = self._samples[pair], self._arrivals[pair]
+    def _conclude(self, pair: tuple[str, str], link: KnownLink, now_s: float) -> None:
         # A report is believed for as long as a link counts as heard.
-        believed_since_s = now_s - meter.silence_s
-        for of_ends in (samples, arrivals):
+        believed_since_s = now_s - link.meter.silence_s
+        for of_ends in (link.samples, link.arrivals):
             for name in [name for name, each in of_ends.items() if each.at_s < believed_since_s]:
                 del of_ends[name]
-        carried_bytes = meter.observe(samples, arrivals, now_s)
-        self._update_link(pair, meter, carried_bytes, now_s)
-        probe_bytes = meter.probe_bytes(now_s)
+        carried_bytes = link.meter.observe(link.samples, link.arrivals, now_s)
+        self._update_link(pair, link, carried_bytes, now_s)
+        probe_bytes = link.meter.probe_bytes(now_s)
         if probe_bytes:
-            self._probe(pair, samples, probe_bytes)
+            self._probe(pair, link.samples, probe_bytes)
 
     def samples(self, pair: tuple[str, str]) -> Mapping[str, SenderSample]:
         """The newest word of each sender of a link, by "instance/rank"."""
-        return self._samples[pair]
+        return self.by_pair[pair].samples
 
     def resent_bytes(self, producer: str, consumer: str) -> int | None:
         """Bytes that the kernels of `producer` have sent again on the link to `consumer`, by its last word.
@@ -208,20 +218,20 @@ class LinkMonitor(Part):
         pair = (self._clusters.get(producer, ""), self._clusters.get(consumer, ""))
         told = [
             sample.resent_bytes_total
-            for name, sample in self._samples.get(pair, {}).items()
+            for name, sample in (self.by_pair[pair].samples if pair in self.by_pair else {}).items()
             if name.rpartition("/")[0] == producer
         ]
         return sum(told) if told else None
 
     def failed(self, pair: tuple[str, str]) -> None:
         """A transfer over a link failed, and neither end is known to be dead."""
-        if pair in self.breakers:
-            self.breakers[pair].failed(self._clock())
+        if pair in self.by_pair:
+            self.by_pair[pair].breaker.failed(self._clock())
 
     def succeeded(self, pair: tuple[str, str]) -> None:
         """A transfer over a link was completed."""
-        if pair in self.breakers:
-            self.breakers[pair].succeeded()
+        if pair in self.by_pair:
+            self.by_pair[pair].breaker.succeeded()
 
     def state(self, now_s: float) -> Json:
         """All links."""
@@ -250,7 +260,7 @@ class LinkMonitor(Part):
 
     def _state(self, link: Link, now_s: float) -> Json:
         pair = (link.source, link.target)
-        view, meter = self._cluster_state.view.links[pair], self.meters[pair]
+        view, meter = self._cluster_state.view.links[pair], self.by_pair[pair].meter
         return {
             "source": link.source,
             "target": link.target,
@@ -269,7 +279,7 @@ class LinkMonitor(Part):
             "connections_up": meter.connections_up,
             "carried_bytes": meter.carried_bytes,
             "egress_per_gb": link.egress_per_gb,
-            "egress_cost": round(self.costs[pair].total(meter.carried_bytes), 6),
+            "egress_cost": round(self.by_pair[pair].cost.total(meter.carried_bytes), 6),
             "congestion": round(view.congestion, 4),
             "condition": view.condition,
             "queue_rtt_s": round(meter.network.rtt_s, 6),
@@ -281,7 +291,7 @@ class LinkMonitor(Part):
         self._have(deployment.links, deployment.control.silence_s)
         self._clusters = {instance.name: instance.cluster for instance in deployment.instances}
         self._clusters |= {pool.name: pool.cluster for pool in deployment.pools}
-        ends = {cluster for pair in self.meters for cluster in pair}
+        ends = {cluster for pair in self.by_pair for cluster in pair}
         pools = [pool for pool in deployment.pools if pool.cluster in ends and pool.name in self._pool_ports]
         ranks = {
             (instance.name, rank): instance
@@ -299,26 +309,20 @@ class LinkMonitor(Part):
             for pool in pools
         }
         for link in deployment.links:
-            meter = self.meters[link.source, link.target]
-            meter.reconfigure(link.bandwidth_bits_per_s, deployment.control.silence_s)
-            self.costs[link.source, link.target].reprice(link.egress_per_gb, meter.carried_bytes)
+            found = self.by_pair[link.source, link.target]
+            found.meter.reconfigure(link.bandwidth_bits_per_s, deployment.control.silence_s)
+            found.cost.reprice(link.egress_per_gb, found.meter.carried_bytes)
 
     def _have(self, links: Sequence[Link], silence_s: float) -> None:
         """Begin with links that are new, and forget those that are gone."""
-        now_s = self._clock()
-        self._pairs = {link.name: (link.source, link.target) for link in links}
+        before, self.by_pair = self.by_pair, {}
         for link in links:
-            pair = (link.source, link.target)
-            if pair not in self.meters:
-                self.meters[pair] = meter = LinkMeter(link.bandwidth_bits_per_s, now_s, silence_s)
-                self.breakers[pair], self.costs[pair] = LinkBreaker(), LinkCost(link.egress_per_gb)
-                self._announced[pair] = AnnouncedLink(meter.capacity_bits_per_s)
-                self._samples[pair], self._arrivals[pair] = {}, {}
-                self._untold.add(pair)
-        for pair in self.meters.keys() - set(self._pairs.values()):
-            del self.meters[pair], self.breakers[pair], self.costs[pair], self._announced[pair]
-            del self._samples[pair], self._arrivals[pair]
-            self._untold.discard(pair)
+            pair, meter = (
+                (link.source, link.target),
+                LinkMeter(link.bandwidth_bits_per_s, self._clock(), silence_s),
+            )
+            fresh = KnownLink(meter, LinkCost(link.egress_per_gb), AnnouncedLink(meter.capacity_bits_per_s))
+            self.by_pair[pair] = before.get(pair, fresh)
 
     async def _ask(self, name: str, rank: _Rank) -> None:
         asked_s = self._clock()
@@ -341,30 +345,20 @@ class LinkMonitor(Part):
 
     def _take(self, name: str, rank: _Rank, answer: Mapping[str, Any], asked_s: float) -> None:
         told = read_body(_Telemetry, answer)
-        for link, report in told.sender.links.items():
-            pair = self._pairs.get(link)
-            if pair is not None:
+        for pair, link in self.by_pair.items():
+            report = told.sender.links.get("->".join(pair))
+            if report is not None:
                 # Taken at some time after the question, which came without delay: the way here is the full one.
-                self._samples[pair][name] = SenderSample.of_report(report, asked_s)
-                self._untold.discard(pair)
+                link.samples[name] = SenderSample.of_report(report, asked_s)
+                link.is_told = True
         now_s, target = self._clock(), rank.cluster
-        arrived: dict[tuple[str, str], list[ArrivalSample]] = {
-            pair: [] for pair in self.meters if pair[1] == target
-        }
+        arrived = {pair: NOTHING_ARRIVED for pair in self.by_pair if pair[1] == target}
         for producer, report in told.arrivals.items():
             pair = (self._clusters.get(producer.partition("/")[0], ""), target)
             if pair in arrived:
-                arrived[pair].append(ArrivalSample.of_report(report, now_s))
-        for pair, samples in arrived.items():
-            self._arrivals[pair][name] = ArrivalSample(
-                at_s=now_s,
-                bytes_total=sum(sample.bytes_total for sample in samples),
-                segments_total=sum(sample.segments_total for sample in samples),
-                mss_bytes=max((sample.mss_bytes for sample in samples), default=0),
-                unread_bytes=sum(sample.unread_bytes for sample in samples),
-                rtt_s=max((sample.rtt_s for sample in samples), default=0.0),
-                connections=sum(sample.connections for sample in samples),
-            )
+                arrived[pair] += ArrivalSample.of_report(report, now_s)
+        for pair, arrival in arrived.items():
+            self.by_pair[pair].arrivals[name] = ArrivalSample(at_s=now_s, **asdict(arrival))
 
     def _probe(self, pair: tuple[str, str], samples: Mapping[str, SenderSample], nbytes: int) -> None:
         able = [
@@ -378,10 +372,10 @@ class LinkMonitor(Part):
     async def _ask_probe(self, rank: _Rank, link: str, nbytes: int) -> None:
         with contextlib.suppress(OSError, TimeoutError):
             async with asyncio.timeout(_ANSWER_S):
-                await rank.observer.probe(link, nbytes)
+                await rank.observer.order(ProbeOrder(link, min(nbytes, MAX_PROBE_BYTES)))
 
-    def _update_link(self, pair: tuple[str, str], meter: LinkMeter, carried_bytes: int, now_s: float) -> None:
-        link = self._cluster_state.view.links[pair]
+    def _update_link(self, pair: tuple[str, str], known: KnownLink, carried_bytes: int, now_s: float) -> None:
+        link, meter = self._cluster_state.view.links[pair], known.meter
         capacity = meter.capacity_bits_per_s
         self._cluster_state.set_link(
             pair,
@@ -390,9 +384,9 @@ class LinkMonitor(Part):
             capacity_bits_per_s=capacity,
         )
         show(meter, link, now_s)
-        up = pair not in self._untold and meter.is_up(now_s) and self.breakers[pair].is_up(now_s)
+        up = known.is_told and meter.is_up(now_s) and known.breaker.is_up(now_s)
         if up != link.up:
             link.up = up
             logger.warning("link %s->%s is %s", *pair, "up" if up else "down: not used")
-        if self._announced[pair].is_due(capacity, up, now_s):
+        if known.announced.is_due(capacity, up, now_s):
             self._on_change(f"{pair[0]}->{pair[1]}")

@@ -36,8 +36,8 @@ class Listeners:
         """With an instance, and whether it is in routing now."""
         self.read: Signal[[Instance, EngineReading]] = Signal()
         """With an instance and what its engine has just said of itself."""
-        self.told: Signal[[str, Mapping[str, Any]]] = Signal()
-        """With an instance and what one of its ranks has just answered at its KV port."""
+        self.told: Signal[[str, int, Mapping[str, Any]]] = Signal()
+        """With an instance, one of its ranks, and what that has just answered at its KV port."""
         self.restarted: Signal[[str]] = Signal()
         """With an instance whose process is another one than at the last look."""
         self.lost_cache: Signal[[str]] = Signal()

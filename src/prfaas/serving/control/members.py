@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from prfaas.core.deployment import CONTROL, AppliedDeployment, Instance
 from prfaas.serving.control.engine_http import EngineHttp
 from prfaas.serving.control.part import Part
-from prfaas.serving.pool.copier import pool_observers
+from prfaas.serving.kv_ports import KvPorts
 from prfaas.serving.running_deployment import RunningDeployment
 from prfaas.serving.tasks import BackgroundTasks
 from prfaas.serving.transport import Observer, TlsIdentity
@@ -40,12 +40,11 @@ class Members(Part):
         self.running = running
         self.key = key
         self.http: EngineHttp = http or EngineHttp(tls)
-        self._sender_of = sender_of or observer_of(key, tls)
+        kv_ports = KvPorts(CONTROL, key, tls)
+        self._sender_of = sender_of or kv_ports.of_rank
         self.instances: dict[str, Instance] = {}
         self.kv_ports: dict[str, tuple[Observer, ...]] = {}
-        self.pool_ports = (
-            pool_observers(running.current, CONTROL, key, tls) if pool_ports is None else pool_ports
-        )
+        self.pool_ports = kv_ports.of_pools(running.current) if pool_ports is None else pool_ports
         self._closing = BackgroundTasks()
         for instance in running.current.instances:
             self.join(instance)
@@ -84,14 +83,3 @@ class Members(Part):
             self._closing.finish(), *(port.close() for port in ports), return_exceptions=True
         )
         await self.http.close()
-
-
-def observer_of(key: bytes, tls: TlsIdentity | None = None) -> Callable[[Instance, int], Observer]:
-    """Makes the observers of a deployment with this key. `tls`: for instances that the gateway speaks TLS with."""
-
-    def make(instance: Instance, rank: int) -> Observer:
-        port = instance.kv_ports[rank]
-        encrypted_by = tls if instance.tls else None
-        return Observer(CONTROL, key, instance.host, port, f"{instance.name}/{rank}", encrypted_by)
-
-    return make

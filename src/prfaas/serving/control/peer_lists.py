@@ -2,15 +2,15 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
 
 from prfaas.core.deployment import AppliedDeployment
-from prfaas.serving.control.engine_monitor import period_s
 from prfaas.serving.control.part import Json, Part
 from prfaas.serving.running_deployment import RunningDeployment
+from prfaas.serving.tasks import BackgroundTasks
 from prfaas.serving.transport.observer import Observer
 from prfaas.serving.transport.peer_list import PeerList, peer_list_of
 from prfaas.serving.transport.sentences import legible
@@ -18,9 +18,7 @@ from prfaas.serving.transport.wire import read_body
 
 logger = logging.getLogger(__name__)
 
-WANTED_S = 1.0
-MOST_ASKED_PER_S = 50.0
-_ANSWER_S = 2.0
+_TELL_S = 2.0
 
 Rank = tuple[str, int]
 """An instance's name and the number of its rank."""
@@ -39,7 +37,7 @@ class _Stats(msgspec.Struct):
 
 
 class PeerListUpdates(Part):
-    """Asks every rank once a second which peer list it has, and sends it the wanted one where that is another.
+    """Hears from every rank which peer list it has, and sends it the wanted one where that is another.
 
     An engine that has started has the peer list of its command line, and is sent one at once. One that another control
     plane has told otherwise is left alone: of two gateways with different files the one that was reloaded last decides.
@@ -49,23 +47,20 @@ class PeerListUpdates(Part):
         self,
         running: RunningDeployment,
         kv_ports: Mapping[str, Sequence[Observer]],
-        on_stats: Callable[[str, Mapping[str, Any]], None] = lambda _name, _stats: None,
     ) -> None:
         """
         Args:
             running: its peer lists are wanted.
             kv_ports: instance name → the KV ports of its ranks; whoever made them keeps them up to date.
-            on_stats: (instance, all that one of its ranks has answered).
         """
         self._running = running
         self._kv_ports = kv_ports
-        self._on_stats = on_stats
         # With its digest, which takes some work.
         self._wanted: dict[Rank, tuple[PeerList, str]] = {}
         # Which wanted peer list a rank has had, or was sent.
         self._settled: dict[Rank, str] = {}
         self._has: dict[Rank, str] = {}
-        self._announcing: asyncio.Task[None] | None = None
+        self._telling = BackgroundTasks()
         self._want()
 
     def follow(self, _before: AppliedDeployment, _now: AppliedDeployment) -> None:
@@ -80,23 +75,11 @@ class PeerListUpdates(Part):
             for _ in range(2):
                 await asyncio.gather(*(self._tell(rank) for rank in tuple(self._wanted)))
 
-        if self._announcing is not None:
-            self._announcing.cancel()
-        self._announcing = asyncio.get_running_loop().create_task(announce())
+        self._telling.start(announce())
 
-    async def run(self) -> None:
-        """Until cancelled."""
-        try:
-            while True:
-                pause_s = period_s(WANTED_S, len(self._wanted), MOST_ASKED_PER_S)
-                await asyncio.gather(self.look(), asyncio.sleep(pause_s))
-        finally:
-            if self._announcing is not None:
-                self._announcing.cancel()
-
-    async def look(self) -> None:
-        """Ask every rank once, and send the wanted peer list to those that have another."""
-        await asyncio.gather(*(self._look(rank) for rank in tuple(self._wanted)))
+    async def close(self) -> None:
+        """Send no more."""
+        await self._telling.cancel()
 
     def state(self, _now_s: float) -> Json:
         """Ranks that are behind."""
@@ -122,20 +105,18 @@ class PeerListUpdates(Part):
         }
         self._has = {rank: digest for rank, digest in self._has.items() if rank in self._wanted}
 
-    async def _look(self, rank: Rank) -> None:
-        name, number = rank
-        try:
-            async with asyncio.timeout(_ANSWER_S):
-                answer = await self._kv_ports[name][number].stats()
-            reported = read_body(_Stats, answer).roster
-        except (OSError, ValueError) as error:
-            # Also an engine of a version that knows only its command line.
-            logger.debug("%s/%d does not report which peer list it has: %s", name, number, error)
-            return
+    def hear(self, name: str, number: int, stats: Mapping[str, Any]) -> None:
+        """Take what a rank has answered: which list it has. Send it the wanted one where that is another."""
+        rank = (name, number)
         if rank not in self._wanted:
             return
+        try:
+            reported = read_body(_Stats, stats).roster
+        except ValueError as error:
+            # An engine of a version that knows only its command line.
+            logger.debug("%s/%d does not report which peer list it has: %s", name, number, error)
+            return
         wanted = self._wanted[rank][1]
-        self._on_stats(name, answer)
         has = reported.digest
         if self._has.get(rank) != has and has != wanted and reported.trouble:
             logger.warning(
@@ -145,7 +126,7 @@ class PeerListUpdates(Part):
         if has == wanted:
             self._settled[rank] = wanted
         elif not reported.told or self._settled.get(rank) != wanted:
-            await self._tell(rank)
+            self._telling.start(self._tell(rank))
 
     async def _tell(self, rank: Rank) -> None:
         name, number = rank
@@ -153,8 +134,8 @@ class PeerListUpdates(Part):
             return
         peer_list, digest = self._wanted[rank]
         try:
-            async with asyncio.timeout(_ANSWER_S):
-                await self._kv_ports[name][number].send_peer_list(peer_list)
+            async with asyncio.timeout(_TELL_S):
+                await self._kv_ports[name][number].order(peer_list)
         except (OSError, TimeoutError) as error:
             logger.debug("%s/%d can't be sent its peer list: %s", name, number, error)
             return

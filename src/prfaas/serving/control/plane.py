@@ -36,6 +36,7 @@ from prfaas.serving.control.planning_inputs import KvShape, LiveFacts, prefill_c
 from prfaas.serving.control.pool_monitor import PoolMonitor
 from prfaas.serving.control.prefill_admission import PrefillAdmission
 from prfaas.serving.control.prefix_knowledge import PrefixKnowledge, empty_index
+from prfaas.serving.control.rank_stats import RankStats
 from prfaas.serving.control.role_allocation import RoleAllocation, RoleChange, RoleChanges, stage_utilisation
 from prfaas.serving.control.router import Router
 from prfaas.serving.control.thresholds import Thresholds
@@ -99,10 +100,14 @@ class LivePlane:
         self.health = HealthWatch(
             members, state, listeners, loop_clock=self.loop_clock, stuck_s=engines.stuck_s
         )
-        self.compatibility = Compatibility(running, members.kv_ports, state, listeners.silent.tell)
+        self.compatibility = Compatibility(state, listeners.silent.tell)
+        self.rank_stats = RankStats(running, members.kv_ports, listeners)
+        peer_lists = PeerListUpdates(running, members.kv_ports)
         facts = LiveFacts(running, kv_model, state, curves, engines.meters)
         shape = KvShape(running, state, facts, self.prefixes, is_known=kv_model is not None)
-        listeners.told += [self.prefixes.learn_stats, shape.learn_stats]
+        listeners.told += [self.compatibility.hear, peer_lists.hear]
+        listeners.told.append(lambda name, _rank, stats: self.prefixes.learn_stats(name, stats))
+        listeners.told.append(lambda name, _rank, stats: shape.learn_stats(name, stats))
         self.thresholds = Thresholds(
             running,
             facts,
@@ -123,8 +128,7 @@ class LivePlane:
         self.parts: list[Part] = [DeployedView(running, state, curves), members, engines, pools, self.links]
         self.parts += [_budget(members, state, self.links), self.compatibility, self.router, self.thresholds]
         self.parts += [self._roles(facts, engines, metrics), feed, self.prefixes, hot_prefixes]
-        peer_lists = PeerListUpdates(running, members.kv_ports, listeners.told.tell)
-        self.parts += [self.admission, self.health, self.drains, peer_lists]
+        self.parts += [self.admission, self.health, self.drains, peer_lists, self.rank_stats]
         self.parts.append(GaugeWriter(self.parts, metrics, running, clock))
         self._connect(engines, pools, feed, metrics)
 

@@ -76,6 +76,8 @@ def vllm_command(deployment: Deployment, instance: Instance) -> EngineCommand:
     collector = collector_of(deployment.gateway.tracing)
     kv_model = deployment.model.known_kv_model(deployment.cluster_of(instance).kv_cache_dtype)
     engine = deployment.engine
+    extra_args = (*engine.extra_args, *deployment.cluster_of(instance).extra_args)
+    keeps_prefixes = "--no-enable-prefix-caching" not in extra_args
     argv = [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
         *("--model", str(deployment.model.folder)),
@@ -91,7 +93,7 @@ def vllm_command(deployment: Deployment, instance: Instance) -> EngineCommand:
         # The gateway has engines render what it can't turn into token ids itself.
         "--enable-scale-out",
         *_media(deployment),
-        *_retention(deployment, kv_model, on_cpu),
+        *(_retention(deployment, kv_model, on_cpu) if keeps_prefixes else ()),
         *_dtypes(deployment.cache_dtypes(instance.cluster)),
         *(
             ("--mamba-ssm-cache-dtype", STATE_DTYPE)
@@ -107,8 +109,7 @@ def vllm_command(deployment: Deployment, instance: Instance) -> EngineCommand:
         *_events(deployment, instance),
         *_adapters(deployment),
         *(("--otlp-traces-endpoint", collector.endpoint) if collector is not None else ()),
-        *engine.extra_args,
-        *deployment.cluster_of(instance).extra_args,
+        *extra_args,
     ]
     conv_layout = NIXL_CONV_STATE_LAYOUT if engine.local_transfer == "nixl" else CONV_STATE_LAYOUT
     env = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_SSM_CONV_STATE_LAYOUT": conv_layout}

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 import msgspec
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import CollectorRegistry
 
 from prfaas.core.deployment import AppliedDeployment, Deployment
 from prfaas.core.scheduling.gateway_share import GatewayShare
@@ -18,6 +18,7 @@ from prfaas.serving.control.link_budget import LinkBudget
 from prfaas.serving.control.part import Json, Part
 from prfaas.serving.control.plane import LivePlane
 from prfaas.serving.control.role_allocation import RoleAllocation
+from prfaas.serving.declared_metrics import DeclaredMetrics, counter, gauge
 from prfaas.serving.fleet.decisions import FleetDecisions
 from prfaas.serving.fleet.etcd import EtcdStore
 from prfaas.serving.fleet.member import FleetMember
@@ -423,22 +424,17 @@ class FleetReloads:
                 logger.warning("the deployment file here is not the one that %s has taken on", told.by)
 
 
-class FleetMetrics:
+class FleetMetrics(DeclaredMetrics):
     """`prfaas_control_fleet_*`."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        def gauge(name: str, text: str) -> Gauge:
-            return Gauge(f"prfaas_control_fleet_{name}", text, registry=registry)
+    prefix = "prfaas_control_fleet_"
 
-        def counter(name: str, text: str) -> Counter:
-            return Counter(f"prfaas_control_fleet_{name}", text, registry=registry)
-
-        self.members = gauge("members", "Gateways of the fleet, as last seen; this one counts.")
-        self.leads = gauge("leads", "1 when this gateway decides thresholds and roles.")
-        self.connected = gauge("connected", "1 when etcd answers and this gateway is a member.")
-        self.losses = counter("losses", "How often etcd was lost.")
-        self.leader_changes = counter("leader_changes", "How often another gateway led than before.")
-        self.unreadable = counter("unreadable_values", "Values in etcd that could not be read.")
+    members = gauge("Gateways of the fleet, as last seen; this one counts.")
+    leads = gauge("1 when this gateway decides thresholds and roles.")
+    connected = gauge("1 when etcd answers and this gateway is a member.")
+    losses = counter("How often etcd was lost.")
+    leader_changes = counter("How often another gateway led than before.")
+    unreadable = counter("Values in etcd that could not be read.", name="unreadable_values")
 
 
 def join_fleet(plane: LivePlane, registry: CollectorRegistry, store: EtcdStore | None = None) -> FleetControl:

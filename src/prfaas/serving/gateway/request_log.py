@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import islice
+from typing import TYPE_CHECKING
 
 from aiohttp import web
 
@@ -17,9 +18,13 @@ from prfaas.core.route_header import REQUEST_ID_HEADER, ROUTE_HEADER, RouteHeade
 from prfaas.core.scheduling import Decision
 from prfaas.serving.gateway.bodies import ApiError, reason_of
 from prfaas.serving.gateway.metrics import Metrics
-from prfaas.serving.gateway.request_trace import STEP_NAMES, AttributeValue, RequestSpans, Tracing
+from prfaas.serving.gateway.request_trace import STEP_NAMES
 from prfaas.serving.gateway.ways.kv_transfer import TransferredBytes
 from prfaas.serving.logs import REQUEST_ID
+from prfaas.serving.tracing import AttributeValue
+
+if TYPE_CHECKING:
+    from prfaas.serving.tracing.otel import OtelTrace, OtelTracing
 
 
 class WaitsFor(StrEnum):
@@ -96,7 +101,7 @@ class RequestRecord:
     """The decode engine's status where it refused the request; a stream that says so has status 200 itself."""
     status: int | None = None
     outcome: str = "under way"
-    trace: RequestSpans | None = None
+    trace: "OtelTrace | None" = None
     """Where the stages write their spans; None: it is not traced, or over."""
     trace_id: str | None = None
     """Of its trace; None: it is not traced."""
@@ -176,7 +181,7 @@ RECORD = web.RequestKey("prfaas_record", RequestRecord)
 class RequestLog:
     """The latest requests by id; the oldest are dropped. Counts them when they end."""
 
-    def __init__(self, capacity: int, metrics: Metrics, tracing: Tracing | None = None) -> None:
+    def __init__(self, capacity: int, metrics: Metrics, tracing: "OtelTracing | None" = None) -> None:
         """`tracing`: None: no request is traced."""
         self.capacity = capacity
         self._metrics = metrics
@@ -271,7 +276,7 @@ _OPERATIONS = {
 """Endpoint to what the GenAI semantic conventions call it."""
 
 
-def _end_trace(record: RequestRecord, trace: RequestSpans, ended_s: float) -> None:
+def _end_trace(record: RequestRecord, trace: "OtelTrace", ended_s: float) -> None:
     error = None if record.outcome == "ok" else record.outcome
     failed = error == "engine_error"
     trace.end(_span_name(record), ended_s, _span_attributes(record), error, failed=failed)

@@ -1,6 +1,6 @@
 """The trace of one request as the stages of the gateway write it: spans, what they tell, and what engines get of it.
 
-Nothing here knows OpenTelemetry: `prfaas.serving.tracing.otel` makes these, where traces are wanted. Names are those of
+Nothing here needs OpenTelemetry: `prfaas.serving.tracing.otel` makes spans, where traces are wanted. Names are those of
 the GenAI semantic conventions and of vLLM's spans where there is one; the others begin with "prfaas.". No attribute
 holds anything of a prompt or an answer.
 """
@@ -8,17 +8,15 @@ holds anything of a prompt or an answer.
 import asyncio
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from prfaas.core.scheduling import Decision
+from prfaas.serving.tracing import CANCELLED, Attributes, AttributeValue
 
-AttributeValue = str | bool | int | float | Sequence[str]
-Attributes = Mapping[str, AttributeValue]
-
-CANCELLED = "cancelled"
-"""The error of a span that ended with its request: the client has left, or another stage has failed."""
+if TYPE_CHECKING:
+    from prfaas.serving.tracing.otel import OtelSpan, OtelTrace
 
 # Fixed words: in "stop_reason" vLLM quotes the client's own stop string.
 _REASONS = rb"stop|length|tool_calls|function_call|content_filter|abort|error|repetition"
@@ -30,89 +28,6 @@ _MOST_REASONS = 16
 
 STEP_NAMES = {"read": "read", "tokenize": "tokenize", "turn": "wait_for_turn"}
 """Steps of a request's record that are spans too, under these names."""
-
-
-class Span(Protocol):
-    """A span that is open."""
-
-    @property
-    def traceparent(self) -> str:
-        """The W3C header by which an engine makes its spans children of this one."""
-        ...
-
-    def tell(self, attributes: Attributes) -> None:
-        """Add attributes."""
-        ...
-
-    def end(self, error: str | None = None) -> None:
-        """It ends now, with an error in one word or without. Only the first call counts."""
-        ...
-
-
-class RequestSpans(Protocol):
-    """The spans of one request that is traced. Times are those of `time.perf_counter`."""
-
-    @property
-    def trace_id(self) -> str:
-        """32 hex digits."""
-        ...
-
-    def open(self, name: str, attributes: Attributes, *, asks_engine: bool = False) -> Span:
-        """A span begins now. `asks_engine`: it is a call to one."""
-        ...
-
-    def step(self, name: str, begun_s: float, ended_s: float, attributes: Attributes | None = None) -> None:
-        """A span that is over."""
-        ...
-
-    def event(self, name: str, attributes: Attributes | None = None) -> None:
-        """Something has happened now."""
-        ...
-
-    def end(
-        self, name: str, ended_s: float, attributes: Attributes, error: str | None, *, failed: bool
-    ) -> None:
-        """The request is over, and with it every span that is open.
-
-        Args:
-            name: of its span, now that more is known.
-            error: in one word; None: there was none.
-            failed: whether it is this side's.
-        """
-        ...
-
-
-class BegunTrace(Protocol):
-    """What becomes of a request's trace at its start."""
-
-    @property
-    def headers(self) -> Mapping[str, str]:
-        """What engines get: `traceparent`, and `tracestate` if there is one. They say too if it is not traced."""
-        ...
-
-    @property
-    def trace(self) -> RequestSpans | None:
-        """None: the request is not among those that are traced."""
-        ...
-
-
-class Tracing(Protocol):
-    """Makes traces of requests and has them sent."""
-
-    def begin(self, name: str, received: Mapping[str, str], at_s: float, began_s: float) -> BegunTrace:
-        """A request has come.
-
-        Args:
-            name: of its span.
-            received: the client's headers; a well-formed `traceparent` is continued.
-            at_s: Unix time of its arrival.
-            began_s: the same by `time.perf_counter`.
-        """
-        ...
-
-    async def close(self) -> None:
-        """Send what is left, for a short while at most."""
-        ...
 
 
 def decision_attributes(decision: Decision, policy: str) -> dict[str, AttributeValue]:
@@ -156,7 +71,7 @@ class EngineCall:
 
     __slots__ = ("_span", "headers")
 
-    def __init__(self, headers: Mapping[str, str], span: Span | None) -> None:
+    def __init__(self, headers: Mapping[str, str], span: "OtelSpan | None") -> None:
         self._span = span
         self.headers = headers if span is None else {**headers, "traceparent": span.traceparent}
         """For the engine."""
@@ -174,10 +89,10 @@ class EngineCall:
 
 @contextmanager
 def engine_call(
-    trace: RequestSpans | None, name: str, headers: Mapping[str, str], attributes: Attributes
+    trace: "OtelTrace | None", headers: Mapping[str, str], attributes: Attributes
 ) -> Iterator[EngineCall]:
-    """While an engine is asked for something; an exception is the span's error."""
-    call = EngineCall(headers, None if trace is None else trace.open(name, attributes, asks_engine=True))
+    """While a decode engine is asked; an exception is the span's error."""
+    call = EngineCall(headers, None if trace is None else trace.open("decode", attributes, asks_engine=True))
     try:
         yield call
     except BaseException as error:

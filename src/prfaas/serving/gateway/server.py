@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry, Gauge, ProcessCollector
@@ -25,7 +25,7 @@ from prfaas.serving.descriptors import DescriptorBudget, raise_descriptor_limit
 from prfaas.serving.gateway.admin import AdminRoutes
 from prfaas.serving.gateway.admission import Admission
 from prfaas.serving.gateway.answers.answering import Answering
-from prfaas.serving.gateway.answers.shadow import Shadow, ShadowOptions
+from prfaas.serving.gateway.answers.shadow import Shadow
 from prfaas.serving.gateway.clients import Clients
 from prfaas.serving.gateway.context import Draining, GatewayContext, GatewayOptions, ThreadOffload
 from prfaas.serving.gateway.engine_client import EngineCallError, EngineClient
@@ -37,16 +37,16 @@ from prfaas.serving.gateway.prompts.request import Tenants
 from prfaas.serving.gateway.prompts.tokenization import LocalTokenizer, Tokenization
 from prfaas.serving.gateway.prompts.validation import Validation
 from prfaas.serving.gateway.request_log import RequestLog
-from prfaas.serving.gateway.request_trace import Tracing
 from prfaas.serving.gateway.routes import Routes, http_logger
 from prfaas.serving.gateway.ways.first_token_rules import FirstTokenRules
-from prfaas.serving.gateway.ways.kv_transfer import KvTransfers, watchers_of
+from prfaas.serving.gateway.ways.kv_transfer import KvTransfers
 from prfaas.serving.gateway.ways.prefix_moves import PrefixMoves
 from prfaas.serving.gateway.ways.preparing import PrefillOrchestrator
 from prfaas.serving.gateway.ways.pull import PulledHop
 from prfaas.serving.gateway.ways.push import PrefillHop
 from prfaas.serving.gateway.ways.remote_prefill import RemotePrefills
-from prfaas.serving.pool.copier import PoolCopier, pool_observers
+from prfaas.serving.kv_ports import KvPorts
+from prfaas.serving.pool.copier import PoolCopier
 from prfaas.serving.reloading import Reloader
 from prfaas.serving.running_deployment import RunningDeployment
 from prfaas.serving.secret_files import load_token
@@ -54,6 +54,9 @@ from prfaas.serving.tasks import BackgroundTasks
 from prfaas.serving.tracing.collector import collector_of
 from prfaas.serving.transport.ticket import load_key
 from prfaas.serving.transport.tls_identity import TlsIdentity
+
+if TYPE_CHECKING:
+    from prfaas.serving.tracing.otel import OtelTracing
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +123,7 @@ class Gateway:
         self._http = HttpPool(_http_times(options, config), clock=plane.loop_clock, tls=tls)
         self._client = EngineClient(self._http)
         silence_s, clock = deployment.transfer.silence_s, plane.loop_clock
-        self._watchers_of = partial(watchers_of, key=key, tls=tls, silence_s=silence_s, clock=clock)
+        self._kv_ports = KvPorts(GATEWAY, key, tls, silence_s, clock)
         self._transfers = KvTransfers({}, clock)
         self._watch(deployment)
         self._forgetting = BackgroundTasks()
@@ -143,10 +146,10 @@ class Gateway:
         self._tokenization = Tokenization(local, deployment.model.served_name, context)
         self.clients = None if config.clients is None else Clients(config.clients)
         self._tenants = Tenants(key, deployment.security.tenant_header, deployment.security.tenant_weights)
-        self._copier = PoolCopier(running, key, pool_observers(deployment, GATEWAY, key, tls))
+        self._copier = PoolCopier(running, key, KvPorts(GATEWAY, key, tls, silence_s).of_pools(deployment))
         self._first_tokens = FirstTokenRules(context)
         prefill = self._prefills(key, context)
-        self._shadow = Shadow(ShadowOptions(), context)
+        self._shadow = Shadow(context)
         self._tracing = _tracing(deployment, self._metrics)
         log = RequestLog(options.kept_records, self._metrics, self._tracing)
         self._admission = Admission(running, plane.waits)
@@ -186,7 +189,7 @@ class Gateway:
     def _watch(self, deployment: Deployment) -> None:
         """Have transfers to every instance waited for."""
         for instance in deployment.instances:
-            self._transfers.add(instance.name, self._watchers_of(instance), instance.rank_grid.stages)
+            self._transfers.add(instance.name, self._kv_ports.of_ranks(instance), instance.rank_grid.stages)
 
     def follow(self, _before: AppliedDeployment, applied: AppliedDeployment) -> None:
         """Serve another deployment from now on. What is open goes on."""
@@ -250,7 +253,7 @@ class Gateway:
             threads.close()
 
 
-def _tracing(deployment: Deployment, metrics: Metrics) -> Tracing | None:
+def _tracing(deployment: Deployment, metrics: Metrics) -> "OtelTracing | None":
     """What makes traces, where there is a collector for them. Raises TraceHeadersError and ModuleNotFoundError."""
     collector = collector_of(deployment.gateway.tracing)
     if collector is None:

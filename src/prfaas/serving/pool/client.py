@@ -19,38 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from prfaas.core.pool.geometry import PageIdentity, PoolGeometry
+from prfaas.serving.pool import protocol
 from prfaas.serving.pool.arena import Arena, ArenaError, map_arena
 from prfaas.serving.pool.page_table import PageState
-from prfaas.serving.pool.protocol import (
-    LENGTH_BYTES,
-    MOST_MESSAGE_BYTES,
-    PROTOCOL_VERSION,
-    Abort,
-    Answer,
-    Clear,
-    Commit,
-    Discard,
-    Done,
-    Figures,
-    Goodbye,
-    Match,
-    Matched,
-    MatchedPages,
-    Opened,
-    OpenSession,
-    PageRef,
-    PoolMatch,
-    Refused,
-    Request,
-    Reserve,
-    Reserved,
-    SessionKind,
-    Stats,
-    Unpin,
-    Verify,
-    packed,
-    page_refs,
-)
 
 logger = logging.getLogger(__name__)
 
@@ -63,10 +34,10 @@ _TOOL_TIMEOUT_S = 600.0
 _MOST_KEPT_ENDS = 100_000
 
 
-A = TypeVar("A", Opened, Matched, Reserved, Figures, Done)
+A = TypeVar("A", protocol.Opened, protocol.Matched, protocol.Reserved, protocol.Figures, protocol.Done)
 
 _ENCODER = msgspec.msgpack.Encoder()
-_DECODER = msgspec.msgpack.Decoder(Answer)
+_DECODER = msgspec.msgpack.Decoder(protocol.Answer)
 
 
 class Unavailable(Exception):
@@ -84,7 +55,7 @@ def has_hung_up(connection: socket.socket, timeout_s: float) -> bool:
 
 
 def exchange(
-    connection: socket.socket, message: Request, expected: type[A], timeout_s: float
+    connection: socket.socket, message: protocol.Request, expected: type[A], timeout_s: float
 ) -> tuple[A, list[int]]:
     """Send a request and receive its answer, and the file descriptors that come with it.
 
@@ -96,14 +67,14 @@ def exchange(
     descriptors: list[int] = []
     try:
         connection.settimeout(timeout_s)
-        connection.sendall(len(body).to_bytes(LENGTH_BYTES, "little") + body)
-        head, descriptors, _, _ = socket.recv_fds(connection, LENGTH_BYTES, 1)
-        head += _receive(connection, LENGTH_BYTES - len(head), deadline_s) if head else b""
+        connection.sendall(len(body).to_bytes(protocol.LENGTH_BYTES, "little") + body)
+        head, descriptors, _, _ = socket.recv_fds(connection, protocol.LENGTH_BYTES, 1)
+        head += _receive(connection, protocol.LENGTH_BYTES - len(head), deadline_s) if head else b""
         length = int.from_bytes(head, "little")
-        if not 0 < length <= MOST_MESSAGE_BYTES:
+        if not 0 < length <= protocol.MOST_MESSAGE_BYTES:
             raise Unavailable("the daemon is gone" if not head else "its answer is garbage")
         answer = _DECODER.decode(_receive(connection, length, deadline_s))
-        if isinstance(answer, Refused):
+        if isinstance(answer, protocol.Refused):
             raise Unavailable(answer.reason)
         if not isinstance(answer, expected):
             raise Unavailable("it answers something else than was asked")
@@ -153,7 +124,7 @@ class PoolClient:
     def __init__(
         self,
         path: Path,
-        kind: SessionKind,
+        kind: protocol.SessionKind,
         geometry: PoolGeometry | None,
         rank: int = 0,
         timeout_s: float = 2.0,
@@ -171,7 +142,7 @@ class PoolClient:
             engine_id: the same in all processes of an engine, another in every engine of the process group.
         """
         self._path = path
-        self._kind: SessionKind = kind
+        self._kind: protocol.SessionKind = kind
         self._geometry = geometry
         self._rank = rank
         self._timeout_s = timeout_s
@@ -225,12 +196,12 @@ class PoolClient:
             self._closed = True
             if self._socket is not None:
                 with contextlib.suppress(Unavailable):
-                    self._ask(Goodbye(), Done)
+                    self._ask(protocol.Goodbye(), protocol.Done)
             self._disconnect()
 
     def match(
         self, chain: bytes, start_tokens: int, limit_tokens: int, *, whole: bool, tenant: bytes, pin: bool
-    ) -> PoolMatch | None:
+    ) -> protocol.PoolMatch | None:
         """Look up a prompt in the pool. None if it cannot answer.
 
         Args:
@@ -241,17 +212,17 @@ class PoolClient:
             tenant: of the request, 8 bytes.
             pin: keep the pages that a load needs in memory until `unpin`, reading them from SSD if need be.
         """
-        question = Match(chain, start_tokens, limit_tokens, whole=whole, tenant=tenant, pin=pin)
+        question = protocol.Match(chain, start_tokens, limit_tokens, whole=whole, tenant=tenant, pin=pin)
         with self._lock:
-            answer = self._request(question, Matched)
+            answer = self._request(question, protocol.Matched)
             epoch = self._epoch
         if answer is None:
             return None
         pages = tuple(
-            MatchedPages(group, first, page_refs(slots, offsets))
+            protocol.MatchedPages(group, first, protocol.page_refs(slots, offsets))
             for group, first, slots, offsets in answer.pages
         )
-        return PoolMatch(
+        return protocol.PoolMatch(
             pin=answer.pin,
             usable_tokens=answer.usable_tokens,
             attention_tokens=answer.attention_tokens,
@@ -263,62 +234,63 @@ class PoolClient:
     def unpin(self, pin: int) -> None:
         """Release the pages of a match."""
         with self._lock:
-            self._request(Unpin(pin), Done)
+            self._request(protocol.Unpin(pin), protocol.Done)
 
     def reserve(
         self, tenant: bytes, pages: Sequence[tuple[bytes, PageIdentity | None]]
-    ) -> list[PageRef | None] | None:
+    ) -> list[protocol.PageRef | None] | None:
         """Reserve room for pages. None entries: already there, being written, or no room. None: no answer."""
         page_ids = b"".join([page_id for page_id, _ in pages])
+        question = protocol.Reserve(tenant, page_ids, [identity for _, identity in pages])
         with self._lock:
-            answer = self._request(Reserve(tenant, page_ids, [identity for _, identity in pages]), Reserved)
+            answer = self._request(question, protocol.Reserved)
         if answer is None:
             return None
-        return [ref if ref.slot >= 0 else None for ref in page_refs(answer.slots, answer.offsets)]
+        return [ref if ref.slot >= 0 else None for ref in protocol.page_refs(answer.slots, answer.offsets)]
 
-    def commit(self, pages: Sequence[tuple[PageRef, int]]) -> None:
+    def commit(self, pages: Sequence[tuple[protocol.PageRef, int]]) -> None:
         """Report this rank's written shares with their xxh3_64; sent later if the daemon cannot be reached."""
         self._end({ref.slot: checksum for ref, checksum in pages})
 
-    def abort(self, pages: Sequence[PageRef]) -> None:
+    def abort(self, pages: Sequence[protocol.PageRef]) -> None:
         """Report that this rank will not write its shares; from a scheduler: that no rank will."""
         self._end({ref.slot: None for ref in pages})
 
     def discard(self, page_ids: Sequence[bytes]) -> None:
         """Drop superseded pages, if they are unused and were never hit."""
         with self._lock:
-            self._request(Discard(b"".join(page_ids)), Done)
+            self._request(protocol.Discard(b"".join(page_ids)), protocol.Done)
 
     def stats(self) -> dict[str, Any] | None:
         """Figures of the pool's content and work. None if it cannot answer."""
-        return self._figures(Stats(), self._timeout_s)
+        return self._figures(protocol.Stats(), self._timeout_s)
 
     def clear(self) -> dict[str, Any] | None:
         """Drop every unused page. Returns their number; None if the pool cannot answer."""
-        return self._figures(Clear(), _TOOL_TIMEOUT_S)
+        return self._figures(protocol.Clear(), _TOOL_TIMEOUT_S)
 
     def verify(self) -> dict[str, Any] | None:
         """Compare every page's bytes with its checksums, and drop wrong pages. None if the pool cannot answer."""
-        return self._figures(Verify(), _TOOL_TIMEOUT_S)
+        return self._figures(protocol.Verify(), _TOOL_TIMEOUT_S)
 
     def page_state(self, slot: int) -> PageState:
         """State of a page that a match or reservation gave; FREE once the slot has another use."""
         arena = self._arena
         return PageState.FREE if arena is None else arena.table.state(slot)
 
-    def page_states(self, pages: Sequence[PageRef]) -> npt.NDArray[np.uint8]:
+    def page_states(self, pages: Sequence[protocol.PageRef]) -> npt.NDArray[np.uint8]:
         """States of several pages, as numbers: see `page_state`."""
         arena = self._arena
         if arena is None:
             return np.full(len(pages), PageState.FREE, np.uint8)
         return arena.table.states([page.slot for page in pages])
 
-    def must_verify(self, pages: Sequence[PageRef]) -> bool:
+    def must_verify(self, pages: Sequence[protocol.PageRef]) -> bool:
         """True if this reader must verify any of these pages (`checksum_to_verify`)."""
         arena = self._arena
         return arena is not None and arena.table.must_verify([page.slot for page in pages])
 
-    def intact(self, epoch: int, pages: Sequence[PageRef]) -> bool:
+    def intact(self, epoch: int, pages: Sequence[protocol.PageRef]) -> bool:
         """True if pages that were copied out have been readable ever since the match of that epoch."""
         arena = self._arena
         return (
@@ -364,17 +336,23 @@ class PoolClient:
         committed = {slot: checksum for slot, checksum in self._ends.items() if checksum is not None}
         aborted = [slot for slot, checksum in self._ends.items() if checksum is None]
         if committed:
-            self._ask(Commit(packed(list(committed)), packed(list(committed.values()), "Q")), Done)
+            slots, checksums = (
+                protocol.packed(list(committed)),
+                protocol.packed(list(committed.values()), "Q"),
+            )
+            self._ask(protocol.Commit(slots, checksums), protocol.Done)
         if aborted:
-            self._ask(Abort(packed(aborted)), Done)
+            self._ask(protocol.Abort(protocol.packed(aborted)), protocol.Done)
         self._ends.clear()
 
-    def _figures(self, message: Request, timeout_s: float) -> dict[str, Any] | None:
+    def _figures(self, message: protocol.Request, timeout_s: float) -> dict[str, Any] | None:
         with self._lock:
-            answer = self._request(message, Figures, timeout_s)
+            answer = self._request(message, protocol.Figures, timeout_s)
         return None if answer is None else dict(answer.figures)
 
-    def _request(self, message: Request, expected: type[A], timeout_s: float | None = None) -> A | None:
+    def _request(
+        self, message: protocol.Request, expected: type[A], timeout_s: float | None = None
+    ) -> A | None:
         if self._socket is None:
             return None
         try:
@@ -383,7 +361,7 @@ class PoolClient:
             self._lost(error)
             return None
 
-    def _ask(self, message: Request, expected: type[A], timeout_s: float | None = None) -> A:
+    def _ask(self, message: protocol.Request, expected: type[A], timeout_s: float | None = None) -> A:
         assert self._socket is not None
         return exchange(self._socket, message, expected, timeout_s or self._timeout_s)[0]
 
@@ -401,8 +379,10 @@ class PoolClient:
             connection.connect(str(self._path))
             geometry = None if self._geometry is None else self._geometry.encode()
             engine = hashlib.blake2b(self._engine_id.encode(), digest_size=8).digest()
-            opening = OpenSession(PROTOCOL_VERSION, self._kind, self._rank, engine, geometry)
-            answer, descriptors = exchange(connection, opening, Opened, self._timeout_s)
+            opening = protocol.OpenSession(
+                protocol.PROTOCOL_VERSION, self._kind, self._rank, engine, geometry
+            )
+            answer, descriptors = exchange(connection, opening, protocol.Opened, self._timeout_s)
             if answer.has_arena:
                 self._arena = map_arena(descriptors[0])
                 self._pages = np.frombuffer(self._arena.view, np.uint8)

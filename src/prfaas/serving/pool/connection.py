@@ -13,33 +13,8 @@ import msgspec
 
 from prfaas.core.pool.geometry import PageIdentity
 from prfaas.core.pool.keys import KEY_BYTES
+from prfaas.serving.pool import protocol
 from prfaas.serving.pool.processes import PeerProcess
-from prfaas.serving.pool.protocol import (
-    LENGTH_BYTES,
-    MOST_MESSAGE_BYTES,
-    PROTOCOL_VERSION,
-    Abort,
-    Answer,
-    Clear,
-    Commit,
-    Discard,
-    Done,
-    Figures,
-    Goodbye,
-    Match,
-    Matched,
-    Opened,
-    OpenSession,
-    Refused,
-    Request,
-    Reserve,
-    Reserved,
-    Stats,
-    Unpin,
-    Verify,
-    packed,
-    unpacked,
-)
 from prfaas.serving.pool.store import PageStore, StoreSession
 
 logger = logging.getLogger(__name__)
@@ -47,14 +22,14 @@ logger = logging.getLogger(__name__)
 _READ_BYTES = 1 << 18
 _PAGE_ID_BYTES = KEY_BYTES + 1
 _ENCODER = msgspec.msgpack.Encoder()
-_DECODER = msgspec.msgpack.Decoder(Request)
+_DECODER = msgspec.msgpack.Decoder(protocol.Request)
 
 
 class PoolHost(Protocol):
     """The daemon as its connections see it."""
 
     async def opened(
-        self, message: OpenSession, process: PeerProcess
+        self, message: protocol.OpenSession, process: PeerProcess
     ) -> tuple[PageStore | None, StoreSession | None]:
         """Open a session.
 
@@ -68,10 +43,10 @@ class PoolHost(Protocol):
     def used(self) -> None:
         """Schedule the store's deferred work."""
 
-    def figures(self) -> Figures:
+    def figures(self) -> protocol.Figures:
         """Figures of the pool."""
 
-    async def verified(self) -> Figures:
+    async def verified(self) -> protocol.Figures:
         """Verify every page."""
 
 
@@ -135,15 +110,17 @@ class PoolConnection:
 
     def _answer_all(self) -> None:
         """Answer every complete request, as long as the answers can be sent; then read on."""
-        while not (self._closed or self._task or self._unsent) and len(self._received) >= LENGTH_BYTES:
-            length = int.from_bytes(self._received[:LENGTH_BYTES], "little")
-            if not 0 < length <= MOST_MESSAGE_BYTES:
+        while (
+            not (self._closed or self._task or self._unsent) and len(self._received) >= protocol.LENGTH_BYTES
+        ):
+            length = int.from_bytes(self._received[: protocol.LENGTH_BYTES], "little")
+            if not 0 < length <= protocol.MOST_MESSAGE_BYTES:
                 self._refuse(f"a message of {length} bytes is none of the pool's")
                 return
-            end = LENGTH_BYTES + length
+            end = protocol.LENGTH_BYTES + length
             if len(self._received) < end:
                 break
-            body = bytes(self._received[LENGTH_BYTES:end])
+            body = bytes(self._received[protocol.LENGTH_BYTES : end])
             del self._received[:end]
             self._answer(body)
         if not (self._reads or self._closed or self._task or self._unsent):
@@ -153,17 +130,17 @@ class PoolConnection:
     def _answer(self, body: bytes) -> None:
         try:
             request = _DECODER.decode(body)
-            if isinstance(request, OpenSession):
+            if isinstance(request, protocol.OpenSession):
                 self._later(self._open(request))
             elif not self._opened:
                 raise ValueError("the first message opens the session")
-            elif isinstance(request, Verify):
+            elif isinstance(request, protocol.Verify):
                 self._later(self._verify())
-            elif isinstance(request, Goodbye):
+            elif isinstance(request, protocol.Goodbye):
                 self.said_goodbye = True
                 # What the session had is free before the client hears that it is.
                 self._host.closed(self)
-                self._send(Done())
+                self._send(protocol.Done())
                 self.close()
             else:
                 self._send(self._answer_to(request))
@@ -173,15 +150,15 @@ class PoolConnection:
             logger.exception("a request of process %d could not be answered", self.process.pid)
             self.close()
 
-    def _answer_to(self, request: Request) -> Answer:
-        if isinstance(request, Stats):
+    def _answer_to(self, request: protocol.Request) -> protocol.Answer:
+        if isinstance(request, protocol.Stats):
             return self._host.figures()
         store, session = self.store, self.session
         if store is None or session is None:
             raise ValueError("the pool has no pages before the first engine has opened a session")
         self._host.used()
         match request:
-            case Match():
+            case protocol.Match():
                 found = store.match(
                     session,
                     request.chain,
@@ -190,7 +167,7 @@ class PoolConnection:
                     whole=request.whole,
                     pin=request.pin,
                 )
-                return Matched(
+                return protocol.Matched(
                     found.pin,
                     found.usable_tokens,
                     found.attention_tokens,
@@ -199,47 +176,47 @@ class PoolConnection:
                         (
                             group,
                             first,
-                            packed([page.slot for page in pages]),
-                            packed([page.offset for page in pages]),
+                            protocol.packed([page.slot for page in pages]),
+                            protocol.packed([page.offset for page in pages]),
                         )
                         for group, first, pages in found.pages
                     ],
                 )
-            case Reserve():
+            case protocol.Reserve():
                 refs = store.reserve(request.tenant, _pages(request), session)
-                return Reserved(
-                    packed([-1 if ref is None else ref.slot for ref in refs]),
-                    packed([0 if ref is None else ref.offset for ref in refs]),
+                return protocol.Reserved(
+                    protocol.packed([-1 if ref is None else ref.slot for ref in refs]),
+                    protocol.packed([0 if ref is None else ref.offset for ref in refs]),
                 )
-            case Commit():
-                checksums = unpacked(request.checksums, "Q")
-                for slot, checksum in zip(unpacked(request.slots), checksums, strict=True):
+            case protocol.Commit():
+                checksums = protocol.unpacked(request.checksums, "Q")
+                for slot, checksum in zip(protocol.unpacked(request.slots), checksums, strict=True):
                     store.reservations.commit(slot, session.rank, checksum)
-            case Abort():
-                for slot in unpacked(request.slots):
+            case protocol.Abort():
+                for slot in protocol.unpacked(request.slots):
                     if session.kind == "scheduler":
                         store.reservations.abort_all(slot)
                     else:
                         store.reservations.abort(slot, session.rank)
-            case Unpin():
+            case protocol.Unpin():
                 store.unpin_match(session, request.pin)
-            case Discard():
+            case protocol.Discard():
                 store.discard(_page_ids(request.page_ids))
-            case Clear():
-                return Figures({"dropped_pages": store.clear()})
-        return Done()
+            case protocol.Clear():
+                return protocol.Figures({"dropped_pages": store.clear()})
+        return protocol.Done()
 
-    async def _open(self, message: OpenSession) -> None:
+    async def _open(self, message: protocol.OpenSession) -> None:
         if self._opened:
             raise ValueError("the session is open already")
-        if message.version != PROTOCOL_VERSION:
-            raise ValueError(f"the pool speaks version {PROTOCOL_VERSION}, not {message.version}")
+        if message.version != protocol.PROTOCOL_VERSION:
+            raise ValueError(f"the pool speaks version {protocol.PROTOCOL_VERSION}, not {message.version}")
         self.store, self.session = await self._host.opened(message, self.process)
         self._opened = True
         if self.store is None:
-            self._send(Opened(0, False))
+            self._send(protocol.Opened(0, False))
         else:
-            self._send(Opened(self.store.epoch, True), self.store.memory.arena.fileno)
+            self._send(protocol.Opened(self.store.epoch, True), self.store.memory.arena.fileno)
 
     async def _verify(self) -> None:
         self._send(await self._host.verified())
@@ -262,12 +239,12 @@ class PoolConnection:
 
     def _refuse(self, reason: str) -> None:
         if not self._closed:
-            self._send(Refused(reason))
+            self._send(protocol.Refused(reason))
             self.close()
 
-    def _send(self, answer: Answer, descriptor: int | None = None) -> None:
+    def _send(self, answer: protocol.Answer, descriptor: int | None = None) -> None:
         body = _ENCODER.encode(answer)
-        message = len(body).to_bytes(LENGTH_BYTES, "little") + body
+        message = len(body).to_bytes(protocol.LENGTH_BYTES, "little") + body
         try:
             if descriptor is None:
                 sent = self._connection.send(message)
@@ -302,5 +279,5 @@ def _page_ids(page_ids: bytes) -> list[bytes]:
     return [page_ids[at : at + _PAGE_ID_BYTES] for at in range(0, len(page_ids), _PAGE_ID_BYTES)]
 
 
-def _pages(request: Reserve) -> list[tuple[bytes, PageIdentity | None]]:
+def _pages(request: protocol.Reserve) -> list[tuple[bytes, PageIdentity | None]]:
     return list(zip(_page_ids(request.page_ids), request.identities, strict=True))

@@ -5,11 +5,10 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 
-from prfaas.core.deployment import Deployment
 from prfaas.core.units import BITS_PER_BYTE
 from prfaas.serving.running_deployment import RunningDeployment
 from prfaas.serving.tasks import BackgroundTasks
-from prfaas.serving.transport import Observer, Ticket, TlsIdentity, TransferClass, prompt_digest
+from prfaas.serving.transport import Observer, Ticket, TransferClass, prompt_digest
 from prfaas.serving.transport.requests import MAX_COPIED_TOKENS, CopyOrder, CopyResult
 from prfaas.serving.transport.ticket import TransferAttributes
 from prfaas.serving.transport.wire import WireError, read_body
@@ -76,7 +75,7 @@ class PoolCopier:
             now_s=time.time(),
             attributes=TransferAttributes(service=service),
         )
-        order = CopyOrder(ticket.seal(self._key), token_ids, salt, adapter)
+        order = CopyOrder.of(ticket.seal(self._key), token_ids, salt, adapter)
         is_over = False
         try:
             answer = await self._ports[target].request(ticket.transfer_id, order, timeout_s)
@@ -112,28 +111,3 @@ class PoolCopier:
 
         # In the background, since it must also happen when the waiting task is being cancelled.
         self._abandoning.start(abandon())
-
-
-def pool_observers(
-    deployment: Deployment, name: str, key: bytes, tls: TlsIdentity | None
-) -> dict[str, Observer]:
-    """One observer for each pool, which connects when first used.
-
-    Args:
-        deployment: has the pools.
-        name: of the observing side.
-        key: of the deployment, 32 bytes.
-        tls: its identity, for pools with TLS.
-    """
-    return {
-        pool.name: Observer(
-            name=name,
-            key=key,
-            host=pool.host,
-            port=pool.kv_port,
-            peer_name=pool.name,
-            tls=tls if pool.tls else None,
-            silence_s=deployment.transfer.silence_s,
-        )
-        for pool in deployment.pools
-    }

@@ -28,7 +28,7 @@ from prfaas.serving.transport.requests import (
 from prfaas.serving.transport.staging import StagedTransfer
 from prfaas.serving.transport.ticket import Ticket, TicketError, TransferAttributes, prompt_digest
 from prfaas.serving.transport.transfer_table import TransferTable
-from prfaas.serving.transport.wire import TransferPhase, WireError
+from prfaas.serving.transport.wire import TransferPhase, WireError, read_body
 
 logger = logging.getLogger(__name__)
 
@@ -164,9 +164,8 @@ class PrefixCopies:
             raise TicketError(f"{self._name} may get nothing from {ticket.producer}")
         if ticket.transfer_id in self._used_tickets:
             raise TicketError("the ticket was used already")
-        if len(order.token_ids) != ticket.num_tokens or ticket.prompt_digest != prompt_digest(
-            order.token_ids, order.salt, order.adapter
-        ):
+        digest = prompt_digest(order.token_ids, order.salt, order.adapter)
+        if len(order.tokens) != 4 * ticket.num_tokens or ticket.prompt_digest != digest:
             raise TicketError("the ticket is for another prefix")
         store = self._store_of()
         if store is None:
@@ -237,14 +236,14 @@ class PrefixCopies:
             now_s=now_s,
             attributes=TransferAttributes(service=copy.attributes.service),
         )
-        order = PullOrder(
+        order = PullOrder.of(
             ticket.seal(self._key), store.geometry.digest(), tuple(page.page_id for page in pages)
         )
         self._asked.ask(ticket.transfer_id, sum(page.nbytes for page in pages))
         done = False
         try:
             answer = await self._ask(copy.producer, ticket, order)
-            if len(answer.checksums) != len(pages):
+            if len(answer.have) != len(pages):
                 raise CopyFailedError(f"source: {copy.producer} answered for other pages")
             pairs = list(zip(pages, answer.checksums, strict=True))
             batch = _Batch(
@@ -265,7 +264,7 @@ class PrefixCopies:
     async def _ask(self, source: str, ticket: Ticket, order: PullOrder) -> PullAnswer:
         try:
             body = await self._sources[source].request(ticket.transfer_id, order, _ANSWER_S)
-            answer = PullAnswer.from_body(body)
+            answer = read_body(PullAnswer, body)
         except TimeoutError:
             raise CopyFailedError(f"source: {source} did not answer within {_ANSWER_S:g} s") from None
         except (OSError, WireError) as error:

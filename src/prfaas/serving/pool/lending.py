@@ -142,7 +142,7 @@ class PageLender:
         if store is None:
             raise ValueError(f"no engine has connected to {self._name} yet")
         geometry = store.geometry
-        if geometry.digest() != order.geometry:
+        if geometry.digest().hex() != order.geometry:
             raise ValueError(
                 f"the pages of {self._name} and {request.peer} are of different models or layouts"
             )
@@ -176,7 +176,7 @@ class PageLender:
             pages.append(view[ref.offset : ref.offset + store.geometry.group(page_id[-1]).rank_bytes * ranks])
             checksums.append(table.read(row_of(ref.slot)).checksums)
         # 2. The other side learns which pages will come, with their checksums.
-        request.answer(PullAnswer(tuple(checksums)))
+        request.answer(PullAnswer.of(checksums))
         if not pages:
             return
         # 3. They are sent from the arena, and stay pinned until all is acknowledged or the sender has ended.

@@ -15,8 +15,8 @@ from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, Trace
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from prfaas import __version__
-from prfaas.serving.gateway.request_trace import CANCELLED, Attributes
 from prfaas.serving.secret_files import load_headers
+from prfaas.serving.tracing import CANCELLED, Attributes
 from prfaas.serving.tracing.collector import TraceCollector
 from prfaas.serving.tracing.queue import MOST_SPANS, SpanQueue
 
@@ -65,7 +65,14 @@ class OtelTracing:
         self._tracer = provider.get_tracer("prfaas.gateway", __version__)
 
     def begin(self, name: str, received: Mapping[str, str], at_s: float, began_s: float) -> "OtelBegun":
-        """See `Tracing`."""
+        """A request has come.
+
+        Args:
+            name: of its span.
+            received: the client's headers; a well-formed `traceparent` is continued.
+            at_s: Unix time of its arrival.
+            began_s: the same by `time.perf_counter`.
+        """
         before = _propagator.extract(received, Context())
         at_ns = int(at_s * 1e9)
         root = self._tracer.start_span(name, before, SpanKind.SERVER, start_time=at_ns)
@@ -77,22 +84,24 @@ class OtelTracing:
         return OtelBegun(headers, OtelTrace(self._tracer, root, context, at_ns, began_s))
 
     async def close(self) -> None:
-        """See `Tracing`."""
+        """Send what is left, for a short while at most."""
         await asyncio.to_thread(self._queue.close, _CLOSE_S)
 
 
 class OtelBegun:
-    """See `BegunTrace`."""
+    """What becomes of a request's trace at its start."""
 
     __slots__ = ("headers", "trace")
 
     def __init__(self, headers: Mapping[str, str], trace: "OtelTrace | None") -> None:
         self.headers = headers
+        """What engines get: `traceparent`, and `tracestate` if there is one. They say too if it is not traced."""
         self.trace = trace
+        """None: the request is not among those that are traced."""
 
 
 class OtelTrace:
-    """See `RequestSpans`. It belongs to the event loop's thread."""
+    """Spans of one traced request. Times are those of `time.perf_counter`. It belongs to the event loop's thread."""
 
     __slots__ = ("_at_ns", "_began_s", "_context", "_open", "_root", "_tracer", "trace_id")
 
@@ -104,9 +113,10 @@ class OtelTrace:
         self._began_s = began_s
         self._open: list[OtelSpan] = []
         self.trace_id = f"{root.get_span_context().trace_id:032x}"
+        """32 hex digits."""
 
     def open(self, name: str, attributes: Attributes, *, asks_engine: bool = False) -> "OtelSpan":
-        """See `RequestSpans`."""
+        """A span begins now. `asks_engine`: it is a call to one."""
         kind = SpanKind.CLIENT if asks_engine else SpanKind.INTERNAL
         span = self._tracer.start_span(name, self._context, kind, attributes, start_time=self.now_ns())
         opened = OtelSpan(self, span)
@@ -114,20 +124,28 @@ class OtelTrace:
         return opened
 
     def step(self, name: str, begun_s: float, ended_s: float, attributes: Attributes | None = None) -> None:
-        """See `RequestSpans`."""
+        """A span that is over."""
         span = self._tracer.start_span(
             name, self._context, attributes=attributes, start_time=self._ns(begun_s)
         )
         span.end(self._ns(ended_s))
 
     def event(self, name: str, attributes: Attributes | None = None) -> None:
-        """See `RequestSpans`."""
+        """Something has happened now."""
         self._root.add_event(name, attributes, self.now_ns())
 
     def end(
         self, name: str, ended_s: float, attributes: Attributes, error: str | None, *, failed: bool
     ) -> None:
-        """See `RequestSpans`."""
+        """The request is over, and with it every span that is open.
+
+        Args:
+            name: of its span, now that more is known.
+            ended_s: when.
+            attributes: of its span.
+            error: in one word; None: there was none.
+            failed: whether it is this side's.
+        """
         ended_ns = self._ns(ended_s)
         # What is cancelled with the request ends some steps of the loop later.
         for span in self._open:
@@ -149,7 +167,7 @@ class OtelTrace:
 
 
 class OtelSpan:
-    """See `Span`."""
+    """A span that is open."""
 
     __slots__ = ("_has_ended", "_span", "_trace")
 
@@ -160,16 +178,16 @@ class OtelSpan:
 
     @property
     def traceparent(self) -> str:
-        """See `Span`."""
+        """The W3C header by which an engine makes its spans children of this one."""
         return _traceparent(self._span.get_span_context())
 
     def tell(self, attributes: Attributes) -> None:
-        """See `Span`."""
+        """Add attributes."""
         if not self._has_ended:
             self._span.set_attributes(attributes)
 
     def end(self, error: str | None = None) -> None:
-        """See `Span`."""
+        """It ends now, with an error in one word or without. Only the first call counts."""
         self.end_at(self._trace.now_ns(), error)
 
     def end_at(self, ended_ns: int, error: str | None) -> None:

@@ -17,7 +17,8 @@ import socket
 import ssl
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NoReturn
 
 from prfaas.serving.transport.fingerprint import Fingerprint, fingerprint_difference
@@ -82,7 +83,7 @@ class PeerIdentity:
     """New with each start of the client."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClientHello:
     """A client's side of the handshake: its HELLO, and the proofs that follow from it."""
 
@@ -93,36 +94,12 @@ class ClientHello:
     role: str
     session: str
     """New with each start of the client."""
-    nonce: str
+    nonce: str = field(default_factory=partial(secrets.token_hex, NONCE_BYTES))
     """16 random bytes as hex."""
     fingerprint: Fingerprint
     """Compared with the server's."""
     layouts: PeerLayouts[Any] | None = None
     """Exchange of both sides' KV layouts; None: this side keeps to the fingerprint."""
-
-    @classmethod
-    def new(
-        cls,
-        *,
-        key: bytes,
-        name: str,
-        server_name: str,
-        role: str,
-        session: str,
-        fingerprint: Fingerprint,
-        layouts: PeerLayouts[Any] | None = None,
-    ) -> "ClientHello":
-        """A hello with a fresh nonce."""
-        return cls(
-            key=key,
-            name=name,
-            server_name=server_name,
-            role=role,
-            session=session,
-            nonce=secrets.token_hex(NONCE_BYTES),
-            fingerprint=dict(fingerprint),
-            layouts=layouts,
-        )
 
     def body(self) -> dict[str, Any]:
         """The fields of the HELLO frame."""
@@ -301,131 +278,138 @@ async def greet_async(
         raise tls_trouble(error, hello.server_name) from None
 
 
-def welcome(
-    sock: socket.socket,
-    *,
-    key: bytes,
-    name: str,
-    session: str,
-    fingerprint: Fingerprint,
-    producers: Collection[str] | None,
-    layouts: PeerLayouts[Any] | None = None,
-    handshake_s: float = 5.0,
-    tls: TlsIdentity | None = None,
-    plain_peers: Collection[str] = (),
-    admit: Callable[[PeerIdentity], None] = lambda _: None,
-) -> tuple[PeerIdentity, Sealing | None]:
-    """Server side on a blocking socket, which is left with a timeout.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerHandshake:
+    """A server's side of the handshake."""
 
-    Args:
-        sock: a connection that was just accepted.
-        key: of the deployment, 32 bytes.
-        name: this side's.
-        session: this side's, new with each start.
-        fingerprint: what must be equal at both sides.
-        producers: the only names that may send; None: all that have the key.
-        layouts: exchange of both sides' KV layouts; None: producers keep KV as this side does.
-        handshake_s: for all of it, however many bytes the client sends one by one.
-        tls: encrypted connections are taken, with this identity; None: all connections are plain.
-        plain_peers: with `tls`, the only instances whose connections may be plain.
-        admit: called with an authenticated client before WELCOME is sent; if it raises, nothing is sent.
+    key: bytes
+    """Of the deployment, 32 bytes."""
+    name: str
+    session: str = field(default_factory=partial(secrets.token_hex, 8))
+    """New with each start, so that clients can distinguish a lost connection from a restarted server."""
+    fingerprint: Fingerprint
+    """What must be equal at both sides."""
+    layouts: PeerLayouts[Any] | None = None
+    """Exchange of both sides' KV layouts; None: producers keep KV as this side does."""
+    handshake_s: float = 5.0
+    """For all of a handshake, however many bytes the client sends one by one."""
+    tls: TlsIdentity | None = None
+    """Encrypted connections are taken, with this identity; None: all connections are plain."""
 
-    Returns:
-        The client, and the keys that seal all further frames; None on a plain connection.
+    def welcome(
+        self,
+        sock: socket.socket,
+        *,
+        producers: Collection[str] | None,
+        plain_peers: Collection[str] = (),
+        admit: Callable[[PeerIdentity], None] = lambda _: None,
+    ) -> tuple[PeerIdentity, Sealing | None]:
+        """Shake hands on a blocking socket, which is left with a timeout.
 
-    Raises:
-        HandshakeError: the client was refused, by a REJECT with the same reason or by a TLS alert.
-        WireError: it does not speak this protocol.
-        OSError: the connection is broken.
-    """
-    deadline_s = time.monotonic() + handshake_s
-    limit(sock, deadline_s)
-    first = sock.recv(1, socket.MSG_PEEK)
-    if not first:
-        raise ConnectionEnded("connection ended")
-    encrypted = first[0] == HANDSHAKE_RECORD
-    if encrypted and tls is None:
-        receive_record(sock, deadline_s)
-        _reject(sock, f"{name} takes no encrypted connections")
-    certificate: Mapping[str, Any] | None = None
-    stream: ByteStream = sock
-    try:
-        if encrypted and tls is not None:
-            stream = opened = TlsStream(sock, tls.server_context(), server_side=True, deadline_s=deadline_s)
-            certificate = opened.certificate()
-        identity = _examine(stream, key, name, fingerprint, producers, layouts, deadline_s, certificate)
-    except (ssl.SSLError, NotTlsError) as error:
-        drain(sock, deadline_s)
-        raise tls_trouble(error, "the client") from None
-    if not encrypted and tls is not None and identity.name.partition("/")[0] not in plain_peers:
-        _reject(sock, f"{name} takes only encrypted connections from {identity.name}", identity.name)
-    admit(identity)
-    stream.sendall(pack_control(FrameType.WELCOME, body={"name": name, "session": session}))
-    if not encrypted:
-        return identity, None
-    secret = secrets.token_bytes(SECRET_BYTES)
-    stream.sendall(pack_control(FrameType.KEYS, body={"secret": secret.hex()}))
-    return identity, Sealing.of_server(secret)
+        Args:
+            sock: a connection that was just accepted.
+            producers: the only names that may send; None: all that have the key.
+            plain_peers: with `tls`, the only instances whose connections may be plain.
+            admit: called with an authenticated client before WELCOME is sent; if it raises, nothing is sent.
 
+        Returns:
+            The client, and the keys that seal all further frames; None on a plain connection.
 
-def _examine(
-    stream: ByteStream,
-    key: bytes,
-    name: str,
-    fingerprint: Fingerprint,
-    producers: Collection[str] | None,
-    layouts: PeerLayouts[Any] | None,
-    deadline_s: float,
-    certificate: Mapping[str, Any] | None,
-) -> PeerIdentity:
-    """HELLO, CHALLENGE and AUTH, which authenticate the client or reject it. `certificate`: None without TLS."""
-    header, body = _first_frame(stream, deadline_s)
-    if header.kind is not FrameType.HELLO:
-        raise HandshakeError(f"a client began with {header.kind.name} instead of HELLO")
-    if body.get("version") != PROTOCOL_VERSION:
-        said = legible(repr(body.get("version")), 40)
-        _reject(stream, f"{name} speaks protocol version {PROTOCOL_VERSION}, the peer {said}")
-    client, role = text_field(body, "name", 255), text_field(body, "role", 16)
-    client_session, server = text_field(body, "session", 64), text_field(body, "server", 255)
-    if not is_peer_name(client):
-        _reject(stream, f"{legible(repr(client), 80)} is no name of an engine, a gateway or a tool")
-    if not _SESSION.fullmatch(client_session) or not _NONCE.fullmatch(text_field(body, "nonce")):
-        _reject(
-            stream,
-            f"session and nonce of {client} must be letters and digits, the nonce {2 * NONCE_BYTES} of hex",
-        )
-    if server != name:
-        _reject(stream, f"this is {name}, not {legible(server, 80)}")
-    nonce = secrets.token_hex(NONCE_BYTES)
-    answer = {
-        "name": name,
-        "nonce": nonce,
-        "fingerprint": dict(fingerprint),
-        "layout": reported_layout(layouts),
-        "frames": sorted(FrameType),
-    }
-    exchanged = (body, answer)
-    challenge = answer | {"proof": _proof(key, "server", *exchanged).hex()}
-    stream.sendall(pack_control(FrameType.CHALLENGE, body=challenge))
-    header, auth = receive_control(stream, deadline_s, MAX_HANDSHAKE_BYTES)
-    if header.kind is not FrameType.AUTH or not _proved(key, "client", *exchanged, text_field(auth, "proof")):
-        _reject(stream, f"{client} does not have this deployment's key")
-    limit(stream, deadline_s)
-    if certificate is not None and not names_instance(certificate, client):
-        _reject(
-            stream, f"{client} has shown the certificate of {legible(names_of(certificate), 100)}", client
-        )
-    if role not in (ROLE_PRODUCER, ROLE_OBSERVER):
-        said = legible(repr(role))
-        _reject(stream, f"role {said} is neither {ROLE_PRODUCER!r} nor {ROLE_OBSERVER!r}", client)
-    if role == ROLE_PRODUCER:
-        if producers is not None and client not in producers:
-            _reject(stream, f"{name} takes no KV from {client}: it is not among its producers", client)
-        difference = fingerprint_difference(fingerprint, body.get("fingerprint"), name, client)
-        difference = difference or note_layout(layouts, client, body.get("layout"), sends=False)
-        if difference is not None:
-            _reject(stream, difference, client)
-    return PeerIdentity(client, role, client_session)
+        Raises:
+            HandshakeError: the client was refused, by a REJECT with the same reason or by a TLS alert.
+            WireError: it does not speak this protocol.
+            OSError: the connection is broken.
+        """
+        deadline_s = time.monotonic() + self.handshake_s
+        limit(sock, deadline_s)
+        first = sock.recv(1, socket.MSG_PEEK)
+        if not first:
+            raise ConnectionEnded("connection ended")
+        encrypted = first[0] == HANDSHAKE_RECORD
+        if encrypted and self.tls is None:
+            receive_record(sock, deadline_s)
+            _reject(sock, f"{self.name} takes no encrypted connections")
+        certificate: Mapping[str, Any] | None = None
+        stream: ByteStream = sock
+        try:
+            if encrypted and self.tls is not None:
+                context = self.tls.server_context()
+                stream = opened = TlsStream(sock, context, server_side=True, deadline_s=deadline_s)
+                certificate = opened.certificate()
+            identity = self._examine(stream, producers, deadline_s, certificate)
+        except (ssl.SSLError, NotTlsError) as error:
+            drain(sock, deadline_s)
+            raise tls_trouble(error, "the client") from None
+        if not encrypted and self.tls is not None and identity.name.partition("/")[0] not in plain_peers:
+            sentence = f"{self.name} takes only encrypted connections from {identity.name}"
+            _reject(sock, sentence, identity.name)
+        admit(identity)
+        stream.sendall(pack_control(FrameType.WELCOME, body={"name": self.name, "session": self.session}))
+        if not encrypted:
+            return identity, None
+        secret = secrets.token_bytes(SECRET_BYTES)
+        stream.sendall(pack_control(FrameType.KEYS, body={"secret": secret.hex()}))
+        return identity, Sealing.of_server(secret)
+
+    def _examine(
+        self,
+        stream: ByteStream,
+        producers: Collection[str] | None,
+        deadline_s: float,
+        certificate: Mapping[str, Any] | None,
+    ) -> PeerIdentity:
+        """HELLO, CHALLENGE and AUTH, which authenticate the client or reject it. `certificate`: None without TLS."""
+        header, body = _first_frame(stream, deadline_s)
+        if header.kind is not FrameType.HELLO:
+            raise HandshakeError(f"a client began with {header.kind.name} instead of HELLO")
+        if body.get("version") != PROTOCOL_VERSION:
+            said = legible(repr(body.get("version")), 40)
+            _reject(stream, f"{self.name} speaks protocol version {PROTOCOL_VERSION}, the peer {said}")
+        client, role = text_field(body, "name", 255), text_field(body, "role", 16)
+        client_session, server = text_field(body, "session", 64), text_field(body, "server", 255)
+        if not is_peer_name(client):
+            _reject(stream, f"{legible(repr(client), 80)} is no name of an engine, a gateway or a tool")
+        if not _SESSION.fullmatch(client_session) or not _NONCE.fullmatch(text_field(body, "nonce")):
+            _reject(
+                stream,
+                f"session and nonce of {client} must be letters and digits, the nonce {2 * NONCE_BYTES} of hex",
+            )
+        if server != self.name:
+            _reject(stream, f"this is {self.name}, not {legible(server, 80)}")
+        nonce = secrets.token_hex(NONCE_BYTES)
+        answer = {
+            "name": self.name,
+            "nonce": nonce,
+            "fingerprint": dict(self.fingerprint),
+            "layout": reported_layout(self.layouts),
+            "frames": sorted(FrameType),
+        }
+        exchanged = (body, answer)
+        challenge = answer | {"proof": _proof(self.key, "server", *exchanged).hex()}
+        stream.sendall(pack_control(FrameType.CHALLENGE, body=challenge))
+        header, auth = receive_control(stream, deadline_s, MAX_HANDSHAKE_BYTES)
+        if header.kind is not FrameType.AUTH or not _proved(
+            self.key, "client", *exchanged, text_field(auth, "proof")
+        ):
+            _reject(stream, f"{client} does not have this deployment's key")
+        limit(stream, deadline_s)
+        if certificate is not None and not names_instance(certificate, client):
+            _reject(
+                stream, f"{client} has shown the certificate of {legible(names_of(certificate), 100)}", client
+            )
+        if role not in (ROLE_PRODUCER, ROLE_OBSERVER):
+            said = legible(repr(role))
+            _reject(stream, f"role {said} is neither {ROLE_PRODUCER!r} nor {ROLE_OBSERVER!r}", client)
+        if role == ROLE_PRODUCER:
+            if producers is not None and client not in producers:
+                _reject(
+                    stream, f"{self.name} takes no KV from {client}: it is not among its producers", client
+                )
+            difference = fingerprint_difference(self.fingerprint, body.get("fingerprint"), self.name, client)
+            difference = difference or note_layout(self.layouts, client, body.get("layout"), sends=False)
+            if difference is not None:
+                _reject(stream, difference, client)
+        return PeerIdentity(client, role, client_session)
 
 
 def _first_frame(stream: ByteStream, deadline_s: float) -> tuple[Header, dict[str, Any]]:

@@ -5,7 +5,7 @@ import contextlib
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from prfaas.serving.own_process import on_time_timeout
@@ -14,12 +14,11 @@ from prfaas.serving.transport.handshake import ROLE_OBSERVER, ClientHello, greet
 from prfaas.serving.transport.liveness import Liveness, LookClock, heartbeat_period_s, path_timeout_s
 from prfaas.serving.transport.pacing import PaceOrder, ProbeOrder
 from prfaas.serving.transport.peer_list import PeerList
-from prfaas.serving.transport.requests import CopyOrder, FollowOrder, PullOrder
+from prfaas.serving.transport.requests import PoolOrder
 from prfaas.serving.transport.sealing import Sealing, read_frame
 from prfaas.serving.transport.sockets import HandshakeError, expedite, keep_alive, read_tcp_info
 from prfaas.serving.transport.tls_identity import TlsIdentity
 from prfaas.serving.transport.wire import (
-    MAX_PROBE_BYTES,
     FrameType,
     TransferStatus,
     WireError,
@@ -175,21 +174,15 @@ class Observer:
         if self._writer is None or self._writer.is_closing():
             raise ConnectionError(f"connection to {self.peer_name} is lost")
 
-    async def pace(self, order: PaceOrder) -> None:
-        """Set what the engine's sender may send; there is no answer.
+    async def order(self, order: PaceOrder | ProbeOrder | PeerList) -> None:
+        """Have the rank keep paces, send filler, or take other peers. There is no answer.
 
         Raises:
             ConnectionError: the receiver is gone.
         """
-        await self._order(FrameType.PACE, body_of(order))
-
-    async def send_peer_list(self, peer_list: PeerList) -> None:
-        """Replace the peers of the rank. There is no answer; `stats` shows the list in use.
-
-        Raises:
-            ConnectionError: the receiver is gone.
-        """
-        await self._order(FrameType.ROSTER, peer_list.to_body())
+        await self.connect()
+        body = order.to_body() if isinstance(order, PeerList) else body_of(order)
+        self._send(pack_control(order.kind, body=body))
 
     async def stats(self) -> dict[str, Any]:
         """The receiver's `stats()`.
@@ -207,17 +200,7 @@ class Observer:
         """
         return await self._ask_stats({"of": "links"})
 
-    async def probe(self, link: str, nbytes: int) -> None:
-        """Have the engine's sender send `nbytes` of filler on a link; there is no answer.
-
-        Raises:
-            ConnectionError: the receiver is gone.
-        """
-        await self._order(FrameType.PROBE, body_of(ProbeOrder(link, min(nbytes, MAX_PROBE_BYTES))))
-
-    async def request(
-        self, transfer_id: bytes, order: CopyOrder | PullOrder | FollowOrder, timeout_s: float
-    ) -> dict[str, Any]:
+    async def request(self, transfer_id: bytes, order: PoolOrder, timeout_s: float) -> dict[str, Any]:
         """Ask a pool for a copy or for pages, or any holder for its events; the body of the answer.
 
         Raises:
@@ -234,14 +217,10 @@ class Observer:
             future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
             self._requests[transfer_id] = future
             try:
-                self._send(pack_control(order.kind, transfer_id, order.to_body()))
+                self._send(pack_control(order.kind, transfer_id, body_of(order)))
                 return await future
             finally:
                 self._requests.pop(transfer_id, None)
-
-    async def _order(self, kind: FrameType, body: Mapping[str, Any]) -> None:
-        await self.connect()
-        self._send(pack_control(kind, body=body))
 
     async def _ask_stats(self, body: dict[str, Any]) -> dict[str, Any]:
         await self.connect()
@@ -310,7 +289,7 @@ class Observer:
         return reader
 
     def _hello(self) -> ClientHello:
-        return ClientHello.new(
+        return ClientHello(
             key=self._key,
             name=self.name,
             server_name=self.peer_name,

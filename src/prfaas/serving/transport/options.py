@@ -4,22 +4,28 @@ The defaults fit datacenters up to about 100 ms apart.
 """
 
 from dataclasses import dataclass, field
+from typing import Annotated
+
+import msgspec
 
 from prfaas.core.deployment import TransferLimits
+from prfaas.serving.transport.wire import MAX_LINK_CHARS
+
+PeerName = Annotated[str, msgspec.Meta(max_length=255)]
+_Rate = Annotated[float, msgspec.Meta(le=1 << 50)]
 
 
-@dataclass(frozen=True, slots=True)
-class Peer:
-    """A consumer that a producer may send to."""
+class Peer(msgspec.Struct, frozen=True, rename={"bandwidth_bits_per_s": "bits_per_s"}):
+    """A consumer that a producer may send to; also as a ROSTER frame has it."""
 
-    name: str
-    host: str
+    name: PeerName
+    host: PeerName
     port: int
-    link: str
+    link: Annotated[str, msgspec.Meta(max_length=MAX_LINK_CHARS)]
     """The bandwidth budget that the connections to this peer share with others of the same link."""
     connections: int
     """Parallel TCP connections, 1 to 64."""
-    bandwidth_bits_per_s: float | None
+    bandwidth_bits_per_s: _Rate | None = None
     """Goodput of the whole link; None: not paced."""
     on_demand: bool = False
     """Connected by the first transfer instead of ahead of time."""
@@ -27,7 +33,7 @@ class Peer:
     """Its connections are encrypted, and never fall back; the sender must have a TLS identity."""
     compressed: bool = False
     """Its chunks are compressed where that saves more link time than it costs CPU time."""
-    share_bits_per_s: float | None = None
+    share_bits_per_s: _Rate | None = None
     """This sender's share of the link without orders of a control plane; None: all of it."""
 
     def __post_init__(self) -> None:

@@ -3,12 +3,12 @@
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Annotated, Protocol
+from typing import Annotated, ClassVar, Protocol
 
 import msgspec
 
 from prfaas.core.units import BITS_PER_BYTE
-from prfaas.serving.transport.wire import MAX_LINK_CHARS, MAX_PROBE_BYTES
+from prfaas.serving.transport.wire import MAX_LINK_CHARS, MAX_PROBE_BYTES, FrameType
 
 MAX_PACED_LINKS = 256
 MAX_PACE_BITS_PER_S = 1 << 50
@@ -26,6 +26,8 @@ _Pace = Annotated[int, msgspec.Meta(ge=1, le=MAX_PACE_BITS_PER_S)]
 class PaceOrder(msgspec.Struct, frozen=True, rename={"bits_per_s": "links"}):
     """A control plane's order to a sender, the fields of a PACE frame: its paces on links, and how long they hold."""
 
+    kind: ClassVar[FrameType] = FrameType.PACE
+
     bits_per_s: Annotated[dict[_LinkName, _Pace], msgspec.Meta(max_length=MAX_PACED_LINKS)]
     """Goodput by the link's name; a link that is not named keeps its pace."""
     hold_ms: Annotated[int, msgspec.Meta(ge=0, le=60_000)]
@@ -34,6 +36,8 @@ class PaceOrder(msgspec.Struct, frozen=True, rename={"bits_per_s": "links"}):
 
 class ProbeOrder(msgspec.Struct, frozen=True, rename={"nbytes": "bytes"}):
     """A control plane's order to send filler on a link, to measure what it carries: the fields of a PROBE frame."""
+
+    kind: ClassVar[FrameType] = FrameType.PROBE
 
     link: _LinkName
     nbytes: Annotated[int, msgspec.Meta(ge=0, le=MAX_PROBE_BYTES)]

@@ -4,48 +4,33 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Self
 
 import msgspec
 
 from prfaas.core.deployment import Deployment, Instance
 from prfaas.core.deployment.types import KvPeer
-from prfaas.serving.transport.options import Peer
-from prfaas.serving.transport.wire import MAX_LINK_CHARS, WireError, body_of, read_body
+from prfaas.serving.transport.options import Peer, PeerName
+from prfaas.serving.transport.wire import FrameType, WireError, body_of, read_body
 
 MAX_LISTED_PEERS = 4096
 _DIGEST_BYTES = 8
-_Name = Annotated[str, msgspec.Meta(max_length=255)]
-_Rate = Annotated[int, msgspec.Meta(ge=1, le=1 << 50)]
-_Names = Annotated[tuple[_Name, ...], msgspec.Meta(max_length=MAX_LISTED_PEERS)]
-
-
-class ListedPeer(msgspec.Struct, frozen=True, kw_only=True):
-    """A `Peer` as a ROSTER frame has it."""
-
-    name: _Name
-    host: _Name
-    port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
-    link: Annotated[str, msgspec.Meta(max_length=MAX_LINK_CHARS)]
-    connections: Annotated[int, msgspec.Meta(ge=1, le=64)]
-    bits_per_s: _Rate | None = None
-    share_bits_per_s: _Rate | None = None
-    on_demand: bool = False
-    encrypted: bool = False
-    compressed: bool = False
+_Names = Annotated[tuple[PeerName, ...], msgspec.Meta(max_length=MAX_LISTED_PEERS)]
 
 
 class ListedPeers(msgspec.Struct, frozen=True):
     """The fields of a ROSTER frame."""
 
-    peers: Annotated[tuple[ListedPeer, ...], msgspec.Meta(max_length=MAX_LISTED_PEERS)]
+    peers: Annotated[tuple[Peer, ...], msgspec.Meta(max_length=MAX_LISTED_PEERS)]
     producers: _Names
     plain: _Names
 
 
 @dataclass(frozen=True, slots=True)
 class PeerList:
-    """Peers of one rank, by their names on the wire."""
+    """Peers of one rank, by their names on the wire. What a ROSTER frame orders."""
+
+    kind: ClassVar[FrameType] = FrameType.ROSTER
 
     peers: Mapping[str, Peer] = field(default_factory=dict)
     """The only peers that it may send to."""
@@ -62,7 +47,7 @@ class PeerList:
 
     def to_body(self) -> dict[str, Any]:
         """The fields of a ROSTER frame."""
-        listed = tuple(_listed(peer) for _, peer in sorted(self.peers.items()))
+        listed = tuple(_rounded(peer) for _, peer in sorted(self.peers.items()))
         return body_of(ListedPeers(listed, tuple(sorted(self.producers)), tuple(sorted(self.plain))))
 
     @classmethod
@@ -73,7 +58,7 @@ class PeerList:
             WireError: a field is missing or absurd, or a peer is named twice.
         """
         listed = read_body(ListedPeers, body)
-        found = {each.name: _peer(each) for each in listed.peers}
+        found = {each.name: each for each in listed.peers}
         if len(found) < len(listed.peers):
             raise WireError("field 'peers' names one twice")
         return cls(found, frozenset(listed.producers), frozenset(listed.plain))
@@ -121,13 +106,10 @@ def _whole(bits_per_s: float | None) -> int | None:
     return None if bits_per_s is None else max(round(bits_per_s), 1)
 
 
-def _listed(peer: Peer) -> ListedPeer:
-    fields = asdict(peer)
-    for name in ("bandwidth_bits_per_s", "share_bits_per_s"):
-        fields[name] = _whole(fields[name])
-    return ListedPeer(bits_per_s=fields.pop("bandwidth_bits_per_s"), **fields)
-
-
-def _peer(listed: ListedPeer) -> Peer:
-    fields = msgspec.structs.asdict(listed)
-    return Peer(bandwidth_bits_per_s=fields.pop("bits_per_s"), **fields)
+def _rounded(peer: Peer) -> Peer:
+    """With whole rates, as frames and digests have them."""
+    return msgspec.structs.replace(
+        peer,
+        bandwidth_bits_per_s=_whole(peer.bandwidth_bits_per_s),
+        share_bits_per_s=_whole(peer.share_bits_per_s),
+    )

@@ -3,17 +3,18 @@
 import contextlib
 import errno
 import logging
-import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from prfaas import __version__
+from prfaas.core.link.samples import NOTHING_ARRIVED, ArrivalReport
 from prfaas.serving.logs import PEER
 from prfaas.serving.transport.fingerprint import Fingerprint
-from prfaas.serving.transport.handshake import ROLE_PRODUCER, PeerIdentity, welcome
+from prfaas.serving.transport.handshake import ROLE_PRODUCER, PeerIdentity, ServerHandshake
 from prfaas.serving.transport.liveness import LONGEST_LOOK_S, LookClock
 from prfaas.serving.transport.options import ReceiverOptions
 from prfaas.serving.transport.pacing import PaceOrder, ProbeOrder
@@ -39,49 +40,27 @@ _NO_RESOURCES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _RESOURCES_WAIT_S = 0.1
 
 
-_NOTHING_ARRIVED: dict[str, Any] = {
-    "bytes_total": 0,
-    "segments_total": 0,
-    "mss_bytes": 0,
-    "unread_bytes": 0,
-    "rtt_s": 0.0,
-    "connections": 0,
-}
-
-
 class ArrivalSums:
     """Sums of arrived bytes by producer, including connections that have ended. Not thread-safe."""
 
     def __init__(self) -> None:
-        # Bytes and segments.
-        self._of_ended: dict[str, tuple[int, int]] = {}
+        self._of_ended: dict[str, ArrivalReport] = {}
 
     def end(self, connection: ReceiverConnection) -> None:
         """Keep what has arrived over a connection that has ended; once for each."""
-        name = _producer(connection)
-        if name is not None:
-            arrived = connection.arrived()
-            nbytes, segments = self._of_ended.get(name, (0, 0))
-            self._of_ended[name] = (nbytes + arrived.bytes_received, segments + arrived.segments)
+        _add(self._of_ended, _producer(connection), connection.arrived().ended)
 
     def with_open(self, connections: Iterable[ReceiverConnection]) -> dict[str, dict[str, Any]]:
-        """The fields of `ArrivalSample` but the time, by producer, with what has come over open connections."""
-        found = {
-            name: _NOTHING_ARRIVED | {"bytes_total": nbytes, "segments_total": segments}
-            for name, (nbytes, segments) in self._of_ended.items()
-        }
+        """The fields of `ArrivalReport`, by producer, with what has come over open connections."""
+        found = dict(self._of_ended)
         for connection in connections:
-            name = _producer(connection)
-            if name is not None:
-                arrived = connection.arrived()
-                sums = found.setdefault(name, dict(_NOTHING_ARRIVED))
-                sums["bytes_total"] += arrived.bytes_received
-                sums["segments_total"] += arrived.segments
-                sums["mss_bytes"] = max(sums["mss_bytes"], arrived.mss_bytes)
-                sums["unread_bytes"] += arrived.unread_bytes
-                sums["rtt_s"] = max(sums["rtt_s"], arrived.rtt_s)
-                sums["connections"] += 1
-        return found
+            _add(found, _producer(connection), connection.arrived())
+        return {name: asdict(report) for name, report in found.items()}
+
+
+def _add(sums: dict[str, ArrivalReport], name: str | None, report: ArrivalReport) -> None:
+    if name is not None:
+        sums[name] = sums.get(name, NOTHING_ARRIVED) + report
 
 
 def _producer(connection: ReceiverConnection) -> str | None:
@@ -111,11 +90,9 @@ class Receiver:
         layout: TransferLayout,
         fingerprint: Fingerprint,
         options: ReceiverOptions | None = None,
-        producers: Collection[str] | None = None,
         peer_list: PeerList | None = None,
         sender: Sender | None = None,
         tls: TlsIdentity | None = None,
-        plain_peers: Collection[str] = (),
         on_request: Callable[[PeerRequest], None] = refuse_request,
         more_stats: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
@@ -131,29 +108,28 @@ class Receiver:
                 that it has asked for.
             fingerprint: the KV layout, compared field by field with each producer's.
             options: deadlines and limits.
-            producers: the only names that may send; None: those of `peer_list`, or all that have the key.
-            peer_list: this rank's peers until the control plane sends another list.
+            peer_list: this rank's peers until the control plane sends another list; None: all that have the key.
             sender: read and steered by observers; None: there is none.
             tls: takes encrypted connections too; None: all connections are plain.
-            plain_peers: with `tls`, the only instances (of producers and observers) whose connections may be plain.
             on_request: called with an observer's request to a pool; in the connection's thread.
             more_stats: further fields of `stats`; called in the connection's thread.
         """
         self.name = name
-        self._key = key
         self._address = (host, port)
-        # New with each start, so that observers can distinguish a lost connection from a restarted receiver.
-        self._session = secrets.token_hex(8)
-        self._fingerprint = dict(fingerprint)
-        self._layouts = layout if isinstance(layout, PeerLayouts) else None
         self._options = options or ReceiverOptions()
-        allowed = peer_list.producers if producers is None and peer_list is not None else producers
-        self._producers = None if allowed is None else frozenset(allowed)
-        self._plain_peers = frozenset(plain_peers) if peer_list is None else peer_list.plain
+        self._handshake = ServerHandshake(
+            key=key,
+            name=name,
+            fingerprint=dict(fingerprint),
+            layouts=layout if isinstance(layout, PeerLayouts) else None,
+            handshake_s=self._options.handshake_s,
+            tls=tls,
+        )
+        self._producers = None if peer_list is None else peer_list.producers
+        self._plain_peers: frozenset[str] = frozenset() if peer_list is None else peer_list.plain
         digest = "" if peer_list is None else peer_list.digest
         self._peer_list_state: dict[str, Any] = {"digest": digest, "told": False, "trouble": ""}
         self._sender = sender
-        self._tls = tls
         self._on_request = on_request
         self._more_stats = more_stats
         self.transfers = TransferTable(name=name, key=key, arena=arena, layout=layout, options=self._options)
@@ -238,7 +214,7 @@ class Receiver:
     def telemetry(self) -> dict[str, Any]:
         """State of the links, small enough for one packet: arrivals, and the sender's telemetry.
 
-        `{"arrivals": {producer: fields of ArrivalSample but the time}, "sender": Sender.telemetry()}`
+        `{"arrivals": {producer: fields of ArrivalReport}, "sender": Sender.telemetry()}`
         """
         with self._lock:
             arrivals = self._arrival_sums.with_open(self._connections)
@@ -312,18 +288,8 @@ class Receiver:
             with contextlib.suppress(OSError):
                 self._unauthenticated.know(str(sock.getpeername()[0]))
 
-        identity, sealing = welcome(
-            sock,
-            key=self._key,
-            name=self.name,
-            session=self._session,
-            fingerprint=self._fingerprint,
-            producers=self._producers,
-            layouts=self._layouts,
-            handshake_s=options.handshake_s,
-            tls=self._tls,
-            plain_peers=self._plain_peers,
-            admit=admit,
+        identity, sealing = self._handshake.welcome(
+            sock, producers=self._producers, plain_peers=self._plain_peers, admit=admit
         )
         sock.settimeout(None)
         return identity, sealing

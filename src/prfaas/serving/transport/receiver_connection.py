@@ -16,6 +16,7 @@ from typing import Annotated, Any, Protocol, TypeAlias
 
 import msgspec
 
+from prfaas.core.link.samples import NOTHING_ARRIVED, ArrivalReport
 from prfaas.serving.transport.compression import PREFIX_BYTES, decompress, decompressed_bytes
 from prfaas.serving.transport.handshake import ROLE_PRODUCER, PeerIdentity
 from prfaas.serving.transport.incoming import ProducerSession
@@ -24,10 +25,9 @@ from prfaas.serving.transport.options import ReceiverOptions
 from prfaas.serving.transport.pacing import PaceOrder, ProbeOrder
 from prfaas.serving.transport.peer_list import PeerList
 from prfaas.serving.transport.permissions import permitted_frames
-from prfaas.serving.transport.requests import REQUESTS, PeerRequest
+from prfaas.serving.transport.requests import ORDERS, PeerRequest
 from prfaas.serving.transport.sealing import SEALED_HEADER_BYTES, TAG_BYTES, ForgedFrameError, Sealing
 from prfaas.serving.transport.sockets import (
-    Arrived,
     BulkReader,
     ConnectionEnded,
     HandshakeError,
@@ -80,7 +80,7 @@ class ConnectionHost(Protocol):
     def shake_hands(
         self, connection: "ReceiverConnection", sock: socket.socket
     ) -> tuple[PeerIdentity, Sealing | None]:
-        """Authenticate the peer; raises as `handshake.welcome`."""
+        """Authenticate the peer; raises as `ServerHandshake.welcome`."""
 
     def handshake_failed(self, sentence: str, peer: str) -> None:
         """Note why a handshake failed; `peer`: its name, if it had proved that."""
@@ -110,7 +110,7 @@ class ReceiverConnection:
         options: ReceiverOptions,
     ) -> None:
         self._sock = sock
-        self._arrived = Arrived()
+        self._arrived = NOTHING_ARRIVED
         self._table = table
         self._host = host
         self._options = options
@@ -179,7 +179,7 @@ class ReceiverConnection:
         """Make the connection's thread end."""
         shut(self._sock)
 
-    def arrived(self) -> Arrived:
+    def arrived(self) -> ArrivalReport:
         """The kernel's counters of received bytes; after the end of the connection, the last ones."""
         with contextlib.suppress(OSError):
             self._arrived = read_arrived(self._sock)
@@ -320,8 +320,9 @@ class ReceiverConnection:
             return PeerList.from_body(body)
         if header.kind is FrameType.PROBE:
             return read_body(ProbeOrder, body)
-        if header.kind in REQUESTS:
-            return PeerRequest.from_body(header.kind, sent_by, header.transfer_id, body, self.post)
+        if header.kind in ORDERS:
+            order = read_body(ORDERS[header.kind], body)
+            return PeerRequest(sent_by, header.transfer_id, order, self.post)
         return None
 
     def _take_heartbeat(self, header: Header) -> None:

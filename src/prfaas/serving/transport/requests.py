@@ -2,10 +2,10 @@
 
 import sys
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, ClassVar, Self
 
 import msgspec
 
@@ -16,7 +16,6 @@ from prfaas.serving.transport.wire import (
     WireError,
     body_of,
     pack_control,
-    read_body,
 )
 
 PAGE_ID_BYTES = 17
@@ -35,54 +34,45 @@ _REASONS = frozenset(
 _CHECKSUM_BYTES = 8
 MAX_FOLLOWED_BATCHES = 4096
 _MAX_RANKS = 64
-_Text = Annotated[str, msgspec.Meta(max_length=4096)]
+_MOST_TEXT_CHARS = 4096
+_Text = Annotated[str, msgspec.Meta(max_length=_MOST_TEXT_CHARS)]
 _Name = Annotated[str, msgspec.Meta(max_length=1024)]
 
 
-class CopyFields(msgspec.Struct):
-    """The fields of a COPY frame."""
+class CopyOrder(msgspec.Struct, frozen=True):
+    """Order to get the pages of a prefix from another pool, the fields of a COPY frame.
 
-    ticket: _Text
-    tokens: Annotated[bytes, msgspec.Meta(max_length=4 * MAX_COPIED_TOKENS)]
-    """4 bytes for each, little-endian."""
-    salt: _Name
-    adapter: _Name
-
-
-@dataclass(frozen=True, slots=True)
-class CopyOrder:
-    """Get the pages of a prefix from another pool. The ticket names that pool as producer, this one as consumer."""
+    The ticket names that pool as producer, this one as consumer.
+    """
 
     kind: ClassVar[FrameType] = FrameType.COPY
 
-    ticket: str
+    ticket: _Text
     """Sealed."""
-    token_ids: Sequence[int]
-    """The prefix; the ticket has its digest."""
-    salt: str
-    adapter: str
+    tokens: Annotated[bytes, msgspec.Meta(max_length=4 * MAX_COPIED_TOKENS)]
+    """The prefix, of which the ticket has the digest: 4 bytes for each token, little-endian."""
+    salt: _Name
+    adapter: _Name
 
-    def to_body(self) -> dict[str, Any]:
-        """The fields of a COPY frame."""
-        ids = array("I", self.token_ids)
-        if sys.byteorder == "big":
-            ids.byteswap()
-        return body_of(CopyFields(self.ticket, ids.tobytes(), self.salt, self.adapter))
+    def __post_init__(self) -> None:
+        if len(self.tokens) % 4:
+            raise WireError("field 'tokens' must have 4 bytes for each token")
 
     @classmethod
-    def from_body(cls, body: Mapping[str, Any]) -> Self:
-        """Read the fields of a COPY frame.
+    def of(cls, ticket: str, token_ids: Sequence[int], salt: str, adapter: str) -> Self:
+        """The order for a prefix of these tokens."""
+        return cls(ticket, _little_endian(array("I", token_ids)).tobytes(), salt, adapter)
 
-        Raises:
-            WireError: a field is missing or absurd.
-        """
-        told = read_body(CopyFields, body)
-        if len(told.tokens) % 4:
-            raise WireError("field 'tokens' must have 4 bytes for each token")
-        ids = array("I", told.tokens)
-        if sys.byteorder == "big":
-            ids.byteswap()
-        return cls(told.ticket, ids, told.salt, told.adapter)
+    @property
+    def token_ids(self) -> "array[int]":
+        """The prefix."""
+        return _little_endian(array("I", self.tokens))
+
+
+def _little_endian(ids: "array[int]") -> "array[int]":
+    if sys.byteorder == "big":
+        ids.byteswap()
+    return ids
 
 
 class CopyResult(msgspec.Struct, frozen=True, rename={"copied_bytes": "bytes", "usable_tokens": "tokens"}):
@@ -107,98 +97,68 @@ class CopyResult(msgspec.Struct, frozen=True, rename={"copied_bytes": "bytes", "
             return "done"
         return self.word if self.word in _REASONS else "failed"
 
-    def to_body(self) -> dict[str, Any]:
-        """The fields of a COPIED frame."""
-        return body_of(msgspec.structs.replace(self, reason=self.reason[:4096]))
 
-
-class PullFields(msgspec.Struct):
-    """The fields of a PULL frame."""
-
-    ticket: _Text
-    geometry: Annotated[str, msgspec.Meta(pattern=r"\A([0-9a-f]{2}){0,64}\Z")]
-    pages: Annotated[bytes, msgspec.Meta(min_length=1, max_length=PAGE_ID_BYTES * MAX_PULLED_PAGES)]
-    """Their ids, one after the other."""
-
-
-@dataclass(frozen=True, slots=True)
-class PullOrder:
-    """Send those of these pages that you have, in one transfer. The ticket is that transfer's."""
+class PullOrder(msgspec.Struct, frozen=True):
+    """Order to send those of these pages that are there, in one transfer: the fields of a PULL frame."""
 
     kind: ClassVar[FrameType] = FrameType.PULL
 
-    ticket: str
-    """Sealed."""
-    geometry: bytes
-    """Digest of what the asking pool's pages look like."""
-    page_ids: tuple[bytes, ...]
+    ticket: _Text
+    """Of that transfer, sealed."""
+    geometry: Annotated[str, msgspec.Meta(pattern=r"\A([0-9a-f]{2}){0,64}\Z")]
+    """Digest of what the asking pool's pages look like, in hex."""
+    pages: Annotated[bytes, msgspec.Meta(min_length=1, max_length=PAGE_ID_BYTES * MAX_PULLED_PAGES)]
+    """Their ids, one after the other."""
 
-    def to_body(self) -> dict[str, Any]:
-        """The fields of a PULL frame."""
-        return body_of(PullFields(self.ticket, self.geometry.hex(), b"".join(self.page_ids)))
+    def __post_init__(self) -> None:
+        if len(self.pages) % PAGE_ID_BYTES:
+            raise WireError(f"field 'pages' must have {PAGE_ID_BYTES} bytes for each page")
+        if len(set(self.page_ids)) < len(self.page_ids):
+            raise WireError("field 'pages' names a page twice")
 
     @classmethod
-    def from_body(cls, body: Mapping[str, Any]) -> Self:
-        """Read the fields of a PULL frame.
+    def of(cls, ticket: str, geometry: bytes, page_ids: Sequence[bytes]) -> Self:
+        """The order for these pages."""
+        return cls(ticket, geometry.hex(), b"".join(page_ids))
 
-        Raises:
-            WireError: a field is missing or absurd.
-        """
-        told = read_body(PullFields, body)
-        if len(told.pages) % PAGE_ID_BYTES:
-            raise WireError(f"field 'pages' must have {PAGE_ID_BYTES} bytes for each page")
-        starts = range(0, len(told.pages), PAGE_ID_BYTES)
-        pages = tuple(told.pages[at : at + PAGE_ID_BYTES] for at in starts)
-        if len(set(pages)) < len(pages):
-            raise WireError("field 'pages' names a page twice")
-        return cls(told.ticket, bytes.fromhex(told.geometry), pages)
+    @property
+    def page_ids(self) -> tuple[bytes, ...]:
+        """The pages' ids."""
+        starts = range(0, len(self.pages), PAGE_ID_BYTES)
+        return tuple(self.pages[at : at + PAGE_ID_BYTES] for at in starts)
 
 
-class PulledFields(msgspec.Struct):
-    """The fields of a PULLED frame."""
+class PullAnswer(msgspec.Struct, frozen=True, rename={"packed": "checksums"}):
+    """Which of the pages will come, in the order in which they were asked for: the fields of a PULLED frame."""
 
     reason: _Text
+    """Why the whole request is refused, else empty."""
     have: Annotated[str, msgspec.Meta(pattern=r"\A[01]*\Z", max_length=MAX_PULLED_PAGES)]
     """A digit for each page that was asked for: 1 if it will come."""
     ranks: Annotated[int, msgspec.Meta(ge=0, le=_MAX_RANKS)]
-    checksums: Annotated[bytes, msgspec.Meta(max_length=MAX_PULLED_PAGES * _MAX_RANKS * _CHECKSUM_BYTES)]
+    packed: Annotated[bytes, msgspec.Meta(max_length=MAX_PULLED_PAGES * _MAX_RANKS * _CHECKSUM_BYTES)]
     """Of each page that will come, one of each rank."""
 
-
-@dataclass(frozen=True, slots=True)
-class PullAnswer:
-    """Which of the pages will come, in the order in which they were asked for, one after the other."""
-
-    checksums: tuple[tuple[int, ...] | None, ...]
-    """For each page that was asked for: xxh3_64 of each rank's share; None: it will not come."""
-    reason: str = ""
-    """Why the whole request is refused, else empty."""
-
-    def to_body(self) -> dict[str, Any]:
-        """The fields of a PULLED frame."""
-        coming = [each for each in self.checksums if each is not None]
-        have = "".join("0" if each is None else "1" for each in self.checksums)
-        packed = b"".join(sum_.to_bytes(_CHECKSUM_BYTES, "little") for each in coming for sum_ in each)
-        ranks = max(map(len, coming), default=0)
-        return body_of(PulledFields(self.reason[:4096], have, ranks, packed))
+    def __post_init__(self) -> None:
+        if "1" in self.have and not self.ranks:
+            raise WireError("field 'ranks' must not be 0")
+        if len(self.packed) != self.have.count("1") * self.ranks * _CHECKSUM_BYTES:
+            raise WireError("field 'checksums' must have one for each rank of each page that comes")
 
     @classmethod
-    def from_body(cls, body: Mapping[str, Any]) -> Self:
-        """Read the fields of a PULLED frame.
+    def of(cls, checksums: Sequence[tuple[int, ...] | None], reason: str = "") -> Self:
+        """The answer with these `checksums`."""
+        coming = [each for each in checksums if each is not None]
+        have = "".join("0" if each is None else "1" for each in checksums)
+        packed = b"".join(sum_.to_bytes(_CHECKSUM_BYTES, "little") for each in coming for sum_ in each)
+        return cls(reason, have, max(map(len, coming), default=0), packed)
 
-        Raises:
-            WireError: a field is missing or absurd.
-        """
-        told = read_body(PulledFields, body)
-        if "1" in told.have and not told.ranks:
-            raise WireError("field 'ranks' must not be 0")
-        page_bytes = told.ranks * _CHECKSUM_BYTES
-        if len(told.checksums) != told.have.count("1") * page_bytes:
-            raise WireError("field 'checksums' must have one for each rank of each page that comes")
-        at = range(0, len(told.checksums), _CHECKSUM_BYTES)
-        sums = iter([int.from_bytes(told.checksums[i : i + _CHECKSUM_BYTES], "little") for i in at])
-        pages = (tuple(islice(sums, told.ranks)) if digit == "1" else None for digit in told.have)
-        return cls(tuple(pages), told.reason)
+    @property
+    def checksums(self) -> tuple[tuple[int, ...] | None, ...]:
+        """For each page that was asked for: xxh3_64 of each rank's share; None: it will not come."""
+        at = range(0, len(self.packed), _CHECKSUM_BYTES)
+        sums = iter([int.from_bytes(self.packed[i : i + _CHECKSUM_BYTES], "little") for i in at])
+        return tuple(tuple(islice(sums, self.ranks)) if digit == "1" else None for digit in self.have)
 
 
 _Session = Annotated[str, msgspec.Meta(max_length=64)]
@@ -214,10 +174,6 @@ class FollowOrder(msgspec.Struct, frozen=True):
     """Of the events so far; empty at first."""
     first: _Number
     """Number of the first batch that is asked for."""
-
-    def to_body(self) -> dict[str, Any]:
-        """The fields of a FOLLOW frame."""
-        return body_of(self)
 
 
 class FollowedEvents(msgspec.Struct, frozen=True):
@@ -235,13 +191,10 @@ class FollowedEvents(msgspec.Struct, frozen=True):
     reason: _Text = ""
     """Why the session began."""
 
-    def to_body(self) -> dict[str, Any]:
-        """The fields of an EVENTS frame."""
-        return body_of(self)
 
-
-REQUESTS = (FrameType.COPY, FrameType.PULL, FrameType.FOLLOW)
-
+PoolOrder = CopyOrder | PullOrder | FollowOrder
+ORDERS: dict[FrameType, type[PoolOrder]] = {each.kind: each for each in (CopyOrder, PullOrder, FollowOrder)}
+"""What a frame of a kind orders."""
 
 _ANSWERS = {
     FrameType.COPY: FrameType.COPIED,
@@ -258,36 +211,13 @@ class PeerRequest:
     """Authenticated name of the sender."""
     transfer_id: bytes
     """Of the frame: the answer repeats it."""
-    order: CopyOrder | PullOrder | FollowOrder
+    order: PoolOrder
     post: Callable[[bytes], None]
-
-    @classmethod
-    def from_body(
-        cls,
-        kind: FrameType,
-        peer: str,
-        transfer_id: bytes,
-        body: Mapping[str, Any],
-        post: Callable[[bytes], None],
-    ) -> Self:
-        """Read a frame of one of the kinds in `REQUESTS`.
-
-        Raises:
-            WireError: a field is missing or absurd.
-        """
-        order: CopyOrder | PullOrder | FollowOrder
-        if kind is FrameType.COPY:
-            order = CopyOrder.from_body(body)
-        elif kind is FrameType.PULL:
-            order = PullOrder.from_body(body)
-        else:
-            order = read_body(FollowOrder, body)
-        return cls(peer, transfer_id, order, post)
 
     def answer(self, answer: CopyResult | PullAnswer | FollowedEvents) -> None:
         """Send the answer, without waiting; thread-safe."""
-        kind = _ANSWERS[self.order.kind]
-        self.post(pack_control(kind, self.transfer_id, answer.to_body()))
+        told = msgspec.structs.replace(answer, reason=answer.reason[:_MOST_TEXT_CHARS])
+        self.post(pack_control(_ANSWERS[self.order.kind], self.transfer_id, body_of(told)))
 
     def refuse(self, reason: str) -> None:
         """Answer that nothing will be done; thread-safe."""
@@ -296,7 +226,7 @@ class PeerRequest:
         elif isinstance(self.order, FollowOrder):
             self.answer(FollowedEvents("", 0, reason=reason))
         else:
-            self.answer(PullAnswer((), reason))
+            self.answer(PullAnswer.of((), reason))
 
 
 def refuse_request(request: PeerRequest) -> None:

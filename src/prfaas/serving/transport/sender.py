@@ -9,6 +9,8 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from prfaas.core.link.send_order import order_of_checkpoint
 from prfaas.serving.transport.fingerprint import Fingerprint
 from prfaas.serving.transport.handshake import ROLE_PRODUCER, ClientHello
@@ -311,7 +313,7 @@ class Sender:
                 connection.start()
 
     def _hello(self, peer_name: str) -> ClientHello:
-        return ClientHello.new(
+        return ClientHello(
             key=self._key,
             name=self.name,
             server_name=peer_name,
@@ -369,7 +371,7 @@ class Sender:
 
 def _is_same_way(before: Peer, after: Peer) -> bool:
     """True if the connections to a peer can stay."""
-    return before == replace(
+    return before == msgspec.structs.replace(
         after,
         bandwidth_bits_per_s=before.bandwidth_bits_per_s,
         share_bits_per_s=before.share_bits_per_s,

@@ -16,22 +16,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from prfaas.core.link.samples import ArrivalReport
 from prfaas.serving.transport.wire import HEADER_BYTES, Header, WireError, parse_control, unpack_header
 
 _TCP_INFO_BYTES = 232
 # Offsets into struct tcp_info: the layout only ever grows at its end.
 _U32 = struct.Struct("=I")
 _U64 = struct.Struct("=Q")
-_APP_LIMITED, _UNACKED, _RTT, _RCV_RTT, _TOTAL_RETRANS, _BYTES_ACKED, _BYTES_RECEIVED = (
-    7,
-    24,
-    68,
-    92,
-    100,
-    120,
-    128,
-)
-_NOTSENT, _MIN_RTT, _DELIVERY_RATE, _BUSY, _RWND_LIMITED, _SNDBUF_LIMITED = 144, 148, 160, 168, 176, 184
+_UNACKED, _RTT, _RCV_RTT, _TOTAL_RETRANS, _BYTES_ACKED, _BYTES_RECEIVED = 24, 68, 92, 100, 120, 128
+_NOTSENT, _MIN_RTT, _DELIVERY_RATE, _BUSY, _RWND_LIMITED = 144, 148, 160, 168, 176
 _RCV_MSS, _DATA_SEGS_IN, _BYTES_SENT, _BYTES_RETRANS = 20, 152, 200, 208
 # The kernel's value for a least round trip that it has not seen yet.
 _NO_RTT = 0xFFFFFFFF
@@ -64,32 +57,12 @@ class TcpInfo:
     """Round-trip time as the receiving end sees it, from the timestamps of what arrives."""
     receiver_limited_s: float
     """Part of `busy_s` in which the peer's receive window was shut."""
-    buffer_limited_s: float
-    """Part of `busy_s` in which this side's send buffer was too small."""
     sent_bytes: int
     """Since the connection was made, those sent again included."""
     resent_bytes: int
-    app_limited: bool
-    """`delivery_bits_per_s` was measured while there was too little to send: the path may carry more."""
 
 
-@dataclass(frozen=True, slots=True)
-class Arrived:
-    """The kernel's counters of received data on one connection."""
-
-    bytes_received: int = 0
-    """In order, since the connection was made."""
-    segments: int = 0
-    """Data segments that came, also out of order or twice."""
-    mss_bytes: int = 0
-    """Payload of a full one."""
-    unread_bytes: int = 0
-    """Of these, what this process has not read yet."""
-    rtt_s: float = 0.0
-    """Of what arrives; 0: unknown."""
-
-
-def read_arrived(sock: socket.socket) -> Arrived:
+def read_arrived(sock: socket.socket) -> ArrivalReport:
     """The kernel's present numbers.
 
     Raises:
@@ -97,12 +70,12 @@ def read_arrived(sock: socket.socket) -> Arrived:
     """
     info = read_tcp_info(sock)
     unread = fcntl.ioctl(sock.fileno(), termios.FIONREAD, bytes(4))
-    return Arrived(
-        info.bytes_received,
-        info.data_segments_in,
-        info.receive_mss,
-        int.from_bytes(unread, sys.byteorder),
-        info.receive_rtt_s,
+    return ArrivalReport(
+        bytes_total=info.bytes_received,
+        segments_total=info.data_segments_in,
+        mss_bytes=info.receive_mss,
+        unread_bytes=int.from_bytes(unread, sys.byteorder),
+        rtt_s=info.receive_rtt_s,
     )
 
 
@@ -135,11 +108,8 @@ def read_tcp_info(sock: socket.socket) -> TcpInfo:
         least_rtt_s=0.0 if u32(_MIN_RTT) == _NO_RTT else u32(_MIN_RTT) / 1e6,
         receive_rtt_s=u32(_RCV_RTT) / 1e6,
         receiver_limited_s=u64(_RWND_LIMITED) / 1e6,
-        buffer_limited_s=u64(_SNDBUF_LIMITED) / 1e6,
         sent_bytes=u64(_BYTES_SENT),
         resent_bytes=u64(_BYTES_RETRANS),
-        # The lowest bit of the byte: struct tcp_info packs it with tcpi_fastopen_client_fail.
-        app_limited=bool(raw[_APP_LIMITED] & 1),
     )
 
 

@@ -30,6 +30,7 @@ from prfaas.serving.engines.vllm.state_layout import state_parts
 from prfaas.serving.engines.vllm.stats import ConnectorStats
 from prfaas.serving.engines.vllm.wire_layout import WireLayout, wire_layouts
 from prfaas.serving.transport.options import Peer, ReceiverOptions, SenderOptions
+from prfaas.serving.transport.peer_list import PeerList
 from prfaas.serving.transport.receiver import Receiver
 from prfaas.serving.transport.region_layout import PeerLayouts
 from prfaas.serving.transport.sender import Sender
@@ -458,7 +459,9 @@ def ranked_pair(
                 arena=arena,
                 layout=wires["home"][rank],
                 fingerprint={},
-                producers=[f"east/{each}" for each in theirs.grid.paired(rank, ours.grid)],
+                peer_list=PeerList(
+                    producers=frozenset([f"east/{each}" for each in theirs.grid.paired(rank, ours.grid)])
+                ),
                 options=ReceiverOptions(
                     limits=TransferLimits(resume_s=0.3), uncounted_regions=int(page_digests)
                 ),

@@ -20,6 +20,7 @@ from prfaas.serving.engines.vllm.producer import KvProducer
 from prfaas.serving.engines.vllm.stats import ConnectorStats
 from prfaas.serving.engines.vllm.wire_layout import wire_layouts
 from prfaas.serving.transport.options import Peer, ReceiverOptions, SenderOptions
+from prfaas.serving.transport.peer_list import PeerList
 from prfaas.serving.transport.receiver import Receiver
 from prfaas.serving.transport.sender import Sender
 from prfaas.serving.transport.staging import StagingArena
@@ -131,7 +132,7 @@ def make_ends(
         arena=arena,
         layout=home_wires,
         fingerprint={"layers": 6},
-        producers=["east/0"],
+        peer_list=PeerList(producers=frozenset(["east/0"])),
         options=ReceiverOptions(limits=TransferLimits(resume_s=0.3), uncounted_regions=int(page_digests)),
     )
     receiver.start()

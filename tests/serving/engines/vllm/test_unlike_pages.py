@@ -21,6 +21,7 @@ from prfaas.serving.engines.vllm.stats import ConnectorStats
 from prfaas.serving.engines.vllm.wire_layout import WireLayout, wire_layouts
 from prfaas.serving.transport import region_layout
 from prfaas.serving.transport.options import Peer, ReceiverOptions, SenderOptions
+from prfaas.serving.transport.peer_list import PeerList
 from prfaas.serving.transport.receiver import Receiver
 from prfaas.serving.transport.region_layout import PeerLayouts
 from prfaas.serving.transport.sender import Sender
@@ -233,7 +234,7 @@ def pair_of(
         arena=arena,
         layout=wires["home"],
         fingerprint={},
-        producers=["east/0"],
+        peer_list=PeerList(producers=frozenset(["east/0"])),
         options=ReceiverOptions(limits=TransferLimits(resume_s=0.3), uncounted_regions=int(page_digests)),
     )
     receiver.start()

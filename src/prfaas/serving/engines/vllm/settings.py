@@ -1,9 +1,11 @@
 """The settings of one engine's connector, as its command line gives them."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from msgspec import structs
 
 from prfaas.core.deployment import EngineConfig, EventsEndpoint, PoolSettings, TransferLimits
 from prfaas.core.kv.rank_shares import RankGrid
@@ -63,7 +65,7 @@ class ConnectorSettings:
             return ranks.paired(rank, RankGrid(tensor, stages))
 
         peers = [
-            replace(peer, name=ranked(name, other), port=peer.port + other)
+            structs.replace(peer, name=ranked(name, other), port=peer.port + other)
             for name, peer in self.peers.items()
             for other in paired(name)
         ]

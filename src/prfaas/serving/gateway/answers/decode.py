@@ -24,7 +24,7 @@ from prfaas.serving.gateway.http_pool import EngineResponse
 from prfaas.serving.gateway.prompts.continuing import can_resume
 from prfaas.serving.gateway.prompts.prompt import DirectPrompt
 from prfaas.serving.gateway.prompts.request import ServingRequest
-from prfaas.serving.gateway.request_trace import Attributes, engine_call
+from prfaas.serving.gateway.request_trace import engine_call
 from prfaas.serving.gateway.ways.kv_transfer import TRANSFER_FAILED
 from prfaas.serving.gateway.ways.preparing import PrefillOrchestrator
 from prfaas.serving.gateway.ways.ready_requests import (
@@ -33,6 +33,7 @@ from prfaas.serving.gateway.ways.ready_requests import (
     PullingRequest,
     ReadyRequest,
 )
+from prfaas.serving.tracing import Attributes
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +116,7 @@ class Decoder:
                 self._plane.waits.decoding(
                     ready.decode, ready.own_prefill_tokens, ready.own_reused_tokens, answers=request.answers
                 ),
-                engine_call(request.record.trace, "decode", request.headers, told) as call,
+                engine_call(request.record.trace, request.headers, told) as call,
             ):
                 arrived: DecidedRequest | None = None
                 if isinstance(ready, PullingRequest):

@@ -8,7 +8,6 @@ import logging
 import random
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import orjson
 
@@ -27,6 +26,8 @@ _TOP_LOGPROBS = 5
 _TIMEOUT_S = 600.0
 # A client's request at the same engine ends a shadow within this time.
 _YIELD_S = 0.05
+# How much likelier the plain path's token may be than the client's: two bf16 steps at a logit of 16 to 32.
+_TIE_NATS = 0.25
 # These change which token is the likeliest, and the plain path is asked without.
 _CHANGING_LOGITS = (
     "logit_bias",
@@ -38,34 +39,11 @@ _CHANGING_LOGITS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class ShadowOptions:
-    """What counts as equal."""
-
-    tie_nats: float = 0.25
-    """How much likelier the plain path's token may be than the client's: two bf16 steps at a logit of 16 to 32."""
-
-
-@dataclass(frozen=True, slots=True)
-class GivenAnswer:
-    """What a client was told."""
-
-    request_id: str
-    model: str
-    prompt_ids: Sequence[int]
-    token_ids: Sequence[int]
-    prefill: str
-    decode: str
-
-
 class Shadow:
     """Compares answers with the plain path's, one at a time, on engines that have nothing else to do."""
 
-    def __init__(
-        self, options: ShadowOptions, context: GatewayContext, *, draw: random.Random | None = None
-    ) -> None:
+    def __init__(self, context: GatewayContext, *, draw: random.Random | None = None) -> None:
         """`draw`: decides who is compared."""
-        self._options = options
         self._context = context
         self._plane = context.plane
         self._client = context.client
@@ -87,15 +65,9 @@ class Shadow:
         if not token_ids or engine is None or not isinstance(ready, DecidedRequest):
             self._count("skipped")
             return
-        given = GivenAnswer(
-            request_id=request.record.request_id,
-            model=request.model,
-            prompt_ids=ready.prompt.token_ids,
-            token_ids=token_ids,
-            prefill=ready.decision.prefill,
-            decode=ready.decode,
+        self._running = asyncio.create_task(
+            self._compare(request, ready, token_ids, engine), name="prfaas-shadow"
         )
-        self._running = asyncio.create_task(self._compare(given, engine), name="prfaas-shadow")
 
     async def close(self) -> None:
         """End the comparison under way."""
@@ -103,15 +75,17 @@ class Shadow:
             self._running.cancel()
             await asyncio.gather(self._running, return_exceptions=True)
 
-    async def _compare(self, given: GivenAnswer, engine: str) -> None:
-        asked = asyncio.create_task(self._plain_answer(given, engine))
+    async def _compare(
+        self, request: ServingRequest, ready: DecidedRequest, token_ids: Sequence[int], engine: str
+    ) -> None:
+        asked = asyncio.create_task(self._plain_answer(request, ready, len(token_ids), engine))
         try:
             while not asked.done():
                 await asyncio.wait((asked,), timeout=_YIELD_S)
                 if not asked.done() and self._plane.cluster_state.is_used(engine):
                     self._count("yielded")
                     return
-            outcome = compared(given.token_ids, asked.result(), self._options.tie_nats)
+            outcome = compared(token_ids, asked.result(), _TIE_NATS)
         except (EngineCallError, KeyError, IndexError, TypeError, ValueError) as error:
             logger.info("a shadow request at %s failed: %s", engine, type(error).__name__)
             outcome = "failed"
@@ -122,17 +96,19 @@ class Shadow:
         if outcome == "mismatch":
             logger.error(
                 "request %s, prefilled by %s and decoded by %s, has another answer than %s gives by itself",
-                given.request_id,
-                given.prefill,
-                given.decode,
+                request.record.request_id,
+                ready.decision.prefill,
+                ready.decode,
                 engine,
             )
 
-    async def _plain_answer(self, given: GivenAnswer, engine: str) -> Json:
+    async def _plain_answer(
+        self, request: ServingRequest, ready: DecidedRequest, num_tokens: int, engine: str
+    ) -> Json:
         body = {
-            "model": given.model,
-            "prompt": given.prompt_ids,
-            "max_tokens": len(given.token_ids),
+            "model": request.model,
+            "prompt": ready.prompt.token_ids,
+            "max_tokens": num_tokens,
             "temperature": 0,
             # What ended the client's answer is its last token, and what would have is in its place.
             "ignore_eos": True,
@@ -167,7 +143,7 @@ def compared(token_ids: Sequence[int], choice: Json, tie_nats: float) -> str:
     Args:
         token_ids: the client's.
         choice: the plain path's, with its logprobs, in which tokens are named by their ids.
-        tie_nats: as in `ShadowOptions`.
+        tie_nats: how much likelier the plain path's token may be than the client's.
 
     Returns:
         "match"; "tie": where they part, the plain path found the client's token almost as likely as its own;

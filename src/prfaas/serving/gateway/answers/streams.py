@@ -90,24 +90,6 @@ class EventStream:
     Nothing is parsed: a relayed piece costs microseconds. Only an engine's own failure is held back.
     """
 
-    __slots__ = (
-        "_cut",
-        "_dialect",
-        "_ends",
-        "_error_mark",
-        "_held",
-        "_ids",
-        "_instance",
-        "_is_ending",
-        "_is_preface",
-        "_partial",
-        "_passes_parts",
-        "_response",
-        "ended",
-        "failure",
-        "refused_status",
-    )
-
     def __init__(
         self,
         response: EngineResponse,

@@ -5,7 +5,8 @@ import hmac
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+
+from multidict import MultiMapping
 
 from prfaas.core.prefix import MediaItem, PromptChains
 from prfaas.core.route_header import REQUEST_ID_HEADER
@@ -81,10 +82,8 @@ class TokenizedPrompt:
     """In the order of their offsets. Engines render a prompt with media themselves, each from the client's body."""
 
 
-class Headers(Protocol):
-    """The headers of a request; names are compared without case."""
-
-    def getall(self, key: str, default: list[str]) -> list[str]: ...
+Headers = MultiMapping[str]
+"""The headers of a request; names are compared without case."""
 
 
 class Tenants:

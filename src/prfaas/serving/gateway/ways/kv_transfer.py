@@ -9,7 +9,7 @@ from typing import Annotated
 
 import msgspec
 
-from prfaas.core.deployment import GATEWAY, Instance, LocalTransfer
+from prfaas.core.deployment import LocalTransfer
 from prfaas.core.kv.rank_shares import transfers_per_rank
 from prfaas.core.prefix import MediaItem
 from prfaas.core.scheduling import Decision
@@ -34,7 +34,6 @@ from prfaas.serving.transport.ticket import (
     TransferAttributes,
     part_id,
 )
-from prfaas.serving.transport.tls_identity import TlsIdentity
 from prfaas.serving.transport.wire import TransferPhase, TransferStatus, read_body
 
 logger = logging.getLogger(__name__)
@@ -168,30 +167,6 @@ class StagingUse:
 
     used_bytes: int
     total_bytes: int
-
-
-def watchers_of(
-    instance: Instance,
-    *,
-    key: bytes,
-    tls: TlsIdentity | None,
-    silence_s: float,
-    clock: Callable[[], float],
-) -> tuple[Observer, ...]:
-    """One observer per rank, since any instance may be sent to; arguments are those of `Observer`."""
-    return tuple(
-        Observer(
-            name=GATEWAY,
-            key=key,
-            host=instance.host,
-            port=port,
-            peer_name=f"{instance.name}/{rank}",
-            tls=tls if instance.tls else None,
-            silence_s=silence_s,
-            clock=clock,
-        )
-        for rank, port in enumerate(instance.kv_ports)
-    )
 
 
 class KvTransfers:

@@ -7,7 +7,6 @@ from msgspec.structs import replace
 from prfaas.core.scheduling import CacheTransfer, Decision
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.prompts.request import ServingRequest, Tenants, TokenizedPrompt
-from prfaas.serving.gateway.request_trace import AttributeValue
 from prfaas.serving.gateway.ways.kv_transfer import (
     EgressBill,
     HopFailedError,
@@ -18,6 +17,7 @@ from prfaas.serving.gateway.ways.kv_transfer import (
 )
 from prfaas.serving.gateway.ways.push import PrefillHop
 from prfaas.serving.pool.copier import PoolCopier
+from prfaas.serving.tracing import AttributeValue
 from prfaas.serving.transport.requests import CopyResult
 from prfaas.serving.transport.ticket import TransferAttributes, TransferClass
 

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from prfaas.core.link.patience import late_after_s
 from prfaas.serving.control.plane import LivePlane
@@ -16,7 +16,6 @@ from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.engine_client import FROZEN, OWN_RESOURCES, Blame, EngineCallError
 from prfaas.serving.gateway.prompts.prompt import Endpoint
 from prfaas.serving.gateway.prompts.request import ServingRequest, Tenants
-from prfaas.serving.gateway.request_trace import CANCELLED, AttributeValue, RequestSpans
 from prfaas.serving.gateway.ways.first_token import SampledTokens
 from prfaas.serving.gateway.ways.kv_transfer import (
     BLAMES_NOBODY,
@@ -38,7 +37,11 @@ from prfaas.serving.gateway.ways.kv_transfer import (
     kept_part,
 )
 from prfaas.serving.tasks import BackgroundTasks, end_all
+from prfaas.serving.tracing import CANCELLED, AttributeValue
 from prfaas.serving.transport.ticket import Ticket, prompt_digest
+
+if TYPE_CHECKING:
+    from prfaas.serving.tracing.otel import OtelTrace
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +57,7 @@ Arrival = asyncio.Task[TransferredBytes]
 class HopTrace:
     """The two spans begin together, and each ends by itself."""
 
-    def __init__(self, trace: RequestSpans, spec: TransferSpec, plane: LivePlane) -> None:
+    def __init__(self, trace: "OtelTrace", spec: TransferSpec, plane: LivePlane) -> None:
         producer, consumer = (
             plane.members.instance(spec.producer).cluster,
             plane.members.instance(spec.consumer).cluster,
@@ -409,7 +412,7 @@ class PrefillHop:
             await asyncio.wait((arrival,), timeout=min(_ASK_PRODUCER_S, max(left_s, 0.0)))
             if arrival.done():
                 break
-            await self._plane.compatibility.ask(spec.producer)
+            await self._plane.rank_stats.ask(spec.producer)
             _check_compatible(self._plane.compatibility.reason(spec.producer, spec.consumer))
             if left_s <= 0:
                 return False
