@@ -343,7 +343,7 @@ def _masses(starts: FloatArray, end: float) -> FloatArray:
     from scipy.special import erfc
 
     tails: FloatArray = 0.5 * erfc(np.abs(starts) / _SQRT2)
-    return np.where(starts > 0, tails - 0.5 * math.erfc(end / _SQRT2), _cdf(end) - tails)
+    return np.where(starts > 0, tails - 0.5 * erfc(end / _SQRT2), _cdf(end) - tails)
 
 
 def _cdf(z: float) -> float:
