@@ -110,7 +110,7 @@ def measured(run: Run) -> dict[str, float]:
     planned = load_planned(EXAMPLE)
     problem = problem_of(planned)
     share, peak = CASES[run.case]
-    arrivals = bursts(share * best_operation(problem).lambda_max, peak)
+    arrivals = bursts(share * best_operation(problem, "mean length").lambda_max, peak)
     workload = problem.workload
     traffic = IndependentTraffic(arrivals, workload.uncached, fixed(workload.output_tokens))
     scenario = scenario_of(

@@ -80,7 +80,7 @@ def of_class(outcome: StudyOutcome, index: int, name: str) -> float:
 def trace_lambda_max(context: StudyContext) -> float:
     """Λ_max that the planner finds for the trace's lengths, if nothing is cached; requests per second."""
     return best_operation(
-        problem_of_trace(context.problem, context.trace, context.range_tokens[0])
+        problem_of_trace(context.problem, context.trace, context.range_tokens[0]), "mean length"
     ).lambda_max
 
 

@@ -38,7 +38,7 @@ class _System:
 
 
 def _systems(context: StudyContext) -> list[_System]:
-    plan = make_plan(context.problem)
+    plan = make_plan(context.problem, "mean length")
     gpus = sum(cluster.gpus for cluster in context.planned.clusters)
     kinds = " + ".join(f"{cluster.gpus} {cluster.hardware}" for cluster in context.planned.clusters)
     found = [

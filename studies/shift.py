@@ -78,7 +78,7 @@ def _grown(context: StudyContext) -> _Growth:
     problem = replace(context.problem, workload=Workload(lengths, context.problem.workload.output_tokens))
     old = context.optimum.threshold_tokens
     kept = evaluate(problem, math.inf if old is None else old, context.optimum.n_prefill)
-    return _Growth(lengths, problem, best_operation(problem), kept)
+    return _Growth(lengths, problem, best_operation(problem, "mean length"), kept)
 
 
 def _runs(context: StudyContext) -> Sequence[Run]:

@@ -3,7 +3,7 @@
 import re
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import typer
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from prfaas.lab.report.plan_sweep import Sweep
 
 T = TypeVar("T")
+LossKind = Literal["link", "cluster", "instance"]
 
 PlotDirectory = Annotated[
     Path | None, typer.Option("--plot", metavar="DIR", help="Write plots (PNG) into this folder.")
@@ -50,6 +51,12 @@ def plan(
             help='Plan N times, with values from A to B in one field, e.g. "links[0].bandwidth=1 Gbit/s:1 Tbit/s:50".',
         ),
     ] = None,
+    survive: Annotated[
+        LossKind | None,
+        typer.Option(
+            help="Also say which instances it takes to keep all of the throughput whichever one of these is gone.",
+        ),
+    ] = None,
     *,
     asked: PoolsAsked,
     asked_trace: TraceAsked,
@@ -62,16 +69,24 @@ def plan(
     Example: prfaas plan examples/paper.yaml --plot plots
     """
     if sweep is None:
-        _plan(deployment, plot, asked, asked_trace, as_json)
-    elif asked.is_given or asked_trace.trace is not None:
-        raise CliError("--sweep has no word about pools: give no --pool, --pool-ssd, --pool-rate, --trace")
+        _plan(deployment, plot, asked, asked_trace, survive, as_json)
+    elif asked.is_given or asked_trace.trace is not None or survive is not None:
+        raise CliError("--sweep goes without --pool, --pool-ssd, --pool-rate, --trace and --survive")
     else:
         _sweep(deployment, sweep, plot, as_json)
 
 
-def _plan(path: Path, plot: Path | None, asked: PoolsAsked, asked_trace: TraceAsked, as_json: bool) -> None:
+def _plan(
+    path: Path,
+    plot: Path | None,
+    asked: PoolsAsked,
+    asked_trace: TraceAsked,
+    survive: LossKind | None,
+    as_json: bool,
+) -> None:
     from prfaas.core.deployment import load_planned
     from prfaas.core.planner import make_plan, problem_of, problem_of_trace, range_tokens
+    from prfaas.core.planner.survival import losses, reserve_for
     from prfaas.lab.report.plan_bands import doubts
     from prfaas.lab.report.plan_pools import PoolPlan, print_pools
 
@@ -89,18 +104,27 @@ def _plan(path: Path, plot: Path | None, asked: PoolsAsked, asked_trace: TraceAs
         for note in doubts(deployment):
             typer.echo(note, err=True)
     result = make_plan(problem)
+    # Of several clusters each loss takes a linear programme.
+    lost = losses(problem, result.optimum) if problem.is_two_cluster or survive is not None else ()
+    of_kind = tuple(each for each in lost if each.kind == survive)
+    if survive is not None and not of_kind:
+        raise CliError(f"--survive {survive}: the deployment has no {survive}")
+    reserve = reserve_for(problem, result.optimum.lambda_max, of_kind) if of_kind else None
     written: list[Path] = []
     if plot is not None:
         from prfaas.lab.report.plan_figures import write_plots
 
         written += _with_progress(write_plots(deployment, problem, result, made_folder(plot)), "plots")
     if as_json:
-        document = result.to_json() | ({} if pools is None else {"pools": pools.to_json()})
+        document = result.to_json() | {"survival": [asdict(each) for each in lost]}
+        document |= {} if reserve is None else {"reserve": asdict(reserve)}
+        document |= {} if pools is None else {"pools": pools.to_json()}
         print_json(document | {"plots": [str(each) for each in written]} if plot is not None else document)
         return
-    from prfaas.lab.report.plan import print_plan
+    from prfaas.lab.report.plan import print_plan, print_survival
 
     print_plan(console(), deployment, result)
+    print_survival(console(), result.optimum.lambda_max, lost, reserve)
     if pools is not None:
         print_pools(console(), pools)
     _print_written(written)

@@ -13,7 +13,7 @@ from prfaas.core.planner.fixed_roles import prefill_sides
 from prfaas.core.planner.plan import best_operation
 from prfaas.core.planner.two_clusters import best_point, best_threshold, evaluate
 from prfaas.core.scheduling.length_window import LengthWindow
-from prfaas.core.workload import Empirical, Uniform, edge_factor, fixed
+from prfaas.core.workload import Empirical, Uniform, divisible, edge_factor, fixed
 
 from .problems import best_of_side, paper_problem, rate_of
 
@@ -36,7 +36,7 @@ def test_so_do_three_templates() -> None:
 
 def test_one_length_is_as_good_as_almost_one() -> None:
     one = best_point(paper_problem(lengths=fixed(27_000))).lambda_max
-    almost = best_point(paper_problem(lengths=Uniform(26_990, 27_010))).lambda_max
+    almost = best_point(paper_problem(lengths=divisible(Uniform(26_990, 27_010)))).lambda_max
     assert one == pytest.approx(almost, rel=1e-3)
 
 

@@ -10,7 +10,6 @@ from prfaas.core.planner.loads import work_of
 from prfaas.core.planner.role_works import work_with_prefill, works_with_prefill
 from prfaas.core.planner.ttft import StageWork
 from prfaas.core.planner.two_clusters import (
-    best_of,
     candidate_lengths,
     highest,
     merits,
@@ -62,6 +61,4 @@ def test_what_is_shared_changes_nothing(case: Case) -> None:
 @given(two_clusters(continuous))
 def test_nor_does_it_where_lengths_have_no_atoms(case: Case) -> None:
     problem, _ = case
-    split = own_split(problem, "mean length")
-    threshold = settled(problem, best_of(split, [1])[1])
-    assert same(work_with_prefill(problem, 1), work_of(split, threshold, 1))
+    assert same(work_with_prefill(problem, 1), alone(problem, 1))

@@ -65,14 +65,14 @@ def test_close_to_a_simulation(instances: int) -> None:
 )
 def test_close_to_the_simulations_of_the_papers_case(load: float, mean_s: float, p90_s: float) -> None:
     """notes/simulators.md: static threshold, M/G/k pools, simulated."""
-    estimate = make_plan(paper_problem(load=load)).ttft_estimate
+    estimate = make_plan(paper_problem(load=load), "mean length").ttft_estimate
     assert estimate.mean_s == pytest.approx(mean_s, rel=0.05)
     assert estimate.p90_s == pytest.approx(p90_s, rel=0.08)
 
 
 def test_overload_has_no_estimate() -> None:
     """Near Λ_max by the paper's T(E[L]) there is more work than time by E[T(L)]."""
-    estimate = make_plan(paper_problem(load=0.99)).ttft_estimate
+    estimate = make_plan(paper_problem(load=0.99), "mean length").ttft_estimate
     assert estimate.mean_s is None and estimate.p90_s is None and estimate.busiest_utilisation > 1
 
 

@@ -4,11 +4,13 @@ import math
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.lab.simulator.conftest import CaseStudy, chunk_of
 from tests.lab.simulator.invariants import Invariants
 
+from prfaas.core.planner.survival import losses
 from prfaas.core.units import BITS_PER_BYTE
 from prfaas.lab.simulator import Failure, Result, Scenario, scenario_of, simulate
 from prfaas.lab.simulator.capacity import Constant
@@ -89,3 +91,20 @@ def test_what_was_let_in_is_not_refused_when_it_is_prefilled_again(case_study: C
     result = run(failing, [TOKENS] * shown.clusters[0].instances)
     assert int(result.retries.sum()) > 1
     assert not any(refused(result)) and not np.isnan(result.e2e_s).any()
+
+
+def test_without_its_line_a_deployment_serves_what_is_planned_to_be_left_and_refuses_the_rest(
+    case_study: CaseStudy,
+) -> None:
+    """At 0.95 of the planned load, with the roles as they stand: no queue without bound."""
+    (link, *_) = losses(case_study.problem, case_study.optimum)
+    gone = [Failure(link.name, 0.0, 1e9)]
+    shown = scenario_of(
+        case_study.planned, policy="tilted", allocation=False, queue_limit_s=60.0, failures=gone
+    )
+    traffic = case_study.poisson(0.95 * case_study.optimum.lambda_max, seed=1)
+    result = simulate(shown, traffic, requests=2500)
+    served = result.counted & ~np.isnan(result.e2e_s)
+    assert served.sum() / (result.end_s - result.start_s) == pytest.approx(link.rate_at_once, rel=0.05)
+    assert np.nanmax(result.ttft_s) < 150
+    assert np.isnan(result.e2e_s).tolist() == refused(result)

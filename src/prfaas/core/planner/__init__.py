@@ -1,4 +1,21 @@
-"""Steady state: what a deployment can do, the best split of its roles and requests, and what limits it."""
+"""Steady state: what a deployment can do, the best split of its roles and requests, and what limits it.
+
+Which function answers which question:
+
+| question | function |
+|---|---|
+| What can it do, what limits it, is it worth it? | `make_plan` |
+| Its best roles and routes alone, within the TTFT target if there is one? | `best_operation` |
+| The same with its waits at any rate? | `ttft_target.best_within_target` |
+| What is left when something is gone, and what would keep all? | `survival.losses`, `survival.reserve_for` |
+| With these roles, which rate do the best routes carry? | `fixed_roles.rate_with_roles` |
+| With these roles and this threshold? | `two_clusters.evaluate`, its rate alone: `two_clusters.rate_at` |
+| Which thresholds and roles are best for a running deployment? | `fixed_roles.prefill_sides`, `best_roles` |
+| How long do its requests wait then? | `role_latency.latency_with_roles` |
+
+The first four take a stage's time as E[T(L)], which is what queues feel, unless asked for the paper's T(E[L]). The
+others, which live loops use, take T(E[L]) unless asked.
+"""
 
 from prfaas.core.planner.comparisons import Baseline, ShadowPrice
 from prfaas.core.planner.cost import Cost

@@ -116,9 +116,7 @@ NOBODY = Rival(None)
 """A rival without cost and traffic."""
 
 
-def homogeneous(
-    problem: PlanProblem, rival: Rival = NOBODY, service: ServiceModel = "mean length"
-) -> Baseline:
+def homogeneous(problem: PlanProblem, rival: Rival = NOBODY, service: ServiceModel = "by length") -> Baseline:
     """The homogeneous baseline: as many GPUs, all of a PD cluster's hardware, in one PD cluster with the best split.
 
     With PD clusters of several kinds: of the kind that does best. GPUs beyond whole instances stay idle.
@@ -132,7 +130,7 @@ def homogeneous(
 
 
 def homogeneous_at_equal_cost(
-    problem: PlanProblem, same_gpus: Baseline, rival: Rival, service: ServiceModel = "mean length"
+    problem: PlanProblem, same_gpus: Baseline, rival: Rival, service: ServiceModel = "by length"
 ) -> Baseline | None:
     """The baseline of as many whole PD instances as the deployment's money buys, egress included; None without prices.
 
@@ -151,7 +149,7 @@ def homogeneous_at_equal_cost(
     return pd_only(problem, _kind_of(problem, same_gpus), instances, "same cost, PD only", rival, service)
 
 
-def fleet(problem: PlanProblem, rival: Rival, service: ServiceModel = "mean length") -> Baseline | None:
+def fleet(problem: PlanProblem, rival: Rival, service: ServiceModel = "by length") -> Baseline | None:
     """The PD clusters as they stand, with the best roles and without any PrfaaS cluster.
 
     None without a PrfaaS cluster, and where the PD clusters alone can't serve a request.
@@ -168,7 +166,7 @@ def fleet(problem: PlanProblem, rival: Rival, service: ServiceModel = "mean leng
     return _baseline("the PD clusters as they stand", operation, rival)
 
 
-def naive(problem: PlanProblem, rival: Rival, service: ServiceModel = "mean length") -> Baseline | None:
+def naive(problem: PlanProblem, rival: Rival, service: ServiceModel = "by length") -> Baseline | None:
     """All prefill on PrfaaS clusters and all PD instances decode, without regard to length (section 4.3.3).
 
     None if no PrfaaS cluster has a link to some PD cluster.
@@ -231,7 +229,7 @@ def equal_cost_ratio(rate: float, baseline: Baseline | None) -> float | None:
 
 
 def break_even_per_hour(
-    problem: PlanProblem, rate: float, same_gpus: Baseline, service: ServiceModel = "mean length"
+    problem: PlanProblem, rate: float, same_gpus: Baseline, service: ServiceModel = "by length"
 ) -> float | None:
     """The cost per hour at which a deployment of this Λ_max has an `equal_cost_ratio` of 1, egress included.
 

@@ -31,12 +31,14 @@ _LEAST_PART = 1e-3
 _NO_TIME = 1e-6
 
 
-def rate_with_roles(problem: PlanProblem, prefill: Mapping[str, int]) -> float:
+def rate_with_roles(
+    problem: PlanProblem, prefill: Mapping[str, int], service: ServiceModel = _SERVICE
+) -> float:
     """Λ_max with the best routes, if `prefill[cluster]` instances of each PD cluster prefill; 0 if nothing flows."""
     if problem.is_two_cluster:
-        return best_rate(problem, prefill[problem.pd[0].name], _SERVICE)
+        return best_rate(problem, prefill[problem.pd[0].name], service)
     try:
-        return network_with_roles(problem, prefill, _SERVICE).lambda_max
+        return network_with_roles(problem, prefill, service).lambda_max
     except PlanError:
         return 0.0
 

@@ -34,6 +34,7 @@ from prfaas.core.workload import (
     Uniform,
     Workload,
     WorkloadError,
+    divisible,
     fixed,
     read_requests,
 )
@@ -298,9 +299,9 @@ def _workload(deployment: PlannedDeployment) -> Workload:
 def _lengths(deployment: PlannedDeployment) -> tuple[LengthDistribution, float | None]:
     match deployment.workload.lengths:
         case LogNormalLengths(mu, sigma, low, high):
-            return TruncatedLogNormal(mu, sigma, low, high), None
+            return divisible(TruncatedLogNormal(mu, sigma, low, high)), None
         case UniformLengths(low, high):
-            return Uniform(low, high), None
+            return divisible(Uniform(low, high)), None
         case FixedLengths(tokens):
             return fixed(tokens), None
         case EmpiricalLengths(lengths, weights):

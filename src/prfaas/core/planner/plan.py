@@ -24,13 +24,27 @@ from prfaas.core.planner.cost import (
     cost_per_hour,
     egress_per_hour,
 )
-from prfaas.core.planner.operating_point import OperatingPoint, ServiceModel
+from prfaas.core.planner.operating_point import LinkUse, OperatingPoint, ServiceModel, StageKind
 from prfaas.core.planner.problem import PlanProblem, TtftTarget
 from prfaas.core.planner.ttft import TtftEstimate
 from prfaas.core.planner.ttft_target import best_within_target
-from prfaas.core.planner.verdict import Gain, Limits, pays, verdict_of
+from prfaas.core.units import format_bits_per_s
 
 Method = Literal["exact search", "linear programme"]
+
+BOUND = 1.001
+"""Without a limit there must be more than this factor to say that it binds."""
+TARGET = "TTFT target"
+
+# A smaller gain is not worth a second cluster.
+_WORTH_IT = 1.01
+_MOST_NAMES = 3
+_KINDS: dict[StageKind, str] = {
+    "prfaas prefill": "Prefill-bound",
+    "pd prefill": "Prefill-bound",
+    "pd decode": "Decode-bound",
+    "link": "Network-bound",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +66,10 @@ class Plan:
     egress_break_even_per_gb: float | None
     """The price of egress, the same on all links, at which `equal_cost_ratio` would be 1; 0 where it is below 1 even
     if egress is free; None without prices or egress."""
-    lambda_max_by_length: float
-    """The best throughput if a stage's time is E[T(L)], not the paper's T(E[L]): the more cautious number."""
+    lambda_max_at_mean_length: float
+    """The best throughput if a stage's time were T(E[L]), as in the paper: more than queues can carry."""
+    homogeneous_at_mean_length: float
+    """The same of `homogeneous`."""
     lambda_max_unlimited_links: float
     bound_gap: float
     """How far above `optimum.lambda_max` the true optimum may be, in proportion; 0 for exact search."""
@@ -76,28 +92,61 @@ class Plan:
     @property
     def is_worth_it(self) -> bool:
         """Whether it does more than the same money, or without prices as many GPUs, without PrfaaS."""
-        return pays(self.equal_cost_ratio, self.ratio_to_homogeneous)
-
-    @property
-    def binding(self) -> tuple[str, ...]:
-        """What limits Λ_max: full stages, links that the best plan would want wider, the target of the TTFT."""
-        return self._limits.binding
+        return _pays(self.equal_cost_ratio, self.ratio_to_homogeneous)
 
     @property
     def is_network_bound(self) -> bool:
-        """True if faster links alone would raise lambda_max by more than 0.1 %."""
-        return self._limits.is_network_bound
+        """True if faster links alone would raise Λ_max."""
+        return self.lambda_max_unlimited_links > self.optimum.lambda_max * BOUND
 
     @property
-    def _limits(self) -> Limits:
-        return Limits(
-            self.optimum,
-            self.lambda_max_unlimited_links,
-            self.ttft_estimate.load,
-            self.ttft_target,
-            self.keeps_target,
-            rate_without_target=self.lambda_max_without_target or 0.0,
+    def is_latency_bound(self) -> bool:
+        """True if the TTFT target costs throughput."""
+        return (
+            self.ttft_target is not None
+            and self.keeps_target
+            and (self.lambda_max_without_target or 0.0) > self.optimum.lambda_max * BOUND
         )
+
+    @property
+    def binding(self) -> tuple[str, ...]:
+        """Stages that are full, links that are too narrow for the best plan, and the target if it costs throughput."""
+        full = set(self.optimum.binding)
+        if self.is_network_bound:
+            full |= {f"{link.name} link" for link in self.optimum.links if _is_short(link)}
+        stages = tuple(stage.name for stage in self.optimum.stages if stage.name in full)
+        return (*stages, TARGET) if self.is_latency_bound else stages
+
+    def bottleneck(self) -> str:
+        """The sentence on the bottleneck, and by how much it binds."""
+        target, estimate = self.ttft_target, self.ttft_estimate
+        rate, load = self.optimum.lambda_max, estimate.load
+        by = f"limited by {_names(self.binding)}"
+        if target is not None and not self.keeps_target:
+            reached_s = estimate.mean_s if target.statistic == "mean" else estimate.p90_s
+            missed = f"{target} at {load:.0%} load is missed, whatever threshold and roles"
+            could = "" if reached_s is None else f" with {replace(target, seconds=reached_s)},"
+            return f"Target missed: {missed}; {rate:.3g} requests/s are possible{could} {by}."
+        if self.is_latency_bound:
+            return (
+                f"Latency-bound: {rate:.3g} requests/s with {target} at {load:.0%} load, "
+                f"{self.lambda_max_without_target:.3g} without that target; {by}."
+            )
+        kept = "" if target is None else f" The target, {target} at {load:.0%} load, is kept."
+        short = max(filter(_is_short, self.optimum.links), key=_shortness, default=None)
+        if self.is_network_bound and short is not None:
+            return (
+                f"Network-bound: link {short.name} has {format_bits_per_s(short.bandwidth_bits_per_s)}, and this "
+                f"model on this hardware needs {format_bits_per_s(short.needed_bits_per_s or 0.0)}; {rate:.3g} "
+                f"requests/s of a possible {self.lambda_max_unlimited_links:.3g} get through, {by}.{kept}"
+            )
+        kinds = {stage.kind for stage in self.optimum.stages if stage.name in self.binding}
+        bound = "Balanced" if len(kinds) > 1 else _KINDS[kinds.pop()]
+        used = ""
+        if self.optimum.links:
+            fullest = max(self.optimum.links, key=lambda link: link.utilisation)
+            used = f"; link {fullest.name} is {fullest.utilisation:.0%} full"
+        return f"{bound}: {rate:.3g} requests/s, {by}{used}.{kept}"
 
     def to_json(self) -> dict[str, Any]:
         """Plain numbers, strings, lists and dicts; the optimum's and the baselines' fields lie flat in theirs."""
@@ -117,7 +166,8 @@ class Plan:
             "ratio_to_naive": self.ratio_to_naive,
             "equal_cost_ratio": self.equal_cost_ratio,
             "egress_break_even_per_gb": self.egress_break_even_per_gb,
-            "lambda_max_by_length": self.lambda_max_by_length,
+            "lambda_max_at_mean_length": self.lambda_max_at_mean_length,
+            "homogeneous_at_mean_length": self.homogeneous_at_mean_length,
             "lambda_max_unlimited_links": self.lambda_max_unlimited_links,
             "network_bound": self.is_network_bound,
             "bound_gap": self.bound_gap,
@@ -151,7 +201,51 @@ def _baseline(baseline: Baseline | None) -> dict[str, Any] | None:
     return {**described, **baseline.point.to_json()}
 
 
-def make_plan(problem: PlanProblem, service: ServiceModel = "mean length") -> Plan:
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """The gain of a deployment over others."""
+
+    homogeneous: Baseline
+    """As many GPUs."""
+    at_equal_cost: Baseline | None
+    ratio: float | None
+    """Of the throughputs; None without PrfaaS clusters, or where one of them is 0."""
+    equal_cost_ratio: float | None
+    egress_per_hour: float
+    break_even_per_gb: float | None
+
+    def sentence(self, *, has_prfaas: bool) -> str:
+        """The sentence on whether it pays."""
+        if not has_prfaas:
+            return ""
+        if self.ratio is None:
+            if self.homogeneous.comparable_rate > 0 or self.homogeneous.keeps_target:
+                return ""
+            return "A homogeneous cluster with as many GPUs never keeps the target."
+        at_cost = (
+            "" if self.equal_cost_ratio is None else f", {self.equal_cost_ratio:.2f} times at equal cost"
+        )
+        if at_cost and self.egress_per_hour > 0:
+            at_cost += f" with egress at {self.egress_per_hour:.3g} per hour"
+        factor = f"{self.ratio:.2f} times the throughput of a homogeneous cluster with as many GPUs{at_cost}"
+        worth = "Worth it" if _pays(self.equal_cost_ratio, self.ratio) else "Not worth it"
+        text = f"{worth}: {factor}."
+        if self.egress_per_hour > 0 and self.break_even_per_gb is not None:
+            text += (
+                f" The advantage is gone where egress costs {self.break_even_per_gb:.3g} per GB."
+                if self.break_even_per_gb > 0
+                else " It would not be with free egress, either."
+            )
+        return text
+
+
+def _pays(equal_cost_ratio: float | None, ratio: float | None) -> bool:
+    """Whether a gain is worth a second cluster: at equal cost, or without prices against as many GPUs."""
+    judged = equal_cost_ratio if equal_cost_ratio is not None else ratio
+    return judged is not None and judged > _WORTH_IT
+
+
+def make_plan(problem: PlanProblem, service: ServiceModel = "by length") -> Plan:
     """The best roles and routes, what limits them, and how they compare.
 
     One PrfaaS and one PD cluster are searched exactly, more clusters by the linear programme. With a target for the
@@ -159,7 +253,7 @@ def make_plan(problem: PlanProblem, service: ServiceModel = "mean length") -> Pl
 
     Args:
         problem: What to plan for.
-        service: How long a stage works on what it gets: T(E[L]) as in the paper, or E[T(L)].
+        service: How long a stage works on what it gets: E[T(L)], which is what queues feel, or T(E[L]) as in the paper.
 
     Raises:
         PlanError: the solver gave up. Errors of the problem's curves (a length they don't cover) pass through.
@@ -173,7 +267,6 @@ def make_plan(problem: PlanProblem, service: ServiceModel = "mean length") -> Pl
         operation.point,
         links=tuple(replace(link, needed_bits_per_s=needed[link.name]) for link in operation.point.links),
     )
-    by_length = rate if service == "by length" else best_operation(problem, "by length").lambda_max
     rival = Rival(cost_per_hour(problem, optimum), problem.load * rate)
     gain = _gain(problem, optimum, operation.comparable_rate, rival, service)
     naive_baseline = naive(problem, rival, service)
@@ -181,11 +274,7 @@ def make_plan(problem: PlanProblem, service: ServiceModel = "mean length") -> Pl
     without_target = rate
     if target is not None:
         without_target = best_operation(replace(problem, ttft_target=None), service).lambda_max
-    keeps_target = operation.keeps_target
-    limits = Limits(
-        optimum, unlimited.lambda_max, problem.load, target, keeps_target, rate_without_target=without_target
-    )
-    return Plan(
+    plan = Plan(
         name=problem.name,
         method="linear programme" if network else "exact search",
         service_model=service,
@@ -197,20 +286,22 @@ def make_plan(problem: PlanProblem, service: ServiceModel = "mean length") -> Pl
         ratio_to_naive=rate / naive_rate if naive_rate > 0 else None,
         equal_cost_ratio=gain.equal_cost_ratio,
         egress_break_even_per_gb=gain.break_even_per_gb,
-        lambda_max_by_length=by_length,
+        lambda_max_at_mean_length=best_operation(problem, "mean length").lambda_max,
+        homogeneous_at_mean_length=homogeneous(problem, service="mean length").point.lambda_max,
         lambda_max_unlimited_links=max(unlimited.lambda_max, rate),
         bound_gap=network.bound_gap if network else 0.0,
         shadow_prices=by_duals(problem, network) if network else by_difference(problem, rate, service),
         cost=cost_at(problem, optimum),
         ttft_estimate=operation.estimate(problem.load),
-        verdict=verdict_of(limits, gain, has_prfaas=bool(problem.prfaas)),
+        verdict="",
         fleet=fleet(problem, rival, service),
         ttft_target=target,
-        keeps_target=keeps_target,
+        keeps_target=operation.keeps_target,
         lambda_max_without_target=None if target is None else without_target,
         rate_within_target=None if target is None else operation.rate_within(target),
         rest_estimate=operation.rest_estimate(problem.load),
     )
+    return replace(plan, verdict=_verdict(plan, gain, has_prfaas=bool(problem.prfaas)))
 
 
 def _gain(
@@ -236,7 +327,7 @@ def _gain(
     )
 
 
-def best_operation(problem: PlanProblem, service: ServiceModel = "mean length") -> OperatingPoint:
+def best_operation(problem: PlanProblem, service: ServiceModel = "by length") -> OperatingPoint:
     """The optimum alone, without anything to compare it with: what `make_plan(...).optimum` has."""
     return best_within_target(problem, service).point
 
@@ -245,3 +336,26 @@ def _unlimited(problem: PlanProblem, service: ServiceModel) -> OperatingPoint:
     """The optimum if no link were a limit."""
     links = tuple(replace(link, bandwidth_bits_per_s=math.inf) for link in problem.links)
     return best_operation(replace(problem, links=links), service)
+
+
+def _verdict(plan: Plan, gain: Gain, *, has_prfaas: bool) -> str:
+    """The limit, the gain, what the links would have to be, and what egress may cost."""
+    if plan.optimum.lambda_max <= 0:
+        return (
+            "Impossible: no request gets through; there must be an instance for prefill and one for decode."
+        )
+    return f"{plan.bottleneck()} {gain.sentence(has_prfaas=has_prfaas)}".strip()
+
+
+def _is_short(link: LinkUse) -> bool:
+    return (link.needed_bits_per_s or 0.0) > link.bandwidth_bits_per_s
+
+
+def _shortness(link: LinkUse) -> float:
+    return (link.needed_bits_per_s or 0.0) / link.bandwidth_bits_per_s
+
+
+def _names(names: tuple[str, ...]) -> str:
+    if len(names) > _MOST_NAMES:
+        return f"{', '.join(names[:_MOST_NAMES])} and {len(names) - _MOST_NAMES} more"
+    return " and ".join(names)

@@ -99,7 +99,7 @@ def operation_at(problem: PlanProblem, point: OperatingPoint) -> Operation:
     return Operation(problem, point, work_of(split, length, point.n_prefill))
 
 
-def best_within_target(problem: PlanProblem, service: ServiceModel = "mean length") -> Operation:
+def best_within_target(problem: PlanProblem, service: ServiceModel = "by length") -> Operation:
     """The highest rate whose TTFT, at the problem's load of it, keeps the problem's target.
 
     Roles and routes may be able to carry more than that rate: then it is their Λ_max here, and no stage is full.

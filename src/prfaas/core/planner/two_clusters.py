@@ -224,7 +224,7 @@ def candidate_lengths(split: Split) -> FloatArray:
         found = lengths.thresholds(_SAMPLE_GRID)
     else:
         found = lengths.thresholds(_GRID)
-        found = np.unique(np.append(found, np.geomspace(lengths.low, lengths.high, _GRID)))
+        found = np.unique(np.append(found, np.geomspace(lengths.low, lengths.highest_threshold, _GRID)))
     return found
 
 

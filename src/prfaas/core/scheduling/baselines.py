@@ -26,6 +26,7 @@ from prfaas.core.scheduling.routing import (
     prefill_at_decode,
 )
 from prfaas.core.scheduling.view import ClusterView, InstanceView, LinkView, View
+from prfaas.core.workload import edge_factor
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,10 @@ def _placements(
 
 @dataclass(frozen=True, slots=True)
 class StaticThreshold(ChoosingPolicy):
-    """Offload when l_total − l_pd > `threshold_tokens` (section 3.4.3, bandwidth scarce), whatever the queues."""
+    """Offload when l_total − l_pd > `threshold_tokens` (section 3.4.3, bandwidth scarce), whatever the queues.
+
+    The threshold has the edge that plans count on: prompts of its own length are divided.
+    """
 
     name: ClassVar[str] = "static_threshold"
     threshold_tokens: Annotated[
@@ -94,12 +98,12 @@ class StaticThreshold(ChoosingPolicy):
 
     def _choose(self, request: RoutingRequest, view: View, pd: PdCandidate) -> Choice:
         uncached = request.num_tokens - pd.held_tokens
-        long = uncached > self.threshold_tokens
+        threshold = self.threshold_tokens * edge_factor(request.ordinal)
+        long = uncached > threshold
         if long and pd.remotes:
             best = cheapest_remote(request, view, pd.decode, pd.remotes)
-            return Choice(best, uncached, self.threshold_tokens, "long")
-        reason = pd.reason_to_stay(long=long)
-        return Choice(pd.local, uncached, self.threshold_tokens, reason)
+            return Choice(best, uncached, threshold, "long")
+        return Choice(pd.local, uncached, threshold, pd.reason_to_stay(long=long))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """The traffic: how long prompts and answers are, as formulas or from traces."""
 
-from prfaas.core.workload.empirical import EDGE, Empirical, edge_factor, fixed
+from prfaas.core.workload.empirical import Empirical, divisible, edge_factor, fixed
 from prfaas.core.workload.lengths import (
+    EDGE,
     Bins,
     LengthDistribution,
     TruncatedLogNormal,
@@ -25,6 +26,7 @@ __all__ = [
     "Uniform",
     "Workload",
     "WorkloadError",
+    "divisible",
     "edge_factor",
     "fixed",
     "read_requests",

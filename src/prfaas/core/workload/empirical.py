@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from prfaas.core.arrays import FloatArray, np
 from prfaas.core.workload.lengths import (
+    EDGE,
     LEAST_WEIGHT,
     Bins,
     LengthDistribution,
@@ -14,13 +15,9 @@ from prfaas.core.workload.lengths import (
     check_quantile,
 )
 
-EDGE = 0.05
-"""How wide a threshold's edge is, in proportion to it: to a request it stands `edge_factor` times as high.
-
-Where many prompts have one length, as of a template, some go and some stay so; other traffic is divided as without it.
-"""
-# Of a threshold of 0, which is divided by.
-_LEAST = 1e-9
+# A law is wide if there are so many edges of a threshold between the tenths of it at both ends.
+_NARROW = 10
+_QUANTILES = 512
 # The part of 1 that no sequence of requests, every other or every seventh, keeps in step with.
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
@@ -103,16 +100,14 @@ class Empirical(_Atoms):
         index = self.lengths.searchsorted(thresholds, side="right")
         return self.tail_mass[index], self.tail_tokens[index]
 
-    @property
-    def highest_threshold(self) -> float:
-        """The lowest threshold in tokens that no length is above."""
-        return self.high / (1 - EDGE / 2)
-
     def thresholds(self, n: int) -> FloatArray:
         """0 and about `n` with an atom at their edge, those among them that begin or cease to divide it."""
-        chosen = np.linspace(0, len(self.lengths) - 1, min(n, len(self.lengths))).astype(int)
-        factors = np.linspace(1 / (1 + EDGE / 2), 1 / (1 - EDGE / 2), max(n // len(chosen), 2))
-        return np.unique(np.append(self.lengths[chosen, None] * factors, 0.0))
+        lowest, highest = 1 / (1 + EDGE / 2), 1 / (1 - EDGE / 2)
+        chosen = np.linspace(0, len(self.lengths) - 1, min(n // 2, len(self.lengths))).astype(int)
+        factors = np.linspace(lowest, highest, max(n // 2 // len(chosen), 2))
+        # Where many atoms are within one edge, none of them stands in its middle.
+        spread = np.geomspace(self.low * lowest, self.high * highest, n // 2)
+        return np.unique(np.concatenate([[0.0], (self.lengths[chosen, None] * factors).ravel(), spread]))
 
     def beyond(self, thresholds: FloatArray) -> "tuple[FloatArray, FloatArray]":
         """P and E[L] of what is longer than t · (1 + EDGE · (U − ½)), U uniform on [0, 1), for every t of an array."""
@@ -142,14 +137,6 @@ class Empirical(_Atoms):
             found.append(np.minimum(np.maximum(above, 0.0), tails[0]))
         return found
 
-    def parts_beyond(self, bins: Bins, threshold: float) -> FloatArray:
-        """The part of each bin that policies take for longer than a threshold, by the bins' means."""
-        if threshold <= 0:
-            return np.ones(len(bins.lengths))
-        parts = np.clip((bins.lengths / threshold - 1) / EDGE + 0.5, 0.0, 1.0)
-        # Of the highest threshold rounding may leave something.
-        return np.where(parts < 1e-12, 0.0, parts)
-
     def fine_bins(self, above: float = 0.0, up_to: float = float("inf")) -> Bins:
         """The atoms of (above, up_to] as bins."""
         first, end = (
@@ -166,11 +153,6 @@ class Empirical(_Atoms):
             lower = lower[kept]
         lengths = np.clip(moments / weights, np.maximum(lower, self.low), upper)
         return Bins(lower, upper, lengths, weights)
-
-    def fine_parts(self, threshold: float) -> "tuple[Bins, Bins]":
-        """The atoms of what policies take for no longer than a threshold, and of what they take for longer."""
-        bins = self.fine_bins()
-        return bins.divided(self.parts_beyond(bins, threshold))
 
     def quantile(self, q: float) -> float:
         """The smallest atom l with P(L <= l) >= q."""
@@ -205,6 +187,13 @@ def _tails(weighted: FloatArray) -> FloatArray:
 def fixed(tokens: float) -> Empirical:
     """Every prompt has `tokens` tokens."""
     return Empirical([tokens])
+
+
+def divisible(law: LengthDistribution) -> LengthDistribution:
+    """The law; by its quantiles if it is not much wider than a threshold's edge, which then divides all of it."""
+    if law.quantile(0.9) > law.quantile(0.1) * (1 + _NARROW * EDGE):
+        return law
+    return Empirical([law.quantile((k + 0.5) / _QUANTILES) for k in range(_QUANTILES)])
 
 
 def _array(values: Iterable[float]) -> FloatArray:

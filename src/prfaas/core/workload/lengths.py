@@ -18,6 +18,14 @@ class WorkloadError(ValueError):
     """A distribution that can't be, or a trace that can't be read; one sentence, of a trace with file and line."""
 
 
+EDGE = 0.05
+"""How wide a threshold's edge is, in proportion to it: to a request it stands `edge_factor` times as high.
+
+Where many prompts have one length, as of a template, some go and some stay so; other traffic is divided as without it.
+"""
+# Where in its edge a threshold is taken to stand, each as often: close enough for laws that are wider than it.
+_EDGE_POINTS = 4
+
 # A bin of less probability is the rounding of sums.
 LEAST_WEIGHT = 1e-15
 # Fine enough that integrals of smooth latency curves are right to about 1e-7.
@@ -80,19 +88,24 @@ class LengthDistribution(ABC):
 
     @property
     def highest_threshold(self) -> float:
-        """The lowest threshold in tokens that no length is above."""
-        return self.high
+        """The lowest threshold in tokens that no length is beyond."""
+        return self.high / (1 - EDGE / 2)
 
     def thresholds(self, n: int) -> FloatArray:
         """0, the highest threshold and about `n` between them, ascending, of which each divides the requests anew."""
-        return np.unique(np.array([0.0, *(self.quantile(k / n) for k in range(1, n)), self.high]))
+        quantiles = (self.quantile(k / n) for k in range(1, n))
+        return np.unique(np.array([0.0, *quantiles, self.high, self.highest_threshold]))
 
     def beyond(self, thresholds: FloatArray) -> "tuple[FloatArray, FloatArray]":
-        """As `above`, of what policies take for longer than each threshold: they divide an atom (`EDGE`)."""
-        return self.above(thresholds)
+        """As `above`, of what policies take for longer than each threshold, whose edge has a width (`EDGE`)."""
+        mass, tokens = self.above(_in_edges(thresholds))
+        return _mean_of_edges(mass), _mean_of_edges(tokens)
 
     def expect_beyond(self, f: "Callable[[FloatArray], FloatArray]", thresholds: FloatArray) -> FloatArray:
         """E[f(L)] of it: whole fine bins by their sum, and the part of the bin that each threshold cuts."""
+        return _mean_of_edges(self._expect_above(f, _in_edges(thresholds)))
+
+    def _expect_above(self, f: "Callable[[FloatArray], FloatArray]", thresholds: FloatArray) -> FloatArray:
         fine = self.fine_bins()
         weights, lengths = fine.weights, fine.lengths
         sums, masses, moments = (
@@ -101,7 +114,7 @@ class LengthDistribution(ABC):
         )
         first = np.searchsorted(fine.lower, thresholds, side="left")
         whole, known, moment = (each[-1] - each[first] for each in (sums, masses, moments))
-        mass, tokens = self.beyond(thresholds)
+        mass, tokens = self.above(thresholds)
         rest = mass - known
         cut = rest > 1e-12
         means = np.clip((tokens - moment)[cut] / rest[cut], lengths[0], lengths[-1])
@@ -109,8 +122,12 @@ class LengthDistribution(ABC):
         return np.asarray(whole, np.float64)
 
     def parts_beyond(self, bins: Bins, threshold: float) -> FloatArray:
-        """The part of each bin that policies take for longer; the threshold must be 0 or an edge of the bins."""
-        return (bins.lower >= threshold).astype(np.float64)
+        """The part of each bin that policies take for longer than a threshold, by the bins' means."""
+        if threshold <= 0:
+            return np.ones(len(bins.lengths))
+        parts = np.clip((bins.lengths / threshold - 1) / EDGE + 0.5, 0.0, 1.0)
+        # Of the highest threshold rounding may leave something.
+        return np.where(parts < 1e-12, 0.0, parts)
 
     def mean(self) -> float:
         """E[L] in tokens."""
@@ -168,7 +185,18 @@ class LengthDistribution(ABC):
 
     def fine_parts(self, threshold: float) -> "tuple[Bins, Bins]":
         """The fine bins of what policies take for no longer than a threshold, and of what they take for longer."""
-        return self.fine_bins(up_to=threshold), self.fine_bins(above=threshold)
+        bins = self.fine_bins()
+        return bins.divided(self.parts_beyond(bins, threshold))
+
+
+def _in_edges(thresholds: FloatArray) -> FloatArray:
+    """Where each threshold stands for some of the requests, `_EDGE_POINTS` for each."""
+    points = (np.arange(_EDGE_POINTS) + 0.5) / _EDGE_POINTS
+    return np.asarray(np.multiply.outer(thresholds, 1 + EDGE * (points - 0.5)), np.float64).ravel()
+
+
+def _mean_of_edges(values: FloatArray) -> FloatArray:
+    return np.asarray(values.reshape(-1, _EDGE_POINTS).mean(axis=1), np.float64)
 
 
 def check_factor(factor: float) -> None:
@@ -258,10 +286,9 @@ class TruncatedLogNormal(LengthDistribution):
         all_mass = self._mass(self._z(self.low), end)
         # The factor is kept in the exponent together with 1 / all_mass: either alone may be out of range.
         moment_factor = math.exp(self.mu + self.sigma**2 / 2 - math.log(all_mass))
-        within = np.clip(thresholds, self.low, self.high).tolist()
-        z = [(math.log(t) - self.mu) / self.sigma for t in within]
-        mass = np.array(_masses(z, end)) / all_mass
-        tokens = np.array(_masses([each - self.sigma for each in z], end - self.sigma)) * moment_factor
+        z = (np.log(np.clip(thresholds, self.low, self.high)) - self.mu) / self.sigma
+        mass = _masses(z, end) / all_mass
+        tokens = _masses(z - self.sigma, end - self.sigma) * moment_factor
         return mass, tokens
 
     def quantile(self, q: float) -> float:
@@ -311,12 +338,12 @@ def _fine_bins(lengths: TruncatedLogNormal, above: float, up_to: float) -> Bins:
     return bins
 
 
-def _masses(starts: list[float], end: float) -> list[float]:
+def _masses(starts: FloatArray, end: float) -> FloatArray:
     """`_mass` of each start, to the last digit; planning asks for thousands at a time."""
-    erfc, above_end, up_to_end = math.erfc, math.erfc(end / _SQRT2), _cdf(end)
-    return [
-        0.5 * (erfc(z / _SQRT2) - above_end) if z > 0 else up_to_end - 0.5 * erfc(-z / _SQRT2) for z in starts
-    ]
+    from scipy.special import erfc
+
+    tails: FloatArray = 0.5 * erfc(np.abs(starts) / _SQRT2)
+    return np.where(starts > 0, tails - 0.5 * erfc(end / _SQRT2), _cdf(end) - tails)
 
 
 def _cdf(z: float) -> float:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from prfaas.core.deployment import PlannedDeployment
 from prfaas.core.planner import Baseline, OperatingPoint, Plan, TtftEstimate
+from prfaas.core.planner.survival import Loss, SpareInstances
 from prfaas.core.units import BITS_PER_BYTE, format_bits_per_s, format_bytes, format_s
 
 if TYPE_CHECKING:
@@ -47,6 +48,21 @@ def print_plan(console: "Console", deployment: PlannedDeployment, plan: Plan) ->
         console.print(Text(note, style="dim"))
 
 
+def print_survival(
+    console: "Console", full_rate: float, losses: Sequence[Loss], reserve: SpareInstances | None
+) -> None:
+    """A row per loss, and the sentence on the reserve; `full_rate` (requests/s) is that without a loss."""
+    table = new_table("gone", "left at once (req/s)", "with other roles", "of all")
+    for each in losses:
+        part = each.rate_after_roles / full_rate if full_rate > 0 else 0.0
+        table.add_row(str(each), f"{each.rate_at_once:.4g}", f"{each.rate_after_roles:.4g}", f"{part:.0%}")
+    if losses:
+        console.print()
+        console.print(table)
+    if reserve is not None:
+        console.print(f"\n{reserve}", soft_wrap=False)
+
+
 def new_table(*columns: str) -> "Table":
     """A table of these columns, the first of words and the others of numbers."""
     from rich import box
@@ -73,6 +89,13 @@ def _setups(deployment: PlannedDeployment, plan: Plan) -> "Table":
     base = plan.homogeneous.comparable_rate
     rows: dict[str, list[str | None]] = {
         "throughput (req/s)": [f"{point.lambda_max:.4g}" for point in points],
+        "  by the paper's T(E[L])": [
+            f"{plan.lambda_max_at_mean_length:.4g}",
+            *(
+                f"{plan.homogeneous_at_mean_length:.4g}" if each is plan.homogeneous else None
+                for each in others
+            ),
+        ],
         "against homogeneous": [
             _times(plan.ratio_to_homogeneous),
             *(_times(each.comparable_rate / base if base > 0 else None) for each in others),
@@ -222,9 +245,10 @@ def _prices(plan: Plan) -> "Table":
 
 def _notes(deployment: PlannedDeployment, plan: Plan) -> list[str]:
     notes = [
-        "Throughput takes each stage's time at the mean length, as the paper does; by the lengths one by one it "
-        f"is {plan.lambda_max_by_length:.4g} req/s. TTFT is prefill and link alone; 'queued' (an estimate) adds "
-        f"waiting, at {plan.ttft_estimate.load:.0%} of each column's own throughput, and of the optimum's.",
+        "Throughput takes each stage's time by the lengths one by one, E[T(L)]; the paper takes it at the mean length, "
+        "T(E[L]), which is less where long prompts take more than their part. TTFT is prefill and link alone; 'queued' "
+        f"(an estimate) adds waiting, at {plan.ttft_estimate.load:.0%} of each column's own throughput, and of the "
+        "optimum's. A column with less throughput than that traffic is overloaded by it.",
         "Instances are PrfaaS + PD prefill + PD decode, in a column without PrfaaS the latter two.",
     ]
     if plan.rest_estimate is not None:

@@ -54,7 +54,11 @@ def write_plots(
         plot_allocation(points, path("split"), threshold_tokens=threshold_tokens, best=n_prefill)
         yield path("split")
         if threshold_tokens is not None:
-            best = plan.optimum if problem.ttft_target is not None else best_threshold(problem, n_prefill)
+            best = (
+                plan.optimum
+                if problem.ttft_target is not None
+                else best_threshold(problem, n_prefill, plan.service_model)
+            )
             plot_threshold(*evaluate_thresholds(problem, best), path("threshold"), best=best)
             yield path("threshold")
 
@@ -135,7 +139,7 @@ def evaluate_splits(problem: PlanProblem, plan: Plan) -> list[OperatingPoint]:
     total, threshold = problem.pd[0].instances, plan.optimum.threshold_tokens
     at = problem.workload.uncached.highest_threshold if threshold is None else threshold
     counts = range(1, total) or [plan.optimum.n_prefill]
-    return [evaluate(problem, at, n_prefill) for n_prefill in counts]
+    return [evaluate(problem, at, n_prefill, plan.service_model) for n_prefill in counts]
 
 
 def plot_allocation(
@@ -202,7 +206,7 @@ def evaluate_thresholds(
     # Where nearly no request is on one side of the threshold there is nothing to see.
     low, high = min(lengths.quantile(0.03), chosen / 2), max(lengths.quantile(0.97), chosen)
     tokens = np.unique(np.append(np.geomspace(low, high, _THRESHOLD_POINTS), chosen)).tolist()
-    return tokens, [evaluate(problem, threshold, best.n_prefill) for threshold in tokens]
+    return tokens, [evaluate(problem, threshold, best.n_prefill, "by length") for threshold in tokens]
 
 
 def plot_threshold(
