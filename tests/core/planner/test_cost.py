@@ -71,10 +71,10 @@ def test_cost_counts_egress() -> None:
     assert plan.homogeneous_equal_cost is not None and plan.homogeneous_equal_cost.instances == 17
     # Whoever sends everything pays more for egress than the optimum.
     assert plan.naive is not None and plan.naive.cost_ratio is not None and plan.naive.cost_ratio < 1
-    # 17 instances cost 136 per hour and carry 3.048 requests/s: (3.259 / 139.2) / (3.048 / 136).
-    assert plan.equal_cost_ratio == pytest.approx(3.259 / 139.18 / (3.0478 / 136), rel=1e-3)
-    assert "1.04 times at equal cost with egress at 11.2 per hour" in plan.verdict
-    assert plan.verdict.endswith("The advantage is gone where egress costs 0.00397 per GB.")
+    # 17 instances cost 136 per hour and carry 2.923 requests/s: (3.1995 / 138.9) / (2.923 / 136).
+    assert plan.equal_cost_ratio == pytest.approx(3.1995 / 138.93 / (2.923 / 136), rel=1e-3)
+    assert "1.07 times at equal cost with egress at 10.9 per hour" in plan.verdict
+    assert plan.verdict.endswith("The advantage is gone where egress costs 0.00356 per GB.")
 
 
 def test_each_link_has_its_price() -> None:

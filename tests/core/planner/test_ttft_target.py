@@ -79,7 +79,7 @@ def test_no_threshold_and_split_that_keep_the_target_do_more(
     lengths = problem.workload.lengths
     for n_prefill in range(pd + 1):
         for threshold in [0.0, lengths.high, *(lengths.quantile(k / 12) for k in range(1, 12))]:
-            point = evaluate(problem, threshold, n_prefill)
+            point = evaluate(problem, threshold, n_prefill, service="by length")
             if point.lambda_max > 0:
                 rates.append(operation_at(problem, point).comparable_rate)
     if any(rates):
@@ -87,7 +87,7 @@ def test_no_threshold_and_split_that_keep_the_target_do_more(
         # Between two thresholds that are tried the best one is found to some digits.
         assert found.point.lambda_max >= max(rates) * (1 - 1e-3)
     if not found.keeps_target:
-        assert found.point == best_point(problem)
+        assert found.point == best_point(problem, service="by length")
 
 
 @pytest.mark.slow("a property over many random systems")
@@ -140,7 +140,7 @@ def test_a_target_that_nothing_keeps_is_said_to_be_missed() -> None:
     plan = make_plan(with_target(paper_problem(), 0.5))
     assert not plan.keeps_target and plan.rate_within_target == 0
     assert plan.verdict.startswith("Target missed: a P90 TTFT of 500 ms at 70% load")
-    assert plan.optimum.lambda_max == pytest.approx(3.2589, rel=1e-4)
+    assert plan.optimum.lambda_max == pytest.approx(3.1995, rel=1e-4)
     assert plan.ratio_to_homogeneous is None and plan.to_json()["keeps_target"] is False
 
 

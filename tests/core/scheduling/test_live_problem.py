@@ -12,11 +12,11 @@ from .case_study import H20, LENGTHS, kv_bytes, observed, problem_of
 
 
 def test_the_papers_deployment_alive_has_the_papers_optimum() -> None:
-    point = best_operation(problem_of())
+    point = best_operation(problem_of(), "mean length")
     assert (point.n_prefill, point.n_decode) == (3, 5)
     assert point.threshold_tokens == pytest.approx(19_371, rel=0.005)
     assert point.lambda_max == pytest.approx(3.2589, rel=0.005)
-    sampled = best_operation(problem_of(observed(np.random.default_rng(0), 20_000)))
+    sampled = best_operation(problem_of(observed(np.random.default_rng(0), 20_000)), "mean length")
     assert sampled.n_prefill == 3 and sampled.lambda_max == pytest.approx(3.2589, rel=0.03)
 
 
