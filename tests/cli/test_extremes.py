@@ -31,7 +31,7 @@ def refused(
 @pytest.mark.parametrize(
     ("old", "new", "why"),
     [
-        ("  h20: 1.0", "  h20: 1.0\n  egress_per_gb: 1.0e+6", "prices: the 5.59e+09 per hour"),
+        ("  h20: 1.0", "  h20: 1.0\n  egress_per_gb: 1.0e+6", "prices: the 5.46e+09 per hour"),
         ("  h20: 1.0", "  h20: 1.0\n  egress_per_gb: 1.0e+308", "prices: the inf per hour"),
         ("  h20: 1.0", "  h20: 1.0e-9", "would buy 8e+09 instances"),
         ("instance_count: 8", "instance_count: 99999999", 'cluster "home" has 99,999,999 instances'),

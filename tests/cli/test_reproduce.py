@@ -91,7 +91,7 @@ def test_independent_checks_stay_when_what_was_fitted_changes(monkeypatch: pytes
         ),
     )
     before = {row.key: row for row in rows_of_the_paper()}
-    plan = paper_tables.make_plan(paper_tables.problem_of(changed))
+    plan = paper_tables.make_plan(paper_tables.problem_of(changed), "mean length")
     after = {row.key: row for section in paper_tables.sections(plan) for row in section.rows}
     moved = {key for key, row in after.items() if row.ours != before[key].ours}
     assert "table6/optimum/lambda_max" in moved and "claims/ttft_mean_saved" in moved

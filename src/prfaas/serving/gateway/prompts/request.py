@@ -5,8 +5,7 @@ import hmac
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-
-from multidict import MultiMapping
+from typing import Protocol
 
 from prfaas.core.prefix import MediaItem, PromptChains
 from prfaas.core.route_header import REQUEST_ID_HEADER
@@ -82,8 +81,10 @@ class TokenizedPrompt:
     """In the order of their offsets. Engines render a prompt with media themselves, each from the client's body."""
 
 
-Headers = MultiMapping[str]
-"""The headers of a request; names are compared without case."""
+class Headers(Protocol):
+    """The headers of a request; names are compared without case."""
+
+    def getall(self, key: str, default: list[str]) -> list[str]: ...
 
 
 class Tenants:
