@@ -259,7 +259,9 @@ class Rank:
         home_layout = KvLayout(groups, home)
         wires = wire_layouts(self.layout, "east", number, RANKS, page_digests=digests)
         home_wires = wire_layouts(home_layout, "home", number, RANKS, page_digests=digests)
-        digest_plan = wire_layouts(self.layout, "east", number, RANKS).towards("home/0").digest_plan
+        digest_plan = (
+            wire_layouts(self.layout, "east", number, RANKS).agreed("home/0", is_sent=True).digest_plan
+        )
         assert digest_plan is not None
         self.digest_plan = digest_plan
         self.arena = StagingArena(staging_bytes, transfer_block_bytes)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -75,6 +76,11 @@ def of_class(outcome: StudyOutcome, index: int, name: str) -> float:
     """A number of one class of lengths (`mean_s`, `p90_s`, `p99_s`, `requests`); NaN where there is none."""
     value = outcome.numbers["ttft_by_length"][index][name]
     return float("nan") if value is None else float(value)
+
+
+def trace_name(context: StudyContext) -> str:
+    """The trace's file, without folders."""
+    return Path(context.trace.name).name
 
 
 def trace_lambda_max(context: StudyContext) -> float:

@@ -15,7 +15,7 @@ from studies._figures import (
     seconds,
 )
 from studies._repeats import TAIL_TITLE, Repeats, tail_table
-from studies._runs import Run, length_classes, trace_lambda_max
+from studies._runs import Run, length_classes, trace_lambda_max, trace_name
 from studies._traffic import DAY_S, bursts, day_plan
 from studies._variants import cache_of, with_bandwidth
 
@@ -211,7 +211,7 @@ CASES = (
         "trace",
         "trace",
         lambda context: (
-            f"`{context.trace_name}` repeated, with prefix caches of {_CACHE_BYTES // GIB} GiB on every instance, at "
+            f"`{trace_name(context)}` repeated, with prefix caches of {_CACHE_BYTES // GIB} GiB on every instance, at "
             f"{_TRACE_LOAD:g} of what the planner finds for its lengths without any cache"
         ),
         _recorded,

@@ -8,7 +8,7 @@ from prfaas.lab.studies.context import StudyContext
 from prfaas.lab.studies.study import Outcomes, Study, StudySection, StudyTable
 from studies._figures import Panel, PlotCurve, lines
 from studies._repeats import TAIL_TITLE, Repeats, tail_table
-from studies._runs import Run, length_classes, trace_lambda_max
+from studies._runs import Run, length_classes, trace_lambda_max, trace_name
 from studies._traffic import SharedPrefixes
 from studies._variants import cache_of
 
@@ -78,7 +78,7 @@ def _describe(context: StudyContext, outcomes: Outcomes) -> StudySection:
             "caches, where the first part "
             f"of every prompt is the beginning of one of {_DOCUMENTS} documents (the k-th as popular as 1 "
             "/ k) and every "
-            f"instance has a cache of {format_bytes(_CACHE_BYTES)}. *Trace*: `{context.trace_name}` "
+            f"instance has a cache of {format_bytes(_CACHE_BYTES)}. *Trace*: `{trace_name(context)}` "
             f"repeated, at {_LOAD:g} of "
             "what the planner finds for its lengths without caches, and caches of growing size. The rate "
             "stays the same "

@@ -169,11 +169,6 @@ def test_fixed_is_one_atom() -> None:
     assert len(lengths.bins(10).weights) == 1
 
 
-def test_clipping_moves_lengths_to_the_limits() -> None:
-    clipped = Empirical([1, 50, 900]).clipped(10, 100)
-    assert clipped.lengths.tolist() == [10, 50, 100]
-
-
 def test_workload_takes_off_what_is_cached() -> None:
     workload = Workload(Uniform(100, 300), 50, prefix_hit_ratio=0.25)
     assert (workload.uncached.low, workload.uncached.high) == (75, 225)
@@ -195,7 +190,6 @@ def test_workload_takes_off_what_is_cached() -> None:
         (lambda: Empirical([3], [0]), "at least one weight"),
         (lambda: fixed(10).scaled(0), "factor above 0"),
         (lambda: fixed(10).quantile(1.1), "probability in [0, 1]"),
-        (lambda: fixed(10).clipped(5, 1), "0 < low <= high"),
         (lambda: Workload(fixed(10), 5, 1.0), "in [0, 1), not 1.0"),
         (lambda: Workload(fixed(10), 0), "more than 0 tokens"),
     ],

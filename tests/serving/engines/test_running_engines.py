@@ -84,7 +84,7 @@ def is_gone(pid: int, within_s: float = 60.0) -> bool:
 
 
 def child_of(engines: RunningEngines, name: str) -> int:
-    return int(engines.log_tail(name).split()[1])
+    return int(engines._group(name).log.tail(20).split()[1])
 
 
 def test_engines_run_between_entry_and_exit(deployment: Deployment) -> None:

@@ -82,7 +82,7 @@ def forked(deployment: Deployment, instance: Instance, *words: str, **env: str) 
 
 
 def told(engines: RunningEngines, name: str) -> list[str]:
-    return engines.log_tail(name).splitlines()[0].split()
+    return engines._group(name).log.tail(20).splitlines()[0].split()
 
 
 def mark_of(engines: RunningEngines, name: str) -> str:
@@ -181,12 +181,14 @@ def test_what_nothing_reads_while_modules_are_imported_needs_no_other_template(
         with RunningEngines(deployment, command=command, templates=templates) as engines:
             engines.wait_ready(READY_S)
             marks |= {mark_of(engines, name) for name in engines.names}
-            assert {engines.log_tail(name).splitlines()[1] for name in engines.names} == set(engines.names)
+            assert {engines._group(name).log.tail(20).splitlines()[1] for name in engines.names} == set(
+                engines.names
+            )
         # Nor has a later engine anything of an earlier one's.
         with RunningEngines(deployment, ["home-decode-0"], command=forked, templates=templates) as engines:
             engines.wait_ready(READY_S)
             marks.add(mark_of(engines, "home-decode-0"))
-            assert engines.log_tail("home-decode-0").splitlines()[1] == "None"
+            assert engines._group("home-decode-0").log.tail(20).splitlines()[1] == "None"
     assert len(marks) == 1
 
 
@@ -197,7 +199,9 @@ def test_with_threads_every_engine_is_a_new_interpreter(deployment: Deployment) 
     with RunningEngines(deployment, command=command) as engines:
         engines.wait_ready(READY_S)
         assert {told(engines, name)[-1] for name in engines.names} == {"False"}
-        assert {engines.log_tail(name).splitlines()[1] for name in engines.names} == set(engines.names)
+        assert {engines._group(name).log.tail(20).splitlines()[1] for name in engines.names} == set(
+            engines.names
+        )
 
 
 def test_an_engine_that_ends_is_named_with_the_end_of_its_log(deployment: Deployment) -> None:

@@ -151,15 +151,15 @@ def test_both_sides_hear_how_the_other_keeps_its_kv() -> None:
     ours, theirs = layouts([16]), layouts([32])
     outcome, _ = meet(lambda sock: greet(sock, hello(layouts=ours)), layouts=theirs)
     assert outcome is None
-    assert ours.towards("c/0").mark == "[16] and [32]"
-    assert theirs.coming_from("p/0").mark == "[32] and [16]"
-    assert theirs.coming_from("q/0").mark == ""
+    assert ours.agreed("c/0", is_sent=True).mark == "[16] and [32]"
+    assert theirs.agreed("p/0", is_sent=False).mark == "[32] and [16]"
+    assert theirs.agreed("q/0", is_sent=False).mark == ""
 
 
 def test_who_keeps_it_alike_needs_no_other_form() -> None:
     ours, theirs = layouts([16]), layouts([16], refused="what")
     meet(lambda sock: greet(sock, hello(layouts=ours)), layouts=theirs)
-    assert ours.towards("c/0").mark == theirs.coming_from("p/0").mark == ""
+    assert ours.agreed("c/0", is_sent=True).mark == theirs.agreed("p/0", is_sent=False).mark == ""
 
 
 def test_a_layout_that_cannot_be_mapped_is_refused_with_its_sentence() -> None:
@@ -210,7 +210,7 @@ def test_a_sender_meets_a_peer_on_demand_before_the_first_transfer(refused: str)
             assert sender.telemetry()["rejected"] == {"c/0": "c/0 rejected the connection: heads of p/0"}
         else:
             assert sender.meet("c", 10)
-            assert ours.towards("c/0").mark == "[16] and [32]"
+            assert ours.agreed("c/0", is_sent=True).mark == "[16] and [32]"
         assert sender.meet("nobody")
     finally:
         sender.close()
@@ -233,7 +233,7 @@ def test_nothing_is_heard_of_who_has_not_proved_its_key() -> None:
     theirs = layouts([32])
     outcome, _ = meet(lambda sock: greet(sock, hello(key=bytes(32), layouts=layouts([16]))), layouts=theirs)
     assert isinstance(outcome, HandshakeError)
-    assert theirs.coming_from("p/0").mark == ""
+    assert theirs.agreed("p/0", is_sent=False).mark == ""
 
 
 def test_an_observer_tells_nothing_and_is_told_nothing_of_use() -> None:

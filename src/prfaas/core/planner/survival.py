@@ -1,6 +1,6 @@
 """What a deployment still carries when a link, a cluster or an instance is gone, and what it takes to lose nothing."""
 
-from collections.abc import Callable
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
@@ -109,27 +109,16 @@ def reserve_for(problem: PlanProblem, wanted_rate: float, found: tuple[Loss, ...
             return all(_best_rate(more, loss.kind, loss.name) >= wanted_rate * _ALL for loss in ordered)
 
         most = min(_MOST_ADDED * gpus // cluster.gpus_per_instance, MOST_INSTANCES - cluster.instances)
-        count = _least(keeps, most // step, step)
-        if count is None:
+        counts = range(0, most + 1, step)
+        place = bisect_left(counts, True, key=keeps)
+        if place == len(counts):
             continue
+        count = counts[place]
         then = instances_per_hour(_with_more(problem, name, count))
         ratio = then / cost if cost and then is not None else None
         if best.cluster is None or (ratio or count) < (best.cost_ratio or best.instances):
             best = SpareInstances(ordered[0], wanted_rate, name, count, ratio)
     return best
-
-
-def _least(keeps: Callable[[int], bool], most: int, step: int) -> int | None:
-    """The least multiple of `step`, at most `most` of them, at which a condition holds; None if none does."""
-    low, high = -1, 0
-    while not keeps(high * step):
-        if high >= most:
-            return None
-        low, high = high, min(max(2 * high, 1), most)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if keeps(middle * step) else (middle, high)
-    return high * step
 
 
 def _without(problem: PlanProblem, kind: LossKind, name: str) -> PlanProblem | None:

@@ -167,12 +167,6 @@ class Empirical(_Atoms):
         check_factor(factor)
         return Empirical(self.lengths * factor, self.probabilities)
 
-    def clipped(self, low: float, high: float) -> "Empirical":
-        """Lengths below `low` count as `low`, those above `high` as `high` (tokens)."""
-        if not 0 < low <= high:
-            raise WorkloadError(f"lengths can be clipped to 0 < low <= high, not to {low!r} and {high!r}")
-        return Empirical(np.clip(self.lengths, low, high), self.probabilities)
-
     def __repr__(self) -> str:
         return f"Empirical({len(self.lengths)} lengths from {self.low:g} to {self.high:g} tokens)"
 

@@ -1,7 +1,6 @@
 """The context that all studies of one call share: the deployment, its plan, and how much to simulate."""
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from prfaas.core.deployment import PlannedDeployment
 from prfaas.core.planner import (
@@ -44,11 +43,6 @@ class StudyContext:
     def lambda_max(self) -> float:
         """Requests per second at most, by the planner."""
         return self.optimum.lambda_max
-
-    @property
-    def trace_name(self) -> str:
-        """The trace's file, without folders."""
-        return Path(self.trace.name).name
 
     @property
     def pd(self) -> str:

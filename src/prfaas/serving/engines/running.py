@@ -183,10 +183,6 @@ class RunningEngines(ChildProcesses):
         """An engine's exit code, or minus the signal that ended it; None while it runs."""
         return -signal.SIGKILL if name in self._killed else super().exit_status(name)
 
-    def log_tail(self, name: str, lines: int = 20) -> str:
-        """The last lines of an engine's output."""
-        return self._group(name).log.tail(lines)
-
     def _address(self, name: str) -> str:
         return f"{self.deployment.instance(name).url}/health"
 

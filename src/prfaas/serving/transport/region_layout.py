@@ -169,15 +169,10 @@ class PeerLayouts(Generic[AgreedT]):
                 lambda: all((peer, True) in self._noted for peer in peers), timeout_s
             )
 
-    def towards(self, peer: str) -> AgreedT:
-        """The layout of transfers to a peer."""
+    def agreed(self, peer: str, *, is_sent: bool) -> AgreedT:
+        """The layout of transfers to a peer (`is_sent`), or from it."""
         with self._lock:
-            return self._agreed.get((peer, True), self.alike)
-
-    def coming_from(self, peer: str) -> AgreedT:
-        """The layout of transfers from a peer."""
-        with self._lock:
-            return self._agreed.get((peer, False), self.alike)
+            return self._agreed.get((peer, is_sent), self.alike)
 
     def begin(self, peer: str, transfer_id: bytes, mark: object, part: int = 0) -> AgreedT:
         """The layout of a transfer that a peer opens in a form.

@@ -2,7 +2,6 @@
 
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from prfaas.core.deployment import GATEWAY
@@ -21,23 +20,11 @@ from prfaas.tools.emit.template import rendered
 TARGET = "prfaas.target"
 
 
-@dataclass(frozen=True, slots=True)
-class Account:
-    """The user of a role's units. Its home is their `$PRFAAS_HOME`, and has the secrets of this role alone."""
-
-    user: str
-
-    @property
-    def home(self) -> Path:
-        """A folder that no other user may enter."""
-        return Path("/var/lib", self.user)
-
-
-_KV = Account(Path(STATE_DIR).name)
-"""Of engines and pools: those of a machine share its memory."""
-
-_GATEWAY = Account(f"{_KV.user}-gateway")
-"""Who takes an engine over has neither the operators' token nor the certificates that command other engines."""
+# The user of engines and pools, since those of a machine share its memory. A user's home is the `$PRFAAS_HOME` of its
+# units, which no other user may enter.
+_KV_USER = Path(STATE_DIR).name
+# Who takes an engine over has neither the operators' token nor the certificates that command other engines.
+_GATEWAY_USER = f"{_KV_USER}-gateway"
 
 
 def systemd_files(blueprint: Blueprint, program: str) -> tuple[EmittedFile, ...]:
@@ -84,7 +71,8 @@ def _units(blueprint: Blueprint, place: Place, program: str) -> Iterator[tuple[s
             deployment=blueprint.deployment.name,
             command=" ".join((program, *_arguments(process))),
             target=TARGET,
-            account=_account(blueprint, process),
+            user=_user(blueprint, process),
+            home=_home(_user(blueprint, process)),
             config_dir=CONFIG_DIR,
             needed=(CONFIG_FILE, *_secrets(blueprint, process)),
             # Hidden, unless the model lies in a person's folder.
@@ -109,16 +97,20 @@ def _arguments(process: Process) -> tuple[str, ...]:
     return ("pool", "start", "--keep-memory", *process.args[1:]) if process.kind == "pool" else process.args
 
 
-def _account(blueprint: Blueprint, process: Process) -> Account:
+def _user(blueprint: Blueprint, process: Process) -> str:
     # On one machine a key is made by who needs it first, and has one place.
-    return _GATEWAY if process.kind == GATEWAY and not blueprint.is_on_one_machine else _KV
+    return _GATEWAY_USER if process.kind == GATEWAY and not blueprint.is_on_one_machine else _KV_USER
+
+
+def _home(user: str) -> Path:
+    return Path("/var/lib", user)
 
 
 def _secrets(blueprint: Blueprint, process: Process) -> tuple[Path, ...]:
     """The files that must be copied to the machine before the unit can start."""
     if blueprint.is_on_one_machine:
         return ()
-    home = _account(blueprint, process).home
+    home = _home(_user(blueprint, process))
     paths = (path for _, _, path in blueprint.secrets(process.members))
     return tuple(
         home / path.relative_to(STATE_DIR) if path.is_relative_to(STATE_DIR) else path for path in paths
@@ -128,10 +120,10 @@ def _secrets(blueprint: Blueprint, process: Process) -> tuple[Path, ...]:
 def _install_script(blueprint: Blueprint, place: Place) -> str:
     """Secrets that lie outside of their user's home are the operator's to place."""
     name = blueprint.deployment.name
-    accounts: dict[Account, dict[str, None]] = {}
+    accounts: dict[str, dict[str, None]] = {}
     for process in blueprint.processes(place):
-        account = _account(blueprint, process)
-        own, folder = accounts.setdefault(account, {}), account.home / name
+        user = _user(blueprint, process)
+        own, folder = accounts.setdefault(user, {}), _home(user) / name
         paths = (path for path in _secrets(blueprint, process) if path.is_relative_to(folder))
         own |= dict.fromkeys(shlex.quote(str(path.relative_to(folder))) for path in paths)
     needed = [Path(name, secret).parent for secrets in accounts.values() for secret in secrets]
@@ -139,7 +131,8 @@ def _install_script(blueprint: Blueprint, place: Place) -> str:
         "install.sh.jinja",
         machine=place.folder.name,
         deployment=name,
-        accounts=accounts,
+        secrets_of=accounts,
+        home_of=_home,
         folders=sorted({str(folder) for folder in needed}),
         has_secrets=bool(needed),
         config_dir=CONFIG_DIR,

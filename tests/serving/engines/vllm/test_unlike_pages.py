@@ -374,8 +374,8 @@ def test_equal_engines_move_their_pages_as_they_are() -> None:
     with pair_of(SIXTEEN, SIXTEEN) as pair:
         pair.connected()
         for engine, wire in (
-            (pair.east, pair.wires["east"].towards("home/0")),
-            (pair.home, pair.wires["home"].coming_from("east/0")),
+            (pair.east, pair.wires["east"].agreed("home/0", is_sent=True)),
+            (pair.home, pair.wires["home"].agreed("east/0", is_sent=False)),
         ):
             assert wire.mark == ""
             for region, own in zip(wire.regions, engine.layout.regions, strict=True):
@@ -391,7 +391,7 @@ def test_equal_engines_move_their_pages_as_they_are() -> None:
 def test_where_only_one_kind_of_layers_differs_the_others_move_as_they_are() -> None:
     with pair_of(*KEEPINGS["only full attention"]) as pair:
         pair.connected()
-        wire = pair.wires["east"].towards("home/0")
+        wire = pair.wires["east"].agreed("home/0", is_sent=True)
         as_they_are = {
             region.layer_name
             for region, own in zip(wire.regions, pair.east.layout.regions, strict=True)
@@ -472,13 +472,13 @@ def test_a_transfer_in_another_form_than_was_agreed_is_refused() -> None:
 def test_a_null_block_is_never_read_or_written_in_parts() -> None:
     with pair_of(SIXTEEN, EIGHT) as pair:
         pair.connected()
-        wire = pair.wires["east"].towards("home/0")
+        wire = pair.wires["east"].agreed("home/0", is_sent=True)
         (region,) = (region for region in wire.regions if region.layer_name == "a0")
         assert region.run(BlockRun(1, 0, (1, 2)), 100, 0).block_ids == (2, 3, 4, 5)
         with pytest.raises(RuntimeError, match="layer a0: a block to move is vLLM's null block"):
             region.run(BlockRun(1, 0, (1, 0)), 100, 0)
         # What a window has left behind is the null block in the table, and moves nothing.
-        wire = pair.wires["home"].coming_from("east/0")
+        wire = pair.wires["home"].agreed("east/0", is_sent=False)
         (window,) = (region for region in wire.regions if region.layer_name == "w0")
         assert window.run(BlockRun(2, 0, (0, 0, 0, 0, 0, 30, 31)), 100, 0) == BlockRun(2, 10, (60, 61, 62))
 

@@ -81,7 +81,10 @@ def test_every_rank_gets_its_heads_and_each_byte_once(
             sending = sendings[rank]
             assert sending.note(f"home/{memory.rank}", loading.reported, sends=True) is None
             assert loading.note(f"east/{rank}", sending.reported, sends=False) is None
-            sent, kept = sending.towards(f"home/{memory.rank}"), loading.coming_from(f"east/{rank}")
+            sent, kept = (
+                sending.agreed(f"home/{memory.rank}", is_sent=True),
+                loading.agreed(f"east/{rank}", is_sent=False),
+            )
             assert (sent.mark, sent.part, sent.parts) == (kept.mark, kept.part, kept.parts)
             assert sent.region_bytes(*extent) == kept.region_bytes(*extent)
             receives[memory.rank] += sum(sent.kv_region_bytes(*extent))
@@ -96,7 +99,7 @@ def test_every_rank_gets_its_heads_and_each_byte_once(
                 load(memory, there, came[here.index], extent)
     for memory, loading in zip(home, loadings, strict=True):
         for rank in theirs.grid.paired(memory.rank, ours.grid):
-            for place, wire in loading.coming_from(f"east/{rank}").borrowed.items():
+            for place, wire in loading.agreed(f"east/{rank}", is_sent=False).borrowed.items():
                 for region in wire.regions:
                     load(memory, region, staged[place][region.index], extent)
         memory.assert_has(truth, num_tokens, skip, ours.drafter)
@@ -108,12 +111,12 @@ def test_every_rank_gets_its_heads_and_each_byte_once(
     # Readers and lenders know of each other.
     for memory, loading in zip(home, loadings, strict=True):
         for rank in theirs.grid.paired(memory.rank, ours.grid):
-            wire = loading.coming_from(f"east/{rank}")
+            wire = loading.agreed(f"east/{rank}", is_sent=False)
             readers = {
                 other.rank
                 for other, theirs_too in zip(home, loadings, strict=True)
                 for each in theirs.grid.paired(other.rank, ours.grid)
-                if (memory.rank, wire.part) in theirs_too.coming_from(f"east/{each}").borrowed
+                if (memory.rank, wire.part) in theirs_too.agreed(f"east/{each}", is_sent=False).borrowed
             }
             assert set(wire.readers) == readers
 
@@ -198,7 +201,8 @@ def test_latents_and_copied_heads_are_sent_by_one_rank_each() -> None:
     with ranked_pair(model, Keeping(2), Keeping(1)) as pair:
         pair.connected()
         moved = [
-            {region.layer_name for region in wires.towards("home/0").regions} for wires in pair.wires["east"]
+            {region.layer_name for region in wires.agreed("home/0", is_sent=True).regions}
+            for wires in pair.wires["east"]
         ]
         assert moved == [{"a0", "m0", "g0"}, {"a1", "w0", "g0"}]
 
@@ -231,7 +235,7 @@ def test_a_rank_that_has_only_copies_ends_its_transfer_all_the_same() -> None:
     truth = Truth(model, 3)
     with ranked_pair(model, Keeping(4, is_dense=True), Keeping(1, is_dense=True)) as pair:
         pair.connected()
-        assert pair.wires["east"][3].towards("home/0").regions == ()
+        assert pair.wires["east"][3].agreed("home/0", is_sent=True).regions == ()
         for memory in pair.east:
             memory.compute(truth, 50)
         ticket = pair.prefill(50, 0, [50])
@@ -267,7 +271,7 @@ def test_equal_sizes_move_the_engines_own_pages() -> None:
     with ranked_pair(Model(), alone, alone) as pair:
         pair.connected()
         for rank, memory in enumerate(pair.east):
-            wire = pair.wires["east"][rank].towards(f"home/{rank}")
+            wire = pair.wires["east"][rank].agreed(f"home/{rank}", is_sent=True)
             assert wire is pair.wires["east"][rank].alike
             assert [region.pages for region in wire.regions] == [
                 region.pages for region in memory.layout.regions
@@ -307,7 +311,7 @@ def test_a_part_must_be_the_one_of_its_rank() -> None:
     with ranked_pair(Model(), Keeping(2), Keeping(1)) as pair:
         pair.connected()
         ticket = pair.prefill(100, 0, [40])
-        wire = pair.wires["east"][1].towards("home/0")
+        wire = pair.wires["east"][1].agreed("home/0", is_sent=True)
         transfer = pair.senders[1].open(
             replace(ticket, transfer_id=b"o" * 16),
             replace(ticket, transfer_id=b"o" * 16).seal(KEY),

@@ -244,7 +244,7 @@ class KvProducer:
     def _open_to(self, send: SendOrder, peer: str) -> _OpenSend:
         ticket = send.ticket
         extent = (ticket.num_tokens, ticket.skip_tokens)
-        wire = self._wires.towards(peer)
+        wire = self._wires.agreed(peer, is_sent=True)
         transfer_id = part_id(ticket.transfer_id, wire.part)
         plan, kv_region_bytes = wire.digest_plan, wire.kv_region_bytes(*extent)
         digests = DigestSource(plan.of_transfer(transfer_id, *extent)) if plan is not None else None
