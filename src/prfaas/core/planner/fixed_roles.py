@@ -90,10 +90,7 @@ class PrefillSide:
 
         Where no threshold can carry more by `margin`, which is sooner known than the best one, `now` is given back.
         """
-        split, highest = (
-            own_split(self.problem, _SERVICE),
-            self.problem.workload.lengths.highest_threshold,
-        )
+        split, highest = own_split(self.problem, _SERVICE), self.problem.workload.lengths.highest_threshold
         candidates, before = candidate_lengths(split), None
         if now is not None:
             # Where nothing can go, all stays whatever the threshold is.

@@ -113,6 +113,7 @@ def point_of(split: Split, length: float, n_prefill: int) -> OperatingPoint:
     length = settled(problem, length if split.remote is not None else math.inf)
     loads = split.loads(np.array([length], dtype=np.float64))
     p = float(loads.offloaded[0])
+    p = 0.0 if p <= _NO_REQUESTS else 1.0 if p >= 1 - _NO_REQUESTS else p
     n_decode = pd.instances - n_prefill
     decode = _decode_rate(split, n_prefill)
     capacities = _capacities(split, loads, n_prefill)
@@ -221,11 +222,9 @@ def candidate_lengths(split: Split) -> FloatArray:
     if split.remote is None:
         return np.array([lengths.highest_threshold])
     if lengths.atoms() is not None:
-        found = lengths.thresholds(_SAMPLE_GRID)
-    else:
-        found = lengths.thresholds(_GRID)
-        found = np.unique(np.append(found, np.geomspace(lengths.low, lengths.highest_threshold, _GRID)))
-    return found
+        return lengths.thresholds(_SAMPLE_GRID)
+    spread = np.geomspace(lengths.low, lengths.highest_threshold, _GRID)
+    return np.unique(np.append(lengths.thresholds(_GRID), spread))
 
 
 Found = tuple[tuple[float, float], float, int]
@@ -324,9 +323,9 @@ def _mean_lengths(problem: PlanProblem, threshold: float) -> tuple[float | None,
     """E[L] of the prompts that are longer, and of the others; None where there are none."""
     lengths = problem.workload.lengths
     (mass,), (tokens,) = lengths.beyond(np.array([threshold]))
-    low, high = lengths.low, lengths.high
-    long = min(max(float(tokens / mass), low), high) if mass > 0 else None
-    short = min(max(float((lengths.mean() - tokens) / (1 - mass)), low), high) if mass < 1 else None
+    low, high, rest = lengths.low, lengths.high, 1 - mass
+    long = min(max(float(tokens / mass), low), high) if mass > _NO_REQUESTS else None
+    short = min(max(float((lengths.mean() - tokens) / rest), low), high) if rest > _NO_REQUESTS else None
     return long, short
 
 

@@ -104,7 +104,7 @@ class Empirical(_Atoms):
         """0 and about `n` with an atom at their edge, those among them that begin or cease to divide it."""
         lowest, highest = 1 / (1 + EDGE / 2), 1 / (1 - EDGE / 2)
         chosen = np.linspace(0, len(self.lengths) - 1, min(n // 2, len(self.lengths))).astype(int)
-        factors = np.linspace(lowest, highest, max(n // 2 // len(chosen), 2))
+        factors = np.linspace(lowest, highest, max(n // len(chosen), 2))
         # Where many atoms are within one edge, none of them stands in its middle.
         spread = np.geomspace(self.low * lowest, self.high * highest, n // 2)
         return np.unique(np.concatenate([[0.0], (self.lengths[chosen, None] * factors).ravel(), spread]))
