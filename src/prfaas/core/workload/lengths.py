@@ -282,14 +282,14 @@ class TruncatedLogNormal(LengthDistribution):
 
     def above(self, thresholds: FloatArray) -> "tuple[FloatArray, FloatArray]":
         """P(L > t) and E[L; L > t]. The first moment shifts the normal by sigma: exp(mu + σ²/2) × Φ(z − σ)."""
-        end = self._z(self.high)
-        all_mass = self._mass(self._z(self.low), end)
+        # The limits go the way of the thresholds, so that of equal ones exactly all and nothing is above.
+        lengths = np.append(np.clip(thresholds, self.low, self.high), (self.low, self.high))
+        z = (np.log(lengths) - self.mu) / self.sigma
+        *masses, all_mass = _masses(z[:-1], z[-1])
         # The factor is kept in the exponent together with 1 / all_mass: either alone may be out of range.
         moment_factor = math.exp(self.mu + self.sigma**2 / 2 - math.log(all_mass))
-        z = (np.log(np.clip(thresholds, self.low, self.high)) - self.mu) / self.sigma
-        mass = _masses(z, end) / all_mass
-        tokens = _masses(z - self.sigma, end - self.sigma) * moment_factor
-        return mass, tokens
+        tokens = _masses(z[:-2] - self.sigma, z[-1] - self.sigma) * moment_factor
+        return np.array(masses) / all_mass, tokens
 
     def quantile(self, q: float) -> float:
         """The smallest l with P(L <= l) >= q."""
@@ -343,7 +343,7 @@ def _masses(starts: FloatArray, end: float) -> FloatArray:
     from scipy.special import erfc
 
     tails: FloatArray = 0.5 * erfc(np.abs(starts) / _SQRT2)
-    return np.where(starts > 0, tails - 0.5 * erfc(end / _SQRT2), _cdf(end) - tails)
+    return np.where(starts > 0, tails - 0.5 * erfc(end / _SQRT2), 0.5 * erfc(-end / _SQRT2) - tails)
 
 
 def _cdf(z: float) -> float:
