@@ -284,7 +284,8 @@ class TruncatedLogNormal(LengthDistribution):
         """P(L > t) and E[L; L > t]. The first moment shifts the normal by sigma: exp(mu + σ²/2) × Φ(z − σ)."""
         # The limits go the way of the thresholds, so that of equal ones exactly all and nothing is above.
         lengths = np.append(np.clip(thresholds, self.low, self.high), (self.low, self.high))
-        z = (np.log(lengths) - self.mu) / self.sigma
+        # The C library's logarithm: NumPy's rounds otherwise on other processors, and plans are compared to the bit.
+        z = (np.array([math.log(each) for each in lengths.tolist()]) - self.mu) / self.sigma
         *masses, all_mass = _masses(z[:-1], z[-1])
         # The factor is kept in the exponent together with 1 / all_mass: either alone may be out of range.
         moment_factor = math.exp(self.mu + self.sigma**2 / 2 - math.log(all_mass))
