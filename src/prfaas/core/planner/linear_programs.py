@@ -110,6 +110,12 @@ class Programme:
         Raises:
             PlanError: the solver gave up.
         """
+        if len(self._problem.pd) == 1:
+            # So few that all are tried: on some programmes as small as these HiGHS gives roles far from the best.
+            (pd,) = self._problem.pd
+            counts = range(0, pd.instances + 1, pd.group_ranks)
+            rate, best = max((-self._at_roles(np.array([each])).fun, each) for each in counts)
+            return {pd.name: best}, rate
         from scipy.optimize import Bounds, LinearConstraint, milp
         from scipy.sparse import diags_array
 
@@ -145,14 +151,17 @@ class Programme:
         }
         return prefill, -float(found.mip_dual_bound)
 
-    def prices(self, prefill: Mapping[str, int]) -> dict[Resource, float]:
-        """Λ gained per further prefill instance, decode instance or bit/s, at the given roles."""
+    def _at_roles(self, fixed: FloatArray) -> Any:
+        """The solution with prefill instances that are given; its `fun` is −Λ."""
         upper, limits, equal = self._by_rate()
-        fixed = [prefill[pd.name] for pd in self._problem.pd]
         low = np.concatenate([np.zeros(self._flows), fixed, [0.0]])
         high = np.concatenate([np.full(self._flows, np.inf), fixed, [np.inf]])
         objective = np.append(np.zeros(self._flows + len(fixed)), -1.0)
-        found = _solved(objective, upper, limits, equal, np.zeros(self._bins), low, high)
+        return _solved(objective, upper, limits, equal, np.zeros(self._bins), low, high)
+
+    def prices(self, prefill: Mapping[str, int]) -> dict[Resource, float]:
+        """Λ gained per further prefill instance, decode instance or bit/s, at the given roles."""
+        found = self._at_roles(np.array([prefill[pd.name] for pd in self._problem.pd], dtype=np.float64))
         prices = {}
         for use, marginal in zip(self._uses, found.ineqlin.marginals.tolist(), strict=True):
             kind, name = use.resource

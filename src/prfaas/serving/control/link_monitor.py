@@ -193,7 +193,6 @@ class LinkMonitor(Part):
                 self.loop_failures.note("LinkMonitor", error, "->".join(pair))
 
     def _conclude(self, pair: tuple[str, str], link: KnownLink, now_s: float) -> None:
-        # A report is believed for as long as a link counts as heard.
         believed_since_s = now_s - link.meter.silence_s
         for of_ends in (link.samples, link.arrivals):
             for name in [name for name, each in of_ends.items() if each.at_s < believed_since_s]:

@@ -22,7 +22,7 @@ TARGET = "prfaas.target"
 
 # The user of engines and pools, since those of a machine share its memory. A user's home is the `$PRFAAS_HOME` of its
 # units, which no other user may enter.
-_KV_USER = Path(STATE_DIR).name
+_HOMES, _KV_USER = Path(STATE_DIR).parent, Path(STATE_DIR).name
 # Who takes an engine over has neither the operators' token nor the certificates that command other engines.
 _GATEWAY_USER = f"{_KV_USER}-gateway"
 
@@ -72,7 +72,7 @@ def _units(blueprint: Blueprint, place: Place, program: str) -> Iterator[tuple[s
             command=" ".join((program, *_arguments(process))),
             target=TARGET,
             user=_user(blueprint, process),
-            home=_home(_user(blueprint, process)),
+            home=_HOMES / _user(blueprint, process),
             config_dir=CONFIG_DIR,
             needed=(CONFIG_FILE, *_secrets(blueprint, process)),
             # Hidden, unless the model lies in a person's folder.
@@ -102,15 +102,11 @@ def _user(blueprint: Blueprint, process: Process) -> str:
     return _GATEWAY_USER if process.kind == GATEWAY and not blueprint.is_on_one_machine else _KV_USER
 
 
-def _home(user: str) -> Path:
-    return Path("/var/lib", user)
-
-
 def _secrets(blueprint: Blueprint, process: Process) -> tuple[Path, ...]:
     """The files that must be copied to the machine before the unit can start."""
     if blueprint.is_on_one_machine:
         return ()
-    home = _home(_user(blueprint, process))
+    home = _HOMES / _user(blueprint, process)
     paths = (path for _, _, path in blueprint.secrets(process.members))
     return tuple(
         home / path.relative_to(STATE_DIR) if path.is_relative_to(STATE_DIR) else path for path in paths
@@ -123,7 +119,7 @@ def _install_script(blueprint: Blueprint, place: Place) -> str:
     accounts: dict[str, dict[str, None]] = {}
     for process in blueprint.processes(place):
         user = _user(blueprint, process)
-        own, folder = accounts.setdefault(user, {}), _home(user) / name
+        own, folder = accounts.setdefault(user, {}), _HOMES / user / name
         paths = (path for path in _secrets(blueprint, process) if path.is_relative_to(folder))
         own |= dict.fromkeys(shlex.quote(str(path.relative_to(folder))) for path in paths)
     needed = [Path(name, secret).parent for secrets in accounts.values() for secret in secrets]
@@ -132,7 +128,7 @@ def _install_script(blueprint: Blueprint, place: Place) -> str:
         machine=place.folder.name,
         deployment=name,
         secrets_of=accounts,
-        home_of=_home,
+        homes=_HOMES,
         folders=sorted({str(folder) for folder in needed}),
         has_secrets=bool(needed),
         config_dir=CONFIG_DIR,
