@@ -98,11 +98,8 @@ def _plan(
     if trace is not None:
         problem = problem_of_trace(problem, trace, covered[0])
         typer.echo(f"Planned for the {len(trace):,} requests of the trace. Units: {trace.units}.", err=True)
-    for note in beyond(problem.workload.lengths, covered):
+    for note in (*beyond(problem.workload.lengths, covered), *(doubts(deployment) if trace is None else ())):
         typer.echo(note, err=True)
-    if trace is None:
-        for note in doubts(deployment):
-            typer.echo(note, err=True)
     result = make_plan(problem)
     # Of several clusters each loss takes a linear programme.
     lost = losses(problem, result.optimum) if problem.is_two_cluster or survive is not None else ()

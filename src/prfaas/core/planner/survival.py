@@ -73,8 +73,8 @@ def losses(problem: PlanProblem, point: OperatingPoint) -> tuple[Loss, ...]:
     possible += [("instance", cluster.name) for cluster in problem.clusters]
     found = []
     for kind, name in possible:
-        left, after = _without(problem, kind, name), _best_rate(problem, kind, name)
-        at_once = 0.0
+        left = _without(problem, kind, name)
+        after, at_once = _best_rate(left), 0.0
         if left is not None:
             stay = {pd.name: min(roles[pd.name], pd.instances) for pd in left.pd}
             at_once = rate_with_roles(left, stay, "by length")
@@ -106,7 +106,8 @@ def reserve_for(problem: PlanProblem, wanted_rate: float, found: tuple[Loss, ...
 
         def keeps(count: int, name: str = name) -> bool:
             more = _with_more(problem, name, count)
-            return all(_best_rate(more, loss.kind, loss.name) >= wanted_rate * _ALL for loss in ordered)
+            rates = (_best_rate(_without(more, loss.kind, loss.name)) for loss in ordered)
+            return all(rate >= wanted_rate * _ALL for rate in rates)
 
         most = min(_MOST_ADDED * gpus // cluster.gpus_per_instance, MOST_INSTANCES - cluster.instances)
         counts = range(0, most + 1, step)
@@ -141,9 +142,8 @@ def _with_more(problem: PlanProblem, name: str, more: int) -> PlanProblem:
     return replace(problem, prfaas=tuple(map(grown, problem.prfaas)), pd=tuple(map(grown, problem.pd)))
 
 
-def _best_rate(problem: PlanProblem, kind: LossKind, name: str) -> float:
+def _best_rate(left: PlanProblem | None) -> float:
     """With the best roles for what is left."""
-    left = _without(problem, kind, name)
     try:
         return 0.0 if left is None else best_operation(left).lambda_max
     except PlanError:
