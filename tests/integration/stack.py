@@ -35,6 +35,7 @@ FORCED_TOKENS_ARG = demo_reference._FORCED_TOKENS_ARG
 
 MODEL = "tiny"
 THRESHOLD_TOKENS = 2000
+"""Prompts within a fortieth of it go or stay by their number: a threshold has an edge (`edge_factor`)."""
 TENANT_HEADER = "x-tenant"
 
 # Of the tiny Qwen3-Next on CPUs.
