@@ -27,12 +27,13 @@ def chain(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     document["model"]["tiny"] = request.param
     document["clusters"][1]["instances"].pop(0)
     path.write_text(json.dumps(document))
-    yield from running(path, with_shims("with_triton"))
+    yield from running(path, with_shims("with_triton", "with_async_scheduling"))
 
 
 def test_answers_are_those_of_a_plain_engine(chain: Stack) -> None:
-    for name in (PREFILL, DECODE):
-        assert "Using V2 Model Runner" in chain.engines.log_path(name).read_text()
     # Of three chunks, and of five with a last one that ends at a block's end.
     prompts = [prompt(870 + seed, tokens) for seed, tokens in enumerate((2600, 3075, 4097))]
     chain.check_offloaded(prompts, prefill=PREFILL, decode=DECODE)
+    for name in (PREFILL, DECODE):
+        log = chain.engines.log_path(name).read_text()
+        assert "Using V2 Model Runner" in log and "schedules a step ahead" in log
