@@ -75,7 +75,8 @@ class ForcedFirstTokens(AdapterLogitsProcessor, RowLogitsProcessor):
     def apply(self, logits: "torch.Tensor", ctx: "LogitsContext | None" = None) -> "torch.Tensor":
         """Change logits (rows, vocabulary) in place. `ctx`: of the runner of GPUs, whose rows are slots' positions."""
         if ctx is None:
-            return super().apply(logits)
+            changed: torch.Tensor = super().apply(logits)
+            return changed
         if any(self._forced[slot] for slot in ctx.idx_mapping_np.tolist()):
             for row, slot, position in zip(
                 logits, ctx.expanded_idx_mapping.tolist(), ctx.pos.tolist(), strict=True
